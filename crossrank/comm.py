@@ -1,0 +1,162 @@
+"""What a communication is: the vocabulary that every part of crossrank speaks.
+
+`OPERATIONS` has one row per operation: how its bytes are counted, how its algorithm bandwidth becomes bus
+bandwidth, whether it has a root or a peer. `CommRecord` is one communication call on one rank and `Group` one
+process group, as they stand in `rank-N.comms.jsonl.zst`.
+
+Bytes and bus factors are those of nccl-tests (doc/PERFORMANCE.md and src/*.cu there). With n the size of the
+group, S = `bytes` and t the time of the collective in seconds: algbw = S / t, busbw = algbw * bus_factor(n).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+Payload = Literal["input", "output", "input_per_member", "output_per_member", "none"]
+Locality = Literal["intra_node", "nvlink_domain", "cross_node", "unknown"]
+
+
+
+def _ring_twice(n: int) -> float:
+    return 2 * (n - 1) / n
+
+
+def _all_but_self(n: int) -> float:
+    return (n - 1) / n
+
+
+def _whole(n: int) -> float:
+    return 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One operation, whatever the API or the backend calls it."""
+
+    name: str
+    payload: Payload
+    """Which tensors make up S: all inputs, all outputs, either one times the group's size, or nothing."""
+    bus_factor: Callable[[int], float] | None
+    """busbw / algbw for a group of n ranks; None where a bandwidth means nothing (barrier)."""
+    rooted: bool = False
+    p2p: bool = False
+
+    def bytes(self, in_bytes: int, out_bytes: int, group_size: int) -> int:
+        """S of nccl-tests in bytes, the same number on every rank of an even call.
+
+        `in_bytes` and `out_bytes` are the sums over this rank's input and output tensors. gather and scatter
+        count what the root holds, so that a rank that is not the root gives the same S as the root.
+        """
+        if self.payload == "input":
+            return in_bytes
+        if self.payload == "output":
+            return out_bytes
+        if self.payload == "input_per_member":
+            return in_bytes * group_size
+        if self.payload == "output_per_member":
+            return out_bytes * group_size
+        return 0
+
+
+OPERATIONS: dict[str, Operation] = {
+    row.name: row
+    for row in (
+        Operation(name="all_reduce", payload="input", bus_factor=_ring_twice),
+        Operation(name="reduce", payload="input", bus_factor=_whole, rooted=True),
+        Operation(name="broadcast", payload="input", bus_factor=_whole, rooted=True),
+        Operation(name="all_gather", payload="output", bus_factor=_all_but_self),
+        Operation(name="reduce_scatter", payload="input", bus_factor=_all_but_self),
+        Operation(name="gather", payload="input_per_member", bus_factor=_all_but_self, rooted=True),
+        Operation(name="scatter", payload="output_per_member", bus_factor=_all_but_self, rooted=True),
+        Operation(name="all_to_all", payload="input", bus_factor=_all_but_self),
+        Operation(name="send", payload="input", bus_factor=_whole, p2p=True),
+        Operation(name="recv", payload="output", bus_factor=_whole, p2p=True),
+        Operation(name="barrier", payload="none", bus_factor=None),
+    )
+}
+
+
+class CommRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
+    """One communication call on one rank.
+
+    A field that is absent from the file has the default below: None where it has no meaning for the call.
+    Ranks are global. Times are nanoseconds of the rank's monotonic clock; the header and the `clock` lines
+    of the file pair that clock with wall time.
+    """
+
+    id: int
+    """Running number of this rank; also the NVTX payload and N of the range `crossrank#N` in ET and Kineto."""
+    op: str
+    """A key of `OPERATIONS`, or the c10d op's own name where torch has one that the table lacks."""
+    c10d: str
+    """The c10d op as the dispatcher names it, for example `_allgather_base_`."""
+    pg: str
+    """Name of the process group; its `group` line comes earlier in the file."""
+    bytes: int
+    """S of nccl-tests, in bytes: see `Operation.bytes`."""
+    t: int
+    api: str | None = None
+    """The public function called; None when C++ called (DDP's reducer on an autograd thread)."""
+    seq: int | None = None
+    """This is the seq-th collective of this rank on that group, counted from 1; None for P2P."""
+    p2p_seq: int | None = None
+    """This is the p2p_seq-th send to (receive from) that peer on that group, counted from 1."""
+    inputs: list[list[int]] = msgspec.field(name="in", default_factory=list)
+    """Shape of every input tensor."""
+    outputs: list[list[int]] = msgspec.field(name="out", default_factory=list)
+    """Shape of every output tensor; the same as the inputs where the call works in place."""
+    in_split: list[int] | None = None
+    """Rows of the input that go to each member of the group, for an uneven all_to_all."""
+    out_split: list[int] | None = None
+    """Rows of the output that come from each member of the group, for an uneven all_to_all."""
+    dtype: str | None = None
+    reduce: str | None = None
+    is_async: bool | None = msgspec.field(name="async", default=None)
+    """Whether the caller asked for a Work to wait on; None where the c10d op does not say."""
+    root: int | None = None
+    peer: int | None = None
+    """Destination of a send, source of a receive; None for a receive from any source."""
+    tag: int | None = None
+    batch: int | None = None
+    """Id of the first record of the coalesced or batched launch that this call is part of."""
+    source: str | None = None
+    """`file.py:line` of the first frame outside torch and crossrank; None when no Python frame called."""
+    locality: Locality = "unknown"
+    step: int = 0
+    """Iteration, counted from 0."""
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One process group as one of its members sees it."""
+
+    pg: str
+    size: int
+    ranks: list[int] | None = None
+    """Global ranks in the group's order; None where torch does not know them (groups outside its registry)."""
+    desc: str = ""
+    backend: str = ""
+    locality: Locality = "unknown"
+
+
+def crosses_nodes(locality: Locality) -> bool:
+    """Whether CROSSNODE emits such a call. What is not known to stay inside a node counts as crossing."""
+    return locality != "intra_node"
+
+
+def total_bytes(shapes: Sequence[Sequence[int]], item_size: int) -> int:
+    """Bytes of tensors of these shapes with `item_size` bytes per element.
+
+    >>> total_bytes([[2, 3], [4]], 4)
+    40
+    """
+    elements = 0
+    for shape in shapes:
+        count = 1
+        for extent in shape:
+            count *= extent
+        elements += count
+    return elements * item_size

@@ -1,0 +1,27 @@
+"""The one error type that crossrank shows to a user.
+
+A message says what happened, with which value, and what to do next, on one line:
+
+>>> raise CrossrankError("TRACING='SOME' is not one of CROSSNODE, ALL, NONE")
+Traceback (most recent call last):
+...
+crossrank.errors.CrossrankError: TRACING='SOME' is not one of CROSSNODE, ALL, NONE
+"""
+
+from __future__ import annotations
+
+
+class CrossrankError(Exception):
+    """A condition that the user can act on. Its text is the whole message."""
+
+
+def one_line(error: BaseException) -> str:
+    """`error` on one line, with its type where the text alone would say nothing.
+
+    >>> one_line(KeyError("dtype"))
+    "KeyError: 'dtype'"
+    """
+    if isinstance(error, CrossrankError):
+        return str(error)
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

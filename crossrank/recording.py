@@ -1,0 +1,313 @@
+"""A recording on disk: which files it has, and how to read them whatever state they are in.
+
+Rank N writes `rank-N.comms.jsonl.zst`, and for every window `rank-N.et.json.zst` and `rank-N.kineto.json.zst`
+(later windows `rank-N.w2.et.json.zst`, …), and `rank-N.flight.json.zst` for torch's flight recorder. Every file
+is also read plain or gzipped, and from an fsspec URL.
+
+The comms file is JSON lines. A line that starts with `{"id":` is a `CommRecord`; every other line is an object
+with one key that says what it is: `header` (always first), `group`, `step`, `clock`, `counters`, `window`, `end`
+(last; without it the process died). It consists of complete zstd frames, so whatever follows the last whole
+frame is torn, and is told rather than raised.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO, cast
+import zlib
+
+import fsspec
+import msgspec
+import zstandard
+
+from crossrank.comm import CommRecord, Group
+from crossrank.errors import CrossrankError, one_line
+
+SCHEMA = "crossrank-comms 1"
+"""First word and version of a comms header. The number rises when an old reader would misread the file."""
+
+COMMS = "comms"
+EXECUTION_TRACE = "et"
+KINETO = "kineto"
+FLIGHT = "flight"
+
+_SUFFIXES = {COMMS: "comms.jsonl", EXECUTION_TRACE: "et.json", KINETO: "kineto.json", FLIGHT: "flight.json"}
+_NAME = re.compile(
+    r"rank-(?P<rank>\d+)\.(?:w(?P<window>\d+)\.)?(?P<suffix>comms\.jsonl|et\.json|kineto\.json|flight\.json)"
+    r"(?P<compression>\.zst|\.gz|)"
+)
+_TEMPORARY = re.compile(r"\.(?P<name>rank-\d+\..*)\.part(\.zst)?")
+
+_CHUNK = 1 << 20
+
+
+def file_name(kind: str, rank: int, window: int = 1) -> str:
+    """Name of a rank's file; windows count from 1.
+
+    >>> file_name("kineto", 3, window=2)
+    'rank-3.w2.kineto.json.zst'
+    """
+    infix = "" if window == 1 else f"w{window}."
+    return f"rank-{rank}.{infix}{_SUFFIXES[kind]}.zst"
+
+
+def temporary_name(name: str) -> str:
+    """Name under which a file grows until it is whole. One that is found later was cut off."""
+    return f".{name.removesuffix('.zst')}.part"
+
+
+def rank_of(name: str) -> int | None:
+    """The rank that wrote a file of this name, whole or cut off; None for a foreign file."""
+    cut_off = _TEMPORARY.fullmatch(name)
+    match = re.match(r"rank-(\d+)\.", cut_off["name"] if cut_off else name)
+    return int(match[1]) if match else None
+
+
+def is_url(path: str) -> bool:
+    return "://" in path
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFile:
+    """One file of a recording."""
+
+    path: str
+    rank: int
+    kind: str
+    window: int
+    size: int
+    """Bytes on disk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """What a folder holds."""
+
+    path: str
+    files: tuple[RankFile, ...]
+    torn: tuple[str, ...]
+    """Files that were cut off while they were written, by their names."""
+    foreign: tuple[str, ...]
+    """Files that are none of a recording's, by their names."""
+
+    def of_kind(self, kind: str) -> list[RankFile]:
+        return [file for file in self.files if file.kind == kind]
+
+
+def list_recording(path: str) -> Listing:
+    """The files of the recording at `path`: a folder, one file, or an fsspec URL of either.
+
+    Raises `CrossrankError` where there is nothing at `path`.
+    """
+    file_system, local = _file_system(path)
+    if not file_system.exists(local):
+        raise CrossrankError(f"{path}: no such file or folder; name the folder given as TRACING_DIR")
+    if file_system.isdir(local):
+        entries = [entry for entry in file_system.ls(local, detail=True) if entry["type"] == "file"]
+    else:
+        entries = [file_system.info(local)]
+    files, torn, foreign = [], [], []
+    for entry in entries:
+        name = PurePosixPath(entry["name"]).name
+        match = _NAME.fullmatch(name)
+        if match:
+            kind = next(kind for kind, suffix in _SUFFIXES.items() if suffix == match["suffix"])
+            files.append(
+                RankFile(
+                    path=file_system.unstrip_protocol(entry["name"]) if is_url(path) else entry["name"],
+                    rank=int(match["rank"]),
+                    kind=kind,
+                    window=int(match["window"] or 1),
+                    size=int(entry["size"] or 0),
+                )
+            )
+        elif rank_of(name) is not None:
+            torn.append(name)
+        else:
+            foreign.append(name)
+    files.sort(key=lambda file: (file.rank, file.kind, file.window))
+    return Listing(path=path, files=tuple(files), torn=tuple(sorted(torn)), foreign=tuple(sorted(foreign)))
+
+
+def _file_system(path: str) -> tuple[Any, str]:
+    return cast("tuple[Any, str]", fsspec.core.url_to_fs(path))
+
+
+@dataclass
+class Damage:
+    """What could not be read of a file. Filled in while it is read."""
+
+    path: str
+    problems: list[str] = field(default_factory=list)
+
+
+def read_chunks(path: str, damage: Damage) -> Iterator[bytes]:
+    """The uncompressed content of a plain, gzip or zstd file; what is torn is noted in `damage`.
+
+    Compression is told by the first bytes, not by the name.
+    """
+    file_system, local = _file_system(path)
+    try:
+        source = file_system.open(local, "rb")
+    except OSError as error:
+        damage.problems.append(f"cannot be opened: {error.strerror or one_line(error)}")
+        return
+    with source:
+        start = source.read(4)
+        source.seek(0)
+        if start == zstandard.FRAME_HEADER or start[:4] == b"\x28\xb5\x2f\xfd":
+            yield from _read_zstd(source, damage)
+        elif start[:2] == b"\x1f\x8b":
+            yield from _read_gzip(source, damage)
+        else:
+            while chunk := source.read(_CHUNK):
+                yield chunk
+
+
+def _read_zstd(source: BinaryIO, damage: Damage) -> Iterator[bytes]:
+    decompressor = zstandard.ZstdDecompressor()
+    frame = decompressor.decompressobj()
+    inside, offset = False, 0
+    while chunk := source.read(_CHUNK):
+        offset += len(chunk)
+        while chunk:
+            try:
+                content = frame.decompress(chunk)
+            except zstandard.ZstdError as error:
+                damage.problems.append(
+                    f"broken zstd frame before byte {offset} ({one_line(error)}); what comes before it was read"
+                )
+                return
+            inside = not frame.eof
+            if content:
+                yield content
+            chunk = frame.unused_data if frame.eof else b""
+            if frame.eof:
+                frame = decompressor.decompressobj()
+    if inside:
+        damage.problems.append("the last zstd frame is cut off; what comes before it was read")
+
+
+def _read_gzip(source: BinaryIO, damage: Damage) -> Iterator[bytes]:
+    stream = zlib.decompressobj(wbits=31)
+    while chunk := source.read(_CHUNK):
+        try:
+            content = stream.decompress(chunk)
+        except zlib.error as error:
+            damage.problems.append(f"broken gzip stream ({one_line(error)}); what comes before it was read")
+            return
+        if content:
+            yield content
+    if not stream.eof:
+        damage.problems.append("the gzip stream is cut off; what comes before it was read")
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """First line of a comms file: who wrote it, on what machine, with which versions."""
+
+    schema: str
+    rank: int
+    world_size: int
+    host: str
+    node: str
+    boot_id: str | None = None
+    local_rank: int | None = None
+    pid: int | None = None
+    gpu: dict[str, Any] | None = None
+    gpu_serial: str | None = None
+    """The variable GPU_SERIAL, as it stands."""
+    vm_id: str | None = None
+    """The variable VM_ID, as it stands."""
+    clock: dict[str, int] = {}
+    """`t` and `wall`: one moment on the monotonic clock and in ns since 1970."""
+    versions: dict[str, str | None] = {}
+    config: dict[str, Any] = {}
+    blind_spots: list[str] = []
+    """What this rank does that cannot be recorded."""
+
+
+class _Line(msgspec.Struct):
+    """A line that is not a record. Kinds that this version does not know are ignored."""
+
+    header: Header | None = None
+    group: Group | None = None
+    end: dict[str, Any] | None = None
+    window: dict[str, Any] | None = None
+    counters: dict[str, Any] | None = None
+    clock: dict[str, int] | None = None
+    step: dict[str, int] | None = None
+
+
+class CommsFile:
+    """One rank's comms file. Iterate `records()` first; the rest is known when that is through.
+
+    Nothing is raised for a damaged file: `damage.problems` says what is missing.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.damage = Damage(path)
+        self.header: Header | None = None
+        self.groups: list[Group] = []
+        self.windows: list[dict[str, Any]] = []
+        self.counters: list[dict[str, Any]] = []
+        self.clocks: list[dict[str, int]] = []
+        self.steps: list[dict[str, int]] = []
+        self.end: dict[str, Any] | None = None
+
+    def records(self) -> Iterator[CommRecord]:
+        """The records in the order of the file."""
+        decode_record = msgspec.json.Decoder(CommRecord).decode
+        decode_line = msgspec.json.Decoder(_Line).decode
+        number = 0
+        for line in self._lines():
+            number += 1
+            try:
+                if line.startswith(b'{"id":'):
+                    yield decode_record(line)
+                    continue
+                other = decode_line(line)
+            except msgspec.MsgspecError as error:
+                self.damage.problems.append(f"line {number} is no comms record: {one_line(error)}")
+                if self.header is None:
+                    return  # a foreign file: one complaint is enough
+                continue
+            self._take(other)
+            if number == 1 and self.header is None:
+                self.damage.problems.append("line 1 is no crossrank header")
+                return
+        if number == 0 and not self.damage.problems:
+            self.damage.problems.append("the file is empty")
+
+    def _take(self, line: _Line) -> None:
+        if line.header is not None:
+            self.header = line.header
+            if line.header.schema != SCHEMA:
+                self.damage.problems.append(
+                    f"written as {line.header.schema!r}, read as {SCHEMA!r}: use the crossrank that wrote it"
+                )
+        for value, into in (
+            (line.group, self.groups),
+            (line.window, self.windows),
+            (line.counters, self.counters),
+            (line.clock, self.clocks),
+            (line.step, self.steps),
+        ):
+            if value is not None:
+                cast("list[Any]", into).append(value)
+        if line.end is not None:
+            self.end = line.end
+
+    def _lines(self) -> Iterator[bytes]:
+        rest = b""
+        for chunk in read_chunks(self.path, self.damage):
+            lines = (rest + chunk).split(b"\n")
+            rest = lines.pop()
+            yield from lines
+        if rest:
+            if self.damage.problems:  # the cut goes through this line
+                return
+            yield rest

@@ -1,0 +1,267 @@
+"""What each c10d op does and where its arguments are, read from its schema.
+
+The dispatcher hands a kernel its arguments by position, without trailing defaults, and the lists differ
+between versions of torch. So `ROWS` says by argument *name* what an op means, and `Reader` turns that into
+positions for the schema that is installed. An op that torch has and `ROWS` lacks is still recorded: by its
+own name, with its tensors as they stand, without a root or a peer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from crossrank.comm import OPERATIONS, total_bytes
+
+# Functions of the dispatcher that communicate nothing.
+NOT_COMMUNICATION = frozenset({"check_for_nan"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One c10d op by the names of its schema's arguments. The first name that the schema has is taken."""
+
+    op: str
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    in_place: bool = False
+    """The inputs are the outputs as well."""
+
+
+ROWS: dict[str, Row] = {
+    "allreduce_": Row(op="all_reduce", inputs=("tensors",), in_place=True),
+    "allreduce_coalesced_": Row(op="all_reduce", inputs=("tensors",), in_place=True),
+    "reduce_": Row(op="reduce", inputs=("tensors",), in_place=True),
+    "broadcast_": Row(op="broadcast", inputs=("tensors",), in_place=True),
+    "allgather_": Row(op="all_gather", inputs=("input_tensors",), outputs=("output_tensors",)),
+    "_allgather_base_": Row(op="all_gather", inputs=("input_tensor",), outputs=("output_tensor",)),
+    "allgather_coalesced_": Row(op="all_gather", inputs=("input_list",), outputs=("output_lists",)),
+    "allgather_into_tensor_coalesced_": Row(op="all_gather", inputs=("inputs",), outputs=("outputs",)),
+    "reduce_scatter_": Row(op="reduce_scatter", inputs=("input_tensors",), outputs=("output_tensors",)),
+    "_reduce_scatter_base_": Row(op="reduce_scatter", inputs=("input_tensor",), outputs=("output_tensor",)),
+    "reduce_scatter_tensor_coalesced_": Row(op="reduce_scatter", inputs=("inputs",), outputs=("outputs",)),
+    "gather_": Row(op="gather", inputs=("input_tensors",), outputs=("output_tensors",)),
+    "gather_into_tensor_": Row(op="gather", inputs=("input_tensor", "input"), outputs=("output_tensor", "output")),
+    "scatter_": Row(op="scatter", inputs=("input_tensors",), outputs=("output_tensors",)),
+    "alltoall_": Row(op="all_to_all", inputs=("input_tensors",), outputs=("output_tensors",)),
+    "alltoall_base_": Row(op="all_to_all", inputs=("input",), outputs=("output",)),
+    "send": Row(op="send", inputs=("tensors",)),
+    "recv_": Row(op="recv", outputs=("tensors",)),
+    "recv_any_source_": Row(op="recv", outputs=("tensors",)),
+    # A barrier carries a dummy tensor, which is no payload.
+    "barrier": Row(op="barrier"),
+    "monitored_barrier_": Row(op="barrier"),
+}
+
+# Argument names that mean the same in every op.
+_GROUP = ("process_group",)
+_ROOT = ("root_rank", "root")
+_PEER = {"send": ("dst",), "recv": ("src",)}
+_TAG = ("tag",)
+_ASYNC = ("async_op",)
+_REDUCE = ("reduce_op",)
+_IN_SPLIT = ("input_split_sizes",)
+_OUT_SPLIT = ("output_split_sizes",)
+
+Shapes = tuple[tuple[int, ...], ...]
+
+# The key of everything in a call that is the same when the call is repeated with the same shapes.
+CallKey = tuple[Any, ...]
+
+
+class Reader:
+    """Reads the arguments of one c10d op as the dispatcher hands them over."""
+
+    __slots__ = (
+        "_async",
+        "_defaults",
+        "_dummy",
+        "_in_split",
+        "_keyed",
+        "_out_split",
+        "_root",
+        "_single",
+        "c10d",
+        "direct_api",
+        "group",
+        "inputs",
+        "is_p2p",
+        "op",
+        "operation",
+        "outputs",
+        "peer",
+        "reduce",
+        "row",
+        "tag",
+    )
+
+    def __init__(self, c10d: str, schema: torch.FunctionSchema) -> None:
+        names = [argument.name for argument in schema.arguments]
+        self._defaults = tuple(argument.default_value for argument in schema.arguments)
+        self.c10d = c10d
+        self.direct_api = "ProcessGroup." + c10d.rstrip("_")
+        row = ROWS.get(c10d)
+        if row is None:
+            tensors = tuple(a.name for a in schema.arguments if "Tensor" in str(a.type))
+            row = Row(op=c10d.strip("_"), inputs=tensors, in_place=True)
+            self.inputs = tuple(names.index(name) for name in tensors)
+        else:
+            self.inputs = _first(names, row.inputs)
+        self.row = row
+        self.op = row.op
+        self.operation = OPERATIONS.get(row.op)
+        self.is_p2p = self.operation is not None and self.operation.p2p
+        self.outputs = _first(names, row.outputs)
+        group = _first(names, _GROUP)
+        if not group:
+            raise ValueError(f"c10d::{c10d} has no process_group argument")
+        self.group = group[0]
+        self._root = _position(names, _ROOT)
+        self.peer = _position(names, _PEER.get(row.op, ()))
+        self.tag = _position(names, _TAG)
+        self._async = _position(names, _ASYNC)
+        self.reduce = _position(names, _REDUCE)
+        self._in_split = _position(names, _IN_SPLIT)
+        self._out_split = _position(names, _OUT_SPLIT)
+        # What goes into the key besides the tensors: positions of plain values and of lists of integers.
+        self._keyed = tuple(p for p in (self._root, self.peer, self._async) if p >= 0)
+        # The common case, one list of tensors that is input and output at once, is read without loops.
+        tensors_at = self.inputs + self.outputs
+        self._dummy = _position(names, ("tensor",)) if not tensors_at else -1
+        self._single = tensors_at[0] if len(tensors_at) == 1 else -1
+
+    def key(self, args: Sequence[Any]) -> CallKey | None:
+        """What distinguishes this call from others of the op on its group; None for fake and meta tensors."""
+        if self._single >= 0:
+            tensors = args[self._single]
+            if len(tensors) == 1:
+                tensor = tensors[0]
+                if type(tensor) is not torch.Tensor and not _is_real(tensor):
+                    return None
+                if tensor.is_meta:
+                    return None
+                key: list[Any] = [tensor.shape, tensor.dtype]
+            else:
+                key = []
+                if not _add_tensors(key, tensors):
+                    return None
+        else:
+            key = []
+            for position in self.inputs + self.outputs:
+                if not _add_tensors(key, args[position]):
+                    return None
+            if self._dummy >= 0 and not _add_tensors([], args[self._dummy]):
+                return None
+        count = len(args)
+        for position in self._keyed:
+            key.append(args[position] if position < count else self._defaults[position])
+        if self._in_split >= 0:
+            key.append(tuple(args[self._in_split]))
+            key.append(tuple(args[self._out_split]))
+        return tuple(key)
+
+    def call(self, args: Sequence[Any], group_size: int) -> Call:
+        """Everything that the arguments say of a call. Slower than `key`: made once per distinct key."""
+        inputs = [tensor for position in self.inputs for tensor in _tensors(args[position])]
+        outputs = [tensor for position in self.outputs for tensor in _tensors(args[position])]
+        first = next(iter(inputs + outputs), None)
+        in_shapes = tuple(tuple(tensor.shape) for tensor in inputs)
+        out_shapes = in_shapes if self.row.in_place else tuple(tuple(tensor.shape) for tensor in outputs)
+        item = first.element_size() if first is not None else 0
+        size = 0
+        if self.operation is not None:
+            size = self.operation.bytes(total_bytes(in_shapes, item), total_bytes(out_shapes, item), group_size)
+        elif inputs:
+            size = total_bytes(in_shapes, item)
+        in_split = tuple(self._value(args, self._in_split) or ())
+        out_split = tuple(self._value(args, self._out_split) or ())
+        return Call(
+            inputs=in_shapes,
+            outputs=out_shapes,
+            in_split=in_split or None,
+            out_split=out_split or None,
+            dtype=str(first.dtype).removeprefix("torch.") if first is not None else None,
+            device=str(first.device) if first is not None else None,
+            bytes=size,
+            root=self._value(args, self._root),
+            peer=self._value(args, self.peer),
+            is_async=self._value(args, self._async),
+        )
+
+    def _value(self, args: Sequence[Any], position: int) -> Any:
+        if position < 0:
+            return None
+        return args[position] if position < len(args) else self._defaults[position]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call as its arguments describe it. `root` and `peer` are ranks within the group."""
+
+    inputs: Shapes
+    outputs: Shapes
+    in_split: tuple[int, ...] | None
+    out_split: tuple[int, ...] | None
+    dtype: str | None
+    device: str | None
+    bytes: int
+    root: int | None
+    peer: int | None
+    is_async: bool | None
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors of an argument: a tensor, a list of them, or a list of lists."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    found: list[torch.Tensor] = []
+    for item in value or ():
+        found.extend(_tensors(item))
+    return found
+
+
+def _add_tensors(key: list[Any], value: Any) -> bool:
+    """Append shapes and the dtype of an argument to `key`; False if a tensor is fake or meta."""
+    for tensor in _tensors(value):
+        if (type(tensor) is not torch.Tensor and not _is_real(tensor)) or tensor.is_meta:
+            return False
+        key.append(tensor.shape)
+        key.append(tensor.dtype)
+    key.append(None)  # ends the argument, so that (a, b), () and (a), (b) differ
+    return True
+
+
+def _is_real(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a subclass holds data: a Parameter does, a FakeTensor or a tracer's proxy does not."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return not isinstance(tensor, FakeTensor | FunctionalTensor) and not torch._is_functional_tensor(tensor)
+
+
+def _first(names: list[str], wanted: tuple[str, ...]) -> tuple[int, ...]:
+    for name in wanted:
+        if name in names:
+            return (names.index(name),)
+    return ()
+
+
+def _position(names: list[str], wanted: tuple[str, ...]) -> int:
+    found = _first(names, wanted)
+    return found[0] if found else -1
+
+
+# The codes of c10d's ReduceOp, in the order of its RedOpType.
+_REDUCE_NAMES = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
+
+
+def reduce_name(reduce_op: Any) -> str | None:
+    """`sum`, `avg`, … for the ReduceOp object that the dispatcher hands over; None where torch cannot tell."""
+    code: Callable[[], int] | None = getattr(reduce_op, "op", None)
+    if code is None:
+        return None
+    number = int(code())
+    return _REDUCE_NAMES[number] if 0 <= number < len(_REDUCE_NAMES) else f"op_{number}"

@@ -1,0 +1,175 @@
+"""Every variable that steers the recorder, parsed once into one frozen `Config`.
+
+| variable | values | meaning |
+|---|---|---|
+| `TRACING` | `CROSSNODE` (default), `ALL`, `NONE` | which communication is emitted; alias `TORCH_DISTRIBUTED_TRACING` |
+| `TRACING_DIR` | folder or fsspec URL, default `crossrank-recording` | where the files go |
+| `TRACING_WINDOW` | `START:STOP` or `START:STOP:EVERY` | iterations with execution trace and Kineto |
+| `TRACING_NVTX` | `1` (default), `0`, `classic` | NVTX markers: on, off, one JSON text per call |
+| `TRACING_PRINT` | `0` (default), `1` | print each call; alias `TORCH_DISTRIBUTED_TRACING_PRINT` |
+| `TRACING_FLIGHT` | `1` (default), `0` | dump torch's flight recorder at window end, exit and SIGUSR1 |
+| `TRACING_NSYS` | `0` (default), `1` | windows drive the range of `nsys --capture-range=cudaProfilerApi` |
+| `TRACING_NODE` | any text | the node that this rank is on, instead of asking the machine |
+| `TRACING_RING` | number of records, default 65536 | calls that may wait for the writer before some are dropped |
+| `GPU_SERIAL`, `VM_ID` | any text | written to the header as they stand |
+
+An argument of `enable()` wins over its variable. A value that cannot be read raises `CrossrankError` with the
+variable, the value and the allowed set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeVar, cast
+
+from crossrank.errors import CrossrankError
+
+Emit = Literal["CROSSNODE", "ALL", "NONE"]
+NvtxMode = Literal["1", "0", "classic"]
+
+TRACING = "TRACING"
+TRACING_DIR = "TRACING_DIR"
+TRACING_WINDOW = "TRACING_WINDOW"
+TRACING_NVTX = "TRACING_NVTX"
+TRACING_PRINT = "TRACING_PRINT"
+TRACING_FLIGHT = "TRACING_FLIGHT"
+TRACING_NSYS = "TRACING_NSYS"
+TRACING_NODE = "TRACING_NODE"
+TRACING_RING = "TRACING_RING"
+GPU_SERIAL = "GPU_SERIAL"
+VM_ID = "VM_ID"
+
+# The names of the older shim, still in people's job scripts. The new name wins where both are set.
+ALIASES = {TRACING: "TORCH_DISTRIBUTED_TRACING", TRACING_PRINT: "TORCH_DISTRIBUTED_TRACING_PRINT"}
+
+DEFAULT_DIR = "crossrank-recording"
+DEFAULT_RING = 65_536
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Iterations [start, stop), again every `every` iterations where that is set."""
+
+    start: int
+    stop: int
+    every: int | None = None
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+    def holds(self, step: int) -> bool:
+        """Whether iteration `step` is recorded.
+
+        >>> [step for step in range(12) if Window(start=2, stop=4, every=5).holds(step)]
+        [2, 3, 7, 8]
+        """
+        if step < self.start:
+            return False
+        offset = step - self.start
+        return (offset if self.every is None else offset % self.every) < self.length
+
+    def continues(self, step: int) -> bool:
+        """Whether the window that holds iteration `step` holds the next one as well.
+
+        >>> Window(start=2, stop=4, every=2).continues(2), Window(start=2, stop=4, every=2).continues(3)
+        (True, False)
+        """
+        offset = step - self.start
+        return (offset if self.every is None else offset % self.every) + 1 < self.length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What one `enable()` does. Field by field as in the table of the module."""
+
+    emit: Emit = "CROSSNODE"
+    directory: str = DEFAULT_DIR
+    window: Window | None = None
+    nvtx: NvtxMode = "1"
+    print_calls: bool = False
+    flight: bool = True
+    nsys: bool = False
+    node: str | None = None
+    ring: int = DEFAULT_RING
+    gpu_serial: str | None = None
+    vm_id: str | None = None
+
+
+def load(arguments: Mapping[str, object], environment: Mapping[str, str]) -> Config:
+    """The configuration from the arguments of `enable()` (None = not given) and the environment.
+
+    Raises `CrossrankError` for a value outside its allowed set.
+    """
+
+    def value(name: str, argument: str) -> tuple[str, str] | None:
+        """Where the setting was found and its text."""
+        given = arguments.get(argument)
+        if given is not None:
+            text = "1" if given is True else "0" if given is False else str(given)
+            return f"enable({argument}=)", text
+        for variable in (name, ALIASES.get(name)):
+            if variable is not None and (text := environment.get(variable, "").strip()):
+                return variable, text
+        return None
+
+    def choice(name: str, argument: str, default: _T, allowed: Mapping[str, _T]) -> _T:
+        found = value(name, argument)
+        if found is None:
+            return default
+        where, text = found
+        if text not in allowed:
+            raise CrossrankError(f"{where}={text!r} is not one of {', '.join(allowed)}")
+        return allowed[text]
+
+    on_off = {"1": True, "0": False}
+    window = value(TRACING_WINDOW, "window")
+    ring = value(TRACING_RING, "ring")
+    directory = value(TRACING_DIR, "directory")
+    node = value(TRACING_NODE, "node")
+    return Config(
+        emit=cast(
+            Emit, choice(TRACING, "tracing", "CROSSNODE", {e: e for e in ("CROSSNODE", "ALL", "NONE")})
+        ),
+        directory=directory[1] if directory else DEFAULT_DIR,
+        window=parse_window(*window) if window else None,
+        nvtx=cast(NvtxMode, choice(TRACING_NVTX, "nvtx", "1", {m: m for m in ("1", "0", "classic")})),
+        print_calls=choice(TRACING_PRINT, "print_calls", False, on_off),
+        flight=choice(TRACING_FLIGHT, "flight", True, on_off),
+        nsys=choice(TRACING_NSYS, "nsys", False, on_off),
+        node=node[1] if node else None,
+        ring=_positive(*ring) if ring else DEFAULT_RING,
+        gpu_serial=environment.get(GPU_SERIAL) or None,
+        vm_id=environment.get(VM_ID) or None,
+    )
+
+
+def parse_window(where: str, text: str) -> Window:
+    """`START:STOP[:EVERY]` with 0 <= START < STOP and EVERY >= STOP - START.
+
+    >>> parse_window("TRACING_WINDOW", "10:12:100")
+    Window(start=10, stop=12, every=100)
+    """
+    parts = text.split(":")
+    if len(parts) not in (2, 3) or not all(part.isascii() and part.isdigit() for part in parts):
+        raise CrossrankError(
+            f"{where}={text!r} is not START:STOP or START:STOP:EVERY in iterations, for example 10:12 or 10:12:1000"
+        )
+    start, stop = int(parts[0]), int(parts[1])
+    every = int(parts[2]) if len(parts) == 3 else None
+    if stop <= start:
+        raise CrossrankError(f"{where}={text!r}: STOP must be greater than START, for example {start}:{start + 2}")
+    if every is not None and every < stop - start:
+        raise CrossrankError(
+            f"{where}={text!r}: EVERY counts from START to the next START and must be at least {stop - start}"
+        )
+    return Window(start=start, stop=stop, every=every)
+
+
+def _positive(where: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise CrossrankError(f"{where}={text!r} is not a whole number above 0")
+    return int(text)

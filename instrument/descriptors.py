@@ -1,0 +1,89 @@
+"""The part of a record that is the same at every repetition of a call, built once and kept.
+
+A training loop repeats its calls, so all that takes time (bytes, names, JSON) is done for the first one. What
+changes from call to call, and therefore is no part of it: id, sequence number, time, step, batch, tag and the
+reduction, which only the dispatcher's object knows and which the writer reads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from crossrank.comm import Locality
+from crossrank.instrument.c10d_ops import Call, Reader
+from crossrank.instrument.callsite import Site
+from crossrank.instrument.groups import GroupState
+from crossrank.instrument.topology import Topology
+
+_encoder = msgspec.json.Encoder()
+
+
+class Descriptor:
+    """One distinct call of one group: op, arguments, place in the user's code."""
+
+    __slots__ = ("_locality", "_tails", "call", "emitted", "group", "marker", "peer", "reader", "root", "site")
+
+    def __init__(self, reader: Reader, group: GroupState, site: Site, call: Call) -> None:
+        self.reader = reader
+        self.group = group
+        self.site = site
+        self.call = call
+        self.root = group.global_rank(call.root)
+        self.peer = group.global_rank(call.peer)
+        self.marker: Any = None
+        """NVTX attributes of this call, once they are final."""
+        self.emitted: bool | None = None
+        """Whether markers of this call are wanted, once the topology has settled it."""
+        self._locality: Locality = "unknown"
+        self._tails: dict[tuple[str | None, Locality], bytes] = {}
+
+    def locality(self, topology: Topology) -> Locality:
+        """How far this call reaches: its group, or for P2P the way between this rank and its peer."""
+        if self._locality == "unknown":
+            if self.peer is not None:
+                self._locality = topology.locality((topology.rank, self.peer))
+            else:  # a receive from any source is no nearer than its group
+                self._locality = topology.locality(self.group.ranks)
+        return self._locality
+
+    def fields(self, *, sizes: bool = True) -> dict[str, Any]:
+        """The fields of the record that a repetition shares, without reduction and locality."""
+        call = self.call
+        fields: dict[str, Any] = {
+            "op": self.reader.op,
+            "api": self.site.api,
+            "c10d": self.reader.c10d,
+            "pg": self.group.pg,
+        }
+        if sizes:
+            fields |= {
+                "in": call.inputs or None,
+                "out": call.outputs or None,
+                "in_split": call.in_split,
+                "out_split": call.out_split,
+            }
+        fields["dtype"] = call.dtype
+        fields["async"] = call.is_async
+        if sizes:
+            fields["bytes"] = call.bytes
+        fields |= {"root": self.root, "peer": self.peer, "source": self.site.source}
+        return {name: value for name, value in fields.items() if value is not None}
+
+    def tail(self, reduce: str | None, locality: Locality) -> bytes:
+        """The end of the record's JSON line, from the comma before `op` to the newline."""
+        found = self._tails.get((reduce, locality))
+        if found is None:
+            fields = self.fields()
+            if reduce is not None:
+                fields["reduce"] = reduce
+            fields["locality"] = locality
+            found = b"," + _encoder.encode(fields)[1:] + b"\n"
+            if locality != "unknown":  # may still become known
+                self._tails[reduce, locality] = found
+        return found
+
+    def message(self, locality: Locality, *, sizes: bool) -> str:
+        """The text of the NVTX marker."""
+        return _encoder.encode(self.fields(sizes=sizes) | {"locality": locality}).decode()

@@ -1,0 +1,138 @@
+"""Ends a recording properly however the process ends, and keeps forked children out of it.
+
+* Normal exit and uncaught exceptions: `atexit`.
+* SIGTERM and SIGINT, where nobody else handles them: the files are finished, then the process dies of the
+  signal as it would have. Where the script handles them, its handler is left alone.
+* SIGUSR1: the flight recorder is dumped, then the script's own handler runs, if it has one.
+* fork: the child lets go of everything of its parent.
+
+A rank that hangs in a collective does not run Python handlers: its main thread sits in C++. So the signal's
+number is also written to a pipe, by the interpreter's C handler, and a thread reads it there: it dumps on
+SIGUSR1, and on SIGTERM it gives the main thread a moment and then finishes and dies in its place.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+log = logging.getLogger("crossrank")
+
+_PATIENCE = 1.0
+"""Seconds that the main thread has for its own handler before the signal thread acts for it."""
+
+Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+class ExitGuard:
+    """Watches over one session. All callbacks must be safe to call twice and from any thread."""
+
+    def __init__(self, *, finish: Callable[[str], None], dump: Callable[[], None]) -> None:
+        self._finish = finish
+        self._dump = dump
+        self._previous: dict[int, Handler] = {}
+        self._ours: dict[int, Handler] = {}
+        self._pipe: tuple[int, int] | None = None
+        self._main_acted = threading.Event()
+
+    def install(self, *, on_usr1: bool) -> None:
+        """Register for exit and, from the main thread, for signals."""
+        atexit.register(self._finish, "exit")
+        if threading.current_thread() is not threading.main_thread():
+            log.debug("crossrank: enabled outside the main thread, signals are not watched")
+            return
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                self._handle(number, self._on_fatal)
+        if on_usr1 and signal.getsignal(signal.SIGUSR1) is not signal.SIG_IGN:
+            self._handle(signal.SIGUSR1, self._on_usr1)
+        self._watch()
+
+    def uninstall(self) -> None:
+        """Give back every handler that nobody has replaced since."""
+        atexit.unregister(self._finish)
+        if threading.current_thread() is threading.main_thread():
+            for number, ours in self._ours.items():
+                if signal.getsignal(number) is ours:
+                    signal.signal(number, self._previous[number])
+            if self._pipe is not None and signal.set_wakeup_fd(-1) not in (-1, self._pipe[1]):
+                log.debug("crossrank: the wakeup descriptor had been replaced")
+        self._ours.clear()
+        if self._pipe is not None:
+            os.close(self._pipe[1])  # ends the thread, which closes the other side
+            self._pipe = None
+
+    def abandon(self) -> None:
+        """In a forked child: signals do what they did before."""
+        if self._pipe is not None:
+            reader, writer = self._pipe
+            self._pipe = None
+            if signal.set_wakeup_fd(-1) not in (-1, writer):
+                log.debug("crossrank: the wakeup descriptor had been replaced")
+            os.close(reader)
+            os.close(writer)
+        for number, ours in self._ours.items():
+            if signal.getsignal(number) is ours:
+                signal.signal(number, self._previous[number])
+        self._ours.clear()
+        atexit.unregister(self._finish)
+
+    def _handle(self, number: int, handler: Callable[[int, FrameType | None], None]) -> None:
+        self._previous[number] = signal.signal(number, handler)
+        self._ours[number] = handler
+
+    def _on_fatal(self, number: int, frame: FrameType | None) -> None:
+        self._main_acted.set()
+        self._finish(signal.Signals(number).name)
+        _die_of(number)
+
+    def _on_usr1(self, number: int, frame: FrameType | None) -> None:
+        if self._pipe is None:  # no thread does it
+            self._dump()
+        previous = self._previous[number]
+        if callable(previous):
+            previous(number, frame)
+
+    def _watch(self) -> None:
+        """Start the thread that signals reach while the main thread is stuck."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        taken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        if taken != -1:  # an event loop uses it
+            signal.set_wakeup_fd(taken, warn_on_full_buffer=False)
+            os.close(reader)
+            os.close(writer)
+            return
+        self._pipe = (reader, writer)
+        threading.Thread(target=self._listen, args=(reader,), name="crossrank-signals", daemon=True).start()
+
+    def _listen(self, reader: int) -> None:
+        while numbers := os.read(reader, 64):
+            for number in numbers:
+                if number not in self._ours:
+                    continue
+                if number == signal.SIGUSR1:
+                    self._dump()
+                elif not self._main_acted.wait(_PATIENCE):
+                    self._finish(signal.Signals(number).name)
+                    _die_of(number)
+        os.close(reader)
+
+
+def _die_of(number: int) -> None:
+    """End the process by this signal, so that its exit status is what it would have been without us.
+
+    libc is asked because `signal.signal` works on the main thread only.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    libc.signal.restype = ctypes.c_void_p
+    libc.signal(int(number), None)  # SIG_DFL is the null pointer
+    os.kill(os.getpid(), number)

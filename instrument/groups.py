@@ -1,0 +1,137 @@
+"""The process groups of this rank: identity, true global ranks, counters.
+
+A destroyed group must die although it was recorded, so a `GroupState` is found by the group's id and goes when
+the group does; it holds no reference to it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from crossrank.comm import Group
+
+if TYPE_CHECKING:
+    from crossrank.instrument.descriptors import Descriptor
+
+
+class GroupState:
+    """What the recorder keeps for one process group."""
+
+    __slots__ = ("backend", "desc", "descriptors", "p2p_seqs", "pg", "rank", "ranks", "seq", "size")
+
+    def __init__(
+        self, pg: str, desc: str, backend: str, ranks: tuple[int, ...] | None, size: int, rank: int
+    ) -> None:
+        self.pg = pg
+        self.desc = desc
+        self.backend = backend
+        self.ranks = ranks
+        self.size = size
+        self.rank = rank
+        self.seq = itertools.count(1)
+        # (peer within the group, direction) -> counter; the peer of a receive from any source is None.
+        self.p2p_seqs: dict[tuple[int | None, str], Iterator[int]] = {}
+        self.descriptors: dict[Any, Descriptor] = {}
+
+    def next_p2p_seq(self, peer: int | None, direction: str) -> int:
+        key = (peer, direction)
+        counter = self.p2p_seqs.get(key)
+        if counter is None:
+            counter = self.p2p_seqs.setdefault(key, itertools.count(1))
+        return next(counter)
+
+    def global_rank(self, group_rank: int | None) -> int | None:
+        """The global rank of a member; None where the call names none or the members are not known."""
+        if group_rank is None or self.ranks is None or not 0 <= group_rank < len(self.ranks):
+            return None
+        return self.ranks[group_rank]
+
+    def describe(self) -> Group:
+        return Group(
+            pg=self.pg,
+            size=self.size,
+            ranks=list(self.ranks) if self.ranks is not None else None,
+            desc=self.desc,
+            backend=self.backend,
+        )
+
+
+class GroupTable:
+    """Finds the state of a process group, and makes it when a group is first seen."""
+
+    def __init__(self, on_new: Callable[[GroupState], None]) -> None:
+        self._states: dict[int, GroupState] = {}
+        self._references: dict[int, weakref.ref[dist.ProcessGroup]] = {}
+        self._on_new = on_new
+        self.by_id = self._states.get
+        """State of the group with this id, or None: the look-up of the hot path."""
+
+    def add(self, group: dist.ProcessGroup) -> GroupState:
+        """The state of `group`, made and announced if this is the first time."""
+        key = id(group)
+        known = self._states.get(key)
+        if known is not None:
+            return known
+        state = _read(group)
+
+        def forget(_: object) -> None:
+            self._states.pop(key, None)
+            self._references.pop(key, None)
+
+        self._references[key] = weakref.ref(group, forget)
+        self._states[key] = state
+        self._on_new(state)
+        return state
+
+    def add_all(self) -> None:
+        """Take in every group that torch knows, also those that have not communicated yet."""
+        for group in list(distributed_c10d._world.pg_map):
+            if isinstance(group, dist.ProcessGroup):
+                self.add(group)
+
+    def unseen_kinds(self) -> list[str]:
+        """Groups whose calls do not pass the dispatcher: subclasses of ProcessGroup written in Python."""
+        return [
+            f"process group {name!r} is a {type(group).__name__}, a Python class that bypasses the dispatcher"
+            for group, name in list(distributed_c10d._world.pg_names.items())
+            if type(group) is not dist.ProcessGroup and type(group).__module__ != "torch._C._distributed_c10d"
+        ]
+
+
+def _read(group: dist.ProcessGroup) -> GroupState:
+    size = group.size()
+    ranks: tuple[int, ...] | None
+    try:
+        ranks = tuple(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError, RuntimeError):
+        # Made outside torch's registry. One that is as large as the job can only hold everybody.
+        ranks = tuple(range(size)) if dist.is_initialized() and size == dist.get_world_size() else None
+    try:
+        backend = str(dist.get_backend_config(group))
+    except (KeyError, ValueError, RuntimeError, AssertionError):
+        backend = group.name()
+    return GroupState(group.group_name, group.group_desc, backend, ranks, size, group.rank())
+
+
+def process_group_config() -> str:
+    """The process groups of this rank as JSON, in the layout of torch's `## process_group:init ##` node.
+
+    torch writes `"ranks": []` for a group of the whole world there; this gives every group its global ranks.
+    """
+    groups = []
+    for entry in distributed_c10d._world.pg_config_info:
+        groups.append(dict(entry))
+    ranks_of = {
+        name: list(dist.get_process_group_ranks(group))
+        for group, name in list(distributed_c10d._world.pg_names.items())
+    }
+    for entry in groups:
+        entry["ranks"] = ranks_of.get(str(entry["pg_name"]), entry["ranks"])
+    return json.dumps(groups, default=int)

@@ -1,0 +1,167 @@
+"""The only module that touches torch's dispatcher.
+
+Every collective and P2P call, whoever makes it (a user, DDP's C++ reducer, FSDP, DTensor, compiled code), passes
+the dispatcher as a `c10d::*` op. A kernel at its `BackendSelect` key on each of these ops, found when tracing is
+enabled, records the call and passes it on to the kernel that would have run without it. No name in
+`torch.distributed` is replaced, so references taken earlier, `is` checks and signatures stay as they are.
+
+The inner edge is `Recorder.before(reader, args)` and `after(token)`; a compiled kernel could take the place of
+the Python one here without a change elsewhere.
+
+What does not pass the dispatcher is not seen: methods called on a Backend object, subclasses of ProcessGroup
+written in Python, torchcomms, symmetric memory, and replays of a CUDA graph.
+
+`install` and `uninstall` are exact opposites: after `uninstall` no kernel is left and calls cost what they did.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from crossrank.errors import CrossrankError, one_line
+from crossrank.instrument.c10d_ops import NOT_COMMUNICATION, Reader
+from crossrank.instrument.recorder import Recorder
+
+_NAMESPACE = "c10d"
+_KEY = "BackendSelect"
+
+
+class Interception:
+    """The kernels of this process. One at a time may be installed."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._library: torch.library.Library | None = None
+        self._undo: list[Callable[[], None]] = []
+        self.ops: list[str] = []
+        """Names of the ops that are recorded."""
+
+    def install(self) -> None:
+        """Put the kernels in place. Raises `CrossrankError`, with nothing installed, if torch lacks a part."""
+        _require_capabilities()
+        mask = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+        library = torch.library.Library(_NAMESPACE, "IMPL", _KEY)
+        try:
+            for name in _c10d_ops():
+                overload = getattr(torch.ops.c10d, name).default
+                reader = Reader(name, overload._schema)
+                library.impl(name, _kernel(overload, reader, mask, self._recorder), with_keyset=True)
+                self.ops.append(name)
+            self._library = library
+            self._patch_coalescing()
+        except Exception as error:
+            self._library = library
+            self.uninstall()
+            raise CrossrankError(
+                f"torch {torch.__version__} does not let its c10d ops be recorded ({one_line(error)}); "
+                "crossrank is tested with torch 2.13"
+            ) from error
+
+    def uninstall(self) -> None:
+        """Take everything away again."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        self.ops.clear()
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None
+
+    def _patch_coalescing(self) -> None:
+        """Learn where a coalesced launch begins and ends: these two methods are no dispatcher ops.
+
+        The originals must come from the class's own dictionary. What `getattr` returns is bound differently,
+        and putting that back would break every later call.
+        """
+        recorder = self._recorder
+        group_class = dist.ProcessGroup
+        start = group_class.__dict__.get("_start_coalescing")
+        end = group_class.__dict__.get("_end_coalescing")
+        if start is None or end is None:
+            return
+        call_start, call_end = group_class._start_coalescing, group_class._end_coalescing
+
+        def _start_coalescing(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            result = call_start(group, *args, **kwargs)  # a backend that cannot coalesce raises here
+            if recorder.active:
+                recorder.start_coalescing()
+            return result
+
+        def _end_coalescing(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            token = None
+            if recorder.active:
+                try:
+                    token = recorder.end_coalescing(group)
+                except Exception as error:
+                    recorder.failed(error)
+            try:
+                return call_end(group, *args, **kwargs)
+            finally:
+                if token is not None:
+                    recorder.after(token)
+
+        for name, replacement, original in (
+            ("_start_coalescing", _start_coalescing, start),
+            ("_end_coalescing", _end_coalescing, end),
+        ):
+            setattr(group_class, name, replacement)
+            self._undo.append(lambda name=name, original=original: setattr(group_class, name, original))  # type: ignore[misc]
+
+
+def _kernel(overload: Any, reader: Reader, mask: Any, recorder: Recorder) -> Callable[..., Any]:
+    """The kernel of one op: record, then run what would have run without it."""
+    redispatch = overload._handle.redispatch_boxed
+    before, after = recorder.before, recorder.after
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        token = None
+        if recorder.active:
+            try:
+                token = before(reader, args)
+            except Exception as error:
+                recorder.failed(error)
+        if token is None:
+            return redispatch(keyset & mask, *args)
+        try:
+            return redispatch(keyset & mask, *args)
+        finally:
+            after(token)
+
+    return kernel
+
+
+def _c10d_ops() -> list[str]:
+    """Names of all communicating c10d ops of this torch, without the namespace."""
+    prefix = _NAMESPACE + "::"
+    names = (name.removeprefix(prefix) for name in torch._C._dispatch_get_all_op_names() if name.startswith(prefix))
+    return sorted(
+        name
+        for name in names
+        if name not in NOT_COMMUNICATION
+        and "." not in name
+        and any(argument.name == "process_group" for argument in getattr(torch.ops.c10d, name).default._schema.arguments)
+    )
+
+
+def _require_capabilities() -> None:
+    """Everything private that the kernels stand on, checked before any is installed."""
+    for owner, name in (
+        (torch._C, "_dispatch_keyset_full_after"),
+        (torch._C, "_dispatch_get_all_op_names"),
+        (torch._C.DispatchKey, "BackendSelect"),
+        (torch.library.Library, "_destroy"),
+        (dist.ProcessGroup, "unbox"),
+    ):
+        if not hasattr(owner, name):
+            raise CrossrankError(
+                f"torch {torch.__version__} has no {name}, which recording needs; crossrank is tested with torch 2.13"
+            )
+
+
+# Two libraries at one key shadow each other, so a process has one set of kernels.
+install_lock = threading.Lock()

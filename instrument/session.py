@@ -1,0 +1,456 @@
+"""The life of one `enable()`: owns the parts and wires them together.
+
+`enable()` installs the kernels at once. The files begin when this rank is known, which is at `enable()` where
+the process group exists already, and at its first communication otherwise. Whatever fails in here is logged
+once and costs that part of the recording; it never reaches the training loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import platform
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import crossrank
+from crossrank.errors import CrossrankError, one_line
+from crossrank.instrument import config as configuration
+from crossrank.instrument import flight, interception
+from crossrank.instrument.config import Config
+from crossrank.instrument.exit_guard import ExitGuard
+from crossrank.instrument.files import RankFiles
+from crossrank.instrument.gpu import GpuReader, device_is_settled
+from crossrank.instrument.groups import GroupState, GroupTable
+from crossrank.instrument.interception import Interception
+from crossrank.instrument.nvtx_markers import NvtxMarkers
+from crossrank.instrument.recorder import Recorder
+from crossrank.instrument.steps import StepBoundaries
+from crossrank.instrument.topology import Topology, boot_id, node_of_this_machine
+from crossrank.instrument.window import WindowRecorder
+from crossrank.instrument.writer import CommsWriter, clock
+from crossrank.recording import COMMS, FLIGHT, SCHEMA, file_name
+
+log = logging.getLogger("crossrank")
+
+
+class Session:
+    """One recording of one process, from `enable()` to `disable()`."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.rank = -1
+        self.topology: Topology | None = None
+        self.writer: CommsWriter | None = None
+        self.groups = GroupTable(self._on_new_group)
+        self._files: RankFiles | None = None
+        self._gpu = GpuReader()
+        self._world: weakref.ref[dist.ProcessGroup] | None = None
+        self._world_size = 0
+        self._epoch = 0
+        self._windows: WindowRecorder | None = None
+        self._boundaries = StepBoundaries()
+        self._explicit_steps = False
+        self._optimizer_hook: Any = None
+        self._begin_lock = threading.RLock()
+        self._close_lock = threading.Lock()
+        self._closed = False
+        self._told: set[str] = set()
+        nvtx = NvtxMarkers() if config.nvtx != "0" else None
+        self._nvtx = nvtx if nvtx is not None and nvtx.attached else None
+        self.recorder = Recorder(self, config.ring, self._nvtx)
+        self._interception = Interception(self.recorder)
+        self._guard = ExitGuard(finish=self.close, dump=self.dump_flight)
+
+    def start(self) -> None:
+        """Install everything. Raises `CrossrankError`, with nothing installed, where torch cannot be recorded."""
+        self._interception.install()
+        try:
+            self._optimizer_hook = register_optimizer_step_post_hook(self._on_optimizer_step)
+            self._guard.install(on_usr1=self.config.flight)
+        except Exception:
+            self._take_away()
+            raise
+        if dist.is_initialized() and device_is_settled():
+            with self._reported("the recording begins at the first communication"):
+                self._begin()
+
+    @property
+    def active(self) -> bool:
+        return not self._closed
+
+    def first_call(self, group: dist.ProcessGroup) -> GroupState:
+        """The state of a group that communicates for the first time; begins the files where that is due."""
+        self._begin()
+        return self.groups.add(group)
+
+    def step(self) -> None:
+        """The training loop says that an iteration has ended. From now on the optimizers are not asked."""
+        self._explicit_steps = True
+        self._advance()
+
+    @contextlib.contextmanager
+    def window(self) -> Iterator[None]:
+        """Record ET and Kineto inside the block."""
+        self._begin()
+        opened = self._open_window()
+        try:
+            yield
+        finally:
+            if opened:
+                self._close_window()
+
+    def dump_flight(self) -> None:
+        """Write torch's flight recorder as it stands now."""
+        files = self._files
+        if files is None or not self.config.flight:
+            return
+        with self._reported("the flight recorder was not dumped"):
+            content = flight.dump()
+            if content is not None:
+                files.write(file_name(FLIGHT, self.rank), content)
+
+    def close(self, reason: str = "disable") -> None:
+        """Finish every file and take everything away. Does nothing the second time."""
+        with self._close_lock:
+            if self._closed:
+                return
+            self._closed = True
+        if dist.is_initialized() and self.writer is None:
+            with self._reported("nothing was recorded"):
+                self._begin()
+        self.recorder.active = False
+        self._close_window()
+        self._end_files(reason)
+        self._take_away()
+
+    def _take_away(self) -> None:
+        """Undo what `start` installed."""
+        self.recorder.active = False
+        self._interception.uninstall()
+        if self._optimizer_hook is not None:
+            self._optimizer_hook.remove()
+        self._guard.uninstall()
+
+    def abandon(self) -> None:
+        """In a forked child: be off, and leave the parent's files and signals to the parent.
+
+        The kernels stay, switched off: taking them away needs the dispatcher's lock, which a thread that does
+        not exist in this process may hold.
+        """
+        self._closed = True
+        self.recorder.active = False
+        self.recorder.window_open = False
+        if self._windows is not None:
+            self._windows.abandon()
+        if self.writer is not None:
+            self.writer.abandon()
+        self._guard.abandon()
+
+    # --- beginning and ending the files -------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Begin the files of the process group that exists now, unless they are begun."""
+        with self._begin_lock:
+            world = distributed_c10d._get_default_group() if dist.is_initialized() else None
+            if world is None or (self._world is not None and self._world() is world):
+                return
+            first = self._world is None
+            self._world = weakref.ref(world)
+            rank, size = dist.get_rank(), dist.get_world_size()
+            same_place = (rank, size) == (self.rank, self._world_size)
+            if not first:
+                self._epoch += 1
+                if not same_place:
+                    self._end_files("the process group was made again with another rank or size")
+            self.rank, self._world_size = rank, size
+            self._gpu = GpuReader()
+            self._begin_topology()
+            with self._reported("the recording goes on without files"):
+                if first or not same_place:
+                    self._begin_files()
+                elif self.writer is not None and self.topology is not None:
+                    self.writer.topology = self.topology
+            self.groups.add_all()
+            if self._nvtx is not None:
+                self._mark_identity(self._nvtx)
+            window = self.config.window
+            if first and window is not None and window.holds(self.recorder.step):
+                self._open_window()
+
+    def _begin_topology(self) -> None:
+        if self.topology is not None:
+            self.topology.stop()
+        node = self.config.node or node_of_this_machine()
+        gpu = self._gpu.gpu
+        self.topology = Topology(self.rank, self._world_size, node, gpu.nvlink_domain if gpu else None)
+        threading.Thread(
+            target=self.topology.exchange,
+            args=(distributed_c10d._get_default_store(), self._epoch),
+            name="crossrank-topology",
+            daemon=True,
+        ).start()
+
+    def _begin_files(self) -> None:
+        assert self.topology is not None
+        self._files = RankFiles(self.config.directory, self.rank)
+        self._windows = WindowRecorder(self._files, self.rank, self.config.nsys)
+        header = self._header()
+        self.writer = CommsWriter(
+            str(self._files.path(file_name(COMMS, self.rank))),
+            topology=self.topology,
+            crossnode_only=self.config.emit == "CROSSNODE",
+            header=lambda: header,
+            on_tick=self.groups.add_all,
+        )
+        self.writer.start()
+
+    def _end_files(self, reason: str) -> None:
+        if self._windows is not None:
+            with self._reported("the files of a window are not in place"):
+                self._windows.drop_prepared()
+                self._windows.wait(timeout=60.0)
+        self.dump_flight()
+        if self.topology is not None:
+            self.topology.stop()
+        writer, self.writer = self.writer, None
+        if writer is not None and self._files is not None:
+            with self._reported("the comms file was not closed"):
+                writer.counts.calls = self.recorder.calls()
+                writer.close(lambda: {"reason": reason, "step": self.recorder.step} | msgspec.to_builtins(writer.counts))
+                self._files.upload(file_name(COMMS, self.rank))
+
+    def _header(self) -> dict[str, Any]:
+        gpu = self._gpu.gpu
+        assert self.topology is not None
+        config = {name: getattr(self.config, name) for name in self.config.__dataclass_fields__}
+        window = self.config.window
+        config["window"] = None if window is None else [window.start, window.stop, window.every]
+        return {
+            "schema": SCHEMA,
+            "rank": self.rank,
+            "world_size": self._world_size,
+            "host": socket.gethostname(),
+            "boot_id": boot_id(),
+            "node": self.topology.node,
+            "local_rank": _whole(os.environ.get("LOCAL_RANK")),
+            "pid": os.getpid(),
+            "gpu": gpu.as_json() if gpu else None,
+            "gpu_serial": self.config.gpu_serial,
+            "vm_id": self.config.vm_id,
+            "clock": clock(),
+            "versions": {
+                "crossrank": crossrank.__version__,
+                "python": platform.python_version(),
+                "torch": str(torch.__version__),
+                "cuda": torch.version.cuda,
+                "nccl": _nccl_version(),
+            },
+            "config": config,
+            "ops": self._interception.ops,
+            "blind_spots": self.groups.unseen_kinds(),
+        }
+
+    # --- groups -------------------------------------------------------------------------------------------
+
+    def _on_new_group(self, state: GroupState) -> None:
+        writer, topology = self.writer, self.topology
+        if writer is not None and topology is not None:
+            group = state.describe()
+            writer.line("group", lambda: msgspec.structs.replace(group, locality=topology.locality(state.ranks)))
+        if self.recorder.window_open and self._windows is not None:
+            with self._reported("a process group is missing in the execution trace"):
+                self._windows.note_process_groups()
+        if self._nvtx is not None:
+            self._nvtx.mark(msgspec.json.encode({"group": state.describe()}).decode())
+
+    def _mark_identity(self, nvtx: NvtxMarkers) -> None:
+        """Tell who this is inside the Nsight report, whatever its file is called."""
+        identity = {"rank": self.rank, "world_size": self._world_size, "host": socket.gethostname()}
+        nvtx.mark(msgspec.json.encode({"crossrank": crossrank.__version__} | identity).decode())
+
+    # --- steps and windows --------------------------------------------------------------------------------
+
+    def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._explicit_steps or self._closed:
+            return
+        if self._boundaries.ends_iteration(id(optimizer)):
+            self._advance()
+
+    def _advance(self) -> None:
+        recorder = self.recorder
+        step = recorder.step + 1
+        window = self.config.window
+        if window is not None and recorder.window_open and not window.continues(recorder.step):
+            self._close_window()
+        recorder.step = step
+        if self.writer is not None:
+            self.writer.line("step", {"step": step, "t": time.monotonic_ns()})
+        if window is None or recorder.window_open:
+            return
+        if window.holds(step):
+            self._begin()
+            self._open_window()
+        elif window.holds(step + 1) and self._windows is not None:
+            with self._reported("Kineto was not warmed up"):
+                self._windows.prepare()
+
+    def _open_window(self) -> bool:
+        windows = self._windows
+        if windows is None or windows.is_open:
+            return False
+        with self._reported("a window is incomplete"):
+            self.groups.add_all()
+            self._note_window("open", windows.open())
+        self.recorder.window_open = windows.is_open
+        return windows.is_open
+
+    def _close_window(self) -> None:
+        windows = self._windows
+        if windows is None or not windows.is_open:
+            return
+        self.recorder.window_open = False
+        with self._reported("a window is incomplete"):
+            self._note_window("close", windows.number)
+            windows.close()
+        if not self._closed:
+            self.dump_flight()
+
+    def _note_window(self, edge: str, number: int) -> None:
+        moment = {"window": number, "edge": edge, "step": self.recorder.step, "t": time.monotonic_ns()}
+        if self.writer is not None:
+            self.writer.line("window", moment)
+            counters = self._gpu.counters()
+            if counters is not None:
+                self.writer.line("counters", moment | counters)
+        if self._nvtx is not None and edge == "open":
+            self._mark_identity(self._nvtx)
+
+    @contextlib.contextmanager
+    def _reported(self, consequence: str) -> Iterator[None]:
+        """Log a failure of the block once, with what it means for the recording, and go on."""
+        try:
+            yield
+        except Exception as error:
+            if consequence not in self._told:
+                self._told.add(consequence)
+                log.warning("crossrank: %s: %s", consequence, one_line(error))
+
+
+def _whole(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdigit() else None
+
+
+def _nccl_version() -> str | None:
+    if not torch.cuda.is_available() or not dist.is_nccl_available():
+        return None
+    return ".".join(str(part) for part in torch.cuda.nccl.version())
+
+
+# --- the process's one session ----------------------------------------------------------------------------
+
+_current: Session | None = None
+
+
+class Tracing:
+    """What `enable()` returns: a handle that a `with` block may close. Does nothing where tracing is off."""
+
+    def __init__(self, session: Session | None) -> None:
+        self._session = session
+
+    @property
+    def active(self) -> bool:
+        """Whether calls are being recorded."""
+        return self._session is not None and self._session.active
+
+    def __enter__(self) -> Tracing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._session is not None and self._session is _current:
+            disable()
+
+
+def enable(
+    *,
+    tracing: str | None = None,
+    directory: str | os.PathLike[str] | None = None,
+    window: str | None = None,
+    nvtx: str | bool | None = None,
+    print_calls: bool | None = None,
+    flight: bool | None = None,
+    nsys: bool | None = None,
+    node: str | None = None,
+    ring: int | None = None,
+) -> Tracing:
+    """Record every collective and P2P call of this process from now on.
+
+    Each argument wins over its variable: see `crossrank.instrument.config`. Never raises: where tracing cannot
+    start, one line says why and training goes on without. A second call warns and changes nothing.
+    """
+    global _current
+    arguments = {name: value for name, value in locals().items() if name != "_current"}
+    if _current is not None:
+        log.warning("crossrank: already enabled; the first enable() stays in force")
+        return Tracing(_current)
+    try:
+        config = configuration.load(arguments, os.environ)
+        if config.emit == "NONE":
+            return Tracing(None)
+        if not dist.is_available():
+            raise CrossrankError("this torch is built without torch.distributed; install a build that has it")
+        with interception.install_lock:
+            session = Session(config)
+            session.start()
+            _current = session
+    except Exception as error:
+        log.warning("crossrank: tracing is off: %s", one_line(error))
+        return Tracing(None)
+    return Tracing(session)
+
+
+def disable() -> None:
+    """Finish the files and stop recording. Does nothing where tracing is off."""
+    global _current
+    session, _current = _current, None
+    if session is not None:
+        session.close()
+
+
+def enabled() -> bool:
+    """Whether calls are being recorded."""
+    return _current is not None and _current.active
+
+
+def step() -> None:
+    """Say that an iteration has ended. Without it the optimizers' steps are counted."""
+    if _current is not None:
+        with _current._reported("an iteration was not counted"):
+            _current.step()
+
+
+def window() -> contextlib.AbstractContextManager[None]:
+    """A `with` block that is recorded as one window of ET and Kineto. Does nothing where tracing is off."""
+    return _current.window() if _current is not None else contextlib.nullcontext()
+
+
+def _after_fork_in_child() -> None:
+    global _current
+    session, _current = _current, None
+    if session is not None:
+        session.abandon()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,224 @@
+"""Execution trace and Kineto over a window of iterations, each window its own pair of whole files.
+
+Inside a window every recorded call runs in a profiler range `crossrank#<id>`, so that it is found by its id in
+both traces. A window costs (a small CPU op takes about 13 times as long under the execution trace), so keep it
+to a few iterations.
+
+torch has one execution-trace observer and one Kineto session per process. Where the user has either, it is left
+alone and one line says what the window therefore lacks; where the user's profiler starts inside a window, ours
+ends there and keeps what it has.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.autograd.profiler as autograd_profiler
+import torch.profiler as torch_profiler
+from torch._C._profiler import (
+    _add_execution_trace_observer,
+    _disable_execution_trace_observer,
+    _enable_execution_trace_observer,
+    _ExperimentalConfig,
+    _remove_execution_trace_observer,
+)
+
+from crossrank.errors import one_line
+from crossrank.instrument.files import RankFiles
+from crossrank.instrument.groups import process_group_config
+from crossrank.recording import EXECUTION_TRACE, KINETO, file_name
+
+log = logging.getLogger("crossrank")
+
+PROCESS_GROUPS = "## process_group:init ##"
+"""Name of the node that carries the process groups, as torch itself writes it."""
+
+
+class WindowRecorder:
+    """Records the windows of one rank, one after the other."""
+
+    def __init__(self, files: RankFiles, rank: int, nsys: bool) -> None:
+        self._files = files
+        self._rank = rank
+        self._nsys = nsys
+        self.number = 0
+        """The latest window, counted from 1."""
+        self._kineto: torch_profiler._KinetoProfile | None = None
+        self._kineto_runs = False
+        self._observed: Path | None = None
+        self._restore_prepare: Callable[[], None] | None = None
+        self._finishing: list[threading.Thread] = []
+        self.is_open = False
+
+    def prepare(self) -> None:
+        """Warm Kineto up, one iteration before a window opens: CUPTI takes its time at the first start."""
+        if self._nsys or self._kineto is not None or _foreign_profiler():
+            return
+        profiler = torch_profiler._KinetoProfile(
+            activities=torch_profiler.supported_activities(),
+            record_shapes=True,
+            experimental_config=_experimental_config(),
+        )
+        profiler.prepare_trace()
+        self._kineto = profiler
+        self._guard_against_foreign_profiler()
+
+    def open(self) -> int:
+        """Start the next window and return its number, counted from 1."""
+        self.number += 1
+        self.is_open = True
+        if self._nsys:
+            torch.cuda.profiler.start()
+            return self.number
+        self._open_execution_trace()
+        if self._kineto is None:
+            self.prepare()
+        if self._kineto is not None:
+            self._kineto.start_trace()
+            self._kineto_runs = True
+        else:
+            self._lacks("Kineto trace", "a profiler of yours is running")
+        return self.number
+
+    def close(self) -> None:
+        """End the window. Its files are compressed and put in place in the background: see `wait`."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        if self._nsys:
+            torch.cuda.profiler.stop()
+            return
+        try:
+            self._close_kineto()
+        finally:
+            self._close_execution_trace()
+
+    def wait(self, timeout: float) -> None:
+        """Wait until the files of all closed windows are in place."""
+        for thread in self._finishing:
+            thread.join(timeout)
+        self._finishing.clear()
+
+    def drop_prepared(self) -> None:
+        """Let go of a Kineto session that was warmed up and will not be started."""
+        if self._kineto is not None and not self._kineto_runs:
+            self._kineto = None
+            self._unguard()
+
+    def note_process_groups(self) -> None:
+        """Put the process groups with their global ranks into the execution trace."""
+        if self._observed is not None:
+            handle = torch.autograd._record_function_with_args_enter(PROCESS_GROUPS, process_group_config())
+            torch.autograd._record_function_with_args_exit(handle)
+
+    def abandon(self) -> None:
+        """In a forked child: keep the parent's execution trace free of this process's copy of its buffer.
+
+        The observer's stream cannot be reached, and flushes what it inherited when the child exits; so the
+        descriptor below it is pointed elsewhere.
+        """
+        if self._observed is None:
+            return
+        target = str(self._observed)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                if os.readlink(f"/proc/self/fd/{name}") == target:
+                    os.dup2(nowhere, int(name))
+            except OSError:
+                continue  # the descriptor that listed the folder
+        os.close(nowhere)
+
+    def _open_execution_trace(self) -> None:
+        path = self._files.temporary(file_name(EXECUTION_TRACE, self._rank, self.number))
+        # The class ExecutionTraceObserver ignores this result, and would remove the user's observer later.
+        if not _add_execution_trace_observer(str(path)):
+            self._lacks("execution trace", "another execution trace observer is registered")
+            return
+        self._observed = path
+        _enable_execution_trace_observer()
+        self.note_process_groups()
+
+    def _close_execution_trace(self) -> None:
+        path, self._observed = self._observed, None
+        if path is None:
+            return
+        _disable_execution_trace_observer()
+        _remove_execution_trace_observer()  # only now is the file valid JSON
+        self._finish(path, file_name(EXECUTION_TRACE, self._rank, self.number))
+
+    def _close_kineto(self) -> None:
+        profiler, self._kineto = self._kineto, None
+        self._unguard()
+        if profiler is None or not self._kineto_runs:
+            return
+        self._kineto_runs = False
+        profiler.stop_trace()
+        name = file_name(KINETO, self._rank, self.number)
+        path = self._files.temporary(name)
+        profiler.export_chrome_trace(str(path))
+        self._finish(path, name)
+
+    def _finish(self, path: Path, name: str) -> None:
+        def work() -> None:
+            try:
+                self._files.finish(path, name)
+            except OSError as error:
+                log.warning("crossrank: cannot write %s: %s; it is left as %s", name, one_line(error), path)
+
+        thread = threading.Thread(target=work, name=f"crossrank-{name}", daemon=True)
+        thread.start()
+        self._finishing.append(thread)
+
+    def _lacks(self, what: str, why: str) -> None:
+        log.warning("crossrank: window %d has no %s: %s, and is left alone", self.number, what, why)
+
+    def _guard_against_foreign_profiler(self) -> None:
+        """End our Kineto session when somebody else's begins.
+
+        Two sessions at once end in a crash when the second one to stop exports its trace: that must never be
+        the user's, and must not be ours either.
+        """
+        original = autograd_profiler._prepare_profiler
+
+        def _prepare_profiler(*args: Any, **kwargs: Any) -> Any:
+            try:
+                if self.is_open:
+                    log.warning(
+                        "crossrank: a profiler of yours starts inside window %d; its Kineto trace ends here",
+                        self.number,
+                    )
+                self._close_kineto()
+            except Exception as error:
+                log.warning("crossrank: cannot end the Kineto trace: %s", one_line(error))
+            return original(*args, **kwargs)
+
+        def restore() -> None:
+            if autograd_profiler._prepare_profiler is _prepare_profiler:
+                autograd_profiler._prepare_profiler = original
+
+        autograd_profiler._prepare_profiler = _prepare_profiler
+        self._restore_prepare = restore
+
+    def _unguard(self) -> None:
+        restore, self._restore_prepare = self._restore_prepare, None
+        if restore is not None:
+            restore()
+
+
+def _foreign_profiler() -> bool:
+    """Whether a profiler that is not ours runs. Asked only while ours does not."""
+    return bool(autograd_profiler._is_profiler_enabled or torch.autograd._profiler_enabled())
+
+
+def _experimental_config() -> Any:
+    """All threads, synchronisation events, no Python event objects; what this torch does not know is left out."""
+    wanted: dict[str, Any] = {"profile_all_threads": True, "enable_cuda_sync_events": True, "trace_only": True}
+    documentation = _ExperimentalConfig.__init__.__doc__ or ""
+    return _ExperimentalConfig(**{name: value for name, value in wanted.items() if name in documentation})

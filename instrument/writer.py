@@ -1,0 +1,235 @@
+"""The comms file of one rank: a ring that training fills and a thread that empties it.
+
+Training appends a tuple and goes on. The writer thread turns what has gathered into JSON lines, compresses them
+into one complete zstd frame and appends that to the file, at least once a second, so a killed process loses no
+more than its last second and what is on disk stays readable. When the ring is full the newest calls are dropped
+and counted; when the disk refuses, the file is cut back to its last whole frame and the loss is counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zstandard
+
+from crossrank.comm import crosses_nodes
+from crossrank.errors import one_line
+from crossrank.instrument.c10d_ops import reduce_name
+from crossrank.instrument.descriptors import Descriptor
+from crossrank.instrument.topology import Topology
+
+log = logging.getLogger("crossrank")
+
+TICK = 0.5
+"""Seconds between two frames. Below one, so that a kill loses less than a second."""
+_CHUNK = 256
+"""Records turned into JSON before the thread lets training have the interpreter."""
+_CLOCK_EVERY = 10.0
+_LEVEL = 3
+_MOST_OWED = 10_000
+_TOPOLOGY_PATIENCE = 2.0
+"""Seconds that the first records wait for the localities of the job."""
+
+# (descriptor, id, sequence number, time, step, batch, tag, ReduceOp)
+Entry = tuple[Descriptor, int, int, int, int, int | None, int | None, Any]
+
+
+class Counts(msgspec.Struct):
+    """What became of the calls of this rank."""
+
+    calls: int = 0
+    records: int = 0
+    """Written to the file."""
+    filtered: int = 0
+    """Left out because they stay inside a node and CROSSNODE is in force."""
+    dropped: int = 0
+    """Lost because the ring was full."""
+    unwritten: int = 0
+    """Lost because the disk refused them."""
+    errors: int = 0
+    """Failures inside the recorder; the call itself went through."""
+
+
+class CommsWriter:
+    """Writes the comms file. Everything but `ring` belongs to the writer's thread until `close`."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        topology: Topology,
+        crossnode_only: bool,
+        header: Callable[[], dict[str, Any]],
+        on_tick: Callable[[], None],
+    ) -> None:
+        self.path = path
+        self.ring: deque[Entry | bytes | Callable[[], bytes]] = deque()
+        self.counts = Counts()
+        self.topology = topology
+        self._crossnode_only = crossnode_only
+        self._header = header
+        self._on_tick = on_tick
+        self._wake = threading.Event()
+        self._closing = False
+        self._lock = threading.Lock()
+        self._compressor = zstandard.ZstdCompressor(level=_LEVEL)
+        self._next_clock = time.monotonic() + _CLOCK_EVERY
+        self._complained = False
+        self._size = 0
+        self._owed: list[bytes] = []
+        self._started = time.monotonic()
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        self._thread = threading.Thread(target=self._run, name="crossrank-writer", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Have the ring emptied now rather than at the next tick."""
+        self._wake.set()
+
+    def line(self, kind: str, content: object) -> None:
+        """Append a line that is not a record: `{kind: content}`. A callable is asked when it is written."""
+        if callable(content):
+            self.ring.append(lambda: encode_line(kind, content()))
+        else:
+            self.ring.append(encode_line(kind, content))
+
+    def close(self, end: Callable[[], dict[str, Any]], timeout: float = 10.0) -> None:
+        """Write what is left and the `end` line, then close the file. Does nothing the second time."""
+        if self._closing:
+            return
+        self._closing = True
+        self._wake.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+        with self._lock:
+            if self._file < 0:
+                return
+            self._drain()
+            self._append([encode_line("clock", clock()), encode_line("end", end())], [])
+            os.close(self._file)
+            self._file = -1
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the parent's file without a trace in it."""
+        self._closing = True
+        self.ring.clear()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _run(self) -> None:
+        try:
+            with self._lock:
+                self._append([encode_line("header", self._header())], [])
+        except Exception as error:
+            self._fail("cannot describe this rank in the header", error)
+        while not self._closing:
+            self._wake.wait(TICK)
+            self._wake.clear()
+            # A locality asked for too early would read `unknown` in the first records of a run.
+            if not self.topology.settled.is_set() and time.monotonic() - self._started < _TOPOLOGY_PATIENCE:
+                continue
+            try:
+                self._on_tick()
+                with self._lock:
+                    if self._file >= 0:
+                        self._drain()
+            except Exception as error:
+                self._fail("the writer stumbled", error)
+
+    def _drain(self) -> None:
+        """Empty the ring into one frame."""
+        context: list[bytes] = []
+        lines: list[bytes] = []
+        ring = self.ring
+        records = 0
+        if time.monotonic() >= self._next_clock:
+            self._next_clock = time.monotonic() + _CLOCK_EVERY
+            self.line("clock", clock())
+        for _ in range(len(ring)):
+            entry = ring.popleft()
+            if not isinstance(entry, tuple):
+                other = entry if isinstance(entry, bytes) else entry()
+                context.append(other)
+                lines.append(other)
+                continue
+            line = self._encode(entry)
+            if line is not None:
+                lines.append(line)
+                records += 1
+                if records % _CHUNK == 0:
+                    time.sleep(0)
+        if not lines:
+            return
+        if self._append(context, lines):
+            self.counts.records += records
+        else:
+            self.counts.unwritten += records
+
+    def _encode(self, entry: Entry) -> bytes | None:
+        descriptor, record_id, seq, t, step, batch, tag, reduce_op = entry
+        locality = descriptor.locality(self.topology)
+        if self._crossnode_only and not crosses_nodes(locality):
+            self.counts.filtered += 1
+            return None
+        try:
+            tail = descriptor.tail(None if reduce_op is None else reduce_name(reduce_op), locality)
+        except Exception as error:
+            self.counts.errors += 1
+            self._fail("a record could not be written", error)
+            return None
+        name = "p2p_seq" if descriptor.reader.is_p2p else "seq"
+        extra = b""
+        if tag is not None:
+            extra += b',"tag":%d' % tag
+        if batch is not None:
+            extra += b',"batch":%d' % batch
+        head = f'{{"id":{record_id},"{name}":{seq},"t":{t},"step":{step}'.encode()
+        return head + extra + tail
+
+    def _append(self, context: list[bytes], lines: list[bytes]) -> bool:
+        """Write `lines` as one complete frame, or nothing at all.
+
+        `context` are those of the lines without which later records cannot be read (header, groups). Where
+        the disk refuses the frame they are owed, and go before the next one.
+        """
+        frame = memoryview(self._compressor.compress(b"".join(self._owed + (lines or context))))
+        try:
+            written = 0
+            while written < len(frame):
+                written += os.write(self._file, frame[written:])
+        except OSError as error:
+            self._owed = (self._owed + context)[:_MOST_OWED]
+            self._fail(f"cannot write {self.path}", error)
+            try:
+                os.ftruncate(self._file, self._size)
+                os.lseek(self._file, self._size, os.SEEK_SET)
+            except OSError:
+                pass  # the reader names the torn frame at the end
+            return False
+        self._size += written
+        self._owed = []
+        return True
+
+    def _fail(self, what: str, error: Exception) -> None:
+        if not self._complained:
+            self._complained = True
+            log.warning("crossrank: %s: %s; training goes on, the loss is counted", what, one_line(error))
+
+
+def encode_line(kind: str, content: object) -> bytes:
+    return msgspec.json.encode({kind: content}) + b"\n"
+
+
+def clock() -> dict[str, int]:
+    """One moment on both clocks, in nanoseconds: `t` monotonic, `wall` since 1970."""
+    return {"t": time.monotonic_ns(), "wall": time.time_ns()}
