@@ -20,7 +20,6 @@ Payload = Literal["input", "output", "input_per_member", "output_per_member", "n
 Locality = Literal["intra_node", "nvlink_domain", "cross_node", "unknown"]
 
 
-
 def _ring_twice(n: int) -> float:
     return 2 * (n - 1) / n
 

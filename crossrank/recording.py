@@ -13,11 +13,11 @@ frame is torn, and is told rather than raised.
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, cast
-import zlib
 
 import fsspec
 import msgspec

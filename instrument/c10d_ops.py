@@ -68,6 +68,8 @@ _OUT_SPLIT = ("output_split_sizes",)
 
 Shapes = tuple[tuple[int, ...], ...]
 
+_Tensor = torch.Tensor
+
 # The key of everything in a call that is the same when the call is repeated with the same shapes.
 CallKey = tuple[Any, ...]
 
@@ -83,12 +85,13 @@ class Reader:
         "_keyed",
         "_out_split",
         "_root",
-        "_single",
+        "_tensors_at",
         "c10d",
         "direct_api",
         "group",
         "inputs",
         "is_p2p",
+        "key",
         "op",
         "operation",
         "outputs",
@@ -126,42 +129,57 @@ class Reader:
         self.reduce = _position(names, _REDUCE)
         self._in_split = _position(names, _IN_SPLIT)
         self._out_split = _position(names, _OUT_SPLIT)
-        # What goes into the key besides the tensors: positions of plain values and of lists of integers.
         self._keyed = tuple(p for p in (self._root, self.peer, self._async) if p >= 0)
-        # The common case, one list of tensors that is input and output at once, is read without loops.
-        tensors_at = self.inputs + self.outputs
-        self._dummy = _position(names, ("tensor",)) if not tensors_at else -1
-        self._single = tensors_at[0] if len(tensors_at) == 1 else -1
-
-    def key(self, args: Sequence[Any]) -> CallKey | None:
-        """What distinguishes this call from others of the op on its group; None for fake and meta tensors."""
-        if self._single >= 0:
-            tensors = args[self._single]
-            if len(tensors) == 1:
-                tensor = tensors[0]
-                if type(tensor) is not torch.Tensor and not _is_real(tensor):
-                    return None
-                if tensor.is_meta:
-                    return None
-                key: list[Any] = [tensor.shape, tensor.dtype]
-            else:
-                key = []
-                if not _add_tensors(key, tensors):
-                    return None
+        # The common layouts are read without loops: one list of tensors, one input and one output tensor.
+        types = {argument.name: str(argument.type) for argument in schema.arguments}
+        self._tensors_at = self.inputs + self.outputs
+        self._dummy = _position(names, ("tensor",)) if not self._tensors_at else -1
+        layout = [types[names[position]] for position in self._tensors_at]
+        self.key: Callable[[Sequence[Any]], CallKey | None]
+        """What distinguishes a call from others of the op on its group; None for fake and meta tensors."""
+        if layout == ["List[Tensor]"]:
+            self.key = self._key_of_list
+        elif layout == ["Tensor", "Tensor"] and self._in_split < 0:
+            self.key = self._key_of_pair
         else:
-            key = []
-            for position in self.inputs + self.outputs:
-                if not _add_tensors(key, args[position]):
-                    return None
-            if self._dummy >= 0 and not _add_tensors([], args[self._dummy]):
+            self.key = self._key_of_any
+
+    def _key_of_list(self, args: Sequence[Any]) -> CallKey | None:
+        tensors = args[self._tensors_at[0]]
+        if len(tensors) != 1:
+            return self._key_of_any(args)
+        tensor = tensors[0]
+        if (type(tensor) is not _Tensor and not _is_real(tensor)) or tensor.is_meta:
+            return None
+        if len(self._keyed) == 1:
+            position = self._keyed[0]
+            value = args[position] if position < len(args) else self._defaults[position]
+            return (tensor.shape, tensor.dtype, value)
+        return (tensor.shape, tensor.dtype, *self._plain(args))
+
+    def _key_of_pair(self, args: Sequence[Any]) -> CallKey | None:
+        first, second = args[self._tensors_at[0]], args[self._tensors_at[1]]
+        for tensor in (first, second):
+            if (type(tensor) is not _Tensor and not _is_real(tensor)) or tensor.is_meta:
                 return None
-        count = len(args)
-        for position in self._keyed:
-            key.append(args[position] if position < count else self._defaults[position])
+        return (first.shape, second.shape, first.dtype, *self._plain(args))
+
+    def _key_of_any(self, args: Sequence[Any]) -> CallKey | None:
+        key: list[Any] = self._plain(args)
+        for position in self._tensors_at:
+            if not _add_tensors(key, args[position]):
+                return None
+        if self._dummy >= 0 and not _add_tensors([], args[self._dummy]):
+            return None
         if self._in_split >= 0:
             key.append(tuple(args[self._in_split]))
             key.append(tuple(args[self._out_split]))
         return tuple(key)
+
+    def _plain(self, args: Sequence[Any]) -> list[Any]:
+        """The values among the arguments that belong to the key: root, peer, async_op."""
+        count = len(args)
+        return [args[p] if p < count else self._defaults[p] for p in self._keyed]
 
     def call(self, args: Sequence[Any], group_size: int) -> Call:
         """Everything that the arguments say of a call. Slower than `key`: made once per distinct key."""
@@ -226,7 +244,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 def _add_tensors(key: list[Any], value: Any) -> bool:
     """Append shapes and the dtype of an argument to `key`; False if a tensor is fake or meta."""
     for tensor in _tensors(value):
-        if (type(tensor) is not torch.Tensor and not _is_real(tensor)) or tensor.is_meta:
+        if (type(tensor) is not _Tensor and not _is_real(tensor)) or tensor.is_meta:
             return False
         key.append(tensor.shape)
         key.append(tensor.dtype)

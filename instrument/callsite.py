@@ -48,7 +48,12 @@ _TRANSPARENT_FILES = frozenset(
 # Generated code: inductor's output and names such as <eval_with_key>.1, called by torch and not by the user.
 _GENERATED = ("torchinductor_", os.sep + "inductor" + os.sep)
 # What runs the user's script and is no caller of it.
-_LAUNCHERS = (_STDLIB + "runpy.py", _STDLIB + "threading.py", _STDLIB + "multiprocessing" + os.sep, "<frozen ")
+_LAUNCHERS = (
+    _STDLIB + "runpy.py",
+    _STDLIB + "threading.py",
+    _STDLIB + "multiprocessing" + os.sep,
+    "<frozen ",
+)
 
 _USER, _API, _TRANSPARENT, _PASSED = range(4)
 

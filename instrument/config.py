@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeVar, cast
+from typing import Literal, TypeVar
 
 from crossrank.errors import CrossrankError
 
@@ -130,13 +130,13 @@ def load(arguments: Mapping[str, object], environment: Mapping[str, str]) -> Con
     ring = value(TRACING_RING, "ring")
     directory = value(TRACING_DIR, "directory")
     node = value(TRACING_NODE, "node")
+    emits: dict[str, Emit] = {"CROSSNODE": "CROSSNODE", "ALL": "ALL", "NONE": "NONE"}
+    modes: dict[str, NvtxMode] = {"1": "1", "0": "0", "classic": "classic"}
     return Config(
-        emit=cast(
-            Emit, choice(TRACING, "tracing", "CROSSNODE", {e: e for e in ("CROSSNODE", "ALL", "NONE")})
-        ),
+        emit=choice(TRACING, "tracing", "CROSSNODE", emits),
         directory=directory[1] if directory else DEFAULT_DIR,
         window=parse_window(*window) if window else None,
-        nvtx=cast(NvtxMode, choice(TRACING_NVTX, "nvtx", "1", {m: m for m in ("1", "0", "classic")})),
+        nvtx=choice(TRACING_NVTX, "nvtx", "1", modes),
         print_calls=choice(TRACING_PRINT, "print_calls", False, on_off),
         flight=choice(TRACING_FLIGHT, "flight", True, on_off),
         nsys=choice(TRACING_NSYS, "nsys", False, on_off),

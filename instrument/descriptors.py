@@ -23,7 +23,18 @@ _encoder = msgspec.json.Encoder()
 class Descriptor:
     """One distinct call of one group: op, arguments, place in the user's code."""
 
-    __slots__ = ("_locality", "_tails", "call", "emitted", "group", "marker", "peer", "reader", "root", "site")
+    __slots__ = (
+        "_locality",
+        "_tails",
+        "call",
+        "emitted",
+        "group",
+        "marker",
+        "peer",
+        "reader",
+        "root",
+        "site",
+    )
 
     def __init__(self, reader: Reader, group: GroupState, site: Site, call: Call) -> None:
         self.reader = reader

@@ -75,9 +75,7 @@ class RankFiles:
             file_system.put_file(str(self.path(name)), remote)
             self.path(name).unlink()
         except Exception as error:
-            log.warning(
-                "crossrank: cannot upload %s: %s; it is kept as %s", target, one_line(error), self.path(name)
-            )
+            log.warning("crossrank: cannot upload %s: %s; it is kept as %s", target, one_line(error), self.path(name))
 
 
 def _set_aside(folder: Path, rank: int) -> None:

@@ -82,9 +82,7 @@ class GpuReader:
         nvml = self._nvml
         wanted = [(getattr(nvml, field), name) for field, name in _COUNTERS.items() if hasattr(nvml, field)]
         try:
-            request = [
-                (field, _ALL_LINKS) if name.startswith("nvlink") else field for field, name in wanted
-            ]
+            request = [(field, _ALL_LINKS) if name.startswith("nvlink") else field for field, name in wanted]
             values = nvml.nvmlDeviceGetFieldValues(self._handle, request)
         except Exception as error:
             log.debug("crossrank: no GPU counters: %s", one_line(error))

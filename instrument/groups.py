@@ -26,9 +26,7 @@ class GroupState:
 
     __slots__ = ("backend", "desc", "descriptors", "p2p_seqs", "pg", "rank", "ranks", "seq", "size")
 
-    def __init__(
-        self, pg: str, desc: str, backend: str, ranks: tuple[int, ...] | None, size: int, rank: int
-    ) -> None:
+    def __init__(self, pg: str, desc: str, backend: str, ranks: tuple[int, ...] | None, size: int, rank: int) -> None:
         self.pg = pg
         self.desc = desc
         self.backend = backend
@@ -129,7 +127,7 @@ def process_group_config() -> str:
     for entry in distributed_c10d._world.pg_config_info:
         groups.append(dict(entry))
     ranks_of = {
-        name: list(dist.get_process_group_ranks(group))
+        str(name): list(dist.get_process_group_ranks(group))
         for group, name in list(distributed_c10d._world.pg_names.items())
     }
     for entry in groups:

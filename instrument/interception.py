@@ -144,7 +144,9 @@ def _c10d_ops() -> list[str]:
         for name in names
         if name not in NOT_COMMUNICATION
         and "." not in name
-        and any(argument.name == "process_group" for argument in getattr(torch.ops.c10d, name).default._schema.arguments)
+        and any(
+            argument.name == "process_group" for argument in getattr(torch.ops.c10d, name).default._schema.arguments
+        )
     )
 
 

@@ -74,9 +74,7 @@ class NvtxMarkers:
         return attributes
 
 
-def classic_text(
-    descriptor: Descriptor, record_id: int, rank: int, gpu_serial: str | None, vm_id: str | None
-) -> str:
+def classic_text(descriptor: Descriptor, record_id: int, rank: int, gpu_serial: str | None, vm_id: str | None) -> str:
     """The older shim's JSON of one call: its field names, ranks global, sizes in bytes, seconds since 1970."""
     return _encoder.encode(
         {

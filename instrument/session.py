@@ -228,7 +228,9 @@ class Session:
         if writer is not None and self._files is not None:
             with self._reported("the comms file was not closed"):
                 writer.counts.calls = self.recorder.calls()
-                writer.close(lambda: {"reason": reason, "step": self.recorder.step} | msgspec.to_builtins(writer.counts))
+                writer.close(
+                    lambda: {"reason": reason, "step": self.recorder.step} | msgspec.to_builtins(writer.counts)
+                )
                 self._files.upload(file_name(COMMS, self.rank))
 
     def _header(self) -> dict[str, Any]:

@@ -219,6 +219,10 @@ def _foreign_profiler() -> bool:
 
 def _experimental_config() -> Any:
     """All threads, synchronisation events, no Python event objects; what this torch does not know is left out."""
-    wanted: dict[str, Any] = {"profile_all_threads": True, "enable_cuda_sync_events": True, "trace_only": True}
+    wanted: dict[str, Any] = {
+        "profile_all_threads": True,
+        "enable_cuda_sync_events": True,
+        "trace_only": True,
+    }
     documentation = _ExperimentalConfig.__init__.__doc__ or ""
     return _ExperimentalConfig(**{name: value for name, value in wanted.items() if name in documentation})

@@ -1,0 +1,65 @@
+"""The `crossrank` command: a table of subcommands, each imported when it is called.
+
+Exit codes: 0 = done and nothing wrong, 1 = done and a fault was found, 2 = the input could not be used.
+A subcommand is a class named after it; its docstring is its help text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Protocol
+
+import crossrank
+from crossrank.errors import CrossrankError
+
+# name -> (module, class, one line for the overview)
+COMMANDS = {
+    "inspect": ("crossrank.tools.commands.inspect", "Inspect", "what is in a recording, and what is missing"),
+}
+
+
+class Command(Protocol):
+    """What a subcommand provides."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, arguments: argparse.Namespace) -> int: ...
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    overview = argparse.ArgumentParser(
+        prog="crossrank",
+        description="Answers from recordings of distributed PyTorch jobs.",
+        epilog="exit codes: 0 nothing wrong, 1 a fault was found, 2 the input could not be used",
+    )
+    overview.add_argument("--version", action="version", version=f"crossrank {crossrank.__version__}")
+    subparsers = overview.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module, class_name, summary) in COMMANDS.items():
+        # Only the one that is called is imported: `crossrank --help` and each command start fast.
+        if words[:1] == [name]:
+            command: Command = getattr(import_module(module), class_name)()
+            parser = subparsers.add_parser(name, help=summary, description=command.__doc__)
+            command.add_arguments(parser)
+            parser.set_defaults(run=command.run)
+        else:
+            subparsers.add_parser(name, help=summary)
+    arguments = overview.parse_args(words)
+    try:
+        return int(arguments.run(arguments))
+    except CrossrankError as error:
+        print(f"crossrank: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # `crossrank inspect … | head` is no fault. Python would complain once more when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""`crossrank inspect`: what is in a recording."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+import msgspec
+
+from crossrank.tools.summary import Summary, summarise
+from crossrank.tools.tables import amount, print_table, printable, rank_ranges
+
+_TOP = 10
+
+
+class Inspect:
+    """Say what is in a recording: ranks, groups, calls and bytes per operation, the share that leaves a node,
+    the source lines that communicate most, and what is missing or damaged. Bytes are S of nccl-tests, summed
+    over the ranks that made the call."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("recording", help="the folder given as TRACING_DIR, one comms file, or an fsspec URL")
+        parser.add_argument("--json", action="store_true", help="print the whole summary as JSON")
+        parser.add_argument("--top", type=int, default=_TOP, metavar="N", help="source lines to list (default 10)")
+        parser.add_argument(
+            "--jobs",
+            type=int,
+            default=0,
+            metavar="N",
+            help="processes that read (default: one per core, at most 8)",
+        )
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        summary = summarise(arguments.recording, arguments.jobs or self._jobs(arguments.recording))
+        if arguments.json:
+            sys.stdout.write(msgspec.json.format(msgspec.json.encode(summary), indent=2).decode() + "\n")
+        else:
+            _print(summary, arguments.top)
+        for problem in summary.problems:
+            print(f"crossrank: {printable(problem)}", file=sys.stderr)
+        if summary.problems:
+            return 2
+        return 1 if summary.missing_ranks or summary.unfinished_ranks or summary.cut_off else 0
+
+    def _jobs(self, recording: str) -> int:
+        """Starting a process costs more than reading a small file does."""
+        try:
+            size = sum(entry.stat().st_size for entry in os.scandir(recording) if entry.is_file())
+        except OSError:
+            return 1
+        return min(os.cpu_count() or 1, 8) if size > 20_000_000 else 1
+
+
+def _print(summary: Summary, top: int) -> None:
+    total = summary.calls
+    ranks = f"{len(summary.ranks)} of {summary.world_size}" if summary.world_size is not None else "0"
+    nodes = ", ".join(f"{printable(node)[:8]}: {rank_ranges(on)}" for node, on in list(summary.nodes.items())[:4])
+    more = ", …" if len(summary.nodes) > 4 else ""
+    versions = ", ".join(f"{name} {version}" for name, version in summary.versions.items() if version)
+    print(f"recording  {summary.path}")
+    print(f"ranks      {ranks} on {len(summary.nodes)} node(s) ({nodes}{more})")
+    print(f"versions   {versions}")
+    print(f"steps      {summary.steps}")
+    print(f"calls      {total.calls} recorded, {amount(total.bytes)} (S of nccl-tests, summed over ranks)")
+    if summary.counts.get("filtered"):
+        print(
+            f"           {summary.counts['filtered']} more stayed inside a node and were left out (TRACING=CROSSNODE)"
+        )
+    print(f"cross-node {_share(total.cross_node_bytes, total.bytes)} of the recorded bytes", end="")
+    print(f", {_share(total.unknown_bytes, total.bytes)} unknown" if total.unknown_bytes else "")
+    if summary.by_op:
+        print_table(
+            "Operations",
+            ("operation", "called as", "#calls", "#bytes", "#bytes/call", "#cross-node"),
+            [
+                (
+                    row["op"],
+                    row["api"],
+                    row["calls"],
+                    amount(row["bytes"]),
+                    amount(row["bytes"] / row["calls"]),
+                    _share(row["cross_node_bytes"], row["bytes"]),
+                )
+                for row in summary.by_op
+            ],
+        )
+    if summary.groups:
+        print_table(
+            "Process groups",
+            ("group", "description", "#size", "ranks", "locality", "#calls", "#bytes"),
+            [
+                (
+                    row["pg"],
+                    row["desc"],
+                    row["size"],
+                    rank_ranges(row["ranks"]) if row["ranks"] is not None else "not known",
+                    row["locality"],
+                    row["calls"],
+                    amount(row["bytes"]),
+                )
+                for row in summary.groups
+            ],
+        )
+    if summary.sources:
+        rest = len(summary.sources) - top
+        print_table(
+            "Source lines that communicate most" + (f" ({rest} more: --top)" if rest > 0 else ""),
+            ("source", "operation", "#calls", "#bytes"),
+            [(row["source"], row["op"], row["calls"], amount(row["bytes"])) for row in summary.sources[:top]],
+        )
+    print_table(
+        "Files",
+        ("kind", "#files", "#size"),
+        [(kind, entry["files"], amount(entry["bytes"])) for kind, entry in summary.files.items()],
+    )
+    _print_missing(summary)
+
+
+def _print_missing(summary: Summary) -> None:
+    print()
+    if summary.missing_ranks:
+        print(f"missing    no comms file of rank {rank_ranges(summary.missing_ranks)}")
+    if summary.unfinished_ranks:
+        ranks = rank_ranges(summary.unfinished_ranks)
+        print(f"unfinished rank {ranks}: no end line, the process was killed or still runs; its last second may lack")
+    for name in summary.cut_off:
+        print(f"cut off    {printable(name)}: the process ended while it was written")
+    for warning in summary.warnings:
+        print(f"warning    {printable(warning)}")
+    if summary.foreign:
+        names = printable(", ".join(summary.foreign[:5]))
+        print(f"foreign    {len(summary.foreign)} file(s) that are no recording's: {names}")
+    if not (summary.missing_ranks or summary.unfinished_ranks or summary.cut_off or summary.problems):
+        print("complete   every rank is there and ended properly")
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else "-"

@@ -1,0 +1,230 @@
+"""What a recording holds, rank by rank and over all of them: the numbers behind `crossrank inspect`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from crossrank.comm import Group
+from crossrank.errors import CrossrankError
+from crossrank.recording import COMMS, CommsFile, Header, Listing, RankFile, list_recording
+from crossrank.tools.fleet import map_ranks
+
+
+class Tally(msgspec.Struct):
+    """Calls and bytes of one kind. Bytes are the sum of the calls' S, over all ranks that made them."""
+
+    calls: int = 0
+    bytes: int = 0
+    cross_node_bytes: int = 0
+    """Bytes of the calls that are known to leave a node."""
+    unknown_bytes: int = 0
+    """Bytes of the calls whose locality is not known."""
+
+    def add(self, other: Tally) -> None:
+        self.calls += other.calls
+        self.bytes += other.bytes
+        self.cross_node_bytes += other.cross_node_bytes
+        self.unknown_bytes += other.unknown_bytes
+
+
+class RankSummary(msgspec.Struct):
+    """What one rank's comms file says."""
+
+    rank: int
+    path: str
+    problems: list[str]
+    header: Header | None
+    groups: list[Group]
+    end: dict[str, Any] | None
+    by_op: dict[tuple[str, str], Tally]
+    """(operation, API) -> calls"""
+    by_group: dict[str, Tally]
+    by_source: dict[tuple[str, str], Tally]
+    """(source line, operation) -> calls; `(C++)` where no Python frame called"""
+    steps: int
+    """Iterations that ended."""
+
+
+class Summary(msgspec.Struct):
+    """What all ranks together say."""
+
+    path: str
+    world_size: int | None
+    ranks: list[int]
+    missing_ranks: list[int]
+    nodes: dict[str, list[int]]
+    versions: dict[str, str | None]
+    emit: str | None
+    steps: int
+    calls: Tally
+    counts: dict[str, int]
+    """Sums of the writers' own counts: calls, records, filtered, dropped, unwritten, errors."""
+    by_op: list[dict[str, Any]]
+    groups: list[dict[str, Any]]
+    sources: list[dict[str, Any]]
+    files: dict[str, dict[str, int]]
+    """kind -> number of files and bytes on disk"""
+    unfinished_ranks: list[int]
+    """Ranks without an `end` line: the process was killed, or still runs."""
+    cut_off: list[str]
+    """Files that were cut off while they were written."""
+    foreign: list[str]
+    problems: list[str]
+    """What could not be read, each with its file."""
+    warnings: list[str]
+
+
+def summarise(path: str, jobs: int) -> Summary:
+    """Read the recording at `path`. Raises `CrossrankError` where there is none."""
+    listing = list_recording(path)
+    comms = listing.of_kind(COMMS)
+    if not listing.files:
+        found = f"only {', '.join(listing.foreign[:3])}" if listing.foreign else "no file"
+        raise CrossrankError(f"{path} is no recording: {found} in it; name the folder given as TRACING_DIR")
+    return _merge(listing, map_ranks(summarise_rank, comms, jobs))
+
+
+def summarise_rank(file: RankFile) -> RankSummary:
+    """Read one rank's comms file, as far as it can be read."""
+    comms = CommsFile(file.path)
+    by_op: dict[tuple[str, str], Tally] = {}
+    by_group: dict[str, Tally] = {}
+    by_source: dict[tuple[str, str], Tally] = {}
+    for record in comms.records():
+        size = record.bytes
+        crosses = size if record.locality in ("cross_node", "nvlink_domain") else 0
+        unknown = size if record.locality == "unknown" else 0
+        for tally in (
+            by_op.setdefault((record.op, record.api or "(C++)"), Tally()),
+            by_group.setdefault(record.pg, Tally()),
+            by_source.setdefault((record.source or "(C++)", record.op), Tally()),
+        ):
+            tally.calls += 1
+            tally.bytes += size
+            tally.cross_node_bytes += crosses
+            tally.unknown_bytes += unknown
+    header = comms.header
+    if header is not None and header.rank != file.rank:
+        comms.damage.problems.append(f"is named for rank {file.rank} and was written by rank {header.rank}")
+    return RankSummary(
+        rank=file.rank,
+        path=file.path,
+        problems=comms.damage.problems,
+        header=header,
+        groups=comms.groups,
+        end=comms.end,
+        by_op=by_op,
+        by_group=by_group,
+        by_source=by_source,
+        steps=comms.steps[-1].get("step", 0) if comms.steps else 0,
+    )
+
+
+def _merge(listing: Listing, ranks: list[RankSummary]) -> Summary:
+    headers = [rank.header for rank in ranks if rank.header is not None]
+    world = max((header.world_size for header in headers), default=None)
+    present = [rank.rank for rank in ranks if rank.header is not None]
+    nodes: dict[str, list[int]] = {}
+    for header in headers:
+        nodes.setdefault(header.node, []).append(header.rank)
+    by_op = _sum(rank.by_op for rank in ranks)
+    total = Tally()
+    for tally in by_op.values():
+        total.add(tally)
+    counts: dict[str, int] = {}
+    for rank in ranks:
+        for name, value in (rank.end or {}).items():
+            if name not in ("reason", "step") and isinstance(value, int):
+                counts[name] = counts.get(name, 0) + value
+    files: dict[str, dict[str, int]] = {}
+    for file in listing.files:
+        entry = files.setdefault(file.kind, {"files": 0, "bytes": 0})
+        entry["files"] += 1
+        entry["bytes"] += file.size
+    return Summary(
+        path=listing.path,
+        world_size=world,
+        ranks=present,
+        missing_ranks=sorted(set(range(world or 0)) - set(present)),
+        nodes=nodes,
+        versions=headers[0].versions if headers else {},
+        emit=headers[0].config.get("emit") if headers else None,
+        steps=max((rank.steps for rank in ranks), default=0),
+        calls=total,
+        counts=counts,
+        by_op=[
+            {"op": op, "api": api} | msgspec.to_builtins(tally)
+            for (op, api), tally in sorted(by_op.items(), key=lambda item: (-item[1].bytes, item[0]))
+        ],
+        groups=_groups(ranks),
+        sources=[
+            {"source": source, "op": op} | msgspec.to_builtins(tally)
+            for (source, op), tally in sorted(
+                _sum(rank.by_source for rank in ranks).items(), key=lambda item: (-item[1].bytes, item[0])
+            )
+        ],
+        files=files,
+        unfinished_ranks=[rank.rank for rank in ranks if rank.end is None],
+        cut_off=list(listing.torn),
+        foreign=list(listing.foreign),
+        problems=[f"{rank.path}: {problem}" for rank in ranks for problem in rank.problems],
+        warnings=_warnings(headers, counts),
+    )
+
+
+def _sum(tables: Iterable[dict[Any, Tally]]) -> dict[Any, Tally]:
+    total: dict[Any, Tally] = {}
+    for table in tables:
+        for key, tally in table.items():
+            total.setdefault(key, Tally()).add(tally)
+    return total
+
+
+def _groups(ranks: list[RankSummary]) -> list[dict[str, Any]]:
+    """Every group once. Groups of one name with different members are different groups."""
+    found: dict[tuple[str, tuple[int, ...] | None], dict[str, Any]] = {}
+    for rank in ranks:
+        of_name: dict[str, dict[str, Any]] = {}
+        for group in rank.groups:
+            members = None if group.ranks is None else tuple(group.ranks)
+            entry = found.setdefault(
+                (group.pg, members),
+                {
+                    "pg": group.pg,
+                    "desc": group.desc,
+                    "backend": group.backend,
+                    "size": group.size,
+                    "ranks": group.ranks,
+                    "locality": group.locality,
+                    "calls": 0,
+                    "bytes": 0,
+                },
+            )
+            if entry["locality"] == "unknown":
+                entry["locality"] = group.locality
+            of_name[group.pg] = entry
+        for name, tally in rank.by_group.items():
+            if name in of_name:
+                of_name[name]["calls"] += tally.calls
+                of_name[name]["bytes"] += tally.bytes
+    return sorted(found.values(), key=lambda entry: (-entry["size"], entry["ranks"] or [], entry["pg"]))
+
+
+def _warnings(headers: list[Header], counts: dict[str, int]) -> list[str]:
+    warnings = [f"rank {header.rank}: {spot}" for header in headers for spot in header.blind_spots]
+    for name, meaning in (
+        ("dropped", "calls were dropped because the ring was full; raise TRACING_RING"),
+        ("unwritten", "records were lost because the disk refused them"),
+        ("errors", "calls could not be recorded; the log of the job names the first one"),
+    ):
+        if counts.get(name):
+            warnings.append(f"{counts[name]} {meaning}")
+    if len({header.world_size for header in headers}) > 1:
+        sizes = sorted({header.world_size for header in headers})
+        warnings.append(f"the files come from jobs of different world sizes: {sizes}")
+    if len({header.versions.get("torch") for header in headers}) > 1:
+        warnings.append("the ranks ran different versions of torch")
+    return warnings

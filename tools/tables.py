@@ -1,0 +1,75 @@
+"""Text for people: tables and amounts with their units. Rich on a terminal, plain columns in a pipe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def amount(count: float) -> str:
+    """Bytes with a decimal unit (1 kB = 1000 B), as nccl-tests counts them.
+
+    >>> amount(0), amount(999), amount(25_600_000)
+    ('0 B', '999 B', '25.6 MB')
+    """
+    value = float(count)
+    for unit in _UNITS:
+        if value < 1000 or unit == _UNITS[-1]:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
+        value /= 1000
+    raise AssertionError("unreachable")
+
+
+def rank_ranges(ranks: Sequence[int]) -> str:
+    """Ranks in short.
+
+    >>> rank_ranges([0, 1, 2, 5, 7, 8])
+    '0-2,5,7-8'
+    """
+    parts: list[str] = []
+    ordered = sorted(ranks)
+    start = 0
+    for i in range(1, len(ordered) + 1):
+        if i == len(ordered) or ordered[i] != ordered[i - 1] + 1:
+            first, last = ordered[start], ordered[i - 1]
+            parts.append(str(first) if first == last else f"{first}-{last}")
+            start = i
+    return ",".join(parts)
+
+
+def printable(text: str) -> str:
+    """`text` without control characters: names in a trace must not steer the terminal.
+
+    >>> printable("a\\x1b[31mb")
+    'a\\\\x1b[31mb'
+    """
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A titled table. A column whose name starts with `#` is a number and stands to the right."""
+    names = [column.removeprefix("#") for column in columns]
+    right = [column.startswith("#") for column in columns]
+    cells = [[printable(str(cell)) for cell in row] for row in rows]
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=title, title_justify="left", title_style="bold")
+        for name, is_right in zip(names, right, strict=True):
+            table.add_column(name, justify="right" if is_right else "left", overflow="fold")
+        for row in cells:
+            table.add_row(*(Text(cell) for cell in row))
+        Console().print(table)
+        return
+    widths = [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(names)]
+    print(f"\n{title}")
+    for row in [names, *cells]:
+        line = "  ".join(
+            cell.rjust(width) if is_right else cell.ljust(width)
+            for cell, width, is_right in zip(row, widths, right, strict=True)
+        )
+        print("  " + line.rstrip())
