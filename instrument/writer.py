@@ -36,6 +36,8 @@ _LEVEL = 3
 _MOST_OWED = 10_000
 _TOPOLOGY_PATIENCE = 2.0
 """Seconds that the first records wait for the localities of the job."""
+_LAST_PATIENCE = 0.5
+"""Seconds that a recording which ends before the localities are known waits for them."""
 
 # (descriptor, id, sequence number, time, step, batch, tag, ReduceOp)
 Entry = tuple[Descriptor, int, int, int, int, int | None, int | None, Any]
@@ -108,6 +110,7 @@ class CommsWriter:
             return
         self._closing = True
         self._wake.set()
+        self.topology.settled.wait(_LAST_PATIENCE)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout)
         with self._lock:

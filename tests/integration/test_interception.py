@@ -1,0 +1,212 @@
+"""Every kind of caller is recorded exactly once per call on the wire, and nothing is raised."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from crossrank.recording import CommsFile
+from tests.integration import callers
+from tests.integration.world import Task, World
+
+DDP = [("all_reduce", None)]
+COMPILED = [("all_reduce", None)]
+# A pipeline stage tells its neighbours the shapes before the first micro-batch.
+SHAPES_FORWARD = [
+    ("send", "send"),
+    ("recv", "recv"),
+    ("send", "send_object_list"),
+    ("send", "send_object_list"),
+    ("recv", "recv_object_list"),
+    ("recv", "recv_object_list"),
+]
+SHAPES_BACK = [
+    ("recv", "recv"),
+    ("send", "send"),
+    ("recv", "recv_object_list"),
+    ("recv", "recv_object_list"),
+    ("send", "send_object_list"),
+    ("send", "send_object_list"),
+]
+
+# caller -> (operation, API) of every record, on both ranks or on rank 0 and rank 1
+EXPECTED: dict[Task, Any] = {
+    callers.all_reduce: [("all_reduce", "all_reduce")],
+    callers.early_bound: [("all_reduce", "all_reduce")],
+    callers.module_attribute: [("all_reduce", "all_reduce")],
+    callers.asynchronous: [("all_reduce", "all_reduce")],
+    callers.new_single_names: [("all_gather", "all_gather_single"), ("reduce_scatter", "reduce_scatter_single")],
+    callers.old_single_names: [
+        ("all_gather", "all_gather_into_tensor"),
+        ("reduce_scatter", "reduce_scatter_tensor"),
+        ("all_gather", "_all_gather_base"),
+        ("reduce_scatter", "_reduce_scatter_base"),
+    ],
+    callers.lists: [
+        ("all_gather", "all_gather"),
+        ("reduce_scatter", "reduce_scatter"),
+        ("all_to_all", "all_to_all_single"),
+    ],
+    callers.rooted: [
+        ("broadcast", "broadcast"),
+        ("reduce", "reduce"),
+        ("gather", "gather"),
+        ("scatter", "scatter"),
+    ],
+    callers.group_keywords: (
+        [("broadcast", "broadcast"), ("reduce", "reduce"), ("barrier", "barrier"), ("send", "send")],
+        [("broadcast", "broadcast"), ("reduce", "reduce"), ("barrier", "barrier"), ("recv", "recv")],
+    ),
+    callers.ddp: DDP,
+    callers.ddp_backward_in_thread: DDP,
+    callers.ddp_comm_hook: [("all_reduce", "all_reduce")],
+    # On gloo FSDP1 gathers into a list.
+    callers.fsdp1: [("all_gather", "all_gather"), ("reduce_scatter", "reduce_scatter_single")],
+    callers.fsdp2: [("all_gather", "all_gather_single")] * 4 + [("reduce_scatter", "reduce_scatter_single")] * 2,
+    callers.dtensor: [("all_gather", "functional.all_gather_single"), ("all_reduce", "functional.all_reduce")],
+    callers.functional_eager: [
+        ("all_reduce", "functional.all_reduce"),
+        ("all_gather", "functional.all_gather_tensor"),
+    ],
+    callers.compiled_eager: COMPILED,
+    callers.compiled_aot_eager: COMPILED,
+    callers.compiled_inductor: COMPILED,
+    callers.compiled_dist_all_reduce: COMPILED,
+    callers.batch_p2p: [("send", "batch_isend_irecv"), ("recv", "batch_isend_irecv")],
+    callers.early_batch_p2p: [("send", "batch_isend_irecv"), ("recv", "batch_isend_irecv")],
+    callers.send_recv: ([("send", "send"), ("send", "isend")], [("recv", "recv"), ("recv", "irecv")]),
+    callers.recv_any_source: ([("send", "send")], [("recv", "recv")]),
+    callers.objects: [
+        ("all_gather", "all_gather_object"),
+        ("all_gather", "all_gather_object"),
+        ("broadcast", "broadcast_object_list"),
+        ("broadcast", "broadcast_object_list"),
+        ("all_gather", "gather_object"),
+        ("gather", "gather_object"),
+        ("broadcast", "scatter_object_list"),
+        ("scatter", "scatter_object_list"),
+        ("scatter", "scatter_object_list"),
+    ],
+    callers.coalescing_manager: [("all_reduce", "_coalescing_manager")],
+    callers.pipeline: (
+        SHAPES_FORWARD + [("send", "isend")] * 2 + [("recv", "irecv")] * 2,
+        SHAPES_BACK + [("recv", "irecv")] * 2 + [("send", "isend")] * 2,
+    ),
+    callers.barriers: [("barrier", "barrier"), ("barrier", "monitored_barrier")],
+    callers.autograd_functions: [
+        ("all_reduce", "nn.functional.all_reduce"),
+        ("all_reduce", "all_reduce"),
+    ],
+    callers.process_group_methods: [
+        ("all_reduce", "ProcessGroup.allreduce"),
+        ("broadcast", "ProcessGroup.broadcast"),
+    ],
+    callers.no_grad_and_inference: [("all_reduce", "all_reduce"), ("all_reduce", "all_reduce")],
+    callers.parameter: [("broadcast", "broadcast")],
+}
+def records_of(recording: Path, rank: int) -> list[Any]:
+    comms = CommsFile(str(recording / f"rank-{rank}.comms.jsonl.zst"))
+    records = list(comms.records())
+    assert comms.damage.problems == []
+    assert comms.end is not None
+    assert comms.end["errors"] == 0
+    return records
+
+
+def _with_oracle(rank: int, caller: Task) -> int:
+    """Run a caller and count what the flight recorder of torch saw of it."""
+    before = _flight_count()
+    caller(rank)
+    return _flight_count() - before
+
+
+def _flight_count() -> int:
+    dump = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(True, False))
+    return max((entry["record_id"] + 1 for entry in dump.get("entries", [])), default=0)
+
+
+@pytest.mark.parametrize("caller", EXPECTED, ids=lambda c: c.__name__)
+def test_caller_is_recorded_exactly_once(caller: Task, two_ranks: World, tmp_path: Path, recording: Path) -> None:
+    two_ranks.run(caller, tmp_path)
+    expected = EXPECTED[caller]
+    for rank in (0, 1):
+        wanted = expected[rank] if isinstance(expected, tuple) else expected
+        seen = [(record.op, record.api) for record in records_of(recording, rank)]
+        assert seen == wanted
+
+
+@pytest.mark.parametrize(
+    "caller",
+    # Left out: what gloo makes of several collectives (a list reduce_scatter), and P2P, which it does not count.
+    [callers.rooted, callers.ddp, callers.fsdp1, callers.fsdp2, callers.dtensor, callers.objects],
+    ids=lambda c: c.__name__,
+)
+def test_flight_recorder_counts_as_many_collectives(
+    caller: Task, two_ranks: World, tmp_path: Path, recording: Path
+) -> None:
+    counts = two_ranks.run(_with_oracle, tmp_path, caller)
+    for rank, count in enumerate(counts):
+        assert len(records_of(recording, rank)) == count
+
+
+def _fake_and_meta(rank: int) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        dist.all_reduce(torch.ones(4))
+        dist.all_gather_single(torch.ones(8), torch.ones(4))
+    dist.all_reduce(torch.ones(4, device="meta"))
+    dist.all_reduce(torch.ones(4))
+
+
+def test_fake_and_meta_tensors_are_not_recorded(two_ranks: World, tmp_path: Path, recording: Path) -> None:
+    two_ranks.run(_fake_and_meta, tmp_path)
+    assert [record.op for record in records_of(recording, 0)] == ["all_reduce"]
+
+
+def _recompiles(rank: int, directory: str) -> list[int]:
+    import crossrank
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    function = torch.compile(callers._functional_sum, backend=counter, fullgraph=True)
+    counts = []
+    function(torch.ones(4))
+    counts.append(counter.frame_count)
+    with crossrank.enable(tracing="ALL", directory=directory, flight=False):
+        function(torch.ones(4))
+        counts.append(counter.frame_count)
+    function(torch.ones(4))
+    counts.append(counter.frame_count)
+    return counts
+
+
+def test_enable_and_disable_recompile_nothing(two_ranks: World, tmp_path: Path, recording: Path) -> None:
+    assert two_ranks.run(_recompiles, tmp_path, str(recording), record=False) == [[1, 1, 1], [1, 1, 1]]
+    assert len(records_of(recording, 0)) == 1
+
+
+def _errors(rank: int) -> list[str]:
+    messages = []
+    for call in (
+        lambda: dist.all_gather_single(torch.ones(3), torch.ones(4)),
+        lambda: dist.broadcast(torch.ones(4), 5),
+    ):
+        try:
+            call()
+        except Exception as error:
+            messages.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+    return messages
+
+
+def test_errors_of_a_call_reach_the_user_unchanged(two_ranks: World, tmp_path: Path) -> None:
+    untraced = two_ranks.run(_errors, tmp_path / "off", record=False)
+    traced = two_ranks.run(_errors, tmp_path / "on")
+    assert traced == untraced
+    assert len(traced[0]) == 2

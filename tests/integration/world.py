@@ -1,0 +1,93 @@
+"""Real gloo ranks for tests: processes that stay alive and run one function after the other.
+
+Starting a process with torch takes seconds, so the ranks are started once per test session. Each task gets a
+fresh process group and, unless it asks not to, a recording of its own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+Task = Callable[..., Any]
+
+
+class World:
+    """`size` ranks on this machine."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.size = size
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, size), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, task: Task, folder: Path, *arguments: Any, **options: Any) -> list[Any]:
+        """`task(rank, *arguments)` on every rank, its results in the order of the ranks.
+
+        Options go to `crossrank.enable`; `record=False` leaves tracing to the task.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        for pipe in self._pipes:
+            pipe.send((task, str(folder), arguments, options))
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(120):
+                raise AssertionError(f"rank {rank} does not answer: it hangs in {task.__name__}")
+            answers.append(pipe.recv())
+        for rank, (failure, _) in enumerate(answers):
+            if failure:
+                raise AssertionError(f"rank {rank} raised:\n{failure}")
+        return [result for _, result in answers]
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(10)
+            process.kill()
+
+
+def _serve(pipe: Connection, rank: int, size: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            task, folder, arguments, options = pipe.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+            result = _run(task, folder, rank, arguments, options)
+            dist.barrier()
+            failure = None
+        except BaseException:
+            result, failure = None, traceback.format_exc()
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        pipe.send((failure, result))
+
+
+def _run(task: Task, folder: str, rank: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    import crossrank
+
+    options = {"tracing": "ALL", "directory": os.path.join(folder, "recording"), "flight": False} | options
+    if not options.pop("record", True):
+        return task(rank, *arguments)
+    with crossrank.enable(**options) as tracing:
+        assert tracing.active
+        return task(rank, *arguments)
