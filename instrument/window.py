@@ -76,14 +76,17 @@ class WindowRecorder:
         if self._nsys:
             torch.cuda.profiler.start()
             return self.number
-        self._open_execution_trace()
+        try:
+            self._open_execution_trace()
+        except OSError as error:
+            self._lacks("execution trace", one_line(error))
         if self._kineto is None:
             self.prepare()
         if self._kineto is not None:
             self._kineto.start_trace()
             self._kineto_runs = True
         else:
-            self._lacks("Kineto trace", "a profiler of yours is running")
+            self._lacks("Kineto trace", "a profiler of yours is running, and is left alone")
         return self.number
 
     def close(self) -> None:
@@ -137,9 +140,13 @@ class WindowRecorder:
 
     def _open_execution_trace(self) -> None:
         path = self._files.temporary(file_name(EXECUTION_TRACE, self._rank, self.number))
-        # The class ExecutionTraceObserver ignores this result, and would remove the user's observer later.
-        if not _add_execution_trace_observer(str(path)):
-            self._lacks("execution trace", "another execution trace observer is registered")
+        path.touch()  # raises here rather than in torch, where a failed open blocks every later observer
+        path.unlink()
+        _add_execution_trace_observer(str(path))
+        # Its result is True also where another observer is registered; only the file tells. Removing "ours" then
+        # would remove that one, and its owner's next call would crash.
+        if not path.exists():
+            self._lacks("execution trace", "another execution trace observer is registered, and is left alone")
             return
         self._observed = path
         _enable_execution_trace_observer()
@@ -177,7 +184,7 @@ class WindowRecorder:
         self._finishing.append(thread)
 
     def _lacks(self, what: str, why: str) -> None:
-        log.warning("crossrank: window %d has no %s: %s, and is left alone", self.number, what, why)
+        log.warning("crossrank: window %d has no %s: %s", self.number, what, why)
 
     def _guard_against_foreign_profiler(self) -> None:
         """End our Kineto session when somebody else's begins.

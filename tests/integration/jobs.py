@@ -1,0 +1,79 @@
+"""Scripts as users start them: with python, or with torchrun on a free port."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+_TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+
+ONE_RANK = """
+import os, signal, sys, threading, time
+import torch, torch.distributed as dist
+import crossrank
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+"""
+
+
+def write_script(folder: Path, source: str, name: str = "train.py") -> Path:
+    script = folder / name
+    script.write_text(textwrap.dedent(source))
+    return script
+
+
+def environment(**variables: str) -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "TRACING": "ALL"} | variables
+
+
+def run(command: Sequence[str | Path], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(word) for word in command],
+        cwd=folder,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+
+
+def python(folder: Path, source: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a script of one rank to its end."""
+    return run([sys.executable, write_script(folder, ONE_RANK + textwrap.dedent(source)), *arguments], folder, **variables)
+
+
+def start(folder: Path, source: str, name: str = "train.py", **variables: str) -> subprocess.Popen[str]:
+    """Start a script and leave it running."""
+    return subprocess.Popen(
+        [sys.executable, str(write_script(folder, source, name))],
+        cwd=folder,
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_line(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdout is not None
+    for printed in process.stdout:
+        if printed.strip() == line:
+            return
+    assert process.stderr is not None
+    raise AssertionError(f"the script ended without printing {line!r}:\n{process.stderr.read()}")
+
+
+def wait_for_file(path: Path, seconds: float = 20.0) -> None:
+    until = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < until, f"{path} does not appear"
+        time.sleep(0.05)
+
+
+def torchrun(folder: Path, script: Path, *words: str, ranks: int = 2, **variables: str) -> subprocess.CompletedProcess[str]:
+    return run([*_TORCHRUN, f"--nproc-per-node={ranks}", *words, script], folder, **variables)

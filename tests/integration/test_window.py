@@ -1,0 +1,200 @@
+"""Windows of execution trace and Kineto: whole files, and every record of the window in both of them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.profiler
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import crossrank
+from crossrank.recording import CommsFile, list_recording
+from tests.integration.test_interception import records_of
+from tests.integration.traces import execution_trace_ids, kineto_ids, load, process_groups
+from tests.integration.world import World
+
+
+def _train(rank: int, iterations: int) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(iterations):
+        model(torch.ones(4)).sum().backward()
+        ops = [dist.P2POp(dist.isend, torch.ones(1), 1 - rank), dist.P2POp(dist.irecv, torch.ones(1), 1 - rank)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_every_record_of_a_window_is_found_by_id_in_both_traces(
+    two_ranks: World, tmp_path: Path, recording: Path
+) -> None:
+    two_ranks.run(_train, tmp_path, 10, window="2:4:4")
+    for rank in (0, 1):
+        records = records_of(recording, rank)
+        for window, steps in ((1, (2, 3)), (2, (6, 7))):
+            wanted = {record.id for record in records if record.step in steps}
+            assert len(wanted) >= 6
+            in_trace = execution_trace_ids(load(recording, "et", rank, window))
+            in_kineto = kineto_ids(load(recording, "kineto", rank, window))
+            assert set(in_trace) == wanted
+            assert in_kineto == in_trace  # also the record-function ids
+    assert list_recording(str(recording)).torn == ()
+
+
+def test_kineto_knows_the_groups_and_the_execution_trace_has_true_ranks(
+    two_ranks: World, tmp_path: Path, recording: Path
+) -> None:
+    two_ranks.run(_new_group_in_window, tmp_path)
+    trace = load(recording, "et", rank=1)
+    at_start, with_new_group = process_groups(trace)
+    assert [(group["pg_name"], group["ranks"]) for group in at_start] == [("0", [0, 1])]
+    assert [group["ranks"] for group in with_new_group] == [[0, 1], [0, 1]]
+    assert with_new_group[1]["pg_desc"] == "late"
+    assert load(recording, "kineto", rank=1)["distributedInfo"]["pg_config"][0]["ranks"] == [0, 1]
+
+
+def _new_group_in_window(rank: int) -> None:
+    with crossrank.window():
+        dist.all_reduce(torch.ones(1))
+        group = dist.new_group([0, 1], group_desc="late")
+        dist.all_reduce(torch.ones(1), group=group)
+
+
+def _other_threads(rank: int) -> None:
+    with crossrank.window():
+        thread = threading.Thread(target=dist.all_reduce, args=(torch.ones(1),))
+        thread.start()
+        thread.join()
+        dist.all_reduce(torch.ones(1))
+
+
+def test_calls_of_other_threads_are_in_both_traces(two_ranks: World, tmp_path: Path, recording: Path) -> None:
+    two_ranks.run(_other_threads, tmp_path)
+    assert set(execution_trace_ids(load(recording, "et"))) == {0, 1}
+    assert set(kineto_ids(load(recording, "kineto"))) == {0, 1}
+
+
+def _first_iteration(rank: int, directory: str) -> None:
+    # Tracing is on before the process group is there: the window opens with the first communication.
+    dist.destroy_process_group()
+    crossrank.enable(tracing="ALL", directory=directory, window="0:1", flight=False)
+    dist.init_process_group("gloo", init_method=f"file://{directory}-store", rank=rank, world_size=2)
+    _train(rank, 2)
+    crossrank.disable()
+
+
+def test_a_window_may_start_with_the_first_iteration(two_ranks: World, tmp_path: Path, recording: Path) -> None:
+    two_ranks.run(_first_iteration, tmp_path, str(recording), record=False)
+    wanted = {record.id for record in records_of(recording, 0) if record.step == 0}
+    assert 0 in wanted
+    assert set(execution_trace_ids(load(recording, "et"))) == wanted
+    assert set(kineto_ids(load(recording, "kineto"))) == wanted
+
+
+def _losses(rank: int, directory: str | None) -> list[float]:
+    torch.manual_seed(rank)
+    if directory:
+        crossrank.enable(tracing="ALL", directory=directory, window="1:3")
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses = []
+    for _ in range(5):
+        loss = model(torch.randn(16, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    crossrank.disable()
+    return [*losses, *(parameter.sum().item() for parameter in model.parameters())]
+
+
+def test_training_is_bit_identical_with_tracing(two_ranks: World, tmp_path: Path, recording: Path) -> None:
+    without = two_ranks.run(_losses, tmp_path / "off", None, record=False)
+    assert two_ranks.run(_losses, tmp_path / "on", str(recording), record=False) == without
+
+
+def _users_profiler_runs(rank: int, folder: str) -> list[int]:
+    with torch.profiler.profile() as profiler:
+        dist.all_reduce(torch.ones(1))
+        with crossrank.window():
+            dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(1))
+    profiler.export_chrome_trace(f"{folder}/mine-{rank}.json")
+    events = json.loads(Path(f"{folder}/mine-{rank}.json").read_text())["traceEvents"]
+    return [sum(event.get("name") == "c10d::allreduce_" for event in events)]
+
+
+def test_a_profiler_of_the_user_is_left_alone(two_ranks: World, tmp_path: Path, recording: Path) -> None:
+    assert two_ranks.run(_users_profiler_runs, tmp_path, str(tmp_path)) == [[3], [3]]
+    listing = list_recording(str(recording))
+    assert [file.rank for file in listing.of_kind("et")] == [0, 1]
+    assert listing.of_kind("kineto") == []
+
+
+def _users_profiler_starts_inside(rank: int, folder: str) -> list[int]:
+    with crossrank.window():
+        dist.all_reduce(torch.ones(1))
+        with torch.profiler.profile() as profiler:
+            dist.all_reduce(torch.ones(1))
+    profiler.export_chrome_trace(f"{folder}/mine-{rank}.json")
+    events = json.loads(Path(f"{folder}/mine-{rank}.json").read_text())["traceEvents"]
+    return [sum(event.get("name") == "c10d::allreduce_" for event in events)]
+
+
+def test_a_profiler_that_starts_inside_a_window_gets_all_its_events(
+    two_ranks: World, tmp_path: Path, recording: Path
+) -> None:
+    assert two_ranks.run(_users_profiler_starts_inside, tmp_path, str(tmp_path)) == [[1], [1]]
+    assert set(kineto_ids(load(recording, "kineto"))) == {0}  # up to there
+    assert set(execution_trace_ids(load(recording, "et"))) == {0, 1}
+
+
+def _users_profiler_starts_inside_and_outlives(rank: int, folder: str) -> list[int]:
+    profiler = torch.profiler.profile()
+    with crossrank.window():
+        profiler.start()
+        dist.all_reduce(torch.ones(1))
+    dist.all_reduce(torch.ones(1))
+    profiler.stop()
+    profiler.export_chrome_trace(f"{folder}/mine-{rank}.json")
+    events = json.loads(Path(f"{folder}/mine-{rank}.json").read_text())["traceEvents"]
+    return [sum(event.get("name") == "c10d::allreduce_" for event in events)]
+
+
+def test_a_profiler_that_outlives_the_window_is_not_stopped_by_it(two_ranks: World, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    assert two_ranks.run(_users_profiler_starts_inside_and_outlives, tmp_path, folder) == [[2], [2]]
+
+
+def _users_observer(rank: int, folder: str) -> int:
+    observer = torch.profiler.ExecutionTraceObserver()
+    observer.register_callback(f"{folder}/mine-{rank}.et.json")
+    observer.start()
+    with warnings.catch_warnings(), crossrank.window():
+        dist.all_reduce(torch.ones(1))
+    dist.all_reduce(torch.ones(1))
+    observer.stop()
+    observer.unregister_callback()
+    nodes = json.loads(Path(f"{folder}/mine-{rank}.et.json").read_text())["nodes"]
+    return sum(node["name"] == "c10d::allreduce_" for node in nodes)
+
+
+def test_an_observer_of_the_user_is_left_alone(two_ranks: World, tmp_path: Path, recording: Path) -> None:
+    assert two_ranks.run(_users_observer, tmp_path, str(tmp_path)) == [2, 2]
+    assert list_recording(str(recording)).of_kind("et") == []
+    assert set(kineto_ids(load(recording, "kineto"))) == {0}
+
+
+def test_window_edges_are_in_the_comms_file(two_ranks: World, tmp_path: Path, recording: Path) -> None:
+    two_ranks.run(_train, tmp_path, 4, window="1:3")
+    comms = CommsFile(str(recording / "rank-0.comms.jsonl.zst"))
+    list(comms.records())
+    assert [(edge["window"], edge["edge"], edge["step"]) for edge in comms.windows] == [(1, "open", 1), (1, "close", 2)]

@@ -1,0 +1,44 @@
+"""Reads the window files that a recording made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import zstandard
+
+from crossrank.recording import file_name
+
+
+def load(recording: Path, kind: str, rank: int = 0, window: int = 1) -> Any:
+    """The JSON of a window's file; raises if it is not whole."""
+    compressed = (recording / file_name(kind, rank, window)).read_bytes()
+    return json.loads(zstandard.ZstdDecompressor().decompressobj().decompress(compressed))
+
+
+def execution_trace_ids(trace: Any) -> dict[int, int]:
+    """Record id -> record-function id of its range in an execution trace."""
+    return {
+        int(node["name"].removeprefix("crossrank#")): next(a["value"] for a in node["attrs"] if a["name"] == "rf_id")
+        for node in trace["nodes"]
+        if node["name"].startswith("crossrank#")
+    }
+
+
+def kineto_ids(trace: Any) -> dict[int, int]:
+    """Record id -> record-function id of its range in a Kineto trace."""
+    return {
+        int(event["name"].removeprefix("crossrank#")): event["args"]["Record function id"]
+        for event in trace["traceEvents"]
+        if event.get("name", "").startswith("crossrank#") and event.get("cat") != "Trace"
+    }
+
+
+def process_groups(trace: Any) -> list[Any]:
+    """What the process-group nodes of an execution trace say, one list of groups per node."""
+    return [
+        json.loads(node["inputs"]["values"][0])
+        for node in trace["nodes"]
+        if node["name"] == "## process_group:init ##"
+    ]
