@@ -11,8 +11,12 @@ ends there and keeps what it has.
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import json
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.autograd.profiler as autograd_profiler
-import torch.profiler as torch_profiler
+import torch.distributed as dist
 from torch._C._profiler import (
     _add_execution_trace_observer,
     _disable_execution_trace_observer,
@@ -28,6 +32,7 @@ from torch._C._profiler import (
     _ExperimentalConfig,
     _remove_execution_trace_observer,
 )
+from torch.distributed import distributed_c10d
 
 from crossrank.errors import one_line
 from crossrank.instrument.files import RankFiles
@@ -49,7 +54,7 @@ class WindowRecorder:
         self._nsys = nsys
         self.number = 0
         """The latest window, counted from 1."""
-        self._kineto: torch_profiler._KinetoProfile | None = None
+        self._kineto: autograd_profiler.profile | None = None
         self._kineto_runs = False
         self._observed: Path | None = None
         self._restore_prepare: Callable[[], None] | None = None
@@ -60,12 +65,9 @@ class WindowRecorder:
         """Warm Kineto up, one iteration before a window opens: CUPTI takes its time at the first start."""
         if self._nsys or self._kineto is not None or _foreign_profiler():
             return
-        profiler = torch_profiler._KinetoProfile(
-            activities=torch_profiler.supported_activities(),
-            record_shapes=True,
-            experimental_config=_experimental_config(),
-        )
-        profiler.prepare_trace()
+        profiler = _kineto_profiler()
+        profiler._prepare_trace()
+        _spare_forked_children()
         self._kineto = profiler
         self._guard_against_foreign_profiler()
 
@@ -83,8 +85,9 @@ class WindowRecorder:
         if self._kineto is None:
             self.prepare()
         if self._kineto is not None:
-            self._kineto.start_trace()
+            self._kineto._start_trace()
             self._kineto_runs = True
+            _add_metadata()
         else:
             self._lacks("Kineto trace", "a profiler of yours is running, and is left alone")
         return self.number
@@ -166,7 +169,7 @@ class WindowRecorder:
         if profiler is None or not self._kineto_runs:
             return
         self._kineto_runs = False
-        profiler.stop_trace()
+        profiler.__exit__(None, None, None)
         name = file_name(KINETO, self._rank, self.number)
         path = self._files.temporary(name)
         profiler.export_chrome_trace(str(path))
@@ -219,9 +222,63 @@ class WindowRecorder:
             restore()
 
 
+@functools.cache
+def _spare_forked_children() -> None:
+    """Let forked children of this process exit, now that it has used Kineto.
+
+    Kineto leaves a static object behind whose destructor waits for a thread. A forked child does not have that
+    thread, so one that exits normally (not through `os._exit`, as those of multiprocessing do) would hang for
+    ever in its destructors. In such a child libc is told to leave by `_exit`, with the child's status, as the
+    first of its exit handlers; Python has flushed its own files by then.
+    """
+
+    def in_child() -> None:
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "on_exit"):  # glibc
+            libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
+
+    os.register_at_fork(after_in_child=in_child)
+
+
 def _foreign_profiler() -> bool:
     """Whether a profiler that is not ours runs. Asked only while ours does not."""
     return bool(autograd_profiler._is_profiler_enabled or torch.autograd._profiler_enabled())
+
+
+def _kineto_profiler() -> autograd_profiler.profile:
+    """The profiler below `torch.profiler.profile`.
+
+    That one imports inductor when it starts, for seconds and in the middle of training, and with it modules whose
+    default arguments keep the process group alive after its destruction.
+    """
+    inductor = sys.modules.get("torch._inductor.config")
+    if inductor is not None and inductor.triton.cudagraphs:
+        # CUPTI cannot be started again under CUDA graphs: torch.profiler.profile keeps it the same way.
+        os.environ["DISABLE_CUPTI_LAZY_REINIT"] = "1"
+        os.environ["TEARDOWN_CUPTI"] = "0"
+    return autograd_profiler.profile(
+        use_cpu=True,
+        use_device="cuda" if torch.cuda.is_available() else None,
+        record_shapes=True,
+        use_kineto=True,
+        experimental_config=_experimental_config(),
+    )
+
+
+def _add_metadata() -> None:
+    """What `torch.profiler.profile` adds to a trace and tools look for: the job's ranks and process groups."""
+    torch.autograd._add_metadata_json("record_shapes", "1")
+    if not dist.is_initialized():
+        return
+    groups = distributed_c10d._get_all_pg_configs()
+    information = {
+        "backend": dist.get_backend(),
+        "rank": dist.get_rank(),
+        "world_size": dist.get_world_size(),
+        "pg_count": dist.get_pg_count(),
+        "pg_config": groups,
+    }
+    torch.autograd._add_metadata_json("distributedInfo", json.dumps(information, default=int))
 
 
 def _experimental_config() -> Any:

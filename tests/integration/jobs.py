@@ -37,14 +37,16 @@ def run(command: Sequence[str | Path], folder: Path, **variables: str) -> subpro
         env=environment(**variables),
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=60,
         check=False,
     )
 
 
 def python(folder: Path, source: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a script of one rank to its end."""
-    return run([sys.executable, write_script(folder, ONE_RANK + textwrap.dedent(source)), *arguments], folder, **variables)
+    return run(
+        [sys.executable, write_script(folder, ONE_RANK + textwrap.dedent(source)), *arguments], folder, **variables
+    )
 
 
 def start(folder: Path, source: str, name: str = "train.py", **variables: str) -> subprocess.Popen[str]:
@@ -75,5 +77,7 @@ def wait_for_file(path: Path, seconds: float = 20.0) -> None:
         time.sleep(0.05)
 
 
-def torchrun(folder: Path, script: Path, *words: str, ranks: int = 2, **variables: str) -> subprocess.CompletedProcess[str]:
+def torchrun(
+    folder: Path, script: Path, *words: str, ranks: int = 2, **variables: str
+) -> subprocess.CompletedProcess[str]:
     return run([*_TORCHRUN, f"--nproc-per-node={ranks}", *words, script], folder, **variables)

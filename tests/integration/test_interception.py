@@ -109,6 +109,8 @@ EXPECTED: dict[Task, Any] = {
     callers.no_grad_and_inference: [("all_reduce", "all_reduce"), ("all_reduce", "all_reduce")],
     callers.parameter: [("broadcast", "broadcast")],
 }
+
+
 def records_of(recording: Path, rank: int) -> list[Any]:
     comms = CommsFile(str(recording / f"rank-{rank}.comms.jsonl.zst"))
     records = list(comms.records())
@@ -170,8 +172,9 @@ def test_fake_and_meta_tensors_are_not_recorded(two_ranks: World, tmp_path: Path
 
 
 def _recompiles(rank: int, directory: str) -> list[int]:
-    import crossrank
     from torch._dynamo.testing import CompileCounter
+
+    import crossrank
 
     torch._dynamo.reset()
     counter = CompileCounter()

@@ -26,13 +26,11 @@ def run(world: World, folder: Path, task: Any, *arguments: Any, **options: Any) 
 
 def _all_to_all(rank: int) -> None:
     dist.all_to_all_single(torch.ones(0), torch.ones(0))
-    mine = 3 if rank == 0 else 1
     # Rank 0 keeps 1 row and sends 2; rank 1 sends 4 and keeps 5.
     sends = [1, 2] if rank == 0 else [4, 5]
     receives = [1, 4] if rank == 0 else [2, 5]
     dist.all_to_all_single(torch.ones(sum(receives), 2), torch.ones(sum(sends), 2), receives, sends)
     dist.all_to_all_single(torch.ones(4, dtype=torch.bfloat16), torch.ones(4, dtype=torch.bfloat16))
-    assert mine
 
 
 def test_all_to_all_single(two_ranks: World, tmp_path: Path) -> None:
@@ -194,8 +192,8 @@ def test_a_batch_shares_the_id_of_its_first_record(two_ranks: World, tmp_path: P
         assert [(record.id, record.batch) for record in records] == [(0, 0), (1, 0), (2, 2), (3, 2), (4, None)]
 
 
-def _coalesced_without_fast_path(rank: int) -> list[tuple[int, int | None]]:
-    """What NCCL does for batches, on a backend that needs no GPU: torch's own fake one, in this process alone."""
+def _coalesced_without_fast_path(rank: int) -> None:
+    """What NCCL does for batches, on torch's own fake backend: gloo cannot coalesce, NCCL needs a GPU."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.destroy_process_group()
@@ -206,13 +204,11 @@ def _coalesced_without_fast_path(rank: int) -> list[tuple[int, int | None]]:
     dist.broadcast(torch.ones(1), 2)
     crossrank.disable()
     dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method="tcp://localhost:0", rank=0, world_size=1)
-    return []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def test_ops_between_start_and_end_of_coalescing_share_a_batch(two_ranks: World, tmp_path: Path) -> None:
-    for rank in (0, 1):
-        folder = tmp_path / "recording"
+    folder = tmp_path / "recording"
     two_ranks.run(_coalesced_without_fast_path, tmp_path)
     for rank in (0, 1):
         records = records_of(folder, rank)

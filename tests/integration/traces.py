@@ -38,7 +38,5 @@ def kineto_ids(trace: Any) -> dict[int, int]:
 def process_groups(trace: Any) -> list[Any]:
     """What the process-group nodes of an execution trace say, one list of groups per node."""
     return [
-        json.loads(node["inputs"]["values"][0])
-        for node in trace["nodes"]
-        if node["name"] == "## process_group:init ##"
+        json.loads(node["inputs"]["values"][0]) for node in trace["nodes"] if node["name"] == "## process_group:init ##"
     ]

@@ -1,0 +1,273 @@
+"""However a process ends, its exit status stays its own and its files can be read."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from crossrank.recording import CommsFile, list_recording
+from tests.integration import jobs
+from tests.integration.traces import execution_trace_ids, kineto_ids, load
+
+RECORDING = "crossrank-recording"
+
+IN_A_WINDOW = (
+    jobs.ONE_RANK
+    + """
+crossrank.enable(window="0:1000000")
+dist.all_reduce(torch.ones(4))
+print("ready", flush=True)
+while True:
+    dist.all_reduce(torch.ones(4))
+    time.sleep(0.001)
+"""
+)
+
+
+def read(folder: Path, rank: int = 0) -> tuple[CommsFile, list[int]]:
+    comms = CommsFile(str(folder / RECORDING / f"rank-{rank}.comms.jsonl.zst"))
+    return comms, [record.id for record in comms.records()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_in_a_window_leaves_whole_files_and_kills_as_ever(number: signal.Signals, tmp_path: Path) -> None:
+    process = jobs.start(tmp_path, IN_A_WINDOW)
+    jobs.wait_for_line(process, "ready")
+    time.sleep(0.3)
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode == -number
+    comms, ids = read(tmp_path)
+    assert comms.damage.problems == []
+    assert comms.end is not None
+    assert comms.end["reason"] == ("SIGTERM" if number == signal.SIGTERM else "exit")
+    assert ids == list(range(len(ids)))
+    assert set(execution_trace_ids(load(tmp_path / RECORDING, "et"))) == set(ids)
+    assert set(kineto_ids(load(tmp_path / RECORDING, "kineto"))) == set(ids)
+
+
+def test_an_exception_in_a_window_keeps_its_traceback_and_status(tmp_path: Path) -> None:
+    result = jobs.python(
+        tmp_path,
+        """
+        crossrank.enable(window="0:10")
+        dist.all_reduce(torch.ones(4))
+        raise ValueError("the user's own")
+        """,
+    )
+    assert result.returncode == 1
+    assert result.stderr.count("ValueError: the user's own") == 1
+    assert set(execution_trace_ids(load(tmp_path / RECORDING, "et"))) == {0}
+    assert set(kineto_ids(load(tmp_path / RECORDING, "kineto"))) == {0}
+
+
+def test_sys_exit_keeps_its_status(tmp_path: Path) -> None:
+    result = jobs.python(tmp_path, "crossrank.enable(); dist.barrier(); sys.exit(7)")
+    assert result.returncode == 7
+    comms, ids = read(tmp_path)
+    assert ids == [0]
+    assert comms.end is not None
+
+
+def test_os_exit_loses_at_most_the_last_second_and_names_the_torn_trace(tmp_path: Path) -> None:
+    result = jobs.python(
+        tmp_path,
+        """
+        crossrank.enable(window="0:10")
+        dist.all_reduce(torch.ones(4))
+        time.sleep(1.2)
+        dist.all_reduce(torch.ones(4))
+        os._exit(5)
+        """,
+    )
+    assert result.returncode == 5
+    comms, ids = read(tmp_path)
+    assert ids[:1] == [0]
+    assert comms.damage.problems == []
+    assert comms.end is None
+    assert list_recording(str(tmp_path / RECORDING)).torn == (".rank-0.et.json.part",)
+    inspected = jobs.run([sys.executable, "-m", "crossrank.tools.cli", "inspect", RECORDING], tmp_path)
+    assert "unfinished rank 0" in inspected.stdout
+    assert "cut off    .rank-0.et.json.part" in inspected.stdout
+    assert inspected.returncode == 1
+
+
+def test_sigkill_loses_at_most_the_last_second(tmp_path: Path) -> None:
+    process = jobs.start(
+        tmp_path,
+        jobs.ONE_RANK
+        + """
+crossrank.enable()
+for number in range(1000000):
+    dist.all_reduce(torch.ones(4))
+    if number == 2000:
+        print("ready", time.monotonic_ns(), flush=True)
+    time.sleep(0.0005)
+""",
+    )
+    assert process.stdout is not None
+    ready = int(process.stdout.readline().split()[1])
+    time.sleep(1.5)
+    killed = time.monotonic_ns()
+    process.kill()
+    process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGKILL
+    comms = CommsFile(str(tmp_path / RECORDING / "rank-0.comms.jsonl.zst"))
+    records = list(comms.records())
+    assert comms.damage.problems == []
+    assert records[-1].t > ready
+    assert killed - records[-1].t < 1_000_000_000
+    assert [record.id for record in records] == list(range(len(records)))
+
+
+STUCK = """
+import os, time
+import torch, torch.distributed as dist
+import crossrank
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=rank, world_size=2)
+crossrank.enable()
+dist.barrier()
+print("ready", flush=True)
+if rank == 1:
+    time.sleep(600)
+dist.all_reduce(torch.ones(4))
+"""
+
+
+def test_a_rank_that_hangs_in_a_collective_dumps_on_sigusr1_and_dies_of_sigterm(tmp_path: Path) -> None:
+    ranks = [jobs.start(tmp_path, STUCK, RANK=str(rank)) for rank in (0, 1)]
+    try:
+        for process in ranks:
+            jobs.wait_for_line(process, "ready")
+        time.sleep(0.5)  # rank 0 waits in C++ by now
+        ranks[0].send_signal(signal.SIGUSR1)
+        flight = tmp_path / RECORDING / "rank-0.flight.json.zst"
+        jobs.wait_for_file(flight)
+        names = [entry["profiling_name"] for entry in load(tmp_path / RECORDING, "flight")["entries"]]
+        assert names == ["gloo:barrier", "gloo:all_reduce"]
+        assert ranks[0].poll() is None
+        ranks[0].send_signal(signal.SIGTERM)
+        ranks[0].wait(timeout=15)
+        assert ranks[0].returncode == -signal.SIGTERM
+        comms, ids = read(tmp_path)
+        assert ids == [0, 1]
+        assert comms.end is not None
+        assert comms.end["reason"] == "SIGTERM"
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+
+
+def test_the_scripts_own_signal_handlers_are_left_alone(tmp_path: Path) -> None:
+    result = jobs.python(
+        tmp_path,
+        """
+        seen = []
+        mine = lambda number, frame: seen.append(number)
+        signal.signal(signal.SIGTERM, mine)
+        signal.signal(signal.SIGUSR1, mine)
+        crossrank.enable()
+        assert signal.getsignal(signal.SIGTERM) is mine
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        dist.barrier()
+        crossrank.disable()
+        assert signal.getsignal(signal.SIGUSR1) is mine
+        assert seen == [signal.SIGTERM, signal.SIGUSR1], seen
+        assert signal.set_wakeup_fd(-1) == -1
+        """,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert read(tmp_path)[1] == [0]
+
+
+def test_a_forked_child_leaves_the_parents_files_intact(tmp_path: Path) -> None:
+    result = jobs.python(
+        tmp_path,
+        """
+        crossrank.enable(window="0:10")
+        dist.all_reduce(torch.ones(4))
+        dist.destroy_process_group()  # with gloo's threads a forked child never exits, traced or not
+        child = os.fork()
+        if child == 0:
+            torch.ones(4) + 1
+            assert not crossrank.enabled()
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+            sys.exit(3)  # through atexit and the destructors
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        torch.ones(4) + 1
+        """,
+    )
+    assert result.returncode == 0, result.stderr
+    comms, ids = read(tmp_path)
+    assert comms.damage.problems == []
+    assert ids == [0]
+    assert set(execution_trace_ids(load(tmp_path / RECORDING, "et"))) == {0}
+    assert set(kineto_ids(load(tmp_path / RECORDING, "kineto"))) == {0}
+    assert sorted(os.listdir(tmp_path / RECORDING)) == [
+        "rank-0.comms.jsonl.zst",
+        "rank-0.et.json.zst",
+        "rank-0.flight.json.zst",
+        "rank-0.kineto.json.zst",
+    ]
+
+
+def test_data_loader_workers_do_no_harm(tmp_path: Path) -> None:
+    result = jobs.python(
+        tmp_path,
+        """
+        from torch.utils.data import DataLoader
+        crossrank.enable(window="0:10")
+        for batch in DataLoader(torch.arange(8.0), batch_size=2, num_workers=2):
+            dist.all_reduce(batch)
+        """,
+    )
+    assert result.returncode == 0, result.stderr
+    comms, ids = read(tmp_path)
+    assert comms.damage.problems == []
+    assert ids == [0, 1, 2, 3]
+    assert {0, 1, 2, 3} <= set(execution_trace_ids(load(tmp_path / RECORDING, "et")))
+
+
+def test_a_forked_child_may_record_on_its_own(tmp_path: Path) -> None:
+    result = jobs.run(
+        [
+            sys.executable,
+            jobs.write_script(
+                tmp_path,
+                """
+                import os
+                import torch, torch.distributed as dist
+                import crossrank
+
+                def work(directory):
+                    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+                    with crossrank.enable(directory=directory) as tracing:
+                        assert tracing.active
+                        dist.barrier()
+
+                crossrank.enable(directory="parent")
+                child = os.fork()
+                if child == 0:
+                    work("child")
+                    os._exit(0)
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+                dist.all_reduce(torch.ones(4))
+                """,
+            ),
+        ],
+        tmp_path,
+    )
+    assert result.returncode == 0, result.stderr
+    for folder, expected in (("parent", ["all_reduce"]), ("child", ["barrier"])):
+        comms = CommsFile(str(tmp_path / folder / "rank-0.comms.jsonl.zst"))
+        assert [record.op for record in comms.records()] == expected
+        assert comms.damage.problems == []

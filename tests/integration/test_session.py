@@ -1,0 +1,302 @@
+"""Enabling, disabling and everything that must not hurt training."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import crossrank
+from crossrank.instrument import session
+from crossrank.recording import CommsFile
+from tests.integration import jobs
+from tests.integration.test_interception import records_of
+from tests.integration.world import World
+
+
+def _registrations() -> str:
+    """What the dispatcher has for all_reduce at our key."""
+    table: str = torch._C._dispatch_dump("c10d::allreduce_")
+    return "\n".join(line for line in table.splitlines() if line.startswith("BackendSelect"))
+
+
+def _off(rank: int, directory: str) -> bool:
+    before = _registrations()
+    with crossrank.enable(tracing="NONE", directory=directory) as tracing:
+        dist.all_reduce(torch.ones(1))
+        return tracing.active or _registrations() != before or os.path.exists(directory)
+
+
+def test_none_installs_nothing_and_writes_nothing(two_ranks: World, tmp_path: Path, recording: Path) -> None:
+    assert two_ranks.run(_off, tmp_path, str(recording), record=False) == [False, False]
+
+
+def _on_and_off(rank: int, directory: str) -> list[bool]:
+    before = _registrations()
+    start = dist.ProcessGroup.__dict__["_start_coalescing"]
+    crossrank.enable(tracing="ALL", directory=directory)
+    during = _registrations()
+    crossrank.disable()
+    crossrank.disable()
+    return [during != before, _registrations() == before, dist.ProcessGroup.__dict__["_start_coalescing"] is start]
+
+
+def test_disable_restores_what_was_there(two_ranks: World, tmp_path: Path, recording: Path) -> None:
+    assert two_ranks.run(_on_and_off, tmp_path, str(recording), record=False) == [[True] * 3] * 2
+
+
+def _twice(rank: int, directory: str) -> bool:
+    first = crossrank.enable(tracing="ALL", directory=directory)
+    second = crossrank.enable(tracing="ALL", directory=directory + "-second")
+    dist.all_reduce(torch.ones(1))
+    crossrank.disable()
+    return first.active or second.active or os.path.exists(directory + "-second")
+
+
+def test_a_second_enable_changes_nothing(two_ranks: World, tmp_path: Path, recording: Path) -> None:
+    assert two_ranks.run(_twice, tmp_path, str(recording), record=False) == [False, False]
+    assert len(records_of(recording, 0)) == 1
+
+
+def _again(rank: int, directory: str) -> None:
+    for size in (1, 2):
+        with crossrank.enable(tracing="ALL", directory=directory):
+            dist.all_reduce(torch.ones(size))
+        dist.all_reduce(torch.ones(100))
+
+
+def test_enabling_again_keeps_the_earlier_recording(two_ranks: World, tmp_path: Path, recording: Path) -> None:
+    two_ranks.run(_again, tmp_path, str(recording), record=False)
+    assert [record.bytes for record in records_of(recording / "earlier-1", 1)] == [4]
+    assert [record.bytes for record in records_of(recording, 1)] == [8]
+
+
+def _made_again(rank: int, directory: str) -> None:
+    with crossrank.enable(tracing="ALL", directory=directory):
+        dist.all_reduce(torch.ones(1))
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", init_method=f"file://{directory}-same", rank=rank, world_size=2)
+        dist.all_reduce(torch.ones(2))
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", init_method=f"file://{directory}-swapped", rank=1 - rank, world_size=2)
+        dist.all_reduce(torch.ones(3))
+
+
+def test_a_process_group_made_again_goes_on_or_begins_anew(two_ranks: World, tmp_path: Path, recording: Path) -> None:
+    two_ranks.run(_made_again, tmp_path, str(recording), record=False)
+    # Each process wrote as one rank first and as the other one after the swap; nothing was overwritten.
+    for rank in (0, 1):
+        before = CommsFile(str(recording / "earlier-1" / f"rank-{rank}.comms.jsonl.zst"))
+        assert [(record.bytes, record.seq) for record in before.records()] == [(4, 1), (8, 1)]
+        assert [group.ranks for group in before.groups] == [[0, 1], [0, 1]]
+        assert before.end is not None
+        assert [record.bytes for record in records_of(recording, rank)] == [12]
+
+
+def _many_threads(rank: int) -> None:
+    groups = [dist.new_group([rank], use_local_synchronization=True) for _ in range(4)]
+
+    def work(group: dist.ProcessGroup) -> None:
+        for _ in range(200):
+            dist.all_reduce(torch.ones(1), group=group)
+
+    threads = [threading.Thread(target=work, args=(group,)) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_threads_share_one_numbering(two_ranks: World, tmp_path: Path, recording: Path) -> None:
+    two_ranks.run(_many_threads, tmp_path)
+    records = records_of(recording, 0)
+    assert sorted(record.id for record in records) == list(range(800))
+    for pg in {record.pg for record in records}:
+        assert [record.seq for record in records if record.pg == pg] == list(range(1, 201))
+
+
+def _one_rank_is_off(rank: int, directory: str) -> float:
+    started = time.monotonic()
+    with crossrank.enable(tracing="ALL" if rank == 0 else "NONE", directory=directory):
+        dist.all_reduce(torch.ones(1))
+    return time.monotonic() - started
+
+
+def test_a_rank_that_does_not_record_blocks_nobody(two_ranks: World, tmp_path: Path, recording: Path) -> None:
+    assert max(two_ranks.run(_one_rank_is_off, tmp_path, str(recording), record=False)) < 5
+    (record,) = records_of(recording, 0)
+    assert record.locality == "unknown"
+    assert not (recording / "rank-1.comms.jsonl.zst").exists()
+
+
+def _burst(rank: int) -> None:
+    current = session._current
+    assert current is not None
+    assert current.writer is not None
+    with current.writer._lock:  # a writer that cannot keep up
+        for _ in range(500):
+            dist.all_reduce(torch.ones(1))
+
+
+def test_a_full_ring_drops_and_counts(two_ranks: World, tmp_path: Path, recording: Path) -> None:
+    two_ranks.run(_burst, tmp_path, ring=10)
+    comms = CommsFile(str(recording / "rank-0.comms.jsonl.zst"))
+    records = list(comms.records())
+    assert comms.end is not None
+    assert comms.end["calls"] == 500
+    assert comms.end["dropped"] == 500 - len(records)
+    assert comms.end["dropped"] >= 490
+    assert comms.end["records"] == len(records)
+
+
+@pytest.mark.parametrize("folder", ["/proc/not-there", "/dev/null/x"])
+def test_an_unwritable_folder_is_told_once_and_training_goes_on(folder: str, tmp_path: Path) -> None:
+    result = jobs.python(
+        tmp_path,
+        """
+        crossrank.enable(window="0:2")
+        for _ in range(3):
+            dist.all_reduce(torch.ones(4))
+            crossrank.step()
+        print("trained")
+        """,
+        TRACING_DIR=folder,
+    )
+    assert result.returncode == 0
+    assert result.stdout == "trained\n"
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"crossrank: the recording goes on without files: cannot write to {folder}")
+    assert "TRACING_DIR" in line
+
+
+def test_a_full_disk_loses_the_rest_and_counts_it(tmp_path: Path) -> None:
+    result = jobs.python(
+        tmp_path,
+        """
+        import random, resource
+        crossrank.enable(ring=1000000, flight=False)
+        dist.all_reduce(torch.ones(4))
+        time.sleep(0.8)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        for _ in range(4):
+            for _ in range(2000):
+                dist.all_reduce(torch.ones(random.randrange(1000)))
+            time.sleep(0.6)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+        group = dist.new_group([0])
+        dist.barrier(group=group)
+        print("trained")
+        """,
+    )
+    assert (result.returncode, result.stdout) == (0, "trained\n")
+    assert result.stderr.count("cannot write") == 1
+    comms = CommsFile(str(tmp_path / "crossrank-recording" / "rank-0.comms.jsonl.zst"))
+    records = list(comms.records())
+    assert comms.damage.problems == []
+    assert comms.end is not None
+    assert comms.end["unwritten"] > 0
+    assert comms.end["records"] == len(records)
+    assert comms.end["records"] + comms.end["unwritten"] == comms.end["calls"] == 8002
+    assert records[-1].op == "barrier"
+    assert records[-1].pg in {group.pg for group in comms.groups}
+
+
+def _broken_recorder(rank: int) -> str:
+    current = session._current
+    assert current is not None
+    tensor = torch.ones(1)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("inside the recorder")
+
+    current.recorder._sites.find = fail  # type: ignore[assignment]
+    for _ in range(3):
+        dist.all_reduce(tensor)
+    assert current.writer is not None
+    return f"{tensor.item()} {current.writer.counts.errors}"
+
+
+def test_a_failure_inside_the_recorder_is_counted_and_the_call_goes_through(two_ranks: World, tmp_path: Path) -> None:
+    assert two_ranks.run(_broken_recorder, tmp_path) == ["8.0 3", "8.0 3"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"TRACING": "SOME"}, "TRACING='SOME' is not one of CROSSNODE, ALL, NONE"),
+        (
+            {"TRACING_WINDOW": "ten"},
+            "TRACING_WINDOW='ten' is not START:STOP or START:STOP:EVERY in iterations, for example 10:12 or 10:12:1000",
+        ),
+        ({"TRACING_RING": "0"}, "TRACING_RING='0' is not a whole number above 0"),
+    ],
+)
+def test_a_bad_value_is_one_line_and_training_goes_on(variables: dict[str, str], message: str, tmp_path: Path) -> None:
+    result = jobs.python(tmp_path, "crossrank.enable(); dist.barrier(); print('trained')", **variables)
+    assert (result.returncode, result.stdout) == (0, "trained\n")
+    assert result.stderr == f"crossrank: tracing is off: {message}\n"
+    assert not (tmp_path / "crossrank-recording").exists()
+
+
+def test_a_torch_without_the_parts_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.delattr(torch.library.Library, "_destroy")
+    before = _registrations()
+    with caplog.at_level(logging.WARNING, "crossrank"):
+        assert not crossrank.enable(tracing="ALL", directory=tmp_path / "x").active
+    (record,) = caplog.records
+    assert "has no _destroy, which recording needs" in record.getMessage()
+    assert _registrations() == before
+
+
+def test_a_torch_without_distributed_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dist, "is_available", lambda: False)
+    with caplog.at_level(logging.WARNING, "crossrank"):
+        assert not crossrank.enable(tracing="ALL").active
+    (record,) = caplog.records
+    assert "built without torch.distributed" in record.getMessage()
+
+
+def test_the_store_may_be_gone(tmp_path: Path) -> None:
+    result = jobs.python(
+        tmp_path,
+        """
+        def fail(*_):
+            raise RuntimeError("the store is gone")
+        dist.PrefixStore.set = fail
+        crossrank.enable()
+        dist.all_reduce(torch.ones(4))
+        print("trained")
+        """,
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "trained\n", "")
+
+
+def test_a_url_gets_the_whole_files(tmp_path: Path) -> None:
+    bucket = tmp_path / "bucket" / "run"
+    result = jobs.python(
+        tmp_path,
+        """
+        crossrank.enable(window="0:2")
+        dist.all_reduce(torch.ones(4))
+        """,
+        TRACING_DIR=f"file://{bucket}",
+        TMPDIR=str(tmp_path),
+    )
+    assert result.returncode == 0, result.stderr
+    assert sorted(os.listdir(bucket)) == [
+        "rank-0.comms.jsonl.zst",
+        "rank-0.et.json.zst",
+        "rank-0.flight.json.zst",
+        "rank-0.kineto.json.zst",
+    ]
+    assert [record.op for record in records_of(bucket, 0)] == ["all_reduce"]
