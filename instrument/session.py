@@ -182,9 +182,9 @@ class Session:
                     self._begin_files()
                 elif self.writer is not None and self.topology is not None:
                     self.writer.topology = self.topology
-            self.groups.add_all()
             if self._nvtx is not None:
                 self._mark_identity(self._nvtx)
+            self.groups.add_all()
             window = self.config.window
             if first and window is not None and window.holds(self.recorder.step):
                 self._open_window()

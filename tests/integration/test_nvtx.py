@@ -1,0 +1,195 @@
+"""NVTX markers as a real tool receives them: a small injection library, compiled here and loaded by NVTX."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossrank.instrument.nvtx_markers import MAX_MESSAGES
+from tests.integration import jobs
+from tests.integration.test_interception import records_of
+
+
+@dataclass(frozen=True)
+class Marker:
+    kind: str
+    domain: str
+    payload: int
+    message: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.message)
+
+
+@pytest.fixture(scope="session")
+def injection_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = os.environ.get("CC") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler to build the NVTX injection library with")
+    files = importlib.metadata.files("nvidia-nvtx") or []
+    header = next(file for file in files if file.name == "nvToolsExt.h" and file.parent.name == "nvtx3")
+    include = Path(str(header.locate())).parent.parent
+    library = tmp_path_factory.mktemp("nvtx") / "libcapture.so"
+    source = Path(__file__).with_name("nvtx_capture.c")
+    command = [compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Werror", f"-I{include}", str(source), "-o", str(library)]
+    subprocess.run(command, check=True)
+    return library
+
+
+def captured(folder: Path) -> list[list[Marker]]:
+    """The markers of every process that emitted one with an identity, in the order of the ranks."""
+    found: list[list[Marker]] = []
+    for path in folder.glob("markers.*"):
+        lines = (line.split("\t", 3) for line in path.read_text().splitlines())
+        found.append([Marker(kind, domain, int(payload), message) for kind, domain, payload, message in lines])
+    return sorted(found, key=lambda markers: int(next(m.json["rank"] for m in markers if m.kind == "mark")))
+
+
+def run_ranks(folder: Path, library: Path, body: str, **variables: str) -> str:
+    script = jobs.write_script(
+        folder,
+        "import torch, torch.distributed as dist\nimport crossrank\n"
+        'dist.init_process_group("gloo")\nrank = dist.get_rank()\n'
+        f"{body}\n"
+        "crossrank.disable()\ndist.destroy_process_group()\n",
+    )
+    result = jobs.torchrun(
+        folder,
+        script,
+        NVTX_INJECTION64_PATH=str(library),
+        NVTX_CAPTURE_OUT=str(folder / "markers"),
+        TRACING_DIR=str(folder / "recording"),
+        **variables,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_two_torchrun_ranks_send_one_range_per_call(tmp_path: Path, injection_library: Path) -> None:
+    run_ranks(
+        tmp_path,
+        injection_library,
+        'crossrank.enable(node="here")\n'
+        "dist.barrier()\n"
+        "for _ in range(3):\n"
+        "    dist.all_reduce(torch.ones(4))\n"
+        "    dist.broadcast(torch.ones(2), 1)\n",
+    )
+    ranks = captured(tmp_path)
+    assert len(ranks) == 2
+    for rank, markers in enumerate(ranks):
+        assert {marker.domain for marker in markers} == {"crossrank"}
+        marks = [marker.json for marker in markers if marker.kind == "mark"]
+        assert (marks[0]["rank"], marks[0]["world_size"]) == (rank, 2)
+        assert marks[1]["group"]["ranks"] == [0, 1]
+        ranges = [marker for marker in markers if marker.kind in ("push", "pop")]
+        assert [marker.kind for marker in ranges] == ["push", "pop"] * 7
+        pushes = ranges[::2]
+        records = {record.id: record for record in records_of(tmp_path / "recording", rank)}
+        assert [marker.payload for marker in pushes] == list(range(7))
+        for marker in pushes:
+            record = records[marker.payload]
+            assert (marker.json["op"], marker.json["source"]) == (record.op, record.source)
+            assert marker.json.get("in", []) == record.inputs
+        # Three distinct calls, registered once each whatever their number is; the first one again where it ran
+        # before the localities were known.
+        registered = [m.json for m in markers if m.kind == "register" and "op" in m.json]
+        assert [m["op"] for m in registered if m["locality"] == "intra_node"][-2:] == ["all_reduce", "broadcast"]
+        assert len(registered) <= 4
+
+
+def test_messages_stay_bounded_when_sizes_change_at_every_call(tmp_path: Path, injection_library: Path) -> None:
+    calls = MAX_MESSAGES + 500
+    run_ranks(
+        tmp_path,
+        injection_library,
+        f"crossrank.enable()\nfor size in range(1, {calls + 1}):\n    dist.all_reduce(torch.empty(size))\n",
+    )
+    for markers in captured(tmp_path):
+        registered = [marker for marker in markers if marker.kind == "register" and "op" in marker.json]
+        assert MAX_MESSAGES <= len(registered) <= MAX_MESSAGES + 2
+        pushes = [marker for marker in markers if marker.kind == "push"]
+        assert [marker.payload for marker in pushes] == list(range(calls))
+        assert "bytes" in pushes[0].json
+        assert "bytes" not in pushes[-1].json
+        assert pushes[-1].json["op"] == "all_reduce"
+
+
+def test_crossnode_marks_only_what_leaves_a_node(tmp_path: Path, injection_library: Path) -> None:
+    body = (
+        "import time\n"
+        'crossrank.enable(tracing="CROSSNODE", node=f"node-{rank % int(NODES)}")\n'
+        "time.sleep(1)\n"
+        "dist.all_reduce(torch.ones(4))\n"
+        "group = dist.new_group([rank], use_local_synchronization=True)\n"
+        "dist.barrier(group=group)\n"
+    )
+    for nodes, expected in ((1, []), (2, ["all_reduce"])):
+        folder = tmp_path / f"{nodes}-nodes"
+        folder.mkdir()
+        run_ranks(folder, injection_library, f"NODES = {nodes}\n{body}")
+        for rank, markers in enumerate(captured(folder)):
+            assert [marker.json["op"] for marker in markers if marker.kind == "push"] == expected
+            assert [record.op for record in records_of(folder / "recording", rank)] == expected
+
+
+CLASSIC_FIELDS = [
+    "name",
+    "rank",
+    "source_line",
+    "message_size",
+    "device",
+    "timestamp",
+    "gpu_serial",
+    "vm_id",
+    "group_ranks",
+    "peer_rank",
+    "root_rank",
+    "correlation_id",
+]
+
+
+def test_classic_mode_sends_and_prints_the_older_shims_text(tmp_path: Path, injection_library: Path) -> None:
+    printed = run_ranks(
+        tmp_path,
+        injection_library,
+        "crossrank.enable()\n"
+        "dist.broadcast(torch.ones(4), 1)\n"
+        "if rank == 0:\n"
+        "    dist.send(torch.ones(2), 1)\n"
+        "else:\n"
+        "    dist.recv(torch.ones(2), 0)\n",
+        TRACING_NVTX="classic",
+        TORCH_DISTRIBUTED_TRACING_PRINT="1",
+        VM_ID="vm-7",
+    )
+    for rank, markers in enumerate(captured(tmp_path)):
+        texts = [marker.json for marker in markers if marker.kind == "mark" and "name" in marker.json]
+        assert [marker for marker in markers if marker.kind == "push"] == []
+        assert [list(text) for text in texts] == [CLASSIC_FIELDS, CLASSIC_FIELDS]
+        broadcast, p2p = texts
+        assert broadcast == broadcast | {
+            "name": "broadcast",
+            "rank": rank,
+            "message_size": 16,
+            "device": "cpu",
+            "vm_id": "vm-7",
+            "group_ranks": [0, 1],
+            "peer_rank": None,
+            "root_rank": 1,
+            "correlation_id": 0,
+        }
+        assert broadcast["source_line"].endswith("train.py:6")
+        assert (p2p["name"], p2p["peer_rank"]) == (("send", 1) if rank == 0 else ("recv", 0))
+    # The leader of the group prints the broadcast, both sides print the P2P call.
+    lines = [json.loads(line) for line in printed.splitlines()]
+    assert sorted((line["name"], line["rank"]) for line in lines) == [("broadcast", 0), ("recv", 1), ("send", 0)]
