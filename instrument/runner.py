@@ -124,6 +124,9 @@ def main() -> None:
         sys.argv = words[1:]
         sys.path[0] = os.getcwd()
         follow()
+        fresh = sys.modules["__main__"].__dict__
+        for name in [name for name in fresh if not name.startswith("__")]:
+            del fresh[name]
         # What `python -m` itself calls: the module becomes this process's __main__.
         runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
         return

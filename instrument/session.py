@@ -222,8 +222,6 @@ class Session:
                 self._windows.drop_prepared()
                 self._windows.wait(timeout=60.0)
         self.dump_flight()
-        if self.topology is not None:
-            self.topology.stop()
         writer, self.writer = self.writer, None
         if writer is not None and self._files is not None:
             with self._reported("the comms file was not closed"):
@@ -232,6 +230,8 @@ class Session:
                     lambda: {"reason": reason, "step": self.recorder.step} | msgspec.to_builtins(writer.counts)
                 )
                 self._files.upload(file_name(COMMS, self.rank))
+        if self.topology is not None:
+            self.topology.stop()
 
     def _header(self) -> dict[str, Any]:
         gpu = self._gpu.gpu

@@ -79,7 +79,7 @@ class Topology:
                 # One question for all of them; who is there already is asked one by one only now and then.
                 if shared.check([str(rank) for rank in missing]):
                     present = missing
-                elif polls % 8 == 0:
+                elif polls % 32 == 0:
                     present = [rank for rank in missing if shared.check([str(rank)])]
                 else:
                     present = []
@@ -89,7 +89,8 @@ class Topology:
                 missing = [rank for rank in missing if rank not in self._nodes]
                 if missing:
                     self._stop.wait(pause)
-                    pause = min(pause * 1.5, _LONGEST_PAUSE)
+                    if time.monotonic() - started > 1.0:
+                        pause = min(pause * 1.5, _LONGEST_PAUSE)
             if missing and not self._stop.is_set():
                 log.info("crossrank: ranks %s do not record; calls with them have locality unknown", missing)
         except Exception as error:

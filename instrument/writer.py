@@ -35,9 +35,7 @@ _CLOCK_EVERY = 10.0
 _LEVEL = 3
 _MOST_OWED = 10_000
 _TOPOLOGY_PATIENCE = 2.0
-"""Seconds that the first records wait for the localities of the job."""
-_LAST_PATIENCE = 0.5
-"""Seconds that a recording which ends before the localities are known waits for them."""
+"""Seconds from the start that records wait for the localities of the job."""
 
 # (descriptor, id, sequence number, time, step, batch, tag, ReduceOp)
 Entry = tuple[Descriptor, int, int, int, int, int | None, int | None, Any]
@@ -110,7 +108,7 @@ class CommsWriter:
             return
         self._closing = True
         self._wake.set()
-        self.topology.settled.wait(_LAST_PATIENCE)
+        self.topology.settled.wait(max(0.0, self._started + _TOPOLOGY_PATIENCE - time.monotonic()))
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout)
         with self._lock:

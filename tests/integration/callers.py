@@ -30,6 +30,12 @@ def _tensor(size: int = 4) -> torch.Tensor:
     return torch.ones(size)
 
 
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
 def all_reduce(rank: int) -> None:
     dist.all_reduce(_tensor())
 
@@ -132,12 +138,13 @@ def dtensor(rank: int) -> None:
 
 
 def functional_eager(rank: int) -> None:
-    functional.wait_tensor(functional.all_reduce(_tensor(), "sum", dist.group.WORLD))
-    functional.wait_tensor(functional.all_gather_tensor(_tensor(), 0, dist.group.WORLD))
+    functional.wait_tensor(functional.all_reduce(_tensor(), "sum", _world()))
+    functional.wait_tensor(functional.all_gather_tensor(_tensor(), 0, _world()))
 
 
 def _functional_sum(tensor: torch.Tensor) -> torch.Tensor:
-    return functional.all_reduce(tensor, "sum", dist.group.WORLD) * 2
+    summed: torch.Tensor = functional.all_reduce(tensor, "sum", _world())
+    return summed * 2
 
 
 def compiled(rank: int, backend: str) -> None:
@@ -230,8 +237,8 @@ def autograd_functions(rank: int) -> None:
 
 
 def process_group_methods(rank: int) -> None:
-    dist.group.WORLD.allreduce([_tensor()]).wait()
-    dist.group.WORLD.broadcast(_tensor(), 0).wait()
+    _world().allreduce([_tensor()]).wait()
+    _world().broadcast(_tensor(), 0).wait()
 
 
 def no_grad_and_inference(rank: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from crossrank.instrument import flight
 from crossrank.recording import CommsFile
 from tests.integration import callers
 from tests.integration.world import Task, World
@@ -128,7 +130,7 @@ def _with_oracle(rank: int, caller: Task) -> int:
 
 
 def _flight_count() -> int:
-    dump = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(True, False))
+    dump = json.loads(flight.dump() or b"{}")
     return max((entry["record_id"] + 1 for entry in dump.get("entries", [])), default=0)
 
 
@@ -176,8 +178,7 @@ def _recompiles(rank: int, directory: str) -> list[int]:
 
     import crossrank
 
-    torch._dynamo.reset()
-    counter = CompileCounter()
+    counter: Any = CompileCounter()
     function = torch.compile(callers._functional_sum, backend=counter, fullgraph=True)
     counts = []
     function(torch.ones(4))
@@ -197,10 +198,11 @@ def test_enable_and_disable_recompile_nothing(two_ranks: World, tmp_path: Path, 
 
 def _errors(rank: int) -> list[str]:
     messages = []
-    for call in (
+    calls: list[Callable[[], object]] = [
         lambda: dist.all_gather_single(torch.ones(3), torch.ones(4)),
         lambda: dist.broadcast(torch.ones(4), 5),
-    ):
+    ]
+    for call in calls:
         try:
             call()
         except Exception as error:

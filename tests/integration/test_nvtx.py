@@ -17,6 +17,9 @@ from crossrank.instrument.nvtx_markers import MAX_MESSAGES
 from tests.integration import jobs
 from tests.integration.test_interception import records_of
 
+# Markers are sent before it is known which calls leave a node; from here on it is.
+SETTLED = "from crossrank.instrument import session\nassert session._current.topology.settled.wait(30)\n"
+
 
 @dataclass(frozen=True)
 class Marker:
@@ -68,6 +71,7 @@ def run_ranks(folder: Path, library: Path, body: str, **variables: str) -> str:
         NVTX_INJECTION64_PATH=str(library),
         NVTX_CAPTURE_OUT=str(folder / "markers"),
         TRACING_DIR=str(folder / "recording"),
+        ranks=2,
         **variables,
     )
     assert result.returncode == 0, result.stderr
@@ -78,8 +82,7 @@ def test_two_torchrun_ranks_send_one_range_per_call(tmp_path: Path, injection_li
     run_ranks(
         tmp_path,
         injection_library,
-        'crossrank.enable(node="here")\n'
-        "dist.barrier()\n"
+        f'crossrank.enable(node="here")\n{SETTLED}dist.barrier()\n'
         "for _ in range(3):\n"
         "    dist.all_reduce(torch.ones(4))\n"
         "    dist.broadcast(torch.ones(2), 1)\n",
@@ -100,11 +103,13 @@ def test_two_torchrun_ranks_send_one_range_per_call(tmp_path: Path, injection_li
             record = records[marker.payload]
             assert (marker.json["op"], marker.json["source"]) == (record.op, record.source)
             assert marker.json.get("in", []) == record.inputs
-        # Three distinct calls, registered once each whatever their number is; the first one again where it ran
-        # before the localities were known.
+        # Three distinct calls, registered once each whatever their number is.
         registered = [m.json for m in markers if m.kind == "register" and "op" in m.json]
-        assert [m["op"] for m in registered if m["locality"] == "intra_node"][-2:] == ["all_reduce", "broadcast"]
-        assert len(registered) <= 4
+        assert [(m["op"], m["locality"]) for m in registered] == [
+            ("barrier", "intra_node"),
+            ("all_reduce", "intra_node"),
+            ("broadcast", "intra_node"),
+        ]
 
 
 def test_messages_stay_bounded_when_sizes_change_at_every_call(tmp_path: Path, injection_library: Path) -> None:
@@ -126,9 +131,8 @@ def test_messages_stay_bounded_when_sizes_change_at_every_call(tmp_path: Path, i
 
 def test_crossnode_marks_only_what_leaves_a_node(tmp_path: Path, injection_library: Path) -> None:
     body = (
-        "import time\n"
         'crossrank.enable(tracing="CROSSNODE", node=f"node-{rank % int(NODES)}")\n'
-        "time.sleep(1)\n"
+        f"{SETTLED}"
         "dist.all_reduce(torch.ones(4))\n"
         "group = dist.new_group([rank], use_local_synchronization=True)\n"
         "dist.barrier(group=group)\n"

@@ -85,7 +85,8 @@ def _serve(pipe: Connection, rank: int, size: int) -> None:
 def _run(task: Task, folder: str, rank: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     import crossrank
 
-    options = {"tracing": "ALL", "directory": os.path.join(folder, "recording"), "flight": False} | options
+    defaults: dict[str, Any] = {"tracing": "ALL", "directory": os.path.join(folder, "recording"), "flight": False}
+    options = defaults | options
     if not options.pop("record", True):
         return task(rank, *arguments)
     with crossrank.enable(**options) as tracing:

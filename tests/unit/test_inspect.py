@@ -1,0 +1,200 @@
+"""`crossrank inspect` on whole, torn, foreign and missing files: text, JSON and exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from crossrank.tools.cli import main
+
+
+def comms(rank: int, node: str, *, world: int = 2, ended: bool = True) -> bytes:
+    """One rank of a small job: an all_reduce over both nodes, a send inside the node."""
+    header = {
+        "schema": "crossrank-comms 1",
+        "rank": rank,
+        "world_size": world,
+        "host": "h",
+        "node": node,
+        "versions": {"crossrank": "0.1.0", "torch": "2.13.0", "nccl": None},
+        "config": {"emit": "ALL"},
+    }
+    ranks = list(range(world))
+    lines: list[object] = [
+        {"header": header},
+        {"group": {"pg": "0", "size": world, "ranks": ranks, "desc": "default_pg", "locality": "cross_node"}},
+        {
+            "id": 0,
+            "seq": 1,
+            "t": 5,
+            "step": 0,
+            "op": "all_reduce",
+            "api": "all_reduce",
+            "c10d": "allreduce_",
+            "pg": "0",
+            "in": [[750]],
+            "bytes": 3000,
+            "source": "train.py:7",
+            "locality": "cross_node",
+        },
+        {"id": 1, "p2p_seq": 1, "t": 6, "step": 0, "op": "send", "c10d": "send", "pg": "0", "bytes": 1000}
+        | {"locality": "intra_node", "peer": 0},
+        {"step": {"step": 1, "t": 7}},
+    ]
+    if ended:
+        lines.append({"end": {"reason": "exit", "step": 1, "records": 2, "calls": 3, "filtered": 1, "dropped": 0}})
+    content = b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
+    return zstandard.ZstdCompressor().compress(content)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "rank-0.comms.jsonl.zst").write_bytes(comms(0, "alpha"))
+    (tmp_path / "rank-1.comms.jsonl.zst").write_bytes(comms(1, "beta"))
+    return tmp_path
+
+
+def inspect(path: Path | str, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
+    code = main(["inspect", str(path), *options])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def test_the_whole_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = (folder / "rank-0.comms.jsonl.zst").stat().st_size + (folder / "rank-1.comms.jsonl.zst").stat().st_size
+    code, out, err = inspect(folder, capsys)
+    assert (code, err) == (0, "")
+    assert out == (
+        f"""\
+recording  {folder}
+ranks      2 of 2 on 2 node(s) (alpha: 0, beta: 1)
+versions   crossrank 0.1.0, torch 2.13.0
+steps      1
+calls      4 recorded, 8 kB (S of nccl-tests, summed over ranks)
+           2 more stayed inside a node and were left out (TRACING=CROSSNODE)
+cross-node 75 % of the recorded bytes
+
+Operations
+  operation   called as   calls  bytes  bytes/call  cross-node
+  all_reduce  all_reduce      2   6 kB        3 kB       100 %
+  send        (C++)           2   2 kB        1 kB         0 %
+
+Process groups
+  group  description  size  ranks  locality    calls  bytes
+  0      default_pg      2  0-1    cross_node      4   8 kB
+
+Source lines that communicate most
+  source      operation   calls  bytes
+  train.py:7  all_reduce      2   6 kB
+  (C++)       send            2   2 kB
+
+Files
+  kind   files   size
+  comms      2  {size} B
+
+complete   every rank is there and ended properly
+"""
+    )
+
+
+def test_the_json_holds_the_same_numbers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = inspect(folder, capsys, "--json")
+    summary = json.loads(out)
+    assert (code, err) == (0, "")
+    assert summary["ranks"] == [0, 1]
+    assert summary["nodes"] == {"alpha": [0], "beta": [1]}
+    assert summary["calls"] == {"calls": 4, "bytes": 8000, "cross_node_bytes": 6000, "unknown_bytes": 0}
+    assert summary["counts"] == {"records": 4, "calls": 6, "filtered": 2, "dropped": 0}
+    assert summary["by_op"][0] == {
+        "op": "all_reduce",
+        "api": "all_reduce",
+        "calls": 2,
+        "bytes": 6000,
+        "cross_node_bytes": 6000,
+        "unknown_bytes": 0,
+    }
+    assert summary["missing_ranks"] == summary["unfinished_ranks"] == summary["problems"] == []
+
+
+def test_several_processes_read_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect(folder, capsys, "--jobs", "2") == inspect(folder, capsys, "--jobs", "1")
+
+
+def test_a_missing_rank_and_a_killed_one_are_a_fault(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "rank-0.comms.jsonl.zst").write_bytes(comms(0, "alpha", world=4))
+    (folder / "rank-1.comms.jsonl.zst").write_bytes(comms(1, "beta", world=4, ended=False))
+    code, out, _ = inspect(folder, capsys)
+    assert code == 1
+    assert "ranks      2 of 4 on 2 node(s)" in out
+    assert "missing    no comms file of rank 2-3\n" in out
+    assert "unfinished rank 1: no end line" in out
+    assert "complete" not in out
+
+
+def test_an_empty_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect(tmp_path, capsys) == (
+        2,
+        "",
+        f"crossrank: {tmp_path} is no recording: no file in it; name the folder given as TRACING_DIR\n",
+    )
+
+
+def test_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = inspect(tmp_path / "nowhere", capsys)
+    assert (code, out) == (2, "")
+    assert err == f"crossrank: {tmp_path}/nowhere: no such file or folder; name the folder given as TRACING_DIR\n"
+
+
+def test_a_torn_frame_is_named_and_the_rest_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torn = folder / "rank-1.comms.jsonl.zst"
+    torn.write_bytes(comms(1, "beta", ended=False) + comms(1, "beta")[:40])
+    code, out, err = inspect(folder, capsys)
+    assert code == 2
+    assert "all_reduce  all_reduce      2" in out
+    assert err == f"crossrank: {torn}: the last zstd frame is cut off; what comes before it was read\n"
+
+
+def test_a_foreign_file_is_named_and_the_rest_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    foreign = folder / "rank-1.comms.jsonl.zst"
+    foreign.write_bytes(b"PK\3\4 something else\n")
+    code, out, err = inspect(folder, capsys)
+    assert code == 2
+    assert "ranks      1 of 2" in out
+    assert "missing    no comms file of rank 1" in out
+    assert err.startswith(f"crossrank: {foreign}: line 1 is no comms record: ")
+    assert len(err.splitlines()) == 1
+
+
+def test_files_that_stopped_growing_and_foreign_names_are_listed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / ".rank-0.et.json.part").write_bytes(b"{")
+    (folder / "report.nsys-rep").write_bytes(b"")
+    code, out, _ = inspect(folder, capsys)
+    assert code == 1
+    assert "cut off    .rank-0.et.json.part: the process ended while it was written\n" in out
+    assert "foreign    1 file(s) that are no recording's: report.nsys-rep\n" in out
+
+
+def test_a_file_named_for_another_rank_is_a_problem(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.rename(folder / "rank-1.comms.jsonl.zst", folder / "rank-7.comms.jsonl.zst")
+    code, _, err = inspect(folder, capsys)
+    assert code == 2
+    assert err.endswith("rank-7.comms.jsonl.zst: is named for rank 7 and was written by rank 1\n")
+
+
+def test_names_in_a_recording_cannot_steer_the_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "rank-1.comms.jsonl.zst").write_bytes(comms(1, "\x1b[31mred"))
+    _, out, _ = inspect(folder, capsys)
+    assert "\x1b" not in out
+
+
+def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["nothing"])
+    assert caught.value.code == 2
+    assert "invalid choice: 'nothing'" in capsys.readouterr().err

@@ -1,0 +1,67 @@
+"""Dependencies point down only, and the offline tools start without torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+GROUND = "crossrank"
+FORBIDDEN = {
+    GROUND: ("crossrank.instrument", "crossrank.tools", "crossrank.replay", "torch"),
+    "tools": ("crossrank.instrument", "crossrank.replay", "torch"),
+    "instrument": ("crossrank.tools", "crossrank.replay"),
+}
+# The package resolves enable() and the rest when they are first used.
+LAZY = {("crossrank/__init__.py", "crossrank.instrument.session")}
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def sources(folder: str) -> list[Path]:
+    pattern = "*.py" if folder == GROUND else "**/*.py"
+    return sorted((ROOT / folder).glob(pattern))
+
+
+def test_imports_point_down_only() -> None:
+    wrong = []
+    for folder, forbidden in FORBIDDEN.items():
+        for path in sources(folder):
+            name = str(path.relative_to(ROOT))
+            for module in imports(path):
+                if (name, module) in LAZY:
+                    continue
+                if any(module == bad or module.startswith(bad + ".") for bad in forbidden):
+                    wrong.append(f"{name} imports {module}")
+    assert wrong == []
+    assert all(sources(folder) for folder in FORBIDDEN)
+
+
+def test_only_interception_touches_the_dispatcher() -> None:
+    users = [
+        path.name
+        for path in sources("instrument")
+        if "torch.library" in path.read_text() or "_dispatch_" in path.read_text()
+    ]
+    assert users == ["interception.py"]
+
+
+def test_the_tools_start_without_torch() -> None:
+    program = "import sys, crossrank.tools.commands.inspect, crossrank.tools.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_the_package_links_to_the_real_folders() -> None:
+    for folder in ("instrument", "tools"):
+        link = ROOT / "crossrank" / folder
+        assert link.is_symlink()
+        assert link.resolve() == ROOT / folder

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import msgspec
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossrank.comm import CommRecord
+from crossrank.errors import CrossrankError
+from crossrank.recording import CommsFile, Damage, file_name, list_recording, rank_of, read_chunks, temporary_name
+
+HEADER = b'{"header":{"schema":"crossrank-comms 1","rank":0,"world_size":1,"host":"h","node":"n"}}\n'
+GROUP = b'{"group":{"pg":"0","size":1,"ranks":[0],"desc":"default_pg","backend":"gloo","locality":"intra_node"}}\n'
+RECORD = b'{"id":%d,"seq":1,"t":5,"step":0,"op":"barrier","c10d":"barrier","pg":"0","bytes":0}\n'
+END = b'{"end":{"reason":"exit","step":0,"records":1}}\n'
+
+
+def frame(*lines: bytes) -> bytes:
+    return zstandard.ZstdCompressor().compress(b"".join(lines))
+
+
+def read(path: Path) -> tuple[list[int], CommsFile]:
+    comms = CommsFile(str(path))
+    return [record.id for record in comms.records()], comms
+
+
+WHOLE = [frame(HEADER, GROUP), frame(RECORD % 0), frame(RECORD % 1, RECORD % 2), frame(END)]
+
+
+@pytest.mark.parametrize("pack", [lambda b: frame(b), gzip.compress, lambda b: b], ids=["zstd", "gzip", "plain"])
+def test_compression_is_told_by_content_not_by_name(pack: object, tmp_path: Path) -> None:
+    path = tmp_path / "anything"
+    path.write_bytes(pack(HEADER + GROUP + RECORD % 7 + END))  # type: ignore[operator]
+    ids, comms = read(path)
+    assert ids == [7]
+    assert comms.damage.problems == []
+    assert comms.header is not None
+    assert (comms.header.rank, comms.header.node) == (0, "n")
+    assert [group.ranks for group in comms.groups] == [[0]]
+    assert comms.end == {"reason": "exit", "step": 0, "records": 1}
+
+
+@given(st.integers(min_value=0, max_value=sum(map(len, WHOLE))))
+def test_a_file_cut_anywhere_gives_its_whole_frames_and_says_so(cut: int) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "rank-0.comms.jsonl.zst")
+        path.write_bytes(b"".join(WHOLE)[:cut])
+        ids, comms = read(path)
+    edges = [sum(map(len, WHOLE[:count])) for count in range(len(WHOLE) + 1)]
+    whole_frames = max(i for i, edge in enumerate(edges) if edge <= cut)
+    # Of the torn frame some lines may be readable as well.
+    assert ids[: [0, 0, 1, 3, 3][whole_frames]] == [[], [], [0], [0, 1, 2], [0, 1, 2]][whole_frames]
+    assert (comms.end is not None) >= (cut == edges[-1])
+    assert bool(comms.damage.problems) == (cut not in edges or cut == 0)
+
+
+@given(st.binary(max_size=200))
+def test_a_foreign_file_is_named_and_nothing_is_raised(content: bytes) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "rank-0.comms.jsonl.zst")
+        path.write_bytes(content)
+        ids, comms = read(path)
+    assert ids == []
+    assert comms.damage.problems
+
+
+def test_damage_in_the_middle_keeps_what_comes_before(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.comms.jsonl.zst"
+    path.write_bytes(WHOLE[0] + WHOLE[1] + b"\0garbage" + WHOLE[2])
+    ids, comms = read(path)
+    assert ids == [0]
+    (problem,) = comms.damage.problems
+    assert problem.startswith("broken zstd frame")
+
+
+def test_a_missing_file_is_a_problem_not_a_crash(tmp_path: Path) -> None:
+    damage = Damage("x")
+    assert list(read_chunks(str(tmp_path / "nowhere"), damage)) == []
+    assert damage.problems == ["cannot be opened: No such file or directory"]
+
+
+def test_names_of_files() -> None:
+    assert file_name("comms", 3) == "rank-3.comms.jsonl.zst"
+    assert file_name("et", 3, window=2) == "rank-3.w2.et.json.zst"
+    assert temporary_name("rank-3.et.json.zst") == ".rank-3.et.json.part"
+    assert [rank_of(name) for name in ("rank-12.flight.json.zst", ".rank-3.et.json.part", "rank.txt")] == [12, 3, None]
+
+
+def test_a_folder_is_sorted_into_files_torn_and_foreign(tmp_path: Path) -> None:
+    for name in (
+        "rank-1.comms.jsonl.zst",
+        "rank-0.comms.jsonl",
+        "rank-0.w2.kineto.json.gz",
+        ".rank-1.et.json.part",
+        "notes.txt",
+    ):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "earlier-1").mkdir()
+    listing = list_recording(str(tmp_path))
+    assert [(file.rank, file.kind, file.window) for file in listing.files] == [
+        (0, "comms", 1),
+        (0, "kineto", 2),
+        (1, "comms", 1),
+    ]
+    assert listing.torn == (".rank-1.et.json.part",)
+    assert listing.foreign == ("notes.txt",)
+
+
+def test_nothing_at_the_path_says_what_to_name(tmp_path: Path) -> None:
+    with pytest.raises(CrossrankError, match="no such file or folder; name the folder given as TRACING_DIR"):
+        list_recording(str(tmp_path / "nowhere"))
+
+
+def test_a_url_is_listed_and_read(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.comms.jsonl.zst").write_bytes(b"".join(WHOLE))
+    (file,) = list_recording(f"file://{tmp_path}").files
+    assert file.path.startswith("file://")
+    assert [record.id for record in CommsFile(file.path).records()] == [0, 1, 2]
+
+
+records = st.builds(
+    CommRecord,
+    id=st.integers(0, 1 << 53),
+    op=st.sampled_from(["all_reduce", "send"]),
+    c10d=st.just("allreduce_"),
+    pg=st.text(max_size=5),
+    bytes=st.integers(0, 1 << 53),
+    t=st.integers(0, 1 << 53),
+    inputs=st.lists(st.lists(st.integers(0, 1 << 31), max_size=3), max_size=3),
+    in_split=st.none() | st.lists(st.integers(0, 1 << 31), max_size=3),
+    is_async=st.none() | st.booleans(),
+    source=st.none() | st.text(max_size=9),
+)
+
+
+@given(records)
+def test_a_record_survives_its_json(record: CommRecord) -> None:
+    assert msgspec.json.decode(msgspec.json.encode(record), type=CommRecord) == record
