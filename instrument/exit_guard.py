@@ -32,11 +32,15 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class ExitGuard:
-    """Watches over one session. All callbacks must be safe to call twice and from any thread."""
+    """Watches over one session. `finish` and `dump` must be safe to call twice and from any thread."""
 
-    def __init__(self, *, finish: Callable[[str], None], dump: Callable[[], None]) -> None:
+    def __init__(
+        self, *, finish: Callable[[str], None], dump: Callable[[], None], finishing: Callable[[], bool]
+    ) -> None:
         self._finish = finish
         self._dump = dump
+        self._finishing = finishing
+        self._pending: int | None = None  # a fatal signal that came while the files were being finished
         self._previous: dict[int, Handler] = {}
         self._ours: dict[int, Handler] = {}
         self._pipe: tuple[int, int] | None = None
@@ -56,33 +60,40 @@ class ExitGuard:
         self._watch()
 
     def uninstall(self) -> None:
-        """Give back every handler that nobody has replaced since."""
+        """Give back every handler that nobody has replaced since. On another thread than the main one they stay:
+        they do nothing then but let the process die of its signal."""
         atexit.unregister(self._finish)
-        if threading.current_thread() is threading.main_thread():
-            for number, ours in self._ours.items():
-                if signal.getsignal(number) is ours:
-                    signal.signal(number, self._previous[number])
-            if self._pipe is not None and signal.set_wakeup_fd(-1) not in (-1, self._pipe[1]):
-                log.debug("crossrank: the wakeup descriptor had been replaced")
-        self._ours.clear()
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._give_back_handlers()
         if self._pipe is not None:
+            self._give_back_wakeup(self._pipe[1])
             os.close(self._pipe[1])  # ends the thread, which closes the other side
             self._pipe = None
+        if self._pending is not None:
+            _die_of(self._pending)
 
     def abandon(self) -> None:
         """In a forked child: signals do what they did before."""
         if self._pipe is not None:
             reader, writer = self._pipe
             self._pipe = None
-            if signal.set_wakeup_fd(-1) not in (-1, writer):
-                log.debug("crossrank: the wakeup descriptor had been replaced")
+            self._give_back_wakeup(writer)
             os.close(reader)
             os.close(writer)
+        self._give_back_handlers()
+        atexit.unregister(self._finish)
+
+    def _give_back_handlers(self) -> None:
         for number, ours in self._ours.items():
             if signal.getsignal(number) is ours:
                 signal.signal(number, self._previous[number])
         self._ours.clear()
-        atexit.unregister(self._finish)
+
+    def _give_back_wakeup(self, ours: int) -> None:
+        found = signal.set_wakeup_fd(-1)
+        if found not in (-1, ours):  # somebody has put theirs in place since
+            signal.set_wakeup_fd(found, warn_on_full_buffer=False)
 
     def _handle(self, number: int, handler: Callable[[int, FrameType | None], None]) -> None:
         self._previous[number] = signal.signal(number, handler)
@@ -90,6 +101,9 @@ class ExitGuard:
 
     def _on_fatal(self, number: int, frame: FrameType | None) -> None:
         self._main_acted.set()
+        if self._finishing():  # this handler has interrupted it: let it go on, and die then
+            self._pending = number
+            return
         self._finish(signal.Signals(number).name)
         _die_of(number)
 

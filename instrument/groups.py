@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -68,25 +69,27 @@ class GroupTable:
         self._states: dict[int, GroupState] = {}
         self._references: dict[int, weakref.ref[dist.ProcessGroup]] = {}
         self._on_new = on_new
+        self._lock = threading.RLock()  # training and the writer's thread both look for new groups
         self.by_id = self._states.get
         """State of the group with this id, or None: the look-up of the hot path."""
 
     def add(self, group: dist.ProcessGroup) -> GroupState:
         """The state of `group`, made and announced if this is the first time."""
-        key = id(group)
-        known = self._states.get(key)
-        if known is not None:
-            return known
-        state = _read(group)
+        with self._lock:
+            key = id(group)
+            known = self._states.get(key)
+            if known is not None:
+                return known
+            state = _read(group)
 
-        def forget(_: object) -> None:
-            self._states.pop(key, None)
-            self._references.pop(key, None)
+            def forget(_: object) -> None:
+                self._states.pop(key, None)
+                self._references.pop(key, None)
 
-        self._references[key] = weakref.ref(group, forget)
-        self._states[key] = state
-        self._on_new(state)
-        return state
+            self._references[key] = weakref.ref(group, forget)
+            self._states[key] = state
+            self._on_new(state)
+            return state
 
     def add_all(self) -> None:
         """Take in every group that torch knows, also those that have not communicated yet."""

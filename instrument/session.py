@@ -64,14 +64,17 @@ class Session:
         self._explicit_steps = False
         self._optimizer_hook: Any = None
         self._begin_lock = threading.RLock()
-        self._close_lock = threading.Lock()
+        self._close_once = threading.Lock()  # taken for good by the first to close
         self._closed = False
+        self._finished = False
         self._told: set[str] = set()
         nvtx = NvtxMarkers() if config.nvtx != "0" else None
         self._nvtx = nvtx if nvtx is not None and nvtx.attached else None
         self.recorder = Recorder(self, config.ring, self._nvtx)
         self._interception = Interception(self.recorder)
-        self._guard = ExitGuard(finish=self.close, dump=self.dump_flight)
+        self._guard = ExitGuard(
+            finish=self.close, dump=self.dump_flight, finishing=lambda: self._closed and not self._finished
+        )
 
     def start(self) -> None:
         """Install everything. Raises `CrossrankError`, with nothing installed, where torch cannot be recorded."""
@@ -80,6 +83,7 @@ class Session:
             self._optimizer_hook = register_optimizer_step_post_hook(self._on_optimizer_step)
             self._guard.install(on_usr1=self.config.flight)
         except Exception:
+            self._closed = self._finished = True
             self._take_away()
             raise
         if dist.is_initialized() and device_is_settled():
@@ -123,16 +127,16 @@ class Session:
 
     def close(self, reason: str = "disable") -> None:
         """Finish every file and take everything away. Does nothing the second time."""
-        with self._close_lock:
-            if self._closed:
-                return
-            self._closed = True
+        if not self._close_once.acquire(blocking=False):
+            return
+        self._closed = True
         if dist.is_initialized() and self.writer is None:
             with self._reported("nothing was recorded"):
                 self._begin()
         self.recorder.active = False
         self._close_window()
         self._end_files(reason)
+        self._finished = True
         self._take_away()
 
     def _take_away(self) -> None:
@@ -226,9 +230,8 @@ class Session:
         if writer is not None and self._files is not None:
             with self._reported("the comms file was not closed"):
                 writer.counts.calls = self.recorder.calls()
-                writer.close(
-                    lambda: {"reason": reason, "step": self.recorder.step} | msgspec.to_builtins(writer.counts)
-                )
+                end = {"reason": reason, "step": self.recorder.step, "blind_spots": self.groups.unseen_kinds()}
+                writer.close(lambda: end | msgspec.to_builtins(writer.counts))
                 self._files.upload(file_name(COMMS, self.rank))
         if self.topology is not None:
             self.topology.stop()
@@ -310,7 +313,11 @@ class Session:
 
     def _open_window(self) -> bool:
         windows = self._windows
-        if windows is None or windows.is_open:
+        if windows is None:
+            if not dist.is_initialized():
+                log.warning("crossrank: a window needs a process group; call it after init_process_group")
+            return False
+        if windows.is_open:
             return False
         with self._reported("a window is incomplete"):
             self.groups.add_all()

@@ -76,7 +76,10 @@ class WindowRecorder:
         self.number += 1
         self.is_open = True
         if self._nsys:
-            torch.cuda.profiler.start()
+            if torch.cuda.is_available():
+                torch.cuda.profiler.start()
+            else:
+                self._lacks("Nsight range", "TRACING_NSYS=1 needs CUDA")
             return self.number
         try:
             self._open_execution_trace()
@@ -98,7 +101,8 @@ class WindowRecorder:
             return
         self.is_open = False
         if self._nsys:
-            torch.cuda.profiler.stop()
+            if torch.cuda.is_available():
+                torch.cuda.profiler.stop()
             return
         try:
             self._close_kineto()

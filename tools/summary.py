@@ -139,6 +139,8 @@ def _merge(listing: Listing, ranks: list[RankSummary]) -> Summary:
         for name, value in (rank.end or {}).items():
             if name not in ("reason", "step") and isinstance(value, int):
                 counts[name] = counts.get(name, 0) + value
+    blind_spots = {(header.rank, spot) for header in headers for spot in header.blind_spots}
+    blind_spots |= {(rank.rank, spot) for rank in ranks for spot in (rank.end or {}).get("blind_spots", ())}
     files: dict[str, dict[str, int]] = {}
     for file in listing.files:
         entry = files.setdefault(file.kind, {"files": 0, "bytes": 0})
@@ -171,7 +173,7 @@ def _merge(listing: Listing, ranks: list[RankSummary]) -> Summary:
         cut_off=list(listing.torn),
         foreign=list(listing.foreign),
         problems=[f"{rank.path}: {problem}" for rank in ranks for problem in rank.problems],
-        warnings=_warnings(headers, counts),
+        warnings=_warnings(headers, counts, blind_spots),
     )
 
 
@@ -213,8 +215,8 @@ def _groups(ranks: list[RankSummary]) -> list[dict[str, Any]]:
     return sorted(found.values(), key=lambda entry: (-entry["size"], entry["ranks"] or [], entry["pg"]))
 
 
-def _warnings(headers: list[Header], counts: dict[str, int]) -> list[str]:
-    warnings = [f"rank {header.rank}: {spot}" for header in headers for spot in header.blind_spots]
+def _warnings(headers: list[Header], counts: dict[str, int], blind_spots: set[tuple[int, str]]) -> list[str]:
+    warnings = [f"rank {rank}: {spot}" for rank, spot in sorted(blind_spots)]
     for name, meaning in (
         ("dropped", "calls were dropped because the ring was full; raise TRACING_RING"),
         ("unwritten", "records were lost because the disk refused them"),

@@ -300,3 +300,31 @@ def test_a_url_gets_the_whole_files(tmp_path: Path) -> None:
         "rank-0.kineto.json.zst",
     ]
     assert [record.op for record in records_of(bucket, 0)] == ["all_reduce"]
+
+
+class _PythonGroup(dist.ProcessGroup):
+    """A process group written in Python, as wrappers of people's own are."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+
+    def getBackendName(self) -> str:
+        return "python-group"
+
+
+def _python_subclass(rank: int) -> None:
+    from torch.distributed import distributed_c10d
+
+    group = _PythonGroup(rank, 2)
+    distributed_c10d._world.pg_names[group] = "mine"  # type: ignore[index]
+    dist.barrier()
+
+
+def test_groups_that_bypass_the_dispatcher_are_named(two_ranks: World, tmp_path: Path, recording: Path) -> None:
+    two_ranks.run(_python_subclass, tmp_path)
+    comms = CommsFile(str(recording / "rank-0.comms.jsonl.zst"))
+    list(comms.records())
+    assert comms.end is not None
+    assert comms.end["blind_spots"] == [
+        "process group 'mine' is a _PythonGroup, a Python class that bypasses the dispatcher"
+    ]
