@@ -181,7 +181,7 @@ class Reader:
         count = len(args)
         return [args[p] if p < count else self._defaults[p] for p in self._keyed]
 
-    def call(self, args: Sequence[Any], group_size: int) -> Call:
+    def call(self, args: Sequence[Any], group_size: int, reduce: int | None) -> Call:
         """Everything that the arguments say of a call. Slower than `key`: made once per distinct key."""
         inputs = [tensor for position in self.inputs for tensor in _tensors(args[position])]
         outputs = [tensor for position in self.outputs for tensor in _tensors(args[position])]
@@ -204,6 +204,7 @@ class Reader:
             dtype=str(first.dtype).removeprefix("torch.") if first is not None else None,
             device=str(first.device) if first is not None else None,
             bytes=size,
+            reduce=reduce_name(reduce),
             root=self._value(args, self._root),
             peer=self._value(args, self.peer),
             is_async=self._value(args, self._async),
@@ -226,6 +227,7 @@ class Call:
     dtype: str | None
     device: str | None
     bytes: int
+    reduce: str | None
     root: int | None
     peer: int | None
     is_async: bool | None
@@ -276,10 +278,20 @@ def _position(names: list[str], wanted: tuple[str, ...]) -> int:
 _REDUCE_NAMES = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 
 
-def reduce_name(reduce_op: Any) -> str | None:
-    """`sum`, `avg`, … for the ReduceOp object that the dispatcher hands over; None where torch cannot tell."""
-    code: Callable[[], int] | None = getattr(reduce_op, "op", None)
+def reduce_code(reduce_op: Any) -> int | None:
+    """The number in the ReduceOp object that the dispatcher hands over; None where this torch does not tell it.
+
+    TorchScript's way to the method is the only one, at 1.5 us; `reduce_op.op()` is the same in 1.8 us.
+    """
+    try:
+        code: int = reduce_op._get_method("op")()
+    except (AttributeError, RuntimeError):
+        return None
+    return code
+
+
+def reduce_name(code: int | None) -> str | None:
+    """`sum`, `avg`, … for a number that `reduce_code` gave."""
     if code is None:
         return None
-    number = int(code())
-    return _REDUCE_NAMES[number] if 0 <= number < len(_REDUCE_NAMES) else f"op_{number}"
+    return _REDUCE_NAMES[code] if 0 <= code < len(_REDUCE_NAMES) else f"op_{code}"

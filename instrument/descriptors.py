@@ -1,8 +1,7 @@
 """The part of a record that is the same at every repetition of a call, built once and kept.
 
 A training loop repeats its calls, so all that takes time (bytes, names, JSON) is done for the first one. What
-changes from call to call, and therefore is no part of it: id, sequence number, time, step, batch, tag and the
-reduction, which only the dispatcher's object knows and which the writer reads.
+changes from call to call, and therefore is no part of it: id, sequence number, time, step, batch and tag.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Descriptor:
 
     __slots__ = (
         "_locality",
-        "_tails",
+        "_tail",
         "call",
         "emitted",
         "group",
@@ -48,7 +47,7 @@ class Descriptor:
         self.emitted: bool | None = None
         """Whether markers of this call are wanted, once the topology has settled it."""
         self._locality: Locality = "unknown"
-        self._tails: dict[tuple[str | None, Locality], bytes] = {}
+        self._tail: bytes | None = None
 
     def locality(self, topology: Topology) -> Locality:
         """How far this call reaches: its group, or for P2P the way between this rank and its peer."""
@@ -60,7 +59,7 @@ class Descriptor:
         return self._locality
 
     def fields(self, *, sizes: bool = True) -> dict[str, Any]:
-        """The fields of the record that a repetition shares, without reduction and locality."""
+        """The fields of the record that a repetition shares, without the locality."""
         call = self.call
         fields: dict[str, Any] = {
             "op": self.reader.op,
@@ -76,24 +75,21 @@ class Descriptor:
                 "out_split": call.out_split,
             }
         fields["dtype"] = call.dtype
+        fields["reduce"] = call.reduce
         fields["async"] = call.is_async
         if sizes:
             fields["bytes"] = call.bytes
         fields |= {"root": self.root, "peer": self.peer, "source": self.site.source}
         return {name: value for name, value in fields.items() if value is not None}
 
-    def tail(self, reduce: str | None, locality: Locality) -> bytes:
+    def tail(self, locality: Locality) -> bytes:
         """The end of the record's JSON line, from the comma before `op` to the newline."""
-        found = self._tails.get((reduce, locality))
-        if found is None:
-            fields = self.fields()
-            if reduce is not None:
-                fields["reduce"] = reduce
-            fields["locality"] = locality
-            found = b"," + _encoder.encode(fields)[1:] + b"\n"
-            if locality != "unknown":  # may still become known
-                self._tails[reduce, locality] = found
-        return found
+        if self._tail is not None:
+            return self._tail
+        tail = b"," + _encoder.encode(self.fields() | {"locality": locality})[1:] + b"\n"
+        if locality != "unknown":  # may still become known
+            self._tail = tail
+        return tail
 
     def message(self, locality: Locality, *, sizes: bool) -> str:
         """The text of the NVTX marker."""

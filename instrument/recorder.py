@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 
 from crossrank.comm import crosses_nodes
 from crossrank.errors import one_line
-from crossrank.instrument.c10d_ops import Reader
+from crossrank.instrument.c10d_ops import Reader, reduce_code
 from crossrank.instrument.callsite import CallSites
 from crossrank.instrument.descriptors import Descriptor
 from crossrank.instrument.groups import GroupState
@@ -78,10 +78,11 @@ class Recorder:
         if key is None:
             return None
         site, api_frame = self._sites.find(sys._getframe(1).f_back, reader.direct_api)
-        full_key = (reader, site, key)
+        reduce = reduce_code(args[reader.reduce]) if reader.reduce >= 0 else None
+        full_key = (reader, site, key, reduce)
         descriptor = state.descriptors.get(full_key)
         if descriptor is None:
-            descriptor = Descriptor(reader, state, site, reader.call(args, state.size))
+            descriptor = Descriptor(reader, state, site, reader.call(args, state.size, reduce))
             if len(state.descriptors) >= _MAX_DESCRIPTORS:
                 state.descriptors.clear()
             state.descriptors[full_key] = descriptor
@@ -100,18 +101,7 @@ class Recorder:
             ring = writer.ring
             waiting = len(ring)
             if waiting < self._capacity:
-                ring.append(
-                    (
-                        descriptor,
-                        record_id,
-                        seq,
-                        time.monotonic_ns(),
-                        self.step,
-                        batch,
-                        tag,
-                        args[reader.reduce] if reader.reduce >= 0 else None,
-                    )
-                )
+                ring.append((descriptor, record_id, seq, time.monotonic_ns(), self.step, batch, tag))
                 if waiting == self._half:
                     writer.wake()
             else:

@@ -59,6 +59,7 @@ class Session:
         self._world: weakref.ref[dist.ProcessGroup] | None = None
         self._world_size = 0
         self._epoch = 0
+        self._calls_before = 0  # calls recorded in an earlier file of this session
         self._windows: WindowRecorder | None = None
         self._boundaries = StepBoundaries()
         self._explicit_steps = False
@@ -177,6 +178,7 @@ class Session:
             if not first:
                 self._epoch += 1
                 if not same_place:
+                    self._close_window()
                     self._end_files("the process group was made again with another rank or size")
             self.rank, self._world_size = rank, size
             self._gpu = GpuReader()
@@ -208,6 +210,7 @@ class Session:
 
     def _begin_files(self) -> None:
         assert self.topology is not None
+        self._calls_before = self.recorder.calls()
         self._files = RankFiles(self.config.directory, self.rank)
         self._windows = WindowRecorder(self._files, self.rank, self.config.nsys)
         header = self._header()
@@ -229,7 +232,7 @@ class Session:
         writer, self.writer = self.writer, None
         if writer is not None and self._files is not None:
             with self._reported("the comms file was not closed"):
-                writer.counts.calls = self.recorder.calls()
+                writer.counts.calls = self.recorder.calls() - self._calls_before
                 end = {"reason": reason, "step": self.recorder.step, "blind_spots": self.groups.unseen_kinds()}
                 writer.close(lambda: end | msgspec.to_builtins(writer.counts))
                 self._files.upload(file_name(COMMS, self.rank))

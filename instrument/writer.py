@@ -21,7 +21,6 @@ import zstandard
 
 from crossrank.comm import crosses_nodes
 from crossrank.errors import one_line
-from crossrank.instrument.c10d_ops import reduce_name
 from crossrank.instrument.descriptors import Descriptor
 from crossrank.instrument.topology import Topology
 
@@ -29,16 +28,18 @@ log = logging.getLogger("crossrank")
 
 TICK = 0.5
 """Seconds between two frames. Below one, so that a kill loses less than a second."""
-_CHUNK = 256
-"""Records turned into JSON before the thread lets training have the interpreter."""
+_CHUNK = 64
+_PAUSE = 0.0005
+"""Training gets the interpreter for `_PAUSE` seconds after every `_CHUNK` records, so that it never waits long for
+this thread: Python itself would take the lock away only after 5 ms."""
 _CLOCK_EVERY = 10.0
 _LEVEL = 3
 _MOST_OWED = 10_000
 _TOPOLOGY_PATIENCE = 2.0
 """Seconds from the start that records wait for the localities of the job."""
 
-# (descriptor, id, sequence number, time, step, batch, tag, ReduceOp)
-Entry = tuple[Descriptor, int, int, int, int, int | None, int | None, Any]
+# (descriptor, id, sequence number, time, step, batch, tag)
+Entry = tuple[Descriptor, int, int, int, int, int | None, int | None]
 
 
 class Counts(msgspec.Struct):
@@ -163,12 +164,17 @@ class CommsWriter:
                 context.append(other)
                 lines.append(other)
                 continue
-            line = self._encode(entry)
+            try:
+                line = self._encode(entry)
+            except Exception as error:
+                self.counts.errors += 1
+                self._fail("a record could not be written", error)
+                continue
             if line is not None:
                 lines.append(line)
                 records += 1
-                if records % _CHUNK == 0:
-                    time.sleep(0)
+                if records % _CHUNK == 0 and not self._closing:
+                    time.sleep(_PAUSE)
         if not lines:
             return
         if self._append(context, lines):
@@ -177,16 +183,10 @@ class CommsWriter:
             self.counts.unwritten += records
 
     def _encode(self, entry: Entry) -> bytes | None:
-        descriptor, record_id, seq, t, step, batch, tag, reduce_op = entry
+        descriptor, record_id, seq, t, step, batch, tag = entry
         locality = descriptor.locality(self.topology)
         if self._crossnode_only and not crosses_nodes(locality):
             self.counts.filtered += 1
-            return None
-        try:
-            tail = descriptor.tail(None if reduce_op is None else reduce_name(reduce_op), locality)
-        except Exception as error:
-            self.counts.errors += 1
-            self._fail("a record could not be written", error)
             return None
         name = "p2p_seq" if descriptor.reader.is_p2p else "seq"
         extra = b""
@@ -195,7 +195,7 @@ class CommsWriter:
         if batch is not None:
             extra += b',"batch":%d' % batch
         head = f'{{"id":{record_id},"{name}":{seq},"t":{t},"step":{step}'.encode()
-        return head + extra + tail
+        return head + extra + descriptor.tail(locality)
 
     def _append(self, context: list[bytes], lines: list[bytes]) -> bool:
         """Write `lines` as one complete frame, or nothing at all.

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import crossrank
 from crossrank.instrument import session
@@ -306,17 +307,12 @@ class _PythonGroup(dist.ProcessGroup):
     """A process group written in Python, as wrappers of people's own are."""
 
     def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)
-
-    def getBackendName(self) -> str:
-        return "python-group"
+        super().__init__(rank, size)  # type: ignore[call-arg]
 
 
 def _python_subclass(rank: int) -> None:
-    from torch.distributed import distributed_c10d
-
     group = _PythonGroup(rank, 2)
-    distributed_c10d._world.pg_names[group] = "mine"  # type: ignore[index]
+    distributed_c10d._world.pg_names[group] = distributed_c10d.GroupName("mine")
     dist.barrier()
 
 
