@@ -69,6 +69,8 @@ _OUT_SPLIT = ("output_split_sizes",)
 Shapes = tuple[tuple[int, ...], ...]
 
 _Tensor = torch.Tensor
+# First in a key of any number of tensors; without it the key is of one argument or of a pair of tensors.
+_LONG = "long"
 
 # The key of everything in a call that is the same when the call is repeated with the same shapes.
 CallKey = tuple[Any, ...]
@@ -165,7 +167,7 @@ class Reader:
         return (first.shape, second.shape, first.dtype, *self._plain(args))
 
     def _key_of_any(self, args: Sequence[Any]) -> CallKey | None:
-        key: list[Any] = self._plain(args)
+        key: list[Any] = [_LONG, *self._plain(args)]
         for position in self._tensors_at:
             if not _add_tensors(key, args[position]):
                 return None
@@ -181,39 +183,46 @@ class Reader:
         count = len(args)
         return [args[p] if p < count else self._defaults[p] for p in self._keyed]
 
-    def call(self, args: Sequence[Any], group_size: int, reduce: int | None) -> Call:
-        """Everything that the arguments say of a call. Slower than `key`: made once per distinct key."""
-        inputs = [tensor for position in self.inputs for tensor in _tensors(args[position])]
-        outputs = [tensor for position in self.outputs for tensor in _tensors(args[position])]
-        first = next(iter(inputs + outputs), None)
-        in_shapes = tuple(tuple(tensor.shape) for tensor in inputs)
-        out_shapes = in_shapes if self.row.in_place else tuple(tuple(tensor.shape) for tensor in outputs)
-        item = first.element_size() if first is not None else 0
-        size = 0
-        if self.operation is not None:
-            size = self.operation.bytes(total_bytes(in_shapes, item), total_bytes(out_shapes, item), group_size)
-        elif inputs:
-            size = total_bytes(in_shapes, item)
-        in_split = tuple(self._value(args, self._in_split) or ())
-        out_split = tuple(self._value(args, self._out_split) or ())
+    def call(self, key: CallKey, group_size: int, reduce: str | None) -> Call:
+        """The call that a key stands for. Slower than making the key, and needed once per distinct one."""
+        in_split: tuple[int, ...] = ()
+        out_split: tuple[int, ...] = ()
+        if key and key[0] is _LONG:
+            plain = dict(zip(self._keyed, key[1:], strict=False))
+            rest = list(key[1 + len(self._keyed) :])
+            if self._in_split >= 0:
+                out_split, in_split = rest.pop(), rest.pop()
+                out_split, in_split = tuple(out_split), tuple(in_split)
+            shapes, dtype = _split_arguments(rest)
+        else:  # the shapes of the only argument or of both, then their dtype
+            count = len(self._tensors_at)
+            shapes, dtype = [(tuple(shape),) for shape in key[:count]], key[count]
+            plain = dict(zip(self._keyed, key[count + 1 :], strict=True))
+        in_shapes = tuple(shape for argument in shapes[: len(self.inputs)] for shape in argument)
+        out_shapes = tuple(shape for argument in shapes[len(self.inputs) :] for shape in argument)
+        if self.row.in_place:
+            out_shapes = in_shapes
+        item = dtype.itemsize if dtype is not None else 0
+        in_bytes, out_bytes = total_bytes(in_shapes, item), total_bytes(out_shapes, item)
         return Call(
             inputs=in_shapes,
             outputs=out_shapes,
             in_split=in_split or None,
             out_split=out_split or None,
-            dtype=str(first.dtype).removeprefix("torch.") if first is not None else None,
-            device=str(first.device) if first is not None else None,
-            bytes=size,
-            reduce=reduce_name(reduce),
-            root=self._value(args, self._root),
-            peer=self._value(args, self.peer),
-            is_async=self._value(args, self._async),
+            dtype=str(dtype).removeprefix("torch.") if dtype is not None else None,
+            bytes=self.operation.bytes(in_bytes, out_bytes, group_size) if self.operation else in_bytes,
+            reduce=reduce,
+            root=plain.get(self._root),
+            peer=plain.get(self.peer),
+            is_async=plain.get(self._async),
         )
 
-    def _value(self, args: Sequence[Any], position: int) -> Any:
-        if position < 0:
-            return None
-        return args[position] if position < len(args) else self._defaults[position]
+    def device(self, args: Sequence[Any]) -> str | None:
+        """Device of the first tensor of a call."""
+        for position in self._tensors_at:
+            for tensor in _tensors(args[position]):
+                return str(tensor.device)
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,12 +234,27 @@ class Call:
     in_split: tuple[int, ...] | None
     out_split: tuple[int, ...] | None
     dtype: str | None
-    device: str | None
     bytes: int
     reduce: str | None
     root: int | None
     peer: int | None
     is_async: bool | None
+
+
+def _split_arguments(rest: list[Any]) -> tuple[list[tuple[tuple[int, ...], ...]], torch.dtype | None]:
+    """Shapes per argument and the dtype, from what `_add_tensors` appended."""
+    shapes: list[tuple[tuple[int, ...], ...]] = []
+    current: list[tuple[int, ...]] = []
+    dtype = None
+    for item in rest:
+        if item is None:
+            shapes.append(tuple(current))
+            current = []
+        elif isinstance(item, torch.dtype):
+            dtype = dtype or item
+        else:
+            current.append(tuple(item))
+    return shapes, dtype
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -272,26 +296,3 @@ def _first(names: list[str], wanted: tuple[str, ...]) -> tuple[int, ...]:
 def _position(names: list[str], wanted: tuple[str, ...]) -> int:
     found = _first(names, wanted)
     return found[0] if found else -1
-
-
-# The codes of c10d's ReduceOp, in the order of its RedOpType.
-_REDUCE_NAMES = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
-
-
-def reduce_code(reduce_op: Any) -> int | None:
-    """The number in the ReduceOp object that the dispatcher hands over; None where this torch does not tell it.
-
-    TorchScript's way to the method is the only one, at 1.5 us; `reduce_op.op()` is the same in 1.8 us.
-    """
-    try:
-        code: int = reduce_op._get_method("op")()
-    except (AttributeError, RuntimeError):
-        return None
-    return code
-
-
-def reduce_name(code: int | None) -> str | None:
-    """`sum`, `avg`, … for a number that `reduce_code` gave."""
-    if code is None:
-        return None
-    return _REDUCE_NAMES[code] if 0 <= code < len(_REDUCE_NAMES) else f"op_{code}"

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from crossrank.comm import Locality
-from crossrank.instrument.c10d_ops import Call, Reader
+from crossrank.instrument.c10d_ops import Call, CallKey, Reader
 from crossrank.instrument.callsite import Site
 from crossrank.instrument.groups import GroupState
 from crossrank.instrument.topology import Topology
@@ -22,26 +22,15 @@ _encoder = msgspec.json.Encoder()
 class Descriptor:
     """One distinct call of one group: op, arguments, place in the user's code."""
 
-    __slots__ = (
-        "_locality",
-        "_tail",
-        "call",
-        "emitted",
-        "group",
-        "marker",
-        "peer",
-        "reader",
-        "root",
-        "site",
-    )
+    __slots__ = ("_call", "_key", "_locality", "_reduce", "_tail", "emitted", "group", "marker", "reader", "site")
 
-    def __init__(self, reader: Reader, group: GroupState, site: Site, call: Call) -> None:
+    def __init__(self, reader: Reader, group: GroupState, site: Site, key: CallKey, reduce: str | None) -> None:
         self.reader = reader
         self.group = group
         self.site = site
-        self.call = call
-        self.root = group.global_rank(call.root)
-        self.peer = group.global_rank(call.peer)
+        self._key = key
+        self._reduce = reduce
+        self._call: Call | None = None  # worked out by whoever needs it first, most often the writer's thread
         self.marker: Any = None
         """NVTX attributes of this call, once they are final."""
         self.emitted: bool | None = None
@@ -49,11 +38,29 @@ class Descriptor:
         self._locality: Locality = "unknown"
         self._tail: bytes | None = None
 
+    @property
+    def call(self) -> Call:
+        """What the arguments say, with the bytes of the call."""
+        if self._call is None:
+            self._call = self.reader.call(self._key, self.group.size, self._reduce)
+        return self._call
+
+    @property
+    def root(self) -> int | None:
+        """Global rank of the root."""
+        return self.group.global_rank(self.call.root)
+
+    @property
+    def peer(self) -> int | None:
+        """Global rank of the peer."""
+        return self.group.global_rank(self.call.peer)
+
     def locality(self, topology: Topology) -> Locality:
         """How far this call reaches: its group, or for P2P the way between this rank and its peer."""
         if self._locality == "unknown":
-            if self.peer is not None:
-                self._locality = topology.locality((topology.rank, self.peer))
+            peer = self.peer
+            if peer is not None:
+                self._locality = topology.locality((topology.rank, peer))
             else:  # a receive from any source is no nearer than its group
                 self._locality = topology.locality(self.group.ranks)
         return self._locality

@@ -74,7 +74,9 @@ class NvtxMarkers:
         return attributes
 
 
-def classic_text(descriptor: Descriptor, record_id: int, rank: int, gpu_serial: str | None, vm_id: str | None) -> str:
+def classic_text(
+    descriptor: Descriptor, record_id: int, rank: int, device: str | None, gpu_serial: str | None, vm_id: str | None
+) -> str:
     """The older shim's JSON of one call: its field names, ranks global, sizes in bytes, seconds since 1970."""
     return _encoder.encode(
         {
@@ -82,7 +84,7 @@ def classic_text(descriptor: Descriptor, record_id: int, rank: int, gpu_serial: 
             "rank": rank,
             "source_line": descriptor.site.source,
             "message_size": descriptor.call.bytes,
-            "device": descriptor.call.device,
+            "device": device,
             "timestamp": time.time(),
             "gpu_serial": gpu_serial,
             "vm_id": vm_id,

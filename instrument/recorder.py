@@ -22,11 +22,11 @@ from torch.distributed import distributed_c10d
 
 from crossrank.comm import crosses_nodes
 from crossrank.errors import one_line
-from crossrank.instrument.c10d_ops import Reader, reduce_code
+from crossrank.instrument.c10d_ops import Reader
 from crossrank.instrument.callsite import CallSites
 from crossrank.instrument.descriptors import Descriptor
-from crossrank.instrument.groups import GroupState
 from crossrank.instrument.nvtx_markers import NvtxMarkers, classic_text
+from crossrank.instrument.reductions import ReductionReader
 
 if TYPE_CHECKING:
     from crossrank.instrument.session import Session
@@ -54,6 +54,7 @@ class Recorder:
         self._nvtx = nvtx
         self._ids = itertools.count()
         self._sites = CallSites()
+        self._reductions = ReductionReader()
         self._unbox: Callable[[Any], dist.ProcessGroup] = dist.ProcessGroup.unbox
         self._state_of = session.groups.by_id
         self._coalescing = 0
@@ -77,19 +78,24 @@ class Recorder:
         key = reader.key(args)
         if key is None:
             return None
-        site, api_frame = self._sites.find(sys._getframe(1).f_back, reader.direct_api)
-        reduce = reduce_code(args[reader.reduce]) if reader.reduce >= 0 else None
+        frame = sys._getframe(1).f_back
+        site, api_frame = self._sites.find(frame, reader.direct_api)
+        reduce = self._reductions.read(frame, args[reader.reduce]) if reader.reduce >= 0 else None
         full_key = (reader, site, key, reduce)
         descriptor = state.descriptors.get(full_key)
         if descriptor is None:
-            descriptor = Descriptor(reader, state, site, reader.call(args, state.size, reduce))
+            if reduce is not None:
+                reduce = self._reductions.verify(reduce, args[reader.reduce])
+                full_key = (reader, site, key, reduce)
+            descriptor = Descriptor(reader, state, site, key, reduce)
             if len(state.descriptors) >= _MAX_DESCRIPTORS:
                 state.descriptors.clear()
             state.descriptors[full_key] = descriptor
         record_id = next(self._ids)
         batch = tag = None
         if reader.is_p2p:
-            seq = state.next_p2p_seq(descriptor.call.peer, reader.op)
+            peer = args[reader.peer] if reader.peer >= 0 else None
+            seq = state.next_p2p_seq(peer, reader.op)
             tag = args[reader.tag] if reader.tag >= 0 else None
             if api_frame is not None and api_frame.f_code is _BATCH_CODE:
                 batch = self._p2p_batch(api_frame, record_id)
@@ -107,7 +113,7 @@ class Recorder:
             else:
                 writer.counts.dropped += 1
         if self._emits or self.window_open:
-            return self._open(descriptor, record_id, state)
+            return self._open(descriptor, record_id, args)
         return None
 
     def after(self, token: Token) -> None:
@@ -137,7 +143,7 @@ class Recorder:
         """How many calls got an id. Read from the counter's repr: `next` would use one up."""
         return int(repr(self._ids).removeprefix("count(").removesuffix(")"))
 
-    def _open(self, descriptor: Descriptor, record_id: int, state: GroupState) -> Token | None:
+    def _open(self, descriptor: Descriptor, record_id: int, args: Sequence[Any]) -> Token | None:
         topology = self._session.topology
         assert topology is not None  # made before the first group is
         pushed = False
@@ -150,7 +156,7 @@ class Recorder:
                     descriptor.emitted = wanted
             if wanted:
                 if self._texts:
-                    self._emit_text(descriptor, record_id, state)
+                    self._emit_text(descriptor, record_id, descriptor.reader.device(args))
                 if self._ranges and self._nvtx is not None:
                     self._nvtx.push(descriptor, record_id, topology)
                     pushed = True
@@ -161,13 +167,13 @@ class Recorder:
             )
         return (handle, pushed) if pushed or handle is not None else None
 
-    def _emit_text(self, descriptor: Descriptor, record_id: int, state: GroupState) -> None:
+    def _emit_text(self, descriptor: Descriptor, record_id: int, device: str | None) -> None:
         """The older shim's text: as a marker, and on stdout from the group's leader or any rank of P2P."""
         config = self._config
-        text = classic_text(descriptor, record_id, self._session.rank, config.gpu_serial, config.vm_id)
+        text = classic_text(descriptor, record_id, self._session.rank, device, config.gpu_serial, config.vm_id)
         if self._classic and self._nvtx is not None:
             self._nvtx.mark(text)
-        if config.print_calls and (descriptor.reader.is_p2p or state.rank == 0):
+        if config.print_calls and (descriptor.reader.is_p2p or descriptor.group.rank == 0):
             # One write per line, so that the lines of several ranks do not mix.
             sys.stdout.write(text + "\n")
             sys.stdout.flush()

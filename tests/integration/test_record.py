@@ -13,6 +13,8 @@ from torch.distributed import distributed_c10d
 
 import crossrank
 from crossrank.comm import CommRecord
+from crossrank.instrument import session
+from crossrank.instrument.reductions import ReductionReader
 from tests.integration.test_interception import records_of
 from tests.integration.world import World
 
@@ -106,6 +108,38 @@ def _reductions(rank: int) -> None:
     for op in ("SUM", "PRODUCT", "MIN", "MAX"):
         dist.all_reduce(torch.ones(1), op=getattr(dist.ReduceOp, op))
     dist.reduce(torch.ones(1, dtype=torch.int64), 0, op=dist.ReduceOp.BOR)
+
+
+def _reductions_not_in_a_frame(rank: int) -> None:
+    world = dist.group.WORLD
+    assert world is not None
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
+    world.allreduce([torch.ones(1)], options).wait()
+    for op in ("SUM", "MAX", "SUM"):  # one place, several reductions
+        dist.all_reduce(torch.ones(1), op=dist.ReduceOp(getattr(dist.ReduceOp, op)))
+    with distributed_c10d._coalescing_manager():
+        dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX)
+
+
+def test_reductions_that_no_frame_names_are_asked_of_the_dispatcher(two_ranks: World, tmp_path: Path) -> None:
+    records, _ = run(two_ranks, tmp_path, _reductions_not_in_a_frame)
+    assert [record.reduce for record in records] == ["min", "sum", "max", "sum", "max"]
+
+
+def _a_frame_that_lies(rank: int) -> None:
+    reader = ReductionReader()
+    current = session._current
+    assert current is not None
+    current.recorder._reductions = reader
+    reader._constants = {dist.ReduceOp.SUM: "max"}
+    for _ in range(3):
+        dist.all_reduce(torch.ones(1))
+
+
+def test_a_frame_that_differs_from_the_dispatcher_is_not_believed(two_ranks: World, tmp_path: Path) -> None:
+    records, _ = run(two_ranks, tmp_path, _a_frame_that_lies)
+    assert [record.reduce for record in records] == ["sum", "sum", "sum"]
 
 
 def test_reductions_are_named(two_ranks: World, tmp_path: Path) -> None:

@@ -1,0 +1,381 @@
+"""What recording costs: CPU time per call, step time, disk and memory, as one table of measured numbers.
+
+    python benchmarks/overhead.py [--quick] [SECTION ...]
+
+Sections: calls, nvtx, steps, disk, off. Every comparison is paired: both variants run in turn in the same process
+(calls, nvtx, off) or job (steps), and the median of the paired differences or ratios is printed, with the
+quartiles, because machines are shared and noisy. CPU times are of the calling thread, and of the whole process
+where the writer's thread is to be counted too; a process's own background (gloo's threads) cancels in the pair.
+
+The shim that is measured beside crossrank is what people have today: it replaces `dist.all_reduce`, walks
+`inspect.stack()` and builds new JSON for every call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import crossrank
+from crossrank.instrument import session
+from crossrank.tools.tables import print_table
+
+HERE = Path(__file__).parent
+CAPTURE = HERE.parent / "tests" / "integration" / "nvtx_capture.c"
+
+
+def start_one_rank() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def cpu_per_call(call: Callable[[], object], number: int, settle: Callable[[], None]) -> tuple[float, float]:
+    """CPU us per call: of this thread, and of the process until `settle` returns."""
+    thread, process = time.thread_time_ns(), time.process_time_ns()
+    for _ in range(number):
+        call()
+    thread = time.thread_time_ns() - thread
+    settle()
+    return thread / number / 1000, (time.process_time_ns() - process) / number / 1000
+
+
+def wait_for_writer() -> None:
+    """Until the writer's thread has turned everything so far into lines on disk."""
+    current = session._current
+    if current is None or current.writer is None:
+        return
+    writer = current.writer
+    while writer.ring:
+        writer.wake()
+        time.sleep(0.002)
+    with writer._lock:
+        pass
+
+
+def spread(values: Sequence[float], digits: int = 1) -> str:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.{digits}f} ({low:.{digits}f}..{high:.{digits}f})"
+
+
+class Shim:
+    """The monkeypatching shim of today: a new name in torch.distributed, a walk of the stack, JSON per call."""
+
+    def __init__(self) -> None:
+        import nvtx
+
+        self._mark = nvtx.mark
+        self._original = dist.all_reduce
+
+    def __enter__(self) -> None:
+        original = self._original
+
+        def traced(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            caller = inspect.stack()[1]
+            descriptor = {
+                "name": "all_reduce",
+                "rank": dist.get_rank(),
+                "source_line": f"{caller.filename}:{caller.lineno}",
+                "message_size": tensor.numel() * tensor.element_size(),
+                "device": str(tensor.device),
+                "timestamp": int(time.time()),
+                "group_ranks": dist.get_process_group_ranks(dist.group.WORLD),
+            }
+            self._mark(json.dumps(descriptor))
+            return original(tensor, *args, **kwargs)
+
+        dist.all_reduce = traced
+
+    def __exit__(self, *_: object) -> None:
+        dist.all_reduce = self._original
+
+
+def calls(rounds: int, number: int) -> None:
+    """Added CPU time per call with everything on and no NVTX tool attached."""
+    start_one_rank()
+    small, big = torch.ones(4), torch.ones(4)
+    sizes = iter(range(1 << 60))
+    split = torch.ones(1 << 20)
+
+    def moe() -> None:
+        rows = next(sizes) % 1_000_000
+        dist.all_to_all_single(split[:rows], split[:rows], [rows], [rows])
+
+    kinds: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(small),
+        "all_gather_single": lambda: dist.all_gather_single(big, small),
+        "barrier": lambda: dist.barrier(),
+        "all_to_all_single, new splits each call": moe,
+    }
+    rows = []
+    folder = tempfile.mkdtemp()
+    for name, call in kinds.items():
+        count = number if call is not moe else min(number, 1000)
+        thread, process, untraced, inactive = [], [], [], []
+        for _ in range(rounds):
+            without = cpu_per_call(call, count, wait_for_writer)
+            with crossrank.enable(tracing="ALL", directory=folder, flight=False):
+                call()
+                wait_for_writer()
+                recorder = session._current.recorder  # type: ignore[union-attr]
+                with_ = cpu_per_call(call, count, wait_for_writer)
+                # The same kernel that only passes the call on: what the dispatcher takes to call Python at all.
+                recorder.active = False
+                bare = cpu_per_call(call, count, wait_for_writer)
+                recorder.active = True
+            untraced.append(without[0])
+            thread.append(with_[0] - without[0])
+            process.append(with_[1] - without[1])
+            inactive.append(bare[0] - without[0])
+        rows.append(
+            (
+                f"crossrank: {name}",
+                f"{statistics.median(untraced):.1f}",
+                spread(thread),
+                spread(process),
+                spread(inactive),
+            )
+        )
+    shim, shim_process, untraced = [], [], []
+    for _ in range(rounds):
+        without = cpu_per_call(lambda: dist.all_reduce(small), number // 10, wait_for_writer)
+        with Shim():
+            with_ = cpu_per_call(lambda: dist.all_reduce(small), number // 10, wait_for_writer)
+        untraced.append(without[0])
+        shim.append(with_[0] - without[0])
+        shim_process.append(with_[1] - without[1])
+    rows.append(("shim: all_reduce", f"{statistics.median(untraced):.1f}", spread(shim), spread(shim_process), "-"))
+    shutil.rmtree(folder)
+    print_table(
+        f"Added CPU us per call, gloo, 1 rank, back to back, no NVTX tool: median (quartiles) of {rounds} pairs of"
+        f" {number} calls",
+        ("call", "#untraced", "#added, this thread", "#added, all threads", "#of which: an empty Python kernel"),
+        rows,
+    )
+
+
+def nvtx_attached(rounds: int, number: int) -> None:
+    """What an attached NVTX tool adds, in a process of its own: NVTX decides at its first use."""
+    if "NVTX_INJECTION64_PATH" not in os.environ:
+        library = _build_tool()
+        if library is None:
+            print("\nNVTX attached: left out, no C compiler")
+            return
+        words = [sys.executable, __file__, "nvtx", "--rounds", str(rounds), "--calls", str(number)]
+        subprocess.run(words, check=True, env=os.environ | {"NVTX_INJECTION64_PATH": str(library)})
+        return
+    start_one_rank()
+    small = torch.ones(4)
+    folder = tempfile.mkdtemp()
+    added = []
+    for _ in range(rounds):
+        times = []
+        for mode in ("0", "1"):
+            with crossrank.enable(tracing="ALL", directory=folder, flight=False, nvtx=mode):
+                dist.all_reduce(small)
+                wait_for_writer()
+                times.append(cpu_per_call(lambda: dist.all_reduce(small), number, wait_for_writer)[0])
+        added.append(times[1] - times[0])
+    shutil.rmtree(folder)
+    print_table(
+        f"Added CPU us per call by an attached NVTX tool whose callbacks do nothing: {rounds} pairs of {number} calls",
+        ("call", "#added, this thread"),
+        [("crossrank: all_reduce", spread(added))],
+    )
+
+
+def _build_tool() -> Path | None:
+    """The tests' capture library without an output file: its callbacks return at once."""
+    import importlib.metadata
+
+    compiler = shutil.which("cc")
+    if compiler is None:
+        return None
+    files = importlib.metadata.files("nvidia-nvtx") or []
+    header = next(file for file in files if file.name == "nvToolsExt.h" and file.parent.name == "nvtx3")
+    library = Path(tempfile.mkdtemp()) / "libcapture.so"
+    include = f"-I{Path(str(header.locate())).parent.parent}"
+    subprocess.run([compiler, "-shared", "-fPIC", "-O2", include, str(CAPTURE), "-o", str(library)], check=True)
+    return library
+
+
+def steps(rounds: int, number: int) -> None:
+    """Step time of a small transformer on 2 ranks, with tracing against without, outside windows."""
+    if "RANK" not in os.environ:
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
+        words += ["steps", "--rounds", str(rounds), "--steps", str(number)]
+        subprocess.run(words, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        return
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    folder = tempfile.mkdtemp()
+
+    def transformer() -> nn.Module:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True, dropout=0.0)
+        return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+    def sharded() -> nn.Module:
+        model = transformer()
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in model.layers:  # type: ignore[union-attr]
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    rows = []
+    for name, make in (("DDP", lambda: DistributedDataParallel(transformer())), ("FSDP2", sharded)):
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters())
+        batch = torch.randn(8, 64, 256)
+
+        def step(model: nn.Module = model, batch: torch.Tensor = batch, optimizer: Any = optimizer) -> None:
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def seconds(step: Callable[[], None] = step) -> float:
+            dist.barrier()
+            started = time.perf_counter()
+            for _ in range(number):
+                step()
+            dist.barrier()
+            return (time.perf_counter() - started) / number
+
+        seconds()
+        ratios, noise, untraced = [], [], []
+        for turn in range(rounds):
+            # off, on, off: the second pair of offs tells what the machine's noise alone gives.
+            first = seconds()
+            with crossrank.enable(tracing="ALL", directory=folder, flight=False):
+                traced = seconds()
+            second = seconds()
+            untraced.append((first + second) / 2)
+            ratios.append(traced / untraced[-1])
+            noise.append(second / first if turn % 2 else first / second)
+        rows.append((name, f"{1000 * statistics.median(untraced):.1f}", spread(ratios, 3), spread(noise, 3)))
+    if rank == 0:
+        print_table(
+            f"Step time, transformer of 3.2 M parameters, 2 gloo ranks: {rounds} pairs of {number} steps",
+            ("model", "#untraced ms", "#traced / untraced", "#untraced / untraced"),
+            rows,
+        )
+    dist.destroy_process_group()
+
+
+def disk(records: int) -> None:
+    """Bytes on disk per record and resident memory over many records, sizes fixed and changing (MoE)."""
+    start_one_rank()
+    rows = []
+    fixed = torch.ones(4)
+    pool = torch.ones(1 << 16)
+    for name, call in (
+        ("fixed size", lambda number: dist.all_reduce(fixed)),
+        ("a new size at each call", lambda number: dist.all_reduce(pool[: number % 60_000 + 1])),
+    ):
+        folder = tempfile.mkdtemp()
+        with crossrank.enable(tracing="ALL", directory=folder, flight=False):
+            for number in range(records // 10):
+                call(number)
+            wait_for_writer()
+            early = _resident_mb()
+            for number in range(records // 10, records):
+                call(number)
+            wait_for_writer()
+            late = _resident_mb()
+            counts = session._current.writer.counts  # type: ignore[union-attr]
+        size = (Path(folder) / "rank-0.comms.jsonl.zst").stat().st_size
+        rows.append(
+            (name, records, counts.dropped, f"{size / counts.records:.1f}", f"{early:.1f}", f"{late - early:+.1f}")
+        )
+        shutil.rmtree(folder)
+    print_table(
+        "The comms file, and resident memory of the process",
+        ("all_reduce", "#records", "#dropped", "#bytes/record", f"#MB after {records // 10}", f"#change at {records}"),
+        rows,
+    )
+
+
+def _resident_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 1e6
+
+
+def off(rounds: int, number: int) -> None:
+    """Calls after disable() and with TRACING=NONE against calls of a process that never heard of crossrank."""
+    start_one_rank()
+    small = torch.ones(4)
+    folder = tempfile.mkdtemp()
+    rows = []
+    for name in ("after disable()", "TRACING=NONE"):
+        ratios = []
+        for _ in range(rounds):
+            before = cpu_per_call(lambda: dist.all_reduce(small), number, wait_for_writer)[0]
+            if name == "after disable()":
+                with crossrank.enable(tracing="ALL", directory=folder, flight=False):
+                    dist.all_reduce(small)
+                after = cpu_per_call(lambda: dist.all_reduce(small), number, wait_for_writer)[0]
+            else:
+                with crossrank.enable(tracing="NONE"):
+                    after = cpu_per_call(lambda: dist.all_reduce(small), number, wait_for_writer)[0]
+            ratios.append(after / before)
+        rows.append((name, spread(ratios, 3)))
+    shutil.rmtree(folder)
+    print_table(
+        f"CPU time per call with tracing off: {rounds} pairs of {number} calls", ("state", "#off / never on"), rows
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sections = ("calls", "nvtx", "steps", "disk", "off")
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(sections))
+    parser.add_argument("--quick", action="store_true", help="a tenth of the work, to see that it runs")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--calls", type=int)
+    parser.add_argument("--steps", type=int)
+    arguments = parser.parse_args()
+    if unknown := set(arguments.sections) - set(sections):
+        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(sections)}")
+    scale = 10 if arguments.quick else 1
+    rounds = arguments.rounds or max(4, 30 // scale)
+    number = arguments.calls or max(500, 4000 // scale)
+    wanted = arguments.sections or sections
+    if len(wanted) > 1:  # each in a process of its own: a process group is made once
+        print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, {os.cpu_count()} cores")
+        for section in wanted:
+            words = [sys.executable, __file__, section, *(["--quick"] if arguments.quick else [])]
+            sys.stdout.flush()
+            subprocess.run(words, check=True)
+        return
+    run: dict[str, Callable[[], None]] = {
+        "calls": lambda: calls(rounds, number),
+        "nvtx": lambda: nvtx_attached(rounds, number),
+        "steps": lambda: steps(rounds, arguments.steps or max(5, 20 // scale)),
+        "disk": lambda: disk(1_000_000 // scale),
+        "off": lambda: off(rounds, number),
+    }
+    run[wanted[0]]()
+
+
+if __name__ == "__main__":
+    main()
