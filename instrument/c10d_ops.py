@@ -137,12 +137,15 @@ class Reader:
         self._tensors_at = self.inputs + self.outputs
         self._dummy = _position(names, ("tensor",)) if not self._tensors_at else -1
         layout = [types[names[position]] for position in self._tensors_at]
+        one_value = len(self._keyed) == 1
         self.key: Callable[[Sequence[Any]], CallKey | None]
         """What distinguishes a call from others of the op on its group; None for fake and meta tensors."""
-        if layout == ["List[Tensor]"]:
+        if layout == ["List[Tensor]"] and one_value:
             self.key = self._key_of_list
-        elif layout == ["Tensor", "Tensor"] and self._in_split < 0:
+        elif layout == ["Tensor", "Tensor"] and one_value and self._in_split < 0:
             self.key = self._key_of_pair
+        elif not layout and one_value and types.get(names[self._dummy]) == "Tensor":
+            self.key = self._key_of_dummy
         else:
             self.key = self._key_of_any
 
@@ -153,18 +156,27 @@ class Reader:
         tensor = tensors[0]
         if (type(tensor) is not _Tensor and not _is_real(tensor)) or tensor.is_meta:
             return None
-        if len(self._keyed) == 1:
-            position = self._keyed[0]
-            value = args[position] if position < len(args) else self._defaults[position]
-            return (tensor.shape, tensor.dtype, value)
-        return (tensor.shape, tensor.dtype, *self._plain(args))
+        position = self._keyed[0]
+        value = args[position] if position < len(args) else self._defaults[position]
+        return (tensor.shape, tensor.dtype, value)
 
     def _key_of_pair(self, args: Sequence[Any]) -> CallKey | None:
-        first, second = args[self._tensors_at[0]], args[self._tensors_at[1]]
-        for tensor in (first, second):
-            if (type(tensor) is not _Tensor and not _is_real(tensor)) or tensor.is_meta:
-                return None
-        return (first.shape, second.shape, first.dtype, *self._plain(args))
+        at = self._tensors_at
+        first, second = args[at[0]], args[at[1]]
+        if (type(first) is not _Tensor and not _is_real(first)) or first.is_meta:
+            return None
+        if type(second) is not _Tensor and not _is_real(second):
+            return None
+        position = self._keyed[0]
+        value = args[position] if position < len(args) else self._defaults[position]
+        return (first.shape, second.shape, first.dtype, value)
+
+    def _key_of_dummy(self, args: Sequence[Any]) -> CallKey | None:
+        tensor = args[self._dummy]
+        if (type(tensor) is not _Tensor and not _is_real(tensor)) or tensor.is_meta:
+            return None
+        position = self._keyed[0]
+        return (None, args[position] if position < len(args) else self._defaults[position])
 
     def _key_of_any(self, args: Sequence[Any]) -> CallKey | None:
         key: list[Any] = [_LONG, *self._plain(args)]
@@ -194,7 +206,7 @@ class Reader:
                 out_split, in_split = rest.pop(), rest.pop()
                 out_split, in_split = tuple(out_split), tuple(in_split)
             shapes, dtype = _split_arguments(rest)
-        else:  # the shapes of the only argument or of both, then their dtype
+        else:  # the shapes of the only argument or of both, then their dtype, then the one value
             count = len(self._tensors_at)
             shapes, dtype = [(tuple(shape),) for shape in key[:count]], key[count]
             plain = dict(zip(self._keyed, key[count + 1 :], strict=True))

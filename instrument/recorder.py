@@ -11,8 +11,8 @@ import itertools
 import logging
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
+from time import monotonic_ns
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,8 @@ log = logging.getLogger("crossrank")
 _MAX_DESCRIPTORS = 4096
 _BATCH_CODE = distributed_c10d.batch_isend_irecv.__code__
 
+_getframe: Callable[[int], FrameType] = sys._getframe
+
 # (range of the profiler, whether an NVTX range is open)
 Token = tuple[Any, bool]
 
@@ -53,8 +55,9 @@ class Recorder:
         self._half = ring_capacity // 2
         self._nvtx = nvtx
         self._ids = itertools.count()
-        self._sites = CallSites()
+        self._find_site = CallSites().find
         self._reductions = ReductionReader()
+        self._read_reduction = self._reductions.read
         self._unbox: Callable[[Any], dist.ProcessGroup] = dist.ProcessGroup.unbox
         self._state_of = session.groups.by_id
         self._coalescing = 0
@@ -67,7 +70,7 @@ class Recorder:
         self._emits = self._texts or self._ranges
 
     def before(self, reader: Reader, args: Sequence[Any]) -> Token | None:
-        """Record the call that is about to be launched. Called by the kernel: frame 1 is the kernel's."""
+        """Record the call that is about to be launched. Frame 1 is the kernel's, frame 2 whoever called it."""
         session = self._session
         writer = session.writer
         group = self._unbox(args[reader.group])
@@ -78,9 +81,12 @@ class Recorder:
         key = reader.key(args)
         if key is None:
             return None
-        frame = sys._getframe(1).f_back
-        site, api_frame = self._sites.find(frame, reader.direct_api)
-        reduce = self._reductions.read(frame, args[reader.reduce]) if reader.reduce >= 0 else None
+        try:
+            frame = _getframe(2)
+        except ValueError:  # a thread of C++: nothing of Python above the kernel
+            frame = None
+        site, api_frame = self._find_site(frame, reader.direct_api)
+        reduce = self._read_reduction(frame, args[reader.reduce]) if reader.reduce >= 0 else None
         full_key = (reader, site, key, reduce)
         descriptor = state.descriptors.get(full_key)
         if descriptor is None:
@@ -107,7 +113,7 @@ class Recorder:
             ring = writer.ring
             waiting = len(ring)
             if waiting < self._capacity:
-                ring.append((descriptor, record_id, seq, time.monotonic_ns(), self.step, batch, tag))
+                ring.append((descriptor, record_id, seq, monotonic_ns(), self.step, batch, tag))
                 if waiting == self._half:
                     writer.wake()
             else:

@@ -216,7 +216,7 @@ def _broken_recorder(rank: int) -> str:
     def fail(*_: object) -> None:
         raise RuntimeError("inside the recorder")
 
-    current.recorder._sites.find = fail  # type: ignore[assignment]
+    current.recorder._find_site = fail  # type: ignore[assignment]
     for _ in range(3):
         dist.all_reduce(tensor)
     assert current.writer is not None
