@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 import crossrank
-from crossrank.instrument import session
+from crossrank.instrument import api
 from crossrank.tools.tables import print_table
 
 HERE = Path(__file__).parent
@@ -62,7 +62,7 @@ def cpu_per_call(call: Callable[[], object], number: int, settle: Callable[[], N
 
 def wait_for_writer() -> None:
     """Until the writer's thread has turned everything so far into lines on disk."""
-    current = session._current
+    current = api._current
     if current is None or current.writer is None:
         return
     writer = current.writer
@@ -137,7 +137,7 @@ def calls(rounds: int, number: int) -> None:
             with crossrank.enable(tracing="ALL", directory=folder, flight=False):
                 call()
                 wait_for_writer()
-                recorder = session._current.recorder  # type: ignore[union-attr]
+                recorder = api._current.recorder  # type: ignore[union-attr]
                 with_ = cpu_per_call(call, count, wait_for_writer)
                 # The same kernel that only passes the call on: what the dispatcher takes to call Python at all.
                 recorder.active = False
@@ -308,7 +308,7 @@ def disk(records: int) -> None:
                 call(number)
             wait_for_writer()
             late = _resident_mb()
-            counts = session._current.writer.counts  # type: ignore[union-attr]
+            counts = api._current.writer.counts  # type: ignore[union-attr]
         size = (Path(folder) / "rank-0.comms.jsonl.zst").stat().st_size
         rows.append(
             (name, records, counts.dropped, f"{size / counts.records:.1f}", f"{early:.1f}", f"{late - early:+.1f}")

@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from crossrank.instrument.session import disable, enable, enabled, step, window
+    from crossrank.instrument.api import disable, enable, enabled, step, window
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "disable", "enable", "enabled", "step", "window"]
@@ -26,5 +26,5 @@ _RECORDER = ("enable", "disable", "enabled", "step", "window")
 
 def __getattr__(name: str) -> Any:
     if name in _RECORDER:
-        return getattr(import_module("crossrank.instrument.session"), name)
+        return getattr(import_module("crossrank.instrument.api"), name)
     raise AttributeError(f"module 'crossrank' has no attribute {name!r}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from crossrank.errors import one_line
@@ -37,9 +37,6 @@ class Gpu:
         if self.fabric_cluster is None or self.fabric_clique is None:
             return None
         return f"{self.fabric_cluster}:{self.fabric_clique}"
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 # Names of NVML's cumulative fields -> names of ours. Not every GPU has every field.

@@ -16,7 +16,6 @@ written in Python, torchcomms, symmetric memory, and replays of a CUDA graph.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -163,7 +162,3 @@ def _require_capabilities() -> None:
             raise CrossrankError(
                 f"torch {torch.__version__} has no {name}, which recording needs; crossrank is tested with torch 2.13"
             )
-
-
-# Two libraries at one key shadow each other, so a process has one set of kernels.
-install_lock = threading.Lock()

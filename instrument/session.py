@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import platform
 import socket
 import threading
 import time
@@ -25,22 +23,22 @@ from torch.distributed import distributed_c10d
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import crossrank
-from crossrank.errors import CrossrankError, one_line
-from crossrank.instrument import config as configuration
-from crossrank.instrument import flight, interception
+from crossrank.errors import one_line
+from crossrank.instrument import flight
 from crossrank.instrument.config import Config
 from crossrank.instrument.exit_guard import ExitGuard
 from crossrank.instrument.files import RankFiles
 from crossrank.instrument.gpu import GpuReader, device_is_settled
 from crossrank.instrument.groups import GroupState, GroupTable
+from crossrank.instrument.header import describe_rank
 from crossrank.instrument.interception import Interception
 from crossrank.instrument.nvtx_markers import NvtxMarkers
 from crossrank.instrument.recorder import Recorder
 from crossrank.instrument.steps import StepBoundaries
-from crossrank.instrument.topology import Topology, boot_id, node_of_this_machine
+from crossrank.instrument.topology import Topology, node_of_this_machine
 from crossrank.instrument.window import WindowRecorder
-from crossrank.instrument.writer import CommsWriter, clock
-from crossrank.recording import COMMS, FLIGHT, SCHEMA, file_name
+from crossrank.instrument.writer import CommsWriter
+from crossrank.recording import COMMS, FLIGHT, file_name
 
 log = logging.getLogger("crossrank")
 
@@ -103,13 +101,16 @@ class Session:
     def step(self) -> None:
         """The training loop says that an iteration has ended. From now on the optimizers are not asked."""
         self._explicit_steps = True
-        self._advance()
+        with self._reported("an iteration was not counted"):
+            self._advance()
 
     @contextlib.contextmanager
     def window(self) -> Iterator[None]:
         """Record ET and Kineto inside the block."""
-        self._begin()
-        opened = self._open_window()
+        opened = False
+        with self._reported("a window is missing"):
+            self._begin()
+            opened = self._open_window()
         try:
             yield
         finally:
@@ -213,7 +214,15 @@ class Session:
         self._calls_before = self.recorder.calls()
         self._files = RankFiles(self.config.directory, self.rank)
         self._windows = WindowRecorder(self._files, self.rank, self.config.nsys)
-        header = self._header()
+        header = describe_rank(
+            rank=self.rank,
+            world_size=self._world_size,
+            node=self.topology.node,
+            gpu=self._gpu.gpu,
+            config=self.config,
+            ops=self._interception.ops,
+            blind_spots=self.groups.unseen_kinds(),
+        )
         self.writer = CommsWriter(
             str(self._files.path(file_name(COMMS, self.rank))),
             topology=self.topology,
@@ -239,37 +248,6 @@ class Session:
         if self.topology is not None:
             self.topology.stop()
 
-    def _header(self) -> dict[str, Any]:
-        gpu = self._gpu.gpu
-        assert self.topology is not None
-        config = {name: getattr(self.config, name) for name in self.config.__dataclass_fields__}
-        window = self.config.window
-        config["window"] = None if window is None else [window.start, window.stop, window.every]
-        return {
-            "schema": SCHEMA,
-            "rank": self.rank,
-            "world_size": self._world_size,
-            "host": socket.gethostname(),
-            "boot_id": boot_id(),
-            "node": self.topology.node,
-            "local_rank": _whole(os.environ.get("LOCAL_RANK")),
-            "pid": os.getpid(),
-            "gpu": gpu.as_json() if gpu else None,
-            "gpu_serial": self.config.gpu_serial,
-            "vm_id": self.config.vm_id,
-            "clock": clock(),
-            "versions": {
-                "crossrank": crossrank.__version__,
-                "python": platform.python_version(),
-                "torch": str(torch.__version__),
-                "cuda": torch.version.cuda,
-                "nccl": _nccl_version(),
-            },
-            "config": config,
-            "ops": self._interception.ops,
-            "blind_spots": self.groups.unseen_kinds(),
-        }
-
     # --- groups -------------------------------------------------------------------------------------------
 
     def _on_new_group(self, state: GroupState) -> None:
@@ -293,8 +271,9 @@ class Session:
     def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._explicit_steps or self._closed:
             return
-        if self._boundaries.ends_iteration(id(optimizer)):
-            self._advance()
+        with self._reported("an iteration was not counted"):
+            if self._boundaries.ends_iteration(id(optimizer)):
+                self._advance()
 
     def _advance(self) -> None:
         recorder = self.recorder
@@ -358,111 +337,3 @@ class Session:
             if consequence not in self._told:
                 self._told.add(consequence)
                 log.warning("crossrank: %s: %s", consequence, one_line(error))
-
-
-def _whole(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdigit() else None
-
-
-def _nccl_version() -> str | None:
-    if not torch.cuda.is_available() or not dist.is_nccl_available():
-        return None
-    return ".".join(str(part) for part in torch.cuda.nccl.version())
-
-
-# --- the process's one session ----------------------------------------------------------------------------
-
-_current: Session | None = None
-
-
-class Tracing:
-    """What `enable()` returns: a handle that a `with` block may close. Does nothing where tracing is off."""
-
-    def __init__(self, session: Session | None) -> None:
-        self._session = session
-
-    @property
-    def active(self) -> bool:
-        """Whether calls are being recorded."""
-        return self._session is not None and self._session.active
-
-    def __enter__(self) -> Tracing:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._session is not None and self._session is _current:
-            disable()
-
-
-def enable(
-    *,
-    tracing: str | None = None,
-    directory: str | os.PathLike[str] | None = None,
-    window: str | None = None,
-    nvtx: str | bool | None = None,
-    print_calls: bool | None = None,
-    flight: bool | None = None,
-    nsys: bool | None = None,
-    node: str | None = None,
-    ring: int | None = None,
-) -> Tracing:
-    """Record every collective and P2P call of this process from now on.
-
-    Each argument wins over its variable: see `crossrank.instrument.config`. Never raises: where tracing cannot
-    start, one line says why and training goes on without. A second call warns and changes nothing.
-    """
-    global _current
-    arguments = {name: value for name, value in locals().items() if name != "_current"}
-    if _current is not None:
-        log.warning("crossrank: already enabled; the first enable() stays in force")
-        return Tracing(_current)
-    try:
-        config = configuration.load(arguments, os.environ)
-        if config.emit == "NONE":
-            return Tracing(None)
-        if not dist.is_available():
-            raise CrossrankError("this torch is built without torch.distributed; install a build that has it")
-        with interception.install_lock:
-            session = Session(config)
-            session.start()
-            _current = session
-    except Exception as error:
-        log.warning("crossrank: tracing is off: %s", one_line(error))
-        return Tracing(None)
-    return Tracing(session)
-
-
-def disable() -> None:
-    """Finish the files and stop recording. Does nothing where tracing is off."""
-    global _current
-    session, _current = _current, None
-    if session is not None:
-        session.close()
-
-
-def enabled() -> bool:
-    """Whether calls are being recorded."""
-    return _current is not None and _current.active
-
-
-def step() -> None:
-    """Say that an iteration has ended. Without it the optimizers' steps are counted."""
-    if _current is not None:
-        with _current._reported("an iteration was not counted"):
-            _current.step()
-
-
-def window() -> contextlib.AbstractContextManager[None]:
-    """A `with` block that is recorded as one window of ET and Kineto. Does nothing where tracing is off."""
-    return _current.window() if _current is not None else contextlib.nullcontext()
-
-
-def _after_fork_in_child() -> None:
-    global _current
-    session, _current = _current, None
-    if session is not None:
-        session.abandon()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)

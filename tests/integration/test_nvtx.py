@@ -18,7 +18,7 @@ from tests.integration import jobs
 from tests.integration.test_interception import records_of
 
 # Markers are sent before it is known which calls leave a node; from here on it is.
-SETTLED = "from crossrank.instrument import session\nassert session._current.topology.settled.wait(30)\n"
+SETTLED = "from crossrank.instrument import api\nassert api._current.topology.settled.wait(30)\n"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 
 import crossrank
 from crossrank.comm import CommRecord
-from crossrank.instrument import session
+from crossrank.instrument import api
 from crossrank.instrument.reductions import ReductionReader
 from tests.integration.test_interception import records_of
 from tests.integration.world import World
@@ -129,7 +129,7 @@ def test_reductions_that_no_frame_names_are_asked_of_the_dispatcher(two_ranks: W
 
 def _a_frame_that_lies(rank: int) -> None:
     reader = ReductionReader()
-    current = session._current
+    current = api._current
     assert current is not None
     current.recorder._reductions, current.recorder._read_reduction = reader, reader.read
     reader._constants = {dist.ReduceOp.SUM: "max"}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import crossrank
-from crossrank.instrument import session
+from crossrank.instrument import api
 from crossrank.recording import CommsFile
 from tests.integration import jobs
 from tests.integration.test_interception import records_of
@@ -137,7 +137,7 @@ def test_a_rank_that_does_not_record_blocks_nobody(two_ranks: World, tmp_path: P
 
 
 def _burst(rank: int) -> None:
-    current = session._current
+    current = api._current
     assert current is not None
     assert current.writer is not None
     with current.writer._lock:  # a writer that cannot keep up
@@ -209,7 +209,7 @@ def test_a_full_disk_loses_the_rest_and_counts_it(tmp_path: Path) -> None:
 
 
 def _broken_recorder(rank: int) -> str:
-    current = session._current
+    current = api._current
     assert current is not None
     tensor = torch.ones(1)
 

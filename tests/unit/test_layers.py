@@ -16,7 +16,7 @@ FORBIDDEN = {
     "instrument": ("crossrank.tools", "crossrank.replay"),
 }
 # The package resolves enable() and the rest when they are first used.
-LAZY = {("crossrank/__init__.py", "crossrank.instrument.session")}
+LAZY = {("crossrank/__init__.py", "crossrank.instrument.api")}
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -1,0 +1,111 @@
+"""What a training script calls: `enable`, `disable`, `step`, `window`. A process has one session at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+
+import torch.distributed as dist
+
+from crossrank.errors import CrossrankError, one_line
+from crossrank.instrument import config as configuration
+from crossrank.instrument.session import Session
+
+log = logging.getLogger("crossrank")
+
+_lock = threading.Lock()
+_current: Session | None = None
+
+
+class Tracing:
+    """What `enable()` returns: a handle that a `with` block may close. Does nothing where tracing is off."""
+
+    def __init__(self, session: Session | None) -> None:
+        self._session = session
+
+    @property
+    def active(self) -> bool:
+        """Whether calls are being recorded."""
+        return self._session is not None and self._session.active
+
+    def __enter__(self) -> Tracing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._session is not None and self._session is _current:
+            disable()
+
+
+def enable(
+    *,
+    tracing: str | None = None,
+    directory: str | os.PathLike[str] | None = None,
+    window: str | None = None,
+    nvtx: str | bool | None = None,
+    print_calls: bool | None = None,
+    flight: bool | None = None,
+    nsys: bool | None = None,
+    node: str | None = None,
+    ring: int | None = None,
+) -> Tracing:
+    """Record every collective and P2P call of this process from now on.
+
+    Each argument wins over its variable: see `crossrank.instrument.config`. Never raises: where tracing cannot
+    start, one line says why and training goes on without. A second call warns and changes nothing.
+    """
+    global _current
+    arguments = {name: value for name, value in locals().items() if name != "_current"}
+    if _current is not None:
+        log.warning("crossrank: already enabled; the first enable() stays in force")
+        return Tracing(_current)
+    try:
+        config = configuration.load(arguments, os.environ)
+        if config.emit == "NONE":
+            return Tracing(None)
+        if not dist.is_available():
+            raise CrossrankError("this torch is built without torch.distributed; install a build that has it")
+        with _lock:
+            session = Session(config)
+            session.start()
+            _current = session
+    except Exception as error:
+        log.warning("crossrank: tracing is off: %s", one_line(error))
+        return Tracing(None)
+    return Tracing(session)
+
+
+def disable() -> None:
+    """Finish the files and stop recording. Does nothing where tracing is off."""
+    global _current
+    session, _current = _current, None
+    if session is not None:
+        session.close()
+
+
+def enabled() -> bool:
+    """Whether calls are being recorded."""
+    return _current is not None and _current.active
+
+
+def step() -> None:
+    """Say that an iteration has ended. Without it the optimizers' steps are counted."""
+    if _current is not None:
+        _current.step()
+
+
+def window() -> contextlib.AbstractContextManager[None]:
+    """A `with` block that is recorded as one window of ET and Kineto. Does nothing where tracing is off."""
+    return _current.window() if _current is not None else contextlib.nullcontext()
+
+
+def _after_fork_in_child() -> None:
+    global _current
+    session, _current = _current, None
+    if session is not None:
+        session.abandon()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
