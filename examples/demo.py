@@ -1,7 +1,8 @@
 """The main job of `make demo`: four gloo ranks that pose as two nodes.
 
-They train a small transformer with DDP, then with FSDP2, and pass activations from rank to rank as a pipeline
-does. The only lines about crossrank are `import`, `enable` and the node that each rank pretends to be on.
+They train a small transformer with DDP, then with FSDP2 (sharded inside a node, replicated across nodes), and pass
+activations from rank to rank as a pipeline does. The only lines about crossrank are `import`, `enable`, with the node
+that each rank pretends to be on, and `disable`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import crossrank
 
+RANKS_PER_NODE = 2
 STEPS = 4
 BATCH, LENGTH, WIDTH = 4, 32, 128
 
@@ -57,12 +59,14 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(1)
-    crossrank.enable(node=f"node-{rank // 2}", window=os.environ.get("TRACING_WINDOW", "2:4"))
+    crossrank.enable(node=f"node-{rank // RANKS_PER_NODE}", window=os.environ.get("TRACING_WINDOW", "2:4"))
 
     ddp_loss = train(DistributedDataParallel(make_model()), rank)
 
     sharded = make_model()
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = init_device_mesh(
+        "cpu", (world_size // RANKS_PER_NODE, RANKS_PER_NODE), mesh_dim_names=("replicate", "shard")
+    )
     for layer in sharded.layers:  # type: ignore[union-attr]
         fully_shard(layer, mesh=mesh)
     fully_shard(sharded, mesh=mesh)
