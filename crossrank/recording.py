@@ -92,6 +92,8 @@ class Listing:
     """Files that were cut off while they were written, by their names."""
     foreign: tuple[str, ...]
     """Files that are none of a recording's, by their names."""
+    folders: tuple[str, ...]
+    """Folders in it, by their names."""
 
     def of_kind(self, kind: str) -> list[RankFile]:
         return [file for file in self.files if file.kind == kind]
@@ -105,10 +107,10 @@ def list_recording(path: str) -> Listing:
     file_system, local = _file_system(path)
     if not file_system.exists(local):
         raise CrossrankError(f"{path}: no such file or folder; name the folder given as TRACING_DIR")
-    if file_system.isdir(local):
-        entries = [entry for entry in file_system.ls(local, detail=True) if entry["type"] == "file"]
-    else:
-        entries = [file_system.info(local)]
+    is_folder = file_system.isdir(local)
+    entries = file_system.ls(local, detail=True) if is_folder else [file_system.info(local)]
+    folders = sorted(PurePosixPath(entry["name"]).name for entry in entries if entry["type"] == "directory")
+    entries = [entry for entry in entries if entry["type"] == "file"]
     files, torn, foreign = [], [], []
     for entry in entries:
         name = PurePosixPath(entry["name"]).name
@@ -129,7 +131,9 @@ def list_recording(path: str) -> Listing:
         else:
             foreign.append(name)
     files.sort(key=lambda file: (file.rank, file.kind, file.window))
-    return Listing(path=path, files=tuple(files), torn=tuple(sorted(torn)), foreign=tuple(sorted(foreign)))
+    return Listing(
+        path=path, files=tuple(files), torn=tuple(sorted(torn)), foreign=tuple(sorted(foreign)), folders=tuple(folders)
+    )
 
 
 def _file_system(path: str) -> tuple[Any, str]:

@@ -17,6 +17,7 @@ log = logging.getLogger("crossrank")
 
 _lock = threading.Lock()
 _current: Session | None = None
+_asked = False  # whether enable() was ever called here, with whatever result
 
 
 class Tracing:
@@ -42,7 +43,7 @@ def enable(
     *,
     tracing: str | None = None,
     directory: str | os.PathLike[str] | None = None,
-    window: str | None = None,
+    window: str | tuple[int, ...] | None = None,
     nvtx: str | bool | None = None,
     print_calls: bool | None = None,
     flight: bool | None = None,
@@ -55,8 +56,9 @@ def enable(
     Each argument wins over its variable: see `crossrank.instrument.config`. Never raises: where tracing cannot
     start, one line says why and training goes on without. A second call warns and changes nothing.
     """
-    global _current
-    arguments = {name: value for name, value in locals().items() if name != "_current"}
+    global _asked, _current
+    arguments = dict(locals())
+    _asked = True
     if _current is not None:
         log.warning("crossrank: already enabled; the first enable() stays in force")
         return Tracing(_current)
@@ -97,7 +99,11 @@ def step() -> None:
 
 def window() -> contextlib.AbstractContextManager[None]:
     """A `with` block that is recorded as one window of ET and Kineto. Does nothing where tracing is off."""
-    return _current.window() if _current is not None else contextlib.nullcontext()
+    if _current is not None:
+        return _current.window()
+    if not _asked:
+        log.warning("crossrank: a window before enable() records nothing")
+    return contextlib.nullcontext()
 
 
 def _after_fork_in_child() -> None:

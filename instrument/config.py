@@ -43,6 +43,8 @@ VM_ID = "VM_ID"
 # The names of the older shim, still in people's job scripts. The new name wins where both are set.
 ALIASES = {TRACING: "TORCH_DISTRIBUTED_TRACING", TRACING_PRINT: "TORCH_DISTRIBUTED_TRACING_PRINT"}
 
+_WORDS = {"1": "true", "0": "false"}
+
 DEFAULT_DIR = "crossrank-recording"
 DEFAULT_RING = 65_536
 
@@ -109,7 +111,7 @@ def load(arguments: Mapping[str, object], environment: Mapping[str, str]) -> Con
         """Where the setting was found and its text."""
         given = arguments.get(argument)
         if given is not None:
-            text = "1" if given is True else "0" if given is False else str(given)
+            text = ":".join(map(str, given)) if isinstance(given, tuple | list) else str(given)
             return f"enable({argument}=)", text
         for variable in (name, ALIASES.get(name)):
             if variable is not None and (text := environment.get(variable, "").strip()):
@@ -121,9 +123,10 @@ def load(arguments: Mapping[str, object], environment: Mapping[str, str]) -> Con
         if found is None:
             return default
         where, text = found
-        if text not in allowed:
-            raise CrossrankError(f"{where}={text!r} is not one of {', '.join(allowed)}")
-        return allowed[text]
+        for name_, meaning in allowed.items():
+            if text.lower() in (name_.lower(), _WORDS.get(name_)):
+                return meaning
+        raise CrossrankError(f"{where}={text!r} is not one of {', '.join(allowed)}")
 
     on_off = {"1": True, "0": False}
     window = value(TRACING_WINDOW, "window")

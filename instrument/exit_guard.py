@@ -1,6 +1,6 @@
 """Ends a recording properly however the process ends, and keeps forked children out of it.
 
-* Normal exit and uncaught exceptions: `atexit`.
+* Normal exit and uncaught exceptions: `atexit`, and multiprocessing's finalizers in its forked workers.
 * SIGTERM and SIGINT, where nobody else handles them: the files are finished, then the process dies of the
   signal as it would have. Where the script handles them, its handler is left alone.
 * SIGUSR1: the flight recorder is dumped, then the script's own handler runs, if it has one.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import logging
+import multiprocessing.util
 import os
 import signal
 import threading
@@ -45,10 +46,13 @@ class ExitGuard:
         self._ours: dict[int, Handler] = {}
         self._pipe: tuple[int, int] | None = None
         self._main_acted = threading.Event()
+        self._finalizer: multiprocessing.util.Finalize | None = None
 
     def install(self, *, on_usr1: bool) -> None:
         """Register for exit and, from the main thread, for signals."""
         atexit.register(self._finish, "exit")
+        # Forked workers of multiprocessing leave through os._exit: atexit does not run there, finalizers do.
+        self._finalizer = multiprocessing.util.Finalize(None, self._finish, args=("exit",), exitpriority=0)
         if threading.current_thread() is not threading.main_thread():
             log.debug("crossrank: enabled outside the main thread, signals are not watched")
             return
@@ -63,6 +67,8 @@ class ExitGuard:
         """Give back every handler that nobody has replaced since. On another thread than the main one they stay:
         they do nothing then but let the process die of its signal."""
         atexit.unregister(self._finish)
+        if self._finalizer is not None:
+            self._finalizer.cancel()
         if threading.current_thread() is not threading.main_thread():
             return
         self._give_back_handlers()

@@ -26,18 +26,19 @@ _LEVEL = 3
 class RankFiles:
     """The folder of a recording as one rank writes it."""
 
-    def __init__(self, directory: str, rank: int) -> None:
+    def __init__(self, directory: str, rank: int, world_size: int) -> None:
         self._url = directory if is_url(directory) else None
-        self._rank = rank
-        folder = Path(tempfile.mkdtemp(prefix="crossrank-")) if self._url else Path(directory)
+        folder = Path(tempfile.mkdtemp(prefix="crossrank-")) if self._url else Path(directory).expanduser()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _set_aside(folder, rank)
+            _set_aside(folder, rank, world_size)
         except OSError as error:
             raise CrossrankError(
                 f"cannot write to {folder}: {error.strerror}; name another folder with TRACING_DIR"
             ) from error
         self.folder = folder.resolve()
+        if self._url is not None:
+            self._check_url(self._url)
 
     def path(self, name: str) -> Path:
         return self.folder / name
@@ -62,6 +63,20 @@ class RankFiles:
         os.replace(temporary, self.path(name))
         self.upload(name)
 
+    def close(self) -> None:
+        """Remove the local folder of a URL, if nothing had to stay in it."""
+        if self._url is not None and not any(self.folder.iterdir()):
+            self.folder.rmdir()
+
+    def _check_url(self, url: str) -> None:
+        """Say now, rather than at the end of a long job, that a URL cannot be written to."""
+        import fsspec
+
+        try:
+            fsspec.core.url_to_fs(url)
+        except Exception as error:
+            log.warning("crossrank: cannot upload to %s: %s; files will stay in %s", url, one_line(error), self.folder)
+
     def upload(self, name: str) -> None:
         """Copy a whole file to the URL of the recording, if it has one. The local copy stays if that fails."""
         if self._url is None:
@@ -78,9 +93,17 @@ class RankFiles:
             log.warning("crossrank: cannot upload %s: %s; it is kept as %s", target, one_line(error), self.path(name))
 
 
-def _set_aside(folder: Path, rank: int) -> None:
-    """Move what an earlier recording left for this rank to the first `earlier-K` that has none of it."""
-    left = [path for path in folder.iterdir() if path.is_file() and rank_of(path.name) == rank]
+def _set_aside(folder: Path, rank: int, world_size: int) -> None:
+    """Move what an earlier recording left for this rank to the first `earlier-K` that has none of it.
+
+    Rank 0 also moves what is left of ranks that this job does not have.
+    """
+
+    def is_left(path: Path) -> bool:
+        owner = rank_of(path.name)
+        return owner is not None and (owner == rank or (rank == 0 and owner >= world_size)) and path.is_file()
+
+    left = [path for path in folder.iterdir() if is_left(path)]
     if not left:
         return
     number = 1

@@ -37,7 +37,7 @@ from crossrank.instrument.recorder import Recorder
 from crossrank.instrument.steps import StepBoundaries
 from crossrank.instrument.topology import Topology, node_of_this_machine
 from crossrank.instrument.window import WindowRecorder
-from crossrank.instrument.writer import CommsWriter
+from crossrank.instrument.writer import CommsWriter, Counts
 from crossrank.recording import COMMS, FLIGHT, file_name
 
 log = logging.getLogger("crossrank")
@@ -99,9 +99,11 @@ class Session:
         return self.groups.add(group)
 
     def step(self) -> None:
-        """The training loop says that an iteration has ended. From now on the optimizers are not asked."""
-        self._explicit_steps = True
+        """The training loop says that an iteration has ended. From now on only these calls count."""
         with self._reported("an iteration was not counted"):
+            if not self._explicit_steps:
+                self._explicit_steps = True
+                self.recorder.step = 0  # whatever the optimizers' steps have come to in the first iteration
             self._advance()
 
     @contextlib.contextmanager
@@ -212,7 +214,7 @@ class Session:
     def _begin_files(self) -> None:
         assert self.topology is not None
         self._calls_before = self.recorder.calls()
-        self._files = RankFiles(self.config.directory, self.rank)
+        self._files = RankFiles(self.config.directory, self.rank, self._world_size)
         self._windows = WindowRecorder(self._files, self.rank, self.config.nsys)
         header = describe_rank(
             rank=self.rank,
@@ -245,8 +247,29 @@ class Session:
                 end = {"reason": reason, "step": self.recorder.step, "blind_spots": self.groups.unseen_kinds()}
                 writer.close(lambda: end | msgspec.to_builtins(writer.counts))
                 self._files.upload(file_name(COMMS, self.rank))
+                self._files.close()
+                self._tell_what_is_empty(writer.counts)
         if self.topology is not None:
             self.topology.stop()
+
+    def _tell_what_is_empty(self, counts: Counts) -> None:
+        """Say, once for the job, where a recording holds nothing for a reason that the user may not expect."""
+        if self.rank != 0:
+            return
+        if counts.filtered and not counts.records:
+            log.warning(
+                "crossrank: no call of rank 0 left its node, so none is recorded (%d were counted); "
+                "TRACING=ALL records them",
+                counts.filtered,
+            )
+        window = self.config.window
+        if window is not None and (self._windows is None or self._windows.number == 0):
+            log.warning(
+                "crossrank: the window %d:%d never opened: the recording ended in iteration %d",
+                window.start,
+                window.stop,
+                self.recorder.step,
+            )
 
     # --- groups -------------------------------------------------------------------------------------------
 

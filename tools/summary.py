@@ -69,6 +69,8 @@ class Summary(msgspec.Struct):
     """kind -> number of files and bytes on disk"""
     unfinished_ranks: list[int]
     """Ranks without an `end` line: the process was killed, or still runs."""
+    mixed: bool
+    """The files come from several jobs."""
     cut_off: list[str]
     """Files that were cut off while they were written."""
     foreign: list[str]
@@ -81,10 +83,19 @@ def summarise(path: str, jobs: int) -> Summary:
     """Read the recording at `path`. Raises `CrossrankError` where there is none."""
     listing = list_recording(path)
     comms = listing.of_kind(COMMS)
-    if not listing.files:
-        found = f"only {', '.join(listing.foreign[:3])}" if listing.foreign else "no file"
-        raise CrossrankError(f"{path} is no recording: {found} in it; name the folder given as TRACING_DIR")
+    if not comms:
+        raise CrossrankError(f"{path} is no recording: {_found(listing)}; name the folder given as TRACING_DIR")
     return _merge(listing, map_ranks(summarise_rank, comms, jobs))
+
+
+def _found(listing: Listing) -> str:
+    """What is there in the place of comms files."""
+    names = [file.path.rpartition("/")[2] for file in listing.files] + list(listing.torn) + list(listing.foreign)
+    if not names and not listing.folders:
+        return "it is empty"
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    files = f"no comms file among {', '.join(names[:3])}{more}" if names else "no file in it"
+    return files + (f", but there are the folders {', '.join(listing.folders[:5])}" if listing.folders else "")
 
 
 def summarise_rank(file: RankFile) -> RankSummary:
@@ -170,6 +181,7 @@ def _merge(listing: Listing, ranks: list[RankSummary]) -> Summary:
         ],
         files=files,
         unfinished_ranks=[rank.rank for rank in ranks if rank.end is None],
+        mixed=len({header.world_size for header in headers}) > 1,
         cut_off=list(listing.torn),
         foreign=list(listing.foreign),
         problems=[f"{rank.path}: {problem}" for rank in ranks for problem in rank.problems],

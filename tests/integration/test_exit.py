@@ -271,3 +271,33 @@ def test_a_forked_child_may_record_on_its_own(tmp_path: Path) -> None:
         comms = CommsFile(str(tmp_path / folder / "rank-0.comms.jsonl.zst"))
         assert [record.op for record in comms.records()] == expected
         assert comms.damage.problems == []
+
+
+def test_forked_workers_of_multiprocessing_finish_their_files(tmp_path: Path) -> None:
+    script = jobs.write_script(
+        tmp_path,
+        """
+        import multiprocessing, os
+        import torch, torch.distributed as dist
+        import crossrank
+
+        def work(rank):
+            crossrank.enable()
+            dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=rank, world_size=2)
+            dist.all_reduce(torch.ones(4))
+            dist.destroy_process_group()
+
+        workers = [multiprocessing.get_context("fork").Process(target=work, args=(rank,)) for rank in range(2)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+            assert worker.exitcode == 0
+        """,
+    )
+    result = jobs.run([sys.executable, script], tmp_path)
+    assert result.returncode == 0, result.stderr
+    for rank in (0, 1):
+        comms, ids = read(tmp_path, rank)
+        assert ids == [0]
+        assert comms.end is not None

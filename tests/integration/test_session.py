@@ -20,6 +20,8 @@ from tests.integration import jobs
 from tests.integration.test_interception import records_of
 from tests.integration.world import World
 
+KINDS = ("comms.jsonl.zst", "flight.json.zst")
+
 
 def _registrations() -> str:
     """What the dispatcher has for all_reduce at our key."""
@@ -76,6 +78,24 @@ def test_enabling_again_keeps_the_earlier_recording(two_ranks: World, tmp_path: 
     two_ranks.run(_again, tmp_path, str(recording), record=False)
     assert [record.bytes for record in records_of(recording / "earlier-1", 1)] == [4]
     assert [record.bytes for record in records_of(recording, 1)] == [8]
+
+
+def _in_a_used_folder(rank: int, directory: str) -> list[str]:
+    files = Path(directory)
+    files.mkdir(exist_ok=True)
+    if rank == 0:
+        (files / "rank-2.comms.jsonl.zst").write_bytes(b"of a job with three ranks")
+    dist.barrier()
+    with crossrank.enable(tracing="ALL", directory=directory):
+        dist.barrier()
+    dist.barrier()
+    return sorted(os.listdir(files))
+
+
+def test_what_a_larger_job_left_is_moved_as_well(two_ranks: World, tmp_path: Path, recording: Path) -> None:
+    names, _ = two_ranks.run(_in_a_used_folder, tmp_path, str(recording), record=False)
+    assert names == ["earlier-1"] + [f"rank-{rank}.{kind}" for rank in (0, 1) for kind in KINDS]
+    assert os.listdir(recording / "earlier-1") == ["rank-2.comms.jsonl.zst"]
 
 
 def _made_again(rank: int, directory: str) -> None:
@@ -324,3 +344,24 @@ def test_groups_that_bypass_the_dispatcher_are_named(two_ranks: World, tmp_path:
     assert comms.end["blind_spots"] == [
         "process group 'mine' is a _PythonGroup, a Python class that bypasses the dispatcher"
     ]
+
+
+def test_nothing_recorded_is_told(tmp_path: Path) -> None:
+    result = jobs.python(tmp_path, "crossrank.enable(window=(5, 6)); dist.barrier()", TRACING="CROSSNODE")
+    assert result.stderr.splitlines() == [
+        "crossrank: no call of rank 0 left its node, so none is recorded (1 were counted); TRACING=ALL records them",
+        "crossrank: the window 5:6 never opened: the recording ended in iteration 0",
+    ]
+
+
+def test_a_url_that_cannot_be_reached_is_told_at_once(tmp_path: Path) -> None:
+    result = jobs.python(
+        tmp_path,
+        "crossrank.enable(); print('enabled', file=sys.stderr); dist.barrier()",
+        TRACING_DIR="nowhere://bucket/run",
+        TMPDIR=str(tmp_path),
+    )
+    first, second = result.stderr.splitlines()[:2]
+    assert first.startswith("crossrank: cannot upload to nowhere://bucket/run: ")
+    assert f"files will stay in {tmp_path}/crossrank-" in first
+    assert second == "enabled"

@@ -63,7 +63,7 @@ def test_an_argument_wins_over_the_variable_and_the_new_name_over_the_alias() ->
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"TRACING": "all"}, "TRACING='all' is not one of CROSSNODE, ALL, NONE"),
+        ({"TRACING": "some"}, "TRACING='some' is not one of CROSSNODE, ALL, NONE"),
         (
             {"TORCH_DISTRIBUTED_TRACING": "x"},
             "TORCH_DISTRIBUTED_TRACING='x' is not one of CROSSNODE, ALL, NONE",
@@ -84,6 +84,14 @@ def test_a_bad_value_names_variable_value_and_allowed_set(variables: dict[str, s
     with pytest.raises(CrossrankError) as caught:
         load({}, variables)
     assert str(caught.value) == message
+
+
+def test_case_does_not_matter_and_true_is_1() -> None:
+    assert load({}, {"TRACING": "all"}).emit == "ALL"
+    assert load({}, {"TRACING_PRINT": "True", "TRACING_FLIGHT": "false"}) == Config(print_calls=True, flight=False)
+    assert load({"window": (1, 3), "nvtx": False, "nsys": True}, {}) == Config(
+        window=Window(start=1, stop=3), nvtx="0", nsys=True
+    )
 
 
 def test_a_bad_argument_is_named_as_one() -> None:

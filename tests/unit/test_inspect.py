@@ -76,12 +76,12 @@ versions   crossrank 0.1.0, torch 2.13.0
 steps      1
 calls      4 recorded, 8 kB (S of nccl-tests, summed over ranks)
            2 more stayed inside a node and were left out (TRACING=CROSSNODE)
-cross-node 75 % of the recorded bytes
+cross-node 75.0 % of the recorded bytes
 
 Operations
   operation   called as   calls  bytes  bytes/call  cross-node
-  all_reduce  all_reduce      2   6 kB        3 kB       100 %
-  send        (C++)           2   2 kB        1 kB         0 %
+  all_reduce  all_reduce      2   6 kB        3 kB     100.0 %
+  send        (C++)           2   2 kB        1 kB       0.0 %
 
 Process groups
   group  description  size  ranks  locality    calls  bytes
@@ -139,8 +139,30 @@ def test_an_empty_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert inspect(tmp_path, capsys) == (
         2,
         "",
-        f"crossrank: {tmp_path} is no recording: no file in it; name the folder given as TRACING_DIR\n",
+        f"crossrank: {tmp_path} is no recording: it is empty; name the folder given as TRACING_DIR\n",
     )
+
+
+def test_a_folder_or_file_without_comms_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run1").mkdir()
+    trace = tmp_path / "rank-0.et.json.zst"
+    trace.write_bytes(b"")
+    ending = ", but there are the folders run1; name the folder given as TRACING_DIR\n"
+    assert inspect(tmp_path, capsys)[2] == (
+        f"crossrank: {tmp_path} is no recording: no comms file among rank-0.et.json.zst{ending}"
+    )
+    assert inspect(trace, capsys)[0] == 2
+    trace.unlink()
+    assert inspect(tmp_path, capsys)[2] == (f"crossrank: {tmp_path} is no recording: no file in it{ending}")
+
+
+def test_files_of_two_jobs_are_no_complete_recording(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "rank-1.comms.jsonl.zst").write_bytes(comms(1, "beta", world=3))
+    (folder / "rank-2.comms.jsonl.zst").write_bytes(comms(2, "beta", world=3))
+    code, out, _ = inspect(folder, capsys)
+    assert code == 1
+    assert "the files come from jobs of different world sizes: [2, 3]" in out
+    assert "complete" not in out
 
 
 def test_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,8 +15,8 @@ FORBIDDEN = {
     "tools": ("crossrank.instrument", "crossrank.replay", "torch"),
     "instrument": ("crossrank.tools", "crossrank.replay"),
 }
-# The package resolves enable() and the rest when they are first used.
-LAZY = {("crossrank/__init__.py", "crossrank.instrument.api")}
+# The package resolves enable() and the rest when they are first used, and `python -m crossrank` is the tools' command.
+LAZY = {("crossrank/__init__.py", "crossrank.instrument.api"), ("crossrank/__main__.py", "crossrank.tools.cli")}
 
 
 def imports(path: Path) -> Iterator[str]:

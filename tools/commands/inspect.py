@@ -22,7 +22,7 @@ class Inspect:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("recording", help="the folder given as TRACING_DIR, one comms file, or an fsspec URL")
         parser.add_argument("--json", action="store_true", help="print the whole summary as JSON")
-        parser.add_argument("--top", type=int, default=_TOP, metavar="N", help="source lines to list (default 10)")
+        parser.add_argument("--top", type=_count, default=_TOP, metavar="N", help="source lines to list (default 10)")
         parser.add_argument(
             "--jobs",
             type=int,
@@ -41,7 +41,7 @@ class Inspect:
             print(f"crossrank: {printable(problem)}", file=sys.stderr)
         if summary.problems:
             return 2
-        return 1 if summary.missing_ranks or summary.unfinished_ranks or summary.cut_off else 0
+        return 1 if _lacks(summary) else 0
 
     def _jobs(self, recording: str) -> int:
         """Starting a process costs more than reading a small file does."""
@@ -131,9 +131,21 @@ def _print_missing(summary: Summary) -> None:
     if summary.foreign:
         names = printable(", ".join(summary.foreign[:5]))
         print(f"foreign    {len(summary.foreign)} file(s) that are no recording's: {names}")
-    if not (summary.missing_ranks or summary.unfinished_ranks or summary.cut_off or summary.problems):
+    if not (_lacks(summary) or summary.problems):
         print("complete   every rank is there and ended properly")
 
 
+def _lacks(summary: Summary) -> bool:
+    """Whether something that belongs to the recording is not there."""
+    return bool(summary.missing_ranks or summary.unfinished_ranks or summary.cut_off or summary.mixed)
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return number
+
+
 def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.0f} %" if whole else "-"
+    return f"{100 * part / whole:.1f} %" if whole else "-"
