@@ -47,8 +47,12 @@ def test_a_signal_in_a_window_leaves_whole_files_and_kills_as_ever(number: signa
     assert comms.end is not None
     assert comms.end["reason"] == ("SIGTERM" if number == signal.SIGTERM else "exit")
     assert ids == list(range(len(ids)))
-    assert set(execution_trace_ids(load(tmp_path / RECORDING, "et"))) == set(ids)
-    assert set(kineto_ids(load(tmp_path / RECORDING, "kineto"))) == set(ids)
+    for found in (
+        execution_trace_ids(load(tmp_path / RECORDING, "et")),
+        kineto_ids(load(tmp_path / RECORDING, "kineto")),
+    ):
+        # The signal may have come between the last record and its launch.
+        assert set(ids[:-1]) <= set(found) <= set(ids)
 
 
 def test_an_exception_in_a_window_keeps_its_traceback_and_status(tmp_path: Path) -> None:
