@@ -67,8 +67,7 @@ def wait_for_writer() -> None:
         return
     writer = current.writer
     while writer.ring:
-        writer.wake()
-        time.sleep(0.002)
+        time.sleep(0.02)
     with writer._lock:
         pass
 

@@ -205,23 +205,27 @@ class Reader:
             if self._in_split >= 0:
                 out_split, in_split = rest.pop(), rest.pop()
                 out_split, in_split = tuple(out_split), tuple(in_split)
-            shapes, dtype = _split_arguments(rest)
+            shapes, dtypes = _split_arguments(rest)
         else:  # the shapes of the only argument or of both, then their dtype, then the one value
             count = len(self._tensors_at)
-            shapes, dtype = [(tuple(shape),) for shape in key[:count]], key[count]
+            shapes, dtypes = [(tuple(shape),) for shape in key[:count]], [(key[count],)] * count
             plain = dict(zip(self._keyed, key[count + 1 :], strict=True))
         in_shapes = tuple(shape for argument in shapes[: len(self.inputs)] for shape in argument)
         out_shapes = tuple(shape for argument in shapes[len(self.inputs) :] for shape in argument)
         if self.row.in_place:
             out_shapes = in_shapes
-        item = dtype.itemsize if dtype is not None else 0
-        in_bytes, out_bytes = total_bytes(in_shapes, item), total_bytes(out_shapes, item)
+        sizes = [
+            sum(total_bytes([shape], dtype.itemsize) for shape, dtype in zip(*argument, strict=True))
+            for argument in zip(shapes, dtypes, strict=True)
+        ]
+        in_bytes, out_bytes = sum(sizes[: len(self.inputs)]), sum(sizes[len(self.inputs) :])
+        dtype = next((dtype for argument in dtypes for dtype in argument), None)
         return Call(
             inputs=in_shapes,
             outputs=out_shapes,
             in_split=in_split or None,
             out_split=out_split or None,
-            dtype=str(dtype).removeprefix("torch.") if dtype is not None else None,
+            dtype=str(dtype).removeprefix("torch.") if dtype is not None else None,  # the first, where they differ
             bytes=self.operation.bytes(in_bytes, out_bytes, group_size) if self.operation else in_bytes,
             reduce=reduce,
             root=plain.get(self._root),
@@ -253,20 +257,17 @@ class Call:
     is_async: bool | None
 
 
-def _split_arguments(rest: list[Any]) -> tuple[list[tuple[tuple[int, ...], ...]], torch.dtype | None]:
-    """Shapes per argument and the dtype, from what `_add_tensors` appended."""
-    shapes: list[tuple[tuple[int, ...], ...]] = []
-    current: list[tuple[int, ...]] = []
-    dtype = None
-    for item in rest:
+def _split_arguments(rest: list[Any]) -> tuple[list[Shapes], list[tuple[torch.dtype, ...]]]:
+    """Shapes and dtypes per argument, from what `_add_tensors` appended."""
+    shapes: list[Shapes] = []
+    dtypes: list[tuple[torch.dtype, ...]] = []
+    start = 0
+    for end, item in enumerate(rest):
         if item is None:
-            shapes.append(tuple(current))
-            current = []
-        elif isinstance(item, torch.dtype):
-            dtype = dtype or item
-        else:
-            current.append(tuple(item))
-    return shapes, dtype
+            shapes.append(tuple(tuple(shape) for shape in rest[start:end:2]))
+            dtypes.append(tuple(rest[start + 1 : end : 2]))
+            start = end + 1
+    return shapes, dtypes
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ import multiprocessing.util
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -45,7 +46,7 @@ class ExitGuard:
         self._previous: dict[int, Handler] = {}
         self._ours: dict[int, Handler] = {}
         self._pipe: tuple[int, int] | None = None
-        self._main_acted = threading.Event()
+        self._main_acted = False  # a plain flag: an Event's lock may be held by what a signal interrupts
         self._finalizer: multiprocessing.util.Finalize | None = None
 
     def install(self, *, on_usr1: bool) -> None:
@@ -91,8 +92,8 @@ class ExitGuard:
         atexit.unregister(self._finish)
 
     def _give_back_handlers(self) -> None:
-        for number, ours in self._ours.items():
-            if signal.getsignal(number) is ours:
+        for number in self._ours:
+            if self._is_ours(number):
                 signal.signal(number, self._previous[number])
         self._ours.clear()
 
@@ -106,7 +107,7 @@ class ExitGuard:
         self._ours[number] = handler
 
     def _on_fatal(self, number: int, frame: FrameType | None) -> None:
-        self._main_acted.set()
+        self._main_acted = True
         if self._finishing():  # this handler has interrupted it: let it go on, and die then
             self._pending = number
             return
@@ -114,8 +115,7 @@ class ExitGuard:
         _die_of(number)
 
     def _on_usr1(self, number: int, frame: FrameType | None) -> None:
-        if self._pipe is None:  # no thread does it
-            self._dump()
+        self._dump()  # the signal thread does the same, and is the only one that can while this thread hangs
         previous = self._previous[number]
         if callable(previous):
             previous(number, frame)
@@ -136,14 +136,21 @@ class ExitGuard:
     def _listen(self, reader: int) -> None:
         while numbers := os.read(reader, 64):
             for number in numbers:
-                if number not in self._ours:
+                if not self._is_ours(number):  # the script has set a handler of its own since
                     continue
                 if number == signal.SIGUSR1:
                     self._dump()
-                elif not self._main_acted.wait(_PATIENCE):
+                    continue
+                until = time.monotonic() + _PATIENCE
+                while not self._main_acted and self._is_ours(number) and time.monotonic() < until:
+                    time.sleep(0.05)
+                if not self._main_acted and self._is_ours(number):
                     self._finish(signal.Signals(number).name)
                     _die_of(number)
         os.close(reader)
+
+    def _is_ours(self, number: int) -> bool:
+        return number in self._ours and signal.getsignal(number) is self._ours[number]
 
 
 def _die_of(number: int) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from crossrank.recording import is_url, rank_of, temporary_name
 log = logging.getLogger("crossrank")
 
 _LEVEL = 3
+_UPLOAD_SECONDS = 300
 
 
 class RankFiles:
@@ -81,16 +84,26 @@ class RankFiles:
         """Copy a whole file to the URL of the recording, if it has one. The local copy stays if that fails."""
         if self._url is None:
             return
-        import fsspec
-
         target = f"{self._url.rstrip('/')}/{name}"
         try:
-            file_system, remote = fsspec.core.url_to_fs(target)
-            file_system.makedirs(file_system._parent(remote), exist_ok=True)
-            file_system.put_file(str(self.path(name)), remote)
+            try:
+                upload_file(str(self.path(name)), target)
+            except RuntimeError:
+                # Object stores of fsspec need threads, which an interpreter that shuts down no longer gives.
+                command = [sys.executable, "-m", "crossrank.instrument.files", str(self.path(name)), target]
+                subprocess.run(command, check=True, timeout=_UPLOAD_SECONDS, capture_output=True)
             self.path(name).unlink()
         except Exception as error:
             log.warning("crossrank: cannot upload %s: %s; it is kept as %s", target, one_line(error), self.path(name))
+
+
+def upload_file(local: str, target: str) -> None:
+    """Copy a local file to an fsspec URL."""
+    import fsspec
+
+    file_system, remote = fsspec.core.url_to_fs(target)
+    file_system.makedirs(file_system._parent(remote), exist_ok=True)
+    file_system.put_file(local, remote)
 
 
 def _set_aside(folder: Path, rank: int, world_size: int) -> None:
@@ -113,3 +126,7 @@ def _set_aside(folder: Path, rank: int, world_size: int) -> None:
     earlier.mkdir(exist_ok=True)
     for path in left:
         shutil.move(path, earlier / path.name)
+
+
+if __name__ == "__main__":
+    upload_file(*sys.argv[1:])

@@ -120,18 +120,29 @@ class GpuReader:
         return _ask(ask) or (None, None)
 
 
-def device_is_settled() -> bool:
-    """Whether it is known which GPU this process uses, or that it uses none."""
+def cuda_is_in_use() -> bool:
+    """Whether this process has begun to use its GPU.
+
+    `torch.cuda.is_available` is not asked anywhere here: it initialises the driver, after which a forked child
+    can no longer use CUDA.
+    """
     import torch
 
-    return not torch.cuda.is_available() or torch.cuda.is_initialized()
+    return bool(torch.cuda.is_initialized())
+
+
+def device_is_settled() -> bool:
+    """Whether it is known which GPU this process uses, or that its torch can use none."""
+    import torch
+
+    return (torch.version.cuda is None and torch.version.hip is None) or cuda_is_in_use()
 
 
 def _torch_device_uuid() -> str | None:
     """UUID of the current CUDA device; None without one. Never makes a CUDA context of its own."""
     import torch
 
-    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+    if not cuda_is_in_use():
         return None
     try:
         uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

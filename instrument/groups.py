@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,9 +18,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from crossrank.comm import Group
+from crossrank.errors import one_line
 
 if TYPE_CHECKING:
     from crossrank.instrument.descriptors import Descriptor
+
+log = logging.getLogger("crossrank")
 
 
 class GroupState:
@@ -94,8 +98,17 @@ class GroupTable:
     def add_all(self) -> None:
         """Take in every group that torch knows, also those that have not communicated yet."""
         for group in list(distributed_c10d._world.pg_map):
-            if isinstance(group, dist.ProcessGroup):
-                self.add(group)
+            # A group that is just being made is in the one table before it is in the other, without its ranks.
+            if isinstance(group, dist.ProcessGroup) and group in distributed_c10d._world.pg_group_ranks:
+                try:
+                    self.add(group)
+                except Exception as error:  # a subclass of somebody's may answer with anything
+                    log.debug("crossrank: a process group cannot be described: %s", one_line(error))
+
+    def announce_all(self) -> None:
+        """Announce what is known already once more: to a file that has just begun."""
+        for state in list(self._states.values()):
+            self._on_new(state)
 
     def unseen_kinds(self) -> list[str]:
         """Groups whose calls do not pass the dispatcher: subclasses of ProcessGroup written in Python."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import crossrank
 from crossrank.instrument.config import Config
-from crossrank.instrument.gpu import Gpu
+from crossrank.instrument.gpu import Gpu, cuda_is_in_use
 from crossrank.instrument.topology import boot_id
 from crossrank.instrument.writer import clock
 from crossrank.recording import SCHEMA
@@ -60,6 +60,6 @@ def describe_rank(
 
 
 def _nccl_version() -> str | None:
-    if not torch.cuda.is_available() or not dist.is_nccl_available():
+    if not cuda_is_in_use() or not dist.is_nccl_available():
         return None
     return ".".join(str(part) for part in torch.cuda.nccl.version())

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from crossrank.errors import CrossrankError, one_line
 from crossrank.instrument.c10d_ops import NOT_COMMUNICATION, Reader
+from crossrank.instrument.foreign import raised_by_script
 from crossrank.instrument.recorder import Recorder
 
 _NAMESPACE = "c10d"
@@ -123,6 +124,8 @@ def _kernel(overload: Any, reader: Reader, mask: Any, recorder: Recorder) -> Cal
             try:
                 token = before(reader, args)
             except Exception as error:
+                if raised_by_script(error):
+                    raise
                 recorder.failed(error)
         if token is None:
             return redispatch(keyset & mask, *args)

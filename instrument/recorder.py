@@ -52,7 +52,6 @@ class Recorder:
         self.window_open = False
         self._session = session
         self._capacity = ring_capacity
-        self._half = ring_capacity // 2
         self._nvtx = nvtx
         self._ids = itertools.count()
         self._find_site = CallSites().find
@@ -111,11 +110,8 @@ class Recorder:
             batch = self._coalesced_batch(record_id, batch)
         if writer is not None:  # None where the folder cannot be written: markers go on without it
             ring = writer.ring
-            waiting = len(ring)
-            if waiting < self._capacity:
+            if len(ring) < self._capacity:
                 ring.append((descriptor, record_id, seq, monotonic_ns(), self.step, batch, tag))
-                if waiting == self._half:
-                    writer.wake()
             else:
                 writer.counts.dropped += 1
         if self._emits or self.window_open:

@@ -21,31 +21,46 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from multiprocessing import spawn
 from types import CodeType, ModuleType
 
+# Goes before the program of a spawned process, which may be unable to import crossrank and runs all the same.
+_FOLLOW = """try:
+    from crossrank.instrument import runner
+    runner.follow()
+except ImportError:
+    pass
+"""
 _USAGE = "usage: python -m crossrank.instrument [-m MODULE | SCRIPT] [ARGUMENT ...]"
 
 
 class _EnableAfterTorch(MetaPathFinder):
     """Enables tracing as soon as `import torch` is through."""
 
+    def __init__(self) -> None:
+        self._asking = False
+
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != "torch":
+        if name != "torch" or self._asking:
             return None
-        sys.meta_path.remove(self)
         from importlib.util import find_spec
 
-        spec = find_spec("torch")
+        self._asking = True
+        try:
+            spec = find_spec("torch")
+        finally:
+            self._asking = False
+        # Libraries also look for torch without importing it, so this finder stays until it is imported.
         if spec is not None and spec.loader is not None:
-            spec.loader = _EnablingLoader(spec.loader)
+            spec.loader = _EnablingLoader(spec.loader, self)
         return spec
 
 
 class _EnablingLoader(Loader):
     """Loads a module as its own loader does, then enables tracing."""
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: Loader, finder: MetaPathFinder) -> None:
         self._loader = loader
+        self._finder = finder
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._loader, name)
@@ -57,18 +72,26 @@ class _EnablingLoader(Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
         self._loader.exec_module(module)
+        _enable()
+
+
+def _enable() -> None:
+    """Never fails: the script goes on without tracing then."""
+    try:
         import crossrank
 
         crossrank.enable()
+    except Exception as error:
+        print(f"crossrank: tracing is off: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def follow() -> None:
     """Have tracing enabled once torch is imported, here and in processes that are spawned from here."""
     if "torch" in sys.modules:
-        import crossrank
-
-        crossrank.enable()
+        _enable()
     else:
         sys.meta_path.insert(0, _EnableAfterTorch())
     if getattr(spawn.get_command_line, "_follows", False):
@@ -79,7 +102,7 @@ def follow() -> None:
         command = list(original(**kwargs))
         if "-c" in command:
             program = command.index("-c") + 1
-            command[program] = f"import crossrank.instrument.runner as runner; runner.follow(); {command[program]}"
+            command[program] = _FOLLOW + command[program]
         return command
 
     get_command_line._follows = True  # type: ignore[attr-defined]
@@ -93,7 +116,8 @@ def _read_script(path: str) -> CodeType:
 
 def _run_script(path: str) -> None:
     """Run a file as `python path` does: in this process's `__main__`."""
-    sys.path[0] = os.path.dirname(os.path.realpath(path))
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
     absolute = os.path.abspath(path)
     code = _read_script(absolute)
     fresh: dict[str, object] = {
@@ -122,7 +146,8 @@ def main() -> None:
         if len(words) < 2:
             sys.exit(_USAGE)
         sys.argv = words[1:]
-        sys.path[0] = os.getcwd()
+        if not getattr(sys.flags, "safe_path", False):
+            sys.path[0] = os.getcwd()
         follow()
         fresh = sys.modules["__main__"].__dict__
         for name in [name for name in fresh if not name.startswith("__")]:

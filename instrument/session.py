@@ -28,6 +28,7 @@ from crossrank.instrument import flight
 from crossrank.instrument.config import Config
 from crossrank.instrument.exit_guard import ExitGuard
 from crossrank.instrument.files import RankFiles
+from crossrank.instrument.foreign import raised_by_script
 from crossrank.instrument.gpu import GpuReader, device_is_settled
 from crossrank.instrument.groups import GroupState, GroupTable
 from crossrank.instrument.header import describe_rank
@@ -64,6 +65,7 @@ class Session:
         self._optimizer_hook: Any = None
         self._begin_lock = threading.RLock()
         self._close_once = threading.Lock()  # taken for good by the first to close
+        self._dump_once = threading.Lock()  # two threads may be asked at once
         self._closed = False
         self._finished = False
         self._told: set[str] = set()
@@ -122,12 +124,15 @@ class Session:
     def dump_flight(self) -> None:
         """Write torch's flight recorder as it stands now."""
         files = self._files
-        if files is None or not self.config.flight:
+        if files is None or not self.config.flight or not self._dump_once.acquire(blocking=False):
             return
-        with self._reported("the flight recorder was not dumped"):
-            content = flight.dump()
-            if content is not None:
-                files.write(file_name(FLIGHT, self.rank), content)
+        try:
+            with self._reported("the flight recorder was not dumped"):
+                content = flight.dump()
+                if content is not None:
+                    files.write(file_name(FLIGHT, self.rank), content)
+        finally:
+            self._dump_once.release()
 
     def close(self, reason: str = "disable") -> None:
         """Finish every file and take everything away. Does nothing the second time."""
@@ -193,6 +198,7 @@ class Session:
                     self.writer.topology = self.topology
             if self._nvtx is not None:
                 self._mark_identity(self._nvtx)
+            self.groups.announce_all()
             self.groups.add_all()
             window = self.config.window
             if first and window is not None and window.holds(self.recorder.step):
@@ -204,12 +210,33 @@ class Session:
         node = self.config.node or node_of_this_machine()
         gpu = self._gpu.gpu
         self.topology = Topology(self.rank, self._world_size, node, gpu.nvlink_domain if gpu else None)
-        threading.Thread(
+        thread = threading.Thread(
             target=self.topology.exchange,
-            args=(distributed_c10d._get_default_store(), self._epoch),
+            args=(self._store_of_world, self._epoch),
             name="crossrank-topology",
             daemon=True,
-        ).start()
+        )
+        try:
+            thread.start()
+        except RuntimeError:  # Python 3.12 starts no thread once the interpreter shuts down
+            self.topology.settled.set()
+
+    def _store_of_world(self) -> dist.Store | None:
+        """The store of the process group that is recorded, while that is the current one."""
+        if not self._is_current_world():
+            return None
+        store: dist.Store = distributed_c10d._get_default_store()
+        return store
+
+    def _is_current_world(self) -> bool:
+        return (
+            self._world is not None and dist.is_initialized() and self._world() is distributed_c10d._get_default_group()
+        )
+
+    def _look_for_groups(self) -> None:
+        """Take in groups that have not communicated, unless they are those of a new world: that begins first."""
+        if self._is_current_world():
+            self.groups.add_all()
 
     def _begin_files(self) -> None:
         assert self.topology is not None
@@ -228,9 +255,10 @@ class Session:
         self.writer = CommsWriter(
             str(self._files.path(file_name(COMMS, self.rank))),
             topology=self.topology,
+            ring_capacity=self.config.ring,
             crossnode_only=self.config.emit == "CROSSNODE",
             header=lambda: header,
-            on_tick=self.groups.add_all,
+            on_tick=self._look_for_groups,
         )
         self.writer.start()
 
@@ -357,6 +385,8 @@ class Session:
         try:
             yield
         except Exception as error:
+            if raised_by_script(error):
+                raise
             if consequence not in self._told:
                 self._told.add(consequence)
                 log.warning("crossrank: %s: %s", consequence, one_line(error))

@@ -15,7 +15,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("crossrank")
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_FIRST_PAUSE = 0.02
+_FIRST_PAUSE = 0.005
 _LONGEST_PAUSE = 5.0
 _GIVE_UP_AFTER = 120.0  # seconds; a rank that has not published by then is not recording
 
@@ -56,50 +56,62 @@ class Topology:
         self.nvlink_domain = nvlink_domain
         self._nodes: dict[int, str] = {rank: node}
         self._domains: dict[int, str | None] = {rank: nvlink_domain}
-        self._stop = threading.Event()
+        self._stopped = False
         self.settled = threading.Event()
         """Set when every rank is known, or when waiting for the rest was given up."""
         if world_size == 1:
             self.settled.set()
 
-    def exchange(self, store: Store, epoch: int) -> None:
+    def exchange(self, find_store: Callable[[], Store | None], epoch: int) -> None:
         """Publish this rank and collect the others until all are known. Runs on a thread of its own.
 
+        `find_store` gives the job's store, or None once its process group is gone. The store is not held between
+        two looks at it: it may host the job's rendezvous, which a next process group finds in the way.
         `epoch` counts the process groups of this job that were torn down and made again.
         """
         try:
-            from torch.distributed import PrefixStore
-
-            shared = PrefixStore(f"crossrank/topology/{epoch}", store)
-            shared.set(str(self.rank), json.dumps([self.node, self.nvlink_domain]))
-            missing = [rank for rank in range(self.world_size) if rank not in self._nodes]
+            missing = self._poll(find_store, epoch, publish=True)
             pause, started, polls = _FIRST_PAUSE, time.monotonic(), 0
-            while missing and not self._stop.is_set() and time.monotonic() - started < _GIVE_UP_AFTER:
+            while missing and not self._stopped and time.monotonic() - started < _GIVE_UP_AFTER:
+                time.sleep(pause)
+                if time.monotonic() - started > 0.2:
+                    pause = min(pause * 1.5, _LONGEST_PAUSE)
                 polls += 1
-                # One question for all of them; who is there already is asked one by one only now and then.
-                if shared.check([str(rank) for rank in missing]):
-                    present = missing
-                elif polls % 32 == 0:
-                    present = [rank for rank in missing if shared.check([str(rank)])]
-                else:
-                    present = []
-                for rank in present:
-                    node, domain = json.loads(shared.get(str(rank)))
-                    self._nodes[rank], self._domains[rank] = str(node), domain
-                missing = [rank for rank in missing if rank not in self._nodes]
-                if missing:
-                    self._stop.wait(pause)
-                    if time.monotonic() - started > 1.0:
-                        pause = min(pause * 1.5, _LONGEST_PAUSE)
-            if missing and not self._stop.is_set():
+                # Who is there already is asked one by one only now and then.
+                missing = self._poll(find_store, epoch, each=polls % 32 == 0)
+            if missing and not self._stopped:
                 log.info("crossrank: ranks %s do not record; calls with them have locality unknown", missing)
         except Exception as error:
             log.info("crossrank: the nodes of the other ranks are not known: %s", one_line(error))
         finally:
             self.settled.set()
 
+    def _poll(
+        self, find_store: Callable[[], Store | None], epoch: int, *, publish: bool = False, each: bool = False
+    ) -> list[int]:
+        """Read what is there and return the ranks that are still missing; none when the store is gone."""
+        from torch.distributed import PrefixStore
+
+        store = find_store()
+        if store is None:
+            return []
+        shared = PrefixStore(f"crossrank/topology/{epoch}", store)
+        if publish:
+            shared.set(str(self.rank), json.dumps([self.node, self.nvlink_domain]))
+        missing = [rank for rank in range(self.world_size) if rank not in self._nodes]
+        present: list[int] = []
+        if missing and shared.check([str(rank) for rank in missing]):
+            present = missing
+        elif each:
+            present = [rank for rank in missing if shared.check([str(rank)])]
+        for rank in present:
+            node, domain = json.loads(shared.get(str(rank)))
+            self._domains[rank] = domain
+            self._nodes[rank] = str(node)
+        return [rank for rank in missing if rank not in self._nodes]
+
     def stop(self) -> None:
-        self._stop.set()
+        self._stopped = True
 
     def locality(self, ranks: Iterable[int] | None) -> Locality:
         """How far apart these global ranks are; `unknown` while one of them has not been heard of."""

@@ -36,6 +36,7 @@ from torch.distributed import distributed_c10d
 
 from crossrank.errors import one_line
 from crossrank.instrument.files import RankFiles
+from crossrank.instrument.gpu import cuda_is_in_use
 from crossrank.instrument.groups import process_group_config
 from crossrank.recording import EXECUTION_TRACE, KINETO, file_name
 
@@ -76,10 +77,10 @@ class WindowRecorder:
         self.number += 1
         self.is_open = True
         if self._nsys:
-            if torch.cuda.is_available():
+            if cuda_is_in_use():
                 torch.cuda.profiler.start()
             else:
-                self._lacks("Nsight range", "TRACING_NSYS=1 needs CUDA")
+                self._lacks("Nsight range", "TRACING_NSYS=1 needs a process that uses CUDA")
             return self.number
         try:
             self._open_execution_trace()
@@ -101,7 +102,7 @@ class WindowRecorder:
             return
         self.is_open = False
         if self._nsys:
-            if torch.cuda.is_available():
+            if cuda_is_in_use():
                 torch.cuda.profiler.stop()
             return
         try:
@@ -187,8 +188,12 @@ class WindowRecorder:
                 log.warning("crossrank: cannot write %s: %s; it is left as %s", name, one_line(error), path)
 
         thread = threading.Thread(target=work, name=f"crossrank-{name}", daemon=True)
-        thread.start()
-        self._finishing.append(thread)
+        try:
+            thread.start()
+        except RuntimeError:  # Python 3.12 starts no thread once the interpreter shuts down
+            work()
+        else:
+            self._finishing.append(thread)
 
     def _lacks(self, what: str, why: str) -> None:
         log.warning("crossrank: window %d has no %s: %s", self.number, what, why)
@@ -262,7 +267,7 @@ def _kineto_profiler() -> autograd_profiler.profile:
         os.environ["TEARDOWN_CUPTI"] = "0"
     return autograd_profiler.profile(
         use_cpu=True,
-        use_device="cuda" if torch.cuda.is_available() else None,
+        use_device="cuda" if cuda_is_in_use() else None,
         record_shapes=True,
         use_kineto=True,
         experimental_config=_experimental_config(),

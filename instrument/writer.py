@@ -28,6 +28,8 @@ log = logging.getLogger("crossrank")
 
 TICK = 0.5
 """Seconds between two frames. Below one, so that a kill loses less than a second."""
+_GLANCE = 0.05
+"""Seconds between two looks at whether the ring fills up or the session closes."""
 _CHUNK = 64
 _PAUSE = 0.0005
 """Training gets the interpreter for `_PAUSE` seconds after every `_CHUNK` records, so that it never waits long for
@@ -66,6 +68,7 @@ class CommsWriter:
         path: str,
         *,
         topology: Topology,
+        ring_capacity: int,
         crossnode_only: bool,
         header: Callable[[], dict[str, Any]],
         on_tick: Callable[[], None],
@@ -74,10 +77,10 @@ class CommsWriter:
         self.ring: deque[Entry | bytes | Callable[[], bytes]] = deque()
         self.counts = Counts()
         self.topology = topology
+        self._hurry_at = ring_capacity // 2
         self._crossnode_only = crossnode_only
         self._header = header
         self._on_tick = on_tick
-        self._wake = threading.Event()
         self._closing = False
         self._lock = threading.Lock()
         self._compressor = zstandard.ZstdCompressor(level=_LEVEL)
@@ -90,11 +93,10 @@ class CommsWriter:
         self._thread = threading.Thread(target=self._run, name="crossrank-writer", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
-
-    def wake(self) -> None:
-        """Have the ring emptied now rather than at the next tick."""
-        self._wake.set()
+        try:
+            self._thread.start()
+        except RuntimeError:  # Python 3.12 starts no thread once the interpreter shuts down: `close` does the work
+            self._begin_file()
 
     def line(self, kind: str, content: object) -> None:
         """Append a line that is not a record: `{kind: content}`. A callable is asked when it is written."""
@@ -108,17 +110,21 @@ class CommsWriter:
         if self._closing:
             return
         self._closing = True
-        self._wake.set()
         self.topology.settled.wait(max(0.0, self._started + _TOPOLOGY_PATIENCE - time.monotonic()))
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout)
-        with self._lock:
+        if not self._lock.acquire(timeout=timeout):  # the thread is stuck in the disk
+            self._fail("the end of the comms file is not written", TimeoutError(f"{self.path} does not take it"))
+            return
+        try:
             if self._file < 0:
                 return
             self._drain()
             self._append([encode_line("clock", clock()), encode_line("end", end())], [])
             os.close(self._file)
             self._file = -1
+        finally:
+            self._lock.release()
 
     def abandon(self) -> None:
         """In a forked child: let go of the parent's file without a trace in it."""
@@ -128,18 +134,26 @@ class CommsWriter:
             os.close(self._file)
             self._file = -1
 
-    def _run(self) -> None:
+    def _begin_file(self) -> None:
         try:
             with self._lock:
                 self._append([encode_line("header", self._header())], [])
         except Exception as error:
             self._fail("cannot describe this rank in the header", error)
+
+    def _run(self) -> None:
+        self._begin_file()
+        last = time.monotonic()
         while not self._closing:
-            self._wake.wait(TICK)
-            self._wake.clear()
-            # A locality asked for too early would read `unknown` in the first records of a run.
-            if not self.topology.settled.is_set() and time.monotonic() - self._started < _TOPOLOGY_PATIENCE:
+            # No Event to wait for: its lock could be held by what a signal handler, which closes us, interrupts.
+            time.sleep(_GLANCE)
+            now = time.monotonic()
+            if now - last < TICK and len(self.ring) < self._hurry_at:
                 continue
+            # A locality asked for too early would read `unknown` in the first records of a run.
+            if not self.topology.settled.is_set() and now - self._started < _TOPOLOGY_PATIENCE:
+                continue
+            last = now
             try:
                 self._on_tick()
                 with self._lock:
@@ -160,9 +174,8 @@ class CommsWriter:
         for _ in range(len(ring)):
             entry = ring.popleft()
             if not isinstance(entry, tuple):
-                other = entry if isinstance(entry, bytes) else entry()
-                context.append(other)
-                lines.append(other)
+                context.append(entry if isinstance(entry, bytes) else entry())
+                lines.append(context[-1])
                 continue
             try:
                 line = self._encode(entry)

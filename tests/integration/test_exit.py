@@ -305,3 +305,49 @@ def test_forked_workers_of_multiprocessing_finish_their_files(tmp_path: Path) ->
         comms, ids = read(tmp_path, rank)
         assert ids == [0]
         assert comms.end is not None
+
+
+def test_a_handler_that_the_script_sets_later_has_all_the_time_it_takes(tmp_path: Path) -> None:
+    result = jobs.python(
+        tmp_path,
+        """
+        crossrank.enable()
+        def save(number, frame):
+            time.sleep(2.5)
+            print("saved", flush=True)
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, save)
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGTERM)
+        """,
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "saved\n", "")
+    assert read(tmp_path)[1] == [0]
+
+
+def test_what_the_scripts_signal_handlers_raise_reaches_the_script(tmp_path: Path) -> None:
+    result = jobs.python(
+        tmp_path,
+        """
+        class Late(Exception):
+            pass
+        raised = caught = 0
+        def late(number, frame):
+            global raised
+            raised += 1
+            raise Late
+        signal.signal(signal.SIGALRM, late)
+        crossrank.enable(flight=False)
+        tensor = torch.ones(1)
+        for _ in range(600):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.0005)
+                while True:
+                    dist.all_reduce(tensor)
+            except Late:
+                caught += 1
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(raised - caught)
+        """,
+    )
+    assert (result.returncode, result.stdout) == (0, "0\n"), result.stderr

@@ -74,6 +74,19 @@ def test_bytes_are_those_of_nccl_tests_on_every_rank(two_ranks: World, tmp_path:
     assert records[1][4].outputs == [[4], [4]]
 
 
+def _mixed_dtypes(rank: int) -> None:
+    world = dist.group.WORLD
+    assert world is not None
+    inputs = [torch.ones(3, dtype=torch.float64), torch.ones(3, dtype=torch.uint8)]
+    outputs = [torch.ones(6, dtype=torch.float64), torch.ones(6, dtype=torch.uint8)]
+    world.allgather_into_tensor_coalesced(outputs, inputs).wait()
+
+
+def test_bytes_of_coalesced_tensors_of_several_dtypes(two_ranks: World, tmp_path: Path) -> None:
+    (record,), _ = run(two_ranks, tmp_path, _mixed_dtypes)
+    assert (record.bytes, record.inputs, record.dtype) == (6 * 8 + 6, [[3], [3]], "float64")
+
+
 def _whole_record(rank: int) -> None:
     dist.all_reduce(torch.ones(2, 3, dtype=torch.float16), op=dist.ReduceOp.MAX, async_op=True).wait()
 

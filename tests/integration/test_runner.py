@@ -67,6 +67,8 @@ def test_torchrun_records_an_unchanged_script(tmp_path: Path) -> None:
         import torch.distributed as dist
         dist.init_process_group("gloo")
         dist.all_reduce(torch.ones(4))
+        import time
+        time.sleep(1.0)  # for the ranks to hear of each other
         dist.destroy_process_group()
         """,
     )
@@ -99,3 +101,48 @@ def test_spawned_processes_are_recorded_too(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     for rank in (0, 1):
         assert [record.op for record in records_of(tmp_path / "crossrank-recording", rank)] == ["all_reduce"]
+
+
+def test_looking_for_torch_without_importing_it_changes_nothing(tmp_path: Path) -> None:
+    jobs.write_script(
+        tmp_path,
+        """
+        import importlib.util
+        assert importlib.util.find_spec("torch") is not None
+        import crossrank, torch
+        print(crossrank.enabled(), type(torch.__spec__.loader).__name__)
+        """,
+    )
+    result = jobs.run([sys.executable, *RUNNER, "train.py"], tmp_path)
+    assert (result.returncode, result.stdout) == (0, "True SourceFileLoader\n"), result.stderr
+
+
+def test_a_spawned_process_that_cannot_import_crossrank_runs_all_the_same(tmp_path: Path) -> None:
+    jobs.write_script(
+        tmp_path,
+        """
+        import multiprocessing, sys
+
+        def work():
+            print("worked", flush=True)
+
+        if __name__ == "__main__":
+            from multiprocessing import spawn
+            runner = sys.modules["crossrank.instrument.runner"]
+            runner._FOLLOW = runner._FOLLOW.replace("crossrank", "nowhere_to_be_found")
+            assert "nowhere_to_be_found" in str(spawn.get_command_line(pipe_handle=1))
+            worker = multiprocessing.get_context("spawn").Process(target=work)
+            worker.start()
+            worker.join()
+            sys.exit(worker.exitcode)
+        """,
+    )
+    result = jobs.run([sys.executable, *RUNNER, "train.py"], tmp_path)
+    assert (result.returncode, result.stdout) == (0, "worked\n"), result.stderr
+
+
+def test_a_safe_path_stays_as_it_is(tmp_path: Path) -> None:
+    jobs.write_script(tmp_path, "import sys\nprint(sys.path[0])\n")
+    plain = jobs.run([sys.executable, "train.py"], tmp_path, PYTHONSAFEPATH="1", PYTHONPATH="/somewhere")
+    traced = jobs.run([sys.executable, *RUNNER, "train.py"], tmp_path, PYTHONSAFEPATH="1", PYTHONPATH="/somewhere")
+    assert (traced.returncode, traced.stdout) == (plain.returncode, plain.stdout)

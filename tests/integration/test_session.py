@@ -98,7 +98,7 @@ def test_what_a_larger_job_left_is_moved_as_well(two_ranks: World, tmp_path: Pat
     assert os.listdir(recording / "earlier-1") == ["rank-2.comms.jsonl.zst"]
 
 
-def _made_again(rank: int, directory: str) -> None:
+def _made_again(rank: int, directory: str, pause: float) -> None:
     with crossrank.enable(tracing="ALL", directory=directory):
         dist.all_reduce(torch.ones(1))
         dist.destroy_process_group()
@@ -106,11 +106,15 @@ def _made_again(rank: int, directory: str) -> None:
         dist.all_reduce(torch.ones(2))
         dist.destroy_process_group()
         dist.init_process_group("gloo", init_method=f"file://{directory}-swapped", rank=1 - rank, world_size=2)
+        time.sleep(pause)
         dist.all_reduce(torch.ones(3))
 
 
-def test_a_process_group_made_again_goes_on_or_begins_anew(two_ranks: World, tmp_path: Path, recording: Path) -> None:
-    two_ranks.run(_made_again, tmp_path, str(recording), record=False)
+@pytest.mark.parametrize("pause", [0.0, 0.8], ids=["at once", "after the writer has looked"])
+def test_a_process_group_made_again_goes_on_or_begins_anew(
+    pause: float, two_ranks: World, tmp_path: Path, recording: Path
+) -> None:
+    two_ranks.run(_made_again, tmp_path, str(recording), pause, record=False)
     # Each process wrote as one rank first and as the other one after the swap; nothing was overwritten.
     for rank in (0, 1):
         before = CommsFile(str(recording / "earlier-1" / f"rank-{rank}.comms.jsonl.zst"))
@@ -118,6 +122,11 @@ def test_a_process_group_made_again_goes_on_or_begins_anew(two_ranks: World, tmp
         assert [group.ranks for group in before.groups] == [[0, 1], [0, 1]]
         assert before.end is not None
         assert [record.bytes for record in records_of(recording, rank)] == [12]
+        after = CommsFile(str(recording / f"rank-{rank}.comms.jsonl.zst"))
+        list(after.records())
+        assert after.header is not None
+        assert after.header.rank == rank
+        assert [group.ranks for group in after.groups] == [[0, 1]]
 
 
 def _many_threads(rank: int) -> None:
@@ -365,3 +374,27 @@ def test_a_url_that_cannot_be_reached_is_told_at_once(tmp_path: Path) -> None:
     assert first.startswith("crossrank: cannot upload to nowhere://bucket/run: ")
     assert f"files will stay in {tmp_path}/crossrank-" in first
     assert second == "enabled"
+
+
+def _store_after_destroy(rank: int, directory: str) -> bool:
+    import weakref
+
+    store = dist.FileStore(f"{directory}-mine", 2)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    reference = weakref.ref(store)
+    del store
+    with crossrank.enable(tracing="ALL" if rank == 0 else "NONE", directory=directory):
+        dist.all_reduce(torch.ones(1))
+        time.sleep(0.3)
+        dist.destroy_process_group()
+        time.sleep(0.3)
+        gone = reference() is None
+    dist.init_process_group("gloo", init_method=f"file://{directory}-again", rank=rank, world_size=2)
+    return gone
+
+
+def test_the_store_is_not_kept_alive_while_a_silent_rank_is_waited_for(
+    two_ranks: World, tmp_path: Path, recording: Path
+) -> None:
+    assert two_ranks.run(_store_after_destroy, tmp_path, str(recording), record=False) == [True, True]

@@ -21,7 +21,9 @@ def exchanged(places: list[tuple[str, str | None] | None]) -> list[Topology | No
         None if place is None else Topology(rank, world, place[0], place[1]) for rank, place in enumerate(places)
     ]
     threads = [
-        threading.Thread(target=topology.exchange, args=(store, 0)) for topology in topologies if topology is not None
+        threading.Thread(target=topology.exchange, args=(lambda: store, 0))
+        for topology in topologies
+        if topology is not None
     ]
     for thread in threads:
         thread.start()

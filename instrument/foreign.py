@@ -1,0 +1,49 @@
+"""Tells a failure of the recorder from an exception that the script raised through it.
+
+Python runs a script's signal handlers between any two bytecodes, also inside the recorder. What such a handler
+raises (a timeout by SIGALRM, say) belongs to the script and must reach it, while a failure of the recorder itself
+must not.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from types import TracebackType
+
+import fsspec
+import msgspec
+import torch
+import zstandard
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_OURS = tuple(
+    path + os.sep
+    for path in (
+        _HERE,
+        os.path.dirname(_HERE),
+        os.path.realpath(_HERE),
+        os.path.dirname(os.path.realpath(_HERE)),
+        *(os.path.dirname(os.path.abspath(module.__file__ or "")) for module in (torch, msgspec, zstandard, fsspec)),
+    )
+)
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+_SITE_PACKAGES = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
+
+
+def raised_by_script(error: BaseException) -> bool:
+    """Whether a frame that is none of the recorder's or of what it uses stands in the traceback of `error`."""
+    traceback: TracebackType | None = error.__traceback__
+    while traceback is not None:
+        if not _is_known(traceback.tb_frame.f_code.co_filename):
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
+def _is_known(path: str) -> bool:
+    if path.startswith("<frozen"):
+        return True
+    if path.startswith(_STDLIB):
+        return not any(part in path for part in _SITE_PACKAGES) or path.startswith(_OURS)
+    return path.startswith(_OURS) or any(name in path for name in ("/nvtx/", "/pynvml.py"))
