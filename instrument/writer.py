@@ -34,6 +34,7 @@ _CHUNK = 64
 _PAUSE = 0.0005
 """Training gets the interpreter for `_PAUSE` seconds after every `_CHUNK` records, so that it never waits long for
 this thread: Python itself would take the lock away only after 5 ms."""
+_FRAME = 8192
 _CLOCK_EVERY = 10.0
 _LEVEL = 3
 _MOST_OWED = 10_000
@@ -163,15 +164,21 @@ class CommsWriter:
                 self._fail("the writer stumbled", error)
 
     def _drain(self) -> None:
-        """Empty the ring into one frame."""
+        """Write what the ring holds now, in frames of at most `_FRAME` lines so that little is held at once."""
+        if time.monotonic() >= self._next_clock:
+            self._next_clock = time.monotonic() + _CLOCK_EVERY
+            self.line("clock", clock())
+        waiting = len(self.ring)
+        while waiting > 0:
+            self._write_frame(min(waiting, _FRAME))
+            waiting -= _FRAME
+
+    def _write_frame(self, count: int) -> None:
         context: list[bytes] = []
         lines: list[bytes] = []
         ring = self.ring
         records = 0
-        if time.monotonic() >= self._next_clock:
-            self._next_clock = time.monotonic() + _CLOCK_EVERY
-            self.line("clock", clock())
-        for _ in range(len(ring)):
+        for _ in range(count):
             entry = ring.popleft()
             if not isinstance(entry, tuple):
                 context.append(entry if isinstance(entry, bytes) else entry())
