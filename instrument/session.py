@@ -162,7 +162,8 @@ class Session:
         The kernels stay, switched off: taking them away needs the dispatcher's lock, which a thread that does
         not exist in this process may hold.
         """
-        self._closed = True
+        self._close_once.acquire(blocking=False)
+        self._closed = self._finished = True
         self.recorder.active = False
         self.recorder.window_open = False
         if self._windows is not None:
