@@ -20,10 +20,8 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 _OURS = tuple(
     path + os.sep
     for path in (
-        _HERE,
-        os.path.dirname(_HERE),
+        os.path.dirname(_HERE),  # the package, with its link to this folder
         os.path.realpath(_HERE),
-        os.path.dirname(os.path.realpath(_HERE)),
         *(os.path.dirname(os.path.abspath(module.__file__ or "")) for module in (torch, msgspec, zstandard, fsspec)),
     )
 )
@@ -46,4 +44,5 @@ def _is_known(path: str) -> bool:
         return True
     if path.startswith(_STDLIB):
         return not any(part in path for part in _SITE_PACKAGES) or path.startswith(_OURS)
-    return path.startswith(_OURS) or any(name in path for name in ("/nvtx/", "/pynvml.py"))
+    # Cython names its files relative to where nvtx was built.
+    return path.startswith((*_OURS, "nvtx/")) or any(name in path for name in ("/nvtx/", "/pynvml.py"))
