@@ -16,9 +16,6 @@ import torch
 
 from crossrank.comm import OPERATIONS, total_bytes
 
-# Functions of the dispatcher that communicate nothing.
-NOT_COMMUNICATION = frozenset({"check_for_nan"})
-
 
 @dataclass(frozen=True, kw_only=True)
 class Row:

@@ -123,8 +123,8 @@ def load(arguments: Mapping[str, object], environment: Mapping[str, str]) -> Con
         if found is None:
             return default
         where, text = found
-        for name_, meaning in allowed.items():
-            if text.lower() in (name_.lower(), _WORDS.get(name_)):
+        for spelling, meaning in allowed.items():
+            if text.lower() in (spelling.lower(), _WORDS.get(spelling)):
                 return meaning
         raise CrossrankError(f"{where}={text!r} is not one of {', '.join(allowed)}")
 

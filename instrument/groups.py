@@ -139,13 +139,12 @@ def process_group_config() -> str:
 
     torch writes `"ranks": []` for a group of the whole world there; this gives every group its global ranks.
     """
-    groups = []
-    for entry in distributed_c10d._world.pg_config_info:
-        groups.append(dict(entry))
     ranks_of = {
         str(name): list(dist.get_process_group_ranks(group))
         for group, name in list(distributed_c10d._world.pg_names.items())
     }
-    for entry in groups:
-        entry["ranks"] = ranks_of.get(str(entry["pg_name"]), entry["ranks"])
+    groups = [
+        dict(entry) | {"ranks": ranks_of.get(str(entry["pg_name"]), entry["ranks"])}
+        for entry in distributed_c10d._world.pg_config_info
+    ]
     return json.dumps(groups, default=int)

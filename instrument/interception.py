@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from crossrank.errors import CrossrankError, one_line
-from crossrank.instrument.c10d_ops import NOT_COMMUNICATION, Reader
+from crossrank.instrument.c10d_ops import Reader
 from crossrank.instrument.foreign import raised_by_script
 from crossrank.instrument.recorder import Recorder
 
@@ -138,14 +138,13 @@ def _kernel(overload: Any, reader: Reader, mask: Any, recorder: Recorder) -> Cal
 
 
 def _c10d_ops() -> list[str]:
-    """Names of all communicating c10d ops of this torch, without the namespace."""
+    """Names of all c10d ops of this torch that communicate, which are those with a group, without the namespace."""
     prefix = _NAMESPACE + "::"
     names = (name.removeprefix(prefix) for name in torch._C._dispatch_get_all_op_names() if name.startswith(prefix))
     return sorted(
         name
         for name in names
-        if name not in NOT_COMMUNICATION
-        and "." not in name
+        if "." not in name
         and any(
             argument.name == "process_group" for argument in getattr(torch.ops.c10d, name).default._schema.arguments
         )

@@ -54,7 +54,7 @@ class Session:
         self.writer: CommsWriter | None = None
         self.groups = GroupTable(self._on_new_group)
         self._files: RankFiles | None = None
-        self._gpu = GpuReader()
+        self._gpu: GpuReader | None = None  # asked when the files begin: the device is known by then
         self._world: weakref.ref[dist.ProcessGroup] | None = None
         self._world_size = 0
         self._epoch = 0
@@ -209,7 +209,7 @@ class Session:
         if self.topology is not None:
             self.topology.stop()
         node = self.config.node or node_of_this_machine()
-        gpu = self._gpu.gpu
+        gpu = self._gpu.gpu if self._gpu is not None else None
         self.topology = Topology(self.rank, self._world_size, node, gpu.nvlink_domain if gpu else None)
         thread = threading.Thread(
             target=self.topology.exchange,
@@ -248,7 +248,7 @@ class Session:
             rank=self.rank,
             world_size=self._world_size,
             node=self.topology.node,
-            gpu=self._gpu.gpu,
+            gpu=self._gpu.gpu if self._gpu is not None else None,
             config=self.config,
             ops=self._interception.ops,
             blind_spots=self.groups.unseen_kinds(),
@@ -258,7 +258,7 @@ class Session:
             topology=self.topology,
             ring_capacity=self.config.ring,
             crossnode_only=self.config.emit == "CROSSNODE",
-            header=lambda: header,
+            header=header,
             on_tick=self._look_for_groups,
         )
         self.writer.start()
@@ -304,14 +304,14 @@ class Session:
 
     def _on_new_group(self, state: GroupState) -> None:
         writer, topology = self.writer, self.topology
+        group = state.describe()
         if writer is not None and topology is not None:
-            group = state.describe()
             writer.line("group", lambda: msgspec.structs.replace(group, locality=topology.locality(state.ranks)))
         if self.recorder.window_open and self._windows is not None:
             with self._reported("a process group is missing in the execution trace"):
                 self._windows.note_process_groups()
         if self._nvtx is not None:
-            self._nvtx.mark(msgspec.json.encode({"group": state.describe()}).decode())
+            self._nvtx.mark(msgspec.json.encode({"group": group}).decode())
 
     def _mark_identity(self, nvtx: NvtxMarkers) -> None:
         """Tell who this is inside the Nsight report, whatever its file is called."""
@@ -374,7 +374,7 @@ class Session:
         moment = {"window": number, "edge": edge, "step": self.recorder.step, "t": time.monotonic_ns()}
         if self.writer is not None:
             self.writer.line("window", moment)
-            counters = self._gpu.counters()
+            counters = self._gpu.counters() if self._gpu is not None else None
             if counters is not None:
                 self.writer.line("counters", moment | counters)
         if self._nvtx is not None and edge == "open":

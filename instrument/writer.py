@@ -71,7 +71,7 @@ class CommsWriter:
         topology: Topology,
         ring_capacity: int,
         crossnode_only: bool,
-        header: Callable[[], dict[str, Any]],
+        header: dict[str, Any],
         on_tick: Callable[[], None],
     ) -> None:
         self.path = path
@@ -138,7 +138,7 @@ class CommsWriter:
     def _begin_file(self) -> None:
         try:
             with self._lock:
-                self._append([encode_line("header", self._header())], [])
+                self._append([encode_line("header", self._header)], [])
         except Exception as error:
             self._fail("cannot describe this rank in the header", error)
 
