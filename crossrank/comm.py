@@ -43,6 +43,8 @@ class Operation:
     """busbw / algbw for a group of n ranks; None where a bandwidth means nothing (barrier)."""
     rooted: bool = False
     p2p: bool = False
+    aliases: tuple[str, ...] = ()
+    """What c10d, its backends and the functional collectives call it, in lower-case letters alone."""
 
     def bytes(self, in_bytes: int, out_bytes: int, group_size: int) -> int:
         """S of nccl-tests in bytes, the same number on every rank of an even call.
@@ -64,19 +66,64 @@ class Operation:
 OPERATIONS: dict[str, Operation] = {
     row.name: row
     for row in (
-        Operation(name="all_reduce", payload="input", bus_factor=_ring_twice),
-        Operation(name="reduce", payload="input", bus_factor=_whole, rooted=True),
-        Operation(name="broadcast", payload="input", bus_factor=_whole, rooted=True),
-        Operation(name="all_gather", payload="output", bus_factor=_all_but_self),
-        Operation(name="reduce_scatter", payload="input", bus_factor=_all_but_self),
-        Operation(name="gather", payload="input_per_member", bus_factor=_all_but_self, rooted=True),
+        Operation(
+            name="all_reduce",
+            payload="input",
+            bus_factor=_ring_twice,
+            aliases=("allreducecoalesced", "allreducesparse"),
+        ),
+        Operation(name="reduce", payload="input", bus_factor=_whole, rooted=True, aliases=("reduceoop",)),
+        Operation(name="broadcast", payload="input", bus_factor=_whole, rooted=True, aliases=("broadcastoop",)),
+        Operation(
+            name="all_gather",
+            payload="output",
+            bus_factor=_all_but_self,
+            aliases=(
+                "allgatherbase",
+                "allgathercoalesced",
+                "allgatherintotensor",
+                "allgatherintotensorcoalesced",
+                "allgatherintotensorout",
+            ),
+        ),
+        Operation(
+            name="reduce_scatter",
+            payload="input",
+            bus_factor=_all_but_self,
+            aliases=("reducescatterbase", "reducescattertensor", "reducescattertensorcoalesced"),
+        ),
+        Operation(
+            name="gather",
+            payload="input_per_member",
+            bus_factor=_all_but_self,
+            rooted=True,
+            aliases=("gatherintotensor",),
+        ),
         Operation(name="scatter", payload="output_per_member", bus_factor=_all_but_self, rooted=True),
-        Operation(name="all_to_all", payload="input", bus_factor=_all_but_self),
-        Operation(name="send", payload="input", bus_factor=_whole, p2p=True),
-        Operation(name="recv", payload="output", bus_factor=_whole, p2p=True),
-        Operation(name="barrier", payload="none", bus_factor=None),
+        Operation(
+            name="all_to_all",
+            payload="input",
+            bus_factor=_all_but_self,
+            aliases=("alltoallbase", "alltoallv", "alltoallsingle"),
+        ),
+        Operation(name="send", payload="input", bus_factor=_whole, p2p=True, aliases=("isend",)),
+        Operation(name="recv", payload="output", bus_factor=_whole, p2p=True, aliases=("irecv", "recvanysource")),
+        Operation(name="barrier", payload="none", bus_factor=None, aliases=("monitoredbarrier",)),
     )
 }
+
+
+_BY_ALIAS = {alias: row for row in OPERATIONS.values() for alias in (row.name.replace("_", ""), *row.aliases)}
+
+
+def operation_of(name: str) -> Operation | None:
+    """The operation that c10d, a backend or a trace calls `name`; None for what is no communication.
+
+    >>> [operation_of(name).name for name in ("c10d::_allgather_base_", "nccl:all_to_all", "recvAnySource")]
+    ['all_gather', 'all_to_all', 'recv']
+    """
+    bare = name.rpartition(":")[2].split(".")[0]
+    return _BY_ALIAS.get("".join(filter(str.isalpha, bare)).lower())
 
 
 class CommRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):

@@ -1,8 +1,8 @@
 """A recording on disk: which files it has, and how to read them whatever state they are in.
 
 Rank N writes `rank-N.comms.jsonl.zst`, and for every window `rank-N.et.json.zst` and `rank-N.kineto.json.zst`
-(later windows `rank-N.w2.et.json.zst`, …), and `rank-N.flight.json.zst` for torch's flight recorder. Every file
-is also read plain or gzipped, and from an fsspec URL.
+(later windows `rank-N.w2.et.json.zst`, …), and `rank-N.flight.json.zst` for torch's flight recorder. `crossrank link`
+adds `rank-N.linked.json.zst` for every window. Every file is also read plain or gzipped, and from an fsspec URL.
 
 The comms file is JSON lines. A line that starts with `{"id":` is a `CommRecord`; every other line is an object
 with one key that says what it is: `header` (always first), `group`, `step`, `clock`, `counters`, `window`, `end`
@@ -33,10 +33,17 @@ COMMS = "comms"
 EXECUTION_TRACE = "et"
 KINETO = "kineto"
 FLIGHT = "flight"
+LINKED = "linked"
 
-_SUFFIXES = {COMMS: "comms.jsonl", EXECUTION_TRACE: "et.json", KINETO: "kineto.json", FLIGHT: "flight.json"}
+_SUFFIXES = {
+    COMMS: "comms.jsonl",
+    EXECUTION_TRACE: "et.json",
+    KINETO: "kineto.json",
+    FLIGHT: "flight.json",
+    LINKED: "linked.json",
+}
 _NAME = re.compile(
-    r"rank-(?P<rank>\d+)\.(?:w(?P<window>\d+)\.)?(?P<suffix>comms\.jsonl|et\.json|kineto\.json|flight\.json)"
+    r"rank-(?P<rank>\d+)\.(?:w(?P<window>\d+)\.)?(?P<suffix>comms\.jsonl|(?:et|kineto|flight|linked)\.json)"
     r"(?P<compression>\.zst|\.gz|)"
 )
 _TEMPORARY = re.compile(r"\.(?P<name>rank-\d+\..*)\.part(\.zst)?")

@@ -19,6 +19,11 @@ from crossrank.errors import CrossrankError
 # name -> (module, class, one line for the overview)
 COMMANDS = {
     "inspect": ("crossrank.tools.commands.inspect", "Inspect", "what is in a recording, and what is missing"),
+    "link": (
+        "crossrank.tools.commands.link",
+        "Link",
+        "one linked trace per rank: times, GPU, communication, dependencies",
+    ),
 }
 
 

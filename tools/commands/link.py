@@ -1,0 +1,292 @@
+"""`crossrank link`: one graph per rank from its execution trace and its Kineto trace."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from crossrank.errors import CrossrankError
+from crossrank.recording import is_url
+from crossrank.tools.linking.inputs import Inputs, find_inputs
+from crossrank.tools.linking.ranks import EXTENSIONS, GroupRow, RankResult, Task, compare_groups, link_ranks
+from crossrank.tools.tables import print_table, printable, rank_ranges
+
+_ROWS = 16
+_WARNINGS = 3
+
+
+class Link:
+    """Join the execution trace and the Kineto trace of every rank into one linked trace: times for host operations,
+    GPU activities with the operation that launched them, communications with their records, and every dependency
+    with its kind. Says what matched and what did not. Exit code 1: a rank failed, matched less than --min-match,
+    or the ranks of a group disagree on their number of collectives."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "recording",
+            nargs="+",
+            help="a recording, any folder of such files, or the two files of one rank; plain, gzip or zstd",
+        )
+        parser.add_argument(
+            "-o", "--output", metavar="DIR", help="folder for rank-N.linked.json.zst (default: the input's)"
+        )
+        parser.add_argument("--ranks", type=_ranks, metavar="LIST", help="only these, for example 0-7,12")
+        parser.add_argument(
+            "--min-match",
+            type=_share,
+            default=0.95,
+            metavar="SHARE",
+            help="exit 1 where less of the host operations or of the GPU activities matched (default 0.95)",
+        )
+        parser.add_argument(
+            "--compress", choices=sorted(EXTENSIONS), default="zst", help="compression of the output (default zst)"
+        )
+        parser.add_argument("--jobs", type=int, default=0, metavar="N", help="processes (default: one per core)")
+        parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        paths: list[str] = arguments.recording
+        if len(paths) > 2:
+            raise CrossrankError(f"{len(paths)} paths given; name one folder, or the two files of one rank")
+        inputs = find_inputs(paths, arguments.ranks)
+        folder = _output_folder(paths, arguments.output)
+        tasks = [Task(input=pair, folder=str(folder), compression=arguments.compress) for pair in inputs.pairs]
+        results = _with_progress(tasks, arguments.jobs or os.cpu_count() or 1)
+        rows = compare_groups(results)
+        poor = [result for result in results if result.error is None and _rate(result) < arguments.min_match]
+        if arguments.json:
+            sys.stdout.write(_json(results, rows, inputs))
+        else:
+            _print(results, rows, folder)
+        for problem in inputs.problems:
+            _complain(problem)
+        for result in results:
+            if result.error is not None:
+                _complain(f"{result.name}: {result.error}")
+        for result in poor:
+            _complain(
+                f"{result.name}: matched {_percent(_rate(result))}, less than {_percent(arguments.min_match)} "
+                f"(--min-match); {_main_reason(result)}"
+            )
+        disagree = [row for row in rows if row.disagrees]
+        for row in disagree:
+            _complain(f"the ranks of group {_group_name(row)} made different numbers of collectives: {_counts(row)}")
+        if all(result.error is not None for result in results):
+            return 2
+        return 1 if inputs.problems or poor or disagree or any(result.error for result in results) else 0
+
+
+def _output_folder(paths: Sequence[str], output: str | None) -> Path:
+    if output is None:
+        if is_url(paths[0]):
+            raise CrossrankError(f"{paths[0]} is a URL; name a local folder for the linked traces with -o")
+        output = paths[0] if os.path.isdir(paths[0]) else os.path.dirname(paths[0]) or "."
+    folder = Path(output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CrossrankError(f"{folder}: cannot be made ({error.strerror}); name another folder with -o") from error
+    return folder
+
+
+def _with_progress(tasks: list[Task], jobs: int) -> list[RankResult]:
+    if not sys.stderr.isatty() or len(tasks) < 2:
+        return link_ranks(tasks, jobs, lambda: None)
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("linking"), BarColumn(), MofNCompleteColumn(), TextColumn("ranks"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("link", total=len(tasks))
+        return link_ranks(tasks, jobs, lambda: progress.advance(bar))
+
+
+def _rate(result: RankResult) -> float:
+    return min(result.report.host_rate, result.report.activity_rate)
+
+
+def _main_reason(result: RankResult) -> str:
+    report = result.report
+    reasons = report.host_unmatched if report.host_rate <= report.activity_rate else report.activities_unlinked
+    what = "operations" if report.host_rate <= report.activity_rate else "GPU activities"
+    reason, count = max(reasons.items(), key=lambda item: item[1])
+    return f"{count} {what}: {reason}"
+
+
+def _print(results: list[RankResult], rows: list[GroupRow], folder: Path) -> None:
+    linked = [result for result in results if result.error is None]
+    print_table(
+        f"Linked traces in {folder}",
+        (
+            "rank",
+            "#host operations",
+            "#matched",
+            "by",
+            "#GPU activities",
+            "#linked",
+            "#outside",
+            "#communications",
+            "#edges",
+        ),
+        [_row(result) for result in linked[:_ROWS]],
+    )
+    if len(linked) > _ROWS:
+        print(f"  … and {len(linked) - _ROWS} more: --json has all")
+    if not linked:
+        return
+    total = _total(linked)
+    for title, counts in total.items():
+        if counts:
+            print(f"\n{title}")
+            for reason, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+                print(f"  {count:>9,}  {printable(reason)}")
+    if rows:
+        print_table(
+            "Process groups, over the ranks linked",
+            ("group", "#members", "ranks", "#collectives per rank", "#sends and receives"),
+            [
+                (
+                    _group_name(row),
+                    len(row.ranks) or "not known",
+                    rank_ranges(row.ranks) if row.ranks else "not known",
+                    _counts(row),
+                    row.p2p,
+                )
+                for row in rows[:_ROWS]
+            ],
+        )
+        if len(rows) > _ROWS:
+            print(f"  … and {len(rows) - _ROWS} more: --json has all")
+    for text, ranks in _warnings(linked)[:_WARNINGS]:
+        print(f"\nwarning    {printable(text)} ({', '.join(ranks[:4])}{', …' if len(ranks) > 4 else ''})")
+    more = len(_warnings(linked)) - _WARNINGS
+    if more > 0:
+        print(f"\n… and {more} more warning(s): --json has all")
+
+
+def _row(result: RankResult) -> tuple[object, ...]:
+    report = result.report
+    return (
+        result.name.removeprefix("rank "),
+        f"{report.host_nodes:,}",
+        _percent(report.host_rate),
+        ", ".join(report.host_matched) or "-",
+        f"{sum(report.activities.values()):,}",
+        _percent(report.activity_rate) if report.activities else "-",
+        f"{sum(report.activities_outside.values()):,}",
+        f"{sum(report.communications.values()):,}",
+        f"{sum(report.edges.values()):,}",
+    )
+
+
+def _total(linked: list[RankResult]) -> dict[str, Counter[str]]:
+    """The counts of all ranks together, by the heading they stand under."""
+    total: dict[str, Counter[str]] = {}
+    for title, name in (
+        ("Dependencies, by kind", "edges"),
+        ("Communications, by where their record comes from", "communications"),
+        ("Host operations without a Kineto event", "host_unmatched"),
+        ("Kineto host events without an operation in the execution trace", "kineto_unmatched"),
+        ("GPU activities without a host operation, kept in the graph", "activities_unlinked"),
+        ("GPU activities left out", "activities_outside"),
+        ("Synchronisations that gave no dependency", "syncs_unresolved"),
+    ):
+        total[title] = Counter()
+        for result in linked:
+            total[title].update(getattr(result.report, name))
+    alone = sum(result.report.communication_kernels_alone for result in linked)
+    if alone:
+        total["Communication kernels without a call around them"] = Counter({"all": alone})
+    return total
+
+
+def _warnings(linked: list[RankResult]) -> list[tuple[str, list[str]]]:
+    """Warnings with the ranks that gave them, the most frequent first."""
+    ranks: dict[str, list[str]] = {}
+    for result in linked:
+        for warning in result.report.warnings:
+            ranks.setdefault(warning, []).append(result.name)
+    return sorted(ranks.items(), key=lambda item: -len(item[1]))
+
+
+def _group_name(row: GroupRow) -> str:
+    name = row.pg or "(named by an address)"
+    return name if row.window == 1 else f"{name}, window {row.window}"
+
+
+def _counts(row: GroupRow) -> str:
+    if not row.disagrees:
+        return str(next(iter(row.collectives.values()), 0))
+    by_count: dict[int, list[int]] = {}
+    for rank, count in row.collectives.items():
+        by_count.setdefault(count, []).append(rank)
+    return "; ".join(f"{count} on rank {rank_ranges(ranks)}" for count, ranks in sorted(by_count.items()))
+
+
+def _json(results: list[RankResult], rows: list[GroupRow], inputs: Inputs) -> str:
+    summary: dict[str, Any] = {
+        "ranks": [
+            {
+                "rank": result.rank,
+                "window": result.window,
+                "output": result.output,
+                "error": result.error,
+                "nodes": result.nodes,
+                "host_rate": result.report.host_rate,
+                "activity_rate": result.report.activity_rate,
+                **asdict(result.report),
+            }
+            for result in results
+        ],
+        "groups": [
+            {
+                "pg": row.pg,
+                "ranks": row.ranks,
+                "window": row.window,
+                "collectives": {str(rank): count for rank, count in row.collectives.items()},
+                "p2p": row.p2p,
+                "disagrees": row.disagrees,
+            }
+            for row in rows
+        ],
+        "problems": inputs.problems,
+    }
+    return msgspec.json.format(msgspec.json.encode(summary), indent=2).decode() + "\n"
+
+
+def _complain(text: str) -> None:
+    print(f"crossrank: {printable(text)}", file=sys.stderr)
+
+
+def _percent(share: float) -> str:
+    # Never rounded up to a match that it is not.
+    return f"{int(share * 1000) / 10:.1f} %"
+
+
+def _ranks(text: str) -> set[int]:
+    ranks: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if match is None or (match[2] and int(match[2]) < int(match[1])):
+            raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks; write it as 0-7,12")
+        ranks.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return ranks
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share from 0 to 1")
+    return share

@@ -1,0 +1,307 @@
+"""Finds every communication of a rank and gives it its record, from the most trusted source that has it.
+
+One call shows at several depths: a functional op calls a c10d op, in which our range `crossrank#N` stands, in which
+NCCL writes `record_param_comms`. The first source of `SOURCES` that a call has gives its record; what lies above or
+below it in the same chain of callers is the same call and is not counted again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import msgspec
+
+from crossrank.comm import CommRecord, Group, operation_of
+from crossrank.tools.linking.graph import Activity, Communication, HostOp
+from crossrank.tools.linking.nesting import ASYNC_PREFIXES
+from crossrank.tools.readers.execution_trace import HostNode, io
+from crossrank.tools.readers.param_comms import ParamComms, from_kineto, from_node, from_op, to_record
+
+SOURCES = {
+    "comms file": "our record of the call, found by its id",
+    "crossrank range": "the text of our range in the execution trace",
+    "record_param_comms": "the node that torch writes for a backend's call",
+    "c10d op": "the arguments of a c10d op",
+    "functional op": "the arguments of a functional collective",
+    "kineto kernel": "the arguments that Kineto gives with the kernel",
+    "kernel name": "nothing but the name of the kernel",
+}
+
+_RANGE = re.compile(r"crossrank#(\d+)")
+_C10D = "c10d::"
+_FUNCTIONAL = ("_c10d_functional::", "c10d_functional::", "_c10d_functional_autograd::")
+_POINTER = 1 << 20
+"""A group that is named by a larger number is named by an address."""
+
+# Depths of the source in the chain of callers: the node, and what to read.
+_Reader = Callable[[HostNode], "ParamComms | None"]
+
+
+class Finder:
+    """Collects the communications of one rank."""
+
+    def __init__(
+        self,
+        host: Sequence[HostOp],
+        groups: Mapping[str, Group],
+        *,
+        world_size: int | None,
+        records: Mapping[int, CommRecord],
+        event_args: Callable[[int], msgspec.Raw | None],
+    ) -> None:
+        """`groups` by name, as the most trusted source has them; `records` of the comms file by id; `event_args`
+        gives the Kineto arguments of a host node by its position."""
+        self.groups = dict(groups)
+        self.found: list[Communication] = []
+        self.warnings: list[str] = []
+        self._host = host
+        self._world_size = world_size
+        self._records = records
+        self._event_args = event_args
+        self._position = {op.id: position for position, op in enumerate(host)}
+        self._at: dict[int, Communication] = {}
+        self._covered: set[int] = set()
+        """Positions of the nodes above a communication."""
+
+    def search(self) -> None:
+        """Find the communications of the host's nodes, source by source."""
+        ranges, params, c10d, functional = [], [], [], []
+        for position, op in enumerate(self._host):
+            name = op.node.name
+            if name == "record_param_comms":
+                params.append(position)
+            elif name.startswith(_C10D):
+                c10d.append(position)
+            elif name.startswith("crossrank#"):
+                ranges.append(position)
+            elif name.startswith(_FUNCTIONAL):
+                functional.append(position)
+        for position in ranges:
+            self._take_range(position)
+        self._take(params, "record_param_comms", from_node)
+        self._take([p for p in c10d if operation_of(self._host[p].node.name)], "c10d op", from_op)
+        self._take([p for p in functional if operation_of(self._host[p].node.name)], "functional op", from_op)
+        self._find_works()
+        self.found.sort(key=self._begin)
+        for number, communication in enumerate(self.found):
+            if communication.origin not in ("comms file", "crossrank range"):
+                communication.record = msgspec.structs.replace(communication.record, id=number)
+        self._name_pointers()
+        self._count()
+
+    def attach(self, activities: Iterable[Activity]) -> int:
+        """Give every communication its kernels; returns how many kernels had to become one of their own."""
+        alone = 0
+        for activity in activities:
+            described = from_kineto(activity.args) if activity.category == "kernel" else None
+            if activity.library is None and described is None:
+                continue
+            activity.library = activity.library or "unknown"
+            communication = self._around(activity.host)
+            if communication is not None:
+                communication.activities.append(activity.id)
+                if described is not None:
+                    self._complete(communication, described)
+                continue
+            alone += 1
+            self._add_kernel(activity, described)
+        return alone
+
+    def _begin(self, communication: Communication) -> tuple[int, int]:
+        op = self._host[self._position[communication.host]] if communication.host is not None else None
+        return (op.node.rf_id if op else 0, communication.host or 0)
+
+    def _take_range(self, position: int) -> None:
+        op = self._host[position]
+        match = _RANGE.match(op.node.name)
+        values = io(op.node.inputs).values
+        if match is None:
+            return
+        number = int(match[1])
+        record, source = self._records.get(number), "comms file"
+        if record is None:
+            source = "crossrank range"
+            try:
+                told = msgspec.json.decode(values[0]) if values else None
+                record = msgspec.convert({"id": number, "t": op.start_ns or 0, **(told or {})}, CommRecord)
+            except (msgspec.MsgspecError, TypeError):
+                self.warnings.append(f"node {op.id} ({op.node.name}) does not carry a record; read as its c10d op")
+                return
+        self._add(position, record, source)
+
+    def _take(self, positions: Iterable[int], source: str, read: _Reader) -> None:
+        """Add the outermost of the nodes at `positions` whose call no better source has."""
+        candidates = set(positions)
+        unreadable = 0
+        for position in sorted(candidates):
+            if position in self._covered or self._is_inside(position, candidates):
+                continue
+            node = self._host[position].node
+            comms = read(node)
+            if comms is None:
+                unreadable += 1
+                continue
+            if operation_of(comms.name) is None:
+                continue  # wait, init, start of coalescing
+            described = self._event_args(position)
+            if described is not None and (kineto := from_kineto(described)) is not None:
+                _fill(comms, kineto)
+            group = self._group(comms)
+            c10d = self._c10d_name(position, comms)
+            time = self._host[position].start_ns or 0
+            self._add(position, to_record(comms, group, number=0, time=time, c10d=c10d), source)
+        if unreadable:
+            self.warnings.append(f"{unreadable} {source} node(s) have arguments of an unknown layout and were left out")
+
+    def _is_inside(self, position: int, candidates: set[int]) -> bool:
+        return any(above in self._at or above in candidates for above in self._callers(position))
+
+    def _callers(self, position: int) -> Iterable[int]:
+        """Positions of the nodes above, up to the first that has nothing to do with communication."""
+        steps = 0
+        parent = self._position.get(self._host[position].node.parent)
+        while parent is not None and steps < 8:
+            yield parent
+            if not _communicates(self._host[parent].node.name):
+                steps += 1
+            parent = self._position.get(self._host[parent].node.parent)
+
+    def _add(self, position: int, record: CommRecord, source: str) -> None:
+        communication = Communication(
+            record=record, group=self.groups.get(record.pg), origin=source, host=self._host[position].id
+        )
+        self._at[position] = communication
+        self._covered.add(position)
+        self._covered.update(self._callers(position))
+        self.found.append(communication)
+
+    def _group(self, comms: ParamComms) -> Group | None:
+        if not comms.pg and len(self.groups) == 1:
+            comms.pg = next(iter(self.groups))  # the op does not say, and there is no other
+        group = self.groups.get(comms.pg)
+        if group is None and comms.pg and (comms.ranks or comms.group_size):
+            size = comms.group_size or len(comms.ranks or ())
+            group = self.groups[comms.pg] = Group(pg=comms.pg, size=size, ranks=comms.ranks, desc=comms.desc)
+        return group
+
+    def _c10d_name(self, position: int, comms: ParamComms) -> str:
+        for at in (position, *self._callers(position)):
+            name = self._host[at].node.name
+            if name.startswith(_C10D):
+                return name.removeprefix(_C10D)
+        return comms.name
+
+    def _find_works(self) -> None:
+        for position, op in enumerate(self._host):
+            if not op.node.name.startswith(ASYNC_PREFIXES):
+                continue
+            op.is_work = True
+            communication = self._around(op.node.parent)
+            if communication is None and position:
+                communication = self._started_last(position)
+            if communication is not None and communication.work is None:
+                communication.work = op.id
+
+    def _started_last(self, position: int) -> Communication | None:
+        """A Work that began under a caller which the trace lacks belongs to the range begun just before it."""
+        wanted = self._host[position].node.rf_id - 1
+        for at in range(position - 1, max(position - 5, -1), -1):
+            if self._host[at].node.rf_id == wanted:
+                return self._at.get(at)
+        return None
+
+    def _around(self, host: int | None) -> Communication | None:
+        """The communication of a node or of the nearest node above it."""
+        position = self._position.get(host) if host is not None else None
+        steps = 0
+        while position is not None and steps < 64:
+            if position in self._at:
+                return self._at[position]
+            position = self._position.get(self._host[position].node.parent)
+            steps += 1
+        return None
+
+    def _complete(self, communication: Communication, described: ParamComms) -> None:
+        """Add what only Kineto says to a record that is not our own."""
+        record = communication.record
+        if communication.origin in ("comms file", "crossrank range"):
+            return
+        if not record.pg and described.pg:
+            group = self._group(described)
+            communication.group = group
+            communication.record = msgspec.structs.replace(record, pg=described.pg)
+        elif communication.group is None:
+            described.pg = record.pg
+            communication.group = self._group(described)
+
+    def _add_kernel(self, activity: Activity, described: ParamComms | None) -> None:
+        source = "kineto kernel" if described is not None else "kernel name"
+        if described is None:
+            from crossrank.tools.linking.kernels import communication_kernel
+
+            known = communication_kernel(activity.name)
+            described = ParamComms(name=(known[1] if known else None) or activity.name.split("(")[0])
+        group = self._group(described)
+        record = to_record(described, group, number=len(self.found), time=activity.start_ns, c10d="")
+        self.found.append(Communication(record=record, group=group, origin=source, host=None, activities=[activity.id]))
+
+    def _name_pointers(self) -> None:
+        """Find the members of groups that old traces name by an address: one of the world's size is the world."""
+        sizes: Counter[str] = Counter()
+        for communication in self.found:
+            record = communication.record
+            if communication.group is None and record.pg.isdecimal() and int(record.pg) > _POINTER:
+                sizes[record.pg] = max(sizes[record.pg], len(record.in_split or ()), len(record.out_split or ()))
+        for pg, size in sizes.items():
+            if size and size == self._world_size:
+                group = self.groups[pg] = Group(pg=pg, size=size, ranks=list(range(size)), desc="")
+                self._regroup(pg, group)
+            else:
+                self.warnings.append(f"group {pg} is named by an address and its members are not recorded")
+
+    def _regroup(self, pg: str, group: Group) -> None:
+        for communication in self.found:
+            record = communication.record
+            if record.pg == pg:
+                communication.group = group
+                operation = operation_of(record.op)
+                if operation is not None and operation.payload.endswith("per_member"):
+                    communication.record = msgspec.structs.replace(record, bytes=record.bytes * group.size)
+
+    def _count(self) -> None:
+        """Number the calls of each group whose source has no sequence number."""
+        counts: Counter[tuple[object, ...]] = Counter()
+        for communication in self.found:
+            record = communication.record
+            operation = operation_of(record.op)
+            p2p = operation is not None and operation.p2p
+            key = (record.pg, record.op, record.peer) if p2p else (record.pg,)
+            counts[key] += 1
+            if (record.p2p_seq if p2p else record.seq) is None:
+                field = {"p2p_seq" if p2p else "seq": counts[key]}
+                communication.record = msgspec.structs.replace(record, **field)
+                communication.seq_counted = True
+
+
+def _communicates(name: str) -> bool:
+    return name.startswith((_C10D, "crossrank#", *_FUNCTIONAL)) or name == "record_param_comms"
+
+
+def _fill(comms: ParamComms, kineto: ParamComms) -> None:
+    """Take from Kineto what the node does not say."""
+    comms.pg = comms.pg if comms.pg and not _is_pointer(comms.pg) else kineto.pg or comms.pg
+    comms.desc = comms.desc or kineto.desc
+    comms.ranks = comms.ranks or kineto.ranks
+    comms.group_size = comms.group_size or kineto.group_size
+    comms.dtype = comms.dtype or kineto.dtype
+    comms.in_elements = comms.in_elements if comms.in_elements is not None else kineto.in_elements
+    comms.out_elements = comms.out_elements if comms.out_elements is not None else kineto.out_elements
+    comms.in_split = comms.in_split or kineto.in_split
+    comms.out_split = comms.out_split or kineto.out_split
+    comms.is_async = comms.is_async if comms.is_async is not None else kineto.is_async
+
+
+def _is_pointer(pg: str) -> bool:
+    return pg.isdecimal() and int(pg) > _POINTER

@@ -1,0 +1,249 @@
+"""Joins the execution trace and the Kineto trace of one rank, step by step, into one graph."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from crossrank.comm import CommRecord, Group
+from crossrank.errors import CrossrankError
+from crossrank.recording import CommsFile
+from crossrank.tools.linking import dependencies as draw
+from crossrank.tools.linking.activities import OUTSIDE, Launches, find_launches
+from crossrank.tools.linking.communications import Finder
+from crossrank.tools.linking.graph import Activity, Edge, EdgeKind, HostOp, LinkedTrace, MatchReport
+from crossrank.tools.linking.kernels import communication_kernel
+from crossrank.tools.linking.matching import HostMatch, doubts, match_hosts
+from crossrank.tools.linking.nesting import Nesting, nest
+from crossrank.tools.linking.synchronisation import find_waits
+from crossrank.tools.readers.execution_trace import ExecutionTrace, read_execution_trace
+from crossrank.tools.readers.kineto import KinetoTrace, read_kineto
+
+_NAMES = 5
+
+
+def link(
+    et: str | ExecutionTrace, kineto: str | KinetoTrace, comms: str | None = None, *, rank: int | None = None
+) -> LinkedTrace:
+    """Link one rank's execution trace with its Kineto trace.
+
+    `et` and `kineto` are paths, fsspec URLs, or traces that were read before; `comms` is the path of the rank's
+    comms file, where there is one: it gives every communication its whole record. Times of the result are
+    nanoseconds on the clock of the Kineto trace.
+
+    Raises `CrossrankError` where a file cannot be used, or where the two are not of one run.
+    """
+    host_trace = read_execution_trace(et) if isinstance(et, str) else et
+    device_trace = read_kineto(kineto) if isinstance(kineto, str) else kineto
+    match = match_hosts(host_trace, device_trace)
+    doubt = doubts(host_trace, device_trace, match)
+    if len(doubt) >= 2:
+        raise CrossrankError(
+            f"{host_trace.path} and {device_trace.path} are not of one run ({'; '.join(doubt)}); pair the files anew"
+        )
+    nesting = nest(device_trace.host, device_trace.calls)
+    launches = find_launches(device_trace, match, nesting, host_trace.pid)
+    host = _host_ops(host_trace, device_trace, match, nesting)
+    next_id = host[-1].id + 1 if host else 1
+    activities, index_of = _activities(host_trace, device_trace, launches, next_id)
+    world_size, records, comm_groups, header_rank, comm_warnings = _comms(comms, device_trace)
+    finder = Finder(
+        host,
+        _groups(comm_groups, host_trace.groups, device_trace.groups),
+        world_size=world_size,
+        records=records,
+        event_args=_event_args(device_trace, match),
+    )
+    finder.search()
+    alone = finder.attach(activities)
+    edges = [
+        *draw.callers(host),
+        *draw.program_order(host),
+        *draw.forward_backward(host),
+        *draw.inter_thread(host),
+        *draw.launches(activities),
+        *draw.stream_order(activities),
+        *draw.group_order(finder.found),
+    ]
+    report = _report(host_trace, device_trace, match, launches)
+    edges += _wait_edges(host_trace, device_trace, match, launches, index_of, report)
+    report.communications = dict(Counter(communication.origin for communication in finder.found))
+    report.communication_kernels_alone = alone
+    report.edges = dict(Counter(f"inferred {edge.kind}" if edge.inferred else edge.kind for edge in edges))
+    report.warnings += [*doubt, *comm_warnings, *finder.warnings]
+    if nesting.overlaps:
+        report.warnings.append(f"{nesting.overlaps} host event(s) begin inside another and end after it")
+    return LinkedTrace(
+        rank=next((r for r in (rank, header_rank, device_trace.rank) if r is not None), None),
+        world_size=world_size,
+        schema=host_trace.schema,
+        pid=host_trace.pid,
+        time=host_trace.time,
+        start_ts=host_trace.start_ts,
+        finish_ts=host_trace.finish_ts,
+        base_ns=device_trace.base_ns,
+        inputs={host_trace.path: host_trace.sha256, device_trace.path: device_trace.sha256},
+        host=host,
+        activities=activities,
+        communications=finder.found,
+        groups=sorted(finder.groups.values(), key=lambda group: group.pg),
+        edges=edges,
+        report=report,
+    )
+
+
+def _host_ops(et: ExecutionTrace, kineto: KinetoTrace, match: HostMatch, nesting: Nesting) -> list[HostOp]:
+    host = []
+    for node, index in zip(et.nodes, match.event_of, strict=True):
+        if index < 0:
+            host.append(HostOp(node))
+            continue
+        event = kineto.host[index]
+        host.append(HostOp(node, event.start, event.end - event.start, nesting.exclusive_ns[index]))
+    return host
+
+
+def _activities(
+    et: ExecutionTrace, kineto: KinetoTrace, launches: Launches, next_id: int
+) -> tuple[list[Activity], dict[int, int]]:
+    """The activities of this trace in the order of starts, and the id of each by its position in the Kineto trace."""
+    activities = []
+    ids = {}
+    device = kineto.device
+    for index in sorted(range(len(device)), key=lambda index: (device[index].start, index)):
+        event = device[index]
+        node, method = launches.node[index], launches.method[index]
+        if method in OUTSIDE:
+            continue
+        known = communication_kernel(event.name) if event.category == "kernel" else None
+        ids[index] = next_id
+        activities.append(
+            Activity(
+                id=next_id,
+                name=event.name,
+                category=event.category,
+                device=event.device,
+                stream=event.stream,
+                start_ns=event.start,
+                duration_ns=event.end - event.start,
+                correlation=event.correlation,
+                host=et.nodes[node].id if node >= 0 else None,
+                unlinked=None if node >= 0 else method,
+                args=event.args,
+                library=known[0] if known else None,
+            )
+        )
+        next_id += 1
+    return activities, ids
+
+
+def _comms(
+    path: str | None, kineto: KinetoTrace
+) -> tuple[int | None, dict[int, CommRecord], list[Group], int | None, list[str]]:
+    if path is None:
+        return kineto.world_size, {}, [], None, []
+    file = CommsFile(path)
+    records = {record.id: record for record in file.records()}
+    warnings = [f"comms file: {problem}" for problem in file.damage.problems]
+    header = file.header
+    return (
+        header.world_size if header else kineto.world_size,
+        records,
+        file.groups,
+        header.rank if header else None,
+        warnings,
+    )
+
+
+def _groups(*sources: Iterable[Group]) -> dict[str, Group]:
+    """Groups by name; earlier sources are trusted more."""
+    groups: dict[str, Group] = {}
+    for source in sources:
+        for group in source:
+            groups.setdefault(group.pg, group)
+    return groups
+
+
+def _event_args(kineto: KinetoTrace, match: HostMatch) -> Callable[[int], msgspec.Raw | None]:
+    def args(position: int) -> msgspec.Raw | None:
+        index = match.event_of[position]
+        return kineto.host[index].args if index >= 0 else None
+
+    return args
+
+
+def _wait_edges(
+    et: ExecutionTrace,
+    kineto: KinetoTrace,
+    match: HostMatch,
+    launches: Launches,
+    ids: dict[int, int],
+    report: MatchReport,
+) -> list[Edge]:
+    waits = find_waits(kineto, launches.call)
+    goes_on = draw.NextOnThread(
+        ((kineto.host[index].pid, kineto.host[index].tid), kineto.host[index].start, et.nodes[position].id)
+        for position, index in enumerate(match.event_of)
+        if index >= 0
+    )
+    report.syncs = dict(waits.kinds)
+    unresolved = waits.unresolved
+    edges: dict[tuple[int, int, EdgeKind], Edge] = {}
+    for wait in waits.waits:
+        source = ids.get(wait.source)
+        if source is None:
+            unresolved["the activity waited for was launched outside the execution trace"] += 1
+            continue
+        if wait.target >= 0:
+            target = ids.get(wait.target)
+            kind: EdgeKind = "stream_wait"
+        else:
+            call = kineto.calls[wait.call] if wait.call >= 0 else None
+            target = goes_on((call.pid, call.tid), call.end) if call else None
+            kind = "sync"
+        if target is None:
+            unresolved["nothing follows the wait in the execution trace"] += 1
+            continue
+        edges.setdefault((source, target, kind), Edge(source, target, kind, wait.inferred, wait.slack_ns))
+    report.syncs_unresolved = dict(unresolved)
+    return list(edges.values())
+
+
+def _report(et: ExecutionTrace, kineto: KinetoTrace, match: HostMatch, launches: Launches) -> MatchReport:
+    methods = Counter(method for method, node in zip(launches.method, launches.node, strict=True) if node >= 0)
+    unlinked = Counter(method for method, node in zip(launches.method, launches.node, strict=True) if node < 0)
+    outside = {reason: unlinked.pop(reason) for reason in OUTSIDE if reason in unlinked}
+    names = Counter(et.nodes[position].name for position in match.unmatched)
+    return MatchReport(
+        host_nodes=match.matched + len(match.unmatched),
+        host_matched={match.method: match.matched} if match.matched else {},
+        host_unmatched=dict(Counter(match.unmatched.values())),
+        host_unmatched_names=dict(names.most_common(_NAMES)),
+        kineto_unmatched=_kineto_unmatched(kineto, match),
+        activities=dict(Counter(event.category for event in kineto.device)),
+        activities_linked=dict(methods),
+        activities_unlinked=dict(unlinked),
+        activities_outside=outside,
+        unread=kineto.unread,
+        warnings=[
+            *(f"execution trace: {warning}" for warning in et.warnings),
+            *(f"Kineto trace: {warning}" for warning in kineto.warnings),
+            *match.warnings,
+            *launches.warnings,
+        ],
+    )
+
+
+def _kineto_unmatched(kineto: KinetoTrace, match: HostMatch) -> dict[str, int]:
+    starts = [kineto.host[index].start for index in match.event_of if index >= 0]
+    if not starts:
+        return {"no node of the execution trace matched": len(kineto.host)} if kineto.host else {}
+    first, last = min(starts), max(starts)
+    reasons = Counter(
+        "within the execution trace" if first <= event.start <= last else "before or after the execution trace"
+        for event, node in zip(kineto.host, match.node_of, strict=True)
+        if node < 0
+    )
+    return dict(reasons)

@@ -1,0 +1,1 @@
+"""One module per input format; each yields typed rows."""
