@@ -14,11 +14,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	@touch $(STAMP)
 
-# Four gloo ranks that pose as two nodes; then what was recorded.
+# Four gloo ranks that pose as two nodes; then what was recorded, and their traces linked.
 demo: $(STAMP)
 	rm -rf $(DEMO)
 	OMP_NUM_THREADS=1 TRACING=ALL TRACING_DIR=$(DEMO) $(BIN)/torchrun --standalone --nproc-per-node 4 examples/demo.py
 	$(BIN)/crossrank inspect $(DEMO)
+	$(BIN)/crossrank link $(DEMO)
 	@echo "The files are in $(CURDIR)/$(DEMO):"
 	@ls $(DEMO)
 
@@ -32,6 +33,7 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/linking.py
 
 clean:
 	rm -rf $(VENV) $(DEMO)

@@ -1,9 +1,10 @@
 """Aligns two sequences of names that recorded the same thread, where no id says which element is which.
 
 Names repeat from iteration to iteration, so a position must first be found that holds: elements that occur once in
-both sequences (with their sequence number, or together with the names that follow) are anchors, and the longest
-run of anchors that both sequences have in the same order is kept. From anchor to anchor the rest is matched while
-names agree. What only one side has, at the ends or in between, stays unmatched.
+both sequences (with their sequence number, or with the names that follow) are anchors, and the longest chain of
+anchors that both sequences have in the same order is kept. From each anchor the rest is matched while names agree,
+and in what is left between two anchors new ones are looked for. What only one side has, at the ends or in between,
+stays unmatched.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from dataclasses import dataclass
 
 Pair = tuple[int, int]
 
-# Lengths of the runs of names that are tried as anchors, where single elements are not unique.
-_RUNS = (1, 4, 16, 64)
+# Lengths of the runs of names that are tried as anchors, in doublings: up to 2 ** 7 names.
+_DOUBLINGS = 8
 _PLACES = 4096
 
 
@@ -26,7 +27,7 @@ class Alignment:
 
     pairs: list[Pair]
     places: int = 1
-    """How many positions fit equally well; the first was taken. 1 where anchors settle it."""
+    """How many positions fit equally well; the first was taken. 1 where it is settled."""
 
 
 @dataclass(frozen=True)
@@ -36,22 +37,17 @@ class OpSequence:
     names: Sequence[str]
     numbers: Sequence[int]
 
-    def without_numbers(self) -> OpSequence:
-        return OpSequence(self.names, [-1] * len(self.names))
 
-    def keys(self) -> list[Hashable]:
-        """Elements by name and number; None where there is no number."""
-        return [(name, number) if number >= 0 else None for name, number in zip(self.names, self.numbers, strict=True)]
+@dataclass(frozen=True)
+class _Side:
+    """An `OpSequence` with a small number for each name."""
 
-    def runs(self, length: int) -> list[Hashable]:
-        """Elements by their name and those of the `length - 1` that follow."""
-        if length == 1:
-            return list(self.names)
-        return [tuple(self.names[i : i + length]) for i in range(len(self.names) - length + 1)]
+    names: list[int]
+    numbers: Sequence[int] | None
 
 
 def align(host: OpSequence, device: OpSequence) -> Alignment:
-    """Match `host` to `device`, in O(n log n).
+    """Match `host` to `device`.
 
     Sequence numbers find the iteration. Where fewer elements match with them than by names alone, the two sides
     recorded different iterations, and names alone decide.
@@ -61,25 +57,67 @@ def align(host: OpSequence, device: OpSequence) -> Alignment:
     >>> align(host, device).pairs
     [(0, 1), (1, 2), (2, 3)]
     """
-    numbered = _align(host, device)
-    if len(numbered.pairs) == min(len(host.names), len(device.names)):
+    codes: dict[str, int] = {}
+    ours = [codes.setdefault(name, len(codes)) for name in host.names]
+    theirs = [codes.setdefault(name, len(codes)) for name in device.names]
+    numbered = _by_number(_Side(ours, host.numbers), _Side(theirs, device.numbers))
+    if len(numbered.pairs) == min(len(ours), len(theirs)):
         return numbered
-    by_name = _align(host.without_numbers(), device.without_numbers())
+    by_name = _by_name(_Side(ours, None), _Side(theirs, None))
     return max(numbered, by_name, key=lambda alignment: len(alignment.pairs))
 
 
-def _align(host: OpSequence, device: OpSequence) -> Alignment:
-    anchors = _anchors(host.keys(), device.keys())
-    places = 1
-    for length in _RUNS:
+def _by_number(host: _Side, device: _Side) -> Alignment:
+    anchors = _anchors(_numbered(host), _numbered(device))
+    return Alignment(_fill(_longest_ascending(anchors), host, device) if anchors else [])
+
+
+def _numbered(side: _Side) -> list[Hashable]:
+    assert side.numbers is not None
+    return [(name, number) if number >= 0 else None for name, number in zip(side.names, side.numbers, strict=True)]
+
+
+def _by_name(host: _Side, device: _Side) -> Alignment:
+    places = _places_of_all(host.names, device.names)
+    if places:
+        i, j = places[0]
+        length = min(len(host.names), len(device.names))
+        return Alignment(list(zip(range(i, i + length), range(j, j + length), strict=True)), len(places))
+    ours, theirs = list(host.names), list(device.names)
+    for doubling in range(_DOUBLINGS):
+        anchors = _anchors(ours, theirs)
         if anchors:
-            break
-        anchors = _anchors(host.runs(length), device.runs(length))
-    if not anchors:
-        anchors, places = _first_place(host.names, device.names)
-    if not anchors:
-        return Alignment([])
-    return Alignment(_fill(_longest_ascending(anchors), host, device), places)
+            return Alignment(_fill(_longest_ascending(anchors), host, device))
+        ours, theirs = _longer_runs(ours, theirs, 1 << doubling)
+    anchors, count = _best_place(host.names, device.names)
+    return Alignment(_fill(anchors, host, device) if anchors else [], count)
+
+
+def _places_of_all(host: list[int], device: list[int]) -> list[Pair]:
+    """Every place where the shorter side stands in the longer one as a whole."""
+    if len(host) > len(device):
+        return [(i, j) for j, i in _places_of_all(device, host)]
+    if not host:
+        return []
+    places: list[Pair] = []
+    start = -1
+    while True:
+        try:
+            start = device.index(host[0], start + 1, len(device) - len(host) + 1)
+        except ValueError:
+            return places
+        if device[start : start + len(host)] == host:
+            places.append((0, start))
+
+
+def _longer_runs(host: list[int], device: list[int], length: int) -> tuple[list[int], list[int]]:
+    """From numbers for runs of `length` names to numbers for runs of twice that."""
+    codes: dict[Pair, int] = {}
+
+    def double(runs: list[int]) -> list[int]:
+        return [codes.setdefault(pair, len(codes)) for pair in zip(runs, runs[length:], strict=False)]
+
+    return double(host), double(device)
 
 
 def _anchors(host: Iterable[Hashable], device: Iterable[Hashable]) -> list[Pair]:
@@ -116,29 +154,28 @@ def _longest_ascending(anchors: list[Pair]) -> list[Pair]:
     return chain[::-1]
 
 
-def _first_place(host: Sequence[str], device: Sequence[str]) -> tuple[list[Pair], int]:
-    """Where the shorter sequence fits best into the longer one as a whole, for sequences that only repeat.
+def _best_place(host: list[int], device: list[int]) -> tuple[list[Pair], int]:
+    """Where most of the names agree, for sequences that only repeat: an anchor there, and how many places are as good.
 
-    Every place where its rarest name stands is tried.
+    Every place where the rarest name stands is tried.
     """
-    here = set(device)
-    common = [name for name in host if name in here]
+    counts = Counter(device)
+    common = [name for name in host if counts[name]]
     if not common:
         return [], 0
-    counts = Counter(device)
     rarest = min(common, key=lambda name: counts[name])
     first = host.index(rarest)
     scores = []
     for position in [i for i, name in enumerate(device) if name == rarest][:_PLACES]:
         shift = position - first
         low, high = max(0, -shift), min(len(host), len(device) - shift)
-        equal = sum(map(str.__eq__, host[low:high], device[low + shift : high + shift]))
+        equal = sum(map(int.__eq__, host[low:high], device[low + shift : high + shift]))
         scores.append((equal, -position))
     best, place = max(scores)
     return [(first, -place)], sum(score == best for score, _ in scores)
 
 
-def _fill(anchors: list[Pair], host: OpSequence, device: OpSequence) -> list[Pair]:
+def _fill(anchors: list[Pair], host: _Side, device: _Side) -> list[Pair]:
     """All pairs: the anchors, what agrees before and after each, and what is unique in the stretches between."""
     pairs: list[Pair] = []
     stretches = [(0, len(host.names), 0, len(device.names), anchors)]
@@ -166,8 +203,10 @@ def _fill(anchors: list[Pair], host: OpSequence, device: OpSequence) -> list[Pai
     return sorted(pairs)
 
 
-def _fits(host: OpSequence, i: int, device: OpSequence, j: int) -> bool:
+def _fits(host: _Side, i: int, device: _Side, j: int) -> bool:
     if host.names[i] != device.names[j]:
         return False
+    if host.numbers is None or device.numbers is None:
+        return True
     ours, theirs = host.numbers[i], device.numbers[j]
     return ours < 0 or theirs < 0 or ours == theirs

@@ -8,6 +8,7 @@ below it in the same chain of callers is the same call and is not counted again.
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -15,7 +16,7 @@ import msgspec
 
 from crossrank.comm import CommRecord, Group, operation_of
 from crossrank.tools.linking.graph import Activity, Communication, HostOp
-from crossrank.tools.linking.nesting import ASYNC_PREFIXES
+from crossrank.tools.linking.kernels import communication_kernel
 from crossrank.tools.readers.execution_trace import HostNode, io
 from crossrank.tools.readers.param_comms import ParamComms, from_kineto, from_node, from_op, to_record
 
@@ -29,13 +30,18 @@ SOURCES = {
     "kernel name": "nothing but the name of the kernel",
 }
 
+OURS = ("comms file", "crossrank range")
+"""Origins whose records are our own and stand as they are."""
+
 _RANGE = re.compile(r"crossrank#(\d+)")
 _C10D = "c10d::"
 _FUNCTIONAL = ("_c10d_functional::", "c10d_functional::", "_c10d_functional_autograd::")
 _POINTER = 1 << 20
 """A group that is named by a larger number is named by an address."""
 
-# Depths of the source in the chain of callers: the node, and what to read.
+_WORK_FOLLOWS = 8
+"""Fewer RecordFunctions than this begin between a call and its Work."""
+
 _Reader = Callable[[HostNode], "ParamComms | None"]
 
 
@@ -84,12 +90,7 @@ class Finder:
         self._take([p for p in c10d if operation_of(self._host[p].node.name)], "c10d op", from_op)
         self._take([p for p in functional if operation_of(self._host[p].node.name)], "functional op", from_op)
         self._find_works()
-        self.found.sort(key=self._begin)
-        for number, communication in enumerate(self.found):
-            if communication.origin not in ("comms file", "crossrank range"):
-                communication.record = msgspec.structs.replace(communication.record, id=number)
         self._name_pointers()
-        self._count()
 
     def attach(self, activities: Iterable[Activity]) -> int:
         """Give every communication its kernels; returns how many kernels had to become one of their own."""
@@ -109,9 +110,27 @@ class Finder:
             self._add_kernel(activity, described)
         return alone
 
-    def _begin(self, communication: Communication) -> tuple[int, int]:
-        op = self._host[self._position[communication.host]] if communication.host is not None else None
-        return (op.node.rf_id if op else 0, communication.host or 0)
+    def number(self) -> None:
+        """Put the communications in the order in which they began, and number those that are not ours."""
+        begun = []
+        time = 0
+        for communication in sorted(self.found, key=self._call):
+            host = communication.host
+            start = None if host is None else self._host[self._position[host]].start_ns
+            # A call without a time began after the one before it.
+            time = time if host is not None and start is None else start or communication.record.t
+            begun.append((time, communication))
+        begun.sort(key=lambda entry: entry[0])
+        self.found = [communication for _, communication in begun]
+        for position, communication in enumerate(self.found):
+            if communication.origin not in OURS:
+                communication.record = msgspec.structs.replace(communication.record, id=position)
+        self._count()
+
+    def _call(self, communication: Communication) -> int:
+        """Order of the calls; a kernel without one comes last."""
+        host = communication.host
+        return sys.maxsize if host is None else self._host[self._position[host]].node.rf_id
 
     def _take_range(self, position: int) -> None:
         op = self._host[position]
@@ -139,15 +158,17 @@ class Finder:
             if position in self._covered or self._is_inside(position, candidates):
                 continue
             node = self._host[position].node
-            comms = read(node)
+            comms, args = read(node), self._event_args(position)
+            kineto = from_kineto(args) if args is not None else None
+            if comms is None or kineto is None:
+                comms = comms or kineto
+            else:
+                _fill(comms, kineto)
             if comms is None:
                 unreadable += 1
                 continue
             if operation_of(comms.name) is None:
                 continue  # wait, init, start of coalescing
-            described = self._event_args(position)
-            if described is not None and (kineto := from_kineto(described)) is not None:
-                _fill(comms, kineto)
             group = self._group(comms)
             c10d = self._c10d_name(position, comms)
             time = self._host[position].start_ns or 0
@@ -161,12 +182,12 @@ class Finder:
     def _callers(self, position: int) -> Iterable[int]:
         """Positions of the nodes above, up to the first that has nothing to do with communication."""
         steps = 0
-        parent = self._position.get(self._host[position].node.parent)
+        parent = self._position.get(self._host[position].caller)
         while parent is not None and steps < 8:
             yield parent
             if not _communicates(self._host[parent].node.name):
                 steps += 1
-            parent = self._position.get(self._host[parent].node.parent)
+            parent = self._position.get(self._host[parent].caller)
 
     def _add(self, position: int, record: CommRecord, source: str) -> None:
         communication = Communication(
@@ -194,23 +215,21 @@ class Finder:
         return comms.name
 
     def _find_works(self) -> None:
-        for position, op in enumerate(self._host):
-            if not op.node.name.startswith(ASYNC_PREFIXES):
-                continue
-            op.is_work = True
-            communication = self._around(op.node.parent)
-            if communication is None and position:
-                communication = self._started_last(position)
-            if communication is not None and communication.work is None:
-                communication.work = op.id
+        """Give every communication the range of its Work: the first that its thread began after the call.
 
-    def _started_last(self, position: int) -> Communication | None:
-        """A Work that began under a caller which the trace lacks belongs to the range begun just before it."""
-        wanted = self._host[position].node.rf_id - 1
-        for at in range(position - 1, max(position - 5, -1), -1):
-            if self._host[at].node.rf_id == wanted:
-                return self._at.get(at)
-        return None
+        The caller that the trace names for it is not reliable, see `callers`.
+        """
+        last: dict[int, tuple[int, Communication]] = {}
+        for position in sorted(range(len(self._host)), key=lambda position: self._host[position].node.rf_id):
+            op = self._host[position]
+            if position in self._at:
+                last[op.node.tid] = (op.node.rf_id, self._at[position])
+            elif op.is_work:
+                rf_id, communication = last.get(op.node.tid, (-_WORK_FOLLOWS, None))
+                if communication is not None and op.node.rf_id - rf_id < _WORK_FOLLOWS:
+                    op.caller = communication.host or op.caller
+                    if communication.work is None:
+                        communication.work = op.id
 
     def _around(self, host: int | None) -> Communication | None:
         """The communication of a node or of the nearest node above it."""
@@ -219,14 +238,14 @@ class Finder:
         while position is not None and steps < 64:
             if position in self._at:
                 return self._at[position]
-            position = self._position.get(self._host[position].node.parent)
+            position = self._position.get(self._host[position].caller)
             steps += 1
         return None
 
     def _complete(self, communication: Communication, described: ParamComms) -> None:
         """Add what only Kineto says to a record that is not our own."""
         record = communication.record
-        if communication.origin in ("comms file", "crossrank range"):
+        if communication.origin in OURS:
             return
         if not record.pg and described.pg:
             group = self._group(described)
@@ -239,12 +258,10 @@ class Finder:
     def _add_kernel(self, activity: Activity, described: ParamComms | None) -> None:
         source = "kineto kernel" if described is not None else "kernel name"
         if described is None:
-            from crossrank.tools.linking.kernels import communication_kernel
-
             known = communication_kernel(activity.name)
             described = ParamComms(name=(known[1] if known else None) or activity.name.split("(")[0])
         group = self._group(described)
-        record = to_record(described, group, number=len(self.found), time=activity.start_ns, c10d="")
+        record = to_record(described, group, number=0, time=activity.start_ns, c10d="")
         self.found.append(Communication(record=record, group=group, origin=source, host=None, activities=[activity.id]))
 
     def _name_pointers(self) -> None:

@@ -16,8 +16,8 @@ _BACKWARD_SCOPE = 1
 
 def callers(host: Sequence[HostOp]) -> Iterator[Edge]:
     for op in host:
-        if op.node.parent:
-            yield Edge(op.node.parent, op.id, "caller")
+        if op.caller:
+            yield Edge(op.caller, op.id, "caller")
 
 
 def program_order(host: Sequence[HostOp]) -> Iterator[Edge]:
@@ -25,7 +25,7 @@ def program_order(host: Sequence[HostOp]) -> Iterator[Edge]:
     last: dict[int, int] = {}
     for op in in_program_order(host):
         before = last.get(op.node.tid)
-        if before is not None and before != op.node.parent:
+        if before is not None and before != op.caller:
             yield Edge(before, op.id, "program_order")
         last[op.node.tid] = op.id
 

@@ -51,6 +51,8 @@ class HostOp(msgspec.Struct, gc=False):
     """A node of the execution trace with its times; None where no Kineto event matched."""
 
     node: HostNode
+    caller: int
+    """Id of the calling node; that of the execution trace, unless it cannot be. 0 where there is none."""
     start_ns: int | None = None
     duration_ns: int | None = None
     exclusive_ns: int | None = None

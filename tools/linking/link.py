@@ -12,13 +12,14 @@ from crossrank.errors import CrossrankError
 from crossrank.recording import CommsFile
 from crossrank.tools.linking import dependencies as draw
 from crossrank.tools.linking.activities import OUTSIDE, Launches, find_launches
+from crossrank.tools.linking.callers import correct_callers
 from crossrank.tools.linking.communications import Finder
 from crossrank.tools.linking.graph import Activity, Edge, EdgeKind, HostOp, LinkedTrace, MatchReport
 from crossrank.tools.linking.kernels import communication_kernel
 from crossrank.tools.linking.matching import HostMatch, doubts, match_hosts
-from crossrank.tools.linking.nesting import Nesting, nest
+from crossrank.tools.linking.nesting import ASYNC_PREFIXES, Nesting, nest
 from crossrank.tools.linking.synchronisation import find_waits
-from crossrank.tools.readers.execution_trace import ExecutionTrace, read_execution_trace
+from crossrank.tools.readers.execution_trace import ExecutionTrace, HostNode, read_execution_trace
 from crossrank.tools.readers.kineto import KinetoTrace, read_kineto
 
 _NAMES = 5
@@ -46,6 +47,7 @@ def link(
     nesting = nest(device_trace.host, device_trace.calls)
     launches = find_launches(device_trace, match, nesting, host_trace.pid)
     host = _host_ops(host_trace, device_trace, match, nesting)
+    corrections = correct_callers(host, match, nesting)
     next_id = host[-1].id + 1 if host else 1
     activities, index_of = _activities(host_trace, device_trace, launches, next_id)
     world_size, records, comm_groups, header_rank, comm_warnings = _comms(comms, device_trace)
@@ -58,6 +60,7 @@ def link(
     )
     finder.search()
     alone = finder.attach(activities)
+    finder.number()
     edges = [
         *draw.callers(host),
         *draw.program_order(host),
@@ -72,7 +75,7 @@ def link(
     report.communications = dict(Counter(communication.origin for communication in finder.found))
     report.communication_kernels_alone = alone
     report.edges = dict(Counter(f"inferred {edge.kind}" if edge.inferred else edge.kind for edge in edges))
-    report.warnings += [*doubt, *comm_warnings, *finder.warnings]
+    report.warnings += [*doubt, *corrections, *comm_warnings, *finder.warnings]
     if nesting.overlaps:
         report.warnings.append(f"{nesting.overlaps} host event(s) begin inside another and end after it")
     return LinkedTrace(
@@ -98,11 +101,16 @@ def _host_ops(et: ExecutionTrace, kineto: KinetoTrace, match: HostMatch, nesting
     host = []
     for node, index in zip(et.nodes, match.event_of, strict=True):
         if index < 0:
-            host.append(HostOp(node))
+            host.append(HostOp(node, node.parent, is_work=_is_work(node)))
             continue
         event = kineto.host[index]
-        host.append(HostOp(node, event.start, event.end - event.start, nesting.exclusive_ns[index]))
+        duration, exclusive = event.end - event.start, nesting.exclusive_ns[index]
+        host.append(HostOp(node, node.parent, event.start, duration, exclusive, _is_work(node)))
     return host
+
+
+def _is_work(node: HostNode) -> bool:
+    return node.name.startswith(ASYNC_PREFIXES)
 
 
 def _activities(

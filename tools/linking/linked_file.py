@@ -202,7 +202,7 @@ def _host_node(op: HostOp, communication: Communication | None) -> _Node:
     out = _Node(
         id=node.id,
         name=node.name,
-        ctrl_deps=node.parent or node.id,  # torch's own root is its own parent
+        ctrl_deps=op.caller or node.id,  # torch's own root is its own parent
         inputs=node.inputs,
         outputs=node.outputs,
         attrs=node.attributes,

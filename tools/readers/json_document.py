@@ -133,7 +133,9 @@ class _Salvage(Generic[Content]):
                 f"cut off or broken at character {at} of {len(text)}; {len(rows)} whole {self.shape.rows} were read"
             )
             rest = "]}"
-        head = self._head(text[: start.end()] + rest)
+            if not rows:
+                return
+        head = self._head(text[: start.end()], rest)
         if head is not None:
             setattr(head, self.shape.rows, rows)
             self.content = head
@@ -155,12 +157,19 @@ class _Salvage(Generic[Content]):
             yield position, row
             position = after
 
-    def _head(self, text: str) -> Content | None:
-        """The other fields of the object, or their defaults where they are broken as well."""
-        for candidate in (text, f'{{"{self.shape.rows}":[]}}'):
+    def _head(self, before: str, after: str) -> Content | None:
+        """The other fields of the object: all, or those before the list, or their defaults."""
+        empty = f'{{"{self.shape.rows}":[]}}'
+        for candidate, problem in (
+            (before + after, None),
+            (before + "]}", f"what follows the {self.shape.rows} is broken and was left out"),
+            (empty, f"what stands around the {self.shape.rows} is broken and was left out"),
+        ):
             try:
-                head = json.loads(candidate)
-                return msgspec.convert(head, self.shape.content, strict=False)
+                head = msgspec.convert(json.loads(candidate), self.shape.content, strict=False)
             except (ValueError, RecursionError, msgspec.MsgspecError):
                 continue
+            if problem is not None:
+                self.problems.append(problem)
+            return head
         return None

@@ -85,16 +85,6 @@ class SyncEvent(msgspec.Struct, gc=False):
     """Of the call that recorded the event which is waited for."""
 
 
-class Flow(msgspec.Struct, gc=False):
-    """One end of an arrow from a forward operation to its backward operation."""
-
-    id: Id
-    is_start: bool
-    pid: Id
-    tid: Id
-    time: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class KinetoTrace:
     """The profiler's side of one rank."""
@@ -107,7 +97,6 @@ class KinetoTrace:
     calls: list[Call]
     device: list[DeviceEvent]
     syncs: list[SyncEvent]
-    flows: list[Flow]
     groups: tuple[Group, ...]
     """What `distributedInfo` says."""
     rank: int | None
@@ -140,9 +129,8 @@ class _Event(msgspec.Struct, gc=False):
     name: str = ""
     pid: Id = None
     tid: Id = None
-    ts: float | None = None
-    dur: float | None = None
-    id: Id = None
+    ts: int | float | None = None
+    dur: int | float | None = None
     args: msgspec.Raw = _NO_ARGS
 
 
@@ -215,7 +203,6 @@ def read_kineto(path: str) -> KinetoTrace:
         calls=sorter.calls,
         device=sorter.device,
         syncs=sorter.syncs,
-        flows=sorter.flows,
         groups=tuple(_groups(file.distributedInfo.pg_config)),
         rank=file.distributedInfo.rank,
         world_size=file.distributedInfo.world_size,
@@ -225,7 +212,7 @@ def read_kineto(path: str) -> KinetoTrace:
 
 
 def _loses_decimals(ts: float | None) -> bool:
-    return ts is not None and _EXACT_FROM < ts < math.inf and ts != int(ts)
+    return isinstance(ts, float) and _EXACT_FROM < ts < math.inf
 
 
 def _nanoseconds(us: float) -> int:
@@ -242,7 +229,6 @@ class _Sorter:
     calls: list[Call] = field(default_factory=list)
     device: list[DeviceEvent] = field(default_factory=list)
     syncs: list[SyncEvent] = field(default_factory=list)
-    flows: list[Flow] = field(default_factory=list)
     unread: Counter[str] = field(default_factory=Counter)
     untimed: list[str] = field(default_factory=list)
     bad_durations: list[str] = field(default_factory=list)
@@ -251,10 +237,7 @@ class _Sorter:
     def take(self, event: _Event) -> None:
         category = event.cat
         if event.ph != "X":
-            if category == "fwdbwd" and event.ts is not None and math.isfinite(event.ts):
-                flow = Flow(event.id, event.ph == "s", event.pid, event.tid, _nanoseconds(event.ts))
-                self.flows.append(flow)
-            return
+            return  # metadata, and arrows, which say nothing that correlation ids and sequence numbers do not
         if event.ts is None or not math.isfinite(event.ts):
             self.untimed.append(event.name)
             return
