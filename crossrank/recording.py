@@ -133,7 +133,7 @@ def list_recording(path: str) -> Listing:
                     size=int(entry["size"] or 0),
                 )
             )
-        elif rank_of(name) is not None:
+        elif _TEMPORARY.fullmatch(name):
             torn.append(name)
         else:
             foreign.append(name)

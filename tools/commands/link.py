@@ -126,17 +126,7 @@ def _print(results: list[RankResult], rows: list[GroupRow], folder: Path) -> Non
     linked = [result for result in results if result.error is None]
     print_table(
         f"Linked traces in {folder}",
-        (
-            "rank",
-            "#host operations",
-            "#matched",
-            "by",
-            "#GPU activities",
-            "#linked",
-            "#outside",
-            "#communications",
-            "#edges",
-        ),
+        ("rank", "#host ops", "#matched", "#GPU", "#linked", "#left out", "#comms", "#edges"),
         [_row(result) for result in linked[:_ROWS]],
     )
     if len(linked) > _ROWS:
@@ -179,7 +169,6 @@ def _row(result: RankResult) -> tuple[object, ...]:
         result.name.removeprefix("rank "),
         f"{report.host_nodes:,}",
         _percent(report.host_rate),
-        ", ".join(report.host_matched) or "-",
         f"{sum(report.activities.values()):,}",
         _percent(report.activity_rate) if report.activities else "-",
         f"{sum(report.activities_outside.values()):,}",
@@ -192,6 +181,7 @@ def _total(linked: list[RankResult]) -> dict[str, Counter[str]]:
     """The counts of all ranks together, by the heading they stand under."""
     total: dict[str, Counter[str]] = {}
     for title, name in (
+        ("Host operations, by how their Kineto event was found", "host_matched"),
         ("Dependencies, by kind", "edges"),
         ("Communications, by where their record comes from", "communications"),
         ("Host operations without a Kineto event", "host_unmatched"),
@@ -210,12 +200,13 @@ def _total(linked: list[RankResult]) -> dict[str, Counter[str]]:
 
 
 def _warnings(linked: list[RankResult]) -> list[tuple[str, list[str]]]:
-    """Warnings with the ranks that gave them, the most frequent first."""
-    ranks: dict[str, list[str]] = {}
+    """Warnings with the ranks that gave them, the most frequent first. Those that differ in numbers alone are one,
+    with the numbers of the first."""
+    found: dict[str, tuple[str, list[str]]] = {}
     for result in linked:
         for warning in result.report.warnings:
-            ranks.setdefault(warning, []).append(result.name)
-    return sorted(ranks.items(), key=lambda item: -len(item[1]))
+            found.setdefault(re.sub(r"\d+", "#", warning), (warning, []))[1].append(result.name)
+    return sorted(found.values(), key=lambda item: -len(item[1]))
 
 
 def _group_name(row: GroupRow) -> str:

@@ -51,9 +51,12 @@ def test_every_rank_of_a_folder_is_linked_and_summed_up(folder: Path, capsys: py
         capsys.readouterr().out
         == f"""
 Linked traces in {folder}
-  rank  host operations  matched  by                  GPU activities   linked  outside  communications  edges
-  0                  12  100.0 %  record function id               2  100.0 %        0               2     29
-  1                  12  100.0 %  record function id               2  100.0 %        0               2     29
+  rank  host ops  matched  GPU   linked  left out  comms  edges
+  0           12  100.0 %    2  100.0 %         0      2     29
+  1           12  100.0 %    2  100.0 %         0      2     29
+
+Host operations, by how their Kineto event was found
+         24  record function id
 
 Dependencies, by kind
          28  caller
