@@ -112,10 +112,15 @@ def list_recording(path: str) -> Listing:
     Raises `CrossrankError` where there is nothing at `path`.
     """
     file_system, local = _file_system(path)
-    if not file_system.exists(local):
-        raise CrossrankError(f"{path}: no such file or folder; name the folder given as TRACING_DIR")
-    is_folder = file_system.isdir(local)
-    entries = file_system.ls(local, detail=True) if is_folder else [file_system.info(local)]
+    try:
+        if not file_system.exists(local):
+            raise CrossrankError(f"{path}: no such file or folder; name the folder given as TRACING_DIR")
+        is_folder = file_system.isdir(local)
+        entries = file_system.ls(local, detail=True) if is_folder else [file_system.info(local)]
+    except CrossrankError:
+        raise
+    except Exception as error:  # every kind of file system has errors of its own
+        raise CrossrankError(f"{path}: cannot be listed ({one_line(error)})") from error
     folders = sorted(PurePosixPath(entry["name"]).name for entry in entries if entry["type"] == "directory")
     entries = [entry for entry in entries if entry["type"] == "file"]
     files, torn, foreign = [], [], []
@@ -144,7 +149,12 @@ def list_recording(path: str) -> Listing:
 
 
 def _file_system(path: str) -> tuple[Any, str]:
-    return cast("tuple[Any, str]", fsspec.core.url_to_fs(path))
+    if not path:
+        raise CrossrankError("the path is empty; name the folder given as TRACING_DIR")
+    try:
+        return cast("tuple[Any, str]", fsspec.core.url_to_fs(path))
+    except (ValueError, ImportError) as error:
+        raise CrossrankError(f"{path}: cannot be reached ({one_line(error)})") from error
 
 
 @dataclass

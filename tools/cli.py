@@ -60,6 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CrossrankError as error:
         print(f"crossrank: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("crossrank: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         # `crossrank inspect … | head` is no fault. Python would complain once more when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

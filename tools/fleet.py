@@ -8,7 +8,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
-from crossrank.errors import CrossrankError
+from crossrank.errors import CrossrankError, one_line
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -25,8 +25,7 @@ def map_ranks(
     """`function` of every item, in order, on up to `jobs` processes; in this process where that is 1.
 
     `done` is called here after each item. Where `failed` is given, it makes the result of an item whose function
-    raised `CrossrankError` or whose process was killed, and the other items go on; else the first such error is
-    raised.
+    raised or whose process was killed, and the other items go on; else the first error is raised.
     """
     work = list(items)
     jobs = min(jobs, len(work))
@@ -54,10 +53,19 @@ def _one(
 ) -> Result:
     try:
         return function(item)
-    except CrossrankError as error:
+    except Exception as error:
         if failed is None:
             raise
-        return failed(item, error)
+        return failed(item, _as_ours(error))
+
+
+def _as_ours(error: Exception) -> CrossrankError:
+    """An error that nobody foresaw must not end the work on other ranks."""
+    if isinstance(error, CrossrankError):
+        return error
+    if isinstance(error, MemoryError):
+        return CrossrankError("there is not enough memory for it; try --jobs 1, or a larger machine")
+    return CrossrankError(f"stopped by an error that was not foreseen ({one_line(error)}); please report it")
 
 
 def _in_pool(
@@ -83,10 +91,10 @@ def _in_pool(
             except BrokenProcessPool:
                 left.append((index, item))
                 continue
-            except CrossrankError as error:
+            except Exception as error:
                 if failed is None:
                     pool.shutdown(cancel_futures=True)
                     raise
-                slots[index] = failed(item, error)
+                slots[index] = failed(item, _as_ours(error))
             done()
     return sorted(left, key=lambda entry: entry[0])

@@ -22,13 +22,14 @@ from crossrank.tools.tables import print_table, printable, rank_ranges
 
 _ROWS = 16
 _WARNINGS = 3
+_MOST_RANKS = 1 << 20
 
 
 class Link:
     """Join the execution trace and the Kineto trace of every rank into one linked trace: times for host operations,
     GPU activities with the operation that launched them, communications with their records, and every dependency
-    with its kind. Says what matched and what did not. Exit code 1: a rank failed, matched less than --min-match,
-    or the ranks of a group disagree on their number of collectives."""
+    with its kind. Says what matched and what did not. Exit code 1: a rank failed, lost part of a file,
+    or matched less than --min-match, or the ranks of a group disagree on their number of collectives."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
@@ -68,10 +69,14 @@ class Link:
         else:
             _print(results, rows, folder)
         for problem in inputs.problems:
-            _complain(problem)
+            _complain(problem.text)
         for result in results:
             if result.error is not None:
                 _complain(f"{result.name}: {result.error}")
+            for damage in result.report.damage:
+                _complain(f"{result.name}: {damage}")
+            for doubt in result.report.doubts:
+                _complain(f"{result.name}: are these two files of one run? {doubt}")
         for result in poor:
             _complain(
                 f"{result.name}: matched {_percent(_rate(result))}, less than {_percent(arguments.min_match)} "
@@ -82,7 +87,8 @@ class Link:
             _complain(f"the ranks of group {_group_name(row)} made different numbers of collectives: {_counts(row)}")
         if all(result.error is not None for result in results):
             return 2
-        return 1 if inputs.problems or poor or disagree or any(result.error for result in results) else 0
+        wrong = any(result.error or result.report.damage or result.report.doubts for result in results)
+        return 1 if inputs.problems or poor or disagree or wrong else 0
 
 
 def _output_folder(paths: Sequence[str], output: str | None) -> Path:
@@ -125,7 +131,7 @@ def _main_reason(result: RankResult) -> str:
 def _print(results: list[RankResult], rows: list[GroupRow], folder: Path) -> None:
     linked = [result for result in results if result.error is None]
     print_table(
-        f"Linked traces in {folder}",
+        f"Linked traces in {printable(str(folder))}",
         ("rank", "#host ops", "#matched", "#GPU", "#linked", "#left out", "#comms", "#edges"),
         [_row(result) for result in linked[:_ROWS]],
     )
@@ -249,7 +255,7 @@ def _json(results: list[RankResult], rows: list[GroupRow], inputs: Inputs) -> st
             }
             for row in rows
         ],
-        "problems": inputs.problems,
+        "problems": [problem.text for problem in inputs.problems],
     }
     return msgspec.json.format(msgspec.json.encode(summary), indent=2).decode() + "\n"
 
@@ -269,7 +275,10 @@ def _ranks(text: str) -> set[int]:
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
         if match is None or (match[2] and int(match[2]) < int(match[1])):
             raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks; write it as 0-7,12")
-        ranks.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last >= _MOST_RANKS:
+            raise argparse.ArgumentTypeError(f"{text!r} names a rank above {_MOST_RANKS - 1}")
+        ranks.update(range(first, last + 1))
     return ranks
 
 

@@ -8,8 +8,8 @@ with its operation, takes its place.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from crossrank.tools.linking.matching import HostMatch
@@ -40,14 +40,14 @@ def find_launches(kineto: KinetoTrace, match: HostMatch, nesting: Nesting, pid: 
     count = len(kineto.device)
     launches = Launches(call=[-1] * count, node=[-1] * count, method=[""] * count)
     calls = _calls_by_correlation(kineto.calls)
+    processes = {kineto.host[event].pid for event in match.event_of if event >= 0} or {pid}
     first = min(calls, default=0)
-    pick = _Picker(kineto, calls, launches)
+    pick = _Picker(kineto, calls, processes, launches)
     enclosing = _matched_encloser(match, nesting)
-    by_external_id = _events_by_external_id(kineto)
+    by_external_id = _events_by_external_id(kineto, processes)
     spans = [(kineto.host[event].start, kineto.host[event].end) for event in match.event_of if event >= 0]
     begin = min((start for start, _ in spans), default=0)
     end = max((end for _, end in spans), default=0)
-    processes = {kineto.host[event].pid for event in match.event_of if event >= 0} or {pid}
     for index, activity in enumerate(kineto.device):
         call = pick(activity)
         launches.call[index] = call
@@ -93,45 +93,50 @@ class _Picker:
     """Chooses the launch call of an activity among the calls with its correlation id.
 
     Processes number their calls alike, so a trace of several holds an id more than once. Then the external id
-    decides, or which process otherwise uses the activity's context, or the last call that began before it.
+    decides, then whose context the activity runs in, then that a call is ours, then that it is the last before it.
     """
 
-    def __init__(self, kineto: KinetoTrace, calls: dict[int, list[int]], launches: Launches) -> None:
+    def __init__(self, kineto: KinetoTrace, calls: dict[int, list[int]], ours: set[Id], launches: Launches) -> None:
         self._kineto = kineto
         self._calls = calls
-        doubled = sum(len(indices) > 1 for indices in calls.values())
-        self._owner = self._owners() if doubled else {}
-        if doubled:
-            example = next(correlation for correlation, indices in calls.items() if len(indices) > 1)
+        self._ours = ours
+        self._doubled = {correlation for correlation, indices in calls.items() if len(indices) > 1}
+        self._users = self._users_of_contexts() if self._doubled else {}
+        if self._doubled:
             launches.warnings.append(
-                f"{doubled} correlation id(s) belong to several calls (first: {example}); the call was chosen by "
-                "external id, process and time"
+                f"{len(self._doubled)} correlation id(s) belong to several calls (first: {min(self._doubled)}); "
+                "the call was chosen by external id, process and time"
             )
 
     def __call__(self, activity: DeviceEvent) -> int:
-        candidates = self._calls.get(activity.correlation or 0, ())
+        candidates: Sequence[int] = self._calls.get(activity.correlation or 0, ())
         if len(candidates) <= 1:
             return candidates[0] if candidates else -1
         calls = self._kineto.calls
-        owner = self._owner.get((activity.device, activity.context))
-        before = [index for index in candidates if calls[index].start <= activity.start] or list(candidates)
-        same = [index for index in before if calls[index].external_id == activity.external_id]
-        if activity.external_id is not None and activity.external_id != activity.correlation and same:
-            before = same
-        return max(before, key=lambda index: (calls[index].pid == owner, calls[index].start, -index))
+        candidates = [index for index in candidates if calls[index].start <= activity.start] or candidates
+        if activity.external_id is not None and activity.external_id != activity.correlation:
+            same = [index for index in candidates if calls[index].external_id == activity.external_id]
+            candidates = same or candidates
+        users = self._users.get((activity.device, activity.context), set())
+        elsewhere = bool(users) and not users & self._ours and self._ours_have_contexts
+        prefer = users if elsewhere else self._ours
+        return max(candidates, key=lambda index: (calls[index].pid in prefer, calls[index].start, -index))
 
-    def _owners(self) -> dict[tuple[Id, int | None], Id]:
-        """The process that uses each context, by the activities that leave no choice."""
-        votes: dict[tuple[Id, int | None], Counter[Id]] = defaultdict(Counter)
+    def _users_of_contexts(self) -> dict[tuple[Id, int | None], set[Id]]:
+        """The processes that use each context, by the activities that leave no choice."""
+        users: dict[tuple[Id, int | None], set[Id]] = defaultdict(set)
         for activity in self._kineto.device:
             candidates = self._calls.get(activity.correlation or 0, ())
             if len(candidates) == 1:
-                votes[activity.device, activity.context][self._kineto.calls[candidates[0]].pid] += 1
-        return {context: counts.most_common(1)[0][0] for context, counts in votes.items()}
+                users[activity.device, activity.context].add(self._kineto.calls[candidates[0]].pid)
+        self._ours_have_contexts = any(pids & self._ours for pids in users.values())
+        return users
 
 
-def _events_by_external_id(kineto: KinetoTrace) -> dict[int | None, int]:
-    return {event.external_id: index for index, event in enumerate(kineto.host) if event.external_id}
+def _events_by_external_id(kineto: KinetoTrace, ours: set[Id]) -> dict[int | None, int]:
+    return {
+        event.external_id: index for index, event in enumerate(kineto.host) if event.external_id and event.pid in ours
+    }
 
 
 def _matched_encloser(match: HostMatch, nesting: Nesting) -> Callable[[int], int]:

@@ -18,7 +18,14 @@ Pair = tuple[int, int]
 
 # Lengths of the runs of names that are tried as anchors, in doublings: up to 2 ** 7 names.
 _DOUBLINGS = 8
-_PLACES = 4096
+_DEPTH = 8
+"""How often anchors are looked for between anchors."""
+_AGREE = 4
+"""So many names in a row must agree after a gap."""
+_SKIPS = sorted(((i, j) for i in range(17) for j in range(17) if i or j), key=lambda skip: (sum(skip), skip))
+"""Elements that a gap may have on either side, the shortest gaps first."""
+_WORK = 10_000_000
+"""Comparisons that looking for the best place may take."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +173,9 @@ def _best_place(host: list[int], device: list[int]) -> tuple[list[Pair], int]:
     rarest = min(common, key=lambda name: counts[name])
     first = host.index(rarest)
     scores = []
-    for position in [i for i, name in enumerate(device) if name == rarest][:_PLACES]:
+    for position in [i for i, name in enumerate(device) if name == rarest][
+        : 1 + _WORK // (1 + min(len(host), len(device)))
+    ]:
         shift = position - first
         low, high = max(0, -shift), min(len(host), len(device) - shift)
         equal = sum(map(int.__eq__, host[low:high], device[low + shift : high + shift]))
@@ -178,29 +187,55 @@ def _best_place(host: list[int], device: list[int]) -> tuple[list[Pair], int]:
 def _fill(anchors: list[Pair], host: _Side, device: _Side) -> list[Pair]:
     """All pairs: the anchors, what agrees before and after each, and what is unique in the stretches between."""
     pairs: list[Pair] = []
-    stretches = [(0, len(host.names), 0, len(device.names), anchors)]
+    ends = (len(host.names), len(device.names))
+    stretches = [(0, (0, 0), ends, anchors)]
     while stretches:
-        low_i, high_i, low_j, high_j, anchors = stretches.pop()
+        depth, low, high, anchors = stretches.pop()
         gaps = []
-        for i, j in anchors:
-            if i < low_i or j < low_j:
+        for number, anchor in enumerate(anchors):
+            if anchor[0] < low[0] or anchor[1] < low[1]:
                 continue  # reached from the anchor before
-            first_i, first_j = i, j
-            while first_i > low_i and first_j > low_j and _fits(host, first_i - 1, device, first_j - 1):
-                first_i, first_j = first_i - 1, first_j - 1
-            gaps.append((low_i, first_i, low_j, first_j))
-            low_i, low_j = i + 1, j + 1
-            while low_i < high_i and low_j < high_j and _fits(host, low_i, device, low_j):
-                low_i, low_j = low_i + 1, low_j + 1
-            pairs.extend(zip(range(first_i, low_i), range(first_j, low_j), strict=True))
-        gaps.append((low_i, high_i, low_j, high_j))
-        for gap in gaps:
-            inner = _anchors(host.names[gap[0] : gap[1]], device.names[gap[2] : gap[3]])
-            inner = [(gap[0] + i, gap[2] + j) for i, j in inner]
+            before = _walk(host, device, (anchor[0] - 1, anchor[1] - 1), (low[0] - 1, low[1] - 1), -1)
+            first = before[-1] if before else anchor
+            gaps.append((low, first))
+            after = _walk(host, device, anchor, anchors[number + 1] if number + 1 < len(anchors) else high, 1)
+            pairs += before
+            pairs += after
+            low = (after[-1][0] + 1, after[-1][1] + 1)
+        gaps.append((low, high))
+        if depth == _DEPTH:
+            continue
+        for (low_i, low_j), (high_i, high_j) in gaps:
+            inner = _anchors(host.names[low_i:high_i], device.names[low_j:high_j])
+            inner = [(low_i + i, low_j + j) for i, j in inner]
             inner = [pair for pair in inner if _fits(host, pair[0], device, pair[1])]
             if inner:
-                stretches.append((*gap, _longest_ascending(inner)))
+                stretches.append((depth + 1, (low_i, low_j), (high_i, high_j), _longest_ascending(inner)))
     return sorted(pairs)
+
+
+def _walk(host: _Side, device: _Side, at: Pair, end: Pair, step: int) -> list[Pair]:
+    """Pairs from `at` towards `end`, which is not reached, while names agree or do so again within a few elements."""
+    pairs = []
+    i, j = at
+    while (end[0] - i) * step > 0 and (end[1] - j) * step > 0:
+        if _fits(host, i, device, j):
+            pairs.append((i, j))
+            i, j = i + step, j + step
+            continue
+        for skip_i, skip_j in _SKIPS:
+            k, m = i + skip_i * step, j + skip_j * step
+            if all(
+                (end[0] - k - n * step) * step > 0
+                and (end[1] - m - n * step) * step > 0
+                and _fits(host, k + n * step, device, m + n * step)
+                for n in range(_AGREE)
+            ):
+                i, j = k, m
+                break
+        else:
+            return pairs
+    return pairs
 
 
 def _fits(host: _Side, i: int, device: _Side, j: int) -> bool:

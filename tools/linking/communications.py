@@ -11,6 +11,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -18,6 +19,7 @@ from crossrank.comm import CommRecord, Group, operation_of
 from crossrank.tools.linking.graph import Activity, Communication, HostOp
 from crossrank.tools.linking.kernels import communication_kernel
 from crossrank.tools.readers.execution_trace import HostNode, io
+from crossrank.tools.readers.json_document import parse
 from crossrank.tools.readers.param_comms import ParamComms, from_kineto, from_node, from_op, to_record
 
 SOURCES = {
@@ -33,12 +35,13 @@ SOURCES = {
 OURS = ("comms file", "crossrank range")
 """Origins whose records are our own and stand as they are."""
 
-_RANGE = re.compile(r"crossrank#(\d+)")
+_RANGE = re.compile(r"crossrank#(\d{1,18})$")
 _C10D = "c10d::"
 _FUNCTIONAL = ("_c10d_functional::", "c10d_functional::", "_c10d_functional_autograd::")
-_POINTER = 1 << 20
-"""A group that is named by a larger number is named by an address."""
+_ADDRESS_DIGITS = 9
 
+_DEPTH = 16
+"""More than the nodes between the outermost and the innermost node of one call."""
 _WORK_FOLLOWS = 8
 """Fewer RecordFunctions than this begin between a call and its Work."""
 
@@ -142,8 +145,8 @@ class Finder:
         record, source = self._records.get(number), "comms file"
         if record is None:
             source = "crossrank range"
+            told = parse(values[0], dict[str, Any]) if values else None
             try:
-                told = msgspec.json.decode(values[0]) if values else None
                 record = msgspec.convert({"id": number, "t": op.start_ns or 0, **(told or {})}, CommRecord)
             except (msgspec.MsgspecError, TypeError):
                 self.warnings.append(f"node {op.id} ({op.node.name}) does not carry a record; read as its c10d op")
@@ -180,13 +183,12 @@ class Finder:
         return any(above in self._at or above in candidates for above in self._callers(position))
 
     def _callers(self, position: int) -> Iterable[int]:
-        """Positions of the nodes above, up to the first that has nothing to do with communication."""
-        steps = 0
+        """Positions of the nodes above, as far up as one call's nodes can stand."""
         parent = self._position.get(self._host[position].caller)
-        while parent is not None and steps < 8:
+        for _ in range(_DEPTH):
+            if parent is None:
+                return
             yield parent
-            if not _communicates(self._host[parent].node.name):
-                steps += 1
             parent = self._position.get(self._host[parent].caller)
 
     def _add(self, position: int, record: CommRecord, source: str) -> None:
@@ -269,7 +271,7 @@ class Finder:
         sizes: Counter[str] = Counter()
         for communication in self.found:
             record = communication.record
-            if communication.group is None and record.pg.isdecimal() and int(record.pg) > _POINTER:
+            if communication.group is None and named_by_address(record.pg):
                 sizes[record.pg] = max(sizes[record.pg], len(record.in_split or ()), len(record.out_split or ()))
         for pg, size in sizes.items():
             if size and size == self._world_size:
@@ -302,13 +304,9 @@ class Finder:
                 communication.seq_counted = True
 
 
-def _communicates(name: str) -> bool:
-    return name.startswith((_C10D, "crossrank#", *_FUNCTIONAL)) or name == "record_param_comms"
-
-
 def _fill(comms: ParamComms, kineto: ParamComms) -> None:
     """Take from Kineto what the node does not say."""
-    comms.pg = comms.pg if comms.pg and not _is_pointer(comms.pg) else kineto.pg or comms.pg
+    comms.pg = comms.pg if comms.pg and not named_by_address(comms.pg) else kineto.pg or comms.pg
     comms.desc = comms.desc or kineto.desc
     comms.ranks = comms.ranks or kineto.ranks
     comms.group_size = comms.group_size or kineto.group_size
@@ -320,5 +318,6 @@ def _fill(comms: ParamComms, kineto: ParamComms) -> None:
     comms.is_async = comms.is_async if comms.is_async is not None else kineto.is_async
 
 
-def _is_pointer(pg: str) -> bool:
-    return pg.isdecimal() and int(pg) > _POINTER
+def named_by_address(pg: str) -> bool:
+    """Whether a group's name is the address of its object, which differs between ranks."""
+    return pg.isdecimal() and len(pg) >= _ADDRESS_DIGITS

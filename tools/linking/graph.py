@@ -36,7 +36,8 @@ EDGE_KINDS: dict[EdgeKind, str] = {
 
 
 class Edge(msgspec.Struct, frozen=True, gc=False):
-    """`target` cannot start before `source` has (`caller`, `program_order`, `launch`: has begun; others: has ended)."""
+    """`target` cannot begin before `source` has ended; for `caller`, `program_order`, `launch`, `forward_backward` and
+    `group_order`, before it has begun."""
 
     source: int
     target: int
@@ -137,6 +138,10 @@ class MatchReport:
     """Reason -> synchronisations that gave no edge."""
     edges: dict[str, int] = field(default_factory=dict)
     """Kind, with `inferred ` before it where it is -> edges."""
+    doubts: list[str] = field(default_factory=list)
+    """What says that the two files are not of one run."""
+    damage: list[str] = field(default_factory=list)
+    """What of the files could not be read."""
     unread: dict[str, int] = field(default_factory=dict)
     """Category -> Kineto events that have no part in the graph."""
     warnings: list[str] = field(default_factory=list)

@@ -20,6 +20,7 @@ from crossrank.recording import (
     Damage,
     Listing,
     list_recording,
+    rank_of,
     read_chunks,
 )
 
@@ -45,12 +46,21 @@ class RankInput:
     comms: str | None = None
 
 
+@dataclass(frozen=True)
+class Problem:
+    """What cannot be linked."""
+
+    rank: int | None
+    """None where it is not known."""
+    text: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What can be linked, and what lacks its other half."""
+    """What can be linked, and what cannot."""
 
     pairs: list[RankInput]
-    problems: list[str]
+    problems: list[Problem]
 
 
 def find_inputs(paths: Sequence[str], ranks: Collection[int] | None = None) -> Inputs:
@@ -59,18 +69,24 @@ def find_inputs(paths: Sequence[str], ranks: Collection[int] | None = None) -> I
     Only `ranks` are looked for, where they are given. Raises `CrossrankError` where there is nothing to link.
     """
     if len(paths) == 2:
+        if ranks is not None:
+            raise CrossrankError("--ranks chooses from a folder; two files are one rank")
         return Inputs(pairs=[_two_files(paths[0], paths[1])], problems=[])
     listing = list_recording(paths[0])
     inputs = _of_recording(listing) if _has_traces(listing) else _of_folder(listing)
     if ranks is not None:
-        found = {pair.rank for pair in inputs.pairs}
-        lacking = [f"rank {rank} has no pair of traces in {paths[0]}" for rank in sorted(set(ranks) - found)]
-        pairs = [pair for pair in inputs.pairs if pair.rank in ranks]
-        inputs = Inputs(pairs=pairs, problems=lacking)
+        told = {problem.rank for problem in inputs.problems} | {pair.rank for pair in inputs.pairs}
+        lacking = [
+            Problem(rank, f"rank {rank} has no pair of traces in {paths[0]}") for rank in sorted(set(ranks) - told)
+        ]
+        inputs = Inputs(
+            pairs=[pair for pair in inputs.pairs if pair.rank in ranks],
+            problems=lacking + [p for p in inputs.problems if p.rank is None or p.rank in ranks],
+        )
     if not inputs.pairs:
         raise CrossrankError(
             f"{paths[0]}: no execution trace with its Kineto trace in it"
-            + "".join(f"; {problem}" for problem in inputs.problems[:4])
+            + "".join(f"; {problem.text}" for problem in inputs.problems[:4])
             + "; record a window (TRACING_WINDOW=START:STOP), or name the two files of a rank"
         )
     return inputs
@@ -81,21 +97,33 @@ def _has_traces(listing: Listing) -> bool:
 
 
 def _of_recording(listing: Listing) -> Inputs:
-    paths: dict[str, dict[tuple[int, int], str]] = {kind: {} for kind in (COMMS, EXECUTION_TRACE, KINETO)}
+    paths: dict[tuple[int, int], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for file in listing.files:
-        if file.kind in paths:
-            paths[file.kind].setdefault((file.rank, file.window), file.path)
-    pairs, problems = [], []
-    for rank, window in sorted({*paths[EXECUTION_TRACE], *paths[KINETO]}):
-        et, kineto = paths[EXECUTION_TRACE].get((rank, window)), paths[KINETO].get((rank, window))
-        if et is not None and kineto is not None:
-            comms = paths[COMMS].get((rank, 1))
-            pairs.append(RankInput(rank=rank, window=window, et=et, kineto=kineto, comms=comms))
-        else:
-            lacks = "Kineto trace" if kineto is None else "execution trace"
-            problems.append(f"rank {rank}{_in_window(window)}: no {lacks} beside {et or kineto}")
-    problems += [f"{name} was cut off while it was written" for name in listing.torn if not name.endswith(".jsonl")]
+        paths[file.rank, file.window][file.kind].append(file.path)
+    pairs: list[RankInput] = []
+    problems: list[Problem] = []
+    for (rank, window), kinds in sorted(paths.items()):
+        ets, kinetos = sorted(kinds[EXECUTION_TRACE]), sorted(kinds[KINETO])
+        if len(ets) == len(kinetos) == 1:
+            comms = next(iter(sorted(paths[rank, 1][COMMS])), None) if (rank, 1) in paths else None
+            pairs.append(RankInput(rank=rank, window=window, et=ets[0], kineto=kinetos[0], comms=comms))
+        elif ets or kinetos:
+            problems.append(_no_pair(rank, f"rank {rank}{_in_window(window)}", ets, kinetos))
+    for name in listing.torn:
+        if f".{EXECUTION_TRACE}." in name or f".{KINETO}." in name:
+            problems.append(Problem(rank_of(name), f"{name} was cut off while it was written"))
     return Inputs(pairs=pairs, problems=problems)
+
+
+def _no_pair(rank: int | None, who: str, ets: list[str], kinetos: list[str]) -> Problem:
+    if not ets or not kinetos:
+        lacks = "Kineto trace" if ets else "execution trace"
+        return Problem(rank, f"{who}: no {lacks} beside {(ets + kinetos)[0]}")
+    names = ", ".join(PurePosixPath(path).name for path in (ets + kinetos)[:4])
+    return Problem(
+        rank,
+        f"{who}: {len(ets)} execution traces and {len(kinetos)} Kineto traces ({names}); name the two files to link",
+    )
 
 
 def _in_window(window: int) -> str:
@@ -105,12 +133,16 @@ def _in_window(window: int) -> str:
 def _of_folder(listing: Listing) -> Inputs:
     """Other people's files: told apart by content, paired by rank."""
     by_rank: dict[int | None, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    problems = []
+    problems: list[Problem] = []
     for name in listing.foreign:
         if not name.endswith(_SUFFIXES):
             continue
         path = f"{listing.path.rstrip('/')}/{name}"
-        kind, rank = _look(path)
+        try:
+            kind, rank = _look(path)
+        except CrossrankError as error:
+            problems.append(Problem(None, str(error)))
+            continue
         if kind is not None:
             by_rank[rank][kind].append(path)
     pairs = []
@@ -122,14 +154,8 @@ def _of_folder(listing: Listing) -> Inputs:
         ets, kinetos = kinds[EXECUTION_TRACE], kinds[KINETO]
         if len(ets) == len(kinetos) == 1:
             pairs.append(RankInput(rank=rank, window=1, et=ets[0], kineto=kinetos[0]))
-        elif ets and kinetos:
-            problems.append(
-                f"{_rank_text(rank)}: {len(ets)} execution traces and {len(kinetos)} Kineto traces "
-                f"({PurePosixPath(ets[0]).name}, …); name the two files to link"
-            )
         else:
-            lacks = "Kineto trace" if ets else "execution trace"
-            problems.append(f"{_rank_text(rank)}: no {lacks} beside {(ets + kinetos)[0]}")
+            problems.append(_no_pair(rank, _rank_text(rank), ets, kinetos))
     return Inputs(pairs=pairs, problems=problems)
 
 

@@ -18,7 +18,7 @@ from crossrank.tools.linking.graph import Activity, Edge, EdgeKind, HostOp, Link
 from crossrank.tools.linking.kernels import communication_kernel
 from crossrank.tools.linking.matching import HostMatch, doubts, match_hosts
 from crossrank.tools.linking.nesting import ASYNC_PREFIXES, Nesting, nest
-from crossrank.tools.linking.synchronisation import find_waits
+from crossrank.tools.linking.synchronisation import CLOCK_NS, find_waits
 from crossrank.tools.readers.execution_trace import ExecutionTrace, HostNode, read_execution_trace
 from crossrank.tools.readers.kineto import KinetoTrace, read_kineto
 
@@ -50,7 +50,7 @@ def link(
     corrections = correct_callers(host, match, nesting)
     next_id = host[-1].id + 1 if host else 1
     activities, index_of = _activities(host_trace, device_trace, launches, next_id)
-    world_size, records, comm_groups, header_rank, comm_warnings = _comms(comms, device_trace)
+    world_size, records, comm_groups, header_rank, comm_damage = _comms(comms, device_trace)
     finder = Finder(
         host,
         _groups(comm_groups, host_trace.groups, device_trace.groups),
@@ -71,11 +71,17 @@ def link(
         *draw.group_order(finder.found),
     ]
     report = _report(host_trace, device_trace, match, launches)
+    report.doubts = doubt
+    report.damage = [
+        *_said("execution trace", host_trace.damage),
+        *_said("Kineto trace", device_trace.damage),
+        *comm_damage,
+    ]
     edges += _wait_edges(host_trace, device_trace, match, launches, index_of, report)
     report.communications = dict(Counter(communication.origin for communication in finder.found))
     report.communication_kernels_alone = alone
     report.edges = dict(Counter(f"inferred {edge.kind}" if edge.inferred else edge.kind for edge in edges))
-    report.warnings += [*doubt, *corrections, *comm_warnings, *finder.warnings]
+    report.warnings += [*corrections, *finder.warnings]
     if nesting.overlaps:
         report.warnings.append(f"{nesting.overlaps} host event(s) begin inside another and end after it")
     return LinkedTrace(
@@ -154,15 +160,18 @@ def _comms(
         return kineto.world_size, {}, [], None, []
     file = CommsFile(path)
     records = {record.id: record for record in file.records()}
-    warnings = [f"comms file: {problem}" for problem in file.damage.problems]
     header = file.header
     return (
         header.world_size if header else kineto.world_size,
         records,
         file.groups,
         header.rank if header else None,
-        warnings,
+        _said("comms file", file.damage.problems),
     )
+
+
+def _said(file: str, problems: Iterable[str]) -> list[str]:
+    return [f"{file}: {problem}" for problem in problems]
 
 
 def _groups(*sources: Iterable[Group]) -> dict[str, Group]:
@@ -196,6 +205,11 @@ def _wait_edges(
         for position, index in enumerate(match.event_of)
         if index >= 0
     )
+    ends = {ids[index]: event.end for index, event in enumerate(kineto.device) if index in ids}
+    starts = {ids[index]: event.start for index, event in enumerate(kineto.device) if index in ids}
+    starts |= {
+        et.nodes[position].id: kineto.host[index].start for position, index in enumerate(match.event_of) if index >= 0
+    }
     report.syncs = dict(waits.kinds)
     unresolved = waits.unresolved
     edges: dict[tuple[int, int, EdgeKind], Edge] = {}
@@ -213,6 +227,9 @@ def _wait_edges(
             kind = "sync"
         if target is None:
             unresolved["nothing follows the wait in the execution trace"] += 1
+            continue
+        if ends[source] > starts[target] + CLOCK_NS:
+            unresolved["the times contradict it"] += 1
             continue
         edges.setdefault((source, target, kind), Edge(source, target, kind, wait.inferred, wait.slack_ns))
     report.syncs_unresolved = dict(unresolved)
@@ -236,8 +253,8 @@ def _report(et: ExecutionTrace, kineto: KinetoTrace, match: HostMatch, launches:
         activities_outside=outside,
         unread=kineto.unread,
         warnings=[
-            *(f"execution trace: {warning}" for warning in et.warnings),
-            *(f"Kineto trace: {warning}" for warning in kineto.warnings),
+            *_said("execution trace", et.warnings),
+            *_said("Kineto trace", kineto.warnings),
             *match.warnings,
             *launches.warnings,
         ],

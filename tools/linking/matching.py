@@ -59,7 +59,7 @@ def match_hosts(et: ExecutionTrace, kineto: KinetoTrace) -> HostMatch:
         method=BY_RF_ID if by_id else BY_SEQUENCE,
     )
     if by_id:
-        _match_by_id(et.nodes, kineto.host, match)
+        _match_by_id(et, kineto.host, match)
     else:
         _match_by_sequence(et, kineto.host, match)
     return match
@@ -73,13 +73,20 @@ def doubts(et: ExecutionTrace, kineto: KinetoTrace, match: HostMatch) -> list[st
         found.append(f"process {et.pid} in the one, {', '.join(sorted(map(str, pids))[:3])} in the other")
     seconds = _written(et)
     if seconds is not None and kineto.host:
-        start = (kineto.base_ns + min(event.start for event in kineto.host)) / 1e9
+        start = (kineto.base_ns + min(event.start for event in kineto.host)) // 10**9
         if abs(seconds - start) > _SECONDS_BETWEEN_ZONES:
-            day = datetime.fromtimestamp(start, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
-            found.append(f"written {et.time} in the one, {day} UTC in the other")
-    if match.rate < 0.5:
+            found.append(f"written {et.time} in the one, {_day(start)} in the other")
+    # Few matches alone also mean that the two files cover different times of one run.
+    if match.rate < 0.5 and found:
         found.append(f"only {match.matched} of {match.matched + len(match.unmatched)} operations match by name")
     return found
+
+
+def _day(seconds: int) -> str:
+    try:
+        return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError, OSError):
+        return f"{seconds} s after 1970"
 
 
 def _written(et: ExecutionTrace) -> float | None:
@@ -89,16 +96,20 @@ def _written(et: ExecutionTrace) -> float | None:
         return None
 
 
-def _match_by_id(nodes: Sequence[HostNode], events: Sequence[HostEvent], match: HostMatch) -> None:
+def _match_by_id(et: ExecutionTrace, events: Sequence[HostEvent], match: HostMatch) -> None:
     event_of_id: dict[int, int] = {}
     doubled = 0
+    # A trace of several processes has the ids of each.
+    known = any(event.pid == et.pid for event in events)
     for index, event in enumerate(events):
+        if known and event.pid != et.pid:
+            continue
         if event.rf_id is not None and event_of_id.setdefault(event.rf_id, index) != index:
             doubled += 1
     if doubled:
         match.warnings.append(f"{doubled} Kineto event(s) repeat a record function id; the first of each was taken")
     first, last = min(event_of_id, default=0), max(event_of_id, default=0)
-    for position, node in enumerate(nodes):
+    for position, node in enumerate(et.nodes):
         if node.rf_id <= 0:
             continue
         index_or_none = event_of_id.get(node.rf_id)

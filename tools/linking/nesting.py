@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,7 +82,6 @@ def _sweep(
 
 
 def _around(call: Call, events: Sequence[HostEvent], open_: list[int]) -> int:
-    for index in reversed(open_):
-        if events[index].end >= call.end:
-            return index
-    return -1
+    # No open event ends after one that is further out, so they can be halved.
+    at = bisect_right(open_, -call.end, key=lambda index: -events[index].end)
+    return open_[at - 1] if at else -1

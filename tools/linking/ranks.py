@@ -11,6 +11,7 @@ from crossrank.comm import operation_of
 from crossrank.errors import CrossrankError, one_line
 from crossrank.recording import LINKED, file_name
 from crossrank.tools.fleet import map_ranks
+from crossrank.tools.linking.communications import named_by_address
 from crossrank.tools.linking.graph import LinkedTrace, MatchReport
 from crossrank.tools.linking.inputs import RankInput
 from crossrank.tools.linking.link import link
@@ -109,8 +110,7 @@ def _count_groups(trace: LinkedTrace, result: RankResult) -> None:
     for communication in trace.communications:
         record, group = communication.record, communication.group
         ranks = tuple(group.ranks) if group and group.ranks else ()
-        by_address = record.pg.isdecimal() and len(record.pg) > 8
-        key = GroupKey("" if by_address else record.pg, ranks)
+        key = GroupKey("" if named_by_address(record.pg) else record.pg, ranks)
         operation = operation_of(record.op)
         counts = result.p2p if operation is not None and operation.p2p else result.collectives
         counts[key] = counts.get(key, 0) + 1

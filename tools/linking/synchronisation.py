@@ -24,8 +24,8 @@ from crossrank.tools.linking.kernels import communication_kernel
 from crossrank.tools.readers.kineto import Call, DeviceEvent, Id, KinetoTrace, SyncEvent
 
 STREAM_WAIT = "Stream Wait Event"
-_LATE_NS = 1_000
-"""Host and device clocks are joined to about this much."""
+CLOCK_NS = 2_000
+"""Host and device clocks are joined, and times rounded, to about this much."""
 
 _LOOK_BACK = 256
 """Launches before a wait among which the activity that is waited for is looked for."""
@@ -177,17 +177,17 @@ def _inferred(kineto: KinetoTrace, lanes: _Lanes) -> Waits:
     for index, call in enumerate(kineto.calls):
         name = call.name
         if name.endswith(_EVERY_STREAM):
-            sources = [_last(lane.by_end, call.end + _LATE_NS) for lane in lanes.everywhere()]
+            sources = [_last(lane.by_end, call.end + CLOCK_NS) for lane in lanes.everywhere()]
             _infer(found, kineto, index, name, [source for source in sources if source >= 0])
         elif name.endswith(_ONE_STREAM):
-            ended = [_last(lane.by_end, call.end + _LATE_NS) for lane in lanes.everywhere()]
+            ended = [_last(lane.by_end, call.end + CLOCK_NS) for lane in lanes.everywhere()]
             inside = [source for source in ended if source >= 0 and kineto.device[source].end >= call.start]
             latest = max(inside, key=lambda source: kineto.device[source].end, default=-1)
             _infer(found, kineto, index, name, [latest] if latest >= 0 else [])
         elif "Memcpy" in name and call.correlation in copies:
             copy = copies[call.correlation]
             # A copy that its call outlives, or that is synchronous by name, blocked the host.
-            if _ASYNC not in name or kineto.device[copy].end <= call.end + _LATE_NS:
+            if _ASYNC not in name or kineto.device[copy].end <= call.end + CLOCK_NS:
                 _infer(found, kineto, index, name, [copy])
         elif _WAIT_EVENT in name:
             stream_waits[call.pid, call.tid].append(index)
@@ -231,7 +231,7 @@ def _infer_stream_waits(
         target = launched[at][1] if at < len(launched) else -1
         before = (index for _, index in reversed(launched[max(0, at - _LOOK_BACK) : at]))
         source = -1 if target < 0 else next((i for i in before if _may_wait_for(device[target], device[i])), -1)
-        if source < 0 or device[source].end > device[target].start + _LATE_NS:
+        if source < 0 or device[source].end > device[target].start + CLOCK_NS:
             found.unresolved["no activity of another stream fits the wait"] += 1
             continue
         slack = max(0, device[target].start - device[source].end)

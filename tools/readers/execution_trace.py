@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from crossrank.comm import Group
-from crossrank.tools.readers.json_document import Shape, read_document
+from crossrank.errors import CrossrankError
+from crossrank.tools.readers.json_document import Shape, parse, read_document
 
 FLAT_SCHEMA = "1.0.1"
 NEWEST_SCHEMA = "1.1.1-chakra.0.0.4"
@@ -68,6 +69,8 @@ class ExecutionTrace:
     groups: tuple[Group, ...]
     """What `## process_group:init ##` nodes say."""
     warnings: tuple[str, ...]
+    damage: tuple[str, ...]
+    """What of the file could not be read."""
 
 
 class IO(msgspec.Struct, gc=False):
@@ -123,16 +126,21 @@ _FLAT_ATTRIBUTES = (
     b'{"name":"op_schema","type":"string","value":%b}]'
 )
 _decode_attributes = msgspec.json.Decoder(list[_Attribute]).decode
-_decode_io = msgspec.json.Decoder(IO).decode
 
 
 def read_execution_trace(path: str) -> ExecutionTrace:
     """Read one rank's execution trace. Raises `CrossrankError` where nothing of it can be used."""
     document = read_document(path, _SHAPE)
     file = document.content
-    warnings = [*document.damage, *_schema_warnings(file.schema)]
-    nodes = [_flat(node) if node.attrs is _NO_ATTRIBUTES else _nested(node) for node in file.nodes]
+    warnings = _schema_warnings(file.schema)
+    odd: list[int] = []
+    nodes = [_flat(node) if node.attrs is _NO_ATTRIBUTES else _nested(node, odd) for node in file.nodes]
     file.nodes = []
+    if not nodes:
+        raise CrossrankError(f"{path}: holds no nodes at all; record a window in which the job takes a step")
+    damage = list(document.damage)
+    if odd:
+        damage.append(f"{len(odd)} attribute(s) are not as the schema has them (first: of node {odd[0]})")
     warnings += _repair(nodes)
     return ExecutionTrace(
         path=path,
@@ -145,20 +153,18 @@ def read_execution_trace(path: str) -> ExecutionTrace:
         nodes=nodes,
         groups=tuple(_groups(nodes)),
         warnings=tuple(warnings),
+        damage=tuple(damage),
     )
 
 
 def attributes(node: HostNode) -> dict[str, Any]:
     """The attributes of a node by name."""
-    return {attribute.name: attribute.value for attribute in _decode_attributes(node.attributes)}
+    return {attribute.name: attribute.value for attribute in parse(node.attributes, list[_Attribute]) or ()}
 
 
 def io(text: msgspec.Raw) -> IO:
     """`inputs` or `outputs` of a node, decoded; empty where they are not as the schema has them."""
-    try:
-        return _decode_io(text)
-    except msgspec.MsgspecError:
-        return IO()
+    return parse(text, IO) or IO()
 
 
 def _flat(node: _Node) -> HostNode:
@@ -185,7 +191,7 @@ def _io_text(values: msgspec.Raw, shapes: msgspec.Raw, types: msgspec.Raw) -> ms
     return msgspec.Raw(b'{"values":%b,"shapes":%b,"types":%b}' % (bytes(values), bytes(shapes), bytes(types)))
 
 
-def _nested(node: _Node) -> HostNode:
+def _nested(node: _Node, odd: list[int]) -> HostNode:
     host = HostNode(
         id=node.id,
         name=node.name,
@@ -196,13 +202,25 @@ def _nested(node: _Node) -> HostNode:
         outputs=node.outputs if node.outputs is not _EMPTY_LIST else _NOTHING,
         attributes=node.attrs,
     )
-    for attribute in _decode_attributes(node.attrs):
+    try:
+        given = _decode_attributes(node.attrs)
+    except (msgspec.MsgspecError, RecursionError):
+        odd.append(node.id)
+        host.attributes = _EMPTY_LIST
+        return host
+    for attribute in given:
         if attribute.name in _NUMBERS:
-            setattr(host, attribute.name, int(attribute.value))
+            value = attribute.value
+            if isinstance(value, int) and -_BIG < value < _BIG:
+                setattr(host, attribute.name, value)
+            else:
+                odd.append(node.id)
     return host
 
 
 _NUMBERS = frozenset(("rf_id", "tid", "seq_id", "fw_parent", "fw_tid", "scope"))
+_BIG = 1 << 64
+_MOST_RANKS = 1 << 20
 
 
 def _schema_warnings(schema: str) -> list[str]:
@@ -299,13 +317,10 @@ def _groups(nodes: list[HostNode]) -> list[Group]:
         if "process_group:init" not in node.name:
             continue
         for value in io(node.inputs).values:
-            try:
-                configs = msgspec.json.decode(value, type=list[_PgConfig], strict=False)
-            except (msgspec.MsgspecError, TypeError):
-                continue  # cut short by the observer's limit on strings, or of another make
-            for config in configs:
+            # A text may be cut short by the observer's limit on strings, or be of another make.
+            for config in parse(value, list[_PgConfig]) or ():
                 # torch writes no ranks for a group of the whole world.
-                ranks = config.ranks or list(range(config.group_size))
+                ranks = config.ranks or list(range(min(config.group_size, _MOST_RANKS)))
                 groups[str(config.pg_name)] = Group(
                     pg=str(config.pg_name),
                     size=config.group_size or len(ranks),

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
@@ -49,6 +50,14 @@ class Shape(Generic[Content]):
     row: type[Any]
     bare_list: bool = False
     """Whether the list alone, without the object around it, is accepted."""
+
+
+def parse(text: Any, content: type[Content]) -> Content | None:
+    """JSON text that stands inside another file, or None where it is not what it should be."""
+    try:
+        return msgspec.json.decode(text, type=content, strict=False)
+    except (msgspec.MsgspecError, RecursionError, TypeError, ValueError):
+        return None
 
 
 def read_document(path: str, shape: Shape[Content]) -> Document[Content]:
@@ -113,24 +122,24 @@ class _Salvage(Generic[Content]):
         if start is None:
             return
         decoder = msgspec.json.Decoder(self.shape.row, strict=False)
-        rows, unusable, first, end = [], 0, "", None
+        rows, unusable, first = [], 0, ""
+        end = start.end()
         for position, row in self._rows(text, start.end()):
-            if row is None:
+            if row is _END:
                 end = position
                 break
             try:
                 # Encoding turns NaN and Infinity, which JSON lacks, into null.
                 rows.append(decoder.decode(msgspec.json.encode(row)))
-            except (msgspec.MsgspecError, UnicodeError) as error:
+            except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
                 unusable += 1
                 first = first or f"first at character {position}: {one_line(error)}"
         if unusable:
             self.problems.append(f"{unusable} of {unusable + len(rows)} {self.shape.rows} are unusable ({first})")
-        rest = "" if end is None else text[end:].lstrip()
+        rest = text[end:].lstrip()
         if not rest.startswith("]"):
-            at = len(text) if end is None else end
             self.problems.append(
-                f"cut off or broken at character {at} of {len(text)}; {len(rows)} whole {self.shape.rows} were read"
+                f"cut off or broken at character {end} of {len(text)}; {len(rows)} whole {self.shape.rows} were read"
             )
             rest = "]}"
             if not rows:
@@ -141,18 +150,21 @@ class _Salvage(Generic[Content]):
             self.content = head
 
     def _rows(self, text: str, position: int) -> Iterator[tuple[int, Any]]:
-        """(position, row) for every whole row, then (position, None) where the list ends or breaks."""
-        decode = json.JSONDecoder().raw_decode
-        skip = re.compile(r"[\s,]*")
+        """(position, row) for every row, then (position, `_END`) where the list ends or breaks."""
+        # Not strict: control characters stand in strings as they are. A number that no field holds is as good as none.
+        decode = json.JSONDecoder(strict=False, parse_int=_number).raw_decode
         while True:
-            position = skip.match(text, position).end()  # type: ignore[union-attr]
+            position = cast("re.Match[str]", _BETWEEN.match(text, position)).end()
             try:
                 row, after = decode(text, position)
-            except (ValueError, RecursionError):
-                yield position, None
-                return
-            if row is None:
-                yield position, None
+            except RecursionError:
+                following = _NEXT_ROW.search(text, position)
+                if following is None:
+                    yield position, _END
+                    return
+                row, after = None, following.end() - 1
+            except ValueError:
+                yield position, _END
                 return
             yield position, row
             position = after
@@ -166,10 +178,32 @@ class _Salvage(Generic[Content]):
             (empty, f"what stands around the {self.shape.rows} is broken and was left out"),
         ):
             try:
-                head = msgspec.convert(json.loads(candidate), self.shape.content, strict=False)
-            except (ValueError, RecursionError, msgspec.MsgspecError):
+                fields = json.loads(candidate)
+            except (ValueError, RecursionError):
                 continue
             if problem is not None:
                 self.problems.append(problem)
-            return head
+            return self._convert(fields)
         return None
+
+    def _convert(self, fields: dict[str, Any]) -> Content:
+        """The head from its fields, without those that are not what they should be."""
+        good: dict[str, Any] = {self.shape.rows: []}
+        for name in getattr(self.shape.content, "__struct_encode_fields__", ()):
+            if name in fields and name != self.shape.rows:
+                try:
+                    msgspec.convert(good | {name: fields[name]}, self.shape.content, strict=False)
+                except msgspec.MsgspecError as error:
+                    self.problems.append(f"{name} is unusable ({one_line(error)})")
+                    continue
+                good[name] = fields[name]
+        return msgspec.convert(good, self.shape.content, strict=False)
+
+
+_END = object()
+_BETWEEN = re.compile(r"[\s,]*")
+_NEXT_ROW = re.compile(r"\}\s*,\s*\{")
+
+
+def _number(digits: str) -> float:
+    return int(digits) if len(digits) < 40 else math.inf

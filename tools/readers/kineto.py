@@ -6,7 +6,6 @@ the file, since that. Here all times are whole nanoseconds on the file's own clo
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ import msgspec
 
 from crossrank.comm import Group
 from crossrank.errors import CrossrankError
-from crossrank.tools.readers.json_document import Shape, read_document
+from crossrank.tools.readers.json_document import Shape, parse, read_document
 
 HOST_CATEGORIES = frozenset(("cpu_op", "user_annotation"))
 ACTIVITY_CATEGORIES = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
@@ -104,6 +103,8 @@ class KinetoTrace:
     unread: dict[str, int]
     """Number of events of each category that is not read."""
     warnings: tuple[str, ...]
+    damage: tuple[str, ...]
+    """What of the file could not be read."""
 
 
 class _PgConfig(msgspec.Struct):
@@ -175,6 +176,8 @@ class _SyncArgs(msgspec.Struct, gc=False):
 _WHAT = "a Kineto trace"
 _SHAPE = Shape(what=_WHAT, content=_File, rows="traceEvents", row=_Event, bare_list=True)
 _EXACT_SHAPE: Shape[_File] = Shape(what=_WHAT, content=_ExactFile, rows="traceEvents", row=_ExactEvent, bare_list=True)
+_MOST_US = float(1 << 53)
+"""285 years."""
 # Above this many microseconds a double no longer holds three decimals.
 _EXACT_FROM = float(1 << 43)
 
@@ -207,12 +210,17 @@ def read_kineto(path: str) -> KinetoTrace:
         rank=file.distributedInfo.rank,
         world_size=file.distributedInfo.world_size,
         unread=dict(sorted(sorter.unread.items())),
-        warnings=(*document.damage, *sorter.warnings()),
+        warnings=tuple(_counted(sorter.bad_durations, "have no duration that can be; taken as 0")),
+        damage=(
+            *document.damage,
+            *_counted(sorter.untimed, "have no time that can be and were left out"),
+            *_counted(sorter.bad_args, "have arguments that cannot be read and were left out"),
+        ),
     )
 
 
 def _loses_decimals(ts: float | None) -> bool:
-    return isinstance(ts, float) and _EXACT_FROM < ts < math.inf
+    return isinstance(ts, float) and _EXACT_FROM < ts < _MOST_US
 
 
 def _nanoseconds(us: float) -> int:
@@ -237,19 +245,22 @@ class _Sorter:
     def take(self, event: _Event) -> None:
         category = event.cat
         if event.ph != "X":
-            return  # metadata, and arrows, which say nothing that correlation ids and sequence numbers do not
-        if event.ts is None or not math.isfinite(event.ts):
+            # Metadata and arrows say nothing that correlation ids and sequence numbers do not.
+            if event.ph not in ("M", "s", "t", "f"):
+                self.unread[f"{category or '(none)'}, phase {event.ph!r}"] += 1
+            return
+        if event.ts is None or not -_MOST_US < event.ts < _MOST_US:
             self.untimed.append(event.name)
             return
         start = _nanoseconds(event.ts)
         duration = event.dur
-        if duration is None or not 0 <= duration < math.inf:
+        if duration is None or not 0 <= duration < _MOST_US:
             self.bad_durations.append(event.name)
             duration = 0
         end = start + _nanoseconds(duration)
         try:
             self._sort(event, category, start, end)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             self.bad_args.append(event.name)
 
     def _sort(self, event: _Event, category: str, start: int, end: int) -> None:
@@ -296,16 +307,9 @@ class _Sorter:
         else:
             self.unread[category or "(none)"] += 1
 
-    def warnings(self) -> list[str]:
-        return [
-            f"{len(names)} event(s) {what} (first: {names[0]!r})"
-            for names, what in (
-                (self.untimed, "have no time and were left out"),
-                (self.bad_durations, "have no duration, or a negative one; taken as 0"),
-                (self.bad_args, "have arguments that cannot be read and were left out"),
-            )
-            if names
-        ]
+
+def _counted(names: list[str], what: str) -> list[str]:
+    return [f"{len(names)} event(s) {what} (first: {names[0]!r})"] if names else []
 
 
 def _groups(config: Any) -> list[Group]:
@@ -315,9 +319,9 @@ def _groups(config: Any) -> list[Group]:
     for row in rows if isinstance(rows, Sequence) else ():
         try:
             pg = msgspec.convert(row, _PgConfig, strict=False)
-            ranks = msgspec.json.decode(pg.ranks, type=list[int]) if isinstance(pg.ranks, str) else pg.ranks
         except msgspec.MsgspecError:
             continue
+        ranks = (parse(pg.ranks, list[int]) or []) if isinstance(pg.ranks, str) else pg.ranks
         groups.append(
             Group(
                 pg=str(pg.pg_name),

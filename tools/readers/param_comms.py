@@ -19,6 +19,7 @@ import msgspec
 from crossrank.comm import CommRecord, Group, operation_of
 from crossrank.dtypes import dtype_of
 from crossrank.tools.readers.execution_trace import HostNode, attributes, io
+from crossrank.tools.readers.json_document import parse
 
 
 class ParamComms(msgspec.Struct, kw_only=True):
@@ -69,7 +70,7 @@ class _KinetoArgs(msgspec.Struct):
     is_async: bool | None = msgspec.field(name="Is asynchronized op", default=None)
 
 
-_decode_kineto = msgspec.json.Decoder(_KinetoArgs, strict=False).decode
+_MOST_RANKS = 1 << 20
 _TENSOR_TYPE = re.compile(r"Tensor\(([^()]+)\)")
 _ARGUMENT = re.compile(r"[\w\])?!] (\w+)(?:=[^,]*)?$")
 
@@ -107,10 +108,10 @@ def from_node(node: HostNode) -> ParamComms | None:
 
 def _add_attributes(comms: ParamComms, named: Mapping[str, Any]) -> None:
     """The attributes of schema 1.1.0 and later; what they say by name is surer than a position."""
-    comms.name = named.get("collective_name") or comms.name
-    comms.pg = str(named.get("pg_name") or comms.pg)
-    comms.desc = str(named.get("pg_desc") or comms.desc)
-    comms.dtype = named.get("dtype") or comms.dtype
+    comms.name = _text(named.get("collective_name")) or comms.name
+    comms.pg = _text(named.get("pg_name")) or comms.pg
+    comms.desc = _text(named.get("pg_desc")) or comms.desc
+    comms.dtype = _text(named.get("dtype")) or comms.dtype
     comms.group_size = _int(named.get("pg_size")) or comms.group_size
     comms.in_elements = _int(named.get("in_msg_nelems"))
     comms.out_elements = _int(named.get("out_msg_nelems"))
@@ -122,11 +123,8 @@ def _add_attributes(comms: ParamComms, named: Mapping[str, Any]) -> None:
 
 def from_kineto(args: msgspec.Raw) -> ParamComms | None:
     """What the arguments of a Kineto event say; None where they name no collective."""
-    try:
-        given = _decode_kineto(args)
-    except msgspec.MsgspecError:
-        return None
-    if not given.collective:
+    given = parse(args, _KinetoArgs)
+    if given is None or not given.collective:
         return None
     operation = operation_of(given.collective)
     peer = None
@@ -277,19 +275,22 @@ def _argument_names(schema: str) -> list[str]:
 def _strided(start: int | None, stride: int | None, size: int | None) -> list[int] | None:
     if start is None or stride is None or not size or stride < 1 or start < 0:
         return None
+    if max(start, stride, size) > _MOST_RANKS:
+        return None
     return list(range(start, start + stride * size, stride))
 
 
 def _ints(value: Any) -> list[int] | None:
     """A list of numbers, or the text of one as newer schemas have it; None where it is empty or cut short."""
     if isinstance(value, str):
-        try:
-            value = msgspec.json.decode(value)
-        except msgspec.MsgspecError:
-            return None
+        return parse(value, list[int]) or None
     if isinstance(value, list) and value and all(_is_int(number) for number in value):
         return list(value)
     return None
+
+
+def _text(value: Any) -> str:
+    return str(value) if isinstance(value, str | int) else ""
 
 
 def _int(value: Any) -> int | None:

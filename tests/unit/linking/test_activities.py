@@ -127,3 +127,21 @@ def test_an_operation_outside_the_execution_trace_passes_its_launches_to_the_one
     trace.host_event("not in the execution trace", 10, 50, None)
     trace.launch("kernel", 20, 30, 5, 501)
     assert hosts(linked(trace, tmp_path)) == [("kernel", outer)]
+
+
+def test_a_call_is_ours_where_nothing_says_otherwise(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    op = trace.op("ours", 0, 100)
+    trace.call("cudaLaunchKernel", 23, 1, 501)
+    trace.call("cudaLaunchKernel", 24, 1, 501, pid=99)
+    trace.activity("kernel", 40, 5, 501)
+    assert hosts(linked(trace, tmp_path)) == [("kernel", op)]
+
+
+def test_record_function_ids_of_another_process_are_not_taken(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    trace.add("cpu_op", "aten::mm", 500, 10, 99, 99, {"Record function id": 1, "External id": 1})
+    trace.op("aten::mm", 0, 100)
+    result = linked(trace, tmp_path)
+    assert result.host[3].start_ns == 0
+    assert result.report.warnings == []

@@ -49,6 +49,12 @@ def test_sequences_without_a_common_name_do_not_match() -> None:
     assert align(plain(""), plain("xyz")).pairs == []
 
 
+def test_a_repetition_with_an_extra_event_in_every_period_is_matched() -> None:
+    host, device = plain("abcd" * 1000), plain("abxcd" * 1000)
+    assert len(align(host, device).pairs) > 3990
+    assert len(align(device, host).pairs) > 3990
+
+
 def test_a_long_repetition_with_a_gap_is_still_fast() -> None:
     period = "abcdefgh" * 5000
     started = time.process_time()

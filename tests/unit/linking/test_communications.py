@@ -175,3 +175,11 @@ def test_a_range_whose_text_was_cut_short_falls_back_to_the_c10d_op(tmp_path: Pa
     result = link(*trace.write(tmp_path))
     assert [(c.origin, c.host, c.record.bytes) for c in result.communications] == [("c10d op", c10d, 96)]
     assert "(crossrank#7) does not carry a record; read as its c10d op" in result.report.warnings[0]
+
+
+def test_a_hostile_range_is_read_as_its_c10d_op(tmp_path: Path) -> None:
+    for name, value in (("crossrank#7", "[" * 5000), ("crossrank#" + "9" * 5000, "{}"), ("crossrank#8", "[1]")):
+        trace = SmallTrace()
+        c10d = trace.op("c10d::allreduce_", 0, 100, inputs=TENSORS, op_schema=SCHEMA)
+        trace.op(name, 5, 90, c10d, inputs={"values": [value], "shapes": [[]], "types": ["String"]})
+        assert [(c.origin, c.host) for c in found(trace, tmp_path)] == [("c10d op", c10d)]

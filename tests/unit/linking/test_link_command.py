@@ -12,6 +12,8 @@ import pytest
 import zstandard
 
 from crossrank.tools.cli import main
+from crossrank.tools.linking import ranks
+from crossrank.tools.linking.linked_file import write_linked
 from tests.unit.linking.small_traces import SmallTrace
 
 FLOATS = [5, 6, 0, 24, 4, "cuda:0"]
@@ -158,10 +160,10 @@ def test_a_rank_that_fails_is_told_and_the_others_are_linked(folder: Path, capsy
 def test_a_truncated_file_is_linked_as_far_as_it_goes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = (folder / "rank-0.et.json").read_bytes()
     (folder / "rank-0.et.json").write_bytes(whole[: len(whole) * 2 // 3])
-    assert run(folder, "--ranks", "0") == 0
-    out = capsys.readouterr().out
-    assert "warning    execution trace: cut off or broken at character" in out
-    assert "whole nodes were read (rank 0)" in out
+    assert run(folder, "--ranks", "0") == 1
+    (complaint,) = capsys.readouterr().err.splitlines()
+    assert complaint.startswith("crossrank: rank 0: execution trace: cut off or broken at character")
+    assert complaint.endswith("whole nodes were read")
     assert len(load(folder / "rank-0.linked.json.zst")["nodes"]) < 17
 
 
@@ -189,6 +191,65 @@ def test_a_poor_match_is_exit_1_with_its_main_reason(folder: Path, capsys: pytes
     assert run(folder, "--ranks", "0", "--min-match", "0.41") == 0
 
 
+def test_two_ranks_of_one_job_are_linked_with_a_doubt(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = rank_trace(1)
+    other.et_head["pid"] = 123
+    et, _ = other.write(folder, 1)
+    assert run(et, folder / "rank-0.kineto.json", "-o", folder / "out") == 1
+    assert capsys.readouterr().err == (
+        "crossrank: rank 1: are these two files of one run? process 123 in the one, 70 in the other\n"
+    )
+
+
+def test_a_defect_of_ours_on_one_rank_does_not_end_the_others(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(trace: object, path: Path, compression: str) -> None:
+        if "rank-0" in path.name:
+            raise ZeroDivisionError("division by zero")
+        write_linked(trace, path, compression)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ranks, "write_linked", broken)
+    assert run(folder, "-o", folder / "out") == 1
+    assert capsys.readouterr().err == (
+        "crossrank: rank 0: stopped by an error that was not foreseen (ZeroDivisionError: division by zero); "
+        "please report it\n"
+    )
+    assert os.listdir(folder / "out") == ["rank-1.linked.json.zst"]
+
+
+def test_an_unrelated_file_in_a_folder_is_told_and_the_rest_is_linked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path, name in zip(rank_trace(0).write(tmp_path, 0), ("et_0.json", "worker0.pt.trace.json"), strict=True):
+        os.replace(path, tmp_path / name)
+    (tmp_path / "notes.json").write_text("")
+    assert run(tmp_path, "-o", tmp_path / "out") == 1
+    assert "notes.json: cannot be linked, it is empty" in capsys.readouterr().err
+    assert os.listdir(tmp_path / "out") == ["rank-0.linked.json.zst"]
+
+
+def test_two_files_for_one_part_are_not_chosen_between(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "rank-0.et.json.gz").write_bytes(b"")
+    assert run(folder, "-o", folder / "out") == 1
+    assert (
+        "rank 0: 2 execution traces and 1 Kineto traces (rank-0.et.json, rank-0.et.json.gz," in capsys.readouterr().err
+    )
+    assert os.listdir(folder / "out") == ["rank-1.linked.json.zst"]
+
+
+def test_names_in_a_trace_do_not_steer_the_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = rank_trace(0)
+    trace.host_event("never matched", 1, -1, None)
+    trace.nodes.append({**trace.nodes[-1], "id": 999, "name": "evil\x1b[31m"})
+    trace.nodes[3]["inputs"]["values"][2] = ["0\x1b[31m", ""]
+    trace.write(folder, 0)
+    assert run(folder, "--ranks", "0", "-o", f"{folder}/out\x1b[31m", "--min-match", "0") == 0
+    captured = capsys.readouterr()
+    assert "\x1b" not in captured.out + captured.err
+    assert "out\\x1b[31m" in captured.out
+
+
 def test_ranks_that_disagree_on_the_collectives_of_a_group_are_named(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -209,6 +270,9 @@ def test_ranks_that_disagree_on_the_collectives_of_a_group_are_named(
         (["{folder}/a", "{folder}/b", "{folder}/c"], "3 paths given; name one folder, or the two files of one rank"),
         (["{folder}", "--ranks", "7"], "rank 7 has no pair of traces"),
         (["{folder}", "-o", "{folder}/rank-0.et.json"], "cannot be made (File exists); name another folder with -o"),
+        (["{folder}/rank-0.et.json", "{folder}/rank-0.kineto.json", "--ranks", "0"], "two files are one rank"),
+        ([""], "the path is empty"),
+        (["foo://x"], "foo://x: cannot be reached (ValueError: Protocol not known: foo"),
         (["file://{folder}"], "name a local folder for the linked traces with -o"),
     ],
 )
@@ -223,7 +287,10 @@ def test_input_that_cannot_be_used_is_one_line_and_exit_2(
     assert not list(folder.glob("*.linked.*"))
 
 
-@pytest.mark.parametrize("words", [["--ranks", "3-1"], ["--ranks", "a"], ["--min-match", "2"], ["--min-match", "x"]])
+@pytest.mark.parametrize(
+    "words",
+    [["--ranks", "3-1"], ["--ranks", "a"], ["--ranks", "0-99999999999"], ["--min-match", "2"], ["--min-match", "x"]],
+)
 def test_a_bad_option_names_the_value(folder: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         run(folder, *words)

@@ -69,6 +69,13 @@ def test_a_hundred_thousand_nested_events_are_no_problem() -> None:
     assert nesting.around_call == [count - 1]
 
 
+def test_calls_that_no_deep_event_encloses_are_no_problem() -> None:
+    count = 50_000
+    events = [event(i, 4 * count - i, i + 1) for i in range(count)]
+    calls = [call(count + i, 5 * count) for i in range(count)]
+    assert set(nest(events, calls).around_call) == {-1}
+
+
 @st.composite
 def trees(draw: st.DrawFn) -> list[tuple[int, int, int]]:
     """Properly nested ranges as (start, end, parent), the parent by position or -1."""

@@ -79,6 +79,17 @@ def test_what_gives_no_dependency_is_counted_by_reason(tmp_path: Path) -> None:
     }
 
 
+def test_a_wait_that_the_times_contradict_is_counted_and_not_drawn(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    trace.op("aten::a", 10, 20)
+    trace.launch("k1", 15, 25, 30, 501)
+    trace.call("cudaDeviceSynchronize", 1, 5, 505)
+    trace.sync("Context Sync", 75, 5, 505, stream=4294967295)
+    result = link(*trace.write(tmp_path))
+    assert waits_of(result) == []
+    assert result.report.syncs_unresolved == {"the times contradict it": 1}
+
+
 def test_without_sync_events_waits_are_inferred_and_say_how_long_after(tmp_path: Path) -> None:
     result = link(*two_streams().write(tmp_path))
     assert waits_of(result) == [

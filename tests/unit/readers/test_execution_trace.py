@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from crossrank.comm import Group
+from crossrank.errors import CrossrankError
 from crossrank.tools.readers.execution_trace import ExecutionTrace, attributes, io, read_execution_trace
 from tests.unit.linking.small_traces import flat_node, nested_node
 
@@ -130,6 +131,27 @@ def test_a_chain_of_a_hundred_thousand_parents_is_no_problem(tmp_path: Path) -> 
     trace = read(tmp_path, [nested_node(i, "a", i + 1 if i < count else 0, count - i + 1) for i in range(1, count + 1)])
     assert trace.nodes[0].parent == 2
     assert trace.warnings == ()
+
+
+@pytest.mark.parametrize(
+    "attrs", [None, {}, [1], [{"value": 1}], [{"name": "rf_id", "value": "abc"}], [{"name": "tid", "value": 2.7}]]
+)
+def test_attributes_that_are_not_as_they_should_be_are_counted(tmp_path: Path, attrs: Any) -> None:
+    trace = read(tmp_path, [nested_node(1, "a", 0), nested_node(8, "b", 1) | {"attrs": attrs}])
+    assert [(node.name, node.rf_id, node.tid) for node in trace.nodes] == [("a", 0, 1), ("b", 0, 0)]
+    assert trace.damage == ("1 attribute(s) are not as the schema has them (first: of node 8)",)
+
+
+def test_a_trace_without_nodes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CrossrankError, match="holds no nodes at all"):
+        read(tmp_path, [])
+
+
+def test_the_size_of_a_group_is_not_trusted_blindly(tmp_path: Path) -> None:
+    for hostile in ('[{"pg_name": "0", "group_size": 9223372036854775808}]', "[" * 5000, "7"):
+        inputs = {"values": [hostile], "shapes": [[]], "types": ["String"]}
+        (group,) = read(tmp_path, [nested_node(3, "## process_group:init ##", 0, inputs=inputs)]).groups or (None,)
+        assert group is None or len(group.ranks or ()) <= 1 << 20
 
 
 def test_process_groups_are_read_and_the_world_has_its_ranks(tmp_path: Path) -> None:

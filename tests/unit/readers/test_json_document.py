@@ -77,6 +77,18 @@ def test_rows_that_are_no_valid_json_are_counted_and_the_others_kept(tmp_path: P
     )
 
 
+@pytest.mark.parametrize(
+    "row",
+    ["null", '{"a": ' + "9" * 5000 + "}", '{"a": 1, "text": ' + "[" * 5000 + "]" * 5000 + "}", '{"a": [1, NaN]}'],
+)
+def test_one_bad_row_costs_no_other(tmp_path: Path, row: str) -> None:
+    content = '{"rows": [{"a": 0}, ROW, {"a": 2}, {"a": 3, "text": "\x1b"}], "version": "5"}'.replace("ROW", row)
+    rows, version, damage = read(tmp_path / "f", content.encode())
+    assert (rows, version) == ([0, 2, 3], "5")
+    assert len(damage) == 1
+    assert damage[0].startswith("1 of 4 rows are unusable (first at character ")
+
+
 def test_a_torn_gzip_file_says_so_and_gives_what_it_holds(tmp_path: Path) -> None:
     many = json.dumps({"rows": [{"a": i, "text": str(i * 7919)} for i in range(5000)]}).encode()
     rows, _, damage = read(tmp_path / "f", gzip.compress(many)[:-4000])

@@ -73,6 +73,7 @@ def test_events_are_sorted_by_what_they_are(tmp_path: Path) -> None:
                     },
                 ),
                 event("python_function"),
+                event("cpu_op", ph="B"),
                 event("gpu_user_annotation"),
                 {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}},
                 {"ph": "s", "cat": "ac2g", "id": 3, "ts": 5},
@@ -93,7 +94,11 @@ def test_events_are_sorted_by_what_they_are(tmp_path: Path) -> None:
     assert (sync.kind, sync.stream, sync.wait_on_stream, sync.record_correlation) == ("Stream Wait Event", 20, 7, 2)
     assert (trace.base_ns, trace.rank, trace.world_size) == (7, 3, 8)
     assert trace.groups == (Group(pg="0", size=2, ranks=[0, 1]),)
-    assert trace.unread == {"gpu_user_annotation": 1, "python_function": 1}
+    assert trace.unread == {
+        "cpu_op, phase 'B'": 1,
+        "gpu_user_annotation": 1,
+        "python_function": 1,
+    }
     assert trace.warnings == ()
 
 
@@ -104,10 +109,8 @@ def test_broken_times_and_durations_are_counted(tmp_path: Path) -> None:
     )
     trace = read(tmp_path, text)
     assert [(e.name, e.end - e.start) for e in trace.host] == [("n", 0), ("later", 2000), ("nan", 0)]
-    assert trace.warnings == (
-        "1 event(s) have no time and were left out (first: 'n')",
-        "2 event(s) have no duration, or a negative one; taken as 0 (first: 'n')",
-    )
+    assert trace.damage == ("1 event(s) have no time that can be and were left out (first: 'n')",)
+    assert trace.warnings == ("2 event(s) have no duration that can be; taken as 0 (first: 'n')",)
 
 
 def test_arguments_that_cannot_be_read_are_counted(tmp_path: Path) -> None:
@@ -116,7 +119,23 @@ def test_arguments_that_cannot_be_read_are_counted(tmp_path: Path) -> None:
         {"traceEvents": [event("kernel", args={"correlation": [1]}), event("kernel", args={"correlation": "4"})]},
     )
     assert [activity.correlation for activity in trace.device] == [4]
-    assert trace.warnings == ("1 event(s) have arguments that cannot be read and were left out (first: 'n')",)
+    assert trace.damage == ("1 event(s) have arguments that cannot be read and were left out (first: 'n')",)
+
+
+@pytest.mark.parametrize("ts", ["1e300", "1e999", "-9e20", str(2**70)])
+def test_a_time_that_cannot_be_is_no_time(tmp_path: Path, ts: str) -> None:
+    text = json.dumps({"traceEvents": [event(), event(name="absurd", ts=77)]}).replace("77", ts)
+    trace = read(tmp_path, text)
+    assert [host.name for host in trace.host] == ["n"]
+    assert trace.damage == ("1 event(s) have no time that can be and were left out (first: 'absurd')",)
+
+
+def test_a_head_that_is_not_as_it_should_be_loses_that_field_alone(tmp_path: Path) -> None:
+    trace = read(tmp_path, {"distributedInfo": None, "baseTimeNanoseconds": 7, "traceEvents": [event()]})
+    assert (trace.base_ns, trace.rank, len(trace.host)) == (7, None, 1)
+    assert trace.damage == (
+        "distributedInfo is unusable (ValidationError: Expected `object`, got `null` - at `$.distributedInfo`)",
+    )
 
 
 def test_a_bare_list_of_events_and_groups_by_name_are_read(tmp_path: Path) -> None:

@@ -137,6 +137,19 @@ def test_a_receive_takes_its_bytes_from_the_side_that_names_the_tensor() -> None
     assert (made.op, made.peer, made.bytes) == ("recv", 4, 96)
 
 
+def test_hostile_values_do_no_harm() -> None:
+    layout = [[FLOATS], 1, ["3", ""], 0, "allreduce", "[" * 5000, "[1", 0, 1, 1 << 63]
+    comms = from_node(
+        node(layout, [[[24]]] + [[]] * 9, ["Tensor(float)"], collective_name=5, dtype=["f"], pg_size="9" * 50)
+    )
+    assert comms is not None
+    assert (comms.ranks, comms.in_split, comms.out_split, comms.dtype) == (None, None, None, "float")
+    args = {"Collective name": "allreduce", "Group size": 1 << 62, "Global rank start": 0, "Global rank stride": 1}
+    described = from_kineto(msgspec.Raw(json.dumps(args).encode()))
+    assert described is not None
+    assert described.ranks is None
+
+
 @pytest.mark.parametrize("values", [[], ["x"], [1, 2, 3], [[], "a", {}], [None] * 9, ["a", "b", "c", "d"]])
 def test_a_layout_that_is_not_known_gives_nothing(values: list[Any]) -> None:
     assert from_node(node(values, [], [])) is None
