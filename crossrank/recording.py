@@ -35,6 +35,9 @@ KINETO = "kineto"
 FLIGHT = "flight"
 LINKED = "linked"
 
+RANGE = "crossrank#"
+"""Name of the range around a recorded launch in both traces of a window; the record's id follows."""
+
 _SUFFIXES = {
     COMMS: "comms.jsonl",
     EXECUTION_TRACE: "et.json",

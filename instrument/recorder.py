@@ -27,6 +27,7 @@ from crossrank.instrument.callsite import CallSites
 from crossrank.instrument.descriptors import Descriptor
 from crossrank.instrument.nvtx_markers import NvtxMarkers, classic_text
 from crossrank.instrument.reductions import ReductionReader
+from crossrank.recording import RANGE
 
 if TYPE_CHECKING:
     from crossrank.instrument.session import Session
@@ -165,7 +166,7 @@ class Recorder:
         handle = None
         if self.window_open:
             handle = torch.autograd._record_function_with_args_enter(
-                f"crossrank#{record_id}", descriptor.message(descriptor.locality(topology), sizes=True)
+                f"{RANGE}{record_id}", descriptor.message(descriptor.locality(topology), sizes=True)
             )
         return (handle, pushed) if pushed or handle is not None else None
 

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from crossrank.comm import CommRecord, Group, operation_of
+from crossrank.recording import RANGE
 from crossrank.tools.linking.graph import Activity, Communication, HostOp
 from crossrank.tools.linking.kernels import communication_kernel
 from crossrank.tools.readers.execution_trace import HostNode, io
@@ -35,7 +36,7 @@ SOURCES = {
 OURS = ("comms file", "crossrank range")
 """Origins whose records are our own and stand as they are."""
 
-_RANGE = re.compile(r"crossrank#(\d{1,18})$")
+_RANGE = re.compile(rf"{RANGE}(\d{{1,18}})$")
 _C10D = "c10d::"
 _FUNCTIONAL = ("_c10d_functional::", "c10d_functional::", "_c10d_functional_autograd::")
 _ADDRESS_DIGITS = 9
@@ -83,7 +84,7 @@ class Finder:
                 params.append(position)
             elif name.startswith(_C10D):
                 c10d.append(position)
-            elif name.startswith("crossrank#"):
+            elif name.startswith(RANGE):
                 ranges.append(position)
             elif name.startswith(_FUNCTIONAL):
                 functional.append(position)

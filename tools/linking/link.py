@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 
 import msgspec
 
 from crossrank.comm import CommRecord, Group
 from crossrank.errors import CrossrankError
-from crossrank.recording import CommsFile
+from crossrank.recording import RANGE, CommsFile, Damage, read_chunks
 from crossrank.tools.linking import dependencies as draw
 from crossrank.tools.linking.activities import OUTSIDE, Launches, find_launches
 from crossrank.tools.linking.callers import correct_callers
@@ -50,12 +52,13 @@ def link(
     corrections = correct_callers(host, match, nesting)
     next_id = host[-1].id + 1 if host else 1
     activities, index_of = _activities(host_trace, device_trace, launches, next_id)
-    world_size, records, comm_groups, header_rank, comm_damage = _comms(comms, device_trace)
+    told = _read_comms(comms, {op.node.name for op in host if op.node.name.startswith(RANGE)})
+    world_size = told.world_size if told.world_size is not None else device_trace.world_size
     finder = Finder(
         host,
-        _groups(comm_groups, host_trace.groups, device_trace.groups),
+        _groups(told.groups, host_trace.groups, device_trace.groups),
         world_size=world_size,
-        records=records,
+        records=told.records,
         event_args=_event_args(device_trace, match),
     )
     finder.search()
@@ -75,7 +78,7 @@ def link(
     report.damage = [
         *_said("execution trace", host_trace.damage),
         *_said("Kineto trace", device_trace.damage),
-        *comm_damage,
+        *_said("comms file", told.damage),
     ]
     edges += _wait_edges(host_trace, device_trace, match, launches, index_of, report)
     report.communications = dict(Counter(communication.origin for communication in finder.found))
@@ -85,7 +88,7 @@ def link(
     if nesting.overlaps:
         report.warnings.append(f"{nesting.overlaps} host event(s) begin inside another and end after it")
     return LinkedTrace(
-        rank=next((r for r in (rank, header_rank, device_trace.rank) if r is not None), None),
+        rank=next((r for r in (rank, told.rank, device_trace.rank) if r is not None), None),
         world_size=world_size,
         schema=host_trace.schema,
         pid=host_trace.pid,
@@ -93,7 +96,7 @@ def link(
         start_ts=host_trace.start_ts,
         finish_ts=host_trace.finish_ts,
         base_ns=device_trace.base_ns,
-        inputs={host_trace.path: host_trace.sha256, device_trace.path: device_trace.sha256},
+        inputs={host_trace.path: host_trace.sha256, device_trace.path: device_trace.sha256} | told.inputs,
         host=host,
         activities=activities,
         communications=finder.found,
@@ -153,21 +156,35 @@ def _activities(
     return activities, ids
 
 
-def _comms(
-    path: str | None, kineto: KinetoTrace
-) -> tuple[int | None, dict[int, CommRecord], list[Group], int | None, list[str]]:
+@dataclass(kw_only=True)
+class _Comms:
+    """What a comms file says about one window."""
+
+    rank: int | None = None
+    world_size: int | None = None
+    records: dict[int, CommRecord] = field(default_factory=dict)
+    groups: list[Group] = field(default_factory=list)
+    damage: list[str] = field(default_factory=list)
+    inputs: dict[str, str] = field(default_factory=dict)
+
+
+def _read_comms(path: str | None, ranges: Collection[str]) -> _Comms:
+    """The records of the window's `ranges`; a job may have made millions of others."""
     if path is None:
-        return kineto.world_size, {}, [], None, []
+        return _Comms()
     file = CommsFile(path)
-    records = {record.id: record for record in file.records()}
-    header = file.header
-    return (
-        header.world_size if header else kineto.world_size,
-        records,
-        file.groups,
-        header.rank if header else None,
-        _said("comms file", file.damage.problems),
+    told = _Comms(
+        records={record.id: record for record in file.records() if f"{RANGE}{record.id}" in ranges},
+        groups=file.groups,
+        damage=file.damage.problems,
     )
+    if file.header is not None:
+        told.rank, told.world_size = file.header.rank, file.header.world_size
+    digest = hashlib.sha256()
+    for chunk in read_chunks(path, Damage(path)):
+        digest.update(chunk)
+    told.inputs[path] = digest.hexdigest()
+    return told
 
 
 def _said(file: str, problems: Iterable[str]) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from crossrank.comm import CommRecord, Group, operation_of
+from crossrank.comm import CommRecord, Group, operation_of, total_bytes
 from crossrank.dtypes import dtype_of
 from crossrank.tools.readers.execution_trace import HostNode, attributes, io
 from crossrank.tools.readers.json_document import parse
@@ -197,8 +197,8 @@ def to_record(comms: ParamComms, group: Group | None, *, number: int, time: int,
     dtype = dtype_of(comms.dtype) if comms.dtype else None
     size = (group.size if group else 0) or comms.group_size or 1
     item = dtype.size if dtype else 0
-    in_bytes = _elements(comms.inputs, comms.in_elements) * item
-    out_bytes = _elements(comms.outputs, comms.out_elements) * item
+    in_bytes = total_bytes(comms.inputs, item) if comms.inputs else (comms.in_elements or 0) * item
+    out_bytes = total_bytes(comms.outputs, item) if comms.outputs else (comms.out_elements or 0) * item
     # Calls that work in place, and receives, may name their tensors on one side only.
     in_bytes, out_bytes = in_bytes or out_bytes, out_bytes or in_bytes
     place = comms.global_rank
@@ -227,18 +227,6 @@ def to_record(comms: ParamComms, group: Group | None, *, number: int, time: int,
         peer=place if p2p else None,
         tag=comms.tag,
     )
-
-
-def _elements(shapes: Sequence[Sequence[int]], recorded: int | None) -> int:
-    if not shapes:
-        return recorded or 0
-    total = 0
-    for shape in shapes:
-        count = 1
-        for extent in shape:
-            count *= extent
-        total += count
-    return total
 
 
 def _tensors(values: Sequence[Any], shapes: Sequence[Any], types: Sequence[str]) -> tuple[list[list[int]], str | None]:
