@@ -13,6 +13,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import crossrank
 from crossrank.recording import COMMS, EXECUTION_TRACE, KINETO, file_name
 from crossrank.tools.cli import main
 from crossrank.tools.linking import LinkedTrace, link
@@ -135,3 +136,30 @@ def test_no_edge_runs_against_time(two_ranks: World, tmp_path: Path, recording: 
     two_ranks.run(_train, tmp_path, window="2:4")
     for rank in (0, 1):
         _edges_are_sound(link(*paths(recording, rank)))
+
+
+def _waits(rank: int) -> None:
+    with crossrank.window():
+        dist.all_reduce(torch.ones(1000))
+        torch.ones(7).exp()
+        work = dist.all_reduce(torch.ones(1000), async_op=True)
+        assert work is not None
+        torch.ones(8).cos()
+        work.wait()
+        torch.ones(9).sin()
+
+
+def test_the_host_goes_on_when_the_work_of_a_call_is_done(two_ranks: World, tmp_path: Path, recording: Path) -> None:
+    two_ranks.run(_waits, tmp_path)
+    result = link(*paths(recording, 0))
+    first, second = result.communications
+    ops = {op.id: op for op in result.host}
+    syncs = {edge.source: edge for edge in result.edges if edge.kind == "sync"}
+    sure = syncs[first.work or 0]
+    assert ops[sure.target].node.name == "aten::ones"
+    assert not sure.inferred
+    if second.work in syncs:  # the Work may have ended while the host still computed
+        assert syncs[second.work].inferred
+        assert ops[syncs[second.work].target].start_ns is not None
+    else:
+        assert result.report.syncs_unresolved == {"nothing is seen to wait for a Work when it ends": 1}

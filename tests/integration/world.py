@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -21,13 +22,16 @@ class World:
     """`size` ranks on this machine."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
         self.size = size
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
-        for rank in range(size):
+        for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, self.size), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -44,6 +48,9 @@ class World:
         answers = []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(120):
+                # Ranks that hang would fail every later test as well.
+                self.close(seconds=0)
+                self._start()
                 raise AssertionError(f"rank {rank} does not answer: it hangs in {task.__name__}")
             answers.append(pipe.recv())
         for rank, (failure, _) in enumerate(answers):
@@ -51,11 +58,11 @@ class World:
                 raise AssertionError(f"rank {rank} raised:\n{failure}")
         return [result for _, result in answers]
 
-    def close(self) -> None:
+    def close(self, seconds: float = 10) -> None:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.join(10)
+            process.join(seconds)
             process.kill()
 
 
@@ -71,6 +78,7 @@ def _serve(pipe: Connection, rank: int, size: int) -> None:
             return
         try:
             dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+            _meet(size)
             result = _run(task, folder, rank, arguments, options)
             dist.barrier()
             failure = None
@@ -80,6 +88,16 @@ def _serve(pipe: Connection, rank: int, size: int) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
         pipe.send((failure, result))
+
+
+def _meet(size: int) -> None:
+    """Wait until every rank is connected: one that left its group before would hang the others. No collective."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store = _get_default_store()
+    store.add("connected", 1)
+    while store.add("connected", 0) < size:
+        time.sleep(0.001)
 
 
 def _run(task: Task, folder: str, rank: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -21,7 +21,8 @@ from crossrank.tools.linking.ranks import EXTENSIONS, GroupRow, RankResult, Task
 from crossrank.tools.tables import print_table, printable, rank_ranges
 
 _ROWS = 16
-_WARNINGS = 3
+_WARNINGS = 4
+_NUMBER = re.compile(r"(?<!thread )(?<![\w.])\d+(?![\w.])")
 _MOST_RANKS = 1 << 20
 
 
@@ -46,7 +47,8 @@ class Link:
             type=_share,
             default=0.95,
             metavar="SHARE",
-            help="exit 1 where less of the host operations or of the GPU activities matched (default 0.95)",
+            help="exit 1 where less of the host operations, or of the GPU activities launched during them, matched "
+            "(default 0.95)",
         )
         parser.add_argument(
             "--compress", choices=sorted(EXTENSIONS), default="zst", help="compression of the output (default zst)"
@@ -175,7 +177,7 @@ def _row(result: RankResult) -> tuple[object, ...]:
         result.name.removeprefix("rank "),
         f"{report.host_nodes:,}",
         _percent(report.host_rate),
-        f"{sum(report.activities.values()):,}",
+        f"{sum(report.activities.values()) - sum(report.activities_outside.values()):,}",
         _percent(report.activity_rate) if report.activities else "-",
         f"{sum(report.activities_outside.values()):,}",
         f"{sum(report.communications.values()):,}",
@@ -206,13 +208,23 @@ def _total(linked: list[RankResult]) -> dict[str, Counter[str]]:
 
 
 def _warnings(linked: list[RankResult]) -> list[tuple[str, list[str]]]:
-    """Warnings with the ranks that gave them, the most frequent first. Those that differ in numbers alone are one,
-    with the numbers of the first."""
-    found: dict[str, tuple[str, list[str]]] = {}
+    """Warnings with the ranks that gave them, the most frequent first.
+
+    Those that differ in numbers alone are one: each number becomes the range that it spans, but for a thread's, which
+    says what it is about.
+    """
+    found: dict[str, list[tuple[list[int], str]]] = {}
     for result in linked:
         for warning in result.report.warnings:
-            found.setdefault(re.sub(r"\d+", "#", warning), (warning, []))[1].append(result.name)
-    return sorted(found.values(), key=lambda item: -len(item[1]))
+            numbers = [int(number) for number in _NUMBER.findall(warning)]
+            found.setdefault(_NUMBER.sub("\0", warning), []).append((numbers, result.name))
+    merged = []
+    for text, given in found.items():
+        spans = [(min(column), max(column)) for column in zip(*(numbers for numbers, _ in given), strict=True)]
+        for low, high in spans:
+            text = text.replace("\0", str(low) if low == high else f"{low}…{high}", 1)
+        merged.append((text, list(dict.fromkeys(name for _, name in given))))
+    return sorted(merged, key=lambda item: -len(item[1]))
 
 
 def _group_name(row: GroupRow) -> str:

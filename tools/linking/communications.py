@@ -71,6 +71,8 @@ class Finder:
         self._records = records
         self._event_args = event_args
         self._position = {op.id: position for position, op in enumerate(host)}
+        self.waits: dict[int, ParamComms] = {}
+        """Positions of the nodes that wait for a communication, with what they say of it."""
         self._at: dict[int, Communication] = {}
         self._covered: set[int] = set()
         """Positions of the nodes above a communication."""
@@ -95,6 +97,10 @@ class Finder:
         self._take([p for p in functional if operation_of(self._host[p].node.name)], "functional op", from_op)
         self._find_works()
         self._name_pointers()
+
+    def at(self) -> dict[int, Communication]:
+        """The communications by the position of their host node."""
+        return dict(self._at)
 
     def attach(self, activities: Iterable[Activity]) -> int:
         """Give every communication its kernels; returns how many kernels had to become one of their own."""
@@ -172,7 +178,9 @@ class Finder:
                 unreadable += 1
                 continue
             if operation_of(comms.name) is None:
-                continue  # wait, init, start of coalescing
+                if comms.name == "wait":
+                    self.waits[position] = comms
+                continue  # or init, or the start of coalescing
             group = self._group(comms)
             c10d = self._c10d_name(position, comms)
             time = self._host[position].start_ns or 0
@@ -278,6 +286,9 @@ class Finder:
             if size and size == self._world_size:
                 group = self.groups[pg] = Group(pg=pg, size=size, ranks=list(range(size)), desc="")
                 self._regroup(pg, group)
+                self.warnings.append(
+                    f"group {pg} is named by an address, which differs between ranks: join ranks by its members"
+                )
             else:
                 self.warnings.append(f"group {pg} is named by an address and its members are not recorded")
 

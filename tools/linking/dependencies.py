@@ -98,6 +98,58 @@ def inter_thread(host: Sequence[HostOp]) -> Iterator[Edge]:
             busy_until = end if busy_until is None else max(busy_until, end)
 
 
+def work_waits(
+    host: Sequence[HostOp], communications: Sequence[Communication], unresolved: dict[str, int]
+) -> Iterator[Edge]:
+    """Where a thread goes on after the Work of a communication that runs on the host (gloo).
+
+    A call that is not asynchronous returns when its Work is done. Otherwise the thread waited if it did nothing, or
+    was inside a communication, when the Work ended, and went on soon after. The rest is counted in `unresolved`.
+    """
+    ops = {op.id: op for op in host}
+    threads: dict[int, list[HostOp]] = defaultdict(list)
+    for op in in_program_order(host):
+        if op.start_ns is not None:
+            threads[op.node.tid].append(op)
+    for communication in communications:
+        work = ops.get(communication.work) if communication.work is not None else None
+        if work is None or work.start_ns is None or work.duration_ns is None:
+            continue
+        end = work.start_ns + work.duration_ns
+        thread = threads.get(work.node.tid, [])
+        at = bisect_left(thread, end, key=_start)
+        if at == len(thread):
+            unresolved[_NOTHING_FOLLOWS] = unresolved.get(_NOTHING_FOLLOWS, 0) + 1
+            continue
+        target, slack = thread[at], _start(thread[at]) - end
+        if communication.record.is_async is False:
+            yield Edge(work.id, target.id, "sync")
+        elif slack <= PAUSE_NS and _idle(thread, at, end, slack):
+            yield Edge(work.id, target.id, "sync", inferred=True, slack_ns=slack)
+        else:
+            unresolved[_OVERLAPS] = unresolved.get(_OVERLAPS, 0) + 1
+
+
+def _idle(thread: Sequence[HostOp], following: int, moment: int, slack: int) -> bool:
+    """Whether a thread did nothing but wait at a moment: for longer than it then took to go on."""
+    busy_until = 0
+    for op in reversed(thread[max(0, following - _LOOK_BACK) : following]):
+        start, duration = op.start_ns or 0, op.duration_ns or 0
+        if start + duration >= moment:
+            return operation_of(op.node.name) is not None or "wait" in op.node.name
+        busy_until = max(busy_until, start + duration)
+    return moment - busy_until > slack
+
+
+_LOOK_BACK = 64
+_NOTHING_FOLLOWS = "nothing follows the wait in the execution trace"
+_OVERLAPS = "nothing is seen to wait for a Work when it ends"
+
+
+def _start(op: HostOp) -> int:
+    return op.start_ns or 0
+
+
 def _latest_end(threads: Iterable[list[tuple[int, int]]], until: int) -> tuple[int, int] | None:
     latest: tuple[int, int] | None = None
     for entries in threads:

@@ -45,7 +45,8 @@ class Edge(msgspec.Struct, frozen=True, gc=False):
     inferred: bool = False
     """Concluded from times and names rather than recorded."""
     slack_ns: int | None = None
-    """Time from the end of the source to the moment when the wait was over; small where the conclusion is sure."""
+    """How long after the source's end what waited went on: small where it really waited. For a stream, from the end
+    of the source or the launch of the target, whichever is later, to the start of the target."""
 
 
 class HostOp(msgspec.Struct, gc=False):
@@ -162,6 +163,8 @@ class LinkedTrace:
     """Everything that one rank did in one window, in one graph."""
 
     rank: int | None
+    kineto_rank: int | None
+    """What the Kineto trace's `distributedInfo` says."""
     world_size: int | None
     schema: str
     """Schema of the execution trace."""

@@ -6,6 +6,7 @@ Kineto trace, and the rank is read from the name (`rank-3`, `rank3`, `worker3`, 
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Collection, Sequence
@@ -19,6 +20,7 @@ from crossrank.recording import (
     KINETO,
     Damage,
     Listing,
+    is_url,
     list_recording,
     rank_of,
     read_chunks,
@@ -73,6 +75,8 @@ def find_inputs(paths: Sequence[str], ranks: Collection[int] | None = None) -> I
             raise CrossrankError("--ranks chooses from a folder; two files are one rank")
         return Inputs(pairs=[_two_files(paths[0], paths[1])], problems=[])
     listing = list_recording(paths[0])
+    if not is_url(paths[0]) and os.path.isfile(paths[0]):
+        raise CrossrankError(f"{paths[0]} is one file; name its other half beside it, or the folder of both")
     inputs = _of_recording(listing) if _has_traces(listing) else _of_folder(listing)
     if ranks is not None:
         told = {problem.rank for problem in inputs.problems} | {pair.rank for pair in inputs.pairs}

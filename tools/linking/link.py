@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -20,7 +21,8 @@ from crossrank.tools.linking.graph import Activity, Edge, EdgeKind, HostOp, Link
 from crossrank.tools.linking.kernels import communication_kernel
 from crossrank.tools.linking.matching import HostMatch, doubts, match_hosts
 from crossrank.tools.linking.nesting import ASYNC_PREFIXES, Nesting, nest
-from crossrank.tools.linking.synchronisation import CLOCK_NS, find_waits
+from crossrank.tools.linking.stream_waits import WAIT_EVENT, Surroundings, infer_stream_waits
+from crossrank.tools.linking.synchronisation import CLOCK_NS, Waits, find_waits
 from crossrank.tools.readers.execution_trace import ExecutionTrace, HostNode, read_execution_trace
 from crossrank.tools.readers.kineto import KinetoTrace, read_kineto
 
@@ -28,7 +30,11 @@ _NAMES = 5
 
 
 def link(
-    et: str | ExecutionTrace, kineto: str | KinetoTrace, comms: str | None = None, *, rank: int | None = None
+    et: str | os.PathLike[str] | ExecutionTrace,
+    kineto: str | os.PathLike[str] | KinetoTrace,
+    comms: str | os.PathLike[str] | None = None,
+    *,
+    rank: int | None = None,
 ) -> LinkedTrace:
     """Link one rank's execution trace with its Kineto trace.
 
@@ -38,8 +44,8 @@ def link(
 
     Raises `CrossrankError` where a file cannot be used, or where the two are not of one run.
     """
-    host_trace = read_execution_trace(et) if isinstance(et, str) else et
-    device_trace = read_kineto(kineto) if isinstance(kineto, str) else kineto
+    host_trace = et if isinstance(et, ExecutionTrace) else read_execution_trace(os.fspath(et))
+    device_trace = kineto if isinstance(kineto, KinetoTrace) else read_kineto(os.fspath(kineto))
     match = match_hosts(host_trace, device_trace)
     doubt = doubts(host_trace, device_trace, match)
     if len(doubt) >= 2:
@@ -52,7 +58,9 @@ def link(
     corrections = correct_callers(host, match, nesting)
     next_id = host[-1].id + 1 if host else 1
     activities, index_of = _activities(host_trace, device_trace, launches, next_id)
-    told = _read_comms(comms, {op.node.name for op in host if op.node.name.startswith(RANGE)})
+    told = _read_comms(
+        None if comms is None else os.fspath(comms), {op.node.name for op in host if op.node.name.startswith(RANGE)}
+    )
     world_size = told.world_size if told.world_size is not None else device_trace.world_size
     finder = Finder(
         host,
@@ -80,7 +88,12 @@ def link(
         *_said("Kineto trace", device_trace.damage),
         *_said("comms file", told.damage),
     ]
-    edges += _wait_edges(host_trace, device_trace, match, launches, index_of, report)
+    waits = find_waits(device_trace, launches.call)
+    if not device_trace.syncs:
+        around = _surroundings(device_trace, match, nesting, finder, index_of)
+        infer_stream_waits(device_trace, launches.call, around, waits)
+    edges += _wait_edges(waits, host_trace, device_trace, match, index_of, report)
+    edges += draw.work_waits(host, finder.found, report.syncs_unresolved)
     report.communications = dict(Counter(communication.origin for communication in finder.found))
     report.communication_kernels_alone = alone
     report.edges = dict(Counter(f"inferred {edge.kind}" if edge.inferred else edge.kind for edge in edges))
@@ -89,6 +102,7 @@ def link(
         report.warnings.append(f"{nesting.overlaps} host event(s) begin inside another and end after it")
     return LinkedTrace(
         rank=next((r for r in (rank, told.rank, device_trace.rank) if r is not None), None),
+        kineto_rank=device_trace.rank,
         world_size=world_size,
         schema=host_trace.schema,
         pid=host_trace.pid,
@@ -208,15 +222,35 @@ def _event_args(kineto: KinetoTrace, match: HostMatch) -> Callable[[int], msgspe
     return args
 
 
+def _surroundings(
+    kineto: KinetoTrace, match: HostMatch, nesting: Nesting, finder: Finder, ids: dict[int, int]
+) -> Surroundings:
+    nodes_around: dict[int, list[int]] = {}
+    for index, call in enumerate(kineto.calls):
+        if WAIT_EVENT in call.name:
+            event = nesting.around_call[index]
+            nodes_around[index] = []
+            while event >= 0:
+                if match.node_of[event] >= 0:
+                    nodes_around[index].append(match.node_of[event])
+                event = nesting.parent[event]
+    index_of = {activity: index for index, activity in ids.items()}
+    return Surroundings(
+        nodes_around=nodes_around,
+        issuing=finder.at(),
+        waiting=finder.waits,
+        kernels={c.host: [index_of[activity] for activity in c.activities] for c in finder.found if c.host is not None},
+    )
+
+
 def _wait_edges(
+    waits: Waits,
     et: ExecutionTrace,
     kineto: KinetoTrace,
     match: HostMatch,
-    launches: Launches,
     ids: dict[int, int],
     report: MatchReport,
 ) -> list[Edge]:
-    waits = find_waits(kineto, launches.call)
     goes_on = draw.NextOnThread(
         ((kineto.host[index].pid, kineto.host[index].tid), kineto.host[index].start, et.nodes[position].id)
         for position, index in enumerate(match.event_of)

@@ -6,7 +6,8 @@ execution trace and GPU activities continue them. Beside those fields a node has
 
 - `deps`: list of `{"id", "kind"}`, with `"inferred": true` and `slack_ns` where that holds (the caller is
   `ctrl_deps`); the kinds are those of `graph.EDGE_KINDS`;
-- `comm`, on the host node of a communication: its record, group, origin and the ids of its kernels, or of its Work;
+- `comm`, on the host node of a communication: its record, group, origin and the ids of its kernels, or of its Work.
+  `record.t` is in nanoseconds: of the rank's monotonic clock where `origin` is "comms file", else of the trace;
 - `comm_host`, on a communication kernel: the id of that host node;
 - `device`, `correlation`, `args` of an activity as in the Kineto trace, `unlinked`: why it has no host node.
 

@@ -86,6 +86,8 @@ def _failed(task: Task, error: CrossrankError) -> RankResult:
 def _link_one(task: Task) -> RankResult:
     given = task.input
     trace = link(given.et, given.kineto, given.comms, rank=given.rank)
+    if given.rank is not None and trace.kineto_rank not in (None, given.rank):
+        trace.report.doubts.append(f"rank {given.rank} by its name, {trace.kineto_rank} by what the Kineto trace says")
     rank = trace.rank if given.rank is None else given.rank
     name = file_name(LINKED, rank or 0, given.window).removesuffix(".zst") + EXTENSIONS[task.compression]
     path = Path(task.folder) / name

@@ -8,9 +8,9 @@ CUPTI's `cuda_sync` events (`enable_cuda_sync_events=True`) say it, by kind:
   call that recorded the event.
 - Stream Wait Event (cudaStreamWaitEvent): the next activity launched on the waiting stream waits for that one.
 
-A trace without such events still has the calls. A blocking call then waited for what ended last while it lasted,
-and a wait for an event around a communication kernel joins the compute stream and the communication's. Both are
-inferred and marked so, with the time from the end of the activity to the end of the wait.
+A trace without such events still has the calls. A blocking call then waited for what ended last while it lasted:
+that is inferred and marked so, with the time from the end of the activity to the end of the wait. What streams wait
+for is inferred in `stream_waits`.
 """
 
 from __future__ import annotations
@@ -20,20 +20,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from crossrank.tools.linking.kernels import communication_kernel
-from crossrank.tools.readers.kineto import Call, DeviceEvent, Id, KinetoTrace, SyncEvent
+from crossrank.tools.readers.kineto import Call, Id, KinetoTrace, SyncEvent
 
 STREAM_WAIT = "Stream Wait Event"
 CLOCK_NS = 2_000
 """Host and device clocks are joined, and times rounded, to about this much."""
 
-_LOOK_BACK = 256
-"""Launches before a wait among which the activity that is waited for is looked for."""
-
 _EVERY_STREAM = ("DeviceSynchronize", "CtxSynchronize")
 _ONE_STREAM = ("StreamSynchronize", "EventSynchronize")
 _ASYNC = "Async"
-_WAIT_EVENT = "StreamWaitEvent"
 
 
 @dataclass(frozen=True)
@@ -173,7 +168,6 @@ def _inferred(kineto: KinetoTrace, lanes: _Lanes) -> Waits:
         for index, activity in enumerate(kineto.device)
         if activity.category == "gpu_memcpy" and activity.correlation
     }
-    stream_waits: dict[tuple[Id, Id], list[int]] = defaultdict(list)
     for index, call in enumerate(kineto.calls):
         name = call.name
         if name.endswith(_EVERY_STREAM):
@@ -189,11 +183,6 @@ def _inferred(kineto: KinetoTrace, lanes: _Lanes) -> Waits:
             # A copy that its call outlives, or that is synchronous by name, blocked the host.
             if _ASYNC not in name or kineto.device[copy].end <= call.end + CLOCK_NS:
                 _infer(found, kineto, index, name, [copy])
-        elif _WAIT_EVENT in name:
-            stream_waits[call.pid, call.tid].append(index)
-    launched = _launches_by_thread(kineto, lanes)
-    for thread, calls in stream_waits.items():
-        _infer_stream_waits(found, kineto, calls, launched.get(thread, []))
     return found
 
 
@@ -204,44 +193,6 @@ def _infer(found: Waits, kineto: KinetoTrace, call: int, name: str, sources: lis
     end = kineto.calls[call].end
     for source in sources:
         found.waits.append(Wait(source, call, inferred=True, slack_ns=max(0, end - kineto.device[source].end)))
-
-
-def _launches_by_thread(kineto: KinetoTrace, lanes: _Lanes) -> dict[tuple[Id, Id], list[tuple[int, int]]]:
-    """Per thread: (time of the launch, activity), ascending."""
-    call_of: dict[int | None, Call] = {call.correlation: call for call in kineto.calls if call.correlation}
-    threads: dict[tuple[Id, Id], list[tuple[int, int]]] = defaultdict(list)
-    for lane in lanes.everywhere():
-        for launched, index in lane.by_launch:
-            call = call_of[kineto.device[index].correlation]
-            threads[call.pid, call.tid].append((launched, index))
-    for entries in threads.values():
-        entries.sort()
-    return threads
-
-
-def _infer_stream_waits(
-    found: Waits, kineto: KinetoTrace, calls: Sequence[int], launched: list[tuple[int, int]]
-) -> None:
-    """cudaStreamWaitEvent before a communication kernel: it waits for the compute launched before. After one: the
-    next kernel of another stream waits for it. Only where the times allow it."""
-    device = kineto.device
-    for call in calls:
-        found.kinds[kineto.calls[call].name] += 1
-        at = bisect_left(launched, kineto.calls[call].start, key=_time)
-        target = launched[at][1] if at < len(launched) else -1
-        before = (index for _, index in reversed(launched[max(0, at - _LOOK_BACK) : at]))
-        source = -1 if target < 0 else next((i for i in before if _may_wait_for(device[target], device[i])), -1)
-        if source < 0 or device[source].end > device[target].start + CLOCK_NS:
-            found.unresolved["no activity of another stream fits the wait"] += 1
-            continue
-        slack = max(0, device[target].start - device[source].end)
-        found.waits.append(Wait(source, call, target, inferred=True, slack_ns=slack))
-
-
-def _may_wait_for(target: DeviceEvent, source: DeviceEvent) -> bool:
-    """Whether one communicates and the other computes, on two streams of one device."""
-    crosses = (communication_kernel(target.name) is None) != (communication_kernel(source.name) is None)
-    return crosses and source.stream != target.stream and source.device == target.device
 
 
 def _time(entry: tuple[int, int]) -> int:

@@ -127,7 +127,8 @@ def test_a_recording_behind_a_url_is_read(folder: Path) -> None:
 
 def test_windows_are_linked_apart(folder: Path) -> None:
     for kind in ("et", "kineto"):
-        os.replace(folder / f"rank-1.{kind}.json", folder / f"rank-0.w2.{kind}.json")
+        (folder / f"rank-1.{kind}.json").unlink()
+        (folder / f"rank-0.w2.{kind}.json").write_bytes((folder / f"rank-0.{kind}.json").read_bytes())
     assert run(folder, "-o", folder / "out") == 0
     assert sorted(os.listdir(folder / "out")) == ["rank-0.linked.json.zst", "rank-0.w2.linked.json.zst"]
 
@@ -198,6 +199,7 @@ def test_two_ranks_of_one_job_are_linked_with_a_doubt(folder: Path, capsys: pyte
     assert run(et, folder / "rank-0.kineto.json", "-o", folder / "out") == 1
     assert capsys.readouterr().err == (
         "crossrank: rank 1: are these two files of one run? process 123 in the one, 70 in the other\n"
+        "crossrank: rank 1: are these two files of one run? rank 1 by its name, 0 by what the Kineto trace says\n"
     )
 
 
@@ -266,7 +268,7 @@ def test_ranks_that_disagree_on_the_collectives_of_a_group_are_named(
         (["{folder}/gone"], "gone: no such file or folder"),
         (["{folder}/empty"], "no execution trace with its Kineto trace in it; record a window"),
         (["{folder}/rank-0.et.json", "{folder}/rank-1.et.json"], "need one execution trace and one Kineto trace, but"),
-        (["{folder}/rank-0.et.json"], "rank 0: no Kineto trace beside"),
+        (["{folder}/rank-0.et.json"], "is one file; name its other half beside it"),
         (["{folder}/a", "{folder}/b", "{folder}/c"], "3 paths given; name one folder, or the two files of one rank"),
         (["{folder}", "--ranks", "7"], "rank 7 has no pair of traces"),
         (["{folder}", "-o", "{folder}/rank-0.et.json"], "cannot be made (File exists); name another folder with -o"),

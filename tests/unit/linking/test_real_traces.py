@@ -32,7 +32,32 @@ def test_every_operation_and_activity_of_dlrm_is_linked(rank: int) -> None:
         assert communication.group is not None
         assert communication.group.ranks == list(range(8))
     # The two files hold neighbouring iterations of the job.
-    assert all("sequence numbers differ by 40" in warning for warning in report.warnings)
+    assert ["sequence numbers differ by 40" in warning for warning in report.warnings] == [True, True, False]
+    assert report.warnings[2].endswith("is named by an address, which differs between ranks: join ranks by its members")
+
+
+def test_streams_wait_for_each_other_alike_on_every_rank_of_dlrm() -> None:
+    waits = []
+    for rank in range(8):
+        result = linked(f"dlrm_8gpu/rank-{rank}")
+        names = {activity.id: activity.name[:20] for activity in result.activities}
+        edges = [edge for edge in result.edges if edge.kind == "stream_wait"]
+        waits.append(sorted((names[edge.source], names[edge.target]) for edge in edges))
+        # What waited went on within microseconds of the end of the last thing it waited for.
+        assert sorted(edge.slack_ns for edge in edges if edge.slack_ns is not None)[len(edges) // 2] < 20_000
+    assert len(waits[0]) == 14
+    assert waits == [waits[0]] * 8
+
+
+def test_the_optimizer_of_dlrm_waits_for_the_all_reduces_of_its_gradients() -> None:
+    for rank in range(8):
+        result = linked(f"dlrm_8gpu/rank-{rank}")
+        hosts = {op.id: op.node.name for op in result.host}
+        activities = {activity.id: activity for activity in result.activities}
+        reduces = {kernel for c in result.communications if c.record.op == "all_reduce" for kernel in c.activities}
+        targets = [edge.target for edge in result.edges if edge.kind == "stream_wait" and edge.source in reduces]
+        assert len(targets) == 3
+        assert {hosts[activities[target].host or 0] for target in targets} == {"aten::addcmul_"}
 
 
 def test_the_splits_of_dlrm_fit_together_over_its_ranks() -> None:
