@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossrank.errors import CrossrankError
+from crossrank.tools.readers import json_document
 from crossrank.tools.readers.json_document import Shape, read_document
 
 
@@ -119,3 +120,11 @@ def test_what_is_no_such_file_is_refused_in_one_line(tmp_path: Path, content: by
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CrossrankError, match=r"gone\.json: cannot be opened"):
         read_document(str(tmp_path / "gone.json"), SHAPE)
+
+
+def test_a_file_too_large_for_the_machine_is_refused_before_it_fills_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_document, "_MEMORY_PER_BYTE", 1 << 50)
+    with pytest.raises(CrossrankError, match=r"too much for this machine's \d+ GB of memory; record a shorter window"):
+        read(tmp_path / "f", WHOLE)
