@@ -6,7 +6,7 @@ STAMP := $(VENV)/installed
 DEMO := demo-recording
 WORKERS ?= 2
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench proto clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "crossrank needs Python 3.10 or newer: make PYTHON=python3.x")'
@@ -34,6 +34,14 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/linking.py
+
+# Makes the code of the Chakra format anew. See et_def.proto for why its compiler is held.
+proto:
+	rm -rf .proto-venv
+	$(PYTHON) -m venv .proto-venv
+	.proto-venv/bin/pip install --quiet "grpcio-tools==1.62.3" "setuptools<70"
+	cd tools/chakra && ../../.proto-venv/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. et_def.proto
+	rm -rf .proto-venv
 
 clean:
 	rm -rf $(VENV) $(DEMO)

@@ -19,6 +19,16 @@ from crossrank.errors import CrossrankError
 # name -> (module, class, one line for the overview)
 COMMANDS = {
     "inspect": ("crossrank.tools.commands.inspect", "Inspect", "what is in a recording, and what is missing"),
+    "convert": (
+        "crossrank.tools.commands.convert",
+        "Convert",
+        "Chakra traces per rank and a group file, for simulators",
+    ),
+    "check": (
+        "crossrank.tools.commands.check",
+        "Check",
+        "does a Chakra trace keep the contract of ASTRA-sim's feeders",
+    ),
     "link": (
         "crossrank.tools.commands.link",
         "Link",

@@ -12,15 +12,18 @@ from crossrank.tools.summary import Summary, summarise
 from crossrank.tools.tables import amount, print_table, printable, rank_ranges
 
 _TOP = 10
+_CHAKRA = (".et", ".et.gz", ".et.zst")
 
 
 class Inspect:
     """Say what is in a recording: ranks, groups, calls and bytes per operation, the share that leaves a node,
     the source lines that communicate most, and what is missing or damaged. Bytes are S of nccl-tests, summed
-    over the ranks that made the call."""
+    over the ranks that made the call. Of a Chakra trace (FILE.et): its metadata and nodes, with --json all of them."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("recording", help="the folder given as TRACING_DIR, one comms file, or an fsspec URL")
+        parser.add_argument(
+            "recording", help="the folder given as TRACING_DIR, one comms file, an fsspec URL, or FILE.et"
+        )
         parser.add_argument("--json", action="store_true", help="print the whole summary as JSON")
         parser.add_argument("--top", type=_count, default=_TOP, metavar="N", help="source lines to list (default 10)")
         parser.add_argument(
@@ -32,6 +35,11 @@ class Inspect:
         )
 
     def run(self, arguments: argparse.Namespace) -> int:
+        if arguments.recording.endswith(_CHAKRA):
+            from crossrank.tools.chakra.show import print_json, print_nodes
+
+            (print_json if arguments.json else print_nodes)(arguments.recording)
+            return 0
         summary = summarise(arguments.recording, arguments.jobs or self._jobs(arguments.recording))
         if arguments.json:
             sys.stdout.write(msgspec.json.format(msgspec.json.encode(summary), indent=2).decode() + "\n")

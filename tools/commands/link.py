@@ -7,10 +7,10 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,6 +19,8 @@ from crossrank.recording import is_url
 from crossrank.tools.linking.inputs import Inputs, find_inputs
 from crossrank.tools.linking.ranks import EXTENSIONS, GroupRow, RankResult, Task, compare_groups, link_ranks
 from crossrank.tools.tables import print_table, printable, rank_ranges
+
+Result = TypeVar("Result")
 
 _ROWS = 16
 _WARNINGS = 4
@@ -41,10 +43,10 @@ class Link:
         parser.add_argument(
             "-o", "--output", metavar="DIR", help="folder for rank-N.linked.json.zst (default: the input's)"
         )
-        parser.add_argument("--ranks", type=_ranks, metavar="LIST", help="only these, for example 0-7,12")
+        parser.add_argument("--ranks", type=rank_list, metavar="LIST", help="only these, for example 0-7,12")
         parser.add_argument(
             "--min-match",
-            type=_share,
+            type=share,
             default=0.95,
             metavar="SHARE",
             help="exit 1 where less of the host operations, or of the GPU activities launched during them, matched "
@@ -61,9 +63,10 @@ class Link:
         if len(paths) > 2:
             raise CrossrankError(f"{len(paths)} paths given; name one folder, or the two files of one rank")
         inputs = find_inputs(paths, arguments.ranks)
-        folder = _output_folder(paths, arguments.output)
+        folder = output_folder(paths, arguments.output)
         tasks = [Task(input=pair, folder=str(folder), compression=arguments.compress) for pair in inputs.pairs]
-        results = _with_progress(tasks, arguments.jobs or os.cpu_count() or 1)
+        jobs = arguments.jobs or os.cpu_count() or 1
+        results = progress("linking", len(tasks), lambda done: link_ranks(tasks, jobs, done))
         rows = compare_groups(results)
         poor = [result for result in results if result.error is None and _rate(result) < arguments.min_match]
         if arguments.json:
@@ -71,29 +74,29 @@ class Link:
         else:
             _print(results, rows, folder)
         for problem in inputs.problems:
-            _complain(problem.text)
+            complain(problem.text)
         for result in results:
             if result.error is not None:
-                _complain(f"{result.name}: {result.error}")
+                complain(f"{result.name}: {result.error}")
             for damage in result.report.damage:
-                _complain(f"{result.name}: {damage}")
+                complain(f"{result.name}: {damage}")
             for doubt in result.report.doubts:
-                _complain(f"{result.name}: are these two files of one run? {doubt}")
+                complain(f"{result.name}: are these two files of one run? {doubt}")
         for result in poor:
-            _complain(
+            complain(
                 f"{result.name}: matched {_percent(_rate(result))}, less than {_percent(arguments.min_match)} "
                 f"(--min-match); {_main_reason(result)}"
             )
         disagree = [row for row in rows if row.disagrees]
         for row in disagree:
-            _complain(f"the ranks of group {_group_name(row)} made different numbers of collectives: {_counts(row)}")
+            complain(f"the ranks of group {_group_name(row)} made different numbers of collectives: {_counts(row)}")
         if all(result.error is not None for result in results):
             return 2
         wrong = any(result.error or result.report.damage or result.report.doubts for result in results)
         return 1 if inputs.problems or poor or disagree or wrong else 0
 
 
-def _output_folder(paths: Sequence[str], output: str | None) -> Path:
+def output_folder(paths: Sequence[str], output: str | None) -> Path:
     if output is None:
         if is_url(paths[0]):
             raise CrossrankError(f"{paths[0]} is a URL; name a local folder for the linked traces with -o")
@@ -106,16 +109,17 @@ def _output_folder(paths: Sequence[str], output: str | None) -> Path:
     return folder
 
 
-def _with_progress(tasks: list[Task], jobs: int) -> list[RankResult]:
-    if not sys.stderr.isatty() or len(tasks) < 2:
-        return link_ranks(tasks, jobs, lambda: None)
+def progress(what: str, count: int, work: Callable[[Callable[[], None]], Result]) -> Result:
+    """`work`, with a bar on a terminal; it calls what it is given after each of `count` ranks."""
+    if not sys.stderr.isatty() or count < 2:
+        return work(lambda: None)
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("linking"), BarColumn(), MofNCompleteColumn(), TextColumn("ranks"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("link", total=len(tasks))
-        return link_ranks(tasks, jobs, lambda: progress.advance(bar))
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn("ranks"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        bar = shown.add_task(what, total=count)
+        return work(lambda: shown.advance(bar))
 
 
 def _rate(result: RankResult) -> float:
@@ -272,7 +276,7 @@ def _json(results: list[RankResult], rows: list[GroupRow], inputs: Inputs) -> st
     return msgspec.json.format(msgspec.json.encode(summary), indent=2).decode() + "\n"
 
 
-def _complain(text: str) -> None:
+def complain(text: str) -> None:
     print(f"crossrank: {printable(text)}", file=sys.stderr)
 
 
@@ -281,7 +285,7 @@ def _percent(share: float) -> str:
     return f"{int(share * 1000) / 10:.1f} %"
 
 
-def _ranks(text: str) -> set[int]:
+def rank_list(text: str) -> set[int]:
     ranks: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
@@ -294,11 +298,11 @@ def _ranks(text: str) -> set[int]:
     return ranks
 
 
-def _share(text: str) -> float:
+def share(text: str) -> float:
     try:
-        share = float(text)
+        number = float(text)
     except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
+        number = -1.0
+    if not 0 <= number <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no share from 0 to 1")
-    return share
+    return number

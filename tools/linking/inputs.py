@@ -46,6 +46,8 @@ class RankInput:
     et: str
     kineto: str
     comms: str | None = None
+    linked: str | None = None
+    """A linked trace, which takes the place of the others."""
 
 
 @dataclass(frozen=True)

@@ -167,6 +167,18 @@ def io(text: msgspec.Raw) -> IO:
     return parse(text, IO) or IO()
 
 
+class _Texts(msgspec.Struct, gc=False):
+    values: msgspec.Raw = _EMPTY_LIST
+    shapes: msgspec.Raw = _EMPTY_LIST
+    types: msgspec.Raw = _EMPTY_LIST
+
+
+def io_texts(text: msgspec.Raw) -> tuple[str, str, str]:
+    """Values, shapes and types of `inputs` or `outputs`, each as JSON text."""
+    given = parse(text, _Texts) or _Texts()
+    return bytes(given.values).decode(), bytes(given.shapes).decode(), bytes(given.types).decode()
+
+
 def _flat(node: _Node) -> HostNode:
     return HostNode(
         id=node.id,
@@ -202,20 +214,27 @@ def _nested(node: _Node, odd: list[int]) -> HostNode:
         outputs=node.outputs if node.outputs is not _EMPTY_LIST else _NOTHING,
         attributes=node.attrs,
     )
-    try:
-        given = _decode_attributes(node.attrs)
-    except (msgspec.MsgspecError, RecursionError):
+    if not read_attributes(host):
         odd.append(node.id)
-        host.attributes = _EMPTY_LIST
-        return host
+    return host
+
+
+def read_attributes(node: HostNode) -> bool:
+    """Set the fields that nested nodes have as attributes; False where one is not as the schema has it."""
+    try:
+        given = _decode_attributes(node.attributes)
+    except (msgspec.MsgspecError, RecursionError):
+        node.attributes = _EMPTY_LIST
+        return False
+    good = True
     for attribute in given:
         if attribute.name in _NUMBERS:
             value = attribute.value
             if isinstance(value, int) and -_BIG < value < _BIG:
-                setattr(host, attribute.name, value)
+                setattr(node, attribute.name, value)
             else:
-                odd.append(node.id)
-    return host
+                good = False
+    return good
 
 
 _NUMBERS = frozenset(("rf_id", "tid", "seq_id", "fw_parent", "fw_tid", "scope"))

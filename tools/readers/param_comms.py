@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from crossrank.comm import CommRecord, Group, operation_of, total_bytes
+from crossrank.comm import OPERATIONS, CommRecord, Group, operation_of, total_bytes
 from crossrank.dtypes import dtype_of
 from crossrank.tools.readers.execution_trace import HostNode, attributes, io
 from crossrank.tools.readers.json_document import parse
@@ -200,7 +200,10 @@ def to_record(comms: ParamComms, group: Group | None, *, number: int, time: int,
     in_bytes = total_bytes(comms.inputs, item) if comms.inputs else (comms.in_elements or 0) * item
     out_bytes = total_bytes(comms.outputs, item) if comms.outputs else (comms.out_elements or 0) * item
     # Calls that work in place, and receives, may name their tensors on one side only.
-    in_bytes, out_bytes = in_bytes or out_bytes, out_bytes or in_bytes
+    in_bytes, out_bytes = (
+        in_bytes or out_bytes * (size if operation is OPERATIONS["reduce_scatter"] else 1),
+        out_bytes or in_bytes * (size if operation is OPERATIONS["all_gather"] else 1),
+    )
     place = comms.global_rank
     ranks = group.ranks if group else comms.ranks
     if place is None and comms.rank is not None and ranks is not None and 0 <= comms.rank < len(ranks):
@@ -241,6 +244,19 @@ def _tensors(values: Sequence[Any], shapes: Sequence[Any], types: Sequence[str])
             todo.extend(list(zip(value, shape, strict=False))[::-1])
     dtype = next((match[1] for text in types[: len(values)] if (match := _TENSOR_TYPE.search(text))), None)
     return found, dtype
+
+
+def tensor_bytes(values: Sequence[Any]) -> int:
+    """Bytes of all tensors in `values`, however deep in lists, by their number of elements."""
+    total = 0
+    todo = list(values)
+    while todo:
+        value = todo.pop()
+        if _is_tensor(value):
+            total += value[3] * value[4] if _is_int(value[4]) else 0
+        elif isinstance(value, list):
+            todo.extend(value)
+    return total
 
 
 def _is_tensor(value: Any) -> bool:

@@ -1,0 +1,70 @@
+"""`crossrank convert` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from crossrank.tools.cli import main
+from tests.unit.linking.public_traces import needs_traces, public
+from tests.unit.linking.test_link_command import rank_trace
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for rank in (0, 1):
+        rank_trace(rank).write(tmp_path, rank)
+    return tmp_path
+
+
+def run(*words: str | Path) -> int:
+    return main(["convert", *map(str, words), "--jobs", "1"])
+
+
+def test_a_recording_becomes_a_trace_per_rank_and_a_group_file(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(folder, "-o", folder / "out") == 0
+    assert sorted(os.listdir(folder / "out")) == ["chakra.0.et", "chakra.1.et", "comm_groups.json"]
+    assert json.loads((folder / "out" / "comm_groups.json").read_text()) == {}
+    out = capsys.readouterr().out
+    assert "  0        14           12        2               2" not in out
+    assert "         22  program_order" in out
+    assert main(["check", str(folder / "out" / "chakra.0.et"), str(folder / "out" / "chakra.1.et")]) == 0
+
+
+def test_linked_traces_give_the_same_files(folder: Path) -> None:
+    assert run(folder, "-o", folder / "direct", "--keep-linked") == 0
+    linked = sorted((folder / "direct").glob("*.linked.json.zst"))
+    assert len(linked) == 2
+    assert run(*linked, "-o", folder / "again") == 0
+    for name in ("chakra.0.et", "chakra.1.et", "comm_groups.json"):
+        assert (folder / "direct" / name).read_bytes() == (folder / "again" / name).read_bytes()
+
+
+def test_ranks_with_different_collectives_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rank_trace(1, collectives=3).write(folder, 1)
+    assert run(folder, "-o", folder / "out") == 1
+    assert "group 0: collective 3 is all_reduce of 96 B on rank 1 and nothing on rank 0" in capsys.readouterr().err
+
+
+def test_a_json_that_is_no_linked_trace_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "rank-0.linked.json"
+    path.write_text('{"nodes": [{"id": 1, "name": "a", "ctrl_deps": 0}]}')
+    assert run(path, "-o", folder / "out") == 2
+    assert capsys.readouterr().err == (
+        f"crossrank: rank 0: {path}: is no linked trace of crossrank; make one with `crossrank link`\n"
+    )
+    assert os.listdir(folder / "out") == []
+
+
+@needs_traces
+def test_dlrm_converts_and_keeps_the_contract(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(public("dlrm_8gpu"), "-o", tmp_path, "--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["disagreements"] == []
+    assert {rank["converted"]["nodes"]["all_to_all"] for rank in summary["ranks"]} == {5}
+    assert main(["check", *(str(path) for path in sorted(tmp_path.glob("*.et")))]) == 0

@@ -1,0 +1,1 @@
+"""Chakra execution traces: written from linked traces, checked, and read back."""

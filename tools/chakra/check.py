@@ -1,0 +1,212 @@
+"""Does a Chakra file keep the contract of ASTRA-sim's feeders?
+
+The newer feeder takes `data_deps` and `ctrl_deps` together: their union must have no cycle and name only nodes of
+the file. Both need certain attributes of communication nodes, and both take a group's name for an integer. A file is
+read as a stream; only a bit for each id is kept, and the edges only of a file whose nodes are not in order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+import msgspec
+
+from crossrank.errors import CrossrankError
+from crossrank.tools.chakra import et_def_pb2 as pb
+from crossrank.tools.chakra.framing import read_trace
+from crossrank.tools.readers.json_document import parse
+
+# What a node of each type needs, as (attribute, kinds that a feeder reads); the first kind suits both generations.
+REQUIRED: dict[int, tuple[tuple[str, tuple[str, ...]], ...]] = {
+    pb.COMM_COLL_NODE: (("comm_type", ("int64_val",)), ("comm_size", ("int64_val",))),
+    pb.COMM_SEND_NODE: (
+        ("comm_dst", ("int32_val",)),
+        ("comm_size", ("int64_val",)),
+        ("comm_tag", ("int32_val",)),
+    ),
+    pb.COMM_RECV_NODE: (
+        ("comm_src", ("int32_val",)),
+        ("comm_size", ("int64_val",)),
+        ("comm_tag", ("int32_val",)),
+    ),
+    pb.MEM_LOAD_NODE: (("tensor_size", ("uint64_val",)),),
+    pb.MEM_STORE_NODE: (("tensor_size", ("uint64_val",)),),
+}
+RUN_BY_ASTRA_SIM = frozenset((pb.ALL_REDUCE, pb.ALL_TO_ALL, pb.ALL_GATHER, pb.REDUCE_SCATTER, pb.BROADCAST))
+_INTEGERS = frozenset(
+    f"{sign}{kind}{size}_val" for sign in ("", "u", "s") for kind in ("int",) for size in (32, 64)
+) | {"fixed32_val", "fixed64_val", "sfixed32_val", "sfixed64_val"}
+_COMMUNICATES = frozenset((pb.COMM_COLL_NODE, pb.COMM_SEND_NODE, pb.COMM_RECV_NODE))
+_RANK = re.compile(r"\.(\d+)\.et(?:\.gz|\.zst)?$")
+_CHUNK = 1 << 16
+
+
+@dataclass(kw_only=True)
+class Checked:
+    """What was found in one file."""
+
+    path: str
+    nodes: int = 0
+    types: dict[str, int] = field(default_factory=dict)
+    faults: dict[str, int] = field(default_factory=dict)
+    """What breaks the contract -> how often."""
+    first: dict[str, str] = field(default_factory=dict)
+    """Where each was found first."""
+    notes: dict[str, int] = field(default_factory=dict)
+    """What only some readers or settings mind -> how often."""
+
+    def fault(self, what: str, where: str) -> None:
+        self.faults[what] = self.faults.get(what, 0) + 1
+        self.first.setdefault(what, where)
+
+    def note(self, what: str) -> None:
+        self.notes[what] = self.notes.get(what, 0) + 1
+
+
+class _Ids:
+    """A set of ids at one bit each."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[int, bytearray] = {}
+
+    def __contains__(self, number: int) -> bool:
+        chunk = self._chunks.get(number // _CHUNK)
+        return chunk is not None and bool(chunk[number % _CHUNK >> 3] & 1 << (number & 7))
+
+    def add(self, number: int) -> None:
+        chunk = self._chunks.setdefault(number // _CHUNK, bytearray(_CHUNK >> 3))
+        chunk[number % _CHUNK >> 3] |= 1 << (number & 7)
+
+
+def check(path: str, groups: Collection[str] | None = None) -> Checked:
+    """Check one file; `groups` are the numbers that the group file defines, where there is one.
+
+    Raises `CrossrankError` where it cannot be read to its end, or has an id twice.
+    """
+    result = Checked(path=path)
+    _, nodes = read_trace(path)
+    rank = _RANK.search(PurePosixPath(path).name)
+    if rank is None:
+        result.note("the name does not end in .RANK.et, by which ASTRA-sim finds a rank's file")
+    seen = _Ids()
+    later: dict[int, str] = {}
+    for offset, node in nodes:
+        where = f"node {node.id} ({node.name[:60]}) at byte {offset}"
+        if node.id in seen:
+            raise CrossrankError(f"{path}: {where} has the id of {_place(path, node.id)}; convert it anew")
+        seen.add(node.id)
+        later.pop(node.id, None)
+        result.nodes += 1
+        kind = pb.NodeType.Name(node.type) if node.type in pb.NodeType.values() else f"type {node.type}"
+        result.types[kind] = result.types.get(kind, 0) + 1
+        for source in (*node.ctrl_deps, *node.data_deps):
+            if source not in seen:
+                later.setdefault(source, where)
+        _check_node(node, where, int(rank[1]) if rank else None, groups, result)
+    for source, where in later.items():
+        result.fault("a dependency names a node that is not in the file", f"{where} waits for {source}")
+    # In a file whose nodes all follow what they wait for nothing can run in a circle.
+    if not _is_ordered(path):
+        circle = _circle(path)
+        if circle:
+            result.fault("dependencies run in a circle", f"nodes {' <- '.join(map(str, circle[:8]))}")
+        result.note("nodes stand before what they wait for: an older feeder keeps all of them in memory")
+    return result
+
+
+def _check_node(node: pb.Node, where: str, rank: int | None, groups: Collection[str] | None, result: Checked) -> None:
+    kinds = {attribute.name: attribute.WhichOneof("value") for attribute in node.attr}
+    values = {a.name: getattr(a, kind) for a in node.attr if (kind := a.WhichOneof("value"))}
+    for name, wanted in REQUIRED.get(node.type, ()):
+        if name not in kinds:
+            result.fault(f"a {pb.NodeType.Name(node.type)} has no {name}", where)
+        elif kinds[name] not in wanted:
+            if kinds[name] in _INTEGERS:
+                result.note(f"{name} is {kinds[name]}, the older feeder reads {wanted[0]}")
+            else:
+                result.fault(f"{name} is {kinds[name]}, not {wanted[0]}", where)
+    if node.type in _COMMUNICATES:
+        if values.get("is_cpu_op"):
+            result.fault("a communication node has is_cpu_op true, at which ASTRA-sim stops", where)
+        _check_group(values.get("pg_name", ""), groups, where, result)
+    if node.type == pb.COMM_COLL_NODE and values.get("comm_type") not in RUN_BY_ASTRA_SIM:
+        number = values.get("comm_type", -1)
+        known = number in pb.CollectiveCommType.values()
+        result.note(f"ASTRA-sim cannot run {pb.CollectiveCommType.Name(number) if known else f'comm_type {number}'}")
+    own = {pb.COMM_SEND_NODE: "comm_src", pb.COMM_RECV_NODE: "comm_dst"}.get(node.type)
+    if own is not None and rank is not None and values.get(own, rank) != rank:
+        result.fault(f"{own} is not the rank of the file", where)
+    if node.type == pb.METADATA_NODE and not _lists_groups(node):
+        result.fault("a metadata node does not list groups as the feeder parses them", where)
+
+
+def _check_group(pg_name: object, groups: Collection[str] | None, where: str, result: Checked) -> None:
+    if pg_name in ("", "0"):
+        return
+    if not (isinstance(pg_name, str) and re.fullmatch(r"\d{1,10}", pg_name) and int(pg_name) < 1 << 31):
+        result.fault("pg_name is no integer, at which ASTRA-sim stops", f"{where}: {pg_name!r}")
+    elif groups is not None and pg_name not in groups:
+        result.fault("pg_name is not in the group file", f"{where}: {pg_name!r}")
+
+
+class _ListedGroup(msgspec.Struct):
+    pg_name: str
+    ranks: list[int]
+
+
+def _lists_groups(node: pb.Node) -> bool:
+    """The feeder strips two characters from each end of `inputs.values` and parses JSON."""
+    groups = parse(node.inputs.values[2:-2], list[_ListedGroup])
+    return groups is not None and all(group.pg_name.isdecimal() for group in groups)
+
+
+def _place(path: str, node_id: int) -> str:
+    for offset, node in read_trace(path)[1]:
+        if node.id == node_id:
+            return f"the one ({node.name[:60]}) at byte {offset}"
+    raise AssertionError("unreachable")
+
+
+def _edges(path: str) -> Iterator[tuple[int, list[int]]]:
+    for _, node in read_trace(path)[1]:
+        yield node.id, [*node.ctrl_deps, *node.data_deps]
+
+
+def _is_ordered(path: str) -> bool:
+    seen = _Ids()
+    for node_id, sources in _edges(path):
+        if any(source not in seen for source in sources):
+            return False
+        seen.add(node_id)
+    return True
+
+
+def _circle(path: str) -> list[int]:
+    """The nodes of one circle; empty where there is none. Takes memory for all edges."""
+    sources: dict[int, list[int]] = dict(_edges(path))
+    dependents: dict[int, list[int]] = defaultdict(list)
+    waits = {}
+    for node_id, before in sources.items():
+        unique = {source for source in before if source in sources}
+        waits[node_id] = len(unique)
+        for source in unique:
+            dependents[source].append(node_id)
+    ready = [node_id for node_id, count in waits.items() if not count]
+    while ready:
+        for dependent in dependents[ready.pop()]:
+            waits[dependent] -= 1
+            if not waits[dependent]:
+                ready.append(dependent)
+    left = {node_id for node_id, count in waits.items() if count}
+    if not left:
+        return []
+    at = min(left)
+    path_: list[int] = []
+    while at not in path_:
+        path_.append(at)
+        at = next(source for source in sources[at] if source in left)
+    return path_[path_.index(at) :]

@@ -1,0 +1,67 @@
+"""Converts one rank's linked trace to a Chakra file: the steps in their order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from crossrank.comm import operation_of
+from crossrank.tools.chakra.graph import ChakraNode, DependencyMode
+from crossrank.tools.chakra.groups import NumberedGroup
+from crossrank.tools.chakra.order import in_order
+from crossrank.tools.chakra.steps import (
+    convert_communications,
+    convert_nodes,
+    draw_dependencies,
+    number_groups,
+    reduce_dependencies,
+)
+from crossrank.tools.chakra.write import write_chakra
+from crossrank.tools.linking import LinkedTrace
+
+
+@dataclass(kw_only=True)
+class Converted:
+    """What a conversion gave."""
+
+    nodes: dict[str, int] = field(default_factory=dict)
+    """computation on the host, computation on a GPU, or the operation of a communication -> nodes."""
+    dependencies: dict[str, int] = field(default_factory=dict)
+    """Kind -> edges written."""
+    implied: int = 0
+    """Edges left out because the order of threads and streams implies them."""
+    groups: list[NumberedGroup] = field(default_factory=list)
+    collectives: dict[str, list[str]] = field(default_factory=dict)
+    """Number of a group -> its collectives in order, each as its operation and size."""
+    warnings: list[str] = field(default_factory=list)
+
+
+def convert(trace: LinkedTrace, path: Path, *, mode: DependencyMode = "all", strict: bool = False) -> Converted:
+    """Write `trace` to `path`. Raises `CrossrankError` for a group that nobody defines and a cycle of facts."""
+    groups = number_groups(trace)
+    nodes = convert_nodes(trace)
+    warnings: list[str] = []
+    several = convert_communications(trace, nodes, groups, warnings)
+    draw_dependencies(trace, nodes, several)
+    result = Converted(implied=reduce_dependencies(nodes), groups=sorted(groups.values(), key=lambda g: int(g.number)))
+    ordered, dropped = in_order(nodes, strict=strict)
+    result.warnings = warnings + dropped
+    write_chakra(trace, ordered, result.groups, path, mode)
+    result.nodes = dict(Counter(_kind(node) for node in ordered))
+    result.dependencies = dict(Counter(dependency.kind for node in ordered for dependency in node.dependencies))
+    for node in sorted((node for node in ordered if node.comm is not None), key=lambda node: (node.start_ns, node.id)):
+        assert node.comm is not None
+        record = node.comm.record
+        operation = operation_of(record.op)
+        if operation is None or not operation.p2p:
+            # Members of an uneven all_to_all put in different amounts.
+            size = "" if record.op == "all_to_all" else f" of {record.bytes} B"
+            result.collectives.setdefault(node.comm.group.number, []).append(record.op + size)
+    return result
+
+
+def _kind(node: ChakraNode) -> str:
+    if node.comm is not None:
+        return node.comm.record.op
+    return "computation on the host" if node.is_cpu else "computation on a GPU"

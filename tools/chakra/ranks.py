@@ -1,0 +1,141 @@
+"""Converts all ranks of a recording, writes the group file, and compares what the ranks communicate."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from crossrank.errors import CrossrankError, one_line
+from crossrank.recording import LINKED, file_name
+from crossrank.tools.chakra.convert import Converted, convert
+from crossrank.tools.chakra.graph import DependencyMode
+from crossrank.tools.chakra.groups import merge
+from crossrank.tools.fleet import map_ranks
+from crossrank.tools.linking import link
+from crossrank.tools.linking.inputs import RankInput
+from crossrank.tools.linking.linked_file import write_linked
+from crossrank.tools.linking.read_linked import read_linked
+
+GROUPS = "comm_groups.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One rank to convert."""
+
+    input: RankInput
+    folder: str
+    mode: DependencyMode
+    strict: bool
+    keep_linked: bool
+
+
+@dataclass(kw_only=True)
+class RankResult:
+    """What converting one rank gave."""
+
+    rank: int | None
+    window: int
+    output: str | None = None
+    error: str | None = None
+    converted: Converted = field(default_factory=Converted)
+    damage: list[str] = field(default_factory=list)
+    host_rate: float = 0.0
+    activity_rate: float = 0.0
+
+    @property
+    def name(self) -> str:
+        rank = "one pair" if self.rank is None else f"rank {self.rank}"
+        return rank if self.window == 1 else f"{rank}, window {self.window}"
+
+
+def chakra_name(rank: int, window: int) -> str:
+    """Name of a rank's file; ASTRA-sim appends `.RANK.et` to a prefix that the user gives.
+
+    >>> chakra_name(3, 1), chakra_name(3, 2)
+    ('chakra.3.et', 'chakra-w2.3.et')
+    """
+    return f"chakra.{rank}.et" if window == 1 else f"chakra-w{window}.{rank}.et"
+
+
+def convert_ranks(tasks: Iterable[Task], jobs: int, done: Callable[[], None]) -> list[RankResult]:
+    """Convert every rank; one that fails has its error in its result, and the others are converted all the same."""
+    return map_ranks(_convert_one, tasks, jobs, failed=_failed, done=done)
+
+
+def _failed(task: Task, error: CrossrankError) -> RankResult:
+    return RankResult(rank=task.input.rank, window=task.input.window, error=str(error))
+
+
+def _convert_one(task: Task) -> RankResult:
+    given = task.input
+    if given.linked is not None:
+        trace = read_linked(given.linked)
+    else:
+        trace = link(given.et, given.kineto, given.comms, rank=given.rank)
+    rank = trace.rank if trace.rank is not None else 0
+    folder = Path(task.folder)
+    path = folder / chakra_name(rank, given.window)
+    try:
+        if task.keep_linked:
+            write_linked(trace, folder / file_name(LINKED, rank, given.window))
+        converted = convert(trace, path, mode=task.mode, strict=task.strict)
+    except OSError as error:
+        raise CrossrankError(
+            f"{path}: cannot be written ({error.strerror or one_line(error)}); name another folder with -o"
+        ) from error
+    return RankResult(
+        rank=rank,
+        window=given.window,
+        output=str(path),
+        converted=converted,
+        damage=trace.report.damage + trace.report.doubts,
+        host_rate=trace.report.host_rate,
+        activity_rate=trace.report.activity_rate,
+    )
+
+
+def write_groups(results: Sequence[RankResult], folder: Path) -> Path:
+    """Write `comm_groups.json` of all ranks that were converted: `{"1": [0, 1], …}`, without the world."""
+    groups = merge(result.converted.groups for result in results)
+    path = folder / GROUPS
+    temporary = path.with_name(f".{path.name}.part")
+    temporary.write_bytes(msgspec.json.encode(groups) + b"\n")
+    os.replace(temporary, path)
+    return path
+
+
+def disagreements(results: Sequence[RankResult]) -> list[str]:
+    """Groups whose members made different sequences of collectives: group, rank, place and what differs."""
+    sequences: dict[tuple[int, str], dict[int, list[str]]] = defaultdict(dict)
+    members: dict[str, set[int]] = {}
+    linked = [result for result in results if result.error is None and result.rank is not None]
+    for result in linked:
+        for group in result.converted.groups:
+            members[group.number] = set(group.ranks)
+            if result.rank is not None:
+                calls = result.converted.collectives.get(group.number, [])
+                sequences[result.window, group.number][result.rank] = calls
+    found = []
+    for (window, number), by_rank in sorted(sequences.items()):
+        for result in linked:
+            if result.window == window and result.rank in members[number]:
+                by_rank.setdefault(result.rank, [])
+        reference = min(by_rank)
+        for rank, calls in sorted(by_rank.items()):
+            expected = by_rank[reference]
+            place = next((i for i, (a, b) in enumerate(zip(calls, expected, strict=False)) if a != b), None)
+            if place is None and len(calls) == len(expected):
+                continue
+            place = min(len(calls), len(expected)) if place is None else place
+            ours = calls[place] if place < len(calls) else "nothing"
+            theirs = expected[place] if place < len(expected) else "nothing"
+            found.append(
+                f"group {number}: collective {place + 1} is {ours} on rank {rank} and {theirs} on rank {reference}"
+            )
+    return found

@@ -1,0 +1,86 @@
+"""`crossrank check`: does a Chakra trace keep the contract of ASTRA-sim's feeders?"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import asdict
+
+import msgspec
+
+from crossrank.errors import CrossrankError
+from crossrank.tools.chakra.check import Checked, check
+from crossrank.tools.chakra.ranks import GROUPS
+from crossrank.tools.commands.link import complain
+from crossrank.tools.tables import print_table, printable
+
+
+class Check:
+    """Say whether Chakra traces, ours or others', keep the contract of ASTRA-sim's feeders: every dependency names a
+    node of the file and none runs in a circle, communication nodes have the attributes that are read, groups are
+    integers that the group file defines. Exit code 1: a trace breaks it. 2: a file cannot be read to its end."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("traces", nargs="+", metavar="FILE.et", help="Chakra traces, plain, gzip or zstd")
+        parser.add_argument(
+            "--groups", metavar="FILE", help=f"the communicator groups (default: {GROUPS} beside the first trace)"
+        )
+        parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        groups = _groups(arguments.groups, arguments.traces[0])
+        results: list[Checked] = []
+        unreadable = False
+        for path in arguments.traces:
+            try:
+                results.append(check(path, groups))
+            except CrossrankError as error:
+                complain(str(error))
+                unreadable = True
+        if arguments.json:
+            encoded = msgspec.json.encode([asdict(result) for result in results])
+            sys.stdout.write(msgspec.json.format(encoded, indent=2).decode() + "\n")
+        elif results:
+            _print(results)
+        for result in results:
+            for what, count in result.faults.items():
+                complain(f"{result.path}: {what}: {count}, first {result.first[what]}")
+        if unreadable:
+            return 2
+        return 1 if any(result.faults for result in results) else 0
+
+
+def _groups(given: str | None, first: str) -> dict[str, list[int]] | None:
+    path = given or os.path.join(os.path.dirname(first), GROUPS)
+    if given is None and not os.path.exists(path):
+        return None
+    try:
+        with open(path, "rb") as file:
+            return msgspec.json.decode(file.read(), type=dict[str, list[int]])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CrossrankError(f"{path}: is no group file ({error}); name another with --groups") from error
+
+
+def _print(results: list[Checked]) -> None:
+    print_table(
+        "Chakra traces",
+        ("file", "#nodes", "#communications", "contract"),
+        [
+            (
+                result.path,
+                f"{result.nodes:,}",
+                f"{sum(count for kind, count in result.types.items() if kind.startswith('COMM_')):,}",
+                "broken" if result.faults else "kept",
+            )
+            for result in results
+        ],
+    )
+    notes: dict[str, int] = {}
+    for result in results:
+        for note, count in result.notes.items():
+            notes[note] = notes.get(note, 0) + count
+    if notes:
+        print("\nWorth knowing")
+        for note, count in sorted(notes.items()):
+            print(f"  {count:>9,}  {printable(note)}")

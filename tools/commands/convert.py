@@ -1,0 +1,142 @@
+"""`crossrank convert`: Chakra traces for simulators such as ASTRA-sim."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections import Counter
+from dataclasses import asdict
+
+import msgspec
+
+from crossrank.errors import CrossrankError
+from crossrank.recording import rank_of
+from crossrank.tools.chakra.ranks import RankResult, Task, convert_ranks, disagreements, write_groups
+from crossrank.tools.commands.link import complain, output_folder, progress, rank_list, share
+from crossrank.tools.linking.inputs import Inputs, RankInput, find_inputs
+from crossrank.tools.tables import print_table, printable
+
+_SHOWN = 16
+
+
+class Convert:
+    """Write one Chakra trace per rank (chakra.RANK.et) and the communicator groups (comm_groups.json) from a
+    recording, in a form that ASTRA-sim's feeders accept. Links first, in memory. Exit code 1: a rank failed or lost
+    part of a file, matched less than --min-match, or the ranks of a group disagree on their collectives."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "recording",
+            nargs="+",
+            help="a recording, any folder of such files, the two files of one rank, or linked traces",
+        )
+        parser.add_argument("-o", "--output", metavar="DIR", help="folder for the traces (default: the input's)")
+        parser.add_argument("--ranks", type=rank_list, metavar="LIST", help="only these, for example 0-7,12")
+        parser.add_argument(
+            "--deps",
+            choices=("all", "data"),
+            default="all",
+            help="all: data_deps hold every dependency, for a reader of data_deps alone (default); data: what is only "
+            "the order of a thread stands in ctrl_deps",
+        )
+        parser.add_argument("--strict", action="store_true", help="refuse dependencies that run in a circle")
+        parser.add_argument("--keep-linked", action="store_true", help="write rank-N.linked.json.zst as well")
+        parser.add_argument(
+            "--min-match", type=share, default=0.95, metavar="SHARE", help="exit 1 where less matched (default 0.95)"
+        )
+        parser.add_argument("--jobs", type=int, default=0, metavar="N", help="processes (default: one per core)")
+        parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        paths: list[str] = arguments.recording
+        if all(_LINKED.search(path) for path in paths):
+            inputs = Inputs(pairs=[_linked(path) for path in paths], problems=[])
+        elif len(paths) > 2:
+            raise CrossrankError(
+                f"{len(paths)} paths given; name one folder, the two files of one rank, or linked traces"
+            )
+        else:
+            inputs = find_inputs(paths, arguments.ranks)
+        folder = output_folder(paths, arguments.output)
+        tasks = [
+            Task(
+                input=pair,
+                folder=str(folder),
+                mode=arguments.deps,
+                strict=arguments.strict,
+                keep_linked=arguments.keep_linked,
+            )
+            for pair in inputs.pairs
+        ]
+        jobs = arguments.jobs or os.cpu_count() or 1
+        results = progress("converting", len(tasks), lambda done: convert_ranks(tasks, jobs, done))
+        good = [result for result in results if result.error is None]
+        group_file = str(write_groups(good, folder)) if good else None
+        differ = disagreements(results)
+        if arguments.json:
+            summary = {
+                "ranks": [asdict(result) for result in results],
+                "groups": group_file,
+                "disagreements": differ,
+                "problems": [problem.text for problem in inputs.problems],
+            }
+            encoded = msgspec.json.encode(summary, enc_hook=msgspec.to_builtins)
+            sys.stdout.write(msgspec.json.format(encoded, indent=2).decode() + "\n")
+        elif good:
+            _print(good, str(folder))
+        for text in [problem.text for problem in inputs.problems] + differ:
+            complain(text)
+        poor = [result for result in good if min(result.host_rate, result.activity_rate) < arguments.min_match]
+        for result in results:
+            for text in ([result.error] if result.error else []) + result.damage + result.converted.warnings:
+                complain(f"{result.name}: {text}")
+        for result in poor:
+            complain(f"{result.name}: matched less than --min-match; `crossrank link` says what and why")
+        if not good:
+            return 2
+        lost = any(result.error or result.damage for result in results)
+        return 1 if inputs.problems or differ or poor or lost else 0
+
+
+_LINKED = re.compile(r"\.linked\.json(?:\.zst|\.gz)?$")
+
+
+def _linked(path: str) -> RankInput:
+    window = re.search(r"\.w(\d+)\.linked", path)
+    return RankInput(
+        rank=rank_of(os.path.basename(path)), window=int(window[1]) if window else 1, et="", kineto="", linked=path
+    )
+
+
+def _print(results: list[RankResult], folder: str) -> None:
+    print_table(
+        f"Chakra traces in {printable(folder)}",
+        ("rank", "#nodes", "#on the host", "#on GPUs", "#communications", "#dependencies", "#implied", "#size"),
+        [_row(result) for result in results[:_SHOWN]],
+    )
+    if len(results) > _SHOWN:
+        print(f"  … and {len(results) - _SHOWN} more: --json has all")
+    total: Counter[str] = Counter()
+    for result in results:
+        total.update(result.converted.dependencies)
+    print("\nDependencies, by kind")
+    for kind, count in total.most_common():
+        print(f"  {count:>9,}  {kind}")
+
+
+def _row(result: RankResult) -> tuple[object, ...]:
+    nodes = result.converted.nodes
+    host, gpu = nodes.get("computation on the host", 0), nodes.get("computation on a GPU", 0)
+    total = sum(nodes.values())
+    return (
+        result.name.removeprefix("rank "),
+        f"{total:,}",
+        f"{host:,}",
+        f"{gpu:,}",
+        f"{total - host - gpu:,}",
+        f"{sum(result.converted.dependencies.values()):,}",
+        f"{result.converted.implied:,}",
+        f"{os.path.getsize(result.output or '') / 1e6:.2f} MB",
+    )

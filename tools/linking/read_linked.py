@@ -1,0 +1,162 @@
+"""Reads linked traces back, as `linked_file` writes them."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import msgspec
+
+from crossrank.comm import CommRecord, Group
+from crossrank.errors import CrossrankError
+from crossrank.tools.linking.graph import Activity, Communication, Edge, EdgeKind, HostOp, LinkedTrace
+from crossrank.tools.linking.kernels import communication_kernel
+from crossrank.tools.linking.linked_file import Provenance
+from crossrank.tools.linking.nesting import ASYNC_PREFIXES
+from crossrank.tools.readers.execution_trace import HostNode, read_attributes
+from crossrank.tools.readers.json_document import Shape, read_document
+
+_EMPTY = msgspec.Raw(b"[]")
+_NO_ARGS = msgspec.Raw(b"{}")
+
+
+class _Dependency(msgspec.Struct, gc=False):
+    id: int
+    kind: EdgeKind
+    inferred: bool = False
+    slack_ns: int | None = None
+
+
+class _Communication(msgspec.Struct, gc=False):
+    record: CommRecord
+    origin: str
+    group: Group | None = None
+    host: int | None = None
+    activities: list[int] = []
+    work: int | None = None
+    seq_counted: bool = False
+
+
+class _Node(msgspec.Struct, gc=False):
+    id: int
+    name: str
+    ctrl_deps: int
+    inputs: msgspec.Raw = _EMPTY
+    outputs: msgspec.Raw = _EMPTY
+    attrs: msgspec.Raw = _EMPTY
+    inclusive_dur: Decimal | None = None
+    exclusive_dur: Decimal | None = None
+    ts: Decimal | None = None
+    cat: str | None = None
+    device: int | str | None = None
+    stream: int | str | None = None
+    correlation: int | None = None
+    unlinked: str | None = None
+    args: msgspec.Raw = _NO_ARGS
+    comm: _Communication | None = None
+    deps: list[_Dependency] = []
+
+
+class _File(msgspec.Struct):
+    nodes: list[_Node]
+    schema: str = ""
+    pid: int | None = None
+    time: str | None = None
+    start_ts: int | None = None
+    finish_ts: int | None = None
+    crossrank: Provenance | None = None
+
+
+_SHAPE = Shape(what="a linked trace of crossrank", content=_File, rows="nodes", row=_Node)
+
+
+def read_linked(path: str) -> LinkedTrace:
+    """The graph in a linked trace, plain, gzip or zstd.
+
+    Raises `CrossrankError` where the file is damaged or is no linked trace: dependencies of a part would mislead.
+    """
+    document = read_document(path, _SHAPE)
+    file = document.content
+    head = file.crossrank
+    if head is None:
+        raise CrossrankError(f"{path}: is no linked trace of crossrank; make one with `crossrank link`")
+    if document.damage:
+        raise CrossrankError(f"{path}: {document.damage[0]}; link it anew")
+    host, activities, communications, edges = [], [], [], []
+    for node in file.nodes:
+        edges += [Edge(d.id, node.id, d.kind, d.inferred, d.slack_ns) for d in node.deps]
+        if node.comm is not None:
+            communications.append(
+                Communication(**{name: getattr(node.comm, name) for name in _Communication.__struct_fields__})
+            )
+        if node.cat is not None:
+            activities.append(_activity(node, node.cat))
+            continue
+        op = _host_op(node)
+        host.append(op)
+        if op.caller:
+            edges.append(Edge(op.caller, op.id, "caller"))
+    communications.sort(key=lambda communication: communication.record.id)
+    return LinkedTrace(
+        rank=head.rank,
+        kineto_rank=None,
+        world_size=head.world_size,
+        schema=head.et_schema,
+        pid=file.pid,
+        time=file.time,
+        start_ts=file.start_ts,
+        finish_ts=file.finish_ts,
+        base_ns=head.base_time_ns,
+        inputs=head.inputs,
+        host=host,
+        activities=activities,
+        communications=communications,
+        groups=head.groups,
+        edges=edges,
+        report=head.match,
+    )
+
+
+def _host_op(node: _Node) -> HostOp:
+    caller = 0 if node.ctrl_deps == node.id else node.ctrl_deps
+    given = HostNode(
+        id=node.id,
+        name=node.name,
+        parent=caller,
+        rf_id=0,
+        tid=0,
+        inputs=node.inputs,
+        outputs=node.outputs,
+        attributes=node.attrs,
+    )
+    read_attributes(given)
+    timed = node.ts is not None
+    return HostOp(
+        given,
+        caller,
+        _ns(node.ts) if timed else None,
+        _ns(node.inclusive_dur) if timed else None,
+        _ns(node.exclusive_dur) if timed else None,
+        node.name.startswith(ASYNC_PREFIXES),
+    )
+
+
+def _activity(node: _Node, category: str) -> Activity:
+    known = communication_kernel(node.name) if category == "kernel" else None
+    return Activity(
+        id=node.id,
+        name=node.name,
+        category=category,
+        device=node.device,
+        stream=node.stream,
+        start_ns=_ns(node.ts),
+        duration_ns=_ns(node.inclusive_dur),
+        correlation=node.correlation,
+        host=None if node.unlinked is not None else node.ctrl_deps,
+        unlinked=node.unlinked,
+        args=node.args,
+        library=known[0] if known else None,
+    )
+
+
+def _ns(us: Decimal | None) -> int:
+    return int((us or Decimal(0)) * 1000)
