@@ -34,6 +34,7 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/linking.py
+	$(BIN)/python benchmarks/converting.py
 
 # Makes the code of the Chakra format anew. See et_def.proto for why its compiler is held.
 proto:

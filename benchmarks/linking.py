@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,19 +134,23 @@ print(json.dumps([code, usage.ru_utime, time.monotonic() - started, usage.ru_max
 """
 
 
-def measure(folder: Path, output: Path, runs: int, jobs: int = 1) -> Cost:
-    command = [sys.executable, "-m", "crossrank", "link", str(folder), "-o", str(output), "--jobs", str(jobs)]
+def measure(words: list[str], runs: int, before: Callable[[], object] = lambda: None) -> Cost:
+    """Cost of `crossrank WORDS`, each run after `before`."""
+    command = [sys.executable, "-m", "crossrank", *words]
     costs = []
     for _ in range(runs):
-        launched = subprocess.run(
-            [sys.executable, "-c", _LAUNCHER, *command, "--min-match", "0"], stdout=subprocess.PIPE, check=True
-        )
+        before()
+        launched = subprocess.run([sys.executable, "-c", _LAUNCHER, *command], stdout=subprocess.PIPE, check=True)
         code, *figures = json.loads(launched.stdout)
         if code:
             raise SystemExit(f"{' '.join(command)} exited with {code}")
         costs.append(Cost(*figures))
-        shutil.rmtree(output)
     return Cost(*(statistics.median(getattr(cost, name) for cost in costs) for name in ("user_s", "wall_s", "peak_mb")))
+
+
+def measure_link(folder: Path, output: Path, runs: int, jobs: int = 1) -> Cost:
+    words = ["link", str(folder), "-o", str(output), "--jobs", str(jobs), "--min-match", "0"]
+    return measure(words, runs, before=lambda: shutil.rmtree(output, ignore_errors=True))
 
 
 def row(name: str, pair: Pair, cost: Cost, existing: str) -> None:
@@ -186,13 +191,13 @@ def main() -> None:
         for name, pair, copies, with_ids, existing in cases:
             made = pair if copies == 1 else replicate(pair, copies, with_ids=with_ids)
             write(made, folder / "in")
-            row(name, made, measure(folder / "in", folder / "out", 1 if copies > 100 else 5), existing)
+            row(name, made, measure_link(folder / "in", folder / "out", 1 if copies > 100 else 5), existing)
             del made
             shutil.rmtree(folder / "in")
         print("\n8 ranks of dlrm x 10, by name: median of 5 runs")
         for rank in range(8):
             write(replicate(load(traces / "dlrm_8gpu", rank), 10, with_ids=False), folder / "in", rank)
-        one, two = (measure(folder / "in", folder / "out", 5, jobs) for jobs in (1, 2))
+        one, two = (measure_link(folder / "in", folder / "out", 5, jobs) for jobs in (1, 2))
         print(f"  --jobs 1   {one.wall_s:6.2f} s")
         print(f"  --jobs 2   {two.wall_s:6.2f} s   {one.wall_s / two.wall_s:.2f} times faster")
 

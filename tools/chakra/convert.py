@@ -10,6 +10,7 @@ from crossrank.comm import operation_of
 from crossrank.tools.chakra.graph import ChakraNode, DependencyMode
 from crossrank.tools.chakra.groups import NumberedGroup
 from crossrank.tools.chakra.order import in_order
+from crossrank.tools.chakra.simulate import RankGraph, rank_graph
 from crossrank.tools.chakra.steps import (
     convert_communications,
     convert_nodes,
@@ -35,10 +36,21 @@ class Converted:
     collectives: dict[str, list[str]] = field(default_factory=dict)
     """Number of a group -> its collectives in order, each as its operation and size."""
     warnings: list[str] = field(default_factory=list)
+    graph: RankGraph | None = None
+    """For the simulation, where it is asked for."""
 
 
-def convert(trace: LinkedTrace, path: Path, *, mode: DependencyMode = "all", strict: bool = False) -> Converted:
-    """Write `trace` to `path`. Raises `CrossrankError` for a group that nobody defines and a cycle of facts."""
+def convert(
+    trace: LinkedTrace,
+    path: Path,
+    *,
+    mode: DependencyMode = "all",
+    strict: bool = False,
+    keep_graph: bool = False,
+) -> Converted:
+    """Write `trace` to `path`, and keep its graph for a simulation where that is wanted.
+
+    Raises `CrossrankError` for a group that nobody defines and a cycle of facts."""
     groups = number_groups(trace)
     nodes = convert_nodes(trace)
     warnings: list[str] = []
@@ -48,6 +60,8 @@ def convert(trace: LinkedTrace, path: Path, *, mode: DependencyMode = "all", str
     ordered, dropped = in_order(nodes, strict=strict)
     result.warnings = warnings + dropped
     write_chakra(trace, ordered, result.groups, path, mode)
+    if keep_graph:
+        result.graph = rank_graph(ordered, trace.rank or 0, trace.base_ns)
     result.nodes = dict(Counter(_kind(node) for node in ordered))
     result.dependencies = dict(Counter(dependency.kind for node in ordered for dependency in node.dependencies))
     for node in sorted((node for node in ordered if node.comm is not None), key=lambda node: (node.start_ns, node.id)):

@@ -33,6 +33,7 @@ class Task:
     mode: DependencyMode
     strict: bool
     keep_linked: bool
+    keep_graph: bool = False
 
 
 @dataclass(kw_only=True)
@@ -84,7 +85,7 @@ def _convert_one(task: Task) -> RankResult:
     try:
         if task.keep_linked:
             write_linked(trace, folder / file_name(LINKED, rank, given.window))
-        converted = convert(trace, path, mode=task.mode, strict=task.strict)
+        converted = convert(trace, path, mode=task.mode, strict=task.strict, keep_graph=task.keep_graph)
     except OSError as error:
         raise CrossrankError(
             f"{path}: cannot be written ({error.strerror or one_line(error)}); name another folder with -o"

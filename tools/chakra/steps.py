@@ -1,6 +1,7 @@
 """From a linked trace to the nodes of a Chakra file, step by step.
 
-Nodes. A host operation becomes a computation on its thread with its exclusive time. A GPU activity becomes a
+Nodes. A host operation becomes a computation on its thread with its exclusive time, less what it waited for the GPU:
+that is what its dependencies are for. A GPU activity becomes a
 computation on its stream. A communication becomes one communication node: its kernel, or the range of its Work where
 a backend without kernels ran it, or its call where neither is known. A kernel that runs a batch of sends and
 receives becomes one node for each of them. Roots of processes and threads are removed.
@@ -50,7 +51,7 @@ def convert_nodes(trace: LinkedTrace) -> dict[int, ChakraNode]:
             name=op.node.name,
             lane=("thread", op.node.tid),
             start_ns=start,
-            duration_ns=op.exclusive_ns or 0,
+            duration_ns=(op.exclusive_ns or 0) - op.blocked_ns,
             is_cpu=True,
             dependencies=[],
             host=op.id,
@@ -192,17 +193,25 @@ def draw_dependencies(
     """Give every node what it waits for.
 
     A node that became several passes its dependencies to each, and what depends on it depends on each. Edges from
-    roots, which wait for nothing themselves, go with them.
+    roots, which wait for nothing themselves, go with them. Communications of one group that ran at the same time (a
+    gloo group has several threads) keep the order of their calls alone: a dependency here means that the source has
+    ended.
     """
     for edge in trace.edges:
         sources = several.get(edge.source, (edge.source,))
         for target in several.get(edge.target, (edge.target,)):
             for source in sources:
-                if source in nodes and target in nodes and source != target:
+                if source not in nodes or target not in nodes or source == target:
+                    continue
+                if edge.kind != "group_order" or not _overlap(nodes[source], nodes[target]):
                     # Whoever makes the call launches what runs outside its thread.
                     calls = edge.kind == "caller" and nodes[target].is_cpu
                     kind = edge.kind if calls or edge.kind != "caller" else "launch"
                     nodes[target].dependencies.append(Dependency(source, kind, edge.inferred))
+
+
+def _overlap(source: ChakraNode, target: ChakraNode) -> bool:
+    return source.start_ns + source.duration_ns > target.start_ns
 
 
 def reduce_dependencies(nodes: Mapping[int, ChakraNode]) -> int:

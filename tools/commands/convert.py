@@ -7,9 +7,10 @@ import os
 import re
 import sys
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import msgspec
+from crossrank.tools.commands.simulation import as_json, print_simulation, simulate_windows
 
 from crossrank.errors import CrossrankError
 from crossrank.recording import rank_of
@@ -42,6 +43,12 @@ class Convert:
             "the order of a thread stands in ctrl_deps",
         )
         parser.add_argument("--strict", action="store_true", help="refuse dependencies that run in a circle")
+        parser.add_argument(
+            "--simulate", action="store_true", help="play all ranks and say how long they take, and why"
+        )
+        parser.add_argument(
+            "--timeline", metavar="FILE", help="write the simulation as a trace for ui.perfetto.dev (.json or .json.gz)"
+        )
         parser.add_argument("--keep-linked", action="store_true", help="write rank-N.linked.json.zst as well")
         parser.add_argument(
             "--min-match", type=share, default=0.95, metavar="SHARE", help="exit 1 where less matched (default 0.95)"
@@ -67,6 +74,7 @@ class Convert:
                 mode=arguments.deps,
                 strict=arguments.strict,
                 keep_linked=arguments.keep_linked,
+                keep_graph=arguments.simulate or arguments.timeline is not None,
             )
             for pair in inputs.pairs
         ]
@@ -75,10 +83,12 @@ class Convert:
         good = [result for result in results if result.error is None]
         group_file = str(write_groups(good, folder)) if good else None
         differ = disagreements(results)
+        simulations = simulate_windows(good, arguments.timeline)
         if arguments.json:
             summary = {
-                "ranks": [asdict(result) for result in results],
+                "ranks": [asdict(_without_graph(result)) for result in results],
                 "groups": group_file,
+                "simulations": [as_json(window, simulation) for window, simulation in simulations],
                 "disagreements": differ,
                 "problems": [problem.text for problem in inputs.problems],
             }
@@ -86,6 +96,8 @@ class Convert:
             sys.stdout.write(msgspec.json.format(encoded, indent=2).decode() + "\n")
         elif good:
             _print(good, str(folder))
+            for window, simulation in simulations:
+                print_simulation(window, simulation)
         for text in [problem.text for problem in inputs.problems] + differ:
             complain(text)
         poor = [result for result in good if min(result.host_rate, result.activity_rate) < arguments.min_match]
@@ -98,6 +110,10 @@ class Convert:
             return 2
         lost = any(result.error or result.damage for result in results)
         return 1 if inputs.problems or differ or poor or lost else 0
+
+
+def _without_graph(result: RankResult) -> RankResult:
+    return replace(result, converted=replace(result.converted, graph=None))
 
 
 _LINKED = re.compile(r"\.linked\.json(?:\.zst|\.gz)?$")

@@ -59,6 +59,9 @@ class HostOp(msgspec.Struct, gc=False):
     duration_ns: int | None = None
     exclusive_ns: int | None = None
     """Duration without the operations called on the same thread."""
+    blocked_ns: int = 0
+    """Part of the exclusive time in which it stood in a runtime call that waited for the GPU, as far as an edge says
+    for what."""
     is_work: bool = False
     """The range of a Work (`gloo:all_reduce`): begun by its thread, but not run by it."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -92,7 +92,9 @@ def link(
     if not device_trace.syncs:
         around = _surroundings(device_trace, match, nesting, finder, index_of)
         infer_stream_waits(device_trace, launches.call, around, waits)
-    edges += _wait_edges(waits, host_trace, device_trace, match, index_of, report)
+    blocked: dict[int, int] = {}
+    edges += _wait_edges(waits, host_trace, device_trace, match, index_of, report, blocked)
+    _set_blocked(host, blocked, device_trace, match, nesting)
     edges += draw.work_waits(host, finder.found, report.syncs_unresolved)
     report.communications = dict(Counter(communication.origin for communication in finder.found))
     report.communication_kernels_alone = alone
@@ -128,7 +130,7 @@ def _host_ops(et: ExecutionTrace, kineto: KinetoTrace, match: HostMatch, nesting
             continue
         event = kineto.host[index]
         duration, exclusive = event.end - event.start, nesting.exclusive_ns[index]
-        host.append(HostOp(node, node.parent, event.start, duration, exclusive, _is_work(node)))
+        host.append(HostOp(node, node.parent, event.start, duration, exclusive, is_work=_is_work(node)))
     return host
 
 
@@ -250,7 +252,9 @@ def _wait_edges(
     match: HostMatch,
     ids: dict[int, int],
     report: MatchReport,
+    blocked: dict[int, int],
 ) -> list[Edge]:
+    """The edges of `waits`. `blocked` gets, for each call, how long it waited for what its edges name."""
     goes_on = draw.NextOnThread(
         ((kineto.host[index].pid, kineto.host[index].tid), kineto.host[index].start, et.nodes[position].id)
         for position, index in enumerate(match.event_of)
@@ -273,8 +277,8 @@ def _wait_edges(
             target = ids.get(wait.target)
             kind: EdgeKind = "stream_wait"
         else:
-            call = kineto.calls[wait.call] if wait.call >= 0 else None
-            target = goes_on((call.pid, call.tid), call.end) if call else None
+            waiter = kineto.calls[wait.call] if wait.call >= 0 else None
+            target = goes_on((waiter.pid, waiter.tid), waiter.end) if waiter else None
             kind = "sync"
         if target is None:
             unresolved["nothing follows the wait in the execution trace"] += 1
@@ -282,9 +286,24 @@ def _wait_edges(
         if ends[source] > starts[target] + CLOCK_NS:
             unresolved["the times contradict it"] += 1
             continue
+        if kind == "sync":
+            call = kineto.calls[wait.call]
+            waited = min(ends[source], call.end) - call.start
+            blocked[wait.call] = max(waited, blocked.get(wait.call, 0))
         edges.setdefault((source, target, kind), Edge(source, target, kind, wait.inferred, wait.slack_ns))
     report.syncs_unresolved = dict(unresolved)
     return list(edges.values())
+
+
+def _set_blocked(
+    host: Sequence[HostOp], blocked: Mapping[int, int], kineto: KinetoTrace, match: HostMatch, nesting: Nesting
+) -> None:
+    for call, waited in blocked.items():
+        event = nesting.around_call[call]
+        position = match.node_of[event] if event >= 0 else -1
+        if position >= 0:
+            op = host[position]
+            op.blocked_ns = min(op.blocked_ns + max(0, waited), op.exclusive_ns or 0)
 
 
 def _report(et: ExecutionTrace, kineto: KinetoTrace, match: HostMatch, launches: Launches) -> MatchReport:

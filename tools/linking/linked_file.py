@@ -9,6 +9,7 @@ execution trace and GPU activities continue them. Beside those fields a node has
 - `comm`, on the host node of a communication: its record, group, origin and the ids of its kernels, or of its Work.
   `record.t` is in nanoseconds: of the rank's monotonic clock where `origin` is "comms file", else of the trace;
 - `comm_host`, on a communication kernel: the id of that host node;
+- `blocked_dur`, on a host node: the part of `exclusive_dur` that it waited for the GPU, as far as `deps` say for what;
 - `device`, `correlation`, `args` of an activity as in the Kineto trace, `unlinked`: why it has no host node.
 
 The object `crossrank` says which version linked which inputs, and what matched.
@@ -68,6 +69,7 @@ class _Node(msgspec.Struct, gc=False, kw_only=True):
     attrs: msgspec.Raw
     inclusive_dur: msgspec.Raw | UnsetType = UNSET
     exclusive_dur: msgspec.Raw | UnsetType = UNSET
+    blocked_dur: msgspec.Raw | UnsetType = UNSET
     ts: msgspec.Raw | UnsetType = UNSET
     inter_thread_dep: int | UnsetType | None = UNSET
     sync_dep: list[int] | UnsetType = UNSET
@@ -212,6 +214,8 @@ def _host_node(op: HostOp, communication: Communication | None) -> _Node:
         out.inclusive_dur = microseconds(op.duration_ns)
         out.exclusive_dur = microseconds(op.exclusive_ns)
         out.ts = microseconds(op.start_ns)
+        if op.blocked_ns:
+            out.blocked_dur = microseconds(op.blocked_ns)
     if communication is not None:
         out.comm = communication
         out.pg_name = communication.record.pg

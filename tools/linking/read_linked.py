@@ -45,6 +45,7 @@ class _Node(msgspec.Struct, gc=False):
     attrs: msgspec.Raw = _EMPTY
     inclusive_dur: Decimal | None = None
     exclusive_dur: Decimal | None = None
+    blocked_dur: Decimal | None = None
     ts: Decimal | None = None
     cat: str | None = None
     device: int | str | None = None
@@ -136,6 +137,7 @@ def _host_op(node: _Node) -> HostOp:
         _ns(node.ts) if timed else None,
         _ns(node.inclusive_dur) if timed else None,
         _ns(node.exclusive_dur) if timed else None,
+        _ns(node.blocked_dur),
         node.name.startswith(ASYNC_PREFIXES),
     )
 

@@ -1,0 +1,76 @@
+"""What `crossrank convert --simulate` plays and prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from crossrank.errors import CrossrankError
+from crossrank.tools.chakra.ranks import RankResult
+from crossrank.tools.chakra.simulate import RankGraph, Simulation, simulate
+from crossrank.tools.chakra.timeline import write_timeline
+from crossrank.tools.tables import print_table
+
+_SHOWN = 12
+
+
+def simulate_windows(results: Sequence[RankResult], timeline: str | None) -> list[tuple[int, Simulation]]:
+    """The ranks of every window, played together; written to `timeline` as well, later windows beside it."""
+    windows: dict[int, list[RankGraph]] = {}
+    for result in results:
+        if result.converted.graph is not None:
+            windows.setdefault(result.window, []).append(result.converted.graph)
+    simulations = []
+    for window, graphs in sorted(windows.items()):
+        simulation = simulate(graphs)
+        simulations.append((window, simulation))
+        if timeline is not None:
+            path = Path(timeline)
+            path = path if window == 1 else path.with_name(f"w{window}.{path.name}")
+            try:
+                write_timeline(graphs, simulation, path)
+            except OSError as error:
+                raise CrossrankError(f"{path}: cannot be written ({error.strerror}); name another file") from error
+    return simulations
+
+
+def as_json(window: int, simulation: Simulation) -> dict[str, object]:
+    """The figures of a simulation, without the times of every node."""
+    return {
+        "window": window,
+        "makespan_ns": simulation.makespan_ns,
+        "measured_ns": simulation.measured_ns,
+        "by_clocks": simulation.by_clocks,
+        "error": simulation.error,
+        "critical_ns": simulation.critical_ns,
+        "waiting_ns": {str(rank): waiting for rank, waiting in simulation.waiting_ns.items()},
+        "busy_ns": [{"rank": rank, "lane": lane, "ns": ns} for (rank, lane), ns in simulation.busy_ns.items()],
+        "joined": simulation.joined,
+        "alone": simulation.alone,
+    }
+
+
+def print_simulation(window: int, simulation: Simulation) -> None:
+    """Makespan, what the critical path consists of, and how busy every thread and stream is."""
+    print(f"\nSimulation{'' if window == 1 else f' of window {window}'}")
+    print(f"  makespan   {_ms(simulation.makespan_ns)} ms, {simulation.error:+.1%} of the measured", end="")
+    print(f" {_ms(simulation.measured_ns)} ms (first start to last end of all ranks)")
+    print(f"  joined     {simulation.joined:,} communications over several ranks, {simulation.alone:,} played alone")
+    if not simulation.by_clocks:
+        print("  clocks     of the ranks are further apart than the window is long; all begin at 0")
+    print("  critical path")
+    for category, spent in simulation.critical_ns.items():
+        print(f"    {_ms(spent):>12} ms  {category}")
+    rows = sorted(simulation.busy_ns.items(), key=lambda item: -item[1])
+    print_table(
+        "Busiest threads and streams" + (f" ({len(rows) - _SHOWN} more: --json)" if len(rows) > _SHOWN else ""),
+        ("rank", "thread or stream", "#busy ms", "#of makespan", "#rank waits ms"),
+        [
+            (rank, lane, _ms(busy), f"{busy / max(1, simulation.makespan_ns):.1%}", _ms(simulation.waiting_ns[rank]))
+            for (rank, lane), busy in rows[:_SHOWN]
+        ],
+    )
+
+
+def _ms(ns: int) -> str:
+    return f"{ns / 1e6:,.3f}"
