@@ -22,6 +22,7 @@ HOST = "operations on the host"
 GPU = "computation on a GPU"
 COMMUNICATION = "communication"
 PAUSE = "host between operations"
+LATE = "until its rank began"
 CATEGORIES = (HOST, GPU, COMMUNICATION)
 JoinKey = tuple[str, str, int, int, int]
 """Group, kind, source and destination of a P2P message, and its number."""
@@ -290,5 +291,7 @@ class _Run:
                 continue
             spent[CATEGORIES[graph.category[index]]] += self.end[r][index] - self.begin[r][index]
             spent[PAUSE] += graph.pause_ns[index]
+            if before is None and (late := self.ready[r][index] - graph.pause_ns[index]):
+                spent[LATE] += late
             at = before
         return dict(spent.most_common())

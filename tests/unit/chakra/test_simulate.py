@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from crossrank.tools.chakra.convert import convert
-from crossrank.tools.chakra.simulate import GPU, HOST, PAUSE, RankGraph, Simulation, simulate
+from crossrank.tools.chakra.simulate import GPU, HOST, LATE, PAUSE, RankGraph, Simulation, simulate
 from crossrank.tools.chakra.timeline import write_timeline
 from crossrank.tools.cli import main
 from crossrank.tools.linking import link
@@ -66,6 +66,15 @@ def test_a_collective_begins_when_its_last_member_is_ready_and_takes_the_shortes
     assert (simulation.joined, simulation.alone) == (1, 0)
     assert simulation.critical_ns["communication"] == 200_000
     assert simulation.critical_ns[HOST] == 405_000  # of the rank that came last
+    assert sum(simulation.critical_ns.values()) == simulation.makespan_ns
+
+
+def test_a_rank_that_begins_late_is_on_the_critical_path_with_its_delay(tmp_path: Path) -> None:
+    graphs = [graph(two_streams(), tmp_path, rank) for rank in (0, 1)]
+    graphs[1].begin_ns += 100_000
+    simulation = simulate(graphs)
+    assert simulation.critical_ns[LATE] == 100_000
+    assert sum(simulation.critical_ns.values()) == simulation.makespan_ns == 545_000
 
 
 def test_ranks_that_disagree_do_not_stop_the_play(tmp_path: Path) -> None:
