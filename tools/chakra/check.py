@@ -42,7 +42,7 @@ _INTEGERS = frozenset(
 ) | {"fixed32_val", "fixed64_val", "sfixed32_val", "sfixed64_val"}
 _COMMUNICATES = frozenset((pb.COMM_COLL_NODE, pb.COMM_SEND_NODE, pb.COMM_RECV_NODE))
 _RANK = re.compile(r"\.(\d+)\.et(?:\.gz|\.zst)?$")
-_CHUNK = 1 << 16
+_CHUNK = 1 << 9
 
 
 @dataclass(kw_only=True)
@@ -133,8 +133,11 @@ def _check_node(node: pb.Node, where: str, rank: int | None, groups: Collection[
         if values.get("is_cpu_op"):
             result.fault("a communication node has is_cpu_op true, at which ASTRA-sim stops", where)
         _check_group(values.get("pg_name", ""), groups, where, result)
-    if node.type == pb.COMM_COLL_NODE and values.get("comm_type") not in RUN_BY_ASTRA_SIM:
-        number = values.get("comm_type", -1)
+    for name in ("comm_size", "comm_src", "comm_dst"):
+        if isinstance(values.get(name), int) and values[name] < 0:
+            result.fault(f"{name} is negative", where)
+    number = values.get("comm_type", -1)
+    if node.type == pb.COMM_COLL_NODE and isinstance(number, int) and number not in RUN_BY_ASTRA_SIM:
         known = number in pb.CollectiveCommType.values()
         result.note(f"ASTRA-sim cannot run {pb.CollectiveCommType.Name(number) if known else f'comm_type {number}'}")
     own = {pb.COMM_SEND_NODE: "comm_src", pb.COMM_RECV_NODE: "comm_dst"}.get(node.type)
@@ -147,7 +150,7 @@ def _check_node(node: pb.Node, where: str, rank: int | None, groups: Collection[
 def _check_group(pg_name: object, groups: Collection[str] | None, where: str, result: Checked) -> None:
     if pg_name in ("", "0"):
         return
-    if not (isinstance(pg_name, str) and re.fullmatch(r"\d{1,10}", pg_name) and int(pg_name) < 1 << 31):
+    if not (isinstance(pg_name, str) and re.fullmatch(r"[0-9]{1,10}", pg_name) and int(pg_name) < 1 << 31):
         result.fault("pg_name is no integer, at which ASTRA-sim stops", f"{where}: {pg_name!r}")
     elif groups is not None and pg_name not in groups:
         result.fault("pg_name is not in the group file", f"{where}: {pg_name!r}")
@@ -205,8 +208,8 @@ def _circle(path: str) -> list[int]:
     if not left:
         return []
     at = min(left)
-    path_: list[int] = []
-    while at not in path_:
-        path_.append(at)
+    place: dict[int, int] = {}
+    while at not in place:
+        place[at] = len(place)
         at = next(source for source in sources[at] if source in left)
-    return path_[path_.index(at) :]
+    return list(place)[place[at] :]

@@ -10,7 +10,7 @@ from crossrank.comm import operation_of
 from crossrank.tools.chakra.graph import ChakraNode, DependencyMode
 from crossrank.tools.chakra.groups import NumberedGroup
 from crossrank.tools.chakra.order import in_order
-from crossrank.tools.chakra.simulate import RankGraph, rank_graph
+from crossrank.tools.chakra.simulate import RankGraph, in_group_order, rank_graph
 from crossrank.tools.chakra.steps import (
     convert_communications,
     convert_nodes,
@@ -56,15 +56,17 @@ def convert(
     warnings: list[str] = []
     several = convert_communications(trace, nodes, groups, warnings)
     draw_dependencies(trace, nodes, several)
+    # Circles are broken before edges are left out: one that goes may be all that implied another.
+    _, dropped = in_order(nodes, strict=strict)
     result = Converted(implied=reduce_dependencies(nodes), groups=sorted(groups.values(), key=lambda g: int(g.number)))
-    ordered, dropped = in_order(nodes, strict=strict)
+    ordered, _ = in_order(nodes, strict=True)
     result.warnings = warnings + dropped
     write_chakra(trace, ordered, result.groups, path, mode)
     if keep_graph:
         result.graph = rank_graph(ordered, trace.rank or 0, trace.base_ns)
     result.nodes = dict(Counter(_kind(node) for node in ordered))
     result.dependencies = dict(Counter(dependency.kind for node in ordered for dependency in node.dependencies))
-    for node in sorted((node for node in ordered if node.comm is not None), key=lambda node: (node.start_ns, node.id)):
+    for node in in_group_order(ordered):
         assert node.comm is not None
         record = node.comm.record
         operation = operation_of(record.op)

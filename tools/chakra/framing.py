@@ -43,6 +43,8 @@ def read_trace(path: str) -> tuple[GlobalMetadata, Iterator[tuple[int, Node]]]:
         metadata.ParseFromString(first[1])
     except DecodeError as error:
         raise CrossrankError(f"{path}: the first message is no Chakra metadata; name a Chakra .et file") from error
+    if first[1] and not metadata.version and not metadata.attr:
+        raise CrossrankError(f"{path}: does not begin with Chakra metadata but with something else; convert it anew")
     return metadata, _nodes(path, messages)
 
 

@@ -1,5 +1,6 @@
 """Numbers for process groups: the feeders take a group's name for an integer, with 0 for the world.
 
+The world is torch's default group; another one of all ranks orders its communications by itself and has a number.
 A number is made from the group's name and members alone, so that ranks converted apart, on different machines or
 days, agree on it. Groups that old traces name by an address, which differs between ranks, go by their members.
 """
@@ -38,7 +39,8 @@ def number(group: Group, world_size: int | None) -> NumberedGroup:
             "the rank, or a trace with '## process_group:init ##'"
         )
     ranks = tuple(group.ranks)
-    if world_size is not None and ranks == tuple(range(world_size)):
+    default = named_by_address(group.pg) or group.pg == "0" or group.desc == "default_pg"
+    if default and world_size is not None and ranks == tuple(range(world_size)):
         return NumberedGroup(number=WORLD, ranks=ranks, pg=group.pg, desc=group.desc)
     name = "" if named_by_address(group.pg) else group.pg
     digest = zlib.crc32(msgspec.json.encode([name, ranks]))

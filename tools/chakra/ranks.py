@@ -80,6 +80,8 @@ def _convert_one(task: Task) -> RankResult:
     else:
         trace = link(given.et, given.kineto, given.comms, rank=given.rank)
     rank = trace.rank if trace.rank is not None else 0
+    if given.rank is not None and given.rank != rank:
+        raise CrossrankError(f"{given.linked or given.et}: is of rank {rank} by what it says; name it rank-{rank}.…")
     folder = Path(task.folder)
     path = folder / chakra_name(rank, given.window)
     try:
@@ -106,8 +108,13 @@ def write_groups(results: Sequence[RankResult], folder: Path) -> Path:
     groups = merge(result.converted.groups for result in results)
     path = folder / GROUPS
     temporary = path.with_name(f".{path.name}.part")
-    temporary.write_bytes(msgspec.json.encode(groups) + b"\n")
-    os.replace(temporary, path)
+    try:
+        temporary.write_bytes(msgspec.json.encode(groups) + b"\n")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise CrossrankError(f"{path}: cannot be written ({error.strerror}); name another folder with -o") from error
+    finally:
+        temporary.unlink(missing_ok=True)
     return path
 
 

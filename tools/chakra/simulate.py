@@ -10,7 +10,7 @@ apart to be of one window.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -67,9 +67,9 @@ class Simulation:
     waiting_ns: dict[int, int] = field(default_factory=dict)
     """Rank -> time in which its communications were ready and waited for other ranks."""
     joined: int = 0
-    """Collectives and messages of which several members were played."""
+    """Collectives and messages of which several members were played together."""
     alone: int = 0
-    """Communications whose other members are not there, or never came."""
+    """Communications that one rank played alone: the others are not there, or never came."""
     begin_ns: dict[int, list[int]] = field(default_factory=dict)
     """Rank -> when each node begins."""
     run_ns: dict[int, list[int]] = field(default_factory=dict)
@@ -100,13 +100,18 @@ def rank_graph(nodes: Sequence[ChakraNode], rank: int, base_ns: int) -> RankGrap
         joins={},
         names=[node.name for node in nodes],
     )
-    collectives: Counter[str] = Counter()
+    numbers: Counter[str] = Counter()
+    place: dict[int, int] = {}
+    for node in in_group_order(nodes):
+        if node.comm is not None and node.comm.record.op not in P2P_TYPES:
+            numbers[node.comm.group.number] += 1
+            place[node.id] = numbers[node.comm.group.number]
     for index, node in enumerate(nodes):
         lane = ("communication", "") if node.lane[0] == "communication" else node.lane
         graph.lane.append(lanes.setdefault(lane, len(lanes)))
         graph.category.append(2 if node.comm is not None else 0 if node.is_cpu else 1)
         if node.comm is not None:
-            graph.joins[index] = _join_key(node, rank, collectives)
+            graph.joins[index] = _join_key(node, rank, place.get(node.id, 0))
     graph.lanes = [_lane_name(lane) for lane in lanes]
     _measure_pauses(graph, nodes)
     return graph
@@ -119,15 +124,24 @@ def _lane_name(lane: Lane) -> str:
     return f"thread {place}" if kind == "thread" else "communication outside streams"
 
 
-def _join_key(node: ChakraNode, rank: int, collectives: Counter[str]) -> JoinKey:
+def _join_key(node: ChakraNode, rank: int, place: int) -> JoinKey:
     assert node.comm is not None
     record, group = node.comm.record, node.comm.group.number
     if record.op in P2P_TYPES:
         peer = record.peer if record.peer is not None else -1
         source, target = (rank, peer) if record.op == "send" else (peer, rank)
         return (group, "message", source, target, record.p2p_seq or 0)
-    collectives[group] += 1
-    return (group, "collective", -1, -1, collectives[group])
+    return (group, "collective", -1, -1, place)
+
+
+def in_group_order(nodes: Iterable[ChakraNode]) -> list[ChakraNode]:
+    """The communications, those of one group by their sequence numbers where these are known, else by their starts."""
+    return sorted((node for node in nodes if node.comm is not None), key=_sequence)
+
+
+def _sequence(node: ChakraNode) -> tuple[int, int, int]:
+    assert node.comm is not None
+    return (node.comm.record.seq or 0, node.start_ns, node.id)
 
 
 def _measure_pauses(graph: RankGraph, nodes: Sequence[ChakraNode]) -> None:
@@ -170,8 +184,8 @@ def simulate(graphs: Sequence[RankGraph]) -> Simulation:
         makespan_ns=max((max(end, default=0) for end in run.end), default=0),
         measured_ns=max((graph.end_ns + offset for graph, offset in zip(graphs, offsets, strict=True)), default=0),
         by_clocks=by_clocks,
-        joined=sum(len(joined) > 1 for joined in members.values()) - run.given_up,
-        alone=sum(len(joined) == 1 for joined in members.values()) + run.given_up,
+        joined=run.joined,
+        alone=run.alone,
         begin_ns={graph.rank: begin for graph, begin in zip(graphs, run.begin, strict=True)},
         run_ns={
             graph.rank: [end - begin for begin, end in zip(begins, ends, strict=True)]
@@ -212,7 +226,8 @@ class _Run:
         self.end = [[0] * len(graph.lane) for graph in graphs]
         self.because: list[dict[int, tuple[int, int]]] = [{} for _ in graphs]
         """Node -> the node whose end let it begin."""
-        self.given_up = 0
+        self.joined = 0
+        self.alone = 0
         self._waits = [[len(set(sources)) for sources in graph.sources] for graph in graphs]
         self._dependents: list[list[list[int]]] = []
         for graph in graphs:
@@ -236,7 +251,6 @@ class _Run:
             stuck = next((key for key, count in self._arrived.items() if count), None)
             if stuck is None:
                 return
-            self.given_up += 1
             self._join(
                 stuck, [(r, i) for r, i in self.members[stuck] if not self._waits[r][i] and self.begin[r][i] < 0]
             )
@@ -255,6 +269,10 @@ class _Run:
 
     def _join(self, key: JoinKey, joined: list[tuple[int, int]]) -> None:
         self._arrived[key] = 0
+        if len(joined) > 1:
+            self.joined += 1
+        else:
+            self.alone += 1
         begin = max(self.ready[r][i] for r, i in joined)
         last = next((r, i) for r, i in joined if self.ready[r][i] == begin)
         duration = min(self.graphs[r].duration_ns[i] for r, i in joined)

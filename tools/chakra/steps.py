@@ -51,7 +51,7 @@ def convert_nodes(trace: LinkedTrace) -> dict[int, ChakraNode]:
             name=op.node.name,
             lane=("thread", op.node.tid),
             start_ns=start,
-            duration_ns=(op.exclusive_ns or 0) - op.blocked_ns,
+            duration_ns=max(0, (op.exclusive_ns or 0) - op.blocked_ns),
             is_cpu=True,
             dependencies=[],
             host=op.id,
@@ -109,7 +109,9 @@ def convert_communications(
         elif communication.work is not None:
             work = _work(communication, ops[communication.work], nodes, _comm(communication, groups))
             nodes[work.id] = work
-        elif operation is not None and operation.p2p and communication.record.batch is not None:
+        elif operation is None:
+            unknown += 1
+        elif operation.p2p and communication.record.batch is not None:
             batch.append(communication)
         else:
             node = _call_alone(communication, nodes, _comm(communication, groups), next(fresh))
@@ -119,8 +121,8 @@ def convert_communications(
         nodes[node.id] = node
     if unknown:
         warnings.append(
-            f"{unknown} communication kernel(s) of which only the name is known stay computations: "
-            "link with the rank's comms file, or a trace with record_param_comms"
+            f"{unknown} communication(s) of which no operation or group is known are none in the trace, their kernels "
+            "computations: link with the rank's comms file, or a trace with record_param_comms"
         )
     return several
 

@@ -17,6 +17,7 @@ import msgspec
 
 import crossrank
 from crossrank.comm import OPERATIONS, CommRecord
+from crossrank.errors import CrossrankError, one_line
 from crossrank.tools.chakra import et_def_pb2 as pb
 from crossrank.tools.chakra.framing import write_message
 from crossrank.tools.chakra.graph import ChakraNode, Comm, DependencyMode
@@ -67,7 +68,13 @@ def write_chakra(
             write_message(file, _metadata(trace, groups).SerializeToString())
             write_message(file, _group_node(nodes, groups).SerializeToString())
             for node in nodes:
-                write_message(file, encode(node, trace, mode).SerializeToString())
+                try:
+                    message = encode(node, trace, mode).SerializeToString()
+                except (ValueError, TypeError, OverflowError) as error:
+                    raise CrossrankError(
+                        f"node {node.id} ({node.name[:60]}) does not fit into a Chakra node ({one_line(error)})"
+                    ) from error
+                write_message(file, message)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -168,7 +175,7 @@ def _add_comm(message: pb.Node, comm: Comm, rank: int | None) -> None:
         add(name="comm_dst", int32_val=target)
         add(name="comm_tag", int32_val=_tag(record, comm.group))
         return
-    add(name="comm_type", int64_val=COLLECTIVE_TYPES.get(record.op, pb.ALL_REDUCE))
+    add(name="comm_type", int64_val=COLLECTIVE_TYPES[record.op])
     if record.root is not None:
         add(name="root", int64_val=record.root)
     if record.seq is not None:

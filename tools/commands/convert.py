@@ -7,15 +7,16 @@ import os
 import re
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 import msgspec
-from crossrank.tools.commands.simulation import as_json, print_simulation, simulate_windows
 
 from crossrank.errors import CrossrankError
 from crossrank.recording import rank_of
 from crossrank.tools.chakra.ranks import RankResult, Task, convert_ranks, disagreements, write_groups
 from crossrank.tools.commands.link import complain, output_folder, progress, rank_list, share
+from crossrank.tools.commands.simulation import as_json, print_simulation, simulate_windows
 from crossrank.tools.linking.inputs import Inputs, RankInput, find_inputs
 from crossrank.tools.tables import print_table, printable
 
@@ -59,13 +60,20 @@ class Convert:
     def run(self, arguments: argparse.Namespace) -> int:
         paths: list[str] = arguments.recording
         if all(_LINKED.search(path) for path in paths):
-            inputs = Inputs(pairs=[_linked(path) for path in paths], problems=[])
+            pairs = [_linked(path) for path in paths]
+            ranks = arguments.ranks
+            inputs = Inputs(pairs=[pair for pair in pairs if ranks is None or pair.rank in ranks], problems=[])
+            if not inputs.pairs:
+                raise CrossrankError(f"none of the {len(paths)} linked traces is of a rank that --ranks names")
         elif len(paths) > 2:
             raise CrossrankError(
                 f"{len(paths)} paths given; name one folder, the two files of one rank, or linked traces"
             )
         else:
             inputs = find_inputs(paths, arguments.ranks)
+        _refuse_doubles(inputs.pairs)
+        if arguments.timeline is not None:
+            _refuse_timeline(arguments.timeline)
         folder = output_folder(paths, arguments.output)
         tasks = [
             Task(
@@ -121,9 +129,31 @@ _LINKED = re.compile(r"\.linked\.json(?:\.zst|\.gz)?$")
 
 def _linked(path: str) -> RankInput:
     window = re.search(r"\.w(\d+)\.linked", path)
-    return RankInput(
-        rank=rank_of(os.path.basename(path)), window=int(window[1]) if window else 1, et="", kineto="", linked=path
-    )
+    rank = rank_of(os.path.basename(path))
+    if rank is None:
+        raise CrossrankError(f"{path}: does not say its rank; name it rank-N.linked.json, .gz or .zst")
+    return RankInput(rank=rank, window=int(window[1]) if window else 1, et="", kineto="", linked=path)
+
+
+def _refuse_doubles(pairs: Sequence[RankInput]) -> None:
+    """Two inputs of one rank would write one file."""
+    seen: dict[tuple[int | None, int], RankInput] = {}
+    for pair in pairs:
+        other = seen.setdefault((pair.rank, pair.window), pair)
+        if other is not pair:
+            raise CrossrankError(
+                f"{other.linked or other.et} and {pair.linked or pair.et} are both of rank {pair.rank}; "
+                "name one of them"
+            )
+
+
+def _refuse_timeline(timeline: str) -> None:
+    """Tell before the work what would fail after it."""
+    folder = os.path.dirname(timeline) or "."
+    if not timeline.endswith((".json", ".json.gz")):
+        raise CrossrankError(f"{timeline}: a timeline is a .json or .json.gz file")
+    if os.path.isdir(timeline) or not os.path.isdir(folder):
+        raise CrossrankError(f"{timeline}: cannot be written; name a file in a folder that exists")
 
 
 def _print(results: list[RankResult], folder: str) -> None:

@@ -96,6 +96,7 @@ def read_linked(path: str) -> LinkedTrace:
         host.append(op)
         if op.caller:
             edges.append(Edge(op.caller, op.id, "caller"))
+    _check_ids(path, file.nodes, communications, edges)
     communications.sort(key=lambda communication: communication.record.id)
     return LinkedTrace(
         rank=head.rank,
@@ -115,6 +116,26 @@ def read_linked(path: str) -> LinkedTrace:
         edges=edges,
         report=head.match,
     )
+
+
+def _check_ids(path: str, nodes: list[_Node], communications: list[Communication], edges: list[Edge]) -> None:
+    ids: set[int] = set()
+    for node in nodes:
+        if node.id in ids:
+            raise CrossrankError(
+                f"{path}: id {node.id} stands twice, the second time at {node.name[:60]!r}; link it anew"
+            )
+        ids.add(node.id)
+    for edge in edges:
+        if edge.source not in ids or edge.source == edge.target:
+            raise CrossrankError(f"{path}: node {edge.target} depends on {edge.source}, which cannot be; link it anew")
+    for communication in communications:
+        for named in (*communication.activities, communication.work, communication.host):
+            if named is not None and named not in ids:
+                raise CrossrankError(
+                    f"{path}: the {communication.record.op} of node {communication.host} names node {named}, "
+                    "which is not there; link it anew"
+                )
 
 
 def _host_op(node: _Node) -> HostOp:

@@ -194,7 +194,7 @@ def test_a_kernel_of_which_only_the_name_is_known_stays_a_computation_and_is_tol
     trace.launch("ncclDevKernel_Generic(x)", 10, 20, 30, 501)
     nodes, result = converted(trace, tmp_path)
     assert nodes[5]["type"] == "COMP_NODE"
-    assert result.warnings[0].startswith("1 communication kernel(s) of which only the name is known stay computations")
+    assert result.warnings[0].startswith("1 communication(s) of which no operation or group is known are none in the")
 
 
 def circle(folder: Path, kind: Any, *, inferred: bool) -> LinkedTrace:
@@ -213,6 +213,41 @@ def test_a_circle_is_broken_at_its_weakest_edge_and_told(tmp_path: Path) -> None
         "dropped the inferred inter_thread edge 5 -> 4 of a circle: "
         "4 (first) waits by inferred inter_thread for 5 (second) waits by program_order for 4"
     ]
+
+
+def test_a_fact_that_only_a_dropped_edge_implied_is_kept(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    for i in range(3):
+        trace.op(f"first {i}", 20 * i, 10)
+    other = trace.op("other thread", 100, 10, 3, tid=2)
+    result = link(*trace.write(tmp_path))
+    result.edges = [edge for edge in result.edges if edge.kind != "inter_thread"]
+    result.edges += [
+        Edge(4, other, "forward_backward"),
+        Edge(6, other, "inter_thread", inferred=True),  # implies the one above, but closes a circle
+        Edge(other, 5, "sync"),
+    ]
+    nodes, report = write(result, tmp_path)
+    assert nodes[other]["data_deps"] == [4]
+    assert nodes[5]["data_deps"] == [4, other]
+    assert len(report.warnings) == 1
+
+
+def test_collectives_are_compared_in_the_order_of_their_sequence_numbers(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    for i, (seq, start) in enumerate(((2, 200), (1, 300))):
+        trace.op("record_param_comms", 20 * i, 10, inputs=params("allreduce" if seq == 1 else "broadcast", seq=seq))
+        trace.launch("ncclDevKernel_AllReduce_Sum_f32(x)", 20 * i + 2, start, 20, 501 + i, stream=20 + i)
+    _, report = converted(trace, tmp_path)
+    assert report.collectives == {"0": ["all_reduce of 96 B", "broadcast of 96 B"]}
+
+
+def test_a_value_that_does_not_fit_names_its_node(tmp_path: Path) -> None:
+    result = link(*two_streams().write(tmp_path))
+    result.host[3].exclusive_ns = 1 << 70
+    with pytest.raises(CrossrankError, match=r"node 4 \(aten::linear\) does not fit into a Chakra node"):
+        convert(result, tmp_path / "chakra.0.et")
+    assert not list(tmp_path.glob(".*.part"))
 
 
 @pytest.mark.parametrize(

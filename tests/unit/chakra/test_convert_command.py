@@ -61,6 +61,58 @@ def test_a_json_that_is_no_linked_trace_is_refused(folder: Path, capsys: pytest.
     assert os.listdir(folder / "out") == []
 
 
+def test_two_inputs_of_one_rank_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(folder, "-o", folder / "a", "--keep-linked") == 0
+    linked = folder / "a" / "rank-0.linked.json.zst"
+    capsys.readouterr()
+    assert run(linked, linked, "-o", folder / "out") == 2
+    assert capsys.readouterr().err == f"crossrank: {linked} and {linked} are both of rank 0; name one of them\n"
+    assert not (folder / "out").exists()
+    other = linked.with_name("rank-7.linked.json.zst")
+    other.write_bytes(linked.read_bytes())
+    assert run(other, "-o", folder / "out") == 2
+    assert "rank-7.linked.json.zst: is of rank 0 by what it says" in capsys.readouterr().err
+    assert run(linked, "--ranks", "5", "-o", folder / "out") == 2
+
+
+@pytest.mark.parametrize("timeline", ["{folder}/gone/t.json", "{folder}", "{folder}/chakra.0.et"])
+def test_a_timeline_that_cannot_be_written_is_told_before_the_work(folder: Path, timeline: str) -> None:
+    assert run(folder, "-o", folder / "out", "--timeline", timeline.format(folder=folder)) == 2
+    assert not (folder / "out").exists()
+
+
+def test_a_group_file_that_cannot_be_written_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "out" / "comm_groups.json").mkdir(parents=True)
+    assert run(folder, "-o", folder / "out") == 2
+    assert capsys.readouterr().err.endswith(
+        "comm_groups.json: cannot be written (Is a directory); name another folder with -o\n"
+    )
+    assert not list((folder / "out").glob(".*.part"))
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        ({"id": 4, "name": "again", "ctrl_deps": 2}, "id 4 stands twice, the second time at 'again'"),
+        ({"id": 900, "name": "a", "ctrl_deps": 2, "deps": [{"id": 901, "kind": "sync"}]}, "node 900 depends on 901"),
+        ({"id": 900, "name": "a", "ctrl_deps": 2, "deps": [{"id": 900, "kind": "sync"}]}, "node 900 depends on 900"),
+    ],
+)
+def test_a_linked_trace_that_cannot_be_is_refused_with_its_node(
+    folder: Path, capsys: pytest.CaptureFixture[str], node: dict[str, object], message: str
+) -> None:
+    assert (
+        main(["link", str(folder), "-o", str(folder / "l"), "--ranks", "0", "--compress", "none", "--jobs", "1"]) == 0
+    )
+    path = folder / "l" / "rank-0.linked.json"
+    content = json.loads(path.read_text())
+    content["nodes"].append(node)
+    path.write_text(json.dumps(content))
+    capsys.readouterr()
+    assert run(path, "-o", folder / "out") == 2
+    assert message in capsys.readouterr().err
+
+
 @needs_traces
 def test_dlrm_converts_and_keeps_the_contract(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(public("dlrm_8gpu"), "-o", tmp_path, "--json") == 0

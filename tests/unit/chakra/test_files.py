@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,31 @@ def test_communication_nodes_need_what_the_feeders_read(tmp_path: Path) -> None:
     assert result.notes == {"ASTRA-sim cannot run BARRIER": 1, "ASTRA-sim cannot run comm_type -1": 1}
 
 
+def test_values_that_cannot_be_break_the_contract(tmp_path: Path) -> None:
+    listed = node(2, kind=pb.COMM_COLL_NODE, comm_size=8)
+    listed.attr.add(name="comm_type").int64_list.values.append(0)
+    path = file_of(
+        tmp_path / "a.0.et",
+        node(1, kind=pb.COMM_SEND_NODE, comm_dst=-1, comm_size=-8, comm_tag=1),
+        listed,
+        node(3, kind=pb.COMM_COLL_NODE, comm_type=0, comm_size=8, pg_name="\u0663"),
+    )
+    assert check(path).faults == {
+        "comm_size is negative": 1,
+        "comm_dst is negative": 1,
+        "comm_type is int64_list, not int64_val": 1,
+        "pg_name is no integer, at which ASTRA-sim stops": 1,
+    }
+
+
+def test_a_long_circle_is_found_in_time(tmp_path: Path) -> None:
+    count = 20_000
+    path = file_of(tmp_path / "a.0.et", *(node(i, i % count + 1) for i in range(1, count + 1)))
+    started = time.process_time()
+    assert check(path).faults == {"dependencies run in a circle": 1}
+    assert time.process_time() - started < 5
+
+
 def test_the_command_says_what_is_broken_and_exits_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = file_of(tmp_path / "a.0.et", node(1)), file_of(tmp_path / "a.1.et", node(1, 5))
     assert main(["check", good]) == 0
@@ -195,7 +221,10 @@ def test_a_group_has_the_same_number_wherever_it_is_made() -> None:
     theirs = number(Group(pg="7", size=2, ranks=[0, 2], desc="dp"), 4)
     other = number(Group(pg="8", size=2, ranks=[0, 2], desc="tp"), 4)
     assert ours.number == theirs.number != other.number
-    assert number(Group(pg="x", size=4, ranks=[0, 1, 2, 3]), 4).number == "0"
+    assert number(Group(pg="0", size=4, ranks=[0, 1, 2, 3]), 4).number == "0"
+    assert number(Group(pg="94594108284448", size=4, ranks=[0, 1, 2, 3]), 4).number == "0"
+    # A second communicator of all ranks orders its collectives by itself.
+    assert number(Group(pg="x", size=4, ranks=[0, 1, 2, 3]), 4).number != "0"
     by_address = [number(Group(pg=pg, size=2, ranks=[1, 3]), 4).number for pg in ("94594108284448", "94428220485728")]
     assert by_address[0] == by_address[1]
     assert merge([[ours], [theirs, other], [number(Group(pg="0", size=4, ranks=[0, 1, 2, 3]), 4)]]) == {
