@@ -96,6 +96,7 @@ def test_a_file_cut_off_anywhere_is_refused_with_the_place(tmp_path: Path) -> No
         (b"\xff" * 20, "no message length at byte 0; the file is broken or no Chakra trace"),
         (b'{"nodes": []}', "cut off in the message at byte 0"),
         (b"\x03\xff\xff\xff", "the first message is no Chakra metadata"),
+        (b"\x02\x08\x05", "does not begin with Chakra metadata but with something else"),
         (b"\x00\x03\xff\xff\xff", "node 1 at byte 1 is no Chakra node"),
     ],
 )
