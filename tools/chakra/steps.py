@@ -1,10 +1,10 @@
 """From a linked trace to the nodes of a Chakra file, step by step.
 
 Nodes. A host operation becomes a computation on its thread with its exclusive time, less what it waited for the GPU:
-that is what its dependencies are for. A GPU activity becomes a
-computation on its stream. A communication becomes one communication node: its kernel, or the range of its Work where
-a backend without kernels ran it, or its call where neither is known. A kernel that runs a batch of sends and
-receives becomes one node for each of them. Roots of processes and threads are removed.
+that is what its dependencies are for. A GPU activity becomes a computation on its stream. A communication becomes one
+communication node: its kernel, or the range of its Work where a backend without kernels ran it, or its call where
+neither is known. A kernel that runs a batch of sends and receives becomes one node for each of them. Roots of
+processes and threads are removed; they wait for nothing, so nothing is lost with them.
 
 Dependencies. Everything on one lane (thread, stream) follows what comes before it there; every other edge of the
 linked trace is kept, unless the order of the two lanes implies it.
