@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
@@ -94,23 +94,26 @@ def check(path: str, groups: Collection[str] | None = None) -> Checked:
         result.note("the name does not end in .RANK.et, by which ASTRA-sim finds a rank's file")
     seen = _Ids()
     later: dict[int, str] = {}
+    ordered = True
     for offset, node in nodes:
         where = f"node {node.id} ({node.name[:60]}) at byte {offset}"
         if node.id in seen:
             raise CrossrankError(f"{path}: {where} has the id of {_place(path, node.id)}; convert it anew")
+        sources = (*node.ctrl_deps, *node.data_deps)
+        ordered = ordered and all(source in seen for source in sources)
         seen.add(node.id)
         later.pop(node.id, None)
         result.nodes += 1
         kind = pb.NodeType.Name(node.type) if node.type in pb.NodeType.values() else f"type {node.type}"
         result.types[kind] = result.types.get(kind, 0) + 1
-        for source in (*node.ctrl_deps, *node.data_deps):
+        for source in sources:
             if source not in seen:
                 later.setdefault(source, where)
         _check_node(node, where, int(rank[1]) if rank else None, groups, result)
     for source, where in later.items():
         result.fault("a dependency names a node that is not in the file", f"{where} waits for {source}")
     # In a file whose nodes all follow what they wait for nothing can run in a circle.
-    if not _is_ordered(path):
+    if not ordered:
         circle = _circle(path)
         if circle:
             result.fault("dependencies run in a circle", f"nodes {' <- '.join(map(str, circle[:8]))}")
@@ -174,23 +177,9 @@ def _place(path: str, node_id: int) -> str:
     raise AssertionError("unreachable")
 
 
-def _edges(path: str) -> Iterator[tuple[int, list[int]]]:
-    for _, node in read_trace(path)[1]:
-        yield node.id, [*node.ctrl_deps, *node.data_deps]
-
-
-def _is_ordered(path: str) -> bool:
-    seen = _Ids()
-    for node_id, sources in _edges(path):
-        if any(source not in seen for source in sources):
-            return False
-        seen.add(node_id)
-    return True
-
-
 def _circle(path: str) -> list[int]:
     """The nodes of one circle; empty where there is none. Takes memory for all edges."""
-    sources: dict[int, list[int]] = dict(_edges(path))
+    sources = {node.id: [*node.ctrl_deps, *node.data_deps] for _, node in read_trace(path)[1]}
     dependents: dict[int, list[int]] = defaultdict(list)
     waits = {}
     for node_id, before in sources.items():

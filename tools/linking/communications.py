@@ -191,10 +191,10 @@ class Finder:
     def _is_inside(self, position: int, candidates: set[int]) -> bool:
         return any(above in self._at or above in candidates for above in self._callers(position))
 
-    def _callers(self, position: int) -> Iterable[int]:
+    def _callers(self, position: int, depth: int = _DEPTH) -> Iterable[int]:
         """Positions of the nodes above, as far up as one call's nodes can stand."""
         parent = self._position.get(self._host[position].caller)
-        for _ in range(_DEPTH):
+        for _ in range(depth):
             if parent is None:
                 return
             yield parent
@@ -245,13 +245,9 @@ class Finder:
     def _around(self, host: int | None) -> Communication | None:
         """The communication of a node or of the nearest node above it."""
         position = self._position.get(host) if host is not None else None
-        steps = 0
-        while position is not None and steps < 64:
-            if position in self._at:
-                return self._at[position]
-            position = self._position.get(self._host[position].caller)
-            steps += 1
-        return None
+        if position is None:
+            return None
+        return next((self._at[at] for at in (position, *self._callers(position, 63)) if at in self._at), None)
 
     def _complete(self, communication: Communication, described: ParamComms) -> None:
         """Add what only Kineto says to a record that is not our own."""

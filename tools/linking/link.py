@@ -20,10 +20,10 @@ from crossrank.tools.linking.communications import Finder
 from crossrank.tools.linking.graph import Activity, Edge, EdgeKind, HostOp, LinkedTrace, MatchReport
 from crossrank.tools.linking.kernels import communication_kernel
 from crossrank.tools.linking.matching import HostMatch, doubts, match_hosts
-from crossrank.tools.linking.nesting import ASYNC_PREFIXES, Nesting, nest
+from crossrank.tools.linking.nesting import Nesting, is_work, nest
 from crossrank.tools.linking.stream_waits import WAIT_EVENT, Surroundings, infer_stream_waits
 from crossrank.tools.linking.synchronisation import CLOCK_NS, Waits, find_waits
-from crossrank.tools.readers.execution_trace import ExecutionTrace, HostNode, read_execution_trace
+from crossrank.tools.readers.execution_trace import ExecutionTrace, read_execution_trace
 from crossrank.tools.readers.kineto import KinetoTrace, read_kineto
 
 _NAMES = 5
@@ -126,16 +126,12 @@ def _host_ops(et: ExecutionTrace, kineto: KinetoTrace, match: HostMatch, nesting
     host = []
     for node, index in zip(et.nodes, match.event_of, strict=True):
         if index < 0:
-            host.append(HostOp(node, node.parent, is_work=_is_work(node)))
+            host.append(HostOp(node, node.parent, is_work=is_work(node.name)))
             continue
         event = kineto.host[index]
         duration, exclusive = event.end - event.start, nesting.exclusive_ns[index]
-        host.append(HostOp(node, node.parent, event.start, duration, exclusive, is_work=_is_work(node)))
+        host.append(HostOp(node, node.parent, event.start, duration, exclusive, is_work=is_work(node.name)))
     return host
-
-
-def _is_work(node: HostNode) -> bool:
-    return node.name.startswith(ASYNC_PREFIXES)
 
 
 def _activities(

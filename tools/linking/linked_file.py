@@ -53,7 +53,9 @@ _NO_HOST = HostNode(
 )
 
 
-class _Dependency(msgspec.Struct, gc=False, omit_defaults=True):
+class Dependency(msgspec.Struct, gc=False, omit_defaults=True):
+    """One entry of `deps`: an edge, without the node it belongs to."""
+
     id: int
     kind: EdgeKind
     inferred: bool = False
@@ -83,7 +85,7 @@ class _Node(msgspec.Struct, gc=False, kw_only=True):
     args: msgspec.Raw | UnsetType = UNSET
     comm: Communication | UnsetType = UNSET
     comm_host: int | UnsetType = UNSET
-    deps: list[_Dependency] | UnsetType = UNSET
+    deps: list[Dependency] | UnsetType = UNSET
 
 
 class Provenance(msgspec.Struct, kw_only=True):
@@ -169,13 +171,13 @@ def _head(trace: LinkedTrace) -> _Head:
 
 
 def _nodes(trace: LinkedTrace) -> Iterator[_Node]:
-    dependencies: dict[int, list[_Dependency]] = defaultdict(list)
+    dependencies: dict[int, list[Dependency]] = defaultdict(list)
     inter_thread: dict[int, int] = {}
     syncs: dict[int, list[int]] = defaultdict(list)
     for edge in trace.edges:
         if edge.kind == "caller":
             continue
-        dependencies[edge.target].append(_Dependency(edge.source, edge.kind, edge.inferred, edge.slack_ns))
+        dependencies[edge.target].append(Dependency(edge.source, edge.kind, edge.inferred, edge.slack_ns))
         if edge.kind == "inter_thread":
             inter_thread[edge.target] = edge.source
         elif edge.kind == "sync":

@@ -14,6 +14,11 @@ ASYNC_PREFIXES = ("gloo:", "mpi:", "ucc:")
 """Ranges of a Work: begun where the call is made, ended elsewhere when it is done. Nothing runs inside them."""
 
 
+def is_work(name: str) -> bool:
+    """Whether a range of this name is that of a Work."""
+    return name.startswith(ASYNC_PREFIXES)
+
+
 @dataclass(kw_only=True)
 class Nesting:
     """By positions in `KinetoTrace.host` and `KinetoTrace.calls`; -1 where nothing encloses."""
@@ -63,7 +68,7 @@ def _sweep(
         if index < 0:
             return
         event = events[index]
-        if event.name.startswith(ASYNC_PREFIXES):
+        if is_work(event.name):
             continue
         while open_ and events[open_[-1]].end < event.end:
             if events[open_[-1]].end > event.start:

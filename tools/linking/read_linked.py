@@ -8,22 +8,15 @@ import msgspec
 
 from crossrank.comm import CommRecord, Group
 from crossrank.errors import CrossrankError
-from crossrank.tools.linking.graph import Activity, Communication, Edge, EdgeKind, HostOp, LinkedTrace
+from crossrank.tools.linking.graph import Activity, Communication, Edge, HostOp, LinkedTrace
 from crossrank.tools.linking.kernels import communication_kernel
-from crossrank.tools.linking.linked_file import Provenance
-from crossrank.tools.linking.nesting import ASYNC_PREFIXES
+from crossrank.tools.linking.linked_file import Dependency, Provenance
+from crossrank.tools.linking.nesting import is_work
 from crossrank.tools.readers.execution_trace import HostNode, read_attributes
 from crossrank.tools.readers.json_document import Shape, read_document
 
 _EMPTY = msgspec.Raw(b"[]")
 _NO_ARGS = msgspec.Raw(b"{}")
-
-
-class _Dependency(msgspec.Struct, gc=False):
-    id: int
-    kind: EdgeKind
-    inferred: bool = False
-    slack_ns: int | None = None
 
 
 class _Communication(msgspec.Struct, gc=False):
@@ -54,7 +47,7 @@ class _Node(msgspec.Struct, gc=False):
     unlinked: str | None = None
     args: msgspec.Raw = _NO_ARGS
     comm: _Communication | None = None
-    deps: list[_Dependency] = []
+    deps: list[Dependency] = []
 
 
 class _File(msgspec.Struct):
@@ -159,7 +152,7 @@ def _host_op(node: _Node) -> HostOp:
         _ns(node.inclusive_dur) if timed else None,
         _ns(node.exclusive_dur) if timed else None,
         _ns(node.blocked_dur),
-        node.name.startswith(ASYNC_PREFIXES),
+        is_work(node.name),
     )
 
 
