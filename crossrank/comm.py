@@ -16,6 +16,9 @@ from typing import Literal
 
 import msgspec
 
+MOST_RANKS = 1 << 20
+"""More ranks than any job has: a larger number in a file or an option is a mistake, and is not built a list for."""
+
 Payload = Literal["input", "output", "input_per_member", "output_per_member", "none"]
 Locality = Literal["intra_node", "nvlink_domain", "cross_node", "unknown"]
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from crossrank.comm import MOST_RANKS
 from crossrank.errors import CrossrankError
 from crossrank.recording import is_url
 from crossrank.tools.linking.inputs import Inputs, find_inputs
@@ -25,7 +26,6 @@ Result = TypeVar("Result")
 _ROWS = 16
 _WARNINGS = 4
 _NUMBER = re.compile(r"(?<!thread )(?<![\w.])\d+(?![\w.])")
-_MOST_RANKS = 1 << 20
 
 
 class Link:
@@ -292,8 +292,8 @@ def rank_list(text: str) -> set[int]:
         if match is None or (match[2] and int(match[2]) < int(match[1])):
             raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks; write it as 0-7,12")
         first, last = int(match[1]), int(match[2] or match[1])
-        if last >= _MOST_RANKS:
-            raise argparse.ArgumentTypeError(f"{text!r} names a rank above {_MOST_RANKS - 1}")
+        if last >= MOST_RANKS:
+            raise argparse.ArgumentTypeError(f"{text!r} names a rank above {MOST_RANKS - 1}")
         ranks.update(range(first, last + 1))
     return ranks
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from crossrank.comm import Group
+from crossrank.comm import MOST_RANKS, Group
 from crossrank.errors import CrossrankError
 from crossrank.tools.readers.json_document import Shape, parse, read_document
 
@@ -239,7 +239,6 @@ def read_attributes(node: HostNode) -> bool:
 
 _NUMBERS = frozenset(("rf_id", "tid", "seq_id", "fw_parent", "fw_tid", "scope"))
 _BIG = 1 << 64
-_MOST_RANKS = 1 << 20
 
 
 def _schema_warnings(schema: str) -> list[str]:
@@ -339,7 +338,7 @@ def _groups(nodes: list[HostNode]) -> list[Group]:
             # A text may be cut short by the observer's limit on strings, or be of another make.
             for config in parse(value, list[_PgConfig]) or ():
                 # torch writes no ranks for a group of the whole world.
-                ranks = config.ranks or list(range(min(config.group_size, _MOST_RANKS)))
+                ranks = config.ranks or list(range(min(config.group_size, MOST_RANKS)))
                 groups[str(config.pg_name)] = Group(
                     pg=str(config.pg_name),
                     size=config.group_size or len(ranks),

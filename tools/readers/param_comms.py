@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from crossrank.comm import OPERATIONS, CommRecord, Group, operation_of, total_bytes
+from crossrank.comm import MOST_RANKS, OPERATIONS, CommRecord, Group, operation_of, total_bytes
 from crossrank.dtypes import dtype_of
 from crossrank.tools.readers.execution_trace import HostNode, attributes, io
 from crossrank.tools.readers.json_document import parse
@@ -70,7 +70,6 @@ class _KinetoArgs(msgspec.Struct):
     is_async: bool | None = msgspec.field(name="Is asynchronized op", default=None)
 
 
-_MOST_RANKS = 1 << 20
 _TENSOR_TYPE = re.compile(r"Tensor\(([^()]+)\)")
 _ARGUMENT = re.compile(r"[\w\])?!] (\w+)(?:=[^,]*)?$")
 
@@ -279,7 +278,7 @@ def _argument_names(schema: str) -> list[str]:
 def _strided(start: int | None, stride: int | None, size: int | None) -> list[int] | None:
     if start is None or stride is None or not size or stride < 1 or start < 0:
         return None
-    if max(start, stride, size) > _MOST_RANKS:
+    if max(start, stride, size) > MOST_RANKS:
         return None
     return list(range(start, start + stride * size, stride))
 
