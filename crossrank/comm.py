@@ -20,6 +20,7 @@ MOST_RANKS = 1 << 20
 """More ranks than any job has: a larger number in a file or an option is a mistake, and is not built a list for."""
 
 Payload = Literal["input", "output", "input_per_member", "output_per_member", "none"]
+Side = Literal["input", "output", "none"]
 Locality = Literal["intra_node", "nvlink_domain", "cross_node", "unknown"]
 
 
@@ -44,6 +45,10 @@ class Operation:
     """Which tensors make up S: all inputs, all outputs, either one times the group's size, or nothing."""
     bus_factor: Callable[[int], float] | None
     """busbw / algbw for a group of n ranks; None where a bandwidth means nothing (barrier)."""
+    agrees: Side
+    """Which tensors have the same number of elements on every rank of a call; the others may differ by rank."""
+    releases_all: bool = False
+    """Whether it ends on no rank before every rank has begun it."""
     rooted: bool = False
     p2p: bool = False
     aliases: tuple[str, ...] = ()
@@ -73,45 +78,81 @@ OPERATIONS: dict[str, Operation] = {
             name="all_reduce",
             payload="input",
             bus_factor=_ring_twice,
+            agrees="input",
+            releases_all=True,
             aliases=("allreducecoalesced", "allreducesparse"),
         ),
-        Operation(name="reduce", payload="input", bus_factor=_whole, rooted=True, aliases=("reduceoop",)),
-        Operation(name="broadcast", payload="input", bus_factor=_whole, rooted=True, aliases=("broadcastoop",)),
+        Operation(
+            name="reduce", payload="input", bus_factor=_whole, agrees="input", rooted=True, aliases=("reduceoop",)
+        ),
+        Operation(
+            name="broadcast", payload="input", bus_factor=_whole, agrees="input", rooted=True, aliases=("broadcastoop",)
+        ),
         Operation(
             name="all_gather",
             payload="output",
             bus_factor=_all_but_self,
+            agrees="output",
+            releases_all=True,
             aliases=(
                 "allgatherbase",
                 "allgathercoalesced",
                 "allgatherintotensor",
                 "allgatherintotensorcoalesced",
                 "allgatherintotensorout",
+                "allgathersingle",
+                "allgatherv",
             ),
         ),
         Operation(
             name="reduce_scatter",
             payload="input",
             bus_factor=_all_but_self,
-            aliases=("reducescatterbase", "reducescattertensor", "reducescattertensorcoalesced"),
+            agrees="input",
+            releases_all=True,
+            aliases=(
+                "reducescatterbase",
+                "reducescattertensor",
+                "reducescattertensorcoalesced",
+                "reducescattercoalesced",
+                "reducescattersingle",
+                "reducescatterv",
+            ),
         ),
         Operation(
             name="gather",
             payload="input_per_member",
             bus_factor=_all_but_self,
+            agrees="input",
             rooted=True,
             aliases=("gatherintotensor",),
         ),
-        Operation(name="scatter", payload="output_per_member", bus_factor=_all_but_self, rooted=True),
+        Operation(name="scatter", payload="output_per_member", bus_factor=_all_but_self, agrees="output", rooted=True),
         Operation(
             name="all_to_all",
             payload="input",
             bus_factor=_all_but_self,
-            aliases=("alltoallbase", "alltoallv", "alltoallsingle"),
+            agrees="none",
+            releases_all=True,
+            aliases=("alltoallbase", "alltoallv", "alltoallsingle", "alltoallvsingle"),
         ),
-        Operation(name="send", payload="input", bus_factor=_whole, p2p=True, aliases=("isend",)),
-        Operation(name="recv", payload="output", bus_factor=_whole, p2p=True, aliases=("irecv", "recvanysource")),
-        Operation(name="barrier", payload="none", bus_factor=None, aliases=("monitoredbarrier",)),
+        Operation(name="send", payload="input", bus_factor=_whole, agrees="none", p2p=True, aliases=("isend",)),
+        Operation(
+            name="recv",
+            payload="output",
+            bus_factor=_whole,
+            agrees="none",
+            p2p=True,
+            aliases=("irecv", "recvanysource"),
+        ),
+        Operation(
+            name="barrier",
+            payload="none",
+            bus_factor=None,
+            agrees="none",
+            releases_all=True,
+            aliases=("monitoredbarrier", "allreducebarrier"),
+        ),
     )
 }
 

@@ -1,0 +1,455 @@
+"""From who waits for whom to root causes and consequences.
+
+Root causes, in the order in which they are looked for: calls that do not fit (`collectives`, sizes of `p2p`), calls
+that every member has reached and that do not end, circles, ranks that stopped making calls, and ranks of which there
+is no evidence. Each call that ranks are stuck in is one finding: a root, or a consequence of the root that its
+waiting leads to.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from crossrank.tools.diagnosis.collectives import EXTRA, MISSING, Mismatch
+from crossrank.tools.diagnosis.evidence import RETIRED
+from crossrank.tools.diagnosis.findings import Finding
+from crossrank.tools.diagnosis.job import Job, JobGroup
+from crossrank.tools.diagnosis.p2p import Call, Pairing
+from crossrank.tools.diagnosis.waiting import (
+    Stall,
+    Waiting,
+    circles,
+    grouped_by_stall,
+    reports_starts,
+    started,
+)
+from crossrank.tools.tables import rank_ranges
+
+_SURE = 1_000_000_000
+"""ns that a rank must have waited when its dump was taken, where the dump says when that was, to count as stuck."""
+
+
+@dataclass
+class Causes:
+    """Everything found, roots first."""
+
+    roots: list[Finding] = field(default_factory=list)
+    consequences: list[Finding] = field(default_factory=list)
+    in_progress: list[Finding] = field(default_factory=list)
+
+
+@dataclass
+class _Search:
+    """The state of one search for causes."""
+
+    job: Job
+    waiting: Waiting
+    pairing: Pairing
+    lacking: dict[int, str]
+    """Rank without usable evidence -> kind of finding that says why."""
+    found: Causes = field(default_factory=Causes)
+    root_of: dict[int, int] = field(default_factory=dict)
+    """id of a stall -> index of the root that explains it"""
+    ranks_of_root: list[set[int]] = field(default_factory=list)
+    told_lacking: set[int] = field(default_factory=set)
+
+
+def find_causes(
+    job: Job, waiting: Waiting, pairing: Pairing, mismatches: list[Mismatch], lacking: dict[int, str]
+) -> Causes:
+    """All findings about `job`. `lacking` has the ranks that cannot be judged and why."""
+    search = _Search(job, waiting, pairing, lacking)
+    _set_aside_what_just_began(search)
+    _mismatches(search, mismatches)
+    _unequal_pairs(search)
+    _closed_stalls(search)
+    _circles(search)
+    _silent_ranks(search)
+    _lacking_ranks(search)
+    _consequences(search)
+    return search.found
+
+
+def _left(search: _Search) -> list[Stall]:
+    return [stall for stall in search.waiting.stalls if id(stall) not in search.root_of]
+
+
+def _add_root(search: _Search, finding: Finding, stalls: Iterable[Stall]) -> None:
+    index = len(search.found.roots)
+    search.found.roots.append(finding)
+    search.ranks_of_root.append({*finding.culprit_ranks, *finding.waiting_ranks})
+    for stall in stalls:
+        search.root_of.setdefault(id(stall), index)
+
+
+def _set_aside_what_just_began(search: _Search) -> None:
+    """Where the dumps say when they were taken, a call that began just before is under way, not stuck."""
+    job, waiting = search.job, search.waiting
+    fresh = []
+    for stall in waiting.stalls:
+        ages = []
+        for rank in stall.waiting:
+            evidence = job.ranks[rank]
+            if evidence.taken_at is None:
+                break
+            ages.append(evidence.taken_at - evidence.calls.created[waiting.heads[rank].row])
+        else:
+            if max(ages) < _SURE:
+                fresh.append(stall)
+                search.found.in_progress.append(
+                    _finding(stall, "in_progress", text=f"under way for {max(ages) / 1e6:.0f} ms when it was dumped")
+                )
+    for stall in fresh:
+        waiting.stalls.remove(stall)
+        for rank in stall.waiting:
+            waiting.heads.pop(rank)
+            waiting.stall_of.pop(rank)
+            waiting.edges.pop(rank)
+
+
+def _finding(stall: Stall, kind: str, *, culprits: Iterable[int] = (), text: str = "") -> Finding:
+    culprit_ranks = sorted(culprits)
+    return Finding(
+        kind=kind,
+        pg=stall.group.pg,
+        pg_ranks=list(stall.group.ranks),
+        collective_seq_id=None if stall.is_p2p else stall.seq,
+        p2p_seq_id=stall.seq if stall.is_p2p else None,
+        op=stall.op,
+        culprit_ranks=culprit_ranks,
+        waiting_ranks=sorted(set(stall.waiting) - set(culprit_ranks)),
+        text=text,
+    )
+
+
+# --- calls that do not fit ---------------------------------------------------------------------------------------
+
+
+def _mismatches(search: _Search, mismatches: list[Mismatch]) -> None:
+    told: dict[tuple[str, tuple[int, ...]], int] = {}
+    ordered = sorted(mismatches, key=lambda mismatch: (_when(search.job, mismatch), mismatch.group.index))
+    for mismatch in ordered:
+        group = mismatch.group
+        behind_it = [
+            stall for stall in _left(search) if stall.group is group and not stall.is_p2p and stall.seq >= mismatch.seq
+        ]
+        stuck = {rank for stall in behind_it for rank in stall.waiting} - set(mismatch.culprits)
+        finding = Finding(
+            kind=mismatch.kind,
+            pg=group.pg,
+            pg_ranks=list(group.ranks),
+            collective_seq_id=mismatch.seq,
+            op=mismatch.op,
+            culprit_ranks=list(mismatch.culprits),
+            waiting_ranks=sorted(stuck),
+            text=_describe(mismatch),
+        )
+        same = told.get((mismatch.kind, mismatch.culprits)) if mismatch.culprits else None
+        if same is not None:  # one mistake of one rank, in another of its groups
+            finding.because_of = same
+            search.found.consequences.append(finding)
+            for stall in behind_it:
+                search.root_of.setdefault(id(stall), same)
+            continue
+        told[mismatch.kind, mismatch.culprits] = len(search.found.roots)
+        _add_root(search, finding, behind_it)
+
+
+def _when(job: Job, mismatch: Mismatch) -> int:
+    times = []
+    for rank, lane in mismatch.group.lanes.items():
+        row = lane.row(mismatch.seq)
+        if row is not None:
+            times.append(job.ranks[rank].calls.created[row])
+    return min(times, default=0)
+
+
+def _describe(mismatch: Mismatch) -> str:
+    if mismatch.elements is not None:
+        sent, received = mismatch.elements
+        return f"the ranks send {sent} elements in all and expect {received}"
+    if mismatch.kind == EXTRA:
+        return (
+            f"rank {rank_ranges(mismatch.culprits)} made this call and the others did not; their next calls fit again"
+        )
+    if mismatch.kind == MISSING:
+        return f"rank {rank_ranges(mismatch.culprits)} left this call out; its next calls fit the others' again"
+    by_call: dict[str, list[int]] = {}
+    for rank, (op, elements, dtype, root, reduce) in mismatch.ranks.items():
+        words = [op]
+        if elements is not None:
+            words.append(f"of {elements} elements")
+        words += [word for word in (dtype, reduce) if word]
+        if root is not None:
+            words.append(f"with root {root}")
+        by_call.setdefault(" ".join(words), []).append(rank)
+    parts = sorted(by_call.items(), key=lambda item: (-len(item[1]), item[1]))
+    return "; ".join(f"rank {rank_ranges(ranks)}: {call}" for call, ranks in parts)
+
+
+def _unequal_pairs(search: _Search) -> None:
+    seen: set[tuple[int, int, int]] = set()
+    for send, receive in search.pairing.sizes_differ:
+        group = search.job.group_at(*send)
+        ends = (group.index, *sorted((send[0], receive[0])))
+        if ends in seen:  # the first one of a pair of ranks may have shifted all that follow
+            continue
+        seen.add((ends[0], ends[1], ends[2]))
+        stalls = [stall for stall in _left(search) if stall.is_p2p and set(stall.waiting) & {send[0], receive[0]}]
+        stalls = [stall for stall in stalls if _is_at(search.waiting, stall, send, receive)]
+        calls = search.job.ranks[send[0]].calls
+        _add_root(
+            search,
+            Finding(
+                kind="p2p_size_mismatch",
+                pg=group.pg,
+                pg_ranks=list(group.ranks),
+                p2p_seq_id=calls.seq[send[1]],
+                op="send",
+                waiting_ranks=sorted(
+                    {rank for rank, row in (send, receive) if search.job.ranks[rank].calls.state[row] < RETIRED}
+                ),
+                text=f"rank {send[0]} sends {_content(search.job, send)}, "
+                f"rank {receive[0]} receives {_content(search.job, receive)}",
+            ),
+            stalls,
+        )
+
+
+def _is_at(waiting: Waiting, stall: Stall, send: Call, receive: Call) -> bool:
+    return any(rank in waiting.heads and waiting.heads[rank].row <= row for rank, row in (send, receive))
+
+
+def _content(job: Job, call: Call) -> str:
+    signature = job.signature(*call)
+    shapes = signature.outputs or signature.inputs if signature.op == "recv" else signature.inputs or signature.outputs
+    return f"{' + '.join(str(list(shape)) for shape in shapes)} {signature.dtype() or ''}".strip()
+
+
+# --- calls that all have reached ---------------------------------------------------------------------------------
+
+
+def _closed_stalls(search: _Search) -> None:
+    for stall in _left(search):
+        if stall.waits_for() or (stall.unknown and not stall.is_p2p):
+            continue
+        kind, culprits, text = _why_closed(search, stall)
+        _add_root(search, _finding(stall, kind, culprits=culprits, text=text), [stall])
+
+
+def _why_closed(search: _Search, stall: Stall) -> tuple[str, list[int], str]:
+    job, waiting = search.job, search.waiting
+    if stall.passed and len(stall.waiting) * 2 < len(stall.group.ranks):
+        through = rank_ranges(sorted(stall.passed))
+        return "not_completed", stall.waiting, f"rank {through} is through; the GPU of the others is stuck"
+    timed = [rank for rank in stall.waiting if reports_starts(job, rank)]
+    idle = [rank for rank in timed if not started(job, rank, waiting.heads[rank].row)]
+    if idle and len(idle) < len(timed):
+        culprits = idle if len(idle) * 2 < len(stall.waiting) else []
+        return "not_started", culprits, f"on rank {rank_ranges(idle)} it never began to run, on the others it did"
+    stale = [rank for rank in stall.waiting if rank in waiting.stale]
+    if stale and len(stale) * 2 < len(stall.waiting):
+        return (
+            "not_completed",
+            stale,
+            f"rank {rank_ranges(stale)} goes on making calls, but notices no end of calls that are over on the others",
+        )
+    return "all_joined_not_completed", [], "every member made the call; the dumps do not show who holds it up"
+
+
+# --- circles -----------------------------------------------------------------------------------------------------
+
+
+def _circles(search: _Search) -> None:
+    waiting = search.waiting
+    edges = {
+        rank: targets for rank, targets in waiting.edges.items() if id(waiting.stall_of[rank]) not in search.root_of
+    }
+    for circle in circles(edges):
+        parts = grouped_by_stall(waiting, circle)
+        p2p = [(stall, ranks) for stall, ranks in parts if stall.is_p2p]
+        stall, most = parts[0]
+        culprits: list[int] = []
+        if not p2p:
+            kind = "opposite_order"
+            if len(most) * 2 > len(circle):
+                culprits = [rank for rank in circle if rank not in most]
+        elif len(p2p) == len(parts):
+            kind = "p2p_wait_cycle"
+        else:
+            kind = "p2p_unmatched"
+            stall = p2p[0][0]
+            in_collectives = {rank for other, ranks in parts if not other.is_p2p for rank in ranks}
+            culprits = sorted(in_collectives & {peer for one, _ in p2p for peer in one.waits_for()})
+        finding = _finding(stall, kind, culprits=culprits, text=_chain(waiting, circle, edges))
+        if kind != "p2p_unmatched":
+            finding.waiting_ranks = sorted(set(circle) - set(culprits))
+        else:
+            finding.waiting_ranks = sorted({rank for _, ranks in p2p for rank in ranks})
+        _add_root(search, finding, [other for other, _ in parts])
+
+
+def _chain(waiting: Waiting, circle: list[int], edges: dict[int, set[int]]) -> str:
+    """The circle in words, as a walk from its lowest rank."""
+    inside = set(circle)
+    walk, rank = [], circle[0]
+    for _ in circle:
+        target = min(edges[rank] & inside, default=None)
+        if target is None:
+            break
+        stall = waiting.stall_of[rank]
+        walk.append(f"rank {rank} waits for {target} in {name_of(stall.group)} {call_of(stall.op, stall.seq)}")
+        if target == circle[0] or target not in edges:
+            break
+        rank = target
+    more = len(circle) - len(walk)
+    return "; ".join(walk[:8]) + (f"; … {more} more ranks" if more > 0 else "")
+
+
+def name_of(group: JobGroup) -> str:
+    """A group for people."""
+    return f"{group.desc} ({group.name})" if group.desc and group.desc != group.name else group.name or "a group"
+
+
+def call_of(op: str, seq: int | None) -> str:
+    return f"{op} #{seq}" if seq is not None else op
+
+
+# --- ranks that stopped ------------------------------------------------------------------------------------------
+
+
+def _silent_ranks(search: _Search) -> None:
+    """Ranks that wait for nobody and have not made the call that others wait in."""
+    waiting, job = search.waiting, search.job
+    silent = {rank for rank in job.ranks if rank not in waiting.heads and rank not in search.lacking}
+    covered: set[int] = set()
+    while True:
+        candidates = [(stall, stall.absent & silent) for stall in _left(search)]
+        candidates = [(stall, absent) for stall, absent in candidates if absent - covered]
+        if not candidates:
+            break
+        stall, absent = min(
+            candidates,
+            key=lambda item: (
+                -len(item[1] - covered),
+                -len(item[0].waiting),
+                item[0].is_p2p,
+                item[0].since,
+                item[0].group.index,
+                item[0].seq,
+            ),
+        )
+        covered |= absent
+        if stall.is_p2p:
+            text = f"rank {rank_ranges(sorted(absent))} made no call that answers it and waits for nothing itself"
+            _add_root(search, _finding(stall, "p2p_unmatched", culprits=absent, text=text), [stall])
+        elif _is_extra(search, stall, absent):
+            culprits = sorted(stall.waiting)
+            text = (
+                f"rank {rank_ranges(culprits)} made this call alone; the {len(absent)} other members made none after "
+                f"#{stall.seq - 1} and wait for nothing. If they should have made it, they are late"
+            )
+            finding = _finding(stall, EXTRA, culprits=culprits, text=text)
+            finding.waiting_ranks = culprits
+            _add_root(search, finding, [stall])
+        else:
+            stale = sorted(absent & waiting.stale.keys())
+            text = f"rank {rank_ranges(sorted(absent))} stopped making calls before it and waits for nobody"
+            if stale:
+                text += (
+                    f"; rank {rank_ranges(stale)} also notices no end of calls that are over on the others: "
+                    "its GPU or its watchdog is stuck"
+                )
+            _add_root(search, _finding(stall, MISSING, culprits=absent, text=text), [stall])
+
+
+def _is_extra(search: _Search, stall: Stall, absent: set[int]) -> bool:
+    """Whether the few that wait, not the many that are absent, are the odd ones."""
+    group = stall.group
+    if absent & search.waiting.stale.keys() or any(search.job.ranks[rank].active_only for rank in absent):
+        return False
+    everyone_else = absent == set(group.ranks) - set(stall.waiting)
+    return everyone_else and len(stall.waiting) * 2 < len(group.ranks)
+
+
+def _lacking_ranks(search: _Search) -> None:
+    """Ranks of which there is no evidence: named once, with the call in which most others wait for them."""
+    lacking = search.lacking
+    told = search.told_lacking
+    while True:
+        candidates = [
+            (stall, {rank for rank in stall.absent if lacking.get(rank) and rank not in told})
+            for stall in _left(search)
+        ]
+        candidates = [(stall, absent) for stall, absent in candidates if absent]
+        if not candidates:
+            break
+        stall, absent = min(
+            candidates,
+            key=lambda item: (-len(item[1]), -len(item[0].waiting), item[0].is_p2p, item[0].since, item[0].group.index),
+        )
+        told |= absent
+        first = True
+        for kind in dict.fromkeys(lacking[rank] for rank in sorted(absent)):
+            culprits = [rank for rank in absent if lacking[rank] == kind]
+            text = f"rank {rank_ranges(culprits)} cannot be judged, and others wait for it here"
+            _add_root(search, _finding(stall, kind, culprits=culprits, text=text), [stall] if first else [])
+            first = False
+    rest = sorted(rank for rank in lacking if rank not in told)
+    world = max(search.job.groups, key=lambda group: (len(group.ranks), -group.index), default=None)
+    for kind in dict.fromkeys(lacking[rank] for rank in rest):
+        culprits = [rank for rank in rest if lacking[rank] == kind]
+        search.found.roots.append(
+            Finding(
+                kind=kind,
+                pg=world.pg if world is not None else ["", ""],
+                pg_ranks=list(world.ranks) if world is not None else list(search.job.world),
+                culprit_ranks=culprits,
+                text=f"rank {rank_ranges(culprits)} cannot be judged; no other rank waits for it",
+            )
+        )
+        search.ranks_of_root.append(set(culprits))
+
+
+# --- what follows ------------------------------------------------------------------------------------------------
+
+
+def _consequences(search: _Search) -> None:
+    waiting = search.waiting
+    for stall in sorted(_left(search), key=lambda stall: (stall.since, stall.group.index, stall.seq)):
+        finding = _finding(stall, _kind_of_consequence(stall), culprits=stall.waits_for() - set(stall.waiting))
+        finding.because_of = _root_behind(search, stall)
+        finding.text = f"waits for rank {rank_ranges(sorted(stall.waits_for()))}, " + (
+            "which is stuck itself" if finding.because_of is not None else "of which nothing more is known"
+        )
+        if finding.because_of is None and not stall.waits_for():
+            finding.text = "of some members it cannot be told whether they made the call"
+        search.found.consequences.append(finding)
+    # Every stall that is explained by the root of another one was counted there; a rank's place shows in the text.
+    _ = waiting
+
+
+def _kind_of_consequence(stall: Stall) -> str:
+    if stall.is_p2p:
+        return "p2p_unmatched" if stall.absent else "all_joined_not_completed"
+    return MISSING if stall.absent else "all_joined_not_completed"
+
+
+def _root_behind(search: _Search, stall: Stall) -> int | None:
+    """The root that the waiting in this stall leads to: of those within reach, the nearest."""
+    waiting = search.waiting
+    seen = set(stall.waiting)
+    front = set(stall.waits_for())
+    while front:
+        reached = Counter[int]()
+        for rank in front:
+            for index, ranks in enumerate(search.ranks_of_root):
+                if rank in ranks:
+                    reached[index] += 1
+        if reached:
+            return min(reached, key=lambda index: (-reached[index], index))
+        seen |= front
+        front = {target for rank in front for target in waiting.edges.get(rank, ())} - seen
+    return None

@@ -1,0 +1,262 @@
+"""Compares the collectives of a group over its ranks, call by call, and finds the first that do not fit.
+
+Two calls with one sequence number fit when they are the same operation on as many elements of the same type, from or
+to the same root; which tensors must be of one size stands in the table of operations (`Operation.agrees`). For
+all_to_all it is the group's sums of what is sent and received that must be equal.
+
+The majority says what a call should have been. Without one nobody is accused.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+
+from crossrank.comm import OPERATIONS
+from crossrank.tools.diagnosis.evidence import Signature, Table
+from crossrank.tools.diagnosis.job import Job, JobGroup, Lane
+
+MISSING, EXTRA, TYPE, SIZE, DTYPE, ROOT, REDUCE = (
+    "missing_rank",
+    "extra_collective",
+    "type_mismatch",
+    "size_mismatch",
+    "dtype_mismatch",
+    "root_mismatch",
+    "reduce_op_mismatch",
+)
+
+_FURTHER = 64
+"""Calls after the first that does not fit at which it is seen whether one is too many or too few."""
+
+# (operation, elements, dtype, root, reduction); None fits anything.
+Meaning = tuple[str, "int | tuple[int, ...] | None", "str | None", "int | None", "str | None"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mismatch:
+    """The first collective of a group that some ranks called differently."""
+
+    group: JobGroup
+    seq: int
+    kind: str
+    culprits: tuple[int, ...]
+    """Those unlike the majority; empty where there is none."""
+    op: str
+    """Of the majority, or of an extra collective."""
+    ranks: dict[int, Meaning]
+    """What each rank with a call of this number called."""
+    elements: tuple[int, int] | None = None
+    """Sums over the group of what all_to_all sends and receives."""
+
+
+def meaning(signature: Signature) -> Meaning:
+    """What of a call must be the same on all ranks of a collective."""
+    row = OPERATIONS.get(signature.op)
+    elements: int | tuple[int, ...] | None = None
+    if signature.members:
+        # Of an uneven all_gather the members' outputs are the same on every rank; one's input is its own tensor.
+        elements = tuple(_elements(member.outputs or member.inputs) for member in signature.members)
+    elif row is None or row.agrees == "input":
+        elements = _elements(signature.inputs)
+    elif row.agrees == "output":
+        elements = _elements(signature.outputs)
+    if not signature.inputs and not signature.outputs and not signature.members:
+        elements = None
+    return signature.op, elements, signature.dtype(), signature.root, signature.reduce
+
+
+def find_mismatches(job: Job) -> list[Mismatch]:
+    """The first mismatch of every group that has one."""
+    meanings: Table[Meaning] = Table()
+    of_signature = [meanings.number(meaning(signature)) for signature in job.signatures]
+    found = []
+    for group in job.groups:
+        mismatch = _Comparison(job, group, of_signature, meanings.rows).first()
+        if mismatch is not None:
+            found.append(mismatch)
+    return found
+
+
+class _Comparison:
+    """One group over its ranks."""
+
+    def __init__(self, job: Job, group: JobGroup, of_signature: list[int], meanings: list[Meaning]) -> None:
+        self._job = job
+        self._group = group
+        self._meanings = meanings
+        self._columns: dict[int, array[int]] = {}
+        for rank, lane in group.lanes.items():
+            signatures = job.ranks[rank].calls.signature
+            self._columns[rank] = array("I", (of_signature[signatures[row]] for row in lane.rows))
+
+    def first(self) -> Mismatch | None:
+        """The first mismatch of the group."""
+        group = self._group
+        if len(group.lanes) < 2:
+            return None
+        for seq in self._suspicious():
+            calls = self._calls_at(seq)
+            mismatch = self._judge(seq, calls) or self._all_to_all(seq, calls)
+            if mismatch is not None:
+                return mismatch
+        return None
+
+    def _suspicious(self) -> list[int]:
+        """Sequence numbers at which the ranks' calls are not the very same, and all those of all_to_all."""
+        lanes = self._group.lanes
+        reference = max(lanes, key=lambda rank: (len(lanes[rank].seqs), -rank))
+        seqs: set[int] = set()
+        for rank in lanes:
+            if rank != reference:
+                seqs.update(self._differences(reference, rank))
+        # What the longest list does not reach is compared among the others.
+        known = (
+            set(lanes[reference].seqs) if any(not _spans(lanes[reference], lane) for lane in lanes.values()) else None
+        )
+        if known is not None:
+            for lane in lanes.values():
+                seqs.update(seq for seq in lane.seqs if seq not in known)
+        sums = {number for number, meaning in enumerate(self._meanings) if meaning[0] == "all_to_all"}
+        if sums:
+            for rank, column in self._columns.items():
+                seqs.update(seq for seq, number in zip(lanes[rank].seqs, column, strict=True) if number in sums)
+        return sorted(seqs)
+
+    def _differences(self, one: int, other: int) -> list[int]:
+        a, b = self._group.lanes[one], self._group.lanes[other]
+        low, high = max(a.seqs[0], b.seqs[0]), min(a.seqs[-1], b.seqs[-1])
+        if low > high:
+            return []
+        a_low, b_low, a_high, b_high = a.index(low), b.index(low), a.index(high), b.index(high)
+        if None not in (a_low, b_low, a_high, b_high):
+            same_numbers = a.seqs[a_low : a_high + 1] == b.seqs[b_low : b_high + 1]  # type: ignore[operator]
+            if same_numbers:
+                left = self._columns[one][a_low : a_high + 1]  # type: ignore[operator]
+                right = self._columns[other][b_low : b_high + 1]  # type: ignore[operator]
+                if left == right:
+                    return []
+                numbers = a.seqs[a_low:]
+                return [seq for seq, x, y in zip(numbers, left, right) if x != y]  # noqa: B905
+        found = []
+        for seq, number in zip(a.seqs, self._columns[one], strict=True):
+            index = b.index(seq)
+            if index is not None and self._columns[other][index] != number:
+                found.append(seq)
+        return found
+
+    def _calls_at(self, seq: int) -> dict[int, Meaning]:
+        calls = {}
+        for rank in self._group.ranks:
+            lane = self._group.lanes.get(rank)
+            index = lane.index(seq) if lane is not None else None
+            if index is not None:
+                calls[rank] = self._meanings[self._columns[rank][index]]
+        return calls
+
+    def _judge(self, seq: int, calls: dict[int, Meaning]) -> Mismatch | None:
+        if len(calls) < 2:
+            return None
+        classes = _classes(calls)
+        if len(classes) < 2:
+            return None
+        largest = max(classes, key=len)
+        # A root that only one rank can show (gather, scatter) is no disagreement of the others.
+        majority = len(largest) * 2 > len(calls)
+        kind = _kind([calls[ranks[0]] for ranks in classes])
+        reference = calls[largest[0]]
+        if not majority:
+            return Mismatch(group=self._group, seq=seq, kind=kind, culprits=(), op=reference[0], ranks=calls)
+        odd = sorted(rank for ranks in classes if ranks is not largest for rank in ranks)
+        shifted = {rank: self._shift(seq, rank, largest[0]) for rank in odd}
+        kinds = set(shifted.values())
+        if kinds == {EXTRA}:
+            return Mismatch(
+                group=self._group, seq=seq, kind=EXTRA, culprits=tuple(odd), op=calls[odd[0]][0], ranks=calls
+            )
+        if kinds == {MISSING}:
+            kind = MISSING
+        return Mismatch(group=self._group, seq=seq, kind=kind, culprits=tuple(odd), op=reference[0], ranks=calls)
+
+    def _shift(self, seq: int, odd: int, reference: int) -> str | None:
+        """Whether the odd rank's calls fit again when one is taken out, or one that it lacks is put in."""
+        ours, theirs = self._following(odd, seq), self._following(reference, seq)
+        candidates = [
+            (kind, mine, other)
+            for kind, mine, other in ((EXTRA, ours[1:], theirs), (MISSING, ours, theirs[1:]))
+            if mine and other and _fit(mine, other)
+        ]
+        if _fit(ours[1:], theirs[1:]) and len(ours) > 1 and len(theirs) > 1:
+            return None  # only this one call is different
+        return candidates[0][0] if len(candidates) == 1 else None
+
+    def _following(self, rank: int, seq: int) -> list[Meaning]:
+        index = self._group.lanes[rank].index(seq)
+        if index is None:
+            return []
+        return [self._meanings[number] for number in self._columns[rank][index : index + _FURTHER]]
+
+    def _all_to_all(self, seq: int, calls: dict[int, Meaning]) -> Mismatch | None:
+        if len(calls) < len(self._group.ranks) or any(call[0] != "all_to_all" for call in calls.values()):
+            return None
+        sent = received = 0
+        for rank in calls:
+            row = self._group.lanes[rank].row(seq)
+            assert row is not None
+            signature = self._job.signature(rank, row)
+            sent += _elements(signature.inputs)
+            received += _elements(signature.outputs)
+        if sent == received:
+            return None
+        return Mismatch(
+            group=self._group,
+            seq=seq,
+            kind=SIZE,
+            culprits=(),
+            op="all_to_all",
+            ranks=calls,
+            elements=(sent, received),
+        )
+
+
+def _spans(outer: Lane, inner: Lane) -> bool:
+    return outer.seqs[0] <= inner.seqs[0] and outer.seqs[-1] >= inner.seqs[-1]
+
+
+def _elements(shapes: tuple[tuple[int, ...], ...]) -> int:
+    return sum(map(prod, shapes))
+
+
+def fits(one: Meaning, other: Meaning) -> bool:
+    """Whether two calls can be one collective: what only one of them states is no difference."""
+    return all(a is None or b is None or a == b for a, b in zip(one, other, strict=True))
+
+
+def _fit(some: list[Meaning], others: list[Meaning]) -> bool:
+    return all(fits(one, other) for one, other in zip(some, others))  # noqa: B905
+
+
+def _classes(calls: dict[int, Meaning]) -> list[list[int]]:
+    """Ranks whose calls fit each other, the largest class first, then that of the lowest rank."""
+    counts = Counter(calls.values())
+    classes: list[tuple[Meaning, list[int]]] = []
+    # The most frequent call first, so that one which states less joins it.
+    for one, _ in sorted(counts.items(), key=lambda item: (-item[1], repr(item[0]))):
+        ranks = [rank for rank, call in calls.items() if call == one]
+        for other, members in classes:
+            if fits(one, other):
+                members.extend(ranks)
+                break
+        else:
+            classes.append((one, ranks))
+    return sorted((sorted(ranks) for _, ranks in classes), key=lambda ranks: (-len(ranks), ranks))
+
+
+def _kind(calls: list[Meaning]) -> str:
+    """The most telling difference."""
+    for position, kind in ((0, TYPE), (1, SIZE), (2, DTYPE), (3, ROOT), (4, REDUCE)):
+        if len({call[position] for call in calls if call[position] is not None}) > 1:
+            return kind
+    return TYPE

@@ -1,0 +1,78 @@
+"""The diagnosis of a job: from evidence of all ranks to a verdict."""
+
+from __future__ import annotations
+
+from crossrank.tools.diagnosis.causes import find_causes
+from crossrank.tools.diagnosis.collectives import find_mismatches
+from crossrank.tools.diagnosis.findings import LACKS_EVIDENCE, Diagnosis
+from crossrank.tools.diagnosis.inputs import Evidence
+from crossrank.tools.diagnosis.job import Job, merge
+from crossrank.tools.diagnosis.p2p import pair_up
+from crossrank.tools.diagnosis.places import add_places
+from crossrank.tools.diagnosis.stragglers import find_stragglers
+from crossrank.tools.diagnosis.waiting import who_waits
+from crossrank.tools.tables import rank_ranges
+
+
+def diagnose(
+    evidence: Evidence, *, world_size: int | None = None, allow_missing: bool = False
+) -> tuple[Diagnosis, Job]:
+    """What is wrong with the job that left `evidence`, and the evidence side by side.
+
+    With `allow_missing` ranks without a dump are taken to be where the others are, and are no fault by themselves.
+    """
+    job = merge(evidence.ranks, world_size)
+    lacking = dict.fromkeys(job.missing, "dump_missing")
+    lacking |= {rank: kind for rank, (kind, _) in evidence.unusable.items() if rank in lacking or rank not in job.ranks}
+    for rank, one in job.ranks.items():
+        if not len(one.calls) and not one.progress and one.source == "flight":
+            lacking[rank] = "no_entries"
+    pairing = pair_up(job)
+    waiting = who_waits(job, pairing)
+    if allow_missing:
+        for stall in waiting.stalls:
+            stall.absent -= lacking.keys()
+        waiting.edges = {rank: waiting.stall_of[rank].waits_for() - {rank} for rank in waiting.edges}
+        missing, lacking = lacking, {}
+    else:
+        missing = {}
+    causes = find_causes(job, waiting, pairing, find_mismatches(job), lacking)
+    add_places(job, waiting, causes.roots)
+    stragglers, clocks, late = find_stragglers(job)
+    verdict = "ok"
+    if causes.roots or causes.consequences:
+        kinds = {finding.kind for finding in causes.roots}
+        verdict = "incomplete" if kinds <= set(LACKS_EVIDENCE) else "error"
+    notes = list(job.outside)
+    inferred = [group for group in job.groups if group.inferred and len(group.ranks) > 0]
+    if inferred:
+        notes.append(
+            f"the members of {len(inferred)} group(s) are not in the dumps; they are taken from who called on them "
+            "(a member that never did is not seen)"
+        )
+    if missing:
+        notes.append(f"rank {rank_ranges(sorted(missing))} has no usable dump (--allow-missing)")
+    notes += [f"{one.path}: {problem}" for one in job.ranks.values() for problem in one.problems]
+    counts = {
+        "ranks": len(job.ranks),
+        "groups": len(job.groups),
+        "calls": sum(len(one.calls) for one in job.ranks.values()),
+        "collectives": sum(len({seq for lane in group.lanes.values() for seq in lane.seqs}) for group in job.groups),
+    }
+    return (
+        Diagnosis(
+            verdict=verdict,
+            world_size=len(job.world),
+            ranks=sorted(job.ranks),
+            suspect_ranks=sorted({rank for finding in causes.roots for rank in finding.culprit_ranks}),
+            findings=causes.roots,
+            consequences=causes.consequences,
+            advisory=causes.in_progress + late,
+            stragglers=stragglers,
+            clocks=clocks,
+            skipped=evidence.skipped,
+            notes=notes,
+            counts=counts,
+        ),
+        job,
+    )

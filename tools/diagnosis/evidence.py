@@ -1,0 +1,195 @@
+"""What one rank left behind, in columns: a flight-recorder dump or a comms file, read into the same form.
+
+A worker process makes one `RankEvidence` per rank and sends it to the process that compares the ranks. A job has
+millions of calls, so a call is a row over arrays of about 50 bytes, and what calls have in common (operation, sizes,
+peer: `Signature`; stack frames) stands once in a table.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Generic, Literal, TypeVar
+
+import msgspec
+
+from crossrank.comm import OPERATIONS, CommRecord
+from crossrank.tools.readers.flight_dump import Frame, OwnStack, Progress
+
+SCHEDULED, STARTED, RETIRED, COMPLETED = range(4)
+"""State of a call. RETIRED: its rank is done with it, which on gloo is also what a call that timed out looks like."""
+STATES = ("scheduled", "started", "retired", "completed")
+
+Source = Literal["flight", "comms"]
+
+
+class Signature(msgspec.Struct, frozen=True):
+    """What a call is, apart from when and on which group: equal calls of a rank share one."""
+
+    op: str
+    """A key of `OPERATIONS`, or the name as it was recorded where that is none."""
+    name: str
+    """As it was recorded, without the backend."""
+    inputs: tuple[tuple[int, ...], ...] = ()
+    outputs: tuple[tuple[int, ...], ...] = ()
+    in_dtypes: tuple[str, ...] = ()
+    out_dtypes: tuple[str, ...] = ()
+    peer: int | None = None
+    """Global rank at the other end of a send or receive; None where it is not known."""
+    root: int | None = None
+    reduce: str | None = None
+    members: tuple[Signature, ...] = ()
+    """The calls that were coalesced into this one launch."""
+
+    @property
+    def is_p2p(self) -> bool:
+        row = OPERATIONS.get(self.op)
+        return row is not None and row.p2p
+
+    def dtype(self) -> str | None:
+        for side in (self.in_dtypes, self.out_dtypes):
+            if side:
+                return side[0]
+        return self.members[0].dtype() if self.members else None
+
+
+@dataclass
+class Calls:
+    """Calls in the order in which their rank made them; one row over all columns is one call."""
+
+    group: array[int] = field(default_factory=lambda: array("H"))
+    """Index into the rank's groups."""
+    seq: array[int] = field(default_factory=lambda: array("q"))
+    """collective_seq_id, or p2p_seq_id for P2P; the calls of one P2P batch share it."""
+    signature: array[int] = field(default_factory=lambda: array("I"))
+    state: bytearray = field(default_factory=bytearray)
+    created: array[int] = field(default_factory=lambda: array("q"))
+    """ns since 1970 when the CPU made the call; so are `started` and `completed`, 0 = not known."""
+    started: array[int] = field(default_factory=lambda: array("q"))
+    completed: array[int] = field(default_factory=lambda: array("q"))
+    stack: array[int] = field(default_factory=lambda: array("I"))
+    record: array[int] = field(default_factory=lambda: array("q"))
+    """record_id of the dump, or id of the comms record."""
+
+    def __len__(self) -> int:
+        return len(self.seq)
+
+    def append(
+        self,
+        *,
+        group: int,
+        seq: int,
+        signature: int,
+        state: int,
+        created: int,
+        started: int = 0,
+        completed: int = 0,
+        stack: int = 0,
+        record: int = 0,
+    ) -> None:
+        self.group.append(group)
+        self.seq.append(seq)
+        self.signature.append(signature)
+        self.state.append(state)
+        self.created.append(created)
+        self.started.append(started)
+        self.completed.append(completed)
+        self.stack.append(stack)
+        self.record.append(record)
+
+    def in_order(self, rows: list[int]) -> Calls:
+        """The same calls with `rows[0]` first."""
+        return Calls(
+            group=array("H", (self.group[row] for row in rows)),
+            seq=array("q", (self.seq[row] for row in rows)),
+            signature=array("I", (self.signature[row] for row in rows)),
+            state=bytearray(self.state[row] for row in rows),
+            created=array("q", (self.created[row] for row in rows)),
+            started=array("q", (self.started[row] for row in rows)),
+            completed=array("q", (self.completed[row] for row in rows)),
+            stack=array("I", (self.stack[row] for row in rows)),
+            record=array("q", (self.record[row] for row in rows)),
+        )
+
+
+class GroupClaim(msgspec.Struct, frozen=True):
+    """A process group as one rank knows it."""
+
+    name: str
+    desc: str
+    ranks: tuple[int, ...] | None
+    """Global ranks in the group's order; None where the rank's files do not say."""
+
+
+@dataclass
+class RankEvidence:
+    """All that is known of one rank."""
+
+    rank: int
+    path: str
+    source: Source
+    version: str = ""
+    backend: str = ""
+    host: str = ""
+    world_size: int | None = None
+    """As the rank's own header says it."""
+    groups: list[GroupClaim] = field(default_factory=list)
+    calls: Calls = field(default_factory=Calls)
+    signatures: list[Signature] = field(default_factory=list)
+    stacks: list[tuple[Frame, ...]] = field(default_factory=lambda: [()])
+    """Innermost frame first; the first one is that of calls without a stack."""
+    collectives_seen: dict[int, int] = field(default_factory=dict)
+    """Index of the group -> the highest collective_seq_id on any of its entries, those of P2P included."""
+    progress: dict[int, Progress] = field(default_factory=dict)
+    """Index of the group -> how far the rank came on it, where the dump says so."""
+    active_only: bool = False
+    """Completed calls were left out of the dump."""
+    wrapped: bool = False
+    """Calls from before the first one fell out of the ring."""
+    unawaited: set[int] = field(default_factory=set)
+    """Rows of sends and receives that did not keep their rank from going on to later calls."""
+    numbered_pairs: bool = False
+    """`seq` of P2P counts the calls to that peer from 1, as in comms files, instead of all P2P of the group."""
+    taken_at: int | None = None
+    """ns since 1970 when the dump was taken; None where it does not say."""
+    reason: str = ""
+    ended: bool = False
+    """The rank ended its recording properly."""
+    own_stacks: list[OwnStack] = field(default_factory=list)
+    """Where the threads were when the dump was taken."""
+    problems: list[str] = field(default_factory=list)
+
+
+Thing = TypeVar("Thing", bound=Hashable)
+
+
+class Table(Generic[Thing]):
+    """Things, each once, numbered in the order in which they are first met."""
+
+    def __init__(self, *first: Thing) -> None:
+        self.rows: list[Thing] = list(first)
+        self._numbers = {thing: number for number, thing in enumerate(first)}
+
+    def number(self, thing: Thing) -> int:
+        found = self._numbers.get(thing)
+        if found is None:
+            found = self._numbers[thing] = len(self.rows)
+            self.rows.append(thing)
+        return found
+
+
+def signature_of_record(record: CommRecord) -> Signature:
+    """The signature of a call as a comms file has it."""
+    dtypes = (record.dtype,) if record.dtype else ()
+    return Signature(
+        op=record.op,
+        name=record.c10d,
+        inputs=tuple(map(tuple, record.inputs)),
+        outputs=tuple(map(tuple, record.outputs)),
+        in_dtypes=dtypes,
+        out_dtypes=dtypes,
+        peer=record.peer,
+        root=record.root,
+        reduce=record.reduce,
+    )

@@ -1,0 +1,98 @@
+"""A comms file as evidence: the calls of one rank with their peers and roots, but without their state.
+
+What had become of a call follows from what the rank did afterwards. A rank that ended its recording was done with
+all; elsewhere its last call may be the one that it hangs in. A send or receive that did not block (`isend`, a batch)
+is left open: whether it was answered shows when it is matched with the other rank's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from crossrank.comm import OPERATIONS, CommRecord
+from crossrank.recording import CommsFile
+from crossrank.tools.diagnosis.evidence import (
+    RETIRED,
+    SCHEDULED,
+    GroupClaim,
+    RankEvidence,
+    Table,
+    signature_of_record,
+)
+from crossrank.tools.readers.flight_dump import Frame
+
+_BLOCKING_P2P = {"send", "recv"}
+
+
+def evidence_from_comms(path: str, rank: int) -> RankEvidence:
+    """What the comms file of `rank` says."""
+    comms = CommsFile(path)
+    records = list(comms.records())
+    header = comms.header
+    evidence = RankEvidence(rank=rank, path=path, source="comms", numbered_pairs=True, problems=comms.damage.problems)
+    evidence.ended = comms.end is not None
+    offset = 0
+    if header is not None:
+        evidence.host, evidence.world_size = header.host, header.world_size
+        evidence.version = header.schema
+        offset = header.clock.get("wall", 0) - header.clock.get("t", 0)
+    for group in comms.groups:
+        evidence.groups.append(GroupClaim(group.pg, group.desc, None if group.ranks is None else tuple(group.ranks)))
+        evidence.backend = evidence.backend or group.backend
+    _add(evidence, records, offset)
+    return evidence
+
+
+def add_p2p(evidence: RankEvidence, records: Sequence[CommRecord], offset: int) -> None:
+    """Add the sends and receives among `records` to the calls of a dump that has none, by their times."""
+    if any(_is_p2p(record) for record in records):
+        evidence.numbered_pairs = True
+        _add(evidence, records, offset, p2p_only=True)
+        calls = evidence.calls
+        order = sorted(range(len(calls)), key=lambda row: (calls.created[row], row))
+        evidence.unawaited = {new for new, old in enumerate(order) if old in evidence.unawaited}
+        evidence.calls = calls.in_order(order)
+
+
+def _add(evidence: RankEvidence, records: Sequence[CommRecord], offset: int, *, p2p_only: bool = False) -> None:
+    """`offset` turns the monotonic times of the records into ns since 1970."""
+    indices = {group.name: index for index, group in enumerate(evidence.groups)}
+    signatures, stacks = Table(*evidence.signatures), Table(*evidence.stacks)
+    last = records[-1].id if records else -1
+    for record in records:
+        is_p2p = _is_p2p(record)
+        if p2p_only and not is_p2p:
+            continue
+        seq = record.p2p_seq if is_p2p else record.seq
+        if seq is None:
+            continue
+        group = indices.get(record.pg)
+        if group is None:
+            group = indices[record.pg] = len(evidence.groups)
+            evidence.groups.append(GroupClaim(record.pg, "", None))
+        unawaited = is_p2p and record.api not in _BLOCKING_P2P
+        if unawaited:
+            evidence.unawaited.add(len(evidence.calls))
+        open_at_end = not evidence.ended and (unawaited or record.id == last)
+        evidence.calls.append(
+            group=group,
+            seq=seq,
+            signature=signatures.number(signature_of_record(record)),
+            state=SCHEDULED if open_at_end else RETIRED,
+            created=record.t + offset,
+            stack=stacks.number(_stack(record)),
+            record=record.id,
+        )
+    evidence.signatures, evidence.stacks = signatures.rows, stacks.rows
+
+
+def _is_p2p(record: CommRecord) -> bool:
+    row = OPERATIONS.get(record.op)
+    return row is not None and row.p2p
+
+
+def _stack(record: CommRecord) -> tuple[Frame, ...]:
+    if record.source is None:
+        return ()
+    name, _, line = record.source.rpartition(":")
+    return (Frame(name=record.api or "", filename=name, line=int(line) if line.isdigit() else 0),)

@@ -1,0 +1,245 @@
+"""A flight-recorder dump as evidence: coalesced entries become one call, gloo's `retired` a completion.
+
+Rules of the recorder (measured on torch 2.13 and read in FlightRecorder.hpp) that this module knows:
+
+* Members of a batch stay "scheduled"; a closing entry `coalesced` carries state and times for all of them. A batch of
+  P2P stays as many calls; coalesced collectives become one call with members.
+* gloo never reports a start or an end: an entry that is retired is done.
+* A group's progress stands under the process-local `pg_id`, which entries join to a name. Groups without entries are
+  joined by order where that is unambiguous: both `pg_id` and torch's numeric names rise as groups are made.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from crossrank.comm import OPERATIONS, operation_of
+from crossrank.tools.diagnosis.evidence import (
+    COMPLETED,
+    RETIRED,
+    SCHEDULED,
+    STARTED,
+    GroupClaim,
+    RankEvidence,
+    Signature,
+    Table,
+)
+from crossrank.tools.diagnosis.from_comms import add_p2p
+from crossrank.tools.readers.flight_dump import Entry, FlightDump, Frame, frames_of
+
+_STATES = {"scheduled": SCHEDULED, "started": STARTED, "completed": COMPLETED}
+_P2P = re.compile(r"(?P<op>send|recv) \d{1,8}(?:->|<-)(?P<peer>\d{1,8})")
+_CLOSING = "coalesced"
+
+
+def evidence_from_flight(dump: FlightDump, rank: int) -> RankEvidence:
+    """What the dump of `rank` says."""
+    moment = dump.moment
+    evidence = RankEvidence(
+        rank=rank, path=dump.path, source="flight", version=dump.version, problems=list(dump.problems)
+    )
+    if dump.entries:
+        backend, colon, _ = dump.entries[0].profiling_name.partition(":")
+        evidence.backend = backend if colon else ""
+    reading = _Reading(dump, evidence)
+    reading.read()
+    reading.join_progress()
+    if moment is not None:
+        evidence.taken_at, evidence.reason, evidence.host = moment.time_ns, moment.reason, moment.host
+        evidence.own_stacks, evidence.world_size = list(moment.stacks), moment.world_size
+        if not any(signature.is_p2p for signature in evidence.signatures):
+            offset = moment.clock.get("wall", 0) - moment.clock.get("t", 0)
+            add_p2p(evidence, moment.calls, offset)
+    completed = COMPLETED in evidence.calls.state
+    before = any(progress.last_completed_collective > 0 for progress in evidence.progress.values())
+    evidence.active_only = evidence.backend != "gloo" and not completed and before
+    evidence.wrapped = not evidence.active_only and bool(dump.entries) and dump.entries[0].record_id > 0
+    return evidence
+
+
+class _Reading:
+    """One dump on its way into columns."""
+
+    def __init__(self, dump: FlightDump, evidence: RankEvidence) -> None:
+        self._dump = dump
+        self._evidence = evidence
+        known = dump.groups + (dump.moment.groups if dump.moment is not None else [])
+        self._known = {group.pg: group for group in known}
+        self._groups: Table[GroupClaim] = Table()
+        self._signatures: Table[Signature] = Table()
+        self._stacks: Table[tuple[Frame, ...]] = Table(())
+        self._stack_of: dict[tuple[int, ...], int] = {}
+        self._pg_ids: dict[int, int] = {}
+        evidence.groups, evidence.signatures, evidence.stacks = (
+            self._groups.rows,
+            self._signatures.rows,
+            self._stacks.rows,
+        )
+        for group in known:
+            self._group((group.pg, group.desc))
+
+    def read(self) -> None:
+        """Every call of the dump, in order."""
+        entries = self._dump.entries
+        append = self._evidence.calls.append
+        retired_is_done = self._retired_is_done()
+        closed_by, members_of = _launches(entries)
+        groups: dict[tuple[str, str], int] = {}
+        known: dict[tuple[object, ...], tuple[int, bool]] = {}
+        seen = self._evidence.collectives_seen
+        for index, entry in enumerate(entries):
+            group = groups.get(entry.process_group)
+            if group is None:
+                group = groups[entry.process_group] = self._group(entry.process_group)
+            if entry.pg_id not in self._pg_ids:
+                self._pg_ids[entry.pg_id] = group
+            seen[group] = max(seen.get(group, 0), entry.collective_seq_id)
+            text = (group, entry.profiling_name, entry.input_sizes, entry.output_sizes, entry.input_dtypes)
+            found = known.get(text)
+            if found is None:
+                signature = self._signature(entry, group)
+                found = known[text] = self._signatures.number(signature), signature.is_p2p
+            signature_number, is_p2p = found
+            closing = entry
+            if closed_by or members_of:
+                if index in closed_by:
+                    if not is_p2p:
+                        continue  # it is a member of a collective that comes later
+                    closing = entries[closed_by[index]]
+                elif index in members_of:
+                    members = [self._signature(entries[member], group) for member in members_of[index]]
+                    if all(member.is_p2p for member in members):
+                        continue  # its state has gone to its members
+                    signature_number = self._signatures.number(_coalesced(self._signature(entry, group), members))
+            state = _STATES.get(closing.state, SCHEDULED)
+            if retired_is_done and closing.retired and state != COMPLETED:
+                state = RETIRED
+            append(
+                group=group,
+                seq=entry.p2p_seq_id if is_p2p else entry.collective_seq_id,
+                signature=signature_number,
+                state=state,
+                created=entry.time_created_ns,
+                started=closing.time_discovered_started_ns or 0,
+                completed=closing.time_discovered_completed_ns or 0,
+                stack=self._stack(entry.frames),
+                record=entry.record_id,
+            )
+
+    def join_progress(self) -> None:
+        """Find the group that each `pg_id` of the status stands for."""
+        groups, status = self._groups.rows, self._dump.status
+        joined = dict(self._pg_ids)
+        numeric = [index for index, group in enumerate(groups) if group.name.isascii() and group.name.isdigit()]
+        if len(numeric) == len(groups) == len(status):
+            by_name = sorted(numeric, key=lambda index: int(groups[index].name))
+            by_order = dict(zip(sorted(status), by_name, strict=True))
+            if all(by_order.get(pg_id) == group for pg_id, group in joined.items()):
+                joined = by_order
+        self._evidence.progress = {group: status[pg_id] for pg_id, group in joined.items() if pg_id in status}
+
+    def _retired_is_done(self) -> bool:
+        backend = self._evidence.backend
+        states = {entry.state for entry in self._dump.entries}
+        # A backend other than NCCL that completes nothing in a whole ring is one that cannot.
+        return backend == "gloo" or (backend != "nccl" and not states & {"started", "completed"})
+
+    def _group(self, name_and_desc: tuple[str, str]) -> int:
+        name, desc = name_and_desc
+        known = self._known.get(name)
+        if desc in ("", "undefined"):
+            desc = known.desc if known is not None else ""
+        ranks = None if known is None or known.ranks is None else tuple(known.ranks)
+        return self._groups.number(GroupClaim(name, "" if desc == "undefined" else desc, ranks))
+
+    def _signature(self, entry: Entry, group: int) -> Signature:
+        name = entry.profiling_name.partition(":")[2] or entry.profiling_name
+        members = self._groups.rows[group].ranks
+        p2p = _P2P.match(name)
+        peer = None
+        if p2p is not None:
+            name, peer = p2p["op"], int(p2p["peer"])
+            if members is not None and peer < len(members):
+                peer = members[peer]
+        row = operation_of(name)
+        op = row.name if row is not None else name
+        return Signature(
+            op=op,
+            name=name,
+            inputs=entry.input_sizes,
+            outputs=entry.output_sizes,
+            in_dtypes=entry.input_dtypes,
+            out_dtypes=entry.output_dtypes,
+            peer=peer,
+            root=_root(op, entry, self._evidence.rank, members),
+        )
+
+    def _stack(self, frames: object) -> int:
+        if not frames or not isinstance(frames, list):
+            return 0
+        # Entries of one call site share their frames; where they do not, the text decides.
+        key = tuple(map(id, frames))
+        found = self._stack_of.get(key)
+        if found is None:
+            found = self._stack_of[key] = self._stacks.number(frames_of(frames))
+        return found
+
+
+def _launches(entries: Sequence[Entry]) -> tuple[dict[int, int], dict[int, list[int]]]:
+    """Which entries are one launch: member -> its closing entry, and closing entry -> its members.
+
+    The members of a launch stand in a row, with one pair of sequence numbers. A launch that is still being made has
+    no closing entry; its last member then closes it.
+    """
+    closed_by: dict[int, int] = {}
+    members_of: dict[int, list[int]] = {}
+    runs: dict[int, list[int]] = {}
+
+    def close(run: list[int], closing: int) -> None:
+        members_of[closing] = run
+        closed_by.update((member, closing) for member in run if member != closing)
+
+    def close_unfinished(run: list[int]) -> None:
+        if len(run) > 1 and not entries[run[0]].is_p2p:
+            close(run, run[-1])
+
+    for index, entry in enumerate(entries):
+        run = runs.get(entry.pg_id)
+        if run is not None:
+            first = entries[run[0]]
+            same = first.collective_seq_id == entry.collective_seq_id and first.p2p_seq_id == entry.p2p_seq_id
+            if same and _closes(entry):
+                close(runs.pop(entry.pg_id), index)
+                continue
+            if same:
+                run.append(index)
+                continue
+            close_unfinished(run)
+        if not _closes(entry):
+            runs[entry.pg_id] = [index]
+    for run in runs.values():
+        close_unfinished(run)
+    return closed_by, members_of
+
+
+def _closes(entry: Entry) -> bool:
+    return _CLOSING in entry.profiling_name and not entry.input_sizes and not entry.output_sizes
+
+
+def _coalesced(closing: Signature, members: list[Signature]) -> Signature:
+    ops = {member.op for member in members}
+    op = closing.op
+    if op not in OPERATIONS and len(ops) == 1:
+        op = ops.pop()
+    return msgspec.structs.replace(closing, op=op, inputs=(), outputs=(), members=tuple(members))
+
+
+def _root(op: str, entry: Entry, rank: int, members: tuple[int, ...] | None) -> int | None:
+    """The recorder names no root, but in gather and scatter the root alone holds the other side."""
+    if members is None or len(members) < 2:
+        return None
+    side = {"gather": entry.output_sizes, "scatter": entry.input_sizes}.get(op, ())
+    return rank if len(side) == len(members) else None

@@ -1,0 +1,179 @@
+"""Which files say something about which rank, and reading them, one worker per rank.
+
+Any folder will do: our recordings, `TORCH_FR_DUMP_TEMP_FILE`'s files with host names in them, one folder per node. The
+rank is in a file's name, for a dump does not tell it. What an earlier recording left (`earlier-K`) is not looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+from crossrank.comm import MOST_RANKS
+from crossrank.errors import CrossrankError
+from crossrank.recording import COMMS, FLIGHT, Damage, is_url, list_recording, read_chunks
+from crossrank.tools.diagnosis.evidence import RankEvidence
+from crossrank.tools.diagnosis.from_comms import evidence_from_comms
+from crossrank.tools.diagnosis.from_flight import evidence_from_flight
+from crossrank.tools.fleet import map_ranks
+from crossrank.tools.readers.flight_dump import NoDumpError, read_flight_dump
+
+_EARLIER = re.compile(r"earlier-\d+")
+_DEEPEST = 8
+_NEWER = 5_000_000_000
+"""ns by which a comms file must go on after every dump of its recording to say more than they do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A file that may hold evidence."""
+
+    path: str
+    rank: int | None
+    kind: str
+    size: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A file that could not be used."""
+
+    candidate: Candidate
+    text: str
+    refused: bool = False
+    foreign: bool = False
+    """It never was a dump."""
+
+
+@dataclass
+class Evidence:
+    """What was found at a path."""
+
+    ranks: list[RankEvidence] = field(default_factory=list)
+    unusable: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """Rank -> (`unreadable_dump` or `refused_dump`, why)"""
+    skipped: list[str] = field(default_factory=list)
+    """Files that were not used, and why."""
+
+
+def rank_in_name(name: str) -> int | None:
+    """The rank that a file of this name belongs to.
+
+    >>> [rank_in_name(name) for name in ("_dump_10", "nccl_trace_host7_rank_3.pkl", "trace-gpu1-2.json.gz", "notes")]
+    [10, 3, 2, None]
+    """
+    stem = re.sub(r"(\.(pickle|pkl|json|jsonl|bin|zst|gz|dump|trace))+$", "", name)
+    found = re.findall(r"rank[-_. ]?(\d+)", stem, re.IGNORECASE) or re.findall(r"\d+", stem)
+    return int(found[-1]) if found and len(found[-1]) <= 7 and int(found[-1]) < MOST_RANKS else None
+
+
+def find_candidates(paths: Iterable[str]) -> list[Candidate]:
+    """Every file at `paths`, folders with all below them, that may be a dump or a comms file."""
+    found: list[Candidate] = []
+    for path in paths:
+        _walk(path, found, _DEEPEST)
+    return sorted(found, key=lambda candidate: candidate.path)
+
+
+def _walk(path: str, found: list[Candidate], depth: int) -> None:
+    listing = list_recording(path)
+    for file in listing.files:
+        if file.kind in (FLIGHT, COMMS):
+            found.append(Candidate(path=file.path, rank=file.rank, kind=file.kind, size=file.size))
+    # One file that is named is listed as its own folder.
+    is_file = len(listing.foreign) == 1 and PurePosixPath(path).name == listing.foreign[0] and not _is_folder(path)
+    for name in listing.foreign:
+        whole = path if is_file else f"{path.rstrip('/')}/{name}"
+        size = 0 if is_url(whole) else os.path.getsize(whole)
+        found.append(Candidate(path=whole, rank=rank_in_name(name), kind="", size=size))
+    if depth > 0:
+        for name in listing.folders:
+            if not _EARLIER.fullmatch(name):
+                _walk(f"{path.rstrip('/')}/{name}", found, depth - 1)
+
+
+def _is_folder(path: str) -> bool:
+    return not is_url(path) and os.path.isdir(path)
+
+
+def read_evidence(
+    candidates: list[Candidate], jobs: int, done: Callable[[], None] = lambda: None, *, named: bool = False
+) -> Evidence:
+    """Read all `candidates` on up to `jobs` processes. `named`: the user named each file, so none may be foreign."""
+    results = map_ranks(read_candidate, candidates, jobs, failed=_failed, done=done)
+    evidence = Evidence()
+    by_rank: dict[int, dict[str, list[RankEvidence]]] = defaultdict(lambda: {"flight": [], "comms": []})
+    failures: list[Failure] = []
+    for candidate, result in zip(candidates, results, strict=True):
+        if isinstance(result, Failure):
+            failures.append(result)
+        elif candidate.rank is None:
+            evidence.skipped.append(f"{candidate.path}: is a dump, but its name has no rank; rename it to rank_N")
+        else:
+            by_rank[candidate.rank][result.source].append(result)
+    use_comms = _comms_say_more(by_rank)
+    for rank, sources in sorted(by_rank.items()):
+        kept = sources["comms" if use_comms else "flight"]
+        if not kept:
+            continue
+        best = max(kept, key=lambda one: (_last_time(one), one.path))
+        evidence.ranks.append(best)
+        evidence.skipped += [
+            f"{other.path}: is older than {best.path}, of the same rank {rank}, and was left out"
+            for other in kept
+            if other is not best
+        ]
+    usable = {one.rank for one in evidence.ranks}
+    for failure in failures:
+        rank_or_none = failure.candidate.rank
+        if failure.foreign and not named and (rank_or_none is None or rank_or_none in usable):
+            continue  # a log, a note, somebody's JSON beside the dumps
+        evidence.skipped.append(failure.text)
+        if rank_or_none is not None and rank_or_none not in usable and not failure.foreign:
+            kind = "refused_dump" if failure.refused else "unreadable_dump"
+            evidence.unusable[rank_or_none] = (kind, failure.text)
+    return evidence
+
+
+def read_candidate(candidate: Candidate) -> RankEvidence | Failure:
+    """Runs in a worker: one file into evidence."""
+    if candidate.kind == COMMS:
+        evidence = evidence_from_comms(candidate.path, candidate.rank if candidate.rank is not None else -1)
+        if not evidence.version:
+            problem = "; ".join(evidence.problems) or "has no header"
+            return Failure(candidate=candidate, text=f"{candidate.path}: {problem}")
+        return evidence
+    if candidate.kind != FLIGHT and not _looks_like_dump(candidate.path):
+        text = f"{candidate.path}: is no flight-recorder dump: it starts neither as a pickle nor as JSON"
+        return Failure(candidate=candidate, text=text, foreign=True)
+    try:
+        dump = read_flight_dump(candidate.path)
+    except NoDumpError as error:
+        foreign = "is no flight-recorder dump" in str(error)
+        return Failure(candidate=candidate, text=str(error), refused=error.refused, foreign=foreign)
+    return evidence_from_flight(dump, candidate.rank if candidate.rank is not None else -1)
+
+
+def _failed(candidate: Candidate, error: CrossrankError) -> RankEvidence | Failure:
+    return Failure(candidate=candidate, text=f"{candidate.path}: {error}")
+
+
+def _looks_like_dump(path: str) -> bool:
+    start = next(read_chunks(path, Damage(path)), b"")[:64].lstrip()
+    return start[:1] in (b"\x80", b"{") or not start
+
+
+def _last_time(evidence: RankEvidence) -> int:
+    calls = evidence.calls
+    return max(evidence.taken_at or 0, max(calls.created, default=0), max(calls.completed, default=0))
+
+
+def _comms_say_more(by_rank: dict[int, dict[str, list[RankEvidence]]]) -> bool:
+    """Whether the comms files go on after the last dump, which was then of a window and not of the end."""
+    dumps = [_last_time(one) for sources in by_rank.values() for one in sources["flight"]]
+    comms = [_last_time(one) for sources in by_rank.values() for one in sources["comms"]]
+    return bool(comms) and (not dumps or max(comms) > max(dumps) + _NEWER)

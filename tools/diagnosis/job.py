@@ -1,0 +1,288 @@
+"""All ranks side by side: the groups they share, who of them is missing, and where each stands on every group.
+
+A group is its name and its members: torch lets different sets of ranks use one name (`split_group`), and one rank
+cannot be in two groups of a name. gloo's dumps name no members; a group of theirs is then everyone who recorded a
+call on that name, which is told (`JobGroup.inferred`), and the default group is everyone there is.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+from crossrank.comm import OPERATIONS
+from crossrank.tools.diagnosis.evidence import COMPLETED, RETIRED, RankEvidence, Signature, Table
+from crossrank.tools.readers.flight_dump import Frame
+
+DEFAULT_GROUP = "default_pg"
+
+
+@dataclass
+class Lane:
+    """The collectives of one rank on one group, in order of their sequence numbers."""
+
+    rows: array[int] = field(default_factory=lambda: array("I"))
+    """Rows of the rank's calls."""
+    seqs: array[int] = field(default_factory=lambda: array("q"))
+
+    def row(self, seq: int) -> int | None:
+        """The row of collective `seq`, or None."""
+        index = self.index(seq)
+        return None if index is None else self.rows[index]
+
+    def index(self, seq: int) -> int | None:
+        seqs = self.seqs
+        if not seqs:
+            return None
+        guess = seq - seqs[0]
+        if 0 <= guess < len(seqs) and seqs[guess] == seq:
+            return guess
+        guess = bisect_left(seqs, seq)
+        return guess if guess < len(seqs) and seqs[guess] == seq else None
+
+
+@dataclass
+class JobGroup:
+    """One process group over all its ranks."""
+
+    index: int
+    name: str
+    desc: str
+    ranks: tuple[int, ...]
+    """Global ranks of its members, in rising order."""
+    inferred: bool = False
+    """The members are not known but gathered from who recorded a call on it."""
+    local_index: dict[int, int] = field(default_factory=dict)
+    """Rank -> index of the group in that rank's own list."""
+    lanes: dict[int, Lane] = field(default_factory=dict)
+    """Rank -> its collectives."""
+    has_p2p: bool = False
+
+    @property
+    def pg(self) -> list[str]:
+        return [self.name, self.desc]
+
+
+@dataclass
+class Job:
+    """All evidence, compared."""
+
+    ranks: dict[int, RankEvidence]
+    groups: list[JobGroup]
+    group_of: dict[int, list[int]]
+    """Rank -> its local index of a group -> index in `groups`."""
+    signatures: list[Signature]
+    """The rows that `Calls.signature` of every rank points to."""
+    stacks: list[tuple[Frame, ...]]
+    world: tuple[int, ...]
+    """Every rank that the job is known to have."""
+    outside: list[str] = field(default_factory=list)
+    """What was left out because it cannot belong to this job."""
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that the job has and of which nothing was left."""
+        return [rank for rank in self.world if rank not in self.ranks]
+
+    def enqueued(self, group: JobGroup, rank: int) -> int | None:
+        """The last collective that `rank` is known to have called on `group`; None where that cannot be told."""
+        evidence, local = self.ranks.get(rank), group.local_index.get(rank)
+        if evidence is None:
+            return None
+        lane = group.lanes.get(rank)
+        if lane is not None:
+            return max(lane.seqs[-1], evidence.collectives_seen.get(local if local is not None else -1, 0))
+        if local is None:
+            return 0 if not evidence.active_only else None
+        seen = evidence.collectives_seen.get(local)
+        if seen:
+            return seen
+        progress = evidence.progress.get(local)
+        if progress is not None and self._counts_collectives(group, progress.last_enqueued_collective):
+            return max(progress.last_enqueued_collective, 0)
+        if evidence.active_only or evidence.wrapped:
+            return None
+        return 0
+
+    def completed(self, group: JobGroup, rank: int) -> int:
+        """The last collective of `group` that `rank` itself saw the end of; 0 = none that is known."""
+        evidence = self.ranks[rank]
+        best = self._last_in_state(group, rank, COMPLETED)
+        progress = evidence.progress.get(group.local_index.get(rank, -1))
+        # gloo counts a collective that timed out as completed.
+        if progress is not None and evidence.backend != "gloo":
+            last = progress.last_completed_collective
+            if self._counts_collectives(group, last):
+                best = max(best, last)
+        return best
+
+    def released(self, group: JobGroup) -> int:
+        """The last collective that is over on every rank, because one that nobody leaves early has ended somewhere.
+
+        Collectives of one group end in order, so all before it are over as well.
+        """
+        present = [rank for rank in group.ranks if rank in self.ranks]
+        last = max((self.completed(group, rank) for rank in present), default=0)
+        # A retired call may have timed out; but not where every member has made it.
+        retired = max((self._last_in_state(group, rank, RETIRED) for rank in present), default=0)
+        if retired > last and len(present) == len(group.ranks):
+            last = max(last, min(retired, *(self.enqueued(group, rank) or 0 for rank in present)))
+        while last > 0:
+            op = self._op_at(group, last)
+            row = OPERATIONS.get(op) if op is not None else None
+            if op is None or (row is not None and row.releases_all):
+                return last
+            last -= 1
+        return 0
+
+    def signature(self, rank: int, row: int) -> Signature:
+        return self.signatures[self.ranks[rank].calls.signature[row]]
+
+    def stack(self, rank: int, row: int) -> tuple[Frame, ...]:
+        return self.stacks[self.ranks[rank].calls.stack[row]]
+
+    def group_at(self, rank: int, row: int) -> JobGroup:
+        return self.groups[self.group_of[rank][self.ranks[rank].calls.group[row]]]
+
+    def _last_in_state(self, group: JobGroup, rank: int, state: int) -> int:
+        """The last collective of the rank that has come as far as `state`; 0 = none."""
+        lane = group.lanes.get(rank)
+        if lane is None:
+            return 0
+        states = self.ranks[rank].calls.state
+        for index in range(len(lane.rows) - 1, -1, -1):
+            if states[lane.rows[index]] >= state:
+                return lane.seqs[index]
+        return 0
+
+    def _op_at(self, group: JobGroup, seq: int) -> str | None:
+        for rank, lane in group.lanes.items():
+            row = lane.row(seq)
+            if row is not None:
+                return self.signature(rank, row).op
+        return None
+
+    def _counts_collectives(self, group: JobGroup, value: int) -> bool:
+        """Whether a number of `pg_status` is one of a collective: P2P calls put theirs in the same place."""
+        if not group.has_p2p:
+            return True
+        highest = max((lane.seqs[-1] for lane in group.lanes.values()), default=0)
+        return 0 <= value <= highest
+
+
+def merge(evidence: list[RankEvidence], world_size: int | None = None) -> Job:
+    """Put the ranks side by side. `evidence` has each rank once; `world_size` is what the user says."""
+    evidence = sorted(evidence, key=lambda one: one.rank)
+    evidence, outside = _without_strangers(evidence, world_size)
+    ranks = {one.rank: one for one in evidence}
+    world = _world(evidence, world_size)
+    signatures: Table[Signature] = Table()
+    stacks: Table[tuple[Frame, ...]] = Table()
+    for one in evidence:
+        calls = one.calls
+        numbers = [signatures.number(signature) for signature in one.signatures]
+        calls.signature = array("I", map(numbers.__getitem__, calls.signature))
+        numbers = [stacks.number(stack) for stack in one.stacks]
+        calls.stack = array("I", map(numbers.__getitem__, calls.stack))
+        one.signatures, one.stacks = [], []
+    groups, group_of = _groups(evidence, world)
+    job = Job(
+        ranks=ranks,
+        groups=groups,
+        group_of=group_of,
+        signatures=signatures.rows,
+        stacks=stacks.rows,
+        world=world,
+        outside=outside,
+    )
+    p2p = [signature.is_p2p for signature in signatures.rows]
+    for one in evidence:
+        _fill_lanes(one, groups, group_of[one.rank], p2p)
+    return job
+
+
+def _without_strangers(evidence: list[RankEvidence], world_size: int | None) -> tuple[list[RankEvidence], list[str]]:
+    """Leave out ranks beyond the world: most often a file of another job, or a number that is no rank."""
+    worlds = [max(group.ranks) + 1 for one in evidence for group in one.groups if group.ranks and _is_world(group.desc)]
+    worlds += [one.world_size for one in evidence if one.world_size is not None]
+    size = world_size or max(worlds, default=None)
+    if size is None:
+        return evidence, []
+    inside = [one for one in evidence if one.rank < size]
+    outside = [
+        f"{one.path}: rank {one.rank} is outside the world of {size} ranks; the file was left out"
+        for one in evidence
+        if one.rank >= size
+    ]
+    return inside, outside
+
+
+def _is_world(desc: str) -> bool:
+    return desc == DEFAULT_GROUP
+
+
+def _world(evidence: list[RankEvidence], world_size: int | None) -> tuple[int, ...]:
+    if world_size is not None:
+        return tuple(range(world_size))
+    ranks = {one.rank for one in evidence}
+    for one in evidence:
+        for group in one.groups:
+            ranks.update(group.ranks or ())
+        ranks.update(range(one.world_size or 0))
+    return tuple(sorted(ranks))
+
+
+def _groups(evidence: list[RankEvidence], world: tuple[int, ...]) -> tuple[list[JobGroup], dict[int, list[int]]]:
+    known: dict[tuple[str, tuple[int, ...]], JobGroup] = {}
+    unknown: dict[str, JobGroup] = {}
+    # Members that one rank knows serve for a rank that does not.
+    members_of: dict[str, list[tuple[int, ...]]] = {}
+    for one in evidence:
+        for claim in one.groups:
+            if claim.ranks is not None and claim.ranks not in members_of.setdefault(claim.name, []):
+                members_of[claim.name].append(claim.ranks)
+    groups: list[JobGroup] = []
+    group_of: dict[int, list[int]] = {}
+    for one in evidence:
+        mine: list[int] = []
+        for local, claim in enumerate(one.groups):
+            members = claim.ranks
+            if members is None:
+                members = next((ranks for ranks in members_of.get(claim.name, ()) if one.rank in ranks), None)
+            if members is None and _is_world(claim.desc):
+                members = world
+            if members is not None:
+                group = known.get((claim.name, members))
+                if group is None:
+                    group = JobGroup(len(groups), claim.name, claim.desc, tuple(sorted(set(members))))
+                    known[claim.name, members] = group
+                    groups.append(group)
+            else:
+                group = unknown.get(claim.name)
+                if group is None:
+                    group = unknown[claim.name] = JobGroup(len(groups), claim.name, claim.desc, (), inferred=True)
+                    groups.append(group)
+                if one.rank not in group.ranks:
+                    group.ranks = (*group.ranks, one.rank)
+            group.desc = group.desc or claim.desc
+            group.local_index.setdefault(one.rank, local)
+            mine.append(group.index)
+        group_of[one.rank] = mine
+    return groups, group_of
+
+
+def _fill_lanes(one: RankEvidence, groups: list[JobGroup], mine: list[int], p2p: list[bool]) -> None:
+    lanes: dict[int, Lane] = {}
+    calls = one.calls
+    for row, (local, seq, number) in enumerate(zip(calls.group, calls.seq, calls.signature, strict=True)):
+        if p2p[number]:
+            groups[mine[local]].has_p2p = True
+            continue
+        lane = lanes.get(local)
+        if lane is None:
+            lane = lanes[local] = groups[mine[local]].lanes.setdefault(one.rank, Lane())
+        if lane.seqs and seq <= lane.seqs[-1]:
+            continue  # a call that was recorded twice, or a new epoch of the recorder
+        lane.rows.append(row)
+        lane.seqs.append(seq)

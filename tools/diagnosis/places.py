@@ -1,0 +1,70 @@
+"""Where in their code the ranks of a finding are: a culprit and one that waits, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from crossrank.tools.diagnosis.causes import call_of, name_of
+from crossrank.tools.diagnosis.findings import Finding, Place
+from crossrank.tools.diagnosis.job import Job
+from crossrank.tools.diagnosis.waiting import Waiting
+from crossrank.tools.readers.flight_dump import Frame, OwnStack
+
+_MOST_FRAMES = 24
+_MAIN = "MainThread"
+
+
+def add_places(job: Job, waiting: Waiting, findings: Sequence[Finding]) -> None:
+    """Fill in `places` of every finding: one culprit and one waiting rank, as far as there are stacks."""
+    for finding in findings:
+        for role, ranks in (("culprit", finding.culprit_ranks), ("waiting", finding.waiting_ranks)):
+            place = next((found for rank in ranks if (found := _place(job, waiting, finding, rank, role))), None)
+            if place is not None:
+                finding.places.append(place)
+
+
+def _place(job: Job, waiting: Waiting, finding: Finding, rank: int, role: str) -> Place | None:
+    evidence = job.ranks.get(rank)
+    if evidence is None:
+        return None
+    own = next((stack for stack in evidence.own_stacks if stack.thread == _MAIN), None)
+    head = waiting.heads.get(rank)
+    if role == "culprit" and own is not None:
+        return Place(rank=rank, role=role, what="its main thread when it was dumped", frames=_own_frames(own))
+    row = head.row if head is not None else _row_of(job, finding, rank)
+    what = "the call it is stuck in" if head is not None else "its call"
+    if row is None:
+        if not len(evidence.calls):
+            return None
+        row, what = len(evidence.calls) - 1, "the last call it made"
+    frames = frame_texts(job.stack(rank, row))
+    if not frames:
+        return None
+    call = job.signature(rank, row)
+    seq = evidence.calls.seq[row]
+    return Place(
+        rank=rank,
+        role=role,
+        what=f"{what}, {call_of(call.op, seq)} on {name_of(job.group_at(rank, row))}",
+        frames=frames,
+    )
+
+
+def _row_of(job: Job, finding: Finding, rank: int) -> int | None:
+    """The rank's row of the collective that a finding is about."""
+    if finding.collective_seq_id is None:
+        return None
+    for group in job.groups:
+        if group.pg == finding.pg and list(group.ranks) == finding.pg_ranks:
+            lane = group.lanes.get(rank)
+            return lane.row(finding.collective_seq_id) if lane is not None else None
+    return None
+
+
+def _own_frames(stack: OwnStack) -> list[str]:
+    return frame_texts(tuple(stack.frames))
+
+
+def frame_texts(frames: tuple[Frame, ...]) -> list[str]:
+    """`function (file:line)` for every frame, innermost first."""
+    return [f"{frame.name} ({frame.filename}:{frame.line})" for frame in frames[:_MOST_FRAMES]]

@@ -1,0 +1,290 @@
+"""Who waits for whom: what each rank is stuck in, and where the waiting begins.
+
+A rank's calls run in the order in which it made them, so it is stuck in the first that has not ended: its head. The
+rank waits for the members of that call's group that have not made the call; where all have, for those that are stuck
+in something earlier. Ranks that wait for nobody are where the waiting begins:
+
+* a rank without a head, which has stopped making calls (or of which there is no dump);
+* a call that every member has reached, and that does not end;
+* ranks that wait for each other in a circle.
+
+Everything else is a consequence. A call that is over on some rank although it ends on none before all have begun it
+is over for everyone, whatever a rank's own dump says: dumps are taken at different moments, and the thread that
+notices completions may be the one that hangs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from crossrank.tools.diagnosis.evidence import RETIRED, STARTED
+from crossrank.tools.diagnosis.job import Job, JobGroup
+from crossrank.tools.diagnosis.p2p import Pairing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """The call that a rank is stuck in."""
+
+    rank: int
+    row: int
+    group: JobGroup
+    seq: int
+    op: str
+    peers: tuple[int, ...] = ()
+    """Other ends of a P2P call, or of all calls of its batch; empty for a collective."""
+
+    @property
+    def is_p2p(self) -> bool:
+        return bool(self.peers)
+
+
+@dataclass
+class Stall:
+    """One call that ranks are stuck in."""
+
+    group: JobGroup
+    seq: int
+    op: str
+    is_p2p: bool
+    waiting: list[int] = field(default_factory=list)
+    """Ranks whose head it is."""
+    absent: set[int] = field(default_factory=set)
+    """Ranks that have not made the call, those without evidence included."""
+    behind: set[int] = field(default_factory=set)
+    """Ranks that have made it and are stuck in something before it."""
+    passed: set[int] = field(default_factory=set)
+    """Ranks that are through."""
+    unknown: set[int] = field(default_factory=set)
+    """Ranks of which it cannot be told whether they made it."""
+    since: int = 0
+    """ns since 1970 when the first rank began to wait."""
+
+    def waits_for(self) -> set[int]:
+        return self.absent or self.behind
+
+
+@dataclass
+class Waiting:
+    """The whole picture."""
+
+    heads: dict[int, Head]
+    stalls: list[Stall]
+    stall_of: dict[int, Stall]
+    """Rank -> the stall of its head."""
+    edges: dict[int, set[int]]
+    """Waiting rank -> ranks it waits for."""
+    stale: dict[int, int]
+    """Rank -> number of calls whose end the other ranks have seen and it has not."""
+
+
+def who_waits(job: Job, pairing: Pairing) -> Waiting:
+    """Find every rank's head and what it waits for."""
+    released = {group.index: job.released(group) for group in job.groups}
+    heads: dict[int, Head] = {}
+    stale: dict[int, int] = {}
+    for rank in job.ranks:
+        head, missed = _head(job, rank, released, pairing)
+        if missed:
+            stale[rank] = missed
+        if head is not None:
+            heads[rank] = head
+    stalls: dict[tuple[object, ...], Stall] = {}
+    stall_of: dict[int, Stall] = {}
+    for rank, head in heads.items():
+        key: tuple[object, ...] = (head.group.index, head.is_p2p, head.seq)
+        if head.is_p2p:
+            ends = sorted((rank, *head.peers))
+            key = (head.group.index, True, *(ends if len(ends) == 2 else (rank, "batch", head.seq)))
+        stall = stalls.get(key)
+        if stall is None:
+            stall = stalls[key] = Stall(head.group, head.seq, head.op, head.is_p2p)
+        created = job.ranks[rank].calls.created[head.row]
+        stall.since = min(stall.since or created, created)
+        stall.waiting.append(rank)
+        stall_of[rank] = stall
+    for rank, head in heads.items():
+        if head.is_p2p:
+            _place_peers(job, stall_of[rank], head, heads, pairing)
+    for stall in stalls.values():
+        if not stall.is_p2p:
+            _place_members(job, stall, heads)
+    edges = {rank: stall.waits_for() - {rank} for rank, stall in stall_of.items()}
+    return Waiting(heads=heads, stalls=list(stalls.values()), stall_of=stall_of, edges=edges, stale=stale)
+
+
+def _head(job: Job, rank: int, released: dict[int, int], pairing: Pairing) -> tuple[Head | None, int]:
+    """The head of a rank, and how many calls it has not seen the end of that are over."""
+    evidence = job.ranks[rank]
+    calls, mine = evidence.calls, job.group_of[rank]
+    missed = 0
+    first: int | None = None
+    unawaited: int | None = None
+    for row, state in enumerate(calls.state):
+        if state >= RETIRED:
+            continue
+        signature = job.signatures[calls.signature[row]]
+        if signature.is_p2p:
+            if (rank, row) in pairing.done:
+                missed += not evidence.numbered_pairs
+                continue
+            if row in evidence.unawaited:
+                unawaited = row if unawaited is None else unawaited
+                continue
+        elif calls.seq[row] <= released[mine[calls.group[row]]]:
+            missed += 1
+            continue
+        first = row
+        break
+    row_of_head = first if first is not None else unawaited
+    if row_of_head is None:
+        return None, missed
+    group = job.groups[mine[calls.group[row_of_head]]]
+    signature = job.signatures[calls.signature[row_of_head]]
+    seq = calls.seq[row_of_head]
+    peers: tuple[int, ...] = ()
+    if signature.is_p2p:
+        together = [row_of_head] if evidence.numbered_pairs else _batch(job, rank, row_of_head)
+        alone = [row for row in together if (rank, row) in pairing.alone]
+        rows = alone or [row for row in together if (rank, row) not in pairing.done]
+        peers = tuple(
+            sorted({peer for row in rows if (peer := job.signature(rank, row).peer) is not None and peer != rank})
+        )
+        if not peers:  # a receive from any source: everyone else could send
+            peers = tuple(other for other in group.ranks if other != rank)
+    return (
+        Head(rank=rank, row=row_of_head, group=group, seq=seq, op=signature.op, peers=peers),
+        missed,
+    )
+
+
+def _batch(job: Job, rank: int, row: int) -> list[int]:
+    """The rows of the P2P launch that `row` is part of."""
+    calls = job.ranks[rank].calls
+    rows = []
+    for other in range(row, len(calls)):
+        if calls.group[other] != calls.group[row] or calls.seq[other] != calls.seq[row]:
+            break
+        if not job.signature(rank, other).is_p2p:
+            break
+        rows.append(other)
+    return rows
+
+
+def _place_members(job: Job, stall: Stall, heads: dict[int, Head]) -> None:
+    for rank in stall.group.ranks:
+        evidence = job.ranks.get(rank)
+        head = heads.get(rank)
+        if head is not None and head.group is stall.group and not head.is_p2p and head.seq == stall.seq:
+            continue
+        if evidence is None:
+            stall.absent.add(rank)
+            continue
+        enqueued = job.enqueued(stall.group, rank)
+        if enqueued is None:
+            stall.unknown.add(rank)
+        elif enqueued < stall.seq:
+            stall.absent.add(rank)
+        elif head is None or _is_before(job, stall, rank, head):
+            stall.passed.add(rank)
+        else:
+            stall.behind.add(rank)
+
+
+def _is_before(job: Job, stall: Stall, rank: int, head: Head) -> bool:
+    """Whether the rank is past the call of the stall already when it reaches its head."""
+    lane = stall.group.lanes.get(rank)
+    row = lane.row(stall.seq) if lane is not None else None
+    # A call that is no longer among the open ones of an active dump is over.
+    return row is None or row < head.row
+
+
+def _place_peers(job: Job, stall: Stall, head: Head, heads: dict[int, Head], pairing: Pairing) -> None:
+    evidence = job.ranks[head.rank]
+    rows = [head.row] if evidence.numbered_pairs else _batch(job, head.rank, head.row)
+    for row in rows:
+        call = (head.rank, row)
+        if call in pairing.done:
+            continue
+        peer = job.signature(head.rank, row).peer
+        if call in pairing.alone or peer is None or peer not in job.ranks:
+            stall.absent.update([peer] if peer is not None else head.peers)
+            continue
+        partner = pairing.partner.get(call)
+        of_peer = heads.get(peer)
+        if partner is None or of_peer is None:
+            continue
+        same_launch = of_peer.is_p2p and job.ranks[peer].calls.seq[partner[1]] == of_peer.seq
+        if partner[1] == of_peer.row or (same_launch and job.group_at(*partner) is of_peer.group):
+            continue
+        if partner[1] > of_peer.row:
+            stall.behind.add(peer)
+
+
+def started(job: Job, rank: int, row: int) -> bool:
+    """Whether the call is known to have begun to run."""
+    calls = job.ranks[rank].calls
+    return calls.state[row] == STARTED or calls.started[row] > 0
+
+
+def reports_starts(job: Job, rank: int) -> bool:
+    """Whether the rank's dump would say that a call has begun to run."""
+    return any(job.ranks[rank].calls.started)
+
+
+def circles(edges: dict[int, set[int]]) -> list[list[int]]:
+    """Sets of ranks each of which waits, directly or through others, for all of its set (Tarjan's algorithm)."""
+    order: dict[int, int] = {}
+    low: dict[int, int] = {}
+    stack: list[int] = []
+    on_stack: set[int] = set()
+    found: list[list[int]] = []
+    for start in sorted(edges):
+        if start in order:
+            continue
+        work = [(start, iter(sorted(edges[start])))]
+        order[start] = low[start] = len(order)
+        stack.append(start)
+        on_stack.add(start)
+        while work:
+            rank, targets = work[-1]
+            for target in targets:
+                if target not in edges:
+                    continue
+                if target not in order:
+                    order[target] = low[target] = len(order)
+                    stack.append(target)
+                    on_stack.add(target)
+                    work.append((target, iter(sorted(edges[target]))))
+                    break
+                if target in on_stack:
+                    low[rank] = min(low[rank], order[target])
+            else:
+                work.pop()
+                if work:
+                    low[work[-1][0]] = min(low[work[-1][0]], low[rank])
+                if low[rank] == order[rank]:
+                    circle = []
+                    while True:
+                        member = stack.pop()
+                        on_stack.discard(member)
+                        circle.append(member)
+                        if member == rank:
+                            break
+                    if len(circle) > 1:
+                        found.append(sorted(circle))
+    return found
+
+
+def grouped_by_stall(waiting: Waiting, ranks: list[int]) -> list[tuple[Stall, list[int]]]:
+    """The stalls that `ranks` are stuck in, that of most ranks first."""
+    by_stall: dict[int, list[int]] = defaultdict(list)
+    stalls: dict[int, Stall] = {}
+    for rank in ranks:
+        stall = waiting.stall_of[rank]
+        stalls[id(stall)] = stall
+        by_stall[id(stall)].append(rank)
+    return sorted(
+        ((stalls[key], members) for key, members in by_stall.items()), key=lambda item: (-len(item[1]), item[1])
+    )
