@@ -47,6 +47,7 @@ def enable(
     nvtx: str | bool | None = None,
     print_calls: bool | None = None,
     flight: bool | None = None,
+    hang_seconds: float | None = None,
     nsys: bool | None = None,
     node: str | None = None,
     ring: int | None = None,

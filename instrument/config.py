@@ -8,6 +8,7 @@
 | `TRACING_NVTX` | `1` (default), `0`, `classic` | NVTX markers: on, off, one JSON text per call |
 | `TRACING_PRINT` | `0` (default), `1` | print each call; alias `TORCH_DISTRIBUTED_TRACING_PRINT` |
 | `TRACING_FLIGHT` | `1` (default), `0` | dump torch's flight recorder at window end, exit and SIGUSR1 |
+| `TRACING_HANG_SECONDS` | seconds, default 300, `0` = off | dump it when no communication began or ended for so long |
 | `TRACING_NSYS` | `0` (default), `1` | windows drive the range of `nsys --capture-range=cudaProfilerApi` |
 | `TRACING_NODE` | any text | the node that this rank is on, instead of asking the machine |
 | `TRACING_RING` | number of records, default 65536 | calls that may wait for the writer before some are dropped |
@@ -34,6 +35,7 @@ TRACING_WINDOW = "TRACING_WINDOW"
 TRACING_NVTX = "TRACING_NVTX"
 TRACING_PRINT = "TRACING_PRINT"
 TRACING_FLIGHT = "TRACING_FLIGHT"
+TRACING_HANG_SECONDS = "TRACING_HANG_SECONDS"
 TRACING_NSYS = "TRACING_NSYS"
 TRACING_NODE = "TRACING_NODE"
 TRACING_RING = "TRACING_RING"
@@ -47,6 +49,7 @@ _WORDS = {"1": "true", "0": "false"}
 
 DEFAULT_DIR = "crossrank-recording"
 DEFAULT_RING = 65_536
+DEFAULT_HANG_SECONDS = 300.0
 
 _T = TypeVar("_T")
 
@@ -94,6 +97,7 @@ class Config:
     nvtx: NvtxMode = "1"
     print_calls: bool = False
     flight: bool = True
+    hang_seconds: float = DEFAULT_HANG_SECONDS
     nsys: bool = False
     node: str | None = None
     ring: int = DEFAULT_RING
@@ -131,6 +135,7 @@ def load(arguments: Mapping[str, object], environment: Mapping[str, str]) -> Con
     on_off = {"1": True, "0": False}
     window = value(TRACING_WINDOW, "window")
     ring = value(TRACING_RING, "ring")
+    hang = value(TRACING_HANG_SECONDS, "hang_seconds")
     directory = value(TRACING_DIR, "directory")
     node = value(TRACING_NODE, "node")
     emits: dict[str, Emit] = {"CROSSNODE": "CROSSNODE", "ALL": "ALL", "NONE": "NONE"}
@@ -142,6 +147,7 @@ def load(arguments: Mapping[str, object], environment: Mapping[str, str]) -> Con
         nvtx=choice(TRACING_NVTX, "nvtx", "1", modes),
         print_calls=choice(TRACING_PRINT, "print_calls", False, on_off),
         flight=choice(TRACING_FLIGHT, "flight", True, on_off),
+        hang_seconds=_seconds(*hang) if hang else DEFAULT_HANG_SECONDS,
         nsys=choice(TRACING_NSYS, "nsys", False, on_off),
         node=node[1] if node else None,
         ring=_positive(*ring) if ring else DEFAULT_RING,
@@ -176,3 +182,13 @@ def _positive(where: str, text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise CrossrankError(f"{where}={text!r} is not a whole number above 0")
     return int(text)
+
+
+def _seconds(where: str, text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise CrossrankError(f"{where}={text!r} is no number of seconds; 0 switches the watch for hangs off")
+    return seconds

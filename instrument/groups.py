@@ -110,6 +110,10 @@ class GroupTable:
         for state in list(self._states.values()):
             self._on_new(state)
 
+    def describe(self) -> list[Group]:
+        """Every group that is known now."""
+        return [state.describe() for state in list(self._states.values())]
+
     def unseen_kinds(self) -> list[str]:
         """Groups whose calls do not pass the dispatcher: subclasses of ProcessGroup written in Python."""
         return [

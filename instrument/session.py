@@ -31,6 +31,7 @@ from crossrank.instrument.files import RankFiles
 from crossrank.instrument.foreign import raised_by_script
 from crossrank.instrument.gpu import GpuReader, device_is_settled
 from crossrank.instrument.groups import GroupState, GroupTable
+from crossrank.instrument.hang_watch import HangWatch
 from crossrank.instrument.header import describe_rank
 from crossrank.instrument.interception import Interception
 from crossrank.instrument.nvtx_markers import NvtxMarkers
@@ -38,7 +39,7 @@ from crossrank.instrument.recorder import Recorder
 from crossrank.instrument.steps import StepBoundaries
 from crossrank.instrument.topology import Topology, node_of_this_machine
 from crossrank.instrument.window import WindowRecorder
-from crossrank.instrument.writer import CommsWriter, Counts
+from crossrank.instrument.writer import CommsWriter, Counts, clock
 from crossrank.recording import COMMS, FLIGHT, file_name
 
 log = logging.getLogger("crossrank")
@@ -66,6 +67,8 @@ class Session:
         self._begin_lock = threading.RLock()
         self._close_once = threading.Lock()  # taken for good by the first to close
         self._dump_once = threading.Lock()  # two threads may be asked at once
+        self._hang_watch: HangWatch | None = None
+        self._calls_at_hang: int | None = None
         self._closed = False
         self._finished = False
         self._told: set[str] = set()
@@ -74,7 +77,9 @@ class Session:
         self.recorder = Recorder(self, config.ring, self._nvtx)
         self._interception = Interception(self.recorder)
         self._guard = ExitGuard(
-            finish=self.close, dump=self.dump_flight, finishing=lambda: self._closed and not self._finished
+            finish=self.close,
+            dump=lambda: self.dump_flight("SIGUSR1"),
+            finishing=lambda: self._closed and not self._finished,
         )
 
     def start(self) -> None:
@@ -121,18 +126,53 @@ class Session:
             if opened:
                 self._close_window()
 
-    def dump_flight(self) -> None:
-        """Write torch's flight recorder as it stands now."""
+    def dump_flight(self, reason: str) -> None:
+        """Write torch's flight recorder as it stands now.
+
+        What was written of a hang stays until communication goes on: later the call that failed looks completed.
+        """
         files = self._files
         if files is None or not self.config.flight or not self._dump_once.acquire(blocking=False):
             return
         try:
+            calls = self.recorder.calls()
+            if reason == "hang":
+                self._calls_at_hang = calls
+            elif reason != "SIGUSR1" and calls == self._calls_at_hang:
+                return
             with self._reported("the flight recorder was not dumped"):
-                content = flight.dump()
+                content = flight.dump(self._moment(reason))
                 if content is not None:
                     files.write(file_name(FLIGHT, self.rank), content)
         finally:
             self._dump_once.release()
+
+    def _moment(self, reason: str) -> dict[str, Any]:
+        """What a dump says about itself: `Moment` of the tools' reader."""
+        moment = clock()
+        writer = self.writer
+        return {
+            "rank": self.rank,
+            "world_size": self._world_size,
+            "host": socket.gethostname(),
+            "reason": reason,
+            "error": flight.uncaught(),
+            "time_ns": moment["wall"],
+            "clock": moment,
+            "groups": self.groups.describe(),
+            "calls": writer.recent() if writer is not None else [],
+            "stacks": flight.stacks(),
+        }
+
+    def _on_hang(self) -> None:
+        log.warning(
+            "crossrank: rank %d has begun and finished no communication for %g s; its state is written to %s. "
+            "`crossrank diagnose` on that folder says who waits for whom",
+            self.rank,
+            self.config.hang_seconds,
+            self._files.folder if self._files is not None else "nowhere",
+        )
+        self.dump_flight("hang")
 
     def close(self, reason: str = "disable") -> None:
         """Finish every file and take everything away. Does nothing the second time."""
@@ -151,6 +191,8 @@ class Session:
     def _take_away(self) -> None:
         """Undo what `start` installed."""
         self.recorder.active = False
+        if self._hang_watch is not None:
+            self._hang_watch.stop()
         self._interception.uninstall()
         if self._optimizer_hook is not None:
             self._optimizer_hook.remove()
@@ -164,6 +206,8 @@ class Session:
         """
         self._close_once.acquire(blocking=False)
         self._closed = self._finished = True
+        if self._hang_watch is not None:
+            self._hang_watch.stop()
         self.recorder.active = False
         self.recorder.window_open = False
         if self._windows is not None:
@@ -262,13 +306,21 @@ class Session:
             on_tick=self._look_for_groups,
         )
         self.writer.start()
+        if self._hang_watch is None and self.config.hang_seconds > 0 and self.config.flight:
+            self._hang_watch = HangWatch(
+                self.config.hang_seconds,
+                calls=self.recorder.calls,
+                completed=flight.completed,
+                on_hang=self._on_hang,
+            )
+            self._hang_watch.start()
 
     def _end_files(self, reason: str) -> None:
         if self._windows is not None:
             with self._reported("the files of a window are not in place"):
                 self._windows.drop_prepared()
                 self._windows.wait(timeout=60.0)
-        self.dump_flight()
+        self.dump_flight(reason)
         writer, self.writer = self.writer, None
         if writer is not None and self._files is not None:
             with self._reported("the comms file was not closed"):
@@ -368,7 +420,7 @@ class Session:
             self._note_window("close", windows.number)
             windows.close()
         if not self._closed:
-            self.dump_flight()
+            self.dump_flight("window")
 
     def _note_window(self, edge: str, number: int) -> None:
         moment = {"window": number, "edge": edge, "step": self.recorder.step, "t": time.monotonic_ns()}

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import zstandard
 
-from crossrank.comm import crosses_nodes
+from crossrank.comm import Locality, crosses_nodes
 from crossrank.errors import one_line
 from crossrank.instrument.descriptors import Descriptor
 from crossrank.instrument.topology import Topology
@@ -38,6 +38,8 @@ _FRAME = 8192
 _CLOCK_EVERY = 10.0
 _LEVEL = 3
 _MOST_OWED = 10_000
+_RECENT = 512
+"""Calls that are kept for a dump, whether or not they are written to the file."""
 _TOPOLOGY_PATIENCE = 2.0
 """Seconds from the start that records wait for the localities of the job."""
 
@@ -89,6 +91,7 @@ class CommsWriter:
         self._complained = False
         self._size = 0
         self._owed: list[bytes] = []
+        self._recent: deque[Entry] = deque(maxlen=_RECENT)
         self._started = time.monotonic()
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         self._thread = threading.Thread(target=self._run, name="crossrank-writer", daemon=True)
@@ -184,6 +187,7 @@ class CommsWriter:
                 context.append(entry if isinstance(entry, bytes) else entry())
                 lines.append(context[-1])
                 continue
+            self._recent.append(entry)
             try:
                 line = self._encode(entry)
             except Exception as error:
@@ -202,20 +206,25 @@ class CommsWriter:
         else:
             self.counts.unwritten += records
 
+    def recent(self) -> list[msgspec.Raw]:
+        """The last calls as they stand, or would stand, in the file."""
+        entries: list[Entry] = []
+        for _ in range(10):  # training, or the thread, may append at the same moment
+            try:
+                entries = [*self._recent, *(entry for entry in self.ring if isinstance(entry, tuple))][-_RECENT:]
+                break
+            except RuntimeError:
+                continue
+        # While the thread moves a call from the one to the other it may be met in both.
+        once = {entry[1]: entry for entry in entries}
+        return [msgspec.Raw(_record_line(entry, entry[0].locality(self.topology))) for entry in once.values()]
+
     def _encode(self, entry: Entry) -> bytes | None:
-        descriptor, record_id, seq, t, step, batch, tag = entry
-        locality = descriptor.locality(self.topology)
+        locality = entry[0].locality(self.topology)
         if self._crossnode_only and not crosses_nodes(locality):
             self.counts.filtered += 1
             return None
-        name = "p2p_seq" if descriptor.reader.is_p2p else "seq"
-        extra = b""
-        if tag is not None:
-            extra += b',"tag":%d' % tag
-        if batch is not None:
-            extra += b',"batch":%d' % batch
-        head = f'{{"id":{record_id},"{name}":{seq},"t":{t},"step":{step}'.encode()
-        return head + extra + descriptor.tail(locality)
+        return _record_line(entry, locality)
 
     def _append(self, context: list[bytes], lines: list[bytes]) -> bool:
         """Write `lines` as one complete frame, or nothing at all.
@@ -245,6 +254,19 @@ class CommsWriter:
         if not self._complained:
             self._complained = True
             log.warning("crossrank: %s: %s; training goes on, the loss is counted", what, one_line(error))
+
+
+def _record_line(entry: Entry, locality: Locality) -> bytes:
+    """The record of one call as a line of the file."""
+    descriptor, record_id, seq, t, step, batch, tag = entry
+    name = "p2p_seq" if descriptor.reader.is_p2p else "seq"
+    extra = b""
+    if tag is not None:
+        extra += b',"tag":%d' % tag
+    if batch is not None:
+        extra += b',"batch":%d' % batch
+    head = f'{{"id":{record_id},"{name}":{seq},"t":{t},"step":{step}'.encode()
+    return head + extra + descriptor.tail(locality)
 
 
 def encode_line(kind: str, content: object) -> bytes:

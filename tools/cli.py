@@ -34,6 +34,11 @@ COMMANDS = {
         "Link",
         "one linked trace per rank: times, GPU, communication, dependencies",
     ),
+    "diagnose": (
+        "crossrank.tools.commands.diagnose",
+        "Diagnose",
+        "who is missing, mismatched or stuck; root cause before consequences",
+    ),
 }
 
 

@@ -130,7 +130,7 @@ def _with_oracle(rank: int, caller: Task) -> int:
 
 
 def _flight_count() -> int:
-    dump = json.loads(flight.dump() or b"{}")
+    dump = json.loads(flight.dump({}) or b"{}")
     return max((entry["record_id"] + 1 for entry in dump.get("entries", [])), default=0)
 
 

@@ -28,7 +28,8 @@ from crossrank.tools.diagnosis.waiting import (
 from crossrank.tools.tables import rank_ranges
 
 _SURE = 1_000_000_000
-"""ns that a rank must have waited when its dump was taken, where the dump says when that was, to count as stuck."""
+"""ns that a rank must have waited when its dump was taken, where the dump says when that was, to count as stuck. A
+process that died of an exception was stuck however short that was."""
 
 
 @dataclass
@@ -92,7 +93,7 @@ def _set_aside_what_just_began(search: _Search) -> None:
         ages = []
         for rank in stall.waiting:
             evidence = job.ranks[rank]
-            if evidence.taken_at is None:
+            if evidence.taken_at is None or evidence.error is not None:
                 break
             ages.append(evidence.taken_at - evidence.calls.created[waiting.heads[rank].row])
         else:

@@ -183,14 +183,17 @@ class _Comparison:
     def _shift(self, seq: int, odd: int, reference: int) -> str | None:
         """Whether the odd rank's calls fit again when one is taken out, or one that it lacks is put in."""
         ours, theirs = self._following(odd, seq), self._following(reference, seq)
-        candidates = [
-            (kind, mine, other)
+        if len(ours) > 1 and len(theirs) > 1 and _fit(ours[1:], theirs[1:]):
+            return None  # only this one call is different
+        kinds = [
+            kind
             for kind, mine, other in ((EXTRA, ours[1:], theirs), (MISSING, ours, theirs[1:]))
             if mine and other and _fit(mine, other)
         ]
-        if _fit(ours[1:], theirs[1:]) and len(ours) > 1 and len(theirs) > 1:
-            return None  # only this one call is different
-        return candidates[0][0] if len(candidates) == 1 else None
+        if len(kinds) == 2:  # calls that alternate fit both ways; then the number of calls tells
+            last, other_last = (self._group.lanes[rank].seqs[-1] for rank in (odd, reference))
+            kinds = [] if last == other_last else [EXTRA if last > other_last else MISSING]
+        return kinds[0] if kinds else None
 
     def _following(self, rank: int, seq: int) -> list[Meaning]:
         index = self._group.lanes[rank].index(seq)

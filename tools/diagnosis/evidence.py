@@ -154,6 +154,8 @@ class RankEvidence:
     taken_at: int | None = None
     """ns since 1970 when the dump was taken; None where it does not say."""
     reason: str = ""
+    error: str | None = None
+    """The exception that ended the process."""
     ended: bool = False
     """The rank ended its recording properly."""
     own_stacks: list[OwnStack] = field(default_factory=list)

@@ -75,7 +75,10 @@ def _times(job: Job, group: JobGroup) -> _Columns | None:
     )
     seqs = list(common) if dense else sorted(set.intersection(*(set(group.lanes[rank].seqs) for rank in ranks)))
     columns = _Columns(ranks, seqs)
-    releases = [(operation := OPERATIONS.get(signature.op)) is not None and operation.releases_all for signature in job.signatures]
+    releases = [
+        (operation := OPERATIONS.get(signature.op)) is not None and operation.releases_all
+        for signature in job.signatures
+    ]
     for rank in ranks:
         lane, calls = group.lanes[rank], job.ranks[rank].calls
         first = lane.index(low)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from crossrank.comm import OPERATIONS
 from crossrank.tools.diagnosis.evidence import RETIRED, STARTED
 from crossrank.tools.diagnosis.job import Job, JobGroup
 from crossrank.tools.diagnosis.p2p import Pairing
@@ -86,7 +87,8 @@ def who_waits(job: Job, pairing: Pairing) -> Waiting:
     stale: dict[int, int] = {}
     for rank in job.ranks:
         head, missed = _head(job, rank, released, pairing)
-        if missed:
+        # gloo and comms files do not report ends, so nothing follows from one that is not there.
+        if missed and job.ranks[rank].source == "flight" and job.ranks[rank].backend != "gloo":
             stale[rank] = missed
         if head is not None:
             heads[rank] = head
@@ -139,6 +141,8 @@ def _head(job: Job, rank: int, released: dict[int, int], pairing: Pairing) -> tu
         break
     row_of_head = first if first is not None else unawaited
     if row_of_head is None:
+        row_of_head = _timed_out(job, rank)
+    if row_of_head is None:
         return None, missed
     group = job.groups[mine[calls.group[row_of_head]]]
     signature = job.signatures[calls.signature[row_of_head]]
@@ -157,6 +161,32 @@ def _head(job: Job, rank: int, released: dict[int, int], pairing: Pairing) -> tu
         Head(rank=rank, row=row_of_head, group=group, seq=seq, op=signature.op, peers=peers),
         missed,
     )
+
+
+def _timed_out(job: Job, rank: int) -> int | None:
+    """The last call of a rank, where it is done with it although it cannot have ended.
+
+    gloo retires a call that timed out as it does one that ended. But no all_reduce ends without all of its members,
+    and a process that dies of an exception most often dies of its last call.
+    """
+    evidence = job.ranks[rank]
+    row = len(evidence.calls) - 1
+    if row < 0 or evidence.calls.state[row] != RETIRED:
+        return None
+    operation = OPERATIONS.get(job.signature(rank, row).op)
+    if operation is None or operation.p2p:
+        return None
+    group, seq, created = job.group_at(rank, row), evidence.calls.seq[row], evidence.calls.created[row]
+    for other in group.ranks:
+        enqueued = job.enqueued(group, other)
+        if enqueued is None:
+            if other not in job.ranks and evidence.error is not None:
+                return row
+            continue
+        taken_at = job.ranks[other].taken_at
+        if operation.releases_all and enqueued < seq and (taken_at is None or taken_at >= created):
+            return row
+    return None
 
 
 def _batch(job: Job, rank: int, row: int) -> list[int]:

@@ -106,6 +106,8 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     host: Text = ""
     reason: Text = ""
     """`hang`, `SIGUSR1`, `SIGTERM`, `window`, `disable`, `exit`."""
+    error: Text | None = None
+    """The exception that ended the process."""
     time_ns: Int
     """ns since 1970 when it was taken."""
     clock: dict[str, Int] = {}

@@ -1,0 +1,69 @@
+"""Notices that a rank has stopped communicating, and has its state written down while it still hangs.
+
+A thread looks a few times per timeout whether a call was begun. When none was for half the timeout it also asks torch
+how many calls are over. When neither moves for the whole timeout the flight recorder is dumped, once until the next
+call. Every rank of a hung job does so on its own, also the one that the others wait for. After gloo's own timeout the
+call that failed looks completed, so the dump has to be taken before it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from crossrank.errors import one_line
+
+log = logging.getLogger("crossrank")
+
+_LOOKS = 8
+"""Looks per timeout."""
+
+
+class HangWatch:
+    """Calls `on_hang` when nothing has been communicated for `seconds`. The thread ends after `stop`."""
+
+    def __init__(
+        self, seconds: float, *, calls: Callable[[], int], completed: Callable[[], int], on_hang: Callable[[], None]
+    ) -> None:
+        self._seconds = seconds
+        self._calls = calls
+        self._completed = completed
+        self._on_hang = on_hang
+        self._stopped = False  # a plain flag: an Event's lock may be held by what a signal handler interrupts
+
+    def start(self) -> None:
+        try:
+            threading.Thread(target=self._run, name="crossrank-hang-watch", daemon=True).start()
+        except RuntimeError:  # Python 3.12 starts no thread once the interpreter shuts down
+            self._stopped = True
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception as error:
+            log.warning("crossrank: hangs are no longer watched for: %s", one_line(error))
+
+    def _watch(self) -> None:
+        calls, since = self._calls(), time.monotonic()
+        completed: int | None = None
+        told = calls == 0
+        while not self._stopped:
+            time.sleep(min(self._seconds / _LOOKS, 5.0))
+            now = time.monotonic()
+            if self._calls() != calls:
+                calls, since, completed, told = self._calls(), now, None, False
+                continue
+            if told or now - since < self._seconds / 2:
+                continue
+            over = self._completed()
+            if completed is not None and over != completed:
+                since = now
+            completed = over
+            if now - since >= self._seconds and not self._stopped:
+                told = True
+                self._on_hang()

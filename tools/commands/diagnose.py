@@ -1,0 +1,117 @@
+"""`crossrank diagnose`: which rank, which group, which call."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from crossrank.errors import CrossrankError
+from crossrank.tools.commands.link import complain, progress, rank_list
+from crossrank.tools.diagnosis.diagnose import diagnose
+from crossrank.tools.diagnosis.explain import print_diagnosis
+from crossrank.tools.diagnosis.findings import Diagnosis, Finding
+from crossrank.tools.diagnosis.inputs import find_candidates, read_evidence
+
+_WORTH_PROCESSES = 8_000_000
+"""Bytes of dumps below which starting processes takes longer than reading."""
+
+
+class Diagnose:
+    """Match the calls of all ranks and say what is wrong, root cause first: from flight-recorder dumps (pickle or
+    JSON, NCCL, gloo or any backend) or from a recording's own files. Dumps are read as data; nothing in them is run.
+    Exit code 0: healthy. 1: a fault, or a rank without a usable dump. 2: nothing could be used."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("path", nargs="+", help="a recording, a folder of dumps (and all below it), or the dumps")
+        parser.add_argument("--json", action="store_true", help="print the diagnosis as JSON")
+        parser.add_argument("-o", "--output", metavar="FILE", help="write the diagnosis as JSON to FILE")
+        parser.add_argument("--html", metavar="FILE", help="write one page that works without a network")
+        parser.add_argument(
+            "--database",
+            metavar="FILE",
+            help="write groups, memberships, collectives, calls and tracebacks as SQLite tables",
+        )
+        parser.add_argument("--print-entries", action="store_true", help="print every call, rank beside rank")
+        parser.add_argument(
+            "--ranks", type=rank_list, metavar="LIST", help="show only what concerns these ranks: 0-7,12"
+        )
+        parser.add_argument(
+            "--groups", nargs="+", metavar="NAME", help="show only these groups, by name or description"
+        )
+        parser.add_argument(
+            "--allow-missing",
+            action="store_true",
+            help="ranks without a usable dump are no fault, and are taken to be where the others are",
+        )
+        parser.add_argument("--world-size", type=int, metavar="N", help="ranks of the job, where no file says it")
+        parser.add_argument("--jobs", type=int, default=0, metavar="N", help="processes (default: one per core)")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        paths: list[str] = arguments.path
+        candidates = find_candidates(paths)
+        if not candidates:
+            raise CrossrankError(f"{', '.join(paths)}: holds no file; name the folder of the dumps or of a recording")
+        jobs = arguments.jobs or (
+            os.cpu_count() or 1 if sum(candidate.size for candidate in candidates) > _WORTH_PROCESSES else 1
+        )
+        named = not any(os.path.isdir(path) for path in paths)
+        evidence = progress("reading", len(candidates), lambda done: read_evidence(candidates, jobs, done, named=named))
+        if not evidence.ranks:
+            reasons = "; ".join(evidence.skipped[:3]) or f"none of {len(candidates)} file(s) is a dump of a known rank"
+            raise CrossrankError(
+                f"{', '.join(paths)}: nothing to diagnose ({reasons}); "
+                "name a folder of flight-recorder dumps or a recording"
+            )
+        diagnosis, job = diagnose(evidence, world_size=arguments.world_size, allow_missing=arguments.allow_missing)
+        if not any(len(one.calls) or one.progress for one in job.ranks.values()):
+            raise CrossrankError(
+                f"{', '.join(paths)}: no dump has an entry or any progress; was TORCH_FR_BUFFER_SIZE=0, "
+                "or did the job not communicate?"
+            )
+        shown = _concerning(diagnosis, arguments.ranks, arguments.groups)
+        if arguments.output is not None:
+            _write(arguments.output, diagnosis.to_json())
+        if arguments.html is not None:
+            from crossrank.tools.diagnosis.page import page
+
+            _write(arguments.html, page(diagnosis, job).encode())
+        if arguments.database is not None:
+            from crossrank.tools.diagnosis.database import write_database
+
+            write_database(arguments.database, job, diagnosis)
+        if arguments.json:
+            sys.stdout.write(diagnosis.to_json().decode())
+        else:
+            print_diagnosis(diagnosis, shown)
+        if arguments.print_entries:
+            from crossrank.tools.diagnosis.entries import print_entries
+
+            print_entries(job, arguments.ranks, arguments.groups)
+        for text in evidence.skipped:
+            complain(text)
+        return 0 if diagnosis.verdict == "ok" else 1
+
+
+def _concerning(diagnosis: Diagnosis, ranks: set[int] | None, groups: Sequence[str] | None) -> list[Finding] | None:
+    if ranks is None and groups is None:
+        return None
+    return [
+        finding
+        for finding in diagnosis.findings
+        if (ranks is None or ranks & {*finding.culprit_ranks, *finding.waiting_ranks})
+        and (groups is None or set(groups) & set(finding.pg))
+    ]
+
+
+def _write(name: str, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    path = Path(name)
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except OSError as error:
+        raise CrossrankError(f"{name}: cannot be written ({error.strerror}); name another file") from error

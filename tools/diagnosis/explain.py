@@ -1,0 +1,162 @@
+"""A diagnosis as text for people: what happened, who, where in the code, and what to look at next."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+
+from crossrank.tools.diagnosis.findings import KINDS, Diagnosis, Finding, Place
+from crossrank.tools.tables import print_table, printable, rank_ranges
+
+_ROWS = 12
+_FRAMES = 12
+
+NEXT_STEPS: dict[str, str] = {
+    "missing_rank": "look at what rank {culprits} does instead: its stack (py-spy dump), its log, its GPU (dmesg, Xid)",
+    "extra_collective": "look for a call that only rank {culprits} reaches: `if rank == …`, an exception that was "
+    "handled, a loop with one more turn",
+    "type_mismatch": "look for a branch that makes rank {culprits} call something else",
+    "size_mismatch": "compare shapes at that line: uneven batches, a last batch, padding",
+    "dtype_mismatch": "compare types at that line: autocast, a checkpoint loaded in another precision",
+    "root_mismatch": "compare src= or dst= at that line; they are global ranks",
+    "reduce_op_mismatch": "compare op= at that line",
+    "opposite_order": "make every rank enter these groups in one order, or put the calls on one stream",
+    "not_started": "look at rank {culprits}: its GPU is busy with, or stuck in, what it was given before",
+    "not_completed": "look at the GPU and the driver of rank {culprits} (dmesg, Xid, nvidia-smi -q)",
+    "all_joined_not_completed": "a fault of the fabric or the library: NCCL_DEBUG=INFO, link counters, switch logs. "
+    "TORCH_NCCL_ENABLE_TIMING=1 would show which rank began",
+    "p2p_unmatched": "look for the send or receive that rank {culprits} did not make, or made in another order",
+    "p2p_size_mismatch": "compare the shapes that both ends of the pipeline agree on",
+    "p2p_wait_cycle": "let one side send first, or use batch_isend_irecv",
+    "dump_missing": "rank {culprits} died or could not write: look at its log and its exit code",
+    "no_entries": "set TORCH_FR_BUFFER_SIZE (TORCH_NCCL_TRACE_BUFFER_SIZE before torch 2.9) on rank {culprits}",
+    "unreadable_dump": "take the dump of rank {culprits} again, or read its log",
+    "refused_dump": "find out who wrote the dump of rank {culprits}: a genuine one holds data alone",
+}
+
+_VERDICTS = {
+    "ok": "no fault found",
+    "error": "a fault was found",
+    "incomplete": "evidence is missing, and nothing else is wrong",
+}
+
+
+def print_diagnosis(diagnosis: Diagnosis, shown: Sequence[Finding] | None = None) -> None:
+    """Print everything; of the findings those in `shown`, or all."""
+    counts = diagnosis.counts
+    print(f"verdict    {diagnosis.verdict}: {_VERDICTS[diagnosis.verdict]}")
+    print(f"ranks      {len(diagnosis.ranks)} of {diagnosis.world_size} read ({rank_ranges(diagnosis.ranks)})")
+    print(f"compared   {counts['collectives']:,} collectives, {counts['calls']:,} calls on {counts['groups']} group(s)")
+    if diagnosis.suspect_ranks:
+        print(f"suspects   rank {rank_ranges(diagnosis.suspect_ranks)}")
+    wanted = {id(finding) for finding in shown} if shown is not None else None
+    for index, finding in enumerate(diagnosis.findings):
+        if wanted is None or id(finding) in wanted:
+            _print_root(index, finding, diagnosis)
+    for finding in diagnosis.advisory[:_ROWS]:
+        print(f"\nnote       {finding.kind} on {_group(finding)}: {printable(finding.text)}")
+    if diagnosis.stragglers:
+        rows = diagnosis.stragglers[:_ROWS]
+        print_table(
+            "Who comes last, by when the CPUs made the calls",
+            ("group", "ranks", "#collectives", "last most often", "#of them", "#wait p50", "#p95", "#max", "#total"),
+            [
+                (
+                    _name(row.pg),
+                    rank_ranges(row.pg_ranks),
+                    row.collectives,
+                    f"rank {row.last_rank}",
+                    f"{row.last_share:.0%}",
+                    *(_milliseconds(row.wait_ms[key]) for key in ("p50", "p95", "max", "total")),
+                )
+                for row in rows
+            ],
+        )
+        if len(diagnosis.stragglers) > _ROWS:
+            print(f"  … and {len(diagnosis.stragglers) - _ROWS} more: --json has all")
+        if diagnosis.clocks is not None:
+            clocks = diagnosis.clocks
+            residual = f"; at worst {clocks.residual_ms:.3g} ms contradict" if clocks.residual_ms else ""
+            print(f"  wait: from the first rank's call to the last's. {clocks.note}{residual}")
+    for note in diagnosis.notes[:_ROWS]:
+        print(f"\nnote       {printable(note)}")
+    if len(diagnosis.notes) > _ROWS:
+        print(f"\n… and {len(diagnosis.notes) - _ROWS} more notes: --json has all")
+
+
+def _print_root(index: int, finding: Finding, diagnosis: Diagnosis) -> None:
+    print(f"\n{index + 1}. {finding.kind}: {KINDS[finding.kind]}")
+    for name, text in _facts(finding):
+        print(f"   {name:<12} {printable(text)}")
+    print(f"   {'next':<12} {next_step(finding)}")
+    _print_places(finding.places)
+    follow = [one for one in diagnosis.consequences if one.because_of == index]
+    if follow:
+        waiting = sorted({rank for one in follow for rank in one.waiting_ranks})
+        print(f"   {'follows':<12} {len(follow)} more call(s) in which rank {rank_ranges(waiting)} wait because of it:")
+        for one in follow[:_ROWS]:
+            print(
+                f"   {'':<12} rank {rank_ranges(one.waiting_ranks)} in {one.op} {_number(one)} of {_group(one)}, "
+                f"for rank {rank_ranges(one.culprit_ranks) or '?'}"
+            )
+        if len(follow) > _ROWS:
+            print(f"   {'':<12} … and {len(follow) - _ROWS} more: --json has all")
+
+
+def _facts(finding: Finding) -> Iterator[tuple[str, str]]:
+    call = f"{finding.op} {_number(finding)}".strip()
+    yield "call", f"{call or 'none in particular'} of group {_group(finding)}"
+    if finding.culprit_ranks:
+        yield "culprit", f"rank {rank_ranges(finding.culprit_ranks)}"
+    elif finding.kind not in ("all_joined_not_completed", "p2p_size_mismatch", "p2p_wait_cycle"):
+        yield "culprit", "nobody: there is no majority to say who is the odd one"
+    if finding.waiting_ranks:
+        yield "waiting", f"rank {rank_ranges(finding.waiting_ranks)}"
+    if finding.text:
+        yield "what", finding.text
+
+
+def next_step(finding: Finding) -> str:
+    """What a person does next about a finding."""
+    culprits = rank_ranges(finding.culprit_ranks) or "in question"
+    return NEXT_STEPS.get(finding.kind, "").format(culprits=culprits)
+
+
+def _print_places(places: Sequence[Place]) -> None:
+    """Stacks side by side where the terminal is wide enough, below each other otherwise."""
+    if not places:
+        return
+    width = shutil.get_terminal_size((160, 24)).columns if sys.stdout.isatty() else 160
+    columns = [[f"rank {place.rank}, {place.role}: {place.what}", *place.frames[:_FRAMES]] for place in places]
+    columns = [[printable(line) for line in column] for column in columns]
+    half = (width - 3) // 2 - 2
+    if len(columns) == 2 and max(map(len, columns[0])) <= half:
+        left = max(map(len, columns[0]))
+        for one, other in zip_longest(*columns, fillvalue=""):
+            print(f"   {one:<{left}}   {other}".rstrip())
+        return
+    for column in columns:
+        print(f"   {column[0]}")
+        for line in column[1:]:
+            print(f"     {line}")
+
+
+def _group(finding: Finding) -> str:
+    return f"{_name(finding.pg)} (rank {rank_ranges(finding.pg_ranks)})"
+
+
+def _name(pg: Sequence[str]) -> str:
+    name, desc = pg
+    return printable(f"{desc} [{name}]" if desc and desc != name else name)
+
+
+def _number(finding: Finding) -> str:
+    if finding.collective_seq_id is not None:
+        return f"#{finding.collective_seq_id}"
+    return f"p2p #{finding.p2p_seq_id}" if finding.p2p_seq_id is not None else ""
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:,.3g} ms" if value < 1000 else f"{value / 1000:,.3g} s"
