@@ -35,6 +35,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/linking.py
 	$(BIN)/python benchmarks/converting.py
+	$(BIN)/python benchmarks/diagnosis.py
 
 # Makes the code of the Chakra format anew. See et_def.proto for why its compiler is held.
 proto:

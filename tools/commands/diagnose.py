@@ -77,7 +77,7 @@ class Diagnose:
         if arguments.html is not None:
             from crossrank.tools.diagnosis.page import page
 
-            _write(arguments.html, page(diagnosis, job).encode())
+            _write(arguments.html, page(diagnosis).encode())
         if arguments.database is not None:
             from crossrank.tools.diagnosis.database import write_database
 

@@ -64,7 +64,7 @@ def print_diagnosis(diagnosis: Diagnosis, shown: Sequence[Finding] | None = None
             ("group", "ranks", "#collectives", "last most often", "#of them", "#wait p50", "#p95", "#max", "#total"),
             [
                 (
-                    _name(row.pg),
+                    group_text(row.pg),
                     rank_ranges(row.pg_ranks),
                     row.collectives,
                     f"rank {row.last_rank}",
@@ -98,7 +98,7 @@ def _print_root(index: int, finding: Finding, diagnosis: Diagnosis) -> None:
         print(f"   {'follows':<12} {len(follow)} more call(s) in which rank {rank_ranges(waiting)} wait because of it:")
         for one in follow[:_ROWS]:
             print(
-                f"   {'':<12} rank {rank_ranges(one.waiting_ranks)} in {one.op} {_number(one)} of {_group(one)}, "
+                f"   {'':<12} rank {rank_ranges(one.waiting_ranks)} in {one.op} {number_text(one)} of {_group(one)}, "
                 f"for rank {rank_ranges(one.culprit_ranks) or '?'}"
             )
         if len(follow) > _ROWS:
@@ -106,7 +106,7 @@ def _print_root(index: int, finding: Finding, diagnosis: Diagnosis) -> None:
 
 
 def _facts(finding: Finding) -> Iterator[tuple[str, str]]:
-    call = f"{finding.op} {_number(finding)}".strip()
+    call = f"{finding.op} {number_text(finding)}".strip()
     yield "call", f"{call or 'none in particular'} of group {_group(finding)}"
     if finding.culprit_ranks:
         yield "culprit", f"rank {rank_ranges(finding.culprit_ranks)}"
@@ -144,15 +144,17 @@ def _print_places(places: Sequence[Place]) -> None:
 
 
 def _group(finding: Finding) -> str:
-    return f"{_name(finding.pg)} (rank {rank_ranges(finding.pg_ranks)})"
+    return f"{group_text(finding.pg)} (rank {rank_ranges(finding.pg_ranks)})"
 
 
-def _name(pg: Sequence[str]) -> str:
+def group_text(pg: Sequence[str]) -> str:
+    """A group by its description and name."""
     name, desc = pg
     return printable(f"{desc} [{name}]" if desc and desc != name else name)
 
 
-def _number(finding: Finding) -> str:
+def number_text(finding: Finding) -> str:
+    """The sequence number of its call, `#4` or `p2p #4`."""
     if finding.collective_seq_id is not None:
         return f"#{finding.collective_seq_id}"
     return f"p2p #{finding.p2p_seq_id}" if finding.p2p_seq_id is not None else ""
