@@ -47,9 +47,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="without 2,048 ranks, and torchfrtrace up to 64 alone")
     arguments = parser.parse_args()
     print(f"Python {sys.version.split()[0]}, {os.cpu_count()} cores; --jobs 1 but where it says otherwise\n")
-    print(
-        f"  {'ranks x entries':<20} {'dumps MB':>8} {'user s':>8} {'us/entry':>9} {'MB':>6} {'wall s':>7}   torchfrtrace"
-    )
+    titles = f"{'dumps MB':>8} {'user s':>8} {'us/entry':>9} {'MB':>6} {'wall s':>7}"
+    print(f"  {'ranks x entries':<20} {titles}   torchfrtrace")
     sizes = [(64, 1000), (64, 2000), (128, 2000), (512, 500), (512, 1000), (512, 2000)]
     if not arguments.quick:
         sizes.append((2048, 2000))

@@ -12,6 +12,7 @@ frame is torn, and is told rather than raised.
 
 from __future__ import annotations
 
+import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -52,6 +53,8 @@ _NAME = re.compile(
 _TEMPORARY = re.compile(r"\.(?P<name>rank-\d+\..*)\.part(\.zst)?")
 
 _CHUNK = 1 << 20
+_COMPRESSED = 1 << 13
+"""Bytes that are decompressed at once: zstd makes up to 32,768 times as much of them, which nothing else limits."""
 
 
 def file_name(kind: str, rank: int, window: int = 1) -> str:
@@ -104,6 +107,8 @@ class Listing:
     """Files that are none of a recording's, by their names."""
     folders: tuple[str, ...]
     """Folders in it, by their names."""
+    special: tuple[str, ...] = ()
+    """What is neither file nor folder, by their names: pipes, devices, links that lead to none."""
 
     def of_kind(self, kind: str) -> list[RankFile]:
         return [file for file in self.files if file.kind == kind]
@@ -125,7 +130,10 @@ def list_recording(path: str) -> Listing:
     except Exception as error:  # every kind of file system has errors of its own
         raise CrossrankError(f"{path}: cannot be listed ({one_line(error)})") from error
     folders = sorted(PurePosixPath(entry["name"]).name for entry in entries if entry["type"] == "directory")
-    entries = [entry for entry in entries if entry["type"] == "file"]
+    special = [entry for entry in entries if entry["type"] not in ("file", "directory")]
+    linked = [entry for entry in special if entry.get("islink") and file_system.isfile(entry["name"])]
+    odd = sorted(PurePosixPath(entry["name"]).name for entry in special if entry not in linked)
+    entries = [entry for entry in entries if entry["type"] == "file"] + linked
     files, torn, foreign = [], [], []
     for entry in entries:
         name = PurePosixPath(entry["name"]).name
@@ -147,13 +155,20 @@ def list_recording(path: str) -> Listing:
             foreign.append(name)
     files.sort(key=lambda file: (file.rank, file.kind, file.window))
     return Listing(
-        path=path, files=tuple(files), torn=tuple(sorted(torn)), foreign=tuple(sorted(foreign)), folders=tuple(folders)
+        path=path,
+        files=tuple(files),
+        torn=tuple(sorted(torn)),
+        foreign=tuple(sorted(foreign)),
+        folders=tuple(folders),
+        special=tuple(odd),
     )
 
 
 def _file_system(path: str) -> tuple[Any, str]:
     if not path:
         raise CrossrankError("the path is empty; name the folder given as TRACING_DIR")
+    if not is_url(path):  # fsspec would read `::` in a name as a chain of URLs
+        return fsspec.filesystem("file"), os.path.abspath(path)
     try:
         return cast("tuple[Any, str]", fsspec.core.url_to_fs(path))
     except (ValueError, ImportError) as error:
@@ -195,7 +210,7 @@ def _read_zstd(source: BinaryIO, damage: Damage) -> Iterator[bytes]:
     decompressor = zstandard.ZstdDecompressor()
     frame = decompressor.decompressobj()
     inside, offset = False, 0
-    while chunk := source.read(_CHUNK):
+    while chunk := source.read(_COMPRESSED):
         offset += len(chunk)
         while chunk:
             try:
@@ -217,14 +232,16 @@ def _read_zstd(source: BinaryIO, damage: Damage) -> Iterator[bytes]:
 
 def _read_gzip(source: BinaryIO, damage: Damage) -> Iterator[bytes]:
     stream = zlib.decompressobj(wbits=31)
-    while chunk := source.read(_CHUNK):
-        try:
-            content = stream.decompress(chunk)
-        except zlib.error as error:
-            damage.problems.append(f"broken gzip stream ({one_line(error)}); what comes before it was read")
-            return
-        if content:
-            yield content
+    while not stream.eof and (chunk := source.read(_COMPRESSED)):
+        while chunk and not stream.eof:
+            try:
+                content = stream.decompress(chunk, _CHUNK)
+            except zlib.error as error:
+                damage.problems.append(f"broken gzip stream ({one_line(error)}); what comes before it was read")
+                return
+            if content:
+                yield content
+            chunk = stream.unconsumed_tail
     if not stream.eof:
         damage.problems.append("the gzip stream is cut off; what comes before it was read")
 
@@ -294,7 +311,7 @@ class CommsFile:
                     yield decode_record(line)
                     continue
                 other = decode_line(line)
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 self.damage.problems.append(f"line {number} is no comms record: {one_line(error)}")
                 if self.header is None:
                     return  # a foreign file: one complaint is enough

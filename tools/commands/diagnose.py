@@ -66,7 +66,7 @@ class Diagnose:
                 "name a folder of flight-recorder dumps or a recording"
             )
         diagnosis, job = diagnose(evidence, world_size=arguments.world_size, allow_missing=arguments.allow_missing)
-        if not any(len(one.calls) or one.progress for one in job.ranks.values()):
+        if not any(len(one.calls) or one.has_status for one in job.ranks.values()):
             raise CrossrankError(
                 f"{', '.join(paths)}: no dump has an entry or any progress; was TORCH_FR_BUFFER_SIZE=0, "
                 "or did the job not communicate?"

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from crossrank.tools.diagnosis.collectives import EXTRA, MISSING, Mismatch
 from crossrank.tools.diagnosis.evidence import RETIRED
 from crossrank.tools.diagnosis.findings import Finding
+from crossrank.tools.diagnosis.habits import has_skipped, is_usual
 from crossrank.tools.diagnosis.job import Job, JobGroup
 from crossrank.tools.diagnosis.p2p import Call, Pairing
 from crossrank.tools.diagnosis.waiting import (
@@ -30,6 +31,10 @@ from crossrank.tools.tables import rank_ranges
 _SURE = 1_000_000_000
 """ns that a rank must have waited when its dump was taken, where the dump says when that was, to count as stuck. A
 process that died of an exception was stuck however short that was."""
+
+
+_CLEARLY_STALE = 3
+"""Ends that a rank must have missed before its GPU or its watchdog is called stuck: the last one may be just late."""
 
 
 @dataclass
@@ -179,7 +184,7 @@ def _describe(mismatch: Mismatch) -> str:
         return f"rank {rank_ranges(mismatch.culprits)} left this call out; its next calls fit the others' again"
     by_call: dict[str, list[int]] = {}
     for rank, (op, elements, dtype, root, reduce) in mismatch.ranks.items():
-        words = [op]
+        words = [op or "coalesced"]
         if elements is not None:
             words.append(f"of {elements} elements")
         words += [word for word in (dtype, reduce) if word]
@@ -234,23 +239,38 @@ def _content(job: Job, call: Call) -> str:
 
 def _closed_stalls(search: _Search) -> None:
     for stall in _left(search):
-        if stall.waits_for() or (stall.unknown and not stall.is_p2p):
+        inside = stall.waits_for() and stall.waits_for() <= set(stall.waiting)
+        if inside and stall.is_p2p:  # two ends of a batch, one of which lacks an answer to the other
+            culprits = stall.absent if len(stall.absent) < len(stall.waiting) else set()
+            text = f"rank {rank_ranges(sorted(stall.absent))} made no call that answers one of the other's"
+            finding = _finding(stall, "p2p_unmatched", culprits=culprits, text=text)
+            _add_root(search, finding, [stall])
             continue
-        kind, culprits, text = _why_closed(search, stall)
-        _add_root(search, _finding(stall, kind, culprits=culprits, text=text), [stall])
+        if stall.waits_for() or (stall.unknown and not stall.is_p2p) or _may_have_more_members(search, stall):
+            continue
+        kind, culprits_of, text = _why_closed(search, stall)
+        _add_root(search, _finding(stall, kind, culprits=culprits_of, text=text), [stall])
+
+
+def _may_have_more_members(search: _Search, stall: Stall) -> bool:
+    """Whether a rank that stopped may be a member of a group whose members are only known from their calls."""
+    return stall.group.inferred and bool(_silent(search) - set(stall.group.ranks))
 
 
 def _why_closed(search: _Search, stall: Stall) -> tuple[str, list[int], str]:
     job, waiting = search.job, search.waiting
+    on_gpu = all(job.ranks[rank].backend != "gloo" for rank in stall.waiting)
     if stall.passed and len(stall.waiting) * 2 < len(stall.group.ranks):
         through = rank_ranges(sorted(stall.passed))
-        return "not_completed", stall.waiting, f"rank {through} is through; the GPU of the others is stuck"
+        if on_gpu:
+            return "not_completed", stall.waiting, f"rank {through} is through; the GPU of the others is stuck"
+        return "not_completed", [], f"rank {through} is through"
     timed = [rank for rank in stall.waiting if reports_starts(job, rank)]
     idle = [rank for rank in timed if not started(job, rank, waiting.heads[rank].row)]
     if idle and len(idle) < len(timed):
         culprits = idle if len(idle) * 2 < len(stall.waiting) else []
         return "not_started", culprits, f"on rank {rank_ranges(idle)} it never began to run, on the others it did"
-    stale = [rank for rank in stall.waiting if rank in waiting.stale]
+    stale = [rank for rank in stall.waiting if waiting.stale.get(rank, 0) >= _CLEARLY_STALE]
     if stale and len(stale) * 2 < len(stall.waiting):
         return (
             "not_completed",
@@ -270,26 +290,51 @@ def _circles(search: _Search) -> None:
     }
     for circle in circles(edges):
         parts = grouped_by_stall(waiting, circle)
+        skipped = next((stall for stall, _ in parts if not stall.is_p2p and _is_skipped(search, stall, circle)), None)
+        if skipped is not None:
+            culprits = sorted(skipped.absent & set(circle))
+            text = f"rank {rank_ranges(culprits)} went past this call: {_chain(waiting, circle, edges)}"
+            _add_root(search, _finding(skipped, MISSING, culprits=culprits, text=text), [stall for stall, _ in parts])
+            continue
         p2p = [(stall, ranks) for stall, ranks in parts if stall.is_p2p]
-        stall, most = parts[0]
-        culprits: list[int] = []
+        stall = parts[0][0]
+        odd: list[int] = []
         if not p2p:
             kind = "opposite_order"
-            if len(most) * 2 > len(circle):
-                culprits = [rank for rank in circle if rank not in most]
+            odd = _odd_in_order(waiting, circle, parts)
         elif len(p2p) == len(parts):
             kind = "p2p_wait_cycle"
         else:
             kind = "p2p_unmatched"
             stall = p2p[0][0]
             in_collectives = {rank for other, ranks in parts if not other.is_p2p for rank in ranks}
-            culprits = sorted(in_collectives & {peer for one, _ in p2p for peer in one.waits_for()})
-        finding = _finding(stall, kind, culprits=culprits, text=_chain(waiting, circle, edges))
-        if kind != "p2p_unmatched":
-            finding.waiting_ranks = sorted(set(circle) - set(culprits))
-        else:
-            finding.waiting_ranks = sorted({rank for _, ranks in p2p for rank in ranks})
+            odd = sorted(in_collectives & {peer for one, _ in p2p for peer in one.waits_for()})
+        finding = _finding(stall, kind, culprits=odd, text=_chain(waiting, circle, edges))
+        stuck = circle if kind != "p2p_unmatched" else [rank for _, ranks in p2p for rank in ranks]
+        if kind == "opposite_order":
+            stuck = [rank for other, _ in parts for rank in other.waiting]
+        finding.waiting_ranks = sorted(set(stuck) - set(odd))
         _add_root(search, finding, [other for other, _ in parts])
+
+
+def _is_skipped(search: _Search, stall: Stall, circle: list[int]) -> bool:
+    """Whether the members that have not made this collective are few, and past the place where they should have."""
+    absent = stall.absent & set(circle)
+    if not absent or stall.absent - set(circle) or len(stall.waiting) * 2 < len(stall.group.ranks):
+        return False
+    heads = search.waiting.heads
+    return all(has_skipped(search.job, rank, stall.group, heads[rank].row) for rank in absent)
+
+
+def _odd_in_order(waiting: Waiting, circle: list[int], parts: list[tuple[Stall, list[int]]]) -> list[int]:
+    """Of a circle over groups, the ranks outside its largest part, if that is the majority of those concerned."""
+    largest, inside = parts[0]
+    concerned = {rank for stall, _ in parts for rank in stall.waiting}
+    if len(largest.waiting) * 2 <= len(concerned):
+        return []
+    rest = {rank for rank in circle if rank not in inside}
+    # One that waits only for others of the rest follows from them.
+    return sorted(rank for rank in rest if not waiting.edges[rank] <= rest) or sorted(rest)
 
 
 def _chain(waiting: Waiting, circle: list[int], edges: dict[int, set[int]]) -> str:
@@ -321,10 +366,15 @@ def call_of(op: str, seq: int | None) -> str:
 # --- ranks that stopped ------------------------------------------------------------------------------------------
 
 
+def _silent(search: _Search) -> set[int]:
+    """Ranks with evidence that wait for nobody."""
+    return {rank for rank in search.job.ranks if rank not in search.waiting.heads and rank not in search.lacking}
+
+
 def _silent_ranks(search: _Search) -> None:
     """Ranks that wait for nobody and have not made the call that others wait in."""
-    waiting, job = search.waiting, search.job
-    silent = {rank for rank in job.ranks if rank not in waiting.heads and rank not in search.lacking}
+    waiting = search.waiting
+    silent = _silent(search)
     covered: set[int] = set()
     while True:
         candidates = [(stall, stall.absent & silent) for stall in _left(search)]
@@ -356,7 +406,7 @@ def _silent_ranks(search: _Search) -> None:
             finding.waiting_ranks = culprits
             _add_root(search, finding, [stall])
         else:
-            stale = sorted(absent & waiting.stale.keys())
+            stale = sorted(rank for rank in absent if waiting.stale.get(rank, 0) >= _CLEARLY_STALE)
             text = f"rank {rank_ranges(sorted(absent))} stopped making calls before it and waits for nobody"
             if stale:
                 text += (
@@ -372,7 +422,11 @@ def _is_extra(search: _Search, stall: Stall, absent: set[int]) -> bool:
     if absent & search.waiting.stale.keys() or any(search.job.ranks[rank].active_only for rank in absent):
         return False
     everyone_else = absent == set(group.ranks) - set(stall.waiting)
-    return everyone_else and len(stall.waiting) * 2 < len(group.ranks)
+    if not everyone_else or len(stall.waiting) * 2 >= len(group.ranks):
+        return False
+    heads = search.waiting.heads
+    # The turn of this call has come on a rank whose calls have led to it before: then the others are late.
+    return not any(is_usual(search.job, rank, heads[rank].row) for rank in stall.waiting)
 
 
 def _lacking_ranks(search: _Search) -> None:
@@ -418,18 +472,32 @@ def _lacking_ranks(search: _Search) -> None:
 
 
 def _consequences(search: _Search) -> None:
-    waiting = search.waiting
-    for stall in sorted(_left(search), key=lambda stall: (stall.since, stall.group.index, stall.seq)):
+    ordered = sorted(_left(search), key=lambda stall: (stall.since, stall.group.index, stall.seq, stall.waiting))
+    unexplained = [stall for stall in ordered if _root_behind(search, stall) is None]
+    if unexplained:  # something holds these up that the evidence does not show
+        stall = max(unexplained, key=lambda stall: (len(stall.waiting), -stall.since, -stall.group.index))
+        text = "the dumps do not show who holds it up"
+        candidates = _silent(search) - set(stall.group.ranks) if stall.group.inferred else set()
+        if candidates:
+            text = (
+                f"the members of the group are not known; rank {rank_ranges(sorted(candidates))} may be one, "
+                "and waits for nobody"
+            )
+        elif stall.unknown:
+            text = f"of rank {rank_ranges(sorted(stall.unknown))} it cannot be told whether it made the call"
+        elif stall.waits_for():
+            text = f"waits for rank {rank_ranges(sorted(stall.waits_for()))}, of which nothing more is known"
+        _add_root(search, _finding(stall, _kind_of_consequence(stall), text=text), [stall])
+    for stall in ordered:
+        if id(stall) in search.root_of:
+            continue
         finding = _finding(stall, _kind_of_consequence(stall), culprits=stall.waits_for() - set(stall.waiting))
         finding.because_of = _root_behind(search, stall)
-        finding.text = f"waits for rank {rank_ranges(sorted(stall.waits_for()))}, " + (
-            "which is stuck itself" if finding.because_of is not None else "of which nothing more is known"
-        )
-        if finding.because_of is None and not stall.waits_for():
-            finding.text = "of some members it cannot be told whether they made the call"
+        if finding.because_of is None:
+            finding.because_of = len(search.found.roots) - 1
+        targets = sorted(stall.waits_for() or stall.unknown)
+        finding.text = f"waits for rank {rank_ranges(targets)}, which is stuck itself" if targets else ""
         search.found.consequences.append(finding)
-    # Every stall that is explained by the root of another one was counted there; a rank's place shows in the text.
-    _ = waiting
 
 
 def _kind_of_consequence(stall: Stall) -> str:
@@ -442,7 +510,9 @@ def _root_behind(search: _Search, stall: Stall) -> int | None:
     """The root that the waiting in this stall leads to: of those within reach, the nearest."""
     waiting = search.waiting
     seen = set(stall.waiting)
-    front = set(stall.waits_for())
+    front = set(stall.waits_for() or stall.unknown)
+    if stall.group.inferred and not front:
+        front = _silent(search) - set(stall.group.ranks)
     while front:
         reached = Counter[int]()
         for rank in front:

@@ -32,7 +32,7 @@ _FURTHER = 64
 """Calls after the first that does not fit at which it is seen whether one is too many or too few."""
 
 # (operation, elements, dtype, root, reduction); None fits anything.
-Meaning = tuple[str, "int | tuple[int, ...] | None", "str | None", "int | None", "str | None"]
+Meaning = tuple["str | None", "int | tuple[int, ...] | None", "str | None", "int | None", "str | None"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,16 +65,19 @@ def meaning(signature: Signature) -> Meaning:
         elements = _elements(signature.outputs)
     if not signature.inputs and not signature.outputs and not signature.members:
         elements = None
-    return signature.op, elements, signature.dtype(), signature.root, signature.reduce
+    # Dumps before 2.7, and rings that lost the members, do not know what was coalesced.
+    op = None if signature.op == "coalesced" and not signature.members else signature.op
+    return op, elements, signature.dtype(), signature.root, signature.reduce
 
 
 def find_mismatches(job: Job) -> list[Mismatch]:
     """The first mismatch of every group that has one."""
     meanings: Table[Meaning] = Table()
     of_signature = [meanings.number(meaning(signature)) for signature in job.signatures]
+    sums = {number for number, meaning in enumerate(meanings.rows) if meaning[0] == "all_to_all"}
     found = []
     for group in job.groups:
-        mismatch = _Comparison(job, group, of_signature, meanings.rows).first()
+        mismatch = _Comparison(job, group, of_signature, meanings.rows, sums).first()
         if mismatch is not None:
             found.append(mismatch)
     return found
@@ -83,10 +86,13 @@ def find_mismatches(job: Job) -> list[Mismatch]:
 class _Comparison:
     """One group over its ranks."""
 
-    def __init__(self, job: Job, group: JobGroup, of_signature: list[int], meanings: list[Meaning]) -> None:
+    def __init__(
+        self, job: Job, group: JobGroup, of_signature: list[int], meanings: list[Meaning], sums: set[int]
+    ) -> None:
         self._job = job
         self._group = group
         self._meanings = meanings
+        self._sums = sums
         self._columns: dict[int, array[int]] = {}
         for rank, lane in group.lanes.items():
             signatures = job.ranks[rank].calls.signature
@@ -119,10 +125,9 @@ class _Comparison:
         if known is not None:
             for lane in lanes.values():
                 seqs.update(seq for seq in lane.seqs if seq not in known)
-        sums = {number for number, meaning in enumerate(self._meanings) if meaning[0] == "all_to_all"}
-        if sums:
+        if self._sums:
             for rank, column in self._columns.items():
-                seqs.update(seq for seq, number in zip(lanes[rank].seqs, column, strict=True) if number in sums)
+                seqs.update(seq for seq, number in zip(lanes[rank].seqs, column, strict=True) if number in self._sums)
         return sorted(seqs)
 
     def _differences(self, one: int, other: int) -> list[int]:
@@ -163,22 +168,27 @@ class _Comparison:
         if len(classes) < 2:
             return None
         largest = max(classes, key=len)
-        # A root that only one rank can show (gather, scatter) is no disagreement of the others.
-        majority = len(largest) * 2 > len(calls)
+        # Members that have not made the call do not speak for either side.
+        behind = sum(
+            1
+            for rank in self._group.ranks
+            if rank in self._job.ranks and rank not in calls and (self._job.enqueued(self._group, rank) or 0) < seq
+        )
+        majority = len(largest) * 2 > len(calls) + behind
         kind = _kind([calls[ranks[0]] for ranks in classes])
         reference = calls[largest[0]]
         if not majority:
-            return Mismatch(group=self._group, seq=seq, kind=kind, culprits=(), op=reference[0], ranks=calls)
+            return Mismatch(group=self._group, seq=seq, kind=kind, culprits=(), op=reference[0] or "", ranks=calls)
         odd = sorted(rank for ranks in classes if ranks is not largest for rank in ranks)
         shifted = {rank: self._shift(seq, rank, largest[0]) for rank in odd}
         kinds = set(shifted.values())
         if kinds == {EXTRA}:
             return Mismatch(
-                group=self._group, seq=seq, kind=EXTRA, culprits=tuple(odd), op=calls[odd[0]][0], ranks=calls
+                group=self._group, seq=seq, kind=EXTRA, culprits=tuple(odd), op=calls[odd[0]][0] or "", ranks=calls
             )
         if kinds == {MISSING}:
             kind = MISSING
-        return Mismatch(group=self._group, seq=seq, kind=kind, culprits=tuple(odd), op=reference[0], ranks=calls)
+        return Mismatch(group=self._group, seq=seq, kind=kind, culprits=tuple(odd), op=reference[0] or "", ranks=calls)
 
     def _shift(self, seq: int, odd: int, reference: int) -> str | None:
         """Whether the odd rank's calls fit again when one is taken out, or one that it lacks is put in."""

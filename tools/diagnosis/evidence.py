@@ -58,7 +58,7 @@ class Signature(msgspec.Struct, frozen=True):
 class Calls:
     """Calls in the order in which their rank made them; one row over all columns is one call."""
 
-    group: array[int] = field(default_factory=lambda: array("H"))
+    group: array[int] = field(default_factory=lambda: array("I"))
     """Index into the rank's groups."""
     seq: array[int] = field(default_factory=lambda: array("q"))
     """collective_seq_id, or p2p_seq_id for P2P; the calls of one P2P batch share it."""
@@ -101,7 +101,7 @@ class Calls:
     def in_order(self, rows: list[int]) -> Calls:
         """The same calls with `rows[0]` first."""
         return Calls(
-            group=array("H", (self.group[row] for row in rows)),
+            group=array("I", (self.group[row] for row in rows)),
             seq=array("q", (self.seq[row] for row in rows)),
             signature=array("I", (self.signature[row] for row in rows)),
             state=bytearray(self.state[row] for row in rows),
@@ -143,6 +143,10 @@ class RankEvidence:
     """Index of the group -> the highest collective_seq_id on any of its entries, those of P2P included."""
     progress: dict[int, Progress] = field(default_factory=dict)
     """Index of the group -> how far the rank came on it, where the dump says so."""
+    has_status: bool = False
+    """The dump says how far some group came, whether or not that could be joined to a group."""
+    all_joined: bool = False
+    """Every status of the dump was joined to a group, so a group without one was never used."""
     active_only: bool = False
     """Completed calls were left out of the dump."""
     wrapped: bool = False

@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 KINDS: dict[str, str] = {
@@ -118,5 +116,4 @@ class Diagnosis(msgspec.Struct, kw_only=True):
     """ranks, groups, collectives and calls that were compared."""
 
     def to_json(self) -> bytes:
-        builtin: dict[str, Any] = msgspec.to_builtins(self)
-        return msgspec.json.format(msgspec.json.encode(builtin), indent=2) + b"\n"
+        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"

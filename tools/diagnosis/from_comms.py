@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from crossrank.comm import OPERATIONS, CommRecord
+from crossrank.comm import MOST_RANKS, OPERATIONS, CommRecord
 from crossrank.recording import CommsFile
 from crossrank.tools.diagnosis.evidence import (
     RETIRED,
@@ -21,6 +21,7 @@ from crossrank.tools.diagnosis.evidence import (
 )
 from crossrank.tools.readers.flight_dump import Frame
 
+_MOST = 1 << 62
 _BLOCKING_P2P = {"send", "recv"}
 
 
@@ -33,7 +34,8 @@ def evidence_from_comms(path: str, rank: int) -> RankEvidence:
     evidence.ended = comms.end is not None
     offset = 0
     if header is not None:
-        evidence.host, evidence.world_size = header.host, header.world_size
+        evidence.host = header.host
+        evidence.world_size = header.world_size if 0 < header.world_size <= MOST_RANKS else None
         evidence.version = header.schema
         offset = header.clock.get("wall", 0) - header.clock.get("t", 0)
     for group in comms.groups:
@@ -59,12 +61,15 @@ def _add(evidence: RankEvidence, records: Sequence[CommRecord], offset: int, *, 
     indices = {group.name: index for index, group in enumerate(evidence.groups)}
     signatures, stacks = Table(*evidence.signatures), Table(*evidence.stacks)
     last = records[-1].id if records else -1
+    unusable = 0
     for record in records:
         is_p2p = _is_p2p(record)
         if p2p_only and not is_p2p:
             continue
         seq = record.p2p_seq if is_p2p else record.seq
-        if seq is None:
+        numbers = (record.id, record.t + offset, seq or 0, record.peer or 0, record.root or 0)
+        if seq is None or not all(-_MOST < number < _MOST for number in numbers):
+            unusable += 1
             continue
         group = indices.get(record.pg)
         if group is None:
@@ -84,6 +89,8 @@ def _add(evidence: RankEvidence, records: Sequence[CommRecord], offset: int, *, 
             record=record.id,
         )
     evidence.signatures, evidence.stacks = signatures.rows, stacks.rows
+    if unusable:
+        evidence.problems.append(f"{unusable} of {len(records)} calls have no number, or one beyond reason")
 
 
 def _is_p2p(record: CommRecord) -> bool:
@@ -95,4 +102,10 @@ def _stack(record: CommRecord) -> tuple[Frame, ...]:
     if record.source is None:
         return ()
     name, _, line = record.source.rpartition(":")
-    return (Frame(name=record.api or "", filename=name, line=int(line) if line.isdigit() else 0),)
+    return (
+        Frame(
+            name=record.api or "",
+            filename=name,
+            line=int(line) if line.isascii() and line.isdigit() and len(line) < 10 else 0,
+        ),
+    )

@@ -28,7 +28,7 @@ from crossrank.tools.diagnosis.evidence import (
     Table,
 )
 from crossrank.tools.diagnosis.from_comms import add_p2p
-from crossrank.tools.readers.flight_dump import Entry, FlightDump, Frame, frames_of
+from crossrank.tools.readers.flight_dump import MOST_FRAMES, Entry, FlightDump, Frame, frames_of
 
 _STATES = {"scheduled": SCHEDULED, "started": STARTED, "completed": COMPLETED}
 _P2P = re.compile(r"(?P<op>send|recv) \d{1,8}(?:->|<-)(?P<peer>\d{1,8})")
@@ -44,6 +44,8 @@ def evidence_from_flight(dump: FlightDump, rank: int) -> RankEvidence:
     if dump.entries:
         backend, colon, _ = dump.entries[0].profiling_name.partition(":")
         evidence.backend = backend if colon else ""
+    evidence.active_only = _is_active_only(dump, evidence.backend)
+    evidence.wrapped = not evidence.active_only and bool(dump.entries) and dump.entries[0].record_id > 0
     reading = _Reading(dump, evidence)
     reading.read()
     reading.join_progress()
@@ -54,11 +56,18 @@ def evidence_from_flight(dump: FlightDump, rank: int) -> RankEvidence:
         if not any(signature.is_p2p for signature in evidence.signatures):
             offset = moment.clock.get("wall", 0) - moment.clock.get("t", 0)
             add_p2p(evidence, moment.calls, offset)
-    completed = COMPLETED in evidence.calls.state
-    before = any(progress.last_completed_collective > 0 for progress in evidence.progress.values())
-    evidence.active_only = evidence.backend != "gloo" and not completed and before
-    evidence.wrapped = not evidence.active_only and bool(dump.entries) and dump.entries[0].record_id > 0
     return evidence
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()
+
+
+def _is_active_only(dump: FlightDump, backend: str) -> bool:
+    """Whether completed calls were left out: the status knows of some and the entries do not."""
+    completed = any(entry.state == "completed" for entry in dump.entries)
+    before = any(progress.last_completed_collective > 0 for progress in dump.status.values())
+    return backend != "gloo" and not completed and before
 
 
 class _Reading:
@@ -69,13 +78,14 @@ class _Reading:
         self._evidence = evidence
         known = dump.groups + (dump.moment.groups if dump.moment is not None else [])
         self._known = {group.pg: group for group in known}
-        self._groups: Table[GroupClaim] = Table()
+        self._groups: list[GroupClaim] = []
+        self._index_of: dict[str, int] = {}
         self._signatures: Table[Signature] = Table()
         self._stacks: Table[tuple[Frame, ...]] = Table(())
         self._stack_of: dict[tuple[int, ...], int] = {}
         self._pg_ids: dict[int, int] = {}
         evidence.groups, evidence.signatures, evidence.stacks = (
-            self._groups.rows,
+            self._groups,
             self._signatures.rows,
             self._stacks.rows,
         )
@@ -88,6 +98,8 @@ class _Reading:
         append = self._evidence.calls.append
         retired_is_done = self._retired_is_done()
         closed_by, members_of = _launches(entries)
+        over = _over(self._dump) if self._evidence.active_only else set()
+        cut = 0 if self._evidence.wrapped else -1  # the launch that holds this entry may have lost its first members
         groups: dict[tuple[str, str], int] = {}
         known: dict[tuple[object, ...], tuple[int, bool]] = {}
         seen = self._evidence.collectives_seen
@@ -111,13 +123,20 @@ class _Reading:
                         continue  # it is a member of a collective that comes later
                     closing = entries[closed_by[index]]
                 elif index in members_of:
+                    if index == cut and entry.profiling_name.endswith(f":{_CLOSING}"):
+                        continue  # of what, the ring no longer knows
                     members = [self._signature(entries[member], group) for member in members_of[index]]
-                    if all(member.is_p2p for member in members):
+                    if members and all(member.is_p2p for member in members):
                         continue  # its state has gone to its members
-                    signature_number = self._signatures.number(_coalesced(self._signature(entry, group), members))
+                    whole = _coalesced(self._signature(entry, group), members)
+                    if members_of[index][:1] == [cut]:
+                        whole = msgspec.structs.replace(whole, members=())
+                    signature_number = self._signatures.number(whole)
             state = _STATES.get(closing.state, SCHEDULED)
             if retired_is_done and closing.retired and state != COMPLETED:
                 state = RETIRED
+            if index in over:
+                state = COMPLETED
             append(
                 group=group,
                 seq=entry.p2p_seq_id if is_p2p else entry.collective_seq_id,
@@ -132,14 +151,20 @@ class _Reading:
 
     def join_progress(self) -> None:
         """Find the group that each `pg_id` of the status stands for."""
-        groups, status = self._groups.rows, self._dump.status
+        groups, status = self._groups, self._dump.status
         joined = dict(self._pg_ids)
-        numeric = [index for index, group in enumerate(groups) if group.name.isascii() and group.name.isdigit()]
-        if len(numeric) == len(groups) == len(status):
+        numeric = [index for index, group in enumerate(groups) if len(group.name) < 10 and _is_number(group.name)]
+        by_order: dict[int, int] = {}
+        if numeric and len(numeric) == len(groups):
             by_name = sorted(numeric, key=lambda index: int(groups[index].name))
-            by_order = dict(zip(sorted(status), by_name, strict=True))
-            if all(by_order.get(pg_id) == group for pg_id, group in joined.items()):
-                joined = by_order
+            if len(groups) == len(status):
+                by_order = dict(zip(sorted(status), by_name, strict=True))
+            elif status and max(status) < len(groups):
+                by_order = dict(enumerate(by_name))
+        if by_order and all(by_order.get(pg_id) == group for pg_id, group in joined.items()):
+            joined = by_order
+        self._evidence.has_status = bool(status)
+        self._evidence.all_joined = bool(status) and all(pg_id in joined for pg_id in status)
         self._evidence.progress = {group: status[pg_id] for pg_id, group in joined.items() if pg_id in status}
 
     def _retired_is_done(self) -> bool:
@@ -151,14 +176,19 @@ class _Reading:
     def _group(self, name_and_desc: tuple[str, str]) -> int:
         name, desc = name_and_desc
         known = self._known.get(name)
-        if desc in ("", "undefined"):
-            desc = known.desc if known is not None else ""
-        ranks = None if known is None or known.ranks is None else tuple(known.ranks)
-        return self._groups.number(GroupClaim(name, "" if desc == "undefined" else desc, ranks))
+        # A rank is in one group of a name; the description may be missing in some of its entries.
+        found = self._index_of.get(name)
+        if found is None:
+            if desc in ("", "undefined"):
+                desc = known.desc if known is not None else ""
+            ranks = None if known is None or known.ranks is None else tuple(known.ranks)
+            found = self._index_of[name] = len(self._groups)
+            self._groups.append(GroupClaim(name, "" if desc == "undefined" else desc, ranks))
+        return found
 
     def _signature(self, entry: Entry, group: int) -> Signature:
         name = entry.profiling_name.partition(":")[2] or entry.profiling_name
-        members = self._groups.rows[group].ranks
+        members = self._groups[group].ranks
         p2p = _P2P.match(name)
         peer = None
         if p2p is not None:
@@ -182,11 +212,44 @@ class _Reading:
         if not frames or not isinstance(frames, list):
             return 0
         # Entries of one call site share their frames; where they do not, the text decides.
-        key = tuple(map(id, frames))
+        key = tuple(map(id, frames[:MOST_FRAMES]))
         found = self._stack_of.get(key)
         if found is None:
             found = self._stack_of[key] = self._stacks.number(frames_of(frames))
         return found
+
+
+def _over(dump: FlightDump) -> set[int]:
+    """Entries of a dump of active calls that are over: members of a batch never say so, and what did is left out.
+
+    A batch is over where the status of its group has its number, or where its closing entry is not there although
+    later ones are.
+    """
+    entries = dump.entries
+    found: set[int] = set()
+    records = {entry.record_id for entry in entries}
+    last_record = max(records, default=0)
+    newest: dict[int, int] = {}
+    for entry in entries:
+        if entry.is_p2p:
+            newest[entry.pg_id] = max(newest.get(entry.pg_id, 0), entry.p2p_seq_id)
+    runs: dict[tuple[int, int, int], list[int]] = {}
+    for index, entry in enumerate(entries):
+        runs.setdefault((entry.pg_id, entry.collective_seq_id, entry.p2p_seq_id), []).append(index)
+    for run in runs.values():
+        first, last = entries[run[0]], entries[run[-1]]
+        if _closes(last):
+            continue
+        progress = dump.status.get(first.pg_id)
+        if first.is_p2p and progress is not None:
+            # Collectives put their numbers in the same place: this one must be that of a P2P call.
+            of_p2p = first.collective_seq_id == 0 or progress.last_enqueued_collective == newest[first.pg_id]
+            if of_p2p and progress.last_completed_collective >= first.p2p_seq_id:
+                found.update(run)
+                continue
+        if len(run) > 1 and last.record_id + 1 not in records and last_record > last.record_id:
+            found.update(run)
+    return found
 
 
 def _launches(entries: Sequence[Entry]) -> tuple[dict[int, int], dict[int, list[int]]]:
@@ -219,7 +282,9 @@ def _launches(entries: Sequence[Entry]) -> tuple[dict[int, int], dict[int, list[
                 run.append(index)
                 continue
             close_unfinished(run)
-        if not _closes(entry):
+        if _closes(entry):
+            members_of[index] = []
+        else:
             runs[entry.pg_id] = [index]
     for run in runs.values():
         close_unfinished(run)

@@ -6,10 +6,12 @@ rank is in a file's name, for a dump does not tell it. What an earlier recording
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
@@ -36,6 +38,8 @@ class Candidate:
     rank: int | None
     kind: str
     size: int = 0
+    problem: str = ""
+    """Why it cannot even be opened."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,15 +84,24 @@ def find_candidates(paths: Iterable[str]) -> list[Candidate]:
 
 
 def _walk(path: str, found: list[Candidate], depth: int) -> None:
-    listing = list_recording(path)
+    try:
+        listing = list_recording(path)
+    except CrossrankError as error:
+        if depth == _DEEPEST:
+            raise
+        found.append(Candidate(path=path, rank=None, kind="", problem=str(error).removeprefix(f"{path}: ")))
+        return
+    for name in listing.special:
+        whole = f"{path.rstrip('/')}/{name}"
+        found.append(Candidate(path=whole, rank=rank_in_name(name), kind="", problem="is neither a file nor a folder"))
     for file in listing.files:
-        if file.kind in (FLIGHT, COMMS):
+        if file.kind in (FLIGHT, COMMS) and file.rank < MOST_RANKS:
             found.append(Candidate(path=file.path, rank=file.rank, kind=file.kind, size=file.size))
     # One file that is named is listed as its own folder.
     is_file = len(listing.foreign) == 1 and PurePosixPath(path).name == listing.foreign[0] and not _is_folder(path)
     for name in listing.foreign:
         whole = path if is_file else f"{path.rstrip('/')}/{name}"
-        size = 0 if is_url(whole) else os.path.getsize(whole)
+        size = os.path.getsize(whole) if os.path.isfile(whole) else 0
         found.append(Candidate(path=whole, rank=rank_in_name(name), kind="", size=size))
     if depth > 0:
         for name in listing.folders:
@@ -141,6 +154,8 @@ def read_evidence(
 
 def read_candidate(candidate: Candidate) -> RankEvidence | Failure:
     """Runs in a worker: one file into evidence."""
+    if candidate.problem:
+        return Failure(candidate=candidate, text=f"{candidate.path}: {candidate.problem}")
     if candidate.kind == COMMS:
         evidence = evidence_from_comms(candidate.path, candidate.rank if candidate.rank is not None else -1)
         if not evidence.version:
@@ -151,11 +166,25 @@ def read_candidate(candidate: Candidate) -> RankEvidence | Failure:
         text = f"{candidate.path}: is no flight-recorder dump: it starts neither as a pickle nor as JSON"
         return Failure(candidate=candidate, text=text, foreign=True)
     try:
-        dump = read_flight_dump(candidate.path)
+        # A dump is tens of thousands of small containers without a circle among them: looking for one takes longer
+        # than reading the dump.
+        with _without_collector():
+            dump = read_flight_dump(candidate.path)
+            return evidence_from_flight(dump, candidate.rank if candidate.rank is not None else -1)
     except NoDumpError as error:
-        foreign = "is no flight-recorder dump" in str(error)
-        return Failure(candidate=candidate, text=str(error), refused=error.refused, foreign=foreign)
-    return evidence_from_flight(dump, candidate.rank if candidate.rank is not None else -1)
+        return Failure(candidate=candidate, text=str(error), refused=error.refused, foreign=error.foreign)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Leaves the garbage collector as it was found."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _failed(candidate: Candidate, error: CrossrankError) -> RankEvidence | Failure:
@@ -163,7 +192,10 @@ def _failed(candidate: Candidate, error: CrossrankError) -> RankEvidence | Failu
 
 
 def _looks_like_dump(path: str) -> bool:
-    start = next(read_chunks(path, Damage(path)), b"")[:64].lstrip()
+    try:
+        start = next(read_chunks(path, Damage(path)), b"")[:64].lstrip()
+    except OSError:
+        return True  # what it is, reading it will say
     return start[:1] in (b"\x80", b"{") or not start
 
 

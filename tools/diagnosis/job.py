@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass, field
 
 from crossrank.comm import OPERATIONS
@@ -94,13 +95,16 @@ class Job:
         if lane is not None:
             return max(lane.seqs[-1], evidence.collectives_seen.get(local if local is not None else -1, 0))
         if local is None:
-            return 0 if not evidence.active_only else None
+            return None if evidence.active_only or evidence.wrapped else 0
         seen = evidence.collectives_seen.get(local)
         if seen:
             return seen
         progress = evidence.progress.get(local)
-        if progress is not None and self._counts_collectives(group, progress.last_enqueued_collective):
+        # P2P calls put their number in the same place, and gloo's are not even among the entries.
+        if progress is not None and not group.has_p2p and evidence.backend != "gloo":
             return max(progress.last_enqueued_collective, 0)
+        if progress is None and evidence.all_joined:
+            return 0  # a group has a status from its first call on
         if evidence.active_only or evidence.wrapped:
             return None
         return 0
@@ -110,11 +114,9 @@ class Job:
         evidence = self.ranks[rank]
         best = self._last_in_state(group, rank, COMPLETED)
         progress = evidence.progress.get(group.local_index.get(rank, -1))
-        # gloo counts a collective that timed out as completed.
-        if progress is not None and evidence.backend != "gloo":
-            last = progress.last_completed_collective
-            if self._counts_collectives(group, last):
-                best = max(best, last)
+        # gloo counts a collective that timed out as completed; P2P puts its own numbers there.
+        if progress is not None and evidence.backend != "gloo" and not group.has_p2p:
+            best = max(best, progress.last_completed_collective)
         return best
 
     def released(self, group: JobGroup) -> int:
@@ -163,13 +165,6 @@ class Job:
                 return self.signature(rank, row).op
         return None
 
-    def _counts_collectives(self, group: JobGroup, value: int) -> bool:
-        """Whether a number of `pg_status` is one of a collective: P2P calls put theirs in the same place."""
-        if not group.has_p2p:
-            return True
-        highest = max((lane.seqs[-1] for lane in group.lanes.values()), default=0)
-        return 0 <= value <= highest
-
 
 def merge(evidence: list[RankEvidence], world_size: int | None = None) -> Job:
     """Put the ranks side by side. `evidence` has each rank once; `world_size` is what the user says."""
@@ -204,10 +199,14 @@ def merge(evidence: list[RankEvidence], world_size: int | None = None) -> Job:
 
 def _without_strangers(evidence: list[RankEvidence], world_size: int | None) -> tuple[list[RankEvidence], list[str]]:
     """Leave out ranks beyond the world: most often a file of another job, or a number that is no rank."""
-    worlds = [max(group.ranks) + 1 for one in evidence for group in one.groups if group.ranks and _is_world(group.desc)]
-    worlds += [one.world_size for one in evidence if one.world_size is not None]
-    size = world_size or max(worlds, default=None)
-    if size is None:
+    claims: Counter[int] = Counter()
+    for one in evidence:
+        of_group = [max(group.ranks) + 1 for group in one.groups if group.ranks and _is_world(group.desc)]
+        claims[one.world_size or max(of_group, default=0)] += 1
+    size, by = max(claims.items(), key=lambda claim: (claim[1], claim[0]), default=(0, 0))
+    # What one rank says does not shut out the others.
+    size = world_size or (size if by * 2 > len(evidence) else 0)
+    if not size:
         return evidence, []
     inside = [one for one in evidence if one.rank < size]
     outside = [

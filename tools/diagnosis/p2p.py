@@ -29,43 +29,49 @@ class Pairing:
     """Calls that the other rank has not answered -> that rank."""
     done: set[Call] = field(default_factory=set)
     """Open calls of which the other rank saw the end."""
-    sizes_differ: list[tuple[Call, Call]] = field(default_factory=list)
+    sizes_differ: dict[tuple[Call, Call], None] = field(default_factory=dict)
     """Send and receive that belong together and are not of one size or type."""
 
 
 def pair_up(job: Job) -> Pairing:
     """Pair the P2P calls of every group."""
     pairing = Pairing()
+    of_group = _lists(job)
     for group in job.groups:
         if not group.has_p2p:
             continue
-        lists = _lists(job, group)
-        for source, target in sorted(
-            {(r, p) for op, r, p in lists if op == "send"} | {(p, r) for op, r, p in lists if op == "recv"}
-        ):
+        lists = of_group[group.index]
+        in_step = _in_step(job, group, lists)
+        ways = {(rank, peer) for op, rank, peer in lists if op == "send"}
+        ways |= {(peer, rank) for op, rank, peer in lists if op == "recv"}
+        for source, target in sorted(ways):
             sends = lists.get(("send", source, target), [])
             receives = lists.get(("recv", target, source), [])
-            _pair(job, group, (source, sends), (target, receives), pairing)
+            _pair(job, group, (source, sends), (target, receives), pairing, in_step)
     return pairing
 
 
-def _lists(job: Job, group: JobGroup) -> dict[tuple[str, int, int], list[int]]:
-    """(operation, rank, peer) -> rows in order."""
-    lists: dict[tuple[str, int, int], list[int]] = defaultdict(list)
-    for rank in group.ranks:
-        evidence = job.ranks.get(rank)
-        if evidence is None:
-            continue
+def _lists(job: Job) -> dict[int, dict[tuple[str, int, int], list[int]]]:
+    """Index of a group -> (operation, rank, peer) -> rows in order."""
+    found: dict[int, dict[tuple[str, int, int], list[int]]] = defaultdict(lambda: defaultdict(list))
+    p2p = [signature.is_p2p and signature.peer is not None for signature in job.signatures]
+    for rank, evidence in job.ranks.items():
         calls, mine = evidence.calls, job.group_of[rank]
         for row, number in enumerate(calls.signature):
-            signature = job.signatures[number]
-            if signature.is_p2p and signature.peer is not None and mine[calls.group[row]] == group.index:
-                lists[signature.op, rank, signature.peer].append(row)
-    return lists
+            if p2p[number]:
+                signature = job.signatures[number]
+                assert signature.peer is not None
+                found[mine[calls.group[row]]][signature.op, rank, signature.peer].append(row)
+    return found
 
 
 def _pair(
-    job: Job, group: JobGroup, sends: tuple[int, list[int]], receives: tuple[int, list[int]], pairing: Pairing
+    job: Job,
+    group: JobGroup,
+    sends: tuple[int, list[int]],
+    receives: tuple[int, list[int]],
+    pairing: Pairing,
+    in_step: bool,
 ) -> None:
     (source, send_rows), (target, receive_rows) = sends, receives
     one, other = job.ranks.get(source), job.ranks.get(target)
@@ -79,7 +85,7 @@ def _pair(
     exact = _is_whole(one) and _is_whole(other)
     if exact or (one.numbered_pairs and other.numbered_pairs):
         pairs, lone_sends, lone_receives = _by_position(one, other, send_rows, receive_rows)
-    elif _in_step(one, other, send_rows, receive_rows):
+    elif in_step:
         pairs, lone_sends, lone_receives = _by_number(one, other, send_rows, receive_rows)
     else:
         pairs, lone_sends, lone_receives = _from_the_end(one, other, send_rows, receive_rows)
@@ -87,7 +93,7 @@ def _pair(
         a, b = (source, send), (target, receive)
         pairing.partner[a], pairing.partner[b] = b, a
         if not _same_size(job.signature(*a), job.signature(*b)):
-            pairing.sizes_differ.append((a, b))
+            pairing.sizes_differ[a, b] = None
             continue
         for call, of_other in ((a, b), (b, a)):
             if job.ranks[of_other[0]].calls.state[of_other[1]] == COMPLETED:
@@ -104,10 +110,25 @@ def _pair(
         for row in rows:
             if calls.state[row] >= RETIRED:
                 continue
-            if of_peer.active_only and progress is not None and progress.last_completed_collective >= calls.seq[row]:
+            # In step the peer's number means the same as ours.
+            passed = in_step and of_peer.active_only and progress is not None
+            if passed and progress is not None and progress.last_completed_collective >= calls.seq[row]:
                 pairing.done.add((rank, row))
             else:
                 pairing.alone[rank, row] = peer
+    for rank, rows in ((source, send_rows), (target, receive_rows)):
+        _end_in_order(job, rank, rows, pairing)
+
+
+def _end_in_order(job: Job, rank: int, rows: list[int], pairing: Pairing) -> None:
+    """Transfers between two ranks in one direction end in order: where one is over, all before it are."""
+    states = job.ranks[rank].calls.state
+    over = False
+    for row in reversed(rows):
+        if over and states[row] < RETIRED:
+            pairing.done.add((rank, row))
+            pairing.alone.pop((rank, row), None)
+        over = over or states[row] == COMPLETED or (rank, row) in pairing.done
 
 
 Matching = tuple[list[tuple[int, int]], list[int], list[int]]
@@ -132,16 +153,31 @@ def _by_position(one: RankEvidence, other: RankEvidence, sends: list[int], recei
     return list(zip(sends, receives)), sends[count:], receives[count:]  # noqa: B905
 
 
-def _in_step(one: RankEvidence, other: RankEvidence, sends: list[int], receives: list[int]) -> bool:
-    """Whether the p2p_seq_ids of both sides are the same where both have some."""
-    a = [one.calls.seq[row] for row in sends]
-    b = [other.calls.seq[row] for row in receives]
-    if not a or not b:
-        return bool(one.active_only and other.active_only)
-    low, high = max(min(a), min(b)), min(max(a), max(b))
-    both = {seq for seq in a if low <= seq <= high}, {seq for seq in b if low <= seq <= high}
-    # Dumps of active calls alone may not overlap: one rank is done with what the other still has open.
-    return both[0] == both[1] and (bool(both[0]) or (one.active_only and other.active_only))
+def _in_step(job: Job, group: JobGroup, lists: dict[tuple[str, int, int], list[int]]) -> bool:
+    """Whether equal p2p_seq_ids are the two ends of one transfer.
+
+    They count all P2P launches of a rank on the group, so both ends agree only where nobody has two peers, and only if
+    they launch alike. The calls that are seen on both ends show it; in a group of two without such calls it is taken
+    for granted, for in dumps of active calls one rank may be done with all that the other still has open.
+    """
+    peers: dict[int, set[int]] = defaultdict(set)
+    for _, rank, peer in lists:
+        peers[rank].add(peer)
+    if any(len(others) > 1 for others in peers.values()):
+        return False
+    seen = False
+    for (op, rank, peer), rows in lists.items():
+        others = lists.get(("recv", peer, rank), []) if op == "send" else []
+        if not others:
+            continue
+        a = [job.ranks[rank].calls.seq[row] for row in rows]
+        b = [job.ranks[peer].calls.seq[row] for row in others]
+        low, high = max(min(a), min(b)), min(max(a), max(b))
+        both = [{seq for seq in seqs if low <= seq <= high} for seqs in (a, b)]
+        if both[0] != both[1]:
+            return False
+        seen = seen or bool(both[0])
+    return seen or len(group.ranks) == 2
 
 
 def _by_number(one: RankEvidence, other: RankEvidence, sends: list[int], receives: list[int]) -> Matching:
@@ -166,21 +202,21 @@ def _by_number(one: RankEvidence, other: RankEvidence, sends: list[int], receive
 def _from_the_end(one: RankEvidence, other: RankEvidence, sends: list[int], receives: list[int]) -> Matching:
     open_sends = [row for row in sends if one.calls.state[row] < RETIRED]
     open_receives = [row for row in receives if other.calls.state[row] < RETIRED]
-    # A receive that ended after a send was made may be the one that answered it, noticed earlier on its side.
-    for mine, theirs, me, them in (
-        (open_sends, receives, one, other),
-        (open_receives, sends, other, one),
-    ):
-        answered = [
-            row
-            for row in theirs
-            if them.calls.state[row] >= RETIRED and mine and them.calls.completed[row] >= me.calls.created[mine[0]] > 0
-        ]
-        del mine[
-            : min(len(answered), max(0, len(open_sends) - len(open_receives), len(open_receives) - len(open_sends)))
-        ]
+    surplus = len(open_sends) - len(open_receives)
+    # One side may have noticed the end of a transfer that is still open on the other: of the surplus, those calls that
+    # were made before the other side saw transfers end.
+    if surplus > 0:
+        del open_sends[: min(surplus, _ended_since(other, receives, one.calls.created[open_sends[0]]))]
+    elif surplus < 0:
+        del open_receives[: min(-surplus, _ended_since(one, sends, other.calls.created[open_receives[0]]))]
     count = min(len(open_sends), len(open_receives))
     return list(zip(open_sends, open_receives)), open_sends[count:], open_receives[count:]  # noqa: B905
+
+
+def _ended_since(evidence: RankEvidence, rows: list[int], moment: int) -> int:
+    """How many of the calls ended at or after `moment` (ns since 1970)."""
+    calls = evidence.calls
+    return sum(1 for row in rows if calls.state[row] >= RETIRED and calls.completed[row] >= moment > 0)
 
 
 def _same_size(send: Signature, receive: Signature) -> bool:

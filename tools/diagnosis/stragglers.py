@@ -24,7 +24,11 @@ _LONG_MS = 1.0
 
 def find_stragglers(job: Job) -> tuple[list[GroupStragglers], Clocks, list[Finding]]:
     """(every group with its waits, what was done about clocks, the ranks worth a word)"""
-    times = {group.index: _times(job, group) for group in job.groups if len(group.lanes) > 1}
+    releases = [
+        (operation := OPERATIONS.get(signature.op)) is not None and operation.releases_all
+        for signature in job.signatures
+    ]
+    times = {group.index: _times(job, group, releases) for group in job.groups if len(group.lanes) > 1}
     times = {index: columns for index, columns in times.items() if columns is not None and len(columns.seqs) >= _FEWEST}
     offsets, clocks = _align(job, {index: columns for index, columns in times.items() if columns is not None})
     found: list[GroupStragglers] = []
@@ -62,7 +66,7 @@ class _Columns:
         """0 = not known, or not to be used: another rank may leave the collective early."""
 
 
-def _times(job: Job, group: JobGroup) -> _Columns | None:
+def _times(job: Job, group: JobGroup, releases: list[bool]) -> _Columns | None:
     ranks = sorted(group.lanes)
     low = max(group.lanes[rank].seqs[0] for rank in ranks)
     high = min(group.lanes[rank].seqs[-1] for rank in ranks)
@@ -75,10 +79,6 @@ def _times(job: Job, group: JobGroup) -> _Columns | None:
     )
     seqs = list(common) if dense else sorted(set.intersection(*(set(group.lanes[rank].seqs) for rank in ranks)))
     columns = _Columns(ranks, seqs)
-    releases = [
-        (operation := OPERATIONS.get(signature.op)) is not None and operation.releases_all
-        for signature in job.signatures
-    ]
     for rank in ranks:
         lane, calls = group.lanes[rank], job.ranks[rank].calls
         first = lane.index(low)

@@ -92,28 +92,53 @@ def who_waits(job: Job, pairing: Pairing) -> Waiting:
             stale[rank] = missed
         if head is not None:
             heads[rank] = head
-    stalls: dict[tuple[object, ...], Stall] = {}
-    stall_of: dict[int, Stall] = {}
-    for rank, head in heads.items():
-        key: tuple[object, ...] = (head.group.index, head.is_p2p, head.seq)
-        if head.is_p2p:
-            ends = sorted((rank, *head.peers))
-            key = (head.group.index, True, *(ends if len(ends) == 2 else (rank, "batch", head.seq)))
-        stall = stalls.get(key)
-        if stall is None:
-            stall = stalls[key] = Stall(head.group, head.seq, head.op, head.is_p2p)
-        created = job.ranks[rank].calls.created[head.row]
-        stall.since = min(stall.since or created, created)
-        stall.waiting.append(rank)
-        stall_of[rank] = stall
+    stall_of = _stalls(job, heads, pairing)
+    stalls = list({id(stall): stall for stall in stall_of.values()}.values())
     for rank, head in heads.items():
         if head.is_p2p:
             _place_peers(job, stall_of[rank], head, heads, pairing)
-    for stall in stalls.values():
+    for stall in stalls:
         if not stall.is_p2p:
             _place_members(job, stall, heads)
     edges = {rank: stall.waits_for() - {rank} for rank, stall in stall_of.items()}
-    return Waiting(heads=heads, stalls=list(stalls.values()), stall_of=stall_of, edges=edges, stale=stale)
+    return Waiting(heads=heads, stalls=stalls, stall_of=stall_of, edges=edges, stale=stale)
+
+
+def _stalls(job: Job, heads: dict[int, Head], pairing: Pairing) -> dict[int, Stall]:
+    """Heads that are one call: a collective by its number, sends and receives by what answers what."""
+    by_call: dict[tuple[int, int], Stall] = {}
+    stall_of: dict[int, Stall] = {}
+    for rank, head in sorted(heads.items()):
+        stall = None
+        if head.is_p2p:
+            for row in _rows_of(job, head):
+                partner = pairing.partner.get((rank, row))
+                other = heads.get(partner[0]) if partner is not None else None
+                if partner is None or other is None or partner[1] not in _rows_of(job, other):
+                    continue
+                known = stall_of.get(other.rank)
+                if known is not None and stall is not None and known is not stall:
+                    for member in known.waiting:  # this head joins what were two
+                        stall_of[member] = stall
+                    stall.waiting += known.waiting
+                    stall.since = min(stall.since, known.since)
+                stall = stall or known
+        else:
+            stall = by_call.get((head.group.index, head.seq))
+        created = job.ranks[rank].calls.created[head.row]
+        if stall is None:
+            stall = Stall(head.group, head.seq, head.op, head.is_p2p, since=created)
+            if not head.is_p2p:
+                by_call[head.group.index, head.seq] = stall
+        stall.since = min(stall.since, created)
+        stall.waiting.append(rank)
+        stall_of[rank] = stall
+    return stall_of
+
+
+def _rows_of(job: Job, head: Head) -> list[int]:
+    """The rows of the launch that a P2P head is."""
+    return [head.row] if job.ranks[head.rank].numbered_pairs else _batch(job, head.rank, head.row)
 
 
 def _head(job: Job, rank: int, released: dict[int, int], pairing: Pairing) -> tuple[Head | None, int]:
@@ -231,9 +256,7 @@ def _is_before(job: Job, stall: Stall, rank: int, head: Head) -> bool:
 
 
 def _place_peers(job: Job, stall: Stall, head: Head, heads: dict[int, Head], pairing: Pairing) -> None:
-    evidence = job.ranks[head.rank]
-    rows = [head.row] if evidence.numbered_pairs else _batch(job, head.rank, head.row)
-    for row in rows:
+    for row in _rows_of(job, head):
         call = (head.rank, row)
         if call in pairing.done:
             continue

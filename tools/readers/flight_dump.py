@@ -14,6 +14,7 @@ for type and range, and single entries that are broken are counted and left out.
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Annotated, Any
 
@@ -21,18 +22,26 @@ import msgspec
 
 from crossrank.comm import MOST_RANKS, CommRecord, Group
 from crossrank.errors import CrossrankError, one_line
-from crossrank.recording import Damage, read_chunks
+from crossrank.recording import Damage, is_url, read_chunks
 from crossrank.tools.readers.safe_pickle import RefusedError, load_data
 
-MOST_BYTES = 256 << 20
-"""A dump of 100,000 entries with stacks is a quarter of it."""
-_MOST_FRAMES = 256
+MOST_BYTES = 64 << 20
+"""Uncompressed. A dump of 100,000 entries with stacks is half of it."""
+_MOST_RATIO, _RATIO_FROM = 1000, 16 << 20
+"""A file that is this much smaller than its content, from so much content on, was made to fill the memory."""
+_MOST_CONTAINERS = 4_000_000
+MOST_FRAMES = 256
 _MOST_TENSORS = 1 << 16
+_MOST_TENSORS_OF_DUMP = 1 << 20
+_MOST_RANKS_OF_DUMP = 1 << 22
+"""Members of all groups of one dump together."""
 _MOST_TEXT = 4096
+_MOST_CALLS = 1 << 16
 
 Int = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
+WorldSize = Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
 Text = Annotated[str, msgspec.Meta(max_length=_MOST_TEXT)]
-Shape = Annotated[tuple[Int, ...], msgspec.Meta(max_length=64)]
+Shape = Annotated[tuple[Int, ...], msgspec.Meta(max_length=32)]
 Shapes = Annotated[tuple[Shape, ...], msgspec.Meta(max_length=_MOST_TENSORS)]
 Dtypes = Annotated[tuple[Text, ...], msgspec.Meta(max_length=_MOST_TENSORS)]
 
@@ -95,14 +104,14 @@ class OwnStack(msgspec.Struct, frozen=True):
     """Where a thread of the process was when our dump was taken, innermost frame first."""
 
     thread: Text
-    frames: list[Frame]
+    frames: Annotated[list[Frame], msgspec.Meta(max_length=MOST_FRAMES)]
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
     """What crossrank adds to a dump that it takes itself."""
 
     rank: Int
-    world_size: Int
+    world_size: WorldSize
     host: Text = ""
     reason: Text = ""
     """`hang`, `SIGUSR1`, `SIGTERM`, `window`, `disable`, `exit`."""
@@ -112,19 +121,10 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     """ns since 1970 when it was taken."""
     clock: dict[str, Int] = {}
     """The same moment on both clocks: `t` monotonic, `wall` since 1970."""
-    groups: list[Group] = []
-    calls: list[CommRecord] = []
+    groups: Annotated[list[Group], msgspec.Meta(max_length=_MOST_CALLS)] = []
+    calls: Annotated[list[CommRecord], msgspec.Meta(max_length=_MOST_CALLS)] = []
     """The last calls that were recorded, whether or not they left the node; gloo's P2P is known from here alone."""
-    stacks: list[OwnStack] = []
-
-
-class _Head(msgspec.Struct, frozen=True, kw_only=True):
-    version: Text
-    pg_config: dict[Text, GroupConfig] = {}
-    pg_status: dict[Text, Progress] = {}
-    nccl_version: Text = ""
-    comm_lib_version: Text = ""
-    crossrank: Moment | None = None
+    stacks: Annotated[list[OwnStack], msgspec.Meta(max_length=_MOST_CALLS)] = []
 
 
 class FlightDump(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,50 +142,96 @@ class FlightDump(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NoDumpError(CrossrankError):
-    """The file is no flight-recorder dump. `refused` where it is one that asks for more than data."""
+    """The file cannot be used: it is no dump (`foreign`), or one that asks for more than data (`refused`)."""
 
-    def __init__(self, text: str, *, refused: bool = False) -> None:
+    def __init__(self, text: str, *, refused: bool = False, foreign: bool = False) -> None:
         super().__init__(text)
         self.refused = refused
+        self.foreign = foreign
+
+
+_BROKEN = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
+"""What converting hostile content raises. ValueError: text with halves of surrogate pairs, numbers beyond reason."""
 
 
 def read_flight_dump(path: str) -> FlightDump:
     """Read one dump, plain, gzip or zstd. Raises `NoDumpError` where nothing of it can be used."""
     problems: list[str] = []
-    return decode_flight_dump(path, _read(path, problems), problems)
+    try:
+        return decode_flight_dump(path, _read(path, problems), problems)
+    except MemoryError:
+        raise NoDumpError(f"{path}: is refused: it needs more memory than there is", refused=True) from None
 
 
 def decode_flight_dump(path: str, data: bytes, problems: list[str]) -> FlightDump:
     """The dump in `data`; `problems` is what reading it has met so far."""
     if not data:
         raise NoDumpError(f"{path}: {'; '.join(['is empty', *problems])}")
+    is_json = data[:1] != b"\x80"
     content = _decode(path, data)
-    if not isinstance(content, dict) or not {"version", "pg_config", "entries"} & content.keys():
-        raise NoDumpError(f"{path}: is no flight-recorder dump: it lacks version, pg_config and entries")
-    entries = content.pop("entries", None) or []
-    try:
-        head = msgspec.convert(content, _Head, strict=False)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise NoDumpError(f"{path}: is no flight-recorder dump ({one_line(error)})") from error
+    if not isinstance(content, dict) or not any(name in content for name in ("version", "pg_config", "entries")):
+        raise NoDumpError(f"{path}: is no flight-recorder dump: it lacks version, pg_config and entries", foreign=True)
+    entries = content.get("entries") or []
     if not isinstance(entries, list):
-        raise NoDumpError(f"{path}: is no flight-recorder dump: entries is no list")
+        problems.append("entries is no list")
+        entries = []
+    moment = None
+    if is_json and content.get("crossrank") is not None:
+        moment = _convert(content["crossrank"], Moment, "crossrank", problems)
+    return FlightDump(
+        path=path,
+        version=_convert(content.get("version", ""), Text, "version", problems) or "",
+        groups=_groups(_rows(content, "pg_config", GroupConfig, problems), problems),
+        status={
+            int(key): value
+            for key, value in _rows(content, "pg_status", Progress, problems).items()
+            if key.isascii() and key.isdigit() and len(key) < 10
+        },
+        entries=_entries(entries, problems),
+        moment=moment,
+        problems=problems,
+    )
+
+
+def _convert(value: Any, into: Any, what: str, problems: list[str]) -> Any:
+    """`value` as `into`, or None and a problem."""
+    try:
+        return msgspec.convert(value, into, strict=False)
+    except _BROKEN as error:
+        problems.append(f"{what} is unusable ({one_line(error)[:200]}) and was left out")
+        return None
+
+
+def _rows(content: dict[str, Any], name: str, row: Any, problems: list[str]) -> dict[str, Any]:
+    """The rows of a dictionary of the dump, each by itself: one that is broken does not cost the others."""
+    found: dict[str, Any] = {}
+    rows = content.get(name)
+    if rows is not None and not isinstance(rows, dict):
+        problems.append(f"{name} is no dictionary and was left out")
+        return found
+    for key, value in (rows or {}).items():
+        converted = _convert(value, row, f"an entry of {name}", problems)
+        if converted is not None and isinstance(key, str) and len(key) <= _MOST_TEXT:
+            found[key] = converted
+    return found
+
+
+def _groups(configs: dict[str, GroupConfig], problems: list[str]) -> list[Group]:
     groups = []
-    for config in head.pg_config.values():
-        ranks = rank_text(config.ranks)
-        if ranks is None:
-            problems.append(f"the ranks of group {config.name!r} are unusable: {config.ranks[:60]!r}")
+    known: dict[str, list[int] | None] = {}
+    budget = _MOST_RANKS_OF_DUMP
+    for config in configs.values():
+        if config.ranks not in known:
+            known[config.ranks] = rank_text(config.ranks)
+        ranks = known[config.ranks]
+        budget -= len(ranks or ())
+        if ranks is None or budget < 0:
+            problems.append(f"the ranks of group {config.name[:60]!r} are unusable: {config.ranks[:60]!r}")
+            ranks = None
         # gloo's only group is nameless and empty: it says nothing.
         if config.name or ranks:
             groups.append(Group(pg=config.name, desc=config.desc, size=len(ranks or ()), ranks=ranks or None))
-    return FlightDump(
-        path=path,
-        version=head.version,
-        groups=groups,
-        status={int(key): value for key, value in head.pg_status.items() if key.isascii() and key.isdigit()},
-        entries=_entries(entries, problems),
-        moment=head.crossrank,
-        problems=problems,
-    )
+    return groups
 
 
 def rank_text(text: str) -> list[int] | None:
@@ -194,7 +240,7 @@ def rank_text(text: str) -> list[int] | None:
     >>> rank_text("[0, 4]"), rank_text("[]"), rank_text("__import__('os')")
     ([0, 4], [], None)
     """
-    if re.fullmatch(r"\s*\[[\d,\s]*\]\s*", text, re.ASCII) is None:
+    if text.count(",") >= MOST_RANKS or re.fullmatch(r"\s*\[[\d,\s]*\]\s*", text, re.ASCII) is None:
         return None
     numbers = re.findall(r"\d+", text)
     if any(len(number) > 8 or int(number) >= MOST_RANKS for number in numbers):
@@ -208,7 +254,7 @@ def frames_of(frames: Any) -> tuple[Frame, ...]:
     if not isinstance(frames, list | tuple):
         return ()
     found = []
-    for frame in frames[:_MOST_FRAMES]:
+    for frame in frames[:MOST_FRAMES]:
         try:
             found.append(msgspec.convert(frame, Frame, strict=False))
         except (msgspec.MsgspecError, RecursionError):
@@ -217,17 +263,26 @@ def frames_of(frames: Any) -> tuple[Frame, ...]:
 
 
 def _entries(rows: list[Any], problems: list[str]) -> list[Entry]:
+    tensors = 0
+    for row in rows:
+        if isinstance(row, dict):
+            for side in ("input_sizes", "output_sizes"):
+                sizes = row.get(side)
+                tensors += len(sizes) if isinstance(sizes, list | tuple) else 0
+    if tensors > _MOST_TENSORS_OF_DUMP:
+        problems.append(f"its entries have {tensors} tensors, more than the {_MOST_TENSORS_OF_DUMP} that are read")
+        return []
     try:
         return msgspec.convert(rows, list[Entry])
-    except (msgspec.MsgspecError, RecursionError, OverflowError):
+    except _BROKEN:
         pass
     entries, broken, first = [], 0, ""
     for number, row in enumerate(rows):
         try:
             entries.append(msgspec.convert(row, Entry))
-        except (msgspec.MsgspecError, RecursionError, OverflowError) as error:
+        except _BROKEN as error:
             broken += 1
-            first = first or f"entry {number}: {one_line(error)}"
+            first = first or f"entry {number}: {one_line(error)[:200]}"
     problems.append(f"{broken} of {len(rows)} entries are unusable ({first}) and were left out")
     return entries
 
@@ -235,32 +290,47 @@ def _entries(rows: list[Any], problems: list[str]) -> list[Entry]:
 def _decode(path: str, data: bytes) -> Any:
     if data[:1] == b"\x80":
         try:
-            return load_data(data)
+            content = load_data(data)
         except RefusedError as error:
-            cut_off = "no whole pickle" in str(error) or "is cut off" in str(error)
-            raise NoDumpError(
-                f"{path}: {'' if cut_off else 'is refused: '}the pickle {error}"
-                f"{'; take the dump again' if cut_off else '; a genuine dump holds data alone'}",
-                refused=not cut_off,
-            ) from error
+            step = "take the dump again" if error.cut_off else "a genuine dump holds data alone"
+            refused = "" if error.cut_off else "is refused: "
+            raise NoDumpError(f"{path}: {refused}the pickle {error}; {step}", refused=not error.cut_off) from error
+        return _whole_text(content) if _HALF_A_PAIR.search(data) else content
     if data.lstrip()[:1] == b"{":
+        if data.count(b"{") + data.count(b"[") > _MOST_CONTAINERS:
+            raise NoDumpError(f"{path}: is refused: it holds more than {_MOST_CONTAINERS} containers", refused=True)
         try:
             return msgspec.json.decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise NoDumpError(f"{path}: is no whole JSON ({one_line(error)}); take the dump again") from error
-    raise NoDumpError(f"{path}: is no flight-recorder dump: it starts neither as a pickle nor as JSON")
+        except _BROKEN as error:
+            raise NoDumpError(f"{path}: is no whole JSON ({one_line(error)[:200]}); take the dump again") from error
+    raise NoDumpError(f"{path}: is no flight-recorder dump: it starts neither as a pickle nor as JSON", foreign=True)
+
+
+_HALF_A_PAIR = re.compile(rb"\xed[\xa0-\xbf]")
+
+
+def _whole_text(thing: Any, depth: int = 0) -> Any:
+    """`thing` without halves of surrogate pairs, which pickle lets pass and nothing can write."""
+    if isinstance(thing, str):
+        return thing.encode("utf-8", "backslashreplace").decode()
+    if depth < 8 and isinstance(thing, dict):
+        return {_whole_text(key): _whole_text(value, depth + 1) for key, value in thing.items()}
+    if depth < 8 and isinstance(thing, list | tuple):
+        return type(thing)(_whole_text(value, depth + 1) for value in thing)
+    return thing
 
 
 def _read(path: str, problems: list[str]) -> bytes:
     damage = Damage(path)
     chunks, size = [], 0
+    on_disk = 0 if is_url(path) else os.path.getsize(path) if os.path.exists(path) else 0
     try:
         for chunk in read_chunks(path, damage):
             chunks.append(chunk)
             size += len(chunk)
-            if size > MOST_BYTES:
+            if size > MOST_BYTES or (on_disk and size > max(_RATIO_FROM, on_disk * _MOST_RATIO)):
                 raise NoDumpError(
-                    f"{path}: is refused: it holds more than {MOST_BYTES >> 20} MiB, far more than any dump",
+                    f"{path}: is refused: it holds more than {size >> 20} MiB, far more than a dump of its size",
                     refused=True,
                 )
     except OSError as error:
