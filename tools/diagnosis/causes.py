@@ -290,11 +290,13 @@ def _circles(search: _Search) -> None:
     }
     for circle in circles(edges):
         parts = grouped_by_stall(waiting, circle)
-        skipped = next((stall for stall, _ in parts if not stall.is_p2p and _is_skipped(search, stall, circle)), None)
+        explained = [stall for stall, _ in parts]
+        skipped = next((found for stall in explained if (found := _skipped_by(search, stall, circle))[1]), None)
         if skipped is not None:
-            culprits = sorted(skipped.absent & set(circle))
-            text = f"rank {rank_ranges(culprits)} went past this call: {_chain(waiting, circle, edges)}"
-            _add_root(search, _finding(skipped, MISSING, culprits=culprits, text=text), [stall for stall, _ in parts])
+            stall, culprits = skipped
+            kind = "p2p_unmatched" if stall.is_p2p else MISSING
+            text = f"rank {rank_ranges(culprits)} went past it: {_chain(waiting, circle, edges)}"
+            _add_root(search, _finding(stall, kind, culprits=culprits, text=text), explained)
             continue
         p2p = [(stall, ranks) for stall, ranks in parts if stall.is_p2p]
         stall = parts[0][0]
@@ -302,28 +304,25 @@ def _circles(search: _Search) -> None:
         if not p2p:
             kind = "opposite_order"
             odd = _odd_in_order(waiting, circle, parts)
+            stuck = [rank for other in explained for rank in other.waiting]
         elif len(p2p) == len(parts):
-            kind = "p2p_wait_cycle"
+            kind, stuck = "p2p_wait_cycle", circle
         else:
-            kind = "p2p_unmatched"
+            kind, stuck = "p2p_unmatched", [rank for _, ranks in p2p for rank in ranks]
+            # Either the answer was left out, or the collective: without calls like these before, nobody can tell.
             stall = p2p[0][0]
-            in_collectives = {rank for other, ranks in parts if not other.is_p2p for rank in ranks}
-            odd = sorted(in_collectives & {peer for one, _ in p2p for peer in one.waits_for()})
         finding = _finding(stall, kind, culprits=odd, text=_chain(waiting, circle, edges))
-        stuck = circle if kind != "p2p_unmatched" else [rank for _, ranks in p2p for rank in ranks]
-        if kind == "opposite_order":
-            stuck = [rank for other, _ in parts for rank in other.waiting]
         finding.waiting_ranks = sorted(set(stuck) - set(odd))
-        _add_root(search, finding, [other for other, _ in parts])
+        _add_root(search, finding, explained)
 
 
-def _is_skipped(search: _Search, stall: Stall, circle: list[int]) -> bool:
-    """Whether the members that have not made this collective are few, and past the place where they should have."""
-    absent = stall.absent & set(circle)
-    if not absent or stall.absent - set(circle) or len(stall.waiting) * 2 < len(stall.group.ranks):
-        return False
+def _skipped_by(search: _Search, stall: Stall, circle: list[int]) -> tuple[Stall, list[int]]:
+    """The ranks of a circle that made another call where this one was due, if all that lack it did."""
     heads = search.waiting.heads
-    return all(has_skipped(search.job, rank, stall.group, heads[rank].row) for rank in absent)
+    absent = stall.waits_for() & set(circle)
+    peers = tuple(stall.waiting) if stall.is_p2p else ()
+    past = [rank for rank in absent if has_skipped(search.job, rank, stall.group, heads[rank].row, peers)]
+    return stall, sorted(past) if len(past) == len(absent) else []
 
 
 def _odd_in_order(waiting: Waiting, circle: list[int], parts: list[tuple[Stall, list[int]]]) -> list[int]:

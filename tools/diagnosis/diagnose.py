@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from crossrank.tools.diagnosis.causes import find_causes
 from crossrank.tools.diagnosis.collectives import find_mismatches
+from crossrank.tools.diagnosis.evidence import RETIRED, RankEvidence
 from crossrank.tools.diagnosis.findings import LACKS_EVIDENCE, Diagnosis
 from crossrank.tools.diagnosis.inputs import Evidence
 from crossrank.tools.diagnosis.job import Job, merge
@@ -50,6 +51,12 @@ def diagnose(
             f"the members of {len(inferred)} group(s) are not in the dumps; they are taken from who called on them "
             "(a member that never did is not seen)"
         )
+    short = [rank for rank, one in job.ranks.items() if one.wrapped and one.backend == "nccl" and _all_open(one)]
+    if short:
+        notes.append(
+            f"rank {rank_ranges(short)} has more calls open than its ring holds: the one that it is stuck in fell out. "
+            "Raise TORCH_FR_BUFFER_SIZE"
+        )
     if missing:
         notes.append(f"rank {rank_ranges(sorted(missing))} has no usable dump (--allow-missing)")
     notes += [f"{one.path}: {problem}" for one in job.ranks.values() for problem in one.problems]
@@ -76,3 +83,7 @@ def diagnose(
         ),
         job,
     )
+
+
+def _all_open(evidence: RankEvidence) -> bool:
+    return len(evidence.calls) > 0 and all(state < RETIRED for state in evidence.calls.state)

@@ -7,51 +7,47 @@ from crossrank.tools.diagnosis.job import Job, JobGroup
 _WINDOW = 512
 """Calls looked back at."""
 
-# (group, operation, peer, stack)
+# (index of the rank's group, operation, peer, stack)
 Token = tuple[int, str, "int | None", int]
 
 
-def is_usual(job: Job, rank: int, row: int) -> bool | None:
-    """Whether the rank's calls before `row` have led to such a call before; None where they are new as well."""
+def expected(job: Job, rank: int, row: int) -> list[Token]:
+    """What followed before, wherever the rank's calls were like those before `row` for longest; empty where never."""
     first = max(0, row - _WINDOW)
     tokens = [_token(job, rank, at) for at in range(first, row + 1)]
     last = len(tokens) - 1
-    best, usual = 0, False
+    best = 0
+    found: list[Token] = []
     for at in range(1, last):
         length = 0
         while length < at and tokens[at - 1 - length] == tokens[last - 1 - length]:
             length += 1
         if length > best:
-            best, usual = length, tokens[at] == tokens[last]
-        elif length == best and length:
-            usual = usual or tokens[at] == tokens[last]
-    return usual if best else None
+            best, found = length, []
+        if length == best and length:
+            found.append(tokens[at])
+    return found
 
 
-def has_skipped(job: Job, rank: int, group: JobGroup, row: int) -> bool:
-    """Whether a rank that is at `row` has gone past a collective of `group`, judging by its calls so far.
+def is_usual(job: Job, rank: int, row: int) -> bool:
+    """Whether the rank's calls before `row` have led to such a call before."""
+    return _token(job, rank, row) in expected(job, rank, row)
 
-    Between two collectives of the group it made calls like that at `row` a number of times at most. Once it has made
-    more since the last one, a collective of the group was due.
+
+def has_skipped(job: Job, rank: int, group: JobGroup, row: int, peers: tuple[int, ...] = ()) -> bool:
+    """Whether a rank made its call at `row` where one on `group` was due: a collective, or P2P with one of `peers`.
+
+    Of a call that it makes for the first time nothing can be said.
     """
-    calls = job.ranks[rank].calls
-    at_row = job.signature(rank, row)
-    like = (calls.group[row], at_row.is_p2p, at_row.op if at_row.is_p2p else "", at_row.peer)
-    most, since, intervals = 0, 0, 0
-    counted: set[tuple[int, int]] = set()
-    for at in range(row + 1):
-        signature = job.signature(rank, at)
-        if not signature.is_p2p and job.group_at(rank, at) is group:
-            if intervals or not job.ranks[rank].wrapped:
-                most = max(most, since)
-            since, intervals = 0, intervals + 1
-            continue
-        kind = (calls.group[at], signature.is_p2p, signature.op if signature.is_p2p else "", signature.peer)
-        number = (calls.group[at], calls.seq[at])
-        if kind == like and number not in counted:
-            counted.add(number)
-            since += 1
-    return intervals > 0 and 0 < most < since
+    follows = expected(job, rank, row)
+    token = _token(job, rank, row)
+    first = max(0, row - _WINDOW)
+    if not follows or token in follows or all(_token(job, rank, at) != token for at in range(first, row)):
+        return False
+    mine = job.group_of[rank]
+    return all(
+        mine[local] == group.index and (peer in peers if peers else peer is None) for local, _, peer, _ in follows
+    )
 
 
 def _token(job: Job, rank: int, row: int) -> Token:

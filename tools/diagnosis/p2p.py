@@ -88,7 +88,9 @@ def _pair(
     elif in_step:
         pairs, lone_sends, lone_receives = _by_number(one, other, send_rows, receive_rows)
     else:
-        pairs, lone_sends, lone_receives = _from_the_end(one, other, send_rows, receive_rows)
+        pairs, lone_sends, lone_receives, over = _from_the_end(one, other, send_rows, receive_rows)
+        pairing.done.update((source, row) for row in over[0])
+        pairing.done.update((target, row) for row in over[1])
     for send, receive in pairs:
         a, b = (source, send), (target, receive)
         pairing.partner[a], pairing.partner[b] = b, a
@@ -199,18 +201,26 @@ def _by_number(one: RankEvidence, other: RankEvidence, sends: list[int], receive
     return pairs, lone_sends, lone_receives
 
 
-def _from_the_end(one: RankEvidence, other: RankEvidence, sends: list[int], receives: list[int]) -> Matching:
+def _from_the_end(
+    one: RankEvidence, other: RankEvidence, sends: list[int], receives: list[int]
+) -> tuple[list[tuple[int, int]], list[int], list[int], tuple[list[int], list[int]]]:
+    """A matching, and the open sends and receives that are over."""
     open_sends = [row for row in sends if one.calls.state[row] < RETIRED]
     open_receives = [row for row in receives if other.calls.state[row] < RETIRED]
     surplus = len(open_sends) - len(open_receives)
     # One side may have noticed the end of a transfer that is still open on the other: of the surplus, those calls that
     # were made before the other side saw transfers end.
+    over: tuple[list[int], list[int]] = [], []
     if surplus > 0:
-        del open_sends[: min(surplus, _ended_since(other, receives, one.calls.created[open_sends[0]]))]
+        ended = min(surplus, _ended_since(other, receives, one.calls.created[open_sends[0]]))
+        over = open_sends[:ended], []
+        open_sends = open_sends[ended:]
     elif surplus < 0:
-        del open_receives[: min(-surplus, _ended_since(one, sends, other.calls.created[open_receives[0]]))]
+        ended = min(-surplus, _ended_since(one, sends, other.calls.created[open_receives[0]]))
+        over = [], open_receives[:ended]
+        open_receives = open_receives[ended:]
     count = min(len(open_sends), len(open_receives))
-    return list(zip(open_sends, open_receives)), open_sends[count:], open_receives[count:]  # noqa: B905
+    return list(zip(open_sends, open_receives)), open_sends[count:], open_receives[count:], over  # noqa: B905
 
 
 def _ended_since(evidence: RankEvidence, rows: list[int], moment: int) -> int:

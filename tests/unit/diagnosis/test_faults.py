@@ -190,16 +190,30 @@ def test_a_gpu_that_is_stuck_shows_where_starts_are_reported(tmp_path: Path) -> 
 
 def test_a_plain_receive_that_is_missing_names_that_rank_alone(tmp_path: Path) -> None:
     for blocking in (False, True):
-        programs = step(Collective("0"), steps=1)
-        programs[0] += [Send("0", 1), Collective("0")]
-        programs[1] += [Collective("0")]
-        programs[2] += [Collective("0")]
-        programs[3] += [Collective("0")]
+        programs = step(Collective("0"))
+        for place in (0, 2, 4):
+            programs[0].insert(place, Send("0", 1))
+            programs[1].insert(place, Recv("0", 0))
+        del programs[1][4]
 
         found = diagnose_job(SimulatedJob(programs, WORLD, blocking=blocking), tmp_path / str(blocking))
 
         assert [(row[0], row[3], row[4]) for row in roots(found)] == [("p2p_unmatched", [1], [0])]
         assert found.findings[0].op == "send"
+
+
+def test_where_a_receive_or_a_collective_may_have_been_left_out_nobody_is_accused(tmp_path: Path) -> None:
+    programs = step(Collective("0"), steps=1)
+    programs[0] += [Send("0", 1), Collective("0")]
+    for rank in (1, 2, 3):
+        programs[rank].append(Collective("0"))
+
+    found = diagnose_job(SimulatedJob(programs, WORLD, blocking=True), tmp_path)
+
+    assert roots(found) == [("p2p_unmatched", "default_pg", 1, [], [0])]
+    assert found.findings[0].text == (
+        "rank 0 waits for 1 in default_pg (0) send #1; rank 1 waits for 0 in default_pg (0) all_reduce #2"
+    )
 
 
 def test_a_send_to_a_rank_that_does_nothing_more_is_unmatched(tmp_path: Path) -> None:
