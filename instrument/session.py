@@ -44,6 +44,9 @@ from crossrank.recording import COMMS, FLIGHT, file_name
 
 log = logging.getLogger("crossrank")
 
+_DUMP_PATIENCE = 5.0
+"""Seconds that the end of a recording waits for a dump that is being written."""
+
 
 class Session:
     """One recording of one process, from `enable()` to `disable()`."""
@@ -132,7 +135,9 @@ class Session:
         What was written of a hang stays until communication goes on: later the call that failed looks completed.
         """
         files = self._files
-        if files is None or not self.config.flight or not self._dump_once.acquire(blocking=False):
+        # At the end another thread's dump is waited for: it would die with the process before it is written.
+        patience = 0 if reason == "SIGUSR1" else _DUMP_PATIENCE
+        if files is None or not self.config.flight or not self._dump_once.acquire(timeout=patience):
             return
         try:
             calls = self.recorder.calls()

@@ -239,14 +239,14 @@ def _content(job: Job, call: Call) -> str:
 
 def _closed_stalls(search: _Search) -> None:
     for stall in _left(search):
-        inside = stall.waits_for() and stall.waits_for() <= set(stall.waiting)
-        if inside and stall.is_p2p:  # two ends of a batch, one of which lacks an answer to the other
+        inside = stall.waits_for() <= set(stall.waiting)
+        if inside and stall.absent and stall.is_p2p:  # two ends of a batch, one of which lacks an answer to the other
             culprits = stall.absent if len(stall.absent) < len(stall.waiting) else set()
             text = f"rank {rank_ranges(sorted(stall.absent))} made no call that answers one of the other's"
             finding = _finding(stall, "p2p_unmatched", culprits=culprits, text=text)
             _add_root(search, finding, [stall])
             continue
-        if stall.waits_for() or (stall.unknown and not stall.is_p2p) or _may_have_more_members(search, stall):
+        if not inside or (stall.unknown and not stall.is_p2p) or _may_have_more_members(search, stall):
             continue
         kind, culprits_of, text = _why_closed(search, stall)
         _add_root(search, _finding(stall, kind, culprits=culprits_of, text=text), [stall])

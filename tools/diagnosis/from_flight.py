@@ -28,7 +28,7 @@ from crossrank.tools.diagnosis.evidence import (
     Table,
 )
 from crossrank.tools.diagnosis.from_comms import add_p2p
-from crossrank.tools.readers.flight_dump import MOST_FRAMES, Entry, FlightDump, Frame, frames_of
+from crossrank.tools.readers.flight_dump import MOST_FRAMES, Entry, FlightDump, Frame, frames_of, whole
 
 _STATES = {"scheduled": SCHEDULED, "started": STARTED, "completed": COMPLETED}
 _P2P = re.compile(r"(?P<op>send|recv) \d{1,8}(?:->|<-)(?P<peer>\d{1,8})")
@@ -43,7 +43,7 @@ def evidence_from_flight(dump: FlightDump, rank: int) -> RankEvidence:
     )
     if dump.entries:
         backend, colon, _ = dump.entries[0].profiling_name.partition(":")
-        evidence.backend = backend if colon else ""
+        evidence.backend = whole(backend) if colon else ""
     evidence.active_only = _is_active_only(dump, evidence.backend)
     evidence.wrapped = not evidence.active_only and bool(dump.entries) and dump.entries[0].record_id > 0
     reading = _Reading(dump, evidence)
@@ -174,7 +174,7 @@ class _Reading:
         return backend == "gloo" or (backend != "nccl" and not states & {"started", "completed"})
 
     def _group(self, name_and_desc: tuple[str, str]) -> int:
-        name, desc = name_and_desc
+        name, desc = map(whole, name_and_desc)
         known = self._known.get(name)
         # A rank is in one group of a name; the description may be missing in some of its entries.
         found = self._index_of.get(name)
@@ -187,7 +187,7 @@ class _Reading:
         return found
 
     def _signature(self, entry: Entry, group: int) -> Signature:
-        name = entry.profiling_name.partition(":")[2] or entry.profiling_name
+        name = whole(entry.profiling_name.partition(":")[2] or entry.profiling_name)
         members = self._groups[group].ranks
         p2p = _P2P.match(name)
         peer = None
@@ -202,8 +202,8 @@ class _Reading:
             name=name,
             inputs=entry.input_sizes,
             outputs=entry.output_sizes,
-            in_dtypes=entry.input_dtypes,
-            out_dtypes=entry.output_dtypes,
+            in_dtypes=tuple(map(whole, entry.input_dtypes)),
+            out_dtypes=tuple(map(whole, entry.output_dtypes)),
             peer=peer,
             root=_root(op, entry, self._evidence.rank, members),
         )

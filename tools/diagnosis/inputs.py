@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 
 from crossrank.comm import MOST_RANKS
@@ -153,7 +153,20 @@ def read_evidence(
 
 
 def read_candidate(candidate: Candidate) -> RankEvidence | Failure:
-    """Runs in a worker: one file into evidence."""
+    """Runs in a worker: one file into evidence, with a path that can be written to any output."""
+    result = _read_candidate(candidate)
+    if isinstance(result, RankEvidence):
+        result.path = _writable(result.path)
+        result.problems = list(map(_writable, result.problems))
+        return result
+    return replace(result, text=_writable(result.text))
+
+
+def _writable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _read_candidate(candidate: Candidate) -> RankEvidence | Failure:
     if candidate.problem:
         return Failure(candidate=candidate, text=f"{candidate.path}: {candidate.problem}")
     if candidate.kind == COMMS:

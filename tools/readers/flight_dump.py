@@ -180,7 +180,7 @@ def decode_flight_dump(path: str, data: bytes, problems: list[str]) -> FlightDum
         moment = _convert(content["crossrank"], Moment, "crossrank", problems)
     return FlightDump(
         path=path,
-        version=_convert(content.get("version", ""), Text, "version", problems) or "",
+        version=whole(_convert(content.get("version", ""), Text, "version", problems) or ""),
         groups=_groups(_rows(content, "pg_config", GroupConfig, problems), problems),
         status={
             int(key): value
@@ -230,7 +230,9 @@ def _groups(configs: dict[str, GroupConfig], problems: list[str]) -> list[Group]
             ranks = None
         # gloo's only group is nameless and empty: it says nothing.
         if config.name or ranks:
-            groups.append(Group(pg=config.name, desc=config.desc, size=len(ranks or ()), ranks=ranks or None))
+            groups.append(
+                Group(pg=whole(config.name), desc=whole(config.desc), size=len(ranks or ()), ranks=ranks or None)
+            )
     return groups
 
 
@@ -249,6 +251,15 @@ def rank_text(text: str) -> list[int] | None:
     return ranks if len(set(ranks)) == len(ranks) else None
 
 
+def whole(text: str) -> str:
+    """`text` without halves of surrogate pairs, which pickle lets pass and which nothing can write.
+
+    >>> whole("a\\ud800b")
+    'a\\\\ud800b'
+    """
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def frames_of(frames: Any) -> tuple[Frame, ...]:
     """The frames of one entry, innermost first; those that are broken are left out."""
     if not isinstance(frames, list | tuple):
@@ -256,9 +267,10 @@ def frames_of(frames: Any) -> tuple[Frame, ...]:
     found = []
     for frame in frames[:MOST_FRAMES]:
         try:
-            found.append(msgspec.convert(frame, Frame, strict=False))
-        except (msgspec.MsgspecError, RecursionError):
+            known = msgspec.convert(frame, Frame, strict=False)
+        except _BROKEN:
             continue
+        found.append(Frame(whole(known.name), whole(known.filename), known.line))
     return tuple(found)
 
 
@@ -290,12 +302,11 @@ def _entries(rows: list[Any], problems: list[str]) -> list[Entry]:
 def _decode(path: str, data: bytes) -> Any:
     if data[:1] == b"\x80":
         try:
-            content = load_data(data)
+            return load_data(data)
         except RefusedError as error:
             step = "take the dump again" if error.cut_off else "a genuine dump holds data alone"
             refused = "" if error.cut_off else "is refused: "
             raise NoDumpError(f"{path}: {refused}the pickle {error}; {step}", refused=not error.cut_off) from error
-        return _whole_text(content) if _HALF_A_PAIR.search(data) else content
     if data.lstrip()[:1] == b"{":
         if data.count(b"{") + data.count(b"[") > _MOST_CONTAINERS:
             raise NoDumpError(f"{path}: is refused: it holds more than {_MOST_CONTAINERS} containers", refused=True)
@@ -304,20 +315,6 @@ def _decode(path: str, data: bytes) -> Any:
         except _BROKEN as error:
             raise NoDumpError(f"{path}: is no whole JSON ({one_line(error)[:200]}); take the dump again") from error
     raise NoDumpError(f"{path}: is no flight-recorder dump: it starts neither as a pickle nor as JSON", foreign=True)
-
-
-_HALF_A_PAIR = re.compile(rb"\xed[\xa0-\xbf]")
-
-
-def _whole_text(thing: Any, depth: int = 0) -> Any:
-    """`thing` without halves of surrogate pairs, which pickle lets pass and nothing can write."""
-    if isinstance(thing, str):
-        return thing.encode("utf-8", "backslashreplace").decode()
-    if depth < 8 and isinstance(thing, dict):
-        return {_whole_text(key): _whole_text(value, depth + 1) for key, value in thing.items()}
-    if depth < 8 and isinstance(thing, list | tuple):
-        return type(thing)(_whole_text(value, depth + 1) for value in thing)
-    return thing
 
 
 def _read(path: str, problems: list[str]) -> bytes:

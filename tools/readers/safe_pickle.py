@@ -30,6 +30,7 @@ _TUPLE2, _STOP = 0x86, 0x2E
 _ARGUMENTS = {0x4B: 1, 0x68: 1, 0x71: 1, 0x4D: 2, 0x4A: 4, 0x6A: 4, 0x72: 4, 0x47: 8, 0x80: 1, 0x8A: 1, 0x95: 8}
 """Opcode -> bytes of its argument, of those that may stand at a cut."""
 _PAIR = re.compile(rb"(?s)(h.|j.{4})(h.|j.{4})\x86")
+_SECOND = re.compile(rb"(?s)(h.|j.{4})\x86")
 _PUT = re.compile(rb"(?s)q.|r.{4}")
 
 
@@ -183,8 +184,10 @@ def _look_through(data: bytes) -> None:
             strings += 1
             continue
         pair = _PAIR.match(data, position)
+        if pair is None and strings:
+            pair = _SECOND.match(data, position)
         if pair is not None or (opcode == _TUPLE2 and strings >= 2):
-            if pair is not None and tuples & {_index(pair[1]), _index(pair[2])}:
+            if pair is not None and not tuples.isdisjoint(map(_index, pair.groups())):
                 raise RefusedError("holds a tuple of tuples, which no dump has")
             position = pair.end() if pair is not None else position + 1
             put = _PUT.match(data, position)
