@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from crossrank.tools.diagnosis.causes import find_causes
 from crossrank.tools.diagnosis.collectives import find_mismatches
-from crossrank.tools.diagnosis.evidence import RETIRED, RankEvidence
+from crossrank.tools.diagnosis.evidence import RETIRED
 from crossrank.tools.diagnosis.findings import LACKS_EVIDENCE, Diagnosis
 from crossrank.tools.diagnosis.inputs import Evidence
 from crossrank.tools.diagnosis.job import Job, merge
@@ -51,7 +51,7 @@ def diagnose(
             f"the members of {len(inferred)} group(s) are not in the dumps; they are taken from who called on them "
             "(a member that never did is not seen)"
         )
-    short = [rank for rank, one in job.ranks.items() if one.wrapped and one.backend == "nccl" and _all_open(one)]
+    short = [rank for rank in job.ranks if _lost_open_calls(job, rank)]
     if short:
         notes.append(
             f"rank {rank_ranges(short)} has more calls open than its ring holds: the one that it is stuck in fell out. "
@@ -85,5 +85,15 @@ def diagnose(
     )
 
 
-def _all_open(evidence: RankEvidence) -> bool:
-    return len(evidence.calls) > 0 and all(state < RETIRED for state in evidence.calls.state)
+def _lost_open_calls(job: Job, rank: int) -> bool:
+    """Whether the first call of a group that is not over is no longer in the rank's ring."""
+    evidence = job.ranks[rank]
+    if evidence.backend == "gloo":
+        return False
+    for group in job.groups:
+        lane, progress = group.lanes.get(rank), evidence.progress.get(group.local_index.get(rank, -1))
+        if lane is None or progress is None or group.has_p2p:
+            continue
+        if evidence.calls.state[lane.rows[0]] < RETIRED and lane.seqs[0] > progress.last_completed_collective + 1:
+            return True
+    return False

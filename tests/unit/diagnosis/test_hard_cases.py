@@ -1,0 +1,157 @@
+"""Cases in which the obvious reading of the dumps accuses the wrong rank, or nobody, or a healthy job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.diagnosis.simulated_jobs import (
+    Collective,
+    CpuStall,
+    GpuStall,
+    Groups,
+    Programs,
+    Recv,
+    Send,
+    SimulatedJob,
+    StaleWatchdog,
+    pipeline,
+    training,
+)
+from tests.unit.diagnosis.verdicts import diagnose_job, diagnosis_of, roots
+
+WORLD: Groups = {"0": ("default_pg", [0, 1, 2, 3])}
+ALL_REDUCE = Collective("0", inputs=((1,),))
+
+
+def test_batches_in_dumps_of_active_calls_are_over_although_their_members_never_say_so(tmp_path: Path) -> None:
+    found = diagnose_job(SimulatedJob(*pipeline(2, 3)), tmp_path, active_only=True)
+
+    assert (found.verdict, roots(found)) == ("ok", [])
+
+
+def test_dumps_of_active_calls_of_a_pipeline_name_the_stage_that_stopped(tmp_path: Path) -> None:
+    programs, groups = pipeline(4, 3)
+    programs[2].insert(len(programs[2]) - 3, CpuStall())
+
+    found = diagnose_job(SimulatedJob(programs, groups), tmp_path, active_only=True)
+
+    assert [(row[0], row[3]) for row in roots(found)] == [("p2p_unmatched", [2])]
+
+
+def test_a_group_without_a_status_was_never_used_by_its_rank(tmp_path: Path) -> None:
+    programs, groups = training(8, 1)
+    programs[3].insert(3, CpuStall())
+
+    found = diagnose_job(SimulatedJob(programs, groups), tmp_path, active_only=True)
+
+    assert roots(found) == [("missing_rank", "default_pg", 1, [3], [0, 1, 2, 4, 5, 6, 7])]
+
+
+def test_a_ring_that_cuts_a_coalesced_call_does_not_make_it_a_mismatch(tmp_path: Path) -> None:
+    parts = tuple(Collective("0", "_reduce_scatter_base", ((32 * i,),), ((8 * i,),)) for i in (1, 2, 3))
+    coalesced = Collective("0", "REDUCE_SCATTER_coalesced", (), (), members=parts)
+    for ring in (5, 6):
+        job = SimulatedJob([[coalesced, ALL_REDUCE, ALL_REDUCE]] * 4, WORLD)
+        job.run()
+        job.write(tmp_path / str(ring), ranks=[0, 1, 2], ring=6)
+        job.write(tmp_path / str(ring), ranks=[3], ring=ring)
+
+        found = diagnosis_of(tmp_path / str(ring))
+
+        assert (found.verdict, roots(found)) == ("ok", [])
+
+
+def test_numbers_of_sends_in_the_status_are_not_taken_for_collectives(tmp_path: Path) -> None:
+    programs: Programs = [[ALL_REDUCE, ALL_REDUCE] for _ in range(4)]
+    programs[0][1:1] = [Send("0", 1), Send("0", 1)]
+    programs[1][1:1] = [Recv("0", 0), Recv("0", 0)]
+    programs[3].insert(1, CpuStall())
+
+    found = diagnose_job(SimulatedJob(programs, WORLD), tmp_path)
+
+    assert roots(found) == [("missing_rank", "default_pg", 2, [3], [0, 1, 2])]
+
+
+def test_two_ranks_that_wait_for_each_others_calls_of_one_kind_are_a_circle(tmp_path: Path) -> None:
+    programs: Programs = [[ALL_REDUCE, ALL_REDUCE] for _ in range(4)]
+    programs[0][1:1] = [Send("0", 1), Recv("0", 1)]
+    programs[1].insert(1, Send("0", 0))
+    for blocking in (True, False):
+        found = diagnose_job(SimulatedJob(programs, WORLD, blocking=blocking), tmp_path / str(blocking))
+
+        assert roots(found) == [("p2p_wait_cycle", "default_pg", 1, [], [0, 1])]
+        assert [consequence.because_of for consequence in found.consequences] == [0]
+
+
+def test_a_rank_that_left_out_a_collective_and_went_on_is_named_by_what_it_used_to_do(tmp_path: Path) -> None:
+    programs, groups = training(4, 3)
+    del programs[2][7]
+
+    found = diagnose_job(SimulatedJob(programs, groups), tmp_path)
+
+    assert roots(found) == [("missing_rank", "default_pg", 2, [2], [0, 1, 3])]
+
+
+@pytest.mark.parametrize("stages", [4, 8])
+def test_one_stuck_gpu_in_a_pipeline_is_one_finding(stages: int, tmp_path: Path) -> None:
+    programs, groups = pipeline(stages, 2)
+    culprit = stages // 2
+    programs[culprit].insert(3, GpuStall())
+
+    found = diagnose_job(SimulatedJob(programs, groups, timing=False), tmp_path)
+
+    assert [(row[0], row[3]) for row in roots(found)] == [("all_joined_not_completed", [])]
+    assert culprit in found.findings[0].waiting_ranks
+    assert {consequence.because_of for consequence in found.consequences} == {0}
+
+
+def test_the_many_that_hang_before_a_usual_call_are_late_and_the_few_in_it_made_none_too_many(tmp_path: Path) -> None:
+    programs: Programs = [[Collective("0")] * 3 for _ in range(8)]
+    for rank in range(2, 8):
+        programs[rank] = [*programs[rank][:2], CpuStall()]
+
+    found = diagnose_job(SimulatedJob(programs, {"0": ("default_pg", list(range(8)))}), tmp_path)
+
+    assert roots(found) == [("missing_rank", "default_pg", 3, [2, 3, 4, 5, 6, 7], [0, 1])]
+
+
+def test_a_finished_job_with_a_watchdog_that_notices_nothing_is_healthy(tmp_path: Path) -> None:
+    programs, groups = training(4, 4)
+    programs[0].insert(5, StaleWatchdog())
+
+    found = diagnose_job(SimulatedJob(programs, groups), tmp_path, ring=9)
+
+    assert (found.verdict, roots(found)) == ("ok", [])
+
+
+def test_of_a_gloo_group_whose_members_are_unknown_nobody_is_said_to_be_complete(tmp_path: Path) -> None:
+    programs, groups = training(4, 3, backend="gloo")
+    programs[0].insert(2, CpuStall())  # before its first call on the group of ranks 0 and 2
+
+    found = diagnose_job(SimulatedJob(programs, groups, backend="gloo"), tmp_path)
+
+    assert roots(found) == [("missing_rank", "default_pg", 1, [0], [1, 3])]
+    assert [(one.pg_ranks, one.because_of) for one in found.consequences] == [([2], 0)]
+
+
+def test_a_mismatch_does_not_hide_a_rank_that_never_came(tmp_path: Path) -> None:
+    programs: Programs = [[Collective("0")] * 2 for _ in range(3)]
+    programs[1][1] = CpuStall()
+    programs[2][1] = Collective("0", "broadcast")
+
+    found = diagnose_job(SimulatedJob(programs, {"0": ("default_pg", [0, 1, 2])}), tmp_path)
+
+    assert [(row[0], row[3]) for row in roots(found)] == [("type_mismatch", []), ("missing_rank", [1])]
+
+
+def test_a_ring_that_lost_the_stuck_call_says_so(tmp_path: Path) -> None:
+    found = diagnose_job(SimulatedJob(*training(4, 6), timing=False, broken={("0", 2)}), tmp_path, ring=8)
+
+    assert found.verdict == "error"
+    assert found.suspect_ranks == []
+    assert found.notes == [
+        "rank 0-3 has more calls open than its ring holds: the one that it is stuck in fell out. "
+        "Raise TORCH_FR_BUFFER_SIZE"
+    ]
