@@ -14,12 +14,17 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	@touch $(STAMP)
 
-# Four gloo ranks that pose as two nodes; then what was recorded, and their traces linked.
+# Four gloo ranks that pose as two nodes; what was recorded, their traces linked, and a look whether all is well. Then a
+# job that hangs, diagnosed while it hangs.
 demo: $(STAMP)
 	rm -rf $(DEMO)
 	OMP_NUM_THREADS=1 TRACING=ALL TRACING_DIR=$(DEMO) $(BIN)/torchrun --standalone --nproc-per-node 4 examples/demo.py
 	$(BIN)/crossrank inspect $(DEMO)
 	$(BIN)/crossrank link $(DEMO)
+	$(BIN)/crossrank diagnose $(DEMO)
+	rm -rf $(DEMO)-hang
+	OMP_NUM_THREADS=1 TRACING=ALL TRACING_DIR=$(DEMO)-hang \
+		$(BIN)/torchrun --standalone --nproc-per-node 4 examples/hang.py
 	@echo "The files are in $(CURDIR)/$(DEMO):"
 	@ls $(DEMO)
 
@@ -46,4 +51,4 @@ proto:
 	rm -rf .proto-venv
 
 clean:
-	rm -rf $(VENV) $(DEMO)
+	rm -rf $(VENV) $(DEMO) $(DEMO)-hang

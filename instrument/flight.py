@@ -9,6 +9,7 @@ where every thread of the process is.
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 import threading
@@ -22,6 +23,7 @@ import torch
 from crossrank.instrument.gpu import cuda_is_in_use
 
 _MOST_FRAMES = 64
+_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _OURS = "crossrank-"
 """How the names of our own threads begin."""
 
@@ -70,6 +72,8 @@ def stacks() -> list[dict[str, Any]]:
             continue
         frames: list[dict[str, Any]] = []
         walk: FrameType | None = frame
+        while walk is not None and walk.f_code.co_filename.startswith(_FOLDER):  # the thread that dumps is in here
+            walk = walk.f_back
         while walk is not None and len(frames) < _MOST_FRAMES:
             code = walk.f_code
             frames.append({"name": code.co_name, "filename": code.co_filename, "line": walk.f_lineno or 0})

@@ -142,6 +142,8 @@ def _mismatches(search: _Search, mismatches: list[Mismatch]) -> None:
             stall for stall in _left(search) if stall.group is group and not stall.is_p2p and stall.seq >= mismatch.seq
         ]
         stuck = {rank for stall in behind_it for rank in stall.waiting} - set(mismatch.culprits)
+        # What a rank that never made the call holds up would hang without the mismatch, too.
+        behind_it = [stall for stall in behind_it if not stall.absent & _silent(search)]
         finding = Finding(
             kind=mismatch.kind,
             pg=group.pg,

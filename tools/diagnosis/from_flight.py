@@ -90,7 +90,10 @@ class _Reading:
             self._stacks.rows,
         )
         for group in known:
-            self._group((group.pg, group.desc))
+            if group.pg:
+                self._group((group.pg, group.desc))
+            elif group.ranks:  # gloo's only entry: no name, and everyone or nobody
+                evidence.world_size = max(group.ranks) + 1
 
     def read(self) -> None:
         """Every call of the dump, in order."""

@@ -12,6 +12,7 @@ from crossrank.tools.readers.flight_dump import Frame, OwnStack
 
 _MOST_FRAMES = 24
 _MAIN = "MainThread"
+_RECORDER = "/crossrank/instrument/"
 
 
 def add_places(job: Job, waiting: Waiting, findings: Sequence[Finding]) -> None:
@@ -66,5 +67,6 @@ def _own_frames(stack: OwnStack) -> list[str]:
 
 
 def frame_texts(frames: tuple[Frame, ...]) -> list[str]:
-    """`function (file:line)` for every frame, innermost first."""
-    return [f"{frame.name} ({frame.filename}:{frame.line})" for frame in frames[:_MOST_FRAMES]]
+    """`function (file:line)` for every frame but those of the recorder itself, innermost first."""
+    own = [frame for frame in frames if _RECORDER not in frame.filename]
+    return [f"{frame.name} ({frame.filename}:{frame.line})" for frame in own[:_MOST_FRAMES]]
