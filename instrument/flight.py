@@ -37,12 +37,15 @@ def dump(moment: dict[str, Any]) -> bytes | None:
     names = ["_dump_fr_trace"]
     if cuda_is_in_use():
         names.insert(0, "_dump_nccl_trace")
+    # Where torch resolves stacks it runs code by a way of the interpreter that makes it forget that a KeyboardInterrupt
+    # ends it, and the process would exit with 1 instead of dying of SIGINT.
+    with_stacks = not isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)
     content: dict[str, Any] | None = None
     for name in names:
         function: Callable[..., bytes] | None = getattr(c10d, name, None)
         if function is not None:
             # This process wrote the pickle a moment ago.
-            content = pickle.loads(function(True, True, False))
+            content = pickle.loads(function(True, with_stacks, False))
             if content.get("entries"):
                 break
     if content is None:
