@@ -58,7 +58,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=title, title_justify="left", title_style="bold")
+        table = Table(title=Text(printable(title)), title_justify="left", title_style="bold")
         for name, is_right in zip(names, right, strict=True):
             table.add_column(name, justify="right" if is_right else "left", overflow="fold")
         for row in cells:
@@ -66,7 +66,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
         Console().print(table)
         return
     widths = [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(names)]
-    print(f"\n{title}")
+    print(f"\n{printable(title)}")
     for row in [names, *cells]:
         line = "  ".join(
             cell.rjust(width) if is_right else cell.ljust(width)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from crossrank.tools.diagnosis.evidence import STATES
+from crossrank.tools.diagnosis.findings import group_text
 from crossrank.tools.diagnosis.job import Job, JobGroup
-from crossrank.tools.tables import print_table, printable
+from crossrank.tools.tables import print_table
 
 _MOST_COLUMNS = 8
 
@@ -22,16 +23,14 @@ def print_entries(job: Job, ranks: set[int] | None, groups: Sequence[str] | None
             rows = list(_collectives(job, group, some))
             if rows:
                 columns = ("#number", "call", *(f"rank {rank}" for rank in some))
-                print_table(f"Collectives of {_title(group)}", columns, rows)
+                print_table(f"Collectives of {group_text(group.pg)}", columns, rows)
         rows = [row for rank in members for row in _p2p(job, group, rank)]
         if rows:
             print_table(
-                f"Sends and receives on {_title(group)}", ("rank", "call", "#peer", "#number", "sizes", "state"), rows
+                f"Sends and receives on {group_text(group.pg)}",
+                ("rank", "call", "#peer", "#number", "sizes", "state"),
+                rows,
             )
-
-
-def _title(group: JobGroup) -> str:
-    return printable(f"{group.desc} [{group.name}]" if group.desc and group.desc != group.name else group.name)
 
 
 def _collectives(job: Job, group: JobGroup, ranks: list[int]) -> Iterator[tuple[object, ...]]:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from crossrank.tools.diagnosis.findings import KINDS, Diagnosis, Finding, Place
+from crossrank.tools.diagnosis.findings import KINDS, Diagnosis, Finding, Place, group_text
 from crossrank.tools.tables import print_table, printable, rank_ranges
 
 _ROWS = 12
@@ -98,7 +98,7 @@ def _print_root(index: int, finding: Finding, diagnosis: Diagnosis) -> None:
         print(f"   {'follows':<12} {len(follow)} more call(s) in which rank {rank_ranges(waiting)} wait because of it:")
         for one in follow[:_ROWS]:
             print(
-                f"   {'':<12} rank {rank_ranges(one.waiting_ranks)} in {one.op} {number_text(one)} of {_group(one)}, "
+                f"   {'':<12} rank {rank_ranges(one.waiting_ranks)} in {_call(one)} of {_group(one)}, "
                 f"for rank {rank_ranges(one.culprit_ranks) or '?'}"
             )
         if len(follow) > _ROWS:
@@ -106,8 +106,7 @@ def _print_root(index: int, finding: Finding, diagnosis: Diagnosis) -> None:
 
 
 def _facts(finding: Finding) -> Iterator[tuple[str, str]]:
-    call = f"{finding.op} {number_text(finding)}".strip()
-    yield "call", f"{call or 'none in particular'} of group {_group(finding)}"
+    yield "call", f"{_call(finding) or 'none in particular'} of group {_group(finding)}"
     if finding.culprit_ranks:
         yield "culprit", f"rank {rank_ranges(finding.culprit_ranks)}"
     elif finding.kind not in ("all_joined_not_completed", "p2p_size_mismatch", "p2p_wait_cycle"):
@@ -143,14 +142,12 @@ def _print_places(places: Sequence[Place]) -> None:
             print(f"     {line}")
 
 
+def _call(finding: Finding) -> str:
+    return printable(f"{finding.op} {number_text(finding)}".strip())
+
+
 def _group(finding: Finding) -> str:
-    return f"{group_text(finding.pg)} (rank {rank_ranges(finding.pg_ranks)})"
-
-
-def group_text(pg: Sequence[str]) -> str:
-    """A group by its description and name."""
-    name, desc = pg
-    return printable(f"{desc} [{name}]" if desc and desc != name else name)
+    return f"{printable(group_text(finding.pg))} (rank {rank_ranges(finding.pg_ranks)})"
 
 
 def number_text(finding: Finding) -> str:

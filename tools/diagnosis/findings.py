@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 KINDS: dict[str, str] = {
@@ -35,6 +37,22 @@ KINDS: dict[str, str] = {
 
 LACKS_EVIDENCE = ("dump_missing", "no_entries", "unreadable_dump", "refused_dump")
 """Kinds that say that a rank cannot be judged, not that something is wrong with it."""
+
+
+def group_text(pg: Sequence[str]) -> str:
+    """A group for people, by its description and name.
+
+    >>> group_text(["12", "mesh_tp"]), group_text(["", ""])
+    ('mesh_tp [12]', 'a group without a name')
+    """
+    name, desc = pg
+    text = f"{desc} [{name}]" if desc and desc != name else name
+    return text or "a group without a name"
+
+
+def call_text(op: str, seq: int | None) -> str:
+    """A call for people, by its operation and sequence number."""
+    return f"{op} #{seq}" if seq is not None else op
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import jinja2
 
-from crossrank.tools.diagnosis.explain import group_text, next_step, number_text
-from crossrank.tools.diagnosis.findings import KINDS, LACKS_EVIDENCE, Diagnosis, Finding
+from crossrank.tools.diagnosis.explain import next_step, number_text
+from crossrank.tools.diagnosis.findings import KINDS, LACKS_EVIDENCE, Diagnosis, Finding, group_text
 from crossrank.tools.tables import printable, rank_ranges
 
 _TEMPLATE = Path(__file__).with_name("page.html")
@@ -18,9 +18,13 @@ _MOST_ROWS = 200
 def page(diagnosis: Diagnosis) -> str:
     """The whole page."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    environment.filters.update(ranks=_ranks, group=group_text, call=_call, next_step=next_step, safe_text=printable)
+    environment.filters.update(ranks=_ranks, group=_group, call=_call, next_step=next_step, safe_text=printable)
     template = environment.from_string(_TEMPLATE.read_text())
     return template.render(diagnosis=diagnosis, kinds=KINDS, cells=_cells(diagnosis), limit=_MOST_ROWS) + "\n"
+
+
+def _group(pg: Sequence[str]) -> str:
+    return printable(group_text(pg))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

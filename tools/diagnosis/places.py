@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from crossrank.tools.diagnosis.causes import call_of, name_of
-from crossrank.tools.diagnosis.findings import Finding, Place
+from crossrank.tools.diagnosis.findings import Finding, Place, call_text, group_text
 from crossrank.tools.diagnosis.job import Job
 from crossrank.tools.diagnosis.waiting import Waiting
 from crossrank.tools.readers.flight_dump import Frame, OwnStack
@@ -46,7 +45,7 @@ def _place(job: Job, waiting: Waiting, finding: Finding, rank: int, role: str) -
     return Place(
         rank=rank,
         role=role,
-        what=f"{what}, {call_of(call.op, seq)} on {name_of(job.group_at(rank, row))}",
+        what=f"{what}, {call_text(call.op, seq)} on {group_text(job.group_at(rank, row).pg)}",
         frames=frames,
     )
 

@@ -87,8 +87,8 @@ def _times(job: Job, group: JobGroup, releases: list[bool]) -> _Columns | None:
             if dense and first is not None
             else array("I", (row for seq in seqs if (row := lane.row(seq)) is not None))
         )
-        columns.arrivals.append([calls.created[row] for row in rows])
-        columns.ends.append([calls.completed[row] if releases[calls.signature[row]] else 0 for row in rows])
+        columns.arrivals.append(array("q", (calls.created[row] for row in rows)))
+        columns.ends.append(array("q", (calls.completed[row] if releases[calls.signature[row]] else 0 for row in rows)))
     return columns
 
 

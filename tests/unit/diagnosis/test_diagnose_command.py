@@ -116,7 +116,7 @@ def test_the_text_names_the_culprit_and_shows_both_stacks(stuck: Path, capsys: p
         "\n"
         "1. missing_rank: a rank has not made a collective that the others wait in\n"
     )
-    assert re.search(r"rank 2, culprit: the last call it made, all_reduce #1 on default_pg \(0\)", out)
+    assert re.search(r"rank 2, culprit: the last call it made, all_reduce #1 on default_pg \[0\]", out)
     assert re.search(r"\(train\.py:140\) +\S+ \(train\.py:1[13]0\)", out)
     assert "more call(s) in which rank" in out
 

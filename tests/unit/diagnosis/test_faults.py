@@ -152,7 +152,7 @@ def test_two_groups_entered_in_opposite_order_are_a_circle(tmp_path: Path) -> No
         assert [row[0] for row in roots(found)] == ["opposite_order"]
         assert (found.findings[0].culprit_ranks, found.findings[0].waiting_ranks) == ([], [0, 1])
         assert found.findings[0].text == (
-            "rank 0 waits for 1 in a (1) all_reduce #1; rank 1 waits for 0 in b (2) all_reduce #1"
+            "rank 0 waits for 1 in a [1] all_reduce #1; rank 1 waits for 0 in b [2] all_reduce #1"
         )
 
 
@@ -212,7 +212,7 @@ def test_where_a_receive_or_a_collective_may_have_been_left_out_nobody_is_accuse
 
     assert roots(found) == [("p2p_unmatched", "default_pg", 1, [], [0])]
     assert found.findings[0].text == (
-        "rank 0 waits for 1 in default_pg (0) send #1; rank 1 waits for 0 in default_pg (0) all_reduce #2"
+        "rank 0 waits for 1 in default_pg [0] send #1; rank 1 waits for 0 in default_pg [0] all_reduce #2"
     )
 
 

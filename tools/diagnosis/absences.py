@@ -1,0 +1,107 @@
+"""Root causes in ranks that wait for nobody: those that stopped making calls, and those of which nothing is known."""
+
+from __future__ import annotations
+
+from crossrank.tools.diagnosis.collectives import EXTRA, MISSING
+from crossrank.tools.diagnosis.findings import Finding
+from crossrank.tools.diagnosis.habits import is_usual
+from crossrank.tools.diagnosis.search import CLEARLY_STALE, Search, finding_of
+from crossrank.tools.diagnosis.waiting import Stall
+from crossrank.tools.tables import rank_ranges
+
+
+def find_silent_ranks(search: Search) -> None:
+    """Ranks that wait for nobody and have not made the call that others wait in."""
+    waiting = search.waiting
+    silent = search.silent()
+    covered: set[int] = set()
+    while True:
+        candidates = [(stall, stall.absent & silent) for stall in search.left()]
+        candidates = [(stall, absent) for stall, absent in candidates if absent - covered]
+        if not candidates:
+            break
+        stall, absent = min(
+            candidates,
+            key=lambda item: (
+                -len(item[1] - covered),
+                -len(item[0].waiting),
+                item[0].is_p2p,
+                item[0].since,
+                item[0].group.index,
+                item[0].seq,
+            ),
+        )
+        covered |= absent
+        if stall.is_p2p:
+            text = f"rank {rank_ranges(sorted(absent))} made no call that answers it and waits for nothing itself"
+            search.add_root(finding_of(stall, "p2p_unmatched", culprits=absent, text=text), [stall])
+        elif _is_extra(search, stall, absent):
+            culprits = sorted(stall.waiting)
+            text = (
+                f"rank {rank_ranges(culprits)} made this call alone; the {len(absent)} other members made none after "
+                f"#{stall.seq - 1} and wait for nothing. If they should have made it, they are late"
+            )
+            finding = finding_of(stall, EXTRA, culprits=culprits, text=text)
+            finding.waiting_ranks = culprits
+            search.add_root(finding, [stall])
+        else:
+            stale = sorted(rank for rank in absent if waiting.stale.get(rank, 0) >= CLEARLY_STALE)
+            text = f"rank {rank_ranges(sorted(absent))} stopped making calls before it and waits for nobody"
+            if stale:
+                text += (
+                    f"; rank {rank_ranges(stale)} also notices no end of calls that are over on the others: "
+                    "its GPU or its watchdog is stuck"
+                )
+            search.add_root(finding_of(stall, MISSING, culprits=absent, text=text), [stall])
+
+
+def _is_extra(search: Search, stall: Stall, absent: set[int]) -> bool:
+    """Whether the few that wait, not the many that are absent, are the odd ones."""
+    group = stall.group
+    if absent & search.waiting.stale.keys() or any(search.job.ranks[rank].active_only for rank in absent):
+        return False
+    everyone_else = absent == set(group.ranks) - set(stall.waiting)
+    if not everyone_else or len(stall.waiting) * 2 >= len(group.ranks):
+        return False
+    heads = search.waiting.heads
+    # The turn of this call has come on a rank whose calls have led to it before: then the others are late.
+    return not any(is_usual(search.job, rank, heads[rank].row) for rank in stall.waiting)
+
+
+def find_lacking_ranks(search: Search) -> None:
+    """Ranks of which there is no evidence: named once, with the call in which most others wait for them."""
+    lacking = search.lacking
+    told: set[int] = set()
+    while True:
+        candidates = [
+            (stall, {rank for rank in stall.absent if lacking.get(rank) and rank not in told})
+            for stall in search.left()
+        ]
+        candidates = [(stall, absent) for stall, absent in candidates if absent]
+        if not candidates:
+            break
+        stall, absent = min(
+            candidates,
+            key=lambda item: (-len(item[1]), -len(item[0].waiting), item[0].is_p2p, item[0].since, item[0].group.index),
+        )
+        told |= absent
+        first = True
+        for kind in dict.fromkeys(lacking[rank] for rank in sorted(absent)):
+            culprits = [rank for rank in absent if lacking[rank] == kind]
+            text = f"rank {rank_ranges(culprits)} cannot be judged, and others wait for it here"
+            search.add_root(finding_of(stall, kind, culprits=culprits, text=text), [stall] if first else [])
+            first = False
+    rest = sorted(rank for rank in lacking if rank not in told)
+    world = max(search.job.groups, key=lambda group: (len(group.ranks), -group.index), default=None)
+    for kind in dict.fromkeys(lacking[rank] for rank in rest):
+        culprits = [rank for rank in rest if lacking[rank] == kind]
+        search.found.roots.append(
+            Finding(
+                kind=kind,
+                pg=world.pg if world is not None else ["", ""],
+                pg_ranks=list(world.ranks) if world is not None else list(search.job.world),
+                culprit_ranks=culprits,
+                text=f"rank {rank_ranges(culprits)} cannot be judged; no other rank waits for it",
+            )
+        )
+        search.ranks_of_root.append(set(culprits))

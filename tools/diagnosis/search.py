@@ -1,0 +1,70 @@
+"""What the searches for causes share: the picture of who waits, and what has been found so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from crossrank.tools.diagnosis.findings import Finding
+from crossrank.tools.diagnosis.job import Job
+from crossrank.tools.diagnosis.p2p import Pairing
+from crossrank.tools.diagnosis.waiting import Stall, Waiting
+
+CLEARLY_STALE = 3
+"""Ends that a rank must have missed before its GPU or its watchdog is called stuck: the last one may be just late."""
+
+
+@dataclass
+class Causes:
+    """Everything found, roots first."""
+
+    roots: list[Finding] = field(default_factory=list)
+    consequences: list[Finding] = field(default_factory=list)
+    in_progress: list[Finding] = field(default_factory=list)
+
+
+@dataclass
+class Search:
+    """The state of one search."""
+
+    job: Job
+    waiting: Waiting
+    pairing: Pairing
+    lacking: dict[int, str]
+    """Rank without usable evidence -> kind of finding that says why."""
+    found: Causes = field(default_factory=Causes)
+    root_of: dict[int, int] = field(default_factory=dict)
+    """id of a stall -> index of the root that explains it"""
+    ranks_of_root: list[set[int]] = field(default_factory=list)
+
+    def left(self) -> list[Stall]:
+        """The stalls that no root explains yet."""
+        return [stall for stall in self.waiting.stalls if id(stall) not in self.root_of]
+
+    def silent(self) -> set[int]:
+        """Ranks with evidence that wait for nobody."""
+        return {rank for rank in self.job.ranks if rank not in self.waiting.heads and rank not in self.lacking}
+
+    def add_root(self, finding: Finding, stalls: Iterable[Stall]) -> None:
+        """Add a root cause, which explains `stalls`."""
+        index = len(self.found.roots)
+        self.found.roots.append(finding)
+        self.ranks_of_root.append({*finding.culprit_ranks, *finding.waiting_ranks})
+        for stall in stalls:
+            self.root_of.setdefault(id(stall), index)
+
+
+def finding_of(stall: Stall, kind: str, *, culprits: Iterable[int] = (), text: str = "") -> Finding:
+    """A finding about a call that ranks are stuck in; those of them that are no culprits wait."""
+    culprit_ranks = sorted(culprits)
+    return Finding(
+        kind=kind,
+        pg=stall.group.pg,
+        pg_ranks=list(stall.group.ranks),
+        collective_seq_id=None if stall.is_p2p else stall.seq,
+        p2p_seq_id=stall.seq if stall.is_p2p else None,
+        op=stall.op,
+        culprit_ranks=culprit_ranks,
+        waiting_ranks=sorted(set(stall.waiting) - set(culprit_ranks)),
+        text=text,
+    )
