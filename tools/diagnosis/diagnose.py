@@ -22,7 +22,7 @@ def diagnose(
 
     With `allow_missing` ranks without a dump are taken to be where the others are, and are no fault by themselves.
     """
-    job = merge(evidence.ranks, world_size)
+    job = merge(evidence.ranks, world_size or evidence.world_size)
     lacking = dict.fromkeys(job.missing, "dump_missing")
     lacking |= {rank: kind for rank, (kind, _) in evidence.unusable.items() if rank in lacking or rank not in job.ranks}
     for rank, one in job.ranks.items():
@@ -44,7 +44,7 @@ def diagnose(
     if causes.roots or causes.consequences:
         kinds = {finding.kind for finding in causes.roots}
         verdict = "incomplete" if kinds <= set(LACKS_EVIDENCE) else "error"
-    notes = list(job.outside)
+    notes = evidence.notes + job.outside
     inferred = [group for group in job.groups if group.inferred and len(group.ranks) > 0]
     if inferred:
         notes.append(

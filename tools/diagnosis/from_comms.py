@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from crossrank.comm import MOST_RANKS, OPERATIONS, CommRecord
 from crossrank.recording import CommsFile
 from crossrank.tools.diagnosis.evidence import (
@@ -19,6 +21,7 @@ from crossrank.tools.diagnosis.evidence import (
     Table,
     signature_of_record,
 )
+from crossrank.tools.diagnosis.findings import call_text, group_text
 from crossrank.tools.readers.flight_dump import Frame
 
 _MOST = 1 << 62
@@ -45,15 +48,68 @@ def evidence_from_comms(path: str, rank: int) -> RankEvidence:
     return evidence
 
 
+def complete(evidence: RankEvidence, comms: RankEvidence) -> None:
+    """Add to a dump what the rank's comms file beside it knows: the members of groups, and gloo's P2P calls."""
+    ranks_of = {group.name: group.ranks for group in comms.groups}
+    evidence.groups = [
+        group if group.ranks is not None else msgspec.structs.replace(group, ranks=ranks_of.get(group.name))
+        for group in evidence.groups
+    ]
+    evidence.host = evidence.host or comms.host
+    evidence.world_size = evidence.world_size or comms.world_size
+    rows = [row for row, number in enumerate(comms.calls.signature) if comms.signatures[number].is_p2p]
+    if not rows or any(signature.is_p2p for signature in evidence.signatures):
+        return
+    indices = {group.name: index for index, group in enumerate(evidence.groups)}
+    signatures, stacks = Table(*evidence.signatures), Table(*evidence.stacks)
+    source = comms.calls
+    for row in rows:
+        group = comms.groups[source.group[row]]
+        if group.name not in indices:
+            indices[group.name] = len(evidence.groups)
+            evidence.groups.append(group)
+        if row in comms.unawaited:
+            evidence.unawaited.add(len(evidence.calls))
+        evidence.calls.append(
+            group=indices[group.name],
+            seq=source.seq[row],
+            signature=signatures.number(comms.signatures[source.signature[row]]),
+            state=source.state[row],
+            created=source.created[row],
+            stack=stacks.number(comms.stacks[source.stack[row]]),
+            record=source.record[row],
+        )
+    evidence.signatures, evidence.stacks = signatures.rows, stacks.rows
+    evidence.numbered_pairs = True
+    _sort_by_time(evidence)
+
+
+def last_words(comms: RankEvidence) -> str:
+    """The last call in a comms file, for a rank that left nothing else."""
+    row = len(comms.calls) - 1
+    if row < 0:
+        return "its comms file holds no call"
+    op = comms.signatures[comms.calls.signature[row]].op
+    group = comms.groups[comms.calls.group[row]]
+    frames = comms.stacks[comms.calls.stack[row]]
+    where = f" at {frames[0].filename}:{frames[0].line}" if frames else ""
+    name = group_text([group.name, group.desc])
+    return f"the last call in its comms file is {call_text(op, comms.calls.seq[row])} on {name}{where}"
+
+
 def add_p2p(evidence: RankEvidence, records: Sequence[CommRecord], offset: int) -> None:
     """Add the sends and receives among `records` to the calls of a dump that has none, by their times."""
     if any(_is_p2p(record) for record in records):
         evidence.numbered_pairs = True
         _add(evidence, records, offset, p2p_only=True)
-        calls = evidence.calls
-        order = sorted(range(len(calls)), key=lambda row: (calls.created[row], row))
-        evidence.unawaited = {new for new, old in enumerate(order) if old in evidence.unawaited}
-        evidence.calls = calls.in_order(order)
+        _sort_by_time(evidence)
+
+
+def _sort_by_time(evidence: RankEvidence) -> None:
+    calls = evidence.calls
+    order = sorted(range(len(calls)), key=lambda row: (calls.created[row], row))
+    evidence.unawaited = {new for new, old in enumerate(order) if old in evidence.unawaited}
+    evidence.calls = calls.in_order(order)
 
 
 def _add(evidence: RankEvidence, records: Sequence[CommRecord], offset: int, *, p2p_only: bool = False) -> None:

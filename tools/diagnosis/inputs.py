@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,7 @@ from crossrank.comm import MOST_RANKS
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, FLIGHT, Damage, is_url, list_recording, read_chunks
 from crossrank.tools.diagnosis.evidence import RankEvidence
-from crossrank.tools.diagnosis.from_comms import evidence_from_comms
+from crossrank.tools.diagnosis.from_comms import complete, evidence_from_comms, last_words
 from crossrank.tools.diagnosis.from_flight import evidence_from_flight
 from crossrank.tools.fleet import map_ranks
 from crossrank.tools.readers.flight_dump import NoDumpError, read_flight_dump
@@ -62,6 +62,10 @@ class Evidence:
     """Rank -> (`unreadable_dump` or `refused_dump`, why)"""
     skipped: list[str] = field(default_factory=list)
     """Files that were not used, and why."""
+    notes: list[str] = field(default_factory=list)
+    """What else the files say."""
+    world_size: int | None = None
+    """What most comms files say, those of ranks without a dump included."""
 
 
 def rank_in_name(name: str) -> int | None:
@@ -131,15 +135,22 @@ def read_evidence(
     use_comms = _comms_say_more(by_rank)
     for rank, sources in sorted(by_rank.items()):
         kept = sources["comms" if use_comms else "flight"]
+        comms = max(sources["comms"], key=lambda one: (_last_time(one), one.path), default=None)
         if not kept:
+            if comms is not None:
+                evidence.notes.append(f"rank {rank} left no dump; {last_words(comms)}")
             continue
         best = max(kept, key=lambda one: (_last_time(one), one.path))
+        if comms is not None and best is not comms and best.backend == "gloo":
+            complete(best, comms)
         evidence.ranks.append(best)
         evidence.skipped += [
             f"{other.path}: is older than {best.path}, of the same rank {rank}, and was left out"
             for other in kept
             if other is not best
         ]
+    sizes = Counter(one.world_size for sources in by_rank.values() for one in sources["comms"] if one.world_size)
+    evidence.world_size = max(sizes, key=lambda size: (sizes[size], size), default=None)
     usable = {one.rank for one in evidence.ranks}
     for failure in failures:
         rank_or_none = failure.candidate.rank

@@ -128,8 +128,11 @@ class Job:
         last = max((self.completed(group, rank) for rank in present), default=0)
         # A retired call may have timed out; but not where every member has made it.
         retired = max((self._last_in_state(group, rank, RETIRED) for rank in present), default=0)
-        if retired > last and len(present) == len(group.ranks):
-            last = max(last, min(retired, *(self.enqueued(group, rank) or 0 for rank in present)))
+        if len(present) == len(group.ranks) and present:
+            made_by_all = min(self.enqueued(group, rank) or 0 for rank in present)
+            if all(self.ranks[rank].source == "comms" for rank in present):
+                retired = made_by_all  # comms files never say that a call ended
+            last = max(last, min(retired, made_by_all))
         while last > 0:
             op = self._op_at(group, last)
             row = OPERATIONS.get(op) if op is not None else None

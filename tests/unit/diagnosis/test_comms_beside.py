@@ -1,0 +1,137 @@
+"""Comms files beside gloo's dumps say what the dumps do not know: members, sends and receives, last words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from crossrank.comm import CommRecord
+from crossrank.tools.diagnosis.inputs import find_candidates, read_evidence
+from tests.unit.diagnosis.simulated_jobs import Collective, CpuStall, Groups, Programs, Recv, Send, SimulatedJob
+from tests.unit.diagnosis.verdicts import diagnosis_of, roots
+
+GROUPS: Groups = {"0": ("default_pg", [0, 1, 2]), "7": ("pair", [0, 2])}
+START = 1_795_000_000_000_000_000
+
+
+def write_comms(folder: Path, rank: int, records: list[dict[str, Any]], *, ended: bool = False) -> None:
+    """A comms file of `rank` as a job of three ranks writes it; record n is made n seconds after the start."""
+    folder.mkdir(exist_ok=True)
+    header = {"schema": "crossrank-comms 1", "rank": rank, "world_size": 3, "host": "h", "node": "n"}
+    lines: list[Any] = [{"header": header | {"clock": {"t": 0, "wall": START}}}]
+    for name, (desc, ranks) in GROUPS.items():
+        if rank in ranks:
+            lines.append({"group": {"pg": name, "size": len(ranks), "ranks": ranks, "desc": desc, "backend": "gloo"}})
+    for number, fields in enumerate(records):
+        whole = {"id": number, "c10d": fields["op"], "bytes": 32, "t": number * 10**9, "in": [[8]], "dtype": "float32"}
+        record = msgspec.convert(whole | {"source": f"train.py:{number + 1}"} | fields, CommRecord)
+        lines.append(msgspec.json.decode(msgspec.json.encode(record)))
+    if ended:
+        lines.append({"end": {"reason": "exit"}})
+    (folder / f"rank-{rank}.comms.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def all_reduce(seq: int, pg: str = "0") -> dict[str, Any]:
+    return {"op": "all_reduce", "pg": pg, "seq": seq, "async": False}
+
+
+def p2p(op: str, peer: int, seq: int, api: str | None = None) -> dict[str, Any]:
+    return {"op": op, "pg": "0", "p2p_seq": seq, "peer": peer, "api": api or op}
+
+
+def test_members_of_a_group_come_from_the_comms_files(tmp_path: Path) -> None:
+    programs: Programs = [[Collective("0"), Collective("7")], [Collective("0")], [Collective("0"), CpuStall()]]
+    job = SimulatedJob(programs, GROUPS, backend="gloo")
+    job.run()
+    job.write(tmp_path)
+    before = diagnosis_of(tmp_path)
+    for rank in range(3):
+        write_comms(tmp_path, rank, [all_reduce(1)])
+
+    found = diagnosis_of(tmp_path)
+
+    # Alone, the dumps show one rank in a group of which nobody else is known.
+    assert before.findings[0].culprit_ranks == []
+    assert roots(found) == [("missing_rank", "pair", 1, [2], [0])]
+
+
+def test_sends_and_receives_of_gloo_come_from_the_comms_files(tmp_path: Path) -> None:
+    programs: Programs = [
+        [Collective("0"), Recv("0", 2)],
+        [Collective("0"), Send("0", 0), Collective("0")],
+        [Collective("0"), Collective("0")],
+    ]
+    programs[1] = [Collective("0"), Collective("0")]
+    job = SimulatedJob(programs, GROUPS, backend="gloo")
+    job.run()
+    job.write(tmp_path)
+    write_comms(tmp_path, 0, [all_reduce(1), p2p("recv", 2, 1)])
+    for rank in (1, 2):
+        write_comms(tmp_path, rank, [all_reduce(1), all_reduce(2)])
+
+    found = diagnosis_of(tmp_path)
+
+    assert roots(found) == [("p2p_unmatched", "default_pg", 1, [], [0])]
+    assert found.findings[0].text == (
+        "rank 0 waits for 2 in default_pg [0] recv #1; rank 2 waits for 0 in default_pg [0] all_reduce #2"
+    )
+
+
+def test_comms_files_alone_show_a_receive_that_nobody_answers(tmp_path: Path) -> None:
+    write_comms(tmp_path, 0, [all_reduce(1), p2p("send", 1, 1), p2p("recv", 2, 1)])
+    write_comms(tmp_path, 1, [all_reduce(1), p2p("recv", 0, 1)], ended=True)
+    write_comms(tmp_path, 2, [all_reduce(1)], ended=True)
+
+    found = diagnosis_of(tmp_path)
+
+    assert roots(found) == [("p2p_unmatched", "default_pg", 1, [2], [0])]
+
+
+@pytest.mark.parametrize("api", ["irecv", "batch_isend_irecv"])
+def test_a_receive_that_did_not_block_is_no_fault_once_it_is_answered(api: str, tmp_path: Path) -> None:
+    write_comms(tmp_path, 0, [all_reduce(1), p2p("recv", 1, 1, api), all_reduce(2)])
+    write_comms(tmp_path, 1, [all_reduce(1), p2p("send", 0, 1, "isend"), all_reduce(2)])
+    write_comms(tmp_path, 2, [all_reduce(1), all_reduce(2)])
+
+    assert diagnosis_of(tmp_path).verdict == "ok"
+
+
+def test_roots_and_reductions_are_compared_where_they_are_known(tmp_path: Path) -> None:
+    for rank in range(3):
+        records = [
+            {"op": "broadcast", "pg": "0", "seq": 1, "root": 0},
+            {"op": "all_reduce", "pg": "0", "seq": 2, "reduce": "max" if rank == 1 else "sum"},
+        ]
+        write_comms(tmp_path / "reduce", rank, records, ended=True)
+        records[0]["root"] = 2 if rank == 2 else 0
+        write_comms(tmp_path / "root", rank, records, ended=True)
+
+    assert roots(diagnosis_of(tmp_path / "reduce")) == [("reduce_op_mismatch", "default_pg", 2, [1], [])]
+    assert roots(diagnosis_of(tmp_path / "root")) == [("root_mismatch", "default_pg", 1, [2], [])]
+
+
+def test_a_rank_without_a_dump_is_named_with_its_last_words(tmp_path: Path) -> None:
+    job = SimulatedJob([[Collective("0")] * 2] * 3, GROUPS, backend="gloo")
+    job.run()
+    job.write(tmp_path, ranks=[0, 1])
+    write_comms(tmp_path, 2, [all_reduce(1), all_reduce(4)])
+
+    found = diagnosis_of(tmp_path)
+
+    assert (found.verdict, found.suspect_ranks) == ("incomplete", [2])
+    assert found.notes[0] == (
+        "rank 2 left no dump; the last call in its comms file is all_reduce #4 on default_pg [0] at train.py:2"
+    )
+
+
+def test_numbers_beyond_reason_cost_their_call_alone(tmp_path: Path) -> None:
+    write_comms(tmp_path, 0, [all_reduce(1), all_reduce(1 << 63), all_reduce(2)])
+
+    (evidence,) = read_evidence(find_candidates([str(tmp_path)]), 1).ranks
+
+    assert list(evidence.calls.seq) == [1, 2]
+    assert evidence.problems == ["1 of 3 calls have no number, or one beyond reason"]
