@@ -143,49 +143,51 @@ def _rows_of(job: Job, head: Head) -> list[int]:
 
 def _head(job: Job, rank: int, released: dict[int, int], pairing: Pairing) -> tuple[Head | None, int]:
     """The head of a rank, and how many calls it has not seen the end of that are over."""
+    row, missed = _first_open_row(job, rank, released, pairing)
+    if row is None:
+        row = _timed_out(job, rank)
+    if row is None:
+        return None, missed
+    group, signature = job.group_at(rank, row), job.signature(rank, row)
+    peers = _peers(job, rank, row, pairing) if signature.is_p2p else ()
+    seq = job.ranks[rank].calls.seq[row]
+    return Head(rank=rank, row=row, group=group, seq=seq, op=signature.op, peers=peers), missed
+
+
+def _first_open_row(job: Job, rank: int, released: dict[int, int], pairing: Pairing) -> tuple[int | None, int]:
+    """The first call that has not ended, and the number of those before it whose end only other ranks have seen.
+
+    A send or receive that its rank did not wait for counts where nothing else is open.
+    """
     evidence = job.ranks[rank]
     calls, mine = evidence.calls, job.group_of[rank]
     missed = 0
-    first: int | None = None
     unawaited: int | None = None
     for row, state in enumerate(calls.state):
         if state >= RETIRED:
             continue
-        signature = job.signatures[calls.signature[row]]
-        if signature.is_p2p:
+        if job.signature(rank, row).is_p2p:
             if (rank, row) in pairing.done:
-                missed += not evidence.numbered_pairs
-                continue
-            if row in evidence.unawaited:
-                unawaited = row if unawaited is None else unawaited
-                continue
+                missed += 1
+            elif row not in evidence.unawaited:
+                return row, missed
+            elif unawaited is None:
+                unawaited = row
         elif calls.seq[row] <= released[mine[calls.group[row]]]:
             missed += 1
-            continue
-        first = row
-        break
-    row_of_head = first if first is not None else unawaited
-    if row_of_head is None:
-        row_of_head = _timed_out(job, rank)
-    if row_of_head is None:
-        return None, missed
-    group = job.groups[mine[calls.group[row_of_head]]]
-    signature = job.signatures[calls.signature[row_of_head]]
-    seq = calls.seq[row_of_head]
-    peers: tuple[int, ...] = ()
-    if signature.is_p2p:
-        together = [row_of_head] if evidence.numbered_pairs else _batch(job, rank, row_of_head)
-        alone = [row for row in together if (rank, row) in pairing.alone]
-        rows = alone or [row for row in together if (rank, row) not in pairing.done]
-        peers = tuple(
-            sorted({peer for row in rows if (peer := job.signature(rank, row).peer) is not None and peer != rank})
-        )
-        if not peers:  # a receive from any source: everyone else could send
-            peers = tuple(other for other in group.ranks if other != rank)
-    return (
-        Head(rank=rank, row=row_of_head, group=group, seq=seq, op=signature.op, peers=peers),
-        missed,
-    )
+        else:
+            return row, missed
+    return unawaited, missed
+
+
+def _peers(job: Job, rank: int, row: int, pairing: Pairing) -> tuple[int, ...]:
+    """The other ends of the P2P launch at `row` that matter: those that have not answered, if there are any."""
+    together = [row] if job.ranks[rank].numbered_pairs else _batch(job, rank, row)
+    alone = [one for one in together if (rank, one) in pairing.alone]
+    rows = alone or [one for one in together if (rank, one) not in pairing.done]
+    peers = {job.signature(rank, one).peer for one in rows} - {None, rank}
+    # To a receive from any source everyone else could send.
+    return tuple(sorted(peer for peer in peers or job.group_at(rank, row).ranks if peer is not None and peer != rank))
 
 
 def _timed_out(job: Job, rank: int) -> int | None:
