@@ -105,14 +105,14 @@ def _skipped_by(search: Search, stall: Stall, circle: list[int]) -> tuple[Stall,
 
 
 def _odd_in_order(waiting: Waiting, circle: list[int], parts: list[tuple[Stall, list[int]]]) -> list[int]:
-    """Of a circle over groups, the ranks outside its largest part, if that is the majority of those concerned."""
-    largest, inside = parts[0]
-    concerned = {rank for stall, _ in parts for rank in stall.waiting}
-    if len(largest.waiting) * 2 <= len(concerned):
+    """Of a circle over groups, the ranks of the rarer order: among those that are in all of its groups."""
+    both = set.intersection(*(set(stall.group.ranks) for stall, _ in parts))
+    votes = [len(both.intersection(stall.waiting)) for stall, _ in parts]
+    most = max(votes)
+    if most * 2 <= sum(votes):
         return []
-    rest = {rank for rank in circle if rank not in inside}
-    # One that waits only for others of the rest follows from them.
-    return sorted(rank for rank in rest if not waiting.edges[rank] <= rest) or sorted(rest)
+    in_order = parts[votes.index(most)][0].waiting
+    return sorted(rank for rank in both.intersection(circle) if rank not in in_order)
 
 
 def _chain(waiting: Waiting, circle: list[int], edges: dict[int, set[int]]) -> str:

@@ -94,6 +94,9 @@ def _lost_open_calls(job: Job, rank: int) -> bool:
         lane, progress = group.lanes.get(rank), evidence.progress.get(group.local_index.get(rank, -1))
         if lane is None or progress is None or group.has_p2p:
             continue
-        if evidence.calls.state[lane.rows[0]] < RETIRED and lane.seqs[0] > progress.last_completed_collective + 1:
+        if (
+            evidence.calls.state[lane.rows[0]] < RETIRED
+            and lane.seqs[0] > max(progress.last_completed_collective, 0) + 1
+        ):
             return True
     return False

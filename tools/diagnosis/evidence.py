@@ -141,6 +141,8 @@ class RankEvidence:
     """Innermost frame first; the first one is that of calls without a stack."""
     collectives_seen: dict[int, int] = field(default_factory=dict)
     """Index of the group -> the highest collective_seq_id on any of its entries, those of P2P included."""
+    with_p2p: set[int] = field(default_factory=set)
+    """Groups on which there have been P2P calls, whether or not they are among the entries."""
     progress: dict[int, Progress] = field(default_factory=dict)
     """Index of the group -> how far the rank came on it, where the dump says so."""
     has_status: bool = False

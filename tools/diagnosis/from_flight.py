@@ -64,10 +64,21 @@ def _is_number(text: str) -> bool:
 
 
 def _is_active_only(dump: FlightDump, backend: str) -> bool:
-    """Whether completed calls were left out: the status knows of some and the entries do not."""
-    completed = any(entry.state == "completed" for entry in dump.entries)
-    before = any(progress.last_completed_collective > 0 for progress in dump.status.values())
-    return backend != "gloo" and not completed and before
+    """Whether completed calls were left out: the status knows of some and the entries do not.
+
+    A ring in which all is open because the rest fell out lacks open calls as well: those after the last completed one.
+    """
+    if backend == "gloo" or any(entry.state == "completed" for entry in dump.entries):
+        return False
+    seen: set[int] = set()
+    for entry in dump.entries:
+        if entry.pg_id in seen or entry.is_p2p or entry.p2p_seq_id:
+            continue
+        seen.add(entry.pg_id)
+        progress = dump.status.get(entry.pg_id)
+        if progress is not None and entry.collective_seq_id > max(progress.last_completed_collective, 0) + 1:
+            return False
+    return any(progress.last_completed_collective > 0 for progress in dump.status.values())
 
 
 class _Reading:
@@ -105,7 +116,7 @@ class _Reading:
         cut = 0 if self._evidence.wrapped else -1  # the launch that holds this entry may have lost its first members
         groups: dict[tuple[str, str], int] = {}
         known: dict[tuple[object, ...], tuple[int, bool]] = {}
-        seen = self._evidence.collectives_seen
+        seen, with_p2p = self._evidence.collectives_seen, self._evidence.with_p2p
         for index, entry in enumerate(entries):
             group = groups.get(entry.process_group)
             if group is None:
@@ -113,6 +124,8 @@ class _Reading:
             if entry.pg_id not in self._pg_ids:
                 self._pg_ids[entry.pg_id] = group
             seen[group] = max(seen.get(group, 0), entry.collective_seq_id)
+            if entry.p2p_seq_id:
+                with_p2p.add(group)
             text = (group, entry.profiling_name, entry.input_sizes, entry.output_sizes, entry.input_dtypes)
             found = known.get(text)
             if found is None:

@@ -275,6 +275,8 @@ def _groups(evidence: list[RankEvidence], world: tuple[int, ...]) -> tuple[list[
 
 
 def _fill_lanes(one: RankEvidence, groups: list[JobGroup], mine: list[int], p2p: list[bool]) -> None:
+    for local in one.with_p2p:
+        groups[mine[local]].has_p2p = True
     lanes: dict[int, Lane] = {}
     calls = one.calls
     for row, (local, seq, number) in enumerate(zip(calls.group, calls.seq, calls.signature, strict=True)):
