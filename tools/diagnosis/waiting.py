@@ -240,7 +240,11 @@ def _place_members(job: Job, stall: Stall, heads: dict[int, Head]) -> None:
             continue
         enqueued = job.enqueued(stall.group, rank)
         if enqueued is None:
-            stall.unknown.add(rank)
+            # A dump of active calls has every call that is not over; so what is not in it was not made, unless a rank
+            # may be through with it before the others are.
+            operation = OPERATIONS.get(stall.op)
+            surely = evidence.active_only and operation is not None and operation.releases_all
+            (stall.absent if surely else stall.unknown).add(rank)
         elif enqueued < stall.seq:
             stall.absent.add(rank)
         elif head is None or _is_before(job, stall, rank, head):
