@@ -15,6 +15,7 @@ from crossrank.tools.diagnosis.explain import print_diagnosis
 from crossrank.tools.diagnosis.findings import Diagnosis, Finding
 from crossrank.tools.diagnosis.inputs import find_candidates, read_evidence
 
+_MOST_COMPLAINTS = 12
 _WORTH_PROCESSES = 8_000_000
 """Bytes of dumps below which starting processes takes longer than reading."""
 
@@ -90,8 +91,10 @@ class Diagnose:
             from crossrank.tools.diagnosis.entries import print_entries
 
             print_entries(job, arguments.ranks, arguments.groups)
-        for text in evidence.skipped:
+        for text in evidence.skipped[:_MOST_COMPLAINTS]:
             complain(text)
+        if len(evidence.skipped) > _MOST_COMPLAINTS:
+            complain(f"… and {len(evidence.skipped) - _MOST_COMPLAINTS} more files were not used: --json has all")
         return 0 if diagnosis.verdict == "ok" else 1
 
 

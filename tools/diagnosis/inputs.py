@@ -23,6 +23,7 @@ from crossrank.tools.diagnosis.from_comms import complete, evidence_from_comms, 
 from crossrank.tools.diagnosis.from_flight import evidence_from_flight
 from crossrank.tools.fleet import map_ranks
 from crossrank.tools.readers.flight_dump import NoDumpError, read_flight_dump
+from crossrank.tools.tables import rank_ranges
 
 _EARLIER = re.compile(r"earlier-\d+")
 _DEEPEST = 8
@@ -132,6 +133,7 @@ def read_evidence(
             evidence.skipped.append(f"{candidate.path}: is a dump, but its name has no rank; rename it to rank_N")
         else:
             by_rank[candidate.rank][result.source].append(result)
+    _refuse_several_jobs(by_rank)
     use_comms = _comms_say_more(by_rank)
     for rank, sources in sorted(by_rank.items()):
         kept = sources["comms" if use_comms else "flight"]
@@ -221,6 +223,22 @@ def _looks_like_dump(path: str) -> bool:
     except OSError:
         return True  # what it is, reading it will say
     return start[:1] in (b"\x80", b"{") or not start
+
+
+def _refuse_several_jobs(by_rank: dict[int, dict[str, list[RankEvidence]]]) -> None:
+    """Two files of one rank may be an early and a late dump; several folders with the same ranks are several jobs."""
+    for source in ("flight", "comms"):
+        folders: dict[str, set[int]] = defaultdict(set)
+        for rank, sources in by_rank.items():
+            for one in sources[source]:
+                folders[one.path.rpartition("/")[0]].add(rank)
+        for folder, ranks in folders.items():
+            for other, others in folders.items():
+                if folder < other and len(ranks & others) > 1:
+                    raise CrossrankError(
+                        f"{folder} and {other} both hold dumps of rank {rank_ranges(sorted(ranks & others))}: "
+                        f"{len(folders)} folders, most likely of several jobs; name the folder of one"
+                    )
 
 
 def _last_time(evidence: RankEvidence) -> int:

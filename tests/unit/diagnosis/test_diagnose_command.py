@@ -292,6 +292,17 @@ def test_of_two_files_of_one_rank_the_later_counts(stuck: Path, capsys: pytest.C
     )
 
 
+def test_folders_of_several_jobs_are_not_mixed(
+    stuck: Path, healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert diagnose(capsys, tmp_path) == (
+        2,
+        "",
+        f"crossrank: {healthy} and {stuck} both hold dumps of rank 0-3: 2 folders, most likely of several jobs; "
+        "name the folder of one\n",
+    )
+
+
 def test_a_rank_outside_the_world_is_left_out(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copy(healthy / "rank_3", healthy / "rank_7")
 
