@@ -2,8 +2,8 @@
 
 A thread looks a few times per timeout whether a call was begun. When none was for half the timeout it also asks torch
 how many calls are over. When neither moves for the whole timeout the flight recorder is dumped, once until the next
-call. Every rank of a hung job does so on its own, also the one that the others wait for. After gloo's own timeout the
-call that failed looks completed, so the dump has to be taken before it.
+call. Every rank of a hung job does so on its own, also the one that the others wait for, and one that never comes to
+its first call. After gloo's own timeout the call that failed looks completed, so the dump has to be taken before it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class HangWatch:
     def _watch(self) -> None:
         calls, since = self._calls(), time.monotonic()
         completed: int | None = None
-        told = calls == 0
+        told = False
         while not self._stopped:
             time.sleep(min(self._seconds / _LOOKS, 5.0))
             now = time.monotonic()

@@ -77,10 +77,10 @@ def test_a_rank_whose_calls_end_does_not_hang() -> None:
     assert job.hangs == 0
 
 
-def test_before_its_first_call_a_rank_does_not_hang() -> None:
+def test_a_rank_that_never_comes_to_its_first_call_hangs() -> None:
     job = Job(calls=0)
     watch = job.watch()
-    time.sleep(2 * SECONDS)
+    time.sleep(3 * SECONDS)
     watch.stop()
 
-    assert job.hangs == 0
+    assert job.hangs == 1

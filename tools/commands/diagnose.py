@@ -14,6 +14,8 @@ from crossrank.tools.diagnosis.diagnose import diagnose
 from crossrank.tools.diagnosis.explain import print_diagnosis
 from crossrank.tools.diagnosis.findings import Diagnosis, Finding
 from crossrank.tools.diagnosis.inputs import find_candidates, read_evidence
+from crossrank.tools.diagnosis.job import Job
+from crossrank.tools.tables import rank_ranges
 
 _MOST_COMPLAINTS = 12
 _WORTH_PROCESSES = 8_000_000
@@ -37,10 +39,13 @@ class Diagnose:
         )
         parser.add_argument("--print-entries", action="store_true", help="print every call, rank beside rank")
         parser.add_argument(
-            "--ranks", type=rank_list, metavar="LIST", help="show only what concerns these ranks: 0-7,12"
+            "--ranks", type=rank_list, metavar="LIST", help="show findings and entries of these ranks: 0-7,12"
         )
         parser.add_argument(
-            "--groups", nargs="+", metavar="NAME", help="show only these groups, by name or description"
+            "--groups",
+            nargs="+",
+            metavar="NAME",
+            help="show findings and entries of these groups, by name or description",
         )
         parser.add_argument(
             "--allow-missing",
@@ -69,9 +74,10 @@ class Diagnose:
         diagnosis, job = diagnose(evidence, world_size=arguments.world_size, allow_missing=arguments.allow_missing)
         if not any(len(one.calls) or one.has_status for one in job.ranks.values()):
             raise CrossrankError(
-                f"{', '.join(paths)}: no dump has an entry or any progress; was TORCH_FR_BUFFER_SIZE=0, "
-                "or did the job not communicate?"
+                f"{', '.join(paths)}: no dump has an entry or any progress; was TORCH_FR_BUFFER_SIZE=0, did the job "
+                "not communicate, or only by sends and receives on gloo, which torch does not record (crossrank does)?"
             )
+        _check_filters(job, arguments.ranks, arguments.groups)
         shown = _concerning(diagnosis, arguments.ranks, arguments.groups)
         if arguments.output is not None:
             _write(arguments.output, diagnosis.to_json())
@@ -96,6 +102,16 @@ class Diagnose:
         if len(evidence.skipped) > _MOST_COMPLAINTS:
             complain(f"… and {len(evidence.skipped) - _MOST_COMPLAINTS} more files were not used: --json has all")
         return 0 if diagnosis.verdict == "ok" else 1
+
+
+def _check_filters(job: Job, ranks: set[int] | None, groups: Sequence[str] | None) -> None:
+    strange = sorted((ranks or set()) - set(job.world))
+    if strange:
+        raise CrossrankError(f"--ranks names {strange[0]}; the job has rank {rank_ranges(job.world)}")
+    names = {name for group in job.groups for name in group.pg if name}
+    for name in groups or ():
+        if name not in names:
+            raise CrossrankError(f"--groups names {name!r}; the groups are {', '.join(sorted(names)[:20])}")
 
 
 def _concerning(diagnosis: Diagnosis, ranks: set[int] | None, groups: Sequence[str] | None) -> list[Finding] | None:

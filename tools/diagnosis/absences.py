@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from crossrank.tools.diagnosis.collectives import EXTRA, MISSING
+from crossrank.tools.diagnosis.evidence import LEFT
 from crossrank.tools.diagnosis.findings import Finding
 from crossrank.tools.diagnosis.habits import is_usual
 from crossrank.tools.diagnosis.search import CLEARLY_STALE, Search, finding_of
@@ -46,13 +49,28 @@ def find_silent_ranks(search: Search) -> None:
             search.add_root(finding, [stall])
         else:
             stale = sorted(rank for rank in absent if waiting.stale.get(rank, 0) >= CLEARLY_STALE)
-            text = f"rank {rank_ranges(sorted(absent))} stopped making calls before it and waits for nobody"
+            text = "; ".join(_how_it_stopped(search, absent))
             if stale:
                 text += (
                     f"; rank {rank_ranges(stale)} also notices no end of calls that are over on the others: "
                     "its GPU or its watchdog is stuck"
                 )
             search.add_root(finding_of(stall, MISSING, culprits=absent, text=text), [stall])
+
+
+def _how_it_stopped(search: Search, absent: set[int]) -> Iterator[str]:
+    """What is known of ranks that have not made a call and wait for nobody."""
+    ends: dict[str, list[int]] = {}
+    for rank in sorted(absent):
+        evidence = search.job.ranks[rank]
+        if evidence.reason in LEFT or evidence.ended:
+            left = (
+                f"left the job ({evidence.error or evidence.reason or 'its recording ended'}) without making this call"
+            )
+            ends.setdefault(left, []).append(rank)
+        else:
+            ends.setdefault("stopped making calls before it and waits for nobody", []).append(rank)
+    yield from (f"rank {rank_ranges(ranks)} {how}" for how, ranks in ends.items())
 
 
 def _is_extra(search: Search, stall: Stall, absent: set[int]) -> bool:

@@ -46,18 +46,17 @@ def _set_aside_what_just_began(search: Search) -> None:
     job, waiting = search.job, search.waiting
     fresh = []
     for stall in waiting.stalls:
-        ages = []
-        for rank in stall.waiting:
-            evidence = job.ranks[rank]
-            if evidence.taken_at is None or evidence.error is not None:
-                break
-            ages.append(evidence.taken_at - evidence.calls.created[waiting.heads[rank].row])
-        else:
-            if max(ages) < _SURE:
-                fresh.append(stall)
-                search.found.in_progress.append(
-                    finding_of(stall, "in_progress", text=f"under way for {max(ages) / 1e6:.0f} ms when it was dumped")
-                )
+        taken = [job.ranks[rank].taken_at for rank in stall.waiting]
+        if None in taken or any(job.ranks[rank].error is not None for rank in stall.waiting):
+            continue
+        # Ranks are dumped one after the other: what one had not done by then it may have done since.
+        others = [job.ranks[rank].taken_at for rank in stall.waits_for() if rank in job.ranks]
+        earliest = min(moment for moment in [*taken, *others] if moment is not None)
+        age = earliest - min(job.ranks[rank].calls.created[waiting.heads[rank].row] for rank in stall.waiting)
+        if age < _SURE:
+            fresh.append(stall)
+            text = f"under way for {max(age, 0) / 1e6:.0f} ms when the first of its ranks was dumped"
+            search.found.in_progress.append(finding_of(stall, "in_progress", text=text))
     for stall in fresh:
         waiting.stalls.remove(stall)
         for rank in stall.waiting:

@@ -65,6 +65,8 @@ def meaning(signature: Signature) -> Meaning:
         elements = _elements(signature.outputs)
     if not signature.inputs and not signature.outputs and not signature.members:
         elements = None
+    if not signature.comparable:
+        return None, None, None, signature.root, signature.reduce
     # Dumps before 2.7, and rings that lost the members, do not know what was coalesced.
     op = None if signature.op == "coalesced" and not signature.members else signature.op
     return op, elements, signature.dtype(), signature.root, signature.reduce
@@ -180,6 +182,10 @@ class _Comparison:
         if not majority:
             return Mismatch(group=self._group, seq=seq, kind=kind, culprits=(), op=reference[0] or "", ranks=calls)
         odd = sorted(rank for ranks in classes if ranks is not largest for rank in ranks)
+        if kind in (ROOT, REDUCE):  # the same call but for that: nobody made one too many
+            return Mismatch(
+                group=self._group, seq=seq, kind=kind, culprits=tuple(odd), op=reference[0] or "", ranks=calls
+            )
         shifted = {rank: self._shift(seq, rank, largest[0]) for rank in odd}
         kinds = set(shifted.values())
         if kinds == {EXTRA}:

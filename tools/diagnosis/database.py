@@ -33,7 +33,8 @@ CREATE TABLE memberships (group_id INTEGER REFERENCES groups, rank INTEGER, PRIM
 CREATE TABLE collectives (id INTEGER PRIMARY KEY, group_id INTEGER REFERENCES groups, seq INTEGER, op TEXT,
   members INTEGER, made_by INTEGER, fits INTEGER);
 CREATE TABLE calls (id INTEGER PRIMARY KEY, rank INTEGER REFERENCES ranks, position INTEGER, record_id INTEGER,
-  group_id INTEGER REFERENCES groups, seq INTEGER, op TEXT, name TEXT, peer INTEGER, root INTEGER, input_sizes TEXT,
+  group_id INTEGER REFERENCES groups, seq INTEGER, op TEXT, name TEXT, peer INTEGER, root INTEGER, reduce TEXT,
+  tag INTEGER, input_sizes TEXT,
   output_sizes TEXT, dtype TEXT, state TEXT, created INTEGER, started INTEGER, completed INTEGER,
   traceback INTEGER, collective INTEGER REFERENCES collectives);
 CREATE TABLE tracebacks (id INTEGER, depth INTEGER, function TEXT, file TEXT, line INTEGER, PRIMARY KEY (id, depth));
@@ -77,7 +78,7 @@ def _fill(connection: sqlite3.Connection, job: Job, diagnosis: Diagnosis) -> Non
     )
     collective_of: dict[tuple[int, int], int] = {}
     insert("INSERT INTO collectives VALUES (?, ?, ?, ?, ?, ?, ?)", _collectives(job, collective_of))
-    insert(f"INSERT INTO calls VALUES ({', '.join('?' * 19)})", _calls(job, collective_of))
+    insert(f"INSERT INTO calls VALUES ({', '.join('?' * 21)})", _calls(job, collective_of))
     insert(
         "INSERT INTO tracebacks VALUES (?, ?, ?, ?, ?)",
         (
@@ -136,6 +137,8 @@ def _calls(job: Job, collective_of: dict[tuple[int, int], int]) -> Iterator[tupl
                 signature.name,
                 signature.peer,
                 signature.root,
+                signature.reduce,
+                signature.tag,
                 *texts[calls.signature[row]],
                 signature.dtype(),
                 STATES[calls.state[row]],

@@ -58,7 +58,12 @@ def _why_closed(search: Search, stall: Stall) -> tuple[str, list[int], str]:
             stale,
             f"rank {rank_ranges(stale)} goes on making calls, but notices no end of calls that are over on the others",
         )
-    return "all_joined_not_completed", [], "every member made the call; the dumps do not show who holds it up"
+    who = "every member made the call"
+    if stall.group.inferred:
+        who = "every rank that ever called on this group made the call; whether it has other members is not known"
+    elif any(rank not in job.ranks for rank in stall.group.ranks):
+        who = "every member with a dump made the call"
+    return "all_joined_not_completed", [], f"{who}; the dumps do not show who holds it up"
 
 
 def find_circles(search: Search) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from crossrank.tools.diagnosis.causes import find_causes
 from crossrank.tools.diagnosis.collectives import find_mismatches
-from crossrank.tools.diagnosis.evidence import RETIRED
+from crossrank.tools.diagnosis.evidence import RETIRED, RankEvidence
 from crossrank.tools.diagnosis.findings import LACKS_EVIDENCE, Diagnosis
 from crossrank.tools.diagnosis.inputs import Evidence
 from crossrank.tools.diagnosis.job import Job, merge
@@ -57,8 +57,17 @@ def diagnose(
             f"rank {rank_ranges(short)} has more calls open than its ring holds: the one that it is stuck in fell out. "
             "Raise TORCH_FR_BUFFER_SIZE"
         )
+    blind = [rank for rank, one in job.ranks.items() if _knows_no_p2p(one)]
+    if blind:
+        notes.append(
+            f"the dumps of rank {rank_ranges(blind)} are torch's own, of gloo: they hold no sends and receives, and a "
+            "rank that waits in one seems to wait for nobody. crossrank records them"
+        )
     if missing:
-        notes.append(f"rank {rank_ranges(sorted(missing))} has no usable dump (--allow-missing)")
+        notes.append(
+            f"rank {rank_ranges(sorted(missing))} has no usable dump and is taken to have made every call "
+            "(--allow-missing)"
+        )
     notes += [f"{one.path}: {problem}" for one in job.ranks.values() for problem in one.problems]
     counts = {
         "ranks": len(job.ranks),
@@ -83,6 +92,12 @@ def diagnose(
         ),
         job,
     )
+
+
+def _knows_no_p2p(evidence: RankEvidence) -> bool:
+    """Whether sends and receives may have been made that the evidence cannot show: torch's own dump, of gloo."""
+    ours = evidence.source == "comms" or evidence.taken_at is not None or evidence.numbered_pairs
+    return evidence.backend == "gloo" and not ours
 
 
 def _lost_open_calls(job: Job, rank: int) -> bool:

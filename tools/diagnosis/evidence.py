@@ -21,6 +21,9 @@ SCHEDULED, STARTED, RETIRED, COMPLETED = range(4)
 """State of a call. RETIRED: its rank is done with it, which on gloo is also what a call that timed out looks like."""
 STATES = ("scheduled", "started", "retired", "completed")
 
+LEFT = ("exit", "disable", "SIGINT", "SIGTERM")
+"""Reasons of our dumps after which a rank makes no more calls that are seen."""
+
 Source = Literal["flight", "comms"]
 
 
@@ -39,8 +42,12 @@ class Signature(msgspec.Struct, frozen=True):
     """Global rank at the other end of a send or receive; None where it is not known."""
     root: int | None = None
     reduce: str | None = None
+    tag: int | None = None
     members: tuple[Signature, ...] = ()
     """The calls that were coalesced into this one launch."""
+    comparable: bool = True
+    """False where it was noted by other means than the other ranks' calls: gloo's recorder notes what a call is made of
+    (a reduce_scatter is an all_reduce there), so that only root and reduction can be compared."""
 
     @property
     def is_p2p(self) -> bool:
@@ -153,6 +160,8 @@ class RankEvidence:
     """Completed calls were left out of the dump."""
     wrapped: bool = False
     """Calls from before the first one fell out of the ring."""
+    recorded_from: dict[str, int] = field(default_factory=dict)
+    """Name of a group -> how many collectives there were on it before those that comms files number from 1."""
     unawaited: set[int] = field(default_factory=set)
     """Rows of sends and receives that did not keep their rank from going on to later calls."""
     numbered_pairs: bool = False
@@ -200,4 +209,5 @@ def signature_of_record(record: CommRecord) -> Signature:
         peer=record.peer,
         root=record.root,
         reduce=record.reduce,
+        tag=record.tag,
     )

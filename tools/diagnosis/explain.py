@@ -14,7 +14,7 @@ _ROWS = 12
 _FRAMES = 12
 
 NEXT_STEPS: dict[str, str] = {
-    "missing_rank": "look at what rank {culprits} does instead: its stack (py-spy dump), its log, its GPU (dmesg, Xid)",
+    "missing_rank": "look at what rank {culprits} does instead: its log, its stack (py-spy dump), its GPU (dmesg, Xid)",
     "extra_collective": "look for a call that only rank {culprits} reaches: `if rank == …`, an exception that was "
     "handled, a loop with one more turn",
     "type_mismatch": "look for a branch that makes rank {culprits} call something else",
@@ -29,9 +29,10 @@ NEXT_STEPS: dict[str, str] = {
     "TORCH_NCCL_ENABLE_TIMING=1 would show which rank began",
     "p2p_unmatched": "look for the send or receive that rank {culprits} did not make, or made in another order",
     "p2p_size_mismatch": "compare the shapes that both ends of the pipeline agree on",
-    "p2p_wait_cycle": "let one side send first, or use batch_isend_irecv",
+    "p2p_wait_cycle": "see that every send goes to the rank that receives it; else let one side send first, or use "
+    "batch_isend_irecv",
     "dump_missing": "rank {culprits} died or could not write: look at its log and its exit code",
-    "no_entries": "set TORCH_FR_BUFFER_SIZE (TORCH_NCCL_TRACE_BUFFER_SIZE before torch 2.9) on rank {culprits}",
+    "no_entries": "rank {culprits} made no call, or its recorder was off (TORCH_FR_BUFFER_SIZE=0)",
     "unreadable_dump": "take the dump of rank {culprits} again, or read its log",
     "refused_dump": "find out who wrote the dump of rank {culprits}: a genuine one holds data alone",
 }
@@ -39,7 +40,7 @@ NEXT_STEPS: dict[str, str] = {
 _VERDICTS = {
     "ok": "no fault found",
     "error": "a fault was found",
-    "incomplete": "evidence is missing, and nothing else is wrong",
+    "incomplete": "ranks without a usable dump; the others show no other fault",
 }
 
 
@@ -61,7 +62,18 @@ def print_diagnosis(diagnosis: Diagnosis, shown: Sequence[Finding] | None = None
         rows = diagnosis.stragglers[:_ROWS]
         print_table(
             "Who comes last, by when the CPUs made the calls",
-            ("group", "ranks", "#collectives", "last most often", "#of them", "#wait p50", "#p95", "#max", "#total"),
+            (
+                "group",
+                "ranks",
+                "#collectives",
+                "last most often",
+                "#of them",
+                "#wait p50",
+                "#p95",
+                "#total",
+                "#max",
+                "by",
+            ),
             [
                 (
                     group_text(row.pg),
@@ -69,7 +81,8 @@ def print_diagnosis(diagnosis: Diagnosis, shown: Sequence[Finding] | None = None
                     row.collectives,
                     f"rank {row.last_rank}",
                     f"{row.last_share:.0%}",
-                    *(_milliseconds(row.wait_ms[key]) for key in ("p50", "p95", "max", "total")),
+                    *(_milliseconds(row.wait_ms[key]) for key in ("p50", "p95", "total", "max")),
+                    f"rank {row.max_rank}",
                 )
                 for row in rows
             ],

@@ -95,6 +95,8 @@ class GroupStragglers(msgspec.Struct, kw_only=True):
     last_rank: int
     last_share: float
     """Share of those collectives in which `last_rank` came last."""
+    max_rank: int
+    """The rank that came last where the others waited longest."""
     wait_ms: dict[str, float]
     """Time from the first arrival to the last: p50, p95, max and total over the collectives."""
     late_ms: dict[str, float]

@@ -7,6 +7,7 @@ is left open: whether it was answered shows when it is matched with the other ra
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -25,6 +26,8 @@ from crossrank.tools.diagnosis.findings import call_text, group_text
 from crossrank.tools.readers.flight_dump import Frame
 
 _MOST = 1 << 62
+_SAME_TIME = 50_000_000
+"""ns between torch's and our note of one call: the launch lies between them."""
 _BLOCKING_P2P = {"send", "recv"}
 
 
@@ -82,6 +85,55 @@ def complete(evidence: RankEvidence, comms: RankEvidence) -> None:
     evidence.signatures, evidence.stacks = signatures.rows, stacks.rows
     evidence.numbered_pairs = True
     _sort_by_time(evidence)
+
+
+def add_roots(evidence: RankEvidence, records: Sequence[CommRecord], offset: int) -> None:
+    """Add what torch's recorder does not know of a collective, its root and its reduction, to the calls of a dump.
+
+    torch counts from the start of the process, the records from `enable()`: both are laid side by side at the last
+    call of a group, which must be the same operation at the same time.
+    """
+    calls = evidence.calls
+    by_seq: dict[tuple[str, int], int] = {}
+    last: dict[str, int] = {}
+    for row, (group, seq) in enumerate(zip(calls.group, calls.seq, strict=True)):
+        if not evidence.signatures[calls.signature[row]].is_p2p:
+            name = evidence.groups[group].name
+            by_seq[name, seq] = row
+            last[name] = row
+    collectives = [record for record in records if record.seq is not None]
+    for record in {record.pg: record for record in collectives}.values():
+        row = last.get(record.pg, -1)
+        if row < 0 or record.seq is None:
+            continue
+        same = evidence.signatures[calls.signature[row]].op == record.op
+        if same and abs(calls.created[row] - record.t - offset) < _SAME_TIME:
+            evidence.recorded_from[record.pg] = calls.seq[row] - record.seq
+    signatures = Table(*evidence.signatures)
+    for record in collectives:
+        before = evidence.recorded_from.get(record.pg)
+        if before is None or record.seq is None or (record.root is None and record.reduce is None):
+            continue
+        row = by_seq.get((record.pg, record.seq + before), -1)
+        if row >= 0:
+            known = signatures.rows[calls.signature[row]]
+            whole = msgspec.structs.replace(known, root=record.root, reduce=record.reduce)
+            calls.signature[row] = signatures.number(whole)
+    evidence.signatures = signatures.rows
+
+
+def count_as_torch_does(comms: RankEvidence, others: Sequence[RankEvidence]) -> None:
+    """Make a comms file comparable with the other ranks' dumps: its collectives get the numbers that torch gave them
+    there, by what those dumps know of both."""
+    comms.signatures = [msgspec.structs.replace(one, comparable=one.is_p2p) for one in comms.signatures]
+    for index, group in enumerate(comms.groups):
+        before = Counter(other.recorded_from[group.name] for other in others if group.name in other.recorded_from)
+        if not before:
+            continue
+        shift = max(before, key=lambda count: (before[count], -count))
+        for row, of_group in enumerate(comms.calls.group):
+            if of_group == index and not comms.signatures[comms.calls.signature[row]].is_p2p:
+                comms.calls.seq[row] += shift
 
 
 def last_words(comms: RankEvidence) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import msgspec
 
 from crossrank.comm import OPERATIONS, operation_of
+from crossrank.dtypes import dtype_of
 from crossrank.tools.diagnosis.evidence import (
     COMPLETED,
     RETIRED,
@@ -27,7 +28,7 @@ from crossrank.tools.diagnosis.evidence import (
     Signature,
     Table,
 )
-from crossrank.tools.diagnosis.from_comms import add_p2p
+from crossrank.tools.diagnosis.from_comms import add_p2p, add_roots
 from crossrank.tools.readers.flight_dump import MOST_FRAMES, Entry, FlightDump, Frame, frames_of, whole
 
 _STATES = {"scheduled": SCHEDULED, "started": STARTED, "completed": COMPLETED}
@@ -53,10 +54,18 @@ def evidence_from_flight(dump: FlightDump, rank: int) -> RankEvidence:
         evidence.taken_at, evidence.reason, evidence.host = moment.time_ns, moment.reason, moment.host
         evidence.error = moment.error
         evidence.own_stacks, evidence.world_size = list(moment.stacks), moment.world_size
+        offset = moment.clock.get("wall", 0) - moment.clock.get("t", 0)
+        add_roots(evidence, moment.calls, offset)
         if not any(signature.is_p2p for signature in evidence.signatures):
-            offset = moment.clock.get("wall", 0) - moment.clock.get("t", 0)
             add_p2p(evidence, moment.calls, offset)
+        # Our dump without an entry is that of a rank that made no call: the recorder was asked.
+        evidence.has_status = True
     return evidence
+
+
+def _dtype(name: str) -> str:
+    known = dtype_of(name)
+    return known.name if known is not None else whole(name)
 
 
 def _is_number(text: str) -> bool:
@@ -218,8 +227,8 @@ class _Reading:
             name=name,
             inputs=entry.input_sizes,
             outputs=entry.output_sizes,
-            in_dtypes=tuple(map(whole, entry.input_dtypes)),
-            out_dtypes=tuple(map(whole, entry.output_dtypes)),
+            in_dtypes=tuple(map(_dtype, entry.input_dtypes)),
+            out_dtypes=tuple(map(_dtype, entry.output_dtypes)),
             peer=peer,
             root=_root(op, entry, self._evidence.rank, members),
         )

@@ -19,7 +19,12 @@ from crossrank.comm import MOST_RANKS
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, FLIGHT, Damage, is_url, list_recording, read_chunks
 from crossrank.tools.diagnosis.evidence import RankEvidence
-from crossrank.tools.diagnosis.from_comms import complete, evidence_from_comms, last_words
+from crossrank.tools.diagnosis.from_comms import (
+    complete,
+    count_as_torch_does,
+    evidence_from_comms,
+    last_words,
+)
 from crossrank.tools.diagnosis.from_flight import evidence_from_flight
 from crossrank.tools.fleet import map_ranks
 from crossrank.tools.readers.flight_dump import NoDumpError, read_flight_dump
@@ -135,12 +140,14 @@ def read_evidence(
             by_rank[candidate.rank][result.source].append(result)
     _refuse_several_jobs(by_rank)
     use_comms = _comms_say_more(by_rank)
+    alone: list[RankEvidence] = []
     for rank, sources in sorted(by_rank.items()):
         kept = sources["comms" if use_comms else "flight"]
         comms = max(sources["comms"], key=lambda one: (_last_time(one), one.path), default=None)
         if not kept:
             if comms is not None:
-                evidence.notes.append(f"rank {rank} left no dump; {last_words(comms)}")
+                alone.append(comms)
+                evidence.notes.append(f"rank {rank} left no dump, its comms file is used; {last_words(comms)}")
             continue
         best = max(kept, key=lambda one: (_last_time(one), one.path))
         if comms is not None and best is not comms and best.backend == "gloo":
@@ -151,6 +158,9 @@ def read_evidence(
             for other in kept
             if other is not best
         ]
+    for comms in alone:
+        count_as_torch_does(comms, evidence.ranks)
+    evidence.ranks += alone
     sizes = Counter(one.world_size for sources in by_rank.values() for one in sources["comms"] if one.world_size)
     evidence.world_size = max(sizes, key=lambda size: (sizes[size], size), default=None)
     usable = {one.rank for one in evidence.ranks}

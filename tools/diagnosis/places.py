@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from crossrank.tools.diagnosis.evidence import LEFT
 from crossrank.tools.diagnosis.findings import Finding, Place, call_text, group_text
 from crossrank.tools.diagnosis.job import Job
 from crossrank.tools.diagnosis.waiting import Waiting
@@ -29,7 +30,7 @@ def _place(job: Job, waiting: Waiting, finding: Finding, rank: int, role: str) -
         return None
     own = next((stack for stack in evidence.own_stacks if stack.thread == _MAIN), None)
     head = waiting.heads.get(rank)
-    if role == "culprit" and own is not None:
+    if role == "culprit" and own is not None and evidence.reason not in LEFT:
         return Place(rank=rank, role=role, what="its main thread when it was dumped", frames=_own_frames(own))
     row = head.row if head is not None else _row_of(job, finding, rank)
     what = "the call it is stuck in" if head is not None else "its call"

@@ -152,13 +152,16 @@ def _measure(group: JobGroup, columns: _Columns, offsets: dict[int, int]) -> Gro
     ]
     last: Counter[int] = Counter()
     waits: list[int] = []
+    worst = (-1, columns.ranks[0])
     firsts: list[int] = []
     for moment in zip(*arrivals, strict=True):
         latest, first = max(moment), min(moment)
         waits.append(latest - first)
         firsts.append(first)
         if latest > first:
-            last[columns.ranks[moment.index(latest)]] += 1
+            latest_rank = columns.ranks[moment.index(latest)]
+            last[latest_rank] += 1
+            worst = max(worst, (latest - first, latest_rank), key=lambda wait: wait[0])
     rank, times = min(last.items(), key=lambda item: (-item[1], item[0]), default=(columns.ranks[0], 0))
     late = {
         str(member): median(arrival - first for arrival, first in zip(column, firsts, strict=True)) / 1e6
@@ -171,6 +174,7 @@ def _measure(group: JobGroup, columns: _Columns, offsets: dict[int, int]) -> Gro
         collectives=len(waits),
         last_rank=rank,
         last_share=times / len(waits),
+        max_rank=worst[1],
         wait_ms={
             "p50": ordered[len(ordered) // 2] / 1e6,
             "p95": ordered[min(len(ordered) - 1, len(ordered) * 95 // 100)] / 1e6,

@@ -115,16 +115,19 @@ def test_roots_and_reductions_are_compared_where_they_are_known(tmp_path: Path) 
 
 
 def test_a_rank_without_a_dump_is_named_with_its_last_words(tmp_path: Path) -> None:
-    job = SimulatedJob([[Collective("0")] * 2] * 3, GROUPS, backend="gloo")
+    programs: Programs = [[Collective("0", inputs=((8,),))] * 2 for _ in range(3)]
+    programs[2][1] = CpuStall()
+    job = SimulatedJob(programs, GROUPS, backend="gloo")
     job.run()
     job.write(tmp_path, ranks=[0, 1])
-    write_comms(tmp_path, 2, [all_reduce(1), all_reduce(4)])
+    write_comms(tmp_path, 2, [all_reduce(1)])
 
     found = diagnosis_of(tmp_path)
 
-    assert (found.verdict, found.suspect_ranks) == ("incomplete", [2])
+    assert roots(found) == [("missing_rank", "default_pg", 2, [2], [0, 1])]
     assert found.notes[0] == (
-        "rank 2 left no dump; the last call in its comms file is all_reduce #4 on default_pg [0] at train.py:2"
+        "rank 2 left no dump, its comms file is used; "
+        "the last call in its comms file is all_reduce #1 on default_pg [0] at train.py:1"
     )
 
 

@@ -136,9 +136,9 @@ def test_ranks_and_groups_limit_what_is_shown(stuck: Path, capsys: pytest.Captur
     table = entries.split("Collectives of default_pg [0]\n")[1]
     assert [line.split() for line in table.splitlines()] == [
         ["number", "call", "rank", "1", "rank", "2"],
-        ["1", "all_reduce", "1", "Float", "completed", "completed"],
-        ["2", "all_reduce", "1", "Float", "scheduled", "-"],
-        ["3", "all_reduce", "1", "Float", "scheduled", "-"],
+        ["1", "all_reduce", "1", "float32", "completed", "completed"],
+        ["2", "all_reduce", "1", "float32", "scheduled", "-"],
+        ["3", "all_reduce", "1", "float32", "scheduled", "-"],
     ]
 
 
@@ -153,7 +153,7 @@ def test_a_missing_dump_can_be_allowed(healthy: Path, capsys: pytest.CaptureFixt
     code, out, _ = diagnose(capsys, healthy, "--json", "--allow-missing")
     found = json.loads(out)
     assert (code, found["verdict"], found["findings"]) == (0, "ok", [])
-    assert found["notes"] == ["rank 3 has no usable dump (--allow-missing)"]
+    assert found["notes"] == ["rank 3 has no usable dump and is taken to have made every call (--allow-missing)"]
 
 
 def test_the_diagnosis_is_written_to_a_file(stuck: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

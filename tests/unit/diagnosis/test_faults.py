@@ -85,8 +85,8 @@ def test_the_odd_one_in_a_mismatch_is_the_one_unlike_the_majority(tmp_path: Path
         others = [rank for rank in range(4) if rank != odd]
         assert roots(found) == [("size_mismatch", "default_pg", 4, [odd], others)]
         assert found.findings[0].text == (
-            f"rank {','.join(_ranges(others))}: all_reduce of 100 elements Float; "
-            f"rank {odd}: all_reduce of 99 elements Float"
+            f"rank {','.join(_ranges(others))}: all_reduce of 100 elements float32; "
+            f"rank {odd}: all_reduce of 99 elements float32"
         )
 
 
@@ -234,7 +234,7 @@ def test_a_send_and_a_receive_of_different_sizes_accuse_nobody(tmp_path: Path) -
     found = diagnose_job(SimulatedJob(programs, groups), tmp_path)
 
     assert [(row[0], row[1], row[3]) for row in roots(found)] == [("p2p_size_mismatch", "mesh_pp", [])]
-    assert found.findings[0].text == "rank 2 sends [3, 3] BFloat16, rank 3 receives [4, 512, 1024] BFloat16"
+    assert found.findings[0].text == "rank 2 sends [3, 3] bfloat16, rank 3 receives [4, 512, 1024] bfloat16"
 
 
 def test_a_batch_that_lacks_one_receive_is_unmatched_there(tmp_path: Path) -> None:
