@@ -1,7 +1,8 @@
 """Dumps torch's flight recorder: the last calls of every group with their state, and what crossrank knows besides.
 
 The file is JSON with the recorder's own fields; `read_flight_dump` of the tools, and every reader of
-`_dump_fr_trace_json`, takes it. torch's JSON has no stack frames, so its pickle is taken and written as JSON. The
+`_dump_fr_trace_json`, takes it. torch's JSON has no stack frames, so its pickle is taken and written as JSON: with
+frames where torch has its compiler loaded, for only then are they free; the calls' own lines are always there. The
 field `crossrank` adds what a hang is diagnosed from and the recorder does not know: when and why the dump was taken,
 the members of the groups (lost on gloo), the last calls with their peers (gloo's P2P is not recorded by torch), and
 where every thread of the process is.
@@ -22,6 +23,7 @@ import torch
 
 from crossrank.instrument.gpu import cuda_is_in_use
 
+_COMPILER = "torch._inductor.codecache"
 _MOST_FRAMES = 64
 _FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _OURS = "crossrank-"
@@ -37,9 +39,10 @@ def dump(moment: dict[str, Any]) -> bytes | None:
     names = ["_dump_fr_trace"]
     if cuda_is_in_use():
         names.insert(0, "_dump_nccl_trace")
-    # Where torch resolves stacks it runs code by a way of the interpreter that makes it forget that a KeyboardInterrupt
-    # ends it, and the process would exit with 1 instead of dying of SIGINT.
-    with_stacks = not isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)
+    # To resolve stacks torch imports its compiler, which takes most of a second and keeps process groups alive. And it
+    # makes the interpreter forget that a KeyboardInterrupt ends it: the process would exit with 1, not die of SIGINT.
+    interrupted = isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)
+    with_stacks = _COMPILER in sys.modules and not interrupted
     content: dict[str, Any] | None = None
     for name in names:
         function: Callable[..., bytes] | None = getattr(c10d, name, None)

@@ -44,7 +44,7 @@ from crossrank.recording import COMMS, FLIGHT, file_name
 
 log = logging.getLogger("crossrank")
 
-_DUMP_PATIENCE = 5.0
+_DUMP_PATIENCE = 10.0
 """Seconds that the end of a recording waits for a dump that is being written."""
 
 
@@ -141,14 +141,14 @@ class Session:
             return
         try:
             calls = self.recorder.calls()
-            if reason == "hang":
-                self._calls_at_hang = calls
-            elif reason != "SIGUSR1" and calls == self._calls_at_hang:
+            if reason not in ("hang", "SIGUSR1") and calls == self._calls_at_hang:
                 return
             with self._reported("the flight recorder was not dumped"):
                 content = flight.dump(self._moment(reason))
                 if content is not None:
                     files.write(file_name(FLIGHT, self.rank), content)
+                if reason == "hang":
+                    self._calls_at_hang = calls
         finally:
             self._dump_once.release()
 

@@ -68,6 +68,11 @@ def _how_it_stopped(search: Search, absent: set[int]) -> Iterator[str]:
                 f"left the job ({evidence.error or evidence.reason or 'its recording ended'}) without making this call"
             )
             ends.setdefault(left, []).append(rank)
+        elif evidence.source == "comms" and any(one.source == "flight" for one in search.job.ranks.values()):
+            how = (
+                "left no dump, and its comms file ends before this call: it died, or does not notice that the job hangs"
+            )
+            ends.setdefault(how, []).append(rank)
         else:
             ends.setdefault("stopped making calls before it and waits for nobody", []).append(rank)
     yield from (f"rank {rank_ranges(ranks)} {how}" for how, ranks in ends.items())

@@ -88,7 +88,7 @@ def complete(evidence: RankEvidence, comms: RankEvidence) -> None:
 
 
 def add_roots(evidence: RankEvidence, records: Sequence[CommRecord], offset: int) -> None:
-    """Add what torch's recorder does not know of a collective, its root and its reduction, to the calls of a dump.
+    """Add what torch's recorder does not note of a collective to the calls of a dump: root, reduction, source line.
 
     torch counts from the start of the process, the records from `enable()`: both are laid side by side at the last
     call of a group, which must be the same operation at the same time.
@@ -109,17 +109,20 @@ def add_roots(evidence: RankEvidence, records: Sequence[CommRecord], offset: int
         same = evidence.signatures[calls.signature[row]].op == record.op
         if same and abs(calls.created[row] - record.t - offset) < _SAME_TIME:
             evidence.recorded_from[record.pg] = calls.seq[row] - record.seq
-    signatures = Table(*evidence.signatures)
+    signatures, stacks = Table(*evidence.signatures), Table(*evidence.stacks)
     for record in collectives:
         before = evidence.recorded_from.get(record.pg)
-        if before is None or record.seq is None or (record.root is None and record.reduce is None):
+        if before is None or record.seq is None:
             continue
         row = by_seq.get((record.pg, record.seq + before), -1)
-        if row >= 0:
-            known = signatures.rows[calls.signature[row]]
-            whole = msgspec.structs.replace(known, root=record.root, reduce=record.reduce)
-            calls.signature[row] = signatures.number(whole)
-    evidence.signatures = signatures.rows
+        if row < 0:
+            continue
+        known = signatures.rows[calls.signature[row]]
+        whole = msgspec.structs.replace(known, root=record.root, reduce=record.reduce)
+        calls.signature[row] = signatures.number(whole)
+        if not calls.stack[row]:
+            calls.stack[row] = stacks.number(_stack(record))
+    evidence.signatures, evidence.stacks = signatures.rows, stacks.rows
 
 
 def count_as_torch_does(comms: RankEvidence, others: Sequence[RankEvidence]) -> None:
@@ -212,7 +215,7 @@ def _stack(record: CommRecord) -> tuple[Frame, ...]:
     name, _, line = record.source.rpartition(":")
     return (
         Frame(
-            name=record.api or "",
+            name=record.api or "(C++)",
             filename=name,
             line=int(line) if line.isascii() and line.isdigit() and len(line) < 10 else 0,
         ),

@@ -91,6 +91,11 @@ def _pair(
         pairs, lone_sends, lone_receives, over = _from_the_end(one, other, send_rows, receive_rows)
         pairing.done.update((source, row) for row in over[0])
         pairing.done.update((target, row) for row in over[1])
+    strangers = [
+        pair for pair in pairs if not _same_tag(job.signature(source, pair[0]), job.signature(target, pair[1]))
+    ]
+    pairs = [pair for pair in pairs if pair not in strangers]
+    lone_sends, lone_receives = lone_sends + [a for a, _ in strangers], lone_receives + [b for _, b in strangers]
     for send, receive in pairs:
         a, b = (source, send), (target, receive)
         pairing.partner[a], pairing.partner[b] = b, a
@@ -227,6 +232,10 @@ def _ended_since(evidence: RankEvidence, rows: list[int], moment: int) -> int:
     """How many of the calls ended at or after `moment` (ns since 1970)."""
     calls = evidence.calls
     return sum(1 for row in rows if calls.state[row] >= RETIRED and calls.completed[row] >= moment > 0)
+
+
+def _same_tag(send: Signature, receive: Signature) -> bool:
+    return send.tag is None or receive.tag is None or send.tag == receive.tag
 
 
 def _same_size(send: Signature, receive: Signature) -> bool:

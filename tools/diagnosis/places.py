@@ -8,7 +8,7 @@ from crossrank.tools.diagnosis.evidence import LEFT
 from crossrank.tools.diagnosis.findings import Finding, Place, call_text, group_text
 from crossrank.tools.diagnosis.job import Job
 from crossrank.tools.diagnosis.waiting import Waiting
-from crossrank.tools.readers.flight_dump import Frame, OwnStack
+from crossrank.tools.readers.flight_dump import Frame
 
 _MOST_FRAMES = 24
 _MAIN = "MainThread"
@@ -28,27 +28,22 @@ def _place(job: Job, waiting: Waiting, finding: Finding, rank: int, role: str) -
     evidence = job.ranks.get(rank)
     if evidence is None:
         return None
-    own = next((stack for stack in evidence.own_stacks if stack.thread == _MAIN), None)
     head = waiting.heads.get(rank)
-    if role == "culprit" and own is not None and evidence.reason not in LEFT:
-        return Place(rank=rank, role=role, what="its main thread when it was dumped", frames=_own_frames(own))
     row = head.row if head is not None else _row_of(job, finding, rank)
     what = "the call it is stuck in" if head is not None else "its call"
-    if row is None:
-        if not len(evidence.calls):
-            return None
+    if row is None and len(evidence.calls):
         row, what = len(evidence.calls) - 1, "the last call it made"
-    frames = frame_texts(job.stack(rank, row))
-    if not frames:
+    frames = frame_texts(job.stack(rank, row)) if row is not None else []
+    main = next((stack for stack in evidence.own_stacks if stack.thread == _MAIN), None)
+    if main is not None and evidence.reason not in LEFT and (role == "culprit" or len(frames) < 2):
+        return Place(
+            rank=rank, role=role, what="its main thread when it was dumped", frames=frame_texts(tuple(main.frames))
+        )
+    if row is None or not frames:
         return None
-    call = job.signature(rank, row)
-    seq = evidence.calls.seq[row]
-    return Place(
-        rank=rank,
-        role=role,
-        what=f"{what}, {call_text(call.op, seq)} on {group_text(job.group_at(rank, row).pg)}",
-        frames=frames,
-    )
+    call, seq = job.signature(rank, row), evidence.calls.seq[row]
+    group = group_text(job.group_at(rank, row).pg)
+    return Place(rank=rank, role=role, what=f"{what}, {call_text(call.op, seq)} on {group}", frames=frames)
 
 
 def _row_of(job: Job, finding: Finding, rank: int) -> int | None:
@@ -60,10 +55,6 @@ def _row_of(job: Job, finding: Finding, rank: int) -> int | None:
             lane = group.lanes.get(rank)
             return lane.row(finding.collective_seq_id) if lane is not None else None
     return None
-
-
-def _own_frames(stack: OwnStack) -> list[str]:
-    return frame_texts(tuple(stack.frames))
 
 
 def frame_texts(frames: tuple[Frame, ...]) -> list[str]:

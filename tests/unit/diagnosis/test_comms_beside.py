@@ -138,3 +138,49 @@ def test_numbers_beyond_reason_cost_their_call_alone(tmp_path: Path) -> None:
 
     assert list(evidence.calls.seq) == [1, 2]
     assert evidence.problems == ["1 of 3 calls have no number, or one beyond reason"]
+
+
+def test_a_send_and_a_receive_of_different_tags_do_not_answer_each_other(tmp_path: Path) -> None:
+    write_comms(tmp_path, 0, [all_reduce(1), p2p("send", 1, 1) | {"tag": 1}])
+    write_comms(tmp_path, 1, [all_reduce(1), p2p("recv", 0, 1) | {"tag": 2}])
+    write_comms(tmp_path, 2, [all_reduce(1)], ended=True)
+
+    assert roots(diagnosis_of(tmp_path)) == [("p2p_wait_cycle", "default_pg", 1, [], [0, 1])]
+
+
+def test_a_dump_learns_the_roots_and_reductions_of_its_calls(tmp_path: Path) -> None:
+    job = SimulatedJob([[Collective("0", "broadcast", ((8,),))] * 3] * 3, GROUPS, backend="gloo")
+    job.run()
+    for rank in range(3):
+        # torch has counted one call more, from before the recording began.
+        calls = [
+            {
+                "id": seq,
+                "op": "broadcast",
+                "c10d": "broadcast_",
+                "pg": "0",
+                "bytes": 32,
+                "seq": seq,
+                "source": "train.py:7",
+            }
+            | {
+                "root": 1 if (rank, seq) == (2, 2) else 0,
+                "t": job.dump(rank)["entries"][seq]["time_created_ns"] - START,
+            }
+            for seq in (1, 2)
+        ]
+        moment = {
+            "rank": rank,
+            "world_size": 3,
+            "time_ns": START + 10**12,
+            "clock": {"t": 0, "wall": START},
+            "groups": [{"pg": "0", "size": 3, "ranks": [0, 1, 2], "desc": "default_pg"}],
+            "calls": calls,
+        }
+        dump = json.dumps(job.dump(rank, frames=False) | {"crossrank": moment})
+        (tmp_path / f"rank-{rank}.flight.json").write_text(dump)
+
+    found = diagnosis_of(tmp_path)
+
+    assert roots(found) == [("root_mismatch", "default_pg", 3, [2], [])]
+    assert found.findings[0].places[0].frames == ["(C++) (train.py:7)"]
