@@ -158,6 +158,8 @@ class RankEvidence:
     """Every status of the dump was joined to a group, so a group without one was never used."""
     active_only: bool = False
     """Completed calls were left out of the dump."""
+    filtered: bool = False
+    """A comms file that leaves out what stays inside a node (TRACING=CROSSNODE)."""
     wrapped: bool = False
     """Calls from before the first one fell out of the ring."""
     recorded_from: dict[str, int] = field(default_factory=dict)

@@ -43,6 +43,7 @@ def evidence_from_comms(path: str, rank: int) -> RankEvidence:
         evidence.host = header.host
         evidence.world_size = header.world_size if 0 < header.world_size <= MOST_RANKS else None
         evidence.version = header.schema
+        evidence.filtered = header.config.get("emit") == "CROSSNODE"
         offset = header.clock.get("wall", 0) - header.clock.get("t", 0)
     for group in comms.groups:
         evidence.groups.append(GroupClaim(group.pg, group.desc, None if group.ranks is None else tuple(group.ranks)))

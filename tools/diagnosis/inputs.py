@@ -145,7 +145,9 @@ def read_evidence(
         kept = sources["comms" if use_comms else "flight"]
         comms = max(sources["comms"], key=lambda one: (_last_time(one), one.path), default=None)
         if not kept:
-            if comms is not None:
+            if comms is not None and comms.filtered and not len(comms.calls):
+                evidence.notes.append(f"rank {rank} left no dump, and no call of its comms file left its node")
+            elif comms is not None:
                 alone.append(comms)
                 evidence.notes.append(f"rank {rank} left no dump, its comms file is used; {last_words(comms)}")
             continue

@@ -18,10 +18,13 @@ GROUPS: Groups = {"0": ("default_pg", [0, 1, 2]), "7": ("pair", [0, 2])}
 START = 1_795_000_000_000_000_000
 
 
-def write_comms(folder: Path, rank: int, records: list[dict[str, Any]], *, ended: bool = False) -> None:
+def write_comms(
+    folder: Path, rank: int, records: list[dict[str, Any]], *, ended: bool = False, emit: str = "ALL"
+) -> None:
     """A comms file of `rank` as a job of three ranks writes it; record n is made n seconds after the start."""
     folder.mkdir(exist_ok=True)
-    header = {"schema": "crossrank-comms 1", "rank": rank, "world_size": 3, "host": "h", "node": "n"}
+    header: dict[str, Any] = {"schema": "crossrank-comms 1", "rank": rank, "world_size": 3, "host": "h", "node": "n"}
+    header["config"] = {"emit": emit}
     lines: list[Any] = [{"header": header | {"clock": {"t": 0, "wall": START}}}]
     for name, (desc, ranks) in GROUPS.items():
         if rank in ranks:
@@ -184,3 +187,16 @@ def test_a_dump_learns_the_roots_and_reductions_of_its_calls(tmp_path: Path) -> 
 
     assert roots(found) == [("root_mismatch", "default_pg", 3, [2], [])]
     assert found.findings[0].places[0].frames == ["(C++) (train.py:7)"]
+
+
+def test_a_comms_file_that_leaves_out_what_stays_in_a_node_proves_no_absence(tmp_path: Path) -> None:
+    programs: Programs = [[Collective("0"), Collective("7")], [Collective("0")], [Collective("0"), Collective("7")]]
+    job = SimulatedJob(programs, GROUPS, backend="gloo")
+    job.run()
+    for records in ([], [all_reduce(1)]):
+        folder = tmp_path / str(len(records))
+        job.write(folder, ranks=[0, 1])
+        write_comms(folder, 2, records, emit="CROSSNODE")
+
+    assert [(one.kind, one.culprit_ranks) for one in diagnosis_of(tmp_path / "0").findings] == [("dump_missing", [2])]
+    assert diagnosis_of(tmp_path / "1").findings == []
