@@ -24,14 +24,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import crossrank
 from crossrank.errors import one_line
-from crossrank.instrument import flight
 from crossrank.instrument.config import Config
+from crossrank.instrument.dumps import FlightDumps
 from crossrank.instrument.exit_guard import ExitGuard
 from crossrank.instrument.files import RankFiles
 from crossrank.instrument.foreign import raised_by_script
 from crossrank.instrument.gpu import GpuReader, device_is_settled
 from crossrank.instrument.groups import GroupState, GroupTable
-from crossrank.instrument.hang_watch import HangWatch
 from crossrank.instrument.header import describe_rank
 from crossrank.instrument.interception import Interception
 from crossrank.instrument.nvtx_markers import NvtxMarkers
@@ -39,13 +38,10 @@ from crossrank.instrument.recorder import Recorder
 from crossrank.instrument.steps import StepBoundaries
 from crossrank.instrument.topology import Topology, node_of_this_machine
 from crossrank.instrument.window import WindowRecorder
-from crossrank.instrument.writer import CommsWriter, Counts, clock
-from crossrank.recording import COMMS, FLIGHT, file_name
+from crossrank.instrument.writer import CommsWriter, Counts
+from crossrank.recording import COMMS, file_name
 
 log = logging.getLogger("crossrank")
-
-_DUMP_PATIENCE = 10.0
-"""Seconds that the end of a recording waits for a dump that is being written."""
 
 
 class Session:
@@ -57,10 +53,10 @@ class Session:
         self.topology: Topology | None = None
         self.writer: CommsWriter | None = None
         self.groups = GroupTable(self._on_new_group)
-        self._files: RankFiles | None = None
+        self.files: RankFiles | None = None
         self._gpu: GpuReader | None = None  # asked when the files begin: the device is known by then
         self._world: weakref.ref[dist.ProcessGroup] | None = None
-        self._world_size = 0
+        self.world_size = 0
         self._epoch = 0
         self._calls_before = 0  # calls recorded in an earlier file of this session
         self._windows: WindowRecorder | None = None
@@ -69,9 +65,7 @@ class Session:
         self._optimizer_hook: Any = None
         self._begin_lock = threading.RLock()
         self._close_once = threading.Lock()  # taken for good by the first to close
-        self._dump_once = threading.Lock()  # two threads may be asked at once
-        self._hang_watch: HangWatch | None = None
-        self._calls_at_hang: int | None = None
+        self._dumps = FlightDumps(self)
         self._closed = False
         self._finished = False
         self._told: set[str] = set()
@@ -81,7 +75,7 @@ class Session:
         self._interception = Interception(self.recorder)
         self._guard = ExitGuard(
             finish=self.close,
-            dump=lambda: self.dump_flight("SIGUSR1"),
+            dump=lambda: self._dumps.write("SIGUSR1"),
             finishing=lambda: self._closed and not self._finished,
         )
 
@@ -96,7 +90,7 @@ class Session:
             self._take_away()
             raise
         if dist.is_initialized() and device_is_settled():
-            with self._reported("the recording begins at the first communication"):
+            with self.reported("the recording begins at the first communication"):
                 self._begin()
 
     @property
@@ -110,7 +104,7 @@ class Session:
 
     def step(self) -> None:
         """The training loop says that an iteration has ended. From now on only these calls count."""
-        with self._reported("an iteration was not counted"):
+        with self.reported("an iteration was not counted"):
             if not self._explicit_steps:
                 self._explicit_steps = True
                 self.recorder.step = 0  # whatever the optimizers' steps have come to in the first iteration
@@ -120,7 +114,7 @@ class Session:
     def window(self) -> Iterator[None]:
         """Record ET and Kineto inside the block."""
         opened = False
-        with self._reported("a window is missing"):
+        with self.reported("a window is missing"):
             self._begin()
             opened = self._open_window()
         try:
@@ -129,63 +123,13 @@ class Session:
             if opened:
                 self._close_window()
 
-    def dump_flight(self, reason: str) -> None:
-        """Write torch's flight recorder as it stands now.
-
-        What was written of a hang stays until communication goes on: later the call that failed looks completed.
-        """
-        files = self._files
-        # At the end another thread's dump is waited for: it would die with the process before it is written.
-        patience = 0 if reason == "SIGUSR1" else _DUMP_PATIENCE
-        if files is None or not self.config.flight or not self._dump_once.acquire(timeout=patience):
-            return
-        try:
-            calls = self.recorder.calls()
-            if reason not in ("hang", "SIGUSR1") and calls == self._calls_at_hang:
-                return
-            with self._reported("the flight recorder was not dumped"):
-                content = flight.dump(self._moment(reason))
-                if content is not None:
-                    files.write(file_name(FLIGHT, self.rank), content)
-                if reason == "hang":
-                    self._calls_at_hang = calls
-        finally:
-            self._dump_once.release()
-
-    def _moment(self, reason: str) -> dict[str, Any]:
-        """What a dump says about itself: `Moment` of the tools' reader."""
-        moment = clock()
-        writer = self.writer
-        return {
-            "rank": self.rank,
-            "world_size": self._world_size,
-            "host": socket.gethostname(),
-            "reason": reason,
-            "error": flight.uncaught(),
-            "time_ns": moment["wall"],
-            "clock": moment,
-            "groups": self.groups.describe(),
-            "calls": writer.recent() if writer is not None else [],
-            "stacks": flight.stacks(),
-        }
-
-    def _on_hang(self) -> None:
-        log.warning(
-            "crossrank: rank %d has begun and finished no communication for %g s; its state is written to %s. "
-            "`crossrank diagnose` on that folder says who waits for whom",
-            self.rank,
-            self.config.hang_seconds,
-            self._files.folder if self._files is not None else "nowhere",
-        )
-        self.dump_flight("hang")
-
     def close(self, reason: str = "disable") -> None:
         """Finish every file and take everything away. Does nothing the second time."""
         if not self._close_once.acquire(blocking=False):
             return
         self._closed = True
         if dist.is_initialized() and self.writer is None:
-            with self._reported("nothing was recorded"):
+            with self.reported("nothing was recorded"):
                 self._begin()
         self.recorder.active = False
         self._close_window()
@@ -196,8 +140,7 @@ class Session:
     def _take_away(self) -> None:
         """Undo what `start` installed."""
         self.recorder.active = False
-        if self._hang_watch is not None:
-            self._hang_watch.stop()
+        self._dumps.stop_watching()
         self._interception.uninstall()
         if self._optimizer_hook is not None:
             self._optimizer_hook.remove()
@@ -211,8 +154,7 @@ class Session:
         """
         self._close_once.acquire(blocking=False)
         self._closed = self._finished = True
-        if self._hang_watch is not None:
-            self._hang_watch.stop()
+        self._dumps.stop_watching()
         self.recorder.active = False
         self.recorder.window_open = False
         if self._windows is not None:
@@ -232,16 +174,16 @@ class Session:
             first = self._world is None
             self._world = weakref.ref(world)
             rank, size = dist.get_rank(), dist.get_world_size()
-            same_place = (rank, size) == (self.rank, self._world_size)
+            same_place = (rank, size) == (self.rank, self.world_size)
             if not first:
                 self._epoch += 1
                 if not same_place:
                     self._close_window()
                     self._end_files("the process group was made again with another rank or size")
-            self.rank, self._world_size = rank, size
+            self.rank, self.world_size = rank, size
             self._gpu = GpuReader()
             self._begin_topology()
-            with self._reported("the recording goes on without files"):
+            with self.reported("the recording goes on without files"):
                 if first or not same_place:
                     self._begin_files()
                 elif self.writer is not None and self.topology is not None:
@@ -259,7 +201,7 @@ class Session:
             self.topology.stop()
         node = self.config.node or node_of_this_machine()
         gpu = self._gpu.gpu if self._gpu is not None else None
-        self.topology = Topology(self.rank, self._world_size, node, gpu.nvlink_domain if gpu else None)
+        self.topology = Topology(self.rank, self.world_size, node, gpu.nvlink_domain if gpu else None)
         thread = threading.Thread(
             target=self.topology.exchange,
             args=(self._store_of_world, self._epoch),
@@ -291,11 +233,11 @@ class Session:
     def _begin_files(self) -> None:
         assert self.topology is not None
         self._calls_before = self.recorder.calls()
-        self._files = RankFiles(self.config.directory, self.rank, self._world_size)
-        self._windows = WindowRecorder(self._files, self.rank, self.config.nsys)
+        self.files = RankFiles(self.config.directory, self.rank, self.world_size)
+        self._windows = WindowRecorder(self.files, self.rank, self.config.nsys)
         header = describe_rank(
             rank=self.rank,
-            world_size=self._world_size,
+            world_size=self.world_size,
             node=self.topology.node,
             gpu=self._gpu.gpu if self._gpu is not None else None,
             config=self.config,
@@ -303,7 +245,7 @@ class Session:
             blind_spots=self.groups.unseen_kinds(),
         )
         self.writer = CommsWriter(
-            str(self._files.path(file_name(COMMS, self.rank))),
+            str(self.files.path(file_name(COMMS, self.rank))),
             topology=self.topology,
             ring_capacity=self.config.ring,
             crossnode_only=self.config.emit == "CROSSNODE",
@@ -311,29 +253,22 @@ class Session:
             on_tick=self._look_for_groups,
         )
         self.writer.start()
-        if self._hang_watch is None and self.config.hang_seconds > 0 and self.config.flight:
-            self._hang_watch = HangWatch(
-                self.config.hang_seconds,
-                calls=self.recorder.calls,
-                completed=flight.completed,
-                on_hang=self._on_hang,
-            )
-            self._hang_watch.start()
+        self._dumps.watch()
 
     def _end_files(self, reason: str) -> None:
         if self._windows is not None:
-            with self._reported("the files of a window are not in place"):
+            with self.reported("the files of a window are not in place"):
                 self._windows.drop_prepared()
                 self._windows.wait(timeout=60.0)
-        self.dump_flight(reason)
+        self._dumps.write(reason)
         writer, self.writer = self.writer, None
-        if writer is not None and self._files is not None:
-            with self._reported("the comms file was not closed"):
+        if writer is not None and self.files is not None:
+            with self.reported("the comms file was not closed"):
                 writer.counts.calls = self.recorder.calls() - self._calls_before
                 end = {"reason": reason, "step": self.recorder.step, "blind_spots": self.groups.unseen_kinds()}
                 writer.close(lambda: end | msgspec.to_builtins(writer.counts))
-                self._files.upload(file_name(COMMS, self.rank))
-                self._files.close()
+                self.files.upload(file_name(COMMS, self.rank))
+                self.files.close()
                 self._tell_what_is_empty(writer.counts)
         if self.topology is not None:
             self.topology.stop()
@@ -365,14 +300,14 @@ class Session:
         if writer is not None and topology is not None:
             writer.line("group", lambda: msgspec.structs.replace(group, locality=topology.locality(state.ranks)))
         if self.recorder.window_open and self._windows is not None:
-            with self._reported("a process group is missing in the execution trace"):
+            with self.reported("a process group is missing in the execution trace"):
                 self._windows.note_process_groups()
         if self._nvtx is not None:
             self._nvtx.mark(msgspec.json.encode({"group": group}).decode())
 
     def _mark_identity(self, nvtx: NvtxMarkers) -> None:
         """Tell who this is inside the Nsight report, whatever its file is called."""
-        identity = {"rank": self.rank, "world_size": self._world_size, "host": socket.gethostname()}
+        identity = {"rank": self.rank, "world_size": self.world_size, "host": socket.gethostname()}
         nvtx.mark(msgspec.json.encode({"crossrank": crossrank.__version__} | identity).decode())
 
     # --- steps and windows --------------------------------------------------------------------------------
@@ -380,7 +315,7 @@ class Session:
     def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._explicit_steps or self._closed:
             return
-        with self._reported("an iteration was not counted"):
+        with self.reported("an iteration was not counted"):
             if self._boundaries.ends_iteration(id(optimizer)):
                 self._advance()
 
@@ -399,7 +334,7 @@ class Session:
             self._begin()
             self._open_window()
         elif window.holds(step + 1) and self._windows is not None:
-            with self._reported("Kineto was not warmed up"):
+            with self.reported("Kineto was not warmed up"):
                 self._windows.prepare()
 
     def _open_window(self) -> bool:
@@ -410,7 +345,7 @@ class Session:
             return False
         if windows.is_open:
             return False
-        with self._reported("a window is incomplete"):
+        with self.reported("a window is incomplete"):
             self.groups.add_all()
             self._note_window("open", windows.open())
         self.recorder.window_open = windows.is_open
@@ -421,11 +356,11 @@ class Session:
         if windows is None or not windows.is_open:
             return
         self.recorder.window_open = False
-        with self._reported("a window is incomplete"):
+        with self.reported("a window is incomplete"):
             self._note_window("close", windows.number)
             windows.close()
         if not self._closed:
-            self.dump_flight("window")
+            self._dumps.write("window")
 
     def _note_window(self, edge: str, number: int) -> None:
         moment = {"window": number, "edge": edge, "step": self.recorder.step, "t": time.monotonic_ns()}
@@ -438,7 +373,7 @@ class Session:
             self._mark_identity(self._nvtx)
 
     @contextlib.contextmanager
-    def _reported(self, consequence: str) -> Iterator[None]:
+    def reported(self, consequence: str) -> Iterator[None]:
         """Log a failure of the block once, with what it means for the recording, and go on."""
         try:
             yield

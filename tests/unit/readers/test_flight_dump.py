@@ -24,7 +24,8 @@ from crossrank.tools.readers.flight_dump import (
     frames_of,
     read_flight_dump,
 )
-from tests.unit.diagnosis.simulated_jobs import SimulatedJob, training
+from tests.unit.diagnosis.simulated_jobs import SimulatedJob
+from tests.unit.diagnosis.simulated_programs import training
 from tests.unit.linking.public_traces import needs_traces, public
 
 

@@ -1,0 +1,101 @@
+"""When the flight recorder is dumped, and which dump stays: at a hang, a window's end, a signal, the end.
+
+Dumps of one rank go to one file. What was written of a hang is kept until communication goes on, for after gloo's
+timeout the call that failed looks completed.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+
+from crossrank.instrument import flight
+from crossrank.instrument.hang_watch import HangWatch
+from crossrank.instrument.writer import clock
+from crossrank.recording import FLIGHT, file_name
+
+if TYPE_CHECKING:
+    from crossrank.instrument.session import Session
+
+log = logging.getLogger("crossrank")
+
+_PATIENCE = 10.0
+"""Seconds that the end of a recording waits for a dump that another thread is writing."""
+
+
+class FlightDumps:
+    """The dumps of one session. `write` may be called from any thread."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._once = threading.Lock()  # two threads may be asked at once
+        self._watch: HangWatch | None = None
+        self._calls_at_hang: int | None = None
+
+    def write(self, reason: str) -> None:
+        """Write torch's flight recorder as it stands now."""
+        session = self._session
+        files = session.files
+        # At the end another thread's dump is waited for: it would die with the process before it is written.
+        patience = 0 if reason == "SIGUSR1" else _PATIENCE
+        if files is None or not session.config.flight or not self._once.acquire(timeout=patience):
+            return
+        try:
+            calls = session.recorder.calls()
+            if reason not in ("hang", "SIGUSR1") and calls == self._calls_at_hang:
+                return
+            with session.reported("the flight recorder was not dumped"):
+                content = flight.dump(self._moment(reason))
+                if content is not None:
+                    files.write(file_name(FLIGHT, session.rank), content)
+                if reason == "hang":
+                    self._calls_at_hang = calls
+        finally:
+            self._once.release()
+
+    def watch(self) -> None:
+        """Watch for hangs from now on, where that is asked for."""
+        config = self._session.config
+        if self._watch is None and config.hang_seconds > 0 and config.flight:
+            self._watch = HangWatch(
+                config.hang_seconds,
+                calls=self._session.recorder.calls,
+                completed=flight.completed,
+                on_hang=self._on_hang,
+            )
+            self._watch.start()
+
+    def stop_watching(self) -> None:
+        """No hang is noticed after this."""
+        if self._watch is not None:
+            self._watch.stop()
+
+    def _on_hang(self) -> None:
+        session = self._session
+        log.warning(
+            "crossrank: rank %d has begun and finished no communication for %g s; its state is written to %s. "
+            "`crossrank diagnose` on that folder says who waits for whom",
+            session.rank,
+            session.config.hang_seconds,
+            session.files.folder if session.files is not None else "nowhere",
+        )
+        self.write("hang")
+
+    def _moment(self, reason: str) -> dict[str, Any]:
+        """What a dump says about itself: `Moment` of the tools' reader."""
+        session = self._session
+        now = clock()
+        return {
+            "rank": session.rank,
+            "world_size": session.world_size,
+            "host": socket.gethostname(),
+            "reason": reason,
+            "error": flight.uncaught(),
+            "time_ns": now["wall"],
+            "clock": now,
+            "groups": session.groups.describe(),
+            "calls": session.writer.recent() if session.writer is not None else [],
+            "stacks": flight.stacks(),
+        }
