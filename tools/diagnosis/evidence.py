@@ -160,6 +160,8 @@ class RankEvidence:
     """Completed calls were left out of the dump."""
     filtered: bool = False
     """A comms file that leaves out what stays inside a node (TRACING=CROSSNODE)."""
+    inside_node: set[str] = field(default_factory=set)
+    """Names of the groups whose calls it leaves out."""
     wrapped: bool = False
     """Calls from before the first one fell out of the ring."""
     recorded_from: dict[str, int] = field(default_factory=dict)

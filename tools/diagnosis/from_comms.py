@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from crossrank.comm import MOST_RANKS, OPERATIONS, CommRecord
+from crossrank.comm import MOST_RANKS, OPERATIONS, CommRecord, crosses_nodes
 from crossrank.recording import CommsFile
 from crossrank.tools.diagnosis.evidence import (
     RETIRED,
@@ -46,6 +46,8 @@ def evidence_from_comms(path: str, rank: int) -> RankEvidence:
         evidence.filtered = header.config.get("emit") == "CROSSNODE"
         offset = header.clock.get("wall", 0) - header.clock.get("t", 0)
     for group in comms.groups:
+        if evidence.filtered and not crosses_nodes(group.locality):
+            evidence.inside_node.add(group.pg)
         evidence.groups.append(GroupClaim(group.pg, group.desc, None if group.ranks is None else tuple(group.ranks)))
         evidence.backend = evidence.backend or group.backend
     _add(evidence, records, offset)

@@ -94,8 +94,8 @@ class Job:
         lane = group.lanes.get(rank)
         if lane is not None:
             return max(lane.seqs[-1], evidence.collectives_seen.get(local if local is not None else -1, 0))
-        if evidence.filtered:
-            return None  # a group that stays inside a node is left out whole
+        if group.name in evidence.inside_node:
+            return None
         if local is None:
             return None if evidence.active_only or evidence.wrapped else 0
         seen = evidence.collectives_seen.get(local)

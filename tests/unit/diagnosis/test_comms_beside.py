@@ -29,6 +29,7 @@ def write_comms(
     for name, (desc, ranks) in GROUPS.items():
         if rank in ranks:
             lines.append({"group": {"pg": name, "size": len(ranks), "ranks": ranks, "desc": desc, "backend": "gloo"}})
+            lines[-1]["group"]["locality"] = "intra_node" if name == "7" else "cross_node"
     for number, fields in enumerate(records):
         whole = {"id": number, "c10d": fields["op"], "bytes": 32, "t": number * 10**9, "in": [[8]], "dtype": "float32"}
         record = msgspec.convert(whole | {"source": f"train.py:{number + 1}"} | fields, CommRecord)
