@@ -53,6 +53,8 @@ _NAME = re.compile(
 _TEMPORARY = re.compile(r"\.(?P<name>rank-\d+\..*)\.part(\.zst)?")
 
 _CHUNK = 1 << 20
+_LONGEST_LINE = 16 << 20
+_MOST_PROBLEMS = 100
 _COMPRESSED = 1 << 13
 """Bytes that are decompressed at once: zstd makes up to 32,768 times as much of them, which nothing else limits."""
 
@@ -303,7 +305,7 @@ class CommsFile:
         """The records in the order of the file."""
         decode_record = msgspec.json.Decoder(CommRecord).decode
         decode_line = msgspec.json.Decoder(_Line).decode
-        number = 0
+        number = more = 0
         for line in self._lines():
             number += 1
             try:
@@ -312,7 +314,10 @@ class CommsFile:
                     continue
                 other = decode_line(line)
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                self.damage.problems.append(f"line {number} is no comms record: {one_line(error)}")
+                if len(self.damage.problems) < _MOST_PROBLEMS:
+                    self.damage.problems.append(f"line {number} is no comms record: {one_line(error)}")
+                else:
+                    more += 1
                 if self.header is None:
                     return  # a foreign file: one complaint is enough
                 continue
@@ -320,6 +325,8 @@ class CommsFile:
             if number == 1 and self.header is None:
                 self.damage.problems.append("line 1 is no crossrank header")
                 return
+        if more:
+            self.damage.problems.append(f"{more} more lines are no comms records")
         if number == 0 and not self.damage.problems:
             self.damage.problems.append("the file is empty")
 
@@ -348,6 +355,9 @@ class CommsFile:
             lines = (rest + chunk).split(b"\n")
             rest = lines.pop()
             yield from lines
+            if len(rest) > _LONGEST_LINE:
+                self.damage.problems.append(f"a line is longer than {_LONGEST_LINE >> 20} MiB: no comms file has such")
+                return
         if rest:
             if self.damage.problems:  # the cut goes through this line
                 return

@@ -144,3 +144,22 @@ records = st.builds(
 @given(records)
 def test_a_record_survives_its_json(record: CommRecord) -> None:
     assert msgspec.json.decode(msgspec.json.encode(record), type=CommRecord) == record
+
+
+def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.comms.jsonl.zst").write_bytes(frame(HEADER, RECORD % 0, b'{"x":"' + b"y" * (300 << 20)))
+
+    ids, comms = read(tmp_path / "rank-0.comms.jsonl.zst")
+
+    assert ids == [0]
+    assert comms.damage.problems == ["a line is longer than 16 MiB: no comms file has such"]
+
+
+def test_of_many_broken_lines_the_first_are_told_and_the_others_counted(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.comms.jsonl").write_bytes(HEADER + b"?\n" * 1000 + RECORD % 0 + END)
+
+    ids, comms = read(tmp_path / "rank-0.comms.jsonl")
+
+    assert ids == [0]
+    assert len(comms.damage.problems) == 101
+    assert comms.damage.problems[-1] == "900 more lines are no comms records"
