@@ -38,6 +38,11 @@ def diagnose(
     else:
         missing = {}
     causes = find_causes(job, waiting, pairing, find_mismatches(job), lacking)
+    short = {rank for rank in job.ranks if _lost_open_calls(job, rank)}
+    for finding in causes.roots:
+        if short.intersection(finding.culprit_ranks):  # what it is accused by may follow from what fell out of its ring
+            finding.waiting_ranks = sorted({*finding.waiting_ranks, *finding.culprit_ranks})
+            finding.culprit_ranks = []
     add_places(job, waiting, causes.roots)
     stragglers, clocks, late = find_stragglers(job)
     verdict = "ok"
@@ -51,11 +56,10 @@ def diagnose(
             f"the members of {len(inferred)} group(s) are not in the dumps; they are taken from who called on them "
             "(a member that never did is not seen)"
         )
-    short = [rank for rank in job.ranks if _lost_open_calls(job, rank)]
     if short:
         notes.append(
-            f"rank {rank_ranges(short)} has more calls open than its ring holds: the one that it is stuck in fell out. "
-            "Raise TORCH_FR_BUFFER_SIZE"
+            f"rank {rank_ranges(sorted(short))} has more calls open than its ring holds: the one that it is stuck in "
+            "fell out, and it is accused of nothing. Raise TORCH_FR_BUFFER_SIZE"
         )
     blind = [rank for rank, one in job.ranks.items() if _knows_no_p2p(one)]
     if blind:
