@@ -67,6 +67,7 @@ def _set_aside_what_just_began(search: Search) -> None:
 
 def _mismatches(search: Search, mismatches: list[Mismatch]) -> None:
     told: dict[tuple[str, tuple[int, ...]], int] = {}
+    silent = search.silent()
     ordered = sorted(mismatches, key=lambda mismatch: (_when(search.job, mismatch), mismatch.group.index))
     for mismatch in ordered:
         group = mismatch.group
@@ -75,7 +76,7 @@ def _mismatches(search: Search, mismatches: list[Mismatch]) -> None:
         ]
         stuck = {rank for stall in behind_it for rank in stall.waiting} - set(mismatch.culprits)
         # What a rank that never made the call holds up would hang without the mismatch, too.
-        behind_it = [stall for stall in behind_it if not stall.absent & search.silent()]
+        behind_it = [stall for stall in behind_it if not stall.absent & silent]
         finding = Finding(
             kind=mismatch.kind,
             pg=group.pg,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+
 from crossrank.tools.diagnosis.causes import find_causes
 from crossrank.tools.diagnosis.collectives import find_mismatches
 from crossrank.tools.diagnosis.evidence import RETIRED, RankEvidence
@@ -49,30 +51,6 @@ def diagnose(
     if causes.roots or causes.consequences:
         kinds = {finding.kind for finding in causes.roots}
         verdict = "incomplete" if kinds <= set(LACKS_EVIDENCE) else "error"
-    notes = evidence.notes + job.outside
-    inferred = [group for group in job.groups if group.inferred and len(group.ranks) > 0]
-    if inferred:
-        notes.append(
-            f"the members of {len(inferred)} group(s) are not in the dumps; they are taken from who called on them "
-            "(a member that never did is not seen)"
-        )
-    if short:
-        notes.append(
-            f"rank {rank_ranges(sorted(short))} has more calls open than its ring holds: the one that it is stuck in "
-            "fell out, and it is accused of nothing. Raise TORCH_FR_BUFFER_SIZE"
-        )
-    blind = [rank for rank, one in job.ranks.items() if _knows_no_p2p(one)]
-    if blind:
-        notes.append(
-            f"the dumps of rank {rank_ranges(blind)} are torch's own, of gloo: they hold no sends and receives, and a "
-            "rank that waits in one seems to wait for nobody. crossrank records them"
-        )
-    if missing:
-        notes.append(
-            f"rank {rank_ranges(sorted(missing))} has no usable dump and is taken to have made every call "
-            "(--allow-missing)"
-        )
-    notes += [f"{one.path}: {problem}" for one in job.ranks.values() for problem in one.problems]
     counts = {
         "ranks": len(job.ranks),
         "groups": len(job.groups),
@@ -91,11 +69,38 @@ def diagnose(
             stragglers=stragglers,
             clocks=clocks,
             skipped=evidence.skipped,
-            notes=notes,
+            notes=evidence.notes + job.outside + list(_notes(job, short, missing)),
             counts=counts,
         ),
         job,
     )
+
+
+def _notes(job: Job, short: Collection[int], missing: Collection[int]) -> Iterator[str]:
+    """What the verdict rests on that is not in the dumps, and what of them could not be read."""
+    inferred = [group for group in job.groups if group.inferred and len(group.ranks) > 0]
+    if inferred:
+        yield (
+            f"the members of {len(inferred)} group(s) are not in the dumps; they are taken from who called on them "
+            "(a member that never did is not seen)"
+        )
+    if short:
+        yield (
+            f"rank {rank_ranges(sorted(short))} has more calls open than its ring holds: the one that it is stuck in "
+            "fell out, and it is accused of nothing. Raise TORCH_FR_BUFFER_SIZE"
+        )
+    blind = [rank for rank, one in job.ranks.items() if _knows_no_p2p(one)]
+    if blind:
+        yield (
+            f"the dumps of rank {rank_ranges(blind)} are torch's own, of gloo: they hold no sends and receives, and a "
+            "rank that waits in one seems to wait for nobody. crossrank records them"
+        )
+    if missing:
+        yield (
+            f"rank {rank_ranges(sorted(missing))} has no usable dump and is taken to have made every call "
+            "(--allow-missing)"
+        )
+    yield from (f"{one.path}: {problem}" for one in job.ranks.values() for problem in one.problems)
 
 
 def _knows_no_p2p(evidence: RankEvidence) -> bool:

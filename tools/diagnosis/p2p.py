@@ -82,9 +82,13 @@ def _pair(
                     if job.ranks[rank].calls.state[row] < RETIRED:
                         pairing.alone[rank, row] = peer
         return
-    exact = _is_whole(one) and _is_whole(other)
-    if exact or (one.numbered_pairs and other.numbered_pairs):
-        pairs, lone_sends, lone_receives = _by_position(one, other, send_rows, receive_rows)
+    numbered = one.numbered_pairs and other.numbered_pairs
+    if numbered:
+        pairs, lone_sends, lone_receives = _by_count(one, other, send_rows, receive_rows)
+    elif _is_whole(one) and _is_whole(other):
+        count = min(len(send_rows), len(receive_rows))
+        pairs = list(zip(send_rows, receive_rows))  # noqa: B905
+        lone_sends, lone_receives = send_rows[count:], receive_rows[count:]
     elif in_step:
         pairs, lone_sends, lone_receives = _by_number(one, other, send_rows, receive_rows)
     else:
@@ -106,7 +110,7 @@ def _pair(
             if job.ranks[of_other[0]].calls.state[of_other[1]] == COMPLETED:
                 pairing.done.add(call)
     # gloo tells no state: once both sides have called, the two will get through.
-    if one.numbered_pairs and other.numbered_pairs:
+    if numbered:
         for send, receive in pairs:
             if ((source, send), (target, receive)) not in pairing.sizes_differ:
                 pairing.done.update(((source, send), (target, receive)))
@@ -147,17 +151,15 @@ def _is_whole(evidence: RankEvidence) -> bool:
     return not evidence.wrapped and not evidence.active_only and not evidence.numbered_pairs
 
 
-def _by_position(one: RankEvidence, other: RankEvidence, sends: list[int], receives: list[int]) -> Matching:
-    if one.numbered_pairs and other.numbered_pairs:
-        numbers = {other.calls.seq[row]: row for row in receives}
-        low = max(min(numbers, default=0), min((one.calls.seq[row] for row in sends), default=0))
-        pairs = [(row, numbers[one.calls.seq[row]]) for row in sends if one.calls.seq[row] in numbers]
-        matched = {row for pair in pairs for row in pair[:1]}, {pair[1] for pair in pairs}
-        lone_sends = [row for row in sends if row not in matched[0] and one.calls.seq[row] >= low]
-        lone_receives = [row for row in receives if row not in matched[1] and other.calls.seq[row] >= low]
-        return pairs, lone_sends, lone_receives
-    count = min(len(sends), len(receives))
-    return list(zip(sends, receives)), sends[count:], receives[count:]  # noqa: B905
+def _by_count(one: RankEvidence, other: RankEvidence, sends: list[int], receives: list[int]) -> Matching:
+    """By the numbers of comms files, which count the calls to that peer. What came before the other's first is left."""
+    by_count = {other.calls.seq[row]: row for row in receives}
+    low = max(min(by_count, default=0), min((one.calls.seq[row] for row in sends), default=0))
+    pairs = [(row, by_count[one.calls.seq[row]]) for row in sends if one.calls.seq[row] in by_count]
+    paired_sends, paired_receives = {send for send, _ in pairs}, {receive for _, receive in pairs}
+    lone_sends = [row for row in sends if row not in paired_sends and one.calls.seq[row] >= low]
+    lone_receives = [row for row in receives if row not in paired_receives and other.calls.seq[row] >= low]
+    return pairs, lone_sends, lone_receives
 
 
 def _in_step(job: Job, group: JobGroup, lists: dict[tuple[str, int, int], list[int]]) -> bool:

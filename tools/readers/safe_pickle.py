@@ -69,7 +69,7 @@ def _decode(unpickler: _Fast | _Careful) -> Any:
         raise RefusedError(f"is no sound pickle ({type(error).__name__}: {str(error)[:120]})") from error
 
 
-class _Fast(pickle.Unpickler):
+class _NoGlobals:
     """The second lock: were an opcode overlooked, it would still find no global."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
@@ -79,7 +79,11 @@ class _Fast(pickle.Unpickler):
         raise RefusedError("holds a persistent id, which data has no need of")
 
 
-class _Careful(pickle._Unpickler):
+class _Fast(_NoGlobals, pickle.Unpickler):
+    """The unpickler in C."""
+
+
+class _Careful(_NoGlobals, pickle._Unpickler):
     """The unpickler in Python, with every opcode that is not data taken out of its table."""
 
     # What typeshed does not know of it.
@@ -92,9 +96,6 @@ class _Careful(pickle._Unpickler):
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
         self._size = len(data)
-
-    def find_class(self, module: str, name: str) -> NoReturn:
-        raise RefusedError(f"names the global {module[:80]}.{name[:80]}, which data has no need of")
 
     def _refuse(self) -> NoReturn:
         raise RefusedError("holds a pickle opcode that is not data")
