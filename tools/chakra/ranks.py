@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from crossrank.tools.linking import link
 from crossrank.tools.linking.inputs import RankInput
 from crossrank.tools.linking.linked_file import write_linked
 from crossrank.tools.linking.read_linked import read_linked
+from crossrank.tools.whole_file import whole_file
 
 GROUPS = "comm_groups.json"
 
@@ -107,14 +107,11 @@ def write_groups(results: Sequence[RankResult], folder: Path) -> Path:
     """Write `comm_groups.json` of all ranks that were converted: `{"1": [0, 1], …}`, without the world."""
     groups = merge(result.converted.groups for result in results)
     path = folder / GROUPS
-    temporary = path.with_name(f".{path.name}.part")
     try:
-        temporary.write_bytes(msgspec.json.encode(groups) + b"\n")
-        os.replace(temporary, path)
+        with whole_file(path) as temporary:
+            temporary.write_bytes(msgspec.json.encode(groups) + b"\n")
     except OSError as error:
         raise CrossrankError(f"{path}: cannot be written ({error.strerror}); name another folder with -o") from error
-    finally:
-        temporary.unlink(missing_ok=True)
     return path
 
 

@@ -6,7 +6,6 @@ Every rank is a process there, every thread and stream a track.
 from __future__ import annotations
 
 import gzip
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -14,28 +13,24 @@ from typing import BinaryIO, cast
 import msgspec
 
 from crossrank.tools.chakra.simulate import CATEGORIES, RankGraph, Simulation
+from crossrank.tools.whole_file import whole_file
 
 
 def write_timeline(graphs: Sequence[RankGraph], simulation: Simulation, path: Path) -> None:
     """Write to `path`, compressed where its name ends in `.gz`: whole or not at all."""
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        with temporary.open("wb") as plain:
-            file: BinaryIO = plain
-            if path.name.endswith(".gz"):
-                file = cast(BinaryIO, gzip.GzipFile(filename="", mode="wb", fileobj=plain, mtime=0))
-            file.write(b'{"displayTimeUnit":"ns","traceEvents":[')
-            separator = b"\n"
-            for graph in graphs:
-                for event in _events(graph, simulation):
-                    file.write(separator + msgspec.json.encode(event))
-                    separator = b",\n"
-            file.write(b"\n]}\n")
-            if file is not plain:
-                file.close()
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole_file(path) as temporary, temporary.open("wb") as plain:
+        file: BinaryIO = plain
+        if path.name.endswith(".gz"):
+            file = cast(BinaryIO, gzip.GzipFile(filename="", mode="wb", fileobj=plain, mtime=0))
+        file.write(b'{"displayTimeUnit":"ns","traceEvents":[')
+        separator = b"\n"
+        for graph in graphs:
+            for event in _events(graph, simulation):
+                file.write(separator + msgspec.json.encode(event))
+                separator = b",\n"
+        file.write(b"\n]}\n")
+        if file is not plain:
+            file.close()
 
 
 def _events(graph: RankGraph, simulation: Simulation) -> list[dict[str, object]]:

@@ -23,6 +23,7 @@ from crossrank.tools.chakra.framing import write_message
 from crossrank.tools.chakra.graph import ChakraNode, Comm, DependencyMode
 from crossrank.tools.chakra.groups import NumberedGroup
 from crossrank.tools.linking import LinkedTrace
+from crossrank.tools.whole_file import whole_file
 
 SCHEMA_VERSION = "0.0.4"
 """Of the Chakra schema, as torch names it in an execution trace's own version."""
@@ -62,22 +63,17 @@ def write_chakra(
     mode: DependencyMode = "all",
 ) -> None:
     """Write the metadata, one node for the groups, and `nodes`, which are in order, to `path`: whole or not at all."""
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        with temporary.open("wb") as file:
-            write_message(file, _metadata(trace, groups).SerializeToString())
-            write_message(file, _group_node(nodes, groups).SerializeToString())
-            for node in nodes:
-                try:
-                    message = encode(node, trace, mode).SerializeToString()
-                except (ValueError, TypeError, OverflowError) as error:
-                    raise CrossrankError(
-                        f"node {node.id} ({node.name[:60]}) does not fit into a Chakra node ({one_line(error)})"
-                    ) from error
-                write_message(file, message)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole_file(path) as temporary, temporary.open("wb") as file:
+        write_message(file, _metadata(trace, groups).SerializeToString())
+        write_message(file, _group_node(nodes, groups).SerializeToString())
+        for node in nodes:
+            try:
+                message = encode(node, trace, mode).SerializeToString()
+            except (ValueError, TypeError, OverflowError) as error:
+                raise CrossrankError(
+                    f"node {node.id} ({node.name[:60]}) does not fit into a Chakra node ({one_line(error)})"
+                ) from error
+            write_message(file, message)
 
 
 def _metadata(trace: LinkedTrace, groups: Sequence[NumberedGroup]) -> pb.GlobalMetadata:

@@ -16,6 +16,7 @@ from crossrank.tools.diagnosis.findings import Diagnosis, Finding
 from crossrank.tools.diagnosis.inputs import find_candidates, read_evidence
 from crossrank.tools.diagnosis.job import Job
 from crossrank.tools.tables import rank_ranges
+from crossrank.tools.whole_file import whole_file
 
 _MOST_COMPLAINTS = 12
 _WORTH_PROCESSES = 8_000_000
@@ -127,10 +128,8 @@ def _concerning(diagnosis: Diagnosis, ranks: set[int] | None, groups: Sequence[s
 
 def _write(name: str, content: bytes) -> None:
     """Write a file whole or not at all."""
-    path = Path(name)
-    temporary = path.with_name(f".{path.name}.part")
     try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
+        with whole_file(Path(name)) as temporary:
+            temporary.write_bytes(content)
     except OSError as error:
         raise CrossrankError(f"{name}: cannot be written ({error.strerror}); name another file") from error

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from crossrank.tools.diagnosis.collectives import fits, meaning
 from crossrank.tools.diagnosis.evidence import STATES
 from crossrank.tools.diagnosis.findings import Diagnosis
 from crossrank.tools.diagnosis.job import Job
+from crossrank.tools.whole_file import whole_file
 
 _SCHEMA = """
 CREATE TABLE ranks (rank INTEGER PRIMARY KEY, path TEXT, source TEXT, host TEXT, version TEXT, taken_at INTEGER,
@@ -45,17 +47,13 @@ CREATE INDEX calls_of_collective ON calls (collective);
 
 def write_database(name: str, job: Job, diagnosis: Diagnosis) -> None:
     """Write everything to the SQLite file `name`, which is made anew."""
-    path = Path(name)
-    temporary = path.with_name(f".{path.name}.part")
     try:
-        temporary.unlink(missing_ok=True)
-        with sqlite3.connect(temporary) as connection:
-            connection.executescript(_SCHEMA)
-            _fill(connection, job, diagnosis)
-        connection.close()
-        temporary.replace(path)
+        with whole_file(Path(name)) as temporary:
+            temporary.unlink(missing_ok=True)
+            with closing(sqlite3.connect(temporary)) as connection, connection:
+                connection.executescript(_SCHEMA)
+                _fill(connection, job, diagnosis)
     except (OSError, sqlite3.Error) as error:
-        temporary.unlink(missing_ok=True)
         raise CrossrankError(f"{name}: the database cannot be written ({error}); name another file") from error
 
 

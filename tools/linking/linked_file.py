@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import os
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -33,6 +32,7 @@ import crossrank
 from crossrank.comm import Group
 from crossrank.tools.linking.graph import Activity, Communication, EdgeKind, HostOp, LinkedTrace, MatchReport
 from crossrank.tools.readers.execution_trace import FIRST_NESTED_SCHEMA, FLAT_SCHEMA, HostNode, is_thread_root
+from crossrank.tools.whole_file import whole_file
 
 Compression = Literal["zst", "gz", "none"]
 
@@ -113,14 +113,9 @@ class _Head(msgspec.Struct, kw_only=True):
 
 def write_linked(trace: LinkedTrace, path: Path, compression: Compression = "zst") -> None:
     """Write `trace` to `path`, whole or not at all. The same trace gives the same bytes."""
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        with temporary.open("wb") as file, _compressor(file, compression) as stream:
-            for piece in _pieces(trace):
-                stream.write(piece)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole_file(path) as temporary, temporary.open("wb") as file, _compressor(file, compression) as stream:
+        for piece in _pieces(trace):
+            stream.write(piece)
 
 
 def _compressor(file: BinaryIO, compression: Compression) -> BinaryIO:
