@@ -39,6 +39,11 @@ COMMANDS = {
         "Diagnose",
         "who is missing, mismatched or stuck; root cause before consequences",
     ),
+    "replay": (
+        "crossrank.replay.command",
+        "Replay",
+        "the communication again, without the model, measured against the recording",
+    ),
 }
 
 

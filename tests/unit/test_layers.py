@@ -14,6 +14,7 @@ FORBIDDEN = {
     GROUND: ("crossrank.instrument", "crossrank.tools", "crossrank.replay", "torch"),
     "tools": ("crossrank.instrument", "crossrank.replay", "torch"),
     "instrument": ("crossrank.tools", "crossrank.replay"),
+    "replay": ("crossrank.instrument",),
 }
 # The package resolves enable() and the rest when they are first used, and `python -m crossrank` is the tools' command.
 LAZY = {("crossrank/__init__.py", "crossrank.instrument.api"), ("crossrank/__main__.py", "crossrank.tools.cli")}
@@ -46,6 +47,11 @@ def test_imports_point_down_only() -> None:
     assert all(sources(folder) for folder in FORBIDDEN)
 
 
+def test_a_replay_is_planned_without_torch() -> None:
+    program = "import sys, crossrank.replay.command, crossrank.replay.build; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
 def test_only_interception_touches_the_dispatcher() -> None:
     users = [
         path.name
@@ -61,7 +67,7 @@ def test_the_tools_start_without_torch() -> None:
 
 
 def test_the_package_links_to_the_real_folders() -> None:
-    for folder in ("instrument", "tools"):
+    for folder in ("instrument", "tools", "replay"):
         link = ROOT / "crossrank" / folder
         assert link.is_symlink()
         assert link.resolve() == ROOT / folder

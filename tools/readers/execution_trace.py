@@ -8,6 +8,7 @@ kept as JSON text, because most of them are passed on unread.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +87,7 @@ class _Attribute(msgspec.Struct, gc=False):
     value: Any = None
 
 
-class _Node(msgspec.Struct, gc=False):
+class Node(msgspec.Struct, gc=False):
     """A node of either layout as it stands in the file."""
 
     id: int
@@ -109,8 +110,10 @@ class _Node(msgspec.Struct, gc=False):
     output_types: msgspec.Raw = _EMPTY_LIST
 
 
-class _File(msgspec.Struct):
-    nodes: list[_Node]
+class TraceFile(msgspec.Struct):
+    """The whole file."""
+
+    nodes: list[Node]
     schema: str = ""
     pid: int | None = None
     time: str | None = None
@@ -118,7 +121,7 @@ class _File(msgspec.Struct):
     finish_ts: int | None = None
 
 
-_SHAPE = Shape(what="an execution trace", content=_File, rows="nodes", row=_Node)
+_SHAPE = Shape(what="an execution trace", content=TraceFile, rows="nodes", row=Node)
 _FLAT_ATTRIBUTES = (
     b'[{"name":"rf_id","type":"uint64","value":%d},{"name":"fw_parent","type":"uint64","value":%d},'
     b'{"name":"seq_id","type":"int64","value":%d},{"name":"scope","type":"uint64","value":%d},'
@@ -134,7 +137,7 @@ def read_execution_trace(path: str) -> ExecutionTrace:
     file = document.content
     warnings = _schema_warnings(file.schema)
     odd: list[int] = []
-    nodes = [_flat(node) if node.attrs is _NO_ATTRIBUTES else _nested(node, odd) for node in file.nodes]
+    nodes = [host_node(node, odd) for node in file.nodes]
     file.nodes = []
     if not nodes:
         raise CrossrankError(f"{path}: holds no nodes at all; record a window in which the job takes a step")
@@ -151,7 +154,7 @@ def read_execution_trace(path: str) -> ExecutionTrace:
         start_ts=file.start_ts,
         finish_ts=file.finish_ts,
         nodes=nodes,
-        groups=tuple(_groups(nodes)),
+        groups=tuple(groups_of(nodes)),
         warnings=tuple(warnings),
         damage=tuple(damage),
     )
@@ -179,7 +182,12 @@ def io_texts(text: msgspec.Raw) -> tuple[str, str, str]:
     return bytes(given.values).decode(), bytes(given.shapes).decode(), bytes(given.types).decode()
 
 
-def _flat(node: _Node) -> HostNode:
+def host_node(node: Node, odd: list[int]) -> HostNode:
+    """A node of either layout in the terms of the newest; its id goes to `odd` where its attributes are broken."""
+    return _flat(node) if node.attrs is _NO_ATTRIBUTES else _nested(node, odd)
+
+
+def _flat(node: Node) -> HostNode:
     return HostNode(
         id=node.id,
         name=node.name,
@@ -203,7 +211,7 @@ def _io_text(values: msgspec.Raw, shapes: msgspec.Raw, types: msgspec.Raw) -> ms
     return msgspec.Raw(b'{"values":%b,"shapes":%b,"types":%b}' % (bytes(values), bytes(shapes), bytes(types)))
 
 
-def _nested(node: _Node, odd: list[int]) -> HostNode:
+def _nested(node: Node, odd: list[int]) -> HostNode:
     host = HostNode(
         id=node.id,
         name=node.name,
@@ -329,7 +337,8 @@ class _PgConfig(msgspec.Struct):
     group_size: int = 0
 
 
-def _groups(nodes: list[HostNode]) -> list[Group]:
+def groups_of(nodes: Iterable[HostNode]) -> list[Group]:
+    """The groups that `## process_group:init ##` nodes say."""
     groups: dict[str, Group] = {}
     for node in nodes:
         if "process_group:init" not in node.name:

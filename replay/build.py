@@ -1,0 +1,373 @@
+"""Makes one plan of what the files of all ranks say: groups under one name, calls that fit together, waits, gaps.
+
+What cannot be replayed is left out on all ranks that take part, with its reason. What contradicts itself, or has no
+counterpart on another rank, is refused, unless a partial replay is wanted: then it is left out and counted as well.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from crossrank.comm import MOST_RANKS, CommRecord, Group
+from crossrank.errors import CrossrankError
+from crossrank.replay.match import mismatches
+from crossrank.replay.plan import Call, Plan, RankPlan, is_p2p, launches
+from crossrank.replay.rank_calls import RankCalls, RecordedCall
+from crossrank.replay.schedule import place_waits
+from crossrank.replay.shapes import BrokenError, LeftOutError, complete
+from crossrank.replay.sources import KINDS, missing_ranks
+from crossrank.tools.linking.communications import named_by_address
+from crossrank.tools.tables import rank_ranges
+
+_SHOWN = 3
+_OUT_OF_RING = "it fell out of another rank's ring"
+_ALONE = "another rank of its group has no such call"
+_BROKEN = "it contradicts itself"
+
+
+@dataclass
+class Rank:
+    """One rank on its way into the plan."""
+
+    source: RankCalls
+    rank: int
+    records: list[CommRecord | None] = field(default_factory=list)
+    """Completed, by call; None where the call is left out."""
+    reasons: dict[int, str] = field(default_factory=dict)
+    """Call -> why it is left out."""
+
+
+def build(
+    sources: list[RankCalls], path: str, kind: str, *, world_size: int | None = None, partial: bool = False
+) -> Plan:
+    """The plan of a recording. Raises `CrossrankError` where its files do not make one."""
+    size = _world_size(sources, path, world_size)
+    ranks = _by_rank(sources, path, size)
+    _refuse_damage(sources, partial)
+    _refuse_different_runs(sources)
+    groups, names = _groups(ranks, size)
+    broken: list[str] = []
+    for rank in ranks:
+        for index, call in enumerate(rank.source.calls):
+            rank.records.append(_completed(rank, index, call, names, groups, broken))
+    if broken and not partial:
+        raise CrossrankError(_told(broken, "--partial leaves such calls out"))
+    _align(ranks, groups, names, partial)
+    plan = Plan(
+        source=path,
+        kind=kind,
+        world_size=size,
+        groups=[],
+        ranks=[_rank_plan(rank) for rank in ranks],
+    )
+    plan.groups = used_groups(plan.ranks, groups.values())
+    plan.notes = list(_notes(sources, plan))
+    if partial and broken:
+        plan.notes.append(_told(broken, "left out"))
+    if not any(rank.calls for rank in plan.ranks):
+        raise CrossrankError(_nothing_left(path, kind, sources, plan))
+    return plan
+
+
+def settle(plan: Plan) -> None:
+    """Place the waits of `plan` and see whether its ranks fit together. Called once it is as it will be run.
+
+    Raises `CrossrankError` with what does not fit.
+    """
+    how, walk = place_waits(plan.ranks, {group.pg: group.ranks or [] for group in plan.groups})
+    if how is not None:
+        plan.notes.append(f"waits that are not recorded are placed {how}")
+    found = mismatches(plan, walk)
+    if found:
+        raise CrossrankError(f"the ranks do not fit together: {_told(found, '--partial leaves out what has no match')}")
+
+
+def _told(found: list[str], step: str) -> str:
+    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return f"{'; '.join(found[:_SHOWN])}{more}; {step}"
+
+
+def _world_size(sources: list[RankCalls], path: str, given: int | None) -> int:
+    said = {source.world_size for source in sources if source.world_size}
+    if len(said) > 1:
+        raise CrossrankError(
+            f"{path}: the ranks are of jobs of {', '.join(map(str, sorted(said)))} ranks; name the folder of one job"
+        )
+    if said:
+        return said.pop()
+    if given is not None:
+        return given
+    highest = max((source.rank or 0 for source in sources), default=0)
+    members = [rank for source in sources for group in source.groups for rank in group.ranks or ()]
+    size = max([highest, *members], default=0) + 1
+    if size > MOST_RANKS:
+        raise CrossrankError(f"{path}: a group has a rank above {MOST_RANKS - 1}, which is a mistake; record it again")
+    return size
+
+
+def _by_rank(sources: list[RankCalls], path: str, size: int) -> list[Rank]:
+    found: dict[int, Rank] = {}
+    for source in sources:
+        rank = source.rank if source.rank is not None else 0 if len(sources) == 1 else None
+        if rank is None:
+            raise CrossrankError(f"{source.path}: neither its name nor its content tells its rank; call it rank-N")
+        if rank in found:
+            raise CrossrankError(f"{source.path} and {found[rank].source.path} are both of rank {rank}; name one job")
+        if rank >= size:
+            raise CrossrankError(f"{source.path}: rank {rank} is outside the job of {size} ranks; name one job's files")
+        found[rank] = Rank(source=source, rank=rank)
+    missing = missing_ranks(found, size)
+    if missing:
+        raise CrossrankError(
+            f"{path}: has no file of rank {missing} of {size}; add it, or let one rank's file stand for all "
+            "(--one-trace)"
+        )
+    return [found[rank] for rank in sorted(found)]
+
+
+def _refuse_damage(sources: list[RankCalls], partial: bool) -> None:
+    damaged = [f"{source.path}: {problem}" for source in sources for problem in source.problems]
+    damaged += [
+        f"{source.path}: its recorder could not keep {source.dropped} calls (TRACING_RING)"
+        for source in sources
+        if source.dropped
+    ]
+    if damaged and not partial:
+        raise CrossrankError(_told(damaged, "record it again, or replay what is left of it with --partial"))
+
+
+def _refuse_different_runs(sources: list[RankCalls]) -> None:
+    """Runs that were over before another began are not one job, whatever their names."""
+    spans = [(source.span, source) for source in sources if source.span is not None]
+    if not spans:
+        return
+    (_, first_end), early = min(spans, key=lambda entry: entry[0][1])
+    (last_start, _), late = max(spans, key=lambda entry: entry[0][0])
+    if last_start > first_end:
+        raise CrossrankError(
+            f"{early.path} ended {(last_start - first_end) / 1e9:.0f} s before {late.path} began: they are of "
+            "different runs; name the files of one"
+        )
+
+
+def _groups(ranks: list[Rank], size: int) -> tuple[dict[str, Group], dict[int, dict[str, str]]]:
+    """(groups by their name in the plan, rank -> recorded name -> name in the plan).
+
+    torch lets different ranks use one name for different groups, and old traces name groups by addresses.
+    """
+    said: dict[str, list[tuple[int, ...]]] = defaultdict(list)
+    for rank in ranks:
+        for one in rank.source.groups:
+            if one.ranks and tuple(one.ranks) not in said[one.pg]:
+                said[one.pg].append(tuple(one.ranks))
+    groups: dict[str, Group] = {}
+    names: dict[int, dict[str, str]] = {}
+    for rank in ranks:
+        mine = names[rank.rank] = {}
+        addressed: Counter[tuple[int, ...]] = Counter()
+        known = {group.pg: group for group in rank.source.groups}
+        for pg in dict.fromkeys(call.record.pg for call in rank.source.calls):
+            group = known.get(pg)
+            members = tuple(group.ranks) if group is not None and group.ranks else None
+            if members is None:
+                of_others = [ranks_of for ranks_of in said.get(pg, ()) if rank.rank in ranks_of]
+                members = of_others[0] if len(of_others) == 1 else None
+            if members is None and group is not None and group.size in (0, size) and _is_world(pg, group.desc):
+                members = tuple(range(size))
+            if members is None:
+                continue
+            if named_by_address(pg):
+                addressed[members] += 1
+                label = f"ranks {rank_ranges(members)}" + (f" #{addressed[members]}" if addressed[members] > 1 else "")
+            elif len(said[pg]) > 1:
+                label = f"{pg} of ranks {rank_ranges(members)}"
+            else:
+                label = pg
+            mine[pg] = label
+            if label not in groups:
+                desc, backend = (group.desc, group.backend) if group is not None else ("", "")
+                groups[label] = Group(pg=label, size=len(members), ranks=list(members), desc=desc, backend=backend)
+    return groups, names
+
+
+def _is_world(pg: str, desc: str) -> bool:
+    return desc in ("default_pg", "") and pg in ("0", "", "default_pg")
+
+
+def _completed(
+    rank: Rank,
+    index: int,
+    call: RecordedCall,
+    names: dict[int, dict[str, str]],
+    groups: dict[str, Group],
+    broken: list[str],
+) -> CommRecord | None:
+    record = call.record
+    label = names[rank.rank].get(record.pg)
+    try:
+        whole = complete(record, groups.get(label) if label is not None else None, rank.rank)
+    except LeftOutError as error:
+        rank.reasons[index] = str(error)
+        return None
+    except BrokenError as error:
+        number = record.p2p_seq if is_p2p(record) else record.seq
+        broken.append(
+            f"{rank.source.path}: rank {rank.rank}, call {record.id} ({record.op} #{number} on {record.pg!r}): {error}"
+        )
+        rank.reasons[index] = _BROKEN
+        return None
+    assert label is not None
+    return msgspec.structs.replace(whole, pg=label)
+
+
+Lane = dict[int, list[tuple["int | None", int]]]
+"""Side (a member, or an end of a pair) -> (number, call) of its calls there, in order."""
+
+
+def _align(ranks: list[Rank], groups: dict[str, Group], names: dict[int, dict[str, str]], partial: bool) -> None:
+    """Leave out, on all ranks, what is left out on one, and what cannot have a counterpart."""
+    numbered = all(rank.source.numbered for rank in ranks)
+    lanes: dict[tuple[object, ...], Lane] = {}
+    for rank in ranks:
+        for index, call in enumerate(rank.source.calls):
+            # A call that is left out still takes its place among the others.
+            record, label = call.record, names[rank.rank].get(call.record.pg)
+            if label is None:
+                continue  # a group that nobody defined: the call is left out already
+            number, members = record.seq, groups[label].ranks or []
+            key: tuple[object, ...] = (label,)
+            if is_p2p(record):
+                if record.peer is None:
+                    continue
+                number, members = record.p2p_seq, [rank.rank, record.peer]
+                ends = members if record.op == "send" else members[::-1]
+                key = (label, *ends, record.tag or 0)
+            # A member without a call has an empty list.
+            lane = lanes.setdefault(key, {member: [] for member in members})
+            lane.setdefault(rank.rank, []).append((number, index))
+    by_rank = {rank.rank: rank for rank in ranks}
+    for lane in lanes.values():
+        late = {member for member in lane if by_rank[member].source.starts_late}
+        use_numbers = numbered and all(_rising(calls) for calls in lane.values())
+        if not use_numbers:
+            _number_by_order(lane, late)
+        _leave_out_unmatched(lane, by_rank, late, partial)
+
+
+def _rising(calls: list[tuple[int | None, int]]) -> bool:
+    numbers = [number for number, _ in calls]
+    return None not in numbers and len(set(numbers)) == len(numbers)
+
+
+def _number_by_order(lane: Lane, late: Collection[int]) -> None:
+    """Number calls from the first one, or, where beginnings are lost, from the last one."""
+    for calls in lane.values():
+        shift = -len(calls) if late else 0
+        calls[:] = [(place + shift, index) for place, (_, index) in enumerate(calls)]
+
+
+def _leave_out_unmatched(lane: Lane, ranks: dict[int, Rank], late: Collection[int], partial: bool) -> None:
+    common = set.intersection(*({number for number, _ in calls} for calls in lane.values()))
+    out = {
+        number: ranks[member].reasons[index]
+        for member, calls in lane.items()
+        for number, index in calls
+        if index in ranks[member].reasons
+    }
+    for member, calls in lane.items():
+        seen_common = False
+        for number, index in calls:
+            reason = out.get(number)
+            if number in common:
+                seen_common = True
+            elif reason is None and not seen_common and any(other != member for other in late):
+                reason = _OUT_OF_RING
+            elif reason is None and partial:
+                reason = _ALONE
+            if reason is not None:
+                ranks[member].reasons.setdefault(index, reason)
+                ranks[member].records[index] = None
+
+
+def _rank_plan(rank: Rank) -> RankPlan:
+    source = rank.source
+    plan = RankPlan(rank=rank.rank, calls=[], source=source.path)
+    kept_before = [0]
+    for record in rank.records:
+        kept_before.append(kept_before[-1] + (record is not None))
+    previous: RecordedCall | None = None
+    for index, (call, record) in enumerate(zip(source.calls, rank.records, strict=True)):
+        if record is None:
+            plan.leave_out(rank.reasons[index], [call.record])
+            continue
+        mine = len(plan.calls)
+        wait = -1 if call.wait_before is None else max(kept_before[min(call.wait_before, len(source.calls))], mine + 1)
+        gap, from_return = _gap(previous, call) if source.timed else (0, False)
+        plan.calls.append(
+            Call(
+                record=record,
+                wait_before=wait,
+                gap_ns=gap,
+                gap_from_return=from_return,
+                took_ns=call.took_ns,
+                began_ns=call.began_ns,
+            )
+        )
+        previous = call
+    _whole_batches(plan.calls)
+    return plan
+
+
+def _gap(previous: RecordedCall | None, call: RecordedCall) -> tuple[int, bool]:
+    if previous is None:
+        return 0, False
+    if previous.returned_ns is not None and previous.returned_ns <= call.record.t:
+        return call.record.t - previous.returned_ns, True
+    return max(0, call.record.t - previous.record.t), False
+
+
+def _whole_batches(calls: list[Call]) -> None:
+    """Calls of one launch are waited for together."""
+    for first, end in launches(calls):
+        if end - first > 1 and any(calls[index].wait_before >= 0 for index in range(first, end)):
+            latest = max(end, *(calls[index].wait_before for index in range(first, end)))
+            for index in range(first, end):
+                calls[index].wait_before = latest
+
+
+def used_groups(ranks: Iterable[RankPlan], groups: Iterable[Group]) -> list[Group]:
+    """Those of `groups` that a call names; the world first, then as they are used."""
+    used = {call.record.pg for rank in ranks for call in rank.calls}
+    return sorted((group for group in groups if group.pg in used), key=lambda group: (-group.size, group.ranks or []))
+
+
+def _notes(sources: list[RankCalls], plan: Plan) -> Iterable[str]:
+    for text, count in Counter(note for source in sources for note in source.notes).items():
+        yield text if count == 1 else f"{text} ({count} times)"
+    lost = sum(source.waits_without_call for source in sources)
+    if lost:
+        yield f"{lost} recorded wait(s) are for calls from before the trace and are not replayed"
+    waits = sum(source.waits for source in sources)
+    if waits:
+        yield f"{waits} recorded wait(s) stand where they were"
+    if any(source.filtered for source in sources):
+        yield "the recording holds only what crosses nodes; record with TRACING=ALL to have the rest"
+    if not all(source.timed for source in sources):
+        yield f"{KINDS[plan.kind].what} have no times: there are no gaps to keep"
+
+
+def _nothing_left(path: str, kind: str, sources: list[RankCalls], plan: Plan) -> str:
+    coverage = plan.coverage()
+    if not coverage.recorded_calls:
+        tail = (
+            "record with TRACING=ALL to have what stays inside a node"
+            if any(s.filtered for s in sources)
+            else ("was the window long enough, and did the job communicate?")
+        )
+        return f"{path}: the {KINDS[kind].what} hold no communication; {tail}"
+    reasons = ", ".join(f"{count} for {reason}" for reason, count in coverage.reasons.items())
+    return f"{path}: none of {coverage.recorded_calls} calls can be replayed ({reasons})"

@@ -1,0 +1,238 @@
+"""`crossrank replay`, and `python -m crossrank.replay` under a launcher: the same options, the same output."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from crossrank.errors import CrossrankError
+from crossrank.replay import options, sources
+from crossrank.replay.build import build, settle
+from crossrank.replay.launcher import Place, find_place
+from crossrank.replay.one_trace import spread
+from crossrank.replay.pace import parse_pace
+from crossrank.replay.plan import Plan, load_plan, save_plan
+from crossrank.replay.report import Report, make_report, print_plan, print_report, to_json, write_report
+from crossrank.replay.resize import resize
+from crossrank.replay.results import RankResult
+from crossrank.replay.settings import Settings
+from crossrank.replay.states import Failed, print_states
+from crossrank.replay.sweep import Combination, finished, parse_sweeps, print_sweep, set_stamp, stamp
+from crossrank.replay.transform import first_calls, only_groups, only_operations, scale_bytes, with_dtype
+from crossrank.tools.commands.link import complain, progress
+
+if TYPE_CHECKING:
+    from crossrank.replay.launched import Lead
+
+_WORTH_PROCESSES = 20_000_000
+"""Bytes of traces below which starting processes takes longer than reading."""
+_MOST_LOCAL = 256
+"""Processes that one machine is asked to start; a launcher starts more."""
+
+
+class Replay:
+    """Replay the communication of a recording, a trace or a plan with torch.distributed, without the model, and
+    measure it: on this machine with one process per rank, or under torchrun, srun or mpirun as
+    `torchrun … -m crossrank.replay TRACE`. Exit code 0: done. 1: a rank failed, a result is wrong, or --strict and
+    something was left out. 2: the input could not be used, told before any process is started."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        options.add_arguments(parser)
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        options.check(arguments)
+        place = find_place(os.environ, arguments.master_ip, arguments.master_port)
+        if place is not None and place.world_size == 1:
+            place = None
+        combinations = parse_sweeps(arguments.sweep) or [Combination({}, {})]
+        if place is None or arguments.dry_run:
+            return _lead(arguments, combinations, None) if place is None or place.rank == 0 else 0
+        _check_launched(arguments, combinations, place)
+        from crossrank.replay.launched import Lead, serve
+
+        if place.rank > 0:
+            return serve(place, arguments.timeout)
+        return _lead(arguments, combinations, Lead(place, arguments.timeout))
+
+
+def _check_launched(arguments: argparse.Namespace, combinations: list[Combination], place: Place) -> None:
+    if arguments.nproc is not None and arguments.nproc != place.world_size:
+        raise CrossrankError(
+            f"--nproc {arguments.nproc}, but {place.launcher} started {place.world_size} ranks; leave --nproc out"
+        )
+    swept = {name for one in combinations for name in one.variables}
+    if swept or any("nproc" in one.options for one in combinations):
+        raise CrossrankError(
+            f"--sweep {', '.join(sorted(swept or {'nproc'}))}: variables and the number of ranks are set when "
+            f"processes start, which {place.launcher} does; start one replay per value"
+        )
+
+
+def _lead(arguments: argparse.Namespace, combinations: list[Combination], lead: Lead | None) -> int:
+    """Read, plan, run and report; everything but the work of the other ranks under a launcher."""
+    recorded = _read(arguments)
+    digest = hashlib.sha256(msgspec.json.encode(recorded)).hexdigest()
+    outcomes: list[tuple[Combination, Report | str]] = []
+    codes = []
+    swept = bool(arguments.sweep)
+    for number, one in enumerate(combinations):
+        given = options.with_values(arguments, one.options)
+        folder = Path(arguments.output, one.name) if arguments.output is not None and swept else None
+        made_of = stamp(_words(given, one), digest)
+        known = finished(folder, made_of) if folder is not None else None
+        if known is not None:
+            outcomes.append((one, known))
+            print(f"{one.name}: done before, in {folder}", file=sys.stderr)
+            continue
+        try:
+            plan = _planned(recorded, given, lead.place.world_size if lead is not None else None)
+        except CrossrankError as error:
+            if not swept:
+                raise
+            outcomes.append((one, str(error)))
+            codes.append(2)
+            continue
+        if arguments.save_plan is not None and number == 0:
+            save_plan(plan, arguments.save_plan)
+        if not arguments.json:
+            print_plan(plan)
+        if arguments.dry_run:
+            codes.append(1 if arguments.strict and not plan.coverage().complete else 0)
+            continue
+        settings = _settings(given)
+        try:
+            results = _run(plan, settings, one.variables, lead)
+        except Failed as failed:
+            complain(f"{failed}: {failed.summary()}")
+            print_states(failed.states, plan)
+            outcomes.append((one, failed.summary()))
+            codes.append(1)
+            if lead is not None:
+                break
+            continue
+        code, report = _told(plan, settings, results, given, one, folder)
+        codes.append(code)
+        if folder is not None:
+            set_stamp(folder, made_of)
+        outcomes.append((one, report))
+    if lead is not None:
+        lead.end()
+    if swept and not arguments.dry_run:
+        print_sweep(outcomes)
+    return max(codes, default=0)
+
+
+def _read(arguments: argparse.Namespace) -> Plan:
+    """The plan as recorded, before anything is changed in it."""
+    path: str = arguments.trace
+    is_file = os.path.isfile(path)
+    if is_file and sources.kind_of_file(path)[0] == sources.PLAN:
+        return load_plan(path)
+    found = sources.find(path, arguments.trace_type)
+    jobs = arguments.jobs or min(os.cpu_count() or 1, len(found.inputs))
+    size = sum(os.path.getsize(one.path) for one in found.inputs if os.path.exists(one.path))
+    jobs = jobs if arguments.jobs or size > _WORTH_PROCESSES else 1
+    ranks = progress("reading", len(found.inputs), lambda done: sources.read(found, jobs, done))
+    if arguments.one_trace:
+        ranks = spread(ranks[0], arguments.world_size)
+    plan = build(ranks, path, found.kind, world_size=arguments.world_size, partial=arguments.partial)
+    plan.notes += found.skipped
+    return plan
+
+
+def _words(arguments: argparse.Namespace, one: Combination) -> list[str]:
+    """What of the command line a result depends on."""
+    ignored = ("output", "json", "run", "command", "sweep", "jobs", "save_plan", "dry_run", "strict")
+    words = [f"{name}={value}" for name, value in sorted(vars(arguments).items()) if name not in ignored]
+    return words + [f"{name}={value}" for name, value in sorted(one.variables.items())]
+
+
+def _planned(recorded: Plan, given: argparse.Namespace, launched: int | None) -> Plan:
+    """The plan with all that was asked for done to it, settled."""
+    plan = msgspec.json.decode(msgspec.json.encode(recorded), type=Plan)
+    if given.ops:
+        plan = only_operations(plan, given.ops.split(","))
+    if given.pgs:
+        plan = only_groups(plan, given.pgs.split(","))
+    if given.max_calls is not None:
+        plan = first_calls(plan, given.max_calls)
+    if given.dtype:
+        plan = with_dtype(plan, given.dtype)
+    plan = scale_bytes(plan, given.scale_bytes)
+    plan = resize(plan, given.nproc or launched or plan.world_size)
+    if not any(rank.calls for rank in plan.ranks):
+        reasons = ", ".join(f"{count} call(s) {reason}" for reason, count in plan.coverage().reasons.items())
+        raise CrossrankError(f"{plan.source}: nothing is left to replay ({reasons})")
+    if parse_pace(given.pace).scale and not any(call.gap_ns for rank in plan.ranks for call in rank.calls):
+        raise CrossrankError(
+            f"--pace {given.pace}: {plan.source} has no times to keep; replay a recording, Kineto or linked traces"
+        )
+    settle(plan)
+    return plan
+
+
+def _settings(given: argparse.Namespace) -> Settings:
+    from crossrank.replay.worker import check_backend
+
+    backend, device = check_backend(given.backend, given.device)
+    return Settings(
+        backend=backend,
+        device=device,
+        warmup=given.warmup,
+        repeats=given.repeat,
+        pace=given.pace,
+        check=given.check,
+        timeout_s=given.timeout,
+        record=given.record,
+    )
+
+
+def _run(plan: Plan, settings: Settings, variables: Mapping[str, str], lead: Lead | None) -> list[RankResult]:
+    if lead is not None:
+        return lead.run(plan, settings)
+    if plan.world_size > _MOST_LOCAL:
+        raise CrossrankError(
+            f"{plan.world_size} ranks are too many processes for one machine; start them with torchrun, srun or "
+            "mpirun, or choose fewer with --nproc"
+        )
+    from crossrank.replay.local import run_local
+
+    return run_local(plan, settings, variables)
+
+
+def _told(
+    plan: Plan,
+    settings: Settings,
+    results: list[RankResult],
+    given: argparse.Namespace,
+    one: Combination,
+    folder: Path | None,
+) -> tuple[int, Report]:
+    """(exit code, report) of a replay that came to its end; prints and writes it."""
+    changes = {
+        "--nproc": str(given.nproc) if given.nproc else None,
+        "--scale-bytes": f"{given.scale_bytes:g}" if given.scale_bytes != 1 else None,
+        "--dtype": given.dtype,
+        "--ops": given.ops,
+        "--pgs": given.pgs,
+        "--max-calls": str(given.max_calls) if given.max_calls is not None else None,
+    }
+    what_if = {name: value for name, value in changes.items() if value}
+    report, measured = make_report(plan, settings, results, what_if=what_if, variables=one.variables)
+    if given.json and not given.sweep:
+        sys.stdout.write(to_json(report).decode())
+    elif not given.json:
+        print_report(report)
+    target = folder if folder is not None else given.output
+    if target is not None:
+        paths = write_report(str(target), report, plan, measured)
+        print(f"wrote {', '.join(paths)}", file=sys.stderr if given.json else sys.stdout)
+    wrong = report.check is not None and bool(report.check.failures)
+    return int(wrong or (given.strict and not report.coverage.complete)), report

@@ -1,0 +1,121 @@
+"""Starts a replay's processes on this machine, and ends them all when one fails: no launcher is needed.
+
+The processes are forked from one that has imported torch already, so that a rank costs milliseconds to start.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from typing import cast
+
+from torch.distributed import TCPStore
+
+from crossrank.replay.meeting import FINISHED, Meeting
+from crossrank.replay.plan import Plan
+from crossrank.replay.results import RankResult
+from crossrank.replay.settings import Settings
+from crossrank.replay.states import Failed, State
+
+_GRACE_S = 3.0
+"""How long the other ranks have to tell where they are, after one has failed."""
+
+
+def run_local(plan: Plan, settings: Settings, environment: Mapping[str, str] | None = None) -> list[RankResult]:
+    """Run `plan` with one process per rank. `environment` is added to theirs.
+
+    Raises `Failed` with the state of every rank where one of them died, failed or hung.
+    """
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=settings.timeout_s)
+    )
+    meeting = Meeting(store, plan.world_size)
+    meeting.send_plan(plan, settings)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["crossrank.replay.worker"])
+    processes: list[BaseProcess] = [
+        context.Process(
+            target=_rank,
+            args=(rank, plan.world_size, store.port, settings.timeout_s, dict(environment or {})),
+            name=f"rank {rank}",
+            daemon=True,
+        )
+        for rank in range(plan.world_size)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        return _results(meeting, processes)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+        for process in processes:
+            if process.pid is not None:
+                process.join()
+
+
+def _results(meeting: Meeting, processes: list[BaseProcess]) -> list[RankResult]:
+    alive = dict(enumerate(processes))
+    while alive:
+        ready = wait([process.sentinel for process in alive.values()], timeout=0.05)
+        if meeting.has_all_results():
+            results = meeting.results()
+            meeting.store.set(FINISHED, "1")
+            deadline = time.monotonic() + _GRACE_S
+            for process in processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+            return results
+        ended = {rank: process for rank, process in alive.items() if process.sentinel in ready}
+        if ended:
+            _fail(meeting, processes)
+    raise AssertionError("unreachable")
+
+
+def _fail(meeting: Meeting, processes: list[BaseProcess]) -> None:
+    """Collect where every rank is, and raise."""
+    meeting.abort()
+    deadline = time.monotonic() + _GRACE_S
+    while time.monotonic() < deadline and any(process.is_alive() for process in processes):
+        wait([process.sentinel for process in processes if process.is_alive()], timeout=0.1)
+    states = meeting.states()
+    for rank, process in enumerate(processes):
+        state = states.setdefault(rank, State(phase="starting"))
+        code = process.exitcode
+        if code is not None and code < 0 and not state.error:
+            state.error = f"killed by signal {-code}"
+        elif code not in (None, 0, 1) and not state.error:
+            state.error = f"exited with {code}"
+    raise Failed(states)
+
+
+def _rank(rank: int, world_size: int, port: int, timeout_s: float, environment: dict[str, str]) -> None:
+    """Runs in a process of its own."""
+    from crossrank.replay.worker import run_rank
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent as well, which ends all
+    threading.Thread(target=_end_with_parent, name="crossrank-parent", daemon=True).start()
+    os.environ.update(
+        environment, RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
+    )
+    timeout = timedelta(seconds=timeout_s)
+    first, second = (TCPStore("127.0.0.1", port, is_master=False, timeout=timeout) for _ in range(2))
+    code, _ = run_rank(rank, rank, Meeting(first, world_size), Meeting(second, world_size))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of a backend that failed may keep an interpreter from ending.
+    os._exit(code)
+
+
+def _end_with_parent() -> None:
+    parent = cast("BaseProcess", multiprocessing.parent_process())
+    wait([parent.sentinel])
+    os._exit(1)

@@ -1,0 +1,120 @@
+"""Where the processes of a replay meet: a key-value store, over which the plan goes out and the results come back.
+
+The store is torch's TCPStore. Of a replay on one machine the process that the user started hosts it, under torchrun
+the agent does, elsewhere rank 0. Each rank keeps its state there, so that one that dies or hangs can be told of.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TypeVar
+
+import msgspec
+import zstandard
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from crossrank.comm import Group
+from crossrank.errors import CrossrankError, one_line
+from crossrank.replay.launcher import Place
+from crossrank.replay.plan import Call, Plan
+from crossrank.replay.results import RankResult
+from crossrank.replay.settings import Settings
+from crossrank.replay.states import State
+
+ABORT = "abort"
+FINISHED = "finished"
+
+Content = TypeVar("Content")
+
+
+class Errand(msgspec.Struct, kw_only=True):
+    """What one rank is sent."""
+
+    settings: Settings = Settings(backend="", device="")
+    groups: list[Group] = []
+    """All of the plan."""
+    calls: list[Call] = []
+    world_size: int = 0
+    ends: bool = False
+    """There is nothing more to do: the process may go."""
+
+
+def host_store(place: Place, timeout_s: float) -> TCPStore:
+    """The store, hosted by this process where it is rank 0. Raises `CrossrankError` where that cannot be."""
+    hosting = place.rank == 0 and not place.agent_store
+    try:
+        return TCPStore(
+            place.host,
+            place.port,
+            is_master=hosting,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        text = one_line(error)
+        if hosting and ("in use" in text.lower() or "EADDRINUSE" in text):
+            raise CrossrankError(
+                f"port {place.port} of {place.host} is in use; set MASTER_PORT (or --master-port) to a free one"
+            ) from error
+        raise CrossrankError(
+            f"rank {place.rank} found no rank 0 at {place.host}:{place.port} within {timeout_s:g} s; "
+            "see what rank 0 says, or set MASTER_ADDR and MASTER_PORT"
+        ) from error
+
+
+class Meeting:
+    """The store with the names that a replay uses in it."""
+
+    def __init__(self, store: Store, world_size: int, turn: int = 0) -> None:
+        """`turn` numbers the replays that share a store."""
+        self.store = PrefixStore(f"crossrank/{turn}", store)
+        self.world_size = world_size
+
+    def send_plan(self, plan: Plan, settings: Settings) -> None:
+        """Give every rank its part."""
+        for rank in plan.ranks:
+            errand = Errand(settings=settings, groups=plan.groups, calls=rank.calls, world_size=plan.world_size)
+            self._put(f"errand/{rank.rank}", errand)
+
+    def send_end(self) -> None:
+        """Tell every rank but 0 that there is nothing more to do."""
+        for rank in range(1, self.world_size):
+            self._put(f"errand/{rank}", Errand(ends=True))
+
+    def errand(self, rank: int) -> Errand:
+        """What `rank` has to do; waits for it."""
+        return self._get(f"errand/{rank}", Errand)
+
+    def put_state(self, rank: int, state: State) -> None:
+        self._put(f"state/{rank}", state)
+
+    def states(self) -> dict[int, State]:
+        """The last state of every rank that has told one."""
+        return {
+            rank: self._get(f"state/{rank}", State)
+            for rank in range(self.world_size)
+            if self.store.check([f"state/{rank}"])
+        }
+
+    def put_result(self, rank: int, result: RankResult) -> None:
+        self._put(f"result/{rank}", result)
+
+    def results(self) -> list[RankResult]:
+        """The results of all ranks; waits for them."""
+        return [self._get(f"result/{rank}", RankResult) for rank in range(self.world_size)]
+
+    def has_all_results(self) -> bool:
+        return self.store.check([f"result/{rank}" for rank in range(self.world_size)])
+
+    def abort(self) -> None:
+        """Tell all ranks to say where they are, and to end."""
+        self.store.set(ABORT, "1")
+
+    def aborted(self) -> bool:
+        return self.store.check([ABORT])
+
+    def _put(self, key: str, value: object) -> None:
+        self.store.set(key, zstandard.compress(msgspec.msgpack.encode(value)))  # type: ignore[arg-type]
+
+    def _get(self, key: str, content: type[Content]) -> Content:
+        return msgspec.msgpack.decode(zstandard.decompress(self.store.get(key)), type=content)

@@ -1,0 +1,116 @@
+"""The options of `crossrank replay`, with the names that PARAM's users know beside ours."""
+
+from __future__ import annotations
+
+import argparse
+
+from crossrank.comm import MOST_RANKS
+from crossrank.errors import CrossrankError
+from crossrank.replay.pace import parse_pace
+from crossrank.replay.sources import KINDS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("trace", nargs="?", help="a recording, a folder of traces of all ranks, one file, or a plan")
+    what = parser.add_argument_group("what is read")
+    what.add_argument("--trace-path", metavar="PATH", help="the trace, as PARAM's users write it")
+    what.add_argument(
+        "--trace-type", choices=sorted(KINDS), help="the kind of files to read (default: which says most)"
+    )
+    what.add_argument(
+        "--partial", action="store_true", help="leave out, counted, what is damaged or has no match on other ranks"
+    )
+    what.add_argument("--strict", action="store_true", help="exit 1 when anything recorded is not replayed")
+    what.add_argument(
+        "--one-trace", "--use-one-trace", action="store_true", help="let one rank's file stand for all ranks"
+    )
+    what.add_argument("--world-size", type=int, metavar="N", help="ranks of the recorded job, where no file says it")
+    change = parser.add_argument_group("what if")
+    change.add_argument("--nproc", type=int, metavar="N", help="replay with N ranks (default: as many as recorded)")
+    change.add_argument("--scale-bytes", type=float, default=1.0, metavar="F", help="messages F times as large")
+    change.add_argument("--dtype", metavar="TYPE", help="all elements of this type: bfloat16, float32, …")
+    change.add_argument(
+        "--ops", "--allow-ops", "--allow-list", metavar="LIST", help="only these operations: all_reduce,all_gather"
+    )
+    change.add_argument("--pgs", metavar="LIST", help="only calls on these groups, by name or description")
+    change.add_argument("--max-calls", "--max-msg-cnt", type=int, metavar="N", help="the first N calls of each rank")
+    change.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="NAME=V,V",
+        help="replay for every value of an option or of an environment variable (scale-bytes=0.5,1,2 or "
+        "NCCL_ALGO=Ring,Tree); several make all combinations; what is done already is not done again (-o)",
+    )
+    run = parser.add_argument_group("how it runs")
+    run.add_argument("--backend", help="nccl, gloo, … (default: nccl where there are GPUs, else gloo)")
+    run.add_argument("--device", help="cpu or cuda")
+    run.add_argument(
+        "--pace",
+        metavar="PACE",
+        help="between calls: fast (default), recorded = leave the recorded gaps, compute = keep the device busy in "
+        "them, or a factor on them (0.5)",
+    )
+    run.add_argument("--use-timestamp", dest="pace", action="store_const", const="recorded", help=argparse.SUPPRESS)
+    run.add_argument("--warmup", "--warmup-iter", type=int, default=2, metavar="N", help="passes not measured (2)")
+    run.add_argument("--repeat", "--num-replays", type=int, default=5, metavar="N", help="passes measured (5)")
+    run.add_argument("--check", action="store_true", help="verify the results of every call (slower, not timed)")
+    run.add_argument(
+        "--timeout",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="end when a rank makes no progress for S s (120)",
+    )
+    run.add_argument("--record", metavar="DIR", help="record the measured passes with crossrank into DIR")
+    run.add_argument("--master-ip", metavar="HOST", help="where rank 0 is, where the launcher does not say it")
+    run.add_argument("--master-port", type=int, metavar="PORT", help="its port (29500)")
+    run.add_argument("--jobs", type=int, default=0, metavar="N", help="processes that read (default: one per core)")
+    out = parser.add_argument_group("what is written")
+    out.add_argument(
+        "-o",
+        "--output",
+        "--output-path",
+        metavar="DIR",
+        help="write replay.json, .csv and .html into DIR",
+    )
+    out.add_argument("--json", action="store_true", help="print the report as JSON")
+    out.add_argument("--save-plan", metavar="FILE", help="write the plan, which can be replayed in place of the trace")
+    out.add_argument("--dry-run", action="store_true", help="make and match the plan, and replay nothing")
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Refuse values that cannot be, and give both names of the trace one meaning."""
+    path = arguments.trace or arguments.trace_path
+    if path is None or (arguments.trace and arguments.trace_path):
+        raise CrossrankError("name one trace: a recording, a folder of traces, a file or a plan")
+    arguments.trace, arguments.trace_path = path, None
+    for name, lowest in (("warmup", 0), ("repeat", 1), ("nproc", 1), ("world_size", 1), ("max_calls", 1), ("jobs", 0)):
+        value = getattr(arguments, name)
+        if value is not None and not lowest <= value <= MOST_RANKS:
+            raise CrossrankError(f"--{name.replace('_', '-')} {value} is below {lowest} or beyond reason")
+    if not 0 < arguments.timeout <= 1e6:
+        raise CrossrankError(f"--timeout {arguments.timeout:g} is not a number of seconds above 0")
+    if arguments.master_port is not None and not 0 < arguments.master_port < 1 << 16:
+        raise CrossrankError(f"--master-port {arguments.master_port} is not a port from 1 to 65535")
+    _check_pace(arguments)
+
+
+def with_values(arguments: argparse.Namespace, values: dict[str, str]) -> argparse.Namespace:
+    """`arguments` with the values that a sweep gives. Raises `CrossrankError` for one that cannot be."""
+    given = argparse.Namespace(**vars(arguments))
+    for name, value in values.items():
+        try:
+            setattr(given, name.replace("-", "_"), _NUMBERS.get(name, str)(value))
+        except ValueError:
+            raise CrossrankError(f"--sweep {name}: {value!r} is no number") from None
+    check(given)
+    return given
+
+
+_NUMBERS: dict[str, type[float] | type[int]] = {"scale-bytes": float, "nproc": int, "max-calls": int}
+
+
+def _check_pace(arguments: argparse.Namespace) -> None:
+    arguments.pace = arguments.pace or "fast"
+    parse_pace(arguments.pace)

@@ -1,0 +1,203 @@
+"""What is replayed: the calls of every rank with their waits and gaps, and what of the recording cannot be.
+
+A plan is data: it is made by `build`, changed by `transform` and `resize`, saved and loaded here, run by `worker`.
+Nothing in it needs torch. On disk it is JSON, zstd-compressed where the name ends with `.zst`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import zstandard
+
+from crossrank.comm import OPERATIONS, CommRecord, Group
+from crossrank.errors import CrossrankError, one_line
+from crossrank.recording import Damage, read_chunks
+from crossrank.tools.whole_file import whole_file
+
+SCHEMA = "crossrank-plan 1"
+
+
+class Call(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
+    """One call of one rank."""
+
+    record: CommRecord
+    """As recorded, but for `pg`, which is the name of a group of the plan, the same on all ranks."""
+    wait_before: int
+    """The rank waits for the call before it launches its call of this index: the next one = at once, the number of
+    calls = at the end."""
+    gap_ns: int = 0
+    """Recorded time between the launch of the call before (its return, where `gap_from_return`) and this launch."""
+    gap_from_return: bool = False
+    took_ns: int | None = None
+    """Recorded time from the begin of the communication to its end, on this rank; None where it is not recorded."""
+    began_ns: int | None = None
+    """When it began, ns since 1970; None where that is not recorded."""
+
+
+class LeftOut(msgspec.Struct, kw_only=True):
+    """Recorded calls that are not replayed, for one reason."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
+class RankPlan(msgspec.Struct, kw_only=True):
+    """What one rank does."""
+
+    rank: int
+    calls: list[Call]
+    left_out: dict[str, LeftOut] = {}
+    """By reason."""
+    source: str = ""
+    """The file that it was read from."""
+
+    def leave_out(self, reason: str, records: Iterable[CommRecord]) -> None:
+        row = self.left_out.setdefault(reason, LeftOut())
+        for record in records:
+            row.calls += 1
+            row.bytes += record.bytes
+
+
+class Coverage(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of the recorded communication is replayed, over all ranks."""
+
+    calls: int
+    recorded_calls: int
+    bytes: int
+    recorded_bytes: int
+    reasons: dict[str, int]
+    """Why calls were left out -> how many."""
+
+    @property
+    def share_of_calls(self) -> float:
+        return self.calls / self.recorded_calls if self.recorded_calls else 1.0
+
+    @property
+    def share_of_bytes(self) -> float:
+        return self.bytes / self.recorded_bytes if self.recorded_bytes else 1.0
+
+    @property
+    def complete(self) -> bool:
+        return not self.reasons
+
+
+class Plan(msgspec.Struct, kw_only=True):
+    """What all ranks do."""
+
+    source: str
+    """The path that was given."""
+    kind: str
+    """What was read: a key of `sources.KINDS`."""
+    world_size: int
+    groups: list[Group]
+    """Every group that is used, once. All ranks make them in this order."""
+    ranks: list[RankPlan]
+    """By rank, one for each rank of the world."""
+    notes: list[str] = []
+    """What was inferred or changed on the way here."""
+    schema: str = SCHEMA
+
+    def coverage(self) -> Coverage:
+        calls = sum(len(rank.calls) for rank in self.ranks)
+        size = sum(call.record.bytes for rank in self.ranks for call in rank.calls)
+        left = [row for rank in self.ranks for row in rank.left_out.values()]
+        reasons: Counter[str] = Counter()
+        for rank in self.ranks:
+            for reason, row in rank.left_out.items():
+                reasons[reason] += row.calls
+        return Coverage(
+            calls=calls,
+            recorded_calls=calls + sum(row.calls for row in left),
+            bytes=size,
+            recorded_bytes=size + sum(row.bytes for row in left),
+            reasons=dict(reasons.most_common()),
+        )
+
+    def group(self, pg: str) -> Group:
+        """The group of that name. Raises KeyError for a name that the plan lacks."""
+        for group in self.groups:
+            if group.pg == pg:
+                return group
+        raise KeyError(pg)
+
+
+def launches(calls: list[Call]) -> list[tuple[int, int]]:
+    """(first, one past the last) of the calls that go out as one launch: one call, or those of one batch in a row.
+
+    >>> def call(id, batch=None):
+    ...     record = CommRecord(id=id, op="send", c10d="send", pg="0", bytes=4, t=0, batch=batch)
+    ...     return Call(record=record, wait_before=3)
+    >>> launches([call(0), call(1, batch=1), call(2, batch=1)])
+    [(0, 1), (1, 3)]
+    """
+    found: list[tuple[int, int]] = []
+    for index, call in enumerate(calls):
+        batch = call.record.batch
+        if found and batch is not None and calls[found[-1][0]].record.batch == batch:
+            found[-1] = (found[-1][0], index + 1)
+        else:
+            found.append((index, index + 1))
+    return found
+
+
+def is_p2p(record: CommRecord) -> bool:
+    row = OPERATIONS.get(record.op)
+    return row is not None and row.p2p
+
+
+def save_plan(plan: Plan, path: str | Path) -> None:
+    """Write `plan` to `path`. Raises `CrossrankError` where that cannot be."""
+    data = msgspec.json.encode(plan)
+    if str(path).endswith(".zst"):
+        data = zstandard.compress(data)
+    try:
+        with whole_file(Path(path)) as temporary:
+            temporary.write_bytes(data)
+    except OSError as error:
+        raise CrossrankError(f"{path}: the plan cannot be written ({one_line(error)}); name another file") from error
+
+
+def load_plan(path: str) -> Plan:
+    """The plan in `path`, plain, gzip or zstd. Raises `CrossrankError` where it holds none."""
+    damage = Damage(path)
+    data = b"".join(read_chunks(path, damage))
+    if damage.problems:
+        raise CrossrankError(f"{path}: {damage.problems[0]}; save the plan anew")
+    try:
+        plan = msgspec.json.decode(data, type=Plan)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CrossrankError(f"{path}: is no plan of crossrank ({one_line(error)}); save the plan anew") from error
+    if plan.schema != SCHEMA:
+        raise CrossrankError(f"{path}: written as {plan.schema!r}, read as {SCHEMA!r}; make the plan anew")
+    check_plan(plan, path)
+    return plan
+
+
+def check_plan(plan: Plan, path: str) -> None:
+    """Raise `CrossrankError` where `plan`, which may have been written by hand, contradicts itself."""
+
+    def wrong(what: str) -> CrossrankError:
+        return CrossrankError(f"{path}: {what}; make the plan anew")
+
+    members: dict[str, list[int]] = {}
+    for group in plan.groups:
+        if group.pg in members:
+            raise wrong(f"group {group.pg!r} stands twice")
+        if not group.ranks or len(set(group.ranks)) != len(group.ranks):
+            raise wrong(f"group {group.pg!r} has no members, or one of them twice")
+        if not all(0 <= rank < plan.world_size for rank in group.ranks):
+            raise wrong(f"group {group.pg!r} has a member outside the {plan.world_size} ranks")
+        members[group.pg] = group.ranks
+    if [rank.rank for rank in plan.ranks] != list(range(plan.world_size)):
+        raise wrong(f"its ranks are not 0 to {plan.world_size - 1}")
+    for rank in plan.ranks:
+        for index, call in enumerate(rank.calls):
+            what = f"call {index} of rank {rank.rank} ({call.record.op})"
+            if rank.rank not in members.get(call.record.pg, ()):
+                raise wrong(f"{what} is on group {call.record.pg!r}, of which the rank is no member")
+            if not index < call.wait_before <= len(rank.calls):
+                raise wrong(f"{what} is waited for before call {call.wait_before}, which cannot be")

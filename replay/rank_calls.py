@@ -1,0 +1,56 @@
+"""What one rank's file says it communicated: the form that every reader gives and `build` takes."""
+
+from __future__ import annotations
+
+import msgspec
+
+from crossrank.comm import CommRecord, Group
+
+
+class RecordedCall(msgspec.Struct, kw_only=True, gc=False):
+    """One call as it was recorded."""
+
+    record: CommRecord
+    wait_before: int | None = None
+    """The rank waited for the call before it launched its call of this index (their number = at the end); None where
+    the file does not say when."""
+    took_ns: int | None = None
+    """From the begin of the communication to its end."""
+    began_ns: int | None = None
+    """ns since 1970."""
+    returned_ns: int | None = None
+    """When the call had returned to the rank, with the wait in it where it did not return before, on the clock of
+    `record.t`."""
+
+
+class RankCalls(msgspec.Struct, kw_only=True):
+    """One rank."""
+
+    path: str
+    rank: int | None
+    """What the file, or its name, says."""
+    world_size: int | None = None
+    calls: list[RecordedCall]
+    """In the order in which the rank made them."""
+    groups: list[Group]
+    numbered: bool = True
+    """Whether `seq` and `p2p_seq` are the same numbers on all ranks; else only the order can be compared."""
+    starts_late: bool = False
+    """The file is the end of what the rank did: a ring from which earlier calls fell out."""
+    timed: bool = True
+    """Whether `record.t` says when a call was made."""
+    backend: str = ""
+    """Of its groups, where it is known."""
+    dropped: int = 0
+    """Calls that the recorder itself could not keep."""
+    filtered: bool = False
+    """Calls inside a node were not recorded (TRACING=CROSSNODE)."""
+    waits_without_call: int = 0
+    """Recorded waits for calls that began before the trace."""
+    waits: int = 0
+    """Recorded waits whose call is known."""
+    span: tuple[int, int] | None = None
+    """Between which moments the run was, ns since 1970; None where the file does not say."""
+    problems: list[str] = []
+    """What of the file could not be read."""
+    notes: list[str] = []

@@ -1,0 +1,411 @@
+"""Reads one rank's file of each kind into `RankCalls`. Runs in worker processes, without torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import msgspec
+
+from crossrank.comm import OPERATIONS, CommRecord, Group, operation_of
+from crossrank.dtypes import dtype_of
+from crossrank.errors import CrossrankError
+from crossrank.recording import CommsFile
+from crossrank.replay.rank_calls import RankCalls, RecordedCall
+from crossrank.tools.linking.communication_trace import read_communication_trace
+from crossrank.tools.linking.graph import Communication, LinkedTrace
+from crossrank.tools.linking.read_linked import read_linked
+from crossrank.tools.readers.flight_dump import Entry, FlightDump, read_flight_dump
+from crossrank.tools.readers.kineto import DeviceEvent, HostEvent, read_kineto
+from crossrank.tools.readers.param_comms import ParamComms, from_kineto, to_record
+
+_HALF_HOUR = 1_800_000_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """One file, with those beside it that say how long its calls took."""
+
+    path: str
+    rank: int | None
+    window: int = 1
+    linked: tuple[str, ...] = ()
+    flight: str | None = None
+    world_size: int | None = None
+
+
+def read_comms(given: Input) -> RankCalls:
+    """Our own records: every call, on groups with names."""
+    file = CommsFile(given.path)
+    calls = [RecordedCall(record=record) for record in file.records()]
+    header = file.header
+    if header is None:
+        raise CrossrankError(f"{given.path}: {'; '.join(file.damage.problems)}; record it again")
+    offset = header.clock.get("wall", 0) - header.clock.get("t", 0)
+    ends = [line["wall"] for line in file.clocks if "wall" in line] + [offset + call.record.t for call in calls[-1:]]
+    found = RankCalls(
+        path=given.path,
+        rank=header.rank,
+        world_size=header.world_size,
+        calls=calls,
+        groups=file.groups,
+        dropped=int((file.end or {}).get("dropped", 0) or 0),
+        filtered=header.config.get("emit") == "CROSSNODE",
+        backend=next((group.backend for group in file.groups if group.backend), ""),
+        span=(header.clock["wall"], max(ends, default=header.clock["wall"])) if "wall" in header.clock else None,
+        problems=list(file.damage.problems),
+    )
+    if file.end is None:
+        found.notes.append(f"{given.path}: has no end: the process died, or still runs")
+    by_id = {call.record.id: call for call in calls}
+    for path in given.linked:
+        try:
+            trace = read_linked(path)
+        except CrossrankError as error:
+            found.notes.append(f"no durations from it: {error}")
+            continue
+        for communication in trace.communications:
+            call = by_id.get(communication.record.id)
+            if call is not None and communication.origin in ("comms file", "crossrank range"):
+                _time(call, communication, trace, offset)
+    if given.flight is not None and not given.linked:
+        _time_by_dump(calls, given.flight, found)
+    return found
+
+
+def _time(call: RecordedCall, communication: Communication, trace: LinkedTrace, offset: int) -> None:
+    """Durations of a linked trace, whose clock is Kineto's: `offset` brings ns since 1970 to the record's clock."""
+    activities = {activity.id: activity for activity in trace.activities} if communication.activities else {}
+    hosts = {op.id: op for op in trace.host if op.id in (communication.work, communication.host)}
+    kernels = [activities[number] for number in communication.activities if number in activities]
+    if kernels:
+        begin = min(kernel.start_ns for kernel in kernels)
+        call.took_ns = max(kernel.start_ns + kernel.duration_ns for kernel in kernels) - begin
+        call.began_ns = begin + trace.base_ns
+    work = hosts.get(communication.work or -1)
+    if not kernels and work is not None and work.start_ns is not None:
+        call.took_ns, call.began_ns = work.duration_ns, work.start_ns + trace.base_ns
+    host = hosts.get(communication.host or -1)
+    if host is not None and host.start_ns is not None and host.duration_ns is not None:
+        call.returned_ns = host.start_ns + host.duration_ns + trace.base_ns - offset
+
+
+def _time_by_dump(calls: list[RecordedCall], path: str, found: RankCalls) -> None:
+    """Durations of the flight recorder beside a comms file, where it has any (NCCL)."""
+    try:
+        dump = read_flight_dump(path)
+    except CrossrankError as error:
+        found.notes.append(f"no durations from it: {error}")
+        return
+    moment = dump.moment
+    if moment is None:
+        return
+    offset = moment.clock.get("wall", 0) - moment.clock.get("t", 0)
+    entries: dict[str, list[Entry]] = defaultdict(list)
+    for entry in dump.entries:
+        if entry.time_discovered_completed_ns:
+            entries[entry.process_group[0]].append(entry)
+    for pg, rows in entries.items():
+        at = 0
+        for call in calls:
+            if call.record.pg != pg:
+                continue
+            # Both are in the order of the calls; torch notes a call within the launch that the record precedes.
+            wall = call.record.t + offset
+            while at < len(rows) and rows[at].time_created_ns < wall:
+                at += 1
+            if at < len(rows) and rows[at].time_created_ns - wall < 5_000_000:
+                _set_times(call, rows[at])
+                at += 1
+
+
+def _set_times(call: RecordedCall, entry: Entry) -> None:
+    began, ended = entry.time_discovered_started_ns, entry.time_discovered_completed_ns
+    if entry.duration_ms is not None:
+        call.took_ns = round(entry.duration_ms * 1e6)
+    elif began and ended:
+        call.took_ns = ended - began
+    call.began_ns = began or entry.time_created_ns or None
+
+
+def read_linked_trace(given: Input) -> RankCalls:
+    """A linked trace: calls with their times, and the waits that its execution trace has."""
+    trace = read_linked(given.path)
+    calls = [RecordedCall(record=one.record) for one in trace.communications]
+    for call, communication in zip(calls, trace.communications, strict=True):
+        # Records from a comms file are on that file's clock: here all go on the trace's.
+        host = next((op for op in trace.host if op.id == communication.host), None)
+        if host is not None and host.start_ns is not None:
+            call.record = msgspec.structs.replace(call.record, t=host.start_ns + trace.base_ns)
+        _time(call, communication, trace, 0)
+    return RankCalls(
+        path=given.path,
+        rank=given.rank if given.rank is not None else trace.rank,
+        world_size=trace.world_size,
+        calls=calls,
+        groups=trace.groups,
+        numbered=not any(one.seq_counted for one in trace.communications),
+        span=(trace.base_ns, trace.base_ns + _HALF_HOUR) if trace.base_ns else None,
+    )
+
+
+def read_et(given: Input) -> RankCalls:
+    """An execution trace of any schema. It has no times: calls have their order and, on NCCL, their waits."""
+    trace = read_communication_trace(given.path, given.world_size)
+    if given.world_size is None and trace.warnings:
+        # Old traces name groups by addresses. The splits of an all_to_all then tell the size of the world.
+        splits = [len(one.record.in_split or ()) for one in trace.communications]
+        if max(splits, default=0) > 1:
+            trace = read_communication_trace(given.path, max(splits))
+    calls = [RecordedCall(record=one.record) for one in trace.communications]
+    found = RankCalls(
+        path=given.path,
+        rank=given.rank,
+        calls=calls,
+        groups=trace.groups,
+        numbered=False,
+        timed=False,
+        problems=trace.damage,
+        # `build` joins groups that are named by addresses by their members, or refuses them.
+        notes=[f"{given.path}: {warning}" for warning in trace.warnings if "named by an address" not in warning],
+    )
+    for before, wait in trace.waits:
+        # The last call of that number before the wait: numbers repeat between groups in old traces.
+        for call in reversed(calls[:before]):
+            number = call.record.p2p_seq if call.record.p2p_seq is not None else call.record.seq
+            same_group = wait.pg in ("", "0") or wait.pg == call.record.pg
+            if number == wait.seq and same_group and call.wait_before is None:
+                call.wait_before = before
+                found.waits += 1
+                break
+        else:
+            found.waits_without_call += 1
+    if trace.waits:  # then a call without one did not return before it was over
+        for index, call in enumerate(calls):
+            if call.wait_before is None:
+                call.wait_before = index + 1
+    return found
+
+
+def read_kineto_trace(given: Input) -> RankCalls:
+    """A Kineto trace: what its kernels, or where it has none its host events, say of the communication."""
+    trace = read_kineto(given.path)
+    groups = {group.pg: group for group in trace.groups}
+    launched = {call.correlation: call for call in trace.calls if call.correlation is not None}
+    rows: list[tuple[int, DeviceEvent | HostEvent, ParamComms]] = []
+    for event in trace.device:
+        described = from_kineto(event.args) if event.category == "kernel" else None
+        if described is not None:
+            call = launched.get(event.correlation) if event.correlation is not None else None
+            rows.append((call.start if call is not None else event.start, event, described))
+    if not rows:
+        for host in trace.host:
+            described = from_kineto(host.args)
+            if described is not None:
+                rows.append((host.start, host, described))
+    rows.sort(key=lambda row: row[0])
+    calls = []
+    for number, (start, source, described) in enumerate(rows):
+        group = groups.get(described.pg)
+        if group is None and described.ranks:
+            group = groups[described.pg] = Group(
+                pg=described.pg, size=len(described.ranks), ranks=described.ranks, desc=described.desc
+            )
+        if operation_of(described.name) is None:
+            continue
+        _shapes_from_elements(described)
+        time = start + trace.base_ns
+        record = to_record(described, group, number=number, time=time, c10d="")
+        is_kernel = isinstance(source, DeviceEvent)
+        calls.append(
+            RecordedCall(
+                record=record,
+                took_ns=source.end - source.start if is_kernel else None,
+                began_ns=source.start + trace.base_ns if is_kernel else None,
+            )
+        )
+    return RankCalls(
+        path=given.path,
+        rank=given.rank if given.rank is not None else trace.rank,
+        world_size=trace.world_size,
+        calls=calls,
+        groups=list(groups.values()),
+        numbered=False,
+        span=(trace.base_ns, trace.base_ns + _HALF_HOUR) if trace.base_ns else None,
+        problems=list(trace.damage),
+    )
+
+
+def _shapes_from_elements(comms: ParamComms) -> None:
+    """Kineto counts elements: one tensor of that many, on each side that has any."""
+    if not comms.inputs and comms.in_elements:
+        comms.inputs = [[comms.in_elements]]
+    if not comms.outputs and comms.out_elements:
+        comms.outputs = [[comms.out_elements]]
+
+
+def read_flight(given: Input) -> RankCalls:
+    """A dump of the flight recorder: the last calls of a rank, on NCCL with their durations.
+
+    gloo's recorder notes what a call is made of and no sends; our own dumps carry the calls themselves beside it.
+    """
+    dump = read_flight_dump(given.path)
+    moment = dump.moment
+    backend = dump.entries[0].profiling_name.partition(":")[0] if dump.entries else ""
+    known = dump.groups + (moment.groups if moment is not None else [])
+    if moment is not None and moment.calls and backend in ("", "gloo"):
+        calls = [RecordedCall(record=record) for record in moment.calls]
+    else:
+        calls = _of_entries(dump, {group.pg: group for group in known})
+    first = dump.entries[0].record_id if dump.entries else 0
+    lost = moment is not None and bool(moment.calls) and moment.calls[0].id > 0
+    return RankCalls(
+        path=given.path,
+        rank=given.rank if given.rank is not None else (moment.rank if moment is not None else None),
+        world_size=moment.world_size if moment is not None else None,
+        calls=calls,
+        groups=known,
+        starts_late=first > 0 or lost,
+        backend=backend,
+        problems=list(dump.problems),
+    )
+
+
+_CLOSING = "coalesced"
+
+
+def _of_entries(dump: FlightDump, groups: dict[str, Group]) -> list[RecordedCall]:
+    calls: list[RecordedCall] = []
+    open_batch: dict[str, list[int]] = defaultdict(list)
+    for entry in dump.entries:
+        pg, desc = entry.process_group
+        name = entry.profiling_name.partition(":")[2] or entry.profiling_name
+        if name == _CLOSING:
+            # The members of a batch come before the entry that closes it, and have no times of their own.
+            members = open_batch.pop(pg, [])
+            for index in members:
+                record = calls[index].record
+                calls[index].record = msgspec.structs.replace(record, batch=calls[members[0]].record.id)
+                _set_times(calls[index], entry)
+            continue
+        op, _, ends = name.partition(" ")
+        operation = operation_of(op)
+        peer = None
+        if operation is not None and operation.p2p:
+            arrow = "->" if "->" in ends else "<-"
+            other = ends.partition(arrow)[2]
+            peer = int(other) if other.isdecimal() and len(other) < 8 else None
+        dtypes = entry.input_dtypes or entry.output_dtypes
+        dtype = dtype_of(dtypes[0]) if dtypes else None
+        p2p = operation is not None and operation.p2p
+        comms = ParamComms(
+            name=op,
+            pg=pg,
+            desc=desc,
+            rank=peer,
+            inputs=[] if operation is OPERATIONS["recv"] else [list(shape) for shape in entry.input_sizes],
+            outputs=[list(shape) for shape in entry.output_sizes],
+            dtype=dtype.name if dtype is not None else (dtypes[0] if dtypes else None),
+            seq=entry.p2p_seq_id if p2p else entry.collective_seq_id,
+        )
+        record = to_record(comms, groups.get(pg), number=len(calls), time=entry.time_created_ns, c10d="")
+        call = RecordedCall(record=record)
+        _set_times(call, entry)
+        if p2p and not entry.time_discovered_completed_ns:
+            open_batch[pg].append(len(calls))
+        calls.append(call)
+    return calls
+
+
+class _Basic(msgspec.Struct):
+    """A call of a PARAM basic trace. Sizes are elements."""
+
+    comms: str | None = None
+    compute: str | None = None
+    req: int | list[int] | None = None
+    pg_id: int | str | None = None
+    global_ranks: list[int] | None = None
+    world_size: int | None = None
+    root: int | None = None
+    in_msg_size: int | None = None
+    out_msg_size: int | None = None
+    dtype: str | None = None
+    in_split: list[int] | None = None
+    out_split: list[int] | None = None
+    src_rank: int | None = None
+    dst_rank: int | None = None
+    use_batch: bool = False
+    startTime_ns: int | None = None
+
+
+def read_basic(given: Input) -> RankCalls:
+    """PARAM's basic trace: a list of calls, of groups (`init`), of waits and of computations."""
+    from crossrank.tools.readers.json_document import Shape, read_document
+
+    document = read_document(
+        given.path, Shape(what="a PARAM basic trace", content=_BasicFile, rows="calls", row=_Basic, bare_list=True)
+    )
+    groups: dict[str, Group] = {}
+    calls: list[RecordedCall] = []
+    by_req: dict[str, RecordedCall] = {}
+    found = RankCalls(path=given.path, rank=given.rank, calls=calls, groups=[], numbered=False)
+    computed = batch = 0
+    in_batch = False
+    for row in document.content.calls:
+        if row.comms is None:
+            computed += 1
+            continue
+        name = row.comms.lower()
+        pg = str(row.pg_id if row.pg_id is not None else 0)
+        if pg not in groups and (row.global_ranks or row.world_size):
+            ranks = row.global_ranks or list(range(row.world_size or 0))
+            groups[pg] = Group(pg=pg, size=len(ranks), ranks=ranks)
+        if name == "init":
+            continue
+        if name == "wait":
+            call = by_req.get(str(row.req))
+            if call is not None:
+                call.wait_before = len(calls)
+                found.waits += 1
+            else:
+                found.waits_without_call += 1
+            continue
+        in_batch, batch = row.use_batch, batch if row.use_batch and in_batch else len(calls)
+        calls.append(RecordedCall(record=_basic_record(row, name, pg, groups.get(pg), len(calls), batch)))
+        if row.req is not None:
+            by_req[str(row.req)] = calls[-1]
+    found.groups = list(groups.values())
+    found.world_size = max((row.world_size or 0 for row in document.content.calls), default=0) or None
+    found.timed = any(call.record.t for call in calls)
+    found.problems = list(document.damage)
+    if found.waits:
+        for index, call in enumerate(calls):
+            call.wait_before = index + 1 if call.wait_before is None else call.wait_before
+    if computed:
+        found.notes.append(f"{given.path}: {computed} computation(s) are no communication and are not replayed")
+    return found
+
+
+def _basic_record(row: _Basic, name: str, pg: str, group: Group | None, number: int, batch: int) -> CommRecord:
+    operation = operation_of(name)
+    comms = ParamComms(
+        name=name,
+        pg=pg,
+        global_rank=row.root,
+        in_elements=row.in_msg_size,
+        out_elements=row.out_msg_size,
+        dtype=row.dtype,
+        in_split=row.in_split or None,
+        out_split=row.out_split or None,
+    )
+    if operation is not None and operation.p2p:
+        comms.global_rank = row.dst_rank if operation.name == "send" else row.src_rank
+    elif operation is not None and operation.rooted and row.root is None:
+        comms.global_rank = row.src_rank
+    _shapes_from_elements(comms)
+    record = to_record(comms, group, number=number, time=row.startTime_ns or 0, c10d="")
+    return msgspec.structs.replace(record, batch=batch if row.use_batch else None)
+
+
+class _BasicFile(msgspec.Struct):
+    calls: list[_Basic]

@@ -1,0 +1,359 @@
+"""What a replay gives: `replay.json`, `replay.csv`, a page, and the tables on the terminal."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+
+import crossrank
+from crossrank.errors import CrossrankError, one_line
+from crossrank.replay.compare import Comparison, compare
+from crossrank.replay.plan import Coverage, Plan
+from crossrank.replay.results import (
+    CheckFailure,
+    Measured,
+    RankResult,
+    Row,
+    end_to_end_ns,
+    measure,
+    percentile,
+    percentiles_us,
+    table,
+)
+from crossrank.replay.settings import Settings
+from crossrank.tools.tables import amount, print_table
+from crossrank.tools.whole_file import whole_file
+
+_MOST_ROWS = 24
+JSON, CSV, HTML = "replay.json", "replay.csv", "replay.html"
+
+
+class Check(msgspec.Struct, kw_only=True):
+    """What `--check` found."""
+
+    tensors: int
+    """Output tensors that were compared, over all ranks and passes."""
+    failures: list[CheckFailure]
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """`replay.json`."""
+
+    source: str
+    kind: str
+    world_size: int
+    settings: Settings
+    variables: dict[str, str]
+    """Environment variables that a sweep set."""
+    what_if: dict[str, str]
+    """How the plan differs from the recording: option -> value."""
+    coverage: Coverage
+    share_of_calls: float
+    share_of_bytes: float
+    notes: list[str]
+    substitutes: dict[str, int]
+    """What the backend could not do as recorded, and what it did instead -> calls, over all ranks."""
+    hosts: dict[str, int]
+    """Host -> ranks."""
+    devices: dict[str, int]
+    versions: dict[str, str]
+    clock_error_us: float
+    """By how much the ranks' clocks may be apart, at worst: what "waiting" and "time" may be wrong by."""
+    end_to_end_us: dict[str, float]
+    """p50, p95 and p99 over the passes, from the first rank's start to the last rank's end."""
+    cpu_us_per_call: float
+    """CPU time of the process per launch-and-wait, all threads, mean over the ranks."""
+    rows: list[Row]
+    comparison: Comparison | None
+    """None where the recording has no durations."""
+    check: Check | None
+    schema: str = "crossrank-replay 1"
+    crossrank: str = crossrank.__version__
+
+
+def make_report(
+    plan: Plan,
+    settings: Settings,
+    results: list[RankResult],
+    *,
+    what_if: dict[str, str],
+    variables: dict[str, str],
+) -> tuple[Report, list[Measured]]:
+    """The report of one replay, and the calls that it is made of."""
+    measured = measure(plan, results)
+    coverage = plan.coverage()
+    comparison = compare(plan, measured, results)
+    substitutes: Counter[str] = Counter()
+    for result in results:
+        substitutes.update(result.said)
+    check = None
+    if any(result.check_failures is not None for result in results):
+        failures = [failure for result in results for failure in result.check_failures or ()]
+        check = Check(tensors=sum(result.checked for result in results), failures=failures)
+    calls = sum(len(rank.calls) for rank in plan.ranks) * max(settings.repeats, 1)
+    return (
+        Report(
+            source=plan.source,
+            kind=plan.kind,
+            world_size=plan.world_size,
+            settings=settings,
+            variables=variables,
+            what_if=what_if,
+            coverage=coverage,
+            share_of_calls=coverage.share_of_calls,
+            share_of_bytes=coverage.share_of_bytes,
+            notes=plan.notes,
+            substitutes=dict(substitutes),
+            hosts=dict(Counter(result.host for result in results)),
+            devices=dict(Counter(result.device for result in results)),
+            versions=results[0].versions,
+            clock_error_us=max(result.offset_error_ns for result in results) / 1000,
+            end_to_end_us=percentiles_us(end_to_end_ns(results)),
+            cpu_us_per_call=sum(result.cpu_s for result in results) * 1e6 / calls if calls else 0.0,
+            rows=table(measured, plan),
+            comparison=comparison if comparison.calls else None,
+            check=check,
+        ),
+        measured,
+    )
+
+
+def to_json(report: Report) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+
+
+_COLUMNS = (
+    "rank",
+    "call",
+    "op",
+    "pg",
+    "seq",
+    "bytes",
+    "dtype",
+    "source",
+    "issue_us_p50",
+    "completion_us_p50",
+    "completion_us_p95",
+    "waiting_us_p50",
+    "time_us_p50",
+    "recorded_us",
+    "relative_error",
+)
+
+
+def to_csv(plan: Plan, measured: list[Measured]) -> str:
+    """One line per call and rank; times in us, over the passes."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(_COLUMNS)
+    rows = []
+    for call in measured:
+        for rank, (index, record) in call.records.items():
+            recorded = plan.ranks[rank].calls[index].took_ns
+            completion = percentile(call.completion[rank], 0.5)
+            rows.append(
+                (
+                    rank,
+                    index,
+                    record.op,
+                    record.pg,
+                    record.p2p_seq if record.peer is not None else record.seq,
+                    record.bytes,
+                    record.dtype,
+                    record.source,
+                    _us(percentile(call.issue[rank], 0.5)),
+                    _us(completion),
+                    _us(percentile(call.completion[rank], 0.95)),
+                    _us(percentile(call.waiting[rank], 0.5)),
+                    _us(percentile(call.time, 0.5)),
+                    _us(recorded) if recorded else None,
+                    round(abs(completion - recorded) / recorded, 4) if recorded else None,
+                )
+            )
+    rows.sort(key=lambda row: row[:2])
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _us(nanoseconds: float) -> float:
+    return round(nanoseconds / 1000, 3)
+
+
+def write_report(folder: str, report: Report, plan: Plan, measured: list[Measured]) -> list[str]:
+    """Write `replay.json`, `replay.csv` and `replay.html` into `folder`; returns their paths."""
+    from crossrank.replay.page import page
+
+    contents = {
+        JSON: to_json(report),
+        CSV: to_csv(plan, measured).encode(),
+        HTML: page(report).encode(),
+    }
+    paths = []
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for name, content in contents.items():
+            path = Path(folder) / name
+            with whole_file(path) as temporary:
+                temporary.write_bytes(content)
+            paths.append(str(path))
+    except OSError as error:
+        raise CrossrankError(f"{folder}: cannot be written to ({one_line(error)}); give another with -o") from error
+    return paths
+
+
+def print_plan(plan: Plan) -> None:
+    """Coverage, notes, and what the plan consists of."""
+    coverage = plan.coverage()
+    print(
+        f"{plan.source}: {coverage.calls:,} of {coverage.recorded_calls:,} recorded calls "
+        f"({_percent(coverage.share_of_calls)}) and {amount(coverage.bytes)} of {amount(coverage.recorded_bytes)} "
+        f"({_percent(coverage.share_of_bytes)}) are replayed, on {plan.world_size} rank(s) and {len(plan.groups)} group(s)"
+    )
+    for reason, count in coverage.reasons.items():
+        print(f"  left out: {count:,} call(s): {reason}")
+    for note in plan.notes:
+        print(f"  {note}")
+
+
+def print_report(report: Report) -> None:
+    """The tables of one replay."""
+    for text, count in report.substitutes.items():
+        print(f"  instead: {count:,} call(s): {text}")
+    settings = report.settings
+    rows = [
+        (
+            row.op,
+            row.pg,
+            row.ranks,
+            size_text(row.size_from, row.size_to),
+            row.calls,
+            microseconds(row.time_us["p50"]),
+            microseconds(row.time_us["p95"]),
+            microseconds(row.time_us["p99"]),
+            microseconds(row.issue_us["p50"]),
+            microseconds(row.waiting_us["p50"]),
+            rate(row.algbw_gbps),
+            rate(row.busbw_gbps),
+        )
+        for row in report.rows[:_MOST_ROWS]
+    ]
+    print_table(
+        f"Replayed with {settings.backend}, {settings.repeats} passes after {settings.warmup} to warm up; times in us",
+        (
+            "operation",
+            "group",
+            "#ranks",
+            "size",
+            "#calls",
+            "#p50",
+            "#p95",
+            "#p99",
+            "#issue",
+            "#waiting",
+            "#algbw GB/s",
+            "#busbw GB/s",
+        ),
+        rows,
+    )
+    if len(report.rows) > _MOST_ROWS:
+        print(f"  and {len(report.rows) - _MOST_ROWS} more rows, in {JSON} (-o)")
+    end = report.end_to_end_us
+    print(
+        f"\nEnd to end {end['p50'] / 1000:,.1f} ms per pass (p95 {end['p95'] / 1000:,.1f}); "
+        f"{report.cpu_us_per_call:.1f} us CPU per call and rank; time is from the last arrival to the last end"
+        + (f"; clocks agree within {report.clock_error_us:.0f} us" if report.clock_error_us else "")
+    )
+    if report.comparison is not None:
+        print_comparison(report.comparison)
+    if report.check is not None:
+        print_check(report.check)
+
+
+def print_comparison(comparison: Comparison) -> None:
+    rows = [
+        (
+            row.op,
+            size_text(row.size_from, row.size_to),
+            row.calls,
+            microseconds(row.recorded_us),
+            microseconds(row.replayed_us),
+            percent(row.error_p50),
+            percent(row.error_p95),
+            microseconds(row.collective_recorded_us),
+            microseconds(row.collective_replayed_us),
+            percent(row.collective_error_p50),
+        )
+        for row in comparison.rows[:_MOST_ROWS]
+    ]
+    print_table(
+        "Replayed against recorded: completion of each rank's calls, and the collectives themselves; median us",
+        (
+            "operation",
+            "size",
+            "#calls",
+            "#recorded",
+            "#replayed",
+            "#error p50",
+            "#error p95",
+            "#collective recorded",
+            "#replayed",
+            "#error p50",
+        ),
+        rows,
+    )
+    text = f"Relative error over {comparison.calls:,} calls: {percent(comparison.error_p50)} median, "
+    text += f"{percent(comparison.error_p95)} at p95; {comparison.without_time:,} call(s) have no recorded time"
+    if comparison.recorded_end_to_end_us is not None:
+        text += (
+            f". End to end {comparison.recorded_end_to_end_us / 1000:,.1f} ms recorded (with computation), "
+            f"{comparison.replayed_end_to_end_us / 1000:,.1f} ms replayed"
+        )
+    print(f"\n{text}")
+
+
+def print_check(check: Check) -> None:
+    if not check.failures:
+        print(f"\nChecked: all {check.tensors:,} results are right")
+        return
+    rows = [
+        (one.rank, one.call, one.op, one.pg, one.tensor, one.element, one.elements, f"{one.expected:g}", f"{one.got:g}")
+        for one in check.failures[:_MOST_ROWS]
+    ]
+    print_table(
+        f"Wrong results ({len(check.failures)} of {check.tensors:,} checked)",
+        ("#rank", "#call id", "operation", "group", "#tensor", "#first element", "#wrong", "#expected", "#got"),
+        rows,
+    )
+
+
+def size_text(low: int, high: int) -> str:
+    """A size bucket for people: binary units, as its bounds are."""
+    if high == 0:
+        return "none"
+    value, unit = float(high), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"up to {value:g} {unit}"
+
+
+def microseconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
+
+
+def rate(values: dict[str, float] | None) -> str:
+    return "-" if values is None else f"{values['p50']:.3g}"
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
+
+
+def _percent(share: float) -> str:
+    # Never rounded up to a coverage that it is not.
+    return f"{int(share * 1000) / 10:.1f} %"

@@ -1,0 +1,208 @@
+"""Completes what a recorded call says of its tensors, and says what contradicts itself.
+
+Every source leaves out something: execution traces the outputs of an all_to_all, Kineto all but the number of
+elements, old traces the group. What the operation implies is filled in, so that later steps see whole calls:
+`c10d` is an op that can be made again, `inputs` and `outputs` are the tensors that this rank hands over.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import msgspec
+
+from crossrank.comm import OPERATIONS, CommRecord, Group
+from crossrank.dtypes import DTYPES
+
+# Operation -> the c10d op that makes it from one tensor per side, and the one with a list of tensors on a side.
+_ONE_TENSOR = {
+    "all_reduce": "allreduce_",
+    "reduce": "reduce_",
+    "broadcast": "broadcast_",
+    "all_gather": "_allgather_base_",
+    "reduce_scatter": "_reduce_scatter_base_",
+    "gather": "gather_",
+    "scatter": "scatter_",
+    "all_to_all": "alltoall_base_",
+    "send": "send",
+    "recv": "recv_",
+    "barrier": "barrier",
+}
+_LISTS = {
+    "all_gather": "allgather_",
+    "reduce_scatter": "reduce_scatter_",
+    "all_to_all": "alltoall_",
+    "all_reduce": "allreduce_coalesced_",
+}
+_COALESCED = {"all_gather": "allgather_into_tensor_coalesced_", "reduce_scatter": "reduce_scatter_tensor_coalesced_"}
+_KNOWN = frozenset(
+    (*_ONE_TENSOR.values(), *_LISTS.values(), *_COALESCED.values(), "allgather_coalesced_"),
+)
+_LIST_NAMES = frozenset(("allgather", "reducescatter", "alltoall"))
+"""What traces call the ops with a list of tensors, in letters alone. `alltoall` is also said of one tensor."""
+
+
+class LeftOutError(Exception):
+    """The call cannot be made again; the text is the reason, the same for all calls that have it."""
+
+
+class BrokenError(Exception):
+    """The call contradicts itself: the text says what, of this one call."""
+
+
+def complete(record: CommRecord, group: Group | None, rank: int) -> CommRecord:
+    """`record` with all that the executor needs. Raises `LeftOutError` or `BrokenError` where that cannot be."""
+    operation = OPERATIONS.get(record.op)
+    if operation is None:
+        raise LeftOutError(f"{record.op} is no operation that is known")
+    if group is None or group.ranks is None:
+        raise BrokenError(f"its group {record.pg!r} is defined nowhere")
+    if rank not in group.ranks:
+        raise BrokenError(f"rank {rank} is no member of its group {record.pg!r} (ranks {_short(group.ranks)})")
+    if record.op == "barrier":
+        return msgspec.structs.replace(record, c10d="barrier", inputs=[], outputs=[], dtype=None)
+    if record.dtype is None:
+        raise LeftOutError("its element type is not recorded")
+    if record.dtype not in DTYPES:
+        raise LeftOutError(f"its element type {record.dtype} is not known")
+    if operation.p2p:
+        if record.peer is None:
+            raise LeftOutError("it receives from any source")
+        if record.peer not in group.ranks or record.peer == rank:
+            raise BrokenError(f"its peer, rank {record.peer}, is no other member of its group {record.pg!r}")
+    if operation.rooted:
+        if record.root is None:
+            raise LeftOutError("its root is not recorded")
+        if record.root not in group.ranks:
+            raise BrokenError(f"its root, rank {record.root}, is no member of its group {record.pg!r}")
+    if any(extent < 0 for shape in (*record.inputs, *record.outputs) for extent in shape):
+        raise BrokenError("a tensor of it has a negative extent")
+    return _with_tensors(record, len(group.ranks), DTYPES[record.dtype].size, rank)
+
+
+def _short(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+
+
+def _with_tensors(record: CommRecord, n: int, item: int, rank: int) -> CommRecord:
+    inputs, outputs = record.inputs, record.outputs
+    op = record.op
+    # Kineto and some dumps give no shapes: S of nccl-tests then tells the elements.
+    elements = record.bytes // item
+    if op in ("all_reduce", "reduce", "broadcast"):
+        inputs = inputs or outputs or [[elements]]
+        many = len(inputs) > 1
+        if many and op != "all_reduce":
+            raise LeftOutError(f"{op} of several tensors at once")
+        name = record.c10d if record.c10d == "allreduce_coalesced_" or not many else _LISTS[op]
+        name = name if name in _KNOWN else _ONE_TENSOR[op]
+        return _replace(record, name, inputs, inputs)
+    if op == "send":
+        return _replace(record, "send", inputs or outputs or [[elements]], [])
+    if op == "recv":
+        return _replace(record, "recv_", [], outputs or inputs or [[elements]])
+    if op == "gather":
+        mine = inputs[:1] or outputs[:1] or [[elements // n]]
+        return _replace(record, "gather_", mine, _of_all(outputs, mine, n) if record.root == rank else [])
+    if op == "scatter":
+        mine = outputs[:1] or inputs[:1] or [[elements // n]]
+        return _replace(record, "scatter_", _of_all(inputs, mine, n) if record.root == rank else [], mine)
+    if op == "all_gather":
+        return _one_to_many(record, n, inputs, outputs, elements, gathers=True)
+    if op == "reduce_scatter":
+        return _one_to_many(record, n, outputs, inputs, elements, gathers=False)
+    return _all_to_all(record, n, elements)
+
+
+def _replace(record: CommRecord, name: str, inputs: list[list[int]], outputs: list[list[int]]) -> CommRecord:
+    return msgspec.structs.replace(record, c10d=name, inputs=inputs, outputs=outputs)
+
+
+def _of_all(given: list[list[int]], mine: list[list[int]], n: int) -> list[list[int]]:
+    """What the root holds: one tensor for each member."""
+    if len(given) == n:
+        return given
+    if len(given) == 1 and prod(given[0]) == n * prod(mine[0]):
+        return [mine[0]] * n
+    if given and len(given) != 1:
+        raise BrokenError(f"its root holds {len(given)} tensors for {n} ranks")
+    return [mine[0]] * n
+
+
+def _one_to_many(
+    record: CommRecord, n: int, small: list[list[int]], large: list[list[int]], elements: int, *, gathers: bool
+) -> CommRecord:
+    """all_gather and reduce_scatter: the small side is this rank's part, the large one that of all members."""
+    op = record.op
+    if not small and not large:
+        large = [[elements]]
+    if not large:
+        large = [[n * prod(shape)] for shape in small]
+    if not small:
+        if len(large) == n and _bare(record.c10d) in _LIST_NAMES:
+            raise LeftOutError(f"{op} of a list without this rank's own part")
+        if any(prod(shape) % n for shape in large):
+            raise BrokenError(f"{prod(large[0])} elements cannot be shared out among {n} ranks")
+        small = [[prod(shape) // n] for shape in large]
+    in_list = record.c10d == _LISTS[op] or (record.c10d not in _KNOWN and len(small) == 1 and len(large) == n > 1)
+    if record.c10d == "allgather_coalesced_":
+        if len(large) != n * len(small):
+            raise BrokenError(f"{len(small)} tensors of each of {n} ranks are gathered into {len(large)}")
+        name = "allgather_coalesced_"
+    elif in_list and len(small) == 1:
+        if len(large) == 1 and n > 1 and prod(large[0]) == n * prod(small[0]):
+            large = [small[0]] * n
+        if len(large) != n:
+            raise BrokenError(f"it has {len(large)} tensors for {n} ranks")
+        name = _LISTS[op]
+    elif len(small) == len(large):
+        for part, whole in zip(small, large, strict=True):
+            if prod(whole) != n * prod(part):
+                raise BrokenError(
+                    f"{prod(part)} elements of each of {n} ranks are not the {prod(whole)} of the other side"
+                )
+        name = _ONE_TENSOR[op] if len(small) == 1 and record.c10d != _COALESCED[op] else _COALESCED[op]
+    else:
+        raise BrokenError(f"it has {len(small)} and {len(large)} tensors on its sides, for {n} ranks")
+    return _replace(record, name, small, large) if gathers else _replace(record, name, large, small)
+
+
+def _all_to_all(record: CommRecord, n: int, elements: int) -> CommRecord:
+    inputs, outputs = record.inputs, record.outputs
+    if record.c10d == "alltoall_" or (record.c10d not in _KNOWN and len(inputs) == n > 1):
+        if len(inputs) != n or len(outputs or inputs) != n:
+            raise BrokenError(f"it has {len(inputs)} input and {len(outputs)} output tensors for {n} ranks")
+        return _replace(record, "alltoall_", inputs, outputs or inputs)
+    if len(inputs) > 1 or len(outputs) > 1:
+        raise BrokenError(f"it has {len(inputs)} input and {len(outputs)} output tensors where one each is wanted")
+    if not inputs:
+        inputs = [[sum(record.in_split)]] if record.in_split else [[elements]]
+    # Some versions count the splits in elements instead of rows.
+    if record.in_split and sum(record.in_split) == prod(inputs[0]):
+        inputs = [[prod(inputs[0])]]
+    if record.out_split and outputs and sum(record.out_split) == prod(outputs[0]):
+        outputs = [[prod(outputs[0])]]
+    if not outputs:
+        outputs = [[sum(record.out_split), *inputs[0][1:]]] if record.out_split else [list(inputs[0])]
+    row = prod(inputs[0][1:])
+    _check_split("in_split", record.in_split, inputs[0], n)
+    _check_split("out_split", record.out_split, outputs[0], n)
+    if row != prod(outputs[0][1:]) and (record.in_split or record.out_split):
+        raise BrokenError(f"a row of its input has {row} elements, one of its output {prod(outputs[0][1:])}")
+    return _replace(record, "alltoall_base_", inputs, outputs)
+
+
+def _check_split(name: str, split: list[int] | None, shape: list[int], n: int) -> None:
+    rows = shape[0] if shape else 1
+    if not split:
+        if rows % n:
+            raise BrokenError(f"its {rows} rows cannot be shared out evenly among {n} ranks")
+        return
+    if len(split) != n or min(split) < 0:
+        raise BrokenError(f"{name} {split[:8]} is not one number for each of {n} ranks")
+    if sum(split) != rows:
+        raise BrokenError(f"{name} adds up to {sum(split)}, but the tensor has {rows} rows")
+
+
+def _bare(name: str) -> str:
+    return "".join(filter(str.isalpha, name)).lower()

@@ -1,0 +1,183 @@
+"""Finds the files of all ranks and what they are, and reads each into `RankCalls`.
+
+A folder may hold several kinds for each rank, as our recordings do; then the one that says most is read, in the order
+of `KINDS`. A rank is read from the name of its file, or from what the file says.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+
+from crossrank.comm import MOST_RANKS
+from crossrank.errors import CrossrankError
+from crossrank.recording import (
+    COMMS,
+    EXECUTION_TRACE,
+    FLIGHT,
+    KINETO,
+    LINKED,
+    Damage,
+    is_url,
+    list_recording,
+    read_chunks,
+)
+from crossrank.replay import readers
+from crossrank.replay.rank_calls import RankCalls
+from crossrank.tools.fleet import map_ranks
+from crossrank.tools.tables import rank_ranges
+
+BASIC = "basic"
+"""PARAM's own format: a list of calls."""
+PLAN = "plan"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of file that says what was communicated."""
+
+    what: str
+    read: Callable[[readers.Input], RankCalls]
+
+
+KINDS: dict[str, Kind] = {
+    COMMS: Kind("comms files of a recording", readers.read_comms),
+    LINKED: Kind("linked traces", readers.read_linked_trace),
+    EXECUTION_TRACE: Kind("execution traces", readers.read_et),
+    KINETO: Kind("Kineto traces", readers.read_kineto_trace),
+    FLIGHT: Kind("flight-recorder dumps", readers.read_flight),
+    BASIC: Kind("PARAM basic traces", readers.read_basic),
+}
+"""By preference: the first kind that a folder has is read."""
+
+_HEAD = 1 << 16
+_SIGNS = (
+    (PLAN, re.compile(rb'"schema"\s*:\s*"crossrank-plan ')),
+    (COMMS, re.compile(rb'\A\s*\{"header"')),
+    (KINETO, re.compile(rb'"traceEvents"|\A\s*\[\s*\{[^}]*"ph"')),
+    (LINKED, re.compile(rb'"crossrank"\s*:\s*\{"version"')),
+    (EXECUTION_TRACE, re.compile(rb'"nodes"\s*:')),
+    (FLIGHT, re.compile(rb'\A\x80|"pg_config"|"entries"')),
+    (BASIC, re.compile(rb'\A\s*\[[^\]]*"(?:comms|compute|startTime_ns|in_msg_size)"')),
+)
+_RANK_IN_NAME = (
+    re.compile(r"rank[-_. ]?(\d{1,7})", re.IGNORECASE),
+    re.compile(r"(?:worker|et|trace|kineto|dump)[-_.]?(\d{1,7})(?!\d)", re.IGNORECASE),
+    re.compile(r"(?:^|[^\d])(\d{1,7})(?=\.|$)"),
+)
+_RANK_IN_KINETO = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d{1,7})')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The files that are read."""
+
+    kind: str
+    inputs: list[readers.Input]
+    skipped: list[str]
+
+
+def kind_of_file(path: str) -> tuple[str | None, int | None]:
+    """(kind, rank) of a file by its first bytes and its name; None where it does not say."""
+    damage = Damage(path)
+    head = b""
+    try:
+        for chunk in read_chunks(path, damage):
+            head += chunk
+            if len(head) >= _HEAD:
+                break
+    except OSError as error:
+        raise CrossrankError(f"{path}: cannot be read ({error.strerror or error})") from error
+    if not head and damage.problems:
+        raise CrossrankError(f"{path}: {damage.problems[0]}")
+    head = head[:_HEAD]
+    kind = next((kind for kind, sign in _SIGNS if sign.search(head)), None)
+    name = PurePosixPath(path).name
+    rank = next((int(match[1]) for pattern in _RANK_IN_NAME if (match := pattern.search(name))), None)
+    if rank is None and (said := _RANK_IN_KINETO.search(head)):
+        rank = int(said[1])
+    return kind, rank if rank is None or rank < MOST_RANKS else None
+
+
+def find(path: str, kind: str | None = None) -> Found:
+    """The files at `path`: a folder, one file, or several with commas between them; of `kind`, where it is given.
+
+    Raises `CrossrankError` where there is nothing to replay.
+    """
+    parts = [path] if os.path.exists(path) or is_url(path) else [part for part in path.split(",") if part]
+    by_kind: dict[str, dict[int | None, list[readers.Input]]] = defaultdict(lambda: defaultdict(list))
+    skipped: list[str] = []
+    for part in parts:
+        for one in _files(part, skipped):
+            by_kind[one[0]][one[1].rank].append(one[1])
+    chosen = kind or next((name for name in KINDS if name in by_kind), None)
+    if chosen is None or chosen not in by_kind:
+        wanted = KINDS[chosen].what if chosen else "no trace that can be replayed"
+        holds = ", ".join(KINDS[name].what for name in by_kind) or "; ".join(skipped[:3]) or "nothing"
+        raise CrossrankError(
+            f"{path}: holds {'no ' if chosen else ''}{wanted} (but {holds}); "
+            "name a recording, a folder of traces of all ranks, or a plan"
+        )
+    ranks = by_kind[chosen]
+    inputs = []
+    for rank, found in sorted(ranks.items(), key=lambda item: (item[0] is None, item[0] or 0)):
+        found.sort(key=lambda one: (one.window, one.path))
+        if len({one.window for one in found}) < len(found) and not (rank is None and len(parts) == 1):
+            names = ", ".join(PurePosixPath(one.path).name for one in found[:3])
+            raise CrossrankError(
+                f"{path}: {names} are {'all' if len(found) > 2 else 'both'} "
+                f"{'of rank ' + str(rank) if rank is not None else 'without a rank in their names'}; "
+                "name the folder of one job"
+            )
+        inputs.append(_with_timings(found[0], by_kind))
+        skipped += [f"{one.path}: a later window of rank {rank}; name it to replay it" for one in found[1:]]
+    return Found(kind=chosen, inputs=inputs, skipped=skipped)
+
+
+def _with_timings(one: readers.Input, by_kind: dict[str, dict[int | None, list[readers.Input]]]) -> readers.Input:
+    """Beside a comms file, a linked trace or a dump of the same rank says how long its calls took."""
+    return replace(
+        one,
+        linked=tuple(other.path for other in by_kind.get(LINKED, {}).get(one.rank, ()) if other is not one),
+        flight=next((other.path for other in by_kind.get(FLIGHT, {}).get(one.rank, ()) if other is not one), None),
+    )
+
+
+def _files(path: str, skipped: list[str]) -> list[tuple[str, readers.Input]]:
+    listing = list_recording(path)
+    found = [
+        (file.kind, readers.Input(path=file.path, rank=file.rank, window=file.window))
+        for file in listing.files
+        if file.rank < MOST_RANKS
+    ]
+    one_file = not is_url(path) and os.path.isfile(path)
+    for name in listing.foreign:
+        whole = path if one_file else f"{path.rstrip('/')}/{name}"
+        try:
+            kind, rank = kind_of_file(whole)
+        except CrossrankError as error:
+            skipped.append(str(error))
+            continue
+        if kind in KINDS:
+            found.append((kind, readers.Input(path=whole, rank=rank)))
+        elif one_file:
+            skipped.append(f"{name} is none of them")
+    for name in listing.torn:
+        skipped.append(f"{name} was cut off while it was written")
+    return found
+
+
+def read(found: Found, jobs: int, done: Callable[[], None] = lambda: None) -> list[RankCalls]:
+    """Read every file, up to `jobs` at a time. Raises `CrossrankError` for the first that cannot be used."""
+    count = len(found.inputs) if len(found.inputs) > 1 else None
+    inputs = [replace(one, world_size=count) for one in found.inputs]
+    return map_ranks(KINDS[found.kind].read, inputs, jobs, done=done)
+
+
+def missing_ranks(ranks: Collection[int], world_size: int) -> str:
+    """The ranks that are not there, in short; empty where none is missing."""
+    return rank_ranges(sorted(set(range(world_size)) - set(ranks)))

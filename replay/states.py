@@ -1,0 +1,56 @@
+"""Where every rank of a replay is: what is told when one dies, fails or hangs."""
+
+from __future__ import annotations
+
+import msgspec
+
+from crossrank.replay.plan import Plan
+from crossrank.tools.tables import print_table, rank_ranges
+
+
+class State(msgspec.Struct, kw_only=True):
+    """Where a rank is."""
+
+    phase: str
+    """What it does, for people: `joining`, `warming up`, `pass 3`, `done`."""
+    call: int = -1
+    """Index of the call it is in; -1 between calls."""
+    error: str = ""
+    """What ended it."""
+    beats: int = 0
+    """Rises while the rank is alive."""
+    told_to_end: bool = False
+    """It ended because another rank had failed."""
+
+
+class Failed(Exception):
+    """A rank died, failed or hung. The replay has no result."""
+
+    def __init__(self, states: dict[int, State]) -> None:
+        super().__init__("the replay did not come to its end")
+        self.states = states
+
+    def summary(self) -> str:
+        """Which ranks ended it, and how."""
+        causes: dict[str, list[int]] = {}
+        for rank, state in self.states.items():
+            if state.error:
+                causes.setdefault(state.error, []).append(rank)
+        told = [f"rank {rank_ranges(ranks)}: {error}" for error, ranks in list(causes.items())[:3]]
+        return "; ".join(told) or "no rank says why"
+
+
+def print_states(states: dict[int, State], plan: Plan) -> None:
+    """One line per rank: what it did, in which call, and what ended it."""
+    rows = []
+    for rank in plan.ranks:
+        state = states.get(rank.rank, State(phase="never seen"))
+        calls = rank.calls
+        where = "between calls"
+        if 0 <= state.call < len(calls):
+            record = calls[state.call].record
+            number = record.p2p_seq if record.peer is not None else record.seq
+            peer = f" with rank {record.peer}" if record.peer is not None else ""
+            where = f"call {state.call} of {len(calls)}: {record.op}{peer} #{number} on {record.pg} (id {record.id})"
+        rows.append((rank.rank, state.phase, where, state.error or "was waiting for others"))
+    print_table("Where each rank was", ("#rank", "doing", "call", "what ended it"), rows)

@@ -1,0 +1,115 @@
+"""Which element types and reductions each backend can communicate, and what stands in for the others.
+
+Measured with torch 2.13 on gloo (each operation with each type); for NCCL, the types of `ncclDataType_t` and torch's
+own mapping of bool and fp8 to it (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp). A stand-in has the same size, so
+that the same bytes travel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from crossrank.comm import OPERATIONS, CommRecord
+
+REDUCING = frozenset(("all_reduce", "reduce", "reduce_scatter"))
+
+_COMMON = frozenset(
+    ("float32", "float64", "float16", "bfloat16", "uint8", "int8", "int32", "int64", "bool"),
+)
+_COMPLEX = frozenset(("complex64", "complex128"))
+_FP8 = frozenset(("float8_e4m3fn", "float8_e5m2"))
+_INTEGERS = frozenset(("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "bool"))
+_BITWISE = frozenset(("band", "bor", "bxor"))
+REDUCTIONS = frozenset(("sum", "avg", "product", "min", "max", *_BITWISE))
+"""Those that can be made again; `premul_sum` has a factor that is not recorded."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What one backend can communicate."""
+
+    moves: frozenset[str]
+    """Types that collectives without arithmetic take."""
+    reduces: frozenset[str]
+    p2p: frozenset[str] | None = None
+    """Types that send and recv take; None = all."""
+    bitwise: bool = True
+    """Whether BAND, BOR and BXOR exist."""
+
+
+BACKENDS = {
+    "gloo": Backend(moves=_COMMON, reduces=_COMMON | _COMPLEX),
+    "nccl": Backend(moves=_COMMON | _FP8, reduces=_COMMON, p2p=_COMMON | _FP8, bitwise=False),
+}
+
+# In arithmetic the kind matters little for the time, the size does.
+_STAND_INS = {
+    "int16": "float16",
+    "uint16": "float16",
+    "uint32": "int32",
+    "uint64": "int64",
+    "complex32": "float32",
+    "complex64": "float64",
+    "float8_e4m3fn": "uint8",
+    "float8_e5m2": "uint8",
+    "float8_e4m3fnuz": "uint8",
+    "float8_e5m2fnuz": "uint8",
+    "float8_e8m0fnu": "uint8",
+}
+_TWICE = {"complex128": "float64"}
+"""Types without a stand-in of their size: two elements of another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Substitute:
+    """What is communicated instead of what was recorded."""
+
+    dtype: str
+    elements: int = 1
+    """Elements of `dtype` for each recorded one."""
+    reduce: str | None = None
+    said: tuple[str, ...] = ()
+    """What differs from the recording, for people."""
+
+
+def substitute(record: CommRecord, backend: str) -> Substitute:
+    """What `backend` communicates for `record`; with nothing `said` where that is what was recorded.
+
+    >>> call = CommRecord(id=0, op="all_gather", c10d="_allgather_base_", pg="0", bytes=8, t=0, dtype="complex128")
+    >>> substitute(call, "gloo").said
+    ('all_gather of complex128 as twice as many float64',)
+    """
+    row = BACKENDS.get(backend)
+    dtype = record.dtype or "uint8"
+    said: list[str] = []
+    if row is None or record.op == "barrier":
+        return Substitute(dtype=dtype, reduce=record.reduce)
+    reducing = record.op in REDUCING
+    reduce = record.reduce if reducing else None
+    operation = OPERATIONS.get(record.op)
+    p2p = operation is not None and operation.p2p
+    able = row.p2p if p2p else row.reduces if reducing else row.moves
+    elements = 1
+    if able is not None and dtype not in able:
+        if dtype in _TWICE:
+            instead, elements = _TWICE[dtype], 2
+            said.append(f"{record.op} of {dtype} as twice as many {instead}")
+        else:
+            instead = _STAND_INS.get(dtype, "uint8")
+            said.append(f"{record.op} of {dtype} as {instead}, of the same size")
+        dtype = instead
+    if reducing:
+        asked = (reduce or "").lower()
+        reason = None
+        if not asked:
+            reason = "for the recording does not say the reduction"
+        elif asked not in REDUCTIONS:
+            reason = f"in the place of {asked}"
+        elif asked in _BITWISE and not (row.bitwise and dtype in _INTEGERS):
+            reason = f"for {backend} has no {asked} of {dtype}"
+        elif asked == "avg" and dtype in _INTEGERS:
+            reason = f"for there is no avg of {dtype}"
+        if reason is not None:
+            said.append(f"{record.op} as sum, {reason}")
+        reduce = "sum" if reason is not None else asked
+    return Substitute(dtype=dtype, elements=elements, reduce=reduce, said=tuple(said))

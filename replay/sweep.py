@@ -1,0 +1,122 @@
+"""Sweeps: the same trace replayed under every combination of the values that `--sweep` names.
+
+Each combination has a folder of its own with its `replay.json`. One that is there and was made of the same trace with
+the same settings is not run again, so a sweep that was ended goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from crossrank.errors import CrossrankError
+from crossrank.replay.report import JSON, Report, microseconds
+from crossrank.tools.tables import print_table
+
+OPTIONS = ("scale-bytes", "dtype", "pace", "backend", "nproc", "ops", "pgs", "max-calls")
+"""Options of the command that may be swept; any name in capitals is an environment variable."""
+
+_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
+_STAMP = "settings.txt"
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One point of a sweep."""
+
+    options: dict[str, str]
+    variables: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        """Folder of its results."""
+        text = "_".join(f"{name}={value}" for name, value in {**self.options, **self.variables}.items())
+        return re.sub(r"[^\w.=,-]", "-", text)[:120]
+
+
+def parse_sweeps(texts: list[str]) -> list[Combination]:
+    """All combinations of `NAME=VALUE,VALUE…`. Raises `CrossrankError` for a name that cannot be swept."""
+    axes: list[list[tuple[str, str]]] = []
+    for text in texts:
+        name, equals, values = text.partition("=")
+        name = name.strip().removeprefix("--")
+        if not equals or not values or (name not in OPTIONS and not _VARIABLE.fullmatch(name)):
+            raise CrossrankError(
+                f"--sweep {text!r} is not NAME=VALUE,VALUE with NAME one of {', '.join(OPTIONS)} "
+                "or an environment variable in capitals"
+            )
+        axes.append([(name, value.strip()) for value in values.split(",")])
+    combinations = []
+    for point in itertools.product(*axes):
+        combinations.append(
+            Combination(
+                options={name: value for name, value in point if name in OPTIONS},
+                variables={name: value for name, value in point if name not in OPTIONS},
+            )
+        )
+    names = [one.name for one in combinations]
+    if len(set(names)) < len(names):
+        raise CrossrankError(f"--sweep {' '.join(texts)!r} names one combination twice")
+    return combinations
+
+
+def stamp(words: list[str], plan_digest: str) -> str:
+    """What a result was made of: it is used again only where this is the same."""
+    return hashlib.sha256("\0".join([*words, plan_digest]).encode()).hexdigest() + "\n"
+
+
+def finished(folder: Path, expected: str) -> Report | None:
+    """The report that an earlier run left in `folder`, if it was made of the same."""
+    try:
+        if (folder / _STAMP).read_text() != expected:
+            return None
+        return msgspec.json.decode((folder / JSON).read_bytes(), type=Report)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def set_stamp(folder: Path, text: str) -> None:
+    (folder / _STAMP).write_text(text)
+
+
+def print_sweep(results: list[tuple[Combination, Report | str]]) -> None:
+    """One table over all combinations; a text in the place of a report says why there is none."""
+    names = list(dict.fromkeys(name for one, _ in results for name in {**one.options, **one.variables}))
+    rows = []
+    for one, report in results:
+        values = {**one.options, **one.variables}
+        point = [values.get(name, "") for name in names]
+        if isinstance(report, str):
+            rows.append((*point, "-", "-", "-", "-", "-", report))
+            continue
+        top = report.rows[0] if report.rows else None
+        rates = [row.busbw_gbps["p50"] for row in report.rows if row.busbw_gbps is not None]
+        rows.append(
+            (
+                *point,
+                f"{report.end_to_end_us['p50'] / 1000:,.2f}",
+                f"{report.end_to_end_us['p95'] / 1000:,.2f}",
+                f"{report.cpu_us_per_call:.1f}",
+                f"{max(rates, default=0):.3g}",
+                microseconds(top.time_us["p50"]) if top is not None else "-",
+                f"{top.op} on {top.pg}" if top is not None else "",
+            )
+        )
+    print_table(
+        "Sweep: each combination, per pass",
+        (
+            *names,
+            "#end to end ms p50",
+            "#p95",
+            "#CPU us/call",
+            "#best busbw GB/s",
+            "#longest row us",
+            "which",
+        ),
+        rows,
+    )

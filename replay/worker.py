@@ -1,0 +1,302 @@
+"""One rank of a replay: it joins the others, makes its calls, and hands in what it measured.
+
+A thread beside it (`Watch`) tells the store where the rank is, and ends the process when the rank makes no progress or
+another one has failed: a collective that waits for a dead rank cannot be left in any other way.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+
+import crossrank
+from crossrank.comm import Group
+from crossrank.errors import CrossrankError, one_line
+from crossrank.replay.check import Checker
+from crossrank.replay.clocks import measure_offset
+from crossrank.replay.executor import Executor, make_executor
+from crossrank.replay.meeting import FINISHED, Errand, Meeting
+from crossrank.replay.pace import Pacer, idle, make_busy, parse_pace
+from crossrank.replay.program import prepare
+from crossrank.replay.results import Pass, RankResult
+from crossrank.replay.settings import Settings
+from crossrank.replay.states import State
+
+_LOOK_S = 0.25
+_BEAT_S = 0.5
+_LAST_WORDS_S = 0.5
+"""How long a rank that has to end waits for the others to tell where they are."""
+
+
+def run_rank(
+    rank: int,
+    local_rank: int,
+    meeting: Meeting,
+    second: Meeting,
+    last_words: Callable[[], None] = lambda: None,
+    *,
+    under_launcher: bool = False,
+) -> tuple[int, RankResult | None]:
+    """Replay as `rank`; returns the exit code and the result, None where there was no more to do or it failed.
+
+    `second` is the meeting over a connection of its own, for the watch, which calls `last_words` before it ends the
+    process.
+    """
+    watch = Watch(rank, second, last_words, takes_term=under_launcher)
+    watch.start()
+    try:
+        errand = meeting.errand(rank)
+        if errand.ends:
+            watch.stop()
+            return 0, None
+        watch.limit(errand.settings.timeout_s)
+        result = _replay(rank, local_rank, meeting, errand, watch)
+        meeting.put_result(rank, result)
+        watch.phase("done")
+        if rank or not under_launcher:  # who leads waits for the results first
+            meeting.store.get(FINISHED)
+        watch.stop()
+    except Exception as error:
+        watch.fail(one_line(error))
+        return 1, None
+    return 0, result
+
+
+def _replay(rank: int, local_rank: int, meeting: Meeting, errand: Errand, watch: Watch) -> RankResult:
+    settings = errand.settings
+    device = _device(settings, local_rank)
+    timeout = timedelta(seconds=settings.timeout_s)
+    dist.init_process_group(
+        settings.backend,
+        store=dist.PrefixStore("torch", meeting.store),
+        rank=rank,
+        world_size=errand.world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    try:
+        watch.phase("making its process groups")
+        groups = _make_groups(errand, rank, timeout)
+        offset, offset_error = measure_offset(meeting, rank)
+        watch.phase("binding its calls")
+        program = prepare(
+            errand.calls, rank=rank, groups=groups, backend=settings.backend, device=device, timeout=timeout
+        )
+        pace = parse_pace(settings.pace)
+        pacer = None
+        if pace.scale:
+            pacer = Pacer(errand.calls, pace, make_busy(device) if pace.busy else idle)
+        executor = make_executor(program, pacer)
+        watch.follow(executor)
+        checker = Checker(program, rank) if settings.check else None
+        passes, cpu_s = _passes(executor, settings, watch, checker, device)
+    finally:
+        dist.destroy_process_group()
+    return RankResult(
+        rank=rank,
+        host=socket.gethostname(),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        offset_ns=offset,
+        offset_error_ns=offset_error,
+        passes=passes,
+        cpu_s=cpu_s,
+        arena_bytes=program.arena_bytes,
+        said=program.said,
+        check_failures=checker.failures if checker is not None else None,
+        checked=checker.checked if checker is not None else 0,
+        versions={"torch": str(torch.__version__), "python": sys.version.split()[0]},
+    )
+
+
+def _device(settings: Settings, local_rank: int) -> torch.device:
+    if settings.device != "cuda":
+        # Every rank has its own process: as many threads in each as there are cores would only get in each other's way.
+        torch.set_num_threads(1)
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _make_groups(errand: Errand, rank: int, timeout: timedelta) -> dict[str, tuple[Group, ProcessGroup]]:
+    """The groups of which this rank is a member. All ranks make all groups, in the order of the plan: torch names a
+    group by how many there are, so ranks that made their own alone would wait for each other under different names."""
+    groups: dict[str, tuple[Group, ProcessGroup]] = {}
+    world_is_taken = False
+    for group in errand.groups:
+        ranks = sorted(group.ranks or [])
+        if ranks == list(range(errand.world_size)) and not world_is_taken:
+            world_is_taken = True
+            made = c10d._get_default_group()
+        else:
+            made = dist.new_group(ranks, timeout=timeout, group_desc=group.desc or None)
+        if rank in ranks:
+            # torch sorts the members: a root or a peer is looked up in the sorted list as well.
+            groups[group.pg] = (msgspec.structs.replace(group, ranks=ranks), made)
+    return groups
+
+
+def _passes(
+    executor: Executor, settings: Settings, watch: Watch, checker: Checker | None, device: torch.device
+) -> tuple[list[Pass], float]:
+    before: Callable[[int], None] | None = checker.fill if checker is not None else None
+    after = checker.verify if checker is not None else None
+    # Asked of the backend itself, so that the ranks' meeting before a pass is not part of what is recorded.
+    backend: Any = c10d._get_default_group()._get_backend(device)
+    barrier = backend.barrier
+    for number in range(settings.warmup):
+        watch.phase(f"in warm-up pass {number + 1}")
+        barrier().wait()
+        executor.run(before, after)
+    passes = []
+    cpu_s = 0.0
+    with crossrank.enable(tracing="ALL", directory=settings.record) if settings.record is not None else nullcontext():
+        for number in range(settings.repeats):
+            watch.phase(f"in pass {number + 1}")
+            barrier().wait()
+            spent = _cpu_seconds()
+            times = executor.run(before, after)
+            cpu_s += _cpu_seconds() - spent
+            passes.append(Pass.of(times))
+            if settings.record is not None:
+                crossrank.step()
+    watch.phase("waiting for the others to end")
+    barrier().wait()
+    return passes, cpu_s
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+class Watch(threading.Thread):
+    """Tells the store where the rank is, and ends the process where it cannot go on."""
+
+    def __init__(self, rank: int, meeting: Meeting, last_words: Callable[[], None], *, takes_term: bool) -> None:
+        super().__init__(name="crossrank-watch", daemon=True)
+        self._rank = rank
+        self._meeting = meeting
+        self._last_words = last_words
+        self._takes_term = takes_term
+        self._state = State(phase="joining")
+        self._executor: Executor | None = None
+        self._limit_s = float("inf")
+        self._since = time.monotonic()
+        self._over = threading.Event()
+
+    def limit(self, seconds: float) -> None:
+        """From now on, end the process after so long without progress."""
+        self._limit_s = seconds
+        self._since = time.monotonic()
+
+    def phase(self, text: str) -> None:
+        """Say what the rank does from now on."""
+        self._state = State(phase=text, beats=self._state.beats)
+        self._since = time.monotonic()
+
+    def follow(self, executor: Executor) -> None:
+        """Watch the progress of `executor` from now on."""
+        self._executor = executor
+
+    def stop(self) -> None:
+        self._over.set()
+        self.join()
+
+    def fail(self, error: str) -> None:
+        """Tell what ended the rank, and that all have to end."""
+        self.stop()
+        try:
+            self._tell(error=error)
+            self._meeting.abort()
+        except RuntimeError:  # the store is gone with its host
+            print(f"crossrank: rank {self._rank} was {self._state.phase}: {error}", file=sys.stderr, flush=True)
+
+    def run(self) -> None:
+        last_call = -2
+        last_told = 0.0
+        while not self._over.is_set():
+            ended = self._wait()
+            now = time.monotonic()
+            call = self._call()
+            if call != last_call:
+                last_call, self._since = call, now
+            try:
+                if now - last_told > _BEAT_S:
+                    self._tell()
+                    last_told = now
+                if now - self._since > self._limit_s and self._state.phase != "done":
+                    self._tell(error=f"no progress for {now - self._since:.0f} s")
+                    self._meeting.abort()
+                    self._end()
+                if ended or self._meeting.aborted():
+                    self._tell(told_to_end=True)
+                    self._end()
+            except RuntimeError:  # the store is gone, and with it the replay
+                if self._over.is_set():
+                    return
+                print(
+                    f"crossrank: rank {self._rank} lost the others while {self._state.phase}, in call {call}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os._exit(1)
+
+    def _wait(self) -> bool:
+        """A moment; True where the launcher asks the process to end."""
+        if self._takes_term:
+            return signal.sigtimedwait([signal.SIGTERM], _LOOK_S) is not None
+        self._over.wait(_LOOK_S)
+        return False
+
+    def _tell(self, *, error: str = "", told_to_end: bool = False) -> None:
+        self._state.beats += 1
+        self._meeting.put_state(
+            self._rank,
+            msgspec.structs.replace(self._state, call=self._call(), error=error, told_to_end=told_to_end),
+        )
+
+    def _end(self) -> None:
+        if self._over.is_set():
+            return  # the rank's own failure is being told
+        time.sleep(_LAST_WORDS_S)
+        self._last_words()
+        os._exit(1)
+
+    def _call(self) -> int:
+        return self._executor.progress[0] if self._executor is not None else -1
+
+
+def check_backend(backend: str | None, device: str | None) -> tuple[str, str]:
+    """(backend, device) to use. Raises `CrossrankError` where this torch or this machine lacks them."""
+    gpu = torch.cuda.is_available()
+    device = device or ("cuda" if gpu and backend != "gloo" else "cpu")
+    backend = backend or ("nccl" if device == "cuda" and dist.is_nccl_available() else "gloo")
+    if device not in ("cpu", "cuda"):
+        raise CrossrankError(f"--device {device!r} is neither cpu nor cuda")
+    if not dist.is_backend_available(backend):
+        has = [name for name in dist.Backend.backend_list if name != "undefined" and dist.is_backend_available(name)]
+        raise CrossrankError(
+            f"backend {backend!r} is not built into torch {torch.__version__}, which has {', '.join(has)}; "
+            "choose one with --backend"
+        )
+    if device == "cuda" and not gpu:
+        raise CrossrankError("--device cuda, but torch sees no GPU; use --device cpu with --backend gloo")
+    if backend == "nccl" and device != "cuda":
+        raise CrossrankError("backend nccl needs GPUs; use --backend gloo, or a machine that has them")
+    return backend, device
