@@ -14,14 +14,15 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	@touch $(STAMP)
 
-# Four gloo ranks that pose as two nodes; what was recorded, their traces linked, and a look whether all is well. Then a
-# job that hangs, diagnosed while it hangs.
+# Four gloo ranks that pose as two nodes; what was recorded, their traces linked, a look whether all is well, and the
+# communication replayed without the model. Then a job that hangs, diagnosed while it hangs.
 demo: $(STAMP)
-	rm -rf $(DEMO)
+	rm -rf $(DEMO) $(DEMO)-replay
 	OMP_NUM_THREADS=1 TRACING=ALL TRACING_DIR=$(DEMO) $(BIN)/torchrun --standalone --nproc-per-node 4 examples/demo.py
 	$(BIN)/crossrank inspect $(DEMO)
 	$(BIN)/crossrank link $(DEMO)
 	$(BIN)/crossrank diagnose $(DEMO)
+	$(BIN)/crossrank replay $(DEMO) --check -o $(DEMO)-replay
 	rm -rf $(DEMO)-hang
 	OMP_NUM_THREADS=1 TRACING=ALL TRACING_DIR=$(DEMO)-hang \
 		$(BIN)/torchrun --standalone --nproc-per-node 4 examples/hang.py
@@ -41,6 +42,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/linking.py
 	$(BIN)/python benchmarks/converting.py
 	$(BIN)/python benchmarks/diagnosis.py
+	$(BIN)/python benchmarks/replaying.py
 
 # Makes the code of the Chakra format anew. See et_def.proto for why its compiler is held.
 proto:
@@ -51,4 +53,4 @@ proto:
 	rm -rf .proto-venv
 
 clean:
-	rm -rf $(VENV) $(DEMO) $(DEMO)-hang
+	rm -rf $(VENV) $(DEMO) $(DEMO)-replay $(DEMO)-hang

@@ -9,7 +9,6 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore
 
-from crossrank.errors import CrossrankError
 from crossrank.replay.launcher import Place
 from crossrank.replay.meeting import FINISHED, Meeting, host_store
 from crossrank.replay.plan import Plan
@@ -18,8 +17,9 @@ from crossrank.replay.settings import Settings
 from crossrank.replay.states import Failed, State, print_states
 from crossrank.replay.worker import run_rank
 
-_SETTLE_S = 1.5
-"""Ranks tell that they are alive more often than this."""
+_ANSWER_S = 0.3
+"""Within this time a rank that is alive has seen that all have to end, and said where it is. Open MPI kills
+all a second after one has died."""
 
 
 class Lead:
@@ -48,6 +48,7 @@ class Lead:
 
         code, result = run_rank(0, self.place.local_rank, meeting, second, last_words, under_launcher=True)
         if code or result is None:
+            time.sleep(_ANSWER_S)
             raise Failed(gather_states(second))
         results = meeting.results()
         self._turn += 1
@@ -91,16 +92,13 @@ def hold_term() -> None:
 
 
 def gather_states(meeting: Meeting) -> dict[int, State]:
-    """Where every rank is. One that is not heard of any more has died."""
+    """Where every rank is, some time after all were told to end. One that has not answered has died."""
     try:
-        before = meeting.states()
-        time.sleep(_SETTLE_S)
         states = meeting.states()
-    except RuntimeError as error:
-        raise CrossrankError(f"the store is gone with its host ({error}); see what each rank says") from error
-    for rank, state in states.items():
-        if not state.error and not state.told_to_end and state.beats == before.get(rank, State(phase="")).beats:
-            state.error = "is not heard of any more: it died"
+    except RuntimeError:  # the store is gone with its host
+        states = {}
     for rank in range(meeting.world_size):
-        states.setdefault(rank, State(phase="never seen", error="did not come to the meeting"))
+        state = states.setdefault(rank, State(phase="never seen", error="did not come to the meeting"))
+        if not state.error and not state.told_to_end:
+            state.error = "is not heard of any more: it died, or stands still"
     return states

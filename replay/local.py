@@ -94,6 +94,8 @@ def _fail(meeting: Meeting, processes: list[BaseProcess]) -> None:
             state.error = f"killed by signal {-code}"
         elif code not in (None, 0, 1) and not state.error:
             state.error = f"exited with {code}"
+        elif not state.error and not state.told_to_end:
+            state.error = "stands still"
     raise Failed(states)
 
 

@@ -88,6 +88,7 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
 class Plan(msgspec.Struct, kw_only=True):
     """What all ranks do."""
 
+    schema: str = SCHEMA
     source: str
     """The path that was given."""
     kind: str
@@ -99,7 +100,6 @@ class Plan(msgspec.Struct, kw_only=True):
     """By rank, one for each rank of the world."""
     notes: list[str] = []
     """What was inferred or changed on the way here."""
-    schema: str = SCHEMA
 
     def coverage(self) -> Coverage:
         calls = sum(len(rank.calls) for rank in self.ranks)

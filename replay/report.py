@@ -211,7 +211,8 @@ def print_plan(plan: Plan) -> None:
     print(
         f"{plan.source}: {coverage.calls:,} of {coverage.recorded_calls:,} recorded calls "
         f"({_percent(coverage.share_of_calls)}) and {amount(coverage.bytes)} of {amount(coverage.recorded_bytes)} "
-        f"({_percent(coverage.share_of_bytes)}) are replayed, on {plan.world_size} rank(s) and {len(plan.groups)} group(s)"
+        f"({_percent(coverage.share_of_bytes)}) are replayed, on {plan.world_size} rank(s) "
+        f"and {len(plan.groups)} group(s)"
     )
     for reason, count in coverage.reasons.items():
         print(f"  left out: {count:,} call(s): {reason}")

@@ -17,8 +17,6 @@ class State(msgspec.Struct, kw_only=True):
     """Index of the call it is in; -1 between calls."""
     error: str = ""
     """What ended it."""
-    beats: int = 0
-    """Rises while the rank is alive."""
     told_to_end: bool = False
     """It ended because another rank had failed."""
 

@@ -37,9 +37,11 @@ from crossrank.replay.results import Pass, RankResult
 from crossrank.replay.settings import Settings
 from crossrank.replay.states import State
 
-_LOOK_S = 0.25
+_LOOK_S = 0.1
+"""Between two looks whether all have to end; longer where thousands would keep the store busy."""
+_LONGEST_LOOK_S = 0.5
 _BEAT_S = 0.5
-_LAST_WORDS_S = 0.5
+_LAST_WORDS_S = 0.25
 """How long a rank that has to end waits for the others to tell where they are."""
 
 
@@ -199,6 +201,7 @@ class Watch(threading.Thread):
         self._limit_s = float("inf")
         self._since = time.monotonic()
         self._over = threading.Event()
+        self._look_s = min(_LOOK_S * max(1.0, meeting.world_size / 64), _LONGEST_LOOK_S)
 
     def limit(self, seconds: float) -> None:
         """From now on, end the process after so long without progress."""
@@ -207,7 +210,7 @@ class Watch(threading.Thread):
 
     def phase(self, text: str) -> None:
         """Say what the rank does from now on."""
-        self._state = State(phase=text, beats=self._state.beats)
+        self._state = State(phase=text)
         self._since = time.monotonic()
 
     def follow(self, executor: Executor) -> None:
@@ -260,12 +263,11 @@ class Watch(threading.Thread):
     def _wait(self) -> bool:
         """A moment; True where the launcher asks the process to end."""
         if self._takes_term:
-            return signal.sigtimedwait([signal.SIGTERM], _LOOK_S) is not None
-        self._over.wait(_LOOK_S)
+            return signal.sigtimedwait([signal.SIGTERM], self._look_s) is not None
+        self._over.wait(self._look_s)
         return False
 
     def _tell(self, *, error: str = "", told_to_end: bool = False) -> None:
-        self._state.beats += 1
         self._meeting.put_state(
             self._rank,
             msgspec.structs.replace(self._state, call=self._call(), error=error, told_to_end=told_to_end),

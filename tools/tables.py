@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Sequence
 
@@ -53,7 +54,9 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
     names = [column.removeprefix("#") for column in columns]
     right = [column.startswith("#") for column in columns]
     cells = [[printable(str(cell)) for cell in row] for row in rows]
-    if sys.stdout.isatty():
+    widths = [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(names)]
+    # Rich would break words of a table that is wider than the terminal; plain lines are broken by the terminal, whole.
+    if sys.stdout.isatty() and sum(widths) + 3 * len(widths) + 1 <= shutil.get_terminal_size().columns:
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
@@ -65,7 +68,6 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
             table.add_row(*(Text(cell) for cell in row))
         Console().print(table)
         return
-    widths = [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(names)]
     print(f"\n{printable(title)}")
     for row in [names, *cells]:
         line = "  ".join(
