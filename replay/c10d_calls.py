@@ -140,6 +140,11 @@ def _barrier(a: Arguments) -> Launch:
     return partial(a.pg.barrier, options)
 
 
+def _monitored_barrier(a: Arguments) -> Launch:
+    pg: Any = a.pg  # torch's type stubs lack it
+    return partial(pg.monitored_barrier, a.timeout, False)
+
+
 ROWS: dict[str, Callable[[Arguments], Launch]] = {
     "allreduce_": _allreduce,
     "allreduce_coalesced_": _allreduce_coalesced,
@@ -159,15 +164,16 @@ ROWS: dict[str, Callable[[Arguments], Launch]] = {
     "send": _send,
     "recv_": _recv,
     "barrier": _barrier,
+    "monitored_barrier_": _monitored_barrier,
 }
 
 
-def bind(record: CommRecord, arguments: Arguments) -> Launch:
-    """The call of `record`, ready to be made. Its `c10d` is a key of `ROWS`, see `shapes.complete`."""
+def bind(record: CommRecord, op: str, arguments: Arguments) -> Launch:
+    """The call of `record` by the c10d op `op`, a key of `ROWS`, ready to be made."""
     try:
-        return ROWS[record.c10d](arguments)
+        return ROWS[op](arguments)
     except AttributeError as error:  # a torch that lacks it
         raise CrossrankError(
-            f"call {record.id} ({record.op}): torch {torch.__version__} has no {record.c10d} ({error}); "
+            f"call {record.id} ({record.op}): torch {torch.__version__} has no {op} ({error}); "
             "leave it out with --ops, or use the torch of the recording"
         ) from error

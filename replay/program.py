@@ -105,7 +105,7 @@ def prepare(
             arguments = _arguments(
                 calls[index].record, tensors[index], substitutes[index], group, pg, is_async, timeout, device
             )
-            members.append(bind(calls[index].record, arguments))
+            members.append(bind(calls[index].record, substitutes[index].c10d, arguments))
         launch = members[0] if len(members) == 1 else _together(members, groups, calls[first].record, device)
         has_future = calls[first].record.peer is None and len(members) == 1
         bound.append(

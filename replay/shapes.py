@@ -60,7 +60,8 @@ def complete(record: CommRecord, group: Group | None, rank: int) -> CommRecord:
     if rank not in group.ranks:
         raise BrokenError(f"rank {rank} is no member of its group {record.pg!r} (ranks {_short(group.ranks)})")
     if record.op == "barrier":
-        return msgspec.structs.replace(record, c10d="barrier", inputs=[], outputs=[], dtype=None)
+        name = record.c10d if record.c10d == "monitored_barrier_" else "barrier"
+        return msgspec.structs.replace(record, c10d=name, inputs=[], outputs=[], dtype=None)
     if record.dtype is None:
         raise LeftOutError("its element type is not recorded")
     if record.dtype not in DTYPES:

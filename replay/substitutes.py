@@ -24,6 +24,9 @@ REDUCTIONS = frozenset(("sum", "avg", "product", "min", "max", *_BITWISE))
 """Those that can be made again; `premul_sum` has a factor that is not recorded."""
 
 
+_MONITORED = "monitored_barrier_"
+
+
 @dataclass(frozen=True)
 class Backend:
     """What one backend can communicate."""
@@ -64,6 +67,8 @@ _TWICE = {"complex128": "float64"}
 class Substitute:
     """What is communicated instead of what was recorded."""
 
+    c10d: str
+    """The op that is made: the recorded one, but for what one backend alone has."""
     dtype: str
     elements: int = 1
     """Elements of `dtype` for each recorded one."""
@@ -82,8 +87,10 @@ def substitute(record: CommRecord, backend: str) -> Substitute:
     row = BACKENDS.get(backend)
     dtype = record.dtype or "uint8"
     said: list[str] = []
+    if record.c10d == _MONITORED and backend != "gloo":
+        return Substitute(c10d="barrier", dtype=dtype, said=("monitored_barrier, which gloo alone has, as barrier",))
     if row is None or record.op == "barrier":
-        return Substitute(dtype=dtype, reduce=record.reduce)
+        return Substitute(c10d=record.c10d, dtype=dtype, reduce=record.reduce)
     reducing = record.op in REDUCING
     reduce = record.reduce if reducing else None
     operation = OPERATIONS.get(record.op)
@@ -112,4 +119,4 @@ def substitute(record: CommRecord, backend: str) -> Substitute:
         if reason is not None:
             said.append(f"{record.op} as sum, {reason}")
         reduce = "sum" if reason is not None else asked
-    return Substitute(dtype=dtype, elements=elements, reduce=reduce, said=tuple(said))
+    return Substitute(c10d=record.c10d, dtype=dtype, elements=elements, reduce=reduce, said=tuple(said))

@@ -1,0 +1,148 @@
+"""More and fewer ranks than recorded, and one rank's file for all: the parallel structure goes on."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from crossrank.comm import CommRecord
+from crossrank.errors import CrossrankError
+from crossrank.replay.build import build, settle
+from crossrank.replay.one_trace import spread
+from crossrank.replay.plan import Plan
+from crossrank.replay.rank_calls import RankCalls
+from crossrank.replay.resize import resize
+from tests.unit.replay.plans import built, irecv, isend, ops, rank_calls, record
+
+
+def mesh(data: int, pipeline: int, tensor: int) -> tuple[list[list[CommRecord]], dict[str, list[int]]]:
+    """What the ranks of a job call that is data-parallel outside, then a pipeline, then tensor-parallel."""
+    world = data * pipeline * tensor
+    groups = {"world": list(range(world))}
+    for rank in range(world):
+        d, p, t = rank // (pipeline * tensor), rank // tensor % pipeline, rank % tensor
+        groups[f"dp{p}.{t}"] = [(i * pipeline + p) * tensor + t for i in range(data)]
+        groups[f"tp{d}.{p}"] = [(d * pipeline + p) * tensor + i for i in range(tensor)]
+    ranks = []
+    for rank in range(world):
+        d, p, t = rank // (pipeline * tensor), rank // tensor % pipeline, rank % tensor
+        calls = [record("all_reduce", pg=f"tp{d}.{p}")]
+        if p > 0:
+            calls.append(irecv(rank - tensor, pg="world"))
+        if p < pipeline - 1:
+            calls.append(isend(rank + tensor, pg="world"))
+        calls.append(record("reduce_scatter", pg=f"dp{p}.{t}", inputs=[[12 * data]], outputs=[[12]]))
+        calls.append(record("all_gather", pg=f"dp{p}.{t}", inputs=[[12]], outputs=[[12 * data]]))
+        calls.append(record("broadcast", pg=f"dp{p}.{t}", root=groups[f"dp{p}.{t}"][-1]))
+        calls.append(record("all_to_all", pg="world", inputs=[[2 * world]], outputs=[[2 * world]]))
+        calls.append(record("barrier", pg="world"))
+        ranks.append(calls)
+    return ranks, groups
+
+
+def plan_of_mesh(data: int, pipeline: int, tensor: int) -> Plan:
+    ranks, groups = mesh(data, pipeline, tensor)
+    return built(*ranks, groups=groups)
+
+
+def summary(plan: Plan) -> list[tuple[object, ...]]:
+    """What every rank does, by the members of groups instead of their names."""
+    rows: list[tuple[object, ...]] = []
+    for rank in plan.ranks:
+        for call in rank.calls:
+            one = call.record
+            members = tuple(plan.group(one.pg).ranks or ())
+            rows.append((rank.rank, one.op, members, one.peer, one.root))
+    return rows
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(2, 3), st.integers(1, 3), st.integers(1, 2), st.integers(1, 3))
+def test_a_job_of_another_data_parallel_width_is_what_it_would_have_recorded(
+    data: int, pipeline: int, tensor: int, wider: int
+) -> None:
+    small, large = plan_of_mesh(data, pipeline, tensor), plan_of_mesh(data * wider, pipeline, tensor)
+    for plan, size, wanted in ((small, large.world_size, large), (large, small.world_size, small)):
+        made = resize(plan, size)
+        settle(made)
+        same = [row for row in summary(made) if row[1] != "broadcast"]
+        assert same == [row for row in summary(wanted) if row[1] != "broadcast"]
+        assert made.coverage().complete
+
+
+def test_what_is_sharded_keeps_its_total_and_what_is_reduced_its_size() -> None:
+    plan = resize(plan_of_mesh(2, 1, 2), 8)
+    sizes = {call.record.op: (call.record.inputs, call.record.outputs) for call in plan.ranks[5].calls}
+    assert sizes["all_gather"] == ([[6]], [[24]])
+    assert sizes["reduce_scatter"] == ([[24]], [[6]])
+    assert sizes["all_reduce"] == ([[4]], [[4]])
+    assert sizes["all_to_all"] == ([[8]], [[8]])
+    assert plan.notes[-1] == (
+        "8 ranks for the 4 recorded: groups of 2 with stride 2 have 4 members, groups of 4 with stride 1 have 8 "
+        "members; unchanged: groups of 2 with stride 1"
+    )
+
+
+def test_numbers_of_ranks_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(CrossrankError, match=r"3 ranks do not divide as the 6 recorded ones: group .* would have 1\.5"):
+        resize(built(*[[record("all_reduce", pg="a")], [record("all_reduce", pg="b")]] * 3,
+                     groups={"a": [0, 2, 4], "b": [1, 3, 5]}), 3)  # fmt: skip
+    with pytest.raises(CrossrankError, match="6 ranks do not divide into blocks of 4"):
+        resize(built(*[[record("all_reduce", pg="a")]] * 4 + [[record("all_reduce", pg="b")]] * 4,
+                     groups={"a": [0, 1, 2, 3], "b": [4, 5, 6, 7]}), 6)  # fmt: skip
+
+
+def test_an_irregular_group_is_refused_for_another_number_of_ranks() -> None:
+    plan = built(*[[record("all_reduce", pg="a")]] * 3, [], groups={"a": [0, 1, 2]})
+    with pytest.raises(CrossrankError, match=r"group 'a' \(ranks 0-2\) is not regular"):
+        resize(plan, 8)
+
+
+def test_messages_to_ranks_that_are_gone_are_left_out_and_counted() -> None:
+    plan = built([isend(2)], [], [irecv(0)], [])
+    made = resize(plan, 2)
+    assert made.coverage().reasons == {"its peer is beyond the smaller number of ranks": 1}
+
+
+def alone(records: list[CommRecord], groups: dict[str, list[int]], rank: int, world: int) -> RankCalls:
+    mine = {name: members for name, members in groups.items() if rank in members}
+    return rank_calls(rank, records, mine, world)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 3), st.integers(1, 2), st.data())
+def test_one_ranks_file_gives_back_what_every_rank_recorded(data: int, tensor: int, draw: st.DataObject) -> None:
+    ranks, groups = mesh(data, 1, tensor)
+    rank = draw.draw(st.integers(0, len(ranks) - 1))
+    made = build(spread(alone(ranks[rank], groups, rank, len(ranks))), "job", "comms")
+    settle(made)
+    assert summary(made) == summary(plan_of_mesh(data, 1, tensor))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_pipeline_stage_alone_gets_the_other_ends_of_its_messages(stage: int) -> None:
+    ranks, groups = mesh(1, 3, 1)
+    made = build(spread(alone(ranks[stage], groups, stage, 3)), "job", "comms")
+    settle(made)
+    sends = {(rank.rank, call.record.peer) for rank in made.ranks for call in rank.calls if call.record.op == "send"}
+    assert sends == {(0, 1), (1, 2), (2, 0)}
+
+
+def test_uneven_exchanges_go_round_with_the_ranks() -> None:
+    call = record("all_to_all", inputs=[[6]], outputs=[[9]], in_split=[1, 2, 3], out_split=[1, 4, 4])
+    made = build(spread(rank_calls(0, [call], world=3)), "job", "et")
+    settle(made)
+    assert [rank.calls[0].record.in_split for rank in made.ranks] == [[1, 2, 3], [3, 1, 2], [2, 3, 1]]
+    assert [rank.calls[0].record.out_split for rank in made.ranks] == [[1, 3, 2], [2, 1, 3], [3, 2, 1]]
+
+
+def test_one_file_of_an_irregular_job_is_refused() -> None:
+    with pytest.raises(CrossrankError, match=r"group 'a' .* has no regular form that tiles 4 ranks"):
+        spread(rank_calls(0, [record("all_reduce", pg="a")], {"a": [0, 1, 2]}, 4))
+
+
+def test_ranks_of_one_file_do_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    made = build(spread(rank_calls(1, [record("all_reduce"), record("barrier")], world=4)), "job", "comms")
+    assert [ops(made, rank) for rank in range(4)] == [["all_reduce", "barrier"]] * 4
+    assert made.notes == ["the file of rank 1 stands for all 4 ranks (--one-trace)"]

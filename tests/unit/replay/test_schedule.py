@@ -1,0 +1,96 @@
+"""Where a wait is placed that no file tells of, and that ranks which would wait for ever get another place for it."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossrank.comm import CommRecord
+from crossrank.replay.plan import Call, RankPlan, launches
+from crossrank.replay.schedule import place_waits, walk
+from tests.unit.replay.plans import irecv, isend, plan_of, record, recv, send, waits
+
+
+def test_a_call_that_blocks_is_waited_for_at_once() -> None:
+    plan = plan_of(*[[record("all_reduce", is_async=False), record("barrier")]] * 2)
+    assert waits(plan) == [1, 2]
+    assert plan.notes == []
+
+
+def test_a_call_that_does_not_block_is_waited_for_before_the_next_that_does() -> None:
+    bucket = record("all_reduce", is_async=True)
+    plan = plan_of(*[[bucket, bucket, record("barrier"), bucket]] * 2)
+    assert waits(plan) == [2, 2, 3, 4]
+    assert plan.notes == [
+        "waits that are not recorded are placed before the rank's next blocking call, or the end of its step"
+    ]
+
+
+def test_a_call_is_waited_for_at_the_end_of_its_step() -> None:
+    first, second = record("all_reduce", is_async=True, step=1), record("all_reduce", is_async=True, step=2)
+    assert waits(plan_of(*[[first, first, second]] * 2)) == [2, 2, 3]
+
+
+def test_a_gather_that_cxx_makes_does_not_let_its_rank_go_on() -> None:
+    gather = record("all_gather", is_async=True, inputs=[[4]], outputs=[[8]])
+    assert waits(plan_of(*[[gather, record("barrier")]] * 2)) == [1, 2]
+
+
+def test_sharded_training_has_two_gathers_under_way() -> None:
+    gather = record("all_gather", api="all_gather_single", is_async=True, inputs=[[4]], outputs=[[8]])
+    assert waits(plan_of(*[[gather] * 5] * 2)) == [2, 2, 4, 4, 5]
+
+
+def test_a_batch_is_waited_for_as_a_whole() -> None:
+    ranks = [[isend(1 - rank, batch=0), irecv(1 - rank, batch=0), record("barrier", id=2)] for rank in (0, 1)]
+    plan = plan_of(*ranks)
+    assert waits(plan) == [2, 2, 3]
+    assert launches(plan.ranks[0].calls) == [(0, 2), (2, 3)]
+
+
+def test_a_receive_that_is_answered_after_a_barrier_is_not_waited_for_before_it() -> None:
+    plan = plan_of([irecv(1), record("barrier")], [record("barrier"), send(0)])
+    assert waits(plan) == [2, 2]
+    assert plan.notes == ["waits that are not recorded are placed at the end of its step"]
+
+
+def test_ranks_that_send_to_each_other_first_are_not_held_up_by_it() -> None:
+    plan = plan_of([send(1), recv(1)], [send(0), recv(0)])
+    assert waits(plan) == [2, 2]
+    assert "block each other" in plan.notes[0]
+
+
+def _made(calls: list[tuple[CommRecord, int]]) -> list[Call]:
+    return [Call(record=one, wait_before=wait) for one, wait in calls]
+
+
+def test_a_walk_says_in_which_call_a_rank_stays() -> None:
+    alone = RankPlan(rank=0, calls=_made([(record("all_reduce"), 1), (record("barrier"), 2)]))
+    other = RankPlan(rank=1, calls=_made([(record("all_reduce"), 1)]))
+    found = walk([alone, other], {"0": [0, 1]})
+    assert found.reached == {0: 1, 1: 1}
+    assert not found.ends
+    assert found.over == {0: bytearray([1, 0]), 1: bytearray([1])}
+
+
+_OPS = st.sampled_from(["blocking", "async", "batch"])
+
+
+@given(st.lists(st.tuples(_OPS, st.integers(0, 2)), max_size=12))
+def test_jobs_whose_ranks_do_the_same_always_come_to_their_end(program: list[tuple[str, int]]) -> None:
+    ranks = []
+    for rank in (0, 1):
+        calls: list[Call] = []
+        for number, (kind, step) in enumerate(program):
+            if kind == "batch":
+                for one in (isend(1 - rank, batch=number, step=step), irecv(1 - rank, batch=number, step=step)):
+                    calls.append(Call(record=one, wait_before=-1))
+            else:
+                one = record("all_reduce", is_async=kind == "async", api="all_reduce", step=step)
+                calls.append(Call(record=one, wait_before=-1))
+        ranks.append(RankPlan(rank=rank, calls=calls))
+    _, found = place_waits(ranks, {"0": [0, 1]})
+    assert found.ends
+    for rank_plan in ranks:
+        for index, call in enumerate(rank_plan.calls):
+            assert index < call.wait_before <= len(rank_plan.calls)

@@ -1,0 +1,105 @@
+"""What-if: plans that are changed still fit together, and say what was taken from them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from crossrank.errors import CrossrankError
+from crossrank.replay.build import settle
+from crossrank.replay.plan import Plan
+from crossrank.replay.transform import first_calls, only_groups, only_operations, scale_bytes, with_dtype
+from tests.unit.replay.plans import built, isend, ops, record, recv, waits
+
+_TWO = [0, 1]
+
+
+def job() -> Plan:
+    """Two ranks with one of each kind of call."""
+    ranks = []
+    for rank in _TWO:
+        splits = [[1, 2], [3, 4]]
+        ranks.append(
+            [
+                record("all_gather", inputs=[[3]], outputs=[[6]]),
+                record("reduce_scatter", inputs=[[10]], outputs=[[5]]),
+                record("all_to_all", inputs=[[sum(splits[rank])]], outputs=[[0]], in_split=splits[rank],
+                       out_split=[splits[0][rank], splits[1][rank]]),
+                record("all_reduce", pg="dp"),
+                isend(1) if rank == 0 else recv(0),
+                record("barrier"),
+            ]
+        )  # fmt: skip
+        ranks[-1][2].outputs[0][0] = splits[0][rank] + splits[1][rank]
+    return built(*ranks, groups={"0": _TWO, "dp": _TWO})
+
+
+def test_messages_are_scaled_by_their_elements_and_go_on_to_fit_together() -> None:
+    plan = scale_bytes(job(), 2.5)
+    settle(plan)
+    gather, scatter, exchange, reduced, sent, barrier = (call.record for call in plan.ranks[0].calls)
+    assert (gather.inputs, gather.outputs, gather.bytes) == ([[8]], [[16]], 64)
+    assert (scatter.inputs, scatter.outputs, scatter.bytes) == ([[24]], [[12]], 96)
+    assert (exchange.in_split, exchange.out_split) == ([2, 5], [2, 8])
+    assert (exchange.inputs, exchange.outputs) == ([[7]], [[10]])
+    assert reduced.inputs == reduced.outputs == sent.inputs == [[10]]
+    assert barrier.bytes == 0
+    assert plan.coverage().complete
+
+
+@settings(deadline=None)
+@given(st.floats(0.01, 50))
+def test_any_factor_gives_a_plan_that_fits(factor: float) -> None:
+    plan = scale_bytes(job(), factor)
+    settle(plan)
+    assert all(call.record.bytes > 0 for call in plan.ranks[0].calls if call.record.op != "barrier")
+
+
+def test_a_type_changes_the_bytes_and_not_the_elements() -> None:
+    plan = with_dtype(job(), "bfloat16")
+    assert [call.record.bytes for call in plan.ranks[0].calls] == [12, 20, 6, 8, 8, 0]
+    assert plan.ranks[0].calls[0].record.inputs == [[3]]
+
+
+def test_a_filter_counts_what_it_takes_away() -> None:
+    plan = only_operations(job(), ["all-gather", "reduce_scatter_tensor"])
+    assert ops(plan) == ["all_gather", "reduce_scatter"]
+    assert plan.coverage().reasons == {"not in --ops": 8}
+    assert [group.pg for group in plan.groups] == ["0"]
+    plan = only_groups(job(), ["dp"])
+    assert ops(plan) == ["all_reduce"]
+    assert plan.coverage().reasons == {"not in --pgs": 10}
+
+
+def test_the_first_calls_of_each_rank_are_those_whose_other_ends_are_among_them() -> None:
+    early = [record("all_reduce"), record("all_reduce", pg="dp"), record("barrier")]
+    late = [record("all_reduce", pg="dp"), record("barrier"), record("all_reduce")]
+    late = [early[1], early[0], early[2]]
+    plan = built(early, late, groups={"0": _TWO, "dp": _TWO})
+    assert [ops(first_calls(plan, 1), rank) for rank in _TWO] == [[], []]
+    assert [ops(first_calls(plan, 2), rank) for rank in _TWO] == [["all_reduce"] * 2] * 2
+    assert first_calls(plan, 2).coverage().reasons == {"beyond --max-calls": 2}
+
+
+def test_waits_move_with_their_calls() -> None:
+    plan = built(*[[record("all_reduce", is_async=True), record("broadcast", root=0), record("barrier")]] * 2)
+    settle(plan)
+    for rank in plan.ranks:
+        rank.calls[0].wait_before = 3
+    assert waits(only_operations(plan, ["all_reduce", "barrier"])) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda plan: only_operations(plan, ["allredcue"]), "'allredcue' is no operation; choose from all_reduce"),
+        (lambda plan: only_operations(plan, ["send"]), "sends and receives answer each other"),
+        (lambda plan: only_groups(plan, ["tp"]), "no call is on a group 'tp'; choose from 0, dp"),
+        (lambda plan: with_dtype(plan, "float7"), "--dtype 'float7' is not known; choose from float32"),
+        (lambda plan: scale_bytes(plan, 0.0), "--scale-bytes 0 is not above 0"),
+    ],
+)
+def test_a_name_or_number_that_cannot_be_is_refused_with_what_can(change: object, message: str) -> None:
+    with pytest.raises(CrossrankError, match=message):
+        change(job())  # type: ignore[operator]
