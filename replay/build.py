@@ -7,13 +7,13 @@ counterpart on another rank, is refused, unless a partial replay is wanted: then
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
 import msgspec
 
 from crossrank.comm import MOST_RANKS, CommRecord, Group
 from crossrank.errors import CrossrankError
+from crossrank.replay.alignment import BROKEN, Rank, align
 from crossrank.replay.match import mismatches
 from crossrank.replay.plan import Call, Plan, RankPlan, is_p2p, launches
 from crossrank.replay.rank_calls import RankCalls, RecordedCall
@@ -24,21 +24,6 @@ from crossrank.tools.linking.communications import named_by_address
 from crossrank.tools.tables import rank_ranges
 
 _SHOWN = 3
-_OUT_OF_RING = "it fell out of another rank's ring"
-_ALONE = "another rank of its group has no such call"
-_BROKEN = "it contradicts itself"
-
-
-@dataclass
-class Rank:
-    """One rank on its way into the plan."""
-
-    source: RankCalls
-    rank: int
-    records: list[CommRecord | None] = field(default_factory=list)
-    """Completed, by call; None where the call is left out."""
-    reasons: dict[int, str] = field(default_factory=dict)
-    """Call -> why it is left out."""
 
 
 def build(
@@ -56,7 +41,9 @@ def build(
             rank.records.append(_completed(rank, index, call, names, groups, broken))
     if broken and not partial:
         raise CrossrankError(_told(broken, "--partial leaves such calls out"))
-    _align(ranks, groups, names, partial)
+    guessed = align(ranks, groups, names, broken, partial)
+    if broken and not partial:
+        raise CrossrankError(_told(broken, "--partial leaves such calls out"))
     plan = Plan(
         source=path,
         kind=kind,
@@ -66,6 +53,11 @@ def build(
     )
     plan.groups = used_groups(plan.ranks, groups.values())
     plan.notes = list(_notes(sources, plan))
+    if guessed:
+        plan.notes.append(
+            f"{guessed} uneven all_to_all(s) have no recorded splits: parts were chosen that give what each rank sends "
+            "and receives in total"
+        )
     if partial and broken:
         plan.notes.append(_told(broken, "left out"))
     if not any(rank.calls for rank in plan.ranks):
@@ -218,79 +210,10 @@ def _completed(
         broken.append(
             f"{rank.source.path}: rank {rank.rank}, call {record.id} ({record.op} #{number} on {record.pg!r}): {error}"
         )
-        rank.reasons[index] = _BROKEN
+        rank.reasons[index] = BROKEN
         return None
     assert label is not None
     return msgspec.structs.replace(whole, pg=label)
-
-
-Lane = dict[int, list[tuple["int | None", int]]]
-"""Side (a member, or an end of a pair) -> (number, call) of its calls there, in order."""
-
-
-def _align(ranks: list[Rank], groups: dict[str, Group], names: dict[int, dict[str, str]], partial: bool) -> None:
-    """Leave out, on all ranks, what is left out on one, and what cannot have a counterpart."""
-    numbered = all(rank.source.numbered for rank in ranks)
-    lanes: dict[tuple[object, ...], Lane] = {}
-    for rank in ranks:
-        for index, call in enumerate(rank.source.calls):
-            # A call that is left out still takes its place among the others.
-            record, label = call.record, names[rank.rank].get(call.record.pg)
-            if label is None:
-                continue  # a group that nobody defined: the call is left out already
-            number, members = record.seq, groups[label].ranks or []
-            key: tuple[object, ...] = (label,)
-            if is_p2p(record):
-                if record.peer is None:
-                    continue
-                number, members = record.p2p_seq, [rank.rank, record.peer]
-                ends = members if record.op == "send" else members[::-1]
-                key = (label, *ends, record.tag or 0)
-            # A member without a call has an empty list.
-            lane = lanes.setdefault(key, {member: [] for member in members})
-            lane.setdefault(rank.rank, []).append((number, index))
-    by_rank = {rank.rank: rank for rank in ranks}
-    for lane in lanes.values():
-        late = {member for member in lane if by_rank[member].source.starts_late}
-        use_numbers = numbered and all(_rising(calls) for calls in lane.values())
-        if not use_numbers:
-            _number_by_order(lane, late)
-        _leave_out_unmatched(lane, by_rank, late, partial)
-
-
-def _rising(calls: list[tuple[int | None, int]]) -> bool:
-    numbers = [number for number, _ in calls]
-    return None not in numbers and len(set(numbers)) == len(numbers)
-
-
-def _number_by_order(lane: Lane, late: Collection[int]) -> None:
-    """Number calls from the first one, or, where beginnings are lost, from the last one."""
-    for calls in lane.values():
-        shift = -len(calls) if late else 0
-        calls[:] = [(place + shift, index) for place, (_, index) in enumerate(calls)]
-
-
-def _leave_out_unmatched(lane: Lane, ranks: dict[int, Rank], late: Collection[int], partial: bool) -> None:
-    common = set.intersection(*({number for number, _ in calls} for calls in lane.values()))
-    out = {
-        number: ranks[member].reasons[index]
-        for member, calls in lane.items()
-        for number, index in calls
-        if index in ranks[member].reasons
-    }
-    for member, calls in lane.items():
-        seen_common = False
-        for number, index in calls:
-            reason = out.get(number)
-            if number in common:
-                seen_common = True
-            elif reason is None and not seen_common and any(other != member for other in late):
-                reason = _OUT_OF_RING
-            elif reason is None and partial:
-                reason = _ALONE
-            if reason is not None:
-                ranks[member].reasons.setdefault(index, reason)
-                ranks[member].records[index] = None
 
 
 def _rank_plan(rank: Rank) -> RankPlan:

@@ -126,7 +126,7 @@ def find(path: str, kind: str | None = None) -> Found:
     inputs = []
     for rank, found in sorted(ranks.items(), key=lambda item: (item[0] is None, item[0] or 0)):
         found.sort(key=lambda one: (one.window, one.path))
-        if len({one.window for one in found}) < len(found) and not (rank is None and len(parts) == 1):
+        if len({one.window for one in found}) < len(found):
             names = ", ".join(PurePosixPath(one.path).name for one in found[:3])
             raise CrossrankError(
                 f"{path}: {names} are {'all' if len(found) > 2 else 'both'} "

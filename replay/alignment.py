@@ -1,0 +1,138 @@
+"""Lays the calls of all ranks side by side, group by group, and leaves out what has no counterpart.
+
+By their recorded numbers where all files have them; else by their order, from the first call on, or, where the
+beginnings are lost (rings), from the last.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from crossrank.comm import CommRecord, Group
+from crossrank.replay.exchanges import lacks_parts, with_parts
+from crossrank.replay.plan import is_p2p
+from crossrank.replay.rank_calls import RankCalls
+
+_OUT_OF_RING = "it fell out of another rank's ring"
+_ALONE = "another rank of its group has no such call"
+BROKEN = "it contradicts itself"
+
+
+@dataclass
+class Rank:
+    """One rank on its way into the plan."""
+
+    source: RankCalls
+    rank: int
+    records: list[CommRecord | None] = field(default_factory=list)
+    """Completed, by call; None where the call is left out."""
+    reasons: dict[int, str] = field(default_factory=dict)
+    """Call -> why it is left out."""
+
+
+Lane = dict[int, list[tuple["int | None", int]]]
+"""Side (a member, or an end of a pair) -> (number, call) of its calls there, in order."""
+
+
+def align(
+    ranks: list[Rank], groups: dict[str, Group], names: dict[int, dict[str, str]], broken: list[str], partial: bool
+) -> int:
+    """Leave out, on all ranks, what is left out on one, and what cannot have a counterpart.
+
+    `names` is rank -> recorded name of a group -> name in `groups`. What contradicts itself over several ranks is added
+    to `broken`. Returns how many uneven exchanges got parts that are not recorded.
+    """
+    guessed = 0
+    numbered = all(rank.source.numbered for rank in ranks)
+    lanes: dict[tuple[object, ...], Lane] = {}
+    for rank in ranks:
+        for index, call in enumerate(rank.source.calls):
+            # A call that is left out still takes its place among the others.
+            record, label = call.record, names[rank.rank].get(call.record.pg)
+            if label is None:
+                continue  # a group that nobody defined: the call is left out already
+            number, members = record.seq, groups[label].ranks or []
+            key: tuple[object, ...] = (label,)
+            if is_p2p(record):
+                if record.peer is None:
+                    continue
+                number, members = record.p2p_seq, [rank.rank, record.peer]
+                ends = members if record.op == "send" else members[::-1]
+                key = (label, *ends, record.tag or 0)
+            # A member without a call has an empty list.
+            lane = lanes.setdefault(key, {member: [] for member in members})
+            lane.setdefault(rank.rank, []).append((number, index))
+    by_rank = {rank.rank: rank for rank in ranks}
+    for lane in lanes.values():
+        late = {member for member in lane if by_rank[member].source.starts_late}
+        use_numbers = numbered and all(_rising(calls) for calls in lane.values())
+        if not use_numbers:
+            _number_by_order(lane, late)
+        guessed += _give_parts(lane, by_rank, broken)
+        _leave_out_unmatched(lane, by_rank, late, partial)
+    return guessed
+
+
+def _rising(calls: list[tuple[int | None, int]]) -> bool:
+    numbers = [number for number, _ in calls]
+    return None not in numbers and len(set(numbers)) == len(numbers)
+
+
+def _number_by_order(lane: Lane, late: Collection[int]) -> None:
+    """Number calls from the first one, or, where beginnings are lost, from the last one."""
+    for calls in lane.values():
+        shift = -len(calls) if late else 0
+        calls[:] = [(place + shift, index) for place, (_, index) in enumerate(calls)]
+
+
+def _give_parts(lane: Lane, ranks: dict[int, Rank], broken: list[str]) -> int:
+    """Find parts for the uneven all_to_alls of a lane of which only totals are recorded."""
+    exchanges: dict[int | None, dict[int, tuple[int, CommRecord]]] = defaultdict(dict)
+    for member, calls in lane.items():
+        for number, index in calls:
+            record = ranks[member].records[index]
+            if record is not None and record.op == "all_to_all":
+                exchanges[number][member] = index, record
+    given = 0
+    members = sorted(lane)
+    for number, sides in exchanges.items():
+        records = {member: record for member, (_, record) in sides.items()}
+        if not lacks_parts(records, members):
+            continue
+        found = with_parts(records, members)
+        given += found is not None
+        for member, (index, record) in sides.items():
+            if found is not None:
+                ranks[member].records[index] = found[member]
+                continue
+            ranks[member].records[index], ranks[member].reasons[index] = None, BROKEN
+            broken.append(
+                f"{ranks[member].source.path}: rank {member}, call {record.id} (all_to_all #{number} on "
+                f"{record.pg!r}): what its ranks send is not what they receive"
+            )
+    return given
+
+
+def _leave_out_unmatched(lane: Lane, ranks: dict[int, Rank], late: Collection[int], partial: bool) -> None:
+    common = set.intersection(*({number for number, _ in calls} for calls in lane.values()))
+    out = {
+        number: ranks[member].reasons[index]
+        for member, calls in lane.items()
+        for number, index in calls
+        if index in ranks[member].reasons
+    }
+    for member, calls in lane.items():
+        seen_common = False
+        for number, index in calls:
+            reason = out.get(number)
+            if number in common:
+                seen_common = True
+            elif reason is None and not seen_common and any(other != member for other in late):
+                reason = _OUT_OF_RING
+            elif reason is None and partial:
+                reason = _ALONE
+            if reason is not None:
+                ranks[member].reasons.setdefault(index, reason)
+                ranks[member].records[index] = None
