@@ -15,7 +15,7 @@ from crossrank.replay.exchanges import lacks_parts, with_parts
 from crossrank.replay.plan import is_p2p
 from crossrank.replay.rank_calls import RankCalls
 
-_OUT_OF_RING = "it fell out of another rank's ring"
+_OUT_OF_RING = "another rank's dump no longer has it"
 _ALONE = "another rank of its group has no such call"
 BROKEN = "it contradicts itself"
 

@@ -15,7 +15,7 @@ from crossrank.comm import MOST_RANKS, CommRecord, Group
 from crossrank.errors import CrossrankError
 from crossrank.replay.alignment import BROKEN, Rank, align
 from crossrank.replay.match import mismatches
-from crossrank.replay.plan import Call, Plan, RankPlan, is_p2p, launches
+from crossrank.replay.plan import UNPLACED, Call, Plan, RankPlan, is_p2p, launches
 from crossrank.replay.rank_calls import RankCalls, RecordedCall
 from crossrank.replay.schedule import place_waits
 from crossrank.replay.shapes import BrokenError, LeftOutError, complete
@@ -53,6 +53,14 @@ def build(
     )
     plan.groups = used_groups(plan.ranks, groups.values())
     plan.notes = list(_notes(sources, plan))
+    rootless = sum(
+        1
+        for rank in ranks
+        for call, record in zip(rank.source.calls, rank.records, strict=True)
+        if record is not None and record.root is not None and call.record.root is None
+    )
+    if rootless:
+        plan.notes.append(f"{rootless} call(s) have no recorded root: the first member of their group stands in")
     if guessed:
         plan.notes.append(
             f"{guessed} uneven all_to_all(s) have no recorded splits: parts were chosen that give what each rank sends "
@@ -156,6 +164,11 @@ def _groups(ranks: list[Rank], size: int) -> tuple[dict[str, Group], dict[int, d
         for one in rank.source.groups:
             if one.ranks and tuple(one.ranks) not in said[one.pg]:
                 said[one.pg].append(tuple(one.ranks))
+    for rank in ranks:
+        if rank.source.groups_by_use:
+            for pg in {call.record.pg for call in rank.source.calls} - {pg for pg, members in said.items() if members}:
+                users = [one.rank for one in ranks if any(call.record.pg == pg for call in one.source.calls)]
+                said[pg] = [tuple(users)]
     groups: dict[str, Group] = {}
     names: dict[int, dict[str, str]] = {}
     for rank in ranks:
@@ -228,7 +241,11 @@ def _rank_plan(rank: Rank) -> RankPlan:
             plan.leave_out(rank.reasons[index], [call.record])
             continue
         mine = len(plan.calls)
-        wait = -1 if call.wait_before is None else max(kept_before[min(call.wait_before, len(source.calls))], mine + 1)
+        wait = (
+            UNPLACED
+            if call.wait_before is None
+            else max(kept_before[min(call.wait_before, len(source.calls))], mine + 1)
+        )
         gap, from_return = _gap(previous, call) if source.timed else (0, False)
         plan.calls.append(
             Call(

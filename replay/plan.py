@@ -19,6 +19,7 @@ from crossrank.recording import Damage, read_chunks
 from crossrank.tools.whole_file import whole_file
 
 SCHEMA = "crossrank-plan 1"
+UNPLACED = -1
 
 
 class Call(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
@@ -28,7 +29,7 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """As recorded, but for `pg`, which is the name of a group of the plan, the same on all ranks."""
     wait_before: int
     """The rank waits for the call before it launches its call of this index: the next one = at once, the number of
-    calls = at the end."""
+    calls = at the end, `UNPLACED` = not recorded, to be placed by `schedule.place_waits`."""
     gap_ns: int = 0
     """Recorded time between the launch of the call before (its return, where `gap_from_return`) and this launch."""
     gap_from_return: bool = False
@@ -199,5 +200,5 @@ def check_plan(plan: Plan, path: str) -> None:
             what = f"call {index} of rank {rank.rank} ({call.record.op})"
             if rank.rank not in members.get(call.record.pg, ()):
                 raise wrong(f"{what} is on group {call.record.pg!r}, of which the rank is no member")
-            if not index < call.wait_before <= len(rank.calls):
+            if call.wait_before != UNPLACED and not index < call.wait_before <= len(rank.calls):
                 raise wrong(f"{what} is waited for before call {call.wait_before}, which cannot be")

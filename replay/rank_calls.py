@@ -35,6 +35,8 @@ class RankCalls(msgspec.Struct, kw_only=True):
     groups: list[Group]
     numbered: bool = True
     """Whether `seq` and `p2p_seq` are the same numbers on all ranks; else only the order can be compared."""
+    groups_by_use: bool = False
+    """Its groups have no members (gloo's dumps): everyone who calls on a name is one."""
     starts_late: bool = False
     """The file is the end of what the rank did: a ring from which earlier calls fell out."""
     timed: bool = True

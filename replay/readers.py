@@ -14,6 +14,7 @@ from crossrank.recording import CommsFile
 from crossrank.replay.rank_calls import RankCalls, RecordedCall
 from crossrank.tools.linking.communication_trace import read_communication_trace
 from crossrank.tools.linking.graph import Communication, LinkedTrace
+from crossrank.tools.linking.kernels import communication_kernel
 from crossrank.tools.linking.read_linked import read_linked
 from crossrank.tools.readers.flight_dump import Entry, FlightDump, read_flight_dump
 from crossrank.tools.readers.kineto import DeviceEvent, HostEvent, read_kineto
@@ -203,6 +204,11 @@ def read_kineto_trace(given: Input) -> RankCalls:
             described = from_kineto(host.args)
             if described is not None:
                 rows.append((host.start, host, described))
+    if not rows:  # before 2023 Kineto gave nothing but the names of kernels
+        for event in trace.device:
+            known = communication_kernel(event.name) if event.category == "kernel" else None
+            if known is not None and known[1] is not None:
+                rows.append((event.start, event, ParamComms(name=known[1])))
     rows.sort(key=lambda row: row[0])
     calls = []
     for number, (start, source, described) in enumerate(rows):
@@ -265,13 +271,18 @@ def read_flight(given: Input) -> RankCalls:
         world_size=moment.world_size if moment is not None else None,
         calls=calls,
         groups=known,
+        groups_by_use=backend == "gloo",
         starts_late=first > 0 or lost,
         backend=backend,
         problems=list(dump.problems),
+        notes=_GLOO_NOTES if backend == "gloo" and moment is None else [],
     )
 
 
 _CLOSING = "coalesced"
+_GLOO_NOTES = [
+    "gloo's own dumps know neither sends and receives nor the members of groups: those who call on a name are taken",
+]
 
 
 def _of_entries(dump: FlightDump, groups: dict[str, Group]) -> list[RecordedCall]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from crossrank.comm import CommRecord
-from crossrank.replay.plan import Call, RankPlan, is_p2p, launches
+from crossrank.replay.plan import UNPLACED, Call, RankPlan, is_p2p, launches
 
 _PREFETCHED = ("all_gather", "reduce_scatter")
 """What sharded training has two of under way: the one that is used, and the next one."""
@@ -31,7 +31,7 @@ class Policy:
 
     text: str
     place: Callable[[list[Call]], None]
-    """Sets `wait_before` of calls that have none (-1)."""
+    """Sets `wait_before` of calls that have none (`UNPLACED`)."""
 
 
 def returns_early(record: CommRecord) -> bool:
@@ -54,13 +54,13 @@ def _until_step(calls: list[Call]) -> None:
 
 def _until_end(calls: list[Call]) -> None:
     for call in calls:
-        if call.wait_before < 0:
+        if call.wait_before == UNPLACED:
             call.wait_before = len(calls)
 
 
 def _all_p2p_until_end(calls: list[Call]) -> None:
     for call in calls:
-        if call.wait_before < 0 or is_p2p(call.record):
+        if call.wait_before == UNPLACED or is_p2p(call.record):
             call.wait_before = len(calls)
 
 
@@ -83,7 +83,7 @@ def _place(calls: list[Call], ends: Callable[[Sequence[int], Call], bool]) -> No
             for at in open_calls:
                 calls[at].wait_before = first
             open_calls = []
-        open_calls += [index for index in range(first, end) if calls[index].wait_before < 0]
+        open_calls += [index for index in range(first, end) if calls[index].wait_before == UNPLACED]
     for at in open_calls:
         calls[at].wait_before = len(calls)
 
@@ -111,16 +111,16 @@ class Walk:
 
 
 def place_waits(ranks: list[RankPlan], members: dict[str, list[int]]) -> tuple[str | None, Walk]:
-    """Place every wait that is not recorded (`wait_before` < 0), and walk through the result.
+    """Place every wait that is not recorded (`UNPLACED`), and walk through the result.
 
     Returns how that was done, None where all waits are recorded, and the walk with it.
     """
     for rank in ranks:
         for first, end in launches(rank.calls):
             for index in range(first, end):
-                if rank.calls[index].wait_before < 0 and not returns_early(rank.calls[index].record):
+                if rank.calls[index].wait_before == UNPLACED and not returns_early(rank.calls[index].record):
                     rank.calls[index].wait_before = end
-    missing = [[call.wait_before < 0 for call in rank.calls] for rank in ranks]
+    missing = [[call.wait_before == UNPLACED for call in rank.calls] for rank in ranks]
     any_missing = any(map(any, missing))
     as_recorded = walk(ranks, members) if not any_missing else None
     if as_recorded is not None and as_recorded.ends:

@@ -38,6 +38,8 @@ _COALESCED = {"all_gather": "allgather_into_tensor_coalesced_", "reduce_scatter"
 _KNOWN = frozenset(
     (*_ONE_TENSOR.values(), *_LISTS.values(), *_COALESCED.values(), "allgather_coalesced_"),
 )
+_ANY_ROOT = ("broadcast", "reduce")
+"""Which rank is the root changes neither tensors nor, by much, times: one that is not recorded is the first member."""
 _LIST_NAMES = frozenset(("allgather", "reducescatter", "alltoall"))
 """What traces call the ops with a list of tensors, in letters alone. `alltoall` is also said of one tensor."""
 
@@ -55,6 +57,8 @@ def complete(record: CommRecord, group: Group | None, rank: int) -> CommRecord:
     operation = OPERATIONS.get(record.op)
     if operation is None:
         raise LeftOutError(f"{record.op} is no operation that is known")
+    if record.op != "barrier" and record.dtype is None:
+        raise LeftOutError("its element type is not recorded")
     if group is None or group.ranks is None:
         raise BrokenError(f"its group {record.pg!r} is defined nowhere")
     if rank not in group.ranks:
@@ -62,9 +66,8 @@ def complete(record: CommRecord, group: Group | None, rank: int) -> CommRecord:
     if record.op == "barrier":
         name = record.c10d if record.c10d == "monitored_barrier_" else "barrier"
         return msgspec.structs.replace(record, c10d=name, inputs=[], outputs=[], dtype=None)
-    if record.dtype is None:
-        raise LeftOutError("its element type is not recorded")
-    if record.dtype not in DTYPES:
+    dtype = DTYPES.get(record.dtype or "")
+    if dtype is None:
         raise LeftOutError(f"its element type {record.dtype} is not known")
     if operation.p2p:
         if record.peer is None:
@@ -72,13 +75,15 @@ def complete(record: CommRecord, group: Group | None, rank: int) -> CommRecord:
         if record.peer not in group.ranks or record.peer == rank:
             raise BrokenError(f"its peer, rank {record.peer}, is no other member of its group {record.pg!r}")
     if operation.rooted:
-        if record.root is None:
+        if record.root is None and record.op in _ANY_ROOT:
+            record = msgspec.structs.replace(record, root=group.ranks[0])
+        elif record.root is None:
             raise LeftOutError("its root is not recorded")
-        if record.root not in group.ranks:
+        elif record.root not in group.ranks:
             raise BrokenError(f"its root, rank {record.root}, is no member of its group {record.pg!r}")
     if any(extent < 0 for shape in (*record.inputs, *record.outputs) for extent in shape):
         raise BrokenError("a tensor of it has a negative extent")
-    return _with_tensors(record, len(group.ranks), DTYPES[record.dtype].size, rank)
+    return _with_tensors(record, len(group.ranks), dtype.size, rank)
 
 
 def _short(ranks: list[int]) -> str:

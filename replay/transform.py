@@ -15,7 +15,7 @@ from crossrank.comm import OPERATIONS, CommRecord, Group, operation_of, total_by
 from crossrank.dtypes import DTYPES, dtype_of
 from crossrank.errors import CrossrankError
 from crossrank.replay.build import used_groups
-from crossrank.replay.plan import Call, LeftOut, Plan, RankPlan
+from crossrank.replay.plan import UNPLACED, Call, LeftOut, Plan, RankPlan
 from crossrank.replay.schedule import keys_of
 
 
@@ -35,7 +35,9 @@ def with_calls(plan: Plan, change: Callable[[RankPlan, int, Call], CommRecord | 
             kept_before.append(len(kept))
         for position, (call, record) in enumerate(kept):
             # Waits that are still to be placed stay so.
-            wait = call.wait_before if call.wait_before < 0 else max(kept_before[call.wait_before], position + 1)
+            wait = (
+                call.wait_before if call.wait_before == UNPLACED else max(kept_before[call.wait_before], position + 1)
+            )
             changed.calls.append(msgspec.structs.replace(call, record=record, wait_before=wait))
         ranks.append(changed)
     return msgspec.structs.replace(plan, ranks=ranks, groups=used_groups(ranks, plan.groups), notes=list(plan.notes))

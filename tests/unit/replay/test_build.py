@@ -119,7 +119,7 @@ def test_calls_before_the_beginning_of_another_ranks_ring_are_left_out() -> None
     del ring.calls[:3]
     plan = build([whole, ring], "job", "flight")
     assert [len(rank.calls) for rank in plan.ranks] == [1, 1]
-    assert plan.coverage().reasons == {"it fell out of another rank's ring": 3}
+    assert plan.coverage().reasons == {"another rank's dump no longer has it": 3}
 
 
 def test_a_trace_without_communication_is_no_success() -> None:

@@ -60,7 +60,7 @@ def test_tensors_of_a_call_of_four_ranks(op: str, fields: dict[str, Any], expect
         ("all_reduce", {"dtype": "float3"}, "its element type float3 is not known"),
         ("fancy_reduce", {}, "fancy_reduce is no operation that is known"),
         ("recv", {"peer": None}, "it receives from any source"),
-        ("broadcast", {"root": None}, "its root is not recorded"),
+        ("gather", {"root": None}, "its root is not recorded"),
     ],
 )
 def test_a_call_that_cannot_be_made_again_says_why(op: str, fields: dict[str, Any], why: str) -> None:

@@ -1,0 +1,117 @@
+"""The command line of a replay, as far as it goes without starting a process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossrank.replay.plan import save_plan
+from crossrank.replay.sweep import parse_sweeps
+from crossrank.tools.cli import main
+from tests.unit.replay.plans import built, record
+
+_ON_TWO = "are replayed, on 2 rank(s) and 1 group(s)\n"
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> str:
+    path = tmp_path / "plan.json"
+    call = record("all_reduce", is_async=False)
+    save_plan(built([call, record("barrier")], [call, record("barrier")]), path)
+    return str(path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    capsys.readouterr()
+    code = main(["replay", *words])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_dry_run_says_what_would_be_replayed(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, plan, "--dry-run")
+    assert (code, err) == (0, "")
+    assert (
+        out
+        == "job: 4 of 4 recorded calls (100.0 %) and 32 B of 32 B (100.0 %) are replayed, on 2 rank(s) and 1 group(s)\n"
+    )
+
+
+def test_strict_makes_anything_left_out_a_fault(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, plan, "--dry-run", "--strict")[0] == 0
+    code, out, _ = run(capsys, plan, "--dry-run", "--strict", "--ops", "barrier")
+    assert code == 1
+    assert out == (
+        f"job: 2 of 4 recorded calls (50.0 %) and 0 B of 32 B (0.0 %) {_ON_TWO}  left out: 2 call(s): not in --ops\n"
+    )
+
+
+def test_a_plan_is_saved_as_it_would_be_run(plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = str(tmp_path / "saved.json.zst")
+    assert run(capsys, plan, "--dry-run", "--nproc", "4", "--scale-bytes", "2", "--save-plan", saved)[0] == 0
+    _, out, _ = run(capsys, saved, "--dry-run")
+    assert out.startswith(
+        "job: 8 of 8 recorded calls (100.0 %) and 128 B of 128 B (100.0 %) are replayed, on 4 rank(s)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name one trace"),
+        (["{plan}", "--trace-path", "x"], "name one trace"),
+        (["/nowhere"], "/nowhere: no such file or folder"),
+        (["{plan}", "--repeat", "0"], "--repeat 0 is below 1"),
+        (["{plan}", "--nproc", "3", "--ops", "tree_reduce"], "--ops: 'tree_reduce' is no operation"),
+        (["{plan}", "--timeout", "-1"], "--timeout -1 is not a number of seconds above 0"),
+        (["{plan}", "--master-port", "99999"], "--master-port 99999 is not a port"),
+        (["{plan}", "--pace", "slow"], "--pace 'slow' is not fast, recorded, compute, or a factor"),
+        (["{plan}", "--scale-bytes", "nan"], "--scale-bytes nan is not above 0"),
+        (["{plan}", "--sweep", "speed=1,2"], "--sweep 'speed=1,2' is not NAME=VALUE,VALUE"),
+        (["{plan}", "--backend", "carrier_pigeon"], "backend 'carrier_pigeon' is not built into torch"),
+        (["{plan}", "--device", "tpu"], "--device 'tpu' is neither cpu nor cuda"),
+        (["{plan}", "--nproc", "1000"], "1000 ranks are too many processes for one machine"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(
+    words: list[str], message: str, plan: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, *(word.replace("{plan}", plan) for word in words))
+    assert code == 2
+    assert err.startswith(f"crossrank: {message}") or message in err
+    assert err.count("\n") == 1
+
+
+def test_a_pace_needs_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = built([record("barrier")], [record("barrier")])  # one call has no gap before it
+    save_plan(made, tmp_path / "plan.json")
+    code, _, err = run(capsys, str(tmp_path / "plan.json"), "--pace", "recorded")
+    assert code == 2
+    assert "has no times to keep" in err
+
+
+def test_under_a_launcher_the_number_of_ranks_is_its(
+    plan: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    code, _, err = run(capsys, plan, "--nproc", "4")
+    assert (code, "started 2 ranks; leave --nproc out" in err) == (2, True)
+    code, _, err = run(capsys, plan, "--sweep", "NCCL_ALGO=Ring,Tree")
+    assert (code, "start one replay per value" in err) == (2, True)
+
+
+def test_sweeps_make_all_combinations() -> None:
+    found = parse_sweeps(["scale-bytes=0.5,1", "NCCL_ALGO=Ring,Tree"])
+    assert [(one.options, one.variables) for one in found] == [
+        ({"scale-bytes": scale}, {"NCCL_ALGO": algorithm}) for scale in ("0.5", "1") for algorithm in ("Ring", "Tree")
+    ]
+    assert found[0].name == "scale-bytes=0.5_NCCL_ALGO=Ring"
+
+
+def test_names_that_param_uses_are_known(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words: list[Any] = ["--trace-path", plan, "--num-replays", "3", "--warmup-iter", "0", "--allow-ops", "barrier"]
+    assert run(capsys, *words, "--max-msg-cnt", "2", "--use-one-trace", "--dry-run")[0] == 0
