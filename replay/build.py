@@ -17,7 +17,7 @@ from crossrank.replay.alignment import BROKEN, Rank, align
 from crossrank.replay.match import mismatches
 from crossrank.replay.plan import UNPLACED, Call, Plan, RankPlan, is_p2p, launches
 from crossrank.replay.rank_calls import RankCalls, RecordedCall
-from crossrank.replay.schedule import place_waits
+from crossrank.replay.schedule import place_waits, returns_early
 from crossrank.replay.shapes import BrokenError, LeftOutError, complete
 from crossrank.replay.sources import KINDS, missing_ranks
 from crossrank.tools.linking.communications import named_by_address
@@ -251,6 +251,8 @@ def _rank_plan(rank: Rank) -> RankPlan:
             Call(
                 record=record,
                 wait_before=wait,
+                blocking=returns_early(record) is False if call.blocking is None else call.blocking,
+                recorded_bytes=call.record.bytes,
                 gap_ns=gap,
                 gap_from_return=from_return,
                 took_ns=call.took_ns,

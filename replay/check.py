@@ -1,17 +1,16 @@
 """Verifies what each collective gives (`--check`): inputs are filled with known numbers, outputs are compared.
 
-Element j of a tensor of member m in the n-th call of its kind is 1 + (j + 3 m + n) mod 13, so that what all members
-together give has a period of 13 and is known without their data. Where a call sends different parts to different
-members, a part is a tensor of its own. Sums that the type cannot hold exactly are compared within its precision.
+What is moved carries its sender: element j of a tensor of member m in the n-th call of its kind is
+(j + 31 m + 7 n) mod P, P a prime as large as the type holds exactly. What is reduced has one member (or as few as
+there must be) that decides each element, so that a result without it, or with it twice, is another number: 1 in a sum
+of zeros, 2 in a product or among maxima of ones. Where a call sends different parts to different members, a part is a
+tensor of its own. Outputs are spoilt before the call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, reduce
-from math import prod
-from operator import and_, or_, xor
+from functools import lru_cache
 
 import torch
 
@@ -20,10 +19,11 @@ from crossrank.replay.plan import RankPlan
 from crossrank.replay.program import Program
 from crossrank.replay.results import CheckFailure
 from crossrank.replay.schedule import keys_of
+from crossrank.replay.substitutes import REDUCING
 
-_PERIOD = 13
 _PART = 5
 """By how much the numbers of one part of a call are ahead of those of the part before."""
+_SPOILT = 0x55
 _MOST_FAILURES = 20
 
 
@@ -50,10 +50,10 @@ class Checker:
             inputs, outputs = self.program.tensors[index]
             mine = self._index(record, self.rank)
             for tensor in outputs:
-                tensor.zero_()
+                tensor.view(-1).view(torch.uint8).fill_(0 if tensor.dtype == torch.bool else _SPOILT)
             for part, tensor in enumerate(inputs):
                 for at, piece in self._parts(record, tensor, record.in_split):
-                    self._set(piece, self._numbers[index] + _PART * (part + at), mine, record)
+                    piece.copy_(self._sent(index, record, part, at, piece, mine))
 
     def verify(self, position: int) -> None:
         """Compare the outputs of launch `position`, which is over."""
@@ -67,36 +67,47 @@ class Checker:
                     self._compare(index, part, offset, piece, self._expected(index, record, part, at, piece))
                     offset += piece.numel()
 
+    def _sent(self, index: int, record: CommRecord, part: int, at: int, piece: torch.Tensor, mine: int) -> torch.Tensor:
+        """What this rank puts into a part of a tensor."""
+        shift = self._numbers[index] + _PART * (part + at)
+        if record.op not in REDUCING:
+            return _moved(piece, shift, mine)
+        n = self._size(record)
+        whole = piece.numel()
+        if record.c10d != "reduce_scatter_" and record.op == "reduce_scatter":
+            whole //= n  # each stretch is reduced by itself
+        return _to_reduce(piece, self.program.substitutes[index].reduce or "sum", shift, mine, n, whole)
+
     def _expected(self, index: int, record: CommRecord, part: int, at: int, piece: torch.Tensor) -> torch.Tensor | None:
-        number, mine = self._numbers[index], self._index(record, self.rank)
-        n = len(self.program.groups[record.pg].ranks or ())
-        instead = self.program.substitutes[index]
-        op = record.op
+        number, mine, n = self._numbers[index], self._index(record, self.rank), self._size(record)
+        op, reduction = record.op, self.program.substitutes[index].reduce or "sum"
         if op == "reduce" and record.root != self.rank:
             return None
         if op in ("all_reduce", "reduce"):
-            return self._reduced(piece, number + _PART * part, n, instead.reduce, record)
-        if op == "broadcast":
-            return self._pattern(piece, number, self._index(record, record.root), record)
+            return _reduced(piece, reduction, number + _PART * part, n, piece.numel(), 0)
         if op == "reduce_scatter":
             # A list has a tensor for each member, a single one a stretch of it.
-            in_list = record.c10d == "reduce_scatter_"
-            start = 0 if in_list else mine * piece.numel()
-            return self._reduced(piece, number + _PART * (mine if in_list else part) + start, n, instead.reduce, record)
+            if record.c10d == "reduce_scatter_":
+                return _reduced(piece, reduction, number + _PART * mine, n, piece.numel(), 0)
+            return _reduced(piece, reduction, number + _PART * part, n, piece.numel(), mine * piece.numel())
+        if op == "broadcast":
+            return _moved(piece, number + _PART * part, self._index(record, record.root))
         if op in ("all_gather", "gather"):
             # Member after member; `allgather_coalesced_` and the like have several tensors of each.
             width = len(self.program.tensors[index][0])
             if record.c10d in ("_allgather_base_", "allgather_into_tensor_coalesced_"):
-                return self._pattern(piece, number + _PART * part, at, record)
-            return self._pattern(piece, number + _PART * (part % width), part // width, record)
+                return _moved(piece, number + _PART * part, at)
+            return _moved(piece, number + _PART * (part % width), part // width)
         if op == "scatter":
-            return self._pattern(piece, number + _PART * mine, self._index(record, record.root), record)
+            return _moved(piece, number + _PART * mine, self._index(record, record.root))
         if op == "all_to_all":
-            sender = part if record.c10d == "alltoall_" else at
-            return self._pattern(piece, number + _PART * mine, sender, record)
+            return _moved(piece, number + _PART * mine, part if record.c10d == "alltoall_" else at)
         if op == "recv":
-            return self._pattern(piece, number + _PART * part, self._index(record, record.peer), record)
+            return _moved(piece, number + _PART * part, self._index(record, record.peer))
         return None
+
+    def _size(self, record: CommRecord) -> int:
+        return len(self.program.groups[record.pg].ranks or ())
 
     def _parts(
         self, record: CommRecord, tensor: torch.Tensor, split: list[int] | None, *, of_output: bool = False
@@ -105,9 +116,8 @@ class Checker:
         n = len(self.program.groups[record.pg].ranks or ())
         flat = tensor.reshape(-1)
         if record.c10d == "alltoall_base_":
-            sizes = (
-                [flat.numel() // n] * n if not split else [size * (flat.numel() // (sum(split) or 1)) for size in split]
-            )
+            row = flat.numel() // (sum(split) or 1) if split else flat.numel() // n
+            sizes = [size * row for size in split or [1] * n]
         elif of_output and record.c10d in ("_allgather_base_", "allgather_into_tensor_coalesced_"):
             sizes = [flat.numel() // n] * n
         else:
@@ -118,49 +128,18 @@ class Checker:
         ranks = self.program.groups[record.pg].ranks or []
         return ranks.index(rank) if rank in ranks else 0
 
-    def _phase(self, piece: torch.Tensor, shift: int) -> torch.Tensor:
-        return (torch.arange(piece.numel(), device=piece.device) + shift) % _PERIOD
-
-    def _pattern(self, piece: torch.Tensor, shift: int, member: int, record: CommRecord) -> torch.Tensor:
-        """What `member` has in a tensor like `piece`."""
-        table = [_value(phase, member, record.reduce) for phase in range(_PERIOD)]
-        return self._laid_out(table, piece, shift + 3 * member)
-
-    def _laid_out(self, table: Sequence[float], piece: torch.Tensor, shift: int) -> torch.Tensor:
-        """A table over one period, laid out over a tensor like `piece`."""
-        values = torch.tensor(table, dtype=torch.float64, device=piece.device)
-        if piece.dtype == torch.bool:
-            values = values % 2 == 1
-        elif not (piece.dtype.is_floating_point or piece.dtype.is_complex):
-            values = values.to(torch.int64)  # from where it wraps around as the sum does
-        return values.to(piece.dtype)[self._phase(piece, shift)]
-
-    def _set(self, piece: torch.Tensor, shift: int, member: int, record: CommRecord) -> None:
-        piece.copy_(self._pattern(piece, shift, member, record))
-
-    def _reduced(self, piece: torch.Tensor, shift: int, n: int, reduce: str | None, record: CommRecord) -> torch.Tensor:
-        """What all `n` members together give."""
-        table = _together(n, reduce or "sum", record.reduce, piece.dtype == torch.bool)
-        return self._laid_out(table, piece, shift)
-
     def _compare(self, index: int, part: int, offset: int, piece: torch.Tensor, expected: torch.Tensor | None) -> None:
         if expected is None or not piece.numel():
             return
         self.checked += 1
-        if piece.dtype.is_floating_point or piece.dtype.is_complex:
-            got = (piece.real if piece.dtype.is_complex else piece).to(torch.float64)
-            wanted = (expected.real if expected.dtype.is_complex else expected).to(torch.float64)
-            n = len(self.program.groups[self.program.calls[index].record.pg].ranks or ())
-            precision = torch.finfo(piece.dtype).eps if not piece.dtype.is_complex else 1e-6
-            wrong = (got - wanted).abs() > wanted.abs() * precision * n
-            wrong |= ~torch.isfinite(got)
-        else:
-            got = piece
-            wanted = expected
-            wrong = got != wanted
+        record = self.program.calls[index].record
+        wrong = piece != expected
+        if record.op in REDUCING and (self.program.substitutes[index].reduce or "") == "avg":
+            # Each backend divides in its own way.
+            wrong = (piece - expected).abs() > expected.abs() * 4 * torch.finfo(piece.dtype).eps
+            wrong |= ~torch.isfinite(piece)
         if bool(wrong.any()) and len(self.failures) < _MOST_FAILURES:
             first = int(wrong.nonzero()[0])
-            record = self.program.calls[index].record
             self.failures.append(
                 CheckFailure(
                     rank=self.rank,
@@ -170,39 +149,75 @@ class Checker:
                     tensor=part,
                     element=offset + first,
                     elements=int(wrong.sum()),
-                    expected=float(wanted[first]),
-                    got=float(got[first]),
+                    expected=_number(expected[first]),
+                    got=_number(piece[first]),
                 )
             )
 
 
-def _value(phase: int, member: int, reduce: str | None) -> int:
-    """What `member` has at a place of the period. Products stay within every type: each has one factor of 2."""
-    if reduce == "product":
-        return 2 if phase % _PERIOD == 0 and member < _PERIOD else 1
-    return phase % _PERIOD + 1
+def _number(value: torch.Tensor) -> float:
+    return float(value.real if value.dtype.is_complex else value)
 
 
-@lru_cache(maxsize=1024)
-def _together(n: int, reduce: str, recorded: str | None, is_bool: bool) -> tuple[float, ...]:
-    """What `n` members give at each place of the period."""
-    found = []
-    for place in range(_PERIOD):
-        values = [_value(place + 3 * member, member, recorded) for member in range(n)]
-        if is_bool:
-            values = [value % 2 for value in values]
-        whole = _REDUCTIONS[reduce](values)
-        found.append(float(whole > 0) if is_bool else whole / n if reduce == "avg" else float(whole))
-    return tuple(found)
+@lru_cache(maxsize=64)
+def _prime(dtype: torch.dtype) -> int:
+    """The largest prime below what the type holds exactly, at most 65,521."""
+    if dtype.is_complex:
+        return 65_521
+    exact = int(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
+    return next(p for p in range(min(exact, 65_521), 1, -1) if all(p % q for q in range(2, int(p**0.5) + 1)))
 
 
-_REDUCTIONS: dict[str, Callable[[list[int]], int]] = {
-    "sum": sum,
-    "avg": sum,
-    "product": prod,
-    "min": min,
-    "max": max,
-    "band": lambda values: reduce(and_, values),
-    "bor": lambda values: reduce(or_, values),
-    "bxor": lambda values: reduce(xor, values),
+def _places(piece: torch.Tensor) -> torch.Tensor:
+    return torch.arange(piece.numel(), device=piece.device)
+
+
+def _moved(piece: torch.Tensor, shift: int, member: int) -> torch.Tensor:
+    """What `member` has in a tensor like `piece` that is moved."""
+    places = _places(piece)
+    if piece.dtype == torch.bool:  # bit by bit, over and over
+        return ((member + shift) >> (places % 12)) % 2 == 1
+    return ((places + 31 * member + 7 * shift) % _prime(piece.dtype)).to(piece.dtype)
+
+
+def _decides(places: torch.Tensor, shift: int, member: int, n: int, whole: int) -> torch.Tensor:
+    """Whether `member` is the one (of several, where there are fewer elements than members) that decides each place."""
+    turns = max(1, min(n, whole))
+    return (places + shift) % turns == member % turns
+
+
+def _to_reduce(piece: torch.Tensor, reduction: str, shift: int, member: int, n: int, whole: int) -> torch.Tensor:
+    """What `member` of `n` puts into a tensor of which stretches of `whole` elements are reduced."""
+    others, own = _VALUES[reduction]
+    return torch.where(_decides(_places(piece), shift, member, n, whole), own, others).to(piece.dtype)
+
+
+def _reduced(piece: torch.Tensor, reduction: str, shift: int, n: int, whole: int, start: int) -> torch.Tensor:
+    """What `n` members give in a stretch that begins at `start` of the tensor that was reduced."""
+    _, own = _VALUES[reduction]
+    turns = max(1, min(n, whole))
+    places = (_places(piece) + start + shift) % turns
+    deciding = (n - 1 - places) // turns + 1  # members with that remainder
+    if reduction in ("sum", "avg"):
+        total: torch.Tensor = deciding.to(torch.float64)
+        if reduction == "avg":
+            total = total / n
+        return (total > 0 if piece.dtype == torch.bool else total).to(piece.dtype)
+    if reduction == "product":
+        return (2.0 ** deciding.to(torch.float64)).to(piece.dtype)
+    if reduction == "bxor":
+        return (deciding % 2).to(piece.dtype)
+    return torch.full_like(piece, own)
+
+
+_VALUES: dict[str, tuple[int, int]] = {
+    "sum": (0, 1),
+    "avg": (0, 1),
+    "product": (1, 2),
+    "min": (2, 1),
+    "max": (1, 2),
+    "band": (1, 0),
+    "bor": (0, 1),
+    "bxor": (0, 1),
 }
+"""Reduction -> what members have at a place that they do not decide, and what those have that do."""

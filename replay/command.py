@@ -25,7 +25,7 @@ from crossrank.replay.results import RankResult
 from crossrank.replay.settings import Settings
 from crossrank.replay.states import Failed, print_states
 from crossrank.replay.sweep import Combination, finished, parse_sweeps, print_sweep, set_stamp, stamp
-from crossrank.replay.transform import first_calls, only_groups, only_operations, scale_bytes, with_dtype
+from crossrank.replay.transform import first_calls, for_backend, only_groups, only_operations, scale_bytes, with_dtype
 from crossrank.tools.commands.link import complain, progress
 
 if TYPE_CHECKING:
@@ -59,7 +59,12 @@ class Replay:
 
         if place.rank > 0:
             return serve(place, arguments.timeout)
-        return _lead(arguments, combinations, Lead(place, arguments.timeout))
+        lead = Lead(place, arguments.timeout)
+        try:
+            return _lead(arguments, combinations, lead)
+        except CrossrankError:
+            lead.refuse()
+            raise
 
 
 def _check_launched(arguments: argparse.Namespace, combinations: list[Combination], place: Place) -> None:
@@ -81,7 +86,7 @@ def _lead(arguments: argparse.Namespace, combinations: list[Combination], lead: 
     digest = hashlib.sha256(msgspec.json.encode(recorded)).hexdigest()
     outcomes: list[tuple[Combination, Report | str]] = []
     codes = []
-    swept = bool(arguments.sweep)
+    swept, failed_ranks = bool(arguments.sweep), False
     for number, one in enumerate(combinations):
         given = options.with_values(arguments, one.options)
         folder = Path(arguments.output, one.name) if arguments.output is not None and swept else None
@@ -101,12 +106,15 @@ def _lead(arguments: argparse.Namespace, combinations: list[Combination], lead: 
             continue
         if arguments.save_plan is not None and number == 0:
             save_plan(plan, arguments.save_plan)
-        if not arguments.json:
-            print_plan(plan)
         if arguments.dry_run:
+            if not arguments.json:
+                print_plan(plan)
             codes.append(1 if arguments.strict and not plan.coverage().complete else 0)
             continue
-        settings = _settings(given)
+        settings = _settings(given, plan, launched=lead is not None)
+        plan = for_backend(plan, settings.backend)
+        if not arguments.json:
+            print_plan(plan)
         try:
             results = _run(plan, settings, one.variables, lead)
         except Failed as failed:
@@ -114,6 +122,7 @@ def _lead(arguments: argparse.Namespace, combinations: list[Combination], lead: 
             print_states(failed.states, plan)
             outcomes.append((one, failed.summary()))
             codes.append(1)
+            failed_ranks = True
             if lead is not None:
                 break
             continue
@@ -123,6 +132,8 @@ def _lead(arguments: argparse.Namespace, combinations: list[Combination], lead: 
             set_stamp(folder, made_of)
         outcomes.append((one, report))
     if lead is not None:
+        if failed_ranks:
+            lead.leave(1)
         lead.end()
     if swept and not arguments.dry_run:
         print_sweep(outcomes)
@@ -178,10 +189,11 @@ def _planned(recorded: Plan, given: argparse.Namespace, launched: int | None) ->
     return plan
 
 
-def _settings(given: argparse.Namespace) -> Settings:
+def _settings(given: argparse.Namespace, plan: Plan, *, launched: bool) -> Settings:
     from crossrank.replay.worker import check_backend
 
-    backend, device = check_backend(given.backend, given.device)
+    backend, device = check_backend(given.backend, given.device, None if launched else plan.world_size)
+    scale = parse_pace(given.pace).scale
     return Settings(
         backend=backend,
         device=device,
@@ -190,6 +202,7 @@ def _settings(given: argparse.Namespace) -> Settings:
         pace=given.pace,
         check=given.check,
         timeout_s=given.timeout,
+        slack_s=max(sum(call.gap_ns for call in rank.calls) for rank in plan.ranks) * scale / 1e9,
         record=given.record,
     )
 

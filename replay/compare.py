@@ -2,7 +2,8 @@
 
 Two times are compared. The completion of a call on one rank (from its begin to its end, waiting for others included)
 with what the recording says of that rank; and the collective itself (in the replay from the last arrival, in the
-recording the shortest completion among the ranks, which is that of the last to arrive). The relative error is
+recording the shortest completion among the ranks, which is that of the last to arrive, where none can end before
+it: not of broadcasts, reductions to one rank, sends). The relative error is
 |replayed - recorded| / recorded, with the median over the passes as the replayed time.
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from crossrank.comm import OPERATIONS
 from crossrank.replay.plan import Plan
 from crossrank.replay.results import Measured, RankResult, bucket_of, end_to_end_ns, percentile
 
@@ -72,7 +74,7 @@ def compare(plan: Plan, measured: Sequence[Measured], results: Sequence[RankResu
                 continue
             took[rank] = recorded
             errors[size].append(_error(recorded, percentile(call.completion[rank], 0.5)))
-        if took and len(took) == len(call.records):
+        if len(took) == len(call.records) and OPERATIONS[call.record.op].releases_all:
             collective[size].append(_error(min(took.values()), percentile(call.time, 0.5)))
     everything = [one for found in errors.values() for one in found]
     whole = [one for found in collective.values() for one in found]
@@ -126,7 +128,8 @@ def _row(
 def _recorded_span_us(plan: Plan) -> float | None:
     spans = []
     for rank in plan.ranks:
-        times = [call.record.t for call in rank.calls if call.record.t]
+        times = [(call.record.t, call.took_ns or 0) for call in rank.calls if call.record.t]
         if len(times) > 1:
-            spans.append(max(times) - min(times) + (rank.calls[-1].took_ns or 0))
-    return max(spans) / 1000 if spans else None
+            spans.append(max(t + took for t, took in times) - times[0][0])
+    # Of a part the end says nothing.
+    return max(spans) / 1000 if spans and plan.coverage().complete else None

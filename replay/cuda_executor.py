@@ -1,43 +1,58 @@
 """A pass on CUDA: the host launches without waiting, and events on the device say when each call began and ended.
 
-The begin of a call is an event on the stream that launches it. Its end is an event on a side stream of its group that
-waits for the Work: the launching stream itself would have to wait, which only the recorded waits may make it do.
-Events are put on the host's clock by one that the host has waited for.
+The begin of a call is an event on the stream that launches it, or the end of the call before it in its lane. Its end
+is an event on a side stream that waits for the Work: the launching stream itself would have to wait, which only the
+recorded waits may make it do. Side streams have a priority of their own, so that torch does not give out one that a
+communicator uses. Events are put on the host's clock by one that the host has waited for.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from crossrank.replay.executor import IDLE, Hook
+from crossrank.errors import CrossrankError
+from crossrank.replay.executor import IDLE, Hook, begins, by_call
 from crossrank.replay.pace import Pacer
 from crossrank.replay.program import Program
 from crossrank.replay.results import Times
+
+_POLL_S = 0.0002
 
 
 class CudaExecutor:
     """An `Executor` on one GPU. Its events are made once and used by every pass."""
 
     def __init__(self, program: Program, pacer: Pacer | None = None) -> None:
+        if os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == "1":
+            raise CrossrankError("TORCH_NCCL_BLOCKING_WAIT=1 makes every wait block the host; unset it for a replay")
+        self.progress = [IDLE]
         self._program = program
         self._pacer = pacer
-        self.progress = [IDLE]
         self._began = [torch.cuda.Event(enable_timing=True) for _ in program.bound]
         self._ended = [torch.cuda.Event(enable_timing=True) for _ in program.bound]
         self._base = torch.cuda.Event(enable_timing=True)
-        self._side = {name: torch.cuda.Stream(program.device) for name in program.groups}
+        self._side = {bound.lane: torch.cuda.Stream(program.device, priority=-1) for bound in program.bound}
 
     def run(self, before: Hook | None = None, after: Hook | None = None) -> Times:
-        progress, pacer = self.progress, self._pacer
-        program, now = self._program, time.monotonic_ns
+        program, progress, pacer, now = self._program, self.progress, self._pacer, time.monotonic_ns
         stream = torch.cuda.current_stream(program.device)
-        launched_at: list[int] = []
-        issued_at: list[int] = []
+        launched_at, issued_at = array("q"), array("q")
         works: list[Any] = [None] * len(program.bound)
+
+        def wait(others: Sequence[int]) -> None:
+            for other in others:
+                work, works[other] = works[other], None
+                if work is not None:
+                    work.wait()
+                if after is not None:
+                    after(other)
+
         stream.synchronize()
         self._base.record(stream)
         self._base.synchronize()
@@ -45,41 +60,43 @@ class CudaExecutor:
         for position, bound in enumerate(program.bound):
             if pacer is not None:
                 pacer.pace(position)
+            wait(bound.waits)
             if before is not None:
                 before(position)
             progress[0] = bound.first
-            launched_at.append(now())
             self._began[position].record(stream)
+            launched_at.append(now())
             work = works[position] = bound.launch()
             issued_at.append(now())
-            if not bound.is_async:
+            if bound.blocking or work is None:
+                works[position] = None
                 if work is not None:
                     work.wait()
                 self._ended[position].record(stream)
-            elif work is not None:
-                side = self._side[program.calls[bound.first].record.pg]
+                if bound.blocking and after is not None:
+                    after(position)
+            else:
+                side = self._side[bound.lane]
                 with torch.cuda.stream(side):
                     work.wait()
                     self._ended[position].record(side)
-            for other in bound.waits:
-                if other != position and works[other] is not None:
-                    works[other].wait()
-                works[other] = None
             if pacer is not None:
                 pacer.returned(now())
-            if after is not None:
-                for other in bound.waits:
-                    after(other)
+        wait(program.last_waits)
+        for position, bound in enumerate(program.bound):
+            # Seen by the watch: a host that is ahead of its GPU would stand still in one synchronisation.
+            progress[0] = bound.first
+            while not self._ended[position].query():
+                time.sleep(_POLL_S)
         torch.cuda.synchronize(program.device)
         end = now()
         progress[0] = IDLE
-        launched, issued, began, completed = array("q"), array("q"), array("q"), array("q")
-        for position, bound in enumerate(program.bound):
-            first = start + round(self._base.elapsed_time(self._began[position]) * 1e6)
-            last = start + round(self._base.elapsed_time(self._ended[position]) * 1e6)
-            for _ in range(bound.count):
-                launched.append(launched_at[position])
-                issued.append(issued_at[position])
-                began.append(first)
-                completed.append(last)
-        return Times(launched, issued, began, completed, start, end)
+        launched, completed = (
+            array("q", (start + round(self._base.elapsed_time(event) * 1e6) for event in events))
+            for events in (self._began, self._ended)
+        )
+        began = begins(program, launched, completed)
+        return Times(
+            by_call(program, launched_at), by_call(program, issued_at), by_call(program, began),
+            by_call(program, completed), start, end,
+        )  # fmt: skip

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from heapq import heapreplace
+from itertools import chain, repeat
 from typing import Any, Protocol
 
 from crossrank.replay.pace import Pacer
@@ -27,7 +29,8 @@ class Executor(Protocol):
     progress: list[int]
 
     def run(self, before: Hook | None = None, after: Hook | None = None) -> Times:
-        """One pass. `before` is called before each launch with its position, `after` once it is over, for checks."""
+        """One pass: before each launch its gap passes, then comes what is waited for before it. For checks, `before`
+        is called before each launch with its position, `after` once it is over."""
 
 
 def make_executor(program: Program, pacer: Pacer | None = None) -> Executor:
@@ -48,61 +51,77 @@ class CpuExecutor:
         self._pacer = pacer
 
     def run(self, before: Hook | None = None, after: Hook | None = None) -> Times:
-        count = len(self.program.bound)
-        launched, issued, waited = _zeros(count), _zeros(count), _zeros(count)
-        signalled = _zeros(count)
+        program = self.program
+        count = len(program.bound)
+        launched, issued, waited, signalled = (array("q", bytes(8 * count)) for _ in range(4))
         works: list[Any] = [None] * count
         progress, pacer, now = self.progress, self._pacer, time.monotonic_ns
+
+        def wait(others: Sequence[int]) -> None:
+            for other in others:
+                progress[0] = program.bound[other].first
+                work = works[other]
+                works[other] = None
+                if work is not None:
+                    work.wait()
+                waited[other] = now()
+                if after is not None:
+                    after(other)
+
         start = now()
-        for position, bound in enumerate(self.program.bound):
+        for position, bound in enumerate(program.bound):
             if pacer is not None:
                 pacer.pace(position)
+            if bound.waits:
+                wait(bound.waits)
             if before is not None:
                 before(position)
             progress[0] = bound.first
             launched[position] = now()
             work = bound.launch()
             issued[position] = now()
-            if bound.is_async:
+            if not bound.blocking:
                 works[position] = work
                 if bound.has_future and work is not None:
                     _note_end(work, signalled, position)
-            elif work is not None:
-                work.wait()
-                waited[position] = now()
             else:
-                waited[position] = issued[position]
-            for other in bound.waits:
-                work = works[other]
                 if work is not None:
-                    works[other] = None
                     work.wait()
-                    waited[other] = now()
+                waited[position] = now()
+                if after is not None:
+                    after(position)
             if pacer is not None:
                 pacer.returned(now())
-            if after is not None:
-                for other in bound.waits:
-                    after(other)
+        wait(program.last_waits)
         end = now()
         progress[0] = IDLE
-        completed = array(
-            "q",
-            (
-                min(by_signal or by_wait, by_wait or by_signal)
-                for by_signal, by_wait in zip(signalled, waited, strict=True)
-            ),
-        )
-        launched, issued, completed = (self._by_call(column) for column in (launched, issued, completed))
-        return Times(launched, issued, launched, completed, start, end)
-
-    def _by_call(self, by_launch: array[int]) -> array[int]:
-        return array(
-            "q", (value for value, bound in zip(by_launch, self.program.bound, strict=True) for _ in range(bound.count))
-        )
+        completed = array("q", map(_earlier, waited, signalled))
+        began = begins(program, launched, completed)
+        return Times(
+            by_call(program, launched), by_call(program, issued), by_call(program, began), by_call(program, completed),
+            start, end,
+        )  # fmt: skip
 
 
-def _zeros(count: int) -> array[int]:
-    return array("q", bytes(8 * count))
+def _earlier(by_wait: int, by_signal: int) -> int:
+    return min(by_wait, by_signal or by_wait)
+
+
+def begins(program: Program, launched: array[int], completed: array[int]) -> array[int]:
+    """When each launch could run: not before one of its lane was over, where as many as run at once were under way."""
+    free: dict[str, list[int]] = {}
+    began = array("q", launched)
+    for position, bound in enumerate(program.bound):
+        ends = free.setdefault(bound.lane, [0] * program.width)
+        began[position] = min(max(launched[position], ends[0]), completed[position])
+        heapreplace(ends, completed[position])
+    return began
+
+
+def by_call(program: Program, by_launch: array[int]) -> array[int]:
+    """A column with one entry per call from one with an entry per launch."""
+    spread = (repeat(value, bound.count) for value, bound in zip(by_launch, program.bound, strict=True))
+    return array("q", chain.from_iterable(spread))
 
 
 def _note_end(work: Any, signalled: array[int], position: int) -> None:

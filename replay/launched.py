@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
-from datetime import timedelta
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import Store
 
+from crossrank.errors import CrossrankError
 from crossrank.replay.launcher import Place
-from crossrank.replay.meeting import FINISHED, Meeting, host_store
+from crossrank.replay.meeting import FINISHED, Meeting, RefusedError, connect, host_store
 from crossrank.replay.plan import Plan
 from crossrank.replay.results import RankResult
 from crossrank.replay.settings import Settings
 from crossrank.replay.states import Failed, State, print_states
 from crossrank.replay.worker import run_rank
 
+_REFUSAL_S = 2.0
+"""How long rank 0 stays to be heard when it has nothing to replay."""
 _ANSWER_S = 0.3
 """Within this time a rank that is alive has seen that all have to end, and said where it is. Open MPI kills
 all a second after one has died."""
@@ -28,12 +34,11 @@ class Lead:
     def __init__(self, place: Place, timeout_s: float) -> None:
         self.place = place
         self._timeout_s = timeout_s
-        self._store: TCPStore | None = None
+        self._store: Store | None = None
         self._turn = 0
 
     def run(self, plan: Plan, settings: Settings) -> list[RankResult]:
         """Send `plan` out, do this rank's part, and gather the results. Raises `Failed` where a rank failed."""
-        hold_term()
         if self._store is None:
             self._store = host_store(self.place, self._timeout_s)
         meeting = Meeting(self._store, plan.world_size, self._turn)
@@ -46,49 +51,78 @@ class Lead:
             print_states(states, plan)
             sys.stdout.flush()
 
-        code, result = run_rank(0, self.place.local_rank, meeting, second, last_words, under_launcher=True)
-        if code or result is None:
-            time.sleep(_ANSWER_S)
-            raise Failed(gather_states(second))
+        with term_to_pipe() as term:
+            code, result = run_rank(0, self.place.local_rank, meeting, second, last_words, term=term, leads=True)
+            if code or result is None:
+                time.sleep(_ANSWER_S)
+                raise Failed(gather_states(second))
         results = meeting.results()
         self._turn += 1
         meeting.store.set(FINISHED, "1")
         return results
 
+    def refuse(self) -> None:
+        """Let the other ranks go, which wait for a plan that does not come."""
+        try:
+            store = self._store or host_store(self.place, _REFUSAL_S)
+            Meeting(store, self.place.world_size, self._turn).abort()
+        except (CrossrankError, RuntimeError):
+            return  # nobody can be waiting
+        time.sleep(_REFUSAL_S)
+
     def end(self) -> None:
-        """Let the other ranks go."""
+        """Let the other ranks go: all is done."""
         if self._store is not None:
             Meeting(self._store, self.place.world_size, self._turn).send_end()
             deadline = time.monotonic() + 5
-            gone = PrefixStore("crossrank", self._store)
-            while time.monotonic() < deadline and gone.add("left", 0) < self.place.world_size - 1:
+            while time.monotonic() < deadline and self._store.add("left", 0) < self.place.world_size - 1:
                 time.sleep(0.01)  # the store goes with this process
+
+    def leave(self, code: int) -> NoReturn:
+        """End this process after a failure: threads of a backend that failed may keep an interpreter from ending."""
+        _leave(code)
 
 
 def serve(place: Place, timeout_s: float) -> int:
     """Any other rank: replays what rank 0 sends until that has no more; returns the exit code."""
-    hold_term()
     store = host_store(place, timeout_s)
     turn = 0
     while True:
         meeting = Meeting(store, place.world_size, turn)
         second = Meeting(connect(place, timeout_s), place.world_size, turn)
-        code, result = run_rank(place.rank, place.local_rank, meeting, second, under_launcher=True)
+        try:
+            with term_to_pipe() as term:
+                code, result = run_rank(place.rank, place.local_rank, meeting, second, term=term)
+        except RefusedError:
+            return 2
+        if code:
+            _leave(code)
         if result is None:
-            if not code:
-                PrefixStore("crossrank", store).add("left", 1)
-            return code
+            store.add("left", 1)
+            return 0
         turn += 1
 
 
-def connect(place: Place, timeout_s: float) -> TCPStore:
-    """A further connection to the store."""
-    return TCPStore(place.host, place.port, is_master=False, timeout=timedelta(seconds=timeout_s))
+def _leave(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
-def hold_term() -> None:
-    """Leave SIGTERM, by which launchers end the ranks beside one that died, to the watch: it tells where all are."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+@contextmanager
+def term_to_pipe() -> Iterator[int]:
+    """SIGTERM, by which launchers end the ranks beside one that died, as bytes in a pipe: the watch reads them and
+    tells where the rank is, while the main thread may stand in a collective."""
+    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    earlier = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield reader
+    finally:
+        signal.set_wakeup_fd(earlier)
+        signal.signal(signal.SIGTERM, before)
+        os.close(reader)
+        os.close(writer)
 
 
 def gather_states(meeting: Meeting) -> dict[int, State]:

@@ -58,6 +58,8 @@ class Place:
     port: int
     agent_store: bool = False
     """torchrun's agent already listens at `host`:`port`."""
+    attempt: str = ""
+    """What tells this start of the processes from an earlier one that used the same store."""
 
 
 def find_place(environment: Mapping[str, str], host: str | None = None, port: int | None = None) -> Place | None:
@@ -80,9 +82,15 @@ def find_place(environment: Mapping[str, str], host: str | None = None, port: in
             launcher=row.launcher,
             host=host or environment.get("MASTER_ADDR") or _first_host(environment, row.launcher, alone),
             port=port or (_number(environment, "MASTER_PORT") if environment.get("MASTER_PORT") else DEFAULT_PORT),
+            attempt=_attempt(environment),
             agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and host is None and port is None,
         )
     return None
+
+
+def _attempt(environment: Mapping[str, str]) -> str:
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    return "/".join(environment.get(name, "0") for name in names)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

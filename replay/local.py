@@ -11,11 +11,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from typing import cast
+from typing import Any, cast
 
 from torch.distributed import TCPStore
 
@@ -39,20 +40,23 @@ def run_local(plan: Plan, settings: Settings, environment: Mapping[str, str] | N
     )
     meeting = Meeting(store, plan.world_size)
     meeting.send_plan(plan, settings)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["crossrank.replay.worker"])
+    # Variables that torch reads when it is imported need processes that import it anew.
+    context: Any = multiprocessing.get_context("spawn" if environment else "forkserver")
+    if not environment:
+        context.set_forkserver_preload(["crossrank.replay.worker"])
     processes: list[BaseProcess] = [
         context.Process(
             target=_rank,
-            args=(rank, plan.world_size, store.port, settings.timeout_s, dict(environment or {})),
+            args=(rank, plan.world_size, store.port, settings.timeout_s),
             name=f"rank {rank}",
             daemon=True,
         )
         for rank in range(plan.world_size)
     ]
     try:
-        for process in processes:
-            process.start()
+        with _set(environment or {}):
+            for process in processes:
+                process.start()
         return _results(meeting, processes)
     finally:
         for process in processes:
@@ -61,6 +65,18 @@ def run_local(plan: Plan, settings: Settings, environment: Mapping[str, str] | N
         for process in processes:
             if process.pid is not None:
                 process.join()
+
+
+@contextmanager
+def _set(variables: Mapping[str, str]) -> Iterator[None]:
+    """Variables of the environment, for processes that are started meanwhile."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _results(meeting: Meeting, processes: list[BaseProcess]) -> list[RankResult]:
@@ -92,21 +108,21 @@ def _fail(meeting: Meeting, processes: list[BaseProcess]) -> None:
         code = process.exitcode
         if code is not None and code < 0 and not state.error:
             state.error = f"killed by signal {-code}"
-        elif code not in (None, 0, 1) and not state.error:
+        elif code and not state.error and not state.told_to_end:
             state.error = f"exited with {code}"
         elif not state.error and not state.told_to_end:
             state.error = "stands still"
     raise Failed(states)
 
 
-def _rank(rank: int, world_size: int, port: int, timeout_s: float, environment: dict[str, str]) -> None:
+def _rank(rank: int, world_size: int, port: int, timeout_s: float) -> None:
     """Runs in a process of its own."""
     from crossrank.replay.worker import run_rank
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent as well, which ends all
     threading.Thread(target=_end_with_parent, name="crossrank-parent", daemon=True).start()
     os.environ.update(
-        environment, RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
+        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
     )
     timeout = timedelta(seconds=timeout_s)
     first, second = (TCPStore("127.0.0.1", port, is_master=False, timeout=timeout) for _ in range(2))

@@ -6,6 +6,7 @@ the agent does, elsewhere rank 0. Each rank keeps its state there, so that one t
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import TypeVar
 
@@ -22,6 +23,9 @@ from crossrank.replay.settings import Settings
 from crossrank.replay.states import State
 
 ABORT = "abort"
+_POLL_S = 0.05
+_PATIENCE_S = 1800.0
+"""How long a rank looks for rank 0, which reads the files of all ranks before it is there."""
 FINISHED = "finished"
 
 Content = TypeVar("Content")
@@ -39,15 +43,21 @@ class Errand(msgspec.Struct, kw_only=True):
     """There is nothing more to do: the process may go."""
 
 
-def host_store(place: Place, timeout_s: float) -> TCPStore:
+class RefusedError(Exception):
+    """Rank 0 has told why there is nothing to replay; the other ranks go without a word."""
+
+
+def host_store(place: Place, timeout_s: float) -> Store:
     """The store, hosted by this process where it is rank 0. Raises `CrossrankError` where that cannot be."""
     hosting = place.rank == 0 and not place.agent_store
+    # Rank 0 hosts the store when it has read and matched everything: the others are patient.
+    patience_s = timeout_s if place.rank == 0 else max(timeout_s, _PATIENCE_S)
     try:
-        return TCPStore(
+        store = TCPStore(
             place.host,
             place.port,
             is_master=hosting,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=patience_s),
             wait_for_workers=False,
         )
     except RuntimeError as error:
@@ -57,9 +67,16 @@ def host_store(place: Place, timeout_s: float) -> TCPStore:
                 f"port {place.port} of {place.host} is in use; set MASTER_PORT (or --master-port) to a free one"
             ) from error
         raise CrossrankError(
-            f"rank {place.rank} found no rank 0 at {place.host}:{place.port} within {timeout_s:g} s; "
+            f"rank {place.rank} found no rank 0 at {place.host}:{place.port} within {patience_s:g} s; "
             "see what rank 0 says, or set MASTER_ADDR and MASTER_PORT"
         ) from error
+    return PrefixStore(place.attempt, store)
+
+
+def connect(place: Place, timeout_s: float) -> Store:
+    """A further connection to a store that is there."""
+    store = TCPStore(place.host, place.port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    return PrefixStore(place.attempt, store)
 
 
 class Meeting:
@@ -82,8 +99,16 @@ class Meeting:
             self._put(f"errand/{rank}", Errand(ends=True))
 
     def errand(self, rank: int) -> Errand:
-        """What `rank` has to do; waits for it."""
+        """What `rank` has to do; waits for it as long as rank 0 is there. Raises `RefusedError` where it has none."""
+        self.wait_for(f"errand/{rank}")
         return self._get(f"errand/{rank}", Errand)
+
+    def wait_for(self, key: str) -> None:
+        """Wait until `key` is there, however long that takes. Raises `RefusedError` when all have to end."""
+        while not self.store.check([key]):
+            if self.aborted():
+                raise RefusedError
+            time.sleep(_POLL_S)
 
     def put_state(self, rank: int, state: State) -> None:
         self._put(f"state/{rank}", state)

@@ -30,6 +30,10 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     wait_before: int
     """The rank waits for the call before it launches its call of this index: the next one = at once, the number of
     calls = at the end, `UNPLACED` = not recorded, to be placed by `schedule.place_waits`."""
+    blocking: bool = False
+    """The rank does not go on before the call is over; `wait_before` is then the next launch."""
+    recorded_bytes: int = 0
+    """`record.bytes` as recorded, whatever a what-if made of them: what coverage counts."""
     gap_ns: int = 0
     """Recorded time between the launch of the call before (its return, where `gap_from_return`) and this launch."""
     gap_from_return: bool = False
@@ -104,7 +108,7 @@ class Plan(msgspec.Struct, kw_only=True):
 
     def coverage(self) -> Coverage:
         calls = sum(len(rank.calls) for rank in self.ranks)
-        size = sum(call.record.bytes for rank in self.ranks for call in rank.calls)
+        size = sum(call.recorded_bytes for rank in self.ranks for call in rank.calls)
         left = [row for rank in self.ranks for row in rank.left_out.values()]
         reasons: Counter[str] = Counter()
         for rank in self.ranks:

@@ -22,8 +22,12 @@ from crossrank.replay.c10d_calls import Arguments, Launch, bind
 from crossrank.replay.plan import Call, launches
 from crossrank.replay.substitutes import Substitute, substitute
 
-_FILL = 0x3C
+FILL = 0x3C
 """Every byte of the arena: small normal numbers in each type, for arithmetic on denormal ones would be slow."""
+_NO_FUTURE = ("reduce_scatter", "barrier")
+"""Operations whose gloo Work has no future."""
+_WIDTH = {"gloo": 2}
+"""gloo runs the calls of a group on two threads, others in the order of their launches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +39,13 @@ class Bound:
     count: int
     launch: Launch
     waits: tuple[int, ...]
-    """Launches that are waited for after this one, by their position in the program."""
-    is_async: bool
-    """The rank goes on while it runs."""
+    """Launches that are waited for before this one, by their position in the program."""
+    blocking: bool
+    """The rank does not go on before it is over."""
     has_future: bool
+    """Its Work can tell when it was over, whoever waits."""
+    lane: str
+    """What carries it: launches of one lane do not run beside each other, but for `Program.width` of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +60,12 @@ class Program:
     arena_bytes: int
     device: torch.device
     groups: dict[str, Group]
+    last_waits: tuple[int, ...]
+    """Launches that are waited for at the end."""
+    block: torch.Tensor
+    """The memory of all tensors."""
+    width: int
+    """Launches of one lane that a backend runs at once."""
     said: dict[str, int] = field(default_factory=dict)
     """What differs from the recording -> calls."""
 
@@ -83,21 +96,22 @@ def prepare(
                 owners.append(index)
     layout = lay_out(needs)
     try:
-        block = torch.full((max(layout.size, 1),), _FILL, dtype=torch.uint8, device=device)
+        block = torch.full((max(layout.size, 1),), FILL, dtype=torch.uint8, device=device)
     except RuntimeError as error:
         raise CrossrankError(
             f"rank {rank}: {layout.size} bytes for tensors cannot be had on {device} ({str(error).splitlines()[0]}); "
             "try --scale-bytes below 1"
         ) from error
     tensors = _tensors(block, calls, substitutes, layout.offsets)
-    waits: list[list[int]] = [[] for _ in spans]
-    for position, end_position in enumerate(until):
-        waits[min(end_position, len(spans)) - 1].append(position)
+    waits: list[list[int]] = [[] for _ in range(len(spans) + 1)]
+    for position, (first, _) in enumerate(spans):
+        if not calls[first].blocking:
+            waits[until[position]].append(position)
     bound = []
     said: dict[str, int] = {}
     for position, (first, end) in enumerate(spans):
         members = []
-        is_async = until[position] > position + 1
+        is_async = not calls[first].blocking
         for index in range(first, end):
             for text in substitutes[index].said:
                 said[text] = said.get(text, 0) + 1
@@ -106,16 +120,18 @@ def prepare(
                 calls[index].record, tensors[index], substitutes[index], group, pg, is_async, timeout, device
             )
             members.append(bind(calls[index].record, substitutes[index].c10d, arguments))
-        launch = members[0] if len(members) == 1 else _together(members, groups, calls[first].record, device)
-        has_future = calls[first].record.peer is None and len(members) == 1
+        record = calls[first].record
+        launch = members[0] if len(members) == 1 else _together(members, groups, record, device)
+        has_future = record.peer is None and len(members) == 1 and not (backend == "gloo" and record.op in _NO_FUTURE)
         bound.append(
             Bound(
                 first=first,
                 count=end - first,
                 launch=launch,
                 waits=tuple(waits[position]),
-                is_async=is_async,
+                blocking=not is_async,
                 has_future=has_future,
+                lane=record.pg if record.peer is None else f"{record.pg} {record.peer} {record.op}",
             )
         )
     return Program(
@@ -126,8 +142,23 @@ def prepare(
         arena_bytes=layout.size,
         device=device,
         groups={name: group for name, (group, _) in groups.items()},
+        last_waits=tuple(waits[-1]),
+        block=block,
+        width=_WIDTH.get(backend, 1),
         said=said,
     )
+
+
+def late_ends(program: Program) -> list[int]:
+    """Calls of which only the wait tells when they were over."""
+    if program.device.type == "cuda":
+        return []
+    return [
+        index
+        for bound in program.bound
+        if not bound.blocking and not bound.has_future
+        for index in range(bound.first, bound.first + bound.count)
+    ]
 
 
 def in_place(record: CommRecord) -> bool:
@@ -206,7 +237,8 @@ def _together(
 ) -> Launch:
     """Several calls as one launch: coalesced where the backend can, else one after the other without a wait."""
     pg = groups[record.pg][1]
-    if device.type == "cuda":
+    backend: Any = pg._get_backend(device)
+    if getattr(backend, "supports_coalescing", False):
 
         def coalesced() -> Any:
             pg._start_coalescing(device)

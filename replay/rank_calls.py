@@ -14,6 +14,8 @@ class RecordedCall(msgspec.Struct, kw_only=True, gc=False):
     wait_before: int | None = None
     """The rank waited for the call before it launched its call of this index (their number = at the end); None where
     the file does not say when."""
+    blocking: bool | None = None
+    """Whether the rank did not go on before the call was over; None where the file does not say."""
     took_ns: int | None = None
     """From the begin of the communication to its end."""
     began_ns: int | None = None

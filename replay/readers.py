@@ -18,7 +18,7 @@ from crossrank.tools.linking.kernels import communication_kernel
 from crossrank.tools.linking.read_linked import read_linked
 from crossrank.tools.readers.flight_dump import Entry, FlightDump, read_flight_dump
 from crossrank.tools.readers.kineto import DeviceEvent, HostEvent, read_kineto
-from crossrank.tools.readers.param_comms import ParamComms, from_kineto, to_record
+from crossrank.tools.readers.param_comms import ParamComms, from_kineto, from_node, to_record
 
 _HALF_HOUR = 1_800_000_000_000
 
@@ -139,7 +139,7 @@ def read_linked_trace(given: Input) -> RankCalls:
         if host is not None and host.start_ns is not None:
             call.record = msgspec.structs.replace(call.record, t=host.start_ns + trace.base_ns)
         _time(call, communication, trace, 0)
-    return RankCalls(
+    found = RankCalls(
         path=given.path,
         rank=given.rank if given.rank is not None else trace.rank,
         world_size=trace.world_size,
@@ -148,6 +148,15 @@ def read_linked_trace(given: Input) -> RankCalls:
         numbered=not any(one.seq_counted for one in trace.communications),
         span=(trace.base_ns, trace.base_ns + _HALF_HOUR) if trace.base_ns else None,
     )
+    waits = []
+    for op in trace.host:
+        if op.node.name == "record_param_comms" and op.start_ns is not None:
+            said = from_node(op.node)
+            if said is not None and said.name == "wait":
+                begun = sum(call.record.t < op.start_ns + trace.base_ns for call in calls)
+                waits.append((begun, said))
+    _place_recorded_waits(found, sorted(waits, key=lambda wait: wait[0]))
+    return found
 
 
 def read_et(given: Input) -> RankCalls:
@@ -170,22 +179,27 @@ def read_et(given: Input) -> RankCalls:
         # `build` joins groups that are named by addresses by their members, or refuses them.
         notes=[f"{given.path}: {warning}" for warning in trace.warnings if "named by an address" not in warning],
     )
-    for before, wait in trace.waits:
+    _place_recorded_waits(found, [(before, wait) for before, wait in trace.waits])
+    return found
+
+
+def _place_recorded_waits(found: RankCalls, waits: list[tuple[int, ParamComms]]) -> None:
+    """`waits`: (number of calls begun before it, what is waited for). In a trace that has any, a call without one did
+    not return before it was over."""
+    for before, wait in waits:
         # The last call of that number before the wait: numbers repeat between groups in old traces.
-        for call in reversed(calls[:before]):
+        for call in reversed(found.calls[:before]):
             number = call.record.p2p_seq if call.record.p2p_seq is not None else call.record.seq
             same_group = wait.pg in ("", "0") or wait.pg == call.record.pg
             if number == wait.seq and same_group and call.wait_before is None:
-                call.wait_before = before
+                call.wait_before, call.blocking = before, False
                 found.waits += 1
                 break
         else:
             found.waits_without_call += 1
-    if trace.waits:  # then a call without one did not return before it was over
-        for index, call in enumerate(calls):
-            if call.wait_before is None:
-                call.wait_before = index + 1
-    return found
+    if waits:
+        for call in found.calls:
+            call.blocking = call.wait_before is None
 
 
 def read_kineto_trace(given: Input) -> RankCalls:
@@ -376,7 +390,7 @@ def read_basic(given: Input) -> RankCalls:
         if name == "wait":
             call = by_req.get(str(row.req))
             if call is not None:
-                call.wait_before = len(calls)
+                call.wait_before, call.blocking = len(calls), False
                 found.waits += 1
             else:
                 found.waits_without_call += 1
@@ -390,8 +404,8 @@ def read_basic(given: Input) -> RankCalls:
     found.timed = any(call.record.t for call in calls)
     found.problems = list(document.damage)
     if found.waits:
-        for index, call in enumerate(calls):
-            call.wait_before = index + 1 if call.wait_before is None else call.wait_before
+        for call in calls:
+            call.blocking = call.wait_before is None
     if computed:
         found.notes.append(f"{given.path}: {computed} computation(s) are no communication and are not replayed")
     return found

@@ -5,7 +5,8 @@ For one call of one pass, with arrivals a and ends e over the ranks that take pa
 * issue: the time until the launch returned, on each rank; the host's own work.
 * completion: e - a of a rank, waiting for others included.
 * waiting: from a rank's arrival to the last rank's, the part of its completion that others cost it.
-* time: from the last arrival to the last end: the collective itself. algbw = S / time, busbw = algbw x factor, with S
+* time: from the last arrival to the last end: the collective itself. A call that is launched while others of its group
+  are under way arrives when the backend is free for it. algbw = S / time, busbw = algbw x factor, with S
   and the factor of nccl-tests (`crossrank.comm.OPERATIONS`).
 """
 
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from crossrank.comm import OPERATIONS, CommRecord
-from crossrank.replay.plan import Plan
+from crossrank.replay.plan import Plan, launches
 from crossrank.replay.schedule import Key, keys_of
 
 
@@ -91,6 +92,8 @@ class RankResult(msgspec.Struct, kw_only=True):
     cpu_s: float
     """Of all measured passes."""
     arena_bytes: int
+    late_ends: list[int]
+    """Calls of which only the wait tells when they were over: at the latest then."""
     said: dict[str, int]
     """What differs from the recording -> calls."""
     check_failures: list[CheckFailure] | None
@@ -108,6 +111,10 @@ class Measured:
     """Rank -> (index of the call, its record)."""
     time: list[int] = field(default_factory=list)
     """By pass."""
+    batched: bool = False
+    """It went out together with other calls: its times are those of all of them."""
+    late_end: bool = False
+    """On some rank only the wait tells when it was over: its times are upper bounds."""
     completion: dict[int, list[int]] = field(default_factory=dict)
     """By rank, by pass; so are the following."""
     waiting: dict[int, list[int]] = field(default_factory=dict)
@@ -120,7 +127,13 @@ class Measured:
 
     @property
     def op(self) -> str:
-        return "send/recv" if self.key[0] == "p2p" else self.record.op
+        op = "send/recv" if self.key[0] == "p2p" else self.record.op
+        return f"{op}, batched" if self.batched else op
+
+    @property
+    def has_rate(self) -> bool:
+        """Whether its bytes and its time belong together."""
+        return self.bytes > 0 and not self.batched and not self.late_end
 
     @property
     def bytes(self) -> int:
@@ -132,12 +145,15 @@ def measure(plan: Plan, results: Sequence[RankResult]) -> list[Measured]:
     """Put the ranks' times side by side, in the order in which rank 0 and the others make their calls."""
     calls: dict[Key, Measured] = {}
     columns = {result.rank: [_columns(one, result.offset_ns) for one in result.passes] for result in results}
+    late = {result.rank: set(result.late_ends) for result in results}
     for rank in plan.ranks:
-        for index, (call, key) in enumerate(zip(rank.calls, keys_of(rank), strict=True)):
-            measured = calls.get(key)
-            if measured is None:
-                measured = calls[key] = Measured(key)
-            measured.records[rank.rank] = (index, call.record)
+        keys = keys_of(rank)
+        for first, end in launches(rank.calls):
+            for index in range(first, end):
+                measured = calls.setdefault(keys[index], Measured(keys[index]))
+                measured.records[rank.rank] = (index, rank.calls[index].record)
+                measured.batched |= end - first > 1
+                measured.late_end |= index in late[rank.rank]
     passes = len(results[0].passes) if results else 0
     for measured in calls.values():
         for rank_number in measured.records:
@@ -205,8 +221,11 @@ class Row(msgspec.Struct, kw_only=True):
     completion_us: dict[str, float]
     waiting_us: dict[str, float]
     algbw_gbps: dict[str, float] | None
-    """p50, p95 and p99 of the time, so a smaller bandwidth stands at p95; None where there is none (barrier)."""
+    """p50, p95 and p99 of the time, so a smaller bandwidth stands at p95; None where there is none: of a barrier, of
+    calls of a batch, of calls with a late end."""
     busbw_gbps: dict[str, float] | None
+    late_ends: int
+    """Calls of which only a wait tells when they were over: their times are upper bounds."""
 
 
 def bucket_of(size: int) -> tuple[int, int]:
@@ -235,10 +254,10 @@ def table(measured: Sequence[Measured], plan: Plan) -> list[Row]:
 def _row(op: str, pg: str, size: tuple[int, int], calls: list[Measured], plan: Plan) -> Row:
     members = len(plan.group(pg).ranks or ())
     times = [time for call in calls for time in call.time]
-    rates = [call.bytes / max(time, 1) for call in calls for time in call.time]  # bytes per ns is GB/s
+    rates = [call.bytes / max(time, 1) for call in calls if call.has_rate for time in call.time]  # bytes/ns is GB/s
     factor = OPERATIONS[calls[0].record.op].bus_factor
     algbw = busbw = None
-    if factor is not None and any(call.bytes for call in calls):
+    if factor is not None and rates:
         algbw = {name: percentile(rates, 1 - share) for name, share in _SHARES.items()}
         busbw = {name: value * factor(members) for name, value in algbw.items()}
     return Row(
@@ -255,6 +274,7 @@ def _row(op: str, pg: str, size: tuple[int, int], calls: list[Measured], plan: P
         waiting_us=percentiles_us(list(_flat(call.waiting for call in calls))),
         algbw_gbps=algbw,
         busbw_gbps=busbw,
+        late_ends=sum(call.late_end for call in calls),
     )
 
 

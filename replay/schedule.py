@@ -45,7 +45,7 @@ def returns_early(record: CommRecord) -> bool:
 
 
 def _until_next_blocking(calls: list[Call]) -> None:
-    _place(calls, lambda open_calls, call: not returns_early(call.record) or _enough(calls, open_calls, call))
+    _place(calls, lambda open_calls, call: call.blocking or _enough(calls, open_calls, call))
 
 
 def _until_step(calls: list[Call]) -> None:
@@ -61,7 +61,7 @@ def _until_end(calls: list[Call]) -> None:
 def _all_p2p_until_end(calls: list[Call]) -> None:
     for call in calls:
         if call.wait_before == UNPLACED or is_p2p(call.record):
-            call.wait_before = len(calls)
+            call.wait_before, call.blocking = len(calls), False
 
 
 def _enough(calls: list[Call], open_calls: Sequence[int], call: Call) -> bool:
@@ -117,28 +117,28 @@ def place_waits(ranks: list[RankPlan], members: dict[str, list[int]]) -> tuple[s
     """
     for rank in ranks:
         for first, end in launches(rank.calls):
-            for index in range(first, end):
-                if rank.calls[index].wait_before == UNPLACED and not returns_early(rank.calls[index].record):
-                    rank.calls[index].wait_before = end
+            for call in rank.calls[first:end]:
+                if call.blocking:
+                    call.wait_before = end
     missing = [[call.wait_before == UNPLACED for call in rank.calls] for rank in ranks]
     any_missing = any(map(any, missing))
     as_recorded = walk(ranks, members) if not any_missing else None
     if as_recorded is not None and as_recorded.ends:
         return None, as_recorded
-    recorded = [[call.wait_before for call in rank.calls] for rank in ranks]
+    recorded = [[(call.wait_before, call.blocking) for call in rank.calls] for rank in ranks]
     best: tuple[str | None, Walk] | None = (None, as_recorded) if as_recorded is not None else None
     for policy in POLICIES:
         for rank, waits in zip(ranks, recorded, strict=True):
-            for call, wait in zip(rank.calls, waits, strict=True):
-                call.wait_before = wait
+            for call, (wait, blocking) in zip(rank.calls, waits, strict=True):
+                call.wait_before, call.blocking = wait, blocking
             policy.place(rank.calls)
         tried = walk(ranks, members)
         if tried.ends:
             return policy.text, tried
         best = best or (policy.text, tried)
     for rank, waits in zip(ranks, recorded, strict=True):
-        for call, wait in zip(rank.calls, waits, strict=True):
-            call.wait_before = wait
+        for call, (wait, blocking) in zip(rank.calls, waits, strict=True):
+            call.wait_before, call.blocking = wait, blocking
         POLICIES[0].place(rank.calls)
     assert best is not None
     return best

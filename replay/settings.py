@@ -19,5 +19,7 @@ class Settings(msgspec.Struct, kw_only=True, frozen=True):
     check: bool = False
     timeout_s: float = 120.0
     """After this long without progress a rank is taken to hang."""
+    slack_s: float = 0.0
+    """How long the ranks of this plan may wait for each other in its gaps, beside that."""
     record: str | None = None
     """Folder for a recording of the replay."""

@@ -96,6 +96,8 @@ def substitute(record: CommRecord, backend: str) -> Substitute:
     operation = OPERATIONS.get(record.op)
     p2p = operation is not None and operation.p2p
     able = row.p2p if p2p else row.reduces if reducing else row.moves
+    if reducing and dtype in _COMPLEX and (reduce or "sum").lower() not in ("sum", "avg"):
+        able = row.moves  # there is no order of complex numbers, nor a product in gloo
     elements = 1
     if able is not None and dtype not in able:
         if dtype in _TWICE:

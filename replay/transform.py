@@ -102,7 +102,7 @@ def with_dtype(plan: Plan, name: str) -> Plan:
             return record
         return sized(msgspec.structs.replace(record, dtype=dtype.name), plan.group(record.pg))
 
-    return with_calls(plan, change)
+    return untimed(with_calls(plan, change))
 
 
 def scale_bytes(plan: Plan, factor: float) -> Plan:
@@ -114,7 +114,8 @@ def scale_bytes(plan: Plan, factor: float) -> Plan:
         raise CrossrankError(f"--scale-bytes {factor:g} is not above 0 and up to 1,000,000")
     if factor == 1:
         return plan
-    return with_calls(plan, lambda rank, index, call: _scaled(call.record, plan.group(call.record.pg), factor))
+    groups = {group.pg: group for group in plan.groups}
+    return untimed(with_calls(plan, lambda rank, index, call: _scaled(call.record, groups[call.record.pg], factor)))
 
 
 def _scale(elements: int, factor: float) -> int:
@@ -141,6 +142,43 @@ def _scaled(record: CommRecord, group: Group, factor: float) -> CommRecord:
     return sized(changed, group)
 
 
+def for_backend(plan: Plan, backend: str) -> Plan:
+    """`plan` as `backend` can run it: gloo's all_to_all of a list wants tensors of one size, others are made one tensor
+    with splits, on all ranks that take part."""
+    if backend != "gloo":
+        return plan
+    keys = {rank.rank: keys_of(rank) for rank in plan.ranks}
+    uneven = {
+        keys[rank.rank][index]
+        for rank in plan.ranks
+        for index, call in enumerate(rank.calls)
+        if call.record.c10d == "alltoall_"
+        and len({prod(shape) for shape in (*call.record.inputs, *call.record.outputs)}) > 1
+    }
+    if not uneven:
+        return plan
+
+    def change(rank: RankPlan, index: int, call: Call) -> CommRecord:
+        record = call.record
+        if keys[rank.rank][index] not in uneven:
+            return record
+        sides = [[prod(shape) for shape in shapes] for shapes in (record.inputs, record.outputs)]
+        return msgspec.structs.replace(
+            record,
+            c10d="alltoall_base_",
+            inputs=[[sum(sides[0])]],
+            outputs=[[sum(sides[1])]],
+            in_split=sides[0],
+            out_split=sides[1],
+        )
+
+    changed = with_calls(plan, change)
+    changed.notes.append(
+        f"{len(uneven)} all_to_all(s) of lists of uneven tensors are made of one tensor each, for gloo"
+    )
+    return changed
+
+
 def parts(shape: list[int], split: list[int] | None, n: int) -> list[int]:
     """Elements of a tensor that go to, or come from, each of `n` members."""
     whole = prod(shape)
@@ -148,6 +186,14 @@ def parts(shape: list[int], split: list[int] | None, n: int) -> list[int]:
         return [whole // n] * n
     row = whole // (sum(split) or 1)
     return [rows * row for rows in split]
+
+
+def untimed(plan: Plan) -> Plan:
+    """`plan` without recorded durations: calls of another size or among other ranks took another time."""
+    for rank in plan.ranks:
+        for call in rank.calls:
+            call.took_ns = call.began_ns = None
+    return plan
 
 
 def sized(record: CommRecord, group: Group) -> CommRecord:

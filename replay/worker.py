@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import resource
-import signal
+import select
 import socket
 import sys
 import threading
@@ -28,15 +28,16 @@ import crossrank
 from crossrank.comm import Group
 from crossrank.errors import CrossrankError, one_line
 from crossrank.replay.check import Checker
-from crossrank.replay.clocks import measure_offset
+from crossrank.replay.clocks import between, measure_offset
 from crossrank.replay.executor import Executor, make_executor
-from crossrank.replay.meeting import FINISHED, Errand, Meeting
+from crossrank.replay.meeting import FINISHED, Errand, Meeting, RefusedError
 from crossrank.replay.pace import Pacer, idle, make_busy, parse_pace
-from crossrank.replay.program import prepare
+from crossrank.replay.program import FILL, Program, late_ends, prepare
 from crossrank.replay.results import Pass, RankResult
 from crossrank.replay.settings import Settings
 from crossrank.replay.states import State
 
+_BACKEND_GRACE_S = 30.0
 _LOOK_S = 0.1
 """Between two looks whether all have to end; longer where thousands would keep the store busy."""
 _LONGEST_LOOK_S = 0.5
@@ -52,27 +53,31 @@ def run_rank(
     second: Meeting,
     last_words: Callable[[], None] = lambda: None,
     *,
-    under_launcher: bool = False,
+    term: int | None = None,
+    leads: bool = False,
 ) -> tuple[int, RankResult | None]:
     """Replay as `rank`; returns the exit code and the result, None where there was no more to do or it failed.
 
     `second` is the meeting over a connection of its own, for the watch, which calls `last_words` before it ends the
-    process.
+    process. `term` is a file that can be read when the launcher asks the process to end. Who `leads` gathers the
+    results and does not wait for that. Raises `RefusedError` where rank 0 has nothing to replay.
     """
-    watch = Watch(rank, second, last_words, takes_term=under_launcher)
+    errand = meeting.errand(rank)
+    if errand.ends:
+        return 0, None
+    settings = errand.settings
+    watch = Watch(rank, second, last_words, term, settings.timeout_s + settings.slack_s)
     watch.start()
     try:
-        errand = meeting.errand(rank)
-        if errand.ends:
-            watch.stop()
-            return 0, None
-        watch.limit(errand.settings.timeout_s)
         result = _replay(rank, local_rank, meeting, errand, watch)
         meeting.put_result(rank, result)
         watch.phase("done")
-        if rank or not under_launcher:  # who leads waits for the results first
-            meeting.store.get(FINISHED)
+        if not leads:
+            meeting.wait_for(FINISHED)
         watch.stop()
+    except RefusedError:
+        time.sleep(2 * _LAST_WORDS_S)  # the watch ends the process
+        return 1, None
     except Exception as error:
         watch.fail(one_line(error))
         return 1, None
@@ -82,7 +87,8 @@ def run_rank(
 def _replay(rank: int, local_rank: int, meeting: Meeting, errand: Errand, watch: Watch) -> RankResult:
     settings = errand.settings
     device = _device(settings, local_rank)
-    timeout = timedelta(seconds=settings.timeout_s)
+    # Longer than the watch's, which tells more than the error of a backend does.
+    timeout = timedelta(seconds=settings.timeout_s + settings.slack_s + _BACKEND_GRACE_S)
     dist.init_process_group(
         settings.backend,
         store=dist.PrefixStore("torch", meeting.store),
@@ -91,33 +97,34 @@ def _replay(rank: int, local_rank: int, meeting: Meeting, errand: Errand, watch:
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-    try:
-        watch.phase("making its process groups")
-        groups = _make_groups(errand, rank, timeout)
-        offset, offset_error = measure_offset(meeting, rank)
-        watch.phase("binding its calls")
-        program = prepare(
-            errand.calls, rank=rank, groups=groups, backend=settings.backend, device=device, timeout=timeout
-        )
-        pace = parse_pace(settings.pace)
-        pacer = None
-        if pace.scale:
-            pacer = Pacer(errand.calls, pace, make_busy(device) if pace.busy else idle)
-        executor = make_executor(program, pacer)
-        watch.follow(executor)
-        checker = Checker(program, rank) if settings.check else None
-        passes, cpu_s = _passes(executor, settings, watch, checker, device)
-    finally:
-        dist.destroy_process_group()
+    groups = _make_groups(errand, rank, timeout, watch)
+    watch.phase("comparing clocks")
+    clock = measure_offset(meeting, rank, "start")
+    watch.phase("binding its calls")
+    program = prepare(errand.calls, rank=rank, groups=groups, backend=settings.backend, device=device, timeout=timeout)
+    pace = parse_pace(settings.pace)
+    pacer = None
+    if pace.scale:
+        pacer = Pacer(errand.calls, pace, make_busy(device) if pace.busy else idle)
+    executor = make_executor(program, pacer)
+    watch.follow(executor)
+    checker = Checker(program, rank) if settings.check else None
+    passes, cpu_s = _passes(executor, program, settings, watch, checker)
+    watch.phase("comparing clocks again")
+    offset, error = between(clock, measure_offset(meeting, rank, "end"))
+    watch.phase("leaving its process groups")
+    # Not after a failure: groups whose other ends are gone may not let go.
+    dist.destroy_process_group()
     return RankResult(
         rank=rank,
         host=socket.gethostname(),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         offset_ns=offset,
-        offset_error_ns=offset_error,
+        offset_error_ns=error,
         passes=passes,
         cpu_s=cpu_s,
         arena_bytes=program.arena_bytes,
+        late_ends=late_ends(program),
         said=program.said,
         check_failures=checker.failures if checker is not None else None,
         checked=checker.checked if checker is not None else 0,
@@ -135,42 +142,49 @@ def _device(settings: Settings, local_rank: int) -> torch.device:
     return device
 
 
-def _make_groups(errand: Errand, rank: int, timeout: timedelta) -> dict[str, tuple[Group, ProcessGroup]]:
+def _make_groups(errand: Errand, rank: int, timeout: timedelta, watch: Watch) -> dict[str, tuple[Group, ProcessGroup]]:
     """The groups of which this rank is a member. All ranks make all groups, in the order of the plan: torch names a
     group by how many there are, so ranks that made their own alone would wait for each other under different names."""
     groups: dict[str, tuple[Group, ProcessGroup]] = {}
     world_is_taken = False
-    for group in errand.groups:
-        ranks = sorted(group.ranks or [])
+    for number, group in enumerate(errand.groups):
+        watch.phase(f"making process group {number + 1} of {len(errand.groups)}")
+        ranks = group.ranks or []
         if ranks == list(range(errand.world_size)) and not world_is_taken:
             world_is_taken = True
             made = c10d._get_default_group()
         else:
-            made = dist.new_group(ranks, timeout=timeout, group_desc=group.desc or None)
+            # Splits and lists go by the place in the group, which is not always by rank.
+            order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+            made = dist.new_group(ranks, timeout=timeout, group_desc=group.desc or None, **order)
         if rank in ranks:
-            # torch sorts the members: a root or a peer is looked up in the sorted list as well.
-            groups[group.pg] = (msgspec.structs.replace(group, ranks=ranks), made)
+            groups[group.pg] = (group, made)
     return groups
 
 
 def _passes(
-    executor: Executor, settings: Settings, watch: Watch, checker: Checker | None, device: torch.device
+    executor: Executor, program: Program, settings: Settings, watch: Watch, checker: Checker | None
 ) -> tuple[list[Pass], float]:
     before: Callable[[int], None] | None = checker.fill if checker is not None else None
     after = checker.verify if checker is not None else None
     # Asked of the backend itself, so that the ranks' meeting before a pass is not part of what is recorded.
-    backend: Any = c10d._get_default_group()._get_backend(device)
-    barrier = backend.barrier
+    backend: Any = c10d._get_default_group()._get_backend(program.device)
+
+    def meet() -> None:
+        # Sums that go round in place would grow beyond every type otherwise.
+        program.block.fill_(FILL)
+        backend.barrier().wait()
+
     for number in range(settings.warmup):
         watch.phase(f"in warm-up pass {number + 1}")
-        barrier().wait()
+        meet()
         executor.run(before, after)
     passes = []
     cpu_s = 0.0
     with crossrank.enable(tracing="ALL", directory=settings.record) if settings.record is not None else nullcontext():
         for number in range(settings.repeats):
             watch.phase(f"in pass {number + 1}")
-            barrier().wait()
+            meet()
             spent = _cpu_seconds()
             times = executor.run(before, after)
             cpu_s += _cpu_seconds() - spent
@@ -178,7 +192,7 @@ def _passes(
             if settings.record is not None:
                 crossrank.step()
     watch.phase("waiting for the others to end")
-    barrier().wait()
+    backend.barrier().wait()
     return passes, cpu_s
 
 
@@ -190,23 +204,21 @@ def _cpu_seconds() -> float:
 class Watch(threading.Thread):
     """Tells the store where the rank is, and ends the process where it cannot go on."""
 
-    def __init__(self, rank: int, meeting: Meeting, last_words: Callable[[], None], *, takes_term: bool) -> None:
+    def __init__(
+        self, rank: int, meeting: Meeting, last_words: Callable[[], None], term: int | None, limit_s: float
+    ) -> None:
+        """After `limit_s` without progress the process ends, and when `term` can be read."""
         super().__init__(name="crossrank-watch", daemon=True)
         self._rank = rank
         self._meeting = meeting
         self._last_words = last_words
-        self._takes_term = takes_term
+        self._term = term
+        self._limit_s = limit_s
         self._state = State(phase="joining")
         self._executor: Executor | None = None
-        self._limit_s = float("inf")
         self._since = time.monotonic()
         self._over = threading.Event()
         self._look_s = min(_LOOK_S * max(1.0, meeting.world_size / 64), _LONGEST_LOOK_S)
-
-    def limit(self, seconds: float) -> None:
-        """From now on, end the process after so long without progress."""
-        self._limit_s = seconds
-        self._since = time.monotonic()
 
     def phase(self, text: str) -> None:
         """Say what the rank does from now on."""
@@ -262,8 +274,8 @@ class Watch(threading.Thread):
 
     def _wait(self) -> bool:
         """A moment; True where the launcher asks the process to end."""
-        if self._takes_term:
-            return signal.sigtimedwait([signal.SIGTERM], self._look_s) is not None
+        if self._term is not None:
+            return bool(select.select([self._term], [], [], self._look_s)[0])
         self._over.wait(self._look_s)
         return False
 
@@ -284,8 +296,11 @@ class Watch(threading.Thread):
         return self._executor.progress[0] if self._executor is not None else -1
 
 
-def check_backend(backend: str | None, device: str | None) -> tuple[str, str]:
-    """(backend, device) to use. Raises `CrossrankError` where this torch or this machine lacks them."""
+def check_backend(backend: str | None, device: str | None, ranks_here: int | None) -> tuple[str, str]:
+    """(backend, device) to use; `ranks_here` are the ranks of this machine, where that is known.
+
+    Raises `CrossrankError` where this torch or this machine lacks them.
+    """
     gpu = torch.cuda.is_available()
     device = device or ("cuda" if gpu and backend != "gloo" else "cpu")
     backend = backend or ("nccl" if device == "cuda" and dist.is_nccl_available() else "gloo")
@@ -301,4 +316,9 @@ def check_backend(backend: str | None, device: str | None) -> tuple[str, str]:
         raise CrossrankError("--device cuda, but torch sees no GPU; use --device cpu with --backend gloo")
     if backend == "nccl" and device != "cuda":
         raise CrossrankError("backend nccl needs GPUs; use --backend gloo, or a machine that has them")
+    if backend == "nccl" and ranks_here is not None and ranks_here > torch.cuda.device_count():
+        raise CrossrankError(
+            f"{ranks_here} ranks and {torch.cuda.device_count()} GPU(s): NCCL wants one for each; start them on more "
+            "machines with torchrun, srun or mpirun, choose fewer with --nproc, or use --backend gloo --device cpu"
+        )
     return backend, device

@@ -38,6 +38,7 @@ def result(rank: int, *passes: list[tuple[int, int, int]], offset: int = 0) -> R
         passes=columns,
         cpu_s=0.0,
         arena_bytes=0,
+        late_ends=[],
         said={},
         check_failures=None,
         checked=0,
