@@ -6,9 +6,11 @@ beginnings are lost (rings), from the last.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
+
+import msgspec
 
 from crossrank.comm import CommRecord, Group
 from crossrank.replay.exchanges import lacks_parts, with_parts
@@ -46,6 +48,7 @@ def align(
     """
     guessed = 0
     numbered = all(rank.source.numbered for rank in ranks)
+    by_rank = {rank.rank: rank for rank in ranks}
     lanes: dict[tuple[object, ...], Lane] = {}
     for rank in ranks:
         for index, call in enumerate(rank.source.calls):
@@ -56,21 +59,22 @@ def align(
             number, members = record.seq, groups[label].ranks or []
             key: tuple[object, ...] = (label,)
             if is_p2p(record):
-                if record.peer is None:
-                    continue
+                if record.peer is None or record.peer not in by_rank:
+                    continue  # left out, or refused, already
                 number, members = record.p2p_seq, [rank.rank, record.peer]
                 ends = members if record.op == "send" else members[::-1]
                 key = (label, *ends, record.tag or 0)
             # A member without a call has an empty list.
             lane = lanes.setdefault(key, {member: [] for member in members})
             lane.setdefault(rank.rank, []).append((number, index))
-    by_rank = {rank.rank: rank for rank in ranks}
     for lane in lanes.values():
         late = {member for member in lane if by_rank[member].source.starts_late}
         use_numbers = numbered and all(_rising(calls) for calls in lane.values())
         if not use_numbers:
             _number_by_order(lane, late)
         guessed += _give_parts(lane, by_rank, broken)
+        if use_numbers and not partial:
+            broken += _gaps(lane, by_rank)
         _leave_out_unmatched(lane, by_rank, late, partial)
     return guessed
 
@@ -85,6 +89,50 @@ def _number_by_order(lane: Lane, late: Collection[int]) -> None:
     for calls in lane.values():
         shift = -len(calls) if late else 0
         calls[:] = [(place + shift, index) for place, (_, index) in enumerate(calls)]
+
+
+def _gaps(lane: Lane, ranks: dict[int, Rank]) -> list[str]:
+    """Calls that a rank lacks although it has later ones: by their numbers they are known to be missing."""
+    found = []
+    numbers = {member: {number for number, _ in calls if number is not None} for member, calls in lane.items()}
+    for member, mine in numbers.items():
+        if not mine:
+            continue
+        for other, calls in lane.items():
+            for number, index in calls:
+                if number is not None and number not in mine and min(mine) < number < max(mine):
+                    record = ranks[other].source.calls[index].record
+                    found.append(
+                        f"missing_rank: {record.op} #{number} on {record.pg!r}: {ranks[member].source.path} of rank "
+                        f"{member} lacks it and has later ones (call {record.id} of {ranks[other].source.path})"
+                    )
+            if found:
+                return found
+    return found
+
+
+def name_sources(sources: list[RankCalls]) -> int:
+    """Give receives from any source the rank of a send that no other receive takes; returns how many got one."""
+    sends: Counter[tuple[str, int, int, int]] = Counter()
+    for source in sources:
+        for call in source.calls:
+            record = call.record
+            if is_p2p(record) and record.peer is not None and source.rank is not None:
+                sender, receiver = (source.rank, record.peer) if record.op == "send" else (record.peer, source.rank)
+                sends[record.pg, sender, receiver, record.tag or 0] += 1 if record.op == "send" else -1
+    named = 0
+    for source in sources:
+        for call in source.calls:
+            record = call.record
+            if record.op != "recv" or record.peer is not None:
+                continue
+            for (pg, sender, receiver, tag), left in sends.items():
+                if left > 0 and (pg, receiver, tag) == (record.pg, source.rank, record.tag or 0):
+                    sends[pg, sender, receiver, tag] -= 1
+                    call.record = msgspec.structs.replace(record, peer=sender, p2p_seq=None)
+                    named += 1
+                    break
+    return named
 
 
 def _give_parts(lane: Lane, ranks: dict[int, Rank], broken: list[str]) -> int:

@@ -13,7 +13,7 @@ import msgspec
 
 from crossrank.comm import MOST_RANKS, CommRecord, Group
 from crossrank.errors import CrossrankError
-from crossrank.replay.alignment import BROKEN, Rank, align
+from crossrank.replay.alignment import BROKEN, Rank, align, name_sources
 from crossrank.replay.match import mismatches
 from crossrank.replay.plan import UNPLACED, Call, Plan, RankPlan, is_p2p, launches
 from crossrank.replay.rank_calls import RankCalls, RecordedCall
@@ -31,10 +31,14 @@ def build(
 ) -> Plan:
     """The plan of a recording. Raises `CrossrankError` where its files do not make one."""
     size = _world_size(sources, path, world_size)
+    _add_idle_ranks(sources, size)
+    any_source = name_sources(sources)
     ranks = _by_rank(sources, path, size)
-    _refuse_damage(sources, partial)
+    damage = _damage(sources)
+    if damage and not partial:
+        raise CrossrankError(_told(damage, "record it again, or replay what is left of it with --partial"))
     _refuse_different_runs(sources)
-    groups, names = _groups(ranks, size)
+    groups, names = _groups(ranks, size, partial)
     broken: list[str] = []
     for rank in ranks:
         for index, call in enumerate(rank.source.calls):
@@ -48,6 +52,7 @@ def build(
         source=path,
         kind=kind,
         world_size=size,
+        damage=damage,
         groups=[],
         ranks=[_rank_plan(rank) for rank in ranks],
     )
@@ -59,6 +64,10 @@ def build(
         for call, record in zip(rank.source.calls, rank.records, strict=True)
         if record is not None and record.root is not None and call.record.root is None
     )
+    if any_source:
+        plan.notes.append(
+            f"{any_source} receive(s) from any source are made from a rank whose send has no other receive"
+        )
     if rootless:
         plan.notes.append(f"{rootless} call(s) have no recorded root: the first member of their group stands in")
     if guessed:
@@ -73,8 +82,9 @@ def build(
     return plan
 
 
-def settle(plan: Plan) -> None:
-    """Place the waits of `plan` and see whether its ranks fit together. Called once it is as it will be run.
+def settle(plan: Plan, *, partial: bool = False) -> None:
+    """Place the waits of `plan` and see whether its ranks fit together. Called once it is as it will be run; `partial`
+    says that what has no match was left out already.
 
     Raises `CrossrankError` with what does not fit.
     """
@@ -83,7 +93,8 @@ def settle(plan: Plan) -> None:
         plan.notes.append(f"waits that are not recorded are placed {how}")
     found = mismatches(plan, walk)
     if found:
-        raise CrossrankError(f"the ranks do not fit together: {_told(found, '--partial leaves out what has no match')}")
+        step = "choose others with --ops or --pgs" if partial else "--partial leaves out what has no match"
+        raise CrossrankError(f"the ranks do not fit together: {_told(found, step)}")
 
 
 def _told(found: list[str], step: str) -> str:
@@ -97,10 +108,13 @@ def _world_size(sources: list[RankCalls], path: str, given: int | None) -> int:
         raise CrossrankError(
             f"{path}: the ranks are of jobs of {', '.join(map(str, sorted(said)))} ranks; name the folder of one job"
         )
-    if said:
-        return said.pop()
-    if given is not None:
-        return given
+    if said and given is not None and said != {given}:
+        raise CrossrankError(f"--world-size {given}, but the files are of a job of {said.pop()} ranks; leave it out")
+    size = said.pop() if said else given
+    if size is not None:
+        if not 1 <= size <= MOST_RANKS:
+            raise CrossrankError(f"{path}: {size} is no number of ranks; record it again, or give it with --world-size")
+        return size
     highest = max((source.rank or 0 for source in sources), default=0)
     members = [rank for source in sources for group in source.groups for rank in group.ranks or ()]
     size = max([highest, *members], default=0) + 1
@@ -115,6 +129,8 @@ def _by_rank(sources: list[RankCalls], path: str, size: int) -> list[Rank]:
         rank = source.rank if source.rank is not None else 0 if len(sources) == 1 else None
         if rank is None:
             raise CrossrankError(f"{source.path}: neither its name nor its content tells its rank; call it rank-N")
+        if rank < 0:
+            raise CrossrankError(f"{source.path}: rank {rank} cannot be; record it again")
         if rank in found:
             raise CrossrankError(f"{source.path} and {found[rank].source.path} are both of rank {rank}; name one job")
         if rank >= size:
@@ -129,15 +145,32 @@ def _by_rank(sources: list[RankCalls], path: str, size: int) -> list[Rank]:
     return [found[rank] for rank in sorted(found)]
 
 
-def _refuse_damage(sources: list[RankCalls], partial: bool) -> None:
-    damaged = [f"{source.path}: {problem}" for source in sources for problem in source.problems]
-    damaged += [
+def _damage(sources: list[RankCalls]) -> list[str]:
+    """What of the files could not be read, or was never written."""
+    damage = [f"{source.path}: {problem}" for source in sources for problem in source.problems]
+    return damage + [
         f"{source.path}: its recorder could not keep {source.dropped} calls (TRACING_RING)"
         for source in sources
         if source.dropped
     ]
-    if damaged and not partial:
-        raise CrossrankError(_told(damaged, "record it again, or replay what is left of it with --partial"))
+
+
+def _add_idle_ranks(sources: list[RankCalls], size: int) -> None:
+    """A rank that made no call leaves no file. It is taken to be one where no call of the others involves it."""
+    present = {source.rank for source in sources}
+    if len(present) >= size or None in present:
+        return
+    called = {
+        rank
+        for source in sources
+        for group in source.groups
+        if any(call.record.pg == group.pg for call in source.calls)
+        for rank in group.ranks or range(size)
+    }
+    for rank in sorted(set(range(size)) - present - called):
+        idle = RankCalls(path=f"(no file of rank {rank})", rank=rank, world_size=size, calls=[], groups=[])
+        idle.notes.append(f"rank {rank} has no file and no part in the others' calls: it is taken to have made none")
+        sources.append(idle)
 
 
 def _refuse_different_runs(sources: list[RankCalls]) -> None:
@@ -154,7 +187,7 @@ def _refuse_different_runs(sources: list[RankCalls]) -> None:
         )
 
 
-def _groups(ranks: list[Rank], size: int) -> tuple[dict[str, Group], dict[int, dict[str, str]]]:
+def _groups(ranks: list[Rank], size: int, partial: bool) -> tuple[dict[str, Group], dict[int, dict[str, str]]]:
     """(groups by their name in the plan, rank -> recorded name -> name in the plan).
 
     torch lets different ranks use one name for different groups, and old traces name groups by addresses.
@@ -162,6 +195,15 @@ def _groups(ranks: list[Rank], size: int) -> tuple[dict[str, Group], dict[int, d
     said: dict[str, list[tuple[int, ...]]] = defaultdict(list)
     for rank in ranks:
         for one in rank.source.groups:
+            if one.ranks and not (
+                len(set(one.ranks)) == len(one.ranks) and 0 <= min(one.ranks) <= max(one.ranks) < size
+            ):
+                if partial:
+                    continue
+                raise CrossrankError(
+                    f"{rank.source.path}: group {one.pg!r} has a member twice, or outside the {size} ranks "
+                    f"({one.ranks[:8]}); record it again, or leave its calls out with --partial"
+                )
             if one.ranks and tuple(one.ranks) not in said[one.pg]:
                 said[one.pg].append(tuple(one.ranks))
     for rank in ranks:
@@ -177,7 +219,8 @@ def _groups(ranks: list[Rank], size: int) -> tuple[dict[str, Group], dict[int, d
         known = {group.pg: group for group in rank.source.groups}
         for pg in dict.fromkeys(call.record.pg for call in rank.source.calls):
             group = known.get(pg)
-            members = tuple(group.ranks) if group is not None and group.ranks else None
+            members = tuple(group.ranks or ()) if group is not None else None
+            members = members if members in said[pg] else None
             if members is None:
                 of_others = [ranks_of for ranks_of in said.get(pg, ()) if rank.rank in ranks_of]
                 members = of_others[0] if len(of_others) == 1 else None
@@ -197,6 +240,10 @@ def _groups(ranks: list[Rank], size: int) -> tuple[dict[str, Group], dict[int, d
                 desc, backend = (group.desc, group.backend) if group is not None else ("", "")
                 groups[label] = Group(pg=label, size=len(members), ranks=list(members), desc=desc, backend=backend)
     return groups, names
+
+
+def _are_members(ranks: list[int], size: int) -> bool:
+    return len(set(ranks)) == len(ranks) and min(ranks) >= 0 and max(ranks) < size
 
 
 def _is_world(pg: str, desc: str) -> bool:
@@ -252,7 +299,7 @@ def _rank_plan(rank: Rank) -> RankPlan:
                 record=record,
                 wait_before=wait,
                 blocking=returns_early(record) is False if call.blocking is None else call.blocking,
-                recorded_bytes=call.record.bytes,
+                recorded_bytes=record.bytes,
                 gap_ns=gap,
                 gap_from_return=from_return,
                 took_ns=call.took_ns,

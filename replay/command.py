@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from crossrank.errors import CrossrankError
+from crossrank.recording import is_url
 from crossrank.replay import options, sources
 from crossrank.replay.build import build, settle
 from crossrank.replay.launcher import Place, find_place
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _WORTH_PROCESSES = 20_000_000
 """Bytes of traces below which starting processes takes longer than reading."""
+_LONGEST_GAP_S = 86_400.0
 _MOST_LOCAL = 256
 """Processes that one machine is asked to start; a launcher starts more."""
 
@@ -98,25 +100,26 @@ def _lead(arguments: argparse.Namespace, combinations: list[Combination], lead: 
             continue
         try:
             plan = _planned(recorded, given, lead.place.world_size if lead is not None else None)
+            if arguments.save_plan is not None and number == 0:
+                save_plan(plan, arguments.save_plan)
+            if arguments.dry_run:
+                if not arguments.json:
+                    print_plan(plan)
+                codes.append(1 if arguments.strict and not plan.coverage().complete else 0)
+                continue
+            settings = _settings(given, plan, launched=lead is not None)
+            plan = for_backend(plan, settings.backend)
+            _check_folders(given, folder)
+            if not arguments.json:
+                print_plan(plan)
+            results = _run(plan, settings, one.variables, lead)
         except CrossrankError as error:
-            if not swept:
+            if not swept or lead is not None:
                 raise
+            complain(f"{one.name}: {error}")
             outcomes.append((one, str(error)))
             codes.append(2)
             continue
-        if arguments.save_plan is not None and number == 0:
-            save_plan(plan, arguments.save_plan)
-        if arguments.dry_run:
-            if not arguments.json:
-                print_plan(plan)
-            codes.append(1 if arguments.strict and not plan.coverage().complete else 0)
-            continue
-        settings = _settings(given, plan, launched=lead is not None)
-        plan = for_backend(plan, settings.backend)
-        if not arguments.json:
-            print_plan(plan)
-        try:
-            results = _run(plan, settings, one.variables, lead)
         except Failed as failed:
             complain(f"{failed}: {failed.summary()}")
             print_states(failed.states, plan)
@@ -145,6 +148,10 @@ def _read(arguments: argparse.Namespace) -> Plan:
     path: str = arguments.trace
     is_file = os.path.isfile(path)
     if is_file and sources.kind_of_file(path)[0] == sources.PLAN:
+        for name in ("partial", "one_trace", "world_size", "trace_type"):
+            if getattr(arguments, name):
+                option = f"--{name.replace('_', '-')}"
+                raise CrossrankError(f"{option} is for traces, and {path} is a plan, which is made; leave it out")
         return load_plan(path)
     found = sources.find(path, arguments.trace_type)
     jobs = arguments.jobs or min(os.cpu_count() or 1, len(found.inputs))
@@ -177,16 +184,36 @@ def _planned(recorded: Plan, given: argparse.Namespace, launched: int | None) ->
     if given.dtype:
         plan = with_dtype(plan, given.dtype)
     plan = scale_bytes(plan, given.scale_bytes)
-    plan = resize(plan, given.nproc or launched or plan.world_size)
+    ranks = given.nproc or launched or plan.world_size
+    if launched is None and ranks > _MOST_LOCAL and ranks != plan.world_size:
+        raise CrossrankError(_too_many(ranks))
+    plan = resize(plan, ranks)
     if not any(rank.calls for rank in plan.ranks):
         reasons = ", ".join(f"{count} call(s) {reason}" for reason, count in plan.coverage().reasons.items())
         raise CrossrankError(f"{plan.source}: nothing is left to replay ({reasons})")
-    if parse_pace(given.pace).scale and not any(call.gap_ns for rank in plan.ranks for call in rank.calls):
+    scale = parse_pace(given.pace).scale
+    longest = max(call.gap_ns for rank in plan.ranks for call in rank.calls) * scale / 1e9
+    if longest > _LONGEST_GAP_S:
+        raise CrossrankError(f"--pace {given.pace}: a gap would be {longest:.3g} s; choose a factor, or --pace fast")
+    if scale and not any(call.gap_ns for rank in plan.ranks for call in rank.calls):
         raise CrossrankError(
             f"--pace {given.pace}: {plan.source} has no times to keep; replay a recording, Kineto or linked traces"
         )
-    settle(plan)
+    settle(plan, partial=given.partial)
     return plan
+
+
+def _check_folders(given: argparse.Namespace, folder: Path | None) -> None:
+    """Make the folders that results go to, before time is spent on them."""
+    for path in (str(folder) if folder is not None else given.output, given.record):
+        if path is None or is_url(path):
+            continue
+        try:
+            Path(path).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CrossrankError(f"{path}: no folder can be made there ({error.strerror}); name another") from error
+        if not os.access(path, os.W_OK):
+            raise CrossrankError(f"{path}: cannot be written to; name another folder")
 
 
 def _settings(given: argparse.Namespace, plan: Plan, *, launched: bool) -> Settings:
@@ -207,14 +234,18 @@ def _settings(given: argparse.Namespace, plan: Plan, *, launched: bool) -> Setti
     )
 
 
+def _too_many(ranks: int) -> str:
+    return (
+        f"{ranks} ranks are too many processes for one machine; start them with torchrun, srun or mpirun, or choose "
+        "fewer with --nproc"
+    )
+
+
 def _run(plan: Plan, settings: Settings, variables: Mapping[str, str], lead: Lead | None) -> list[RankResult]:
     if lead is not None:
         return lead.run(plan, settings)
     if plan.world_size > _MOST_LOCAL:
-        raise CrossrankError(
-            f"{plan.world_size} ranks are too many processes for one machine; start them with torchrun, srun or "
-            "mpirun, or choose fewer with --nproc"
-        )
+        raise CrossrankError(_too_many(plan.world_size))
     from crossrank.replay.local import run_local
 
     return run_local(plan, settings, variables)

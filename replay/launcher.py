@@ -81,7 +81,7 @@ def find_place(environment: Mapping[str, str], host: str | None = None, port: in
             local_rank=local,
             launcher=row.launcher,
             host=host or environment.get("MASTER_ADDR") or _first_host(environment, row.launcher, alone),
-            port=port or (_number(environment, "MASTER_PORT") if environment.get("MASTER_PORT") else DEFAULT_PORT),
+            port=port or _port(environment),
             attempt=_attempt(environment),
             agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and host is None and port is None,
         )
@@ -98,6 +98,13 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     if not (text.isascii() and text.isdecimal()):
         raise CrossrankError(f"{name}={text!r} is no number; start with torchrun, srun or mpirun, or unset it")
     return int(text)
+
+
+def _port(environment: Mapping[str, str]) -> int:
+    port = _number(environment, "MASTER_PORT") if environment.get("MASTER_PORT") else DEFAULT_PORT
+    if not 0 < port < 1 << 16:
+        raise CrossrankError(f"MASTER_PORT={port} is not a port from 1 to 65535; set it to a free one")
+    return port
 
 
 def _tasks_here(text: str) -> int | None:

@@ -52,7 +52,7 @@ def _line(finding: Finding, files: dict[int, str]) -> str:
         ranks = sorted(finding.culprit_ranks)
         what += f", rank {rank_ranges(ranks)} ({files.get(ranks[0], '')})"
     elif finding.waiting_ranks:
-        what += f", rank {rank_ranges(sorted(finding.waiting_ranks))}"
+        what += f", waiting: rank {rank_ranges(sorted(finding.waiting_ranks))}"
     return f"{what}: {finding.text}" if finding.text else what
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import msgspec
 import zstandard
 
-from crossrank.comm import OPERATIONS, CommRecord, Group
+from crossrank.comm import MOST_RANKS, OPERATIONS, CommRecord, Group
 from crossrank.errors import CrossrankError, one_line
 from crossrank.recording import Damage, read_chunks
+from crossrank.replay.shapes import BrokenError, LeftOutError, complete
 from crossrank.tools.whole_file import whole_file
 
 SCHEMA = "crossrank-plan 1"
@@ -64,7 +65,7 @@ class RankPlan(msgspec.Struct, kw_only=True):
         row = self.left_out.setdefault(reason, LeftOut())
         for record in records:
             row.calls += 1
-            row.bytes += record.bytes
+            row.bytes += max(record.bytes, 0)
 
 
 class Coverage(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +77,8 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
     recorded_bytes: int
     reasons: dict[str, int]
     """Why calls were left out -> how many."""
+    damaged: bool
+    """Parts of the files could not be read, so that there were more calls than are counted."""
 
     @property
     def share_of_calls(self) -> float:
@@ -87,7 +90,7 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def complete(self) -> bool:
-        return not self.reasons
+        return not self.reasons and not self.damaged
 
 
 class Plan(msgspec.Struct, kw_only=True):
@@ -105,6 +108,8 @@ class Plan(msgspec.Struct, kw_only=True):
     """By rank, one for each rank of the world."""
     notes: list[str] = []
     """What was inferred or changed on the way here."""
+    damage: list[str] = []
+    """What of the files could not be read: nobody knows how many calls that were."""
 
     def coverage(self) -> Coverage:
         calls = sum(len(rank.calls) for rank in self.ranks)
@@ -120,7 +125,13 @@ class Plan(msgspec.Struct, kw_only=True):
             bytes=size,
             recorded_bytes=size + sum(row.bytes for row in left),
             reasons=dict(reasons.most_common()),
+            damaged=bool(self.damage),
         )
+
+    @property
+    def bytes(self) -> int:
+        """S of all calls of one pass, as they are made."""
+        return sum(call.record.bytes for rank in self.ranks for call in rank.calls)
 
     def group(self, pg: str) -> Group:
         """The group of that name. Raises KeyError for a name that the plan lacks."""
@@ -188,7 +199,9 @@ def check_plan(plan: Plan, path: str) -> None:
     def wrong(what: str) -> CrossrankError:
         return CrossrankError(f"{path}: {what}; make the plan anew")
 
-    members: dict[str, list[int]] = {}
+    if not 1 <= plan.world_size <= MOST_RANKS:
+        raise wrong(f"{plan.world_size} is no number of ranks")
+    members: dict[str, Group] = {}
     for group in plan.groups:
         if group.pg in members:
             raise wrong(f"group {group.pg!r} stands twice")
@@ -196,13 +209,21 @@ def check_plan(plan: Plan, path: str) -> None:
             raise wrong(f"group {group.pg!r} has no members, or one of them twice")
         if not all(0 <= rank < plan.world_size for rank in group.ranks):
             raise wrong(f"group {group.pg!r} has a member outside the {plan.world_size} ranks")
-        members[group.pg] = group.ranks
-    if [rank.rank for rank in plan.ranks] != list(range(plan.world_size)):
+        members[group.pg] = group
+    if len(plan.ranks) != plan.world_size or [rank.rank for rank in plan.ranks] != list(range(plan.world_size)):
         raise wrong(f"its ranks are not 0 to {plan.world_size - 1}")
     for rank in plan.ranks:
+        if any(row.calls < 0 or row.bytes < 0 for row in rank.left_out.values()):
+            raise wrong(f"rank {rank.rank} has left out fewer calls than none")
         for index, call in enumerate(rank.calls):
             what = f"call {index} of rank {rank.rank} ({call.record.op})"
-            if rank.rank not in members.get(call.record.pg, ()):
-                raise wrong(f"{what} is on group {call.record.pg!r}, of which the rank is no member")
+            try:
+                whole = complete(call.record, members.get(call.record.pg), rank.rank)
+            except (LeftOutError, BrokenError) as error:
+                raise wrong(f"{what}: {error}") from error
+            if whole != call.record:
+                raise wrong(f"{what} does not say all of its tensors, or other bytes than they have")
+            if call.gap_ns < 0 or call.recorded_bytes < 0:
+                raise wrong(f"{what} has a gap or bytes below 0")
             if call.wait_before != UNPLACED and not index < call.wait_before <= len(rank.calls):
                 raise wrong(f"{what} is waited for before call {call.wait_before}, which cannot be")

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from crossrank.comm import OPERATIONS, CommRecord, Group, operation_of
+from crossrank.comm import MOST_RANKS, OPERATIONS, CommRecord, Group, operation_of
 from crossrank.dtypes import dtype_of
 from crossrank.errors import CrossrankError
 from crossrank.recording import CommsFile
 from crossrank.replay.rank_calls import RankCalls, RecordedCall
 from crossrank.tools.linking.communication_trace import read_communication_trace
+from crossrank.tools.linking.communications import MARKERS
 from crossrank.tools.linking.graph import Communication, LinkedTrace
 from crossrank.tools.linking.kernels import communication_kernel
 from crossrank.tools.linking.read_linked import read_linked
@@ -50,10 +51,11 @@ def read_comms(given: Input) -> RankCalls:
         world_size=header.world_size,
         calls=calls,
         groups=file.groups,
-        dropped=int((file.end or {}).get("dropped", 0) or 0),
+        dropped=dropped if isinstance(dropped := (file.end or {}).get("dropped"), int) else 0,
         filtered=header.config.get("emit") == "CROSSNODE",
         backend=next((group.backend for group in file.groups if group.backend), ""),
-        span=(header.clock["wall"], max(ends, default=header.clock["wall"])) if "wall" in header.clock else None,
+        # Of a file without an end nobody knows how long the run went on.
+        span=(header.clock["wall"], max(ends, default=0)) if "wall" in header.clock and file.end is not None else None,
         problems=list(file.damage.problems),
     )
     if file.end is None:
@@ -180,6 +182,9 @@ def read_et(given: Input) -> RankCalls:
         notes=[f"{given.path}: {warning}" for warning in trace.warnings if "named by an address" not in warning],
     )
     _place_recorded_waits(found, [(before, wait) for before, wait in trace.waits])
+    # What is no operation that is known, or cannot be read, is left out later, and counted.
+    for name in trace.unknown:
+        calls.append(RecordedCall(record=CommRecord(id=-1, op=name, c10d=name, pg="", bytes=0, t=0), blocking=True))
     return found
 
 
@@ -231,7 +236,7 @@ def read_kineto_trace(given: Input) -> RankCalls:
             group = groups[described.pg] = Group(
                 pg=described.pg, size=len(described.ranks), ranks=described.ranks, desc=described.desc
             )
-        if operation_of(described.name) is None:
+        if operation_of(described.name) is None and described.name in MARKERS:
             continue
         _shapes_from_elements(described)
         time = start + trace.base_ns
@@ -383,7 +388,7 @@ def read_basic(given: Input) -> RankCalls:
         name = row.comms.lower()
         pg = str(row.pg_id if row.pg_id is not None else 0)
         if pg not in groups and (row.global_ranks or row.world_size):
-            ranks = row.global_ranks or list(range(row.world_size or 0))
+            ranks = row.global_ranks or list(range(min(row.world_size or 0, MOST_RANKS)))
             groups[pg] = Group(pg=pg, size=len(ranks), ranks=ranks)
         if name == "init":
             continue

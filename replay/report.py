@@ -29,6 +29,7 @@ from crossrank.tools.tables import amount, print_table
 from crossrank.tools.whole_file import whole_file
 
 _MOST_ROWS = 24
+_MOST_PROBLEMS = 5
 JSON, CSV, HTML = "replay.json", "replay.csv", "replay.html"
 
 
@@ -54,7 +55,11 @@ class Report(msgspec.Struct, kw_only=True):
     coverage: Coverage
     share_of_calls: float
     share_of_bytes: float
+    bytes_per_pass: int
+    """S of nccl-tests, summed over calls and ranks, as replayed; `coverage` counts as recorded."""
     notes: list[str]
+    damage: list[str]
+    """What of the trace could not be read."""
     substitutes: dict[str, int]
     """What the backend could not do as recorded, and what it did instead -> calls, over all ranks."""
     hosts: dict[str, int]
@@ -106,7 +111,9 @@ def make_report(
             coverage=coverage,
             share_of_calls=coverage.share_of_calls,
             share_of_bytes=coverage.share_of_bytes,
+            bytes_per_pass=plan.bytes,
             notes=plan.notes,
+            damage=plan.damage,
             substitutes=dict(substitutes),
             hosts=dict(Counter(result.host for result in results)),
             devices=dict(Counter(result.device for result in results)),
@@ -214,8 +221,14 @@ def print_plan(plan: Plan) -> None:
         f"({_percent(coverage.share_of_bytes)}) are replayed, on {plan.world_size} rank(s) "
         f"and {len(plan.groups)} group(s)"
     )
+    if plan.bytes != coverage.bytes:
+        print(f"  changed to {amount(plan.bytes)} per pass")
     for reason, count in coverage.reasons.items():
         print(f"  left out: {count:,} call(s): {reason}")
+    for problem in plan.damage[:_MOST_PROBLEMS]:
+        print(f"  damaged: {problem}; calls may be missing that nobody counts")
+    if len(plan.damage) > _MOST_PROBLEMS:
+        print(f"  damaged: and {len(plan.damage) - _MOST_PROBLEMS} more")
     for note in plan.notes:
         print(f"  {note}")
 
@@ -260,6 +273,9 @@ def print_report(report: Report) -> None:
         ),
         rows,
     )
+    late = sum(row.late_ends for row in report.rows)
+    if late:
+        print(f"  of {late:,} call(s) only the wait tells the end: their times are upper bounds, and have no bandwidth")
     if len(report.rows) > _MOST_ROWS:
         print(f"  and {len(report.rows) - _MOST_ROWS} more rows, in {JSON} (-o)")
     end = report.end_to_end_us

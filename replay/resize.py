@@ -18,7 +18,8 @@ from crossrank.errors import CrossrankError
 from crossrank.replay.one_trace import Form, form_of
 from crossrank.replay.plan import Call, Plan, RankPlan, is_p2p
 from crossrank.replay.schedule import Key, keys_of
-from crossrank.replay.transform import copy_left_out, sized, with_calls
+from crossrank.replay.shapes import sized
+from crossrank.replay.transform import copy_left_out, with_calls
 from crossrank.tools.tables import rank_ranges
 
 BEYOND = "its peer is beyond the smaller number of ranks"

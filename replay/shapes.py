@@ -11,7 +11,7 @@ from math import prod
 
 import msgspec
 
-from crossrank.comm import OPERATIONS, CommRecord, Group
+from crossrank.comm import OPERATIONS, CommRecord, Group, total_bytes
 from crossrank.dtypes import DTYPES
 
 # Operation -> the c10d op that makes it from one tensor per side, and the one with a list of tensors on a side.
@@ -44,6 +44,9 @@ _LIST_NAMES = frozenset(("allgather", "reducescatter", "alltoall"))
 """What traces call the ops with a list of tensors, in letters alone. `alltoall` is also said of one tensor."""
 
 
+_MOST_ELEMENTS = 1 << 44
+
+
 class LeftOutError(Exception):
     """The call cannot be made again; the text is the reason, the same for all calls that have it."""
 
@@ -65,13 +68,13 @@ def complete(record: CommRecord, group: Group | None, rank: int) -> CommRecord:
         raise BrokenError(f"rank {rank} is no member of its group {record.pg!r} (ranks {_short(group.ranks)})")
     if record.op == "barrier":
         name = record.c10d if record.c10d == "monitored_barrier_" else "barrier"
-        return msgspec.structs.replace(record, c10d=name, inputs=[], outputs=[], dtype=None)
+        return msgspec.structs.replace(record, c10d=name, inputs=[], outputs=[], dtype=None, bytes=0)
     dtype = DTYPES.get(record.dtype or "")
     if dtype is None:
         raise LeftOutError(f"its element type {record.dtype} is not known")
     if operation.p2p:
         if record.peer is None:
-            raise LeftOutError("it receives from any source")
+            raise LeftOutError("its other end is not recorded")
         if record.peer not in group.ranks or record.peer == rank:
             raise BrokenError(f"its peer, rank {record.peer}, is no other member of its group {record.pg!r}")
     if operation.rooted:
@@ -83,7 +86,14 @@ def complete(record: CommRecord, group: Group | None, rank: int) -> CommRecord:
             raise BrokenError(f"its root, rank {record.root}, is no member of its group {record.pg!r}")
     if any(extent < 0 for shape in (*record.inputs, *record.outputs) for extent in shape):
         raise BrokenError("a tensor of it has a negative extent")
-    return _with_tensors(record, len(group.ranks), dtype.size, rank)
+    if not record.inputs and not record.outputs and not record.in_split and record.bytes <= 0:
+        raise LeftOutError("its size is not recorded")
+    if record.tag is not None and not 0 <= record.tag < 1 << 31:
+        raise BrokenError(f"its tag {record.tag} is not from 0 to {(1 << 31) - 1}")
+    whole = _with_tensors(record, len(group.ranks), dtype.size, rank)
+    if any(prod(shape) > _MOST_ELEMENTS for shape in (*whole.inputs, *whole.outputs)):
+        raise BrokenError("a tensor of it has more elements than any memory holds")
+    return sized(whole, group)
 
 
 def _short(ranks: list[int]) -> str:
@@ -215,3 +225,11 @@ def _check_split(name: str, split: list[int] | None, shape: list[int], n: int) -
 
 def _bare(name: str) -> str:
     return "".join(filter(str.isalpha, name)).lower()
+
+
+def sized(record: CommRecord, group: Group) -> CommRecord:
+    """`record` with `bytes` as its tensors now have it."""
+    operation = OPERATIONS[record.op]
+    item = DTYPES[record.dtype].size if record.dtype else 0
+    size = operation.bytes(total_bytes(record.inputs, item), total_bytes(record.outputs, item), len(group.ranks or ()))
+    return msgspec.structs.replace(record, bytes=size)

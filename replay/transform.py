@@ -11,12 +11,13 @@ from math import prod
 
 import msgspec
 
-from crossrank.comm import OPERATIONS, CommRecord, Group, operation_of, total_bytes
+from crossrank.comm import OPERATIONS, CommRecord, Group, operation_of
 from crossrank.dtypes import DTYPES, dtype_of
 from crossrank.errors import CrossrankError
 from crossrank.replay.build import used_groups
 from crossrank.replay.plan import UNPLACED, Call, LeftOut, Plan, RankPlan
 from crossrank.replay.schedule import keys_of
+from crossrank.replay.shapes import sized
 
 
 def with_calls(plan: Plan, change: Callable[[RankPlan, int, Call], CommRecord | str]) -> Plan:
@@ -194,11 +195,3 @@ def untimed(plan: Plan) -> Plan:
         for call in rank.calls:
             call.took_ns = call.began_ns = None
     return plan
-
-
-def sized(record: CommRecord, group: Group) -> CommRecord:
-    """`record` with `bytes` as its tensors now have it."""
-    operation = OPERATIONS[record.op]
-    item = DTYPES[record.dtype].size if record.dtype else 0
-    size = operation.bytes(total_bytes(record.inputs, item), total_bytes(record.outputs, item), len(group.ranks or ()))
-    return msgspec.structs.replace(record, bytes=size)

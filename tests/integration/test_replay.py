@@ -186,6 +186,42 @@ def test_the_files_of_a_replay_say_the_same_as_its_report(
     assert "http" not in page.replace("http-equiv", "")
 
 
+def test_an_asynchronous_call_runs_in_the_gap_before_its_wait(two_ranks: World, tmp_path: Path) -> None:
+    plan = _plan(_record(two_ranks, callers.asynchronous, tmp_path))
+    assert [call.blocking for call in plan.ranks[0].calls] == [False]
+    record = plan.ranks[0].calls[0].record
+    for rank in plan.ranks:
+        large = msgspec.structs.replace(record, inputs=[[4_000_000]], outputs=[[4_000_000]], bytes=16_000_000)
+        first = msgspec.structs.replace(rank.calls[0], record=large, wait_before=1)
+        second = msgspec.structs.replace(rank.calls[0], gap_ns=300_000_000, gap_from_return=True, wait_before=2)
+        rank.calls = [first, second]
+    results = run_local(plan, Settings(backend="gloo", device="cpu", warmup=1, repeats=1, pace="recorded"))
+    large_call, _ = measure(plan, results)
+    took = results[0].passes[0].end - results[0].passes[0].start
+    assert 300_000_000 < took < 300_000_000 + large_call.time[0] / 2 + 10_000_000
+
+
+@pytest.mark.parametrize("op", ["reduce_scatter", "all_gather", "all_to_all"])
+def test_calls_that_run_beside_each_other_share_the_time(op: str, two_ranks: World, tmp_path: Path) -> None:
+    """Eight at once take as long as eight in a row, and each of them no longer than its share."""
+    from tests.unit.replay.plans import plan_of, record
+
+    shapes = {"reduce_scatter": ([[2_000_000]], [[1_000_000]]), "all_gather": ([[1_000_000]], [[2_000_000]])}
+    inputs, outputs = shapes.get(op, ([[2_000_000]], [[2_000_000]]))
+    call = record(op, api=op, is_async=True, inputs=inputs, outputs=outputs, bytes=8_000_000)
+    plan = plan_of(*[[call] * 8] * 2)
+    for rank in plan.ranks:
+        for one in rank.calls:
+            one.wait_before = 8
+    results = run_local(plan, Settings(backend="gloo", device="cpu", warmup=1, repeats=1))
+    measured = measure(plan, results)
+    took = results[0].passes[0].end - results[0].passes[0].start
+    if op == "reduce_scatter":
+        assert all(call.late_end and not call.has_rate for call in measured)
+    else:
+        assert sum(call.time[0] for call in measured) < 3 * took
+
+
 def test_pace_keeps_the_recorded_gaps(two_ranks: World, tmp_path: Path) -> None:
     plan = _plan(_record(two_ranks, callers.barriers, tmp_path))
     for rank in plan.ranks:
@@ -328,7 +364,7 @@ def test_ctrl_c_ends_all_without_a_partial_file(long_plan: Path, tmp_path: Path)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 130
     assert output.splitlines()[-1] == "crossrank: interrupted"
-    assert not (tmp_path / "out").exists()
+    assert list((tmp_path / "out").iterdir()) == []
     assert _gone(process.pid)
 
 
@@ -416,7 +452,7 @@ def test_a_sweep_makes_every_combination_and_goes_on_where_it_stopped(
     report = json.loads((out / names[3] / "replay.json").read_bytes())
     assert report["variables"] == {"GLOO_EXAMPLE": "b"}
     assert report["what_if"] == {"--scale-bytes": "2"}
-    assert report["coverage"]["bytes"] == 64  # 8 floats on each of 2 ranks
+    assert (report["coverage"]["bytes"], report["bytes_per_pass"]) == (32, 64)  # 8 floats on each of 2 ranks
     (out / names[0] / "replay.json").unlink()
     assert main([*words, "--sweep", "GLOO_EXAMPLE=a,b"]) == 0
     captured = capsys.readouterr()

@@ -50,6 +50,8 @@ class CommunicationTrace:
     groups: list[Group]
     warnings: list[str] = field(default_factory=list)
     damage: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    """Names of communications that are no operation that is known, one entry each."""
 
 
 def read_communication_trace(path: str, world_size: int | None = None) -> CommunicationTrace:
@@ -96,6 +98,7 @@ def read_communication_trace(path: str, world_size: int | None = None) -> Commun
         groups=list(finder.groups.values()),
         warnings=finder.warnings,
         damage=damage,
+        unknown=finder.unknown,
     )
 
 

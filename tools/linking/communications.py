@@ -40,6 +40,10 @@ _RANGE = re.compile(rf"{RANGE}(\d{{1,18}})$")
 _C10D = "c10d::"
 _FUNCTIONAL = ("_c10d_functional::", "c10d_functional::", "_c10d_functional_autograd::")
 _ADDRESS_DIGITS = 9
+MARKERS = frozenset(
+    ("wait", "init", "coalesced", "start_coalescing", "end_coalescing", "startcoalescing", "endcoalescing")
+)
+"""Names under which `record_param_comms` notes what is no communication by itself."""
 
 _DEPTH = 16
 """More than the nodes between the outermost and the innermost node of one call."""
@@ -73,6 +77,10 @@ class Finder:
         self._position = {op.id: position for position, op in enumerate(host)}
         self.waits: dict[int, ParamComms] = {}
         """Positions of the nodes that wait for a communication, with what they say of it."""
+        self.unknown: list[str] = []
+        """Names of communications that are no operation of the table, one entry each."""
+        self._places: dict[int, int] = {}
+        """Position in `found` -> root or peer as a rank within the group, of calls whose group was not known."""
         self._at: dict[int, Communication] = {}
         self._covered: set[int] = set()
         """Positions of the nodes above a communication."""
@@ -180,8 +188,12 @@ class Finder:
             if operation_of(comms.name) is None:
                 if comms.name == "wait":
                     self.waits[position] = comms
-                continue  # or init, or the start of coalescing
+                elif comms.name not in MARKERS:
+                    self.unknown.append(comms.name)
+                continue
             group = self._group(comms)
+            if group is None and comms.rank is not None:
+                self._places[len(self.found)] = comms.rank
             c10d = self._c10d_name(position, comms)
             time = self._host[position].start_ns or 0
             self._add(position, to_record(comms, group, number=0, time=time, c10d=c10d), source)
@@ -289,13 +301,18 @@ class Finder:
                 self.warnings.append(f"group {pg} is named by an address and its members are not recorded")
 
     def _regroup(self, pg: str, group: Group) -> None:
-        for communication in self.found:
+        for number, communication in enumerate(self.found):
             record = communication.record
             if record.pg == pg:
                 communication.group = group
                 operation = operation_of(record.op)
                 if operation is not None and operation.payload.endswith("per_member"):
-                    communication.record = msgspec.structs.replace(record, bytes=record.bytes * group.size)
+                    record = msgspec.structs.replace(record, bytes=record.bytes * group.size)
+                place = self._places.get(number)
+                if operation is not None and place is not None and place in (group.ranks or ()):
+                    field = "root" if operation.rooted else "peer" if operation.p2p else None
+                    record = msgspec.structs.replace(record, **{field: place}) if field else record
+                communication.record = record
 
     def _count(self) -> None:
         """Number the calls of each group whose source has no sequence number."""

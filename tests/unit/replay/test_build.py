@@ -191,3 +191,45 @@ def test_a_plan_that_contradicts_itself_is_refused() -> None:
     strange = msgspec.structs.replace(plan, groups=[Group(pg="0", size=2, ranks=[0, 7])])
     with pytest.raises(CrossrankError, match="group '0' has a member outside the 2 ranks"):
         check_plan(strange, "p")
+
+
+def test_a_rank_without_a_file_that_nobody_calls_is_taken_to_have_made_no_call() -> None:
+    ranks = [rank_calls(rank, [record("barrier", pg="pair")], {"pair": [0, 1]}, 3) for rank in (0, 1)]
+    plan = build(ranks, "job", "comms")
+    settle(plan)
+    assert [len(rank.calls) for rank in plan.ranks] == [1, 1, 0]
+    assert plan.notes == ["rank 2 has no file and no part in the others' calls: it is taken to have made none"]
+
+
+def test_a_receive_from_any_source_is_made_from_who_sent() -> None:
+    anyone = record("recv", peer=None, api="recv")
+    plan = plan_of([send(2)], [send(2)], [recv(0), anyone])
+    assert [call.record.peer for call in plan.ranks[2].calls] == [0, 1]
+    assert plan.notes == ["1 receive(s) from any source are made from a rank whose send has no other receive"]
+
+
+def test_a_call_that_a_rank_lacks_in_the_middle_is_named_by_its_number() -> None:
+    whole, holed = rank_calls(0, [record("barrier")] * 4), rank_calls(1, [record("barrier")] * 4)
+    del holed.calls[2]
+    with pytest.raises(
+        CrossrankError, match=r"missing_rank: barrier #3 on '0': rank-1 of rank 1 lacks it and has later"
+    ):
+        build([whole, holed], "job", "comms")
+
+
+def test_a_group_with_a_member_that_cannot_be_is_refused() -> None:
+    with pytest.raises(CrossrankError, match="rank-0: group 'x' has a member twice, or outside the 2 ranks"):
+        build([rank_calls(0, [record("barrier", pg="x")], {"x": [0, 5]}), rank_calls(1, [])], "job", "comms")
+
+
+def test_damage_counts_against_the_coverage() -> None:
+    plan = build(
+        [rank_calls(0, [record("barrier")], world=1, problems=["line 3 is no record"])], "j", "comms", partial=True
+    )
+    assert plan.damage == ["rank-0: line 3 is no record"]
+    assert not plan.coverage().complete
+
+
+def test_a_world_size_that_the_files_deny_is_refused() -> None:
+    with pytest.raises(CrossrankError, match="--world-size 4, but the files are of a job of 1 ranks"):
+        build([rank_calls(0, [record("barrier")], world=1)], "job", "comms", world_size=4)

@@ -7,15 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from crossrank.errors import CrossrankError
 from crossrank.replay.build import build, settle
 from crossrank.replay.plan import Plan
-from crossrank.replay.rank_calls import RankCalls
 from crossrank.replay.sources import find, kind_of_file, read
 from tests.unit.linking.public_traces import needs_traces, public
-from tests.unit.replay.plans import ops, plan_of, record, waits
+from tests.unit.replay.plans import ops, plan_of, rank_calls, record, waits
 
 SCHEMAS = ("1.0.1", "1.0.2-chakra.0.0.4", "1.0.3-chakra.0.0.4", "1.1.0-chakra.0.0.4", "1.1.1-chakra.0.0.4")
 _TENSOR = [7, 8, 0, 256, 4, "cuda:0"]
@@ -244,6 +244,6 @@ def test_a_rank_that_neither_name_nor_content_tells_is_asked_for(tmp_path: Path)
 
 
 def test_the_world_size_may_be_given_where_no_file_says_it() -> None:
-    calls = RankCalls(path="p", rank=0, calls=[], groups=[])
+    calls = msgspec.structs.replace(rank_calls(0, [record("barrier")], {"0": [0, 1, 2, 3]}), world_size=None)
     with pytest.raises(CrossrankError, match="has no file of rank 1-3 of 4"):
         build([calls], "p", "et", world_size=4)

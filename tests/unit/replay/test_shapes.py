@@ -59,7 +59,7 @@ def test_tensors_of_a_call_of_four_ranks(op: str, fields: dict[str, Any], expect
         ("all_reduce", {"dtype": None}, "its element type is not recorded"),
         ("all_reduce", {"dtype": "float3"}, "its element type float3 is not known"),
         ("fancy_reduce", {}, "fancy_reduce is no operation that is known"),
-        ("recv", {"peer": None}, "it receives from any source"),
+        ("recv", {"peer": None}, "its other end is not recorded"),
         ("gather", {"root": None}, "its root is not recorded"),
     ],
 )

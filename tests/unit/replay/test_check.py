@@ -1,0 +1,181 @@
+"""`--check` finds every result that is not what it must be, and no other: here calls are made right, and wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from crossrank.comm import CommRecord, Group
+from crossrank.replay.check import Checker
+from crossrank.replay.plan import Call
+from crossrank.replay.program import Bound, Program
+from crossrank.replay.shapes import complete
+from crossrank.replay.substitutes import substitute
+from tests.unit.replay.plans import record
+
+Tensors = list[list[torch.Tensor]]
+"""By member."""
+
+
+def checkers(call: CommRecord, n: int) -> tuple[list[Checker], Tensors, Tensors]:
+    """One for each member of a group of `n` that makes `call`, with the tensors of all, filled."""
+    group = Group(pg="0", size=n, ranks=list(range(n)))
+    made, inputs, outputs = [], [], []
+    for rank in range(n):
+        mine = complete(call, group, rank)
+        dtype = getattr(torch, call.dtype or "float32")
+        sides = [[torch.zeros(shape, dtype=dtype) for shape in shapes] for shapes in (mine.inputs, mine.outputs)]
+        if call.op in ("all_reduce", "reduce", "broadcast"):
+            sides[1] = sides[0]
+        program = Program(
+            calls=[Call(record=mine, wait_before=1, blocking=True)],
+            bound=[Bound(first=0, count=1, launch=_nothing, waits=(), blocking=True, has_future=False, lane="0")],
+            tensors=[(sides[0], sides[1])],
+            substitutes=[substitute(mine, "gloo")],
+            arena_bytes=0,
+            device=torch.device("cpu"),
+            groups={"0": group},
+            last_waits=(),
+            block=torch.zeros(1),
+            width=1,
+        )
+        checker = Checker(program, rank)
+        checker.fill(0)
+        made.append(checker)
+        inputs.append(sides[0])
+        outputs.append(sides[1])
+    return made, inputs, outputs
+
+
+def _nothing() -> None:
+    return None
+
+
+def failures(made: list[Checker]) -> list[int]:
+    """Ranks that find a wrong result."""
+    for checker in made:
+        checker.verify(0)
+    return [checker.rank for checker in made if checker.failures]
+
+
+_REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda rows: rows.sum(0),
+    "avg": lambda rows: rows.sum(0) / len(rows),
+    "product": lambda rows: rows.prod(0),
+    "min": lambda rows: rows.amin(0),
+    "max": lambda rows: rows.amax(0),
+}
+_DTYPES = ["float32", "float64", "bfloat16", "float16", "int32", "int64", "uint8", "int8"]
+
+
+def reduced(inputs: Tensors, reduction: str, members: list[int]) -> torch.Tensor:
+    rows = torch.stack([inputs[member][0].to(torch.float64) for member in members])
+    return _REDUCE[reduction](rows)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    n=st.sampled_from([1, 2, 3, 16, 40, 120]),
+    size=st.integers(1, 200),
+    dtype=st.sampled_from(_DTYPES),
+    reduction=st.sampled_from(["sum", "avg", "min", "max"]),
+    data=st.data(),
+)
+def test_a_reduction_is_right_with_every_member_once(
+    n: int, size: int, dtype: str, reduction: str, data: st.DataObject
+) -> None:
+    if reduction == "avg" and not dtype.startswith(("float", "bfloat")):
+        reduction = "sum"
+    call = record("all_reduce", inputs=[[size]], outputs=[[size]], dtype=dtype, reduce=reduction)
+    made, inputs, outputs = checkers(call, n)
+    whole = reduced(inputs, reduction, list(range(n)))
+    lost = data.draw(st.integers(0, n - 1))
+    without = reduced(inputs, reduction, [m for m in range(n) if m != lost]) if n > 1 else None
+    if without is not None and reduction == "avg":
+        without *= (n - 1) / n
+    for tensors in outputs:
+        tensors[0].copy_(whole)
+    assert failures(made) == []
+    if without is not None and reduction in ("sum", "avg"):
+        for tensors in outputs:
+            tensors[0].copy_(without)
+        assert failures(made) == list(range(n))
+
+
+@pytest.mark.parametrize("reduction", ["product", "min", "max"])
+def test_a_reduction_without_the_member_that_decides_is_wrong(reduction: str) -> None:
+    made, inputs, outputs = checkers(record("all_reduce", inputs=[[8]], outputs=[[8]], reduce=reduction), 4)
+    without = reduced(inputs, reduction, [0, 1, 2])
+    for tensors in outputs:
+        tensors[0].copy_(without)
+    assert failures(made) == [0, 1, 2, 3]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    n=st.sampled_from([2, 3, 14, 40]),
+    size=st.integers(1, 20),
+    dtype=st.sampled_from([*_DTYPES, "bool"]),
+    data=st.data(),
+)
+def test_what_is_gathered_is_right_in_its_order_alone(n: int, size: int, dtype: str, data: st.DataObject) -> None:
+    if dtype == "bool":
+        size += 12  # a few bits have to tell the members apart
+    call = record("all_gather", inputs=[[size]], outputs=[[n * size]], dtype=dtype)
+    made, inputs, outputs = checkers(call, n)
+    for tensors in outputs:
+        tensors[0].copy_(torch.cat([inputs[member][0] for member in range(n)]))
+    assert failures(made) == []
+    one, other = data.draw(st.lists(st.integers(0, n - 1), min_size=2, max_size=2, unique=True))
+    order = list(range(n))
+    order[one], order[other] = order[other], order[one]
+    outputs[0][0].copy_(torch.cat([inputs[member][0] for member in order]))
+    assert failures(made) == [0]
+
+
+def test_parts_of_an_exchange_come_from_the_right_sender_and_place() -> None:
+    sizes = [[1, 2, 3], [4, 0, 1], [2, 2, 2]]
+    calls = [
+        record("all_to_all", inputs=[[sum(row)]], outputs=[[sum(r[rank] for r in sizes)]], in_split=row,
+               out_split=[r[rank] for r in sizes])
+        for rank, row in enumerate(sizes)
+    ]  # fmt: skip
+    made = [checkers(calls[rank], 3)[0][rank] for rank in range(3)]
+    tensors = [checker.program.tensors[0] for checker in made]
+    pieces = [list(sent[0].split(row)) for (sent, _), row in zip(tensors, sizes, strict=True)]
+    for receiver, (_, received) in enumerate(tensors):
+        received[0].copy_(torch.cat([pieces[sender][receiver] for sender in range(3)]))
+    assert failures(made) == []
+    tensors[2][1][0].copy_(tensors[2][1][0].flip(0))
+    assert failures(made) == [2]
+
+
+@pytest.mark.parametrize("shapes", [([[6]], [[2]]), ([[2]] * 3, [[2]])])
+def test_each_member_gets_its_own_stretch_of_what_is_reduced(shapes: tuple[list[list[int]], list[list[int]]]) -> None:
+    call = record("reduce_scatter", inputs=shapes[0], outputs=shapes[1])
+    made, inputs, outputs = checkers(call, 3)
+    whole = torch.stack([torch.cat([tensor.view(-1) for tensor in mine]) for mine in inputs]).sum(0)
+    for member, tensors in enumerate(outputs):
+        tensors[0].copy_(whole[2 * member : 2 * member + 2])
+    assert failures(made) == []
+    outputs[1][0].add_(1)
+    assert failures(made) == [1]
+    (failure,) = made[1].failures
+    assert (failure.call, failure.op, failure.element, failure.elements) == (0, "reduce_scatter", 0, 2)
+    assert failure.got == failure.expected + 1
+
+
+def test_a_broadcast_from_another_root_and_one_that_did_not_happen_are_wrong() -> None:
+    call = record("broadcast", root=1)
+    made, inputs, _ = checkers(call, 3)
+    of_root, of_other = inputs[1][0].clone(), inputs[2][0].clone()
+    inputs[0][0].copy_(of_root)
+    assert failures(made) == [2]
+    made, inputs, _ = checkers(call, 3)
+    for tensors in inputs:
+        tensors[0].copy_(of_other)
+    assert failures(made) == [0, 1, 2]
