@@ -21,6 +21,7 @@ import sysconfig
 from types import CodeType, FrameType
 
 import torch
+import typing_extensions
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _DISTRIBUTED = _TORCH + "distributed" + os.sep
@@ -43,6 +44,8 @@ _TRANSPARENT_FILES = frozenset(
         _TORCH + os.path.join("utils", "_contextlib.py"),
         _TORCH + "_ops.py",
         _STDLIB + "contextlib.py",
+        # torch marks its old names with it: `all_gather_into_tensor` is called through a function of this file.
+        os.path.abspath(typing_extensions.__file__),
     )
 )
 # Generated code: inductor's output and names such as <eval_with_key>.1, called by torch and not by the user.

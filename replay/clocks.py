@@ -30,7 +30,10 @@ def measure_offset(meeting: Meeting, rank: int, when: str) -> Offset:
     """The offset of this rank's clock. All ranks call it together; `when` names the occasion."""
     store = meeting.store
     machine = boot_id() or f"rank {rank}"
-    leader = int(store.compare_set(f"{when}/leader/{machine}", "", str(rank)))
+    if rank == 0:
+        store.set(f"{when}/home", machine)
+    at_home = store.get(f"{when}/home").decode() == machine
+    leader = 0 if at_home else int(store.compare_set(f"{when}/leader/{machine}", "", str(rank)))
     if leader == rank and rank:
         store.set(f"{when}/machines/{store.add(f'{when}/machines', 1)}", str(rank))
     # Whoever counts last knows that all machines have been counted.

@@ -11,7 +11,7 @@ from crossrank.replay import report as texts
 from crossrank.tools.tables import amount, printable
 
 _TEMPLATE = Path(__file__).with_name("page.html")
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 240, 56, 28
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 240, 64, 28
 
 
 def page(report: texts.Report) -> str:
@@ -69,6 +69,6 @@ def _points(
         for row, size, value in zip(rows, sizes, values, strict=True)
     ]
     step = max(1, (high - low) // 5)
-    y_ticks = [(y(tick), f"{2.0**tick:.3g}") for tick in range(low, high + 1, step)]
+    y_ticks = [(y(tick), f"{2.0**tick:.2g}") for tick in range(low, high + 1, step)]
     x_ticks = [(x(size), texts.size_text(1, round(2**size)).removeprefix("up to ")) for size in sorted(set(sizes))]
     return points, y_ticks, x_ticks
