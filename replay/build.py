@@ -15,7 +15,7 @@ from crossrank.comm import MOST_RANKS, CommRecord, Group
 from crossrank.errors import CrossrankError
 from crossrank.replay.alignment import BROKEN, Rank, align, name_sources
 from crossrank.replay.match import mismatches
-from crossrank.replay.plan import UNPLACED, Call, Plan, RankPlan, is_p2p, launches
+from crossrank.replay.plan import NOT_IN_STEPS, UNPLACED, Call, LeftOut, Plan, RankPlan, is_p2p, launches
 from crossrank.replay.rank_calls import RankCalls, RecordedCall
 from crossrank.replay.schedule import place_waits, returns_early
 from crossrank.replay.shapes import BrokenError, LeftOutError, complete
@@ -282,6 +282,8 @@ def _rank_plan(rank: Rank) -> RankPlan:
     kept_before = [0]
     for record in rank.records:
         kept_before.append(kept_before[-1] + (record is not None))
+    if source.skipped_calls:
+        plan.left_out[NOT_IN_STEPS] = LeftOut(calls=source.skipped_calls, bytes=source.skipped_bytes)
     previous: RecordedCall | None = None
     for index, (call, record) in enumerate(zip(source.calls, rank.records, strict=True)):
         if record is None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from crossrank.errors import CrossrankError
-from crossrank.recording import is_url
+from crossrank.recording import COMMS, is_url
 from crossrank.replay import options, sources
 from crossrank.replay.build import build, settle
 from crossrank.replay.launcher import Place, find_place
@@ -148,16 +148,21 @@ def _read(arguments: argparse.Namespace) -> Plan:
     path: str = arguments.trace
     is_file = os.path.isfile(path)
     if is_file and sources.kind_of_file(path)[0] == sources.PLAN:
-        for name in ("partial", "one_trace", "world_size", "trace_type"):
+        for name in ("steps", "partial", "one_trace", "world_size", "trace_type"):
             if getattr(arguments, name):
                 option = f"--{name.replace('_', '-')}"
                 raise CrossrankError(f"{option} is for traces, and {path} is a plan, which is made; leave it out")
         return load_plan(path)
+    steps = options.steps_of(arguments.steps)
     found = sources.find(path, arguments.trace_type)
+    if steps is not None and found.kind != COMMS:
+        raise CrossrankError(
+            f"--steps is for recordings, whose comms files know iterations; {path} has {sources.KINDS[found.kind].what}"
+        )
     jobs = arguments.jobs or min(os.cpu_count() or 1, len(found.inputs))
     size = sum(os.path.getsize(one.path) for one in found.inputs if os.path.exists(one.path))
     jobs = jobs if arguments.jobs or size > _WORTH_PROCESSES else 1
-    ranks = progress("reading", len(found.inputs), lambda done: sources.read(found, jobs, done))
+    ranks = progress("reading", len(found.inputs), lambda done: sources.read(found, jobs, done, steps=steps))
     if arguments.one_trace:
         ranks = spread(ranks[0], arguments.world_size)
     plan = build(ranks, path, found.kind, world_size=arguments.world_size, partial=arguments.partial)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import msgspec
 
 from crossrank.comm import OPERATIONS
-from crossrank.replay.plan import Plan
+from crossrank.replay.plan import NOT_IN_STEPS, Plan
 from crossrank.replay.results import Measured, RankResult, bucket_of, end_to_end_ns, percentile
 
 
@@ -131,5 +131,6 @@ def _recorded_span_us(plan: Plan) -> float | None:
         times = [(call.record.t, call.took_ns or 0) for call in rank.calls if call.record.t]
         if len(times) > 1:
             spans.append(max(t + took for t, took in times) - times[0][0])
-    # Of a part the end says nothing.
-    return max(spans) / 1000 if spans and plan.coverage().complete else None
+    # Of calls here and there the end says nothing; of some iterations it does.
+    reasons = plan.coverage().reasons.keys() - {NOT_IN_STEPS}
+    return max(spans) / 1000 if spans and not reasons and not plan.damage else None

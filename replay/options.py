@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--trace-type", choices=sorted(KINDS), help="the kind of files to read (default: which says most)"
     )
+    what.add_argument("--steps", metavar="START:STOP", help="of a recording only these iterations, STOP not among them")
     what.add_argument(
         "--partial", action="store_true", help="leave out, counted, what is damaged or has no match on other ranks"
     )
@@ -89,11 +90,25 @@ def check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and not lowest <= value <= MOST_RANKS:
             raise CrossrankError(f"--{name.replace('_', '-')} {value} is below {lowest} or beyond reason")
-    if not 0 < arguments.timeout <= 1e6:
-        raise CrossrankError(f"--timeout {arguments.timeout:g} is not a number of seconds above 0")
+    if not 1 <= arguments.timeout <= 1e6:
+        raise CrossrankError(f"--timeout {arguments.timeout:g} is not a number of seconds from 1 on")
     if arguments.master_port is not None and not 0 < arguments.master_port < 1 << 16:
         raise CrossrankError(f"--master-port {arguments.master_port} is not a port from 1 to 65535")
     _check_pace(arguments)
+
+
+def steps_of(text: str | None) -> tuple[int, int] | None:
+    """Iterations from `START:STOP`. Raises `CrossrankError` for anything else.
+
+    >>> steps_of("100:102"), steps_of(None)
+    ((100, 102), None)
+    """
+    if text is None:
+        return None
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+        raise CrossrankError(f"--steps {text!r} is not START:STOP, two numbers of which the second is larger")
+    return int(first), int(last)
 
 
 def with_values(arguments: argparse.Namespace, values: dict[str, str]) -> argparse.Namespace:

@@ -21,6 +21,7 @@ from crossrank.tools.whole_file import whole_file
 
 SCHEMA = "crossrank-plan 1"
 UNPLACED = -1
+NOT_IN_STEPS = "not in --steps"
 
 
 class Call(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):

@@ -47,6 +47,9 @@ class RankCalls(msgspec.Struct, kw_only=True):
     """Of its groups, where it is known."""
     dropped: int = 0
     """Calls that the recorder itself could not keep."""
+    skipped_calls: int = 0
+    """Calls of steps that were not asked for."""
+    skipped_bytes: int = 0
     filtered: bool = False
     """Calls inside a node were not recorded (TRACING=CROSSNODE)."""
     waits_without_call: int = 0

@@ -34,12 +34,21 @@ class Input:
     linked: tuple[str, ...] = ()
     flight: str | None = None
     world_size: int | None = None
+    steps: tuple[int, int] | None = None
+    """Iterations from the first to before the second; None = all. Comms files alone know them."""
 
 
 def read_comms(given: Input) -> RankCalls:
     """Our own records: every call, on groups with names."""
     file = CommsFile(given.path)
-    calls = [RecordedCall(record=record) for record in file.records()]
+    calls: list[RecordedCall] = []
+    skipped_calls = skipped_bytes = 0
+    for record in file.records():
+        if given.steps is None or given.steps[0] <= record.step < given.steps[1]:
+            calls.append(RecordedCall(record=record))
+        else:
+            skipped_calls += 1
+            skipped_bytes += max(record.bytes, 0)
     header = file.header
     if header is None:
         raise CrossrankError(f"{given.path}: {'; '.join(file.damage.problems)}; record it again")
@@ -50,6 +59,8 @@ def read_comms(given: Input) -> RankCalls:
         rank=header.rank,
         world_size=header.world_size,
         calls=calls,
+        skipped_calls=skipped_calls,
+        skipped_bytes=skipped_bytes,
         groups=file.groups,
         dropped=dropped if isinstance(dropped := (file.end or {}).get("dropped"), int) else 0,
         filtered=header.config.get("emit") == "CROSSNODE",

@@ -286,6 +286,8 @@ def print_report(report: Report) -> None:
     )
     if report.comparison is not None:
         print_comparison(report.comparison)
+    elif not report.what_if:
+        print("The recording has no durations to compare with; `crossrank link` gives them to the calls of a window")
     if report.check is not None:
         print_check(report.check)
 

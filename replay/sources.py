@@ -171,10 +171,15 @@ def _files(path: str, skipped: list[str]) -> list[tuple[str, readers.Input]]:
     return found
 
 
-def read(found: Found, jobs: int, done: Callable[[], None] = lambda: None) -> list[RankCalls]:
-    """Read every file, up to `jobs` at a time. Raises `CrossrankError` for the first that cannot be used."""
+def read(
+    found: Found, jobs: int, done: Callable[[], None] = lambda: None, *, steps: tuple[int, int] | None = None
+) -> list[RankCalls]:
+    """Read every file, up to `jobs` at a time, and of comms files only the iterations `steps`.
+
+    Raises `CrossrankError` for the first that cannot be used.
+    """
     count = len(found.inputs) if len(found.inputs) > 1 else None
-    inputs = [replace(one, world_size=count) for one in found.inputs]
+    inputs = [replace(one, world_size=count, steps=steps) for one in found.inputs]
     return map_ranks(KINDS[found.kind].read, inputs, jobs, done=done)
 
 

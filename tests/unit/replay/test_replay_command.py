@@ -65,7 +65,7 @@ def test_a_plan_is_saved_as_it_would_be_run(plan: str, tmp_path: Path, capsys: p
         (["/nowhere"], "/nowhere: no such file or folder"),
         (["{plan}", "--repeat", "0"], "--repeat 0 is below 1"),
         (["{plan}", "--nproc", "3", "--ops", "tree_reduce"], "--ops: 'tree_reduce' is no operation"),
-        (["{plan}", "--timeout", "-1"], "--timeout -1 is not a number of seconds above 0"),
+        (["{plan}", "--timeout", "-1"], "--timeout -1 is not a number of seconds from 1 on"),
         (["{plan}", "--master-port", "99999"], "--master-port 99999 is not a port"),
         (["{plan}", "--pace", "slow"], "--pace 'slow' is not fast, recorded, compute, or a factor"),
         (["{plan}", "--scale-bytes", "nan"], "--scale-bytes nan is not above 0"),
