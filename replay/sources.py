@@ -29,6 +29,7 @@ from crossrank.recording import (
 from crossrank.replay import readers
 from crossrank.replay.rank_calls import RankCalls
 from crossrank.tools.fleet import map_ranks
+from crossrank.tools.linking.inputs import rank_said
 from crossrank.tools.tables import rank_ranges
 
 BASIC = "basic"
@@ -64,12 +65,6 @@ _SIGNS = (
     (FLIGHT, re.compile(rb'\A\x80|"pg_config"|"entries"')),
     (BASIC, re.compile(rb'\A\s*\[[^\]]*"(?:comms|compute|startTime_ns|in_msg_size)"')),
 )
-_RANK_IN_NAME = (
-    re.compile(r"rank[-_. ]?(\d{1,7})", re.IGNORECASE),
-    re.compile(r"(?:worker|et|trace|kineto|dump)[-_.]?(\d{1,7})(?!\d)", re.IGNORECASE),
-    re.compile(r"(?:^|[^\d])(\d{1,7})(?=\.|$)"),
-)
-_RANK_IN_KINETO = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d{1,7})')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +91,7 @@ def kind_of_file(path: str) -> tuple[str | None, int | None]:
         raise CrossrankError(f"{path}: {damage.problems[0]}")
     head = head[:_HEAD]
     kind = next((kind for kind, sign in _SIGNS if sign.search(head)), None)
-    name = PurePosixPath(path).name
-    rank = next((int(match[1]) for pattern in _RANK_IN_NAME if (match := pattern.search(name))), None)
-    if rank is None and (said := _RANK_IN_KINETO.search(head)):
-        rank = int(said[1])
-    return kind, rank if rank is None or rank < MOST_RANKS else None
+    return kind, rank_said(PurePosixPath(path).name, head)
 
 
 def find(path: str, kind: str | None = None) -> Found:

@@ -25,7 +25,7 @@ from tests.integration.traces import load
 from tests.integration.world import World
 
 
-def _train(rank: int) -> None:
+def train(rank: int) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -48,7 +48,7 @@ def paths(recording: Path, rank: int) -> list[str]:
 def test_every_communication_of_a_gloo_window_is_in_the_graph_with_its_record(
     two_ranks: World, tmp_path: Path, recording: Path
 ) -> None:
-    two_ranks.run(_train, tmp_path, window="2:4")
+    two_ranks.run(train, tmp_path, window="2:4")
     for rank in (0, 1):
         et, kineto, comms = paths(recording, rank)
         result = link(et, kineto, comms)
@@ -70,7 +70,7 @@ def test_every_communication_of_a_gloo_window_is_in_the_graph_with_its_record(
 
 
 def test_a_gloo_call_has_the_range_of_its_work(two_ranks: World, tmp_path: Path, recording: Path) -> None:
-    two_ranks.run(_train, tmp_path, window="2:4")
+    two_ranks.run(train, tmp_path, window="2:4")
     result = link(*paths(recording, 0))
     ops = {op.id: op for op in result.host}
     for communication in result.communications:
@@ -86,7 +86,7 @@ def test_a_gloo_call_has_the_range_of_its_work(two_ranks: World, tmp_path: Path,
 def test_forward_and_backward_are_joined_as_kineto_joins_them(
     two_ranks: World, tmp_path: Path, recording: Path
 ) -> None:
-    two_ranks.run(_train, tmp_path, window="2:4")
+    two_ranks.run(train, tmp_path, window="2:4")
     for rank in (0, 1):
         et, kineto, comms = paths(recording, rank)
         result = link(et, kineto, comms)
@@ -117,7 +117,7 @@ def _arrows(et: str, kineto: str, raw: Any, ours: set[tuple[int, int]]) -> set[t
 def test_the_command_links_a_recording_and_finds_nothing_wrong(
     two_ranks: World, tmp_path: Path, recording: Path
 ) -> None:
-    two_ranks.run(_train, tmp_path, window="2:4")
+    two_ranks.run(train, tmp_path, window="2:4")
     assert main(["link", str(recording), "--jobs", "1"]) == 0
     for rank in (0, 1):
         trace = load(recording, "linked", rank)
@@ -133,7 +133,7 @@ def _edges_are_sound(result: LinkedTrace) -> None:
 
 
 def test_no_edge_runs_against_time(two_ranks: World, tmp_path: Path, recording: Path) -> None:
-    two_ranks.run(_train, tmp_path, window="2:4")
+    two_ranks.run(train, tmp_path, window="2:4")
     for rank in (0, 1):
         _edges_are_sound(link(*paths(recording, rank)))
 

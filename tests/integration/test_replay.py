@@ -28,6 +28,7 @@ from crossrank.replay.sources import find, read
 from crossrank.replay.states import Failed
 from crossrank.tools.cli import main
 from tests.integration import callers
+from tests.integration.test_link import train as train_with_everything
 from tests.integration.world import World
 
 _ALL = (
@@ -95,7 +96,7 @@ def _record(world: World, task: Any, folder: Path) -> Path:
     return folder / "recording"
 
 
-def _meaning(path: Path, rank: int) -> list[Any]:
+def _meaning(path: Path, rank: int, steps: range = range(1 << 30)) -> list[Any]:
     """What a rank communicated, less when, from where, and under which names of groups."""
     file = CommsFile(str(path / f"rank-{rank}.comms.jsonl.zst"))
     records = list(file.records())
@@ -116,6 +117,7 @@ def _meaning(path: Path, rank: int) -> list[Any]:
             record.bytes,
         )
         for record in records
+        if record.step in steps
     ]
 
 
@@ -458,3 +460,24 @@ def test_a_sweep_makes_every_combination_and_goes_on_where_it_stopped(
     captured = capsys.readouterr()
     assert captured.err.count("done before") == 3
     assert (out / names[0] / "replay.json").exists()
+
+
+def test_a_recording_is_replayed_from_each_of_its_files_and_compared_where_they_have_times(
+    two_ranks: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two_ranks.run(train_with_everything, tmp_path, window="2:4", flight=True)
+    recorded = tmp_path / "recording"
+    assert main(["link", str(recorded)]) == 0
+    of_window = [row for rank in (0, 1) for row in _meaning(recorded, rank, steps=range(2, 4))]
+    expected = sorted(map(repr, of_window))
+    for kind in ("comms", "linked", "et"):
+        again = tmp_path / kind
+        words = ["--trace-type", kind, "--check", "--warmup", "0", "--repeat", "1", "--record", str(again)]
+        report = _json(capsys, str(recorded), *words, *(["--steps", "2:4"] if kind == "comms" else []))
+        assert report["check"]["failures"] == [], kind
+        assert sorted(repr(row) for rank in (0, 1) for row in _meaning(again, rank)) == expected, kind
+        if kind == "et":
+            assert report["comparison"] is None
+        else:
+            assert (report["comparison"]["calls"], report["comparison"]["without_time"]) == (len(of_window), 0)
+            assert report["comparison"]["recorded_end_to_end_us"] > 0

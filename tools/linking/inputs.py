@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from crossrank.comm import MOST_RANKS
 from crossrank.errors import CrossrankError
 from crossrank.recording import (
     COMMS,
@@ -199,8 +200,16 @@ def _look(path: str) -> tuple[str | None, int | None]:
         kind = KINETO
     elif b'"nodes"' in head and (b'"schema"' in head or b'"ctrl_deps"' in head or b'"rf_id"' in head):
         kind = EXECUTION_TRACE
-    name = PurePosixPath(path).name
+    return kind, rank_said(PurePosixPath(path).name, head)
+
+
+def rank_said(name: str, head: bytes) -> int | None:
+    """The rank of somebody's trace by the name of the file, or by what Kineto says at its beginning.
+
+    >>> rank_said("worker3.pt.trace.json.gz", b""), rank_said("7.json", b""), rank_said("trace.json", b"")
+    (3, 7, None)
+    """
     rank = next((int(match[1]) for pattern in _RANK_IN_NAME if (match := pattern.search(name))), None)
     if rank is None and (found := _RANK_IN_KINETO.search(head)):
         rank = int(found[1])
-    return kind, rank
+    return rank if rank is None or rank < MOST_RANKS else None
