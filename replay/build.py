@@ -167,10 +167,16 @@ def _add_idle_ranks(sources: list[RankCalls], size: int) -> None:
         if any(call.record.pg == group.pg for call in source.calls)
         for rank in group.ranks or range(size)
     }
-    for rank in sorted(set(range(size)) - present - called):
-        idle = RankCalls(path=f"(no file of rank {rank})", rank=rank, world_size=size, calls=[], groups=[])
-        idle.notes.append(f"rank {rank} has no file and no part in the others' calls: it is taken to have made none")
-        sources.append(idle)
+    absent = sorted(set(range(size)) - present - called)
+    if not absent or len(absent) > len(present):
+        return  # more are missing than are there: files were lost, or the size is wrong
+    sources += [
+        RankCalls(path=f"(no file of rank {rank})", rank=rank, world_size=size, calls=[], groups=[]) for rank in absent
+    ]
+    sources[0].notes = [
+        *sources[0].notes,
+        f"rank {rank_ranges(absent)} has no file and no part in the others' calls: taken to have made none",
+    ]
 
 
 def _refuse_different_runs(sources: list[RankCalls]) -> None:

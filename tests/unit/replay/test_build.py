@@ -198,7 +198,7 @@ def test_a_rank_without_a_file_that_nobody_calls_is_taken_to_have_made_no_call()
     plan = build(ranks, "job", "comms")
     settle(plan)
     assert [len(rank.calls) for rank in plan.ranks] == [1, 1, 0]
-    assert plan.notes == ["rank 2 has no file and no part in the others' calls: it is taken to have made none"]
+    assert plan.notes == ["rank 2 has no file and no part in the others' calls: taken to have made none"]
 
 
 def test_a_receive_from_any_source_is_made_from_who_sent() -> None:
