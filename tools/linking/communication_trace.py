@@ -25,6 +25,7 @@ from crossrank.tools.readers.execution_trace import (
     groups_of,
     host_node,
     read_execution_trace,
+    schema_warnings,
 )
 from crossrank.tools.readers.param_comms import ParamComms
 
@@ -96,7 +97,7 @@ def read_communication_trace(path: str, world_size: int | None = None) -> Commun
         communications=finder.found,
         waits=waits,
         groups=list(finder.groups.values()),
-        warnings=finder.warnings,
+        warnings=[*schema_warnings(schema), *finder.warnings],
         damage=damage,
         unknown=finder.unknown,
     )

@@ -135,7 +135,7 @@ def read_execution_trace(path: str) -> ExecutionTrace:
     """Read one rank's execution trace. Raises `CrossrankError` where nothing of it can be used."""
     document = read_document(path, _SHAPE)
     file = document.content
-    warnings = _schema_warnings(file.schema)
+    warnings = schema_warnings(file.schema)
     odd: list[int] = []
     nodes = [host_node(node, odd) for node in file.nodes]
     file.nodes = []
@@ -249,7 +249,8 @@ _NUMBERS = frozenset(("rf_id", "tid", "seq_id", "fw_parent", "fw_tid", "scope"))
 _BIG = 1 << 64
 
 
-def _schema_warnings(schema: str) -> list[str]:
+def schema_warnings(schema: str) -> list[str]:
+    """What is to be said of a schema that is not one of those known."""
     version = re.match(r"\d+\.\d+\.\d+", schema)
     if version is None:
         return [f"schema {schema!r} is no version; read by the fields that are there"]
