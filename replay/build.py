@@ -20,6 +20,7 @@ from crossrank.replay.rank_calls import RankCalls, RecordedCall
 from crossrank.replay.schedule import place_waits, returns_early
 from crossrank.replay.shapes import BrokenError, LeftOutError, complete
 from crossrank.replay.sources import KINDS, missing_ranks
+from crossrank.tools.diagnosis.findings import call_text
 from crossrank.tools.linking.communications import named_by_address
 from crossrank.tools.tables import rank_ranges
 
@@ -274,7 +275,7 @@ def _completed(
     except BrokenError as error:
         number = record.p2p_seq if is_p2p(record) else record.seq
         broken.append(
-            f"{rank.source.path}: rank {rank.rank}, call {record.id} ({record.op} #{number} on {record.pg!r}): {error}"
+            f"{rank.source.path}: rank {rank.rank}, call {record.id} ({call_text(record.op, number)} on {record.pg!r}): {error}"
         )
         rank.reasons[index] = BROKEN
         return None

@@ -423,7 +423,7 @@ def read_basic(given: Input) -> RankCalls:
         for call in calls:
             call.blocking = call.wait_before is None
     if computed:
-        found.notes.append(f"{given.path}: {computed} computation(s) are no communication and are not replayed")
+        found.notes.append(f"{computed} computation(s) of a file are no communication and are not replayed")
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from crossrank.replay.plan import Plan
+from crossrank.tools.diagnosis.findings import call_text
 from crossrank.tools.tables import print_table, rank_ranges
 
 
@@ -49,6 +50,7 @@ def print_states(states: dict[int, State], plan: Plan) -> None:
             record = calls[state.call].record
             number = record.p2p_seq if record.peer is not None else record.seq
             peer = f" with rank {record.peer}" if record.peer is not None else ""
-            where = f"call {state.call} of {len(calls)}: {record.op}{peer} #{number} on {record.pg} (id {record.id})"
+            what = call_text(record.op + peer, number)
+            where = f"call {state.call} of {len(calls)}: {what} on {record.pg} (id {record.id})"
         rows.append((rank.rank, state.phase, where, state.error or "was waiting for others"))
     print_table("Where each rank was", ("#rank", "doing", "call", "what ended it"), rows)

@@ -138,7 +138,7 @@ def test_params_basic_traces_give_their_calls_and_waits(tmp_path: Path) -> None:
     assert [call.gap_ns for call in plan.ranks[0].calls[:3]] == [0, 4000, 4000]
     assert plan.ranks[1].calls[2].record.peer == 0
     assert plan.ranks[0].calls[3].record.root == 1
-    assert f"{tmp_path}/0.json: 1 computation(s) are no communication and are not replayed" in plan.notes
+    assert "1 computation(s) of a file are no communication and are not replayed (2 times)" in plan.notes
 
 
 def kineto_event(name: str, start: float, correlation: int, **args: Any) -> list[dict[str, Any]]:
