@@ -274,9 +274,8 @@ def _completed(
         return None
     except BrokenError as error:
         number = record.p2p_seq if is_p2p(record) else record.seq
-        broken.append(
-            f"{rank.source.path}: rank {rank.rank}, call {record.id} ({call_text(record.op, number)} on {record.pg!r}): {error}"
-        )
+        what = f"call {record.id} ({call_text(record.op, number)} on {record.pg!r})"
+        broken.append(f"{rank.source.path}: rank {rank.rank}, {what}: {error}")
         rank.reasons[index] = BROKEN
         return None
     assert label is not None
