@@ -64,7 +64,7 @@ def run_local(plan: Plan, settings: Settings, environment: Mapping[str, str] | N
                 process.kill()
         for process in processes:
             if process.pid is not None:
-                process.join()
+                process.join(_GRACE_S)  # the fork server, which tells of its end, may be gone itself
 
 
 @contextmanager
