@@ -163,10 +163,13 @@ def _read(arguments: argparse.Namespace) -> Plan:
     size = sum(os.path.getsize(one.path) for one in found.inputs if os.path.exists(one.path))
     jobs = jobs if arguments.jobs or size > _WORTH_PROCESSES else 1
     ranks = progress("reading", len(found.inputs), lambda done: sources.read(found, jobs, done, steps=steps))
+    others = [one.path for one in found.inputs[1:]]
     if arguments.one_trace:
         ranks = spread(ranks[0], arguments.world_size)
     plan = build(ranks, path, found.kind, world_size=arguments.world_size, partial=arguments.partial)
     plan.notes += found.skipped
+    if arguments.one_trace and others:
+        plan.notes.append(f"{len(others)} other file(s) are not used, for one stands for all: {others[0]}, …")
     return plan
 
 
@@ -210,6 +213,8 @@ def _planned(recorded: Plan, given: argparse.Namespace, launched: int | None) ->
 
 def _check_folders(given: argparse.Namespace, folder: Path | None) -> None:
     """Make the folders that results go to, before time is spent on them."""
+    if given.record is not None and os.path.realpath(given.record) == os.path.realpath(given.trace):
+        raise CrossrankError(f"--record {given.record}: is the recording that is replayed; name another folder")
     for path in (str(folder) if folder is not None else given.output, given.record):
         if path is None or is_url(path):
             continue

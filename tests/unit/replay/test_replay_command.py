@@ -71,6 +71,7 @@ def test_a_plan_is_saved_as_it_would_be_run(plan: str, tmp_path: Path, capsys: p
         (["{plan}", "--scale-bytes", "nan"], "--scale-bytes nan is not above 0"),
         (["{plan}", "--sweep", "speed=1,2"], "--sweep 'speed=1,2' is not NAME=VALUE,VALUE"),
         (["{plan}", "--backend", "carrier_pigeon"], "backend 'carrier_pigeon' is not built into torch"),
+        (["{plan}", "--record", "{plan}"], "is the recording that is replayed; name another folder"),
         (["{plan}", "--device", "tpu"], "--device 'tpu' is neither cpu nor cuda"),
         (["{plan}", "--nproc", "1000"], "1000 ranks are too many processes for one machine"),
     ],
