@@ -170,7 +170,7 @@ def replayed(folder: Path, ranks: int) -> list[float]:
         is_async=False,
     )
     calls = [
-        Call(record=msgspec.structs.replace(record, id=number, seq=number + 1), wait_before=number + 1)
+        Call(record=msgspec.structs.replace(record, id=number, seq=number + 1), wait_before=number + 1, blocking=True)
         for number in range(CALLS)
     ]
     members = list(range(ranks))

@@ -19,10 +19,10 @@ class DType:
 DTYPES: dict[str, DType] = {
     row.name: row
     for row in (
-        DType("float32", 4, ("Float", "float")),
-        DType("float64", 8, ("Double", "double")),
-        DType("float16", 2, ("Half", "c10::Half", "half")),
-        DType("bfloat16", 2, ("BFloat16", "c10::BFloat16")),
+        DType("float32", 4, ("Float", "float", "fp32")),
+        DType("float64", 8, ("Double", "double", "fp64")),
+        DType("float16", 2, ("Half", "c10::Half", "half", "fp16")),
+        DType("bfloat16", 2, ("BFloat16", "c10::BFloat16", "bf16")),
         DType("uint8", 1, ("Byte", "unsigned char")),
         DType("int8", 1, ("Char", "signed char", "char")),
         DType("int16", 2, ("Short", "short", "short int")),

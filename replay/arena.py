@@ -9,6 +9,11 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+
+from crossrank.comm import CommRecord, total_bytes
+from crossrank.dtypes import DTYPES
+from crossrank.replay.plan import Call, launches
 
 _ALIGNMENT = 512
 """Bytes, as torch's CUDA allocator aligns."""
@@ -32,6 +37,25 @@ class Layout:
     offsets: list[int] = field(default_factory=list)
     size: int = 0
     """Bytes of the whole block."""
+
+
+def bytes_needed(calls: Sequence[Call]) -> int:
+    """Bytes of the tensors that are alive at once, at most, where nothing stands in for recorded types."""
+    spans = launches(calls)
+    launch_of = {index: position for position, (first, end) in enumerate(spans) for index in range(first, end)}
+    changes = [0] * (len(spans) + 2)
+    for position, (first, end) in enumerate(spans):
+        until = max(launch_of.get(calls[index].wait_before, len(spans)) for index in range(first, end))
+        size = sum(_bytes(calls[index].record) for index in range(first, end))
+        changes[position] += size
+        changes[max(until, position + 1)] -= size
+    return max(accumulate(changes))
+
+
+def _bytes(record: CommRecord) -> int:
+    in_place = record.op in ("all_reduce", "reduce", "broadcast")
+    shapes = record.inputs if in_place else [*record.inputs, *record.outputs]
+    return total_bytes(shapes, DTYPES[record.dtype].size) if record.dtype else 0
 
 
 def lay_out(needs: Sequence[Need]) -> Layout:

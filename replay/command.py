@@ -15,19 +15,21 @@ import msgspec
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, is_url
 from crossrank.replay import options, sources
+from crossrank.replay.arena import bytes_needed
 from crossrank.replay.build import build, settle
 from crossrank.replay.launcher import Place, find_place
 from crossrank.replay.one_trace import spread
 from crossrank.replay.pace import parse_pace
 from crossrank.replay.plan import Plan, load_plan, save_plan
-from crossrank.replay.report import Report, make_report, print_plan, print_report, to_json, write_report
+from crossrank.replay.report import Report, make_report, plan_json, print_plan, print_report, to_json, write_report
 from crossrank.replay.resize import resize
 from crossrank.replay.results import RankResult
 from crossrank.replay.settings import Settings
 from crossrank.replay.states import Failed, print_states
-from crossrank.replay.sweep import Combination, finished, parse_sweeps, print_sweep, set_stamp, stamp
+from crossrank.replay.sweep import Combination, finished, parse_sweeps, print_sweep, set_stamp, stamp, sweep_json
 from crossrank.replay.transform import first_calls, for_backend, only_groups, only_operations, scale_bytes, with_dtype
 from crossrank.tools.commands.link import complain, progress
+from crossrank.tools.tables import amount
 
 if TYPE_CHECKING:
     from crossrank.replay.launched import Lead
@@ -64,9 +66,10 @@ class Replay:
         lead = Lead(place, arguments.timeout)
         try:
             return _lead(arguments, combinations, lead)
-        except CrossrankError:
+        except CrossrankError as error:
+            complain(str(error))  # before the others go, for a launcher ends all when one does
             lead.refuse()
-            raise
+            return 2
 
 
 def _check_launched(arguments: argparse.Namespace, combinations: list[Combination], place: Place) -> None:
@@ -103,7 +106,9 @@ def _lead(arguments: argparse.Namespace, combinations: list[Combination], lead: 
             if arguments.save_plan is not None and number == 0:
                 save_plan(plan, arguments.save_plan)
             if arguments.dry_run:
-                if not arguments.json:
+                if arguments.json:
+                    sys.stdout.write(plan_json(plan).decode())
+                else:
                     print_plan(plan)
                 codes.append(1 if arguments.strict and not plan.coverage().complete else 0)
                 continue
@@ -139,7 +144,10 @@ def _lead(arguments: argparse.Namespace, combinations: list[Combination], lead: 
             lead.leave(1)
         lead.end()
     if swept and not arguments.dry_run:
-        print_sweep(outcomes)
+        if arguments.json:
+            sys.stdout.write(sweep_json(outcomes).decode())
+        else:
+            print_sweep(outcomes)
     return max(codes, default=0)
 
 
@@ -183,9 +191,9 @@ def _words(arguments: argparse.Namespace, one: Combination) -> list[str]:
 def _planned(recorded: Plan, given: argparse.Namespace, launched: int | None) -> Plan:
     """The plan with all that was asked for done to it, settled."""
     plan = msgspec.json.decode(msgspec.json.encode(recorded), type=Plan)
-    if given.ops:
+    if given.ops is not None:
         plan = only_operations(plan, given.ops.split(","))
-    if given.pgs:
+    if given.pgs is not None:
         plan = only_groups(plan, given.pgs.split(","))
     if given.max_calls is not None:
         plan = first_calls(plan, given.max_calls)
@@ -256,6 +264,13 @@ def _run(plan: Plan, settings: Settings, variables: Mapping[str, str], lead: Lea
         return lead.run(plan, settings)
     if plan.world_size > _MOST_LOCAL:
         raise CrossrankError(_too_many(plan.world_size))
+    needed = sum(bytes_needed(rank.calls) for rank in plan.ranks)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if settings.device == "cpu" and needed > free:
+        raise CrossrankError(
+            f"{plan.world_size} ranks need {amount(needed)} for their tensors, and {amount(free)} are free; "
+            "make messages smaller with --scale-bytes, or choose fewer calls or ranks"
+        )
     from crossrank.replay.local import run_local
 
     return run_local(plan, settings, variables)

@@ -30,6 +30,8 @@ class Compared(msgspec.Struct, kw_only=True):
     recorded_us: float
     """Median completion."""
     replayed_us: float
+    ratio: float
+    """Median of replayed / recorded: below 1, the replay was faster."""
     error_p50: float
     """Relative error of the completion, median and 95th percentile over the calls."""
     error_p95: float
@@ -116,6 +118,7 @@ def _row(
         calls=len(found),
         recorded_us=median_us(found, 0) or 0.0,
         replayed_us=median_us(found, 1) or 0.0,
+        ratio=percentile([replayed / recorded for recorded, replayed, _ in found], 0.5),
         error_p50=_share(found, 0.5) or 0.0,
         error_p95=_share(found, 0.95) or 0.0,
         collective_recorded_us=median_us(collective, 0),

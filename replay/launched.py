@@ -68,7 +68,7 @@ class Lead:
             Meeting(store, self.place.world_size, self._turn).abort()
         except (CrossrankError, RuntimeError):
             return  # nobody can be waiting
-        time.sleep(_REFUSAL_S)
+        time.sleep(_REFUSAL_S / 2)
 
     def end(self) -> None:
         """Let the other ranks go: all is done."""
@@ -94,6 +94,7 @@ def serve(place: Place, timeout_s: float) -> int:
             with term_to_pipe() as term:
                 code, result = run_rank(place.rank, place.local_rank, meeting, second, term=term)
         except RefusedError:
+            time.sleep(_REFUSAL_S)  # rank 0 tells why, and goes first
             return 2
         if code:
             _leave(code)

@@ -26,6 +26,7 @@ from crossrank.replay.results import RankResult
 from crossrank.replay.settings import Settings
 from crossrank.replay.states import Failed, State
 
+_TELL_S = 10.0
 _GRACE_S = 3.0
 """How long the other ranks have to tell where they are, after one has failed."""
 
@@ -81,8 +82,13 @@ def _set(variables: Mapping[str, str]) -> Iterator[None]:
 
 def _results(meeting: Meeting, processes: list[BaseProcess]) -> list[RankResult]:
     alive = dict(enumerate(processes))
+    told = time.monotonic()
     while alive:
         ready = wait([process.sentinel for process in alive.values()], timeout=0.05)
+        if time.monotonic() - told > _TELL_S:
+            told = time.monotonic()
+            state = meeting.states().get(0)
+            print(f"crossrank: rank 0 is {state.phase if state is not None else 'starting'}", file=sys.stderr)
         if meeting.has_all_results():
             results = meeting.results()
             meeting.store.set(FINISHED, "1")

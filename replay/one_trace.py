@@ -91,7 +91,10 @@ def spread(source: RankCalls, world_size: int | None = None) -> list[RankCalls]:
                 source, rank=rank, world_size=size, calls=calls, groups=groups, numbered=False, starts_late=False
             )
         )
-    made[0].notes = [*source.notes, f"the file of rank {home} stands for all {size} ranks (--one-trace)"]
+    made[0].notes = [
+        *source.notes,
+        f"the file of rank {home} stands for all {size} ranks (--one-trace); groups that it is not in are not known",
+    ]
     if added:
         made[0].notes.append(f"{added} sends or receives have no other end in it, which was added on every rank")
     for other in made[1:]:

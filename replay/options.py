@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--use-timestamp", dest="pace", action="store_const", const="recorded", help=argparse.SUPPRESS)
     run.add_argument("--warmup", "--warmup-iter", type=int, default=2, metavar="N", help="passes not measured (2)")
     run.add_argument("--repeat", "--num-replays", type=int, default=5, metavar="N", help="passes measured (5)")
-    run.add_argument("--check", action="store_true", help="verify the results of every call (slower, not timed)")
+    run.add_argument("--check", action="store_true", help="verify every result, in a pass of its own")
     run.add_argument(
         "--timeout",
         type=float,

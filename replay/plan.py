@@ -7,7 +7,7 @@ Nothing in it needs torch. On disk it is JSON, zstd-compressed where the name en
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -142,7 +142,7 @@ class Plan(msgspec.Struct, kw_only=True):
         raise KeyError(pg)
 
 
-def launches(calls: list[Call]) -> list[tuple[int, int]]:
+def launches(calls: Sequence[Call]) -> list[tuple[int, int]]:
     """(first, one past the last) of the calls that go out as one launch: one call, or those of one batch in a row.
 
     >>> def call(id, batch=None):

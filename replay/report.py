@@ -11,6 +11,7 @@ import msgspec
 
 import crossrank
 from crossrank.errors import CrossrankError, one_line
+from crossrank.replay.arena import bytes_needed
 from crossrank.replay.compare import Comparison, compare
 from crossrank.replay.plan import Coverage, Plan
 from crossrank.replay.results import (
@@ -129,6 +130,25 @@ def make_report(
     )
 
 
+def plan_json(plan: Plan) -> bytes:
+    """What `print_plan` says, as JSON."""
+    coverage = plan.coverage()
+    facts = {
+        "source": plan.source,
+        "kind": plan.kind,
+        "world_size": plan.world_size,
+        "groups": plan.groups,
+        "coverage": coverage,
+        "share_of_calls": coverage.share_of_calls,
+        "share_of_bytes": coverage.share_of_bytes,
+        "bytes_per_pass": plan.bytes,
+        "memory_per_rank": max(bytes_needed(rank.calls) for rank in plan.ranks),
+        "notes": plan.notes,
+        "damage": plan.damage,
+    }
+    return msgspec.json.format(msgspec.json.encode(facts), indent=2) + b"\n"
+
+
 def to_json(report: Report) -> bytes:
     return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
 
@@ -223,6 +243,8 @@ def print_plan(plan: Plan) -> None:
     )
     if plan.bytes != coverage.bytes:
         print(f"  changed to {amount(plan.bytes)} per pass")
+    needed = max(bytes_needed(rank.calls) for rank in plan.ranks)
+    print(f"  memory for tensors: up to {amount(needed)} per rank")
     for reason, count in coverage.reasons.items():
         print(f"  left out: {count:,} call(s): {reason}")
     for problem in plan.damage[:_MOST_PROBLEMS]:
@@ -286,6 +308,7 @@ def print_report(report: Report) -> None:
     )
     if report.comparison is not None:
         print_comparison(report.comparison)
+        print(f"The recording was made under a profiler or torch's watch, the replay at pace {settings.pace}")
     elif not report.what_if:
         print("The recording has no durations to compare with; `crossrank link` gives them to the calls of a window")
     if report.check is not None:
@@ -300,6 +323,7 @@ def print_comparison(comparison: Comparison) -> None:
             row.calls,
             microseconds(row.recorded_us),
             microseconds(row.replayed_us),
+            f"{row.ratio:.2f}",
             percent(row.error_p50),
             percent(row.error_p95),
             microseconds(row.collective_recorded_us),
@@ -316,6 +340,7 @@ def print_comparison(comparison: Comparison) -> None:
             "#calls",
             "#recorded",
             "#replayed",
+            "#ratio",
             "#error p50",
             "#error p95",
             "#collective recorded",
@@ -324,8 +349,12 @@ def print_comparison(comparison: Comparison) -> None:
         ),
         rows,
     )
-    text = f"Relative error over {comparison.calls:,} calls: {percent(comparison.error_p50)} median, "
-    text += f"{percent(comparison.error_p95)} at p95; {comparison.without_time:,} call(s) have no recorded time"
+    if any(row.collective_recorded_us is None for row in comparison.rows):
+        print("  - where recorded times do not tell that of the collective: a root or a sender may end early")
+    text = (
+        f"Relative error over {comparison.calls:,} calls: {percent(comparison.error_p50)} median, "
+        f"{percent(comparison.error_p95)} at p95; {comparison.without_time:,} call(s) have no recorded time"
+    )
     if comparison.recorded_end_to_end_us is not None:
         text += (
             f". End to end {comparison.recorded_end_to_end_us / 1000:,.1f} ms recorded (with computation), "

@@ -84,7 +84,7 @@ def _map(group: Group, old: int, new: int) -> _Mapped:
     if form is None:
         raise CrossrankError(
             f"group {group.pg!r} (ranks {rank_ranges(ranks)}) is not regular: {old} ranks cannot be made {new}; "
-            "leave it out with --pgs, or replay with the recorded number"
+            "choose the other groups with --pgs, or replay with the recorded number"
         )
     spans = form.block == old
     if spans and (form.size * new) % old:

@@ -108,9 +108,9 @@ def find(path: str, kind: str | None = None) -> Found:
     chosen = kind or next((name for name in KINDS if name in by_kind), None)
     if chosen is None or chosen not in by_kind:
         wanted = KINDS[chosen].what if chosen else "no trace that can be replayed"
-        holds = ", ".join(KINDS[name].what for name in by_kind) or "; ".join(skipped[:3]) or "nothing"
+        holds = ", ".join(KINDS[name].what for name in by_kind) or "; ".join(skipped[:3])
         raise CrossrankError(
-            f"{path}: holds {'no ' if chosen else ''}{wanted} (but {holds}); "
+            f"{path}: holds {'no ' if chosen else ''}{wanted}{f' ({holds})' if holds else ''}; "
             "name a recording, a folder of traces of all ranks, or a plan"
         )
     ranks = by_kind[chosen]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from crossrank.replay.plan import Plan
@@ -22,6 +24,21 @@ class State(msgspec.Struct, kw_only=True):
     """It ended because another rank had failed."""
 
 
+ENDED = ("killed", "exited", "is not heard", "stands still", "no progress")
+"""How errors begin that are no consequence of another rank's."""
+_LONGEST = 110
+
+
+def short(error: str) -> str:
+    """An error on part of a line: backends put file names and frames into theirs.
+
+    >>> short("RuntimeError: [/src/pair.cc:537] Read error [127.0.0.1]:5: Connection reset by peer. More")
+    'RuntimeError: Read error [127.0.0.1]:5: Connection reset by peer'
+    """
+    text = re.sub(r"\[/\S+\] ", "", error).split(". ")[0]
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + "…"
+
+
 class Failed(Exception):
     """A rank died, failed or hung. The replay has no result."""
 
@@ -34,9 +51,13 @@ class Failed(Exception):
         causes: dict[str, list[int]] = {}
         for rank, state in self.states.items():
             if state.error:
-                causes.setdefault(state.error, []).append(rank)
-        told = [f"rank {rank_ranges(ranks)}: {error}" for error, ranks in list(causes.items())[:3]]
-        return "; ".join(told) or "no rank says why"
+                causes.setdefault(short(state.error), []).append(rank)
+        first = {error: ranks for error, ranks in causes.items() if error.startswith(ENDED)}
+        told = [f"rank {rank_ranges(ranks)} {error}" for error, ranks in (first or causes).items()]
+        if first and len(causes) > len(first):
+            others = [rank for error, ranks in causes.items() if error not in first for rank in ranks]
+            told.append(f"rank {rank_ranges(others)} lost the others")
+        return "; ".join(told[:4]) or "no rank says why"
 
 
 def print_states(states: dict[int, State], plan: Plan) -> None:
@@ -52,5 +73,7 @@ def print_states(states: dict[int, State], plan: Plan) -> None:
             peer = f" with rank {record.peer}" if record.peer is not None else ""
             what = call_text(record.op + peer, number)
             where = f"call {state.call} of {len(calls)}: {what} on {record.pg} (id {record.id})"
-        rows.append((rank.rank, state.phase, where, state.error or "was waiting for others"))
-    print_table("Where each rank was", ("#rank", "doing", "call", "what ended it"), rows)
+        rows.append((rank.rank, state.phase, where, short(state.error) or "was waiting for others"))
+    print_table(
+        "Where each rank was, as it last told (twice a second)", ("#rank", "doing", "call", "what ended it"), rows
+    )

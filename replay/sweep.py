@@ -84,6 +84,16 @@ def set_stamp(folder: Path, text: str) -> None:
     (folder / _STAMP).write_text(text)
 
 
+def sweep_json(results: list[tuple[Combination, Report | str]]) -> bytes:
+    """A list with an entry per combination: its options and variables, and its report or why there is none."""
+    rows = [
+        {"options": one.options, "variables": one.variables}
+        | ({"error": report} if isinstance(report, str) else {"report": report})
+        for one, report in results
+    ]
+    return msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n"
+
+
 def print_sweep(results: list[tuple[Combination, Report | str]]) -> None:
     """One table over all combinations; a text in the place of a report says why there is none."""
     names = list(dict.fromkeys(name for one, _ in results for name in {**one.options, **one.variables}))

@@ -481,3 +481,15 @@ def test_a_recording_is_replayed_from_each_of_its_files_and_compared_where_they_
         else:
             assert (report["comparison"]["calls"], report["comparison"]["without_time"]) == (len(of_window), 0)
             assert report["comparison"]["recorded_end_to_end_us"] > 0
+
+
+def test_what_rank_0_refuses_ends_all_ranks_of_a_launcher_and_is_told_once(tmp_path: Path) -> None:
+    port = str(_free_port())
+    processes = [
+        _launch(tmp_path, {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port})
+        for rank in (0, 1)
+    ]
+    outputs = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [2, 2]
+    assert outputs[0][1].startswith(f"crossrank: {tmp_path}: holds no comms files of a recording; name a recording")
+    assert "crossrank:" not in outputs[1][1]

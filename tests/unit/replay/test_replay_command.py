@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,9 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
 def test_a_dry_run_says_what_would_be_replayed(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, plan, "--dry-run")
     assert (code, err) == (0, "")
-    assert (
-        out
-        == "job: 4 of 4 recorded calls (100.0 %) and 32 B of 32 B (100.0 %) are replayed, on 2 rank(s) and 1 group(s)\n"
+    assert out == (
+        f"job: 4 of 4 recorded calls (100.0 %) and 32 B of 32 B (100.0 %) {_ON_TWO}"
+        "  memory for tensors: up to 16 B per rank\n"
     )
 
 
@@ -44,7 +45,9 @@ def test_strict_makes_anything_left_out_a_fault(plan: str, capsys: pytest.Captur
     code, out, _ = run(capsys, plan, "--dry-run", "--strict", "--ops", "barrier")
     assert code == 1
     assert out == (
-        f"job: 2 of 4 recorded calls (50.0 %) and 0 B of 32 B (0.0 %) {_ON_TWO}  left out: 2 call(s): not in --ops\n"
+        f"job: 2 of 4 recorded calls (50.0 %) and 0 B of 32 B (0.0 %) {_ON_TWO}"
+        "  memory for tensors: up to 0 B per rank\n"
+        "  left out: 2 call(s): not in --ops\n"
     )
 
 
@@ -116,3 +119,17 @@ def test_sweeps_make_all_combinations() -> None:
 def test_names_that_param_uses_are_known(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
     words: list[Any] = ["--trace-path", plan, "--num-replays", "3", "--warmup-iter", "0", "--allow-ops", "barrier"]
     assert run(capsys, *words, "--max-msg-cnt", "2", "--dry-run")[0] == 0
+
+
+def test_memory_that_the_machine_lacks_is_told_beforehand(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "memory for tensors: up to 16 MB per rank\n" in run(capsys, plan, "--dry-run", "--scale-bytes", "1e6")[1]
+    grown = str(Path(plan).with_name("grown.json"))
+    assert run(capsys, plan, "--dry-run", "--scale-bytes", "1e6", "--save-plan", grown)[0] == 0
+    code, _, err = run(capsys, grown, "--scale-bytes", "1e6")
+    assert (code, "2 ranks need 32 TB for their tensors" in err) == (2, True)
+
+
+def test_a_dry_run_says_the_same_as_json(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, plan, "--dry-run", "--json")
+    said = json.loads(out)
+    assert (code, said["world_size"], said["coverage"]["calls"], said["memory_per_rank"]) == (0, 2, 4, 16)
