@@ -55,7 +55,7 @@ def run_local(plan: Plan, settings: Settings, environment: Mapping[str, str] | N
         for rank in range(plan.world_size)
     ]
     try:
-        with _set(environment or {}):
+        with _surroundings(environment or {}):
             for process in processes:
                 process.start()
         return _results(meeting, processes)
@@ -69,13 +69,15 @@ def run_local(plan: Plan, settings: Settings, environment: Mapping[str, str] | N
 
 
 @contextmanager
-def _set(variables: Mapping[str, str]) -> Iterator[None]:
-    """Variables of the environment, for processes that are started meanwhile."""
+def _surroundings(variables: Mapping[str, str]) -> Iterator[None]:
+    """Variables of the environment for processes that are started meanwhile, which leave Ctrl-C to this one."""
     before = dict(os.environ)
     os.environ.update(variables)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.environ.clear()
         os.environ.update(before)
 
@@ -125,7 +127,6 @@ def _rank(rank: int, world_size: int, port: int, timeout_s: float) -> None:
     """Runs in a process of its own."""
     from crossrank.replay.worker import run_rank
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent as well, which ends all
     threading.Thread(target=_end_with_parent, name="crossrank-parent", daemon=True).start()
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)

@@ -57,7 +57,23 @@ class Command(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        arguments = _parse(list(sys.argv[1:] if argv is None else argv))
+        return int(arguments.run(arguments))
+    except CrossrankError as error:
+        print(f"crossrank: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("crossrank: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # `crossrank inspect … | head` is no fault. Python would complain once more when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments of the subcommand, with its `run`."""
     overview = argparse.ArgumentParser(
         prog="crossrank",
         description="Answers from recordings of distributed PyTorch jobs.",
@@ -74,19 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.set_defaults(run=command.run)
         else:
             subparsers.add_parser(name, help=summary)
-    arguments = overview.parse_args(words)
-    try:
-        return int(arguments.run(arguments))
-    except CrossrankError as error:
-        print(f"crossrank: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("crossrank: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # `crossrank inspect … | head` is no fault. Python would complain once more when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    return overview.parse_args(words)
 
 
 if __name__ == "__main__":
