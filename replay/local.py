@@ -6,6 +6,7 @@ The processes are forked from one that has imported torch already, so that a ran
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.forkserver as forkserver
 import os
 import signal
 import sys
@@ -45,6 +46,7 @@ def run_local(plan: Plan, settings: Settings, environment: Mapping[str, str] | N
     context: Any = multiprocessing.get_context("spawn" if environment else "forkserver")
     if not environment:
         context.set_forkserver_preload(["crossrank.replay.worker"])
+        _start_fork_server()
     processes: list[BaseProcess] = [
         context.Process(
             target=_rank,
@@ -55,7 +57,7 @@ def run_local(plan: Plan, settings: Settings, environment: Mapping[str, str] | N
         for rank in range(plan.world_size)
     ]
     try:
-        with _surroundings(environment or {}):
+        with _variables(environment or {}):
             for process in processes:
                 process.start()
         return _results(meeting, processes)
@@ -68,16 +70,25 @@ def run_local(plan: Plan, settings: Settings, environment: Mapping[str, str] | N
                 process.join(_GRACE_S)  # the fork server, which tells of its end, may be gone itself
 
 
+def _start_fork_server() -> None:
+    """Start it without an ear for Ctrl-C: it would complain of it while it imports torch. This process ends all."""
+    if threading.current_thread() is not threading.main_thread():
+        return  # where signals cannot be set; it starts with the first process
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @contextmanager
-def _surroundings(variables: Mapping[str, str]) -> Iterator[None]:
-    """Variables of the environment for processes that are started meanwhile, which leave Ctrl-C to this one."""
+def _variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Variables of the environment for processes that are started meanwhile."""
     before = dict(os.environ)
     os.environ.update(variables)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.environ.clear()
         os.environ.update(before)
 
@@ -127,6 +138,7 @@ def _rank(rank: int, world_size: int, port: int, timeout_s: float) -> None:
     """Runs in a process of its own."""
     from crossrank.replay.worker import run_rank
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent as well, which ends all
     threading.Thread(target=_end_with_parent, name="crossrank-parent", daemon=True).start()
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
