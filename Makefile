@@ -26,7 +26,7 @@ demo: $(STAMP)
 	rm -rf $(DEMO)-hang
 	OMP_NUM_THREADS=1 TRACING=ALL TRACING_DIR=$(DEMO)-hang \
 		$(BIN)/torchrun --standalone --nproc-per-node 4 examples/hang.py
-	@echo "The files are in $(CURDIR)/$(DEMO):"
+	@echo "The page of the replay: $(CURDIR)/$(DEMO)-replay/replay.html. The files are in $(CURDIR)/$(DEMO):"
 	@ls $(DEMO)
 
 test: $(STAMP)

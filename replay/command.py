@@ -21,10 +21,11 @@ from crossrank.replay.launcher import Place, find_place
 from crossrank.replay.one_trace import spread
 from crossrank.replay.pace import parse_pace
 from crossrank.replay.plan import Plan, load_plan, save_plan
-from crossrank.replay.report import Report, make_report, plan_json, print_plan, print_report, to_json, write_report
+from crossrank.replay.report import Report, make_report, plan_json, to_json, write_report
 from crossrank.replay.resize import resize
 from crossrank.replay.results import RankResult
 from crossrank.replay.settings import Settings
+from crossrank.replay.show import print_plan, print_report
 from crossrank.replay.states import Failed, print_states
 from crossrank.replay.sweep import Combination, finished, parse_sweeps, print_sweep, set_stamp, stamp, sweep_json
 from crossrank.replay.transform import first_calls, for_backend, only_groups, only_operations, scale_bytes, with_dtype

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import jinja2
 
-from crossrank.replay import report as texts
+from crossrank.replay import show as texts
+from crossrank.replay.report import Report
 from crossrank.tools.tables import amount, printable
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 240, 64, 28
 
 
-def page(report: texts.Report) -> str:
+def page(report: Report) -> str:
     """The whole page."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters.update(
@@ -39,7 +40,7 @@ def page(report: texts.Report) -> str:
 
 
 def _points(
-    report: texts.Report,
+    report: Report,
 ) -> tuple[list[tuple[float, float, str, str]], list[tuple[float, str]], list[tuple[float, str]]]:
     """Bus bandwidth over size, both logarithmic: (x, y, operation, title) per row, and the ticks of both axes."""
     rows = [row for row in report.rows if row.busbw_gbps is not None and row.busbw_gbps["p50"] > 0 and row.size_to]

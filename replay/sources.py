@@ -27,6 +27,7 @@ from crossrank.recording import (
     read_chunks,
 )
 from crossrank.replay import readers
+from crossrank.replay.param_basic import read_basic
 from crossrank.replay.rank_calls import RankCalls
 from crossrank.tools.fleet import map_ranks
 from crossrank.tools.linking.inputs import rank_said
@@ -51,7 +52,7 @@ KINDS: dict[str, Kind] = {
     EXECUTION_TRACE: Kind("execution traces", readers.read_et),
     KINETO: Kind("Kineto traces", readers.read_kineto_trace),
     FLIGHT: Kind("flight-recorder dumps", readers.read_flight),
-    BASIC: Kind("PARAM basic traces", readers.read_basic),
+    BASIC: Kind("PARAM basic traces", read_basic),
 }
 """By preference: the first kind that a folder has is read."""
 

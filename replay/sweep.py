@@ -15,7 +15,8 @@ from pathlib import Path
 import msgspec
 
 from crossrank.errors import CrossrankError
-from crossrank.replay.report import JSON, Report, microseconds
+from crossrank.replay.report import JSON, Report
+from crossrank.replay.show import microseconds
 from crossrank.tools.tables import print_table
 
 OPTIONS = ("scale-bytes", "dtype", "pace", "backend", "nproc", "ops", "pgs", "max-calls")

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossrank.comm import CommRecord
 from crossrank.recording import CommsFile
 from crossrank.replay.build import build, settle
 from crossrank.replay.local import run_local
-from crossrank.replay.plan import Plan, save_plan
+from crossrank.replay.plan import Plan
 from crossrank.replay.results import measure
 from crossrank.replay.settings import Settings
 from crossrank.replay.sources import find, read
-from crossrank.replay.states import Failed
 from crossrank.tools.cli import main
 from tests.integration import callers
 from tests.integration.test_link import train as train_with_everything
@@ -91,7 +84,7 @@ def _types_and_reductions(rank: int) -> None:
     dist.all_to_all_single(torch.empty(sum(sizes), 2), torch.ones(sum(uneven), 2), sizes, uneven)
 
 
-def _record(world: World, task: Any, folder: Path) -> Path:
+def record_job(world: World, task: Any, folder: Path) -> Path:
     world.run(task, folder)
     return folder / "recording"
 
@@ -131,7 +124,7 @@ def _json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 def test_a_replay_of_every_kind_of_caller_makes_the_recorded_calls_again_and_their_results_are_right(
     two_ranks: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recorded = _record(two_ranks, _everything, tmp_path)
+    recorded = record_job(two_ranks, _everything, tmp_path)
     again = tmp_path / "again"
     words = ["--check", "--warmup", "1", "--repeat", "2", "--timeout", "30", "--record", str(again)]
     report = _json(capsys, str(recorded), *words)
@@ -149,7 +142,7 @@ def test_a_replay_of_every_kind_of_caller_makes_the_recorded_calls_again_and_the
 def test_types_and_reductions_are_as_recorded_where_gloo_has_them(
     two_ranks: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recorded = _record(two_ranks, _types_and_reductions, tmp_path)
+    recorded = record_job(two_ranks, _types_and_reductions, tmp_path)
     again = tmp_path / "again"
     report = _json(capsys, str(recorded), "--check", "--repeat", "1", "--record", str(again))
     assert report["check"]["failures"] == []
@@ -161,7 +154,7 @@ def test_types_and_reductions_are_as_recorded_where_gloo_has_them(
 def test_a_type_that_gloo_lacks_is_replaced_by_one_of_its_size_and_said(
     two_ranks: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recorded = _record(two_ranks, callers.all_reduce, tmp_path)
+    recorded = record_job(two_ranks, callers.all_reduce, tmp_path)
     again = tmp_path / "again"
     words = ["--dtype", "float8_e4m3fn", "--check", "--repeat", "1", "--record", str(again)]
     report = _json(capsys, str(recorded), *words)
@@ -172,7 +165,7 @@ def test_a_type_that_gloo_lacks_is_replaced_by_one_of_its_size_and_said(
 def test_the_files_of_a_replay_say_the_same_as_its_report(
     two_ranks: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recorded = _record(two_ranks, callers.lists, tmp_path)
+    recorded = record_job(two_ranks, callers.lists, tmp_path)
     out = tmp_path / "out"
     report = _json(capsys, str(recorded), "-o", str(out), "--repeat", "3")
     assert json.loads((out / "replay.json").read_bytes()) == report
@@ -189,7 +182,7 @@ def test_the_files_of_a_replay_say_the_same_as_its_report(
 
 
 def test_an_asynchronous_call_runs_in_the_gap_before_its_wait(two_ranks: World, tmp_path: Path) -> None:
-    plan = _plan(_record(two_ranks, callers.asynchronous, tmp_path))
+    plan = plan_of_recording(record_job(two_ranks, callers.asynchronous, tmp_path))
     assert [call.blocking for call in plan.ranks[0].calls] == [False]
     record = plan.ranks[0].calls[0].record
     for rank in plan.ranks:
@@ -225,7 +218,7 @@ def test_calls_that_run_beside_each_other_share_the_time(op: str, two_ranks: Wor
 
 
 def test_pace_keeps_the_recorded_gaps(two_ranks: World, tmp_path: Path) -> None:
-    plan = _plan(_record(two_ranks, callers.barriers, tmp_path))
+    plan = plan_of_recording(record_job(two_ranks, callers.barriers, tmp_path))
     for rank in plan.ranks:
         for call in rank.calls:
             call.gap_ns, call.gap_from_return = 20_000_000, True
@@ -240,7 +233,7 @@ def test_pace_keeps_the_recorded_gaps(two_ranks: World, tmp_path: Path) -> None:
     assert took["0.5"] >= 10
 
 
-def _plan(recorded: Path) -> Plan:
+def plan_of_recording(recorded: Path) -> Plan:
     found = find(str(recorded))
     plan = build(read(found, 1), str(recorded), found.kind)
     settle(plan)
@@ -248,7 +241,7 @@ def _plan(recorded: Path) -> Plan:
 
 
 def test_what_a_wait_for_another_rank_costs_is_told_apart_from_the_collective(two_ranks: World, tmp_path: Path) -> None:
-    plan = _plan(_record(two_ranks, callers.all_reduce, tmp_path))
+    plan = plan_of_recording(record_job(two_ranks, callers.all_reduce, tmp_path))
     plan.ranks[1].calls[0].gap_ns = 400_000_000
     results = run_local(plan, Settings(backend="gloo", device="cpu", warmup=1, repeats=1, pace="recorded"))
     (call,) = measure(plan, results)
@@ -257,192 +250,10 @@ def test_what_a_wait_for_another_rank_costs_is_told_apart_from_the_collective(tw
     assert 0 < call.time[0] < 300_000_000
 
 
-@pytest.fixture
-def long_plan(tmp_path: Path) -> Path:
-    """A plan to be repeated until something ends it."""
-    record = CommRecord(
-        id=0, op="all_reduce", c10d="allreduce_", pg="0", bytes=4, t=0, inputs=[[1]], outputs=[[1]], dtype="float32"
-    )
-    from crossrank.comm import Group
-    from crossrank.replay.plan import Call, RankPlan
-
-    calls = [Call(record=msgspec.structs.replace(record, id=i, seq=i + 1), wait_before=i + 1) for i in range(2_000)]
-    plan = Plan(
-        source="long",
-        kind="comms",
-        world_size=2,
-        groups=[Group(pg="0", size=2, ranks=[0, 1])],
-        ranks=[RankPlan(rank=rank, calls=calls) for rank in (0, 1)],
-    )
-    path = tmp_path / "plan.json.zst"
-    save_plan(plan, path)
-    return path
-
-
-def _session(pid: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[3]) == pid and fields[0] != "Z":
-                found.append(int(entry.name))
-    return found
-
-
-def _started(words: list[str]) -> tuple[subprocess.Popen[str], list[int]]:
-    """A replay in a session of its own, when its two ranks are at work."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "crossrank", "replay", *words, "--repeat", "100000"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        workers = [pid for pid in _session(process.pid) if pid != process.pid and _is_gloo(pid)]
-        if len(workers) == 2:
-            time.sleep(1.0)
-            return process, workers
-        time.sleep(0.1)
-    process.kill()
-    raise AssertionError("the ranks do not start")
-
-
-def _is_gloo(pid: int) -> bool:
-    """Whether a process has a process group."""
-    try:
-        return any((task / "comm").read_text() == "gloo_tcp_loop\n" for task in Path(f"/proc/{pid}/task").iterdir())
-    except OSError:
-        return False
-
-
-def _gone(pid: int) -> bool:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        if not _session(pid):
-            return True
-        time.sleep(0.1)
-    return False
-
-
-def test_a_rank_that_dies_ends_all_and_it_is_told_where_each_was(long_plan: Path) -> None:
-    process, ranks = _started([str(long_plan), "--timeout", "20"])
-    os.kill(ranks[0], signal.SIGKILL)
-    output, _ = process.communicate(timeout=30)
-    assert process.returncode == 1
-    assert "killed by signal 9" in output
-    assert "Where each rank was" in output
-    assert output.count("of 2000: all_reduce #") == 2
-    assert _gone(process.pid)
-
-
-def test_a_rank_that_stands_still_ends_all_within_the_timeout(long_plan: Path) -> None:
-    process, ranks = _started([str(long_plan), "--timeout", "3"])
-    os.kill(ranks[1], signal.SIGSTOP)
-    begin = time.monotonic()
-    output, _ = process.communicate(timeout=30)
-    assert process.returncode == 1
-    assert time.monotonic() - begin < 15
-    assert "Where each rank was" in output
-    assert "stands still" in output
-    assert _gone(process.pid)
-
-
-def test_no_process_outlives_the_one_that_the_user_started(long_plan: Path) -> None:
-    process, _ = _started([str(long_plan)])
-    process.kill()
-    process.communicate()
-    assert _gone(process.pid)
-
-
-def test_ctrl_c_ends_all_without_a_partial_file(long_plan: Path, tmp_path: Path) -> None:
-    process, _ = _started([str(long_plan), "-o", str(tmp_path / "out")])
-    os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert output.splitlines()[-1] == "crossrank: interrupted"
-    assert list((tmp_path / "out").iterdir()) == []
-    assert _gone(process.pid)
-
-
-def test_a_failure_in_a_rank_carries_the_state_of_all(two_ranks: World, tmp_path: Path) -> None:
-    plan = _plan(_record(two_ranks, callers.all_reduce, tmp_path))
-    plan.ranks[1].calls = []  # the other rank waits for ever
-    with pytest.raises(Failed) as failed:
-        run_local(plan, Settings(backend="gloo", device="cpu", warmup=1, repeats=1, timeout_s=2))
-    assert failed.value.states[0].call == 0
-    assert failed.value.states[0].error
-    assert failed.value.states[1].call == -1
-
-
-_LAUNCHERS = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "Open MPI": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-}
-
-
-@pytest.mark.parametrize("launcher", _LAUNCHERS)
-def test_the_processes_of_a_launcher_replay_together(launcher: str, two_ranks: World, tmp_path: Path) -> None:
-    recorded = _record(two_ranks, callers.lists, tmp_path)
-    port = _free_port()
-    processes = []
-    for rank in (0, 1):
-        names = dict(zip(_LAUNCHERS[launcher], (str(rank), "2", str(rank), "2"), strict=True))
-        processes.append(_launch(recorded, names | {"MASTER_PORT": str(port)}))
-    outputs = [process.communicate(timeout=60) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    assert "Checked: all" in outputs[0][0]
-    assert outputs[1][0] == ""
-
-
-def _launch(recorded: Path, variables: dict[str, str]) -> subprocess.Popen[str]:
-    words = ["--trace-path", str(recorded), "--trace-type", "comms", "--num-replays", "2", "--check", "--timeout", "20"]
-    return subprocess.Popen(
-        [sys.executable, "-m", "crossrank.replay", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | variables,
-    )
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def test_a_port_in_use_is_named_with_what_to_do(two_ranks: World, tmp_path: Path) -> None:
-    import socket
-
-    recorded = _record(two_ranks, callers.lists, tmp_path)
-    with socket.socket() as taken:
-        taken.bind(("0.0.0.0", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        process = _launch(recorded, {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(port)})
-        output, error = process.communicate(timeout=60)
-    assert process.returncode == 2, (output, error)
-    assert f"port {port} of 127.0.0.1 is in use; set MASTER_PORT" in error
-
-
 def test_a_sweep_makes_every_combination_and_goes_on_where_it_stopped(
     two_ranks: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recorded = _record(two_ranks, callers.all_reduce, tmp_path)
+    recorded = record_job(two_ranks, callers.all_reduce, tmp_path)
     out = tmp_path / "sweep"
     words = ["replay", str(recorded), "--repeat", "1", "--warmup", "0", "-o", str(out), "--sweep", "scale-bytes=1,2"]
     assert main([*words, "--sweep", "GLOO_EXAMPLE=a,b"]) == 0
@@ -480,15 +291,3 @@ def test_a_recording_is_replayed_from_each_of_its_files_and_compared_where_they_
         else:
             assert (report["comparison"]["calls"], report["comparison"]["without_time"]) == (len(of_window), 0)
             assert report["comparison"]["recorded_end_to_end_us"] > 0
-
-
-def test_what_rank_0_refuses_ends_all_ranks_of_a_launcher_and_is_told_once(tmp_path: Path) -> None:
-    port = str(_free_port())
-    processes = [
-        _launch(tmp_path, {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port})
-        for rank in (0, 1)
-    ]
-    outputs = [process.communicate(timeout=60) for process in processes]
-    assert [process.returncode for process in processes] == [2, 2]
-    assert outputs[0][1].startswith(f"crossrank: {tmp_path}: holds no comms files of a recording; name a recording")
-    assert "crossrank:" not in outputs[1][1]

@@ -1,0 +1,210 @@
+"""The processes of a replay: launched by whatever launcher, and ended, all of them, whatever happens to one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from crossrank.comm import CommRecord, Group
+from crossrank.replay.local import run_local
+from crossrank.replay.plan import Call, Plan, RankPlan, save_plan
+from crossrank.replay.settings import Settings
+from crossrank.replay.states import Failed
+from tests.integration import callers
+from tests.integration.test_replay import plan_of_recording, record_job
+from tests.integration.world import World
+
+
+@pytest.fixture
+def long_plan(tmp_path: Path) -> Path:
+    """A plan to be repeated until something ends it."""
+    record = CommRecord(
+        id=0, op="all_reduce", c10d="allreduce_", pg="0", bytes=4, t=0, inputs=[[1]], outputs=[[1]], dtype="float32"
+    )
+    calls = [Call(record=msgspec.structs.replace(record, id=i, seq=i + 1), wait_before=i + 1) for i in range(2_000)]
+    plan = Plan(
+        source="long",
+        kind="comms",
+        world_size=2,
+        groups=[Group(pg="0", size=2, ranks=[0, 1])],
+        ranks=[RankPlan(rank=rank, calls=calls) for rank in (0, 1)],
+    )
+    path = tmp_path / "plan.json.zst"
+    save_plan(plan, path)
+    return path
+
+
+def _session(pid: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[3]) == pid and fields[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def _started(words: list[str]) -> tuple[subprocess.Popen[str], list[int]]:
+    """A replay in a session of its own, when its two ranks are at work."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "crossrank", "replay", *words, "--repeat", "100000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        workers = [pid for pid in _session(process.pid) if pid != process.pid and _is_gloo(pid)]
+        if len(workers) == 2:
+            time.sleep(1.0)
+            return process, workers
+        time.sleep(0.1)
+    process.kill()
+    raise AssertionError("the ranks do not start")
+
+
+def _is_gloo(pid: int) -> bool:
+    """Whether a process has a process group."""
+    try:
+        return any((task / "comm").read_text() == "gloo_tcp_loop\n" for task in Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return False
+
+
+def _gone(pid: int) -> bool:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if not _session(pid):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_rank_that_dies_ends_all_and_it_is_told_where_each_was(long_plan: Path) -> None:
+    process, ranks = _started([str(long_plan), "--timeout", "20"])
+    os.kill(ranks[0], signal.SIGKILL)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "killed by signal 9" in output
+    assert "Where each rank was" in output
+    assert output.count("of 2000: all_reduce #") == 2
+    assert _gone(process.pid)
+
+
+def test_a_rank_that_stands_still_ends_all_within_the_timeout(long_plan: Path) -> None:
+    process, ranks = _started([str(long_plan), "--timeout", "3"])
+    os.kill(ranks[1], signal.SIGSTOP)
+    begin = time.monotonic()
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert time.monotonic() - begin < 15
+    assert "Where each rank was" in output
+    assert "stands still" in output
+    assert _gone(process.pid)
+
+
+def test_no_process_outlives_the_one_that_the_user_started(long_plan: Path) -> None:
+    process, _ = _started([str(long_plan)])
+    process.kill()
+    process.communicate()
+    assert _gone(process.pid)
+
+
+def test_ctrl_c_ends_all_without_a_partial_file(long_plan: Path, tmp_path: Path) -> None:
+    process, _ = _started([str(long_plan), "-o", str(tmp_path / "out")])
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert output.splitlines()[-1] == "crossrank: interrupted"
+    assert list((tmp_path / "out").iterdir()) == []
+    assert _gone(process.pid)
+
+
+def test_a_failure_in_a_rank_carries_the_state_of_all(two_ranks: World, tmp_path: Path) -> None:
+    plan = plan_of_recording(record_job(two_ranks, callers.all_reduce, tmp_path))
+    plan.ranks[1].calls = []  # the other rank waits for ever
+    with pytest.raises(Failed) as failed:
+        run_local(plan, Settings(backend="gloo", device="cpu", warmup=1, repeats=1, timeout_s=2))
+    assert failed.value.states[0].call == 0
+    assert failed.value.states[0].error
+    assert failed.value.states[1].call == -1
+
+
+_LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "Open MPI": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+}
+
+
+@pytest.mark.parametrize("launcher", _LAUNCHERS)
+def test_the_processes_of_a_launcher_replay_together(launcher: str, two_ranks: World, tmp_path: Path) -> None:
+    recorded = record_job(two_ranks, callers.lists, tmp_path)
+    port = _free_port()
+    processes = []
+    for rank in (0, 1):
+        names = dict(zip(_LAUNCHERS[launcher], (str(rank), "2", str(rank), "2"), strict=True))
+        processes.append(_launch(recorded, names | {"MASTER_PORT": str(port)}))
+    outputs = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert "Checked: all" in outputs[0][0]
+    assert outputs[1][0] == ""
+
+
+def _launch(recorded: Path, variables: dict[str, str]) -> subprocess.Popen[str]:
+    words = ["--trace-path", str(recorded), "--trace-type", "comms", "--num-replays", "2", "--check", "--timeout", "20"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "crossrank.replay", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | variables,
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_a_port_in_use_is_named_with_what_to_do(two_ranks: World, tmp_path: Path) -> None:
+    recorded = record_job(two_ranks, callers.lists, tmp_path)
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        process = _launch(recorded, {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(port)})
+        output, error = process.communicate(timeout=60)
+    assert process.returncode == 2, (output, error)
+    assert f"port {port} of 127.0.0.1 is in use; set MASTER_PORT" in error
+
+
+def test_what_rank_0_refuses_ends_all_ranks_of_a_launcher_and_is_told_once(tmp_path: Path) -> None:
+    port = str(_free_port())
+    processes = [
+        _launch(tmp_path, {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port})
+        for rank in (0, 1)
+    ]
+    outputs = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [2, 2]
+    assert outputs[0][1].startswith(f"crossrank: {tmp_path}: holds no comms files of a recording; name a recording")
+    assert "crossrank:" not in outputs[1][1]
