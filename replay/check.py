@@ -5,6 +5,9 @@ What is moved carries its sender: element j of a tensor of member m in the n-th 
 there must be) that decides each element, so that a result without it, or with it twice, is another number: 1 in a sum
 of zeros, 2 in a product or among maxima of ones. Where a call sends different parts to different members, a part is a
 tensor of its own. Outputs are spoilt before the call.
+
+An average is compared within four roundings of its type: of one over more members than elements, in a narrow type, a
+missing member may be less than that.
 """
 
 from __future__ import annotations

@@ -100,7 +100,8 @@ def test_a_reduction_is_right_with_every_member_once(
     for tensors in outputs:
         tensors[0].copy_(whole)
     assert failures(made) == []
-    if without is not None and reduction in ("sum", "avg"):
+    # An average over more members than elements has several that decide: one of them may be lost in rounding.
+    if without is not None and (reduction == "sum" or (reduction == "avg" and size >= n)):
         for tensors in outputs:
             tensors[0].copy_(without)
         assert failures(made) == list(range(n))
