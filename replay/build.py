@@ -311,7 +311,6 @@ def _rank_plan(rank: Rank) -> RankPlan:
                 gap_ns=gap,
                 gap_from_return=from_return,
                 took_ns=call.took_ns,
-                began_ns=call.began_ns,
             )
         )
         previous = call

@@ -41,8 +41,6 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     gap_from_return: bool = False
     took_ns: int | None = None
     """Recorded time from the begin of the communication to its end, on this rank; None where it is not recorded."""
-    began_ns: int | None = None
-    """When it began, ns since 1970; None where that is not recorded."""
 
 
 class LeftOut(msgspec.Struct, kw_only=True):

@@ -18,8 +18,6 @@ class RecordedCall(msgspec.Struct, kw_only=True, gc=False):
     """Whether the rank did not go on before the call was over; None where the file does not say."""
     took_ns: int | None = None
     """From the begin of the communication to its end."""
-    began_ns: int | None = None
-    """ns since 1970."""
     returned_ns: int | None = None
     """When the call had returned to the rank, with the wait in it where it did not return before, on the clock of
     `record.t`."""
@@ -43,8 +41,6 @@ class RankCalls(msgspec.Struct, kw_only=True):
     """The file is the end of what the rank did: a ring from which earlier calls fell out."""
     timed: bool = True
     """Whether `record.t` says when a call was made."""
-    backend: str = ""
-    """Of its groups, where it is known."""
     dropped: int = 0
     """Calls that the recorder itself could not keep."""
     skipped_calls: int = 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -13,7 +15,7 @@ from crossrank.errors import CrossrankError
 from crossrank.recording import CommsFile
 from crossrank.replay.rank_calls import RankCalls, RecordedCall
 from crossrank.tools.linking.communication_trace import read_communication_trace
-from crossrank.tools.linking.communications import MARKERS
+from crossrank.tools.linking.communications import MARKERS, OURS
 from crossrank.tools.linking.graph import Communication, LinkedTrace
 from crossrank.tools.linking.kernels import communication_kernel
 from crossrank.tools.linking.read_linked import read_linked
@@ -64,7 +66,6 @@ def read_comms(given: Input) -> RankCalls:
         groups=file.groups,
         dropped=dropped if isinstance(dropped := (file.end or {}).get("dropped"), int) else 0,
         filtered=header.config.get("emit") == "CROSSNODE",
-        backend=next((group.backend for group in file.groups if group.backend), ""),
         # Of a file without an end nobody knows how long the run went on.
         span=(header.clock["wall"], max(ends, default=0)) if "wall" in header.clock and file.end is not None else None,
         problems=list(file.damage.problems),
@@ -78,30 +79,41 @@ def read_comms(given: Input) -> RankCalls:
         except CrossrankError as error:
             found.notes.append(f"no durations from it: {error}")
             continue
+        times = _Times(trace)
         for communication in trace.communications:
             call = by_id.get(communication.record.id)
-            if call is not None and communication.origin in ("comms file", "crossrank range"):
-                _time(call, communication, trace, offset)
+            if call is not None and communication.origin in OURS:
+                times.give(call, communication, offset)
     if given.flight is not None and not given.linked:
         _time_by_dump(calls, given.flight, found)
     return found
 
 
-def _time(call: RecordedCall, communication: Communication, trace: LinkedTrace, offset: int) -> None:
-    """Durations of a linked trace, whose clock is Kineto's: `offset` brings ns since 1970 to the record's clock."""
-    activities = {activity.id: activity for activity in trace.activities} if communication.activities else {}
-    hosts = {op.id: op for op in trace.host if op.id in (communication.work, communication.host)}
-    kernels = [activities[number] for number in communication.activities if number in activities]
-    if kernels:
-        begin = min(kernel.start_ns for kernel in kernels)
-        call.took_ns = max(kernel.start_ns + kernel.duration_ns for kernel in kernels) - begin
-        call.began_ns = begin + trace.base_ns
-    work = hosts.get(communication.work or -1)
-    if not kernels and work is not None and work.start_ns is not None:
-        call.took_ns, call.began_ns = work.duration_ns, work.start_ns + trace.base_ns
-    host = hosts.get(communication.host or -1)
-    if host is not None and host.start_ns is not None and host.duration_ns is not None:
-        call.returned_ns = host.start_ns + host.duration_ns + trace.base_ns - offset
+class _Times:
+    """The times of a linked trace, by the nodes of a communication."""
+
+    def __init__(self, trace: LinkedTrace) -> None:
+        self._base_ns = trace.base_ns
+        self._activities = {activity.id: activity for activity in trace.activities}
+        self._hosts = {op.id: op for op in trace.host}
+
+    def launched_ns(self, communication: Communication) -> int | None:
+        """When the host made the call, ns since 1970; None where the trace does not say."""
+        host = self._hosts.get(communication.host or -1)
+        return host.start_ns + self._base_ns if host is not None and host.start_ns is not None else None
+
+    def give(self, call: RecordedCall, communication: Communication, offset: int) -> None:
+        """Set the times of `call`; `offset` is to be taken from ns since 1970 to have the record's clock."""
+        kernels = [self._activities[number] for number in communication.activities if number in self._activities]
+        if kernels:
+            begin = min(kernel.start_ns for kernel in kernels)
+            call.took_ns = max(kernel.start_ns + kernel.duration_ns for kernel in kernels) - begin
+        work = self._hosts.get(communication.work or -1)
+        if not kernels and work is not None and work.start_ns is not None:
+            call.took_ns = work.duration_ns
+        host = self._hosts.get(communication.host or -1)
+        if host is not None and host.start_ns is not None and host.duration_ns is not None:
+            call.returned_ns = host.start_ns + host.duration_ns + self._base_ns - offset
 
 
 def _time_by_dump(calls: list[RecordedCall], path: str, found: RankCalls) -> None:
@@ -139,19 +151,19 @@ def _set_times(call: RecordedCall, entry: Entry) -> None:
         call.took_ns = round(entry.duration_ms * 1e6)
     elif began and ended:
         call.took_ns = ended - began
-    call.began_ns = began or entry.time_created_ns or None
 
 
 def read_linked_trace(given: Input) -> RankCalls:
     """A linked trace: calls with their times, and the waits that its execution trace has."""
     trace = read_linked(given.path)
     calls = [RecordedCall(record=one.record) for one in trace.communications]
+    times = _Times(trace)
     for call, communication in zip(calls, trace.communications, strict=True):
         # Records from a comms file are on that file's clock: here all go on the trace's.
-        host = next((op for op in trace.host if op.id == communication.host), None)
-        if host is not None and host.start_ns is not None:
-            call.record = msgspec.structs.replace(call.record, t=host.start_ns + trace.base_ns)
-        _time(call, communication, trace, 0)
+        launched = times.launched_ns(communication)
+        if launched is not None:
+            call.record = msgspec.structs.replace(call.record, t=launched)
+        times.give(call, communication, 0)
     found = RankCalls(
         path=given.path,
         rank=given.rank if given.rank is not None else trace.rank,
@@ -162,12 +174,12 @@ def read_linked_trace(given: Input) -> RankCalls:
         span=(trace.base_ns, trace.base_ns + _HALF_HOUR) if trace.base_ns else None,
     )
     waits = []
+    launches = sorted(call.record.t for call in calls)
     for op in trace.host:
         if op.node.name == "record_param_comms" and op.start_ns is not None:
             said = from_node(op.node)
             if said is not None and said.name == "wait":
-                begun = sum(call.record.t < op.start_ns + trace.base_ns for call in calls)
-                waits.append((begun, said))
+                waits.append((bisect_left(launches, op.start_ns + trace.base_ns), said))
     _place_recorded_waits(found, sorted(waits, key=lambda wait: wait[0]))
     return found
 
@@ -192,19 +204,20 @@ def read_et(given: Input) -> RankCalls:
         # `build` joins groups that are named by addresses by their members, or refuses them.
         notes=[f"{given.path}: {warning}" for warning in trace.warnings if "named by an address" not in warning],
     )
-    _place_recorded_waits(found, [(before, wait) for before, wait in trace.waits])
+    _place_recorded_waits(found, trace.waits)
     # What is no operation that is known, or cannot be read, is left out later, and counted.
     for name in trace.unknown:
         calls.append(RecordedCall(record=CommRecord(id=-1, op=name, c10d=name, pg="", bytes=0, t=0), blocking=True))
     return found
 
 
-def _place_recorded_waits(found: RankCalls, waits: list[tuple[int, ParamComms]]) -> None:
+def _place_recorded_waits(found: RankCalls, waits: Sequence[tuple[int, ParamComms]]) -> None:
     """`waits`: (number of calls begun before it, what is waited for). In a trace that has any, a call without one did
     not return before it was over."""
     for before, wait in waits:
         # The last call of that number before the wait: numbers repeat between groups in old traces.
-        for call in reversed(found.calls[:before]):
+        for index in range(before - 1, -1, -1):
+            call = found.calls[index]
             number = call.record.p2p_seq if call.record.p2p_seq is not None else call.record.seq
             same_group = wait.pg in ("", "0") or wait.pg == call.record.pg
             if number == wait.seq and same_group and call.wait_before is None:
@@ -257,7 +270,6 @@ def read_kineto_trace(given: Input) -> RankCalls:
             RecordedCall(
                 record=record,
                 took_ns=source.end - source.start if is_kernel else None,
-                began_ns=source.start + trace.base_ns if is_kernel else None,
             )
         )
     return RankCalls(
@@ -303,7 +315,6 @@ def read_flight(given: Input) -> RankCalls:
         groups=known,
         groups_by_use=backend == "gloo",
         starts_late=first > 0 or lost,
-        backend=backend,
         problems=list(dump.problems),
         notes=_GLOO_NOTES if backend == "gloo" and moment is None else [],
     )

@@ -130,7 +130,7 @@ def _moved(call: Call, one: _Mapped, rank: int, shift: int, old: int, new: int, 
     record = msgspec.structs.replace(record, pg=name, root=root, peer=peer)
     if len(members) != len(before) and not is_p2p(record):
         record = sized(_reshared(record, group, before, sent, rank, old), group)
-    return msgspec.structs.replace(call, record=record, took_ns=None, began_ns=None)
+    return msgspec.structs.replace(call, record=record, took_ns=None)
 
 
 def _reshared(

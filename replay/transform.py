@@ -193,5 +193,5 @@ def untimed(plan: Plan) -> Plan:
     """`plan` without recorded durations: calls of another size or among other ranks took another time."""
     for rank in plan.ranks:
         for call in rank.calls:
-            call.took_ns = call.began_ns = None
+            call.took_ns = None
     return plan

@@ -8,6 +8,7 @@ A file that is not laid out as torch writes it, or is broken, is read whole and 
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 import msgspec
@@ -89,7 +90,7 @@ def read_communication_trace(path: str, world_size: int | None = None) -> Commun
     waits = []
     for position, comms in finder.waits.items():
         rf_id = host[position].node.rf_id
-        waits.append((sum(1 for begin in begun if begin < rf_id), comms))
+        waits.append((bisect_left(begun, rf_id), comms))
     waits.sort(key=lambda wait: wait[0])
     return CommunicationTrace(
         path=path,
