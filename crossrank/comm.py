@@ -232,6 +232,12 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     locality: Locality = "unknown"
 
 
+def is_p2p(record: CommRecord) -> bool:
+    """Whether a call is a send or a receive."""
+    operation = OPERATIONS.get(record.op)
+    return operation is not None and operation.p2p
+
+
 def crosses_nodes(locality: Locality) -> bool:
     """Whether CROSSNODE emits such a call. What is not known to stay inside a node counts as crossing."""
     return locality != "intra_node"

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from crossrank.comm import CommRecord, Group
+from crossrank.comm import CommRecord, Group, is_p2p
 from crossrank.replay.exchanges import lacks_parts, with_parts
-from crossrank.replay.plan import is_p2p
+from crossrank.replay.plan import ends_of, number_of
 from crossrank.replay.rank_calls import RankCalls
 
 _OUT_OF_RING = "another rank's dump no longer has it"
@@ -56,14 +56,13 @@ def align(
             record, label = call.record, names[rank.rank].get(call.record.pg)
             if label is None:
                 continue  # a group that nobody defined: the call is left out already
-            number, members = record.seq, groups[label].ranks or []
+            number, members = number_of(record), groups[label].ranks or []
             key: tuple[object, ...] = (label,)
             if is_p2p(record):
                 if record.peer is None or record.peer not in by_rank:
                     continue  # left out, or refused, already
-                number, members = record.p2p_seq, [rank.rank, record.peer]
-                ends = members if record.op == "send" else members[::-1]
-                key = (label, *ends, record.tag or 0)
+                members = [rank.rank, record.peer]
+                key = (label, *ends_of(record, rank.rank), record.tag or 0)
             # A member without a call has an empty list.
             lane = lanes.setdefault(key, {member: [] for member in members})
             lane.setdefault(rank.rank, []).append((number, index))
@@ -113,22 +112,21 @@ def _gaps(lane: Lane, ranks: dict[int, Rank]) -> list[str]:
 
 def name_sources(sources: list[RankCalls]) -> int:
     """Give receives from any source the rank of a send that no other receive takes; returns how many got one."""
-    sends: Counter[tuple[str, int, int, int]] = Counter()
+    sends: Counter[tuple[str, tuple[int | None, int | None], int]] = Counter()
     for source in sources:
         for call in source.calls:
             record = call.record
             if is_p2p(record) and record.peer is not None and source.rank is not None:
-                sender, receiver = (source.rank, record.peer) if record.op == "send" else (record.peer, source.rank)
-                sends[record.pg, sender, receiver, record.tag or 0] += 1 if record.op == "send" else -1
+                sends[(record.pg, ends_of(record, source.rank), record.tag or 0)] += 1 if record.op == "send" else -1
     named = 0
     for source in sources:
         for call in source.calls:
             record = call.record
             if record.op != "recv" or record.peer is not None:
                 continue
-            for (pg, sender, receiver, tag), left in sends.items():
+            for (pg, (sender, receiver), tag), left in sends.items():
                 if left > 0 and (pg, receiver, tag) == (record.pg, source.rank, record.tag or 0):
-                    sends[pg, sender, receiver, tag] -= 1
+                    sends[pg, (sender, receiver), tag] -= 1
                     call.record = msgspec.structs.replace(record, peer=sender, p2p_seq=None)
                     named += 1
                     break

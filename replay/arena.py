@@ -13,7 +13,8 @@ from itertools import accumulate
 
 from crossrank.comm import CommRecord, total_bytes
 from crossrank.dtypes import DTYPES
-from crossrank.replay.plan import Call, launches
+from crossrank.replay.plan import Call, launches, waited_before
+from crossrank.replay.shapes import tensors
 
 _ALIGNMENT = 512
 """Bytes, as torch's CUDA allocator aligns."""
@@ -42,20 +43,17 @@ class Layout:
 def bytes_needed(calls: Sequence[Call]) -> int:
     """Bytes of the tensors that are alive at once, at most, where nothing stands in for recorded types."""
     spans = launches(calls)
-    launch_of = {index: position for position, (first, end) in enumerate(spans) for index in range(first, end)}
     changes = [0] * (len(spans) + 2)
-    for position, (first, end) in enumerate(spans):
-        until = max(launch_of.get(calls[index].wait_before, len(spans)) for index in range(first, end))
-        size = sum(_bytes(calls[index].record) for index in range(first, end))
+    for position, ((first, end), until) in enumerate(zip(spans, waited_before(calls, spans), strict=True)):
+        size = sum(_bytes(call.record) for call in calls[first:end])
         changes[position] += size
-        changes[max(until, position + 1)] -= size
+        changes[until] -= size
     return max(accumulate(changes))
 
 
 def _bytes(record: CommRecord) -> int:
-    in_place = record.op in ("all_reduce", "reduce", "broadcast")
-    shapes = record.inputs if in_place else [*record.inputs, *record.outputs]
-    return total_bytes(shapes, DTYPES[record.dtype].size) if record.dtype else 0
+    item = DTYPES[record.dtype].size if record.dtype else 0
+    return sum(total_bytes(side, item) for side in tensors(record))
 
 
 def lay_out(needs: Sequence[Need]) -> Layout:

@@ -15,7 +15,7 @@ from crossrank.comm import MOST_RANKS, CommRecord, Group
 from crossrank.errors import CrossrankError
 from crossrank.replay.alignment import BROKEN, Rank, align, name_sources
 from crossrank.replay.match import mismatches
-from crossrank.replay.plan import NOT_IN_STEPS, UNPLACED, Call, LeftOut, Plan, RankPlan, is_p2p, launches
+from crossrank.replay.plan import NOT_IN_STEPS, UNPLACED, Call, LeftOut, Plan, RankPlan, launches, number_of
 from crossrank.replay.rank_calls import RankCalls, RecordedCall
 from crossrank.replay.schedule import place_waits, returns_early
 from crossrank.replay.shapes import BrokenError, LeftOutError, complete
@@ -273,8 +273,7 @@ def _completed(
         rank.reasons[index] = str(error)
         return None
     except BrokenError as error:
-        number = record.p2p_seq if is_p2p(record) else record.seq
-        what = f"call {record.id} ({call_text(record.op, number)} on {record.pg!r})"
+        what = f"call {record.id} ({call_text(record.op, number_of(record))} on {record.pg!r})"
         broken.append(f"{rank.source.path}: rank {rank.rank}, {what}: {error}")
         rank.reasons[index] = BROKEN
         return None

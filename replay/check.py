@@ -22,6 +22,7 @@ from crossrank.replay.plan import RankPlan
 from crossrank.replay.program import Program
 from crossrank.replay.results import CheckFailure
 from crossrank.replay.schedule import keys_of
+from crossrank.replay.shapes import GATHERED_WHOLE, parts
 from crossrank.replay.substitutes import REDUCING
 
 _PART = 5
@@ -98,7 +99,7 @@ class Checker:
         if op in ("all_gather", "gather"):
             # Member after member; `allgather_coalesced_` and the like have several tensors of each.
             width = len(self.program.tensors[index][0])
-            if record.c10d in ("_allgather_base_", "allgather_into_tensor_coalesced_"):
+            if record.c10d in GATHERED_WHOLE:
                 return _moved(piece, number + _PART * part, at)
             return _moved(piece, number + _PART * (part % width), part // width)
         if op == "scatter":
@@ -116,12 +117,11 @@ class Checker:
         self, record: CommRecord, tensor: torch.Tensor, split: list[int] | None, *, of_output: bool = False
     ) -> list[tuple[int, torch.Tensor]]:
         """(number, piece) of the parts of `tensor` that come from, or go to, different members."""
-        n = len(self.program.groups[record.pg].ranks or ())
+        n = self._size(record)
         flat = tensor.reshape(-1)
         if record.c10d == "alltoall_base_":
-            row = flat.numel() // (sum(split) or 1) if split else flat.numel() // n
-            sizes = [size * row for size in split or [1] * n]
-        elif of_output and record.c10d in ("_allgather_base_", "allgather_into_tensor_coalesced_"):
+            sizes = parts([flat.numel()], split, n)
+        elif of_output and record.c10d in GATHERED_WHOLE:
             sizes = [flat.numel() // n] * n
         else:
             return [(0, flat)]

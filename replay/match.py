@@ -6,8 +6,12 @@ that can end are over, those that cannot are open, and what a stuck rank would h
 
 from __future__ import annotations
 
-from crossrank.replay.plan import Plan, RankPlan, is_p2p
+from math import prod
+
+from crossrank.comm import is_p2p
+from crossrank.replay.plan import Plan, RankPlan
 from crossrank.replay.schedule import Key, Walk, keys_of
+from crossrank.replay.shapes import parts
 from crossrank.tools.diagnosis.diagnose import diagnose
 from crossrank.tools.diagnosis.evidence import (
     RETIRED,
@@ -19,6 +23,7 @@ from crossrank.tools.diagnosis.evidence import (
     signature_of_record,
 )
 from crossrank.tools.diagnosis.findings import Finding, call_text, group_text
+from crossrank.tools.diagnosis.from_comms import stack_of_record
 from crossrank.tools.diagnosis.inputs import Evidence
 from crossrank.tools.readers.flight_dump import Frame
 from crossrank.tools.tables import rank_ranges
@@ -89,29 +94,23 @@ def _evidence(plan: Plan, rank: RankPlan, walk: Walk) -> RankEvidence:
             signature=signatures.number(signature_of_record(record)),
             state=RETIRED if over[index] else SCHEDULED,
             created=index + 1,
-            stack=stacks.number(_stack(record.source)),
+            stack=stacks.number(stack_of_record(record)),
             record=record.id,
         )
     evidence.signatures, evidence.stacks = signatures.rows, stacks.rows
     return evidence
 
 
-def _stack(source: str | None) -> tuple[Frame, ...]:
-    if source is None:
-        return ()
-    name, _, line = source.rpartition(":")
-    return (Frame(name="", filename=name, line=int(line) if line.isdecimal() and len(line) < 10 else 0),)
-
-
 def _split_mismatches(plan: Plan) -> list[str]:
     """all_to_alls in which what one rank sends to another is not what that one expects from it."""
+    groups = {group.pg: group for group in plan.groups}
     sent: dict[Key, dict[int, tuple[list[int], list[int], int]]] = {}
     for rank in plan.ranks:
         for call, key in zip(rank.calls, keys_of(rank), strict=True):
             record = call.record
             if record.op != "all_to_all":
                 continue
-            n = len(plan.group(record.pg).ranks or ())
+            n = len(groups[record.pg].ranks or ())
             sides = (
                 _elements_per_member(record.inputs, record.in_split, n),
                 _elements_per_member(record.outputs, record.out_split, n),
@@ -119,7 +118,7 @@ def _split_mismatches(plan: Plan) -> list[str]:
             sent.setdefault(key, {})[rank.rank] = (*sides, record.id)
     found = []
     for key, by_rank in sent.items():
-        group = plan.group(str(key[1]))
+        group = groups[str(key[1])]
         for i, sender in enumerate(group.ranks or ()):
             for j, receiver in enumerate(group.ranks or ()):
                 if sender in by_rank and receiver in by_rank:
@@ -135,16 +134,7 @@ def _split_mismatches(plan: Plan) -> list[str]:
 
 
 def _elements_per_member(shapes: list[list[int]], split: list[int] | None, n: int) -> list[int]:
-    sizes = []
-    for shape in shapes:
-        size = 1
-        for extent in shape:
-            size *= extent
-        sizes.append(size)
-    if len(sizes) == n and not (n == 1 and split):
-        return sizes
-    whole = sizes[0] if sizes else 0
-    if not split:
-        return [whole // n] * n
-    rows = sum(split) or 1
-    return [part * (whole // rows) for part in split]
+    """Of a list of one tensor per member, or of one tensor in parts."""
+    if len(shapes) == n and not (n == 1 and split):
+        return [prod(shape) for shape in shapes]
+    return parts(shapes[0], split, n)

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from crossrank.comm import CommRecord
+from crossrank.comm import CommRecord, is_p2p
 from crossrank.errors import CrossrankError
-from crossrank.replay.plan import is_p2p
 from crossrank.replay.rank_calls import RankCalls, RecordedCall
 from crossrank.tools.tables import rank_ranges
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import zstandard
 
-from crossrank.comm import MOST_RANKS, OPERATIONS, CommRecord, Group
+from crossrank.comm import MOST_RANKS, CommRecord, Group, is_p2p
 from crossrank.errors import CrossrankError, one_line
 from crossrank.recording import Damage, read_chunks
 from crossrank.replay.shapes import BrokenError, LeftOutError, complete
@@ -159,9 +159,26 @@ def launches(calls: Sequence[Call]) -> list[tuple[int, int]]:
     return found
 
 
-def is_p2p(record: CommRecord) -> bool:
-    row = OPERATIONS.get(record.op)
-    return row is not None and row.p2p
+def number_of(record: CommRecord) -> int | None:
+    """The recorded number of a call: among those with its peer, or among those of its group."""
+    return record.p2p_seq if is_p2p(record) else record.seq
+
+
+def ends_of(record: CommRecord, rank: int) -> tuple[int | None, int | None]:
+    """(sender, receiver) of a send or receive that `rank` makes."""
+    return (rank, record.peer) if record.op == "send" else (record.peer, rank)
+
+
+def waited_before(calls: Sequence[Call], spans: Sequence[tuple[int, int]]) -> list[int]:
+    """For each launch of `spans`, before which launch it is waited for; their number = at the end.
+
+    A batch is waited for as a whole, where the last of its calls is.
+    """
+    launch_of = {index: position for position, (first, end) in enumerate(spans) for index in range(first, end)}
+    return [
+        max(position + 1, *(launch_of.get(calls[index].wait_before, len(spans)) for index in range(first, end)))
+        for position, (first, end) in enumerate(spans)
+    ]
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:

@@ -6,9 +6,9 @@ the clock: per call it costs less than torch's own public functions do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from math import prod
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from crossrank.dtypes import DTYPES
 from crossrank.errors import CrossrankError
 from crossrank.replay.arena import Need, lay_out
 from crossrank.replay.c10d_calls import Arguments, Launch, bind
-from crossrank.replay.plan import Call, launches
+from crossrank.replay.plan import Call, launches, waited_before
+from crossrank.replay.shapes import tensors
 from crossrank.replay.substitutes import Substitute, substitute
 
 FILL = 0x3C
@@ -57,7 +58,6 @@ class Program:
     tensors: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
     """(inputs, outputs) by call."""
     substitutes: list[Substitute]
-    arena_bytes: int
     device: torch.device
     groups: dict[str, Group]
     last_waits: tuple[int, ...]
@@ -81,19 +81,14 @@ def prepare(
 ) -> Program:
     """Bind `calls` to tensors and groups. Raises `CrossrankError` where this torch or this machine cannot."""
     spans = launches(calls)
-    launch_of = {index: position for position, (first, end) in enumerate(spans) for index in range(first, end)}
     substitutes = [substitute(call.record, backend) for call in calls]
-    # A batch is waited for as a whole, where the last of its calls is.
-    until = [
-        max(launch_of.get(calls[index].wait_before, len(spans)) for index in range(first, end)) for first, end in spans
+    until = waited_before(calls, spans)
+    needs = [
+        Need(size, position, until[position])
+        for position, (first, end) in enumerate(spans)
+        for index in range(first, end)
+        for size in _sizes(calls[index].record, substitutes[index])
     ]
-    until = [max(end, position + 1) for position, end in enumerate(until)]
-    needs, owners = [], []
-    for position, (first, end) in enumerate(spans):
-        for index in range(first, end):
-            for size in _sizes(calls[index].record, substitutes[index]):
-                needs.append(Need(size, position, until[position]))
-                owners.append(index)
     layout = lay_out(needs)
     try:
         block = torch.full((max(layout.size, 1),), FILL, dtype=torch.uint8, device=device)
@@ -102,7 +97,7 @@ def prepare(
             f"rank {rank}: {layout.size} bytes for tensors cannot be had on {device} ({str(error).splitlines()[0]}); "
             "try --scale-bytes below 1"
         ) from error
-    tensors = _tensors(block, calls, substitutes, layout.offsets)
+    views = _tensors(block, calls, substitutes, layout.offsets)
     waits: list[list[int]] = [[] for _ in range(len(spans) + 1)]
     for position, (first, _) in enumerate(spans):
         if not calls[first].blocking:
@@ -117,7 +112,7 @@ def prepare(
                 said[text] = said.get(text, 0) + 1
             group, pg = groups[calls[index].record.pg]
             arguments = _arguments(
-                calls[index].record, tensors[index], substitutes[index], group, pg, is_async, timeout, device
+                calls[index].record, views[index], substitutes[index], group, pg, is_async, timeout, device
             )
             members.append(bind(calls[index].record, substitutes[index].c10d, arguments))
         record = calls[first].record
@@ -137,9 +132,8 @@ def prepare(
     return Program(
         calls=calls,
         bound=bound,
-        tensors=tensors,
+        tensors=views,
         substitutes=substitutes,
-        arena_bytes=layout.size,
         device=device,
         groups={name: group for name, (group, _) in groups.items()},
         last_waits=tuple(waits[-1]),
@@ -161,22 +155,9 @@ def late_ends(program: Program) -> list[int]:
     ]
 
 
-def in_place(record: CommRecord) -> bool:
-    """Whether the call works on its inputs."""
-    return record.op in ("all_reduce", "reduce", "broadcast")
-
-
 def _sizes(record: CommRecord, instead: Substitute) -> list[int]:
     item = DTYPES[instead.dtype].size * instead.elements
-    shapes = record.inputs if in_place(record) else [*record.inputs, *record.outputs]
-    return [_elements(shape) * item for shape in shapes]
-
-
-def _elements(shape: Sequence[int]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count
+    return [prod(shape) * item for side in tensors(record) for shape in side]
 
 
 def _tensors(
@@ -188,19 +169,18 @@ def _tensors(
     made = []
     for call, instead in zip(calls, substitutes, strict=True):
         sides: list[list[torch.Tensor]] = []
-        shapes = [call.record.inputs] if in_place(call.record) else [call.record.inputs, call.record.outputs]
-        for side in shapes:
-            tensors = []
+        for side in tensors(call.record):
+            views = []
             for shape in side:
                 extents = tuple(shape) if instead.elements == 1 else (*shape, instead.elements)
                 key = (next(at), instead.dtype, extents)
                 tensor = known.get(key)
                 if tensor is None:
                     dtype = getattr(torch, instead.dtype)
-                    piece = block[key[0] : key[0] + _elements(extents) * dtype.itemsize]
+                    piece = block[key[0] : key[0] + prod(extents) * dtype.itemsize]
                     tensor = known[key] = piece.view(dtype).view(extents)
-                tensors.append(tensor)
-            sides.append(tensors)
+                views.append(tensor)
+            sides.append(views)
         made.append((sides[0], sides[-1]))
     return made
 

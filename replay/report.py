@@ -13,7 +13,7 @@ import crossrank
 from crossrank.errors import CrossrankError, one_line
 from crossrank.replay.arena import bytes_needed
 from crossrank.replay.compare import Comparison, compare
-from crossrank.replay.plan import Coverage, Plan
+from crossrank.replay.plan import Coverage, Plan, number_of
 from crossrank.replay.results import (
     CheckFailure,
     Measured,
@@ -185,7 +185,7 @@ def to_csv(plan: Plan, measured: list[Measured]) -> str:
                     index,
                     record.op,
                     record.pg,
-                    record.p2p_seq if record.peer is not None else record.seq,
+                    number_of(record),
                     record.bytes,
                     record.dtype,
                     record.source,

@@ -13,12 +13,12 @@ from math import ceil, prod
 
 import msgspec
 
-from crossrank.comm import CommRecord, Group
+from crossrank.comm import CommRecord, Group, is_p2p
 from crossrank.errors import CrossrankError
 from crossrank.replay.one_trace import Form, form_of
-from crossrank.replay.plan import Call, Plan, RankPlan, is_p2p
+from crossrank.replay.plan import Call, Plan, RankPlan
 from crossrank.replay.schedule import Key, keys_of
-from crossrank.replay.shapes import sized
+from crossrank.replay.shapes import GATHERED_WHOLE, SCATTERED_WHOLE, sized
 from crossrank.replay.transform import copy_left_out, with_calls
 from crossrank.tools.tables import rank_ranges
 
@@ -58,7 +58,7 @@ def resize(plan: Plan, world_size: int) -> Plan:
             source=template.source,
         )
         for call, key in zip(template.calls, keys[template.rank], strict=True):
-            moved = _moved(call, mapped[call.record.pg], number, shift, old, world_size, sent.get(key, {}))
+            moved = _moved(call, mapped[call.record.pg], number, shift, old, sent.get(key, {}))
             rank.calls.append(moved)
         ranks.append(rank)
     groups = {
@@ -119,7 +119,7 @@ def _sent(plan: Plan) -> dict[Key, dict[int, int]]:
     return sent
 
 
-def _moved(call: Call, one: _Mapped, rank: int, shift: int, old: int, new: int, sent: dict[int, int]) -> Call:
+def _moved(call: Call, one: _Mapped, rank: int, shift: int, old: int, sent: dict[int, int]) -> Call:
     record = call.record
     name, group = _group_at(one, rank, shift)
     members, before = group.ranks or [], one.group.ranks or []
@@ -129,22 +129,20 @@ def _moved(call: Call, one: _Mapped, rank: int, shift: int, old: int, new: int, 
     peer = record.peer + shift if record.peer is not None else None
     record = msgspec.structs.replace(record, pg=name, root=root, peer=peer)
     if len(members) != len(before) and not is_p2p(record):
-        record = sized(_reshared(record, group, before, sent, rank, old), group)
+        record = sized(_reshared(record, group, sent, rank, old), group)
     return msgspec.structs.replace(call, record=record, took_ns=None)
 
 
-def _reshared(
-    record: CommRecord, group: Group, before: list[int], sent: dict[int, int], rank: int, old: int
-) -> CommRecord:
+def _reshared(record: CommRecord, group: Group, sent: dict[int, int], rank: int, old: int) -> CommRecord:
     """The tensors of `record` for a group of another size."""
     members = group.ranks or []
-    n, was = len(members), len(before)
+    n = len(members)
     inputs, outputs = record.inputs, record.outputs
     in_split = out_split = None
-    if record.c10d in ("_allgather_base_", "allgather_into_tensor_coalesced_"):
+    if record.c10d in GATHERED_WHOLE:
         inputs = [[ceil(prod(shape) / n)] for shape in outputs]
         outputs = [[n * shape[0]] for shape in inputs]
-    elif record.c10d in ("_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"):
+    elif record.c10d in SCATTERED_WHOLE:
         outputs = [[ceil(prod(shape) / n)] for shape in inputs]
         inputs = [[n * shape[0]] for shape in outputs]
     elif record.c10d == "allgather_":
@@ -167,7 +165,6 @@ def _reshared(
         else:
             in_split, out_split = [mine] * n, theirs
             inputs, outputs = [[mine * n]], [[sum(theirs)]]
-    assert n != was
     return msgspec.structs.replace(record, inputs=inputs, outputs=outputs, in_split=in_split, out_split=out_split)
 
 

@@ -91,7 +91,6 @@ class RankResult(msgspec.Struct, kw_only=True):
     passes: list[Pass]
     cpu_s: float
     """Of all measured passes."""
-    arena_bytes: int
     late_ends: list[int]
     """Calls of which only the wait tells when they were over: at the latest then."""
     said: dict[str, int]

@@ -14,8 +14,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from crossrank.comm import CommRecord
-from crossrank.replay.plan import UNPLACED, Call, RankPlan, is_p2p, launches
+from crossrank.comm import CommRecord, is_p2p
+from crossrank.replay.plan import UNPLACED, Call, RankPlan, ends_of, launches, waited_before
 
 _PREFETCHED = ("all_gather", "reduce_scatter")
 """What sharded training has two of under way: the one that is used, and the next one."""
@@ -120,26 +120,26 @@ def place_waits(ranks: list[RankPlan], members: dict[str, list[int]]) -> tuple[s
             for call in rank.calls[first:end]:
                 if call.blocking:
                     call.wait_before = end
-    missing = [[call.wait_before == UNPLACED for call in rank.calls] for rank in ranks]
-    any_missing = any(map(any, missing))
-    as_recorded = walk(ranks, members) if not any_missing else None
+    missing = any(call.wait_before == UNPLACED for rank in ranks for call in rank.calls)
+    as_recorded = walk(ranks, members) if not missing else None
     if as_recorded is not None and as_recorded.ends:
         return None, as_recorded
     recorded = [[(call.wait_before, call.blocking) for call in rank.calls] for rank in ranks]
-    best: tuple[str | None, Walk] | None = (None, as_recorded) if as_recorded is not None else None
-    for policy in POLICIES:
+
+    def place(policy: Policy) -> None:
         for rank, waits in zip(ranks, recorded, strict=True):
             for call, (wait, blocking) in zip(rank.calls, waits, strict=True):
                 call.wait_before, call.blocking = wait, blocking
             policy.place(rank.calls)
+
+    best: tuple[str | None, Walk] | None = (None, as_recorded) if as_recorded is not None else None
+    for policy in POLICIES:
+        place(policy)
         tried = walk(ranks, members)
         if tried.ends:
             return policy.text, tried
         best = best or (policy.text, tried)
-    for rank, waits in zip(ranks, recorded, strict=True):
-        for call, (wait, blocking) in zip(rank.calls, waits, strict=True):
-            call.wait_before, call.blocking = wait, blocking
-        POLICIES[0].place(rank.calls)
+    place(POLICIES[0])
     assert best is not None
     return best
 
@@ -189,8 +189,7 @@ def keys_of(rank: RankPlan) -> list[Key]:
         record = call.record
         lane: Key
         if is_p2p(record):
-            ends = (rank.rank, record.peer) if record.op == "send" else (record.peer, rank.rank)
-            lane = ("p2p", record.pg, *ends, record.tag or 0)
+            lane = ("p2p", record.pg, *ends_of(record, rank.rank), record.tag or 0)
         else:
             lane = ("collective", record.pg)
         keys.append((*lane, counts[lane]))
@@ -200,15 +199,13 @@ def keys_of(rank: RankPlan) -> list[Key]:
 
 def _program(calls: list[Call]) -> list[tuple[int, bool]]:
     """(call, whether it is waited for here) in the order in which the executor goes."""
-    waits: dict[int, list[int]] = defaultdict(list)
     spans = launches(calls)
-    for first, end in spans:
-        until = max(end, *(calls[index].wait_before for index in range(first, end)))
+    waits: list[list[int]] = [[] for _ in range(len(spans) + 1)]
+    for (first, end), until in zip(spans, waited_before(calls, spans), strict=True):
         waits[until] += range(first, end)
     program = []
-    for first, end in spans:
-        for index in range(first, end):  # a wait that falls inside a batch comes before it
-            program += [(other, True) for other in waits.pop(index, ())]
+    for (first, end), before in zip(spans, waits, strict=False):
+        program += [(other, True) for other in before]
         program += [(index, False) for index in range(first, end)]
-    program += [(other, True) for others in waits.values() for other in others]
+    program += [(other, True) for other in waits[-1]]
     return program

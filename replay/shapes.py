@@ -40,6 +40,10 @@ _KNOWN = frozenset(
 )
 _ANY_ROOT = ("broadcast", "reduce")
 """Which rank is the root changes neither tensors nor, by much, times: one that is not recorded is the first member."""
+GATHERED_WHOLE = frozenset((_ONE_TENSOR["all_gather"], _COALESCED["all_gather"]))
+SCATTERED_WHOLE = frozenset((_ONE_TENSOR["reduce_scatter"], _COALESCED["reduce_scatter"]))
+"""c10d ops with one tensor for all members on the large side, part after part."""
+_IN_PLACE = ("all_reduce", "reduce", "broadcast")
 _LIST_NAMES = frozenset(("allgather", "reducescatter", "alltoall"))
 """What traces call the ops with a list of tensors, in letters alone. `alltoall` is also said of one tensor."""
 
@@ -105,7 +109,7 @@ def _with_tensors(record: CommRecord, n: int, item: int, rank: int) -> CommRecor
     op = record.op
     # Kineto and some dumps give no shapes: S of nccl-tests then tells the elements.
     elements = record.bytes // item
-    if op in ("all_reduce", "reduce", "broadcast"):
+    if op in _IN_PLACE:
         inputs = inputs or outputs or [[elements]]
         many = len(inputs) > 1
         if many and op != "all_reduce":
@@ -233,3 +237,17 @@ def sized(record: CommRecord, group: Group) -> CommRecord:
     item = DTYPES[record.dtype].size if record.dtype else 0
     size = operation.bytes(total_bytes(record.inputs, item), total_bytes(record.outputs, item), len(group.ranks or ()))
     return msgspec.structs.replace(record, bytes=size)
+
+
+def parts(shape: list[int], split: list[int] | None, n: int) -> list[int]:
+    """Elements of a tensor that go to, or come from, each of `n` members."""
+    whole = prod(shape)
+    if not split:
+        return [whole // n] * n
+    row = whole // (sum(split) or 1)
+    return [rows * row for rows in split]
+
+
+def tensors(record: CommRecord) -> list[list[list[int]]]:
+    """Shapes of the tensors that a call needs memory for, side by side: inputs and outputs, or both in one."""
+    return [record.inputs] if record.op in _IN_PLACE else [record.inputs, record.outputs]

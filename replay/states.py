@@ -6,7 +6,7 @@ import re
 
 import msgspec
 
-from crossrank.replay.plan import Plan
+from crossrank.replay.plan import Plan, number_of
 from crossrank.tools.diagnosis.findings import call_text
 from crossrank.tools.tables import print_table, rank_ranges
 
@@ -69,9 +69,8 @@ def print_states(states: dict[int, State], plan: Plan) -> None:
         where = "between calls"
         if 0 <= state.call < len(calls):
             record = calls[state.call].record
-            number = record.p2p_seq if record.peer is not None else record.seq
             peer = f" with rank {record.peer}" if record.peer is not None else ""
-            what = call_text(record.op + peer, number)
+            what = call_text(record.op + peer, number_of(record))
             where = f"call {state.call} of {len(calls)}: {what} on {record.pg} (id {record.id})"
         rows.append((rank.rank, state.phase, where, short(state.error) or "was waiting for others"))
     print_table(

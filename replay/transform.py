@@ -17,7 +17,7 @@ from crossrank.errors import CrossrankError
 from crossrank.replay.build import used_groups
 from crossrank.replay.plan import UNPLACED, Call, LeftOut, Plan, RankPlan
 from crossrank.replay.schedule import keys_of
-from crossrank.replay.shapes import sized
+from crossrank.replay.shapes import GATHERED_WHOLE, SCATTERED_WHOLE, parts, sized
 
 
 def with_calls(plan: Plan, change: Callable[[RankPlan, int, Call], CommRecord | str]) -> Plan:
@@ -97,11 +97,13 @@ def with_dtype(plan: Plan, name: str) -> Plan:
     if dtype is None:
         raise CrossrankError(f"--dtype {name!r} is not known; choose from {', '.join(DTYPES)}")
 
+    groups = {group.pg: group for group in plan.groups}
+
     def change(rank: RankPlan, index: int, call: Call) -> CommRecord:
         record = call.record
         if record.dtype is None:
             return record
-        return sized(msgspec.structs.replace(record, dtype=dtype.name), plan.group(record.pg))
+        return sized(msgspec.structs.replace(record, dtype=dtype.name), groups[record.pg])
 
     return untimed(with_calls(plan, change))
 
@@ -135,9 +137,9 @@ def _scaled(record: CommRecord, group: Group, factor: float) -> CommRecord:
         in_split = [_scale(part, factor) for part in parts(record.inputs[0], record.in_split, n)]
         out_split = [_scale(part, factor) for part in parts(record.outputs[0], record.out_split, n)]
         inputs, outputs = [[sum(in_split)]], [[sum(out_split)]]
-    elif record.c10d in ("_allgather_base_", "allgather_into_tensor_coalesced_"):
+    elif record.c10d in GATHERED_WHOLE:
         outputs = [[n * shape[0]] for shape in inputs]
-    elif record.c10d in ("_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"):
+    elif record.c10d in SCATTERED_WHOLE:
         inputs = [[n * shape[0]] for shape in outputs]
     changed = msgspec.structs.replace(record, inputs=inputs, outputs=outputs, in_split=in_split, out_split=out_split)
     return sized(changed, group)
@@ -178,15 +180,6 @@ def for_backend(plan: Plan, backend: str) -> Plan:
         f"{len(uneven)} all_to_all(s) of lists of uneven tensors are made of one tensor each, for gloo"
     )
     return changed
-
-
-def parts(shape: list[int], split: list[int] | None, n: int) -> list[int]:
-    """Elements of a tensor that go to, or come from, each of `n` members."""
-    whole = prod(shape)
-    if not split:
-        return [whole // n] * n
-    row = whole // (sum(split) or 1)
-    return [rows * row for rows in split]
 
 
 def untimed(plan: Plan) -> Plan:

@@ -123,7 +123,6 @@ def _replay(rank: int, local_rank: int, meeting: Meeting, errand: Errand, watch:
         offset_error_ns=error,
         passes=passes,
         cpu_s=cpu_s,
-        arena_bytes=program.arena_bytes,
         late_ends=late_ends(program),
         said=program.said,
         check_failures=checker.failures if checker is not None else None,

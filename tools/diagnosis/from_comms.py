@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from crossrank.comm import MOST_RANKS, OPERATIONS, CommRecord, crosses_nodes
+from crossrank.comm import MOST_RANKS, CommRecord, crosses_nodes, is_p2p
 from crossrank.recording import CommsFile
 from crossrank.tools.diagnosis.evidence import (
     RETIRED,
@@ -124,7 +124,7 @@ def add_roots(evidence: RankEvidence, records: Sequence[CommRecord], offset: int
         whole = msgspec.structs.replace(known, root=record.root, reduce=record.reduce)
         calls.signature[row] = signatures.number(whole)
         if not calls.stack[row]:
-            calls.stack[row] = stacks.number(_stack(record))
+            calls.stack[row] = stacks.number(stack_of_record(record))
     evidence.signatures, evidence.stacks = signatures.rows, stacks.rows
 
 
@@ -157,7 +157,7 @@ def last_words(comms: RankEvidence) -> str:
 
 def add_p2p(evidence: RankEvidence, records: Sequence[CommRecord], offset: int) -> None:
     """Add the sends and receives among `records` to the calls of a dump that has none, by their times."""
-    if any(_is_p2p(record) for record in records):
+    if any(is_p2p(record) for record in records):
         evidence.numbered_pairs = True
         _add(evidence, records, offset, p2p_only=True)
         _sort_by_time(evidence)
@@ -177,10 +177,10 @@ def _add(evidence: RankEvidence, records: Sequence[CommRecord], offset: int, *, 
     last = records[-1].id if records else -1
     unusable = 0
     for record in records:
-        is_p2p = _is_p2p(record)
-        if p2p_only and not is_p2p:
+        p2p = is_p2p(record)
+        if p2p_only and not p2p:
             continue
-        seq = record.p2p_seq if is_p2p else record.seq
+        seq = record.p2p_seq if p2p else record.seq
         numbers = (record.id, record.t + offset, seq or 0, record.peer or 0, record.root or 0)
         if seq is None or not all(-_MOST < number < _MOST for number in numbers):
             unusable += 1
@@ -189,7 +189,7 @@ def _add(evidence: RankEvidence, records: Sequence[CommRecord], offset: int, *, 
         if group is None:
             group = indices[record.pg] = len(evidence.groups)
             evidence.groups.append(GroupClaim(record.pg, "", None))
-        unawaited = is_p2p and record.api not in _BLOCKING_P2P
+        unawaited = p2p and record.api not in _BLOCKING_P2P
         if unawaited:
             evidence.unawaited.add(len(evidence.calls))
         open_at_end = not evidence.ended and (unawaited or record.id == last)
@@ -199,7 +199,7 @@ def _add(evidence: RankEvidence, records: Sequence[CommRecord], offset: int, *, 
             signature=signatures.number(signature_of_record(record)),
             state=SCHEDULED if open_at_end else RETIRED,
             created=record.t + offset,
-            stack=stacks.number(_stack(record)),
+            stack=stacks.number(stack_of_record(record)),
             record=record.id,
         )
     evidence.signatures, evidence.stacks = signatures.rows, stacks.rows
@@ -207,12 +207,8 @@ def _add(evidence: RankEvidence, records: Sequence[CommRecord], offset: int, *, 
         evidence.problems.append(f"{unusable} of {len(records)} calls have no number, or one beyond reason")
 
 
-def _is_p2p(record: CommRecord) -> bool:
-    row = OPERATIONS.get(record.op)
-    return row is not None and row.p2p
-
-
-def _stack(record: CommRecord) -> tuple[Frame, ...]:
+def stack_of_record(record: CommRecord) -> tuple[Frame, ...]:
+    """The one frame that a record names, as a stack."""
     if record.source is None:
         return ()
     name, _, line = record.source.rpartition(":")

@@ -36,7 +36,6 @@ def checkers(call: CommRecord, n: int) -> tuple[list[Checker], Tensors, Tensors]
             bound=[Bound(first=0, count=1, launch=_nothing, waits=(), blocking=True, has_future=False, lane="0")],
             tensors=[(sides[0], sides[1])],
             substitutes=[substitute(mine, "gloo")],
-            arena_bytes=0,
             device=torch.device("cpu"),
             groups={"0": group},
             last_waits=(),

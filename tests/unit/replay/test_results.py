@@ -37,7 +37,6 @@ def result(rank: int, *passes: list[tuple[int, int, int]], offset: int = 0) -> R
         offset_error_ns=0,
         passes=columns,
         cpu_s=0.0,
-        arena_bytes=0,
         late_ends=[],
         said={},
         check_failures=None,
