@@ -89,13 +89,14 @@ def _check_launched(arguments: argparse.Namespace, combinations: list[Combinatio
 def _lead(arguments: argparse.Namespace, combinations: list[Combination], lead: Lead | None) -> int:
     """Read, plan, run and report; everything but the work of the other ranks under a launcher."""
     recorded = _read(arguments)
-    digest = hashlib.sha256(msgspec.json.encode(recorded)).hexdigest()
+    keeps = bool(arguments.sweep) and arguments.output is not None
+    digest = hashlib.sha256(msgspec.json.encode(recorded)).hexdigest() if keeps else ""
     outcomes: list[tuple[Combination, Report | str]] = []
     codes = []
     swept, failed_ranks = bool(arguments.sweep), False
     for number, one in enumerate(combinations):
         given = options.with_values(arguments, one.options)
-        folder = Path(arguments.output, one.name) if arguments.output is not None and swept else None
+        folder = Path(arguments.output, one.name) if keeps else None
         made_of = stamp(_words(given, one), digest)
         known = finished(folder, made_of) if folder is not None else None
         if known is not None:
@@ -142,7 +143,9 @@ def _lead(arguments: argparse.Namespace, combinations: list[Combination], lead: 
         outcomes.append((one, report))
     if lead is not None:
         if failed_ranks:
-            lead.leave(1)
+            from crossrank.replay.worker import leave
+
+            leave(1)
         lead.end()
     if swept and not arguments.dry_run:
         if arguments.json:

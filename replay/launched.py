@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
 
 from torch.distributed import Store
 
@@ -19,7 +18,7 @@ from crossrank.replay.plan import Plan
 from crossrank.replay.results import RankResult
 from crossrank.replay.settings import Settings
 from crossrank.replay.states import Failed, State, print_states
-from crossrank.replay.worker import run_rank
+from crossrank.replay.worker import leave, run_rank
 
 _REFUSAL_S = 2.0
 """How long rank 0 stays to be heard when it has nothing to replay."""
@@ -78,10 +77,6 @@ class Lead:
             while time.monotonic() < deadline and self._store.add("left", 0) < self.place.world_size - 1:
                 time.sleep(0.01)  # the store goes with this process
 
-    def leave(self, code: int) -> NoReturn:
-        """End this process after a failure: threads of a backend that failed may keep an interpreter from ending."""
-        _leave(code)
-
 
 def serve(place: Place, timeout_s: float) -> int:
     """Any other rank: replays what rank 0 sends until that has no more; returns the exit code."""
@@ -97,17 +92,11 @@ def serve(place: Place, timeout_s: float) -> int:
             time.sleep(_REFUSAL_S)  # rank 0 tells why, and goes first
             return 2
         if code:
-            _leave(code)
+            leave(code)
         if result is None:
             store.add("left", 1)
             return 0
         turn += 1
-
-
-def _leave(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 @contextmanager

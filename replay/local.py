@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from torch.distributed import TCPStore
 
@@ -94,10 +94,9 @@ def _variables(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _results(meeting: Meeting, processes: list[BaseProcess]) -> list[RankResult]:
-    alive = dict(enumerate(processes))
     told = time.monotonic()
-    while alive:
-        ready = wait([process.sentinel for process in alive.values()], timeout=0.05)
+    while True:
+        ended = wait([process.sentinel for process in processes], timeout=0.05)
         if time.monotonic() - told > _TELL_S:
             told = time.monotonic()
             state = meeting.states().get(0)
@@ -109,13 +108,11 @@ def _results(meeting: Meeting, processes: list[BaseProcess]) -> list[RankResult]
             for process in processes:
                 process.join(max(0.0, deadline - time.monotonic()))
             return results
-        ended = {rank: process for rank, process in alive.items() if process.sentinel in ready}
         if ended:
             _fail(meeting, processes)
-    raise AssertionError("unreachable")
 
 
-def _fail(meeting: Meeting, processes: list[BaseProcess]) -> None:
+def _fail(meeting: Meeting, processes: list[BaseProcess]) -> NoReturn:
     """Collect where every rank is, and raise."""
     meeting.abort()
     deadline = time.monotonic() + _GRACE_S
@@ -136,7 +133,7 @@ def _fail(meeting: Meeting, processes: list[BaseProcess]) -> None:
 
 def _rank(rank: int, world_size: int, port: int, timeout_s: float) -> None:
     """Runs in a process of its own."""
-    from crossrank.replay.worker import run_rank
+    from crossrank.replay.worker import leave, run_rank
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent as well, which ends all
     threading.Thread(target=_end_with_parent, name="crossrank-parent", daemon=True).start()
@@ -146,10 +143,7 @@ def _rank(rank: int, world_size: int, port: int, timeout_s: float) -> None:
     timeout = timedelta(seconds=timeout_s)
     first, second = (TCPStore("127.0.0.1", port, is_master=False, timeout=timeout) for _ in range(2))
     code, _ = run_rank(rank, rank, Meeting(first, world_size), Meeting(second, world_size))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Threads of a backend that failed may keep an interpreter from ending.
-    os._exit(code)
+    leave(code)
 
 
 def _end_with_parent() -> None:

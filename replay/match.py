@@ -10,7 +10,7 @@ from math import prod
 
 from crossrank.comm import is_p2p
 from crossrank.replay.plan import Plan, RankPlan
-from crossrank.replay.schedule import Key, Walk, keys_of
+from crossrank.replay.schedule import Key, Walk
 from crossrank.replay.shapes import parts
 from crossrank.tools.diagnosis.diagnose import diagnose
 from crossrank.tools.diagnosis.evidence import (
@@ -38,7 +38,7 @@ def mismatches(plan: Plan, walk: Walk) -> list[str]:
     diagnosis, _ = diagnose(evidence, world_size=plan.world_size)
     files = {rank.rank: rank.source for rank in plan.ranks}
     found = [_line(finding, files) for finding in diagnosis.findings]
-    found += _split_mismatches(plan)
+    found += _split_mismatches(plan, walk)
     if not found and not walk.ends:
         stuck = {rank: at for rank, at in walk.reached.items() if at < len(plan.ranks[rank].calls)}
         rank, at = next(iter(stuck.items()))
@@ -80,7 +80,7 @@ def _evidence(plan: Plan, rank: RankPlan, walk: Walk) -> RankEvidence:
     stacks: Table[tuple[Frame, ...]] = Table(())
     over = walk.over[rank.rank]
     last = walk.reached[rank.rank]
-    for index, (call, key) in enumerate(zip(rank.calls, keys_of(rank), strict=True)):
+    for index, (call, key) in enumerate(zip(rank.calls, walk.keys[rank.rank], strict=True)):
         if index > last:
             break
         record = call.record
@@ -101,12 +101,12 @@ def _evidence(plan: Plan, rank: RankPlan, walk: Walk) -> RankEvidence:
     return evidence
 
 
-def _split_mismatches(plan: Plan) -> list[str]:
+def _split_mismatches(plan: Plan, walk: Walk) -> list[str]:
     """all_to_alls in which what one rank sends to another is not what that one expects from it."""
     groups = {group.pg: group for group in plan.groups}
     sent: dict[Key, dict[int, tuple[list[int], list[int], int]]] = {}
     for rank in plan.ranks:
-        for call, key in zip(rank.calls, keys_of(rank), strict=True):
+        for call, key in zip(rank.calls, walk.keys[rank.rank], strict=True):
             record = call.record
             if record.op != "all_to_all":
                 continue

@@ -64,12 +64,12 @@ def _points(
             x(size),
             y(value),
             row.op,
-            f"{row.op} on {row.pg} ({row.ranks} ranks), {texts.size_text(row.size_from, row.size_to)}: "
+            f"{row.op} on {row.pg} ({row.ranks} ranks), {texts.size_text(row.size_to)}: "
             f"{2**value:.3g} GB/s, {row.calls} call(s)",
         )
         for row, size, value in zip(rows, sizes, values, strict=True)
     ]
     step = max(1, (high - low) // 5)
     y_ticks = [(y(tick), f"{2.0**tick:.2g}") for tick in range(low, high + 1, step)]
-    x_ticks = [(x(size), texts.size_text(1, round(2**size)).removeprefix("up to ")) for size in sorted(set(sizes))]
+    x_ticks = [(x(size), texts.size_text(round(2**size)).removeprefix("up to ")) for size in sorted(set(sizes))]
     return points, y_ticks, x_ticks

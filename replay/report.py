@@ -127,6 +127,11 @@ def make_report(
     )
 
 
+def indented(content: object) -> bytes:
+    """JSON that people can read as well."""
+    return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
+
+
 def plan_json(plan: Plan) -> bytes:
     """What `show.print_plan` says, as JSON."""
     coverage = plan.coverage()
@@ -143,11 +148,11 @@ def plan_json(plan: Plan) -> bytes:
         "notes": plan.notes,
         "damage": plan.damage,
     }
-    return msgspec.json.format(msgspec.json.encode(facts), indent=2) + b"\n"
+    return indented(facts)
 
 
 def to_json(report: Report) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+    return indented(report)
 
 
 _COLUMNS = (

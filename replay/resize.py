@@ -45,8 +45,8 @@ def resize(plan: Plan, world_size: int) -> Plan:
     if world_size < 1:
         raise CrossrankError(f"{world_size} ranks cannot replay anything")
     mapped = {group.pg: _map(group, old, world_size) for group in plan.groups}
-    sent = _sent(plan)
     keys = {rank.rank: keys_of(rank) for rank in plan.ranks}
+    sent = _sent(plan, keys)
     ranks = []
     for number in range(world_size):
         template = plan.ranks[number % old]
@@ -109,11 +109,11 @@ def _group_at(one: _Mapped, rank: int, shift: int) -> tuple[str, Group]:
     return name, msgspec.structs.replace(one.group, pg=name, ranks=[member + shift for member in one.group.ranks or ()])
 
 
-def _sent(plan: Plan) -> dict[Key, dict[int, int]]:
+def _sent(plan: Plan, keys: dict[int, list[Key]]) -> dict[Key, dict[int, int]]:
     """Elements that each rank sends in every all_to_all."""
     sent: dict[Key, dict[int, int]] = {}
     for rank in plan.ranks:
-        for call, key in zip(rank.calls, keys_of(rank), strict=True):
+        for call, key in zip(rank.calls, keys[rank.rank], strict=True):
             if call.record.op == "all_to_all":
                 sent.setdefault(key, {})[rank.rank] = sum(map(prod, call.record.inputs))
     return sent

@@ -104,6 +104,8 @@ class Walk:
     """Rank -> the call it does not return from; the number of its calls where it ends."""
     over: dict[int, bytearray]
     """Rank -> for each call whether it can end."""
+    keys: dict[int, list[Key]]
+    """Rank -> what each of its calls is on all ranks (`keys_of`)."""
 
     @property
     def ends(self) -> bool:
@@ -176,6 +178,7 @@ def walk(ranks: list[RankPlan], members: dict[str, list[int]]) -> Walk:
             at[rank] += 1
     return Walk(
         reached=reached,
+        keys=keys,
         over={rank: bytearray(arrived[key] >= needed.get(key, 1) for key in mine) for rank, mine in keys.items()},
     )
 

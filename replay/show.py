@@ -45,7 +45,7 @@ def print_report(report: Report) -> None:
             row.op,
             row.pg,
             row.ranks,
-            size_text(row.size_from, row.size_to),
+            size_text(row.size_to),
             row.calls,
             microseconds(row.time_us["p50"]),
             microseconds(row.time_us["p95"]),
@@ -99,7 +99,7 @@ def print_comparison(comparison: Comparison) -> None:
     rows = [
         (
             row.op,
-            size_text(row.size_from, row.size_to),
+            size_text(row.size_to),
             row.calls,
             microseconds(row.recorded_us),
             microseconds(row.replayed_us),
@@ -158,11 +158,11 @@ def print_check(check: Check) -> None:
     )
 
 
-def size_text(low: int, high: int) -> str:
-    """A size bucket for people: binary units, as its bounds are."""
-    if high == 0:
+def size_text(most: int) -> str:
+    """A size bucket for people, by its upper bound: binary units, as bounds are."""
+    if most == 0:
         return "none"
-    value, unit = float(high), "B"
+    value, unit = float(most), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
             break

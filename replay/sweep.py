@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from crossrank.errors import CrossrankError
-from crossrank.replay.report import JSON, Report
+from crossrank.replay.report import JSON, Report, indented
 from crossrank.replay.show import microseconds
 from crossrank.tools.tables import print_table
 
@@ -92,7 +92,7 @@ def sweep_json(results: list[tuple[Combination, Report | str]]) -> bytes:
         | ({"error": report} if isinstance(report, str) else {"report": report})
         for one, report in results
     ]
-    return msgspec.json.format(msgspec.json.encode(rows), indent=2) + b"\n"
+    return indented(rows)
 
 
 def print_sweep(results: list[tuple[Combination, Report | str]]) -> None:

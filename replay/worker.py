@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -295,6 +295,13 @@ class Watch(threading.Thread):
 
     def _call(self) -> int:
         return self._executor.progress[0] if self._executor is not None else -1
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now: threads of a backend that failed may keep an interpreter from ending."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def check_backend(backend: str | None, device: str | None, ranks_here: int | None) -> tuple[str, str]:
