@@ -85,6 +85,12 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
+def is_folder(path: str) -> bool:
+    """Whether there is a folder at a path or URL."""
+    file_system, local = _file_system(path)
+    return bool(file_system.isdir(local))
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankFile:
     """One file of a recording."""

@@ -15,7 +15,7 @@ import msgspec
 from crossrank.comm import CommRecord, Group, is_p2p
 from crossrank.replay.exchanges import lacks_parts, with_parts
 from crossrank.replay.plan import ends_of, number_of
-from crossrank.replay.rank_calls import RankCalls
+from crossrank.tools.calls.rank_calls import RankCalls
 
 _OUT_OF_RING = "another rank's dump no longer has it"
 _ALONE = "another rank of its group has no such call"

@@ -14,7 +14,7 @@ import msgspec
 
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, is_url
-from crossrank.replay import options, sources
+from crossrank.replay import options
 from crossrank.replay.arena import bytes_needed
 from crossrank.replay.build import build, settle
 from crossrank.replay.launcher import Place, find_place
@@ -29,7 +29,9 @@ from crossrank.replay.show import print_plan, print_report
 from crossrank.replay.states import Failed, print_states
 from crossrank.replay.sweep import Combination, finished, parse_sweeps, print_sweep, set_stamp, stamp, sweep_json
 from crossrank.replay.transform import first_calls, for_backend, only_groups, only_operations, scale_bytes, with_dtype
-from crossrank.tools.commands.link import complain, progress
+from crossrank.tools.calls import sources
+from crossrank.tools.commands.options import complain, progress
+from crossrank.tools.fleet import Fleet
 from crossrank.tools.tables import amount
 
 if TYPE_CHECKING:
@@ -174,7 +176,9 @@ def _read(arguments: argparse.Namespace) -> Plan:
     jobs = arguments.jobs or min(os.cpu_count() or 1, len(found.inputs))
     size = sum(os.path.getsize(one.path) for one in found.inputs if os.path.exists(one.path))
     jobs = jobs if arguments.jobs or size > _WORTH_PROCESSES else 1
-    ranks = progress("reading", len(found.inputs), lambda done: sources.read(found, jobs, done, steps=steps))
+    ranks = progress(
+        "reading", len(found.inputs), lambda done: sources.read(found, Fleet(jobs=jobs), done, steps=steps)
+    )
     others = [one.path for one in found.inputs[1:]]
     if arguments.one_trace:
         ranks = spread(ranks[0], arguments.world_size)

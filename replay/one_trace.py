@@ -13,7 +13,7 @@ import msgspec
 
 from crossrank.comm import CommRecord, is_p2p
 from crossrank.errors import CrossrankError
-from crossrank.replay.rank_calls import RankCalls, RecordedCall
+from crossrank.tools.calls.rank_calls import RankCalls, RecordedCall
 from crossrank.tools.tables import rank_ranges
 
 

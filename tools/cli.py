@@ -15,6 +15,7 @@ from typing import Protocol
 
 import crossrank
 from crossrank.errors import CrossrankError
+from crossrank.tools.shards import ShardDone
 
 # name -> (module, class, one line for the overview)
 COMMANDS = {
@@ -60,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parse(list(sys.argv[1:] if argv is None else argv))
         return int(arguments.run(arguments))
+    except ShardDone as share:
+        print(share)
+        return 0
     except CrossrankError as error:
         print(f"crossrank: {error}", file=sys.stderr)
         return 2

@@ -1,62 +1,150 @@
-"""A map over ranks: each worker reads the files of its rank and returns a small summary."""
+"""All work over ranks goes through here: a worker takes one rank and returns a small summary of it.
+
+Which workers, a `Fleet` says: this process, local processes, a Dask cluster, or any `concurrent.futures.Executor`.
+Results come in the order of the items, so what is made of them does not depend on who did the work. An item whose
+worker was killed or whose function failed is tried once more, by itself, before it is given up.
+
+`--shard I/N` does every N-th item and keeps the results in a file; `--merge` goes on from all N of them.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TypeVar
 
 from crossrank.errors import CrossrankError, one_line
+from crossrank.tools.shards import Merge, Shard
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """Who does the work. The first that is set counts: `executor`, `cluster`, `jobs`."""
+
+    jobs: int = 1
+    """Local processes; 1 = this one."""
+    cluster: str | None = None
+    """`local`, or the address of a Dask scheduler."""
+    executor: Executor | None = None
+    """The caller's; it is left open."""
+    part: Shard | Merge | None = None
+    """Only a share of the items, or the results of all shares."""
+
+
 def map_ranks(
     function: Callable[[Item], Result],
     items: Iterable[Item],
-    jobs: int,
+    fleet: Fleet,
     *,
     failed: Callable[[Item, CrossrankError], Result] | None = None,
     done: Callable[[], None] = lambda: None,
 ) -> list[Result]:
-    """`function` of every item, in order, on up to `jobs` processes; in this process where that is 1.
+    """`function` of every item, in order.
 
-    `done` is called here after each item. Where `failed` is given, it makes the result of an item whose function
-    raised or whose process was killed, and the other items go on; else the first error is raised.
+    `done` is called here after each item. Where `failed` is given, it makes the result of an item that failed twice,
+    and the other items go on; else the first such error is raised. Raises `ShardDone` where only a share was asked for.
     """
     work = list(items)
-    jobs = min(jobs, len(work))
-    if jobs <= 1:
-        results = []
-        for item in work:
-            results.append(_one(function, item, failed))
+    if isinstance(fleet.part, Merge):
+        results: list[Result] = fleet.part.results(len(work))
+        for _ in work:
             done()
         return results
+    if isinstance(fleet.part, Shard):
+        share = fleet.part.of(len(work))
+        mine = _map(function, [work[index] for index in share], fleet, failed, done)
+        raise fleet.part.keep(mine, len(work))
+    return _map(function, work, fleet, failed, done)
+
+
+def _map(
+    function: Callable[[Item], Result],
+    work: list[Item],
+    fleet: Fleet,
+    failed: Callable[[Item, CrossrankError], Result] | None,
+    done: Callable[[], None],
+) -> list[Result]:
     slots: list[Result | None] = [None] * len(work)
-    left = _in_pool(function, list(enumerate(work)), jobs, slots, failed, done)
-    # A process that is killed takes the pool along. What it leaves is tried once more, each by itself.
-    for index, item in left:
-        if _in_pool(function, [(index, item)], 1, slots, failed, done):
-            killed = CrossrankError("its process was killed, most often for lack of memory; try --jobs 1")
+    left: list[tuple[int, Exception]] = []
+    with _workers(fleet, len(work)) as pool:
+        for index, outcome in _outcomes(function, list(enumerate(work)), pool):
+            if isinstance(outcome, _Failure):
+                left.append((index, outcome.error))
+            else:
+                slots[index] = outcome
+                done()
+    # A process that is killed takes its pool along. What it leaves is tried once more, each by itself.
+    for index, _ in sorted(left, key=lambda entry: entry[0]):
+        with _workers(fleet, len(work)) as pool:
+            _, outcome = next(_outcomes(function, [(index, work[index])], pool))
+        if isinstance(outcome, _Failure):
             if failed is None:
-                raise killed
-            slots[index] = failed(item, killed)
-            done()
+                raise _as_ours(outcome.error) from outcome.error
+            slots[index] = failed(work[index], _as_ours(outcome.error))
+        else:
+            slots[index] = outcome
+        done()
     return slots  # type: ignore[return-value]  # every slot is filled by now
 
 
-def _one(
-    function: Callable[[Item], Result], item: Item, failed: Callable[[Item, CrossrankError], Result] | None
-) -> Result:
-    try:
-        return function(item)
-    except Exception as error:
-        if failed is None:
-            raise
-        return failed(item, _as_ours(error))
+@dataclass(frozen=True)
+class _Failure:
+    error: Exception
+
+
+@contextmanager
+def _workers(fleet: Fleet, items: int) -> Iterator[Executor | None]:
+    """The executor of `fleet`; None for this process."""
+    if fleet.executor is not None:
+        yield fleet.executor
+    elif fleet.cluster is not None:
+        from crossrank.tools.cluster import dask_executor
+
+        with dask_executor(fleet.cluster, min(fleet.jobs, max(items, 1))) as executor:
+            yield executor
+    elif (jobs := min(fleet.jobs, items)) > 1:
+        # Workers are spawned: a fork of a process with threads may deadlock.
+        context = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(max_workers=jobs, mp_context=context)
+        try:
+            yield pool
+        finally:
+            pool.shutdown(cancel_futures=True)
+    else:
+        with nullcontext():
+            yield None
+
+
+def _outcomes(
+    function: Callable[[Item], Result], work: list[tuple[int, Item]], pool: Executor | None
+) -> Iterator[tuple[int, Result | _Failure]]:
+    """Results as they come, each with the number of its item."""
+    if pool is None:
+        for index, item in work:
+            try:
+                yield index, function(item)
+            except Exception as error:
+                yield index, _Failure(error)
+        return
+    futures: dict[Future[Result], int] = {}
+    broken: Exception | None = None
+    for index, item in work:
+        try:
+            futures[pool.submit(function, item)] = index
+        except Exception as error:  # the pool broke while it was filled
+            broken = error
+            yield index, _Failure(broken)
+    for future in as_completed(futures):
+        try:
+            yield futures[future], future.result()
+        except Exception as error:
+            yield futures[future], _Failure(error)
 
 
 def _as_ours(error: Exception) -> CrossrankError:
@@ -65,36 +153,6 @@ def _as_ours(error: Exception) -> CrossrankError:
         return error
     if isinstance(error, MemoryError):
         return CrossrankError("there is not enough memory for it; try --jobs 1, or a larger machine")
+    if type(error).__name__ in ("BrokenProcessPool", "KilledWorker"):
+        return CrossrankError("its process was killed, most often for lack of memory; try --jobs 1")
     return CrossrankError(f"stopped by an error that was not foreseen ({one_line(error)}); please report it")
-
-
-def _in_pool(
-    function: Callable[[Item], Result],
-    work: list[tuple[int, Item]],
-    jobs: int,
-    slots: list[Result | None],
-    failed: Callable[[Item, CrossrankError], Result] | None,
-    done: Callable[[], None],
-) -> list[tuple[int, Item]]:
-    """Fill the slots of `work`; returns what could not be done because a process of the pool was killed."""
-    # Workers are spawned: a fork of a process with threads may deadlock.
-    context = multiprocessing.get_context("spawn")
-    left = []
-    with ProcessPoolExecutor(max_workers=jobs, mp_context=context) as pool:
-        futures: dict[Future[Result], tuple[int, Item]] = {
-            pool.submit(function, item): (index, item) for index, item in work
-        }
-        for future in as_completed(futures):
-            index, item = futures[future]
-            try:
-                slots[index] = future.result()
-            except BrokenProcessPool:
-                left.append((index, item))
-                continue
-            except Exception as error:
-                if failed is None:
-                    pool.shutdown(cancel_futures=True)
-                    raise
-                slots[index] = failed(item, _as_ours(error))
-            done()
-    return sorted(left, key=lambda entry: entry[0])

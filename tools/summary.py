@@ -10,7 +10,7 @@ import msgspec
 from crossrank.comm import Group
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, CommsFile, Header, Listing, RankFile, list_recording
-from crossrank.tools.fleet import map_ranks
+from crossrank.tools.fleet import Fleet, map_ranks
 
 
 class Tally(msgspec.Struct):
@@ -79,13 +79,13 @@ class Summary(msgspec.Struct):
     warnings: list[str]
 
 
-def summarise(path: str, jobs: int) -> Summary:
+def summarise(path: str, fleet: Fleet) -> Summary:
     """Read the recording at `path`. Raises `CrossrankError` where there is none."""
     listing = list_recording(path)
     comms = listing.of_kind(COMMS)
     if not comms:
         raise CrossrankError(f"{path} is no recording: {_found(listing)}; name the folder given as TRACING_DIR")
-    return _merge(listing, map_ranks(summarise_rank, comms, jobs))
+    return _merge(listing, map_ranks(summarise_rank, comms, fleet))
 
 
 def _found(listing: Listing) -> str:

@@ -1,16 +1,59 @@
-"""Files that are there whole or not at all, also after an error or Ctrl-C."""
+"""Files that are there whole or not at all, also after an error or Ctrl-C; local or at an fsspec URL."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import fsspec
+
+from crossrank.errors import CrossrankError, one_line
+from crossrank.recording import is_url
+
+
+def join(folder: str | Path, name: str) -> str:
+    """Path or URL of `name` in `folder`.
+
+    >>> join("s3://bucket/run/", "a"), join("run", "a"), join("/", "a")
+    ('s3://bucket/run/a', 'run/a', '/a')
+    """
+    folder = str(folder)
+    return f"{folder.rstrip('/')}/{name}" if is_url(folder) else os.path.join(folder, name)
+
+
+def make_folder(folder: str) -> None:
+    """Make a local folder or one at a URL, with those above it. Raises `CrossrankError` where that cannot be."""
+    try:
+        if is_url(folder):
+            file_system, path = fsspec.core.url_to_fs(folder)
+            file_system.makedirs(path, exist_ok=True)
+        else:
+            os.makedirs(folder, exist_ok=True)
+    except Exception as error:  # every kind of file system has errors of its own
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
+        raise CrossrankError(f"{folder}: cannot be made ({reason}); name another folder with -o") from error
+
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Gives the name under which the block writes; it becomes `path` if the block ends well, and goes otherwise."""
+def whole_file(path: str | Path) -> Iterator[Path]:
+    """Gives the local name under which the block writes; it becomes `path` if the block ends well, and goes otherwise.
+
+    A URL gets the file when it is whole. Raises `OSError` where it cannot be put in place.
+    """
+    if is_url(str(path)):
+        with tempfile.TemporaryDirectory(prefix="crossrank-") as folder:
+            temporary = Path(folder) / str(path).rpartition("/")[2]
+            yield temporary
+            try:
+                file_system, there = fsspec.core.url_to_fs(str(path))
+                file_system.put_file(str(temporary), there)
+            except Exception as error:  # every kind of file system has errors of its own
+                raise OSError(0, one_line(error), str(path)) from error
+        return
+    path = Path(path)
     temporary = path.with_name(f".{path.name}.part")
     try:
         yield temporary

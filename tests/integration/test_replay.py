@@ -18,8 +18,9 @@ from crossrank.replay.local import run_local
 from crossrank.replay.plan import Plan
 from crossrank.replay.results import measure
 from crossrank.replay.settings import Settings
-from crossrank.replay.sources import find, read
+from crossrank.tools.calls.sources import find, read
 from crossrank.tools.cli import main
+from crossrank.tools.fleet import Fleet
 from tests.integration import callers
 from tests.integration.test_link import train as train_with_everything
 from tests.integration.world import World
@@ -235,7 +236,7 @@ def test_pace_keeps_the_recorded_gaps(two_ranks: World, tmp_path: Path) -> None:
 
 def plan_of_recording(recorded: Path) -> Plan:
     found = find(str(recorded))
-    plan = build(read(found, 1), str(recorded), found.kind)
+    plan = build(read(found, Fleet()), str(recorded), found.kind)
     settle(plan)
     return plan
 

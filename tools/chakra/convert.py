@@ -36,13 +36,15 @@ class Converted:
     collectives: dict[str, list[str]] = field(default_factory=dict)
     """Number of a group -> its collectives in order, each as its operation and size."""
     warnings: list[str] = field(default_factory=list)
+    size: int = 0
+    """Bytes of the file."""
     graph: RankGraph | None = None
     """For the simulation, where it is asked for."""
 
 
 def convert(
     trace: LinkedTrace,
-    path: Path,
+    path: str | Path,
     *,
     mode: DependencyMode = "all",
     strict: bool = False,
@@ -61,7 +63,7 @@ def convert(
     result = Converted(implied=reduce_dependencies(nodes), groups=sorted(groups.values(), key=lambda g: int(g.number)))
     ordered, _ = in_order(nodes, strict=True)
     result.warnings = warnings + dropped
-    write_chakra(trace, ordered, result.groups, path, mode)
+    result.size = write_chakra(trace, ordered, result.groups, path, mode)
     if keep_graph:
         result.graph = rank_graph(ordered, trace.rank or 0, trace.base_ns)
     result.nodes = dict(Counter(_kind(node) for node in ordered))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 
@@ -14,12 +13,12 @@ from crossrank.recording import LINKED, file_name
 from crossrank.tools.chakra.convert import Converted, convert
 from crossrank.tools.chakra.graph import DependencyMode
 from crossrank.tools.chakra.groups import merge
-from crossrank.tools.fleet import map_ranks
+from crossrank.tools.fleet import Fleet, map_ranks
 from crossrank.tools.linking import link
 from crossrank.tools.linking.inputs import RankInput
 from crossrank.tools.linking.linked_file import write_linked
 from crossrank.tools.linking.read_linked import read_linked
-from crossrank.tools.whole_file import whole_file
+from crossrank.tools.whole_file import join, whole_file
 
 GROUPS = "comm_groups.json"
 
@@ -43,6 +42,8 @@ class RankResult:
     rank: int | None
     window: int
     output: str | None = None
+    size: int = 0
+    """Bytes of the output."""
     error: str | None = None
     converted: Converted = field(default_factory=Converted)
     damage: list[str] = field(default_factory=list)
@@ -64,9 +65,9 @@ def chakra_name(rank: int, window: int) -> str:
     return f"chakra.{rank}.et" if window == 1 else f"chakra-w{window}.{rank}.et"
 
 
-def convert_ranks(tasks: Iterable[Task], jobs: int, done: Callable[[], None]) -> list[RankResult]:
+def convert_ranks(tasks: Iterable[Task], fleet: Fleet, done: Callable[[], None]) -> list[RankResult]:
     """Convert every rank; one that fails has its error in its result, and the others are converted all the same."""
-    return map_ranks(_convert_one, tasks, jobs, failed=_failed, done=done)
+    return map_ranks(_convert_one, tasks, fleet, failed=_failed, done=done)
 
 
 def _failed(task: Task, error: CrossrankError) -> RankResult:
@@ -82,11 +83,10 @@ def _convert_one(task: Task) -> RankResult:
     rank = trace.rank if trace.rank is not None else 0
     if given.rank is not None and given.rank != rank:
         raise CrossrankError(f"{given.linked or given.et}: is of rank {rank} by what it says; name it rank-{rank}.…")
-    folder = Path(task.folder)
-    path = folder / chakra_name(rank, given.window)
+    path = join(task.folder, chakra_name(rank, given.window))
     try:
         if task.keep_linked:
-            write_linked(trace, folder / file_name(LINKED, rank, given.window))
+            write_linked(trace, join(task.folder, file_name(LINKED, rank, given.window)))
         converted = convert(trace, path, mode=task.mode, strict=task.strict, keep_graph=task.keep_graph)
     except OSError as error:
         raise CrossrankError(
@@ -95,7 +95,8 @@ def _convert_one(task: Task) -> RankResult:
     return RankResult(
         rank=rank,
         window=given.window,
-        output=str(path),
+        output=path,
+        size=converted.size,
         converted=converted,
         damage=trace.report.damage + trace.report.doubts,
         host_rate=trace.report.host_rate,
@@ -103,10 +104,10 @@ def _convert_one(task: Task) -> RankResult:
     )
 
 
-def write_groups(results: Sequence[RankResult], folder: Path) -> Path:
+def write_groups(results: Sequence[RankResult], folder: str) -> str:
     """Write `comm_groups.json` of all ranks that were converted: `{"1": [0, 1], …}`, without the world."""
     groups = merge(result.converted.groups for result in results)
-    path = folder / GROUPS
+    path = join(folder, GROUPS)
     try:
         with whole_file(path) as temporary:
             temporary.write_bytes(msgspec.json.encode(groups) + b"\n")

@@ -59,10 +59,12 @@ def write_chakra(
     trace: LinkedTrace,
     nodes: Sequence[ChakraNode],
     groups: Sequence[NumberedGroup],
-    path: Path,
+    path: str | Path,
     mode: DependencyMode = "all",
-) -> None:
-    """Write the metadata, one node for the groups, and `nodes`, which are in order, to `path`: whole or not at all."""
+) -> int:
+    """Write the metadata, one node for the groups, and `nodes`, which are in order, to `path`: whole or not at all.
+
+    Returns the number of bytes."""
     with whole_file(path) as temporary, temporary.open("wb") as file:
         write_message(file, _metadata(trace, groups).SerializeToString())
         write_message(file, _group_node(nodes, groups).SerializeToString())
@@ -74,6 +76,7 @@ def write_chakra(
                     f"node {node.id} ({node.name[:60]}) does not fit into a Chakra node ({one_line(error)})"
                 ) from error
             write_message(file, message)
+        return file.tell()
 
 
 def _metadata(trace: LinkedTrace, groups: Sequence[NumberedGroup]) -> pb.GlobalMetadata:

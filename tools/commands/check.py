@@ -12,7 +12,7 @@ import msgspec
 from crossrank.errors import CrossrankError
 from crossrank.tools.chakra.check import Checked, check
 from crossrank.tools.chakra.ranks import GROUPS
-from crossrank.tools.commands.link import complain
+from crossrank.tools.commands.options import complain
 from crossrank.tools.tables import print_table, printable
 
 

@@ -15,7 +15,15 @@ import msgspec
 from crossrank.errors import CrossrankError
 from crossrank.recording import rank_of
 from crossrank.tools.chakra.ranks import RankResult, Task, convert_ranks, disagreements, write_groups
-from crossrank.tools.commands.link import complain, output_folder, progress, rank_list, share
+from crossrank.tools.commands.options import (
+    add_fleet_arguments,
+    complain,
+    fleet_of,
+    output_folder,
+    progress,
+    rank_list,
+    share,
+)
 from crossrank.tools.commands.simulation import as_json, print_simulation, simulate_windows
 from crossrank.tools.linking.inputs import Inputs, RankInput, find_inputs
 from crossrank.tools.tables import print_table, printable
@@ -54,7 +62,7 @@ class Convert:
         parser.add_argument(
             "--min-match", type=share, default=0.95, metavar="SHARE", help="exit 1 where less matched (default 0.95)"
         )
-        parser.add_argument("--jobs", type=int, default=0, metavar="N", help="processes (default: one per core)")
+        add_fleet_arguments(parser)
         parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -78,7 +86,7 @@ class Convert:
         tasks = [
             Task(
                 input=pair,
-                folder=str(folder),
+                folder=folder,
                 mode=arguments.deps,
                 strict=arguments.strict,
                 keep_linked=arguments.keep_linked,
@@ -86,10 +94,10 @@ class Convert:
             )
             for pair in inputs.pairs
         ]
-        jobs = arguments.jobs or os.cpu_count() or 1
-        results = progress("converting", len(tasks), lambda done: convert_ranks(tasks, jobs, done))
+        fleet = fleet_of(arguments, paths)
+        results = progress("converting", len(tasks), lambda done: convert_ranks(tasks, fleet, done))
         good = [result for result in results if result.error is None]
-        group_file = str(write_groups(good, folder)) if good else None
+        group_file = write_groups(good, folder) if good else None
         differ = disagreements(results)
         simulations = simulate_windows(good, arguments.timeline)
         if arguments.json:
@@ -103,7 +111,7 @@ class Convert:
             encoded = msgspec.json.encode(summary, enc_hook=msgspec.to_builtins)
             sys.stdout.write(msgspec.json.format(encoded, indent=2).decode() + "\n")
         elif good:
-            _print(good, str(folder))
+            _print(good, folder)
             for window, simulation in simulations:
                 print_simulation(window, simulation)
         for text in [problem.text for problem in inputs.problems] + differ:
@@ -184,5 +192,5 @@ def _row(result: RankResult) -> tuple[object, ...]:
         f"{total - host - gpu:,}",
         f"{sum(result.converted.dependencies.values()):,}",
         f"{result.converted.implied:,}",
-        f"{os.path.getsize(result.output or '') / 1e6:.2f} MB",
+        f"{result.size / 1e6:.2f} MB",
     )

@@ -6,10 +6,9 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from crossrank.errors import CrossrankError
-from crossrank.tools.commands.link import complain, progress, rank_list
+from crossrank.tools.commands.options import add_fleet_arguments, complain, fleet_of, progress, rank_list
 from crossrank.tools.diagnosis.diagnose import diagnose
 from crossrank.tools.diagnosis.explain import print_diagnosis
 from crossrank.tools.diagnosis.findings import Diagnosis, Finding
@@ -54,18 +53,19 @@ class Diagnose:
             help="ranks without a usable dump are no fault, and are taken to be where the others are",
         )
         parser.add_argument("--world-size", type=int, metavar="N", help="ranks of the job, where no file says it")
-        parser.add_argument("--jobs", type=int, default=0, metavar="N", help="processes (default: one per core)")
+        add_fleet_arguments(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
         paths: list[str] = arguments.path
         candidates = find_candidates(paths)
         if not candidates:
             raise CrossrankError(f"{', '.join(paths)}: holds no file; name the folder of the dumps or of a recording")
-        jobs = arguments.jobs or (
-            os.cpu_count() or 1 if sum(candidate.size for candidate in candidates) > _WORTH_PROCESSES else 1
-        )
+        small = sum(candidate.size for candidate in candidates) <= _WORTH_PROCESSES
+        fleet = fleet_of(arguments, paths, one_process=small)
         named = not any(os.path.isdir(path) for path in paths)
-        evidence = progress("reading", len(candidates), lambda done: read_evidence(candidates, jobs, done, named=named))
+        evidence = progress(
+            "reading", len(candidates), lambda done: read_evidence(candidates, fleet, done, named=named)
+        )
         if not evidence.ranks:
             reasons = "; ".join(evidence.skipped[:3]) or f"none of {len(candidates)} file(s) is a dump of a known rank"
             raise CrossrankError(
@@ -129,7 +129,7 @@ def _concerning(diagnosis: Diagnosis, ranks: set[int] | None, groups: Sequence[s
 def _write(name: str, content: bytes) -> None:
     """Write a file whole or not at all."""
     try:
-        with whole_file(Path(name)) as temporary:
+        with whole_file(name) as temporary:
             temporary.write_bytes(content)
     except OSError as error:
         raise CrossrankError(f"{name}: cannot be written ({error.strerror}); name another file") from error

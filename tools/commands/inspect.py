@@ -8,10 +8,14 @@ import sys
 
 import msgspec
 
+from crossrank.tools.commands.options import add_fleet_arguments, fleet_of
+from crossrank.tools.fleet import Fleet
 from crossrank.tools.summary import Summary, summarise
 from crossrank.tools.tables import amount, print_table, printable, rank_ranges
 
 _TOP = 10
+_WORTH_PROCESSES = 20_000_000
+"""Bytes below which starting processes takes longer than reading."""
 _CHAKRA = (".et", ".et.gz", ".et.zst")
 
 
@@ -26,13 +30,7 @@ class Inspect:
         )
         parser.add_argument("--json", action="store_true", help="print the whole summary as JSON")
         parser.add_argument("--top", type=_count, default=_TOP, metavar="N", help="source lines to list (default 10)")
-        parser.add_argument(
-            "--jobs",
-            type=int,
-            default=0,
-            metavar="N",
-            help="processes that read (default: one per core, at most 8)",
-        )
+        add_fleet_arguments(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
         if arguments.recording.endswith(_CHAKRA):
@@ -40,7 +38,7 @@ class Inspect:
 
             (print_json if arguments.json else print_nodes)(arguments.recording)
             return 0
-        summary = summarise(arguments.recording, arguments.jobs or self._jobs(arguments.recording))
+        summary = summarise(arguments.recording, self._fleet(arguments))
         if arguments.json:
             sys.stdout.write(msgspec.json.format(msgspec.json.encode(summary), indent=2).decode() + "\n")
         else:
@@ -51,13 +49,13 @@ class Inspect:
             return 2
         return 1 if _lacks(summary) else 0
 
-    def _jobs(self, recording: str) -> int:
+    def _fleet(self, arguments: argparse.Namespace) -> Fleet:
         """Starting a process costs more than reading a small file does."""
         try:
-            size = sum(entry.stat().st_size for entry in os.scandir(recording) if entry.is_file())
+            size = sum(entry.stat().st_size for entry in os.scandir(arguments.recording) if entry.is_file())
         except OSError:
-            return 1
-        return min(os.cpu_count() or 1, 8) if size > 20_000_000 else 1
+            size = 0
+        return fleet_of(arguments, [arguments.recording], one_process=size <= _WORTH_PROCESSES)
 
 
 def _print(summary: Summary, top: int) -> None:

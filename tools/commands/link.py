@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from crossrank.comm import MOST_RANKS
 from crossrank.errors import CrossrankError
-from crossrank.recording import is_url
+from crossrank.tools.commands.options import (
+    add_fleet_arguments,
+    complain,
+    fleet_of,
+    output_folder,
+    progress,
+    rank_list,
+    share,
+)
 from crossrank.tools.linking.inputs import Inputs, find_inputs
 from crossrank.tools.linking.ranks import EXTENSIONS, GroupRow, RankResult, Task, compare_groups, link_ranks
 from crossrank.tools.tables import print_table, printable, rank_ranges
-
-Result = TypeVar("Result")
 
 _ROWS = 16
 _WARNINGS = 4
@@ -55,7 +57,7 @@ class Link:
         parser.add_argument(
             "--compress", choices=sorted(EXTENSIONS), default="zst", help="compression of the output (default zst)"
         )
-        parser.add_argument("--jobs", type=int, default=0, metavar="N", help="processes (default: one per core)")
+        add_fleet_arguments(parser)
         parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -64,9 +66,9 @@ class Link:
             raise CrossrankError(f"{len(paths)} paths given; name one folder, or the two files of one rank")
         inputs = find_inputs(paths, arguments.ranks)
         folder = output_folder(paths, arguments.output)
-        tasks = [Task(input=pair, folder=str(folder), compression=arguments.compress) for pair in inputs.pairs]
-        jobs = arguments.jobs or os.cpu_count() or 1
-        results = progress("linking", len(tasks), lambda done: link_ranks(tasks, jobs, done))
+        tasks = [Task(input=pair, folder=folder, compression=arguments.compress) for pair in inputs.pairs]
+        fleet = fleet_of(arguments, paths)
+        results = progress("linking", len(tasks), lambda done: link_ranks(tasks, fleet, done))
         rows = compare_groups(results)
         poor = [result for result in results if result.error is None and _rate(result) < arguments.min_match]
         if arguments.json:
@@ -96,32 +98,6 @@ class Link:
         return 1 if inputs.problems or poor or disagree or wrong else 0
 
 
-def output_folder(paths: Sequence[str], output: str | None) -> Path:
-    if output is None:
-        if is_url(paths[0]):
-            raise CrossrankError(f"{paths[0]} is a URL; name a local folder for the linked traces with -o")
-        output = paths[0] if os.path.isdir(paths[0]) else os.path.dirname(paths[0]) or "."
-    folder = Path(output)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CrossrankError(f"{folder}: cannot be made ({error.strerror}); name another folder with -o") from error
-    return folder
-
-
-def progress(what: str, count: int, work: Callable[[Callable[[], None]], Result]) -> Result:
-    """`work`, with a bar on a terminal; it calls what it is given after each of `count` ranks."""
-    if not sys.stderr.isatty() or count < 2:
-        return work(lambda: None)
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn("ranks"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        bar = shown.add_task(what, total=count)
-        return work(lambda: shown.advance(bar))
-
-
 def _rate(result: RankResult) -> float:
     return min(result.report.host_rate, result.report.activity_rate)
 
@@ -134,10 +110,10 @@ def _main_reason(result: RankResult) -> str:
     return f"{count} {what}: {reason}"
 
 
-def _print(results: list[RankResult], rows: list[GroupRow], folder: Path) -> None:
+def _print(results: list[RankResult], rows: list[GroupRow], folder: str) -> None:
     linked = [result for result in results if result.error is None]
     print_table(
-        f"Linked traces in {printable(str(folder))}",
+        f"Linked traces in {printable(folder)}",
         ("rank", "#host ops", "#matched", "#GPU", "#linked", "#left out", "#comms", "#edges"),
         [_row(result) for result in linked[:_ROWS]],
     )
@@ -276,33 +252,6 @@ def _json(results: list[RankResult], rows: list[GroupRow], inputs: Inputs) -> st
     return msgspec.json.format(msgspec.json.encode(summary), indent=2).decode() + "\n"
 
 
-def complain(text: str) -> None:
-    print(f"crossrank: {printable(text)}", file=sys.stderr)
-
-
 def _percent(share: float) -> str:
     # Never rounded up to a match that it is not.
     return f"{int(share * 1000) / 10:.1f} %"
-
-
-def rank_list(text: str) -> set[int]:
-    ranks: set[int] = set()
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
-        if match is None or (match[2] and int(match[2]) < int(match[1])):
-            raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks; write it as 0-7,12")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last >= MOST_RANKS:
-            raise argparse.ArgumentTypeError(f"{text!r} names a rank above {MOST_RANKS - 1}")
-        ranks.update(range(first, last + 1))
-    return ranks
-
-
-def share(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share from 0 to 1")
-    return number

@@ -15,7 +15,6 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -48,7 +47,7 @@ CREATE INDEX calls_of_collective ON calls (collective);
 def write_database(name: str, job: Job, diagnosis: Diagnosis) -> None:
     """Write everything to the SQLite file `name`, which is made anew."""
     try:
-        with whole_file(Path(name)) as temporary:
+        with whole_file(name) as temporary:
             temporary.unlink(missing_ok=True)
             with closing(sqlite3.connect(temporary)) as connection, connection:
                 connection.executescript(_SCHEMA)

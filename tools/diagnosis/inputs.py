@@ -26,7 +26,7 @@ from crossrank.tools.diagnosis.from_comms import (
     last_words,
 )
 from crossrank.tools.diagnosis.from_flight import evidence_from_flight
-from crossrank.tools.fleet import map_ranks
+from crossrank.tools.fleet import Fleet, map_ranks
 from crossrank.tools.readers.flight_dump import NoDumpError, read_flight_dump
 from crossrank.tools.tables import rank_ranges
 
@@ -124,10 +124,10 @@ def _is_folder(path: str) -> bool:
 
 
 def read_evidence(
-    candidates: list[Candidate], jobs: int, done: Callable[[], None] = lambda: None, *, named: bool = False
+    candidates: list[Candidate], fleet: Fleet, done: Callable[[], None] = lambda: None, *, named: bool = False
 ) -> Evidence:
-    """Read all `candidates` on up to `jobs` processes. `named`: the user named each file, so none may be foreign."""
-    results = map_ranks(read_candidate, candidates, jobs, failed=_failed, done=done)
+    """Read all `candidates` with `fleet`. `named`: the user named each file, so none may be foreign."""
+    results = map_ranks(read_candidate, candidates, fleet, failed=_failed, done=done)
     evidence = Evidence()
     by_rank: dict[int, dict[str, list[RankEvidence]]] = defaultdict(lambda: {"flight": [], "comms": []})
     failures: list[Failure] = []

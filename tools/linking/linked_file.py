@@ -111,7 +111,7 @@ class _Head(msgspec.Struct, kw_only=True):
     crossrank: Provenance
 
 
-def write_linked(trace: LinkedTrace, path: Path, compression: Compression = "zst") -> None:
+def write_linked(trace: LinkedTrace, path: str | Path, compression: Compression = "zst") -> None:
     """Write `trace` to `path`, whole or not at all. The same trace gives the same bytes."""
     with whole_file(path) as temporary, temporary.open("wb") as file, _compressor(file, compression) as stream:
         for piece in _pieces(trace):

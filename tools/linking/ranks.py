@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from crossrank.comm import operation_of
 from crossrank.errors import CrossrankError, one_line
 from crossrank.recording import LINKED, file_name
-from crossrank.tools.fleet import map_ranks
+from crossrank.tools.fleet import Fleet, map_ranks
 from crossrank.tools.linking.communications import named_by_address
 from crossrank.tools.linking.graph import LinkedTrace, MatchReport
 from crossrank.tools.linking.inputs import RankInput
 from crossrank.tools.linking.link import link
 from crossrank.tools.linking.linked_file import Compression, write_linked
+from crossrank.tools.whole_file import join
 
 EXTENSIONS: dict[Compression, str] = {"zst": ".zst", "gz": ".gz", "none": ""}
 
@@ -74,9 +74,9 @@ class GroupRow:
         return len(set(self.collectives.values())) > 1
 
 
-def link_ranks(tasks: Iterable[Task], jobs: int, done: Callable[[], None]) -> list[RankResult]:
+def link_ranks(tasks: Iterable[Task], fleet: Fleet, done: Callable[[], None]) -> list[RankResult]:
     """Link every rank; one that fails has its error in its result, and the others are linked all the same."""
-    return map_ranks(_link_one, tasks, jobs, failed=_failed, done=done)
+    return map_ranks(_link_one, tasks, fleet, failed=_failed, done=done)
 
 
 def _failed(task: Task, error: CrossrankError) -> RankResult:
@@ -90,7 +90,7 @@ def _link_one(task: Task) -> RankResult:
         trace.report.doubts.append(f"rank {given.rank} by its name, {trace.kineto_rank} by what the Kineto trace says")
     rank = trace.rank if given.rank is None else given.rank
     name = file_name(LINKED, rank or 0, given.window).removesuffix(".zst") + EXTENSIONS[task.compression]
-    path = Path(task.folder) / name
+    path = join(task.folder, name)
     try:
         write_linked(trace, path, task.compression)
     except OSError as error:
@@ -100,7 +100,7 @@ def _link_one(task: Task) -> RankResult:
     result = RankResult(
         rank=rank,
         window=given.window,
-        output=str(path),
+        output=path,
         nodes=len(trace.host) + len(trace.activities),
         report=trace.report,
     )

@@ -11,6 +11,7 @@ import pytest
 
 from crossrank.comm import CommRecord
 from crossrank.tools.diagnosis.inputs import find_candidates, read_evidence
+from crossrank.tools.fleet import Fleet
 from tests.unit.diagnosis.simulated_jobs import Collective, CpuStall, Groups, Programs, Recv, Send, SimulatedJob
 from tests.unit.diagnosis.verdicts import diagnosis_of, roots
 
@@ -138,7 +139,7 @@ def test_a_rank_without_a_dump_is_named_with_its_last_words(tmp_path: Path) -> N
 def test_numbers_beyond_reason_cost_their_call_alone(tmp_path: Path) -> None:
     write_comms(tmp_path, 0, [all_reduce(1), all_reduce(1 << 63), all_reduce(2)])
 
-    (evidence,) = read_evidence(find_candidates([str(tmp_path)]), 1).ranks
+    (evidence,) = read_evidence(find_candidates([str(tmp_path)]), Fleet()).ranks
 
     assert list(evidence.calls.seq) == [1, 2]
     assert evidence.problems == ["1 of 3 calls have no number, or one beyond reason"]

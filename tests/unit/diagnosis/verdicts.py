@@ -8,12 +8,13 @@ from typing import Any
 from crossrank.tools.diagnosis.diagnose import diagnose
 from crossrank.tools.diagnosis.findings import Diagnosis, Finding
 from crossrank.tools.diagnosis.inputs import find_candidates, read_evidence
+from crossrank.tools.fleet import Fleet
 from tests.unit.diagnosis.simulated_jobs import SimulatedJob
 
 
 def diagnosis_of(folder: Path, **options: Any) -> Diagnosis:
     """The diagnosis of the dumps in `folder`."""
-    return diagnose(read_evidence(find_candidates([str(folder)]), 1), **options)[0]
+    return diagnose(read_evidence(find_candidates([str(folder)]), Fleet()), **options)[0]
 
 
 def diagnose_job(job: SimulatedJob, folder: Path, **dump_options: Any) -> Diagnosis:

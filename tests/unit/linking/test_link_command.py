@@ -206,8 +206,8 @@ def test_two_ranks_of_one_job_are_linked_with_a_doubt(folder: Path, capsys: pyte
 def test_a_defect_of_ours_on_one_rank_does_not_end_the_others(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(trace: object, path: Path, compression: str) -> None:
-        if "rank-0" in path.name:
+    def broken(trace: object, path: str, compression: str) -> None:
+        if "rank-0" in path:
             raise ZeroDivisionError("division by zero")
         write_linked(trace, path, compression)  # type: ignore[arg-type]
 
@@ -275,7 +275,6 @@ def test_ranks_that_disagree_on_the_collectives_of_a_group_are_named(
         (["{folder}/rank-0.et.json", "{folder}/rank-0.kineto.json", "--ranks", "0"], "two files are one rank"),
         ([""], "the path is empty"),
         (["foo://x"], "foo://x: cannot be reached (ValueError: Protocol not known: foo"),
-        (["file://{folder}"], "name a local folder for the linked traces with -o"),
     ],
 )
 def test_input_that_cannot_be_used_is_one_line_and_exit_2(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from crossrank.tools.diagnosis.diagnose import diagnose
 from crossrank.tools.diagnosis.inputs import find_candidates, rank_in_name, read_evidence
+from crossrank.tools.fleet import Fleet
 from crossrank.tools.readers.flight_dump import (
     FlightDump,
     Frame,
@@ -171,7 +172,7 @@ def test_mutated_real_dumps_are_read_or_named(case: str, data: st.DataObject, tm
             content = content[: data.draw(st.integers(1, len(content)))]
         (tmp_path / file.name).write_bytes(content)
 
-    evidence = read_evidence(find_candidates([str(tmp_path)]), 1)
+    evidence = read_evidence(find_candidates([str(tmp_path)]), Fleet())
     found, _ = diagnose(evidence)
 
     assert json.loads(found.to_json())["verdict"] in ("ok", "error", "incomplete")

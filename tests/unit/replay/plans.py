@@ -10,7 +10,7 @@ import msgspec
 from crossrank.comm import CommRecord, Group
 from crossrank.replay.build import build, settle
 from crossrank.replay.plan import Plan
-from crossrank.replay.rank_calls import RankCalls, RecordedCall
+from crossrank.tools.calls.rank_calls import RankCalls, RecordedCall
 
 
 def record(op: str, **fields: Any) -> CommRecord:

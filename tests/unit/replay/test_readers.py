@@ -13,7 +13,8 @@ import pytest
 from crossrank.errors import CrossrankError
 from crossrank.replay.build import build, settle
 from crossrank.replay.plan import Plan
-from crossrank.replay.sources import find, kind_of_file, read
+from crossrank.tools.calls.sources import find, kind_of_file, read
+from crossrank.tools.fleet import Fleet
 from tests.unit.linking.public_traces import needs_traces, public
 from tests.unit.replay.plans import ops, plan_of, rank_calls, record, waits
 
@@ -84,7 +85,7 @@ def write_et(folder: Path, schema: str, rank: int) -> None:
 
 def plan_at(path: object, **options: Any) -> Plan:
     found = find(str(path))
-    plan = build(read(found, 1), str(path), found.kind, **options)
+    plan = build(read(found, Fleet()), str(path), found.kind, **options)
     settle(plan)
     return plan
 

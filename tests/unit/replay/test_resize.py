@@ -11,8 +11,8 @@ from crossrank.errors import CrossrankError
 from crossrank.replay.build import build, settle
 from crossrank.replay.one_trace import spread
 from crossrank.replay.plan import Plan
-from crossrank.replay.rank_calls import RankCalls
 from crossrank.replay.resize import resize
+from crossrank.tools.calls.rank_calls import RankCalls
 from tests.unit.replay.plans import built, irecv, isend, ops, rank_calls, record
 
 

@@ -13,7 +13,7 @@ from crossrank.comm import OPERATIONS, CommRecord, Group, operation_of
 from crossrank.dtypes import dtype_of
 from crossrank.errors import CrossrankError
 from crossrank.recording import CommsFile
-from crossrank.replay.rank_calls import RankCalls, RecordedCall
+from crossrank.tools.calls.rank_calls import RankCalls, RecordedCall
 from crossrank.tools.linking.communication_trace import read_communication_trace
 from crossrank.tools.linking.communications import MARKERS, OURS
 from crossrank.tools.linking.graph import Communication, LinkedTrace

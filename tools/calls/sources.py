@@ -26,10 +26,10 @@ from crossrank.recording import (
     list_recording,
     read_chunks,
 )
-from crossrank.replay import readers
-from crossrank.replay.param_basic import read_basic
-from crossrank.replay.rank_calls import RankCalls
-from crossrank.tools.fleet import map_ranks
+from crossrank.tools.calls import readers
+from crossrank.tools.calls.param_basic import read_basic
+from crossrank.tools.calls.rank_calls import RankCalls
+from crossrank.tools.fleet import Fleet, map_ranks
 from crossrank.tools.linking.inputs import rank_said
 from crossrank.tools.tables import rank_ranges
 
@@ -164,15 +164,15 @@ def _files(path: str, skipped: list[str]) -> list[tuple[str, readers.Input]]:
 
 
 def read(
-    found: Found, jobs: int, done: Callable[[], None] = lambda: None, *, steps: tuple[int, int] | None = None
+    found: Found, fleet: Fleet, done: Callable[[], None] = lambda: None, *, steps: tuple[int, int] | None = None
 ) -> list[RankCalls]:
-    """Read every file, up to `jobs` at a time, and of comms files only the iterations `steps`.
+    """Read every file, with `fleet`, and of comms files only the iterations `steps`.
 
     Raises `CrossrankError` for the first that cannot be used.
     """
     count = len(found.inputs) if len(found.inputs) > 1 else None
     inputs = [replace(one, world_size=count, steps=steps) for one in found.inputs]
-    return map_ranks(KINDS[found.kind].read, inputs, jobs, done=done)
+    return map_ranks(KINDS[found.kind].read, inputs, fleet, done=done)
 
 
 def missing_ranks(ranks: Collection[int], world_size: int) -> str:

@@ -1,0 +1,142 @@
+"""A share of the ranks' work, for a Slurm array: each job does its share and keeps the results, the last merges.
+
+A part is a pickle of dataclasses and Structs of crossrank. Loading one runs no code but that of their classes: any
+other global in it is refused.
+"""
+
+from __future__ import annotations
+
+import array
+import dataclasses
+import pickle
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import msgspec
+import zstandard
+
+import crossrank
+from crossrank.errors import CrossrankError, one_line
+from crossrank.recording import Damage, list_recording, read_chunks
+from crossrank.tools.whole_file import join, whole_file
+
+_NAME = re.compile(r"crossrank-(?P<command>\w+)-(?P<shard>\d+)-of-(?P<shards>\d+)\.part")
+_BUILTINS = {
+    ("collections", "Counter"),
+    ("collections", "defaultdict"),
+    ("builtins", "set"),
+    ("builtins", "frozenset"),
+    ("builtins", "list"),
+    ("builtins", "dict"),
+    ("builtins", "int"),
+    ("builtins", "bytearray"),
+    ("array", "_array_reconstructor"),
+    ("_codecs", "encode"),
+    ("copyreg", "__newobj__"),
+    ("decimal", "Decimal"),
+}
+
+
+class ShardDone(Exception):
+    """The share is done; what the command would print needs the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What all shares must have in common."""
+
+    command: str
+    inputs: tuple[str, ...]
+    version: str = crossrank.__version__
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """Share `index` of `count`, counted from 0."""
+
+    job: Job
+    index: int
+    count: int
+    folder: str
+
+    def of(self, items: int) -> range:
+        """The items of this share, dealt out like cards so that shares are alike."""
+        return range(self.index, items, self.count)
+
+    def keep(self, results: Sequence[object], items: int) -> ShardDone:
+        """Write the results of this share into the folder."""
+        name = join(self.folder, f"crossrank-{self.job.command}-{self.index}-of-{self.count}.part")
+        content = pickle.dumps((dataclasses.astuple(self.job), items, list(results)), protocol=5)
+        with whole_file(name) as temporary:
+            temporary.write_bytes(zstandard.ZstdCompressor(level=3).compress(content))
+        return ShardDone(
+            f"shard {self.index} of {self.count}: {len(results)} of {items} ranks' files are done, {name}; "
+            f"when all are: crossrank {self.job.command} {' '.join(self.job.inputs)} … --merge {self.folder}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merge:
+    """The results of all shares in a folder."""
+
+    job: Job
+    folder: str
+
+    def results(self, items: int) -> list[Any]:
+        """The results of all `items`. Raises `CrossrankError` where a share lacks or was made of other inputs."""
+        names = [match for name in list_recording(self.folder).foreign if (match := _NAME.fullmatch(name))]
+        names = [name for name in names if name["command"] == self.job.command]
+        counts = {int(name["shards"]) for name in names}
+        if len(counts) != 1:
+            what = f"shards of {sorted(counts)}" if counts else f"no part of `crossrank {self.job.command}`"
+            raise CrossrankError(f"{self.folder}: holds {what}; run each --shard I/N with --parts {self.folder} first")
+        (count,) = counts
+        there = {int(name["shard"]) for name in names}
+        lacking = sorted(set(range(count)) - there)
+        if lacking:
+            more = f" and {len(lacking) - 8} more" if len(lacking) > 8 else ""
+            raise CrossrankError(
+                f"{self.folder}: shard {', '.join(map(str, lacking[:8]))}{more} of {count} is not there; run it with "
+                f"--shard {lacking[0]}/{count} --parts {self.folder}"
+            )
+        slots: list[Any] = [None] * items
+        for name in names:
+            path = join(self.folder, name.string)
+            job, of, results = _load(path)
+            if job != dataclasses.astuple(self.job) or of != items:
+                raise CrossrankError(
+                    f"{path}: was made by crossrank {job[2]} of {of} file(s) of {', '.join(job[1])}, not by "
+                    f"{self.job.version} of {items} of {', '.join(self.job.inputs)}; run the shards anew"
+                )
+            slots[int(name["shard"]) :: count] = results
+        return slots
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _BUILTINS:
+            return getattr(array if module == "array" else import_module(module), name)
+        if module.startswith("crossrank."):
+            found = getattr(import_module(module), name)
+            if isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, msgspec.Struct)):
+                return found
+        if (module, name) == ("msgspec._core", "rebuild"):
+            return msgspec._core.rebuild  # how a Struct pickles
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in a part")
+
+
+def _load(path: str) -> tuple[tuple[Any, ...], int, list[Any]]:
+    import io
+
+    damage = Damage(path)
+    content = b"".join(read_chunks(path, damage))
+    try:
+        if damage.problems:
+            raise pickle.UnpicklingError(damage.problems[0])
+        job, items, results = _Unpickler(io.BytesIO(content)).load()
+    except Exception as error:  # a broken pickle raises anything
+        raise CrossrankError(f"{path}: is no part of crossrank ({one_line(error)}); run its shard anew") from error
+    return tuple(job), items, results
