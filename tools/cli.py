@@ -35,6 +35,11 @@ COMMANDS = {
         "Link",
         "one linked trace per rank: times, GPU, communication, dependencies",
     ),
+    "bandwidth": (
+        "crossrank.tools.commands.bandwidth",
+        "BandwidthCommand",
+        "time, algbw, busbw and waiting per collective, from Nsight, Kineto or the flight recorder",
+    ),
     "diagnose": (
         "crossrank.tools.commands.diagnose",
         "Diagnose",

@@ -18,6 +18,8 @@ class RecordedCall(msgspec.Struct, kw_only=True, gc=False):
     """Whether the rank did not go on before the call was over; None where the file does not say."""
     took_ns: int | None = None
     """From the begin of the communication to its end."""
+    began_ns: int | None = None
+    """When it began, ns since 1970; None where only its duration is known."""
     returned_ns: int | None = None
     """When the call had returned to the rank, with the wait in it where it did not return before, on the clock of
     `record.t`."""
@@ -54,6 +56,15 @@ class RankCalls(msgspec.Struct, kw_only=True):
     """Recorded waits whose call is known."""
     span: tuple[int, int] | None = None
     """Between which moments the run was, ns since 1970; None where the file does not say."""
+    offset: int = 0
+    """To add to `record.t` to have ns since 1970."""
+    clock: str = ""
+    """Ranks with the same text have the same clock; empty where nothing is known of it."""
+    node: str = ""
+    steps: list[tuple[int, int]] = []
+    """(iteration, when it began, ns since 1970)"""
+    origins: dict[str, int] = {}
+    """What gave the times -> calls: `kineto`, `flight`."""
     problems: list[str] = []
     """What of the file could not be read."""
     notes: list[str] = []

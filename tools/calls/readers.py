@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -17,7 +18,9 @@ from crossrank.tools.calls.rank_calls import RankCalls, RecordedCall
 from crossrank.tools.linking.communication_trace import read_communication_trace
 from crossrank.tools.linking.communications import MARKERS, OURS
 from crossrank.tools.linking.graph import Communication, LinkedTrace
+from crossrank.tools.linking.inputs import RankInput
 from crossrank.tools.linking.kernels import communication_kernel
+from crossrank.tools.linking.link import link
 from crossrank.tools.linking.read_linked import read_linked
 from crossrank.tools.readers.flight_dump import Entry, FlightDump, read_flight_dump
 from crossrank.tools.readers.kineto import DeviceEvent, HostEvent, read_kineto
@@ -34,6 +37,8 @@ class Input:
     rank: int | None
     window: int = 1
     linked: tuple[str, ...] = ()
+    pairs: tuple[RankInput, ...] = ()
+    """Windows that are not linked yet; linked here, in memory."""
     flight: str | None = None
     world_size: int | None = None
     steps: tuple[int, int] | None = None
@@ -68,25 +73,37 @@ def read_comms(given: Input) -> RankCalls:
         filtered=header.config.get("emit") == "CROSSNODE",
         # Of a file without an end nobody knows how long the run went on.
         span=(header.clock["wall"], max(ends, default=0)) if "wall" in header.clock and file.end is not None else None,
+        offset=offset,
+        clock=header.boot_id or header.host,
+        node=header.node,
+        steps=[(line["step"], line["t"] + offset) for line in file.steps if "step" in line and "t" in line],
         problems=list(file.damage.problems),
     )
     if file.end is None:
         found.notes.append(f"{given.path}: has no end: the process died, or still runs")
     by_id = {call.record.id: call for call in calls}
-    for path in given.linked:
-        try:
-            trace = read_linked(path)
-        except CrossrankError as error:
-            found.notes.append(f"no durations from it: {error}")
-            continue
+    for trace in _traces(given, found):
         times = _Times(trace)
         for communication in trace.communications:
             call = by_id.get(communication.record.id)
             if call is not None and communication.origin in OURS:
                 times.give(call, communication, offset)
-    if given.flight is not None and not given.linked:
+    found.origins["kineto"] = sum(call.took_ns is not None for call in calls)
+    if given.flight is not None and not found.origins["kineto"]:
         _time_by_dump(calls, given.flight, found)
+        found.origins["flight"] = sum(call.took_ns is not None for call in calls)
     return found
+
+
+def _traces(given: Input, found: RankCalls) -> Iterator[LinkedTrace]:
+    """The linked traces of a rank's windows; one that cannot be used is told."""
+    windows: list[Callable[[], LinkedTrace]] = [partial(read_linked, path) for path in given.linked]
+    windows += [partial(link, pair.et, pair.kineto, pair.comms, rank=pair.rank) for pair in given.pairs]
+    for window in windows:
+        try:
+            yield window()
+        except CrossrankError as error:
+            found.notes.append(f"no durations from it: {error}")
 
 
 class _Times:
@@ -108,9 +125,11 @@ class _Times:
         if kernels:
             begin = min(kernel.start_ns for kernel in kernels)
             call.took_ns = max(kernel.start_ns + kernel.duration_ns for kernel in kernels) - begin
+            call.began_ns = begin + self._base_ns
         work = self._hosts.get(communication.work or -1)
         if not kernels and work is not None and work.start_ns is not None:
             call.took_ns = work.duration_ns
+            call.began_ns = work.start_ns + self._base_ns
         host = self._hosts.get(communication.host or -1)
         if host is not None and host.start_ns is not None and host.duration_ns is not None:
             call.returned_ns = host.start_ns + host.duration_ns + self._base_ns - offset
@@ -151,11 +170,21 @@ def _set_times(call: RecordedCall, entry: Entry) -> None:
         call.took_ns = round(entry.duration_ms * 1e6)
     elif began and ended:
         call.took_ns = ended - began
+    call.began_ns = began or entry.time_created_ns or None
 
 
 def read_linked_trace(given: Input) -> RankCalls:
     """A linked trace: calls with their times, and the waits that its execution trace has."""
-    trace = read_linked(given.path)
+    return _of_linked(read_linked(given.path), given)
+
+
+def read_pair(given: Input) -> RankCalls:
+    """The execution trace and the Kineto trace of a rank, linked in memory."""
+    (pair,) = given.pairs
+    return _of_linked(link(pair.et, pair.kineto, pair.comms, rank=pair.rank), given)
+
+
+def _of_linked(trace: LinkedTrace, given: Input) -> RankCalls:
     calls = [RecordedCall(record=one.record) for one in trace.communications]
     times = _Times(trace)
     for call, communication in zip(calls, trace.communications, strict=True):
@@ -270,6 +299,7 @@ def read_kineto_trace(given: Input) -> RankCalls:
             RecordedCall(
                 record=record,
                 took_ns=source.end - source.start if is_kernel else None,
+                began_ns=source.start + trace.base_ns if is_kernel else None,
             )
         )
     return RankCalls(

@@ -36,6 +36,8 @@ from crossrank.tools.tables import rank_ranges
 BASIC = "basic"
 """PARAM's own format: a list of calls."""
 PLAN = "plan"
+NSIGHT = "nsight"
+"""An export of Nsight Systems, which is no record of calls but has their times."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ KINDS: dict[str, Kind] = {
 
 _HEAD = 1 << 16
 _SIGNS = (
+    (NSIGHT, re.compile(rb"\ASQLite format 3\x00")),
     (PLAN, re.compile(rb'"schema"\s*:\s*"crossrank-plan ')),
     (COMMS, re.compile(rb'\A\s*\{"header"')),
     (KINETO, re.compile(rb'"traceEvents"|\A\s*\[\s*\{[^}]*"ph"')),
@@ -104,8 +107,9 @@ def find(path: str, kind: str | None = None) -> Found:
     by_kind: dict[str, dict[int | None, list[readers.Input]]] = defaultdict(lambda: defaultdict(list))
     skipped: list[str] = []
     for part in parts:
-        for one in _files(part, skipped):
-            by_kind[one[0]][one[1].rank].append(one[1])
+        for one in files_at(part, skipped):
+            if one[0] in KINDS:
+                by_kind[one[0]][one[1].rank].append(one[1])
     chosen = kind or next((name for name in KINDS if name in by_kind), None)
     if chosen is None or chosen not in by_kind:
         wanted = KINDS[chosen].what if chosen else "no trace that can be replayed"
@@ -139,7 +143,8 @@ def _with_timings(one: readers.Input, by_kind: dict[str, dict[int | None, list[r
     )
 
 
-def _files(path: str, skipped: list[str]) -> list[tuple[str, readers.Input]]:
+def files_at(path: str, skipped: list[str]) -> list[tuple[str, readers.Input]]:
+    """(kind, file) of what is at a path; `skipped` gets what cannot be read."""
     listing = list_recording(path)
     found = [
         (file.kind, readers.Input(path=file.path, rank=file.rank, window=file.window))
@@ -154,7 +159,7 @@ def _files(path: str, skipped: list[str]) -> list[tuple[str, readers.Input]]:
         except CrossrankError as error:
             skipped.append(str(error))
             continue
-        if kind in KINDS:
+        if kind in KINDS or kind == NSIGHT:
             found.append((kind, readers.Input(path=whole, rank=rank)))
         elif one_file:
             skipped.append(f"{name} is none of them")

@@ -8,14 +8,13 @@ import sys
 from collections.abc import Sequence
 
 from crossrank.errors import CrossrankError
-from crossrank.tools.commands.options import add_fleet_arguments, complain, fleet_of, progress, rank_list
+from crossrank.tools.commands.options import add_fleet_arguments, complain, fleet_of, progress, rank_list, write_output
 from crossrank.tools.diagnosis.diagnose import diagnose
 from crossrank.tools.diagnosis.explain import print_diagnosis
 from crossrank.tools.diagnosis.findings import Diagnosis, Finding
 from crossrank.tools.diagnosis.inputs import find_candidates, read_evidence
 from crossrank.tools.diagnosis.job import Job
 from crossrank.tools.tables import rank_ranges
-from crossrank.tools.whole_file import whole_file
 
 _MOST_COMPLAINTS = 12
 _WORTH_PROCESSES = 8_000_000
@@ -81,11 +80,11 @@ class Diagnose:
         _check_filters(job, arguments.ranks, arguments.groups)
         shown = _concerning(diagnosis, arguments.ranks, arguments.groups)
         if arguments.output is not None:
-            _write(arguments.output, diagnosis.to_json())
+            write_output(arguments.output, diagnosis.to_json())
         if arguments.html is not None:
             from crossrank.tools.diagnosis.page import page
 
-            _write(arguments.html, page(diagnosis).encode())
+            write_output(arguments.html, page(diagnosis).encode())
         if arguments.database is not None:
             from crossrank.tools.diagnosis.database import write_database
 
@@ -124,12 +123,3 @@ def _concerning(diagnosis: Diagnosis, ranks: set[int] | None, groups: Sequence[s
         if (ranks is None or ranks & {*finding.culprit_ranks, *finding.waiting_ranks})
         and (groups is None or set(groups) & set(finding.pg))
     ]
-
-
-def _write(name: str, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    try:
-        with whole_file(name) as temporary:
-            temporary.write_bytes(content)
-    except OSError as error:
-        raise CrossrankError(f"{name}: cannot be written ({error.strerror}); name another file") from error

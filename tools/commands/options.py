@@ -15,7 +15,7 @@ from crossrank.recording import is_folder
 from crossrank.tools.fleet import Fleet
 from crossrank.tools.shards import Job, Merge, Shard
 from crossrank.tools.tables import printable
-from crossrank.tools.whole_file import make_folder
+from crossrank.tools.whole_file import make_folder, whole_file
 
 Result = TypeVar("Result")
 
@@ -76,6 +76,15 @@ def progress(what: str, count: int, work: Callable[[Callable[[], None]], Result]
     with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
         bar = shown.add_task(what, total=count)
         return work(lambda: shown.advance(bar))
+
+
+def write_output(name: str, content: bytes) -> None:
+    """Write a file, local or at a URL, whole or not at all."""
+    try:
+        with whole_file(name) as temporary:
+            temporary.write_bytes(content)
+    except OSError as error:
+        raise CrossrankError(f"{name}: cannot be written ({error.strerror}); name another file") from error
 
 
 def complain(text: str) -> None:

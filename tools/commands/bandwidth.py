@@ -1,0 +1,167 @@
+"""`crossrank bandwidth`: how fast each collective really was, and who waited for whom."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import msgspec
+
+from crossrank.errors import CrossrankError
+from crossrank.tools.bandwidth import BY, KEYS, Bandwidth, Row, bandwidth, line_rates, summary_lines
+from crossrank.tools.commands.options import (
+    add_fleet_arguments,
+    complain,
+    fleet_of,
+    progress,
+    rank_list,
+    write_output,
+)
+from crossrank.tools.size_buckets import size_text
+from crossrank.tools.tables import amount, print_table, printable
+from crossrank.tools.timing.collectives import lay_side_by_side
+from crossrank.tools.timing.sources import CHOICES, find, missing, read
+
+_SHOWN = 24
+_NOTES = 8
+
+
+class BandwidthCommand:
+    """Time, algbw, busbw and waiting of every collective, by operation, group, size and locality. From Nsight Systems
+    exports (.sqlite), Kineto traces (linked or not), flight-recorder dumps with timing, or a recording that holds any
+    of them. The time of a collective runs from the last arrival; rates follow nccl-tests. Says what could not be
+    attributed. Exit code 1: calls with times were found, but ranks are missing or files could not be used."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("path", nargs="+", help="a recording, a folder of traces or exports, or the files")
+        parser.add_argument(
+            "--by",
+            default=",".join(BY),
+            metavar="KEYS",
+            help=f"what rows are grouped by, of {','.join(KEYS)} (default {','.join(BY)})",
+        )
+        parser.add_argument(
+            "--line-rate",
+            action="append",
+            default=[],
+            metavar="[LOCALITY=]RATE",
+            help="show the share of it that busbw reaches: 400Gbps, 50GB/s, intra_node=450GB/s; may be given again",
+        )
+        parser.add_argument(
+            "--source", choices=CHOICES, help="what to take times from (default: what says most of what is there)"
+        )
+        parser.add_argument("--ranks", type=rank_list, metavar="LIST", help="only these, for example 0-7,12")
+        parser.add_argument("--json", action="store_true", help="print the result as JSON")
+        parser.add_argument("-o", "--output", metavar="FILE", help="write the result as JSON to FILE (bandwidth.json)")
+        add_fleet_arguments(parser)
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        paths: list[str] = arguments.path
+        by = [name for name in arguments.by.split(",") if name]
+        strange = [name for name in by if name not in KEYS]
+        if strange or not by:
+            raise CrossrankError(f"--by {arguments.by!r}: choose among {', '.join(KEYS)}")
+        rates = line_rates(arguments.line_rate)
+        found = find(paths, arguments.ranks, arguments.source)
+        fleet = fleet_of(arguments, paths)
+        ranks = progress("reading", len(found.tasks), lambda done: read(found, fleet, done))
+        if arguments.ranks is not None:
+            ranks = [one for one in ranks if one.rank in arguments.ranks]
+        result = bandwidth(ranks, lay_side_by_side(ranks), inputs=paths, by=by, rates=rates, skipped=found.skipped)
+        if not result.timed_calls:
+            raise CrossrankError(
+                f"{', '.join(paths)}: {result.calls:,} calls, but nothing says how long one took; record a window "
+                "(TRACING_WINDOW=START:STOP), or a report of Nsight Systems, or set TORCH_NCCL_ENABLE_TIMING=1"
+            )
+        content = msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"
+        if arguments.output is not None:
+            write_output(arguments.output, content)
+        if arguments.json:
+            sys.stdout.write(content.decode())
+        else:
+            _print(result)
+        for text in result.skipped[:_NOTES]:
+            complain(text)
+        lacking = missing(ranks) if arguments.ranks is None else ""
+        if lacking:
+            complain(f"rank {lacking} is not there: times of its groups include waiting for it")
+        return 1 if result.skipped or lacking else 0
+
+
+def _print(result: Bandwidth) -> None:
+    for line in summary_lines(result):
+        print(printable(line))
+    for title, counts in (
+        ("Kernels and other activities, by how they found their call", result.attributed),
+        ("Not attributed", result.unattributed),
+        ("Not compared across ranks", result.not_compared),
+    ):
+        if counts:
+            print(f"\n{title}")
+            for text, count in counts.items():
+                print(f"  {count:>9,}  {printable(text)}")
+    if result.unattributed_ms:
+        print(f"  {result.unattributed_ms:,.3f} ms of communication kernels belong to no known call")
+    shared = any(row.line_rate_share for row in result.rows)
+    bounds = any(row.upper_bounds for row in result.rows)
+    columns = [
+        *(_TITLES[name] for name in result.by),
+        "#collectives",
+        "#S",
+        "#time p50",
+        "#p95",
+        "#max us",
+        "#waiting p50",
+        "#p95 us",
+        "#algbw p50",
+        "#busbw p50",
+        "#p5 GB/s",
+    ]
+    columns += ["#of line rate"] if shared else []
+    columns += ["#upper bounds"] if bounds else []
+    rows = [_cells(row, result.by, shared=shared, bounds=bounds) for row in result.rows[:_SHOWN]]
+    print_table("Collectives, those that took longest in all first", columns, rows)
+    if len(result.rows) > _SHOWN:
+        print(f"  … and {len(result.rows) - _SHOWN} more: --json has all")
+    if bounds:
+        print("  upper bounds: not all members were seen, or several calls shared a launch; the time includes waiting")
+    notes = list(dict.fromkeys(result.notes))
+    for note in notes[:_NOTES]:
+        print(f"\nnote       {printable(note)}")
+    if len(notes) > _NOTES:
+        print(f"\n… and {len(notes) - _NOTES} more notes: --json has all")
+
+
+_TITLES = {"op": "operation", "group": "group", "size": "size", "locality": "locality", "source": "source"}
+
+
+def _cells(row: Row, by: list[str], *, shared: bool, bounds: bool) -> list[object]:
+    group = f"{row.pg} {row.desc or ''}".strip()
+    said: dict[str, object] = {
+        "op": row.op,
+        "group": f"{group} ({row.ranks})" if row.pg is not None else "-",
+        "size": size_text(row.size_to),
+        "locality": row.locality,
+        "source": row.source or "(C++)",
+    }
+    cells: list[object] = [said[name] for name in by]
+    waiting = row.waiting_us or {}
+    cells += [f"{row.collectives:,}", amount(row.bytes)]
+    cells += [microseconds(row.time_us[name]) for name in ("p50", "p95", "max")]
+    cells += [microseconds(waiting.get(name)) for name in ("p50", "p95")]
+    cells += [rate(row.algbw_gbps, "p50"), rate(row.busbw_gbps, "p50"), rate(row.busbw_gbps, "p5")]
+    if shared:
+        cells.append(f"{row.line_rate_share['p50']:.1%}" if row.line_rate_share else "-")
+    if bounds:
+        cells.append(row.upper_bounds or "")
+    return cells
+
+
+def microseconds(value: float | None) -> str:
+    """A time in us, or a dash where there is none."""
+    return "-" if value is None else f"{value:,.1f}"
+
+
+def rate(figures: dict[str, float] | None, name: str) -> str:
+    """A rate in GB/s with three digits, or a dash where there is none."""
+    return "-" if figures is None else f"{figures[name]:.3g}"

@@ -1,0 +1,187 @@
+"""An export opened for reading: tables and columns that may or may not be there, as numpy arrays."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain
+from pathlib import Path
+from urllib.parse import quote
+
+import fsspec
+import numpy as np
+from numpy.typing import NDArray
+
+from crossrank.errors import CrossrankError, one_line
+from crossrank.recording import is_url
+
+Column = NDArray[np.int64]
+
+NVTX = "NVTX_EVENTS"
+RUNTIME = "CUPTI_ACTIVITY_KIND_RUNTIME"
+KERNEL = "CUPTI_ACTIVITY_KIND_KERNEL"
+MEMCPY = "CUPTI_ACTIVITY_KIND_MEMCPY"
+GRAPH_TRACE = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
+GRAPH_NODES = "CUDA_GRAPH_NODE_EVENTS"
+STRINGS = "StringIds"
+
+_KNOWN = ((3, 0), (3, 28))
+"""Schema versions, major and minor, between which the columns read here are documented."""
+_SIGNS = (NVTX, RUNTIME, KERNEL, "META_DATA_EXPORT", "TARGET_INFO_SESSION_START_TIME", "ANALYSIS_DETAILS")
+_EXPORT_TABLES = "NVTX_EVENTS, CUPTI_ACTIVITY_KIND_KERNEL, CUPTI_ACTIVITY_KIND_RUNTIME"
+_ROWS = 1 << 16
+NONE = -1
+"""Stands for NULL, and for a column that the export does not have."""
+
+
+class Export:
+    """One export. Reads only; `notes` says what it lacks."""
+
+    def __init__(self, path: str, connection: sqlite3.Connection) -> None:
+        self.path = path
+        self._connection = connection
+        self.notes: list[str] = []
+        names = connection.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')").fetchall()
+        self._tables = {str(name) for (name,) in names}
+        self._columns: dict[str, set[str]] = {}
+        if not self._tables:
+            raise CrossrankError(f"{path}: is an empty database; export the report anew")
+        if not any(sign in self._tables for sign in _SIGNS):
+            told = ", ".join(sorted(self._tables)[:4])
+            raise CrossrankError(f"{path}: is a database, but no export of Nsight Systems (it has the tables {told})")
+        self.version = self._version()
+
+    def has(self, table: str) -> bool:
+        return table in self._tables
+
+    def columns(self, table: str) -> set[str]:
+        """Names of the columns of a table; empty where it is not there."""
+        found = self._columns.get(table)
+        if found is None:
+            found = set()
+            if table in self._tables:
+                found = {str(row[1]) for row in self._connection.execute(f'PRAGMA table_info("{table}")')}
+            self._columns[table] = found
+        return found
+
+    def read(self, table: str, columns: Sequence[str], where: str = "") -> Iterator[list[Column]]:
+        """The columns of a table as integers, some ten thousand rows at a time."""
+        there = self.columns(table)
+        select = ", ".join(f'COALESCE("{name}", {NONE})' if name in there else str(NONE) for name in columns)
+        cursor = self._connection.execute(f'SELECT {select} FROM "{table}" {where}')
+        while rows := cursor.fetchmany(_ROWS):
+            flat = np.fromiter(chain.from_iterable(rows), np.int64, len(rows) * len(columns))
+            yield list(flat.reshape(len(rows), len(columns)).T)
+
+    def all(
+        self, table: str, columns: Sequence[str], where: str = "", parameters: Sequence[object] = ()
+    ) -> list[Column]:
+        """The whole columns; empty ones where the table is not there."""
+        if table not in self._tables:
+            return [np.empty(0, np.int64) for _ in columns]
+        parts = list(self.read(table, columns, where))
+        if not parts:
+            return [np.empty(0, np.int64) for _ in columns]
+        return [np.concatenate([part[index] for part in parts]) for index in range(len(columns))]
+
+    def rows(self, query: str, parameters: Sequence[object] = ()) -> Iterator[tuple[object, ...]]:
+        """The rows of a query over tables and columns that are known to be there."""
+        cursor = self._connection.execute(query, parameters)
+        while found := cursor.fetchmany(_ROWS):
+            yield from found
+
+    def strings(self, ids: Column) -> dict[int, str]:
+        """Those of `ids` that the table of strings has."""
+        if STRINGS not in self._tables:
+            return {}
+        found: dict[int, str] = {}
+        wanted = [int(one) for one in ids if one != NONE]
+        for start in range(0, len(wanted), 500):
+            part = wanted[start : start + 500]
+            marks = ",".join("?" * len(part))
+            query = f"SELECT id, value FROM {STRINGS} WHERE id IN ({marks})"
+            found.update((int(number), str(value)) for number, value in self._connection.execute(query, part))
+        return found
+
+    def epoch_ns(self) -> int:
+        """ns since 1970 at time 0 of the export; 0 where it does not say."""
+        table = "TARGET_INFO_SESSION_START_TIME"
+        if "utcEpochNs" in self.columns(table):
+            row = self._connection.execute(f"SELECT utcEpochNs FROM {table}").fetchone()
+            if row is not None and isinstance(row[0], int):
+                return row[0]
+        self.notes.append(
+            "does not say when the session began: times are from its begin, and are aligned by collectives"
+        )
+        return 0
+
+    def host(self) -> str:
+        """Name of the machine; empty where it does not say."""
+        if {"name", "value"} <= self.columns("TARGET_INFO_SYSTEM_ENV"):
+            query = "SELECT value FROM TARGET_INFO_SYSTEM_ENV WHERE name = 'Hostname'"
+            row = self._connection.execute(query).fetchone()
+            return str(row[0]) if row is not None else ""
+        return ""
+
+    def event_type(self, name: str, otherwise: int) -> int:
+        """Number of an NVTX event type in this export."""
+        if {"id", "name"} <= self.columns("ENUM_NSYS_EVENT_TYPE"):
+            row = self._connection.execute("SELECT id FROM ENUM_NSYS_EVENT_TYPE WHERE name = ?", (name,)).fetchone()
+            if row is not None and isinstance(row[0], int):
+                return row[0]
+        return otherwise
+
+    def _version(self) -> str:
+        if not {"name", "value"} <= self.columns("META_DATA_EXPORT"):
+            return ""
+        query = "SELECT value FROM META_DATA_EXPORT WHERE name = 'EXPORT_SCHEMA_VERSION'"
+        row = self._connection.execute(query).fetchone()
+        version = str(row[0]) if row is not None else ""
+        parts = version.split(".")
+        number = tuple(int(part) for part in parts[:2]) if all(part.isdecimal() for part in parts[:2]) else ()
+        if version and not _KNOWN[0] <= number <= _KNOWN[1]:
+            self.notes.append(
+                f"has schema version {version}; 3.16 to 3.28 are known here: the columns it shares with them are read"
+            )
+        return version
+
+
+@contextmanager
+def open_export(path: str) -> Iterator[Export]:
+    """Open the export at a path or URL. Raises `CrossrankError` where it is none, or is damaged."""
+    with tempfile.TemporaryDirectory(prefix="crossrank-") as scratch:
+        local = path
+        if is_url(path):  # SQLite reads files alone
+            local = str(Path(scratch) / "export.sqlite")
+            try:
+                file_system, there = fsspec.core.url_to_fs(path)
+                file_system.get_file(there, local)
+            except Exception as error:  # every kind of file system has errors of its own
+                raise CrossrankError(f"{path}: cannot be read ({one_line(error)})") from error
+        try:
+            if os.path.getsize(local) == 0:
+                raise CrossrankError(f"{path}: is empty; export the report anew")
+            connection = sqlite3.connect(f"file:{quote(os.path.abspath(local))}?mode=ro", uri=True)
+        except (OSError, sqlite3.Error) as error:
+            raise CrossrankError(f"{path}: cannot be opened ({one_line(error)})") from error
+        try:
+            connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
+            yield Export(path, connection)
+        except sqlite3.Error as error:
+            raise CrossrankError(f"{path}: is damaged or no SQLite file ({one_line(error)}); export it anew") from error
+        finally:
+            with suppress(sqlite3.Error):
+                connection.close()
+
+
+def refuse_empty(export: Export) -> None:
+    """Raises `CrossrankError` where the export cannot have what is needed, naming what was not recorded."""
+    lacking = [table for table in (NVTX, KERNEL, RUNTIME) if not export.has(table)]
+    if KERNEL in lacking and NVTX in lacking:
+        raise CrossrankError(
+            f"{export.path}: has neither NVTX ranges nor CUDA kernels; record with --trace=cuda,nvtx and export "
+            f"the tables {_EXPORT_TABLES}"
+        )

@@ -1,0 +1,168 @@
+"""The calls that the markers of a process stand for, as rows of a `RankTimes` that have no times yet.
+
+A comms file of the same run knows all of a call, found by the id in the marker. Without one the markers say what is
+the same at each call, and the calls of a group are numbered in their order.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+
+import numpy as np
+
+from crossrank.comm import CommRecord, is_p2p
+from crossrank.recording import CommsFile
+from crossrank.tools.nsight.database import NONE, Column
+from crossrank.tools.nsight.launches import Activities, innermost
+from crossrank.tools.nsight.markers import BATCH, Ranges
+from crossrank.tools.timing.rank_times import SEND_RECV, GroupKey, RankTimes, TimesBuilder
+
+
+def rows_of_comms(path: str, calls: Ranges, builder: TimesBuilder, epoch: int) -> Column | None:
+    """Rows of the records of a comms file that the markers name; returns the row of each range, `NONE` for an id that
+    the file does not have. None where it has not one of them, and so is of another run."""
+    times = builder.times
+    wanted = set(calls.id.tolist())
+    batches: dict[int, list[CommRecord]] = defaultdict(list)
+    entries: list[tuple[int, tuple[int, ...], int, int, int]] = []
+    file = CommsFile(path)
+    for record in file.records():
+        if record.batch is not None and (record.batch in wanted or record.id in wanted):
+            batches[record.batch].append(record)
+        elif record.id in wanted:
+            number = record.p2p_seq if is_p2p(record) else record.seq
+            _define(builder, file)
+            entries.append((record.id, (record.id,), builder.kind(builder.kind_of([record])), number or 0, record.step))
+    _define(builder, file)
+    for batch, records in batches.items():
+        kind = builder.kind(builder.kind_of(records))
+        first = records[0]
+        number = first.id if times.kinds[kind].op == SEND_RECV else first.seq or 0
+        named = (batch, *(record.id for record in records if record.id != batch))
+        entries.append((batch, named, kind, number, first.step))
+    if not entries:
+        return None
+    times.numbered = True
+    header = file.header
+    if header is not None:
+        times.world_size, times.node = header.world_size, header.node
+    times.steps = [
+        (line["step"], line["t"] + header.clock.get("wall", 0) - header.clock.get("t", 0))
+        for line in file.steps
+        if header is not None and "step" in line and "t" in line
+    ]
+    entries.sort()
+    called = dict(zip(calls.id.tolist()[::-1], calls.start.tolist()[::-1], strict=True))
+    ids: list[int] = []
+    rows: list[int] = []
+    for row, (identity, named, kind, number, step) in enumerate(entries):
+        moments = [called[name] for name in named if name in called]
+        builder.add(kind, id=identity, number=number, step=step, called=min(moments) + epoch if moments else 0)
+        ids += named
+        rows += [row] * len(named)
+    order = np.argsort(np.array(ids), kind="stable")
+    ordered, row_of_id = np.array(ids, np.int64)[order], np.array(rows, np.int64)[order]
+    at = np.minimum(np.searchsorted(ordered, calls.id), len(ordered) - 1)
+    return np.where(ordered[at] == calls.id, row_of_id[at], NONE)
+
+
+def _define(builder: TimesBuilder, file: CommsFile) -> None:
+    """Give the groups that the file has told so far their members."""
+    groups = builder.times.groups
+    for group in file.groups[builder.defined :]:
+        key = GroupKey.of(group)
+        index = builder.group_of(key)
+        if groups[index].ranks is None:
+            groups[index] = key
+    builder.defined = len(file.groups)
+
+
+def rows_of_markers(calls: Ranges, kernels: Activities, builder: TimesBuilder, epoch: int) -> Column:
+    """Rows of all calls by what their markers say; returns the row of each range."""
+    times = builder.times
+    if not len(calls):
+        return np.empty(0, np.int64)
+    batch_of, batches = _batches(calls, kernels, builder)
+    single = np.flatnonzero(batch_of == NONE)
+    used, inverse = np.unique(calls.meaning[single], return_inverse=True)
+    records = [calls.meanings[index].record for index in used.tolist()]
+    kinds = np.array([builder.kind(builder.kind_of([one])) for one in records if one is not None], np.int64)
+    # First all single calls, then the batches; then in the order in which they were made.
+    kind = np.concatenate([kinds[inverse], np.array([batch[0] for batch in batches], np.int64)])
+    start = np.concatenate([calls.start[single], np.array([batch[1] for batch in batches], np.int64)])
+    ids = np.concatenate([calls.id[single], np.array([batch[2] for batch in batches], np.int64)])
+    order = np.argsort(start, kind="stable")
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    lanes: dict[object, int] = {}
+    lane_of = np.array(
+        [lanes.setdefault((one.group, one.ends, one.op == SEND_RECV), len(lanes)) for one in times.kinds], np.int64
+    )
+    _fill(
+        times,
+        kind[order],
+        np.where(ids == NONE, place, ids)[order],
+        _counted(lane_of[kind[order]]),
+        start[order] + epoch,
+    )
+    result = np.empty(len(calls), np.int64)
+    result[single] = place[: len(single)]
+    grouped = np.flatnonzero(batch_of != NONE)
+    result[grouped] = place[len(single) + batch_of[grouped]]
+    return result
+
+
+def _fill(times: RankTimes, kind: Column, ids: Column, number: Column, called: Column) -> None:
+    times.kind = array("I", kind.astype(np.uint32).tobytes())
+    times.id = array("q", ids.tobytes())
+    times.number = array("q", number.tobytes())
+    times.step = array("i", bytes(4 * len(kind)))
+    times.called = array("q", called.tobytes())
+    times.began = array("q", bytes(8 * len(kind)))
+    times.ended = array("q", bytes(8 * len(kind)))
+
+
+def _batches(calls: Ranges, kernels: Activities, builder: TimesBuilder) -> tuple[Column, list[tuple[int, int, int]]]:
+    """(number of the batch that each range belongs to, [(kind, start, id)]).
+
+    The launch of a batch has a range of its own; the calls before it on its thread and group that launched nothing are
+    its members.
+    """
+    batch_of = np.full(len(calls), NONE, np.int64)
+    batches: list[tuple[int, int, int]] = []
+    what = np.array([meaning.what for meaning in calls.meanings])[calls.meaning]
+    if not (what == BATCH).any():
+        return batch_of, batches
+    launched = np.zeros(len(calls), bool)
+    at = innermost(calls, kernels.thread, kernels.launched)
+    launched[at[at != NONE]] = True
+    waiting: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for index in range(len(calls)):
+        record = calls.meanings[int(calls.meaning[index])].record
+        if record is None:
+            continue
+        lane = int(calls.thread[index]), record.pg
+        if what[index] != BATCH:
+            if not launched[index]:
+                waiting[lane].append(index)
+            continue
+        members = waiting.pop(lane, [])
+        records = [one for i in members if (one := calls.meanings[int(calls.meaning[i])].record) is not None]
+        for member in (*members, index):
+            batch_of[member] = len(batches)
+        first = members[0] if members else index
+        kind = builder.kind(builder.kind_of(records or [record]))
+        batches.append((kind, int(calls.start[first]), int(calls.id[index])))
+    return batch_of, batches
+
+
+def _counted(lanes: Column) -> Column:
+    """How often the lane of each row stood until there, itself included."""
+    order = np.argsort(lanes, kind="stable")
+    ordered = lanes[order]
+    first = np.concatenate(([True], ordered[1:] != ordered[:-1])) if len(ordered) else np.empty(0, bool)
+    begins = np.maximum.accumulate(np.where(first, np.arange(len(ordered)), 0))
+    number = np.empty(len(lanes), np.int64)
+    number[order] = np.arange(len(ordered)) - begins + 1
+    return number

@@ -1,0 +1,250 @@
+"""The calls of one rank with their times, in columns: what a worker sends to the process that compares the ranks.
+
+A job has millions of calls. What calls have in common (operation, group, sizes, place in the code) stands once, as a
+`CallKind`; a call is a row of 48 bytes over arrays. Times are ns since 1970 on the clock of the file, 0 = not known.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from crossrank.comm import OPERATIONS, CommRecord, Group, Locality, is_p2p, total_bytes
+from crossrank.dtypes import dtype_of
+
+SEND_RECV = "send/recv"
+"""Operation of several sends and receives that went out in one launch."""
+
+
+class GroupKey(msgspec.Struct, frozen=True):
+    """A process group, the same on all its ranks."""
+
+    pg: str
+    ranks: tuple[int, ...] | None = None
+    """Global ranks; None where the file does not say. Then those who use the name are its members."""
+    desc: str = ""
+    size: int = 0
+
+    @classmethod
+    def of(cls, group: Group) -> GroupKey:
+        return cls(pg=group.pg, ranks=tuple(group.ranks) if group.ranks else None, desc=group.desc, size=group.size)
+
+
+class CallKind(msgspec.Struct, frozen=True):
+    """What equal calls of a rank share."""
+
+    op: str
+    """A key of `OPERATIONS`, `SEND_RECV`, or what the file calls it."""
+    group: int
+    """Index into the groups of the rank."""
+    bytes: int
+    """S of nccl-tests; of a launch of several calls the sum, of an all_to_all the larger of sent and received."""
+    moved: int = -1
+    """Bytes that this rank sends to others or receives from them, the larger; -1 where the bus factor tells them."""
+    ends: tuple[int, int] | None = None
+    """Sender and receiver of a send or receive."""
+    root: int | None = None
+    dtype: str | None = None
+    source: str | None = None
+    locality: Locality = "unknown"
+    calls: int = 1
+    """That went out in this one launch."""
+
+
+@dataclass
+class RankTimes:
+    """One rank, or what one file says of it."""
+
+    rank: int | None
+    path: str
+    source: str
+    """What measured the times: a key of `SOURCES`."""
+    clock: str
+    """Ranks with the same text here have the same clock."""
+    world_size: int | None = None
+    node: str = ""
+    job: str = ""
+    """Ranks of one run agree in this, where both say it."""
+    placed: bool = True
+    """Whether begins and ends are exact, and not durations alone."""
+    numbered: bool = True
+    """Whether `number` is the same on all ranks; else it was counted from the begin of the file."""
+    groups: list[GroupKey] = field(default_factory=list)
+    kinds: list[CallKind] = field(default_factory=list)
+    kind: array[int] = field(default_factory=lambda: array("I"))
+    id: array[int] = field(default_factory=lambda: array("q"))
+    number: array[int] = field(default_factory=lambda: array("q"))
+    """n-th collective on the group, or n-th send (receive) of the pair; 0 = not known."""
+    step: array[int] = field(default_factory=lambda: array("i"))
+    called: array[int] = field(default_factory=lambda: array("q"))
+    """The host made the call."""
+    began: array[int] = field(default_factory=lambda: array("q"))
+    """The kernel began, or on a backend without kernels its Work."""
+    ended: array[int] = field(default_factory=lambda: array("q"))
+    steps: list[tuple[int, int]] = field(default_factory=list)
+    """(iteration, when it began)"""
+    attributed: Counter[str] = field(default_factory=Counter)
+    """How kernels found their calls -> kernels."""
+    unattributed: Counter[str] = field(default_factory=Counter)
+    """What could not be given a time, or a call, and why -> how many."""
+    unattributed_ns: int = 0
+    """Time of the communication kernels without a call."""
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+
+SOURCES = {
+    "nsight": "Nsight Systems: kernels that were launched within our markers or NCCL's",
+    "kineto": "Kineto: the kernels of a call, or on a backend without kernels its Work",
+    "flight": "torch's flight recorder: durations that its events measured",
+    "replay": "a replay: medians over its passes",
+    "comms": "no times of the communication itself, only when calls were made",
+}
+
+
+class TimesBuilder:
+    """Appends calls to a `RankTimes`, each distinct kind once."""
+
+    def __init__(self, times: RankTimes, groups: Iterable[Group] = ()) -> None:
+        self.times = times
+        self._groups: dict[str, int] = {}
+        self._kinds: dict[CallKind, int] = {}
+        self.defined = 0
+        """Groups of a file that are taken over by now."""
+        for group in groups:
+            self._add_group(GroupKey.of(group))
+
+    def group(self, pg: str) -> int:
+        """Index of the group of that name, which is made where nobody defined it."""
+        found = self._groups.get(pg)
+        return self._add_group(GroupKey(pg)) if found is None else found
+
+    def group_of(self, key: GroupKey) -> int:
+        """Index of a group that is defined here."""
+        found = self._groups.get(key.pg)
+        return self._add_group(key) if found is None else found
+
+    def _add_group(self, key: GroupKey) -> int:
+        if key.pg not in self._groups:
+            self._groups[key.pg] = len(self.times.groups)
+            self.times.groups.append(key)
+        return self._groups[key.pg]
+
+    def kind(self, kind: CallKind) -> int:
+        """Number of a kind."""
+        found = self._kinds.get(kind)
+        if found is None:
+            found = self._kinds[kind] = len(self.times.kinds)
+            self.times.kinds.append(kind)
+        return found
+
+    def kind_of(self, records: Sequence[CommRecord]) -> CallKind:
+        """The kind of a launch: of one call, or of several that went out together."""
+        first = records[0]
+        index = self.group(first.pg)
+        group = self.times.groups[index]
+        rank = self.times.rank
+        if len(records) == 1 and not is_p2p(first):
+            size, moved = _exchanged(first, group, rank)
+            return _kind(first, index, size, moved)
+        if len(records) == 1:
+            ends = None if first.peer is None or rank is None else ends_of(first, rank)
+            return _kind(first, index, first.bytes, ends=ends)
+        if any(is_p2p(record) for record in records):
+            sent = sum(record.bytes for record in records if record.op == "send" and record.peer != rank)
+            received = sum(record.bytes for record in records if record.op == "recv" and record.peer != rank)
+            far = {record.locality for record in records}
+            locality = next((name for name in _FARTHEST if name in far), first.locality)
+            return CallKind(
+                op=SEND_RECV,
+                group=index,
+                bytes=max(sent, received),
+                moved=max(sent, received),
+                dtype=first.dtype,
+                source=first.source,
+                locality=locality,
+                calls=len(records),
+            )
+        return _kind(first, index, sum(record.bytes for record in records), calls=len(records))
+
+    def add(
+        self, kind: int, *, id: int, number: int, step: int = 0, called: int = 0, began: int = 0, ended: int = 0
+    ) -> None:
+        times = self.times
+        times.kind.append(kind)
+        times.id.append(id)
+        times.number.append(number)
+        times.step.append(step)
+        times.called.append(called)
+        times.began.append(began)
+        times.ended.append(ended)
+
+
+_FARTHEST: tuple[Locality, ...] = ("cross_node", "nvlink_domain", "unknown", "intra_node")
+
+
+def ends_of(record: CommRecord, rank: int) -> tuple[int, int]:
+    """(sender, receiver) of a send or receive of `rank` whose peer is known."""
+    peer = -1 if record.peer is None else record.peer
+    return (rank, peer) if record.op == "send" else (peer, rank)
+
+
+def _kind(
+    record: CommRecord,
+    group: int,
+    size: int,
+    moved: int = -1,
+    ends: tuple[int, int] | None = None,
+    calls: int = 1,
+) -> CallKind:
+    return CallKind(
+        op=record.op,
+        group=group,
+        bytes=size,
+        moved=moved,
+        ends=ends,
+        root=record.root,
+        dtype=record.dtype,
+        source=record.source,
+        locality=record.locality,
+        calls=calls,
+    )
+
+
+def _exchanged(record: CommRecord, group: GroupKey, rank: int | None) -> tuple[int, int]:
+    """(S, bytes exchanged with others) of a collective; of an uneven all_to_all both are the larger direction's."""
+    if record.op != "all_to_all" or (record.in_split is None and record.out_split is None):
+        return record.bytes, -1
+    sizes = []
+    for split, shapes in ((record.in_split, record.inputs), (record.out_split, record.outputs)):
+        total = _bytes_of(shapes, record.dtype)
+        if split is None or total is None:
+            continue
+        rows = sum(split)
+        own = 0
+        if rank is not None and group.ranks is not None and rank in group.ranks:
+            own = split[place] if (place := group.ranks.index(rank)) < len(split) else 0
+        sizes.append((total, total - (total * own // rows if rows else 0)))
+    if not sizes:
+        return record.bytes, -1
+    return max(total for total, _ in sizes), max(others for _, others in sizes)
+
+
+def _bytes_of(shapes: Sequence[Sequence[int]], dtype: str | None) -> int | None:
+    known = dtype_of(dtype) if dtype is not None else None
+    if known is None:
+        return None
+    return total_bytes(shapes, known.size)
+
+
+def releases_all(op: str) -> bool:
+    """Whether the operation ends on no rank before every rank has begun it."""
+    row = OPERATIONS.get(op)
+    return row is not None and row.releases_all

@@ -1,0 +1,349 @@
+"""Finds what measured the communication of each rank, and reads it into `RankTimes`, one worker per rank or export.
+
+A folder may hold several measurements of one rank. The one that says most is taken: Nsight Systems, else what is
+linked or can be linked (Kineto with its execution trace), Kineto alone, the flight recorder; a comms file beside any
+of them gives the meaning of the calls, and by itself says when they were made.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePosixPath
+
+import msgspec
+
+from crossrank.comm import MOST_RANKS, is_p2p
+from crossrank.errors import CrossrankError
+from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED
+from crossrank.tools.calls import readers
+from crossrank.tools.calls.rank_calls import RankCalls, RecordedCall
+from crossrank.tools.calls.sources import NSIGHT, files_at
+from crossrank.tools.fleet import Fleet, map_ranks
+from crossrank.tools.linking.communications import named_by_address
+from crossrank.tools.linking.inputs import RankInput
+from crossrank.tools.nsight.read import read_export
+from crossrank.tools.tables import rank_ranges
+from crossrank.tools.timing.rank_times import SEND_RECV, SOURCES, RankTimes, TimesBuilder
+
+CHOICES = ("nsight", "kineto", "flight", "comms")
+"""What a user may ask for instead of what says most."""
+
+_REPORTS = (".nsys-rep", ".qdrep")
+EXPORT = "nsys export --type sqlite --include-json true --include-blobs true"
+_RANKS_APART = 60_000_000_000
+"""ns between the end of one rank and the begin of another that no job has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What one worker reads."""
+
+    rank: int | None
+    path: str
+    read: Callable[[Task], list[RankTimes]]
+    given: readers.Input | None = None
+    comms: tuple[tuple[int, str], ...] = ()
+    """(rank, comms file), for an export that holds several ranks."""
+
+
+@dataclass
+class Found:
+    """What is to be read, and what is not."""
+
+    tasks: list[Task]
+    skipped: list[str] = field(default_factory=list)
+
+
+_Files = dict[str, list[readers.Input]]
+
+
+def find(paths: Sequence[str], ranks: Collection[int] | None = None, source: str | None = None) -> Found:
+    """The measurements at `paths`: folders, files or URLs. Raises `CrossrankError` where there is none."""
+    skipped: list[str] = []
+    by_rank: dict[int | None, _Files] = defaultdict(lambda: defaultdict(list))
+    exports: list[readers.Input] = []
+    reports: list[str] = []
+    for path in paths:
+        if path.endswith(_REPORTS):
+            reports.append(path)
+            continue
+        for kind, one in files_at(path, skipped):
+            if kind == NSIGHT:
+                exports.append(one)
+            elif kind in (COMMS, LINKED, EXECUTION_TRACE, KINETO, FLIGHT):
+                by_rank[one.rank][kind].append(one)
+    if not exports and (reports := reports + [text for text in skipped if text.split(":")[0].endswith(_REPORTS)]):
+        report = reports[0].split(":")[0]
+        target = report.rpartition(".")[0] + ".sqlite"
+        raise CrossrankError(f"{report}: is a report, not an export; run: {EXPORT} --output {target} {report}")
+    comms = tuple(
+        (rank, kinds[COMMS][0].path)
+        for rank, kinds in sorted(by_rank.items(), key=_order)
+        if rank is not None and kinds[COMMS]
+    )
+    if exports and source in (None, "nsight"):
+        exports.sort(key=lambda one: one.path)
+        tasks = [Task(rank=one.rank, path=one.path, read=_read_nsight, comms=comms) for one in exports]
+        return Found(tasks, skipped)
+    if source == "nsight":
+        raise CrossrankError(f"{', '.join(paths)}: holds no Nsight export (.sqlite); make one with: {EXPORT} REPORT")
+    tasks = []
+    for rank, kinds in sorted(by_rank.items(), key=_order):
+        if ranks is not None and rank not in ranks:
+            continue
+        task = _task(rank, kinds, source, skipped)
+        if task is not None:
+            tasks.append(task)
+    if not tasks:
+        asked = f" for --source {source}" if source else ""
+        told = f" ({'; '.join(skipped[:3])})" if skipped else ""
+        raise CrossrankError(
+            f"{', '.join(paths)}: holds nothing that measured communication{asked}{told}; name a recording, a folder "
+            "of Kineto traces or flight-recorder dumps, Nsight exports (.sqlite), or the folder of a replay"
+        )
+    return Found(tasks, skipped)
+
+
+def _order(item: tuple[int | None, _Files]) -> tuple[bool, int]:
+    return item[0] is None, item[0] or 0
+
+
+def _task(rank: int | None, kinds: _Files, source: str | None, skipped: list[str]) -> Task | None:
+    if rank is not None and rank >= MOST_RANKS:
+        return None
+    if source in ("kineto", "flight", "comms"):
+        keep = {"kineto": (COMMS, LINKED, EXECUTION_TRACE, KINETO), "flight": (COMMS, FLIGHT), "comms": (COMMS,)}[
+            source
+        ]
+        kinds = {kind: kinds[kind] for kind in keep if kind in kinds}
+    files = {kind: sorted(found, key=lambda one: (one.window, one.path)) for kind, found in kinds.items() if found}
+    for kind, found in files.items():
+        double = [one for one, other in zip(found[1:], found, strict=False) if one.window == other.window]
+        if double:
+            names = ", ".join(PurePosixPath(one.path).name for one in found[:3])
+            who = f"of rank {rank}" if rank is not None else "without a rank in their names"
+            raise CrossrankError(f"{found[0].path}: {names} are all {kind} files {who}; name the folder of one job")
+    linked = {one.window: one for one in files.get(LINKED, ())}
+    kinetos = {one.window: one for one in files.get(KINETO, ())}
+    comms = files[COMMS][0] if COMMS in files else None
+    pairs = [
+        RankInput(
+            rank=rank,
+            window=one.window,
+            et=one.path,
+            kineto=kinetos[one.window].path,
+            comms=comms.path if comms else None,
+        )
+        for one in files.get(EXECUTION_TRACE, ())
+        if one.window in kinetos and one.window not in linked
+    ]
+    if comms is not None:
+        flight = files[FLIGHT][0].path if FLIGHT in files else None
+        given = replace(comms, linked=tuple(one.path for one in linked.values()), pairs=tuple(pairs), flight=flight)
+        return Task(rank=rank, path=comms.path, read=_read_comms, given=given)
+    several = [one.path for one in [*linked.values(), *kinetos.values()] if one.window > 1]
+    skipped += [f"{path}: a later window of rank {rank} without a comms file; name it by itself" for path in several]
+    if linked:
+        one = linked[min(linked)]
+        return Task(rank=rank, path=one.path, read=_read_linked, given=one)
+    if pairs:
+        return Task(
+            rank=rank,
+            path=pairs[0].kineto,
+            read=_read_pair,
+            given=readers.Input(path=pairs[0].kineto, rank=rank, pairs=(pairs[0],)),
+        )
+    if kinetos:
+        one = kinetos[min(kinetos)]
+        return Task(rank=rank, path=one.path, read=_read_kineto, given=one)
+    if FLIGHT in files:
+        return Task(rank=rank, path=files[FLIGHT][0].path, read=_read_flight, given=files[FLIGHT][0])
+    return None
+
+
+def read(found: Found, fleet: Fleet, done: Callable[[], None] = lambda: None) -> list[RankTimes]:
+    """Read every file; one that cannot be used is told in `found.skipped`, and the others are read all the same.
+
+    Raises `CrossrankError` where none can be used, or the ranks are of different runs."""
+    results = map_ranks(_read, found.tasks, fleet, failed=_failed, done=done)
+    ranks: list[RankTimes] = []
+    for result in results:
+        if isinstance(result, str):
+            found.skipped.append(result)
+        else:
+            ranks += result
+    if not ranks:
+        raise CrossrankError("; ".join(found.skipped[:3]))
+    ranks.sort(key=lambda one: (one.rank is None, one.rank or 0, one.path))
+    _refuse_several_runs(ranks)
+    return ranks
+
+
+def _read(task: Task) -> list[RankTimes] | str:
+    return task.read(task)
+
+
+def _failed(task: Task, error: CrossrankError) -> list[RankTimes] | str:
+    return str(error) if str(error).startswith(task.path) else f"{task.path}: {error}"
+
+
+def _refuse_several_runs(ranks: list[RankTimes]) -> None:
+    seen: dict[int, RankTimes] = {}
+    for one in ranks:
+        if one.rank is None:
+            if len(ranks) > 1:
+                raise CrossrankError(f"{one.path}: neither its name nor its content tells its rank; call it rank-N")
+            one.rank = 0
+        if one.rank in seen:
+            raise CrossrankError(
+                f"{seen[one.rank].path} and {one.path} are both of rank {one.rank}; name the files of one run"
+            )
+        seen[one.rank] = one
+    sizes = {one.world_size: one.path for one in ranks if one.world_size}
+    if len(sizes) > 1:
+        told = ", ".join(
+            f"{path} of {size} ranks" for size, path in sorted(sizes.items(), key=lambda item: item[0] or 0)
+        )
+        raise CrossrankError(f"the ranks are of different runs: {told}; name the files of one run")
+    spans = [(span, one) for one in ranks if (span := _span(one)) is not None]
+    if spans:
+        (_, first_end), early = min(spans, key=lambda entry: entry[0][1])
+        (last_start, _), late = max(spans, key=lambda entry: entry[0][0])
+        if last_start > first_end + _RANKS_APART:
+            raise CrossrankError(
+                f"the ranks are of different runs: {early.path} ends {(last_start - first_end) / 1e9:.0f} s before "
+                f"{late.path} begins; name the files of one run"
+            )
+
+
+_FIRST_DAY = 86_400_000_000_000
+"""A time before the second day of 1970 is no wall clock but one that starts with the capture."""
+
+
+def _span(one: RankTimes) -> tuple[int, int] | None:
+    moments = [
+        moment for column in (one.called, one.began) for moment in (min(column, default=0), max(column, default=0))
+    ]
+    known = [moment for moment in moments if moment > _FIRST_DAY]
+    return (min(known), max(known)) if known else None
+
+
+def missing(ranks: Sequence[RankTimes]) -> str:
+    """The ranks that are not there, in short; empty where none is known to be missing."""
+    size = max((one.world_size or 0 for one in ranks), default=0)
+    return rank_ranges(sorted(set(range(size)) - {one.rank for one in ranks if one.rank is not None}))
+
+
+# --- what a worker does -----------------------------------------------------------------------------------------------
+
+
+def _read_comms(task: Task) -> list[RankTimes]:
+    assert task.given is not None
+    calls = readers.read_comms(task.given)
+    found = calls.origins
+    source = next((name for name in ("kineto", "flight") if found.get(name)), "comms")
+    times = _of_calls(calls, source)
+    if source == "comms":
+        times.unattributed["calls of which only the begin is recorded"] = len(times)
+    return [times]
+
+
+def _read_linked(task: Task) -> list[RankTimes]:
+    assert task.given is not None
+    return [_of_calls(readers.read_linked_trace(task.given), "kineto")]
+
+
+def _read_pair(task: Task) -> list[RankTimes]:
+    assert task.given is not None
+    return [_of_calls(readers.read_pair(task.given), "kineto")]
+
+
+def _read_kineto(task: Task) -> list[RankTimes]:
+    assert task.given is not None
+    return [_of_calls(readers.read_kineto_trace(task.given), "kineto")]
+
+
+def _read_flight(task: Task) -> list[RankTimes]:
+    assert task.given is not None
+    return [_of_calls(readers.read_flight(task.given), "flight")]
+
+
+def _read_nsight(task: Task) -> list[RankTimes]:
+    return read_export(task.path, task.rank, dict(task.comms))
+
+
+def _name_by_size(calls: RankCalls) -> None:
+    """Old traces name groups by addresses, which differ between ranks: their size is what ranks can agree on."""
+    names = {}
+    for place, group in enumerate(calls.groups):
+        if named_by_address(group.pg):
+            names[group.pg] = f"{group.size} ranks"
+            calls.groups[place] = msgspec.structs.replace(group, pg=names[group.pg])
+    if not names:
+        return
+    for call in calls.calls:
+        if call.record.pg in names:
+            call.record = msgspec.structs.replace(call.record, pg=names[call.record.pg])
+    calls.notes.append(
+        f"{calls.path}: names process groups by addresses: groups of one size are taken to be the same on all ranks"
+    )
+
+
+def _of_calls(calls: RankCalls, source: str) -> RankTimes:
+    """The calls of one rank as columns; calls that went out together become one."""
+    times = RankTimes(
+        rank=calls.rank,
+        path=calls.path,
+        source=source,
+        clock=calls.clock or calls.path,
+        world_size=calls.world_size,
+        node=calls.node,
+        placed=source != "flight",
+        numbered=calls.numbered,
+        steps=calls.steps,
+        problems=list(calls.problems),
+        notes=list(calls.notes),
+    )
+    _name_by_size(calls)
+    builder = TimesBuilder(times, calls.groups)
+    counted: dict[object, int] = defaultdict(int)
+    batches: dict[int, list[RecordedCall]] = {}
+    launches: list[list[RecordedCall]] = []
+    for call in calls.calls:
+        batch = call.record.batch
+        if batch is None:
+            launches.append([call])
+        elif batch in batches:
+            batches[batch].append(call)
+        else:
+            batches[batch] = [call]
+            launches.append(batches[batch])
+    for launch in launches:
+        first = launch[0].record
+        kind = builder.kind_of([call.record for call in launch])
+        timed = [call for call in launch if call.took_ns is not None]
+        began = min((call.began_ns or 0 for call in timed), default=0)
+        # Members of one launch share its kernel, or follow each other: the span of them all is the launch's.
+        ended = max(((call.began_ns or 0) + (call.took_ns or 0) for call in timed), default=0)
+        number = first.p2p_seq if is_p2p(first) else first.seq
+        lane = (first.pg, kind.ends, kind.op == SEND_RECV)
+        counted[lane] += 1
+        if number is None or not times.numbered or kind.op == SEND_RECV:
+            number = counted[lane]
+        builder.add(
+            builder.kind(kind),
+            id=first.id,
+            number=number,
+            step=first.step,
+            called=first.t + calls.offset if calls.timed else 0,
+            began=began,
+            ended=ended,
+        )
+        if timed:
+            times.attributed[SOURCES[source]] += len(launch)
+    without = len(calls.calls) - sum(times.attributed.values())
+    if without and times.attributed:
+        times.unattributed["calls outside the windows that were traced, or without a duration"] = without
+    return times
