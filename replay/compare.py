@@ -16,7 +16,8 @@ import msgspec
 
 from crossrank.comm import OPERATIONS
 from crossrank.replay.plan import NOT_IN_STEPS, Plan
-from crossrank.replay.results import Measured, RankResult, bucket_of, end_to_end_ns, percentile
+from crossrank.replay.results import Measured, RankResult, end_to_end_ns, percentile
+from crossrank.tools.size_buckets import bucket_of
 
 
 class Compared(msgspec.Struct, kw_only=True):

@@ -22,6 +22,7 @@ import msgspec
 from crossrank.comm import OPERATIONS, CommRecord
 from crossrank.replay.plan import Plan, launches
 from crossrank.replay.schedule import Key, keys_of
+from crossrank.tools.size_buckets import bucket_of
 
 
 @dataclass
@@ -225,20 +226,6 @@ class Row(msgspec.Struct, kw_only=True):
     busbw_gbps: dict[str, float] | None
     late_ends: int
     """Calls of which only a wait tells when they were over: their times are upper bounds."""
-
-
-def bucket_of(size: int) -> tuple[int, int]:
-    """First and last size of the bucket that a size falls into: up to 1 KiB, 4 KiB, 16 KiB, ….
-
-    >>> bucket_of(0), bucket_of(1), bucket_of(1024), bucket_of(1025)
-    ((0, 0), (1, 1024), (1, 1024), (1025, 4096))
-    """
-    if size <= 0:
-        return 0, 0
-    low, high = 1, 1024
-    while size > high:
-        low, high = high + 1, high * 4
-    return low, high
 
 
 def table(measured: Sequence[Measured], plan: Plan) -> list[Row]:

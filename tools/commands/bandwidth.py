@@ -20,6 +20,7 @@ from crossrank.tools.commands.options import (
 from crossrank.tools.size_buckets import size_text
 from crossrank.tools.tables import amount, print_table, printable
 from crossrank.tools.timing.collectives import lay_side_by_side
+from crossrank.tools.timing.from_replay import is_replay, read_replay
 from crossrank.tools.timing.sources import CHOICES, find, missing, read
 
 _SHOWN = 24
@@ -28,9 +29,9 @@ _NOTES = 8
 
 class BandwidthCommand:
     """Time, algbw, busbw and waiting of every collective, by operation, group, size and locality. From Nsight Systems
-    exports (.sqlite), Kineto traces (linked or not), flight-recorder dumps with timing, or a recording that holds any
-    of them. The time of a collective runs from the last arrival; rates follow nccl-tests. Says what could not be
-    attributed. Exit code 1: calls with times were found, but ranks are missing or files could not be used."""
+    exports (.sqlite), Kineto traces (linked or not), flight-recorder dumps with timing, a recording that holds any of
+    them, or the folder of a replay. The time of a collective runs from the last arrival; rates follow nccl-tests. Says
+    what could not be attributed. Exit code 1: ranks are missing, or a file could not be used."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("path", nargs="+", help="a recording, a folder of traces or exports, or the files")
@@ -62,12 +63,18 @@ class BandwidthCommand:
         if strange or not by:
             raise CrossrankError(f"--by {arguments.by!r}: choose among {', '.join(KEYS)}")
         rates = line_rates(arguments.line_rate)
-        found = find(paths, arguments.ranks, arguments.source)
         fleet = fleet_of(arguments, paths)
-        ranks = progress("reading", len(found.tasks), lambda done: read(found, fleet, done))
-        if arguments.ranks is not None:
-            ranks = [one for one in ranks if one.rank in arguments.ranks]
-        result = bandwidth(ranks, lay_side_by_side(ranks), inputs=paths, by=by, rates=rates, skipped=found.skipped)
+        skipped: list[str] = []
+        if len(paths) == 1 and arguments.source is None and is_replay(paths[0]):
+            ranks, together = read_replay(paths[0])
+        else:
+            found = find(paths, arguments.ranks, arguments.source)
+            ranks = progress("reading", len(found.tasks), lambda done: read(found, fleet, done))
+            skipped = found.skipped
+            if arguments.ranks is not None:
+                ranks = [one for one in ranks if one.rank in arguments.ranks]
+            together = lay_side_by_side(ranks)
+        result = bandwidth(ranks, together, inputs=paths, by=by, rates=rates, skipped=skipped)
         if not result.timed_calls:
             raise CrossrankError(
                 f"{', '.join(paths)}: {result.calls:,} calls, but nothing says how long one took; record a window "

@@ -69,7 +69,7 @@ class Export:
 
     def read(self, table: str, columns: Sequence[str], where: str = "") -> Iterator[list[Column]]:
         """The columns of a table as integers, some ten thousand rows at a time."""
-        there = self.columns(table)
+        there = self.columns(table) | {"rowid"}
         select = ", ".join(f'COALESCE("{name}", {NONE})' if name in there else str(NONE) for name in columns)
         cursor = self._connection.execute(f'SELECT {select} FROM "{table}" {where}')
         while rows := cursor.fetchmany(_ROWS):
@@ -113,9 +113,7 @@ class Export:
             row = self._connection.execute(f"SELECT utcEpochNs FROM {table}").fetchone()
             if row is not None and isinstance(row[0], int):
                 return row[0]
-        self.notes.append(
-            "does not say when the session began: times are from its begin, and are aligned by collectives"
-        )
+        self.notes.append("does not say when its session began: its times are aligned by collectives alone")
         return 0
 
     def host(self) -> str:

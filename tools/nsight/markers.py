@@ -194,7 +194,7 @@ def read_ranges(export: Export) -> Ranges:
     types = {export.event_type(*one): one for one in (MARK, PUSH_POP, START_END)}
     mark = next(number for number, one in types.items() if one is MARK)
     meanings: list[Meaning] = []
-    numbers: dict[Meaning, int] = {}
+    numbers: dict[bytes, int] = {}
     parts: list[list[Column]] = []
     if not export.has(NVTX):
         return _ranges([], meanings, mark)
@@ -203,9 +203,10 @@ def read_ranges(export: Export) -> Ranges:
         meaning = meaning_of(text)
         if meaning is None:
             return NONE
-        found = numbers.get(meaning)
+        key = msgspec.msgpack.encode(meaning)
+        found = numbers.get(key)
         if found is None:
-            found = numbers[meaning] = len(meanings)
+            found = numbers[key] = len(meanings)
             meanings.append(meaning)
         return found
 

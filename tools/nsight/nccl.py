@@ -26,7 +26,6 @@ _PER_MEMBER = ("all_gather", "reduce_scatter", "all_to_all")
 class _Payload(msgspec.Struct):
     communicator: int | str | None = msgspec.field(name="NCCL communicator ID", default=None)
     size: int | None = msgspec.field(name="Message size [bytes]", default=None)
-    root: int | None = msgspec.field(name="Root", default=None)
     peer: int | None = msgspec.field(name="Peer rank", default=None)
     ranks: int | None = msgspec.field(name="No. of ranks", default=None)
     rank: int | None = msgspec.field(name="Rank", default=None)
@@ -76,8 +75,8 @@ class NcclRanges:
             pg=name,
             bytes=operation.bytes(message, message, size),
             t=0,
-            root=payload.root,
-            peer=payload.peer if operation.p2p else None,
+            # Ranks here are those of the communicator: only in the largest they are taken to be global.
+            peer=payload.peer if operation.p2p and size == max(self.sizes.values(), default=0) else None,
         )
 
     def members(self, index: int) -> list[CommRecord]:
