@@ -14,8 +14,16 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from crossrank.tools.fleet import Fleet
+from crossrank.tools.timeline.build import write_timeline
+from crossrank.tools.timeline.chrome import ChromeWriter
+from crossrank.tools.timeline.perfetto import PerfettoWriter
+from crossrank.tools.timing.collectives import lay_side_by_side
+from crossrank.tools.timing.sources import find, read
 
 KERNEL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 MARKER = (
@@ -42,8 +50,8 @@ def crossrank(*words: str) -> list[str]:
     return [sys.executable, "-m", "crossrank.tools.cli", *words]
 
 
-def write_export(path: Path, markers: int, kinds: int = 200) -> None:
-    """One process with `markers` calls, each with a kernel, on two threads, and as many other kernels."""
+def write_export(path: Path, markers: int, kinds: int = 200, late: int = 0) -> None:
+    """One process with `markers` calls, each with a kernel, on two threads; its kernels begin `late` ns later."""
     connection = sqlite3.connect(path)
     connection.executescript(
         """
@@ -78,7 +86,7 @@ def write_export(path: Path, markers: int, kinds: int = 200) -> None:
 
     def kernels() -> object:
         for i in range(markers):
-            yield 2000 * i + 300, 2000 * i + 1500, 0, 20, i, pid, 1, 1
+            yield 2000 * i + 300 + late, 2000 * i + 1500, 0, 20, i, pid, 1, 1
 
     connection.executemany(
         "INSERT INTO NVTX_EVENTS (start, end, eventType, globalTid, textId, domainId, int64Value) "
@@ -112,7 +120,30 @@ def bandwidth(folder: Path) -> None:
     path.unlink()
 
 
-PARTS: dict[str, Callable[[Path], None]] = {"bandwidth": bandwidth}
+def timeline(folder: Path) -> None:
+    exports = folder / "exports"
+    exports.mkdir()
+    for rank in range(RANKS):
+        write_export(exports / f"rank_{rank}.sqlite", COLLECTIVES, late=rank)
+    output = folder / "timeline.pftrace"
+    wall, user, peak = measured(crossrank("timeline", str(exports), "-o", str(output)))
+    ranks = read(find([str(exports)]), Fleet(jobs=2))
+    together = lay_side_by_side(ranks)
+    print(f"\ncrossrank timeline, {RANKS} ranks x {COLLECTIVES:,} collectives from Nsight exports")
+    print("  every call a moment on its host and a slice on its device, arrows, counters")
+    print(f"  {'':28} {'wall s':>8} {'user s':>8} {'peak MB':>8} {'file MB':>8}")
+    print(f"  {'whole command':28} {wall:>8.1f} {user:>8.1f} {peak:>8.0f} {output.stat().st_size / 1e6:>8.1f}")
+    for name, factory in (("native", PerfettoWriter), ("Chrome JSON", ChromeWriter)):
+        start, used = time.monotonic(), time.process_time()
+        write_timeline(ranks, together, output, factory)
+        wall, user = time.monotonic() - start, time.process_time() - used
+        size = output.stat().st_size / 1e6
+        print(f"  {'writing alone, ' + name:28} {wall:>8.1f} {user:>8.1f} {'':>8} {size:>8.1f}", flush=True)
+
+
+RANKS, COLLECTIVES = 64, 4000
+
+PARTS: dict[str, Callable[[Path], None]] = {"bandwidth": bandwidth, "timeline": timeline}
 
 
 def main() -> None:

@@ -170,6 +170,7 @@ _COLUMNS = (
     "completion_us_p95",
     "waiting_us_p50",
     "time_us_p50",
+    "has_rate",
     "recorded_us",
     "relative_error",
 )
@@ -201,6 +202,7 @@ def to_csv(plan: Plan, measured: list[Measured]) -> str:
                     _us(percentile(call.completion[rank], 0.95)),
                     _us(percentile(call.waiting[rank], 0.5)),
                     _us(percentile(call.time, 0.5)),
+                    int(call.has_rate or not call.bytes),
                     _us(recorded) if recorded else None,
                     round(abs(completion - recorded) / recorded, 4) if recorded else None,
                 )

@@ -271,7 +271,7 @@ def _rates(rates: Floats) -> Spread | None:
         return None
     p5, p50, p95 = np.percentile(known, (5, 50, 95))
     return {
-        name: round(float(value), 4) for name, value in (("p5", p5), ("p50", p50), ("p95", p95), ("max", known.max()))
+        name: float(f"{value:.4g}") for name, value in (("p5", p5), ("p50", p50), ("p95", p95), ("max", known.max()))
     }
 
 

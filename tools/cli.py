@@ -40,6 +40,11 @@ COMMANDS = {
         "BandwidthCommand",
         "time, algbw, busbw and waiting per collective, from Nsight, Kineto or the flight recorder",
     ),
+    "timeline": (
+        "crossrank.tools.commands.timeline",
+        "Timeline",
+        "all ranks on one Perfetto timeline, on one clock",
+    ),
     "diagnose": (
         "crossrank.tools.commands.diagnose",
         "Diagnose",

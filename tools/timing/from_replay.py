@@ -44,6 +44,8 @@ class _Call(msgspec.Struct):
     completion_us_p50: float
     waiting_us_p50: float
     time_us_p50: float
+    has_rate: bool = True
+    """Whether its bytes and its time belong together: not in a batch, nor where only a wait tells the end."""
     seq: int = 0
     peer: int | None = None
     dtype: str | None = None
@@ -152,6 +154,6 @@ def _collectives(calls: Sequence[_Call], sizes: dict[str, int], head: _Replay) -
         seen=seen,
         expected=np.array(expected, np.int64),
         time=np.array([round(call.time_us_p50 * 1000) for call in first], np.int64),
-        bound=seen < np.array(expected),
+        bound=(seen < np.array(expected)) | ~np.array([call.has_rate for call in first]),
         last_rank=np.full(len(first), -1, np.int64),
     )

@@ -1,0 +1,130 @@
+"""`crossrank timeline`: all ranks on one Perfetto timeline."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import msgspec
+
+from crossrank.errors import CrossrankError
+from crossrank.tools.commands.options import add_fleet_arguments, complain, fleet_of, progress, rank_list
+from crossrank.tools.tables import amount, printable
+from crossrank.tools.timeline.build import Written, write_timeline
+from crossrank.tools.timeline.chrome import ChromeWriter
+from crossrank.tools.timeline.perfetto import PerfettoWriter
+from crossrank.tools.timeline.tracks import WriterFactory
+from crossrank.tools.timing.collectives import lay_side_by_side
+from crossrank.tools.timing.sources import CHOICES, find, missing, read
+from crossrank.tools.whole_file import join, whole_file
+
+FORMATS: dict[str, tuple[WriterFactory, str]] = {
+    "perfetto": (PerfettoWriter, "timeline.pftrace"),
+    "chrome": (ChromeWriter, "timeline.json"),
+}
+_NOTES = 8
+
+
+class Timeline:
+    """Lay all ranks on one timeline, on one clock, for ui.perfetto.dev: a track per rank for its calls, one for its
+    communication on the device, steps, arrows from the first to the last arriver of each collective, and counters of
+    bytes in flight and bus bandwidth. From the same files as `crossrank bandwidth`; calls without times of the device
+    stand where the host made them. Exit code 1: ranks are missing, or a file could not be used."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("path", nargs="+", help="a recording, a folder of traces or exports, or the files")
+        parser.add_argument(
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="where to (default: timeline.pftrace or timeline.json in the folder of the input); .gz compresses",
+        )
+        parser.add_argument(
+            "--format",
+            choices=sorted(FORMATS),
+            default="perfetto",
+            help="perfetto (default), or chrome: the older JSON",
+        )
+        parser.add_argument(
+            "--flows",
+            choices=("first-last", "all", "none"),
+            default="first-last",
+            help="arrows between the ranks of a collective: first to last arriver (default), through all, or none",
+        )
+        parser.add_argument("--source", choices=CHOICES, help="what to take times from (default: what says most)")
+        parser.add_argument("--ranks", type=rank_list, metavar="LIST", help="only these, for example 0-7,12")
+        parser.add_argument("--json", action="store_true", help="print what was written as JSON")
+        add_fleet_arguments(parser)
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        paths: list[str] = arguments.path
+        factory, name = FORMATS[arguments.format]
+        output = arguments.output or join(_folder(paths[0]), name)
+        found = find(paths, arguments.ranks, arguments.source)
+        fleet = fleet_of(arguments, paths)
+        ranks = progress("reading", len(found.tasks), lambda done: read(found, fleet, done))
+        if arguments.ranks is not None:
+            ranks = [one for one in ranks if one.rank in arguments.ranks]
+            if not ranks:
+                raise CrossrankError(f"{', '.join(paths)}: holds none of the ranks that --ranks names")
+        together = lay_side_by_side(ranks)
+        try:
+            with whole_file(output) as temporary:
+                written = write_timeline(ranks, together, temporary, factory, flows=arguments.flows)
+                if output.endswith(".gz"):
+                    _compress(temporary)
+                size = temporary.stat().st_size
+        except OSError as error:
+            raise CrossrankError(f"{output}: cannot be written ({error.strerror}); name another with -o") from error
+        notes = list(dict.fromkeys(note for one in ranks for note in one.notes))
+        if arguments.json:
+            said = {"output": output, "bytes": size, **msgspec.to_builtins(written)}
+            said |= {"clocks": msgspec.to_builtins(together.clocks), "notes": notes, "skipped": found.skipped}
+            sys.stdout.write(msgspec.json.format(msgspec.json.encode(said), indent=2).decode() + "\n")
+        else:
+            _print(output, size, written, together.clocks.note, together.clocks.residual_us, arguments.format)
+            for note in notes[:_NOTES]:
+                print(f"note       {printable(note)}")
+        for text in found.skipped[:_NOTES]:
+            complain(text)
+        lacking = missing(ranks) if arguments.ranks is None else ""
+        if lacking:
+            complain(f"rank {lacking} is not there")
+        return 1 if found.skipped or lacking else 0
+
+
+def _folder(path: str) -> str:
+    return path if os.path.isdir(path) or "://" in path else os.path.dirname(path) or "."
+
+
+def _compress(path: Path) -> None:
+    """gzip a file in place, without name and time, so that its bytes depend on the content alone."""
+    packed = path.with_name(path.name + ".packed")
+    try:
+        with (
+            path.open("rb") as plain,
+            packed.open("wb") as target,
+            gzip.GzipFile(filename="", mode="wb", fileobj=target, mtime=0, compresslevel=6) as stream,
+        ):
+            shutil.copyfileobj(plain, stream, 1 << 20)
+        os.replace(packed, path)
+    finally:
+        packed.unlink(missing_ok=True)
+
+
+def _print(
+    output: str, size: int, written: Written, clocks: str, residual: dict[str, float] | None, given_format: str
+) -> None:
+    print(f"timeline   {printable(output)}, {amount(size)}")
+    print(
+        f"holds      {written.ranks} rank(s), {written.calls:,} calls, {written.activities:,} times on devices, "
+        f"{written.arrows:,} arrows, {written.steps:,} steps, {written.duration_ms:,.1f} ms"
+    )
+    print(f"clocks     {clocks}", end="")
+    print(f"; ends of a collective differ by {residual['p50']:,.1f} us (p50)" if residual else "")
+    where = "ui.perfetto.dev" if given_format == "perfetto" else "ui.perfetto.dev or chrome://tracing"
+    print(f"open it in {where}")
