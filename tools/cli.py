@@ -45,6 +45,11 @@ COMMANDS = {
         "Timeline",
         "all ranks on one Perfetto timeline, on one clock",
     ),
+    "report": (
+        "crossrank.tools.commands.report",
+        "Report",
+        "one HTML page of all of it, to hand around",
+    ),
     "diagnose": (
         "crossrank.tools.commands.diagnose",
         "Diagnose",

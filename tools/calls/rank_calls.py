@@ -63,6 +63,10 @@ class RankCalls(msgspec.Struct, kw_only=True):
     node: str = ""
     steps: list[tuple[int, int]] = []
     """(iteration, when it began, ns since 1970)"""
+    about: dict[str, str] = {}
+    """Versions and settings, as the header has them."""
+    matched: dict[str, tuple[int, int]] = {}
+    """What linking matched, over the windows: what -> (matched, of how many)."""
     origins: dict[str, int] = {}
     """What gave the times -> calls: `kineto`, `flight`."""
     problems: list[str] = []

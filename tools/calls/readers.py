@@ -75,6 +75,8 @@ def read_comms(given: Input) -> RankCalls:
         span=(header.clock["wall"], max(ends, default=0)) if "wall" in header.clock and file.end is not None else None,
         offset=offset,
         clock=header.boot_id or header.host,
+        about={name: version for name, version in header.versions.items() if version}
+        | {"TRACING": str(header.config.get("emit", ""))},
         node=header.node,
         steps=[(line["step"], line["t"] + offset) for line in file.steps if "step" in line and "t" in line],
         problems=list(file.damage.problems),
@@ -83,6 +85,7 @@ def read_comms(given: Input) -> RankCalls:
         found.notes.append(f"{given.path}: has no end: the process died, or still runs")
     by_id = {call.record.id: call for call in calls}
     for trace in _traces(given, found):
+        _count_matched(trace, found)
         times = _Times(trace)
         for communication in trace.communications:
             call = by_id.get(communication.record.id)
@@ -93,6 +96,18 @@ def read_comms(given: Input) -> RankCalls:
         _time_by_dump(calls, given.flight, found)
         found.origins["flight"] = sum(call.took_ns is not None for call in calls)
     return found
+
+
+def _count_matched(trace: LinkedTrace, found: RankCalls) -> None:
+    report = trace.report
+    activities = sum(report.activities_linked.values())
+    for what, matched, total in (
+        ("host operations", sum(report.host_matched.values()), report.host_nodes),
+        ("GPU activities", activities, activities + sum(report.activities_unlinked.values())),
+    ):
+        before = found.matched.get(what, (0, 0))
+        if total:
+            found.matched[what] = before[0] + matched, before[1] + total
 
 
 def _traces(given: Input, found: RankCalls) -> Iterator[LinkedTrace]:
@@ -202,6 +217,7 @@ def _of_linked(trace: LinkedTrace, given: Input) -> RankCalls:
         numbered=not any(one.seq_counted for one in trace.communications),
         span=(trace.base_ns, trace.base_ns + _HALF_HOUR) if trace.base_ns else None,
     )
+    _count_matched(trace, found)
     waits = []
     launches = sorted(call.record.t for call in calls)
     for op in trace.host:

@@ -63,7 +63,7 @@ class Timeline:
     def run(self, arguments: argparse.Namespace) -> int:
         paths: list[str] = arguments.path
         factory, name = FORMATS[arguments.format]
-        output = arguments.output or join(_folder(paths[0]), name)
+        output = arguments.output or join(folder_of(paths[0]), name)
         found = find(paths, arguments.ranks, arguments.source)
         fleet = fleet_of(arguments, paths)
         ranks = progress("reading", len(found.tasks), lambda done: read(found, fleet, done))
@@ -97,7 +97,8 @@ class Timeline:
         return 1 if found.skipped or lacking else 0
 
 
-def _folder(path: str) -> str:
+def folder_of(path: str) -> str:
+    """The folder that results about a path go to, unless one is named."""
     return path if os.path.isdir(path) or "://" in path else os.path.dirname(path) or "."
 
 

@@ -10,7 +10,7 @@ import gc
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
@@ -127,7 +127,14 @@ def read_evidence(
     candidates: list[Candidate], fleet: Fleet, done: Callable[[], None] = lambda: None, *, named: bool = False
 ) -> Evidence:
     """Read all `candidates` with `fleet`. `named`: the user named each file, so none may be foreign."""
-    results = map_ranks(read_candidate, candidates, fleet, failed=_failed, done=done)
+    results = map_ranks(read_candidate, candidates, fleet, failed=failed, done=done)
+    return put_together(candidates, results, named=named)
+
+
+def put_together(
+    candidates: Sequence[Candidate], results: Sequence[RankEvidence | Failure], *, named: bool = False
+) -> Evidence:
+    """What the files together say of each rank: the best of several, completed by others."""
     evidence = Evidence()
     by_rank: dict[int, dict[str, list[RankEvidence]]] = defaultdict(lambda: {"flight": [], "comms": []})
     failures: list[Failure] = []
@@ -225,7 +232,8 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _failed(candidate: Candidate, error: CrossrankError) -> RankEvidence | Failure:
+def failed(candidate: Candidate, error: CrossrankError) -> RankEvidence | Failure:
+    """What stands for a file that no worker could read."""
     return Failure(candidate=candidate, text=f"{candidate.path}: {error}")
 
 

@@ -33,9 +33,11 @@ def rows_of_comms(path: str, calls: Ranges, builder: TimesBuilder, epoch: int) -
         elif record.id in wanted:
             number = record.p2p_seq if is_p2p(record) else record.seq
             _define(builder, file)
+            builder.count_sent([record])
             entries.append((record.id, (record.id,), builder.kind(builder.kind_of([record])), number or 0, record.step))
     _define(builder, file)
     for batch, records in batches.items():
+        builder.count_sent(records)
         kind = builder.kind(builder.kind_of(records))
         first = records[0]
         number = first.id if times.kinds[kind].op == SEND_RECV else first.seq or 0

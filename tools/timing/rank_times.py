@@ -87,6 +87,12 @@ class RankTimes:
     ended: array[int] = field(default_factory=lambda: array("q"))
     steps: list[tuple[int, int]] = field(default_factory=list)
     """(iteration, when it began)"""
+    sent: Counter[int] = field(default_factory=Counter)
+    """Rank -> bytes sent to it by batches of sends and by uneven all_to_alls, of which the kinds do not tell."""
+    about: dict[str, str] = field(default_factory=dict)
+    """Versions and settings, as the rank's header has them."""
+    matched: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """What was linked -> (matched, of how many)."""
     attributed: Counter[str] = field(default_factory=Counter)
     """How kernels found their calls -> kernels."""
     unattributed: Counter[str] = field(default_factory=Counter)
@@ -144,6 +150,21 @@ class TimesBuilder:
             found = self._kinds[kind] = len(self.times.kinds)
             self.times.kinds.append(kind)
         return found
+
+    def count_sent(self, records: Sequence[CommRecord]) -> None:
+        """Note to whom a launch sends, where its kind will not tell."""
+        rank, sent = self.times.rank, self.times.sent
+        for record in records:
+            if record.op == "send" and len(records) > 1 and record.peer is not None:
+                sent[record.peer] += record.bytes
+            elif record.op == "all_to_all" and record.in_split is not None:
+                group = self.times.groups[self.group(record.pg)]
+                rows = sum(record.in_split)
+                if group.ranks is not None and len(group.ranks) == len(record.in_split) and rows:
+                    row = record.bytes / rows
+                    sent.update({to: round(n * row) for to, n in zip(group.ranks, record.in_split, strict=True) if n})
+        if rank is not None:
+            del sent[rank]
 
     def kind_of(self, records: Sequence[CommRecord]) -> CallKind:
         """The kind of a launch: of one call, or of several that went out together."""

@@ -167,13 +167,18 @@ def read(found: Found, fleet: Fleet, done: Callable[[], None] = lambda: None) ->
     """Read every file; one that cannot be used is told in `found.skipped`, and the others are read all the same.
 
     Raises `CrossrankError` where none can be used, or the ranks are of different runs."""
-    results = map_ranks(_read, found.tasks, fleet, failed=_failed, done=done)
+    results = map_ranks(read_task, found.tasks, fleet, failed=failed, done=done)
     ranks: list[RankTimes] = []
     for result in results:
         if isinstance(result, str):
             found.skipped.append(result)
         else:
             ranks += result
+    return settle(ranks, found)
+
+
+def settle(ranks: list[RankTimes], found: Found) -> list[RankTimes]:
+    """The ranks of one run in their order. Raises `CrossrankError` where there is none, or they are of several runs."""
     if not ranks:
         raise CrossrankError("; ".join(found.skipped[:3]))
     ranks.sort(key=lambda one: (one.rank is None, one.rank or 0, one.path))
@@ -181,11 +186,13 @@ def read(found: Found, fleet: Fleet, done: Callable[[], None] = lambda: None) ->
     return ranks
 
 
-def _read(task: Task) -> list[RankTimes] | str:
+def read_task(task: Task) -> list[RankTimes] | str:
+    """Runs in a worker."""
     return task.read(task)
 
 
-def _failed(task: Task, error: CrossrankError) -> list[RankTimes] | str:
+def failed(task: Task, error: CrossrankError) -> list[RankTimes] | str:
+    """What stands for a file that could not be used: why."""
     return str(error) if str(error).startswith(task.path) else f"{task.path}: {error}"
 
 
@@ -305,6 +312,8 @@ def _of_calls(calls: RankCalls, source: str) -> RankTimes:
         steps=calls.steps,
         problems=list(calls.problems),
         notes=list(calls.notes),
+        about=calls.about,
+        matched=calls.matched,
     )
     _name_by_size(calls)
     builder = TimesBuilder(times, calls.groups)
@@ -332,6 +341,7 @@ def _of_calls(calls: RankCalls, source: str) -> RankTimes:
         counted[lane] += 1
         if number is None or not times.numbered or kind.op == SEND_RECV:
             number = counted[lane]
+        builder.count_sent([call.record for call in launch])
         builder.add(
             builder.kind(kind),
             id=first.id,

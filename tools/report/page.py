@@ -1,0 +1,96 @@
+"""The page: the template `page.html` with the figures as JSON, and plotly.js, all in one file that needs no network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import msgspec
+
+from crossrank.errors import CrossrankError
+from crossrank.tools.diagnosis.explain import next_step
+from crossrank.tools.diagnosis.findings import KINDS, call_text, group_text
+from crossrank.tools.report.figures import Figures
+from crossrank.tools.size_buckets import size_text
+from crossrank.tools.tables import amount, printable, rank_ranges
+
+_TEMPLATE = Path(__file__).with_name("page.html")
+_SHOWN = 12
+"""Findings and notes on the page; the JSON has all."""
+_ROWS = 40
+"""Rows of the table of bandwidth."""
+
+
+def page(figures: Figures) -> str:
+    """The whole page. Raises `CrossrankError` where plotly is not installed."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise CrossrankError("the page needs plotly; install it with: pip install 'crossrank[report]'") from error
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters.update(
+        amount=amount,
+        safe_text=printable,
+        ranks=rank_ranges,
+        percent=_percent,
+        milliseconds=_milliseconds,
+        number=lambda value: f"{value:,}",
+        group=group_text,
+        call=lambda finding: call_text(
+            finding.op or "call",
+            finding.collective_seq_id if finding.collective_seq_id is not None else finding.p2p_seq_id,
+        ),
+        size=size_text,
+        next_step=next_step,
+    )
+    return environment.from_string(_TEMPLATE.read_text()).render(
+        figures=figures,
+        data=_script(_drawn(figures)),
+        plotly=get_plotlyjs(),
+        kinds=KINDS,
+        shown=_SHOWN,
+        rows=_ROWS,
+        known=sum(figures.by_locality.values()) - figures.by_locality.get("unknown", 0),
+    )
+
+
+def _drawn(figures: Figures) -> dict[str, Any]:
+    """What the charts are drawn from."""
+    rows = [
+        {
+            "op": row.op,
+            "group": row.pg,
+            "locality": row.locality,
+            "size": row.bytes / row.collectives,
+            "collectives": row.collectives,
+            "busbw": row.busbw_gbps,
+            "time": row.time_us,
+            "bounds": row.upper_bounds,
+        }
+        for row in figures.bandwidth.rows
+        if row.busbw_gbps is not None and row.bytes
+    ]
+    return {
+        "matrix": figures.matrix,
+        "traffic": figures.traffic,
+        "sizes": rows,
+        "waiting": figures.waiting,
+        "steps": figures.steps,
+        "rates": sorted({row.line_rate_gbps for row in figures.bandwidth.rows if row.line_rate_gbps}),
+    }
+
+
+def _script(content: object) -> str:
+    """JSON that may stand in a script element: nothing in it ends the element."""
+    return msgspec.json.encode(content).decode().replace("<", "\\u003c")
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _milliseconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f} ms"
