@@ -4,6 +4,9 @@
 
 * bandwidth: SQLite exports as Nsight Systems writes them, of 1, 2 and 4 times 250,000 markers and as many kernels: user
   CPU and peak memory of the whole command. Linear means twice the rows in twice the time.
+* timeline: Nsight exports of 64 ranks with 4,000 collectives each.
+* report: comms files and flight-recorder dumps of 1,024 ranks.
+* cluster: 1,024 small ranks linked by one and by two workers of a Dask cluster on this machine, start-up included.
 """
 
 from __future__ import annotations
@@ -17,13 +20,19 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import msgspec
+import zstandard
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from crossrank.tools.fleet import Fleet
 from crossrank.tools.timeline.build import write_timeline
 from crossrank.tools.timeline.chrome import ChromeWriter
 from crossrank.tools.timeline.perfetto import PerfettoWriter
 from crossrank.tools.timing.collectives import lay_side_by_side
 from crossrank.tools.timing.sources import find, read
+from tests.unit.linking.small_traces import SmallTrace
 
 KERNEL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 MARKER = (
@@ -141,9 +150,164 @@ def timeline(folder: Path) -> None:
         print(f"  {'writing alone, ' + name:28} {wall:>8.1f} {user:>8.1f} {'':>8} {size:>8.1f}", flush=True)
 
 
-RANKS, COLLECTIVES = 64, 4000
+def report(folder: Path) -> None:
+    recording = folder / "recording"
+    recording.mkdir()
+    calls = sum(write_rank(recording, rank, MANY) for rank in range(MANY))
+    size = sum(path.stat().st_size for path in recording.iterdir()) / 1e6
+    output = folder / "report.html"
+    wall, user, peak = measured(crossrank("report", str(recording), "-o", str(output)))
+    print(f"\ncrossrank report, {MANY:,} ranks, {calls:,} calls, comms files and dumps of {size:.0f} MB")
+    print(f"  {'wall s':>8} {'user s':>8} {'peak MB':>8} {'page MB':>8}")
+    print(f"  {wall:>8.1f} {user:>8.1f} {peak:>8.0f} {output.stat().st_size / 1e6:>8.1f}", flush=True)
 
-PARTS: dict[str, Callable[[Path], None]] = {"bandwidth": bandwidth, "timeline": timeline}
+
+def write_rank(folder: Path, rank: int, world: int, steps: int = 10, layers: int = 8) -> int:
+    """A rank's comms file, and its flight-recorder dump with durations; nodes of 8, which are tensor-parallel groups.
+
+    In every iteration the rank of node 3 with local rank 5 comes late to the collectives of its groups.
+    """
+    node, local = divmod(rank, 8)
+    tensor = list(range(8 * node, 8 * node + 8))
+    data = list(range(local, world, 8))
+    groups = [
+        {"pg": "0", "size": world, "ranks": list(range(world)), "desc": "default_pg", "locality": "cross_node"},
+        {"pg": str(1 + node), "size": 8, "ranks": tensor, "desc": "mesh_tp", "locality": "intra_node"},
+        {
+            "pg": str(1 + world // 8 + local),
+            "size": len(data),
+            "ranks": data,
+            "desc": "mesh_dp",
+            "locality": "cross_node",
+        },
+    ]
+    wall = 1_780_000_000_000_000_000
+    header = {
+        "schema": "crossrank-comms 1",
+        "rank": rank,
+        "world_size": world,
+        "host": f"host-{node}",
+        "boot_id": f"boot-{node}",
+        "node": f"node-{node}",
+        "clock": {"t": 0, "wall": wall},
+        "versions": {"crossrank": "0.1.0", "torch": "2.13.0"},
+        "config": {"emit": "ALL"},
+    }
+    lines: list[dict[str, Any]] = [{"header": header}, *({"group": group} for group in groups)]
+    entries: list[dict[str, Any]] = []
+    seqs = [0, 0, 0]
+    shape = [1 << 18]
+
+    def call(group: int, op: str, c10d: str, at: int, took: int, late: int) -> None:
+        seqs[group] += 1
+        pg = groups[group]["pg"]
+        begin = at + late
+        record = {"id": len(entries), "seq": seqs[group], "t": begin, "step": step, "op": op, "c10d": c10d, "pg": pg}
+        record |= {
+            "in": [shape],
+            "out": [shape],
+            "dtype": "float32",
+            "bytes": 4 << 18,
+            "source": f"model.py:{40 + group}",
+        }
+        lines.append(record | {"locality": groups[group]["locality"]})
+        entries.append(
+            {
+                "record_id": len(entries),
+                "pg_id": group,
+                "process_group": [pg, groups[group]["desc"]],
+                "collective_seq_id": seqs[group],
+                "p2p_seq_id": 0,
+                "op_id": seqs[group],
+                "profiling_name": f"nccl:{op}",
+                "time_created_ns": wall + begin + 2000,
+                "input_sizes": [shape],
+                "input_dtypes": ["Float"],
+                "output_sizes": [shape],
+                "output_dtypes": ["Float"],
+                "state": "completed",
+                "time_discovered_started_ns": wall + begin + 5000,
+                "time_discovered_completed_ns": wall + at + LATE + took,
+                "duration_ms": (took + LATE - late - 5000) / 1e6,
+                "retired": True,
+                "timeout_ms": 600000,
+                "is_p2p": False,
+                "frames": [],
+            }
+        )
+
+    at = 1_000_000
+    for step in range(steps):
+        lines.append({"step": {"step": step, "t": at}})
+        late = LATE if rank == 29 else (rank * 7919 + step * 104729) % 50_000
+        for _ in range(layers):
+            call(1, "all_gather", "_allgather_base_", at, 200_000, late)
+            call(1, "reduce_scatter", "_reduce_scatter_base_", at + 1_000_000, 200_000, late)
+            call(2, "all_reduce", "allreduce_", at + 2_000_000, 400_000, late)
+            at += 3_000_000
+        call(0, "all_reduce", "allreduce_", at, 100_000, late)
+        at += 2_000_000
+    lines.append({"end": {"reason": "exit", "calls": len(entries), "records": len(entries)}})
+    compress = zstandard.ZstdCompressor(level=3).compress
+    content = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+    (folder / f"rank-{rank}.comms.jsonl.zst").write_bytes(compress(content))
+    config = {
+        str(i): {"name": group["pg"], "desc": group["desc"], "ranks": str(group["ranks"])}
+        for i, group in enumerate(groups)
+    }
+    dump = {"version": "2.10", "pg_config": config, "pg_status": {}, "entries": entries}
+    dump["crossrank"] = {"rank": rank, "world_size": world, "time_ns": wall + at, "clock": {"t": at, "wall": wall + at}}
+    (folder / f"rank-{rank}.flight.json.zst").write_bytes(compress(msgspec.json.encode(dump)))
+    return len(entries)
+
+
+def cluster(folder: Path) -> None:
+    pairs = folder / "pairs"
+    pairs.mkdir()
+    for rank in range(MANY):
+        small_rank(rank).write(pairs, rank)
+    print(f"\ncrossrank link, {MANY:,} small ranks of 240 operations and 80 kernels each")
+    print(f"  {'':28} {'wall s':>8} {'user s':>8}")
+    walls = []
+    for name, words in (
+        ("--cluster local --jobs 1", ["--cluster", "local", "--jobs", "1"]),
+        ("--cluster local --jobs 2", ["--cluster", "local", "--jobs", "2"]),
+        ("--jobs 1", ["--jobs", "1"]),
+        ("--jobs 2", ["--jobs", "2"]),
+    ):
+        wall, user, _ = measured(crossrank("link", str(pairs), "-o", str(folder / "linked"), *words))
+        walls.append(wall)
+        print(f"  {name:28} {wall:>8.1f} {user:>8.1f}", flush=True)
+    print(f"  two workers are {walls[0] / walls[1]:.2f} x as fast as one, two processes {walls[2] / walls[3]:.2f} x")
+
+
+def small_rank(rank: int) -> SmallTrace:
+    trace = SmallTrace()
+    trace.kineto_head["distributedInfo"]["rank"] = rank
+    floats = [5, 6, 0, 24, 4, "cuda:0"]
+    for i in range(40):
+        at = 1000 * i
+        values = [[floats], i + 1, ["0", "default_pg"], 0, "allreduce", [], [], 0, 1, MANY]
+        types = ["GenericList[Tensor(float)]"] + [""] * 9
+        inputs = {"values": values, "shapes": [[[24]]] + [[]] * 9, "types": types}
+        trace.op("record_param_comms", at, 50, inputs=inputs)
+        trace.launch("ncclDevKernel_AllReduce_Sum_f32(x)", at + 5, at + 10, 20, 500 + 2 * i, stream=20)
+        for k in range(5):
+            trace.op("aten::mm", at + 100 + 20 * k, 15)
+        trace.launch("gemm", at + 182, at + 190, 30, 501 + 2 * i, stream=7)
+    return trace
+
+
+RANKS, COLLECTIVES, MANY = 64, 4000, 1024
+LATE = 80_000
+"""ns by which one rank comes late."""
+
+PARTS: dict[str, Callable[[Path], None]] = {
+    "bandwidth": bandwidth,
+    "timeline": timeline,
+    "report": report,
+    "cluster": cluster,
+}
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 import crossrank
 from crossrank.tools.bandwidth import BY, Bandwidth, bandwidth
 from crossrank.tools.diagnosis.findings import Diagnosis
-from crossrank.tools.report.gather import Material
+from crossrank.tools.report.gather import Material, Replayed
 from crossrank.tools.report.traffic import Traffic, traffic
 from crossrank.tools.tables import printable, rank_ranges
 from crossrank.tools.timing.collectives import Collectives, Group
@@ -112,7 +112,7 @@ class Figures(msgspec.Struct, kw_only=True):
     """What was linked -> [matched, of how many], over all ranks."""
     diagnosis: Diagnosis | None
     diagnosis_problem: str
-    replay: dict[str, Any] | None
+    replay: Replayed | None
     notes: list[str]
     skipped: list[str]
     schema: str = "crossrank-report 1"
@@ -145,7 +145,7 @@ def figures(material: Material, rates: dict[str, float] | None = None) -> Figure
         missing_ranks=rank_ranges([rank for rank in range(found.world_size) if rank not in present]),
         nodes=len({one.node for one in ranks if one.node}),
         about=_about(ranks),
-        calls=len(found.rank),
+        calls=int(found.calls.sum()),
         bytes=int((sizes[: len(by_kind)] * by_kind).sum()),
         by_locality=dict(localities.most_common()),
         matrix=_matrix(found, classes),
@@ -227,7 +227,7 @@ def _matrix(found: Collectives, classes: Sequence[str]) -> Matrix:
     sizes, calls = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     for (row, column), kind, count in zip(place, found.kinds, by_kind, strict=False):
         sizes[row, column] += kind.bytes * count
-        calls[row, column] += count
+        calls[row, column] += count * kind.calls
     time, waiting = np.zeros(shape), np.zeros(shape)
     rows, columns = (np.array([one[i] for one in place] or [0]) for i in range(2))
     timed = np.flatnonzero(found.timed)
@@ -256,7 +256,7 @@ def _sources(found: Collectives) -> list[Source]:
     count = max(len(numbers), 1)
     by_kind = np.bincount(found.kind, minlength=len(found.kinds))
     calls, size, time, waiting = (np.zeros(count) for _ in range(4))
-    np.add.at(calls, of_kind, by_kind[: len(of_kind)])
+    np.add.at(calls, of_kind, by_kind[: len(of_kind)] * np.array([kind.calls for kind in found.kinds] or [0]))
     np.add.at(size, of_kind, np.array([kind.bytes for kind in found.kinds] or [0]) * by_kind[: len(of_kind)])
     timed = np.flatnonzero(found.timed)
     np.add.at(time, of_kind[found.of_kind[timed]], found.time[timed] / 1e6)

@@ -24,6 +24,50 @@ from crossrank.tools.timing.sources import Found, Task
 from crossrank.tools.whole_file import join
 
 
+class ReplayedRow(msgspec.Struct, kw_only=True):
+    """Calls of one operation, group and size, as the replay measured them."""
+
+    op: str
+    pg: str
+    ranks: int
+    size_to: int
+    calls: int
+    time_us: dict[str, float]
+    waiting_us: dict[str, float]
+    busbw_gbps: dict[str, float] | None = None
+
+
+class ReplayedCheck(msgspec.Struct, kw_only=True):
+    """What `--check` found."""
+
+    tensors: int
+    failures: list[Any]
+
+
+class ReplayedComparison(msgspec.Struct, kw_only=True):
+    """The replay beside its recording."""
+
+    calls: int
+    without_time: int
+    replayed_end_to_end_us: float
+    error_p50: float | None = None
+    error_p95: float | None = None
+    recorded_end_to_end_us: float | None = None
+
+
+class Replayed(msgspec.Struct, kw_only=True):
+    """What the page shows of `replay.json`."""
+
+    schema: str
+    source: str
+    share_of_calls: float
+    devices: dict[str, int]
+    end_to_end_us: dict[str, float]
+    rows: list[ReplayedRow]
+    check: ReplayedCheck | None = None
+    comparison: ReplayedComparison | None = None
+
+
 @dataclass
 class Material:
     """What the files of a run say."""
@@ -34,8 +78,8 @@ class Material:
     diagnosis: Diagnosis | None
     """None where nothing could be diagnosed; then `diagnosis_problem` says why."""
     diagnosis_problem: str
-    replay: dict[str, Any] | None
-    """`replay.json`, where a replay of the run is given."""
+    replay: Replayed | None
+    """Where a replay of the run is given."""
     skipped: list[str]
 
 
@@ -117,15 +161,15 @@ def _diagnose(candidates: list[Candidate], results: list[RankEvidence | Failure]
         return None, str(error)
 
 
-def _replay(folder: str) -> dict[str, Any]:
+def _replay(folder: str) -> Replayed:
     path = join(folder, JSON) if not folder.endswith(".json") else folder
     damage = Damage(path)
     content = b"".join(read_chunks(path, damage))
     try:
         if damage.problems:
             raise msgspec.DecodeError(damage.problems[0])
-        replay = msgspec.json.decode(content, type=dict[str, Any])
-        if not str(replay.get("schema", "")).startswith("crossrank-replay"):
+        replay = msgspec.json.decode(content, type=Replayed)
+        if not replay.schema.startswith("crossrank-replay"):
             raise msgspec.DecodeError("no schema of a replay in it")
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CrossrankError(

@@ -88,8 +88,8 @@ def _script(content: object) -> str:
     return msgspec.json.encode(content).decode().replace("<", "\\u003c")
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
 
 
 def _milliseconds(value: float | None) -> str:

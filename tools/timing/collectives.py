@@ -119,6 +119,11 @@ class Collectives:
     def timed(self) -> Bools:
         return self.time >= 0
 
+    @property
+    def calls(self) -> Ints:
+        """Calls that each row stands for: one, or those of a launch."""
+        return np.array([kind.calls for kind in self.kinds] or [0], np.int64)[self.kind]
+
     def busbw(self) -> Floats:
         """GB/s (1e9 bytes) by collective; NaN where none can be given."""
         factors = np.array([_factor(kind, self.groups[kind.group].size) for kind in self.kinds] or [np.nan])
