@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import crossrank
+from crossrank.comm import Group
 from crossrank.errors import one_line
 from crossrank.instrument.config import Config
 from crossrank.instrument.dumps import FlightDumps
@@ -303,7 +304,10 @@ class Session:
             with self.reported("a process group is missing in the execution trace"):
                 self._windows.note_process_groups()
         if self._nvtx is not None:
-            self._nvtx.mark(msgspec.json.encode({"group": group}).decode())
+            self._mark_group(self._nvtx, group)
+
+    def _mark_group(self, nvtx: NvtxMarkers, group: Group) -> None:
+        nvtx.mark(msgspec.json.encode({"group": group}).decode())
 
     def _mark_identity(self, nvtx: NvtxMarkers) -> None:
         """Tell who this is inside the Nsight report, whatever its file is called."""
@@ -370,7 +374,10 @@ class Session:
             if counters is not None:
                 self.writer.line("counters", moment | counters)
         if self._nvtx is not None and edge == "open":
+            # nsys may capture windows alone, and nothing of what was marked before.
             self._mark_identity(self._nvtx)
+            for group in self.groups.describe():
+                self._mark_group(self._nvtx, group)
 
     @contextlib.contextmanager
     def reported(self, consequence: str) -> Iterator[None]:

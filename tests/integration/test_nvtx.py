@@ -14,8 +14,14 @@ from typing import Any
 import pytest
 
 from crossrank.instrument.nvtx_markers import MAX_MESSAGES
+from crossrank.tools.bandwidth import bandwidth
+from crossrank.tools.fleet import Fleet
+from crossrank.tools.nsight.read import IN_OLD, IN_OURS
+from crossrank.tools.timing.collectives import lay_side_by_side
+from crossrank.tools.timing.sources import find, read
 from tests.integration import jobs
 from tests.integration.test_interception import records_of
+from tests.unit.nsight.exports import ExportFile
 
 # Markers are sent before it is known which calls leave a node; from here on it is.
 SETTLED = "from crossrank.instrument import api\nassert api._current.topology.settled.wait(30)\n"
@@ -197,3 +203,98 @@ def test_classic_mode_sends_and_prints_the_older_shims_text(tmp_path: Path, inje
     # The leader of the group prints the broadcast, both sides print the P2P call.
     lines = [json.loads(line) for line in printed.splitlines()]
     assert sorted((line["name"], line["rank"]) for line in lines) == [("broadcast", 0), ("recv", 1), ("send", 0)]
+
+
+def export_of(markers: list[Marker], rank: int, folder: Path, *, only_window: bool = False) -> Path:
+    """An export as nsys would make it of these very markers: every range that has no other inside launches a kernel,
+    which on rank 1 begins 7 us later and takes 10 us from there on both."""
+    export = ExportFile()
+    process = export.process(90 + rank)
+    at = 0
+    opened: list[tuple[int, Marker]] = []
+    if only_window:
+        first = max(i for i, marker in enumerate(markers) if marker.kind == "mark" and "crossrank" in marker.json)
+        markers = markers[first:]
+    for marker in markers:
+        at += 100_000
+        if marker.kind == "mark":
+            process.event(34, at, None, marker.message)
+        elif marker.kind == "push":
+            opened.append((at, marker))
+        elif marker.kind == "pop":
+            start, push = opened.pop()
+            process.event(59, start, at, push.message, payload=push.payload)
+            process.kernel(start + 50, at + 7000 * rank, at + 17_000)
+    return export.write(folder / f"rank_{rank}.sqlite")
+
+
+def test_real_markers_are_joined_with_kernels_and_with_the_records(tmp_path: Path, injection_library: Path) -> None:
+    run_ranks(
+        tmp_path,
+        injection_library,
+        f'crossrank.enable(node=f"node-{{rank}}")\n{SETTLED}'
+        "pair = dist.new_group([0, 1], group_desc='pair')\n"
+        "dist.all_reduce(torch.ones(250_000))\n"
+        "with crossrank.window():\n"
+        "    dist.all_reduce(torch.ones(250_000), group=pair)\n"
+        "    dist.all_gather_into_tensor(torch.empty(500_000), torch.ones(250_000))\n"
+        "    dist.all_reduce(torch.ones(250_000), group=pair)\n",
+    )
+    recording = tmp_path / "recording"
+    ranks = captured(tmp_path)
+    for rank, markers in enumerate(ranks):
+        export_of(markers, rank, recording)
+    found = find([str(recording)])
+    times = read(found, Fleet())
+    result = bandwidth(times, lay_side_by_side(times))
+    assert result.sources == {"nsight": 2}
+    assert result.attributed == {IN_OURS: result.timed_calls}
+    assert result.unattributed == {}
+    rows = {(row.op, row.desc): row for row in result.rows}
+    # 2 MB gathered by two ranks in the 10 us from the last arrival: half of it crosses.
+    gather = rows["all_gather", "default_pg"]
+    assert (gather.bytes, gather.time_us["p50"], gather.waiting_us) == (
+        2_000_000,
+        10.0,
+        {"p50": 3.5, "p95": 6.65, "max": 7.0, "total": 7.0},
+    )
+    assert gather.busbw_gbps is not None
+    assert gather.busbw_gbps["p50"] == 100.0
+    assert (rows["all_reduce", "pair"].collectives, rows["all_reduce", "pair"].locality) == (2, "cross_node")
+    assert result.clocks.count == 2
+
+    # The capture of the window alone has all that is needed, without the comms files as well.
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    for rank, markers in enumerate(ranks):
+        export_of(markers, rank, alone, only_window=True)
+    times = read(find([str(alone)]), Fleet())
+    assert [one.rank for one in times] == [0, 1]
+    result = bandwidth(times, lay_side_by_side(times))
+    in_window = {(row.op, row.desc, row.ranks): row.collectives for row in result.rows if row.op != "barrier"}
+    assert in_window == {("all_reduce", "pair", 2): 2, ("all_gather", "default_pg", 2): 1}
+    assert [row.bytes for row in result.rows if row.op == "all_gather"] == [2_000_000]
+
+
+def test_the_older_shims_texts_are_joined_as_well(tmp_path: Path, injection_library: Path) -> None:
+    run_ranks(
+        tmp_path,
+        injection_library,
+        "crossrank.enable()\nfor _ in range(3):\n    dist.all_reduce(torch.ones(250_000))\n",
+        TRACING_NVTX="classic",
+    )
+    for rank, markers in enumerate(captured(tmp_path)):
+        export = ExportFile()
+        process = export.process(90 + rank)
+        for number, marker in enumerate(markers):
+            if marker.kind != "mark":
+                continue
+            process.event(34, 1000 * number, None, marker.message)
+            if "name" in marker.json:
+                process.kernel(1000 * number + 100, 1000 * number + 500, 1000 * number + 600)
+        export.write(tmp_path / f"rank_{rank}.sqlite")
+    times = read(find([str(tmp_path / f"rank_{rank}.sqlite") for rank in (0, 1)]), Fleet())
+    result = bandwidth(times, lay_side_by_side(times))
+    assert result.attributed == {IN_OLD: 6}
+    (row,) = result.rows
+    assert (row.op, row.pg, row.ranks, row.bytes) == ("all_reduce", "0-1", 2, 3_000_000)
