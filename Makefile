@@ -14,20 +14,29 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	@touch $(STAMP)
 
-# Four gloo ranks that pose as two nodes; what was recorded, their traces linked, a look whether all is well, and the
-# communication replayed without the model. Then a job that hangs, diagnosed while it hangs.
+# The whole story, on four gloo ranks that pose as two nodes: what was recorded, its traces linked, converted for
+# simulators and simulated, a look whether all is well, how fast it was, the communication replayed without the model,
+# and all of it on one timeline and one page. Then a job that hangs, diagnosed while it hangs.
 demo: $(STAMP)
-	rm -rf $(DEMO) $(DEMO)-replay
+	rm -rf $(DEMO) $(DEMO)-chakra $(DEMO)-replay $(DEMO)-hang
 	OMP_NUM_THREADS=1 TRACING=ALL TRACING_DIR=$(DEMO) $(BIN)/torchrun --standalone --nproc-per-node 4 examples/demo.py
 	$(BIN)/crossrank inspect $(DEMO)
 	$(BIN)/crossrank link $(DEMO)
+	$(BIN)/crossrank convert $(DEMO) --simulate -o $(DEMO)-chakra
 	$(BIN)/crossrank diagnose $(DEMO)
+	$(BIN)/crossrank bandwidth $(DEMO)
 	$(BIN)/crossrank replay $(DEMO) --check -o $(DEMO)-replay
-	rm -rf $(DEMO)-hang
+	$(BIN)/crossrank timeline $(DEMO)
+	$(BIN)/crossrank report $(DEMO) --replay $(DEMO)-replay
 	OMP_NUM_THREADS=1 TRACING=ALL TRACING_DIR=$(DEMO)-hang \
 		$(BIN)/torchrun --standalone --nproc-per-node 4 examples/hang.py
-	@echo "The page of the replay: $(CURDIR)/$(DEMO)-replay/replay.html. The files are in $(CURDIR)/$(DEMO):"
-	@ls $(DEMO)
+	@echo
+	@echo "Open these:"
+	@echo "  $(CURDIR)/$(DEMO)/report.html            the run on one page, in a browser"
+	@echo "  $(CURDIR)/$(DEMO)/timeline.pftrace       all ranks on one timeline, in ui.perfetto.dev"
+	@echo "  $(CURDIR)/$(DEMO)-replay/replay.html     the replay against the recording"
+	@echo "  $(CURDIR)/$(DEMO)-chakra                 Chakra traces for ASTRA-sim and others"
+	@echo "  $(CURDIR)/$(DEMO)                        the recording itself"
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS)
@@ -43,6 +52,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/converting.py
 	$(BIN)/python benchmarks/diagnosis.py
 	$(BIN)/python benchmarks/replaying.py
+	$(BIN)/python benchmarks/timelines.py
 
 # Makes the code of the Chakra format anew. See et_def.proto for why its compiler is held.
 proto:
@@ -53,4 +63,4 @@ proto:
 	rm -rf .proto-venv
 
 clean:
-	rm -rf $(VENV) $(DEMO) $(DEMO)-replay $(DEMO)-hang
+	rm -rf $(VENV) $(DEMO) $(DEMO)-chakra $(DEMO)-replay $(DEMO)-hang

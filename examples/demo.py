@@ -59,7 +59,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(1)
-    crossrank.enable(node=f"node-{rank // RANKS_PER_NODE}", window=os.environ.get("TRACING_WINDOW", "2:4"))
+    crossrank.enable(node=f"node-{rank // RANKS_PER_NODE}", window=os.environ.get("TRACING_WINDOW", "2:4:4"))
 
     ddp_loss = train(DistributedDataParallel(make_model()), rank)
 

@@ -1,0 +1,124 @@
+"""The report in a browser: it renders from disk, without network, and its controls work."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossrank.tools.cli import main
+from tests.integration.test_link import train
+from tests.integration.world import World
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
+EVIL = "</script><script>document.title='evil'</script><b onmouseover=alert(1)>"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    path = path or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("no Chromium to open the report in: set CHROMIUM to one")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory, two_ranks: World) -> Path:
+    """The report of a real recording of two gloo ranks."""
+    folder = tmp_path_factory.mktemp("recording")
+    two_ranks.run(train, folder, window="1:3")
+    assert main(["report", str(folder / "recording"), "-o", str(folder / "report.html")]) == 0
+    return folder / "report.html"
+
+
+class Page:
+    """An open report, with all that it complained about."""
+
+    def __init__(self, browser: Any, path: Path, theme: str = "light") -> None:
+        self.complaints: list[str] = []
+        self.page = browser.new_page(viewport={"width": 1200, "height": 900}, color_scheme=theme)
+        self.page.on("console", lambda said: self.complaints.append(f"{said.type}: {said.text}"))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self._request(request.url))
+        self.page.goto(path.as_uri())
+        self.page.wait_for_function("document.querySelectorAll('.main-svg').length > 0")
+
+    def _request(self, url: str) -> None:
+        if not url.startswith(("file:", "data:", "blob:")):
+            self.complaints.append(f"request: {url}")
+
+    def value(self, script: str) -> Any:
+        return self.page.evaluate(script)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_it_renders_without_a_complaint_in_both_themes(browser: Any, report: Path, theme: str, tmp_path: Path) -> None:
+    page = Page(browser, report, theme)
+    drawn = page.value("[...document.querySelectorAll('.js-plotly-plot')].map((chart) => chart.id)")
+    assert drawn == ["matrix", "traffic-map", "sizes", "waiting-lines", "waiting-map", "steps-chart"]
+    assert page.value("document.querySelector('h1').textContent").split() == [
+        "2",
+        "of",
+        "2",
+        "ranks",
+        "on",
+        "1",
+        "node",
+    ]
+    background = page.value("getComputedStyle(document.body).backgroundColor")
+    assert background == ("rgb(246, 247, 249)" if theme == "light" else "rgb(20, 23, 28)")
+    # Nothing is wider than the window.
+    assert page.value("document.documentElement.scrollWidth <= innerWidth")
+    assert page.complaints == []
+    page.page.screenshot(path=str(tmp_path / f"{theme}.png"), full_page=True)
+
+
+def test_its_controls_work(browser: Any, report: Path) -> None:
+    page = Page(browser, report)
+    matrix = "JSON.stringify(document.getElementById('matrix').data[0].z)"
+    of_bytes = page.value(matrix)
+    page.page.click("#matrix-unit button[data-unit=calls]")
+    assert page.value(matrix) == page.value("JSON.stringify(data.matrix.calls)") != of_bytes
+    assert page.value("document.querySelector('#matrix-unit [aria-pressed=true]').textContent") == "Calls"
+    page.page.click("#traffic-scale button[data-scale=log]")
+    assert page.value("document.getElementById('traffic-map').data[0].z[0][1]") == pytest.approx(
+        page.value("Math.log10(data.traffic.bytes[0][1])")
+    )
+    shown = "[...document.querySelectorAll('#size-table tr[data-op]')].filter((row) => !row.hidden)"
+    rows = f"{shown}.map((row) => row.dataset.op)"
+    everything = page.value(rows)
+    chosen = everything[-1]
+    page.page.select_option("#size-op", chosen)
+    assert page.value(rows) == [op for op in everything if op == chosen] != everything
+    assert page.value("document.getElementById('sizes').data.map((trace) => trace.name)") in ([], [chosen])
+    page.page.select_option("#theme", "dark")
+    assert page.value("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 28)"
+    assert page.complaints == []
+
+
+def test_names_from_a_recording_cannot_become_code(browser: Any, tmp_path: Path) -> None:
+    from crossrank.tools.report.figures import figures
+    from crossrank.tools.report.gather import Material
+    from crossrank.tools.report.page import page as make_page
+    from crossrank.tools.timing.collectives import lay_side_by_side
+    from tests.unit.timing.ranks import Rank
+
+    ranks = [Rank(rank).call(100, 200, source=f"{EVIL}.py:1", op=f"all_{EVIL}").call(300, 400) for rank in range(2)]
+    times = [rank.times for rank in ranks]
+    for one in times:
+        one.node, one.notes, one.about = EVIL, [EVIL], {EVIL: EVIL}
+    material = Material([EVIL], times, lay_side_by_side(times), None, EVIL, None, [EVIL])
+    path = tmp_path / "evil.html"
+    path.write_text(make_page(figures(material)))
+    page = Page(browser, path)
+    assert page.value("document.title").startswith("crossrank: 2 ranks")
+    assert page.value("document.querySelectorAll('[onmouseover]').length") == 0
+    assert page.complaints == []
