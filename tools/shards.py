@@ -40,6 +40,11 @@ _BUILTINS = {
 }
 
 
+def is_part(name: str) -> bool:
+    """Whether a file of this name is what a share left for the others."""
+    return _NAME.fullmatch(name) is not None
+
+
 class ShardDone(Exception):
     """The share is done; what the command would print needs the others."""
 

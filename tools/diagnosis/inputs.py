@@ -28,6 +28,7 @@ from crossrank.tools.diagnosis.from_comms import (
 from crossrank.tools.diagnosis.from_flight import evidence_from_flight
 from crossrank.tools.fleet import Fleet, map_ranks
 from crossrank.tools.readers.flight_dump import NoDumpError, read_flight_dump
+from crossrank.tools.shards import is_part
 from crossrank.tools.tables import rank_ranges
 
 _EARLIER = re.compile(r"earlier-\d+")
@@ -110,6 +111,8 @@ def _walk(path: str, found: list[Candidate], depth: int) -> None:
     # One file that is named is listed as its own folder.
     is_file = len(listing.foreign) == 1 and PurePosixPath(path).name == listing.foreign[0] and not _is_folder(path)
     for name in listing.foreign:
+        if is_part(name):
+            continue
         whole = path if is_file else f"{path.rstrip('/')}/{name}"
         size = os.path.getsize(whole) if os.path.isfile(whole) else 0
         found.append(Candidate(path=whole, rank=rank_in_name(name), kind="", size=size))

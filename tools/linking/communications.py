@@ -47,7 +47,7 @@ MARKERS = frozenset(
 
 _DEPTH = 16
 """More than the nodes between the outermost and the innermost node of one call."""
-_WORK_FOLLOWS = 8
+_WORK_FOLLOWS = 16
 """Fewer RecordFunctions than this begin between a call and its Work."""
 
 _Reader = Callable[[HostNode], "ParamComms | None"]

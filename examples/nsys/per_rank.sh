@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# One Nsight Systems report per rank, of the iterations of TRACING_WINDOW, and what they say together.
+#
+#   NPROC=8 TRACING_WINDOW=100:102 examples/nsys/per_rank.sh train.py --lr 1e-4
+#
+# The window of crossrank starts and stops the capture (TRACING_NSYS=1). --capture-range-end=stop and --kill=none leave
+# the job running when it ends: the defaults would stop it with SIGTERM.
+set -euo pipefail
+
+export TRACING=${TRACING:-ALL} TRACING_NSYS=1
+export TRACING_WINDOW=${TRACING_WINDOW:-10:12} TRACING_DIR=${TRACING_DIR:-crossrank-recording}
+reports=${REPORTS:-nsys-reports}
+mkdir -p "$reports"
+
+# $0 of the inner shell is the folder, "$@" the script and its arguments; nsys itself fills in %q{RANK}.
+torchrun ${TORCHRUN_ARGS:-} --nproc-per-node "${NPROC:-8}" --no-python bash -c '
+  exec nsys profile --trace=cuda,nvtx --sample=none --cpuctxsw=none --cuda-graph-trace=node \
+    --capture-range=cudaProfilerApi --capture-range-end=stop --kill=none --wait=all \
+    --output="$0/rank_%q{RANK}" --force-overwrite=true python -m crossrank.instrument "$@"' "$reports" "$@"
+
+for report in "$reports"/rank_*.nsys-rep; do
+  nsys export --type sqlite --include-json true --include-blobs true --force-overwrite true \
+    --output "${report%.nsys-rep}.sqlite" "$report"
+done
+crossrank bandwidth "$TRACING_DIR" "$reports"
+crossrank timeline "$TRACING_DIR" "$reports" -o "$reports/timeline.pftrace"
+crossrank report "$TRACING_DIR" "$reports" -o "$reports/report.html"
