@@ -34,6 +34,7 @@ _BUILTINS = {
     ("builtins", "int"),
     ("builtins", "bytearray"),
     ("array", "_array_reconstructor"),
+    ("array", "array"),
     ("_codecs", "encode"),
     ("copyreg", "__newobj__"),
     ("decimal", "Decimal"),

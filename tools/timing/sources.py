@@ -16,7 +16,7 @@ import msgspec
 
 from crossrank.comm import MOST_RANKS, is_p2p
 from crossrank.errors import CrossrankError
-from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED
+from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED, is_folder, list_recording
 from crossrank.tools.calls import readers
 from crossrank.tools.calls.rank_calls import RankCalls, RecordedCall
 from crossrank.tools.calls.sources import NSIGHT, files_at
@@ -26,6 +26,7 @@ from crossrank.tools.linking.inputs import RankInput
 from crossrank.tools.nsight.read import read_export
 from crossrank.tools.tables import rank_ranges
 from crossrank.tools.timing.rank_times import SEND_RECV, SOURCES, RankTimes, TimesBuilder
+from crossrank.tools.whole_file import join
 
 CHOICES = ("nsight", "kineto", "flight", "comms")
 """What a user may ask for instead of what says most."""
@@ -69,15 +70,17 @@ def find(paths: Sequence[str], ranks: Collection[int] | None = None, source: str
         if path.endswith(_REPORTS):
             reports.append(path)
             continue
+        if is_folder(path):
+            reports += [join(path, name) for name in list_recording(path).foreign if name.endswith(_REPORTS)]
         for kind, one in files_at(path, skipped):
             if kind == NSIGHT:
                 exports.append(one)
             elif kind in (COMMS, LINKED, EXECUTION_TRACE, KINETO, FLIGHT):
                 by_rank[one.rank][kind].append(one)
-    if not exports and (reports := reports + [text for text in skipped if text.split(":")[0].endswith(_REPORTS)]):
-        report = reports[0].split(":")[0]
-        target = report.rpartition(".")[0] + ".sqlite"
-        raise CrossrankError(f"{report}: is a report, not an export; run: {EXPORT} --output {target} {report}")
+    if reports and not exports and (source == "nsight" or not by_rank):
+        raise CrossrankError(_export_command(reports[0]))
+    exported = {one.path.rpartition(".")[0] for one in exports}
+    skipped += [_export_command(report) for report in reports if report.rpartition(".")[0] not in exported]
     comms = tuple(
         (rank, kinds[COMMS][0].path)
         for rank, kinds in sorted(by_rank.items(), key=_order)
@@ -104,6 +107,11 @@ def find(paths: Sequence[str], ranks: Collection[int] | None = None, source: str
             "of Kineto traces or flight-recorder dumps, Nsight exports (.sqlite), or the folder of a replay"
         )
     return Found(tasks, skipped)
+
+
+def _export_command(report: str) -> str:
+    target = report.rpartition(".")[0] + ".sqlite"
+    return f"{report}: is a report, not an export; run: {EXPORT} --output {target} {report}"
 
 
 def _order(item: tuple[int | None, _Files]) -> tuple[bool, int]:
