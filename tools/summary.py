@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -79,13 +79,13 @@ class Summary(msgspec.Struct):
     warnings: list[str]
 
 
-def summarise(path: str, fleet: Fleet) -> Summary:
+def summarise(path: str, fleet: Fleet, done: Callable[[], None] = lambda: None) -> Summary:
     """Read the recording at `path`. Raises `CrossrankError` where there is none."""
     listing = list_recording(path)
     comms = listing.of_kind(COMMS)
     if not comms:
         raise CrossrankError(f"{path} is no recording: {_found(listing)}; name the folder given as TRACING_DIR")
-    return _merge(listing, map_ranks(summarise_rank, comms, fleet))
+    return _merge(listing, map_ranks(summarise_rank, comms, fleet, done=done))
 
 
 def _found(listing: Listing) -> str:

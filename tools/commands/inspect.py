@@ -8,7 +8,8 @@ import sys
 
 import msgspec
 
-from crossrank.tools.commands.options import add_fleet_arguments, fleet_of
+from crossrank.recording import COMMS, list_recording
+from crossrank.tools.commands.options import add_fleet_arguments, fleet_of, progress
 from crossrank.tools.fleet import Fleet
 from crossrank.tools.summary import Summary, summarise
 from crossrank.tools.tables import amount, print_table, printable, rank_ranges
@@ -38,7 +39,9 @@ class Inspect:
 
             (print_json if arguments.json else print_nodes)(arguments.recording)
             return 0
-        summary = summarise(arguments.recording, self._fleet(arguments))
+        fleet = self._fleet(arguments)
+        count = len(list_recording(arguments.recording).of_kind(COMMS))
+        summary = progress("reading", count, lambda done: summarise(arguments.recording, fleet, done))
         if arguments.json:
             sys.stdout.write(msgspec.json.format(msgspec.json.encode(summary), indent=2).decode() + "\n")
         else:

@@ -66,15 +66,16 @@ def output_folder(paths: Sequence[str], output: str | None) -> str:
 
 
 def progress(what: str, count: int, work: Callable[[Callable[[], None]], Result]) -> Result:
-    """`work`, with a bar on a terminal; it calls what it is given after each of `count` ranks."""
-    if not sys.stderr.isatty() or count < 2:
+    """`work`, with a bar on a terminal; it calls what it is given after each of `count` files."""
+    if not sys.stderr.isatty():
         return work(lambda: None)
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn("ranks"), TimeRemainingColumn())
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn("files"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        bar = shown.add_task(what, total=count)
+        # Of one file it is not known how far it has come.
+        bar = shown.add_task(what, total=count if count > 1 else None)
         return work(lambda: shown.advance(bar))
 
 

@@ -281,7 +281,9 @@ def _sources(found: Collectives) -> list[Source]:
 
 def _waiting(found: Collectives, ranks: Sequence[RankTimes]) -> Waiting | None:
     """None where no rank can be compared with another."""
-    waits, moments, measured = found.waiting, found.began, "the begin and end of communication on the device"
+    waits, moments = found.waiting, found.began
+    placed = all(one.placed for one in ranks)
+    measured = "the begin and end of communication on the device" if placed else "how long it took on each rank"
     last = found.last_rank
     if not (waits >= 0).any():
         waits, last = _by_calls(found)

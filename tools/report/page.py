@@ -89,7 +89,8 @@ def _script(content: object) -> str:
 
 
 def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"
+    # Never rounded up to what it is not.
+    return "-" if share is None else f"{int(1000 * share) / 10:.1f} %"
 
 
 def _milliseconds(value: float | None) -> str:

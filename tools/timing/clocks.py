@@ -74,6 +74,8 @@ def align(names: Sequence[str], clock: Ints, collective: Ints, ended: Ints, coun
     note = f"{len(names)} clocks, brought together by the ends of collectives"
     if telling == 0:
         note = f"{len(names)} clocks, and no collective was timed on two of them: each is taken by itself"
+    if not len(ended):
+        note = f"{len(names)} clocks, and nothing tells when collectives ended: they are not compared"
     return offsets, Clocks(
         count=len(names),
         note=note,
