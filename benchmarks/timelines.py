@@ -30,7 +30,7 @@ from crossrank.tools.fleet import Fleet
 from crossrank.tools.timeline.build import write_timeline
 from crossrank.tools.timeline.chrome import ChromeWriter
 from crossrank.tools.timeline.perfetto import PerfettoWriter
-from crossrank.tools.timing.collectives import lay_side_by_side
+from crossrank.tools.timing.side_by_side import lay_side_by_side
 from crossrank.tools.timing.sources import find, read
 from tests.unit.linking.small_traces import SmallTrace
 

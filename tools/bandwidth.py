@@ -99,7 +99,7 @@ class Bandwidth(msgspec.Struct, kw_only=True):
 
 
 _RATE = re.compile(
-    r"(?:(?P<locality>\w+)=)?(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kMGT]?)(?P<what>bps|bit/s|b/s|Bps|B/s)"
+    r"(?:(?P<locality>\w+)=)?(?P<number>\d{1,9}(?:\.\d{1,9})?)\s*(?P<unit>[kMGT]?)(?P<what>bps|bit/s|b/s|Bps|B/s)"
 )
 _SCALE = {"": 1e-9, "k": 1e-6, "M": 1e-3, "G": 1.0, "T": 1e3}
 _ANY = "any"

@@ -7,15 +7,21 @@ A subcommand is a class named after it; its docstring is its help text.
 from __future__ import annotations
 
 import argparse
+import io
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
+from types import FrameType
 from typing import Protocol
 
 import crossrank
 from crossrank.errors import CrossrankError
 from crossrank.tools.shards import ShardDone
+from crossrank.tools.tables import printable
 
 # name -> (module, class, one line for the overview)
 COMMANDS = {
@@ -73,22 +79,58 @@ class Command(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code."""
+    _prepare_streams()
     try:
-        arguments = _parse(list(sys.argv[1:] if argv is None else argv))
-        return int(arguments.run(arguments))
+        with _ending_in_order():
+            arguments = _parse(list(sys.argv[1:] if argv is None else argv))
+            return int(arguments.run(arguments))
     except ShardDone as share:
         print(share)
         return 0
     except CrossrankError as error:
-        print(f"crossrank: {error}", file=sys.stderr)
+        print(f"crossrank: {printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("crossrank: interrupted", file=sys.stderr)
         return 130
+    except _Terminated:
+        print("crossrank: terminated", file=sys.stderr)
+        return 143
     except BrokenPipeError:
         # `crossrank inspect … | head` is no fault. Python would complain once more when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+class _Terminated(BaseException):
+    """SIGTERM: what is half done is taken back, as after Ctrl-C."""
+
+
+@contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """Makes SIGTERM unwind the stack while the block runs, where nobody handles it otherwise."""
+    ours = threading.current_thread() is threading.main_thread()
+    ours = ours and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise _Terminated
+
+    if ours:
+        signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _prepare_streams() -> None:
+    """A closed stdout takes everything; what its encoding lacks is escaped rather than an error."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:

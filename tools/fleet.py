@@ -10,11 +10,14 @@ worker was killed or whose function failed is tried once more, by itself, before
 from __future__ import annotations
 
 import multiprocessing
+import os
+import pickle
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 from crossrank.errors import CrossrankError, one_line
 from crossrank.tools.shards import Merge, Shard
@@ -72,8 +75,8 @@ def _map(
 ) -> list[Result]:
     slots: list[Result | None] = [None] * len(work)
     left: list[tuple[int, Exception]] = []
-    with _workers(fleet, len(work)) as pool:
-        for index, outcome in _outcomes(function, list(enumerate(work)), pool):
+    with _workers(fleet, len(work)) as pool, _spilling(function, pool) as spilled:
+        for index, outcome in _outcomes(spilled, list(enumerate(work)), pool):
             if isinstance(outcome, _Failure):
                 left.append((index, outcome.error))
             else:
@@ -81,8 +84,8 @@ def _map(
                 done()
     # A process that is killed takes its pool along. What it leaves is tried once more, each by itself.
     for index, _ in sorted(left, key=lambda entry: entry[0]):
-        with _workers(fleet, len(work)) as pool:
-            _, outcome = next(_outcomes(function, [(index, work[index])], pool))
+        with _workers(fleet, len(work)) as pool, _spilling(function, pool) as spilled:
+            _, outcome = next(_outcomes(spilled, [(index, work[index])], pool))
         if isinstance(outcome, _Failure):
             if failed is None:
                 raise _as_ours(outcome.error) from outcome.error
@@ -91,6 +94,41 @@ def _map(
             slots[index] = outcome
         done()
     return slots  # type: ignore[return-value]  # every slot is filled by now
+
+
+@dataclass(frozen=True)
+class _Spilled(Generic[Item, Result]):
+    """`function` in a process of a pool, with its result in a file.
+
+    All processes of a pool send their results through one pipe. One that is killed in the middle of a large one would
+    leave the others, and us, waiting for the rest of it; the name of a file goes through at once.
+    """
+
+    function: Callable[[Item], Result]
+    folder: str
+
+    def __call__(self, item: Item) -> str:
+        descriptor, name = tempfile.mkstemp(dir=self.folder)
+        with open(descriptor, "wb") as file:
+            pickle.dump(self.function(item), file, protocol=5)
+        return name
+
+    def load(self, name: str) -> Result:
+        with open(name, "rb") as file:
+            result: Result = pickle.load(file)
+        os.unlink(name)
+        return result
+
+
+@contextmanager
+def _spilling(
+    function: Callable[[Item], Result], pool: Executor | None
+) -> Iterator[Callable[[Item], Result] | _Spilled[Item, Result]]:
+    if isinstance(pool, ProcessPoolExecutor):
+        with tempfile.TemporaryDirectory(prefix="crossrank-", ignore_cleanup_errors=True) as folder:
+            yield _Spilled(function, folder)
+    else:
+        yield function
 
 
 @dataclass(frozen=True)
@@ -122,27 +160,27 @@ def _workers(fleet: Fleet, items: int) -> Iterator[Executor | None]:
 
 
 def _outcomes(
-    function: Callable[[Item], Result], work: list[tuple[int, Item]], pool: Executor | None
-) -> Iterator[tuple[int, Result | _Failure]]:
-    """Results as they come, each with the number of its item."""
+    function: Callable[[Item], Result] | _Spilled[Item, Result], work: list[tuple[int, Item]], pool: Executor | None
+) -> Iterator[tuple[int, Any]]:
+    """Results as they come, or a `_Failure`, each with the number of its item."""
     if pool is None:
+        assert not isinstance(function, _Spilled)
         for index, item in work:
             try:
                 yield index, function(item)
             except Exception as error:
                 yield index, _Failure(error)
         return
-    futures: dict[Future[Result], int] = {}
-    broken: Exception | None = None
+    futures: dict[Future[Any], int] = {}
     for index, item in work:
         try:
             futures[pool.submit(function, item)] = index
         except Exception as error:  # the pool broke while it was filled
-            broken = error
-            yield index, _Failure(broken)
+            yield index, _Failure(error)
     for future in as_completed(futures):
         try:
-            yield futures[future], future.result()
+            result = future.result()
+            yield futures[future], function.load(result) if isinstance(function, _Spilled) else result
         except Exception as error:
             yield futures[future], _Failure(error)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import dataclasses
+import io
 import pickle
 import re
 from collections.abc import Sequence
@@ -56,6 +57,8 @@ class Job:
 
     command: str
     inputs: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    """What else of the command line decides what is read, and how."""
     version: str = crossrank.__version__
 
 
@@ -75,9 +78,12 @@ class Shard:
     def keep(self, results: Sequence[object], items: int) -> ShardDone:
         """Write the results of this share into the folder."""
         name = join(self.folder, f"crossrank-{self.job.command}-{self.index}-of-{self.count}.part")
-        content = pickle.dumps((dataclasses.astuple(self.job), items, list(results)), protocol=5)
-        with whole_file(name) as temporary:
-            temporary.write_bytes(zstandard.ZstdCompressor(level=3).compress(content))
+        content = pickle.dumps((self.job, items, list(results)), protocol=5)
+        try:
+            with whole_file(name) as temporary:
+                temporary.write_bytes(zstandard.ZstdCompressor(level=3).compress(content))
+        except OSError as error:
+            raise CrossrankError(f"{name}: cannot be written ({error.strerror}); name another --parts") from error
         return ShardDone(
             f"shard {self.index} of {self.count}: {len(results)} of {items} ranks' files are done, {name}; "
             f"when all are: crossrank {self.job.command} {' '.join(self.job.inputs)} … --merge {self.folder}"
@@ -112,10 +118,14 @@ class Merge:
         for name in names:
             path = join(self.folder, name.string)
             job, of, results = _load(path)
-            if job != dataclasses.astuple(self.job) or of != items:
+            if job != self.job or of != items:
                 raise CrossrankError(
-                    f"{path}: was made by crossrank {job[2]} of {of} file(s) of {', '.join(job[1])}, not by "
-                    f"{self.job.version} of {items} of {', '.join(self.job.inputs)}; run the shards anew"
+                    f"{path}: was made by crossrank {job.version} of {of} file(s) of {_told(job)}, not by "
+                    f"{self.job.version} of {items} of {_told(self.job)}; run the shards anew"
+                )
+            if len(results) != len(range(int(name["shard"]), items, count)):
+                raise CrossrankError(
+                    f"{path}: holds {len(results)} results, which are not those of its shard; run it anew"
                 )
             slots[int(name["shard"]) :: count] = results
         return slots
@@ -134,15 +144,27 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a part")
 
 
-def _load(path: str) -> tuple[tuple[Any, ...], int, list[Any]]:
-    import io
+def _told(job: Job) -> str:
+    options = f" with {' '.join(job.options)}" if job.options else ""
+    return f"{', '.join(job.inputs)}{options}"
 
+
+def _is_result(thing: object) -> bool:
+    """Whether something is what a worker may give: an object of ours, why there is none, or several."""
+    if isinstance(thing, list):
+        return all(_is_result(one) for one in thing)
+    return isinstance(thing, str | msgspec.Struct) or (dataclasses.is_dataclass(thing) and not isinstance(thing, type))
+
+
+def _load(path: str) -> tuple[Job, int, list[Any]]:
     damage = Damage(path)
     content = b"".join(read_chunks(path, damage))
     try:
         if damage.problems:
             raise pickle.UnpicklingError(damage.problems[0])
         job, items, results = _Unpickler(io.BytesIO(content)).load()
+        if not (isinstance(job, Job) and isinstance(items, int) and isinstance(results, list) and _is_result(results)):
+            raise pickle.UnpicklingError("it holds something else")
     except Exception as error:  # a broken pickle raises anything
         raise CrossrankError(f"{path}: is no part of crossrank ({one_line(error)}); run its shard anew") from error
-    return tuple(job), items, results
+    return job, items, results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
@@ -54,6 +55,11 @@ def whole_file(path: str | Path) -> Iterator[Path]:
                 raise OSError(0, one_line(error), str(path)) from error
         return
     path = Path(path)
+    if not path.name or path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if path.exists() and not path.is_file():
+        # A device or pipe would be replaced by a file.
+        raise OSError(errno.EINVAL, "is a device or a pipe and no file", str(path))
     temporary = path.with_name(f".{path.name}.part")
     try:
         yield temporary

@@ -17,7 +17,7 @@ from crossrank.instrument.nvtx_markers import MAX_MESSAGES
 from crossrank.tools.bandwidth import bandwidth
 from crossrank.tools.fleet import Fleet
 from crossrank.tools.nsight.read import IN_OLD, IN_OURS
-from crossrank.tools.timing.collectives import lay_side_by_side
+from crossrank.tools.timing.side_by_side import lay_side_by_side
 from crossrank.tools.timing.sources import find, read
 from tests.integration import jobs
 from tests.integration.test_interception import records_of

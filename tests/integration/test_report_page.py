@@ -108,7 +108,7 @@ def test_names_from_a_recording_cannot_become_code(browser: Any, tmp_path: Path)
     from crossrank.tools.report.figures import figures
     from crossrank.tools.report.gather import Material
     from crossrank.tools.report.page import page as make_page
-    from crossrank.tools.timing.collectives import lay_side_by_side
+    from crossrank.tools.timing.side_by_side import lay_side_by_side
     from tests.unit.timing.ranks import Rank
 
     ranks = [Rank(rank).call(100, 200, source=f"{EVIL}.py:1", op=f"all_{EVIL}").call(300, 400) for rank in range(2)]

@@ -40,6 +40,10 @@ def square(work: Work) -> int:
     return work.number**2
 
 
+def squared_text(work: Work) -> str:
+    return str(square(work))
+
+
 def lost(work: Work, error: CrossrankError) -> str:
     return f"{work.number}: {error}"
 
@@ -92,18 +96,18 @@ def test_shards_together_give_what_one_run_gives(tmp_path: Path) -> None:
     parts = str(tmp_path / "parts")
     os.mkdir(parts)
     with pytest.raises(CrossrankError, match=r"holds no part of `crossrank link`; run each --shard I/N"):
-        map_ranks(square, work, Fleet(part=Merge(job=JOB, folder=parts)))
+        map_ranks(squared_text, work, Fleet(part=Merge(job=JOB, folder=parts)))
     for index in (2, 0):
         with pytest.raises(ShardDone, match=f"shard {index} of 3: {3 - index // 2} of 8 ranks' files are done"):
-            map_ranks(square, work, Fleet(part=Shard(job=JOB, index=index, count=3, folder=parts)))
+            map_ranks(squared_text, work, Fleet(part=Shard(job=JOB, index=index, count=3, folder=parts)))
     with pytest.raises(CrossrankError, match="shard 1 of 3 is not there; run it with --shard 1/3"):
-        map_ranks(square, work, Fleet(part=Merge(job=JOB, folder=parts)))
+        map_ranks(squared_text, work, Fleet(part=Merge(job=JOB, folder=parts)))
     with pytest.raises(ShardDone):
-        map_ranks(square, work, Fleet(part=Shard(job=JOB, index=1, count=3, folder=parts)))
-    assert map_ranks(square, work, Fleet(part=Merge(job=JOB, folder=parts))) == [n**2 for n in range(8)]
+        map_ranks(squared_text, work, Fleet(part=Shard(job=JOB, index=1, count=3, folder=parts)))
+    assert map_ranks(squared_text, work, Fleet(part=Merge(job=JOB, folder=parts))) == [str(n**2) for n in range(8)]
     other = Job(command="link", inputs=("/data/run2",))
     with pytest.raises(CrossrankError, match=r"of /data/run1, not by .* of /data/run2; run the shards anew"):
-        map_ranks(square, work, Fleet(part=Merge(job=other, folder=parts)))
+        map_ranks(squared_text, work, Fleet(part=Merge(job=other, folder=parts)))
 
 
 class Evil:

@@ -37,6 +37,8 @@ class RankCalls(msgspec.Struct, kw_only=True):
     groups: list[Group]
     numbered: bool = True
     """Whether `seq` and `p2p_seq` are the same numbers on all ranks; else only the order can be compared."""
+    p2p_by_pair: bool = False
+    """Whether `p2p_seq` counts the calls between two ranks, as our records do, and not those of the group."""
     groups_by_use: bool = False
     """Its groups have no members (gloo's dumps): everyone who calls on a name is one."""
     starts_late: bool = False

@@ -70,6 +70,7 @@ def read_comms(given: Input) -> RankCalls:
         skipped_bytes=skipped_bytes,
         groups=file.groups,
         dropped=dropped if isinstance(dropped := (file.end or {}).get("dropped"), int) else 0,
+        p2p_by_pair=True,
         filtered=header.config.get("emit") == "CROSSNODE",
         # Of a file without an end nobody knows how long the run went on.
         span=(header.clock["wall"], max(ends, default=0)) if "wall" in header.clock and file.end is not None else None,
@@ -165,18 +166,42 @@ def _time_by_dump(calls: list[RecordedCall], path: str, found: RankCalls) -> Non
     for entry in dump.entries:
         if entry.time_discovered_completed_ns:
             entries[entry.process_group[0]].append(entry)
+    launches: dict[str, dict[int, list[RecordedCall]]] = defaultdict(dict)
+    for call in calls:
+        batch = call.record.batch
+        launches[call.record.pg].setdefault(call.record.id if batch is None else batch, []).append(call)
     for pg, rows in entries.items():
         at = 0
-        for call in calls:
-            if call.record.pg != pg:
-                continue
+        for launch in launches[pg].values():
             # Both are in the order of the calls; torch notes a call within the launch that the record precedes.
-            wall = call.record.t + offset
+            wall = launch[0].record.t + offset
             while at < len(rows) and rows[at].time_created_ns < wall:
                 at += 1
-            if at < len(rows) and rows[at].time_created_ns - wall < 5_000_000:
-                _set_times(call, rows[at])
+            if at < len(rows) and rows[at].time_created_ns - wall < _SAME_CALL and _is_of(rows[at], launch):
+                for call in launch:
+                    _set_times(call, rows[at])
                 at += 1
+
+
+_SAME_CALL = 5_000_000
+"""ns that may lie between our note of a call and torch's."""
+
+
+def _is_of(entry: Entry, launch: Sequence[RecordedCall]) -> bool:
+    """Whether an entry can be that of a launch: of one call, or of a batch, which one entry closes."""
+    name = entry.profiling_name.partition(":")[2] or entry.profiling_name
+    if is_closing(entry):
+        return len(launch) > 1 or launch[0].record.batch is not None
+    operation = operation_of(name.partition(" ")[0])
+    return operation is not None and operation.name == launch[0].record.op
+
+
+def is_closing(entry: Entry) -> bool:
+    """Whether an entry stands for the launch of a batch, whose members have entries of their own without times."""
+    name = entry.profiling_name.partition(":")[2] or entry.profiling_name
+    return name == _CLOSING or (
+        name.lower().endswith("_coalesced") and not entry.input_sizes and not entry.output_sizes
+    )
 
 
 def _set_times(call: RecordedCall, entry: Entry) -> None:
@@ -215,6 +240,7 @@ def _of_linked(trace: LinkedTrace, given: Input) -> RankCalls:
         calls=calls,
         groups=trace.groups,
         numbered=not any(one.seq_counted for one in trace.communications),
+        p2p_by_pair=all(one.origin in OURS for one in trace.communications),
         span=(trace.base_ns, trace.base_ns + _HALF_HOUR) if trace.base_ns else None,
     )
     _count_matched(trace, found)
@@ -374,13 +400,13 @@ _GLOO_NOTES = [
 
 def _of_entries(dump: FlightDump, groups: dict[str, Group]) -> list[RecordedCall]:
     calls: list[RecordedCall] = []
-    open_batch: dict[str, list[int]] = defaultdict(list)
+    open_batch: dict[str, list[tuple[int, Entry]]] = defaultdict(list)
     for entry in dump.entries:
         pg, desc = entry.process_group
         name = entry.profiling_name.partition(":")[2] or entry.profiling_name
-        if name == _CLOSING:
-            # The members of a batch come before the entry that closes it, and have no times of their own.
-            members = open_batch.pop(pg, [])
+        if is_closing(entry):
+            # The members of a batch come before the entry that closes it, and share its number.
+            members = [index for index, one in open_batch.pop(pg, []) if _shares_number(one, entry)]
             for index in members:
                 record = calls[index].record
                 calls[index].record = msgspec.structs.replace(record, batch=calls[members[0]].record.id)
@@ -409,7 +435,13 @@ def _of_entries(dump: FlightDump, groups: dict[str, Group]) -> list[RecordedCall
         record = to_record(comms, groups.get(pg), number=len(calls), time=entry.time_created_ns, c10d="")
         call = RecordedCall(record=record)
         _set_times(call, entry)
-        if p2p and not entry.time_discovered_completed_ns:
-            open_batch[pg].append(len(calls))
+        if not entry.time_discovered_completed_ns:
+            open_batch[pg].append((len(calls), entry))
         calls.append(call)
     return calls
+
+
+def _shares_number(member: Entry, closing: Entry) -> bool:
+    if member.is_p2p or "->" in member.profiling_name or "<-" in member.profiling_name:
+        return member.p2p_seq_id == closing.p2p_seq_id
+    return member.collective_seq_id == closing.collective_seq_id

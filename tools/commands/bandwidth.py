@@ -18,10 +18,10 @@ from crossrank.tools.commands.options import (
     write_output,
 )
 from crossrank.tools.size_buckets import size_text
-from crossrank.tools.tables import amount, print_table, printable
-from crossrank.tools.timing.collectives import lay_side_by_side
+from crossrank.tools.tables import amount, print_table, printable, rank_ranges
 from crossrank.tools.timing.from_replay import is_replay, read_replay
-from crossrank.tools.timing.sources import CHOICES, find, missing, read
+from crossrank.tools.timing.side_by_side import lay_side_by_side
+from crossrank.tools.timing.sources import CHOICES, find, read
 
 _SHOWN = 24
 _NOTES = 8
@@ -73,6 +73,8 @@ class BandwidthCommand:
             skipped = found.skipped
             if arguments.ranks is not None:
                 ranks = [one for one in ranks if one.rank in arguments.ranks]
+                if not ranks:
+                    raise CrossrankError(f"{', '.join(paths)}: holds none of the ranks that --ranks names")
             together = lay_side_by_side(ranks)
         result = bandwidth(ranks, together, inputs=paths, by=by, rates=rates, skipped=skipped)
         if not result.timed_calls:
@@ -89,7 +91,7 @@ class BandwidthCommand:
             _print(result)
         for text in result.skipped[:_NOTES]:
             complain(text)
-        lacking = missing(ranks) if arguments.ranks is None else ""
+        lacking = rank_ranges(result.missing_ranks) if arguments.ranks is None else ""
         if lacking:
             complain(f"rank {lacking} is not there: times of its groups include waiting for it")
         return 1 if result.skipped or lacking else 0

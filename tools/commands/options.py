@@ -34,12 +34,21 @@ def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
     workers.add_argument("--merge", metavar="DIR", help="take the results of all shards from DIR, and go on from there")
 
 
+_NO_MATTER = frozenset(
+    ("command", "run", "path", "recording", "output", "json", "html", "database", "jobs", "cluster", "shard", "parts")
+    + ("merge", "top", "line_rate", "by", "flows", "format", "replay", "print_entries", "groups")
+)
+"""Options that a share of the work does not depend on."""
+
+
 def fleet_of(arguments: argparse.Namespace, inputs: Sequence[str], *, one_process: bool = False) -> Fleet:
     """The workers that the options name. `one_process`: the inputs are not worth more, unless --jobs is given."""
     if arguments.jobs < 0:
         raise CrossrankError(f"--jobs {arguments.jobs} is no number of processes")
     jobs = arguments.jobs or (1 if one_process and arguments.cluster is None else os.cpu_count() or 1)
-    job = Job(command=arguments.command, inputs=tuple(inputs))
+    given = sorted((name, value) for name, value in vars(arguments).items() if name not in _NO_MATTER)
+    options = tuple(f"{name}={sorted(value) if isinstance(value, set) else value}" for name, value in given if value)
+    job = Job(command=arguments.command, inputs=tuple(inputs), options=options)
     part: Shard | Merge | None = None
     if arguments.shard is not None and arguments.merge is not None:
         raise CrossrankError("--shard does a share and --merge puts them together; give one of them")

@@ -13,13 +13,13 @@ import msgspec
 
 from crossrank.errors import CrossrankError
 from crossrank.tools.commands.options import add_fleet_arguments, complain, fleet_of, progress, rank_list
-from crossrank.tools.tables import amount, printable
+from crossrank.tools.tables import amount, printable, rank_ranges
 from crossrank.tools.timeline.build import Written, write_timeline
 from crossrank.tools.timeline.chrome import ChromeWriter
 from crossrank.tools.timeline.perfetto import PerfettoWriter
 from crossrank.tools.timeline.tracks import WriterFactory
-from crossrank.tools.timing.collectives import lay_side_by_side
-from crossrank.tools.timing.sources import CHOICES, find, missing, read
+from crossrank.tools.timing.side_by_side import lay_side_by_side
+from crossrank.tools.timing.sources import CHOICES, find, read
 from crossrank.tools.whole_file import join, whole_file
 
 FORMATS: dict[str, tuple[WriterFactory, str]] = {
@@ -91,7 +91,8 @@ class Timeline:
                 print(f"note       {printable(note)}")
         for text in found.skipped[:_NOTES]:
             complain(text)
-        lacking = missing(ranks) if arguments.ranks is None else ""
+        missing = sorted(set(range(together.world_size)) - set(together.ranks))
+        lacking = rank_ranges(missing) if arguments.ranks is None else ""
         if lacking:
             complain(f"rank {lacking} is not there")
         return 1 if found.skipped or lacking else 0

@@ -33,6 +33,8 @@ _KNOWN = ((3, 0), (3, 28))
 _SIGNS = (NVTX, RUNTIME, KERNEL, "META_DATA_EXPORT", "TARGET_INFO_SESSION_START_TIME", "ANALYSIS_DETAILS")
 _EXPORT_TABLES = "NVTX_EVENTS, CUPTI_ACTIVITY_KIND_KERNEL, CUPTI_ACTIVITY_KIND_RUNTIME"
 _ROWS = 1 << 16
+_LATEST = 1 << 61
+"""ns since 1970 that no capture was made after: in 2043."""
 NONE = -1
 """Stands for NULL, and for a column that the export does not have."""
 
@@ -73,8 +75,29 @@ class Export:
         select = ", ".join(f'COALESCE("{name}", {NONE})' if name in there else str(NONE) for name in columns)
         cursor = self._connection.execute(f'SELECT {select} FROM "{table}" {where}')
         while rows := cursor.fetchmany(_ROWS):
-            flat = np.fromiter(chain.from_iterable(rows), np.int64, len(rows) * len(columns))
+            try:
+                flat = np.fromiter(chain.from_iterable(rows), np.int64, len(rows) * len(columns))
+            except (ValueError, TypeError, OverflowError) as error:
+                raise self._no_number(columns, rows, table) from error
             yield list(flat.reshape(len(rows), len(columns)).T)
+
+    def _no_number(self, columns: Sequence[str], rows: Sequence[Sequence[object]], table: str) -> CrossrankError:
+        for row in rows:
+            for name, value in zip(columns, row, strict=True):
+                if not isinstance(value, int):
+                    return CrossrankError(
+                        f"{self.path}: {table}.{name} holds {str(value)[:40]!r} where a number belongs; export it anew"
+                    )
+        return CrossrankError(f"{self.path}: {table} holds numbers that are too large; export it anew")
+
+    def require(self, table: str, columns: Sequence[str]) -> None:
+        """Raises `CrossrankError` where a table is there without columns that nothing can be told without."""
+        lacking = [name for name in columns if name not in self.columns(table)]
+        if self.has(table) and lacking:
+            raise CrossrankError(
+                f"{self.path}: {table} has no column {', '.join(lacking)}; export it with a version of Nsight Systems "
+                "whose schema is 3.16 to 3.28"
+            )
 
     def all(
         self, table: str, columns: Sequence[str], where: str = "", parameters: Sequence[object] = ()
@@ -111,7 +134,7 @@ class Export:
         table = "TARGET_INFO_SESSION_START_TIME"
         if "utcEpochNs" in self.columns(table):
             row = self._connection.execute(f"SELECT utcEpochNs FROM {table}").fetchone()
-            if row is not None and isinstance(row[0], int):
+            if row is not None and isinstance(row[0], int) and 0 < row[0] < _LATEST:
                 return row[0]
         self.notes.append("does not say when its session began: its times are aligned by collectives alone")
         return 0
@@ -177,6 +200,9 @@ def open_export(path: str) -> Iterator[Export]:
 
 def refuse_empty(export: Export) -> None:
     """Raises `CrossrankError` where the export cannot have what is needed, naming what was not recorded."""
+    export.require(NVTX, ("start", "end", "eventType", "globalTid"))
+    export.require(KERNEL, ("start", "end", "globalPid", "correlationId"))
+    export.require(RUNTIME, ("start", "globalTid", "correlationId"))
     lacking = [table for table in (NVTX, KERNEL, RUNTIME) if not export.has(table)]
     if KERNEL in lacking and NVTX in lacking:
         raise CrossrankError(

@@ -15,6 +15,8 @@ from crossrank.tools.nsight.database import KERNEL, MEMCPY, NONE, RUNTIME, Colum
 from crossrank.tools.nsight.markers import Ranges
 
 _FOREVER = np.iinfo(np.int64).max
+_LATEST = 1 << 60
+"""ns after the begin of a report that none reaches."""
 _PEER_TO_PEER = 10
 """copyKind of a copy from one GPU to another (CUPTI_ACTIVITY_MEMCPY_KIND_PTOP)."""
 
@@ -108,7 +110,11 @@ def _joined(parts: list[list[Column]], count: int) -> list[Column]:
 
 
 def _activities(export: Export, columns: list[Column], ops: list[str | None]) -> Activities:
-    start, end, pid, correlation, device, stream, node, op = columns
+    possible = np.flatnonzero((columns[0] >= 0) & (columns[1] > columns[0]) & (columns[1] < _LATEST))
+    if len(possible) < len(columns[0]):
+        lost = len(columns[0]) - len(possible)
+        export.notes.append(f"{lost} communication kernels end before they begin, or at times that cannot be")
+    start, end, pid, correlation, device, stream, node, op = (column[possible] for column in columns)
     process = np.where(pid == NONE, NONE, pid >> 24)
     thread, launched = _launches(export, process, correlation)
     return Activities(start, end, process, correlation, device, stream, np.maximum(node, 0), op, ops, thread, launched)

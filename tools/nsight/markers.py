@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from crossrank.comm import MOST_RANKS, CommRecord, Group, Locality, operation_of
+from crossrank.errors import CrossrankError
 from crossrank.tools.nsight.database import NONE, NVTX, Column, Export
 from crossrank.tools.tables import rank_ranges
 
@@ -21,6 +22,8 @@ MARK, PUSH_POP, START_END = ("NvtxMark", 34), ("NvtxPushPopRange", 59), ("NvtxSt
 
 CALL, BATCH, IDENTITY, GROUP, NCCL = range(5)
 """What a text is: a call, the launch that ends a batch, who the process is, a process group, a function of NCCL."""
+
+_MOST_ID = 1 << 62
 
 WORLD = "world"
 """Name of the group of an old marker that names no ranks."""
@@ -38,6 +41,8 @@ class Meaning(msgspec.Struct, frozen=True):
     host: str = ""
     old: bool = False
     """A marker of the older shim."""
+    sizeless: bool = False
+    """The text of a call without its sizes."""
     function: str = ""
     """Of NCCL."""
 
@@ -55,7 +60,7 @@ class _Text(msgspec.Struct):
     out_split: list[int] | None = None
     dtype: str | None = None
     reduce: str | None = None
-    bytes: int = 0
+    bytes: int | None = None
     root: int | None = None
     peer: int | None = None
     source: str | None = None
@@ -89,7 +94,9 @@ def meaning_of(text: str) -> Meaning | None:
         return None
     try:
         said = _decode(text)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    if not all(number is None or abs(number) < _MOST_ID for number in (said.bytes, said.root, said.peer)):
         return None
     if said.op == "coalesced" and said.pg is not None:
         return Meaning(BATCH, record=CommRecord(id=0, op="coalesced", c10d="", pg=said.pg, bytes=0, t=0))
@@ -100,7 +107,7 @@ def meaning_of(text: str) -> Meaning | None:
             api=said.api,
             c10d=said.c10d,
             pg=said.pg,
-            bytes=max(said.bytes, 0),
+            bytes=max(said.bytes or 0, 0),
             t=0,
             inputs=said.inputs,
             outputs=said.outputs,
@@ -113,14 +120,18 @@ def meaning_of(text: str) -> Meaning | None:
             source=said.source,
             locality=said.locality,
         )
-        return Meaning(CALL, record=record)
-    if said.crossrank is not None and said.rank is not None:
+        return Meaning(CALL, record=record, sizeless=said.bytes is None)
+    if said.crossrank is not None and said.rank is not None and 0 <= said.rank < MOST_RANKS:
         return Meaning(IDENTITY, rank=said.rank, world_size=said.world_size, host=said.host)
     if said.group is not None:
         return Meaning(GROUP, group=said.group)
     if said.name is not None and said.message_size is not None:
         return _old(said)
     return None
+
+
+def _rank(number: int | None) -> int | None:
+    return number if number is not None and 0 <= number < MOST_RANKS else None
 
 
 def _old(said: _Text) -> Meaning | None:
@@ -133,14 +144,14 @@ def _old(said: _Text) -> Meaning | None:
         api=said.name,
         c10d="",
         pg=pg,
-        bytes=int(max(said.message_size or 0, 0)),
+        bytes=int(min(max(said.message_size or 0, 0), 1 << 60)),
         t=0,
-        root=said.root_rank,
-        peer=said.peer_rank,
+        root=_rank(said.root_rank),
+        peer=_rank(said.peer_rank),
         source=said.source_line,
     )
     group = Group(pg=pg, size=len(ranks), ranks=ranks) if ranks else None
-    return Meaning(CALL, record=record, group=group, rank=said.rank, old=True)
+    return Meaning(CALL, record=record, group=group, rank=_rank(said.rank), old=True)
 
 
 @dataclass
@@ -250,6 +261,8 @@ def _spelled_out(export: Export, columns: list[str], of_types: str, number: Any)
             rows.clear()
 
     for row in export.rows(query):
+        if not all(isinstance(value, int) for value in row[:-1]):
+            raise CrossrankError(f"{export.path}: {NVTX} holds text where a number belongs; export it anew")
         start, end, kind, thread, _, payload, unsigned, rowid = (int(str(value)) for value in row[:-1])
         text = str(row[-1])
         found = known.get(text)
@@ -270,8 +283,11 @@ def _spelled_out(export: Export, columns: list[str], of_types: str, number: Any)
 
 
 def _old_id(text: str) -> int:
-    found = _decode_id(text).correlation_id
-    return NONE if found is None else found
+    try:
+        found = _decode_id(text).correlation_id
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return NONE
+    return found if found is not None and 0 <= found < _MOST_ID else NONE
 
 
 def _ranges(parts: list[list[Column]], meanings: list[Meaning], mark: int) -> Ranges:

@@ -54,8 +54,8 @@ class NcclRanges:
     def payload(self, index: int) -> _Payload:
         return self.payloads.get(int(self.ranges.row[index]), _NOTHING)
 
-    def record(self, index: int) -> CommRecord | None:
-        """The call that a range is; None for what communicates nothing."""
+    def record(self, index: int, rank: int | None, world_size: int | None) -> CommRecord | None:
+        """The call that a range is, of that rank; None for what communicates nothing."""
         operation = operation_of(self.function(index).removeprefix("nccl"))
         if operation is None:
             return None
@@ -75,23 +75,28 @@ class NcclRanges:
             pg=name,
             bytes=operation.bytes(message, message, size),
             t=0,
-            # Ranks here are those of the communicator: only in the largest they are taken to be global.
-            peer=payload.peer if operation.p2p and size == max(self.sizes.values(), default=0) else None,
+            # Peers are ranks of the communicator: global ones only in that of all ranks.
+            peer=payload.peer
+            if operation.p2p and size and size == world_size and self.ranks.get(name) == rank
+            else None,
         )
 
-    def members(self, index: int) -> list[CommRecord]:
-        """The calls that the launch in a range is of: its own, or those since the group began."""
+    def members(self, index: int, rank: int | None, world_size: int | None) -> list[CommRecord]:
+        """The calls that the launch in a range is of: its own, or those since the group began that it ends."""
         if self.function(index) != _GROUP_END:
-            record = self.record(index)
+            record = self.record(index, rank, world_size)
             return [] if record is None else [record]
         found = []
         thread = self.ranges.thread[index]
+        depth = 1
         for other in range(index - 1, -1, -1):
             if self.ranges.thread[other] != thread:
                 continue
-            if self.function(other) in (_GROUP_START, _GROUP_END):
+            function = self.function(other)
+            depth += (function == _GROUP_END) - (function == _GROUP_START)
+            if depth == 0:
                 break
-            record = self.record(other)
+            record = self.record(other, rank, world_size)
             if record is not None:
                 found.append(record)
         return found[::-1]

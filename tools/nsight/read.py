@@ -14,7 +14,7 @@ from crossrank.tools.nsight.database import GRAPH_NODES, GRAPH_TRACE, NONE, Colu
 from crossrank.tools.nsight.launches import Activities, communication_kernels, innermost, peer_copies, runs
 from crossrank.tools.nsight.markers import BATCH, CALL, GROUP, IDENTITY, NCCL, Ranges, read_ranges
 from crossrank.tools.nsight.nccl import NcclRanges, nccl_ranges
-from crossrank.tools.nsight.rows import rows_of_comms, rows_of_markers
+from crossrank.tools.nsight.rows import FILTERED, rows_of_comms, rows_of_markers
 from crossrank.tools.timing.rank_times import SEND_RECV, RankTimes, TimesBuilder
 
 IN_OURS = "launched within our marker"
@@ -22,6 +22,7 @@ IN_OLD = "launched after a marker of the older shim, on its thread"
 IN_NCCL = "launched within NCCL's own range"
 IN_GRAPH = "nodes of a CUDA graph that were made within our marker"
 IN_ORDER = "taken in order: as many kernels on the stream as calls on the group"
+NOT_EMITTED = "of calls inside a node, which were not emitted (TRACING=CROSSNODE)"
 COPIES = "copies between GPUs, launched within our marker"
 
 GRAPHS = "kernels that a CUDA graph launched: their call was made when the graph was captured"
@@ -154,14 +155,19 @@ class _Process:
         row_of = self._rows(kernels, builder, comms)
         self._began = np.full(len(times), np.iinfo(np.int64).max)
         self._ended = np.zeros(len(times), np.int64)
-        row = _row_around(self._calls, row_of, kernels.thread, kernels.launched)
+        at = self._only_fitting(innermost(self._calls, kernels.thread, kernels.launched), kernels)
+        row = _rows(row_of, at)
         old = any(meaning.old for meaning in meanings)
+        hidden = row == FILTERED
+        if hidden.any():
+            times.attributed[NOT_EMITTED] += int(hidden.sum())
+            kernels, row = kernels.take(np.flatnonzero(~hidden)), row[~hidden]
         left = self._give(row, kernels, IN_OLD if old else IN_OURS)
         if len(self._calls) and (self._ended == 0).any():
             copies = peer_copies(self._export)
             copies = copies.take(np.flatnonzero(copies.process == self.number))
-            row = _row_around(self._calls, row_of, copies.thread, copies.launched)
-            idle = row != NONE
+            row = _rows(row_of, innermost(self._calls, copies.thread, copies.launched))
+            idle = row >= 0
             idle[idle] = self._ended[row[idle]] == 0
             self._give(np.where(idle, row, NONE), copies, COPIES)
             left = self._in_order(left)
@@ -181,21 +187,49 @@ class _Process:
         if path is not None and (self._calls.id != NONE).any():
             found = rows_of_comms(path, self._calls, builder, self._epoch)
             if found is not None:
+                batches = np.array([meaning.what == BATCH for meaning in self._calls.meanings])[self._calls.meaning]
+                found = np.where((found == NONE) & batches, FILTERED, found)
                 lost = int((found == NONE).sum())
                 if lost:
                     times.unattributed[f"markers whose id is not in {path}"] = lost
                 return found
-            times.notes.append(f"{path}: has none of the ids of {times.path}: it is of another run, and is not used")
+            times.notes.append(f"{path}: is not of the run of {times.path}, and is not used")
         return rows_of_markers(self._calls, kernels, builder, self._epoch)
+
+    def _only_fitting(self, at: Column, kernels: Activities) -> Column:
+        """A marker without extent reaches to the next one, and so around launches that are none of its own: it gets the
+        first that runs the kernel of its operation and is no graph's."""
+        calls = self._calls
+        if not len(calls) or not calls.instant.any():
+            return at
+        inside = np.flatnonzero((at != NONE) & calls.instant[np.maximum(at, 0)])
+        marked = [None if one.record is None else _kernel_of(one.record.op) for one in calls.meanings]
+        fits = np.array(
+            [
+                kernels.graph_node[i] == 0
+                and marked[int(calls.meaning[at[i]])] == _kernel_of(kernels.ops[int(kernels.op[i])] or SEND_RECV)
+                for i in inside.tolist()
+            ],
+            bool,
+        )
+        result: Column = at.copy()
+        result[inside[~fits]] = NONE
+        chosen = inside[fits]
+        order = chosen[np.lexsort((kernels.launched[chosen], at[chosen]))]
+        if len(order):
+            later = np.concatenate(([False], at[order][1:] == at[order][:-1]))
+            same = np.concatenate(([False], kernels.correlation[order][1:] == kernels.correlation[order][:-1]))
+            result[order[later & ~same]] = NONE
+        return result
 
     def _give(self, row: Column, activities: Activities, how: str) -> Activities:
         """Give calls their activities; returns those of which the row is `NONE`."""
-        hit = np.flatnonzero(row != NONE)
+        hit = np.flatnonzero(row >= 0)
         np.minimum.at(self._began, row[hit], activities.start[hit])
         np.maximum.at(self._ended, row[hit], activities.end[hit])
         if len(hit):
             self.times.attributed[how] += len(hit)
-        return activities.take(np.flatnonzero(row == NONE))
+        return activities.take(np.flatnonzero(row < 0))
 
     def _in_order(self, left: Activities) -> Activities:
         """Launches on a thread of NCCL's own: the k-th call of a group is the k-th kernel of its stream, if the numbers
@@ -244,11 +278,11 @@ class _Process:
         which = np.array([made.get(int(one), NONE) if one else NONE for one in left.graph_node], np.int64)
         row = np.full(len(left), NONE, np.int64)
         known = np.flatnonzero(which != NONE)
-        row[known] = _row_around(self._calls, row_of, thread[which[known]], start[which[known]])
+        row[known] = _rows(row_of, innermost(self._calls, thread[which[known]], start[which[known]]))
         times = self.times
         for i in np.argsort(left.start, kind="stable").tolist():
             captured = int(row[i])
-            if captured == NONE:
+            if captured < 0:
                 continue
             for column in (times.kind, times.id, times.step):
                 column.append(column[captured])
@@ -257,7 +291,7 @@ class _Process:
             times.began.append(int(left.start[i]) + self._epoch)
             times.ended.append(int(left.end[i]) + self._epoch)
             times.attributed[IN_GRAPH] += 1
-        return left.take(np.flatnonzero(row == NONE)), len(np.unique(row[row != NONE]))
+        return left.take(np.flatnonzero(row == NONE)), len(np.unique(row[row >= 0]))
 
     def _by_nccl(self, nccl: NcclRanges, builder: TimesBuilder, left: Activities) -> Activities:
         """Kernels launched within NCCL's own ranges: each range makes one row."""
@@ -267,19 +301,21 @@ class _Process:
         taken = np.zeros(len(left), bool)
         numbers: Counter[object] = Counter()
         for index, first, last in runs(at[order]):
-            records = nccl.members(index) if index != NONE else []
+            records = nccl.members(index, times.rank, times.world_size) if index != NONE else []
             if not records:
                 continue
             mine = order[first:last]
             taken[mine] = True
             builder.group_of(nccl.group(records[0].pg))
+            builder.count_sent(records)
             kind = builder.kind_of(records)
             lane = (kind.group, kind.ends, kind.op == SEND_RECV)
             numbers[lane] += 1
             builder.add(
                 builder.kind(kind),
                 id=NONE,
-                number=numbers[lane],
+                # Beside numbers that were recorded those that are counted here mean nothing.
+                number=0 if times.numbered else numbers[lane],
                 called=int(nccl.ranges.start[index]) + self._epoch,
                 began=int(left.start[mine].min()) + self._epoch,
                 ended=int(left.end[mine].max()) + self._epoch,
@@ -312,10 +348,9 @@ class _Process:
             )
 
 
-def _row_around(calls: Ranges, row_of: Column, thread: Column, moment: Column) -> Column:
-    """The row of the innermost range around each moment; `NONE` where there is none."""
-    at = innermost(calls, thread, moment)
-    return at if not len(calls) else np.where(at == NONE, NONE, row_of[np.maximum(at, 0)])
+def _rows(row_of: Column, at: Column) -> Column:
+    """The row of the range at each index; `NONE` stays."""
+    return at if not len(row_of) else np.where(at == NONE, NONE, row_of[np.maximum(at, 0)])
 
 
 def _kernel_of(op: str) -> str:

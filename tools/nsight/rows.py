@@ -18,16 +18,26 @@ from crossrank.tools.nsight.launches import Activities, innermost
 from crossrank.tools.nsight.markers import BATCH, Ranges
 from crossrank.tools.timing.rank_times import SEND_RECV, GroupKey, RankTimes, TimesBuilder
 
+FILTERED = -2
+"""In the place of a row: the launch of calls that were not emitted (TRACING=CROSSNODE)."""
+SIZELESS = "markers without sizes, of a process with more than 4096 distinct calls: their bytes are not known"
+
 
 def rows_of_comms(path: str, calls: Ranges, builder: TimesBuilder, epoch: int) -> Column | None:
     """Rows of the records of a comms file that the markers name; returns the row of each range, `NONE` for an id that
-    the file does not have. None where it has not one of them, and so is of another run."""
+    the file does not have. None where it has none of them or they are other calls: it is of another run."""
     times = builder.times
     wanted = set(calls.id.tolist())
+    said = dict(zip(calls.id.tolist()[::-1], calls.meaning.tolist()[::-1], strict=True))
     batches: dict[int, list[CommRecord]] = defaultdict(list)
     entries: list[tuple[int, tuple[int, ...], int, int, int]] = []
+    compared = unlike = 0
     file = CommsFile(path)
     for record in file.records():
+        meaning = said.get(record.id)
+        if meaning is not None and (marked := calls.meanings[meaning].record) is not None and marked.op != "coalesced":
+            compared += 1
+            unlike += (record.op, record.pg) != (marked.op, marked.pg) or 0 < marked.bytes != record.bytes
         if record.batch is not None and (record.batch in wanted or record.id in wanted):
             batches[record.batch].append(record)
         elif record.id in wanted:
@@ -35,25 +45,25 @@ def rows_of_comms(path: str, calls: Ranges, builder: TimesBuilder, epoch: int) -
             _define(builder, file)
             builder.count_sent([record])
             entries.append((record.id, (record.id,), builder.kind(builder.kind_of([record])), number or 0, record.step))
+    if unlike > _OTHER_RUN * compared:
+        _forget(builder)
+        return None
     _define(builder, file)
     for batch, records in batches.items():
         builder.count_sent(records)
         kind = builder.kind(builder.kind_of(records))
         first = records[0]
-        number = first.id if times.kinds[kind].op == SEND_RECV else first.seq or 0
+        number = first.id if times.kinds[kind].op == SEND_RECV else (first.p2p_seq if is_p2p(first) else first.seq) or 0
         named = (batch, *(record.id for record in records if record.id != batch))
         entries.append((batch, named, kind, number, first.step))
     if not entries:
         return None
-    times.numbered = True
+    times.numbered = times.p2p_numbered = True
     header = file.header
     if header is not None:
         times.world_size, times.node = header.world_size, header.node
-    times.steps = [
-        (line["step"], line["t"] + header.clock.get("wall", 0) - header.clock.get("t", 0))
-        for line in file.steps
-        if header is not None and "step" in line and "t" in line
-    ]
+        wall = header.clock.get("wall", 0) - header.clock.get("t", 0)
+        times.steps = [(line["step"], line["t"] + wall) for line in file.steps if "step" in line and "t" in line]
     entries.sort()
     called = dict(zip(calls.id.tolist()[::-1], calls.start.tolist()[::-1], strict=True))
     ids: list[int] = []
@@ -67,6 +77,17 @@ def rows_of_comms(path: str, calls: Ranges, builder: TimesBuilder, epoch: int) -
     ordered, row_of_id = np.array(ids, np.int64)[order], np.array(rows, np.int64)[order]
     at = np.minimum(np.searchsorted(ordered, calls.id), len(ordered) - 1)
     return np.where(ordered[at] == calls.id, row_of_id[at], NONE)
+
+
+_OTHER_RUN = 0.01
+"""Share of markers that may say something else than the record of their id."""
+
+
+def _forget(builder: TimesBuilder) -> None:
+    """Take back what was made of a file that is of another run."""
+    builder.times.kinds.clear()
+    builder.times.sent.clear()
+    builder.kinds.clear()
 
 
 def _define(builder: TimesBuilder, file: CommsFile) -> None:
@@ -87,9 +108,17 @@ def rows_of_markers(calls: Ranges, kernels: Activities, builder: TimesBuilder, e
         return np.empty(0, np.int64)
     batch_of, batches = _batches(calls, kernels, builder)
     single = np.flatnonzero(batch_of == NONE)
-    used, inverse = np.unique(calls.meaning[single], return_inverse=True)
-    records = [calls.meanings[index].record for index in used.tolist()]
-    kinds = np.array([builder.kind(builder.kind_of([one])) for one in records if one is not None], np.int64)
+    filtered = batch_of == FILTERED
+    used, inverse, counts = np.unique(calls.meaning[single], return_inverse=True, return_counts=True)
+    marked = [calls.meanings[index] for index in used.tolist()]
+    kinds = np.array(
+        [builder.kind(builder.kind_of([one.record])) for one in marked if one.record is not None], np.int64
+    )
+    for one, count in zip(marked, counts.tolist(), strict=True):
+        if one.record is not None:
+            builder.count_sent([one.record], count)
+        if one.sizeless:
+            times.unattributed[SIZELESS] += count
     # First all single calls, then the batches; then in the order in which they were made.
     kind = np.concatenate([kinds[inverse], np.array([batch[0] for batch in batches], np.int64)])
     start = np.concatenate([calls.start[single], np.array([batch[1] for batch in batches], np.int64)])
@@ -110,7 +139,8 @@ def rows_of_markers(calls: Ranges, kernels: Activities, builder: TimesBuilder, e
     )
     result = np.empty(len(calls), np.int64)
     result[single] = place[: len(single)]
-    grouped = np.flatnonzero(batch_of != NONE)
+    result[filtered] = FILTERED
+    grouped = np.flatnonzero(batch_of >= 0)
     result[grouped] = place[len(single) + batch_of[grouped]]
     return result
 
@@ -128,35 +158,63 @@ def _fill(times: RankTimes, kind: Column, ids: Column, number: Column, called: C
 def _batches(calls: Ranges, kernels: Activities, builder: TimesBuilder) -> tuple[Column, list[tuple[int, int, int]]]:
     """(number of the batch that each range belongs to, [(kind, start, id)]).
 
-    The launch of a batch has a range of its own; the calls before it on its thread and group that launched nothing are
-    its members.
+    The launch of a batch has a range of its own, with the id of the first member: the calls of its thread and group
+    since then that launched nothing are its members. The older shim marks calls alone: sends and receives that
+    launched nothing belong to the next one that did.
     """
     batch_of = np.full(len(calls), NONE, np.int64)
     batches: list[tuple[int, int, int]] = []
     what = np.array([meaning.what for meaning in calls.meanings])[calls.meaning]
-    if not (what == BATCH).any():
+    old_p2p = [meaning.old and meaning.record is not None and is_p2p(meaning.record) for meaning in calls.meanings]
+    if not (what == BATCH).any() and not any(old_p2p):
         return batch_of, batches
     launched = np.zeros(len(calls), bool)
     at = innermost(calls, kernels.thread, kernels.launched)
     launched[at[at != NONE]] = True
     waiting: dict[tuple[int, str], list[int]] = defaultdict(list)
     for index in range(len(calls)):
-        record = calls.meanings[int(calls.meaning[index])].record
+        meaning = calls.meanings[int(calls.meaning[index])]
+        record = meaning.record
         if record is None:
             continue
-        lane = int(calls.thread[index]), record.pg
-        if what[index] != BATCH:
-            if not launched[index]:
+        old = old_p2p[int(calls.meaning[index])]
+        lane = int(calls.thread[index]), "" if old else record.pg
+        if what[index] != BATCH and not (old and launched[index]):
+            if not launched[index] and (old or not meaning.old):
                 waiting[lane].append(index)
             continue
         members = waiting.pop(lane, [])
+        identity = int(calls.id[index])
+        if not old:
+            members = _of_batch(calls, members, identity)
+            if not members:  # of calls that were not emitted
+                batch_of[index] = FILTERED
+                continue
+        else:
+            members = [*members, index]
+            if len(members) == 1:
+                continue
         records = [one for i in members if (one := calls.meanings[int(calls.meaning[i])].record) is not None]
         for member in (*members, index):
             batch_of[member] = len(batches)
-        first = members[0] if members else index
-        kind = builder.kind(builder.kind_of(records or [record]))
-        batches.append((kind, int(calls.start[first]), int(calls.id[index])))
+        builder.count_sent(records)
+        batches.append((builder.kind(builder.kind_of(records)), int(calls.start[members[0]]), identity))
     return batch_of, batches
+
+
+def _of_batch(calls: Ranges, waiting: list[int], identity: int) -> list[int]:
+    """Those of the calls that launched nothing that belong to the batch whose first call has that id."""
+    if identity != NONE:
+        return [index for index in waiting if calls.id[index] >= identity]
+    # Without ids: the last ones, as far as they are of one operation or all sends and receives.
+    found: list[int] = []
+    for index in reversed(waiting):
+        record = calls.meanings[int(calls.meaning[index])].record
+        other = calls.meanings[int(calls.meaning[found[0]])].record if found else record
+        if record is None or other is None or (record.op != other.op and not (is_p2p(record) and is_p2p(other))):
+            break
+        found.insert(0, index)
+    return found
 
 
 def _counted(lanes: Column) -> Column:

@@ -16,8 +16,8 @@ from crossrank.tools.diagnosis.findings import Diagnosis
 from crossrank.tools.report.gather import Material, Replayed
 from crossrank.tools.report.traffic import Traffic, traffic
 from crossrank.tools.tables import printable, rank_ranges
-from crossrank.tools.timing.collectives import Collectives, Group
-from crossrank.tools.timing.rank_times import RankTimes, releases_all
+from crossrank.tools.timing.collectives import Collectives, Group, Kind
+from crossrank.tools.timing.rank_times import RankTimes
 
 _MOST_CLASSES = 24
 _MOST_SOURCES = 20
@@ -73,7 +73,8 @@ class Waiting(msgspec.Struct, kw_only=True):
     mean_us: list[list[float | None]]
     """Mean waiting of a row's calls in each bin."""
     last: list[dict[str, Any]]
-    """Ranks that came last most often."""
+    """Ranks that others waited for, those that cost most first: how often they came last, of how many collectives, and
+    the sum of the longest waits for them."""
     waiters: list[dict[str, Any]]
     """Ranks that waited longest in all."""
 
@@ -177,22 +178,31 @@ def _about(ranks: Sequence[RankTimes]) -> dict[str, str]:
 # --- classes of groups ------------------------------------------------------------------------------------------------
 
 
-def _class_of(group: Group, names: Counter[tuple[str, int]]) -> str:
-    desc = group.key.desc if group.key.desc not in ("", "undefined") else ""
-    count = names[desc, group.size]
-    if count > 1:
-        return f"{desc or 'groups'}: {count} of {group.size} ranks"
-    return f"{desc or f'group {group.name}'}: {group.size} rank{'s' if group.size != 1 else ''}"
-
-
 def _classes(found: Collectives) -> list[str]:
-    """Class of each group: those that the job made alike count as one."""
+    """Class of each group: those that the job made alike count as one.
 
-    def alike(group: Group) -> tuple[str, int]:
-        return (group.key.desc if group.key.desc not in ("", "undefined") else "", group.size)
+    Alike is what has one description and size; without a description, one size and reach.
+    """
+    reach: dict[int, str] = {}
+    for kind in found.kinds:
+        if kind.ends is None:
+            reach[kind.group] = kind.locality.replace("_", " ")
 
-    names = Counter(alike(group) for group in found.groups)
-    return [printable(_class_of(group, names)) for group in found.groups]
+    def alike(number: int, group: Group) -> tuple[str, int, str]:
+        desc = group.key.desc if group.key.desc not in ("", "undefined") else ""
+        return desc, group.size, "" if desc else reach.get(number, "")
+
+    keys = [alike(number, group) for number, group in enumerate(found.groups)]
+    count = Counter(keys)
+    names = []
+    for (desc, size, where), group in zip(keys, found.groups, strict=True):
+        number = count[desc, size, where]
+        if number == 1:
+            names.append(f"{desc or f'group {group.name}'}: {size} rank{'s' if size != 1 else ''}")
+        else:
+            what = desc or f"groups {where}".strip()
+            names.append(f"{what}: {number} of {size} ranks")
+    return [printable(name) for name in names]
 
 
 def _by_class(found: Collectives, classes: Sequence[str]) -> Collectives:
@@ -245,23 +255,24 @@ def _matrix(found: Collectives, classes: Sequence[str]) -> Matrix:
 
 
 def _sources(found: Collectives) -> list[Source]:
+    """Lines by the time that they cost; a collective that ranks call from several lines counts for each of them."""
     numbers: dict[tuple[str, str], int] = {}
     of_kind = np.array(
-        [
-            numbers.setdefault((kind.source or "(C++)", kind.op if kind.ends is None else "send/recv"), len(numbers))
-            for kind in found.kinds
-        ]
-        or [0]
+        [numbers.setdefault((kind.source or "(C++)", _side(kind)), len(numbers)) for kind in found.kinds] or [0],
+        np.int64,
     )
     count = max(len(numbers), 1)
-    by_kind = np.bincount(found.kind, minlength=len(found.kinds))
     calls, size, time, waiting = (np.zeros(count) for _ in range(4))
-    np.add.at(calls, of_kind, by_kind[: len(of_kind)] * np.array([kind.calls for kind in found.kinds] or [0]))
-    np.add.at(size, of_kind, np.array([kind.bytes for kind in found.kinds] or [0]) * by_kind[: len(of_kind)])
-    timed = np.flatnonzero(found.timed)
-    np.add.at(time, of_kind[found.of_kind[timed]], found.time[timed] / 1e6)
+    sizes = np.array([kind.bytes for kind in found.kinds] or [0], np.int64)
+    line = of_kind[found.kind]
+    np.add.at(calls, line, found.calls)
+    np.add.at(size, line, sizes[found.kind])
+    pairs = np.unique(found.collective * count + line)
+    collective = pairs // count
+    timed = found.timed[collective]
+    np.add.at(time, (pairs % count)[timed], found.time[collective[timed]] / 1e6)
     waits = np.flatnonzero(found.waiting >= 0)
-    np.add.at(waiting, of_kind[found.kind[waits]], found.waiting[waits] / 1e6)
+    np.add.at(waiting, line[waits], found.waiting[waits] / 1e6)
     rows = [
         Source(
             source=printable(source),
@@ -274,6 +285,10 @@ def _sources(found: Collectives) -> list[Source]:
         for (source, op), number in numbers.items()
     ]
     return sorted(rows, key=lambda row: (-(row.time_ms or 0), -row.bytes, row.source))[:_MOST_SOURCES]
+
+
+def _side(kind: Kind) -> str:
+    return kind.op if kind.ends is None else "send/recv"
 
 
 # --- over time --------------------------------------------------------------------------------------------------------
@@ -311,7 +326,7 @@ def _waiting(found: Collectives, ranks: Sequence[RankTimes]) -> Waiting | None:
         max_us=most,
         rows=names,
         mean_us=[[None if np.isnan(value) else round(float(value), 1) for value in row] for row in mean],
-        last=_last(found, last),
+        last=_last(found, last, waits),
         waiters=_waiters(found, waits),
     )
 
@@ -323,7 +338,7 @@ def _by_calls(found: Collectives) -> tuple[Ints, Ints]:
     last_rank = np.full(count, -1, np.int64)
     if found.clocks.count > 1:
         return waits, last_rank
-    releasing = np.array([releases_all(kind.op) for kind in found.kinds] or [False])
+    releasing = np.array([kind.releases_all for kind in found.kinds] or [False])
     members = np.bincount(found.collective, minlength=count)
     rows = np.flatnonzero((found.called > 0) & releasing[found.kind] & (members[found.collective] > 1))
     last = np.zeros(count, np.int64)
@@ -361,13 +376,29 @@ def _percentiles(bin_of: Ints, values: Floats, count: int) -> tuple[list[float |
     return tuple(columns)
 
 
-def _last(found: Collectives, last_rank: Ints) -> list[dict[str, Any]]:
-    """How often each rank was the last, of the collectives it took part in."""
-    known = last_rank >= 0
-    took_part = np.bincount(found.rank[known[found.collective]], minlength=max(found.ranks) + 1)
-    times = np.bincount(last_rank[known], minlength=len(took_part))
-    order = np.lexsort((np.arange(len(times)), -times))[:_MOST_RANKS]
-    return [{"rank": int(rank), "last": int(times[rank]), "of": int(took_part[rank])} for rank in order if times[rank]]
+def _last(found: Collectives, last_rank: Ints, waits: Ints) -> list[dict[str, Any]]:
+    """Ranks by how long others waited for them: of collectives of which all members are known."""
+    count = len(found.of_kind)
+    longest = np.zeros(count, np.int64)
+    rows = np.flatnonzero(waits >= 0)
+    np.maximum.at(longest, found.collective[rows], waits[rows])
+    members = np.bincount(found.collective, minlength=count)
+    known = (last_rank >= 0) & (members >= found.expected)
+    most = max(found.ranks) + 1
+    took_part = np.bincount(found.rank[known[found.collective]], minlength=most)
+    times = np.bincount(last_rank[known], minlength=most)
+    cost = np.bincount(last_rank[known], weights=longest[known] / 1e6, minlength=most)
+    order = np.lexsort((np.arange(most), -cost))[:_MOST_RANKS]
+    return [
+        {
+            "rank": int(rank),
+            "last": int(times[rank]),
+            "of": int(took_part[rank]),
+            "cost_ms": round(float(cost[rank]), 3),
+        }
+        for rank in order
+        if cost[rank] > 0
+    ]
 
 
 def _waiters(found: Collectives, waits: Ints) -> list[dict[str, Any]]:

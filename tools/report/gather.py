@@ -17,11 +17,19 @@ from crossrank.tools.diagnosis.findings import Diagnosis
 from crossrank.tools.diagnosis.inputs import Candidate, Failure, find_candidates
 from crossrank.tools.fleet import Fleet, map_ranks
 from crossrank.tools.timing import sources
-from crossrank.tools.timing.collectives import Collectives, lay_side_by_side
+from crossrank.tools.timing.collectives import Collectives
 from crossrank.tools.timing.from_replay import JSON
 from crossrank.tools.timing.rank_times import RankTimes
+from crossrank.tools.timing.side_by_side import lay_side_by_side
 from crossrank.tools.timing.sources import Found, Task
 from crossrank.tools.whole_file import join
+
+
+class Percentiles(msgspec.Struct, kw_only=True):
+    """Over the passes."""
+
+    p50: float
+    p95: float
 
 
 class ReplayedRow(msgspec.Struct, kw_only=True):
@@ -32,9 +40,9 @@ class ReplayedRow(msgspec.Struct, kw_only=True):
     ranks: int
     size_to: int
     calls: int
-    time_us: dict[str, float]
-    waiting_us: dict[str, float]
-    busbw_gbps: dict[str, float] | None = None
+    time_us: Percentiles
+    waiting_us: Percentiles
+    busbw_gbps: Percentiles | None = None
 
 
 class ReplayedCheck(msgspec.Struct, kw_only=True):
@@ -62,7 +70,7 @@ class Replayed(msgspec.Struct, kw_only=True):
     source: str
     share_of_calls: float
     devices: dict[str, int]
-    end_to_end_us: dict[str, float]
+    end_to_end_us: Percentiles
     rows: list[ReplayedRow]
     check: ReplayedCheck | None = None
     comparison: ReplayedComparison | None = None

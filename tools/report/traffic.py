@@ -11,6 +11,7 @@ same for all that are bandwidth-optimal, to whom it goes is not. With n members 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from crossrank.tools.tables import rank_ranges
 from crossrank.tools.timing.collectives import Collectives
-from crossrank.tools.timing.rank_times import RankTimes
+from crossrank.tools.timing.rank_times import SEND_RECV, RankTimes
 
 _EACH = 64
 """Ranks up to which each has a row of its own."""
@@ -41,6 +42,10 @@ class Traffic(msgspec.Struct, kw_only=True):
     total: int
     between_nodes: int | None
     """Bytes that go from one node to another; None where nodes are not known."""
+    not_placed: int = 0
+    """S of the calls of which it is not known who sends to whom."""
+    reasons: list[str] = []
+    """Why."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,7 @@ def traffic(found: Collectives, ranks: Sequence[RankTimes]) -> Traffic:
     node_of = _nodes(world, ranks)
     between = 0.0
     present = set(found.ranks)
+    lost: Counter[str] = Counter()
 
     def add(source: int, targets: Ints, amount: float) -> None:
         nonlocal between
@@ -97,6 +103,7 @@ def traffic(found: Collectives, ranks: Sequence[RankTimes]) -> Traffic:
         if node_of is not None:
             between += amount * int((node_of[targets] != node_of[source]).sum())
 
+    by_rank = {one.rank or 0: one for one in ranks}
     # Calls of one kind on one rank send the same: each combination is looked at once.
     pairs, counts = np.unique(found.rank * max(len(found.kinds), 1) + found.kind, return_counts=True)
     for pair, count in zip(pairs.tolist(), counts.tolist(), strict=True):
@@ -111,7 +118,16 @@ def traffic(found: Collectives, ranks: Sequence[RankTimes]) -> Traffic:
             continue
         pattern = _PATTERNS.get(kind.op)
         n = len(group.members)
-        if pattern is None or kind.moved >= 0 or n < 2 or rank not in group.members or max(group.members) >= world:
+        if kind.op == SEND_RECV or kind.moved >= 0 or pattern is None or n < 2:
+            # Batches and uneven all_to_alls stand in `sent`, as far as their ends are known.
+            if kind.bytes and not by_rank[rank].sent and n > 1:
+                lost["batches or uneven all_to_alls without known ends"] += kind.bytes * count
+            continue
+        if group.guessed or rank not in group.members or max(group.members) >= world:
+            lost["groups whose members are not known"] += kind.bytes * count
+            continue
+        if kind.root not in group.members and kind.op in ("broadcast", "reduce", "gather", "scatter"):
+            lost["calls whose root is not known"] += kind.bytes * count
             continue
         place = group.members.index(rank)
         root = group.members.index(kind.root) if kind.root in group.members else 0
@@ -128,6 +144,8 @@ def traffic(found: Collectives, ranks: Sequence[RankTimes]) -> Traffic:
         bytes=np.rint(matrix).astype(np.int64).tolist(),
         total=round(float(matrix.sum())),
         between_nodes=round(between) if node_of is not None else None,
+        not_placed=sum(lost.values()),
+        reasons=list(lost),
     )
 
 

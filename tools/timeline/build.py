@@ -30,7 +30,7 @@ from crossrank.tools.timeline.tracks import (
     WriterFactory,
     lanes,
 )
-from crossrank.tools.timing.collectives import Collectives, Kind
+from crossrank.tools.timing.collectives import Bools, Collectives, Kind
 from crossrank.tools.timing.rank_times import RankTimes
 
 Flows = Literal["first-last", "all", "none"]
@@ -79,7 +79,9 @@ def write_timeline(
         raise CrossrankError(f"{ranks[0].path}: no call has a time, so there is nothing to lay on a timeline")
     zero = min(begins)
     labels = [_label(found, kind) for kind in found.kinds] or [""]
-    flow, flow_end = _flows(found, flows)
+    placed = {one.rank or 0: one.placed for one in ranks}
+    on_device = np.array([placed[rank] for rank in found.ranks])[np.searchsorted(found.ranks, found.rank)]
+    flow, flow_end = _flows(found, flows, on_device)
     width = len(str(max(found.ranks)))
     written = Written(
         ranks=len(found.ranks),
@@ -93,7 +95,7 @@ def write_timeline(
     )
     with factory(path, zero) as writer:
         tracks = _Tracks(writer)
-        for counter in _counters(found, zero, tracks):
+        for counter in _counters(found, zero, tracks, on_device):
             written.counters.append(counter.track.name)
             writer.counter(counter)
         order = np.lexsort((found.called, found.rank))
@@ -168,7 +170,8 @@ def _of_rank(
 def _steps(one: RankTimes, found: Collectives, rows: Ints, zero: int, track: Track) -> Events:
     """Iterations; those before the first moment of the timeline begin with it."""
     last = int(max(found.called[rows].max(initial=zero), found.ended[rows].max(initial=zero)))
-    begins = [max(moment, zero) for _, moment in one.steps]
+    shift = found.shift.get(one.rank or 0, 0)
+    begins = [max(moment + shift, zero) for _, moment in one.steps]
     ends = [*begins[1:], max(last, begins[-1])]
     names = [f"step {number}" for number, _ in one.steps]
     # The first line of a recording is step 1: what came before it was step 0.
@@ -185,13 +188,13 @@ def _steps(one: RankTimes, found: Collectives, rows: Ints, zero: int, track: Tra
     )
 
 
-def _flows(found: Collectives, flows: Flows) -> tuple[Ints, Ints]:
+def _flows(found: Collectives, flows: Flows, on_device: Bools) -> tuple[Ints, Ints]:
     """(flow of each call, which end of it the call is): one flow for each collective of several ranks."""
     flow = np.zeros(len(found.rank), np.int64)
     flow_end = np.full(len(found.rank), MIDDLE, np.int64)
     count = len(found.of_kind)
     members = np.bincount(found.collective, minlength=count)
-    arrival = np.where(found.began > 0, found.began, found.called)
+    arrival = np.where((found.began > 0) & on_device, found.began, found.called)
     rows = np.flatnonzero((members[found.collective] > 1) & (arrival > 0))
     if flows == "none" or not len(rows):
         return flow, flow_end
@@ -206,9 +209,9 @@ def _flows(found: Collectives, flows: Flows) -> tuple[Ints, Ints]:
     return flow, flow_end
 
 
-def _counters(found: Collectives, zero: int, tracks: _Tracks) -> Iterator[Counter]:
-    """Sums over the collectives under way."""
-    timed = np.flatnonzero((found.ended > 0) & (found.began > zero - 1) & (found.time[found.collective] >= 0))
+def _counters(found: Collectives, zero: int, tracks: _Tracks, on_device: Bools) -> Iterator[Counter]:
+    """Sums over the collectives under way, as far as it is known when they were."""
+    timed = np.flatnonzero(on_device & (found.ended > 0) & (found.began >= zero) & (found.time[found.collective] >= 0))
     if not len(timed):
         return
     count = len(found.of_kind)

@@ -83,11 +83,14 @@ class PerfettoWriter:
         self._packet(message(_DESCRIPTOR, content + integer(_CHILD_ORDER, _EXPLICIT) + integer(_ORDER, self._order)))
 
     def events(self, events: Events) -> None:
-        sequence = self._begin_sequence(events.track, events.names, list(events.arguments))
+        # Only the names that stand on this track: of a large job there are many that do not.
+        used, place = np.unique(events.name, return_inverse=True)
+        names = [events.names[number] for number in used.tolist()]
+        sequence = self._begin_sequence(events.track, names, list(events.arguments))
         count = len(events.start)
         kind = _INSTANT if events.end is None else _BEGIN
         begin = integer(_TYPE, kind)
-        parts: list[bytes | Bytes] = [begin, key(_NAME_IID, _VARINT), padded(events.name + 1)]
+        parts: list[bytes | Bytes] = [begin, key(_NAME_IID, _VARINT), padded(place.astype(np.int64) + 1)]
         for number, values in enumerate(events.arguments.values(), start=1):
             name = integer(_ANNOTATION_NAME, number)
             value = padded(values)

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 _UNKNOWN = np.iinfo(np.int64).min
 _MOST_LISTED = 1024
+_FEW = 10
+"""Collectives below which an offset is not sure."""
 
 
 class Clocks(msgspec.Struct, kw_only=True):
@@ -28,6 +30,8 @@ class Clocks(msgspec.Struct, kw_only=True):
     """Clock -> what was added to its times; the largest, where there are more than 1024."""
     collectives: int = 0
     """Collectives that tell the difference of two clocks."""
+    weak: dict[str, int] = {}
+    """Clocks whose offset rests on less than 10 collectives -> how many."""
     residual_us: dict[str, float] | None = None
     """p50, p95 and max over the collectives: from the first rank's end to the last one's, after the correction. None
     where no collective was seen by two clocks."""
@@ -48,31 +52,32 @@ def align(names: Sequence[str], clock: Ints, collective: Ints, ended: Ints, coun
     offsets[:] = _UNKNOWN
     reference = np.full(count, _UNKNOWN)
     rows_of = _rows_by_clock(clock, len(names))
-    telling = 0
-    remaining = sorted(range(len(names)), key=lambda index: (-len(rows_of[index]), index))
-    first = remaining.pop(0)
+    shared = np.zeros(len(names), np.int64)
+    first = max(range(len(names)), key=lambda index: (len(rows_of[index]), -index))
     offsets[first] = 0
     _take(reference, collective[rows_of[first]], ended[rows_of[first]])
-    progress = True
-    while progress:
-        progress = False
-        for index in list(remaining):
+    while True:
+        # Those that share most with what is aligned go first: one that shares little would pull the others along.
+        known = (reference[collective] != _UNKNOWN) & (offsets == _UNKNOWN)[clock]
+        count_of = np.bincount(clock[known], minlength=len(names))
+        best = int(count_of.max(initial=0))
+        if not best:
+            break
+        for index in np.flatnonzero(count_of >= max(1, best // 2)).tolist():
             rows = rows_of[index]
-            known = rows[reference[collective[rows]] != _UNKNOWN]
-            if not len(known):
-                continue
-            offsets[index] = int(np.median(reference[collective[known]] - ended[known]))
-            telling += len(known)
+            mine = rows[known[rows]]
+            offsets[index] = int(np.median(reference[collective[mine]] - ended[mine]))
+            shared[index] = len(mine)
+        for index in np.flatnonzero(count_of >= max(1, best // 2)).tolist():
+            rows = rows_of[index]
             _take(reference, collective[rows], ended[rows] + offsets[index])
-            remaining.remove(index)
-            progress = True
     aligned = offsets != _UNKNOWN
     rows = np.flatnonzero(aligned[clock])
     residual = _residual(collective[rows], ended[rows] + offsets[clock[rows]], count)
     moved = {names[i]: round(float(offsets[i]) / 1000, 3) for i in np.flatnonzero(aligned).tolist() if offsets[i]}
     largest = sorted(moved, key=lambda name: -abs(moved[name]))[:_MOST_LISTED]
     note = f"{len(names)} clocks, brought together by the ends of collectives"
-    if telling == 0:
+    if not shared.any():
         note = f"{len(names)} clocks, and no collective was timed on two of them: each is taken by itself"
     if not len(ended):
         note = f"{len(names)} clocks, and nothing tells when collectives ended: they are not compared"
@@ -80,7 +85,8 @@ def align(names: Sequence[str], clock: Ints, collective: Ints, ended: Ints, coun
         count=len(names),
         note=note,
         offset_us={name: moved[name] for name in largest},
-        collectives=telling,
+        collectives=int(shared.sum()),
+        weak={names[i]: int(shared[i]) for i in np.flatnonzero((shared > 0) & (shared < _FEW)).tolist()},
         residual_us=residual,
         unaligned=[names[index] for index in np.flatnonzero(~aligned).tolist()],
     )

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from crossrank.comm import MOST_RANKS
 from crossrank.errors import CrossrankError
 from crossrank.recording import Damage, list_recording, read_chunks
 from crossrank.tools.timing.clocks import Clocks
@@ -21,6 +22,7 @@ from crossrank.tools.timing.rank_times import SOURCES, GroupKey, RankTimes
 from crossrank.tools.whole_file import join
 
 CSV, JSON = "replay.csv", "replay.json"
+_LONGEST_US = 1e12
 
 
 class _Row(msgspec.Struct):
@@ -70,6 +72,16 @@ def read_replay(path: str) -> tuple[list[RankTimes], Collectives]:
         calls = msgspec.convert(given, list[_Call], strict=False)
     except (msgspec.MsgspecError, UnicodeDecodeError, csv.Error) as error:
         raise CrossrankError(f"{path}: {CSV} and {JSON} are not what a replay writes ({error}); replay anew") from error
+    for call in calls:
+        measured = (call.completion_us_p50, call.waiting_us_p50, call.time_us_p50)
+        if not (
+            all(0 <= time < _LONGEST_US for time in measured)
+            and 0 <= call.rank < head.world_size <= MOST_RANKS
+            and all(0 <= number < 1 << 50 for number in (call.bytes, call.seq, call.call))
+        ):
+            raise CrossrankError(
+                f"{path}: {CSV}, rank {call.rank}, call {call.call}: has numbers that cannot be; replay anew"
+            )
     if not calls:
         raise CrossrankError(f"{path}: {CSV} has no call; replay anew")
     sizes = {row.pg: row.ranks for row in head.rows}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from crossrank.comm import OPERATIONS, CommRecord, Group, Locality, is_p2p, total_bytes
+from crossrank.comm import MOST_RANKS, CommRecord, Group, Locality, is_p2p, total_bytes
 from crossrank.dtypes import dtype_of
 
 SEND_RECV = "send/recv"
@@ -31,7 +31,11 @@ class GroupKey(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, group: Group) -> GroupKey:
-        return cls(pg=group.pg, ranks=tuple(group.ranks) if group.ranks else None, desc=group.desc, size=group.size)
+        ranks = tuple(group.ranks) if group.ranks else None
+        if ranks is not None and (len(set(ranks)) < len(ranks) or not all(0 <= rank < MOST_RANKS for rank in ranks)):
+            ranks = None
+        size = len(ranks) if ranks is not None else group.size
+        return cls(pg=group.pg, ranks=ranks, desc=group.desc, size=size if 0 <= size <= MOST_RANKS else 0)
 
 
 class CallKind(msgspec.Struct, frozen=True):
@@ -53,6 +57,8 @@ class CallKind(msgspec.Struct, frozen=True):
     locality: Locality = "unknown"
     calls: int = 1
     """That went out in this one launch."""
+    whole: bool = True
+    """All calls of the launch are known: CROSSNODE may have left some out."""
 
 
 @dataclass
@@ -73,6 +79,8 @@ class RankTimes:
     """Whether begins and ends are exact, and not durations alone."""
     numbered: bool = True
     """Whether `number` is the same on all ranks; else it was counted from the begin of the file."""
+    p2p_numbered: bool = True
+    """The same of sends and receives."""
     groups: list[GroupKey] = field(default_factory=list)
     kinds: list[CallKind] = field(default_factory=list)
     kind: array[int] = field(default_factory=lambda: array("I"))
@@ -121,7 +129,8 @@ class TimesBuilder:
     def __init__(self, times: RankTimes, groups: Iterable[Group] = ()) -> None:
         self.times = times
         self._groups: dict[str, int] = {}
-        self._kinds: dict[CallKind, int] = {}
+        self.kinds: dict[CallKind, int] = {}
+        """Number of each kind."""
         self.defined = 0
         """Groups of a file that are taken over by now."""
         for group in groups:
@@ -145,29 +154,45 @@ class TimesBuilder:
 
     def kind(self, kind: CallKind) -> int:
         """Number of a kind."""
-        found = self._kinds.get(kind)
+        found = self.kinds.get(kind)
         if found is None:
-            found = self._kinds[kind] = len(self.times.kinds)
+            found = self.kinds[kind] = len(self.times.kinds)
             self.times.kinds.append(kind)
         return found
 
-    def count_sent(self, records: Sequence[CommRecord]) -> None:
-        """Note to whom a launch sends, where its kind will not tell."""
+    def count_sent(self, records: Sequence[CommRecord], times: int = 1) -> None:
+        """Note to whom a launch sends, where its kind will not tell; `times`: how often it was made."""
         rank, sent = self.times.rank, self.times.sent
-        for record in records:
+        for record in map(self._possible, records):
             if record.op == "send" and len(records) > 1 and record.peer is not None:
-                sent[record.peer] += record.bytes
+                sent[record.peer] += record.bytes * times
             elif record.op == "all_to_all" and record.in_split is not None:
                 group = self.times.groups[self.group(record.pg)]
                 rows = sum(record.in_split)
                 if group.ranks is not None and len(group.ranks) == len(record.in_split) and rows:
                     row = record.bytes / rows
-                    sent.update({to: round(n * row) for to, n in zip(group.ranks, record.in_split, strict=True) if n})
+                    for to, count in zip(group.ranks, record.in_split, strict=True):
+                        sent[to] += round(count * row) * times
         if rank is not None:
             del sent[rank]
 
+    def _possible(self, record: CommRecord) -> CommRecord:
+        """The record without sizes that cannot be."""
+        splits = [count for split in (record.in_split, record.out_split) for count in split or ()]
+        extents = [extent for shape in (*record.inputs, *record.outputs) for extent in shape] if splits else []
+        whole = (
+            [record.bytes, total_bytes(record.inputs, 16), total_bytes(record.outputs, 16)]
+            if splits
+            else [record.bytes]
+        )
+        if min([0, *splits, *extents]) >= 0 and all(0 <= count <= _MOST_BYTES for count in [*whole, *splits]):
+            return record
+        self.times.unattributed[IMPOSSIBLE] += 1
+        return msgspec.structs.replace(record, bytes=0, in_split=None, out_split=None, inputs=[], outputs=[])
+
     def kind_of(self, records: Sequence[CommRecord]) -> CallKind:
         """The kind of a launch: of one call, or of several that went out together."""
+        records = [self._possible(record) for record in records]
         first = records[0]
         index = self.group(first.pg)
         group = self.times.groups[index]
@@ -192,20 +217,43 @@ class TimesBuilder:
                 source=first.source,
                 locality=locality,
                 calls=len(records),
+                whole=_is_whole(records),
             )
-        return _kind(first, index, sum(record.bytes for record in records), calls=len(records))
+        kind = _kind(first, index, sum(record.bytes for record in records), calls=len(records))
+        return kind if _is_whole(records) else msgspec.structs.replace(kind, whole=False)
 
     def add(
         self, kind: int, *, id: int, number: int, step: int = 0, called: int = 0, began: int = 0, ended: int = 0
     ) -> None:
+        """Append a call. One with numbers that cannot be is counted, and has none."""
+        if not (
+            abs(id) < _MOST and abs(step) < 1 << 31 and all(0 <= moment < _MOST for moment in (called, began, ended))
+        ):
+            self.times.unattributed[IMPOSSIBLE] += 1
+            id, step, called, began, ended = -1, 0, 0, 0, 0
         times = self.times
         times.kind.append(kind)
         times.id.append(id)
-        times.number.append(number)
+        times.number.append(number if 0 <= number < _MOST_NUMBER else 0)
         times.step.append(step)
         times.called.append(called)
         times.began.append(began)
         times.ended.append(ended)
+
+
+_MOST = 1 << 62
+_MOST_NUMBER = 1 << 40
+_MOST_BYTES = 1 << 50
+"""More than any call moves: what is above it is a mistake in the file, and would drown all sums."""
+IMPOSSIBLE = "calls with numbers that cannot be: they have no times or sizes"
+
+
+def _is_whole(records: Sequence[CommRecord]) -> bool:
+    """Whether all calls of a launch are there: the first gives the batch its id, and their ids follow each other."""
+    ids = [record.id for record in records]
+    if records[0].batch is None:
+        return True
+    return ids[0] == records[0].batch and ids == list(range(ids[0], ids[0] + len(ids)))
 
 
 _FARTHEST: tuple[Locality, ...] = ("cross_node", "nvlink_domain", "unknown", "intra_node")
@@ -263,9 +311,3 @@ def _bytes_of(shapes: Sequence[Sequence[int]], dtype: str | None) -> int | None:
     if known is None:
         return None
     return total_bytes(shapes, known.size)
-
-
-def releases_all(op: str) -> bool:
-    """Whether the operation ends on no rank before every rank has begun it."""
-    row = OPERATIONS.get(op)
-    return row is not None and row.releases_all

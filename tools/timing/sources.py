@@ -22,7 +22,7 @@ from crossrank.tools.calls.rank_calls import RankCalls, RecordedCall
 from crossrank.tools.calls.sources import NSIGHT, files_at
 from crossrank.tools.fleet import Fleet, map_ranks
 from crossrank.tools.linking.communications import named_by_address
-from crossrank.tools.linking.inputs import RankInput
+from crossrank.tools.linking.inputs import RankInput, rank_said
 from crossrank.tools.nsight.read import read_export
 from crossrank.tools.tables import rank_ranges
 from crossrank.tools.timing.rank_times import SEND_RECV, SOURCES, RankTimes, TimesBuilder
@@ -31,6 +31,7 @@ from crossrank.tools.whole_file import join
 CHOICES = ("nsight", "kineto", "flight", "comms")
 """What a user may ask for instead of what says most."""
 
+_EXPORTS = (".sqlite", ".sqlite3")
 _REPORTS = (".nsys-rep", ".qdrep")
 EXPORT = "nsys export --type sqlite --include-json true --include-blobs true"
 _RANKS_APART = 60_000_000_000
@@ -55,6 +56,8 @@ class Found:
 
     tasks: list[Task]
     skipped: list[str] = field(default_factory=list)
+    unmixed: set[int] = field(default_factory=set)
+    """Ranks that have other files than the exports that are read."""
 
 
 _Files = dict[str, list[readers.Input]]
@@ -71,9 +74,16 @@ def find(paths: Sequence[str], ranks: Collection[int] | None = None, source: str
             reports.append(path)
             continue
         if is_folder(path):
-            reports += [join(path, name) for name in list_recording(path).foreign if name.endswith(_REPORTS)]
+            names = list_recording(path).foreign
+            # One that does not begin as a database is told when it is opened.
+            named = [join(path, name) for name in names if name.endswith(_EXPORTS)]
+            exports += [readers.Input(path=name, rank=rank_said(name.rpartition("/")[2], b"")) for name in named]
+            reports += [join(path, name) for name in names if name.endswith(_REPORTS)]
+        elif path.endswith(_EXPORTS):
+            exports.append(readers.Input(path=path, rank=rank_said(path.rpartition("/")[2], b"")))
+            continue
         for kind, one in files_at(path, skipped):
-            if kind == NSIGHT:
+            if kind == NSIGHT and one.path not in {export.path for export in exports}:
                 exports.append(one)
             elif kind in (COMMS, LINKED, EXECUTION_TRACE, KINETO, FLIGHT):
                 by_rank[one.rank][kind].append(one)
@@ -89,7 +99,8 @@ def find(paths: Sequence[str], ranks: Collection[int] | None = None, source: str
     if exports and source in (None, "nsight"):
         exports.sort(key=lambda one: one.path)
         tasks = [Task(rank=one.rank, path=one.path, read=_read_nsight, comms=comms) for one in exports]
-        return Found(tasks, skipped)
+        others = {rank for rank in by_rank if rank is not None and (ranks is None or rank in ranks)}
+        return Found(tasks, skipped, unmixed=others)
     if source == "nsight":
         raise CrossrankError(f"{', '.join(paths)}: holds no Nsight export (.sqlite); make one with: {EXPORT} REPORT")
     tasks = []
@@ -189,6 +200,24 @@ def settle(ranks: list[RankTimes], found: Found) -> list[RankTimes]:
     """The ranks of one run in their order. Raises `CrossrankError` where there is none, or they are of several runs."""
     if not ranks:
         raise CrossrankError("; ".join(found.skipped[:3]))
+    for one in list(ranks):
+        if one.rank is not None and not 0 <= one.rank < MOST_RANKS:
+            found.skipped.append(f"{one.path}: rank {one.rank} cannot be; record it again")
+            ranks.remove(one)
+        if one.world_size is not None and not 0 < one.world_size <= MOST_RANKS:
+            one.notes.append(f"{one.path}: says that the job has {one.world_size} ranks, which cannot be")
+            one.world_size = None
+        one.path = _writable(one.path)
+        one.notes, one.problems = list(map(_writable, one.notes)), list(map(_writable, one.problems))
+    found.skipped = list(map(_writable, found.skipped))
+    if not ranks:
+        raise CrossrankError("; ".join(found.skipped[:3]))
+    others = sorted(found.unmixed - {one.rank for one in ranks if one.rank is not None})
+    if others:
+        found.skipped.append(
+            f"rank {rank_ranges(others)}: has no export of Nsight Systems, and its other files are not mixed with "
+            "those of other ranks; --source kineto, flight or comms reads them"
+        )
     ranks.sort(key=lambda one: (one.rank is None, one.rank or 0, one.path))
     _refuse_several_runs(ranks)
     return ranks
@@ -202,6 +231,11 @@ def read_task(task: Task) -> list[RankTimes] | str:
 def failed(task: Task, error: CrossrankError) -> list[RankTimes] | str:
     """What stands for a file that could not be used: why."""
     return str(error) if str(error).startswith(task.path) else f"{task.path}: {error}"
+
+
+def _writable(text: str) -> str:
+    """Names of files need not be text that can be written."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _refuse_several_runs(ranks: list[RankTimes]) -> None:
@@ -243,12 +277,6 @@ def _span(one: RankTimes) -> tuple[int, int] | None:
     ]
     known = [moment for moment in moments if moment > _FIRST_DAY]
     return (min(known), max(known)) if known else None
-
-
-def missing(ranks: Sequence[RankTimes]) -> str:
-    """The ranks that are not there, in short; empty where none is known to be missing."""
-    size = max((one.world_size or 0 for one in ranks), default=0)
-    return rank_ranges(sorted(set(range(size)) - {one.rank for one in ranks if one.rank is not None}))
 
 
 # --- what a worker does -----------------------------------------------------------------------------------------------
@@ -317,6 +345,8 @@ def _of_calls(calls: RankCalls, source: str) -> RankTimes:
         node=calls.node,
         placed=source != "flight",
         numbered=calls.numbered,
+        # torch numbers the sends and receives of a group, our records those of each pair.
+        p2p_numbered=calls.numbered and calls.p2p_by_pair,
         steps=calls.steps,
         problems=list(calls.problems),
         notes=list(calls.notes),
@@ -347,7 +377,8 @@ def _of_calls(calls: RankCalls, source: str) -> RankTimes:
         number = first.p2p_seq if is_p2p(first) else first.seq
         lane = (first.pg, kind.ends, kind.op == SEND_RECV)
         counted[lane] += 1
-        if number is None or not times.numbered or kind.op == SEND_RECV:
+        counted_p2p = is_p2p(first) and not times.p2p_numbered
+        if number is None or not times.numbered or counted_p2p or kind.op == SEND_RECV:
             number = counted[lane]
         builder.count_sent([call.record for call in launch])
         builder.add(

@@ -24,6 +24,7 @@ from crossrank.tools.nsight.read import (
     IN_OURS,
     NO_KERNEL,
     NO_LAUNCH,
+    NOT_EMITTED,
     OUTSIDE,
     read_export,
 )
@@ -270,6 +271,131 @@ def test_kernels_without_launch_are_counted(tmp_path: Path) -> None:
     assert dict(times.unattributed) == {NO_LAUNCH: 1}
 
 
+def old_marker(process: Process, at: int, **said: object) -> None:
+    text = {"name": "all_reduce", "message_size": 4096, "group_ranks": [0, 1], "timestamp": at} | said
+    process.event(34, at, None, json.dumps(text))
+
+
+def test_a_marker_without_extent_gets_its_own_kernel_and_not_what_follows(tmp_path: Path) -> None:
+    export = ExportFile()
+    process = export.process(70)
+    old_marker(process, 1000)
+    process.kernel(1100, 1500, 1900)
+    process.kernel(2100, 2500, 2900)  # of a call that was not marked
+    process.kernel(3100, 3500, 3900, name="ncclDevKernel_AllGather_RING_LL()")
+    process.kernel(4100, 4500, 4900, graph_node=7)
+    (times,) = read_export(str(export.write(tmp_path / "rank_0.sqlite")), 0, {})
+    assert [row[4:] for row in rows(times)] == [(1500, 1900)]
+    assert dict(times.unattributed) == {OUTSIDE: 2, GRAPHS: 1}
+
+
+def test_old_markers_of_sends_and_receives_before_one_kernel_are_a_batch(tmp_path: Path) -> None:
+    export = ExportFile()
+    process = export.process(70)
+    old_marker(process, 500)
+    process.kernel(510, 600, 700)
+    for number, name in enumerate(("send", "recv", "send", "recv")):
+        old_marker(process, 1000 + 10 * number, name=name, message_size=1000, peer_rank=1)
+    process.kernel(1100, 1500, 1900, name=SEND_RECV_KERNEL)
+    (times,) = read_export(str(export.write(tmp_path / "rank_0.sqlite")), 0, {})
+    assert [(row[0], row[4], row[5]) for row in rows(times)] == [("all_reduce", 600, 700), ("send/recv", 1500, 1900)]
+    assert [(kind.bytes, kind.calls) for kind in times.kinds if kind.op == "send/recv"] == [(2000, 4)]
+    assert times.sent == {1: 2000}
+
+
+def test_a_batch_holds_the_calls_since_its_id_and_no_others(tmp_path: Path) -> None:
+    export = ExportFile()
+    process = export.process(70)
+    for number in range(10):  # captured, or through symmetric memory: they launch nothing that is seen
+        process.marker(100 * number, 100 * number + 50, number)
+    for number in (10, 11):
+        process.marker(1000 + 10 * number, 1005 + 10 * number, number, op="reduce_scatter", bytes=1000)
+    process.event(59, 1200, 1300, json.dumps({"op": "coalesced", "pg": "0"}), payload=10)
+    process.kernel(1250, 2000, 2600, name="ncclDevKernel_ReduceScatter_Sum_f32_RING_LL()")
+    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
+    assert [(row[0], row[3]) for row in rows(times) if row[4]] == [("reduce_scatter", 10)]
+    assert times.unattributed == {NO_KERNEL: 10}
+    assert [kind.calls for kind in times.kinds if kind.op == "reduce_scatter"] == [2]
+
+
+def test_the_launch_of_calls_that_were_not_emitted_is_none_of_ours(tmp_path: Path) -> None:
+    export = ExportFile()
+    process = export.process(70)
+    process.marker(1000, 1100, 1)
+    process.kernel(1050, 1500, 1900)
+    process.event(59, 2000, 2100, json.dumps({"op": "coalesced", "pg": "9"}), payload=2)
+    process.kernel(2050, 2500, 2900, name=SEND_RECV_KERNEL)
+    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
+    assert [row[3] for row in rows(times)] == [1]
+    assert dict(times.attributed) == {IN_OURS: 1, NOT_EMITTED: 1}
+    assert not times.unattributed
+
+
+def write_comms(path: Path, *records: dict[str, object]) -> str:
+    header = {"schema": "crossrank-comms 1", "rank": 0, "world_size": 2, "host": "h", "node": "n", "clock": {}}
+    group = {"pg": "0", "size": 2, "ranks": [0, 1], "locality": "cross_node"}
+    rest = {"c10d": "", "pg": "0", "t": 0, "bytes": 4_000_000}
+    whole = [{"id": record["id"]} | rest | record for record in records]  # a record begins with its id
+    path.write_text("\n".join(map(json.dumps, [{"header": header}, {"group": group}, *whole])) + "\n")
+    return str(path)
+
+
+def test_a_comms_file_tells_numbers_and_steps_of_the_ids_in_the_markers(tmp_path: Path) -> None:
+    export = ExportFile()
+    process = export.process(70)
+    process.identity(0)
+    two_calls(process)
+    comms = write_comms(
+        tmp_path / "rank-0.comms.jsonl",
+        {"id": 1, "op": "all_reduce", "seq": 41, "step": 7},
+        {"id": 2, "op": "all_reduce", "seq": 42, "step": 7},
+    )
+    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {0: comms})
+    assert [row[2:4] for row in rows(times)] == [(41, 1), (42, 2)]
+    assert times.step.tolist() == [7, 7]
+    assert times.numbered
+
+
+@pytest.mark.parametrize(
+    "other", [{"op": "all_gather"}, {"op": "all_reduce", "bytes": 8}, {"op": "all_reduce", "pg": "5"}]
+)
+def test_a_comms_file_of_another_run_is_not_believed(tmp_path: Path, other: dict[str, object]) -> None:
+    export = ExportFile()
+    process = export.process(70)
+    process.identity(0)
+    two_calls(process)
+    comms = write_comms(tmp_path / "rank-0.comms.jsonl", *({"id": n, "seq": n} | other for n in (1, 2)))
+    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {0: comms})
+    assert [row[:4] for row in rows(times)] == [("all_reduce", "0", 1, 1), ("all_reduce", "0", 2, 2)]
+    assert times.kinds[0].bytes == 4_000_000
+    assert times.notes == [f"{comms}: is not of the run of {tmp_path}/a.sqlite, and is not used"]
+
+
+def test_groups_within_groups_of_nccl_are_one_launch(tmp_path: Path) -> None:
+    export = ExportFile()
+    process = export.process(70)
+    process.nccl(10, 20, "ncclCommInitRankConfig", comm=0xABC, ranks=2, rank=0)
+    process.nccl(1000, 1005, "ncclGroupStart")
+    for start in (1010, 1050):
+        process.nccl(start, start + 5, "ncclGroupStart")
+        process.nccl(start + 10, start + 15, "ncclAllGather", comm=0xABC, size=512)
+        process.nccl(start + 20, start + 25, "ncclGroupEnd")
+    process.nccl(1100, 1200, "ncclGroupEnd")
+    process.kernel(1150, 1500, 1900, name="ncclDevKernel_AllGather_RING_LL()")
+    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
+    assert [(row[0], row[4]) for row in rows(times)] == [("all_gather", 1500)]
+    assert (times.kinds[0].bytes, times.kinds[0].calls) == (2048, 2)
+
+
+def test_peers_in_a_communicator_of_unknown_ranks_are_no_global_ranks(tmp_path: Path) -> None:
+    export = ExportFile()
+    process = export.process(70)
+    process.nccl(1000, 1100, "ncclSend", comm=0xABC, size=100, peer=1)
+    process.kernel(1050, 1500, 1900, name=SEND_RECV_KERNEL)
+    (times,) = read_export(str(export.write(tmp_path / "rank_4.sqlite")), 4, {})
+    assert [kind.ends for kind in times.kinds] == [None]
+
+
 # --- what cannot be used ----------------------------------------------------------------------------------------------
 
 
@@ -297,6 +423,79 @@ def test_markers_without_kernels_and_kernels_without_markers_are_refused(tmp_pat
     assert refused(neither.write(tmp_path / "c.sqlite")).startswith(": has no communication")
     empty = ExportFile()
     assert refused(empty.write(tmp_path / "d.sqlite")).startswith(": has neither NVTX ranges nor CUDA kernels")
+
+
+@pytest.mark.parametrize(
+    ("table", "column"),
+    [
+        ("CUPTI_ACTIVITY_KIND_KERNEL", "start"),
+        ("CUPTI_ACTIVITY_KIND_KERNEL", "end"),
+        ("CUPTI_ACTIVITY_KIND_RUNTIME", "correlationId"),
+        ("NVTX_EVENTS", "globalTid"),
+    ],
+)
+def test_a_column_that_nothing_can_be_told_without_is_named(tmp_path: Path, table: str, column: str) -> None:
+    export = ExportFile("3.16.1")
+    two_calls(export.process(70))
+    path = export.write(tmp_path / "a.sqlite")
+    import sqlite3
+
+    connection = sqlite3.connect(path)
+    connection.execute(f"ALTER TABLE {table} RENAME COLUMN {column} TO other")
+    connection.commit()
+    connection.close()
+    assert refused(path).startswith(f": {table} has no column {column}; export it with a version")
+
+
+def test_text_where_a_number_belongs_is_named(tmp_path: Path) -> None:
+    export = ExportFile()
+    process = export.process(70)
+    two_calls(process)
+    export.tables["CUPTI_ACTIVITY_KIND_KERNEL"][0]["deviceId"] = "cuda"
+    text = refused(export.write(tmp_path / "a.sqlite"))
+    assert text == ": CUPTI_ACTIVITY_KIND_KERNEL.deviceId holds 'cuda' where a number belongs; export it anew"
+
+
+def test_times_that_cannot_be_cost_their_kernel_alone(tmp_path: Path) -> None:
+    export = ExportFile(epoch=2**63 - 1)
+    process = export.process(70)
+    two_calls(process)
+    process.marker(5000, 5100, 3)
+    process.kernel(5050, 5500, 5400)
+    process.marker(6000, 6100, 4)
+    process.kernel(6050, 6500, 2**63 - 1)
+    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
+    assert [(times.began[i], times.ended[i]) for i in range(4)] == [(1500, 1900), (2500, 2900), (0, 0), (0, 0)]
+    assert times.unattributed == {NO_KERNEL: 2}
+    assert [note.partition(": ")[2] for note in times.notes] == [
+        "2 communication kernels end before they begin, or at times that cannot be",
+        "does not say when its session began: its times are aligned by collectives alone",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"op": 5, "pg": "0"}',
+        '{"op": "all_reduce", "pg": "0", "bytes": 1e400}',
+        '{"op": "all_reduce", "pg": "0", "root": ' + "9" * 40 + "}",
+        "{" + '"a":{' * 5000,
+        '{"name": "all_reduce", "message_size": "many"}',
+        '{"crossrank": "1", "rank": -3}',
+        "{\ud800",
+    ],
+)
+@pytest.mark.parametrize("registered", [True, False])
+def test_a_broken_marker_costs_itself_alone(tmp_path: Path, text: str, registered: bool) -> None:
+    export = ExportFile(registered=registered)
+    process = export.process(70)
+    two_calls(process)
+    process.event(59, 5000, 5100, text.encode("utf-8", "replace").decode(), payload=9)
+    process.kernel(5050, 5500, 5900)
+    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
+    assert [row[3:] for row in rows(times)] == [(1, 1500, 1900), (2, 2500, 2900)]
+    assert times.unattributed == {OUTSIDE: 1}
+    assert times.rank is None
 
 
 def test_graphs_traced_whole_are_told_with_the_option_that_helps(tmp_path: Path) -> None:

@@ -112,8 +112,8 @@ def test_the_table_of_calls_has_one_line_per_call_and_rank() -> None:
     report, measured = make_report(plan, Settings(backend="gloo", device="cpu"), results, what_if={}, variables={})
     assert report.comparison is None
     assert to_csv(plan, measured).splitlines() == [
-        "rank,call,op,pg,seq,bytes,dtype,source,issue_us_p50,completion_us_p50,completion_us_p95,waiting_us_p50,"
-        "time_us_p50,recorded_us,relative_error",
-        "0,0,all_reduce,0,1,4000,float32,,0.1,1.15,1.285,0.15,1.0,,",
-        "1,0,all_reduce,0,1,4000,float32,,0.05,0.95,0.995,0.0,1.0,,",
+        "rank,call,op,pg,seq,peer,bytes,dtype,source,issue_us_p50,completion_us_p50,completion_us_p95,waiting_us_p50,"
+        "time_us_p50,has_rate,recorded_us,relative_error",
+        "0,0,all_reduce,0,1,,4000,float32,,0.1,1.15,1.285,0.15,1.0,1,,",
+        "1,0,all_reduce,0,1,,4000,float32,,0.05,0.95,0.995,0.0,1.0,1,,",
     ]

@@ -10,8 +10,8 @@ import pytest
 from crossrank.comm import Group
 from crossrank.tools.report.figures import Figures, figures
 from crossrank.tools.report.gather import Material
-from crossrank.tools.timing.collectives import lay_side_by_side
 from crossrank.tools.timing.rank_times import RankTimes, TimesBuilder
+from crossrank.tools.timing.side_by_side import lay_side_by_side
 from tests.unit.timing.ranks import EPOCH, Rank
 
 
@@ -76,7 +76,7 @@ def test_the_figures_of_a_job_with_a_late_rank() -> None:
     assert (waiting.axis, waiting.bins) == ("iteration", [1.0, 2.0])
     assert (waiting.p50_us, waiting.max_us) == ([150.0, 150.0], [300.0, 300.0])
     assert (waiting.rows, waiting.mean_us) == (["rank 0", "rank 1"], [[300.0, 300.0], [0.0, 0.0]])
-    assert waiting.last == [{"rank": 1, "last": 4, "of": 4}]
+    assert waiting.last == [{"rank": 1, "last": 4, "of": 4, "cost_ms": 1.2}]
     assert waiting.waiters == [{"rank": 0, "waiting_ms": 1.2}]
     assert msgspec.to_builtins(found.steps) == {
         "step": [1, 2],
@@ -94,7 +94,7 @@ def test_calls_without_durations_tell_who_waits_by_when_hosts_made_them() -> Non
     found = figures_of(*ranks)
     assert found.waiting is not None
     assert found.waiting.measured == "the moments at which the hosts made their calls"
-    assert found.waiting.last == [{"rank": 1, "last": 1, "of": 1}]
+    assert found.waiting.last == [{"rank": 1, "last": 1, "of": 1, "cost_ms": 0.07}]
     assert found.waiting.max_us == [70.0]
     assert found.bandwidth.rows == []
     other_clock = [Rank(0, host="a"), Rank(1, host="b")]

@@ -8,8 +8,8 @@ import pytest
 
 from crossrank.comm import CommRecord, Group
 from crossrank.tools.report.traffic import Traffic, traffic
-from crossrank.tools.timing.collectives import lay_side_by_side
 from crossrank.tools.timing.rank_times import TimesBuilder
+from crossrank.tools.timing.side_by_side import lay_side_by_side
 from tests.unit.timing.ranks import Rank
 
 SIZE = 1_000_000

@@ -18,7 +18,7 @@ from crossrank.tools.timeline.build import Flows, write_timeline
 from crossrank.tools.timeline.chrome import ChromeWriter
 from crossrank.tools.timeline.perfetto import PerfettoWriter
 from crossrank.tools.timeline.tracks import Events, Track, lanes
-from crossrank.tools.timing.collectives import lay_side_by_side
+from crossrank.tools.timing.side_by_side import lay_side_by_side
 from tests.unit.timing.ranks import EPOCH, Rank
 
 

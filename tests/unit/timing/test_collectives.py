@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from crossrank.comm import CommRecord, Group
 from crossrank.errors import CrossrankError
 from crossrank.tools.bandwidth import bandwidth, line_rates
-from crossrank.tools.timing.collectives import Collectives, lay_side_by_side
-from crossrank.tools.timing.rank_times import RankTimes, TimesBuilder
+from crossrank.tools.timing.collectives import Collectives
+from crossrank.tools.timing.joining import DISAGREE, SHIFTED, TWICE, UNLIKE_COUNTS
+from crossrank.tools.timing.rank_times import IMPOSSIBLE, GroupKey, RankTimes, TimesBuilder
+from crossrank.tools.timing.side_by_side import MOVED, lay_side_by_side
 from tests.unit.timing.ranks import Rank
 
 
@@ -128,7 +130,7 @@ def test_what_not_all_members_show_is_a_bound() -> None:
 
 def test_ranks_that_call_different_operations_are_not_compared() -> None:
     found = together(Rank(0).call(100, 500).call(600, 700), Rank(1).call(400, 500, "broadcast").call(650, 700))
-    assert found.told == {"calls of which the ranks disagree on the operation: see crossrank diagnose": 2}
+    assert found.told == {DISAGREE: 2}
     assert sorted(found.time.tolist()) == [50_000, 100_000, 400_000]
 
 
@@ -136,7 +138,7 @@ def test_counted_numbers_are_compared_only_where_all_ranks_have_as_many() -> Non
     same = together(Rank(0, numbered=False).call(100, 500), Rank(1, numbered=False).call(400, 500))
     assert same.time.tolist() == [100_000]
     late = together(Rank(0, numbered=False).call(1, 9).call(100, 500), Rank(1, numbered=False).call(400, 500))
-    assert late.told == {"calls on groups of which the ranks have different numbers of calls: they are not compared": 3}
+    assert late.told == {UNLIKE_COUNTS: 3}
     assert late.bound.all()
 
 
@@ -153,6 +155,117 @@ def test_equal_names_of_different_groups_stay_apart() -> None:
     assert [group.members for group in found.groups] == [(0, 1), (2, 3)]
     assert found.time.tolist() == [1000, 2000]
     assert not found.bound.any()
+
+
+def test_an_all_to_all_in_which_ranks_exchange_nothing_releases_them_apart() -> None:
+    # 0 and 1 exchange 1 GB in 20 ms, 2 and 3 a kilobyte in 20 us.
+    ranks = []
+    for rank in range(4):
+        other = rank ^ 1
+        split = [0, 0, 0, 0]
+        split[other] = 250_000_000 if rank < 2 else 250
+        shapes: Any = {"inputs": [[sum(split)]], "outputs": [[sum(split)]]}
+        end = 20_100 if rank < 2 else 120
+        ranks.append(
+            Rank(rank, 4).call(
+                100, end, "all_to_all", dtype="float32", in_split=split, out_split=split, bytes=4 * sum(split), **shapes
+            )
+        )
+    found = together(*ranks)
+    assert found.time.tolist() == [20_000_000]
+    assert found.busbw().tolist() == [50.0]
+    assert waits_us(found) == {0: 0, 1: 0, 2: 0, 3: 0}
+    assert found.clocks.residual_us is None
+
+
+def test_counted_numbers_that_contradict_each_other_are_not_compared() -> None:
+    sizes = [1_000_000, 100_000_000]
+    alternating = [Rank(0, numbered=False), Rank(1, numbered=False)]
+    for number in range(6):
+        for rank, one in enumerate(alternating):
+            one.call(1000 * number + 100, 1000 * number + 200, bytes=sizes[(number + rank) % 2])
+    found = together(*alternating)
+    assert found.told == {SHIFTED: 12}
+    assert found.bound.all()
+    shifted = [Rank(0, numbered=False), Rank(1, numbered=False)]
+    for number in range(6):
+        shifted[0].call(10_000 * number + 100, 10_000 * number + 200)
+        shifted[1].call(10_000 * (number + 1) + 100, 10_000 * (number + 1) + 200)
+    found = together(*shifted)
+    assert found.told == {SHIFTED: 12}
+    assert (found.waiting == -1).all()
+
+
+def test_a_clock_that_takes_a_shift_of_counted_numbers_is_told() -> None:
+    ranks = [Rank(0, host="a", numbered=False), Rank(1, host="b", numbered=False)]
+    for number in range(6):
+        ranks[0].call(10_000 * number + 100, 10_000 * number + 200)
+        ranks[1].call(10_000 * (number + 1) + 100, 10_000 * (number + 1) + 200)
+    assert together(*ranks).told == {MOVED: 6}
+
+
+def test_sizes_and_roots_that_differ_are_a_matter_for_the_diagnosis() -> None:
+    found = together(Rank(0).call(100, 200, bytes=8), Rank(1).call(100, 200, bytes=16))
+    assert found.told == {DISAGREE: 2}
+    found = together(Rank(0).call(100, 200, "broadcast", root=0), Rank(1).call(100, 200, "broadcast", root=1))
+    assert found.told == {DISAGREE: 2}
+
+
+def test_a_group_that_was_made_anew_under_its_old_name_is_told() -> None:
+    ranks = [Rank(rank).call(100, 200).call(9000, 9100, number=1) for rank in range(2)]
+    found = together(*ranks)
+    assert found.told == {TWICE: 4}
+    assert (found.seen == 1).all()
+
+
+def test_ends_that_do_not_come_after_begins_are_no_times() -> None:
+    found = together(Rank(0).call(500, 400), Rank(1).call(300, 400))
+    assert found.seen.tolist() == [1]
+    assert list(found.told.values()) == [1]
+    assert found.bound.tolist() == [True]
+
+
+def test_a_group_whose_members_nobody_tells_gives_bounds() -> None:
+    ranks = [Rank(rank) for rank in range(2)]
+    for rank in ranks:
+        rank.times.groups[0] = GroupKey("7")
+        rank.call(100, 200, pg="7")
+    found = together(*ranks)
+    assert [group.guessed for group in found.groups if group.name == "7"] == [True]
+    assert found.bound.tolist() == [True]
+    world = [Rank(rank, 8).call(100, 200) for rank in range(2)]
+    for rank in world:
+        rank.times.groups[0] = GroupKey("0")
+    found = together(*world)
+    assert (found.groups[0].size, found.expected.tolist(), found.bound.tolist()) == (8, [8], [True])
+
+
+def test_a_launch_of_which_calls_are_missing_has_no_rate() -> None:
+    times = RankTimes(rank=0, path="a", source="nsight", clock="a", world_size=1)
+    builder = TimesBuilder(times, [Group(pg="0", size=1, ranks=[0])])
+    common: Any = {"c10d": "", "pg": "0", "t": 0, "batch": 4}
+    records = [CommRecord(id=number, op="all_gather", bytes=1000, **common) for number in (4, 6)]
+    builder.add(builder.kind(builder.kind_of(records)), id=4, number=1, began=1000, ended=2000)
+    found = lay_side_by_side([times])
+    assert found.time.tolist() == [1000]
+    assert np.isnan(found.algbw()).all()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"bytes": -1},
+        {"bytes": 1 << 62},
+        {"op": "all_to_all", "in_split": [-5, 6], "out_split": [1, 0]},
+        {"op": "all_to_all", "in_split": [1, 1], "inputs": [[1 << 40, 1 << 40]], "dtype": "float32"},
+        {"op": "all_to_all", "in_split": [1 << 70, 1]},
+    ],
+)
+def test_sizes_that_cannot_be_are_counted_and_not_used(said: dict[str, Any]) -> None:
+    rank = Rank(0, 1).call(100, 200, **said)
+    found = together(rank)
+    assert rank.times.unattributed == {IMPOSSIBLE: 1}
+    assert found.bytes.tolist() == [0]
 
 
 # --- clocks -----------------------------------------------------------------------------------------------------------
@@ -179,6 +292,34 @@ def test_clocks_without_a_common_collective_are_said_and_not_compared() -> None:
     assert found.clocks.unaligned == ["b"]
     assert found.time.tolist() == [140_000]
     assert found.bound.tolist() == [True]
+
+
+def test_a_clock_that_shares_one_collective_does_not_pull_the_others() -> None:
+    """C shares one late collective with A, and many with B, which shares many with A."""
+    a, b, c = Rank(0, 3, host="a"), Rank(1, 3, host="b"), Rank(2, 3, host="c")
+    for number in range(1, 31):
+        a.call(1000 * number + 100, 1000 * number + 200, number=number)
+        b.call(1000 * number + 100, 1000 * number + 200, number=number)
+    for number in range(40, 80):
+        b.call(1000 * number + 100, 1000 * number + 200, number=number)
+        c.call(1000 * number + 100, 1000 * number + 200, number=number)
+    a.call(100_100, 100_200, number=100)
+    c.call(105_100, 105_200, number=100)
+    found = together(a, b, c)
+    assert found.shift == {0: 0, 1: 0, 2: 0}
+    assert found.clocks.weak == {}
+
+
+def test_between_clocks_that_drift_the_shortest_duration_tells_who_came_last() -> None:
+    ranks = [Rank(0, host="a"), Rank(1, host="b")]
+    for number in range(40):
+        drift = 10 * number
+        ranks[0].call(1000 * number + 150, 1000 * number + 200)
+        ranks[1].call(1000 * number + 100 + drift, 1000 * number + 200 + drift)
+    found = together(*ranks)
+    assert set(found.last_rank.tolist()) == {0}
+    assert found.clocks.residual_us is not None
+    assert found.clocks.residual_us["max"] == 195.0
 
 
 @given(
