@@ -13,9 +13,9 @@ import multiprocessing
 import os
 import pickle
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -73,27 +73,40 @@ def _map(
     failed: Callable[[Item, CrossrankError], Result] | None,
     done: Callable[[], None],
 ) -> list[Result]:
-    slots: list[Result | None] = [None] * len(work)
-    left: list[tuple[int, Exception]] = []
-    with _workers(fleet, len(work)) as pool, _spilling(function, pool) as spilled:
-        for index, outcome in _outcomes(spilled, list(enumerate(work)), pool):
-            if isinstance(outcome, _Failure):
-                left.append((index, outcome.error))
-            else:
+    slots: dict[int, Result] = {}
+    given_up: dict[int, Exception] = {}
+    failures: Counter[int] = Counter()
+    # A single item is done here, unless it was among others: it may be the one that kills its process.
+    apart = min(fleet.jobs, len(work)) > 1
+    todo = [list(range(len(work)))]
+    while todo:
+        again: list[int] = []
+        broken: list[int] = []
+        chunk = todo.pop(0)
+        for index, outcome in _outcomes(function, [(index, work[index]) for index in chunk], fleet, apart):
+            if not isinstance(outcome, _Failure):
                 slots[index] = outcome
                 done()
-    # A process that is killed takes its pool along. What it leaves is tried once more, each by itself.
-    for index, _ in sorted(left, key=lambda entry: entry[0]):
-        with _workers(fleet, len(work)) as pool, _spilling(function, pool) as spilled:
-            _, outcome = next(_outcomes(spilled, [(index, work[index])], pool))
-        if isinstance(outcome, _Failure):
-            if failed is None:
-                raise _as_ours(outcome.error) from outcome.error
-            slots[index] = failed(work[index], _as_ours(outcome.error))
-        else:
-            slots[index] = outcome
-        done()
-    return slots  # type: ignore[return-value]  # every slot is filled by now
+            elif isinstance(outcome.error, BrokenExecutor) and len(chunk) > 1:
+                broken.append(index)
+            else:
+                failures[index] += 1
+                again.append(index)
+                if failures[index] == 2:
+                    given_up[index] = outcome.error
+                    done()
+        again = [index for index in again if index not in given_up]
+        # A process that is killed takes its pool along, and it is not known which item it had: what was left is tried
+        # in halves, until the one that kills is by itself.
+        broken.sort()
+        todo += [half for half in (again, broken[: len(broken) // 2], broken[len(broken) // 2 :]) if half]
+    if given_up and failed is None:
+        error = given_up[min(given_up)]
+        raise _as_ours(error) from error
+    for index, error in given_up.items():
+        assert failed is not None
+        slots[index] = failed(work[index], _as_ours(error))
+    return [slots[index] for index in range(len(work))]
 
 
 @dataclass(frozen=True)
@@ -113,22 +126,12 @@ class _Spilled(Generic[Item, Result]):
             pickle.dump(self.function(item), file, protocol=5)
         return name
 
-    def load(self, name: str) -> Result:
-        with open(name, "rb") as file:
-            result: Result = pickle.load(file)
-        os.unlink(name)
-        return result
 
-
-@contextmanager
-def _spilling(
-    function: Callable[[Item], Result], pool: Executor | None
-) -> Iterator[Callable[[Item], Result] | _Spilled[Item, Result]]:
-    if isinstance(pool, ProcessPoolExecutor):
-        with tempfile.TemporaryDirectory(prefix="crossrank-", ignore_cleanup_errors=True) as folder:
-            yield _Spilled(function, folder)
-    else:
-        yield function
+def _load(name: str) -> Any:
+    with open(name, "rb") as file:
+        result = pickle.load(file)
+    os.unlink(name)
+    return result
 
 
 @dataclass(frozen=True)
@@ -136,41 +139,37 @@ class _Failure:
     error: Exception
 
 
-@contextmanager
-def _workers(fleet: Fleet, items: int) -> Iterator[Executor | None]:
-    """The executor of `fleet`; None for this process."""
+def _outcomes(
+    function: Callable[[Item], Result], work: list[tuple[int, Item]], fleet: Fleet, apart: bool
+) -> Iterator[tuple[int, Any]]:
+    """Results as they come, or a `_Failure`, each with the number of its item. `apart`: in processes of their own."""
     if fleet.executor is not None:
-        yield fleet.executor
+        yield from _from_pool(function, work, fleet.executor, lambda result: result)
     elif fleet.cluster is not None:
         from crossrank.tools.cluster import dask_executor
 
-        with dask_executor(fleet.cluster, min(fleet.jobs, max(items, 1))) as executor:
-            yield executor
-    elif (jobs := min(fleet.jobs, items)) > 1:
+        with dask_executor(fleet.cluster, min(fleet.jobs, len(work))) as executor:
+            yield from _from_pool(function, work, executor, lambda result: result)
+    elif apart:
         # Workers are spawned: a fork of a process with threads may deadlock.
         context = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(max_workers=jobs, mp_context=context)
-        try:
-            yield pool
-        finally:
-            pool.shutdown(cancel_futures=True)
+        with tempfile.TemporaryDirectory(prefix="crossrank-", ignore_cleanup_errors=True) as folder:
+            pool = ProcessPoolExecutor(max_workers=min(fleet.jobs, len(work)), mp_context=context)
+            try:
+                yield from _from_pool(_Spilled(function, folder), work, pool, _load)
+            finally:
+                pool.shutdown(cancel_futures=True)
     else:
-        with nullcontext():
-            yield None
-
-
-def _outcomes(
-    function: Callable[[Item], Result] | _Spilled[Item, Result], work: list[tuple[int, Item]], pool: Executor | None
-) -> Iterator[tuple[int, Any]]:
-    """Results as they come, or a `_Failure`, each with the number of its item."""
-    if pool is None:
-        assert not isinstance(function, _Spilled)
         for index, item in work:
             try:
                 yield index, function(item)
             except Exception as error:
                 yield index, _Failure(error)
-        return
+
+
+def _from_pool(
+    function: Callable[[Item], Any], work: list[tuple[int, Item]], pool: Executor, load: Callable[[Any], Any]
+) -> Iterator[tuple[int, Any]]:
     futures: dict[Future[Any], int] = {}
     for index, item in work:
         try:
@@ -179,8 +178,7 @@ def _outcomes(
             yield index, _Failure(error)
     for future in as_completed(futures):
         try:
-            result = future.result()
-            yield futures[future], function.load(result) if isinstance(function, _Spilled) else result
+            yield futures[future], load(future.result())
         except Exception as error:
             yield futures[future], _Failure(error)
 
@@ -191,6 +189,6 @@ def _as_ours(error: Exception) -> CrossrankError:
         return error
     if isinstance(error, MemoryError):
         return CrossrankError("there is not enough memory for it; try --jobs 1, or a larger machine")
-    if type(error).__name__ in ("BrokenProcessPool", "KilledWorker"):
+    if isinstance(error, BrokenExecutor) or type(error).__name__ == "KilledWorker":
         return CrossrankError("its process was killed, most often for lack of memory; try --jobs 1")
     return CrossrankError(f"stopped by an error that was not foreseen ({one_line(error)}); please report it")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossrank.recording import CommsFile
+from crossrank.recording import CommsFile, Damage, read_chunks
 from crossrank.replay.build import build, settle
 from crossrank.replay.local import run_local
 from crossrank.replay.plan import Plan
@@ -273,11 +274,25 @@ def test_a_sweep_makes_every_combination_and_goes_on_where_it_stopped(
     assert (out / names[0] / "replay.json").exists()
 
 
+def _ranges_in_trace(recorded: Path, rank: int) -> set[int]:
+    content = b"".join(read_chunks(str(recorded / f"rank-{rank}.et.json.zst"), Damage("")))
+    return {int(number) for number in re.findall(rb'"crossrank#(\d+)"', content)}
+
+
+def _ids_of_window(recorded: Path, rank: int) -> set[int]:
+    file = CommsFile(str(recorded / f"rank-{rank}.comms.jsonl.zst"))
+    return {record.id for record in file.records() if 2 <= record.step < 4}
+
+
 def test_a_recording_is_replayed_from_each_of_its_files_and_compared_where_they_have_times(
     two_ranks: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    two_ranks.run(train_with_everything, tmp_path, window="2:4", flight=True)
     recorded = tmp_path / "recording"
+    for _ in range(3):
+        two_ranks.run(train_with_everything, tmp_path, window="2:4", flight=True)
+        # Once in some hundred windows torch's observer loses a node under load: such a trace is none to compare with.
+        if all(_ranges_in_trace(recorded, rank) == _ids_of_window(recorded, rank) for rank in (0, 1)):
+            break
     assert main(["link", str(recorded)]) == 0
     of_window = [row for rank in (0, 1) for row in _meaning(recorded, rank, steps=range(2, 4))]
     expected = sorted(map(repr, of_window))

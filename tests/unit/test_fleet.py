@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import subprocess
+import sys
+import time
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +76,32 @@ def test_a_killed_process_costs_no_rank_but_the_one_that_kills_it(tmp_path: Path
     always = [Work(tmp_path, 10 + number, deaths=9 * (number == 1)) for number in range(3)]
     told = "11: its process was killed, most often for lack of memory; try --jobs 1"
     assert map_ranks(square, always, Fleet(jobs=2), failed=lost) == [100, told, 144]
+
+
+def test_one_killer_among_many_costs_a_few_pools_and_no_other_rank(tmp_path: Path) -> None:
+    work = [Work(tmp_path, number, deaths=99 * (number == 37)) for number in range(64)]
+    results = map_ranks(squared_text, work, Fleet(jobs=2), failed=lost)
+    assert [number for number in range(64) if results[number] != str(number**2)] == [37]
+    assert results[37].startswith("37: its process was killed")
+    # Halves are tried until it is alone: not every rank by itself.
+    assert sum(len(list(tmp_path.glob(f"{number}-*"))) for number in range(64)) < 64 * 3
+
+
+def large(size: int) -> bytes:
+    """Runs in a worker."""
+    return bytes(size)
+
+
+def test_results_larger_than_a_pipe_come_whole_and_leave_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert [len(result) for result in map_ranks(large, [10, 5_000_000, 300_000], Fleet(jobs=2))] == [
+        10,
+        5_000_000,
+        300_000,
+    ]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_dask_cluster_survives_killed_workers(tmp_path: Path) -> None:
@@ -194,6 +223,38 @@ def test_options_that_cannot_be_are_one_line_and_exit_2(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_no_partial_file_and_no_process(tmp_path: Path, number: signal.Signals) -> None:
+    for rank in range(40):
+        rank_trace(rank, collectives=300).write(tmp_path, rank)
+    output = tmp_path / "out"
+    command = [sys.executable, "-m", "crossrank.tools.cli", "link", str(tmp_path), "-o", str(output), "--jobs", "2"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (output.exists() and list(output.iterdir())):
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    told = {signal.SIGTERM: (143, "crossrank: terminated\n"), signal.SIGINT: (130, "crossrank: interrupted\n")}
+    assert (process.returncode, error) == told[number]
+    assert {path.suffix for path in output.iterdir()} == {".zst"}
+    while time.monotonic() < deadline and running_in(process.pid):
+        time.sleep(0.05)
+    assert running_in(process.pid) == []
+
+
+def running_in(session: int) -> list[str]:
+    """Command lines of the processes of a session that run; those that nobody has reaped have none."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(path.read_text().rpartition(")")[2].split()[3]) == session:
+                found.append(path.with_name("cmdline").read_text())
+        except OSError:
+            continue
+    return [line for line in found if line]
 
 
 def test_an_executor_stays_open() -> None:
