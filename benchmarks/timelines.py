@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import sqlite3
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -268,17 +269,27 @@ def cluster(folder: Path) -> None:
         small_rank(rank).write(pairs, rank)
     print(f"\ncrossrank link, {MANY:,} small ranks of 240 operations and 80 kernels each")
     print(f"  {'':28} {'wall s':>8} {'user s':>8}")
-    walls = []
-    for name, words in (
-        ("--cluster local --jobs 1", ["--cluster", "local", "--jobs", "1"]),
-        ("--cluster local --jobs 2", ["--cluster", "local", "--jobs", "2"]),
-        ("--jobs 1", ["--jobs", "1"]),
-        ("--jobs 2", ["--jobs", "2"]),
-    ):
-        wall, user, _ = measured(crossrank("link", str(pairs), "-o", str(folder / "linked"), *words))
-        walls.append(wall)
-        print(f"  {name:28} {wall:>8.1f} {user:>8.1f}", flush=True)
-    print(f"  two workers are {walls[0] / walls[1]:.2f} x as fast as one, two processes {walls[2] / walls[3]:.2f} x")
+    ways = {
+        "--cluster local --jobs 1": ["--cluster", "local", "--jobs", "1"],
+        "--cluster local --jobs 2": ["--cluster", "local", "--jobs", "2"],
+        "--jobs 1": ["--jobs", "1"],
+        "--jobs 2": ["--jobs", "2"],
+    }
+    walls: dict[str, list[float]] = {name: [] for name in ways}
+    users: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(RUNS):
+        for name, words in ways.items():
+            wall, user, _ = measured(crossrank("link", str(pairs), "-o", str(folder / "linked"), *words))
+            walls[name].append(wall)
+            users[name].append(user)
+    for name in ways:
+        print(f"  {name:28} {statistics.median(walls[name]):>8.1f} {statistics.median(users[name]):>8.1f}", flush=True)
+    for one, two in (list(ways)[:2], list(ways)[2:]):
+        ratios = [a / b for a, b in zip(walls[one], walls[two], strict=True)]
+        print(
+            f"  {two}: {statistics.median(ratios):.2f} x as fast as with one worker "
+            f"({min(ratios):.2f}..{max(ratios):.2f}, {RUNS} pairs)"
+        )
 
 
 def small_rank(rank: int) -> SmallTrace:
@@ -298,7 +309,7 @@ def small_rank(rank: int) -> SmallTrace:
     return trace
 
 
-RANKS, COLLECTIVES, MANY = 64, 4000, 1024
+RANKS, COLLECTIVES, MANY, RUNS = 64, 4000, 1024, 5
 LATE = 80_000
 """ns by which one rank comes late."""
 

@@ -98,8 +98,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 143
     except BrokenPipeError:
         # `crossrank inspect … | head` is no fault. Python would complain once more when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence_stdout()
         return 0
+    except OSError as error:
+        # Files name themselves in errors of ours: this is a terminal or a pipe, or a disk behind it that is full.
+        print(
+            f"crossrank: cannot be written: {error.filename or 'stdout'} ({error.strerror or error})", file=sys.stderr
+        )
+        _silence_stdout()
+        return 2
+
+
+def _silence_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Terminated(BaseException):

@@ -22,6 +22,9 @@ from typing import Any, Generic, TypeVar
 from crossrank.errors import CrossrankError, one_line
 from crossrank.tools.shards import Merge, Shard
 
+_LEAST_TASKS, _MOST_AT_ONCE = 64, 16
+"""For a cluster: tasks that the work is cut into before items share one, and how many do at most."""
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -87,7 +90,7 @@ def _map(
             if not isinstance(outcome, _Failure):
                 slots[index] = outcome
                 done()
-            elif isinstance(outcome.error, BrokenExecutor) and len(chunk) > 1:
+            elif _was_killed(outcome.error) and len(chunk) > 1:
                 broken.append(index)
             else:
                 failures[index] += 1
@@ -139,6 +142,26 @@ class _Failure:
     error: Exception
 
 
+def _was_killed(error: Exception) -> bool:
+    return isinstance(error, BrokenExecutor) or type(error).__name__ == "KilledWorker"
+
+
+@dataclass(frozen=True)
+class _Several(Generic[Item, Result]):
+    """`function` of several items in one task; the failure of one does not end the others."""
+
+    function: Callable[[Item], Result]
+
+    def __call__(self, items: list[Item]) -> list[Any]:
+        outcomes: list[Any] = []
+        for item in items:
+            try:
+                outcomes.append(self.function(item))
+            except Exception as error:
+                outcomes.append(_Failure(error))
+        return outcomes
+
+
 def _outcomes(
     function: Callable[[Item], Result], work: list[tuple[int, Item]], fleet: Fleet, apart: bool
 ) -> Iterator[tuple[int, Any]]:
@@ -148,8 +171,14 @@ def _outcomes(
     elif fleet.cluster is not None:
         from crossrank.tools.cluster import dask_executor
 
+        # A task costs the scheduler some ms of work, more than a small rank takes.
+        size = max(1, min(_MOST_AT_ONCE, len(work) // _LEAST_TASKS))
+        tasks = [work[first : first + size] for first in range(0, len(work), size)]
+        several = [(number, [item for _, item in task]) for number, task in enumerate(tasks)]
         with dask_executor(fleet.cluster, min(fleet.jobs, len(work))) as executor:
-            yield from _from_pool(function, work, executor, lambda result: result)
+            for number, outcomes in _from_pool(_Several(function), several, executor, lambda result: result):
+                for place, (index, _) in enumerate(tasks[number]):
+                    yield index, outcomes if isinstance(outcomes, _Failure) else outcomes[place]
     elif apart:
         # Workers are spawned: a fork of a process with threads may deadlock.
         context = multiprocessing.get_context("spawn")
@@ -189,6 +218,6 @@ def _as_ours(error: Exception) -> CrossrankError:
         return error
     if isinstance(error, MemoryError):
         return CrossrankError("there is not enough memory for it; try --jobs 1, or a larger machine")
-    if isinstance(error, BrokenExecutor) or type(error).__name__ == "KilledWorker":
+    if _was_killed(error):
         return CrossrankError("its process was killed, most often for lack of memory; try --jobs 1")
     return CrossrankError(f"stopped by an error that was not foreseen ({one_line(error)}); please report it")

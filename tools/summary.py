@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from crossrank.comm import Group
+from crossrank.comm import MOST_RANKS, Group
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, CommsFile, Header, Listing, RankFile, list_recording
 from crossrank.tools.fleet import Fleet, map_ranks
@@ -136,7 +136,10 @@ def summarise_rank(file: RankFile) -> RankSummary:
 
 def _merge(listing: Listing, ranks: list[RankSummary]) -> Summary:
     headers = [rank.header for rank in ranks if rank.header is not None]
-    world = max((header.world_size for header in headers), default=None)
+    world = max((header.world_size for header in headers if 0 < header.world_size <= MOST_RANKS), default=None)
+    for rank in ranks:
+        if rank.header is not None and not 0 < rank.header.world_size <= MOST_RANKS:
+            rank.problems.append(f"says that the job has {rank.header.world_size} ranks, which cannot be")
     present = [rank.rank for rank in ranks if rank.header is not None]
     nodes: dict[str, list[int]] = {}
     for header in headers:

@@ -115,6 +115,16 @@ def test_a_dask_cluster_survives_killed_workers(tmp_path: Path) -> None:
         assert map_ranks(square, always, fleet, failed=lost) == [400, told]
 
 
+def test_tasks_of_several_ranks_lose_none_with_a_killed_worker(tmp_path: Path) -> None:
+    work = [Work(tmp_path, number, deaths=99 * (number == 70), failures=9 * (number == 3)) for number in range(130)]
+    results = map_ranks(squared_text, work, Fleet(jobs=2, cluster="local"), failed=lost)
+    wrong = {number: results[number] for number in range(130) if results[number] != str(number**2)}
+    assert wrong == {
+        3: "3: item 3 was not there",
+        70: "70: its process was killed, most often for lack of memory; try --jobs 1",
+    }
+
+
 def test_a_cluster_that_does_not_answer_is_told() -> None:
     with pytest.raises(CrossrankError, match=r"--cluster tcp://127.0.0.1:1: no Dask scheduler answers there"):
         map_ranks(square, [Work(Path(), 1)], Fleet(cluster="tcp://127.0.0.1:1"))
