@@ -108,6 +108,7 @@ def test_names_from_a_recording_cannot_become_code(browser: Any, tmp_path: Path)
     from crossrank.tools.report.figures import figures
     from crossrank.tools.report.gather import Material
     from crossrank.tools.report.page import page as make_page
+    from crossrank.tools.report.page import plotly_script
     from crossrank.tools.timing.side_by_side import lay_side_by_side
     from tests.unit.timing.ranks import Rank
 
@@ -117,7 +118,7 @@ def test_names_from_a_recording_cannot_become_code(browser: Any, tmp_path: Path)
         one.node, one.notes, one.about = EVIL, [EVIL], {EVIL: EVIL}
     material = Material([EVIL], times, lay_side_by_side(times), None, EVIL, None, [EVIL])
     path = tmp_path / "evil.html"
-    path.write_text(make_page(figures(material)))
+    path.write_text(make_page(figures(material), plotly_script()))
     page = Page(browser, path)
     assert page.value("document.title").startswith("crossrank: 2 ranks")
     assert page.value("document.querySelectorAll('[onmouseover]').length") == 0

@@ -22,6 +22,7 @@ from crossrank.recording import (
     KINETO,
     LINKED,
     Damage,
+    is_folder,
     is_url,
     list_recording,
     read_chunks,
@@ -31,11 +32,14 @@ from crossrank.tools.calls.param_basic import read_basic
 from crossrank.tools.calls.rank_calls import RankCalls
 from crossrank.tools.fleet import Fleet, map_ranks
 from crossrank.tools.linking.inputs import rank_said
+from crossrank.tools.shards import is_part
 from crossrank.tools.tables import rank_ranges
 
 BASIC = "basic"
 """PARAM's own format: a list of calls."""
 PLAN = "plan"
+TIMELINE = "timeline"
+"""What `crossrank timeline` and `convert --timeline` write, which looks like a Kineto trace."""
 NSIGHT = "nsight"
 """An export of Nsight Systems, which is no record of calls but has their times."""
 
@@ -63,6 +67,7 @@ _SIGNS = (
     (NSIGHT, re.compile(rb"\ASQLite format 3\x00")),
     (PLAN, re.compile(rb'"schema"\s*:\s*"crossrank-plan ')),
     (COMMS, re.compile(rb'\A\s*\{"header"')),
+    (TIMELINE, re.compile(rb'"metadata"\s*:\s*\{"crossrank"')),
     (KINETO, re.compile(rb'"traceEvents"|\A\s*\[\s*\{[^}]*"ph"')),
     (LINKED, re.compile(rb'"crossrank"\s*:\s*\{"version"')),
     (EXECUTION_TRACE, re.compile(rb'"nodes"\s*:')),
@@ -151,8 +156,10 @@ def files_at(path: str, skipped: list[str]) -> list[tuple[str, readers.Input]]:
         for file in listing.files
         if file.rank < MOST_RANKS
     ]
-    one_file = not is_url(path) and os.path.isfile(path)
+    one_file = not is_folder(path)
     for name in listing.foreign:
+        if is_part(name):
+            continue
         whole = path if one_file else f"{path.rstrip('/')}/{name}"
         try:
             kind, rank = kind_of_file(whole)

@@ -22,7 +22,7 @@ def write_timeline(graphs: Sequence[RankGraph], simulation: Simulation, path: Pa
         file: BinaryIO = plain
         if path.name.endswith(".gz"):
             file = cast(BinaryIO, gzip.GzipFile(filename="", mode="wb", fileobj=plain, mtime=0))
-        file.write(b'{"displayTimeUnit":"ns","traceEvents":[')
+        file.write(b'{"displayTimeUnit":"ns","metadata":{"crossrank":"simulation"},"traceEvents":[')
         separator = b"\n"
         for graph in graphs:
             for event in _events(graph, simulation):

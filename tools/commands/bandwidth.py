@@ -63,7 +63,7 @@ class BandwidthCommand:
         if strange or not by:
             raise CrossrankError(f"--by {arguments.by!r}: choose among {', '.join(KEYS)}")
         rates = line_rates(arguments.line_rate)
-        fleet = fleet_of(arguments, paths)
+        fleet = fleet_of(arguments, paths, reads=("ranks", "source"))
         skipped: list[str] = []
         if len(paths) == 1 and arguments.source is None and is_replay(paths[0]):
             ranks, together = read_replay(paths[0])

@@ -94,7 +94,7 @@ class Convert:
             )
             for pair in inputs.pairs
         ]
-        fleet = fleet_of(arguments, paths)
+        fleet = fleet_of(arguments, paths, reads=("ranks", "deps", "strict", "simulate", "timeline"))
         results = progress("converting", len(tasks), lambda done: convert_ranks(tasks, fleet, done))
         good = [result for result in results if result.error is None]
         group_file = write_groups(good, folder) if good else None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 
 from crossrank.errors import CrossrankError
+from crossrank.recording import is_folder
 from crossrank.tools.commands.options import add_fleet_arguments, complain, fleet_of, progress, rank_list, write_output
 from crossrank.tools.diagnosis.diagnose import diagnose
 from crossrank.tools.diagnosis.explain import print_diagnosis
@@ -61,7 +61,7 @@ class Diagnose:
             raise CrossrankError(f"{', '.join(paths)}: holds no file; name the folder of the dumps or of a recording")
         small = sum(candidate.size for candidate in candidates) <= _WORTH_PROCESSES
         fleet = fleet_of(arguments, paths, one_process=small)
-        named = not any(os.path.isdir(path) for path in paths)
+        named = not any(is_folder(path) for path in paths)
         evidence = progress(
             "reading", len(candidates), lambda done: read_evidence(candidates, fleet, done, named=named)
         )

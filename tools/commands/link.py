@@ -67,7 +67,7 @@ class Link:
         inputs = find_inputs(paths, arguments.ranks)
         folder = output_folder(paths, arguments.output)
         tasks = [Task(input=pair, folder=folder, compression=arguments.compress) for pair in inputs.pairs]
-        fleet = fleet_of(arguments, paths)
+        fleet = fleet_of(arguments, paths, reads=("ranks", "compress"))
         results = progress("linking", len(tasks), lambda done: link_ranks(tasks, fleet, done))
         rows = compare_groups(results)
         poor = [result for result in results if result.error is None and _rate(result) < arguments.min_match]

@@ -34,20 +34,19 @@ def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
     workers.add_argument("--merge", metavar="DIR", help="take the results of all shards from DIR, and go on from there")
 
 
-_NO_MATTER = frozenset(
-    ("command", "run", "path", "recording", "output", "json", "html", "database", "jobs", "cluster", "shard", "parts")
-    + ("merge", "top", "line_rate", "by", "flows", "format", "replay", "print_entries", "groups")
-)
-"""Options that a share of the work does not depend on."""
+def fleet_of(
+    arguments: argparse.Namespace, inputs: Sequence[str], *, reads: Sequence[str] = (), one_process: bool = False
+) -> Fleet:
+    """The workers that the options name.
 
-
-def fleet_of(arguments: argparse.Namespace, inputs: Sequence[str], *, one_process: bool = False) -> Fleet:
-    """The workers that the options name. `one_process`: the inputs are not worth more, unless --jobs is given."""
+    `reads`: options that decide what a worker gives, which all shares must have in common. `one_process`: the inputs
+    are not worth more, unless --jobs is given.
+    """
     if arguments.jobs < 0:
         raise CrossrankError(f"--jobs {arguments.jobs} is no number of processes")
     jobs = arguments.jobs or (1 if one_process and arguments.cluster is None else os.cpu_count() or 1)
-    given = sorted((name, value) for name, value in vars(arguments).items() if name not in _NO_MATTER)
-    options = tuple(f"{name}={sorted(value) if isinstance(value, set) else value}" for name, value in given if value)
+    given = [(name, getattr(arguments, name)) for name in reads]
+    options = tuple(f"--{name} {sorted(value) if isinstance(value, set) else value}" for name, value in given if value)
     job = Job(command=arguments.command, inputs=tuple(inputs), options=options)
     part: Shard | Merge | None = None
     if arguments.shard is not None and arguments.merge is not None:
@@ -67,11 +66,14 @@ def fleet_of(arguments: argparse.Namespace, inputs: Sequence[str], *, one_proces
 
 def output_folder(paths: Sequence[str], output: str | None) -> str:
     """Folder or URL that the results go to, made where it is not there; that of the input unless one is named."""
-    if output is None:
-        first = paths[0]
-        output = first if is_folder(first) else first.rpartition("/")[0] or "."
-    make_folder(output)
-    return output
+    folder = folder_of(paths[0]) if output is None else output
+    make_folder(folder)
+    return folder
+
+
+def folder_of(path: str) -> str:
+    """The folder or URL that results about `path` go to, where none is named: itself, or the one it is in."""
+    return path if is_folder(path) else path.rpartition("/")[0] or "."
 
 
 def progress(what: str, count: int, work: Callable[[Callable[[], None]], Result]) -> Result:

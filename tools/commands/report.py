@@ -8,8 +8,7 @@ import sys
 import msgspec
 
 from crossrank.tools.bandwidth import line_rates
-from crossrank.tools.commands.options import add_fleet_arguments, complain, fleet_of, progress, write_output
-from crossrank.tools.commands.timeline import folder_of
+from crossrank.tools.commands.options import add_fleet_arguments, complain, fleet_of, folder_of, progress, write_output
 from crossrank.tools.report.figures import Figures, figures
 from crossrank.tools.report.gather import gather, plan
 from crossrank.tools.tables import amount, printable
@@ -43,16 +42,18 @@ class Report:
         add_fleet_arguments(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from crossrank.tools.report.page import page
+        from crossrank.tools.report.page import page, plotly_script
+
+        plotly = plotly_script()
 
         paths: list[str] = arguments.path
         rates = line_rates(arguments.line_rate)
         output = arguments.output or join(folder_of(paths[0]), "report.html")
         planned = plan(paths, arguments.replay, arguments.source)
-        fleet = fleet_of(arguments, paths)
+        fleet = fleet_of(arguments, paths, reads=("source",))
         material = progress("reading", len(planned.items), lambda done: gather(planned, fleet, done))
         found = figures(material, rates)
-        content = page(found).encode()
+        content = page(found, plotly).encode()
         write_output(output, content)
         if arguments.json:
             sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")

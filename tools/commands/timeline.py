@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from crossrank.errors import CrossrankError
-from crossrank.tools.commands.options import add_fleet_arguments, complain, fleet_of, progress, rank_list
+from crossrank.tools.commands.options import add_fleet_arguments, complain, fleet_of, folder_of, progress, rank_list
 from crossrank.tools.tables import amount, printable, rank_ranges
 from crossrank.tools.timeline.build import Written, write_timeline
 from crossrank.tools.timeline.chrome import ChromeWriter
@@ -65,7 +65,7 @@ class Timeline:
         factory, name = FORMATS[arguments.format]
         output = arguments.output or join(folder_of(paths[0]), name)
         found = find(paths, arguments.ranks, arguments.source)
-        fleet = fleet_of(arguments, paths)
+        fleet = fleet_of(arguments, paths, reads=("ranks", "source"))
         ranks = progress("reading", len(found.tasks), lambda done: read(found, fleet, done))
         if arguments.ranks is not None:
             ranks = [one for one in ranks if one.rank in arguments.ranks]
@@ -96,11 +96,6 @@ class Timeline:
         if lacking:
             complain(f"rank {lacking} is not there")
         return 1 if found.skipped or lacking else 0
-
-
-def folder_of(path: str) -> str:
-    """The folder that results about a path go to, unless one is named."""
-    return path if os.path.isdir(path) or "://" in path else os.path.dirname(path) or "."
 
 
 def _compress(path: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import PurePosixPath
 
 from crossrank.comm import MOST_RANKS
 from crossrank.errors import CrossrankError
-from crossrank.recording import COMMS, FLIGHT, Damage, is_url, list_recording, read_chunks
+from crossrank.recording import COMMS, FLIGHT, Damage, is_folder, list_recording, read_chunks
 from crossrank.tools.diagnosis.evidence import RankEvidence
 from crossrank.tools.diagnosis.from_comms import (
     complete,
@@ -109,7 +109,7 @@ def _walk(path: str, found: list[Candidate], depth: int) -> None:
         if file.kind in (FLIGHT, COMMS) and file.rank < MOST_RANKS:
             found.append(Candidate(path=file.path, rank=file.rank, kind=file.kind, size=file.size))
     # One file that is named is listed as its own folder.
-    is_file = len(listing.foreign) == 1 and PurePosixPath(path).name == listing.foreign[0] and not _is_folder(path)
+    is_file = len(listing.foreign) == 1 and PurePosixPath(path).name == listing.foreign[0] and not is_folder(path)
     for name in listing.foreign:
         if is_part(name):
             continue
@@ -120,10 +120,6 @@ def _walk(path: str, found: list[Candidate], depth: int) -> None:
         for name in listing.folders:
             if not _EARLIER.fullmatch(name):
                 _walk(f"{path.rstrip('/')}/{name}", found, depth - 1)
-
-
-def _is_folder(path: str) -> bool:
-    return not is_url(path) and os.path.isdir(path)
 
 
 def read_evidence(

@@ -196,7 +196,9 @@ def _look(path: str) -> tuple[str | None, int | None]:
         raise CrossrankError(f"{path}: cannot be linked, {reason}; remove it or record it anew")
     head = head[:_HEAD]
     kind = None
-    if b'"traceEvents"' in head or (head.lstrip()[:1] == b"[" and b'"ph"' in head):
+    if b'"metadata":{"crossrank"' in head:
+        kind = None  # a timeline of ours
+    elif b'"traceEvents"' in head or (head.lstrip()[:1] == b"[" and b'"ph"' in head):
         kind = KINETO
     elif b'"nodes"' in head and (b'"schema"' in head or b'"ctrl_deps"' in head or b'"rf_id"' in head):
         kind = EXECUTION_TRACE

@@ -98,7 +98,7 @@ class Plan:
     inputs: list[str]
     times: Found
     candidates: list[Candidate]
-    replay: str | None
+    replay: Replayed | None
 
     @property
     def items(self) -> list[Task | Candidate]:
@@ -109,7 +109,14 @@ def plan(paths: Sequence[str], replay: str | None, source: str | None = None) ->
     """The files at `paths`. Raises `CrossrankError` where there is nothing to report on."""
     found = sources.find(paths, None, source)
     candidates = [one for one in find_candidates(paths) if one.kind in (COMMS, FLIGHT)]
-    return Plan(inputs=list(paths), times=found, candidates=candidates, replay=replay or _replay_beside(paths))
+    folder = replay or _replay_beside(paths)
+    return Plan(
+        inputs=list(paths),
+        times=found,
+        candidates=candidates,
+        # Read at once: a wrong one is told before the work on the ranks.
+        replay=_replay(folder) if folder is not None else None,
+    )
 
 
 def _replay_beside(paths: Sequence[str]) -> str | None:
@@ -139,7 +146,7 @@ def gather(planned: Plan, fleet: Fleet, done: Callable[[], None] = lambda: None)
         together=lay_side_by_side(ranks),
         diagnosis=diagnosis,
         diagnosis_problem=problem,
-        replay=_replay(planned.replay) if planned.replay else None,
+        replay=planned.replay,
         skipped=planned.times.skipped,
     )
 

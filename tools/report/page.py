@@ -22,12 +22,17 @@ _ROWS = 40
 """Rows of the table of bandwidth."""
 
 
-def page(figures: Figures) -> str:
-    """The whole page. Raises `CrossrankError` where plotly is not installed."""
+def plotly_script() -> str:
+    """The library that draws the charts. Raises `CrossrankError` where plotly is not installed."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise CrossrankError("the page needs plotly; install it with: pip install 'crossrank[report]'") from error
+    return str(get_plotlyjs())
+
+
+def page(figures: Figures, plotly: str) -> str:
+    """The whole page, with the library that `plotly_script` gives."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -49,7 +54,7 @@ def page(figures: Figures) -> str:
     return environment.from_string(_TEMPLATE.read_text()).render(
         figures=figures,
         data=_script(_drawn(figures)),
-        plotly=get_plotlyjs(),
+        plotly=plotly,
         kinds=KINDS,
         shown=_SHOWN,
         rows=_ROWS,

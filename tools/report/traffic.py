@@ -103,7 +103,6 @@ def traffic(found: Collectives, ranks: Sequence[RankTimes]) -> Traffic:
         if node_of is not None:
             between += amount * int((node_of[targets] != node_of[source]).sum())
 
-    by_rank = {one.rank or 0: one for one in ranks}
     # Calls of one kind on one rank send the same: each combination is looked at once.
     pairs, counts = np.unique(found.rank * max(len(found.kinds), 1) + found.kind, return_counts=True)
     for pair, count in zip(pairs.tolist(), counts.tolist(), strict=True):
@@ -118,10 +117,10 @@ def traffic(found: Collectives, ranks: Sequence[RankTimes]) -> Traffic:
             continue
         pattern = _PATTERNS.get(kind.op)
         n = len(group.members)
-        if kind.op == SEND_RECV or kind.moved >= 0 or pattern is None or n < 2:
-            # Batches and uneven all_to_alls stand in `sent`, as far as their ends are known.
-            if kind.bytes and not by_rank[rank].sent and n > 1:
-                lost["batches or uneven all_to_alls without known ends"] += kind.bytes * count
+        if kind.op == SEND_RECV or kind.moved >= 0 or n < 2 or not kind.bytes:
+            continue  # batches and uneven all_to_alls stand in `sent`
+        if pattern is None:
+            lost["operations that are not known"] += kind.bytes * count
             continue
         if group.guessed or rank not in group.members or max(group.members) >= world:
             lost["groups whose members are not known"] += kind.bytes * count
@@ -135,6 +134,8 @@ def traffic(found: Collectives, ranks: Sequence[RankTimes]) -> Traffic:
         if sent.bytes:
             add(rank, np.array(group.members)[sent.to], sent.bytes * count)
     for one in ranks:
+        if one.not_placed:
+            lost["batches and uneven all_to_alls without known ends"] += one.not_placed
         for to, amount in one.sent.items():
             if 0 <= to < world:
                 add(one.rank or 0, np.array([to]), amount)

@@ -79,6 +79,8 @@ def align(names: Sequence[str], clock: Ints, collective: Ints, ended: Ints, coun
     note = f"{len(names)} clocks, brought together by the ends of collectives"
     if not shared.any():
         note = f"{len(names)} clocks, and no collective was timed on two of them: each is taken by itself"
+    elif not aligned.all():
+        note += f"; {int((~aligned).sum())} of them share no collective with the others, and are taken as they are"
     if not len(ended):
         note = f"{len(names)} clocks, and nothing tells when collectives ended: they are not compared"
     return offsets, Clocks(

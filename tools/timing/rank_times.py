@@ -97,6 +97,8 @@ class RankTimes:
     """(iteration, when it began)"""
     sent: Counter[int] = field(default_factory=Counter)
     """Rank -> bytes sent to it by batches of sends and by uneven all_to_alls, of which the kinds do not tell."""
+    not_placed: int = 0
+    """Bytes of such calls of which it is not known to whom they go."""
     about: dict[str, str] = field(default_factory=dict)
     """Versions and settings, as the rank's header has them."""
     matched: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -164,15 +166,19 @@ class TimesBuilder:
         """Note to whom a launch sends, where its kind will not tell; `times`: how often it was made."""
         rank, sent = self.times.rank, self.times.sent
         for record in map(self._possible, records):
-            if record.op == "send" and len(records) > 1 and record.peer is not None:
-                sent[record.peer] += record.bytes * times
-            elif record.op == "all_to_all" and record.in_split is not None:
-                group = self.times.groups[self.group(record.pg)]
-                rows = sum(record.in_split)
-                if group.ranks is not None and len(group.ranks) == len(record.in_split) and rows:
-                    row = record.bytes / rows
-                    for to, count in zip(group.ranks, record.in_split, strict=True):
-                        sent[to] += round(count * row) * times
+            split = record.in_split
+            if record.op == "send" and len(records) > 1:
+                if record.peer is None:
+                    self.times.not_placed += record.bytes * times
+                else:
+                    sent[record.peer] += record.bytes * times
+            elif record.op == "all_to_all" and (split is not None or record.out_split is not None):
+                ranks = self.times.groups[self.group(record.pg)].ranks
+                if ranks is None or split is None or len(ranks) != len(split):
+                    self.times.not_placed += record.bytes * times
+                elif rows := sum(split):
+                    for to, count in zip(ranks, split, strict=True):
+                        sent[to] += round(count * record.bytes / rows) * times
         if rank is not None:
             del sent[rank]
 
