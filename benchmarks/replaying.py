@@ -64,7 +64,7 @@ dist.destroy_process_group()
 _READ = """
 import json, resource, sys
 from crossrank.tools.calls.readers import Input, read_et
-from crossrank.tools.calls.sources import find, read
+from crossrank.replay.sources import find, read
 before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
 (rank,) = read(find(sys.argv[1]), 1)
 usage = resource.getrusage(resource.RUSAGE_SELF)

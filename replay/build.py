@@ -18,8 +18,8 @@ from crossrank.replay.match import mismatches
 from crossrank.replay.plan import NOT_IN_STEPS, UNPLACED, Call, LeftOut, Plan, RankPlan, launches, number_of
 from crossrank.replay.schedule import place_waits, returns_early
 from crossrank.replay.shapes import BrokenError, LeftOutError, complete
+from crossrank.replay.sources import KINDS, missing_ranks
 from crossrank.tools.calls.rank_calls import RankCalls, RecordedCall
-from crossrank.tools.calls.sources import KINDS, missing_ranks
 from crossrank.tools.diagnosis.findings import call_text
 from crossrank.tools.linking.communications import named_by_address
 from crossrank.tools.tables import rank_ranges

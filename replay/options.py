@@ -7,7 +7,7 @@ import argparse
 from crossrank.comm import MOST_RANKS
 from crossrank.errors import CrossrankError
 from crossrank.replay.pace import parse_pace
-from crossrank.tools.calls.sources import KINDS
+from crossrank.replay.sources import KINDS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 import crossrank
+from crossrank.comm import Locality
 from crossrank.errors import CrossrankError
 from crossrank.tools.size_buckets import bucket_of
 from crossrank.tools.timing.clocks import Clocks
@@ -49,7 +50,7 @@ class Row(msgspec.Struct, kw_only=True):
     bytes: int
     """Sum of S."""
     time_us: Spread
-    """p50, p95 and max of the times of collectives, from the last arrival."""
+    """p50, p95, max and total of the times of collectives, from the last arrival."""
     kernel_us: Spread
     """Of the durations on each rank, waiting for others included."""
     waiting_us: Spread | None
@@ -103,7 +104,7 @@ _RATE = re.compile(
 )
 _SCALE = {"": 1e-9, "k": 1e-6, "M": 1e-3, "G": 1.0, "T": 1e3}
 _ANY = "any"
-LOCALITIES = ("intra_node", "nvlink_domain", "cross_node", "unknown")
+LOCALITIES: tuple[str, ...] = get_args(Locality)
 
 
 def line_rates(texts: Iterable[str]) -> dict[str, float]:
@@ -171,15 +172,15 @@ def make_rows(found: Collectives, by: Sequence[str], rates: dict[str, float]) ->
     if not len(timed):
         return []
     keys: dict[tuple[Any, ...], int] = {}
-    row_of_kind: dict[tuple[int, int], int] = {}
     sizes = found.bytes[timed]
     kinds = found.of_kind[timed]
     # Collectives are many, kinds and sizes few: each combination is looked at once.
     pairs, inverse = np.unique(np.stack([kinds, sizes]), axis=1, return_inverse=True)
-    for number, (kind, size) in enumerate(pairs.T.tolist()):
-        key = tuple(_KEY[name](found, kind, size) for name in by)
-        row_of_kind[number, 0] = keys.setdefault(key, len(keys))
-    row = np.array([row_of_kind[number, 0] for number in range(pairs.shape[1])], np.int64)[inverse.reshape(-1)]
+    row_of_pair = [
+        keys.setdefault(tuple(_KEY[name](found, kind, size) for name in by), len(keys))
+        for kind, size in pairs.T.tolist()
+    ]
+    row = np.array(row_of_pair, np.int64)[inverse.reshape(-1)]
     row_of_collective = np.full(len(found.of_kind), -1, np.int64)
     row_of_collective[timed] = row
     calls = np.flatnonzero((found.ended > 0) & (row_of_collective[found.collective] >= 0))
@@ -196,17 +197,12 @@ def make_rows(found: Collectives, by: Sequence[str], rates: dict[str, float]) ->
 
 
 _KEY: dict[str, Callable[[Collectives, int, int], Any]] = {
-    "op": lambda found, kind, size: _op_of(found, kind),
+    "op": lambda found, kind, size: found.kinds[kind].label,
     "group": lambda found, kind, size: found.kinds[kind].group,
     "size": lambda found, kind, size: bucket_of(size),
     "locality": lambda found, kind, size: found.kinds[kind].locality,
     "source": lambda found, kind, size: found.kinds[kind].source,
 }
-
-
-def _op_of(found: Collectives, kind: int) -> str:
-    label = found.kinds[kind].label
-    return "send/recv" if label in ("send", "recv") else label
 
 
 def _split(row: Ints, values: Ints, count: int) -> list[Ints]:
@@ -273,11 +269,6 @@ def _rates(rates: Floats) -> Spread | None:
     return {
         name: float(f"{value:.4g}") for name, value in (("p5", p5), ("p50", p50), ("p95", p95), ("max", known.max()))
     }
-
-
-def group_text(row: Row) -> str:
-    """Name of a row's group with its description."""
-    return f"{row.pg} {row.desc}".strip() if row.pg is not None else "-"
 
 
 def summary_lines(result: Bandwidth) -> list[str]:

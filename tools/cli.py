@@ -1,7 +1,7 @@
 """The `crossrank` command: a table of subcommands, each imported when it is called.
 
 Exit codes: 0 = done and nothing wrong, 1 = done and a fault was found, 2 = the input could not be used.
-A subcommand is a class named after it; its docstring is its help text.
+A subcommand is a class; its docstring is its help text.
 """
 
 from __future__ import annotations

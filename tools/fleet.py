@@ -1,8 +1,9 @@
 """All work over ranks goes through here: a worker takes one rank and returns a small summary of it.
 
 Which workers, a `Fleet` says: this process, local processes, a Dask cluster, or any `concurrent.futures.Executor`.
-Results come in the order of the items, so what is made of them does not depend on who did the work. An item whose
-worker was killed or whose function failed is tried once more, by itself, before it is given up.
+Results come in the order of the items, so what is made of them does not depend on who did the work. An item that
+failed is tried once more before it is given up (a network drive may have had a bad moment); what a killed process
+left undone is tried in halves, until the item that kills is by itself.
 
 `--shard I/N` does every N-th item and keeps the results in a file; `--merge` goes on from all N of them.
 """

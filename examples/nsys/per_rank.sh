@@ -18,10 +18,7 @@ torchrun ${TORCHRUN_ARGS:-} --nproc-per-node "${NPROC:-8}" --no-python bash -c '
     --capture-range=cudaProfilerApi --capture-range-end=stop --kill=none --wait=all \
     --output="$0/rank_%q{RANK}" --force-overwrite=true python -m crossrank.instrument "$@"' "$reports" "$@"
 
-for report in "$reports"/rank_*.nsys-rep; do
-  nsys export --type sqlite --include-json true --include-blobs true --force-overwrite true \
-    --output "${report%.nsys-rep}.sqlite" "$report"
-done
+"$(dirname "$0")/export.sh" "$reports"
 crossrank bandwidth "$TRACING_DIR" "$reports"
 crossrank timeline "$TRACING_DIR" "$reports" -o "$reports/timeline.pftrace"
 crossrank report "$TRACING_DIR" "$reports" -o "$reports/report.html"

@@ -9,10 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.nsight.exports import write_exports
+
 EXAMPLES = Path(__file__).parents[2] / "examples" / "nsys"
 
-# Runs the command after its own options, as `nsys profile` does, and writes the options where the report would be.
+# Runs the command after its own options, as `nsys profile` does, and writes the options where the report would be; what
+# it "exports" was made beforehand.
 NSYS = r"""#!/usr/bin/env bash
+if [[ $1 == export ]]; then  # … --output FILE REPORT
+  cp "$EXPORTS/$(basename "${@: -1}" .nsys-rep).sqlite" "${@: -2:1}"
+  exit
+fi
 shift
 options=()
 while [[ $1 == --* ]]; do options+=("$1"); shift; done
@@ -45,8 +52,17 @@ def test_one_report_per_rank_under_torchrun(tmp_path: Path) -> None:
     (programs / "nsys").write_text(NSYS)
     (programs / "nsys").chmod(0o755)
     (tmp_path / "train.py").write_text(SCRIPT)
+    exports = tmp_path / "exports"
+    exports.mkdir()
+    write_exports(exports)
     path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    variables = {"PATH": path, "NPROC": "2", "TORCHRUN_ARGS": "--standalone", "OMP_NUM_THREADS": "1"}
+    variables = {
+        "PATH": path,
+        "NPROC": "2",
+        "TORCHRUN_ARGS": "--standalone",
+        "OMP_NUM_THREADS": "1",
+        "EXPORTS": str(exports),
+    }
     done = subprocess.run(
         ["bash", str(EXAMPLES / "per_rank.sh"), "train.py", "--name", "two words"],
         cwd=tmp_path,
@@ -56,7 +72,10 @@ def test_one_report_per_rank_under_torchrun(tmp_path: Path) -> None:
         timeout=120,
         check=False,
     )
-    assert done.stdout.count("trained") == 2, done.stderr
+    assert (done.returncode, done.stdout.count("trained")) == (0, 2), done.stderr
+    assert "launched within our marker" in done.stdout
+    for name in ("timeline.pftrace", "report.html"):
+        assert (tmp_path / "nsys-reports" / name).stat().st_size > 500
     for rank in (0, 1):
         options = (tmp_path / "nsys-reports" / f"rank_{rank}.nsys-rep").read_text().split("\n")
         assert {"--capture-range=cudaProfilerApi", "--capture-range-end=stop", "--kill=none"} <= set(options)

@@ -19,7 +19,7 @@ from crossrank.replay.local import run_local
 from crossrank.replay.plan import Plan
 from crossrank.replay.results import measure
 from crossrank.replay.settings import Settings
-from crossrank.tools.calls.sources import find, read
+from crossrank.replay.sources import find, read
 from crossrank.tools.cli import main
 from crossrank.tools.fleet import Fleet
 from tests.integration import callers

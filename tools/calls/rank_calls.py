@@ -1,10 +1,29 @@
-"""What one rank's file says it communicated: the form that every reader gives and `build` takes."""
+"""What one rank's file says it communicated: the form that every reader gives, to replay and timing alike."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import msgspec
 
 from crossrank.comm import CommRecord, Group
+from crossrank.tools.linking.inputs import RankInput
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """One file, with those beside it that say how long its calls took."""
+
+    path: str
+    rank: int | None
+    window: int = 1
+    linked: tuple[str, ...] = ()
+    pairs: tuple[RankInput, ...] = ()
+    """Windows that are not linked yet; linked here, in memory."""
+    flight: str | None = None
+    world_size: int | None = None
+    steps: tuple[int, int] | None = None
+    """Iterations from the first to before the second; None = all. Comms files alone know them."""
 
 
 class RecordedCall(msgspec.Struct, kw_only=True, gc=False):

@@ -9,19 +9,12 @@ import msgspec
 
 from crossrank.errors import CrossrankError
 from crossrank.tools.bandwidth import BY, KEYS, Bandwidth, Row, bandwidth, line_rates, summary_lines
-from crossrank.tools.commands.options import (
-    add_fleet_arguments,
-    complain,
-    fleet_of,
-    progress,
-    rank_list,
-    write_output,
-)
+from crossrank.tools.commands.measured import Measured, add_measured_arguments, read_measured
+from crossrank.tools.commands.options import write_output
 from crossrank.tools.size_buckets import size_text
-from crossrank.tools.tables import amount, print_table, printable, rank_ranges
+from crossrank.tools.tables import amount, print_table, printable
 from crossrank.tools.timing.from_replay import is_replay, read_replay
-from crossrank.tools.timing.side_by_side import lay_side_by_side
-from crossrank.tools.timing.sources import CHOICES, find, read
+from crossrank.tools.timing.sources import CHOICES
 
 _SHOWN = 24
 _NOTES = 8
@@ -34,7 +27,7 @@ class BandwidthCommand:
     what could not be attributed. Exit code 1: ranks are missing, or a file could not be used."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("path", nargs="+", help="a recording, a folder of traces or exports, or the files")
+        add_measured_arguments(parser, CHOICES[:-1])
         parser.add_argument(
             "--by",
             default=",".join(BY),
@@ -48,13 +41,8 @@ class BandwidthCommand:
             metavar="[LOCALITY=]RATE",
             help="show the share of it that busbw reaches: 400Gbps, 50GB/s, intra_node=450GB/s; may be given again",
         )
-        parser.add_argument(
-            "--source", choices=CHOICES, help="what to take times from (default: what says most of what is there)"
-        )
-        parser.add_argument("--ranks", type=rank_list, metavar="LIST", help="only these, for example 0-7,12")
         parser.add_argument("--json", action="store_true", help="print the result as JSON")
         parser.add_argument("-o", "--output", metavar="FILE", help="write the result as JSON to FILE (bandwidth.json)")
-        add_fleet_arguments(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
         paths: list[str] = arguments.path
@@ -63,20 +51,10 @@ class BandwidthCommand:
         if strange or not by:
             raise CrossrankError(f"--by {arguments.by!r}: choose among {', '.join(KEYS)}")
         rates = line_rates(arguments.line_rate)
-        fleet = fleet_of(arguments, paths, reads=("ranks", "source"))
-        skipped: list[str] = []
-        if len(paths) == 1 and arguments.source is None and is_replay(paths[0]):
-            ranks, together = read_replay(paths[0])
-        else:
-            found = find(paths, arguments.ranks, arguments.source)
-            ranks = progress("reading", len(found.tasks), lambda done: read(found, fleet, done))
-            skipped = found.skipped
-            if arguments.ranks is not None:
-                ranks = [one for one in ranks if one.rank in arguments.ranks]
-                if not ranks:
-                    raise CrossrankError(f"{', '.join(paths)}: holds none of the ranks that --ranks names")
-            together = lay_side_by_side(ranks)
-        result = bandwidth(ranks, together, inputs=paths, by=by, rates=rates, skipped=skipped)
+        measured = _of_replay(arguments) if is_replay(paths[0]) and len(paths) == 1 else read_measured(arguments)
+        result = bandwidth(
+            measured.ranks, measured.together, inputs=paths, by=by, rates=rates, skipped=measured.skipped
+        )
         if not result.timed_calls:
             raise CrossrankError(
                 f"{', '.join(paths)}: {result.calls:,} calls, but nothing says how long one took; record a window "
@@ -89,12 +67,16 @@ class BandwidthCommand:
             sys.stdout.write(content.decode())
         else:
             _print(result)
-        for text in result.skipped[:_NOTES]:
-            complain(text)
-        lacking = rank_ranges(result.missing_ranks) if arguments.ranks is None else ""
-        if lacking:
-            complain(f"rank {lacking} is not there: times of its groups include waiting for it")
-        return 1 if result.skipped or lacking else 0
+        return measured.complain()
+
+
+def _of_replay(arguments: argparse.Namespace) -> Measured:
+    """A replay has been read by its own ranks: there is no work to share, and nothing to choose."""
+    for name in ("ranks", "source", "shard", "merge", "cluster"):
+        if getattr(arguments, name) is not None:
+            raise CrossrankError(f"{arguments.path[0]}: is a replay, which --{name} is not for; leave it out")
+    ranks, together = read_replay(arguments.path[0])
+    return Measured(ranks, together, [], False)
 
 
 def _print(result: Bandwidth) -> None:

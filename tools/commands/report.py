@@ -21,7 +21,8 @@ _COMPLAINTS = 8
 class Report:
     """Write one HTML page that works from disk without a network: what the job communicates by operation and group,
     who sends to whom, source lines, bandwidth by size, who waits for whom over time, iterations, the diagnosis, and how
-    much of it was matched. From the same files as `crossrank bandwidth`. Exit code 1: the diagnosis found a fault,
+    much of it was matched. From recordings, Nsight exports, Kineto
+    traces and flight-recorder dumps. Exit code 1: the diagnosis found a fault,
     ranks are missing, or a file could not be used."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:

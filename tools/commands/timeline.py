@@ -12,14 +12,14 @@ from pathlib import Path
 import msgspec
 
 from crossrank.errors import CrossrankError
-from crossrank.tools.commands.options import add_fleet_arguments, complain, fleet_of, folder_of, progress, rank_list
-from crossrank.tools.tables import amount, printable, rank_ranges
+from crossrank.tools.commands.measured import add_measured_arguments, read_measured
+from crossrank.tools.commands.options import folder_of
+from crossrank.tools.tables import amount, printable
 from crossrank.tools.timeline.build import Written, write_timeline
 from crossrank.tools.timeline.chrome import ChromeWriter
 from crossrank.tools.timeline.perfetto import PerfettoWriter
 from crossrank.tools.timeline.tracks import WriterFactory
-from crossrank.tools.timing.side_by_side import lay_side_by_side
-from crossrank.tools.timing.sources import CHOICES, find, read
+from crossrank.tools.timing.sources import CHOICES
 from crossrank.tools.whole_file import join, whole_file
 
 FORMATS: dict[str, tuple[WriterFactory, str]] = {
@@ -32,11 +32,12 @@ _NOTES = 8
 class Timeline:
     """Lay all ranks on one timeline, on one clock, for ui.perfetto.dev: a track per rank for its calls, one for its
     communication on the device, steps, arrows from the first to the last arriver of each collective, and counters of
-    bytes in flight and bus bandwidth. From the same files as `crossrank bandwidth`; calls without times of the device
-    stand where the host made them. Exit code 1: ranks are missing, or a file could not be used."""
+    bytes in flight and bus bandwidth. From recordings, Nsight exports, Kineto traces and flight-recorder dumps; calls
+    without times of the device stand where the host made them. Exit code 1: ranks are missing, or a file could not be
+    used."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("path", nargs="+", help="a recording, a folder of traces or exports, or the files")
+        add_measured_arguments(parser, CHOICES)
         parser.add_argument(
             "-o",
             "--output",
@@ -55,47 +56,35 @@ class Timeline:
             default="first-last",
             help="arrows between the ranks of a collective: first to last arriver (default), through all, or none",
         )
-        parser.add_argument("--source", choices=CHOICES, help="what to take times from (default: what says most)")
-        parser.add_argument("--ranks", type=rank_list, metavar="LIST", help="only these, for example 0-7,12")
         parser.add_argument("--json", action="store_true", help="print what was written as JSON")
-        add_fleet_arguments(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
         paths: list[str] = arguments.path
         factory, name = FORMATS[arguments.format]
         output = arguments.output or join(folder_of(paths[0]), name)
-        found = find(paths, arguments.ranks, arguments.source)
-        fleet = fleet_of(arguments, paths, reads=("ranks", "source"))
-        ranks = progress("reading", len(found.tasks), lambda done: read(found, fleet, done))
-        if arguments.ranks is not None:
-            ranks = [one for one in ranks if one.rank in arguments.ranks]
-            if not ranks:
-                raise CrossrankError(f"{', '.join(paths)}: holds none of the ranks that --ranks names")
-        together = lay_side_by_side(ranks)
+        measured = read_measured(arguments)
+        together = measured.together
         try:
             with whole_file(output) as temporary:
-                written = write_timeline(ranks, together, temporary, factory, flows=arguments.flows)
+                written = write_timeline(measured.ranks, together, temporary, factory, flows=arguments.flows)
                 if output.endswith(".gz"):
                     _compress(temporary)
                 size = temporary.stat().st_size
         except OSError as error:
             raise CrossrankError(f"{output}: cannot be written ({error.strerror}); name another with -o") from error
-        notes = list(dict.fromkeys(note for one in ranks for note in one.notes))
         if arguments.json:
             said = {"output": output, "bytes": size, **msgspec.to_builtins(written)}
-            said |= {"clocks": msgspec.to_builtins(together.clocks), "notes": notes, "skipped": found.skipped}
+            said |= {
+                "clocks": msgspec.to_builtins(together.clocks),
+                "notes": measured.notes,
+                "skipped": measured.skipped,
+            }
             sys.stdout.write(msgspec.json.format(msgspec.json.encode(said), indent=2).decode() + "\n")
         else:
             _print(output, size, written, together.clocks.note, together.clocks.residual_us, arguments.format)
-            for note in notes[:_NOTES]:
+            for note in measured.notes[:_NOTES]:
                 print(f"note       {printable(note)}")
-        for text in found.skipped[:_NOTES]:
-            complain(text)
-        missing = sorted(set(range(together.world_size)) - set(together.ranks))
-        lacking = rank_ranges(missing) if arguments.ranks is None else ""
-        if lacking:
-            complain(f"rank {lacking} is not there")
-        return 1 if found.skipped or lacking else 0
+        return measured.complain()
 
 
 def _compress(path: Path) -> None:

@@ -28,7 +28,7 @@ GRAPH_TRACE = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
 GRAPH_NODES = "CUDA_GRAPH_NODE_EVENTS"
 STRINGS = "StringIds"
 
-_KNOWN = ((3, 0), (3, 28))
+_KNOWN = ((3, 16), (3, 28))
 """Schema versions, major and minor, between which the columns read here are documented."""
 _SIGNS = (NVTX, RUNTIME, KERNEL, "META_DATA_EXPORT", "TARGET_INFO_SESSION_START_TIME", "ANALYSIS_DETAILS")
 _EXPORT_TABLES = "NVTX_EVENTS, CUPTI_ACTIVITY_KIND_KERNEL, CUPTI_ACTIVITY_KIND_RUNTIME"
@@ -54,7 +54,7 @@ class Export:
         if not any(sign in self._tables for sign in _SIGNS):
             told = ", ".join(sorted(self._tables)[:4])
             raise CrossrankError(f"{path}: is a database, but no export of Nsight Systems (it has the tables {told})")
-        self.version = self._version()
+        self._check_version()
 
     def has(self, table: str) -> bool:
         return table in self._tables
@@ -155,9 +155,10 @@ class Export:
                 return row[0]
         return otherwise
 
-    def _version(self) -> str:
+    def _check_version(self) -> None:
+        """Note a schema that is not known."""
         if not {"name", "value"} <= self.columns("META_DATA_EXPORT"):
-            return ""
+            return
         query = "SELECT value FROM META_DATA_EXPORT WHERE name = 'EXPORT_SCHEMA_VERSION'"
         row = self._connection.execute(query).fetchone()
         version = str(row[0]) if row is not None else ""
@@ -167,7 +168,6 @@ class Export:
             self.notes.append(
                 f"has schema version {version}; 3.16 to 3.28 are known here: the columns it shares with them are read"
             )
-        return version
 
 
 @contextmanager
@@ -198,7 +198,7 @@ def open_export(path: str) -> Iterator[Export]:
                 connection.close()
 
 
-def refuse_empty(export: Export) -> None:
+def require_tables(export: Export) -> None:
     """Raises `CrossrankError` where the export cannot have what is needed, naming what was not recorded."""
     export.require(NVTX, ("start", "end", "eventType", "globalTid"))
     export.require(KERNEL, ("start", "end", "globalPid", "correlationId"))

@@ -10,7 +10,7 @@ import numpy as np
 
 from crossrank.errors import CrossrankError
 from crossrank.recording import CommsFile
-from crossrank.tools.nsight.database import GRAPH_NODES, GRAPH_TRACE, NONE, Column, Export, open_export, refuse_empty
+from crossrank.tools.nsight.database import GRAPH_NODES, GRAPH_TRACE, NONE, Column, Export, open_export, require_tables
 from crossrank.tools.nsight.launches import Activities, communication_kernels, innermost, peer_copies, runs
 from crossrank.tools.nsight.markers import BATCH, CALL, GROUP, IDENTITY, NCCL, Ranges, read_ranges
 from crossrank.tools.nsight.nccl import NcclRanges, nccl_ranges
@@ -43,7 +43,7 @@ def read_export(path: str, rank: int | None, comms: Mapping[int, str]) -> list[R
     Raises `CrossrankError` where the file cannot be used, and where not one kernel found its call.
     """
     with open_export(path) as export:
-        refuse_empty(export)
+        require_tables(export)
         ranges = read_ranges(export)
         kernels = communication_kernels(export)
         epoch = export.epoch_ns()

@@ -1,5 +1,5 @@
 """One page about a run: what it communicates, how fast, who waits for whom, what is wrong.
 
-`gather` reads everything in one pass over the ranks; `traffic` and `figures` turn it into small tables, whatever the
+`gather` reads everything, rank by rank; `traffic` and `figures` turn it into small tables, whatever the
 number of ranks; `page` makes the HTML file.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from crossrank.tools.diagnosis.findings import Diagnosis
 from crossrank.tools.report.gather import Material, Replayed
 from crossrank.tools.report.traffic import Traffic, traffic
 from crossrank.tools.tables import printable, rank_ranges
-from crossrank.tools.timing.collectives import Collectives, Group, Kind
+from crossrank.tools.timing.collectives import Collectives, Group
 from crossrank.tools.timing.rank_times import RankTimes
 
 _MOST_CLASSES = 24
@@ -207,20 +208,18 @@ def _classes(found: Collectives) -> list[str]:
 
 def _by_class(found: Collectives, classes: Sequence[str]) -> Collectives:
     """The same collectives with the classes in the place of groups."""
-    import dataclasses
-
     numbers = {name: number for number, name in enumerate(dict.fromkeys(classes))}
     groups = []
     for name in numbers:
         first = found.groups[classes.index(name)]
         key = msgspec.structs.replace(first.key, pg=name, desc="")
         groups.append(dataclasses.replace(first, key=key))
-    kinds = [dataclasses.replace(kind, group=numbers[classes[kind.group]]) for kind in found.kinds]
+    kinds = [msgspec.structs.replace(kind, group=numbers[classes[kind.group]]) for kind in found.kinds]
     return dataclasses.replace(found, groups=groups, kinds=kinds)
 
 
 def _matrix(found: Collectives, classes: Sequence[str]) -> Matrix:
-    labels = [kind.label if kind.ends is None else "send/recv" for kind in found.kinds]
+    labels = [kind.label for kind in found.kinds]
     volume: Counter[str] = Counter()
     by_kind = np.bincount(found.kind, minlength=len(found.kinds)).tolist()
     for kind, count in zip(found.kinds, by_kind, strict=False):
@@ -258,7 +257,7 @@ def _sources(found: Collectives) -> list[Source]:
     """Lines by the time that they cost; a collective that ranks call from several lines counts for each of them."""
     numbers: dict[tuple[str, str], int] = {}
     of_kind = np.array(
-        [numbers.setdefault((kind.source or "(C++)", _side(kind)), len(numbers)) for kind in found.kinds] or [0],
+        [numbers.setdefault((kind.source or "(C++)", kind.label), len(numbers)) for kind in found.kinds] or [0],
         np.int64,
     )
     count = max(len(numbers), 1)
@@ -285,10 +284,6 @@ def _sources(found: Collectives) -> list[Source]:
         for (source, op), number in numbers.items()
     ]
     return sorted(rows, key=lambda row: (-(row.time_ms or 0), -row.bytes, row.source))[:_MOST_SOURCES]
-
-
-def _side(kind: Kind) -> str:
-    return kind.op if kind.ends is None else "send/recv"
 
 
 # --- over time --------------------------------------------------------------------------------------------------------

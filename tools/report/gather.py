@@ -1,4 +1,4 @@
-"""Reads all that a report is made of in one pass over the files: times of all ranks, evidence for the diagnosis."""
+"""Reads all that a report is made of with one map over the files: times of ranks, and evidence for the diagnosis."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _replay_beside(paths: Sequence[str]) -> str | None:
 
 
 def gather(planned: Plan, fleet: Fleet, done: Callable[[], None] = lambda: None) -> Material:
-    """Read everything with `fleet`, one file per worker."""
+    """Read everything with `fleet`, a rank's times or a file of evidence at a time."""
     results = map_ranks(_read, planned.items, fleet, failed=_failed, done=done)
     count = len(planned.times.tasks)
     ranks: list[RankTimes] = []

@@ -30,8 +30,8 @@ from crossrank.tools.timeline.tracks import (
     WriterFactory,
     lanes,
 )
-from crossrank.tools.timing.collectives import Bools, Collectives, Kind
-from crossrank.tools.timing.rank_times import RankTimes
+from crossrank.tools.timing.collectives import Bools, Collectives
+from crossrank.tools.timing.rank_times import CallKind, RankTimes
 
 Flows = Literal["first-last", "all", "none"]
 
@@ -116,7 +116,7 @@ def write_timeline(
     return written
 
 
-def _label(found: Collectives, kind: Kind) -> str:
+def _label(found: Collectives, kind: CallKind) -> str:
     group = found.groups[kind.group]
     name = f"{group.name} {group.key.desc}".strip()
     return printable(f"{kind.label} {amount(kind.bytes)} · {name}")
@@ -147,7 +147,7 @@ def _of_rank(
             name=found.kind[called],
             start=np.maximum(found.called[called] - zero, 0),
             end=None,
-            arguments={"number": found.number[found.collective[called]].clip(0)},
+            arguments={"number": found.number[found.collective[called]].clip(0), "id": found.id[called].clip(0)},
             flow=None if on_device else flow[called],
             flow_end=None if on_device else flow_end[called],
         )

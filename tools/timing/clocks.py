@@ -38,6 +38,11 @@ class Clocks(msgspec.Struct, kw_only=True):
     unaligned: list[str] = []
     """Clocks that share no collective with the others: what compares them is not given."""
 
+    @property
+    def slack_ns(self) -> float:
+        """By how much times of different clocks may be apart."""
+        return 1000 * self.residual_us["p95"] if self.residual_us is not None and self.count > 1 else 0.0
+
 
 def align(names: Sequence[str], clock: Ints, collective: Ints, ended: Ints, count: int) -> tuple[Ints, Clocks]:
     """(what to add to each clock's times in ns, what was done); `is_known` tells which clocks could not be aligned.

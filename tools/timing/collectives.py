@@ -24,14 +24,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from crossrank.comm import OPERATIONS, Locality
+from crossrank.comm import OPERATIONS
 from crossrank.tools.timing.clocks import Clocks
 from crossrank.tools.timing.rank_times import SEND_RECV, CallKind, GroupKey
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
-_MAX = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
@@ -50,61 +49,13 @@ class Group:
         return self.key.pg
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What equal calls share, the same on all ranks."""
-
-    op: str
-    group: int
-    """Index into `Collectives.groups`."""
-    bytes: int
-    moved: int
-    ends: tuple[int, int] | None
-    root: int | None
-    dtype: str | None
-    source: str | None
-    locality: Locality
-    calls: int
-    whole: bool = True
-    """All calls of the launch are known."""
-
-    @classmethod
-    def of(cls, one: CallKind, group: int) -> Kind:
-        """The kind of a rank's calls, with the group by its number over all ranks."""
-        return cls(
-            op=one.op,
-            group=group,
-            bytes=one.bytes,
-            moved=one.moved,
-            ends=one.ends,
-            root=one.root,
-            dtype=one.dtype,
-            source=one.source,
-            locality=one.locality,
-            calls=one.calls,
-            whole=one.whole,
-        )
-
-    @property
-    def releases_all(self) -> bool:
-        """Whether it ends on no rank before every rank has begun it."""
-        row = OPERATIONS.get(self.op)
-        return row is not None and row.releases_all and self.moved < 0
-
-    @property
-    def label(self) -> str:
-        """The operation, with a word where several calls went out together."""
-        if self.calls == 1:
-            return self.op
-        return f"{self.op}, batched" if self.op == SEND_RECV else f"{self.op}, coalesced"
-
-
 @dataclass
 class Collectives:
     """Columns over the calls of all ranks, and columns over collectives. Times in ns, on corrected clocks."""
 
     groups: list[Group]
-    kinds: list[Kind]
+    kinds: list[CallKind]
+    """Of all ranks, with the groups by their index in `groups`."""
     ranks: list[int]
     """Ranks that were read, ascending."""
     world_size: int
@@ -171,7 +122,7 @@ class Collectives:
         return rate
 
 
-def _factor(kind: Kind, size: int) -> float:
+def _factor(kind: CallKind, size: int) -> float:
     """Bus factor; NaN where a bandwidth means nothing: a barrier, a group of one, an operation that is not known."""
     if kind.op == SEND_RECV:
         return 1.0

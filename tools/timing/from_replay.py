@@ -17,8 +17,8 @@ from crossrank.comm import MOST_RANKS
 from crossrank.errors import CrossrankError
 from crossrank.recording import Damage, list_recording, read_chunks
 from crossrank.tools.timing.clocks import Clocks
-from crossrank.tools.timing.collectives import Collectives, Group, Kind
-from crossrank.tools.timing.rank_times import SOURCES, GroupKey, RankTimes
+from crossrank.tools.timing.collectives import Collectives, Group
+from crossrank.tools.timing.rank_times import SOURCES, CallKind, GroupKey, RankTimes
 from crossrank.tools.whole_file import join
 
 CSV, JSON = "replay.csv", "replay.json"
@@ -34,7 +34,6 @@ class _Replay(msgspec.Struct):
     world_size: int
     clock_error_us: float
     rows: list[_Row]
-    source: str = ""
 
 
 class _Call(msgspec.Struct):
@@ -50,7 +49,6 @@ class _Call(msgspec.Struct):
     """Whether its bytes and its time belong together: not in a batch, nor where only a wait tells the end."""
     seq: int = 0
     peer: int | None = None
-    dtype: str | None = None
     source: str | None = None
 
 
@@ -108,7 +106,7 @@ def _collectives(calls: Sequence[_Call], sizes: dict[str, int], head: _Replay) -
         Group(key=GroupKey(name), members=tuple(members[name]), size=sizes.get(name, len(members[name])))
         for name in names
     ]
-    kinds: dict[Kind, int] = {}
+    kinds: dict[CallKind, int] = {}
     keys: dict[object, int] = {}
     columns: dict[str, list[int]] = {name: [] for name in ("kind", "collective", "waiting", "ended")}
     first: list[_Call] = []
@@ -116,14 +114,13 @@ def _collectives(calls: Sequence[_Call], sizes: dict[str, int], head: _Replay) -
         ends = None
         if call.peer is not None:
             ends = (call.rank, call.peer) if call.op == "send" else (call.peer, call.rank)
-        kind = Kind(
+        kind = CallKind(
             op=call.op,
             group=names.index(call.pg),
             bytes=call.bytes,
             moved=-1,
             ends=ends,
             root=None,
-            dtype=call.dtype,
             source=call.source,
             locality="unknown",
             calls=1,

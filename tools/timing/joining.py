@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from crossrank.comm import OPERATIONS
-from crossrank.tools.timing.collectives import Bools, Group, Ints, Kind
-from crossrank.tools.timing.rank_times import SEND_RECV, GroupKey, RankTimes
+from crossrank.tools.timing.collectives import Bools, Group, Ints
+from crossrank.tools.timing.rank_times import CallKind, GroupKey, RankTimes
 
 _MAX = np.iinfo(np.int64).max
 _WORLD = "0"
@@ -71,7 +71,7 @@ class Joined:
 def join(
     ranks: Sequence[RankTimes],
     groups: Sequence[Group],
-    kinds: Sequence[Kind],
+    kinds: Sequence[CallKind],
     kind: Ints,
     file: Ints,
     number: Ints,
@@ -81,8 +81,8 @@ def join(
     """Join the calls; `told` gets what could not be, with the number of calls."""
     lanes: dict[object, int] = {}
     lane_of = np.array([lanes.setdefault((one.group, one.ends), len(lanes)) for one in kinds] or [0], np.int64)
-    own_kind = np.array([one.op == SEND_RECV or (_is_p2p(one.op) and one.ends is None) for one in kinds] or [False])
-    p2p = np.array([_is_p2p(one.op) for one in kinds] or [False])
+    own_kind = np.array([one.is_p2p and one.ends is None for one in kinds] or [False])
+    p2p = np.array([one.is_p2p for one in kinds] or [False])
     lane = lane_of[kind]
     unnumbered = (number <= 0) & ~own_kind[kind]
     _tell(told, NO_NUMBER, unnumbered)
@@ -99,14 +99,12 @@ def join(
     recorded_lanes[lane[~counted]] = True
     collective, of_kind, first, own = _collectives(lane, number, apart, kind)
     joined = Joined(lane, number, counted, apart, collective, of_kind, first, own, counted & recorded_lanes[lane], kind)
-    _part_unlike_calls(joined, kinds, kind, told)
+    _part_unlike_calls(joined, kinds, told)
     return joined
 
 
 def contradicted(
     joined: Joined,
-    kinds: Sequence[Kind],
-    kind: Ints,
     releasing: Bools,
     began: Ints,
     ended: Ints,
@@ -118,7 +116,7 @@ def contradicted(
 
     `slack_ns`: how far the clocks of `began` and `ended` may be apart.
     """
-    rows = np.flatnonzero(comparable & releasing[kind] & ~joined.own[joined.collective])
+    rows = np.flatnonzero(comparable & releasing[joined.kind] & ~joined.own[joined.collective])
     count = joined.count
     last_begin, first_end = np.full(count, -_MAX), np.full(count, _MAX)
     np.maximum.at(last_begin, joined.collective[rows], began[rows])
@@ -132,14 +130,14 @@ def contradicted(
     return True
 
 
-def _part_unlike_calls(joined: Joined, kinds: Sequence[Kind], kind: Ints, told: Counter[str]) -> None:
+def _part_unlike_calls(joined: Joined, kinds: Sequence[CallKind], told: Counter[str]) -> None:
     """Ranks that call different things under one number: a fault of the job, or numbers counted from elsewhere."""
     ops: dict[str, int] = {}
-    op_of = np.array([ops.setdefault(_side(one.op), len(ops)) for one in kinds] or [0], np.int64)
+    op_of = np.array([ops.setdefault(one.label.partition(",")[0], len(ops)) for one in kinds] or [0], np.int64)
     agrees = np.array([one.calls == 1 and _agrees_in_size(one) for one in kinds] or [False])
     roots = np.array([-1 if one.root is None else one.root for one in kinds] or [-1], np.int64)
     sizes = np.array([one.bytes for one in kinds] or [0], np.int64)
-    first = joined.of_kind[joined.collective]
+    kind, first = joined.kind, joined.of_kind[joined.collective]
     unlike = op_of[kind] != op_of[first]
     unlike |= agrees[kind] & agrees[first] & (sizes[kind] > 0) & (sizes[first] > 0) & (sizes[kind] != sizes[first])
     unlike |= (roots[kind] >= 0) & (roots[first] >= 0) & (roots[kind] != roots[first])
@@ -163,7 +161,7 @@ def _bad_lanes(joined: Joined, rows: Ints, bad: Bools) -> Ints:
     return np.flatnonzero((wrong > 0) & (wrong > _OFTEN * of))
 
 
-def _agrees_in_size(kind: Kind) -> bool:
+def _agrees_in_size(kind: CallKind) -> bool:
     row = OPERATIONS.get(kind.op)
     return row is not None and row.agrees != "none" and not row.p2p
 
@@ -203,16 +201,6 @@ def _twice(lane: Ints, number: Ints, rank: Ints, apart: Bools) -> Bools:
     span = int(number.max(initial=0)) + 1
     shared = lane * span + number
     return np.isin(shared, shared[twice]) & ~apart
-
-
-def _side(op: str) -> str:
-    """A send and its receive are one operation."""
-    return SEND_RECV if op in ("send", "recv") else op
-
-
-def _is_p2p(op: str) -> bool:
-    row = OPERATIONS.get(op)
-    return row is not None and row.p2p
 
 
 def _tell(told: Counter[str], text: str, calls: Bools) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from crossrank.comm import MOST_RANKS, CommRecord, Group, Locality, is_p2p, total_bytes
+from crossrank.comm import MOST_RANKS, OPERATIONS, CommRecord, Group, Locality, is_p2p, total_bytes
 from crossrank.dtypes import dtype_of
 
 SEND_RECV = "send/recv"
@@ -44,7 +44,7 @@ class CallKind(msgspec.Struct, frozen=True):
     op: str
     """A key of `OPERATIONS`, `SEND_RECV`, or what the file calls it."""
     group: int
-    """Index into the groups of the rank."""
+    """Index into the groups of the rank, or of all ranks where they are laid side by side."""
     bytes: int
     """S of nccl-tests; of a launch of several calls the sum, of an all_to_all the larger of sent and received."""
     moved: int = -1
@@ -52,13 +52,31 @@ class CallKind(msgspec.Struct, frozen=True):
     ends: tuple[int, int] | None = None
     """Sender and receiver of a send or receive."""
     root: int | None = None
-    dtype: str | None = None
     source: str | None = None
     locality: Locality = "unknown"
     calls: int = 1
     """That went out in this one launch."""
     whole: bool = True
     """All calls of the launch are known: CROSSNODE may have left some out."""
+
+    @property
+    def releases_all(self) -> bool:
+        """Whether it ends on no rank before every rank has begun it."""
+        row = OPERATIONS.get(self.op)
+        return row is not None and row.releases_all and self.moved < 0
+
+    @property
+    def is_p2p(self) -> bool:
+        row = OPERATIONS.get(self.op)
+        return self.op == SEND_RECV or (row is not None and row.p2p)
+
+    @property
+    def label(self) -> str:
+        """The operation for people: a send and its receive are one; with a word where several went out together."""
+        op = SEND_RECV if self.is_p2p else self.op
+        if self.calls == 1:
+            return op
+        return f"{op}, batched" if self.is_p2p else f"{op}, coalesced"
 
 
 @dataclass
@@ -73,8 +91,6 @@ class RankTimes:
     """Ranks with the same text here have the same clock."""
     world_size: int | None = None
     node: str = ""
-    job: str = ""
-    """Ranks of one run agree in this, where both say it."""
     placed: bool = True
     """Whether begins and ends are exact, and not durations alone."""
     numbered: bool = True
@@ -219,7 +235,6 @@ class TimesBuilder:
                 group=index,
                 bytes=max(sent, received),
                 moved=max(sent, received),
-                dtype=first.dtype,
                 source=first.source,
                 locality=locality,
                 calls=len(records),
@@ -286,7 +301,6 @@ def _kind(
         moved=moved,
         ends=ends,
         root=record.root,
-        dtype=record.dtype,
         source=record.source,
         locality=record.locality,
         calls=calls,

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from crossrank.tools.timing.clocks import align, is_known
-from crossrank.tools.timing.collectives import Bools, Collectives, Group, Ints, Kind
+from crossrank.tools.timing.collectives import Bools, Collectives, Group, Ints
 from crossrank.tools.timing.joining import Joined, contradicted, join, join_groups
-from crossrank.tools.timing.rank_times import SEND_RECV, RankTimes
+from crossrank.tools.timing.rank_times import SEND_RECV, CallKind, RankTimes
 
 _MAX = np.iinfo(np.int64).max
 MOVED = (
@@ -22,11 +23,11 @@ MOVED = (
 def lay_side_by_side(ranks: Sequence[RankTimes]) -> Collectives:
     """Join the calls of all ranks, which are not empty."""
     groups, group_of = join_groups(ranks)
-    kinds: list[Kind] = []
-    numbers: dict[Kind, int] = {}
+    kinds: list[CallKind] = []
+    numbers: dict[CallKind, int] = {}
     columns = []
     for index, times in enumerate(ranks):
-        own = [Kind.of(one, group_of[index][one.group]) for one in times.kinds]
+        own = [msgspec.structs.replace(one, group=group_of[index][one.group]) for one in times.kinds]
         of_kind = np.array([numbers.setdefault(one, len(numbers)) for one in own] or [0], np.int64)
         kinds += list(numbers)[len(kinds) :]
         columns.append(
@@ -64,9 +65,8 @@ def lay_side_by_side(ranks: Sequence[RankTimes]) -> Collectives:
         on_one = is_known(offsets)
         shift = np.where(on_one, offsets, 0)
         moved = shift[clock]
-        slack = 1000 * clocks.residual_us["p95"] if clocks.residual_us is not None and clocks.count > 1 else 0.0
         comparable = (ended > 0) & placed & on_one[clock]
-        bad_lanes = contradicted(joined, kinds, kind, releasing, began + moved, ended + moved, comparable, slack, told)
+        bad_lanes = contradicted(joined, releasing, began + moved, ended + moved, comparable, clocks.slack_ns, told)
     _tell_large_moves(joined, began, moved, told)
     collective, count = joined.collective, joined.count
     called, began, ended = (np.where(column > 0, column + moved, 0) for column in (called, began, ended))
@@ -131,7 +131,7 @@ def _largest(values: Ints, collective: Ints, count: int) -> Ints:
     return largest
 
 
-def _expected(joined: Joined, kinds: Sequence[Kind], sizes: Sequence[int]) -> Ints:
+def _expected(joined: Joined, kinds: Sequence[CallKind], sizes: Sequence[int]) -> Ints:
     by_kind = [2 if one.ends is not None and one.ends[0] != one.ends[1] else sizes[one.group] for one in kinds]
     expected = np.array(by_kind or [0], np.int64)[joined.of_kind]
     return np.where(joined.own, 1, expected)
@@ -165,9 +165,7 @@ def _measure(found: Collectives, joined: Joined, releasing: Bools, comparable: B
     rest = known & ~released & ~placed
     found.time[rest] = longest[rest]
     guessed = np.array([found.groups[kind.group].guessed for kind in found.kinds] or [False])[found.of_kind]
-    residual = found.clocks.residual_us
-    slack = 1000 * residual["p95"] if residual is not None and found.clocks.count > 1 else 0.0
-    uncertain = spread & several & (found.time < slack)
+    uncertain = spread & several & (found.time < found.clocks.slack_ns)
     found.bound = known & ((found.seen < found.expected) | rest | joined.own | guessed | uncertain)
     wait = np.where(
         released[collective],

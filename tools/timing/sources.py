@@ -18,8 +18,9 @@ from crossrank.comm import MOST_RANKS, is_p2p
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED, is_folder, list_recording
 from crossrank.tools.calls import readers
-from crossrank.tools.calls.rank_calls import RankCalls, RecordedCall
-from crossrank.tools.calls.sources import NSIGHT, files_at
+from crossrank.tools.calls.files import NSIGHT, files_at
+from crossrank.tools.calls.flight import read_flight
+from crossrank.tools.calls.rank_calls import Input, RankCalls, RecordedCall
 from crossrank.tools.fleet import Fleet, map_ranks
 from crossrank.tools.linking.communications import named_by_address
 from crossrank.tools.linking.inputs import RankInput, rank_said
@@ -45,7 +46,7 @@ class Task:
     rank: int | None
     path: str
     read: Callable[[Task], list[RankTimes]]
-    given: readers.Input | None = None
+    given: Input | None = None
     comms: tuple[tuple[int, str], ...] = ()
     """(rank, comms file), for an export that holds several ranks."""
 
@@ -60,14 +61,14 @@ class Found:
     """Ranks that have other files than the exports that are read."""
 
 
-_Files = dict[str, list[readers.Input]]
+_Files = dict[str, list[Input]]
 
 
 def find(paths: Sequence[str], ranks: Collection[int] | None = None, source: str | None = None) -> Found:
     """The measurements at `paths`: folders, files or URLs. Raises `CrossrankError` where there is none."""
     skipped: list[str] = []
     by_rank: dict[int | None, _Files] = defaultdict(lambda: defaultdict(list))
-    exports: list[readers.Input] = []
+    exports: list[Input] = []
     reports: list[str] = []
     for path in paths:
         if path.endswith(_REPORTS):
@@ -77,10 +78,10 @@ def find(paths: Sequence[str], ranks: Collection[int] | None = None, source: str
             names = list_recording(path).foreign
             # One that does not begin as a database is told when it is opened.
             named = [join(path, name) for name in names if name.endswith(_EXPORTS)]
-            exports += [readers.Input(path=name, rank=rank_said(name.rpartition("/")[2], b"")) for name in named]
+            exports += [Input(path=name, rank=rank_said(name.rpartition("/")[2], b"")) for name in named]
             reports += [join(path, name) for name in names if name.endswith(_REPORTS)]
         elif path.endswith(_EXPORTS):
-            exports.append(readers.Input(path=path, rank=rank_said(path.rpartition("/")[2], b"")))
+            exports.append(Input(path=path, rank=rank_said(path.rpartition("/")[2], b"")))
             continue
         for kind, one in files_at(path, skipped):
             if kind == NSIGHT and one.path not in {export.path for export in exports}:
@@ -115,7 +116,7 @@ def find(paths: Sequence[str], ranks: Collection[int] | None = None, source: str
         told = f" ({'; '.join(skipped[:3])})" if skipped else ""
         raise CrossrankError(
             f"{', '.join(paths)}: holds nothing that measured communication{asked}{told}; name a recording, a folder "
-            "of Kineto traces or flight-recorder dumps, Nsight exports (.sqlite), or the folder of a replay"
+            "of Kineto traces or flight-recorder dumps, or Nsight exports (.sqlite)"
         )
     return Found(tasks, skipped)
 
@@ -172,7 +173,7 @@ def _task(rank: int | None, kinds: _Files, source: str | None, skipped: list[str
             rank=rank,
             path=pairs[0].kineto,
             read=_read_pair,
-            given=readers.Input(path=pairs[0].kineto, rank=rank, pairs=(pairs[0],)),
+            given=Input(path=pairs[0].kineto, rank=rank, pairs=(pairs[0],)),
         )
     if kinetos:
         one = kinetos[min(kinetos)]
@@ -310,7 +311,7 @@ def _read_kineto(task: Task) -> list[RankTimes]:
 
 def _read_flight(task: Task) -> list[RankTimes]:
     assert task.given is not None
-    return [_of_calls(readers.read_flight(task.given), "flight")]
+    return [_of_calls(read_flight(task.given), "flight")]
 
 
 def _read_nsight(task: Task) -> list[RankTimes]:

@@ -13,7 +13,8 @@ import pytest
 from crossrank.errors import CrossrankError
 from crossrank.replay.build import build, settle
 from crossrank.replay.plan import Plan
-from crossrank.tools.calls.sources import find, kind_of_file, read
+from crossrank.replay.sources import find, read
+from crossrank.tools.calls.files import kind_of_file
 from crossrank.tools.fleet import Fleet
 from tests.unit.linking.public_traces import needs_traces, public
 from tests.unit.replay.plans import ops, plan_of, rank_calls, record, waits

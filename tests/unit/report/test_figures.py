@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
-import pytest
 
-from crossrank.comm import Group
+from crossrank.comm import CommRecord, Group
 from crossrank.tools.report.figures import Figures, figures
 from crossrank.tools.report.gather import Material
 from crossrank.tools.timing.rank_times import RankTimes, TimesBuilder
@@ -16,7 +13,10 @@ from tests.unit.timing.ranks import EPOCH, Rank
 
 
 def figures_of(*ranks: Rank) -> Figures:
-    times = [rank.times for rank in ranks]
+    return figures_of_times([rank.times for rank in ranks])
+
+
+def figures_of_times(times: list[RankTimes]) -> Figures:
     material = Material(
         inputs=["run"],
         ranks=times,
@@ -104,12 +104,12 @@ def test_calls_without_durations_tell_who_waits_by_when_hosts_made_them() -> Non
     assert figures_of(*other_clock).waiting is None
 
 
-def groups_job(descs: dict[str, list[list[int]]], world: int) -> list[Rank]:
+def groups_job(descs: dict[str, list[list[int]]], world: int) -> list[RankTimes]:
+    """Every rank makes one all_reduce on each of its groups."""
     ranks = []
     for rank in range(world):
-        one = Rank(rank, world)
         times = RankTimes(rank=rank, path=f"rank-{rank}", source="kineto", clock="one", world_size=world)
-        mine: list[Any] = [
+        mine = [
             Group(pg=f"{desc}{number}", size=len(members), ranks=members, desc=desc)
             for desc, groups in descs.items()
             for number, members in enumerate(groups)
@@ -117,19 +117,16 @@ def groups_job(descs: dict[str, list[list[int]]], world: int) -> list[Rank]:
         ]
         builder = TimesBuilder(times, mine)
         for group in mine:
-            from crossrank.comm import CommRecord
-
             record = CommRecord(id=0, op="all_reduce", c10d="", pg=group.pg, bytes=100, t=0)
             builder.add(builder.kind(builder.kind_of([record])), id=0, number=1, began=EPOCH, ended=EPOCH + 1000)
-        one.times = times
-        ranks.append(one)
+        ranks.append(times)
     return ranks
 
 
 def test_groups_made_alike_are_one_class() -> None:
     tensor = [[0, 1], [2, 3]]
     data = [[0, 2], [1, 3]]
-    found = figures_of(*groups_job({"tp": tensor, "dp": data, "": [[0, 1, 2, 3]]}, 4))
+    found = figures_of_times(groups_job({"tp": tensor, "dp": data, "": [[0, 1, 2, 3]]}, 4))
     assert found.matrix.groups == ["tp: 2 of 2 ranks", "dp: 2 of 2 ranks", "group 0: 4 ranks"]
     assert found.matrix.calls == [[4, 4, 4]]
     assert [(row.pg, row.collectives) for row in found.bandwidth.rows] == [
@@ -139,8 +136,9 @@ def test_groups_made_alike_are_one_class() -> None:
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_any_number_of_ranks_gives_figures(ranks: int) -> None:
-    found = figures_of(*(Rank(rank, ranks).call(100, 200) for rank in range(ranks)))
-    assert found.ranks == ranks
-    assert msgspec.json.encode(found)
+def test_one_rank_waits_for_nobody_and_its_times_are_its_own() -> None:
+    found = figures_of(Rank(0, 1).call(100, 200))
+    assert (found.ranks, found.missing_ranks, found.waiting) == (1, "", None)
+    assert found.matrix.time_ms == [[0.1]]
+    (row,) = found.bandwidth.rows
+    assert (row.busbw_gbps, row.upper_bounds) == (None, 0)

@@ -95,8 +95,8 @@ def test_a_rank_has_its_calls_its_device_and_its_steps(tmp_path: Path) -> None:
     assert {path: [event[:4] for event in rows] for path, rows in trace.events.items() if rows} == {
         "rank 0/steps": [("step 0", 0, 205_000, {}), ("step 1", 205_000, 605_000, {})],
         "rank 0/calls": [
-            ("all_reduce 1 MB · 0", 0, None, {"number": 1}),
-            ("all_gather 2 MB · 0", 500_000, None, {"number": 2}),
+            ("all_reduce 1 MB · 0", 0, None, {"number": 1, "id": 0}),
+            ("all_gather 2 MB · 0", 500_000, None, {"number": 2, "id": 1}),
         ],
         "rank 0/device": [
             ("all_reduce 1 MB · 0", 5_000, 405_000, {"number": 1}),
@@ -104,8 +104,8 @@ def test_a_rank_has_its_calls_its_device_and_its_steps(tmp_path: Path) -> None:
         ],
         "rank 1/steps": [("step 0", 0, 255_000, {}), ("step 1", 255_000, 605_000, {})],
         "rank 1/calls": [
-            ("all_reduce 1 MB · 0", 300_000, None, {"number": 1}),
-            ("all_gather 2 MB · 0", 500_000, None, {"number": 2}),
+            ("all_reduce 1 MB · 0", 300_000, None, {"number": 1, "id": 0}),
+            ("all_gather 2 MB · 0", 500_000, None, {"number": 2, "id": 1}),
         ],
         "rank 1/device": [
             ("all_reduce 1 MB · 0", 305_000, 405_000, {"number": 1}),

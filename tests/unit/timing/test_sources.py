@@ -13,7 +13,7 @@ from crossrank.tools.timing.rank_times import RankTimes
 from crossrank.tools.timing.side_by_side import lay_side_by_side
 from crossrank.tools.timing.sources import Found, find, read
 from tests.unit.linking.test_link_command import rank_trace
-from tests.unit.timing.test_commands import write_exports
+from tests.unit.nsight.exports import write_exports
 
 WALL = 1_780_000_000_000_000_000
 MS = 1_000_000

@@ -1,4 +1,4 @@
-"""Finds the files of all ranks and what they are, and reads each into `RankCalls`.
+"""Finds the files of all ranks that are replayed, and reads each into `RankCalls`.
 
 A folder may hold several kinds for each rank, as our recordings do; then the one that says most is read, in the order
 of `KINDS`. A rank is read from the name of its file, or from what the file says.
@@ -7,41 +7,20 @@ of `KINDS`. A rank is read from the name of its file, or from what the file says
 from __future__ import annotations
 
 import os
-import re
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
-from crossrank.comm import MOST_RANKS
 from crossrank.errors import CrossrankError
-from crossrank.recording import (
-    COMMS,
-    EXECUTION_TRACE,
-    FLIGHT,
-    KINETO,
-    LINKED,
-    Damage,
-    is_folder,
-    is_url,
-    list_recording,
-    read_chunks,
-)
+from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED, is_url
 from crossrank.tools.calls import readers
+from crossrank.tools.calls.files import BASIC, files_at
+from crossrank.tools.calls.flight import read_flight
 from crossrank.tools.calls.param_basic import read_basic
-from crossrank.tools.calls.rank_calls import RankCalls
+from crossrank.tools.calls.rank_calls import Input, RankCalls
 from crossrank.tools.fleet import Fleet, map_ranks
-from crossrank.tools.linking.inputs import rank_said
-from crossrank.tools.shards import is_part
 from crossrank.tools.tables import rank_ranges
-
-BASIC = "basic"
-"""PARAM's own format: a list of calls."""
-PLAN = "plan"
-TIMELINE = "timeline"
-"""What `crossrank timeline` and `convert --timeline` write, which looks like a Kineto trace."""
-NSIGHT = "nsight"
-"""An export of Nsight Systems, which is no record of calls but has their times."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +28,7 @@ class Kind:
     """One kind of file that says what was communicated."""
 
     what: str
-    read: Callable[[readers.Input], RankCalls]
+    read: Callable[[Input], RankCalls]
 
 
 KINDS: dict[str, Kind] = {
@@ -57,23 +36,10 @@ KINDS: dict[str, Kind] = {
     LINKED: Kind("linked traces", readers.read_linked_trace),
     EXECUTION_TRACE: Kind("execution traces", readers.read_et),
     KINETO: Kind("Kineto traces", readers.read_kineto_trace),
-    FLIGHT: Kind("flight-recorder dumps", readers.read_flight),
+    FLIGHT: Kind("flight-recorder dumps", read_flight),
     BASIC: Kind("PARAM basic traces", read_basic),
 }
 """By preference: the first kind that a folder has is read."""
-
-_HEAD = 1 << 16
-_SIGNS = (
-    (NSIGHT, re.compile(rb"\ASQLite format 3\x00")),
-    (PLAN, re.compile(rb'"schema"\s*:\s*"crossrank-plan ')),
-    (COMMS, re.compile(rb'\A\s*\{"header"')),
-    (TIMELINE, re.compile(rb'"metadata"\s*:\s*\{"crossrank"')),
-    (KINETO, re.compile(rb'"traceEvents"|\A\s*\[\s*\{[^}]*"ph"')),
-    (LINKED, re.compile(rb'"crossrank"\s*:\s*\{"version"')),
-    (EXECUTION_TRACE, re.compile(rb'"nodes"\s*:')),
-    (FLIGHT, re.compile(rb'\A\x80|"pg_config"|"entries"')),
-    (BASIC, re.compile(rb'\A\s*\[[^\]]*"(?:comms|compute|startTime_ns|in_msg_size)"')),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,26 +47,8 @@ class Found:
     """The files that are read."""
 
     kind: str
-    inputs: list[readers.Input]
+    inputs: list[Input]
     skipped: list[str]
-
-
-def kind_of_file(path: str) -> tuple[str | None, int | None]:
-    """(kind, rank) of a file by its first bytes and its name; None where it does not say."""
-    damage = Damage(path)
-    head = b""
-    try:
-        for chunk in read_chunks(path, damage):
-            head += chunk
-            if len(head) >= _HEAD:
-                break
-    except OSError as error:
-        raise CrossrankError(f"{path}: cannot be read ({error.strerror or error})") from error
-    if not head and damage.problems:
-        raise CrossrankError(f"{path}: {damage.problems[0]}")
-    head = head[:_HEAD]
-    kind = next((kind for kind, sign in _SIGNS if sign.search(head)), None)
-    return kind, rank_said(PurePosixPath(path).name, head)
 
 
 def find(path: str, kind: str | None = None) -> Found:
@@ -109,7 +57,7 @@ def find(path: str, kind: str | None = None) -> Found:
     Raises `CrossrankError` where there is nothing to replay.
     """
     parts = [path] if os.path.exists(path) or is_url(path) else [part for part in path.split(",") if part]
-    by_kind: dict[str, dict[int | None, list[readers.Input]]] = defaultdict(lambda: defaultdict(list))
+    by_kind: dict[str, dict[int | None, list[Input]]] = defaultdict(lambda: defaultdict(list))
     skipped: list[str] = []
     for part in parts:
         for one in files_at(part, skipped):
@@ -139,40 +87,13 @@ def find(path: str, kind: str | None = None) -> Found:
     return Found(kind=chosen, inputs=inputs, skipped=skipped)
 
 
-def _with_timings(one: readers.Input, by_kind: dict[str, dict[int | None, list[readers.Input]]]) -> readers.Input:
+def _with_timings(one: Input, by_kind: dict[str, dict[int | None, list[Input]]]) -> Input:
     """Beside a comms file, a linked trace or a dump of the same rank says how long its calls took."""
     return replace(
         one,
         linked=tuple(other.path for other in by_kind.get(LINKED, {}).get(one.rank, ()) if other is not one),
         flight=next((other.path for other in by_kind.get(FLIGHT, {}).get(one.rank, ()) if other is not one), None),
     )
-
-
-def files_at(path: str, skipped: list[str]) -> list[tuple[str, readers.Input]]:
-    """(kind, file) of what is at a path; `skipped` gets what cannot be read."""
-    listing = list_recording(path)
-    found = [
-        (file.kind, readers.Input(path=file.path, rank=file.rank, window=file.window))
-        for file in listing.files
-        if file.rank < MOST_RANKS
-    ]
-    one_file = not is_folder(path)
-    for name in listing.foreign:
-        if is_part(name):
-            continue
-        whole = path if one_file else f"{path.rstrip('/')}/{name}"
-        try:
-            kind, rank = kind_of_file(whole)
-        except CrossrankError as error:
-            skipped.append(str(error))
-            continue
-        if kind in KINDS or kind == NSIGHT:
-            found.append((kind, readers.Input(path=whole, rank=rank)))
-        elif one_file:
-            skipped.append(f"{name} is none of them")
-    for name in listing.torn:
-        skipped.append(f"{name} was cut off while it was written")
-    return found
 
 
 def read(

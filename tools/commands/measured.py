@@ -1,0 +1,66 @@
+"""What `bandwidth` and `timeline` begin with: the times of all ranks at the paths that the user names."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from crossrank.errors import CrossrankError
+from crossrank.tools.commands.options import add_fleet_arguments, complain, fleet_of, progress, rank_list
+from crossrank.tools.tables import rank_ranges
+from crossrank.tools.timing.collectives import Collectives
+from crossrank.tools.timing.rank_times import RankTimes
+from crossrank.tools.timing.side_by_side import lay_side_by_side
+from crossrank.tools.timing.sources import find, read
+
+_COMPLAINTS = 8
+
+
+@dataclass
+class Measured:
+    """The times of a run."""
+
+    ranks: list[RankTimes]
+    together: Collectives
+    skipped: list[str]
+    """Files that could not be used, and why."""
+    chosen: bool
+    """The user asked for some ranks only."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What files say about themselves, each once."""
+        return list(dict.fromkeys(note for one in self.ranks for note in one.notes))
+
+    def complain(self) -> int:
+        """Say what is missing; the exit code that follows."""
+        for text in self.skipped[:_COMPLAINTS]:
+            complain(text)
+        missing = sorted(set(range(self.together.world_size)) - set(self.together.ranks))
+        if missing and not self.chosen:
+            complain(f"rank {rank_ranges(missing)} is not there: times of its groups include waiting for it")
+        return 1 if self.skipped or (missing and not self.chosen) else 0
+
+
+def add_measured_arguments(parser: argparse.ArgumentParser, sources: Sequence[str]) -> None:
+    """The options that `read_measured` reads; `sources` are what the user may choose among."""
+    parser.add_argument("path", nargs="+", help="a recording, a folder of traces or exports, or the files")
+    parser.add_argument(
+        "--source", choices=sources, help="what to take times from (default: what says most of what is there)"
+    )
+    parser.add_argument("--ranks", type=rank_list, metavar="LIST", help="only these, for example 0-7,12")
+    add_fleet_arguments(parser)
+
+
+def read_measured(arguments: argparse.Namespace) -> Measured:
+    """Raises `CrossrankError` where nothing can be used."""
+    paths: list[str] = arguments.path
+    found = find(paths, arguments.ranks, arguments.source)
+    fleet = fleet_of(arguments, paths, reads=("ranks", "source"))
+    ranks = progress("reading", len(found.tasks), lambda done: read(found, fleet, done))
+    if arguments.ranks is not None:
+        ranks = [one for one in ranks if one.rank in arguments.ranks]
+    if not ranks:
+        raise CrossrankError(f"{', '.join(paths)}: holds none of the ranks that --ranks names")
+    return Measured(ranks, lay_side_by_side(ranks), found.skipped, arguments.ranks is not None)
