@@ -43,10 +43,11 @@ def _points(
     report: Report,
 ) -> tuple[list[tuple[float, float, str, str]], list[tuple[float, str]], list[tuple[float, str]]]:
     """Bus bandwidth over size, both logarithmic: (x, y, operation, title) per row, and the ticks of both axes."""
-    rows = [row for row in report.rows if row.busbw_gbps is not None and row.busbw_gbps["p50"] > 0 and row.size_to]
+    rated = [row for row in report.rows if row.busbw_gb_per_s is not None and row.busbw_gb_per_s["p50"] > 0]
+    rows = [row for row in rated if row.size_to]
     if not rows:
         return [], [], []
-    values = [log2(row.busbw_gbps["p50"]) for row in rows if row.busbw_gbps is not None]
+    values = [log2(row.busbw_gb_per_s["p50"]) for row in rows if row.busbw_gb_per_s is not None]
     sizes = [log2(row.size_to) for row in rows]
     low, high = int(min(values) // 1), int(-(-max(values) // 1))
     high = max(high, low + 1)

@@ -220,10 +220,10 @@ class Row(msgspec.Struct, kw_only=True):
     issue_us: dict[str, float]
     completion_us: dict[str, float]
     waiting_us: dict[str, float]
-    algbw_gbps: dict[str, float] | None
+    algbw_gb_per_s: dict[str, float] | None
     """p50, p95 and p99 of the time, so a smaller bandwidth stands at p95; None where there is none: of a barrier, of
     calls of a batch, of calls with a late end."""
-    busbw_gbps: dict[str, float] | None
+    busbw_gb_per_s: dict[str, float] | None
     late_ends: int
     """Calls of which only a wait tells when they were over: their times are upper bounds."""
 
@@ -258,8 +258,8 @@ def _row(op: str, pg: str, size: tuple[int, int], calls: list[Measured], plan: P
         issue_us=percentiles_us(list(_flat(call.issue for call in calls))),
         completion_us=percentiles_us(list(_flat(call.completion for call in calls))),
         waiting_us=percentiles_us(list(_flat(call.waiting for call in calls))),
-        algbw_gbps=algbw,
-        busbw_gbps=busbw,
+        algbw_gb_per_s=algbw,
+        busbw_gb_per_s=busbw,
         late_ends=sum(call.late_end for call in calls),
     )
 

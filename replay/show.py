@@ -52,8 +52,8 @@ def print_report(report: Report) -> None:
             microseconds(row.time_us["p99"]),
             microseconds(row.issue_us["p50"]),
             microseconds(row.waiting_us["p50"]),
-            rate(row.algbw_gbps),
-            rate(row.busbw_gbps),
+            rate(row.algbw_gb_per_s),
+            rate(row.busbw_gb_per_s),
         )
         for row in report.rows[:_MOST_ROWS]
     ]

@@ -106,7 +106,7 @@ def print_sweep(results: list[tuple[Combination, Report | str]]) -> None:
             rows.append((*point, "-", "-", "-", "-", "-", report))
             continue
         top = report.rows[0] if report.rows else None
-        rates = [row.busbw_gbps["p50"] for row in report.rows if row.busbw_gbps is not None]
+        rates = [row.busbw_gb_per_s["p50"] for row in report.rows if row.busbw_gb_per_s is not None]
         rows.append(
             (
                 *point,

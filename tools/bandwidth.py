@@ -55,10 +55,10 @@ class Row(msgspec.Struct, kw_only=True):
     """Of the durations on each rank, waiting for others included."""
     waiting_us: Spread | None
     """Of each rank's; None where no rank can be compared with another."""
-    algbw_gbps: Spread | None
+    algbw_gb_per_s: Spread | None
     """p5, p50, p95 and max over the collectives, GB/s of 1e9 bytes; p5 is what 95 % of them reach."""
-    busbw_gbps: Spread | None
-    line_rate_gbps: float | None = None
+    busbw_gb_per_s: Spread | None
+    line_rate_gb_per_s: float | None = None
     """As the user gives it for the locality, GB/s."""
     line_rate_share: Spread | None = None
     """busbw over line rate."""
@@ -246,9 +246,9 @@ def _row(
         time_us=spread_us(found.time[mine]),
         kernel_us=spread_us((found.ended - found.began)[calls]),
         waiting_us=spread_us(waiting) if len(waiting) else None,
-        algbw_gbps=_rates(algbw),
-        busbw_gbps=bus,
-        line_rate_gbps=rate,
+        algbw_gb_per_s=_rates(algbw),
+        busbw_gb_per_s=bus,
+        line_rate_gb_per_s=rate,
         line_rate_share={name: round(value / rate, 4) for name, value in bus.items()} if bus and rate else None,
         upper_bounds=int(found.bound[mine].sum()),
     )
@@ -278,7 +278,7 @@ def summary_lines(result: Bandwidth) -> list[str]:
     lines += [f"measured   {SOURCES[source]} ({count} rank(s))" for source, count in result.sources.items()]
     lines.append(
         f"calls      {result.timed_calls:,} of {result.calls:,} have times; they are {result.timed_collectives:,} "
-        f"collectives, {result.total_ms:,.3f} ms"
+        f"collectives or transfers, {result.total_ms:,.3f} ms"
     )
     clocks = result.clocks
     text = f"clocks     {clocks.note}"

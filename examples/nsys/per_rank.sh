@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One Nsight Systems report per rank, of the iterations of TRACING_WINDOW, and what they say together.
+# On one node: a report of Nsight Systems per rank, of the iterations of TRACING_WINDOW, and what they say together.
 #
 #   NPROC=8 TRACING_WINDOW=100:102 examples/nsys/per_rank.sh train.py --lr 1e-4
 #

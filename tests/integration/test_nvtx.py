@@ -258,8 +258,8 @@ def test_real_markers_are_joined_with_kernels_and_with_the_records(tmp_path: Pat
         10.0,
         {"p50": 3.5, "p95": 6.65, "max": 7.0, "total": 7.0},
     )
-    assert gather.busbw_gbps is not None
-    assert gather.busbw_gbps["p50"] == 100.0
+    assert gather.busbw_gb_per_s is not None
+    assert gather.busbw_gb_per_s["p50"] == 100.0
     assert (rows["all_reduce", "pair"].collectives, rows["all_reduce", "pair"].locality) == (2, "cross_node")
     assert result.clocks.count == 2
 

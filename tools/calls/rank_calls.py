@@ -69,6 +69,8 @@ class RankCalls(msgspec.Struct, kw_only=True):
     skipped_calls: int = 0
     """Calls of steps that were not asked for."""
     skipped_bytes: int = 0
+    left_out: int = 0
+    """Calls inside a node that were counted and not recorded."""
     filtered: bool = False
     """Calls inside a node were not recorded (TRACING=CROSSNODE)."""
     waits_without_call: int = 0

@@ -14,7 +14,7 @@ from crossrank.tools.commands.options import write_output
 from crossrank.tools.size_buckets import size_text
 from crossrank.tools.tables import amount, print_table, printable
 from crossrank.tools.timing.from_replay import is_replay, read_replay
-from crossrank.tools.timing.sources import CHOICES
+from crossrank.tools.timing.sources import CHOICES, LEFT_OUT
 
 _SHOWN = 24
 _NOTES = 8
@@ -56,6 +56,9 @@ class BandwidthCommand:
             measured.ranks, measured.together, inputs=paths, by=by, rates=rates, skipped=measured.skipped
         )
         if not result.timed_calls:
+            hidden = result.unattributed.get(LEFT_OUT)
+            if hidden and not result.calls:
+                raise CrossrankError(f"{', '.join(paths)}: 0 calls, and {hidden:,} {LEFT_OUT}")
             raise CrossrankError(
                 f"{', '.join(paths)}: {result.calls:,} calls, but nothing says how long one took; record a window "
                 "(TRACING_WINDOW=START:STOP), or a report of Nsight Systems, or set TORCH_NCCL_ENABLE_TIMING=1"
@@ -98,7 +101,7 @@ def _print(result: Bandwidth) -> None:
     columns = [
         *(_TITLES[name] for name in result.by),
         "#collectives",
-        "#S",
+        "#S in all",
         "#time p50",
         "#p95",
         "#max us",
@@ -111,11 +114,11 @@ def _print(result: Bandwidth) -> None:
     columns += ["#of line rate"] if shared else []
     columns += ["#upper bounds"] if bounds else []
     rows = [_cells(row, result.by, shared=shared, bounds=bounds) for row in result.rows[:_SHOWN]]
-    print_table("Collectives, those that took longest in all first", columns, rows)
+    print_table("Collectives and transfers, those that took longest in all first", columns, rows)
     if len(result.rows) > _SHOWN:
         print(f"  … and {len(result.rows) - _SHOWN} more: --json has all")
     if bounds:
-        print("  upper bounds: not all members were seen, or several calls shared a launch; the time includes waiting")
+        print("  upper bounds: not all members were seen, several calls shared a launch, or only a wait told the end")
     notes = list(dict.fromkeys(result.notes))
     for note in notes[:_NOTES]:
         print(f"\nnote       {printable(note)}")
@@ -140,7 +143,7 @@ def _cells(row: Row, by: list[str], *, shared: bool, bounds: bool) -> list[objec
     cells += [f"{row.collectives:,}", amount(row.bytes)]
     cells += [microseconds(row.time_us[name]) for name in ("p50", "p95", "max")]
     cells += [microseconds(waiting.get(name)) for name in ("p50", "p95")]
-    cells += [rate(row.algbw_gbps, "p50"), rate(row.busbw_gbps, "p50"), rate(row.busbw_gbps, "p5")]
+    cells += [rate(row.algbw_gb_per_s, "p50"), rate(row.busbw_gb_per_s, "p50"), rate(row.busbw_gb_per_s, "p5")]
     if shared:
         cells.append(f"{row.line_rate_share['p50']:.1%}" if row.line_rate_share else "-")
     if bounds:

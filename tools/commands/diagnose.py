@@ -58,7 +58,9 @@ class Diagnose:
         paths: list[str] = arguments.path
         candidates = find_candidates(paths)
         if not candidates:
-            raise CrossrankError(f"{', '.join(paths)}: holds no file; name the folder of the dumps or of a recording")
+            raise CrossrankError(
+                f"{', '.join(paths)}: holds neither dumps nor comms files; name the folder of the dumps or a recording"
+            )
         small = sum(candidate.size for candidate in candidates) <= _WORTH_PROCESSES
         fleet = fleet_of(arguments, paths, one_process=small)
         named = not any(is_folder(path) for path in paths)

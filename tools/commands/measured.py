@@ -49,7 +49,12 @@ def add_measured_arguments(parser: argparse.ArgumentParser, sources: Sequence[st
     parser.add_argument(
         "--source", choices=sources, help="what to take times from (default: what says most of what is there)"
     )
-    parser.add_argument("--ranks", type=rank_list, metavar="LIST", help="only these, for example 0-7,12")
+    parser.add_argument(
+        "--ranks",
+        type=rank_list,
+        metavar="LIST",
+        help="read only these, for example 0-7,12; times of groups with others then include waiting for them",
+    )
     add_fleet_arguments(parser)
 
 

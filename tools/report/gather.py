@@ -42,7 +42,7 @@ class ReplayedRow(msgspec.Struct, kw_only=True):
     calls: int
     time_us: Percentiles
     waiting_us: Percentiles
-    busbw_gbps: Percentiles | None = None
+    busbw_gb_per_s: Percentiles | None = None
 
 
 class ReplayedCheck(msgspec.Struct, kw_only=True):
@@ -108,7 +108,7 @@ class Plan:
 def plan(paths: Sequence[str], replay: str | None, source: str | None = None) -> Plan:
     """The files at `paths`. Raises `CrossrankError` where there is nothing to report on."""
     found = sources.find(paths, None, source)
-    candidates = [one for one in find_candidates(paths) if one.kind in (COMMS, FLIGHT)]
+    candidates = [one for one in find_candidates(paths) if one.kind in (COMMS, FLIGHT) or one.path in found.dumps]
     folder = replay or _replay_beside(paths)
     return Plan(
         inputs=list(paths),

@@ -71,12 +71,12 @@ def _drawn(figures: Figures) -> dict[str, Any]:
             "locality": row.locality,
             "size": row.bytes / row.collectives,
             "collectives": row.collectives,
-            "busbw": row.busbw_gbps,
+            "busbw": row.busbw_gb_per_s,
             "time": row.time_us,
             "bounds": row.upper_bounds,
         }
         for row in figures.bandwidth.rows
-        if row.busbw_gbps is not None and row.bytes
+        if row.busbw_gb_per_s is not None and row.bytes
     ]
     return {
         "matrix": figures.matrix,
@@ -84,7 +84,7 @@ def _drawn(figures: Figures) -> dict[str, Any]:
         "sizes": rows,
         "waiting": figures.waiting,
         "steps": figures.steps,
-        "rates": sorted({row.line_rate_gbps for row in figures.bandwidth.rows if row.line_rate_gbps}),
+        "rates": sorted({row.line_rate_gb_per_s for row in figures.bandwidth.rows if row.line_rate_gb_per_s}),
     }
 
 

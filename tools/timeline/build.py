@@ -81,6 +81,7 @@ def write_timeline(
     labels = [_label(found, kind) for kind in found.kinds] or [""]
     placed = {one.rank or 0: one.placed for one in ranks}
     on_device = np.array([placed[rank] for rank in found.ranks])[np.searchsorted(found.ranks, found.rank)]
+    on_device &= found.ended > 0
     flow, flow_end = _flows(found, flows, on_device)
     width = len(str(max(found.ranks)))
     written = Written(
@@ -104,8 +105,8 @@ def write_timeline(
         for place, rank in enumerate(found.ranks):
             rows = order[edges[place] : edges[place + 1]]
             one = by_rank[rank]
-            parent = tracks.add(f"rank {rank:0{width}d}{f' ({printable(one.node)})' if one.node else ''}")
-            for events in _of_rank(found, one, rows, zero, labels, flow, flow_end, tracks, parent):
+            parent = tracks.add(f"rank {rank:0{width}d}{f' ({printable(one.node[:16])})' if one.node else ''}")
+            for events in _of_rank(found, one, rows, zero, labels, flow, flow_end, on_device, tracks, parent):
                 if events.track.name == "steps":
                     written.steps += len(events.start)
                 elif events.end is None:
@@ -130,16 +131,14 @@ def _of_rank(
     labels: Sequence[str],
     flow: Ints,
     flow_end: Ints,
+    on_device: Bools,
     tracks: _Tracks,
     parent: Track,
 ) -> Iterator[Events]:
     if one.steps:
         yield _steps(one, found, rows, zero, tracks.add("steps", parent))
     called = rows[found.called[rows] > 0]
-    timed = rows[found.ended[rows] > 0]
-    placed = timed if one.placed else timed[:0]
-    # Where the device's times are known the arrows stand there, else at the calls.
-    on_device = len(placed) > 0
+    placed = rows[on_device[rows]]
     if len(called):
         yield Events(
             track=tracks.add("calls", parent),
@@ -148,8 +147,9 @@ def _of_rank(
             start=np.maximum(found.called[called] - zero, 0),
             end=None,
             arguments={"number": found.number[found.collective[called]].clip(0), "id": found.id[called].clip(0)},
-            flow=None if on_device else flow[called],
-            flow_end=None if on_device else flow_end[called],
+            # Where the times of the device are known the arrows stand there.
+            flow=np.where(on_device[called], 0, flow[called]),
+            flow_end=flow_end[called],
         )
     placed = placed[np.argsort(found.began[placed], kind="stable")]
     lane = lanes(found.began[placed], found.ended[placed])
@@ -194,8 +194,10 @@ def _flows(found: Collectives, flows: Flows, on_device: Bools) -> tuple[Ints, In
     flow_end = np.full(len(found.rank), MIDDLE, np.int64)
     count = len(found.of_kind)
     members = np.bincount(found.collective, minlength=count)
-    arrival = np.where((found.began > 0) & on_device, found.began, found.called)
-    rows = np.flatnonzero((members[found.collective] > 1) & (arrival > 0))
+    arrival = np.where(on_device, found.began, found.called)
+    # Between clocks that were not brought together an arrow would say nothing.
+    one_clock = found.comparable | (found.clocks.count == 1)
+    rows = np.flatnonzero((members[found.collective] > 1) & (arrival > 0) & one_clock)
     if flows == "none" or not len(rows):
         return flow, flow_end
     order = rows[np.lexsort((found.rank[rows], arrival[rows], found.collective[rows]))]
@@ -204,14 +206,15 @@ def _flows(found: Collectives, flows: Flows, on_device: Bools) -> tuple[Ints, In
     last = np.concatenate((collective[1:] != collective[:-1], [True]))
     flow_end[order[last]] = LAST
     flow_end[order[first]] = FIRST
-    chosen = order if flows == "all" else order[first ^ last]
+    # Of a collective of which only one member can be placed there is nothing to connect.
+    chosen = order[~(first & last)] if flows == "all" else order[first ^ last]
     flow[chosen] = found.collective[chosen] + 1
     return flow, flow_end
 
 
 def _counters(found: Collectives, zero: int, tracks: _Tracks, on_device: Bools) -> Iterator[Counter]:
     """Sums over the collectives under way, as far as it is known when they were."""
-    timed = np.flatnonzero(on_device & (found.ended > 0) & (found.began >= zero) & (found.time[found.collective] >= 0))
+    timed = np.flatnonzero(on_device & found.comparable & (found.began >= zero) & (found.time[found.collective] >= 0))
     if not len(timed):
         return
     count = len(found.of_kind)

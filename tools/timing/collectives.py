@@ -73,6 +73,8 @@ class Collectives:
     """Index of the collective that the call is part of."""
     waiting: Ints
     """-1 = not known."""
+    comparable: Bools
+    """Its begin and end are on the common clock."""
     # One row per collective.
     of_kind: Ints
     """Kind on its first rank."""

@@ -156,6 +156,7 @@ def _collectives(calls: Sequence[_Call], sizes: dict[str, int], head: _Replay) -
         ended=np.maximum(ended, 1),
         collective=collective,
         waiting=waiting,
+        comparable=np.zeros(len(calls), bool),
         of_kind=of_kind,
         number=np.array([call.seq for call in first], np.int64),
         bytes=largest,

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from crossrank.comm import OPERATIONS
@@ -237,7 +238,7 @@ def join_groups(ranks: Sequence[RankTimes]) -> tuple[list[Group], list[list[int]
                 members = tuple(range(times.world_size))
             index = keys.setdefault((key.pg, members), len(keys))
             if index == len(found):
-                found.append(GroupKey(pg=key.pg, ranks=members, desc=key.desc, size=key.size))
+                found.append(msgspec.structs.replace(key, ranks=members))
                 users.append(set())
             if place in used:
                 users[index].add(times.rank or 0)

@@ -6,6 +6,7 @@ A job has millions of calls. What calls have in common (operation, group, sizes,
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,6 +16,9 @@ import msgspec
 
 from crossrank.comm import MOST_RANKS, OPERATIONS, CommRecord, Group, Locality, is_p2p, total_bytes
 from crossrank.dtypes import dtype_of
+
+_LATE = re.compile(r"\A(?:\w+:)?gloo(?:,\w+:gloo)*\Z")
+"""Backends of a group that is gloo on every device."""
 
 SEND_RECV = "send/recv"
 """Operation of several sends and receives that went out in one launch."""
@@ -28,6 +32,8 @@ class GroupKey(msgspec.Struct, frozen=True):
     """Global ranks; None where the file does not say. Then those who use the name are its members."""
     desc: str = ""
     size: int = 0
+    late_ends: bool = False
+    """Its backend tells the end of a send or receive only when somebody waits for it."""
 
     @classmethod
     def of(cls, group: Group) -> GroupKey:
@@ -35,7 +41,13 @@ class GroupKey(msgspec.Struct, frozen=True):
         if ranks is not None and (len(set(ranks)) < len(ranks) or not all(0 <= rank < MOST_RANKS for rank in ranks)):
             ranks = None
         size = len(ranks) if ranks is not None else group.size
-        return cls(pg=group.pg, ranks=ranks, desc=group.desc, size=size if 0 <= size <= MOST_RANKS else 0)
+        return cls(
+            pg=group.pg,
+            ranks=ranks,
+            desc=group.desc,
+            size=size if 0 <= size <= MOST_RANKS else 0,
+            late_ends=_LATE.search(group.backend) is not None,
+        )
 
 
 class CallKind(msgspec.Struct, frozen=True):
@@ -47,6 +59,8 @@ class CallKind(msgspec.Struct, frozen=True):
     """Index into the groups of the rank, or of all ranks where they are laid side by side."""
     bytes: int
     """S of nccl-tests; of a launch of several calls the sum, of an all_to_all the larger of sent and received."""
+    recorded: int = 0
+    """Sum of S of its calls as they were recorded."""
     moved: int = -1
     """Bytes that this rank sends to others or receives from them, the larger; -1 where the bus factor tells them."""
     ends: tuple[int, int] | None = None
@@ -234,6 +248,7 @@ class TimesBuilder:
                 op=SEND_RECV,
                 group=index,
                 bytes=max(sent, received),
+                recorded=sum(record.bytes for record in records),
                 moved=max(sent, received),
                 source=first.source,
                 locality=locality,
@@ -298,6 +313,7 @@ def _kind(
         op=record.op,
         group=group,
         bytes=size,
+        recorded=record.bytes if calls == 1 else size,
         moved=moved,
         ends=ends,
         root=record.root,

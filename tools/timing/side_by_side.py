@@ -86,6 +86,7 @@ def lay_side_by_side(ranks: Sequence[RankTimes]) -> Collectives:
         ended=ended,
         collective=collective,
         waiting=np.full(len(rank), -1, np.int64),
+        comparable=placed & on_one[clock],
         of_kind=joined.of_kind,
         number=joined.number,
         bytes=_largest(np.array([one.bytes for one in kinds] or [0], np.int64)[kind], collective, count),
@@ -97,7 +98,7 @@ def lay_side_by_side(ranks: Sequence[RankTimes]) -> Collectives:
         last_rank=np.full(count, -1, np.int64),
         shift={times.rank or 0: int(shift[place[times.clock]]) for times in ranks},
     )
-    _measure(result, joined, releasing, placed & on_one[clock])
+    _measure(result, joined, releasing)
     result.told = dict(told)
     return result
 
@@ -137,8 +138,8 @@ def _expected(joined: Joined, kinds: Sequence[CallKind], sizes: Sequence[int]) -
     return np.where(joined.own, 1, expected)
 
 
-def _measure(found: Collectives, joined: Joined, releasing: Bools, comparable: Bools) -> None:
-    """Times of collectives and waits of ranks. `comparable`: calls whose begin and end are on the common clock."""
+def _measure(found: Collectives, joined: Joined, releasing: Bools) -> None:
+    """Times of collectives and waits of ranks."""
     count = len(found.of_kind)
     rows = np.flatnonzero(found.ended > 0)
     collective = found.collective[rows]
@@ -150,7 +151,7 @@ def _measure(found: Collectives, joined: Joined, releasing: Bools, comparable: B
     np.maximum.at(last_begin, collective, found.began[rows])
     np.maximum.at(last_end, collective, found.ended[rows])
     placed = np.ones(count, bool)
-    placed[collective[~comparable[rows]]] = False
+    placed[collective[~found.comparable[rows]]] = False
     # A send that left before its receive began is over when the receive has it: ends after begins, or nothing.
     placed &= last_end > last_begin
     known = found.seen > 0
@@ -166,7 +167,10 @@ def _measure(found: Collectives, joined: Joined, releasing: Bools, comparable: B
     found.time[rest] = longest[rest]
     guessed = np.array([found.groups[kind.group].guessed for kind in found.kinds] or [False])[found.of_kind]
     uncertain = spread & several & (found.time < found.clocks.slack_ns)
-    found.bound = known & ((found.seen < found.expected) | rest | joined.own | guessed | uncertain)
+    late = np.array([kind.is_p2p and found.groups[kind.group].key.late_ends for kind in found.kinds] or [False])
+    found.bound = known & (
+        (found.seen < found.expected) | rest | joined.own | guessed | uncertain | late[found.of_kind]
+    )
     wait = np.where(
         released[collective],
         duration - found.time[collective],

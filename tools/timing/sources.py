@@ -35,6 +35,7 @@ CHOICES = ("nsight", "kineto", "flight", "comms")
 _EXPORTS = (".sqlite", ".sqlite3")
 _REPORTS = (".nsys-rep", ".qdrep")
 EXPORT = "nsys export --type sqlite --include-json true --include-blobs true"
+LEFT_OUT = "calls inside a node, which were counted and not recorded (TRACING=CROSSNODE); TRACING=ALL records them"
 _RANKS_APART = 60_000_000_000
 """ns between the end of one rank and the begin of another that no job has."""
 
@@ -57,6 +58,8 @@ class Found:
 
     tasks: list[Task]
     skipped: list[str] = field(default_factory=list)
+    dumps: set[str] = field(default_factory=set)
+    """Flight-recorder dumps among the files, whatever they are called."""
     unmixed: set[int] = field(default_factory=set)
     """Ranks that have other files than the exports that are read."""
 
@@ -92,6 +95,7 @@ def find(paths: Sequence[str], ranks: Collection[int] | None = None, source: str
         raise CrossrankError(_export_command(reports[0]))
     exported = {one.path.rpartition(".")[0] for one in exports}
     skipped += [_export_command(report) for report in reports if report.rpartition(".")[0] not in exported]
+    dumps = {one.path for kinds in by_rank.values() for one in kinds[FLIGHT]}
     comms = tuple(
         (rank, kinds[COMMS][0].path)
         for rank, kinds in sorted(by_rank.items(), key=_order)
@@ -101,7 +105,7 @@ def find(paths: Sequence[str], ranks: Collection[int] | None = None, source: str
         exports.sort(key=lambda one: one.path)
         tasks = [Task(rank=one.rank, path=one.path, read=_read_nsight, comms=comms) for one in exports]
         others = {rank for rank in by_rank if rank is not None and (ranks is None or rank in ranks)}
-        return Found(tasks, skipped, unmixed=others)
+        return Found(tasks, skipped, dumps, others)
     if source == "nsight":
         raise CrossrankError(f"{', '.join(paths)}: holds no Nsight export (.sqlite); make one with: {EXPORT} REPORT")
     tasks = []
@@ -118,7 +122,7 @@ def find(paths: Sequence[str], ranks: Collection[int] | None = None, source: str
             f"{', '.join(paths)}: holds nothing that measured communication{asked}{told}; name a recording, a folder "
             "of Kineto traces or flight-recorder dumps, or Nsight exports (.sqlite)"
         )
-    return Found(tasks, skipped)
+    return Found(tasks, skipped, dumps)
 
 
 def _export_command(report: str) -> str:
@@ -393,6 +397,8 @@ def _of_calls(calls: RankCalls, source: str) -> RankTimes:
         )
         if timed:
             times.attributed[SOURCES[source]] += len(launch)
+    if calls.left_out:
+        times.unattributed[LEFT_OUT] = calls.left_out
     without = len(calls.calls) - sum(times.attributed.values())
     if without and times.attributed:
         times.unattributed["calls outside the windows that were traced, or without a duration"] = without

@@ -223,7 +223,7 @@ def test_a_folder_without_dumps_exits_2(tmp_path: Path, capsys: pytest.CaptureFi
     assert diagnose(capsys, tmp_path) == (
         2,
         "",
-        f"crossrank: {tmp_path}: holds no file; name the folder of the dumps or of a recording\n",
+        f"crossrank: {tmp_path}: holds neither dumps nor comms files; name the folder of the dumps or a recording\n",
     )
     (tmp_path / "notes.txt").write_text("nothing")
     code, out, err = diagnose(capsys, tmp_path)

@@ -69,8 +69,8 @@ def test_times_are_put_on_one_clock_and_told_apart() -> None:
 def test_bandwidths_are_those_of_nccl_tests() -> None:
     plan, results = job()
     (row,) = table(measure(plan, results), plan)
-    assert row.algbw_gbps == {"p50": 4.0, "p95": 4.0, "p99": 4.0}
-    assert row.busbw_gbps == {"p50": 4.0, "p95": 4.0, "p99": 4.0}  # 2 (n - 1) / n = 1 for two ranks
+    assert row.algbw_gb_per_s == {"p50": 4.0, "p95": 4.0, "p99": 4.0}
+    assert row.busbw_gb_per_s == {"p50": 4.0, "p95": 4.0, "p99": 4.0}  # 2 (n - 1) / n = 1 for two ranks
     assert (row.calls, row.bytes, row.size_from, row.size_to) == (1, 4000, 1025, 4096)
     assert row.time_us == {"p50": 1.0, "p95": 1.0, "p99": 1.0}
 
@@ -84,7 +84,7 @@ def test_a_send_and_its_receive_are_one_row() -> None:
 def test_a_barrier_has_no_bandwidth() -> None:
     plan = plan_of([record("barrier")], [record("barrier")])
     (row,) = table(measure(plan, [result(0, [(0, 1, 9)]), result(1, [(0, 1, 9)])]), plan)
-    assert row.algbw_gbps is row.busbw_gbps is None
+    assert row.algbw_gb_per_s is row.busbw_gb_per_s is None
 
 
 def test_a_replay_is_set_against_its_recording() -> None:

@@ -7,6 +7,7 @@ import msgspec
 from crossrank.comm import CommRecord, Group
 from crossrank.tools.report.figures import Figures, figures
 from crossrank.tools.report.gather import Material
+from crossrank.tools.report.waiting import Last, Waiter
 from crossrank.tools.timing.rank_times import RankTimes, TimesBuilder
 from crossrank.tools.timing.side_by_side import lay_side_by_side
 from tests.unit.timing.ranks import EPOCH, Rank
@@ -76,8 +77,8 @@ def test_the_figures_of_a_job_with_a_late_rank() -> None:
     assert (waiting.axis, waiting.bins) == ("iteration", [1.0, 2.0])
     assert (waiting.p50_us, waiting.max_us) == ([150.0, 150.0], [300.0, 300.0])
     assert (waiting.rows, waiting.mean_us) == (["rank 0", "rank 1"], [[300.0, 300.0], [0.0, 0.0]])
-    assert waiting.last == [{"rank": 1, "last": 4, "of": 4, "cost_ms": 1.2}]
-    assert waiting.waiters == [{"rank": 0, "waiting_ms": 1.2}]
+    assert waiting.last == [Last(rank=1, last=4, of=4, cost_ms=1.2)]
+    assert waiting.waiters == [Waiter(rank=0, waiting_ms=1.2)]
     assert msgspec.to_builtins(found.steps) == {
         "step": [1, 2],
         "p50_ms": [2.0, 3.5],
@@ -94,7 +95,7 @@ def test_calls_without_durations_tell_who_waits_by_when_hosts_made_them() -> Non
     found = figures_of(*ranks)
     assert found.waiting is not None
     assert found.waiting.measured == "the moments at which the hosts made their calls"
-    assert found.waiting.last == [{"rank": 1, "last": 1, "of": 1, "cost_ms": 0.07}]
+    assert found.waiting.last == [Last(rank=1, last=1, of=1, cost_ms=0.07)]
     assert found.waiting.max_us == [70.0]
     assert found.bandwidth.rows == []
     other_clock = [Rank(0, host="a"), Rank(1, host="b")]
@@ -141,4 +142,16 @@ def test_one_rank_waits_for_nobody_and_its_times_are_its_own() -> None:
     assert (found.ranks, found.missing_ranks, found.waiting) == (1, "", None)
     assert found.matrix.time_ms == [[0.1]]
     (row,) = found.bandwidth.rows
-    assert (row.busbw_gbps, row.upper_bounds) == (None, 0)
+    assert (row.busbw_gb_per_s, row.upper_bounds) == (None, 0)
+
+
+def test_calls_that_wait_at_the_same_time_count_once() -> None:
+    # Two all_reduces are under way at once while rank 1 sleeps until 50 ms.
+    first, second = Rank(0), Rank(1)
+    first.call(1000, 51_000).call(2000, 52_000)
+    second.call(50_000, 51_000).call(51_000, 52_000)
+    found = figures_of(first, second)
+    assert found.waiting is not None
+    assert found.waiting.waiters == [Waiter(rank=0, waiting_ms=50.0)]
+    assert found.waiting.last == [Last(rank=1, last=2, of=2, cost_ms=50.0)]
+    assert found.matrix.waiting_ms == [[98.0]]

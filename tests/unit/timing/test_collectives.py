@@ -366,8 +366,9 @@ def test_rows_hold_the_figures_of_their_collectives() -> None:
     assert (big.op, big.pg, big.ranks, big.size_from, big.size_to) == ("all_reduce", "0", 2, 262145, 1048576)
     assert (big.collectives, big.calls, big.bytes) == (3, 6, 3_000_000)
     assert big.time_us == {"p50": 200.0, "p95": 380.0, "max": 400.0, "total": 700.0}
-    assert big.busbw_gbps == {"p5": 2.75, "p50": 5.0, "p95": 9.5, "max": 10.0}
-    assert (big.line_rate_gbps, big.line_rate_share) == (20.0, {"p5": 0.1375, "p50": 0.25, "p95": 0.475, "max": 0.5})
+    assert big.busbw_gb_per_s == {"p5": 2.75, "p50": 5.0, "p95": 9.5, "max": 10.0}
+    assert big.line_rate_gb_per_s == 20.0
+    assert big.line_rate_share == {"p5": 0.1375, "p50": 0.25, "p95": 0.475, "max": 0.5}
     assert small.waiting_us == {"p50": 400.0, "p95": 760.0, "max": 800.0, "total": 800.0}
     assert small.line_rate_share is None
     assert [row.source for row in bandwidth([], together(*ranks), by=["source"]).rows] == ["train.py:7", None]

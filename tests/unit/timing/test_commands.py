@@ -36,15 +36,15 @@ def test_bandwidth_prints_what_was_measured_and_how_much_of_it(
         == """\
 ranks      2 of 2
 measured   Nsight Systems: kernels that were launched within our markers or NCCL's (2 rank(s))
-calls      4 of 4 have times; they are 2 collectives, 0.200 ms
+calls      4 of 4 have times; they are 2 collectives or transfers, 0.200 ms
 clocks     2 clocks, brought together by the ends of collectives; the ends of a collective differ by 0.0 us (p50), 0.0 us at most
 
 Kernels and other activities, by how they found their call
           4  launched within our marker
 
-Collectives, those that took longest in all first
-  operation   group             size    locality    collectives     S  time p50    p95  max us  waiting p50  p95 us  algbw p50  busbw p50  p5 GB/s  of line rate
-  all_reduce  0 default_pg (2)  ≤4 MiB  cross_node            2  8 MB     100.0  100.0   100.0         25.0    50.0         40         40       40         50.0%
+Collectives and transfers, those that took longest in all first
+  operation   group             size    locality    collectives  S in all  time p50    p95  max us  waiting p50  p95 us  algbw p50  busbw p50  p5 GB/s  of line rate
+  all_reduce  0 default_pg (2)  ≤4 MiB  cross_node            2      8 MB     100.0  100.0   100.0         25.0    50.0         40         40       40         50.0%
 """  # noqa: E501
     )
 
