@@ -23,13 +23,11 @@ MOVED = (
 def lay_side_by_side(ranks: Sequence[RankTimes]) -> Collectives:
     """Join the calls of all ranks, which are not empty."""
     groups, group_of = join_groups(ranks)
-    kinds: list[CallKind] = []
     numbers: dict[CallKind, int] = {}
     columns = []
     for index, times in enumerate(ranks):
         own = [msgspec.structs.replace(one, group=group_of[index][one.group]) for one in times.kinds]
         of_kind = np.array([numbers.setdefault(one, len(numbers)) for one in own] or [0], np.int64)
-        kinds += list(numbers)[len(kinds) :]
         columns.append(
             (
                 np.full(len(times), times.rank or 0, np.int64),
@@ -43,6 +41,7 @@ def lay_side_by_side(ranks: Sequence[RankTimes]) -> Collectives:
                 _ints(times.ended),
             )
         )
+    kinds = list(numbers)
     rank, file, kind, identity, number, step, called, began, ended = (
         np.concatenate(parts) for parts in zip(*columns, strict=True)
     )

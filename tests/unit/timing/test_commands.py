@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from crossrank.tools.cli import main
@@ -185,3 +186,21 @@ def test_shards_give_the_same_as_one_run(
         assert run(*words) == 0
         outputs[engine] = output.read_bytes()
     assert outputs["one"] == outputs["shards"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_inputs_and_outputs_may_be_urls(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    memory: fsspec.AbstractFileSystem = fsspec.filesystem("memory")
+    for path in folder.iterdir():
+        memory.pipe_file(f"/{command}/{path.name}", path.read_bytes())
+    assert run(command, folder, "-o", tmp_path / "local") == 0
+    assert run(command, f"memory://{command}", "-o", f"memory://{command}/out") == 0
+    here, there = (tmp_path / "local").read_bytes(), memory.cat_file(f"/{command}/out")
+    if command == "timeline":
+        assert there == here
+    else:  # they name their input
+        assert there.replace(f"memory://{command}".encode(), b"INPUT") == here.replace(str(folder).encode(), b"INPUT")
+    assert run(command, f"memory://{command}/rank_0.sqlite", "-o", tmp_path / "one") == 1
+    assert "rank 1 is not there" in capsys.readouterr().err
