@@ -53,7 +53,7 @@ def read_export(path: str, rank: int | None, comms: Mapping[int, str]) -> list[R
             _Process(export, process, ranges.take(np.flatnonzero(ranges.process == process)), epoch, comms)
             for process in sorted(ours | with_nccl)
         ]
-        _give_ranks(path, [process.times for process in processes], rank)
+        _give_ranks(path, processes, rank)
         found = []
         for process in processes:
             mine = kernels.take(np.flatnonzero(kernels.process == process.number))
@@ -69,13 +69,19 @@ def read_export(path: str, rank: int | None, comms: Mapping[int, str]) -> list[R
         return found
 
 
-def _give_ranks(path: str, found: list[RankTimes], named: int | None) -> None:
-    unknown = [one for one in found if one.rank is None]
-    if len(found) == 1 and unknown:
-        unknown[0].rank = named
-    elif unknown:
-        taken = {one.rank for one in found if one.rank is not None}
-        free = (rank for rank in range(len(found) + len(taken)) if rank not in taken)
+def _give_ranks(path: str, processes: list[_Process], named: int | None) -> None:
+    """Ranks of processes that no marker tells: by the file's name, by NCCL, else by their order."""
+    if len(processes) == 1 and processes[0].times.rank is None:
+        processes[0].times.rank = named
+    for process in processes:
+        times = process.times
+        if times.rank is None and process.largest is not None:
+            times.rank = process.largest[1]
+            times.notes.append(f"{path}: rank {times.rank} by its place in the largest communicator captured")
+    unknown = [process.times for process in processes if process.times.rank is None]
+    if unknown and len(processes) > 1:
+        taken = {process.times.rank for process in processes}
+        free = (rank for rank in range(2 * len(processes)) if rank not in taken)
         for one, rank in zip(unknown, free, strict=False):
             one.rank = rank
         unknown[0].notes.append(
@@ -140,11 +146,12 @@ class _Process:
                 times.node = times.node or meaning.host
         if times.rank is None:
             times.rank = _rank_by_pid(self.number & 0xFFFFFF, comms)
-        if times.rank is None and self._nccl is not None and self._nccl.ranks:
-            nccl = self._nccl
-            largest = max(nccl.ranks, key=lambda name: nccl.sizes[name])
-            times.rank, times.world_size = nccl.ranks[largest], nccl.sizes[largest]
-            times.notes.append(f"{times.path}: rank {times.rank} by its place in the largest communicator captured")
+
+    @property
+    def largest(self) -> tuple[int, int] | None:
+        """(size, rank in it) of the largest communicator whose making was captured."""
+        nccl = self._nccl
+        return max(((nccl.sizes[name], rank) for name, rank in nccl.ranks.items()), default=None) if nccl else None
 
     def read(self, kernels: Activities, comms: Mapping[int, str]) -> RankTimes:
         """The times of the process, whose rank is known by now."""
@@ -300,8 +307,11 @@ class _Process:
         order = np.argsort(at, kind="stable")
         taken = np.zeros(len(left), bool)
         numbers: Counter[object] = Counter()
+        world_size = times.world_size
+        if world_size is None and self.largest is not None and self.largest[1] == times.rank:
+            world_size = self.largest[0]
         for index, first, last in runs(at[order]):
-            records = nccl.members(index, times.rank, times.world_size) if index != NONE else []
+            records = nccl.members(index, times.rank, world_size) if index != NONE else []
             if not records:
                 continue
             mine = order[first:last]
