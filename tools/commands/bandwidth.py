@@ -59,6 +59,10 @@ class BandwidthCommand:
             hidden = result.unattributed.get(LEFT_OUT)
             if hidden and not result.calls:
                 raise CrossrankError(f"{', '.join(paths)}: 0 calls, and {hidden:,} {LEFT_OUT}")
+            if not result.calls:
+                raise CrossrankError(
+                    f"{', '.join(paths)}: holds no communication; name the traces of a job that has some"
+                )
             raise CrossrankError(
                 f"{', '.join(paths)}: {result.calls:,} calls, but nothing says how long one took; record a window "
                 "(TRACING_WINDOW=START:STOP), or a report of Nsight Systems, or set TORCH_NCCL_ENABLE_TIMING=1"

@@ -76,7 +76,9 @@ def write_timeline(
     moments = [column[column > 0] for column in (found.called, found.began)]
     begins = [int(column.min()) for column in moments if len(column)]
     if not begins:
-        raise CrossrankError(f"{ranks[0].path}: no call has a time, so there is nothing to lay on a timeline")
+        raise CrossrankError(
+            f"{ranks[0].path}: no communication with a time is in it, so there is nothing to lay on a timeline"
+        )
     zero = min(begins)
     labels = [_label(found, kind) for kind in found.kinds] or [""]
     placed = {one.rank or 0: one.placed for one in ranks}

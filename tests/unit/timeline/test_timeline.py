@@ -158,7 +158,7 @@ def test_what_overlaps_on_a_device_has_a_track_for_each(tmp_path: Path) -> None:
 def test_a_recording_without_any_time_is_refused(tmp_path: Path) -> None:
     rank = Rank(0, 1).call(0, 0)
     rank.times.called[0] = 0
-    with pytest.raises(CrossrankError, match="rank-0: no call has a time"):
+    with pytest.raises(CrossrankError, match="rank-0: no communication with a time is in it"):
         timeline(tmp_path / "t", rank)
 
 
