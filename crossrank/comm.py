@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -21,6 +21,7 @@ MOST_RANKS = 1 << 20
 
 Payload = Literal["input", "output", "input_per_member", "output_per_member", "none"]
 Side = Literal["input", "output", "none"]
+Peer = TypeVar("Peer", int, int | None)
 Locality = Literal["intra_node", "nvlink_domain", "cross_node", "unknown"]
 
 
@@ -236,6 +237,11 @@ def is_p2p(record: CommRecord) -> bool:
     """Whether a call is a send or a receive."""
     operation = OPERATIONS.get(record.op)
     return operation is not None and operation.p2p
+
+
+def ends_of(op: str, rank: int, peer: Peer) -> tuple[int | Peer, int | Peer]:
+    """(sender, receiver) of a send or receive that `rank` makes."""
+    return (rank, peer) if op == "send" else (peer, rank)
 
 
 def crosses_nodes(locality: Locality) -> bool:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from crossrank.comm import CommRecord, Group, is_p2p
+from crossrank.comm import CommRecord, Group, ends_of, is_p2p
 from crossrank.replay.exchanges import lacks_parts, with_parts
-from crossrank.replay.plan import ends_of, number_of
+from crossrank.replay.plan import number_of
 from crossrank.tools.calls.rank_calls import RankCalls
 
 _OUT_OF_RING = "another rank's dump no longer has it"
@@ -62,7 +62,7 @@ def align(
                 if record.peer is None or record.peer not in by_rank:
                     continue  # left out, or refused, already
                 members = [rank.rank, record.peer]
-                key = (label, *ends_of(record, rank.rank), record.tag or 0)
+                key = (label, *ends_of(record.op, rank.rank, record.peer), record.tag or 0)
             # A member without a call has an empty list.
             lane = lanes.setdefault(key, {member: [] for member in members})
             lane.setdefault(rank.rank, []).append((number, index))
@@ -117,7 +117,8 @@ def name_sources(sources: list[RankCalls]) -> int:
         for call in source.calls:
             record = call.record
             if is_p2p(record) and record.peer is not None and source.rank is not None:
-                sends[(record.pg, ends_of(record, source.rank), record.tag or 0)] += 1 if record.op == "send" else -1
+                ends = ends_of(record.op, source.rank, record.peer)
+                sends[(record.pg, ends, record.tag or 0)] += 1 if record.op == "send" else -1
     named = 0
     for source in sources:
         for call in source.calls:

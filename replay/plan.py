@@ -164,11 +164,6 @@ def number_of(record: CommRecord) -> int | None:
     return record.p2p_seq if is_p2p(record) else record.seq
 
 
-def ends_of(record: CommRecord, rank: int) -> tuple[int | None, int | None]:
-    """(sender, receiver) of a send or receive that `rank` makes."""
-    return (rank, record.peer) if record.op == "send" else (record.peer, rank)
-
-
 def waited_before(calls: Sequence[Call], spans: Sequence[tuple[int, int]]) -> list[int]:
     """For each launch of `spans`, before which launch it is waited for; their number = at the end.
 

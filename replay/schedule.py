@@ -14,8 +14,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from crossrank.comm import CommRecord, is_p2p
-from crossrank.replay.plan import UNPLACED, Call, RankPlan, ends_of, launches, waited_before
+from crossrank.comm import CommRecord, ends_of, is_p2p
+from crossrank.replay.plan import UNPLACED, Call, RankPlan, launches, waited_before
 
 _PREFETCHED = ("all_gather", "reduce_scatter")
 """What sharded training has two of under way: the one that is used, and the next one."""
@@ -192,7 +192,7 @@ def keys_of(rank: RankPlan) -> list[Key]:
         record = call.record
         lane: Key
         if is_p2p(record):
-            lane = ("p2p", record.pg, *ends_of(record, rank.rank), record.tag or 0)
+            lane = ("p2p", record.pg, *ends_of(record.op, rank.rank, record.peer), record.tag or 0)
         else:
             lane = ("collective", record.pg)
         keys.append((*lane, counts[lane]))

@@ -21,6 +21,7 @@ from crossrank.tools.size_buckets import bucket_of
 from crossrank.tools.timing.clocks import Clocks
 from crossrank.tools.timing.collectives import Collectives
 from crossrank.tools.timing.rank_times import SOURCES, RankTimes
+from crossrank.tools.timing.split import split_by
 
 KEYS = ("op", "group", "size", "locality", "source")
 """What rows may be grouped by."""
@@ -186,8 +187,8 @@ def make_rows(found: Collectives, by: Sequence[str], rates: dict[str, float]) ->
     calls = np.flatnonzero((found.ended > 0) & (row_of_collective[found.collective] >= 0))
     row_of_call = row_of_collective[found.collective[calls]]
     algbw, busbw = found.algbw(), found.busbw()
-    by_row = _split(row, timed, len(keys))
-    calls_by_row = _split(row_of_call, calls, len(keys))
+    by_row = split_by(row, timed, len(keys))
+    calls_by_row = split_by(row_of_call, calls, len(keys))
     rows = []
     for key, number in keys.items():
         mine, own = by_row[number], calls_by_row[number]
@@ -203,13 +204,6 @@ _KEY: dict[str, Callable[[Collectives, int, int], Any]] = {
     "locality": lambda found, kind, size: found.kinds[kind].locality,
     "source": lambda found, kind, size: found.kinds[kind].source,
 }
-
-
-def _split(row: Ints, values: Ints, count: int) -> list[Ints]:
-    order = np.argsort(row, kind="stable")
-    edges = np.searchsorted(row[order], np.arange(count + 1))
-    ordered = values[order]
-    return [ordered[edges[number] : edges[number + 1]] for number in range(count)]
 
 
 def _row(

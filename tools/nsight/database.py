@@ -99,9 +99,7 @@ class Export:
                 "whose schema is 3.16 to 3.28"
             )
 
-    def all(
-        self, table: str, columns: Sequence[str], where: str = "", parameters: Sequence[object] = ()
-    ) -> list[Column]:
+    def all(self, table: str, columns: Sequence[str], where: str = "") -> list[Column]:
         """The whole columns; empty ones where the table is not there."""
         if table not in self._tables:
             return [np.empty(0, np.int64) for _ in columns]

@@ -317,8 +317,7 @@ class _Process:
             mine = order[first:last]
             taken[mine] = True
             builder.group_of(nccl.group(records[0].pg))
-            builder.count_sent(records)
-            kind = builder.kind_of(records)
+            kind = builder.take(records)
             lane = (kind.group, kind.ends, kind.op == SEND_RECV)
             numbers[lane] += 1
             builder.add(

@@ -43,15 +43,14 @@ def rows_of_comms(path: str, calls: Ranges, builder: TimesBuilder, epoch: int) -
         elif record.id in wanted:
             number = record.p2p_seq if is_p2p(record) else record.seq
             _define(builder, file)
-            builder.count_sent([record])
-            entries.append((record.id, (record.id,), builder.kind(builder.kind_of([record])), number or 0, record.step))
+            kind = builder.kind(builder.take([record]))
+            entries.append((record.id, (record.id,), kind, number or 0, record.step))
     if unlike > _OTHER_RUN * compared:
         _forget(builder)
         return None
     _define(builder, file)
     for batch, records in batches.items():
-        builder.count_sent(records)
-        kind = builder.kind(builder.kind_of(records))
+        kind = builder.kind(builder.take(records))
         first = records[0]
         number = first.id if times.kinds[kind].op == SEND_RECV else (first.p2p_seq if is_p2p(first) else first.seq) or 0
         named = (batch, *(record.id for record in records if record.id != batch))
@@ -111,14 +110,13 @@ def rows_of_markers(calls: Ranges, kernels: Activities, builder: TimesBuilder, e
     filtered = batch_of == FILTERED
     used, inverse, counts = np.unique(calls.meaning[single], return_inverse=True, return_counts=True)
     marked = [calls.meanings[index] for index in used.tolist()]
-    kinds = np.array(
-        [builder.kind(builder.kind_of([one.record])) for one in marked if one.record is not None], np.int64
-    )
+    kind_of_meaning = []
     for one, count in zip(marked, counts.tolist(), strict=True):
         if one.record is not None:
-            builder.count_sent([one.record], count)
+            kind_of_meaning.append(builder.kind(builder.take([one.record], count)))
         if one.sizeless:
             times.unattributed[SIZELESS] += count
+    kinds = np.array(kind_of_meaning, np.int64)
     # First all single calls, then the batches; then in the order in which they were made.
     kind = np.concatenate([kinds[inverse], np.array([batch[0] for batch in batches], np.int64)])
     start = np.concatenate([calls.start[single], np.array([batch[1] for batch in batches], np.int64)])
@@ -197,8 +195,7 @@ def _batches(calls: Ranges, kernels: Activities, builder: TimesBuilder) -> tuple
         records = [one for i in members if (one := calls.meanings[int(calls.meaning[i])].record) is not None]
         for member in (*members, index):
             batch_of[member] = len(batches)
-        builder.count_sent(records)
-        batches.append((builder.kind(builder.kind_of(records)), int(calls.start[members[0]]), identity))
+        batches.append((builder.kind(builder.take(records)), int(calls.start[members[0]]), identity))
     return batch_of, batches
 
 

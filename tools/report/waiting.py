@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from crossrank.tools.timing.collectives import Collectives
 from crossrank.tools.timing.rank_times import RankTimes
+from crossrank.tools.timing.split import split_by
 
 _MOST_BINS = 120
 _MOST_ROWS = 128
@@ -143,11 +144,8 @@ def _bins(found: Collectives, moments: Ints, rows: Ints) -> tuple[Ints, list[flo
 
 
 def _percentiles(bin_of: Ints, values: Floats, count: int) -> tuple[list[float | None], ...]:
-    order = np.argsort(bin_of, kind="stable")
-    edges = np.searchsorted(bin_of[order], np.arange(count + 1))
     columns: list[list[float | None]] = [[], [], []]
-    for number in range(count):
-        own = values[order[edges[number] : edges[number + 1]]]
+    for own in split_by(bin_of, values, count):
         found = [round(float(value), 1) for value in np.percentile(own, (50, 95, 100))] if len(own) else [None] * 3
         for column, value in zip(columns, found, strict=True):
             column.append(value)

@@ -13,6 +13,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from crossrank.tools.timing.split import split_by
+
 Ints = NDArray[np.int64]
 _UNKNOWN = np.iinfo(np.int64).min
 _MOST_LISTED = 1024
@@ -56,7 +58,7 @@ def align(names: Sequence[str], clock: Ints, collective: Ints, ended: Ints, coun
         return offsets, Clocks(count=len(names), note="all ranks are on one clock", residual_us=residual)
     offsets[:] = _UNKNOWN
     reference = np.full(count, _UNKNOWN)
-    rows_of = _rows_by_clock(clock, len(names))
+    rows_of = split_by(clock, np.arange(len(clock)), len(names))
     shared = np.zeros(len(names), np.int64)
     first = max(range(len(names)), key=lambda index: (len(rows_of[index]), -index))
     offsets[first] = 0
@@ -68,12 +70,13 @@ def align(names: Sequence[str], clock: Ints, collective: Ints, ended: Ints, coun
         best = int(count_of.max(initial=0))
         if not best:
             break
-        for index in np.flatnonzero(count_of >= max(1, best // 2)).tolist():
+        joining = np.flatnonzero(count_of >= max(1, best // 2)).tolist()
+        for index in joining:
             rows = rows_of[index]
             mine = rows[known[rows]]
             offsets[index] = int(np.median(reference[collective[mine]] - ended[mine]))
             shared[index] = len(mine)
-        for index in np.flatnonzero(count_of >= max(1, best // 2)).tolist():
+        for index in joining:
             rows = rows_of[index]
             _take(reference, collective[rows], ended[rows] + offsets[index])
     aligned = offsets != _UNKNOWN
@@ -103,12 +106,6 @@ def is_known(offsets: Ints) -> NDArray[np.bool_]:
     """Which clocks could be aligned."""
     known: NDArray[np.bool_] = offsets != _UNKNOWN
     return known
-
-
-def _rows_by_clock(clock: Ints, count: int) -> list[Ints]:
-    order = np.argsort(clock, kind="stable")
-    edges = np.searchsorted(clock[order], np.arange(count + 1))
-    return [order[edges[index] : edges[index + 1]] for index in range(count)]
 
 
 def _take(reference: Ints, collective: Ints, ended: Ints) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from crossrank.comm import MOST_RANKS
+from crossrank.comm import MOST_RANKS, ends_of
 from crossrank.errors import CrossrankError
 from crossrank.recording import Damage, list_recording, read_chunks
 from crossrank.tools.timing.clocks import Clocks
@@ -111,9 +111,7 @@ def _collectives(calls: Sequence[_Call], sizes: dict[str, int], head: _Replay) -
     columns: dict[str, list[int]] = {name: [] for name in ("kind", "collective", "waiting", "ended")}
     first: list[_Call] = []
     for call in calls:
-        ends = None
-        if call.peer is not None:
-            ends = (call.rank, call.peer) if call.op == "send" else (call.peer, call.rank)
+        ends = None if call.peer is None else ends_of(call.op, call.rank, call.peer)
         kind = CallKind(
             op=call.op,
             group=names.index(call.pg),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from crossrank.comm import MOST_RANKS, OPERATIONS, CommRecord, Group, Locality, is_p2p, total_bytes
+from crossrank.comm import MOST_RANKS, OPERATIONS, CommRecord, Group, Locality, ends_of, is_p2p, total_bytes
 from crossrank.dtypes import dtype_of
 
 _LATE = re.compile(r"\A(?:\w+:)?gloo(?:,\w+:gloo)*\Z")
@@ -192,10 +192,10 @@ class TimesBuilder:
             self.times.kinds.append(kind)
         return found
 
-    def count_sent(self, records: Sequence[CommRecord], times: int = 1) -> None:
-        """Note to whom a launch sends, where its kind will not tell; `times`: how often it was made."""
+    def _count_sent(self, records: Sequence[CommRecord], times: int) -> None:
+        """Note to whom a launch sends, where its kind will not tell."""
         rank, sent = self.times.rank, self.times.sent
-        for record in map(self._possible, records):
+        for record in records:
             split = record.in_split
             if record.op == "send" and len(records) > 1:
                 if record.peer is None:
@@ -212,7 +212,7 @@ class TimesBuilder:
         if rank is not None:
             del sent[rank]
 
-    def _possible(self, record: CommRecord) -> CommRecord:
+    def _possible(self, record: CommRecord, times: int) -> CommRecord:
         """The record without sizes that cannot be."""
         splits = [count for split in (record.in_split, record.out_split) for count in split or ()]
         extents = [extent for shape in (*record.inputs, *record.outputs) for extent in shape] if splits else []
@@ -223,12 +223,16 @@ class TimesBuilder:
         )
         if min([0, *splits, *extents]) >= 0 and all(0 <= count <= _MOST_BYTES for count in [*whole, *splits]):
             return record
-        self.times.unattributed[IMPOSSIBLE] += 1
+        self.times.unattributed[IMPOSSIBLE] += times
         return msgspec.structs.replace(record, bytes=0, in_split=None, out_split=None, inputs=[], outputs=[])
 
-    def kind_of(self, records: Sequence[CommRecord]) -> CallKind:
-        """The kind of a launch: of one call, or of several that went out together."""
-        records = [self._possible(record) for record in records]
+    def take(self, records: Sequence[CommRecord], times: int = 1) -> CallKind:
+        """Take in a launch, of one call or of several that went out together: note to whom it sends; its kind.
+
+        `times`: how often it was made.
+        """
+        records = [self._possible(record, times) for record in records]
+        self._count_sent(records, times)
         first = records[0]
         index = self.group(first.pg)
         group = self.times.groups[index]
@@ -237,7 +241,7 @@ class TimesBuilder:
             size, moved = _exchanged(first, group, rank)
             return _kind(first, index, size, moved)
         if len(records) == 1:
-            ends = None if first.peer is None or rank is None else ends_of(first, rank)
+            ends = None if first.peer is None or rank is None else ends_of(first.op, rank, first.peer)
             return _kind(first, index, first.bytes, ends=ends)
         if any(is_p2p(record) for record in records):
             sent = sum(record.bytes for record in records if record.op == "send" and record.peer != rank)
@@ -293,12 +297,6 @@ def _is_whole(records: Sequence[CommRecord]) -> bool:
 
 
 _FARTHEST: tuple[Locality, ...] = ("cross_node", "nvlink_domain", "unknown", "intra_node")
-
-
-def ends_of(record: CommRecord, rank: int) -> tuple[int, int]:
-    """(sender, receiver) of a send or receive of `rank` whose peer is known."""
-    peer = -1 if record.peer is None else record.peer
-    return (rank, peer) if record.op == "send" else (peer, rank)
 
 
 def _kind(

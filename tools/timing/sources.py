@@ -374,7 +374,7 @@ def _of_calls(calls: RankCalls, source: str) -> RankTimes:
             launches.append(batches[batch])
     for launch in launches:
         first = launch[0].record
-        kind = builder.kind_of([call.record for call in launch])
+        kind = builder.take([call.record for call in launch])
         timed = [call for call in launch if call.took_ns is not None]
         began = min((call.began_ns or 0 for call in timed), default=0)
         # Members of one launch share its kernel, or follow each other: the span of them all is the launch's.
@@ -385,7 +385,6 @@ def _of_calls(calls: RankCalls, source: str) -> RankTimes:
         counted_p2p = is_p2p(first) and not times.p2p_numbered
         if number is None or not times.numbered or counted_p2p or kind.op == SEND_RECV:
             number = counted[lane]
-        builder.count_sent([call.record for call in launch])
         builder.add(
             builder.kind(kind),
             id=first.id,

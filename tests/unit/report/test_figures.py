@@ -119,7 +119,7 @@ def groups_job(descs: dict[str, list[list[int]]], world: int) -> list[RankTimes]
         builder = TimesBuilder(times, mine)
         for group in mine:
             record = CommRecord(id=0, op="all_reduce", c10d="", pg=group.pg, bytes=100, t=0)
-            builder.add(builder.kind(builder.kind_of([record])), id=0, number=1, began=EPOCH, ended=EPOCH + 1000)
+            builder.add(builder.kind(builder.take([record])), id=0, number=1, began=EPOCH, ended=EPOCH + 1000)
         ranks.append(times)
     return ranks
 

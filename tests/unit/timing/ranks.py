@@ -41,7 +41,7 @@ class Rank:
             "t": 0,
         } | said
         record = CommRecord(**fields)
-        kind = self._builder.kind_of([record])
+        kind = self._builder.take([record])
         lane = (record.pg, kind.ends)
         self._numbers[lane] = number if number is not None else self._numbers.get(lane, 0) + 1
         self._builder.add(

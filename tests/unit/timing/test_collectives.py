@@ -113,7 +113,7 @@ def test_the_launch_of_a_batch_is_its_ranks_own_and_a_bound() -> None:
     common: Any = {"c10d": "", "pg": "0", "t": 0, "batch": 1, "peer": 1}
     send = CommRecord(id=1, op="send", bytes=100_000, **common)
     records = [send, CommRecord(id=2, op="recv", bytes=300_000, **common)]
-    builder.add(builder.kind(builder.kind_of(records)), id=1, number=1, began=1000, ended=101_000)
+    builder.add(builder.kind(builder.take(records)), id=1, number=1, began=1000, ended=101_000)
     found = lay_side_by_side([times])
     assert found.kinds[0].label == "send/recv, batched"
     assert found.time.tolist() == [100_000]
@@ -148,7 +148,7 @@ def test_equal_names_of_different_groups_stay_apart() -> None:
         times = RankTimes(rank=rank, path=f"{rank}", source="kineto", clock="one", world_size=4)
         pair = [0, 1] if rank < 2 else [2, 3]
         builder = TimesBuilder(times, [Group(pg="3", size=2, ranks=pair)])
-        kind = builder.kind(builder.kind_of([CommRecord(id=0, op="all_reduce", c10d="", pg="3", bytes=8, t=0)]))
+        kind = builder.kind(builder.take([CommRecord(id=0, op="all_reduce", c10d="", pg="3", bytes=8, t=0)]))
         builder.add(kind, id=0, number=1, began=1000, ended=2000 + 1000 * (rank // 2))
         ranks.append(times)
     found = lay_side_by_side(ranks)
@@ -245,7 +245,7 @@ def test_a_launch_of_which_calls_are_missing_has_no_rate() -> None:
     builder = TimesBuilder(times, [Group(pg="0", size=1, ranks=[0])])
     common: Any = {"c10d": "", "pg": "0", "t": 0, "batch": 4}
     records = [CommRecord(id=number, op="all_gather", bytes=1000, **common) for number in (4, 6)]
-    builder.add(builder.kind(builder.kind_of(records)), id=4, number=1, began=1000, ended=2000)
+    builder.add(builder.kind(builder.take(records)), id=4, number=1, began=1000, ended=2000)
     found = lay_side_by_side([times])
     assert found.time.tolist() == [1000]
     assert np.isnan(found.algbw()).all()
@@ -266,6 +266,12 @@ def test_sizes_that_cannot_be_are_counted_and_not_used(said: dict[str, Any]) -> 
     found = together(rank)
     assert rank.times.unattributed == {IMPOSSIBLE: 1}
     assert found.bytes.tolist() == [0]
+
+
+def test_a_launch_made_several_times_with_sizes_that_cannot_be_counts_as_often() -> None:
+    times = RankTimes(rank=0, path="a file", source="comms", clock="one")
+    kind = TimesBuilder(times).take([CommRecord(id=0, op="all_reduce", c10d="", pg="0", bytes=-1, t=0)], times=3)
+    assert (kind.bytes, times.unattributed) == (0, {IMPOSSIBLE: 3})
 
 
 # --- clocks -----------------------------------------------------------------------------------------------------------
