@@ -5,9 +5,10 @@ Rank N writes `rank-N.comms.jsonl.zst`, and for every window `rank-N.et.json.zst
 adds `rank-N.linked.json.zst` for every window. Every file is also read plain or gzipped, and from an fsspec URL.
 
 The comms file is JSON lines. A line that starts with `{"id":` is a `CommRecord`; every other line is an object
-with one key that says what it is: `header` (always first), `group`, `step`, `clock`, `counters`, `window`, `end`
-(last; without it the process died). It consists of complete zstd frames, so whatever follows the last whole
-frame is torn, and is told rather than raised.
+with one key that says what it is: `header` (always first), `gpu` (where it was known too late for the header),
+`group`, `step`, `clock`, `counters`, `window`, `end` (last; without it the process died). The last `clock` of a file
+says until when no call is missing in it. The file consists of complete zstd frames, so whatever follows the last
+whole frame is torn, and is told rather than raised.
 """
 
 from __future__ import annotations
@@ -288,6 +289,7 @@ class _Line(msgspec.Struct):
     counters: dict[str, Any] | None = None
     clock: dict[str, int] | None = None
     step: dict[str, int] | None = None
+    gpu: dict[str, Any] | None = None
 
 
 class CommsFile:
@@ -343,6 +345,9 @@ class CommsFile:
                 self.damage.problems.append(
                     f"written as {line.header.schema!r}, read as {SCHEMA!r}: use the crossrank that wrote it"
                 )
+        if line.gpu is not None and self.header is not None:
+            versions = self.header.versions | {"driver": line.gpu.get("driver")}
+            self.header = msgspec.structs.replace(self.header, gpu=line.gpu, versions=versions)
         for value, into in (
             (line.group, self.groups),
             (line.window, self.windows),

@@ -106,13 +106,14 @@ class FlightDumps:
         """What a dump says about itself: `Moment` of the tools' reader."""
         session = self._session
         now = clock()
+        exceptions = session.exceptions()
         return {
             "rank": session.rank,
             "world_size": session.world_size,
             "host": socket.gethostname(),
             "reason": reason,
-            "error": next(iter(session.errors()), None),
-            "errors": session.errors(),
+            "error": exceptions[0]["error"] if exceptions else None,
+            "exceptions": exceptions,
             "time_ns": now["wall"],
             "clock": now,
             "groups": session.groups.describe(),

@@ -26,6 +26,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -41,7 +42,8 @@ _PATIENCE = 1.0
 _LONGEST_END = 25.0
 """Seconds after a fatal signal in which the process dies, whatever is not finished: launchers kill after 30."""
 _LONGEST_ERROR = 500
-_MOST_ERRORS = 8
+_MOST_EXCEPTIONS = 8
+_MOST_FRAMES = 64
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
@@ -69,7 +71,7 @@ class ExitGuard:
         self._finalizer: multiprocessing.util.Finalize | None = None
         self._terminate = TerminateHandler(lambda: finish("SIGABRT"))
         self._threads_hook: Callable[[Any], Any] | None = None  # the one that ours stands before
-        self._thread_errors: list[str] = []
+        self._thread_exceptions: list[dict[str, Any]] = []
 
     def install(self, *, on_usr1: bool) -> None:
         """Register for exit and, from the main thread, for signals."""
@@ -122,10 +124,11 @@ class ExitGuard:
         """To be called now and then."""
         self._terminate.uninstall_under_cuda()
 
-    def errors(self) -> list[str]:
-        """What ended the script and threads of it so far: `ValueError: …`, with the thread's name where it is one's."""
+    def exceptions(self) -> list[dict[str, Any]]:
+        """What ended the script, and threads of it, so far: the thread, the text, and the frames, innermost first."""
         error = getattr(sys, "last_value", None)
-        return ([_text_of(error)] if error is not None else []) + self._thread_errors
+        main = [_describe(threading.main_thread().name, error)] if error is not None else []
+        return main + self._thread_exceptions
 
     def _finish_quietly(self, reason: str) -> None:
         """Finish at exit, where Python would print a traceback of whatever comes up."""
@@ -140,8 +143,8 @@ class ExitGuard:
         """A thread of the script ends by an exception: note it, and let Python print it as ever."""
         if arguments.exc_value is not None and not isinstance(arguments.exc_value, SystemExit):
             name = arguments.thread.name if arguments.thread is not None else "a thread"
-            self._thread_errors.append(f"{name}: {_text_of(arguments.exc_value)}")
-            del self._thread_errors[_MOST_ERRORS:]
+            self._thread_exceptions.append(_describe(name, arguments.exc_value))
+            del self._thread_exceptions[_MOST_EXCEPTIONS:]
         if self._threads_hook is not None:
             self._threads_hook(arguments)
 
@@ -240,5 +243,10 @@ def _die_of(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def _text_of(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
+def _describe(thread: str, error: BaseException) -> dict[str, Any]:
+    frames = [
+        {"name": frame.f_code.co_name, "filename": frame.f_code.co_filename, "line": line}
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    text = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
+    return {"thread": thread, "error": text, "frames": frames[: -_MOST_FRAMES - 1 : -1]}

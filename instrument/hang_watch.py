@@ -19,6 +19,8 @@ log = logging.getLogger("crossrank")
 
 _LOOKS = 8
 """Looks per patience."""
+_LONGEST_PAUSE = 0.5
+"""Seconds between two looks: the patience may have become shorter."""
 
 
 class HangWatch:
@@ -62,7 +64,7 @@ class HangWatch:
         told = False
         while not self._stopped:
             patience = self._patience()
-            time.sleep(min(patience / _LOOKS, 5.0))
+            time.sleep(min(patience / _LOOKS, _LONGEST_PAUSE))
             now = time.monotonic()
             if self._calls() != calls:
                 calls, since, completed, told = self._calls(), now, None, False

@@ -10,11 +10,10 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import crossrank
 from crossrank.instrument.config import Config
-from crossrank.instrument.gpu import Gpu, cuda_is_in_use
+from crossrank.instrument.gpu import Gpu, nccl_version
 from crossrank.instrument.topology import boot_id
 from crossrank.instrument.writer import clock
 from crossrank.recording import SCHEMA
@@ -50,16 +49,10 @@ def describe_rank(
             "python": platform.python_version(),
             "torch": str(torch.__version__),
             "cuda": torch.version.cuda,
-            "nccl": _nccl_version(),
+            "nccl": nccl_version(),
             "driver": gpu.driver if gpu else None,
         },
         "config": asdict(config),
         "ops": list(ops),
         "blind_spots": list(blind_spots),
     }
-
-
-def _nccl_version() -> str | None:
-    if not cuda_is_in_use() or not dist.is_nccl_available():
-        return None
-    return ".".join(str(part) for part in torch.cuda.nccl.version())

@@ -113,9 +113,9 @@ class Session:
     def active(self) -> bool:
         return not self._closed
 
-    def errors(self) -> list[str]:
-        """What ended the script and threads of it so far."""
-        return self._guard.errors()
+    def exceptions(self) -> list[dict[str, Any]]:
+        """What ended the script, and threads of it, so far: see `ExitGuard.exceptions`."""
+        return self._guard.exceptions()
 
     def first_call(self, group: dist.ProcessGroup) -> GroupState:
         """The state of a group that communicates for the first time; begins the files where that is due."""
@@ -325,7 +325,7 @@ class Session:
                 writer.counts.calls = self.recorder.calls() - self._calls_before
                 end = {
                     "reason": reason,
-                    "errors": self.errors(),
+                    "exceptions": self.exceptions(),
                     "step": self.recorder.step,
                     "blind_spots": self.groups.unseen_kinds(),
                 }

@@ -92,6 +92,7 @@ PARTS: dict[str, Part] = {
             "torch.autograd:_add_metadata_json",
             "torch.autograd.profiler:_is_profiler_enabled",
             "torch.autograd.profiler:_prepare_profiler",
+            "torch.autograd.profiler:_run_on_profiler_stop",
             "torch.autograd.profiler:profile._prepare_trace",
             "torch.autograd.profiler:profile._start_trace",
         ),

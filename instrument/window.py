@@ -90,9 +90,7 @@ class WindowRecorder:
         if self._kineto is None:
             self.prepare()
         if self._kineto is not None:
-            # Noted before it is tried: also a session that did not start properly has to be stopped.
-            self._kineto_runs = True
-            self._kineto._start_trace()
+            self._start_kineto(self._kineto)
             _add_metadata()
         elif has("Kineto"):
             self._lacks("Kineto trace", "a profiler of yours is running, and is left alone")
@@ -192,6 +190,16 @@ class WindowRecorder:
             torch._C._profiler._remove_execution_trace_observer()  # only now is the file valid JSON
         self._finish(path, file_name(EXECUTION_TRACE, self._rank, self.number))
 
+    def _start_kineto(self, profiler: autograd_profiler.profile) -> None:
+        try:
+            profiler._start_trace()
+        except Exception:
+            # What was only warmed up is let go of: stopping it would crash the process.
+            autograd_profiler._run_on_profiler_stop()
+            self.drop_prepared()
+            raise
+        self._kineto_runs = True
+
     def _close_kineto(self) -> None:
         profiler, self._kineto = self._kineto, None
         runs, self._kineto_runs = self._kineto_runs, False
@@ -201,9 +209,9 @@ class WindowRecorder:
         try:
             profiler.__exit__(None, None, None)
         except Exception:
-            # It may have failed before it stopped the session, which would go on and crash the process at exit.
-            if torch.autograd._profiler_enabled():
+            if profiler.kineto_results is None:  # it failed before the session was stopped (a CUDA error, say)
                 torch.autograd._disable_profiler()
+                autograd_profiler._run_on_profiler_stop()
             raise
         name = file_name(KINETO, self._rank, self.number)
         path = self._files.temporary(name)

@@ -187,25 +187,30 @@ class CommsWriter:
 
         If not `for_good`, it is one frame that the next one replaces.
         """
+        moment = clock()  # whatever is called later may be missing
         if time.monotonic() >= self._next_clock:
             self._next_clock = time.monotonic() + _CLOCK_EVERY
-            self.line("clock", clock())
+            self.line("clock", moment)
         for _ in range(len(self.ring)):
             entry = self.ring.popleft()
             self._taken.append(entry)
             if isinstance(entry, tuple):
                 self._recent.append(entry)
         if not for_good:
-            self._append(self._encode(self._taken, Counts()), for_good=False)
+            self._append(self._encode(self._taken, Counts()), moment, for_good=False)
             return
+        if not self._taken:
+            self._append(([], []), moment)
         while self._taken:
-            count = min(len(self._taken), _FRAME)
-            self._write_frame([self._taken.popleft() for _ in range(count)])
+            entries = [self._taken.popleft() for _ in range(min(len(self._taken), _FRAME))]
+            self._write_frame(entries, moment if not self._taken else None)
 
-    def _write_frame(self, entries: Iterable[Entry | bytes | Callable[[], bytes]]) -> None:
+    def _write_frame(
+        self, entries: Iterable[Entry | bytes | Callable[[], bytes]], moment: dict[str, int] | None
+    ) -> None:
         counts = Counts()
         lines = self._encode(entries, counts)
-        written = self._append(lines)
+        written = self._append(lines, moment)
         with self.counting:
             self.counts.errors += counts.errors
             self.counts.filtered += counts.filtered
@@ -251,38 +256,39 @@ class CommsWriter:
         once = {entry[1]: entry for entry in entries}
         return [msgspec.Raw(_record_line(entry, entry[0].locality(self.topology))) for entry in once.values()]
 
-    def _append(self, lines: Lines, *, for_good: bool = True) -> bool:
+    def _append(self, lines: Lines, moment: dict[str, int] | None = None, *, for_good: bool = True) -> bool:
         """Write lines as one complete frame, or nothing at all. If not `for_good`, the next frame takes its place.
 
-        Where the disk refuses the frame, the lines without which later records cannot be read (header, groups) are
-        owed, and go before the next one.
+        Behind it comes a frame with the `moment` up to which no call is missing, which the next frame always replaces:
+        it tells a rank that stands still from one whose file ends early. Where the disk refuses, the lines without
+        which later records cannot be read (header, groups) are owed, and go before the next ones.
         """
         content, context = lines
-        if not content and not for_good:
-            return True
-        if not content and not self._owed:
-            if self._end > self._size:
-                self._cut()
-            return True
-        frame = memoryview(self._compressor.compress(b"".join(self._owed + content)))
+        frame = b""
+        if content or self._owed:
+            frame = self._compressor.compress(b"".join(self._owed + content))
+        behind = self._compressor.compress(encode_line("clock", moment)) if moment is not None else b""
         try:
-            written = 0
-            while written < len(frame):
-                written += os.pwrite(self._file, frame[written:], self._size + written)
-            if self._end > self._size + written:
-                os.ftruncate(self._file, self._size + written)
-            self._end = self._size + written
+            self._write_at_end(memoryview(frame + behind))
         except OSError as error:
             if for_good:
                 self._owed = (self._owed + context)[:_MOST_OWED]
             self._fail(f"cannot write {self.path}", error)
             self._cut()
             return False
-        if not for_good:
-            return True
-        self._size += written
-        self._owed = []
+        if for_good:
+            self._size += len(frame)
+            self._owed = []
         return True
+
+    def _write_at_end(self, content: memoryview) -> None:
+        """Write behind the frames that stand for good, in place of what is there."""
+        written = 0
+        while written < len(content):
+            written += os.pwrite(self._file, content[written:], self._size + written)
+        if self._end > self._size + written:
+            os.ftruncate(self._file, self._size + written)
+        self._end = self._size + written
 
     def _cut(self) -> None:
         """Cut the file back to the last frame that stands for good."""

@@ -351,3 +351,237 @@ def test_what_the_scripts_signal_handlers_raise_reaches_the_script(tmp_path: Pat
         """,
     )
     assert (result.returncode, result.stdout) == (0, "0\n"), result.stderr
+
+
+# The end of a window waits for the GPU; one that is stuck is played by a profiler that does not stop.
+STUCK_GPU = (
+    jobs.ONE_RANK
+    + """
+import torch.autograd.profiler
+from crossrank.instrument import session
+session._WINDOW_PATIENCE = 1.0
+torch.autograd.profiler.profile.__exit__ = lambda *_: time.sleep(600)
+crossrank.enable(window="0:1000000")
+dist.all_reduce(torch.ones(4))
+"""
+)
+
+
+@pytest.mark.parametrize("main_thread", ["runs Python", "is stuck as well"])
+def test_on_a_stuck_gpu_a_signal_ends_the_process_with_its_dump_and_its_comms_file(
+    main_thread: str, tmp_path: Path
+) -> None:
+    # A thread that is stuck in C++ runs no handler of Python's; here such signals are blocked for it.
+    stuck = "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\n" if main_thread == "is stuck as well" else ""
+    process = jobs.start(tmp_path, STUCK_GPU + stuck + 'print("ready", flush=True)\ntime.sleep(600)\n')
+    jobs.wait_for_line(process, "ready")
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGTERM
+    assert "crossrank: window 1 is incomplete: the process dies, and its end took longer than 1 s" in errors
+    comms, ids = read(tmp_path)
+    assert ids == [0]
+    assert comms.end is not None
+    assert comms.end["reason"] == "SIGTERM"
+    assert load(tmp_path / RECORDING, "flight")["crossrank"]["reason"] == "SIGTERM"
+
+
+@pytest.mark.parametrize("ending", ["disable() on another thread", "disable() on the main thread"])
+def test_a_signal_that_comes_while_the_recording_ends_is_carried_out_when_it_has(ending: str, tmp_path: Path) -> None:
+    start = "threading.Thread(target=crossrank.disable).start()" if "another" in ending else "crossrank.disable()"
+    process = jobs.start(
+        tmp_path,
+        jobs.ONE_RANK
+        + f"""
+from crossrank.instrument import flight
+crossrank.enable()
+dist.all_reduce(torch.ones(4))
+dump = flight.dump
+def slow(moment):
+    print("ready", flush=True)
+    time.sleep(1)
+    return dump(moment)
+flight.dump = slow
+{start}
+time.sleep(600)
+""",
+    )
+    jobs.wait_for_line(process, "ready")
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (-signal.SIGTERM, "")
+    comms, ids = read(tmp_path)
+    assert ids == [0]
+    assert comms.end is not None
+    assert comms.end["reason"] == "disable"
+
+
+def test_what_ends_too_slowly_on_another_thread_does_not_keep_the_process_alive(tmp_path: Path) -> None:
+    process = jobs.start(
+        tmp_path,
+        jobs.ONE_RANK
+        + """
+from crossrank.instrument import exit_guard, flight
+exit_guard._LONGEST_END = 2.0
+crossrank.enable()
+dist.all_reduce(torch.ones(4))
+def stuck(moment):
+    print("ready", flush=True)
+    time.sleep(600)
+flight.dump = stuck
+threading.Thread(target=crossrank.disable, daemon=True).start()
+time.sleep(600)
+""",
+    )
+    jobs.wait_for_line(process, "ready")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGTERM
+
+
+# Rank 1 does not record: what the nodes of the job are is not known for long.
+SLOW_JOB = """
+import os, time
+import torch, torch.distributed as dist
+import crossrank
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=rank, world_size=2)
+if rank == 0:
+    crossrank.enable()
+for number in range(1000):
+    dist.all_reduce(torch.ones(4))
+    if rank == 0:
+        print("call", number, time.monotonic_ns(), flush=True)
+    time.sleep(0.05)
+"""
+
+
+def test_the_calls_of_a_slow_job_are_on_disk_half_a_second_later_also_at_its_start(tmp_path: Path) -> None:
+    ranks = [jobs.start(tmp_path, SLOW_JOB, RANK=str(rank)) for rank in (0, 1)]
+    try:
+        assert ranks[0].stdout is not None
+        called: list[int] = []
+        while len(called) < 24:  # a bit more than a second
+            called.append(int(ranks[0].stdout.readline().split()[2]))
+        ranks[0].kill()
+        killed = time.monotonic_ns()
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    comms, ids = read(tmp_path)
+    assert comms.damage.problems == []
+    old_enough = sum(moment < killed - 500_000_000 for moment in called)
+    assert old_enough >= 10
+    assert len(ids) >= old_enough
+
+
+GLOO_ABORTS = """
+import os
+import torch, torch.distributed as dist
+import crossrank
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=rank, world_size=2)
+crossrank.enable()
+dist.barrier()
+dist.all_reduce(torch.ones(1000 if rank == 0 else 100000))
+"""
+
+
+def test_an_abort_of_gloo_leaves_the_call_that_caused_it(tmp_path: Path) -> None:
+    ranks = [jobs.start(tmp_path, GLOO_ABORTS, RANK=str(rank)) for rank in (0, 1)]
+    errors = [process.communicate(timeout=60)[1] for process in ranks]
+    assert ranks[0].returncode == -signal.SIGABRT
+    assert "terminate called after throwing an instance of 'gloo::EnforceNotMet'" in errors[0]
+    comms, ids = read(tmp_path)
+    assert ids == [0, 1]
+    assert comms.damage.problems == []
+    assert comms.end is not None
+    assert comms.end["reason"] == "SIGABRT"
+    assert load(tmp_path / RECORDING, "flight")["crossrank"]["reason"] == "SIGABRT"
+
+
+def test_the_exceptions_that_end_a_script_and_its_threads_are_noted_and_printed_as_ever(tmp_path: Path) -> None:
+    result = jobs.python(
+        tmp_path,
+        """
+        before = threading.excepthook
+        crossrank.enable()
+        dist.all_reduce(torch.ones(4))
+        def fail():
+            raise KeyError("shard 3")
+        thread = threading.Thread(target=fail, name="loader")
+        thread.start()
+        thread.join()
+        crossrank.disable()
+        assert threading.excepthook is before
+        crossrank.enable(directory="second")
+        dist.all_reduce(torch.ones(4))
+        thread = threading.Thread(target=fail, name="loader")
+        thread.start()
+        thread.join()
+        raise ValueError("the user's own")
+        """,
+    )
+    assert result.returncode == 1
+    assert result.stderr.count("KeyError: 'shard 3'") == 2
+    assert result.stderr.count("ValueError: the user's own") == 1
+    assert "crossrank" not in result.stderr.replace("crossrank-recording", "")
+    ends = []
+    for folder in (RECORDING, "second"):
+        comms = CommsFile(str(tmp_path / folder / "rank-0.comms.jsonl.zst"))
+        list(comms.records())
+        assert comms.end is not None
+        ends.append(comms.end["exceptions"])
+    loader, main = ("loader", "KeyError: 'shard 3'"), ("MainThread", "ValueError: the user's own")
+    assert [[(found["thread"], found["error"]) for found in end] for end in ends] == [[loader], [main, loader]]
+    innermost = ends[1][1]["frames"][0]
+    assert (innermost["name"], Path(innermost["filename"]).name) == ("fail", "train.py")
+    assert [frame["name"] for frame in ends[1][0]["frames"]] == ["<module>"]
+    moment = load(tmp_path / "second", "flight")["crossrank"]
+    assert (moment["error"], moment["exceptions"]) == ("ValueError: the user's own", ends[1])
+
+
+def test_a_failure_at_exit_is_one_line_and_no_traceback(tmp_path: Path) -> None:
+    result = jobs.python(
+        tmp_path,
+        """
+        from crossrank.instrument import api
+        crossrank.enable()
+        dist.all_reduce(torch.ones(4))
+        api._current.recorder.calls = None
+        api._current._close_window = None
+        """,
+    )
+    assert result.returncode == 0
+    assert "Traceback" not in result.stderr
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("crossrank: the recording did not end properly: TypeError")
+
+
+def test_a_comms_file_tells_until_when_it_is_complete(tmp_path: Path) -> None:
+    process = jobs.start(
+        tmp_path,
+        jobs.ONE_RANK
+        + """
+crossrank.enable()
+dist.all_reduce(torch.ones(4))
+time.sleep(1.5)
+print("ready", time.monotonic_ns(), flush=True)
+time.sleep(600)
+""",
+    )
+    assert process.stdout is not None
+    ready = int(process.stdout.readline().split()[1])
+    path = tmp_path / RECORDING / "rank-0.comms.jsonl.zst"
+    size = path.stat().st_size
+    time.sleep(1.0)
+    process.kill()
+    killed = time.monotonic_ns()
+    process.communicate()
+    comms, ids = read(tmp_path)
+    assert ids == [0]
+    assert comms.damage.problems == []
+    assert ready < comms.clocks[-1]["t"] < killed
+    assert killed - comms.clocks[-1]["t"] < 500_000_000
+    assert abs(path.stat().st_size - size) < 100  # a rank that stands still writes over its last word

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from crossrank.instrument import flight
 from crossrank.tools.readers.flight_dump import FlightDump, Moment, read_flight_dump
 from tests.integration import jobs
 
@@ -97,3 +99,135 @@ def test_the_watch_for_hangs_can_be_switched_off(tmp_path: Path) -> None:
         "crossrank: tracing is off: TRACING_HANG_SECONDS='soon' is no number of seconds; "
         "0 switches the watch for hangs off\n"
     )
+
+
+def _entry(record_id: int, pg_id: int, group: str, seq: int, created: int) -> dict[str, Any]:
+    return {
+        "record_id": record_id,
+        "pg_id": pg_id,
+        "process_group": (group, "undefined"),
+        "collective_seq_id": seq,
+        "p2p_seq_id": 0,
+        "op_id": seq,
+        "profiling_name": "nccl:all_reduce" if group == "train" else "gloo:all_reduce",
+        "time_created_ns": created,
+    }
+
+
+def test_the_recorders_of_nccl_and_gloo_become_one() -> None:
+    train = {
+        "version": "2.10",
+        "entries": [_entry(7, 0, "train", 8, 100), _entry(8, 0, "train", 9, 300)],
+        "pg_config": {"train": {"ranks": "[0, 1]"}},
+        "pg_status": {"0": {"last_completed_collective": 9}},
+    }
+    checkpoint = {
+        "version": "2.10",
+        "entries": [_entry(0, 0, "checkpoint", 1, 200), _entry(1, 0, "checkpoint", 2, 400)],
+        "pg_config": {"": {"ranks": "[]"}},
+        "pg_status": {"0": {"last_completed_collective": 1}},
+    }
+    merged = flight._merged([train, checkpoint])
+    assert [(entry["process_group"][0], entry["collective_seq_id"]) for entry in merged["entries"]] == [
+        ("train", 8),
+        ("checkpoint", 1),
+        ("train", 9),
+        ("checkpoint", 2),
+    ]
+    # The first number says that seven entries fell out of a ring.
+    assert [entry["record_id"] for entry in merged["entries"]] == [7, 8, 9, 10]
+    status = {entry["process_group"][0]: merged["pg_status"][str(entry["pg_id"])] for entry in merged["entries"]}
+    assert status == {
+        "train": {"last_completed_collective": 9},
+        "checkpoint": {"last_completed_collective": 1},
+    }
+    assert set(merged["pg_config"]) == {"train", ""}
+    assert flight._merged([checkpoint, train])["entries"] == [
+        entry | {"pg_id": 1 - entry["pg_id"]} for entry in merged["entries"]
+    ]
+
+
+def test_one_recorder_that_has_two_names_is_taken_once() -> None:
+    content = {"entries": [_entry(0, 0, "train", 1, 100)], "pg_status": {"0": {"last_completed_collective": 1}}}
+    assert flight._merged([content, content]) == content
+    assert flight._merged([{"entries": [], "pg_status": {}}, content]) == content
+
+
+def test_a_hang_of_gloo_beside_nccl_is_in_the_dump(tmp_path: Path) -> None:
+    result = jobs.python(
+        tmp_path,
+        """
+        import pickle
+        from crossrank.instrument import flight
+        train = {"version": "2.10", "pg_config": {}, "pg_status": {}, "entries": [{
+            "record_id": 0, "pg_id": 0, "process_group": ("9", "undefined"), "collective_seq_id": 1, "p2p_seq_id": 0,
+            "op_id": 1, "profiling_name": "nccl:all_reduce", "time_created_ns": time.time_ns(), "state": "completed",
+            "input_sizes": [[4]], "input_dtypes": ["Float"], "output_sizes": [[4]], "output_dtypes": ["Float"],
+            "time_discovered_started_ns": None, "time_discovered_completed_ns": None, "retired": True,
+            "timeout_ms": 600000, "is_p2p": False, "frames": [],
+        }]}
+        torch._C._distributed_c10d._dump_nccl_trace = lambda *_: pickle.dumps(train)
+        flight.cuda_is_in_use = lambda: True
+        crossrank.enable()
+        dist.all_reduce(torch.ones(4))
+        """,
+    )
+
+    assert (result.returncode, result.stderr) == (0, "")
+    dump, _ = dump_of(tmp_path)
+    assert [entry.profiling_name for entry in dump.entries] == ["nccl:all_reduce", "gloo:all_reduce"]
+
+
+SILENT_TOGETHER = """
+import os, time
+import torch, torch.distributed as dist
+import crossrank
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=rank, world_size=2)
+crossrank.enable()
+for go_on in ("go-1", "go-2"):
+    dist.barrier()
+    while not os.path.exists(go_on):
+        time.sleep(0.02)
+"""
+
+
+def test_one_rank_of_a_node_says_once_that_nothing_is_communicated(tmp_path: Path) -> None:
+    ranks = [jobs.start(tmp_path, SILENT_TOGETHER, RANK=str(rank), TRACING_HANG_SECONDS="0.5") for rank in (0, 1)]
+    for go_on in ("go-1", "go-2"):
+        for rank in (0, 1):
+            dump = tmp_path / RECORDING / f"rank-{rank}.flight.json.zst"
+            jobs.wait_for_file(dump)
+            dump.unlink()
+        (tmp_path / go_on).touch()
+    errors = "".join(process.communicate(timeout=30)[1] for process in ranks)
+    (line,) = (line for line in errors.splitlines() if line.startswith("crossrank: "))
+    assert line.startswith("crossrank: no communication for ")
+    assert [process.returncode for process in ranks] == [0, 0]
+
+
+GROUP_WITH_A_SHORT_TIMEOUT = """
+import datetime, os, time
+import torch, torch.distributed as dist
+import crossrank
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=rank, world_size=2)
+crossrank.enable()
+group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=6))
+dist.barrier(group=group)
+if rank == 0:
+    dist.all_reduce(torch.ones(4), group=group)
+else:
+    time.sleep(7)
+"""
+
+
+def test_a_hang_is_written_down_before_the_timeout_of_the_shortest_group(tmp_path: Path) -> None:
+    ranks = [jobs.start(tmp_path, GROUP_WITH_A_SHORT_TIMEOUT, RANK=str(rank)) for rank in (0, 1)]
+    errors = "".join(process.communicate(timeout=40)[1] for process in ranks)
+    assert ranks[0].returncode == 1
+    assert "crossrank: no communication for 3." in errors
+    assert errors.index("crossrank: no communication") < errors.index("Timed out")
+    dump, moment = dump_of(tmp_path)
+    assert moment.reason == "hang"
+    assert dump.entries[-1].retired is False

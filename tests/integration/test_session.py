@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -65,6 +66,149 @@ def _twice(rank: int, directory: str) -> bool:
 def test_a_second_enable_changes_nothing(two_ranks: World, tmp_path: Path, recording: Path) -> None:
     assert two_ranks.run(_twice, tmp_path, str(recording), record=False) == [False, False]
     assert len(records_of(recording, 0)) == 1
+
+
+def _inner_block(rank: int, directory: str) -> list[bool]:
+    with crossrank.enable(tracing="ALL", directory=directory) as outer:
+        dist.all_reduce(torch.ones(1))
+        with crossrank.enable(tracing="ALL", directory=directory) as inner:
+            dist.all_reduce(torch.ones(1))
+            during = inner.active
+        after = outer.active
+        dist.all_reduce(torch.ones(1))
+    return [during, after, outer.active, inner.active]
+
+
+def test_a_block_within_a_recording_does_not_end_it(two_ranks: World, tmp_path: Path, recording: Path) -> None:
+    assert two_ranks.run(_inner_block, tmp_path, str(recording), record=False) == [[True, True, False, False]] * 2
+    assert len(records_of(recording, 0)) == 3
+
+
+def _from_many_threads(rank: int, directory: str) -> tuple[int, int]:
+    start = threading.Barrier(8)
+    handles = []
+
+    def enable() -> None:
+        start.wait()
+        handles.append(crossrank.enable(tracing="ALL", directory=directory))
+
+    threads = [threading.Thread(target=enable) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    dist.all_reduce(torch.ones(1))
+    sessions = len({id(handle._session) for handle in handles})
+    crossrank.disable()
+    return sessions, _registrations().count("BackendSelect")
+
+
+def test_threads_that_enable_at_once_make_one_recording(two_ranks: World, tmp_path: Path, recording: Path) -> None:
+    (sessions, left), _ = two_ranks.run(_from_many_threads, tmp_path, str(recording), record=False)
+    assert (sessions, left) == (1, 0)
+    assert len(records_of(recording, 0)) == 1
+    assert not (recording / "earlier-1").exists()
+
+
+def test_a_torch_that_cannot_be_imported_is_one_line(tmp_path: Path) -> None:
+    script = jobs.write_script(
+        tmp_path,
+        """
+        import sys
+        sys.modules["torch.distributed"] = None  # importing it raises ImportError
+        import crossrank
+        with crossrank.enable() as tracing, crossrank.window():
+            crossrank.step()
+        crossrank.disable()
+        print("trained", tracing.active, crossrank.enabled())
+        """,
+    )
+    result = jobs.run([sys.executable, script], tmp_path)
+    assert (result.returncode, result.stdout) == (0, "trained False False\n")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("crossrank: tracing is off: ModuleNotFoundError: import of torch.distributed halted")
+
+
+def _coalesce_on_threads(rank: int) -> int:
+    current = api._current
+    assert current is not None
+    recorder = current.recorder
+
+    def batches() -> None:
+        for _ in range(3000):
+            recorder.start_coalescing()
+            recorder.end_coalescing(dist.group.WORLD)  # type: ignore[arg-type]
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    threads = [threading.Thread(target=batches) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(interval)
+    return recorder._coalescing
+
+
+def test_threads_that_coalesce_at_once_leave_no_batch_open(two_ranks: World, tmp_path: Path) -> None:
+    assert two_ranks.run(_coalesce_on_threads, tmp_path) == [0, 0]
+
+
+class _LateDevice:
+    """What is known of the GPU of a rank whose first call is made on the CPU, before `set_device`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+        from crossrank.instrument import c10d_ops, gpu, session
+
+        self.asked: list[int] = []
+        monkeypatch.setattr(session, "bound_device", lambda: None)
+        monkeypatch.setattr(session, "may_use_cuda", lambda: True)
+        monkeypatch.setattr(session, "cuda_is_in_use", lambda: True)
+        monkeypatch.setattr(session, "GpuReader", self._read)
+        plain = c10d_ops.Reader.device
+        monkeypatch.setattr(
+            c10d_ops.Reader,
+            "device",
+            lambda reader, args: "cpu" if reader.c10d == "barrier" else plain(reader, args) and f"cuda:{rank}",
+        )
+        self._gpu = gpu
+
+    def _read(self, device: int) -> object:
+        self.asked.append(device)
+
+        class Reader:
+            gpu = self._gpu.Gpu(index=device, uuid=f"GPU-{device}", driver="580.1")
+
+            def counters(self) -> None:
+                return None
+
+        return Reader()
+
+
+def _barrier_then_gpu(rank: int, directory: str) -> list[int]:
+    patch = pytest.MonkeyPatch()
+    device = _LateDevice(patch, rank)
+    try:
+        with crossrank.enable(tracing="ALL", directory=directory):
+            dist.barrier()
+            early = list(device.asked)
+            dist.all_reduce(torch.ones(1))
+            dist.all_reduce(torch.ones(2))
+    finally:
+        patch.undo()
+    return early + device.asked
+
+
+def test_the_gpu_is_that_of_the_first_tensor_where_no_device_was_bound(
+    two_ranks: World, tmp_path: Path, recording: Path
+) -> None:
+    assert two_ranks.run(_barrier_then_gpu, tmp_path, str(recording), record=False) == [[0], [1]]
+    for rank in (0, 1):
+        comms = CommsFile(str(recording / f"rank-{rank}.comms.jsonl.zst"))
+        assert len(list(comms.records())) == 3
+        assert comms.header is not None
+        assert comms.header.gpu is not None
+        assert (comms.header.gpu["uuid"], comms.header.versions["driver"]) == (f"GPU-{rank}", "580.1")
 
 
 def _again(rank: int, directory: str) -> None:

@@ -19,7 +19,11 @@ from tests.integration.test_interception import records_of
 from tests.integration.world import World
 
 # torch itself cannot do without these: the recorder is made to believe that they are missing.
-NEEDED_BY_TORCH = ("_C10D", "torch.distributed.distributed_c10d:", "torch.autograd:_disable_profiler")
+NEEDED_BY_TORCH = (
+    "torch.distributed.distributed_c10d:",
+    "torch.autograd:_disable_profiler",
+    "torch.autograd.profiler:_run_on_profiler_stop",
+)
 CASES = [(part, name) for part in PARTS for name in PARTS[part].names]
 
 

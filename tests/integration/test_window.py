@@ -7,13 +7,16 @@ import threading
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
+import torch.autograd.profiler
 import torch.distributed as dist
 import torch.profiler
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import crossrank
+from crossrank.instrument import api, session
 from crossrank.recording import CommsFile, list_recording
 from tests.integration.test_interception import records_of
 from tests.integration.traces import execution_trace_ids, kineto_ids, load, process_groups
@@ -198,3 +201,102 @@ def test_window_edges_are_in_the_comms_file(two_ranks: World, tmp_path: Path, re
     comms = CommsFile(str(recording / "rank-0.comms.jsonl.zst"))
     list(comms.records())
     assert [(edge["window"], edge["edge"], edge["step"]) for edge in comms.windows] == [(1, "open", 1), (1, "close", 2)]
+
+
+def _steps_of(folder: Path, rank: int, window: int = 1) -> tuple[list[str], list[str]]:
+    """The ranges of iterations in the execution trace and in the Kineto trace."""
+    nodes = [node["name"] for node in load(folder, "et", rank, window)["nodes"]]
+    events = load(folder, "kineto", rank, window)["traceEvents"]
+    annotations = sorted(
+        (event["ts"], event["name"]) for event in events if event.get("cat") == "user_annotation" and event["ph"] == "X"
+    )
+    return (
+        [name for name in nodes if name.startswith("ProfilerStep#")],
+        [name for _, name in annotations if name.startswith("ProfilerStep#")],
+    )
+
+
+def test_every_iteration_of_a_window_has_the_range_that_other_tools_look_for(
+    two_ranks: World, tmp_path: Path, recording: Path
+) -> None:
+    two_ranks.run(_train, tmp_path, 10, window="2:5:5")
+    for rank in (0, 1):
+        for window, steps in ((1, (2, 3, 4)), (2, (7, 8, 9))):
+            wanted = [f"ProfilerStep#{step}" for step in steps]
+            assert _steps_of(recording, rank, window) == (wanted, wanted)
+
+
+def test_the_calls_of_an_iteration_lie_in_its_range(two_ranks: World, tmp_path: Path, recording: Path) -> None:
+    two_ranks.run(_train, tmp_path, 5, window="2:4")
+    step_of = {record.id: record.step for record in records_of(recording, 0)}
+    events = [event for event in load(recording, "kineto")["traceEvents"] if event.get("ph") == "X"]
+    ranges = [event for event in events if event["name"].startswith("ProfilerStep#")]
+    calls = [event for event in events if event["name"].startswith("crossrank#")]
+    assert len(calls) >= 6
+    for call in calls:
+        (around,) = (one for one in ranges if one["ts"] <= call["ts"] < one["ts"] + one["dur"])
+        assert around["name"] == f"ProfilerStep#{step_of[int(call['name'].partition('#')[2])]}"
+
+
+def _train_while_capturing(rank: int, steps: tuple[int, ...]) -> None:
+    """Train as if a CUDA graph were captured at the end of these iterations."""
+    current = api._current
+    assert current is not None
+    patch = pytest.MonkeyPatch()
+    patch.setattr(session, "is_capturing", lambda: current.recorder.step in steps)
+    try:
+        _train(rank, 10)
+    finally:
+        patch.undo()
+
+
+@pytest.mark.parametrize(
+    ("capturing", "edges"),
+    [
+        ((), [("open", 3), ("close", 5)]),
+        ((2,), [("open", 4), ("close", 5)]),
+        ((5, 6), [("open", 3), ("close", 7)]),
+        ((2, 3, 4), []),
+    ],
+)
+def test_the_edge_of_a_window_waits_until_no_cuda_graph_is_captured(
+    capturing: tuple[int, ...], edges: list[tuple[str, int]], two_ranks: World, tmp_path: Path, recording: Path
+) -> None:
+    two_ranks.run(_train_while_capturing, tmp_path, capturing, window="3:6")
+    comms = CommsFile(str(recording / "rank-0.comms.jsonl.zst"))
+    assert len(list(comms.records())) >= 30
+    assert [(edge["edge"], edge["step"]) for edge in comms.windows] == edges
+
+
+FAILING = {
+    "the start of Kineto": (torch.autograd.profiler.profile, "_start_trace"),
+    "the end of Kineto": (torch.autograd.profiler.profile, "__exit__"),
+    "the export of Kineto": (torch.autograd.profiler.profile, "export_chrome_trace"),
+    "the metadata": (torch.autograd, "_add_metadata_json"),
+    "the end of the observer": (torch._C._profiler, "_disable_execution_trace_observer"),
+}
+
+
+def _failing_window(rank: int, what: str) -> tuple[bool, bool, float]:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(*FAILING[what], None)  # not callable
+    tensor = torch.ones(1)
+    try:
+        with crossrank.window():
+            dist.all_reduce(tensor)
+    finally:
+        patch.undo()
+    runs = torch.autograd._profiler_enabled()
+    # Another observer can be registered only if ours is gone.
+    with crossrank.window():
+        dist.all_reduce(tensor)
+    return runs, torch.autograd._profiler_enabled(), tensor.item()
+
+
+@pytest.mark.parametrize("what", FAILING)
+def test_a_window_that_fails_leaves_no_profiler_and_no_observer_open(
+    what: str, two_ranks: World, tmp_path: Path, recording: Path
+) -> None:
+    assert two_ranks.run(_failing_window, tmp_path, what) == [(False, False, 4.0)] * 2
+    assert set(execution_trace_ids(load(recording, "et", window=2))) == {1}
+    assert set(kineto_ids(load(recording, "kineto", window=2))) == {1}

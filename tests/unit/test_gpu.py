@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from crossrank.instrument import gpu
 from crossrank.instrument.gpu import Gpu, GpuReader
@@ -103,6 +108,71 @@ def test_without_a_driver_everything_is_null_and_one_debug_line_says_so(caplog: 
         pytest.skip("this machine has an NVIDIA driver")
     assert reader.counters() is None
     assert [record.levelname for record in caplog.records] == ["DEBUG"]
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_mig_instance_is_found_by_its_own_uuid_and_shares_the_board(monkeypatch: pytest.MonkeyPatch) -> None:
+    instance = f"handle of MIG-{UUID.removeprefix('GPU-')}"
+
+    def by_uuid(uuid: str) -> str:
+        if not uuid.startswith("MIG-"):
+            raise RuntimeError("Not Found")
+        return f"handle of {uuid}"
+
+    def board_of(handle: str) -> str:
+        assert handle == instance
+        return "the board"
+
+    module = _nvml(
+        nvmlDeviceGetHandleByUUID=by_uuid,
+        nvmlDeviceGetDeviceHandleFromMigDeviceHandle=board_of,
+        nvmlDeviceGetIndex={"the board": 2}.__getitem__,
+        nvmlDeviceGetSerial={"the board": "1234"}.__getitem__,
+        nvmlDeviceGetName={instance: "NVIDIA H100 MIG 1g.10gb"}.__getitem__,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    found = GpuReader(0).gpu
+    assert found is not None
+    assert found.uuid == "MIG-" + UUID.removeprefix("GPU-")
+    assert (found.index, found.serial, found.name) == (2, "1234", "NVIDIA H100 MIG 1g.10gb")
+
+
+@pytest.mark.parametrize(
+    ("bound", "current", "count", "expected"),
+    [
+        (torch.device("cuda", 3), 0, 8, 3),  # init_process_group(device_id=…) without set_device
+        (torch.device("cpu"), 5, 8, None),
+        (None, 5, 8, 5),  # set_device(5)
+        (None, 0, 8, None),  # set_device(0), or none at all
+        (None, 0, 1, 0),  # CUDA_VISIBLE_DEVICES leaves one
+    ],
+)
+def test_a_device_that_may_be_the_default_is_not_taken(
+    bound: torch.device | None, current: int, count: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=bound)))
+    monkeypatch.setattr(gpu, "cuda_is_in_use", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert gpu.bound_device() == expected
+
+
+def test_the_version_of_nccl_is_asked_of_the_library_that_is_loaded(tmp_path: Path) -> None:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler to build a library with")
+    library = tmp_path / "libnccl.so.2.99"
+    source = "int ncclGetVersion(int *version) { *version = 22907; return 0; }"
+    subprocess.run([compiler, "-shared", "-fPIC", "-x", "c", "-", "-o", library], input=source.encode(), check=True)
+    program = (
+        "import ctypes, sys\n"
+        "from crossrank.instrument.gpu import nccl_version\n"
+        "print(nccl_version())\n"
+        "ctypes.CDLL(sys.argv[1])\n"
+        "print(nccl_version())\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program, library], capture_output=True, text=True, check=True)
+    assert result.stdout == "None\n2.29.7\n"
 
 
 def test_without_cuda_nvml_is_not_even_asked(monkeypatch: pytest.MonkeyPatch) -> None:
