@@ -65,14 +65,24 @@ class Descriptor:
                 self._locality = topology.locality(self.group.ranks)
         return self._locality
 
-    def fields(self, *, sizes: bool = True) -> dict[str, Any]:
-        """The fields of the record that a repetition shares, without the locality."""
+    def fields(self, *, sizes: bool = True, source: bool = True) -> dict[str, Any]:
+        """The fields of the record that a repetition shares, without the locality.
+
+        First what tells one call from another: a list of markers shows little more than the begin of each.
+        """
         call = self.call
         fields: dict[str, Any] = {
             "op": self.reader.op,
+            "pg": self.group.pg,
+            "bytes": call.bytes if sizes else None,
+            "dtype": call.dtype,
+            "reduce": call.reduce,
+            "root": self.root,
+            "peer": self.peer,
             "api": self.site.api,
             "c10d": self.reader.c10d,
-            "pg": self.group.pg,
+            "async": call.is_async,
+            "source": self.site.source if source else None,
         }
         if sizes:
             fields |= {
@@ -81,12 +91,6 @@ class Descriptor:
                 "in_split": call.in_split,
                 "out_split": call.out_split,
             }
-        fields["dtype"] = call.dtype
-        fields["reduce"] = call.reduce
-        fields["async"] = call.is_async
-        if sizes:
-            fields["bytes"] = call.bytes
-        fields |= {"root": self.root, "peer": self.peer, "source": self.site.source}
         return {name: value for name, value in fields.items() if value is not None}
 
     def tail(self, locality: Locality) -> bytes:
@@ -98,6 +102,6 @@ class Descriptor:
             self._tail = tail
         return tail
 
-    def message(self, locality: Locality, *, sizes: bool) -> str:
+    def message(self, locality: Locality, *, sizes: bool, source: bool = True) -> str:
         """The text of the NVTX marker."""
-        return _encoder.encode(self.fields(sizes=sizes) | {"locality": locality}).decode()
+        return _encoder.encode(self.fields(sizes=sizes, source=source) | {"locality": locality}).decode()
