@@ -62,7 +62,7 @@ _LAUNCHERS = (
 
 _USER, _API, _TRANSPARENT, _PASSED = range(4)
 
-_MAX_SITES = 16_384
+MAX_SITES = 16_384
 MAX_PATH = 1000
 """Characters of a path in `Site.source`; a longer one is shortened from the left, behind `CUT`."""
 CUT = "..."
@@ -150,7 +150,7 @@ class CallSites:
 
     def _add(self, sites: dict[tuple[int, str | None], Site], key: tuple[int, str | None], site: Site) -> Site:
         # A program with more places than any has by hand must not fill the memory.
-        if self._count >= _MAX_SITES:
+        if self._count >= MAX_SITES:
             self._codes.clear()
             self._count = 0
         self._count += 1

@@ -6,15 +6,22 @@ changes from call to call, and therefore is no part of it: id, sequence number, 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from crossrank.comm import Locality
 from crossrank.instrument.c10d_ops import Call, CallKey, Reader
 from crossrank.instrument.callsite import Site
-from crossrank.instrument.groups import GroupState
 from crossrank.instrument.topology import Topology
+
+if TYPE_CHECKING:
+    from crossrank.instrument.groups import GroupState
+
+MAX_DESCRIPTORS = 4096
+"""Distinct calls kept per group. An MoE model makes new ones at every step; past this the old ones go."""
+MAX_NUMBERS = 1 << 18
+"""Extents and splits in all of them: a call of a large group has thousands, at about 75 bytes each."""
 
 _encoder = msgspec.json.Encoder()
 
@@ -37,6 +44,11 @@ class Descriptor:
         """Whether markers of this call are wanted, once the topology has settled it."""
         self._locality: Locality = "unknown"
         self._tail: bytes | None = None
+
+    @property
+    def numbers(self) -> int:
+        """How many values identify the call: its extents, its splits and what else its arguments are."""
+        return len(self._key) + sum(len(part) for part in self._key if isinstance(part, tuple))
 
     @property
     def call(self) -> Call:
@@ -105,3 +117,20 @@ class Descriptor:
     def message(self, locality: Locality, *, sizes: bool, source: bool = True) -> str:
         """The text of the NVTX marker."""
         return _encoder.encode(self.fields(sizes=sizes, source=source) | {"locality": locality}).decode()
+
+
+class DescriptorCache(dict[Any, Descriptor]):
+    """The descriptors of one group, found by what identifies the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers = 0
+
+    def keep(self, key: Any, descriptor: Descriptor) -> None:
+        """Add one; where it does not fit any more, the others go first."""
+        numbers = descriptor.numbers
+        if len(self) >= MAX_DESCRIPTORS or self._numbers + numbers > MAX_NUMBERS:
+            self.clear()
+            self._numbers = 0
+        self._numbers += numbers
+        self[key] = descriptor

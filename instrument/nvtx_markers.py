@@ -15,11 +15,12 @@ import logging
 import os
 import threading
 import time
+from importlib.metadata import version
 from typing import Any
 
 import msgspec
 
-from crossrank.errors import one_line
+from crossrank.errors import CrossrankError, one_line
 from crossrank.instrument.descriptors import Descriptor
 from crossrank.instrument.marker_text import shortened
 from crossrank.instrument.topology import Topology
@@ -28,13 +29,15 @@ log = logging.getLogger("crossrank")
 
 DOMAIN = "crossrank"
 MAX_MESSAGES = 4096
-MAX_KEPT = 16 << 20
+MAX_KEPT = 4 << 20
 # What stands in the message, as long as there is room: (sizes, user's line, share of the limits).
 _DETAILS = ((True, True, 1), (False, True, 2))
 
 _TOOL = "NVTX_INJECTION64_PATH"
 """Names the library of the tool that NVTX loads, unless it is `_NO_TOOL`."""
 _NO_TOOL = "./."
+_OLDEST = (0, 2, 15)
+"""Version of the package from which on a range takes its payload in the same call, which keeps threads apart."""
 
 _encoder = msgspec.json.Encoder()
 
@@ -103,7 +106,7 @@ def _domain_of_process() -> Any:
 
 def _attach() -> Any:
     tool = os.environ.get(_TOOL)
-    wanted = bool(tool) and tool != _NO_TOOL
+    attached = bool(tool) and tool != _NO_TOOL
     reason = "it takes no range of this domain; if nsys filters domains, name crossrank in --nvtx-domain-include"
     try:
         import nvtx
@@ -111,14 +114,16 @@ def _attach() -> Any:
         domain = nvtx.get_domain(DOMAIN)
         # Where no tool is attached, and where one is that is older than the package's extensions of NVTX (Nsight
         # Systems up to 2023), the package hands out a stand-in that drops everything.
-        if type(domain).__name__ == "Domain":
-            return domain
-        domain = _base_domain(nvtx) if wanted else None
-        if domain is not None and _takes_ranges(domain):
-            return domain
+        real = type(domain).__name__ == "Domain"
+        attached = attached or real
+        if attached:
+            _check_version()
+            domain = domain if real else _base_domain(nvtx)
+            if real or _takes_ranges(domain):
+                return domain
     except Exception as error:  # whatever a version of the package lacks
         reason = one_line(error)
-    if wanted:
+    if attached:
         log.warning(
             "crossrank: an NVTX tool is attached (%s=%s), but calls will not be marked: %s; TRACING_NVTX=0 ends this",
             _TOOL,
@@ -126,6 +131,13 @@ def _attach() -> Any:
             reason,
         )
     return None
+
+
+def _check_version() -> None:
+    found = version("nvtx")
+    numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdecimal())
+    if numbers < _OLDEST:
+        raise CrossrankError(f"nvtx {found} is too old: install nvtx>={'.'.join(map(str, _OLDEST))}")
 
 
 def _base_domain(nvtx: Any) -> Any:

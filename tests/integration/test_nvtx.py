@@ -188,6 +188,15 @@ def test_a_package_without_what_the_base_api_needs_is_one_warning(tmp_path: Path
     assert "calls will not be marked: ModuleNotFoundError: No module named 'nvtx._lib'" in line
 
 
+def test_a_package_that_cannot_mark_threads_apart_is_one_warning(tmp_path: Path, injection_library: Path) -> None:
+    metadata = tmp_path / "nvtx-0.2.14.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: nvtx\nVersion: 0.2.14\n")
+    (line,) = warnings_with(tmp_path, NVTX_INJECTION64_PATH=str(injection_library), PYTHONPATH=str(tmp_path))
+    assert "calls will not be marked: nvtx 0.2.14 is too old: install nvtx>=0.2.15;" in line
+    assert [record.op for record in records_of(tmp_path / "recording", 0)] == ["all_reduce"]
+
+
 @pytest.mark.parametrize("variables", [{}, {"NVTX_INJECTION64_PATH": "./."}], ids=["no tool", "NVTX's word for none"])
 def test_without_a_tool_nothing_is_said(tmp_path: Path, variables: dict[str, str]) -> None:
     assert warnings_with(tmp_path, **variables) == []

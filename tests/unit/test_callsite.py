@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import tracemalloc
 import weakref
 from collections.abc import Callable
 from types import CodeType, FrameType, FunctionType
 
+import pytest
 import torch
 
+from crossrank.instrument import callsite
 from crossrank.instrument.callsite import MAX_PATH, CallSites, Site
 
 SITES = CallSites()
@@ -115,3 +118,21 @@ def test_a_long_path_is_shortened_from_the_left() -> None:
     assert (len(path), path[:4], path[-16:], line) == (MAX_PATH, "...x", "/models/train.py", "2")
     exact = "/" + "y" * (MAX_PATH - 1)
     assert _seen_through((exact, "train"))[1] == f"{exact}:2"
+
+
+def test_places_take_bounded_memory_however_many_they_are_and_however_long_their_paths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    most = 300
+    monkeypatch.setattr(callsite, "MAX_SITES", most)
+    sites = CallSites()
+    codes = [_calls(f"/{number}{'x' * 3000}.py", "train") for number in range(4 * most)]
+    tracemalloc.start()
+    try:
+        for code in codes:
+            site, _ = FunctionType(code, {})(lambda: sites.find(sys._getframe(1), "ProcessGroup.allreduce"))
+            assert site.source is not None
+        kept = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, callsite.__file__)])
+    finally:
+        tracemalloc.stop()
+    assert sum(trace.size for trace in kept.traces) < 2500 * most
