@@ -2,7 +2,8 @@
 
 The stack is walked with bare frames (no source is read), and what each code object is gets decided once, so a
 walk costs a dictionary look-up per frame. A `Site` keeps the code object and the bytecode offset; the line
-number, which costs more than the walk, is worked out when the record is written.
+number, which costs more than the walk, is worked out when the record is written, and the code is let go. Code that
+a program generates without end is forgotten when the program forgets it.
 
 Three kinds of frames matter, from the kernel outwards:
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+import weakref
 from types import CodeType, FrameType
 
 import torch
@@ -60,19 +62,22 @@ _LAUNCHERS = (
 
 _USER, _API, _TRANSPARENT, _PASSED = range(4)
 
-_MAX_SITES = 65_536
+MAX_SITES = 16_384
+MAX_PATH = 1000
+"""Characters of a path in `Site.source`; a longer one is shortened from the left, behind `CUT`."""
+CUT = "..."
 _WORKING_FOLDER = os.getcwd() + os.sep
 
 
 class Site:
     """One place in the user's code that communicates, with the API it calls there."""
 
-    __slots__ = ("_source", "api", "code", "lasti")
+    __slots__ = ("_code", "_lasti", "_source", "api")
 
     def __init__(self, api: str | None, code: CodeType | None, lasti: int) -> None:
         self.api = api
-        self.code = code
-        self.lasti = lasti
+        self._code = code
+        self._lasti = lasti
         self._source: str | None = None
 
     @property
@@ -81,21 +86,20 @@ class Site:
 
         None when no Python frame outside torch called.
         """
-        if self._source is None and self.code is not None:
-            path = self.code.co_filename
-            if path.startswith(_WORKING_FOLDER):
-                path = path[len(_WORKING_FOLDER) :]
-            self._source = f"{path}:{_line_of(self.code, self.lasti)}"
+        code = self._code  # another thread may let it go meanwhile
+        if code is not None:
+            self._source = f"{_shown_path(code.co_filename)}:{_line_of(code, self._lasti)}"
+            self._code = None
         return self._source
 
 
 class _Code:
-    """What a code object is. Holds the object, so that its id stays its own."""
+    """What a code object is. `alive` calls back when the object dies: its id may then become another's."""
 
-    __slots__ = ("code", "kind", "name", "sites")
+    __slots__ = ("alive", "kind", "name", "sites")
 
-    def __init__(self, code: CodeType, kind: int, name: str | None) -> None:
-        self.code = code
+    def __init__(self, alive: weakref.ref[CodeType], kind: int, name: str | None) -> None:
+        self.alive = alive
         self.kind = kind
         self.name = name
         self.sites: dict[tuple[int, str | None], Site] = {}
@@ -145,8 +149,8 @@ class CallSites:
         return site, api_frame
 
     def _add(self, sites: dict[tuple[int, str | None], Site], key: tuple[int, str | None], site: Site) -> Site:
-        # Code that is generated without end (exec in a loop) must not fill the memory.
-        if self._count >= _MAX_SITES:
+        # A program with more places than any has by hand must not fill the memory.
+        if self._count >= MAX_SITES:
             self._codes.clear()
             self._count = 0
         self._count += 1
@@ -154,9 +158,15 @@ class CallSites:
         return site
 
     def _classify(self, code: CodeType) -> _Code:
-        entry = _Code(code, *_kind_of(code))
-        self._codes[id(code)] = entry
+        codes, key = self._codes, id(code)
+        entry = _Code(weakref.ref(code, lambda _: self._forget(key)), *_kind_of(code))
+        codes[key] = entry
         return entry
+
+    def _forget(self, key: int) -> None:
+        entry = self._codes.pop(key, None)
+        if entry is not None:
+            self._count -= len(entry.sites)
 
 
 def _kind_of(code: CodeType) -> tuple[int, str | None]:
@@ -179,6 +189,12 @@ def _kind_of(code: CodeType) -> tuple[int, str | None]:
 
 def _module_of(path: str) -> str:
     return "torch." + path[len(_TORCH) : -len(".py")].replace(os.sep, ".")
+
+
+def _shown_path(path: str) -> str:
+    if path.startswith(_WORKING_FOLDER):
+        path = path[len(_WORKING_FOLDER) :]
+    return path if len(path) <= MAX_PATH else CUT + path[len(CUT) - MAX_PATH :]
 
 
 def _line_of(code: CodeType, lasti: int) -> int:

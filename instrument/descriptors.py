@@ -6,15 +6,22 @@ changes from call to call, and therefore is no part of it: id, sequence number, 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from crossrank.comm import Locality
 from crossrank.instrument.c10d_ops import Call, CallKey, Reader
 from crossrank.instrument.callsite import Site
-from crossrank.instrument.groups import GroupState
 from crossrank.instrument.topology import Topology
+
+if TYPE_CHECKING:
+    from crossrank.instrument.groups import GroupState
+
+MAX_DESCRIPTORS = 4096
+"""Distinct calls kept per group. An MoE model makes new ones at every step; past this the old ones go."""
+MAX_NUMBERS = 1 << 18
+"""Extents and splits in all of them: a call of a large group has thousands, at about 75 bytes each."""
 
 _encoder = msgspec.json.Encoder()
 
@@ -37,6 +44,11 @@ class Descriptor:
         """Whether markers of this call are wanted, once the topology has settled it."""
         self._locality: Locality = "unknown"
         self._tail: bytes | None = None
+
+    @property
+    def numbers(self) -> int:
+        """How many values identify the call: its extents, its splits and what else its arguments are."""
+        return len(self._key) + sum(len(part) for part in self._key if isinstance(part, tuple))
 
     @property
     def call(self) -> Call:
@@ -65,14 +77,24 @@ class Descriptor:
                 self._locality = topology.locality(self.group.ranks)
         return self._locality
 
-    def fields(self, *, sizes: bool = True) -> dict[str, Any]:
-        """The fields of the record that a repetition shares, without the locality."""
+    def fields(self, *, sizes: bool = True, source: bool = True) -> dict[str, Any]:
+        """The fields of the record that a repetition shares, without the locality.
+
+        First what tells one call from another: a list of markers shows little more than the begin of each.
+        """
         call = self.call
         fields: dict[str, Any] = {
             "op": self.reader.op,
+            "pg": self.group.pg,
+            "bytes": call.bytes if sizes else None,
+            "dtype": call.dtype,
+            "reduce": call.reduce,
+            "root": self.root,
+            "peer": self.peer,
             "api": self.site.api,
             "c10d": self.reader.c10d,
-            "pg": self.group.pg,
+            "async": call.is_async,
+            "source": self.site.source if source else None,
         }
         if sizes:
             fields |= {
@@ -81,12 +103,6 @@ class Descriptor:
                 "in_split": call.in_split,
                 "out_split": call.out_split,
             }
-        fields["dtype"] = call.dtype
-        fields["reduce"] = call.reduce
-        fields["async"] = call.is_async
-        if sizes:
-            fields["bytes"] = call.bytes
-        fields |= {"root": self.root, "peer": self.peer, "source": self.site.source}
         return {name: value for name, value in fields.items() if value is not None}
 
     def tail(self, locality: Locality) -> bytes:
@@ -98,6 +114,23 @@ class Descriptor:
             self._tail = tail
         return tail
 
-    def message(self, locality: Locality, *, sizes: bool) -> str:
+    def message(self, locality: Locality, *, sizes: bool, source: bool = True) -> str:
         """The text of the NVTX marker."""
-        return _encoder.encode(self.fields(sizes=sizes) | {"locality": locality}).decode()
+        return _encoder.encode(self.fields(sizes=sizes, source=source) | {"locality": locality}).decode()
+
+
+class DescriptorCache(dict[Any, Descriptor]):
+    """The descriptors of one group, found by what identifies the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers = 0
+
+    def keep(self, key: Any, descriptor: Descriptor) -> None:
+        """Add one; where it does not fit any more, the others go first."""
+        numbers = descriptor.numbers
+        if len(self) >= MAX_DESCRIPTORS or self._numbers + numbers > MAX_NUMBERS:
+            self.clear()
+            self._numbers = 0
+        self._numbers += numbers
+        self[key] = descriptor

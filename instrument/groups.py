@@ -12,17 +12,14 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from crossrank.comm import Group
 from crossrank.errors import one_line
+from crossrank.instrument.descriptors import DescriptorCache
 from crossrank.instrument.torch_private import has
-
-if TYPE_CHECKING:
-    from crossrank.instrument.descriptors import Descriptor
 
 log = logging.getLogger("crossrank")
 
@@ -54,7 +51,7 @@ class GroupState:
         self.seq = itertools.count(1)
         # (peer within the group, direction) -> counter; the peer of a receive from any source is None.
         self.p2p_seqs: dict[tuple[int | None, str], Iterator[int]] = {}
-        self.descriptors: dict[Any, Descriptor] = {}
+        self.descriptors = DescriptorCache()
 
     def next_p2p_seq(self, peer: int | None, direction: str) -> int:
         key = (peer, direction)

@@ -2,8 +2,8 @@
 
 The message is the JSON of the call without what changes from call to call, so a training loop has few distinct
 messages; the payload is the record's id, and the record in the comms file holds the rest. NVTX keeps every
-message for the life of the process, so past `MAX_MESSAGES` distinct ones (an MoE model with new split sizes at
-each step) the sizes leave the message.
+message for the life of the process, so past `MAX_MESSAGES` distinct ones or `MAX_KEPT` bytes of them (an MoE model
+with new split sizes at each step) the sizes leave the message, and past twice that the user's line does too.
 
 `TRACING_NVTX=classic` marks one JSON text per call instead, for scripts written for the older shim. Each of its
 texts is distinct: with a tool attached that costs about 10 us and leaks about 1 kB per call.
@@ -11,16 +11,33 @@ texts is distinct: with a tool attached that costs about 10 us and leaks about 1
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
 import time
+from importlib.metadata import version
 from typing import Any
 
 import msgspec
 
+from crossrank.errors import CrossrankError, one_line
 from crossrank.instrument.descriptors import Descriptor
+from crossrank.instrument.marker_text import shortened
 from crossrank.instrument.topology import Topology
+
+log = logging.getLogger("crossrank")
 
 DOMAIN = "crossrank"
 MAX_MESSAGES = 4096
+MAX_KEPT = 4 << 20
+# What stands in the message, as long as there is room: (sizes, user's line, share of the limits).
+_DETAILS = ((True, True, 1), (False, True, 2))
+
+_TOOL = "NVTX_INJECTION64_PATH"
+"""Names the library of the tool that NVTX loads, unless it is `_NO_TOOL`."""
+_NO_TOOL = "./."
+_OLDEST = (0, 2, 15)
+"""Version of the package from which on a range takes its payload in the same call, which keeps threads apart."""
 
 _encoder = msgspec.json.Encoder()
 
@@ -29,20 +46,14 @@ class NvtxMarkers:
     """Emits ranges while a tool is attached. `attached` never changes: NVTX decides at its first use."""
 
     def __init__(self) -> None:
-        self.attached = False
         self._messages: set[str] = set()
-        try:
-            import nvtx
-        except ImportError:
-            return
-        domain = nvtx.get_domain(DOMAIN)
-        # Without a tool the package hands out a stand-in whose attributes are None.
-        self.attached = type(domain).__name__ == "Domain"
-        self._domain: Any = domain
+        self._kept = 0
+        self._domain: Any = _domain_of_process()
+        self.attached = self._domain is not None
 
     def mark(self, text: str) -> None:
-        """An instant marker with a text of its own."""
-        self._domain.mark(message=text)
+        """An instant marker with a JSON text of its own."""
+        self._domain.mark(message=shortened(text))
 
     def push(self, descriptor: Descriptor, record_id: int, topology: Topology) -> None:
         """Open the range of a call. Every push needs its `pop` on the same thread."""
@@ -53,25 +64,100 @@ class NvtxMarkers:
 
     def push_batch(self, pg: str, batch: int) -> None:
         """Open the range around the launch that ends a coalesced batch; its payload is the batch's id."""
-        attributes = self._domain.get_event_attributes(message=f'{{"op":"coalesced","pg":"{pg}"}}')
-        self._domain.push_range(attributes, payload=batch)
+        message = _encoder.encode({"op": "coalesced", "pg": pg}).decode()
+        self._domain.push_range(self._domain.get_event_attributes(message=message), payload=batch)
 
     def pop(self) -> None:
         self._domain.pop_range()
 
     def _attributes(self, descriptor: Descriptor, topology: Topology) -> Any:
         settled = topology.settled.is_set()
-        locality = descriptor.locality(topology)
-        message = descriptor.message(locality, sizes=True)
-        if message not in self._messages:
-            if len(self._messages) < MAX_MESSAGES:
-                self._messages.add(message)
-            else:
-                message = descriptor.message(locality, sizes=False)
-        attributes = self._domain.get_event_attributes(message=message)
+        attributes = self._domain.get_event_attributes(message=self._message(descriptor, topology))
         if settled:
             descriptor.marker = attributes
         return attributes
+
+    def _message(self, descriptor: Descriptor, topology: Topology) -> str:
+        """The text of a call, as detailed as there is room for."""
+        locality = descriptor.locality(topology)
+        for sizes, source, share in _DETAILS:
+            message = shortened(descriptor.message(locality, sizes=sizes, source=source))
+            if message in self._messages:
+                return message
+            if len(self._messages) < share * MAX_MESSAGES and self._kept + len(message) <= share * MAX_KEPT:
+                self._messages.add(message)
+                self._kept += len(message)
+                return message
+        return shortened(descriptor.message(locality, sizes=False, source=False))
+
+
+_attaching = threading.Lock()
+_attached: list[Any] = []
+"""The domain, or None, once it is known. It is made once and never given back: NVTX destroys it with its object."""
+
+
+def _domain_of_process() -> Any:
+    """The domain of this process; None where no tool takes its ranges, which is logged if one is attached."""
+    with _attaching:
+        if not _attached:
+            _attached.append(_attach())
+        return _attached[0]
+
+
+def _attach() -> Any:
+    tool = os.environ.get(_TOOL)
+    attached = bool(tool) and tool != _NO_TOOL
+    reason = "it takes no range of this domain; if nsys filters domains, name crossrank in --nvtx-domain-include"
+    try:
+        import nvtx
+
+        domain = nvtx.get_domain(DOMAIN)
+        # Where no tool is attached, and where one is that is older than the package's extensions of NVTX (Nsight
+        # Systems up to 2023), the package hands out a stand-in that drops everything.
+        real = type(domain).__name__ == "Domain"
+        attached = attached or real
+        if attached:
+            _check_version()
+            domain = domain if real else _base_domain(nvtx)
+            if real or _takes_ranges(domain):
+                return domain
+    except Exception as error:  # whatever a version of the package lacks
+        reason = one_line(error)
+    if attached:
+        log.warning(
+            "crossrank: an NVTX tool is attached (%s=%s), but calls will not be marked: %s; TRACING_NVTX=0 ends this",
+            _TOOL,
+            tool,
+            reason,
+        )
+    return None
+
+
+def _check_version() -> None:
+    found = version("nvtx")
+    numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdecimal())
+    if numbers < _OLDEST:
+        raise CrossrankError(f"nvtx {found} is too old: install nvtx>={'.'.join(map(str, _OLDEST))}")
+
+
+def _base_domain(nvtx: Any) -> Any:
+    """A domain of the package that is used although the package holds it to be disabled.
+
+    Its ranges need no extension: they go through NVTX's base API, which every tool has.
+    """
+    from nvtx._lib.lib import DomainHandle
+
+    domain = object.__new__(nvtx.Domain)
+    domain.handle = DomainHandle(DOMAIN)
+    domain.__init__(DOMAIN)
+    return domain
+
+
+def _takes_ranges(domain: Any) -> bool:
+    """Whether a tool takes ranges of the domain: NVTX itself answers 0 for the id of one that nobody takes."""
+    range_id = domain.start_range(domain.get_event_attributes(message="crossrank.enable"))
+    domain.end_range(range_id)
+    return bool(range_id)
 
 
 def classic_text(

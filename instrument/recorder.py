@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("crossrank")
 
-# Distinct calls kept per group. An MoE model makes new ones at every step; past this the old ones go.
-_MAX_DESCRIPTORS = 4096
 _BATCH_CODE = dist.batch_isend_irecv.__code__
 
 _getframe: Callable[[int], FrameType] = sys._getframe
@@ -95,9 +93,7 @@ class Recorder:
                 reduce = self._reductions.verify(reduce, args[reader.reduce])
                 full_key = (reader, site, key, reduce)
             descriptor = Descriptor(reader, state, site, key, reduce)
-            if len(state.descriptors) >= _MAX_DESCRIPTORS:
-                state.descriptors.clear()
-            state.descriptors[full_key] = descriptor
+            state.descriptors.keep(full_key, descriptor)
             if session.device_is_open:
                 session.settle_device(reader.device(args))
         record_id = next(self._ids)

@@ -1,7 +1,10 @@
 /* An NVTX tool for tests: writes every marker that a process emits to $NVTX_CAPTURE_OUT.<pid>, one per line:
  *   kind <tab> domain <tab> payload <tab> message
  * Loaded by NVTX itself through NVTX_INJECTION64_PATH, as Nsight Systems is. Handles are leaked on purpose: they
- * may outlive their domain. The entry point is called once per binary that embeds NVTX. */
+ * may outlive their domain. The entry point is called once per binary that embeds NVTX.
+ *
+ * With OLDER_THAN_THE_PACKAGE it refuses NVTX's extensions, as Nsight Systems 2022.4 and 2023.4 refuse those of today's
+ * headers; with TAKES_NOTHING it takes no event at all either. */
 #define NVTX_NO_IMPL
 #include <nvtx3/nvToolsExt.h>
 
@@ -65,15 +68,34 @@ static int NVTX_API pop(nvtxDomainHandle_t domain) {
     return 0;
 }
 
+static nvtxRangeId_t NVTX_API start(nvtxDomainHandle_t domain, const nvtxEventAttributes_t *event) {
+    put("start", (named_t *)domain, payload_of(event), text_of(event));
+    return 1;
+}
+
+static void NVTX_API end(nvtxDomainHandle_t domain, nvtxRangeId_t range) { put("end", (named_t *)domain, range, ""); }
+
+#ifdef OLDER_THAN_THE_PACKAGE
+NVTX_DYNAMIC_EXPORT int NVTX_API InitializeInjectionNvtxExtension(void *module) {
+    (void)module;
+    return 0;
+}
+#endif
+
 NVTX_DYNAMIC_EXPORT int NVTX_API InitializeInjectionNvtx2(NvtxGetExportTableFunc_t get_table) {
     const NvtxExportTableCallbacks *callbacks = get_table(NVTX_ETID_CALLBACKS);
     NvtxFunctionTable table;
     unsigned int size = 0;
     if (!callbacks || !callbacks->GetModuleFunctionTable(NVTX_CB_MODULE_CORE2, &table, &size)) return 0;
+#ifdef TAKES_NOTHING
+    return 1;
+#endif
     *table[NVTX_CBID_CORE2_DomainCreateA] = (NvtxFunctionPointer)domain_create;
     *table[NVTX_CBID_CORE2_DomainRegisterStringA] = (NvtxFunctionPointer)register_string;
     *table[NVTX_CBID_CORE2_DomainMarkEx] = (NvtxFunctionPointer)mark;
     *table[NVTX_CBID_CORE2_DomainRangePushEx] = (NvtxFunctionPointer)push;
     *table[NVTX_CBID_CORE2_DomainRangePop] = (NvtxFunctionPointer)pop;
+    *table[NVTX_CBID_CORE2_DomainRangeStartEx] = (NvtxFunctionPointer)start;
+    *table[NVTX_CBID_CORE2_DomainRangeEnd] = (NvtxFunctionPointer)end;
     return 1;
 }

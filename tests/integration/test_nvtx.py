@@ -41,16 +41,32 @@ class Marker:
 
 @pytest.fixture(scope="session")
 def injection_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(tmp_path_factory.mktemp("nvtx"))
+
+
+@pytest.fixture(scope="session")
+def older_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tool for which the package's own domain is a stand-in, as it is under Nsight Systems up to 2023."""
+    return compiled(tmp_path_factory.mktemp("older"), "-DOLDER_THAN_THE_PACKAGE")
+
+
+@pytest.fixture(scope="session")
+def deaf_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tool that takes no event."""
+    return compiled(tmp_path_factory.mktemp("deaf"), "-DOLDER_THAN_THE_PACKAGE", "-DTAKES_NOTHING")
+
+
+def compiled(folder: Path, *definitions: str) -> Path:
     compiler = os.environ.get("CC") or shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler to build the NVTX injection library with")
     files = importlib.metadata.files("nvidia-nvtx") or []
     header = next(file for file in files if file.name == "nvToolsExt.h" and file.parent.name == "nvtx3")
     include = Path(str(header.locate())).parent.parent
-    library = tmp_path_factory.mktemp("nvtx") / "libcapture.so"
+    library = folder / "libcapture.so"
     source = Path(__file__).with_name("nvtx_capture.c")
-    command = [compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Werror", f"-I{include}", str(source), "-o", str(library)]
-    subprocess.run(command, check=True)
+    options = ["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-Wno-unused-function", *definitions, f"-I{include}"]
+    subprocess.run([compiler, *options, str(source), "-o", str(library)], check=True)
     return library
 
 
@@ -116,6 +132,115 @@ def test_two_torchrun_ranks_send_one_range_per_call(tmp_path: Path, injection_li
             ("all_reduce", "intra_node"),
             ("broadcast", "intra_node"),
         ]
+
+
+def test_a_tool_older_than_the_package_gets_the_ranges_of_every_thread(tmp_path: Path, older_library: Path) -> None:
+    run_ranks(
+        tmp_path,
+        older_library,
+        "import threading, nvtx\n"
+        "assert type(nvtx.get_domain('any')).__name__ == 'DummyDomain'\n"
+        "crossrank.enable()\n"
+        "def train():\n"
+        "    for _ in range(3):\n"
+        "        dist.all_reduce(torch.ones(4))\n"
+        "train()\n"
+        "thread = threading.Thread(target=train)\n"
+        "thread.start()\n"
+        "thread.join()\n"
+        "crossrank.disable()\n"
+        "crossrank.enable()\n"
+        "dist.barrier()\n",
+    )
+    for rank, markers in enumerate(captured(tmp_path)):
+        assert {marker.domain for marker in markers} == {"crossrank"}
+        ranges = [marker for marker in markers if marker.kind in ("push", "pop")]
+        assert [marker.kind for marker in ranges] == ["push", "pop"] * 7
+        assert [(marker.json["op"], marker.payload) for marker in ranges[:12:2]] == [
+            ("all_reduce", number) for number in range(6)
+        ]
+        assert ranges[-2].json["op"] == "barrier"
+        # NVTX was asked once whether the tool takes ranges, however often the recording was enabled.
+        assert [marker.kind for marker in markers if marker.kind in ("start", "end")] == ["start", "end"]
+        assert sum("crossrank" in marker.message for marker in markers if marker.kind == "mark") == 2
+        assert len(records_of(tmp_path / "recording", rank)) == 1
+
+
+def warnings_with(folder: Path, **variables: str) -> list[str]:
+    """What a rank says that marks a call while it is enabled, and once more when it is enabled again."""
+    script = "for _ in range(2):\n    with crossrank.enable():\n        dist.all_reduce(torch.ones(4))\n"
+    result = jobs.python(folder, script, TRACING_DIR=str(folder / "recording"), **variables)
+    assert result.returncode == 0, result.stderr
+    return [line for line in result.stderr.splitlines() if "NVTX" in line]
+
+
+def test_a_tool_that_takes_no_range_is_named_once(tmp_path: Path, deaf_library: Path) -> None:
+    (line,) = warnings_with(tmp_path, NVTX_INJECTION64_PATH=str(deaf_library))
+    assert f"an NVTX tool is attached (NVTX_INJECTION64_PATH={deaf_library}), but calls will not be marked" in line
+    assert "--nvtx-domain-include" in line
+
+
+def test_a_package_without_what_the_base_api_needs_is_one_warning(tmp_path: Path, older_library: Path) -> None:
+    package = tmp_path / "nvtx"
+    package.mkdir()
+    (package / "__init__.py").write_text("class DummyDomain: ...\ndef get_domain(name):\n    return DummyDomain()\n")
+    (line,) = warnings_with(tmp_path, NVTX_INJECTION64_PATH=str(older_library), PYTHONPATH=str(tmp_path))
+    assert "calls will not be marked: ModuleNotFoundError: No module named 'nvtx._lib'" in line
+
+
+def test_a_package_that_cannot_mark_threads_apart_is_one_warning(tmp_path: Path, injection_library: Path) -> None:
+    metadata = tmp_path / "nvtx-0.2.14.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: nvtx\nVersion: 0.2.14\n")
+    (line,) = warnings_with(tmp_path, NVTX_INJECTION64_PATH=str(injection_library), PYTHONPATH=str(tmp_path))
+    assert "calls will not be marked: nvtx 0.2.14 is too old: install nvtx>=0.2.15;" in line
+    assert [record.op for record in records_of(tmp_path / "recording", 0)] == ["all_reduce"]
+
+
+@pytest.mark.parametrize("variables", [{}, {"NVTX_INJECTION64_PATH": "./."}], ids=["no tool", "NVTX's word for none"])
+def test_without_a_tool_nothing_is_said(tmp_path: Path, variables: dict[str, str]) -> None:
+    assert warnings_with(tmp_path, **variables) == []
+
+
+def test_a_name_with_quotes_is_still_json(tmp_path: Path, injection_library: Path) -> None:
+    run_ranks(
+        tmp_path,
+        injection_library,
+        "crossrank.enable()\n"
+        "from crossrank.instrument import api\n"
+        "markers = api._current._nvtx\n"
+        "markers.push_batch('say \"hi\"\\\\', 3)\n"
+        "markers.pop()\n",
+    )
+    for markers in captured(tmp_path):
+        (batch,) = [marker for marker in markers if marker.kind == "push"]
+        assert (batch.json, batch.payload) == ({"op": "coalesced", "pg": 'say "hi"\\'}, 3)
+
+
+def test_what_tells_calls_apart_stands_first(tmp_path: Path, injection_library: Path) -> None:
+    run_ranks(tmp_path, injection_library, "crossrank.enable()\ndist.all_reduce(torch.ones(4))\n")
+    for markers in captured(tmp_path):
+        (call,) = [marker for marker in markers if marker.kind == "push"]
+        assert call.message.startswith('{"op":"all_reduce","pg":"0","bytes":16,"dtype":"float32","reduce":"sum"')
+
+
+def test_messages_stay_bounded_when_lines_differ_at_every_call(tmp_path: Path, injection_library: Path) -> None:
+    calls = 2 * MAX_MESSAGES + 300
+    run_ranks(
+        tmp_path,
+        injection_library,
+        "crossrank.enable()\n"
+        f"for number in range({calls}):\n"
+        "    exec(compile('dist.all_reduce(torch.ones(4))', f'/{number}.py', 'exec'))\n",
+    )
+    for markers in captured(tmp_path):
+        registered = [marker for marker in markers if marker.kind == "register" and "op" in marker.json]
+        assert 2 * MAX_MESSAGES <= len(registered) <= 2 * MAX_MESSAGES + 2
+        pushes = [marker for marker in markers if marker.kind == "push"]
+        assert [marker.payload for marker in pushes] == list(range(calls))
+        assert pushes[0].json["source"] == "/0.py:1"
+        assert "source" not in pushes[-1].json
+        assert pushes[-1].json["op"] == "all_reduce"
 
 
 def test_messages_stay_bounded_when_sizes_change_at_every_call(tmp_path: Path, injection_library: Path) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
+import tracemalloc
+import weakref
 from collections.abc import Callable
 from types import CodeType, FrameType, FunctionType
 
+import pytest
 import torch
 
-from crossrank.instrument.callsite import CallSites
+from crossrank.instrument import callsite
+from crossrank.instrument.callsite import MAX_PATH, CallSites, Site
 
 SITES = CallSites()
 TORCH = torch.__path__[0]
@@ -74,3 +79,60 @@ def test_a_notebook_cell_is_user_code() -> None:
 def test_the_same_place_is_one_site() -> None:
     first = [SITES.find(sys._getframe(0), "x")[0] for _ in range(2)]
     assert first[0] is first[1]
+
+
+def _site_in(sites: CallSites, filename: str) -> tuple[Site, weakref.ref[CodeType]]:
+    """The site of a call from code of that name, and the code itself, which nothing else keeps."""
+    code = _calls(filename, "train")
+    call = FunctionType(code, {})
+    site, _ = call(lambda: sites.find(sys._getframe(1), "ProcessGroup.allreduce"))
+    return site, weakref.ref(code)
+
+
+def test_code_that_a_program_forgets_is_forgotten() -> None:
+    sites = CallSites()
+    found = [_site_in(sites, f"/generated/{number}.py") for number in range(100)]
+    assert [site.source for site, _ in found] == [f"/generated/{number}.py:2" for number in range(100)]
+    gc.collect()
+    assert [code() for _, code in found] == [None] * 100
+    # The line that was worked out stays, and so does nothing that could be taken for another code's.
+    assert found[7][0].source == "/generated/7.py:2"
+    assert sites._codes.keys() == {id(code) for code in (entry.alive() for entry in sites._codes.values())}
+    assert sites._count == 0
+
+
+def test_a_site_keeps_its_code_until_its_line_is_worked_out() -> None:
+    site, code = _site_in(CallSites(), "/generated/once.py")
+    gc.collect()
+    assert code() is not None
+    assert site.source == "/generated/once.py:2"
+    gc.collect()
+    assert code() is None
+
+
+def test_a_long_path_is_shortened_from_the_left() -> None:
+    long = "/" + "x" * 3000 + "/models/train.py"
+    source = _seen_through((long, "train"))[1]
+    assert source is not None
+    path, _, line = source.rpartition(":")
+    assert (len(path), path[:4], path[-16:], line) == (MAX_PATH, "...x", "/models/train.py", "2")
+    exact = "/" + "y" * (MAX_PATH - 1)
+    assert _seen_through((exact, "train"))[1] == f"{exact}:2"
+
+
+def test_places_take_bounded_memory_however_many_they_are_and_however_long_their_paths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    most = 300
+    monkeypatch.setattr(callsite, "MAX_SITES", most)
+    sites = CallSites()
+    codes = [_calls(f"/{number}{'x' * 3000}.py", "train") for number in range(4 * most)]
+    tracemalloc.start()
+    try:
+        for code in codes:
+            site, _ = FunctionType(code, {})(lambda: sites.find(sys._getframe(1), "ProcessGroup.allreduce"))
+            assert site.source is not None
+        kept = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, callsite.__file__)])
+    finally:
+        tracemalloc.stop()
+    assert sum(trace.size for trace in kept.traces) < 2500 * most

@@ -30,6 +30,8 @@ STRINGS = "StringIds"
 
 _KNOWN = ((3, 16), (3, 28))
 """Schema versions, major and minor, between which the columns read here are documented."""
+_META_DATA = ("META_DATA_EXPORT", "EXPORT_META_DATA")
+"""Names of the table that tells the version; the second is that of 2022."""
 _SIGNS = (NVTX, RUNTIME, KERNEL, "META_DATA_EXPORT", "TARGET_INFO_SESSION_START_TIME", "ANALYSIS_DETAILS")
 _EXPORT_TABLES = "NVTX_EVENTS, CUPTI_ACTIVITY_KIND_KERNEL, CUPTI_ACTIVITY_KIND_RUNTIME"
 _ROWS = 1 << 16
@@ -155,9 +157,10 @@ class Export:
 
     def _check_version(self) -> None:
         """Note a schema that is not known."""
-        if not {"name", "value"} <= self.columns("META_DATA_EXPORT"):
+        table = next((name for name in _META_DATA if {"name", "value"} <= self.columns(name)), None)
+        if table is None:
             return
-        query = "SELECT value FROM META_DATA_EXPORT WHERE name = 'EXPORT_SCHEMA_VERSION'"
+        query = f"SELECT value FROM {table} WHERE name = 'EXPORT_SCHEMA_VERSION'"
         row = self._connection.execute(query).fetchone()
         version = str(row[0]) if row is not None else ""
         parts = version.split(".")

@@ -1,7 +1,8 @@
 """What NVTX ranges say: ours, the older shim's, and NCCL's own.
 
 Ours have the JSON of a call as text and its id as payload; their process tells its rank and groups in markers of the
-same domain. The older shim wrote one JSON text per call, with `name`, `message_size` and `group_ranks` and no id.
+same domain. One that would be too long for a tool writes ranks as runs, and counts in `left_out` what it lacks.
+The older shim wrote one JSON text per call, with `name`, `message_size` and `group_ranks` and no id.
 NCCL's have the name of a function as text and its arguments as an extended payload.
 """
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from crossrank.comm import MOST_RANKS, CommRecord, Group, Locality, operation_of
 from crossrank.errors import CrossrankError
+from crossrank.rank_runs import Run, from_runs
 from crossrank.tools.nsight.database import NONE, NVTX, Column, Export
 from crossrank.tools.tables import rank_ranges
 
@@ -43,8 +45,17 @@ class Meaning(msgspec.Struct, frozen=True):
     """A marker of the older shim."""
     sizeless: bool = False
     """The text of a call without its sizes."""
+    left_out: bool = False
+    """The text lacks lists that were too long for it: ranks of a group, splits or shapes of a call."""
     function: str = ""
     """Of NCCL."""
+
+
+class _MarkedGroup(Group, frozen=True, kw_only=True):
+    """A group as a marker has it, where a large one has runs in the place of ranks."""
+
+    rank_runs: list[Run] = msgspec.field(default_factory=list)
+    left_out: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class _Text(msgspec.Struct):
@@ -69,10 +80,12 @@ class _Text(msgspec.Struct):
     rank: int | None = None
     world_size: int | None = None
     host: str = ""
-    group: Group | None = None
+    group: _MarkedGroup | None = None
     name: str | None = None
     message_size: float | None = None
     group_ranks: list[int] | None = None
+    rank_runs: list[Run] = msgspec.field(default_factory=list)
+    left_out: dict[str, int] = msgspec.field(default_factory=dict)
     peer_rank: int | None = None
     root_rank: int | None = None
     source_line: str | None = None
@@ -120,14 +133,27 @@ def meaning_of(text: str) -> Meaning | None:
             source=said.source,
             locality=said.locality,
         )
-        return Meaning(CALL, record=record, sizeless=said.bytes is None)
+        return Meaning(CALL, record=record, sizeless=said.bytes is None, left_out=bool(said.left_out))
     if said.crossrank is not None and said.rank is not None and 0 <= said.rank < MOST_RANKS:
         return Meaning(IDENTITY, rank=said.rank, world_size=said.world_size, host=said.host)
     if said.group is not None:
-        return Meaning(GROUP, group=said.group)
+        return _group(said.group)
     if said.name is not None and said.message_size is not None:
         return _old(said)
     return None
+
+
+def _group(marked: _MarkedGroup) -> Meaning:
+    ranks = marked.ranks or from_runs(marked.rank_runs) or None
+    group = Group(
+        pg=marked.pg,
+        size=marked.size,
+        ranks=ranks,
+        desc=marked.desc,
+        backend=marked.backend,
+        locality=marked.locality,
+    )
+    return Meaning(GROUP, group=group, left_out="ranks" in marked.left_out)
 
 
 def _rank(number: int | None) -> int | None:
@@ -136,8 +162,9 @@ def _rank(number: int | None) -> int | None:
 
 def _old(said: _Text) -> Meaning | None:
     operation = operation_of(said.name or "")
-    ranks = [rank for rank in said.group_ranks or () if 0 <= rank < MOST_RANKS]
-    pg = rank_ranges(ranks) if ranks else WORLD
+    ranks = [rank for rank in said.group_ranks or from_runs(said.rank_runs) or () if 0 <= rank < MOST_RANKS]
+    unnamed = said.left_out.get("ranks")
+    pg = rank_ranges(ranks) if ranks else f"{unnamed} ranks" if unnamed else WORLD
     record = CommRecord(
         id=0,
         op=operation.name if operation is not None else str(said.name),

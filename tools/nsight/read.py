@@ -10,7 +10,16 @@ import numpy as np
 
 from crossrank.errors import CrossrankError
 from crossrank.recording import CommsFile
-from crossrank.tools.nsight.database import GRAPH_NODES, GRAPH_TRACE, NONE, Column, Export, open_export, require_tables
+from crossrank.tools.nsight.database import (
+    GRAPH_NODES,
+    GRAPH_TRACE,
+    KERNEL,
+    NONE,
+    Column,
+    Export,
+    open_export,
+    require_tables,
+)
 from crossrank.tools.nsight.launches import Activities, communication_kernels, innermost, peer_copies, runs
 from crossrank.tools.nsight.markers import BATCH, CALL, GROUP, IDENTITY, NCCL, Ranges, read_ranges
 from crossrank.tools.nsight.nccl import NcclRanges, nccl_ranges
@@ -103,6 +112,12 @@ def _refuse_nothing(export: Export, found: list[RankTimes], calls: int, kernels:
             f"{path}: has {kernels} communication kernels, but no marker of ours, of the older shim or of NCCL; record "
             "with --trace=cuda,nvtx and crossrank.enable() in the job"
         )
+    if not (export.has(KERNEL) or export.has(GRAPH_TRACE)):
+        raise CrossrankError(
+            f"{path}: {calls} calls are marked, but the export has no GPU kernel to time them by: the job ran on CPUs "
+            f"(gloo), or was recorded without cuda in --trace, or exported without {KERNEL}; `crossrank inspect` "
+            "counts the calls of the recording without one"
+        )
     told: Counter[str] = Counter()
     for one in found:
         told.update(one.unattributed)
@@ -158,6 +173,11 @@ class _Process:
         times = self.times
         meanings = [self._ranges.meanings[index] for index in np.unique(self._ranges.meaning).tolist()]
         groups = (meaning.group for meaning in meanings if meaning.what in (CALL, GROUP))
+        unnamed = sum(meaning.what == GROUP and meaning.left_out for meaning in meanings)
+        if unnamed:
+            times.notes.append(
+                f"{times.path}: {unnamed} group(s) have more members than a marker holds; the recording names them"
+            )
         builder = TimesBuilder(times, (group for group in groups if group is not None))
         row_of = self._rows(kernels, builder, comms)
         self._began = np.full(len(times), np.iinfo(np.int64).max)

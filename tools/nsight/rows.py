@@ -21,6 +21,7 @@ from crossrank.tools.timing.rank_times import SEND_RECV, GroupKey, RankTimes, Ti
 FILTERED = -2
 """In the place of a row: the launch of calls that were not emitted (TRACING=CROSSNODE)."""
 SIZELESS = "markers without sizes, of a process with more than 4096 distinct calls: their bytes are not known"
+LEFT_OUT = "markers without the splits or shapes of their call, which were too long: it counts as an even one"
 
 
 def rows_of_comms(path: str, calls: Ranges, builder: TimesBuilder, epoch: int) -> Column | None:
@@ -116,6 +117,8 @@ def rows_of_markers(calls: Ranges, kernels: Activities, builder: TimesBuilder, e
             kind_of_meaning.append(builder.kind(builder.take([one.record], count)))
         if one.sizeless:
             times.unattributed[SIZELESS] += count
+        elif one.left_out:
+            times.unattributed[LEFT_OUT] += count
     kinds = np.array(kind_of_meaning, np.int64)
     # First all single calls, then the batches; then in the order in which they were made.
     kind = np.concatenate([kinds[inverse], np.array([batch[0] for batch in batches], np.int64)])

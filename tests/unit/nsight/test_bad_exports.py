@@ -25,6 +25,11 @@ def test_markers_without_kernels_and_kernels_without_markers_are_refused(tmp_pat
     markers = ExportFile()
     markers.process(70).marker(1000, 1100, 1)
     assert refused(markers.write(tmp_path / "a.sqlite")).startswith(
+        ": 1 calls are marked, but the export has no GPU kernel to time them by: the job ran on CPUs (gloo), or was "
+        "recorded without cuda in --trace"
+    )
+    markers.process(70).kernel(1000, 1100, 1200, name="gemm")
+    assert refused(markers.write(tmp_path / "a.sqlite")).startswith(
         ": none of 1 marked calls has a kernel among 0 (1 calls without a kernel); record with --trace=cuda,nvtx"
     )
     kernels = ExportFile()
@@ -138,6 +143,17 @@ def test_files_that_are_no_export_are_refused(tmp_path: Path) -> None:
     whole = good.write(tmp_path / "whole.sqlite").read_bytes()
     (tmp_path / "cut.sqlite").write_bytes(whole[: len(whole) // 2])
     assert refused(tmp_path / "cut.sqlite").startswith(": is damaged or no SQLite file")
+
+
+def test_the_schema_of_2022_is_told_from_its_own_table(tmp_path: Path) -> None:
+    export = ExportFile("3.0.0")
+    two_calls(export.process(70))
+    path = export.write(tmp_path / "a.sqlite")
+    with sqlite3.connect(path) as connection:
+        connection.execute("ALTER TABLE META_DATA_EXPORT RENAME TO EXPORT_META_DATA")
+    connection.close()
+    (times,) = read_export(str(path), None, {})
+    assert [note.partition(": ")[2].partition(";")[0] for note in times.notes] == ["has schema version 3.0.0"]
 
 
 def test_an_unknown_schema_is_told_and_read_as_far_as_it_goes(tmp_path: Path) -> None:
