@@ -154,11 +154,7 @@ class Session:
         self._guard.uninstall()
 
     def abandon(self) -> None:
-        """In a forked child: be off, and leave the parent's files and signals to the parent.
-
-        The kernels stay, switched off: taking them away needs the dispatcher's lock, which a thread that does
-        not exist in this process may hold.
-        """
+        """In a forked child: be off, and leave the parent's files and signals to the parent."""
         self._close_once.acquire(blocking=False)
         self._closed = self._finished = True
         self._dumps.stop_watching()
@@ -168,6 +164,8 @@ class Session:
             self._windows.abandon()
         if self.writer is not None:
             self.writer.abandon()
+        self._interception.abandon()
+        self._backwards.uninstall()
         self._guard.abandon()
 
     # --- beginning and ending the files -------------------------------------------------------------------
