@@ -31,7 +31,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def run(
-    command: Sequence[str | Path], folder: Path, *, seconds: float = 60, **variables: str
+    command: Sequence[str | Path], folder: Path, seconds: float = 60, /, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(word) for word in command],

@@ -80,7 +80,7 @@ def _check_iterations(recording: Path) -> None:
 @needs("lightning")
 def test_lightnings_own_launcher(tmp_path: Path) -> None:
     script = jobs.write_script(tmp_path, LIGHTNING)
-    result = jobs.run([sys.executable, *RUNNER, script], tmp_path, seconds=200, TRACING_WINDOW="5:6")
+    result = jobs.run([sys.executable, *RUNNER, script], tmp_path, 200, TRACING_WINDOW="5:6")
     assert result.returncode == 0, result.stderr
     _check_iterations(tmp_path / "crossrank-recording")
 
@@ -91,7 +91,7 @@ def test_zero_with_two_parameter_groups(stage: int, tmp_path: Path) -> None:
     script = jobs.write_script(tmp_path, DEEPSPEED)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     result = jobs.run(
-        [*torchrun, *RUNNER, script, str(stage)], tmp_path, seconds=200, TRACING_WINDOW="5:6", DS_ACCELERATOR="cpu"
+        [*torchrun, *RUNNER, script, str(stage)], tmp_path, 200, TRACING_WINDOW="5:6", DS_ACCELERATOR="cpu"
     )
     assert result.returncode == 0, result.stderr
     _check_iterations(tmp_path / "crossrank-recording")
