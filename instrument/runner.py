@@ -112,7 +112,7 @@ def _follow_subprocesses() -> None:
     @functools.wraps(original)
     def start(self: Any, args: Any, *positional: Any, **named: Any) -> None:
         followed = None
-        # Whoever gives a program or a shell apart from `args`, or all of this by position, knows what he does.
+        # With a shell, or a program to execute that is not the first word, `args` is no command line of Python.
         if not positional[1:] and not named.get("executable") and not named.get("shell"):
             followed = _follow_command(args, named.get("env"), named.get("cwd"))
         original(self, args if followed is None else followed, *positional, **named)

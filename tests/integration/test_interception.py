@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from crossrank.instrument import flight
 from crossrank.recording import CommsFile
-from tests.integration import callers, names
+from tests.integration import callers, jobs, names
 from tests.integration.world import Task, World
 
 DDP = [("all_reduce", None)]
@@ -231,3 +231,45 @@ def test_errors_of_a_call_reach_the_user_unchanged(two_ranks: World, tmp_path: P
     traced = two_ranks.run(_errors, tmp_path / "on")
     assert traced == untraced
     assert len(traced[0]) == 2
+
+
+def test_a_forked_child_takes_over_the_kernels_of_its_parent(tmp_path: Path) -> None:
+    result = jobs.python(
+        tmp_path,
+        """
+        def kernels():
+            table = torch._C._dispatch_dump("c10d::allreduce_").splitlines()
+            return sum(line.startswith("BackendSelect") for line in table)
+
+        def in_child(work):
+            child = os.fork()
+            if child == 0:
+                work()
+                os._exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+        def enable():
+            print("its child", crossrank.enable(directory="its-child").active, kernels(), flush=True)
+
+        def enable_and_disable():
+            with crossrank.enable(directory="child") as tracing:
+                print("child", tracing.active, kernels(), flush=True)
+                in_child(enable)
+            print("child after", kernels(), flush=True)
+
+        dist.destroy_process_group()
+        print("before", kernels(), flush=True)
+        crossrank.enable(directory="parent")
+        in_child(enable_and_disable)
+        print("parent", crossrank.enabled(), kernels(), flush=True)
+        """,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [
+        "before 0",
+        "child True 1",
+        "its child True 1",
+        "child after 0",
+        "parent True 1",
+    ]
+    assert "Overriding" not in result.stderr
