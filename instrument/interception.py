@@ -17,6 +17,7 @@ written in Python, torchcomms, symmetric memory, and replays of a CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,31 +33,40 @@ _NAMESPACE = "c10d"
 _KEY = "BackendSelect"
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Kernels:
+    """Kernels in the dispatcher of this process."""
+
+    library: torch.library.Library
+    ops: tuple[str, ...]
+    record_to: Callable[[Recorder], None]
+    """Makes the kernels those of another recorder."""
+
+
+# A forked child inherits the parent's kernels, which cannot be taken away there and must not be registered twice.
+_inherited: _Kernels | None = None
+
+
 class Interception:
     """The kernels of this process. One at a time may be installed."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._library: torch.library.Library | None = None
+        self._kernels: _Kernels | None = None
         self._undo: list[Callable[[], None]] = []
-        self.ops: list[str] = []
+
+    @property
+    def ops(self) -> list[str]:
         """Names of the ops that are recorded."""
+        return list(self._kernels.ops) if self._kernels is not None else []
 
     def install(self) -> None:
         """Put the kernels in place. Raises `CrossrankError`, with nothing installed, if torch lacks a part."""
         require("interception")
-        mask = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-        library = torch.library.Library(_NAMESPACE, "IMPL", _KEY)
         try:
-            for name in _c10d_ops():
-                overload = getattr(torch.ops.c10d, name).default
-                reader = Reader(name, overload._schema)
-                library.impl(name, _kernel(overload, reader, mask, self._recorder), with_keyset=True)
-                self.ops.append(name)
-            self._library = library
+            self._kernels = _take_over(self._recorder) or _register(self._recorder)
             self._patch_coalescing()
         except Exception as error:
-            self._library = library
             self.uninstall()
             raise CrossrankError(
                 f"torch {torch.__version__} does not let its c10d ops be recorded ({one_line(error)}); "
@@ -65,13 +75,25 @@ class Interception:
 
     def uninstall(self) -> None:
         """Take everything away again."""
+        self._unpatch()
+        kernels, self._kernels = self._kernels, None
+        if kernels is not None:
+            kernels.library._destroy()
+
+    def abandon(self) -> None:
+        """In a forked child: leave the kernels to the next `install`.
+
+        Taking them away needs the dispatcher's lock, which a thread that does not exist in this process may hold.
+        """
+        global _inherited
+        self._unpatch()
+        if self._kernels is not None:
+            _inherited, self._kernels = self._kernels, None
+
+    def _unpatch(self) -> None:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
-        self.ops.clear()
-        if self._library is not None:
-            self._library._destroy()
-            self._library = None
 
     def _patch_coalescing(self) -> None:
         """Learn where a coalesced launch begins and ends: these two methods are no dispatcher ops.
@@ -113,28 +135,65 @@ class Interception:
             self._undo.append(lambda name=name, original=original: setattr(group_class, name, original))  # type: ignore[misc]
 
 
-def _kernel(overload: Any, reader: Reader, mask: Any, recorder: Recorder) -> Callable[..., Any]:
-    """The kernel of one op: record, then run what would have run without it."""
-    redispatch = overload._handle.redispatch_boxed
+def _take_over(recorder: Recorder) -> _Kernels | None:
+    """The kernels that this process has from its parent, now those of `recorder`."""
+    global _inherited
+    kernels, _inherited = _inherited, None
+    if kernels is not None:
+        kernels.record_to(recorder)
+    return kernels
+
+
+def _register(recorder: Recorder) -> _Kernels:
+    library = torch.library.Library(_NAMESPACE, "IMPL", _KEY)
+    make_kernel, record_to = _kernels_of(recorder)
+    ops = tuple(_c10d_ops())
+    try:
+        for name in ops:
+            overload = getattr(torch.ops.c10d, name).default
+            library.impl(name, make_kernel(overload, Reader(name, overload._schema)), with_keyset=True)
+    except Exception:
+        library._destroy()
+        raise
+    return _Kernels(library=library, ops=ops, record_to=record_to)
+
+
+def _kernels_of(
+    recorder: Recorder,
+) -> tuple[Callable[[Any, Reader], Callable[..., Any]], Callable[[Recorder], None]]:
+    """What makes the kernel of an op, and what makes all of them record to another recorder.
+
+    The kernels share variables instead of an object, because reading these costs least.
+    """
+    mask = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     before, after = recorder.before, recorder.after
 
-    def kernel(keyset: Any, *args: Any) -> Any:
-        token = None
-        if recorder.active:
-            try:
-                token = before(reader, args)
-            except Exception as error:
-                if raised_by_script(error):
-                    raise
-                recorder.failed(error)
-        if token is None:
-            return redispatch(keyset & mask, *args)
-        try:
-            return redispatch(keyset & mask, *args)
-        finally:
-            after(token)
+    def make_kernel(overload: Any, reader: Reader) -> Callable[..., Any]:
+        redispatch = overload._handle.redispatch_boxed
 
-    return kernel
+        def kernel(keyset: Any, *args: Any) -> Any:
+            token = None
+            if recorder.active:
+                try:
+                    token = before(reader, args)
+                except Exception as error:
+                    if raised_by_script(error):
+                        raise
+                    recorder.failed(error)
+            if token is None:
+                return redispatch(keyset & mask, *args)
+            try:
+                return redispatch(keyset & mask, *args)
+            finally:
+                after(token)
+
+        return kernel
+
+    def record_to(other: Recorder) -> None:
+        nonlocal recorder, before, after
+        recorder, before, after = other, other.before, other.after
+
+    return make_kernel, record_to
 
 
 def _c10d_ops() -> list[str]:

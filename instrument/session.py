@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import crossrank
 from crossrank.comm import Group
 from crossrank.errors import one_line
+from crossrank.instrument.backwards import BackwardWatch
 from crossrank.instrument.config import Config
 from crossrank.instrument.dumps import FlightDumps
 from crossrank.instrument.exit_guard import ExitGuard
@@ -37,7 +38,7 @@ from crossrank.instrument.interception import Interception
 from crossrank.instrument.nvtx_markers import NvtxMarkers
 from crossrank.instrument.recorder import Recorder
 from crossrank.instrument.script_errors import raised_by_script
-from crossrank.instrument.steps import StepBoundaries
+from crossrank.instrument.steps import StepBoundaries, first_parameter
 from crossrank.instrument.topology import Topology, node_of_this_machine
 from crossrank.instrument.torch_private import has, require
 from crossrank.instrument.window import WindowRecorder
@@ -75,8 +76,10 @@ class Session:
         self._epoch = 0
         self._calls_before = 0  # calls recorded in an earlier file of this session
         self._windows: WindowRecorder | None = None
-        self._boundaries = StepBoundaries()
+        self._boundaries = StepBoundaries(self._warn_of_uneven_steps)
+        self._backwards = BackwardWatch()
         self._explicit_steps = False
+        self._warned_of_uneven_steps = False
         self._optimizer_hook: Any = None
         self._begin_lock = threading.RLock()
         self._close_once = threading.Lock()  # taken for good by the first to close
@@ -105,6 +108,8 @@ class Session:
             self._closed = self._finished = True
             self._take_away()
             raise
+        with self.reported("every optimizer step counts as one after a backward pass"):
+            self._backwards.install()
         if dist.is_initialized():
             with self.reported("the recording begins at the first communication"):
                 self._begin()
@@ -171,14 +176,11 @@ class Session:
         self._interception.uninstall()
         if self._optimizer_hook is not None:
             self._optimizer_hook.remove()
+        self._backwards.uninstall()
         self._guard.uninstall()
 
     def abandon(self) -> None:
-        """In a forked child: be off, and leave the parent's files and signals to the parent.
-
-        The kernels stay, switched off: taking them away needs the dispatcher's lock, which a thread that does
-        not exist in this process may hold.
-        """
+        """In a forked child: be off, and leave the parent's files and signals to the parent."""
         self._close_once.acquire(blocking=False)
         self._closed = self._finished = True
         self._dumps.stop_watching()
@@ -188,6 +190,8 @@ class Session:
             self._windows.abandon()
         if self.writer is not None:
             self.writer.abandon()
+        self._interception.abandon()
+        self._backwards.uninstall()
         self._guard.abandon()
 
     # --- beginning and ending the files -------------------------------------------------------------------
@@ -404,8 +408,19 @@ class Session:
         if self._explicit_steps or self._closed:
             return
         with self.reported("an iteration was not counted"):
-            if self._boundaries.ends_iteration(id(optimizer)):
+            parameter = first_parameter(optimizer.param_groups)
+            ended = self._boundaries.count(optimizer, parameter, after_backward=self._backwards.began())
+            for _iteration in range(ended):
                 self._advance()
+
+    def _warn_of_uneven_steps(self) -> None:
+        if not self._warned_of_uneven_steps and self.rank <= 0:
+            log.warning(
+                "crossrank: one optimizer steps more often than another, each time after a backward pass; each step "
+                "of the one that steps most is counted as an iteration: where that is wrong (several critic steps "
+                "for one of the generator), call crossrank.step() at the end of every iteration"
+            )
+        self._warned_of_uneven_steps = True
 
     def _advance(self) -> None:
         """An iteration ends: end the window that ends with it, and begin the one that begins with the next."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -20,10 +21,12 @@ from torch.distributed import distributed_c10d
 from torch.distributed import irecv as early_irecv
 from torch.distributed import isend as early_isend
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+
+from tests.integration import names
+from tests.integration.names import DTensor, Partial, Replicate, Shard, distribute_tensor, fully_shard
 
 
 def _tensor(size: int = 4) -> torch.Tensor:
@@ -133,7 +136,7 @@ def dtensor(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     sharded = distribute_tensor(_tensor(), mesh, [Shard(0)], src_data_rank=None)
     sharded.redistribute(mesh, [Replicate()]).to_local()
-    partial = torch.distributed.tensor.DTensor.from_local(_tensor(), mesh, [Partial()])
+    partial = DTensor.from_local(_tensor(), mesh, [Partial()])
     partial.redistribute(mesh, [Replicate()]).to_local()
 
 
@@ -251,3 +254,9 @@ def no_grad_and_inference(rank: int) -> None:
 def parameter(rank: int) -> None:
     with torch.no_grad():
         dist.broadcast(nn.Parameter(_tensor()), 0)
+
+
+# Callers of what older versions of torch do not have, or have with other arguments.
+ABSENT: set[Callable[[int], None]] = set() if names.HAS_SINGLE else {new_single_names}
+if names.VERSION < (2, 6):
+    ABSENT |= {dtensor, pipeline}

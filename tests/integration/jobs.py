@@ -30,14 +30,16 @@ def environment(**variables: str) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "TRACING": "ALL"} | variables
 
 
-def run(command: Sequence[str | Path], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(
+    command: Sequence[str | Path], folder: Path, seconds: float = 60, /, **variables: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(word) for word in command],
         cwd=folder,
         env=environment(**variables),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=seconds,
         check=False,
     )
 

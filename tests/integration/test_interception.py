@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from crossrank.instrument import flight
 from crossrank.recording import CommsFile
-from tests.integration import callers
+from tests.integration import callers, jobs, names
 from tests.integration.world import Task, World
 
 DDP = [("all_reduce", None)]
@@ -35,6 +35,13 @@ SHAPES_BACK = [
     ("send", "send_object_list"),
     ("send", "send_object_list"),
 ]
+
+if not names.HAS_SINGLE:  # torch before 2.13
+    SHAPES_FORWARD = [("send", "batch_isend_irecv"), ("recv", "batch_isend_irecv")]
+    SHAPES_FORWARD += [("send", "send_object_list")] * 2
+    SHAPES_BACK = [("recv", "batch_isend_irecv"), ("send", "batch_isend_irecv")]
+    SHAPES_BACK += [("recv", "recv_object_list")] * 2
+STAGE_SENDS, STAGE_RECEIVES = ("isend", "irecv") if names.HAS_SINGLE else ("batch_isend_irecv", "batch_isend_irecv")
 
 # caller -> (operation, API) of every record, on both ranks or on rank 0 and rank 1
 EXPECTED: dict[Task, Any] = {
@@ -68,9 +75,12 @@ EXPECTED: dict[Task, Any] = {
     callers.ddp_backward_in_thread: DDP,
     callers.ddp_comm_hook: [("all_reduce", "all_reduce")],
     # On gloo FSDP1 gathers into a list.
-    callers.fsdp1: [("all_gather", "all_gather"), ("reduce_scatter", "reduce_scatter_single")],
-    callers.fsdp2: [("all_gather", "all_gather_single")] * 4 + [("reduce_scatter", "reduce_scatter_single")] * 2,
-    callers.dtensor: [("all_gather", "functional.all_gather_single"), ("all_reduce", "functional.all_reduce")],
+    callers.fsdp1: [("all_gather", "all_gather"), ("reduce_scatter", names.REDUCE_SCATTER)],
+    callers.fsdp2: [("all_gather", names.ALL_GATHER)] * 4 + [("reduce_scatter", names.REDUCE_SCATTER)] * 2,
+    callers.dtensor: [
+        ("all_gather", f"functional.{names.FUNCTIONAL_ALL_GATHER}"),
+        ("all_reduce", "functional.all_reduce"),
+    ],
     callers.functional_eager: [
         ("all_reduce", "functional.all_reduce"),
         ("all_gather", "functional.all_gather_tensor"),
@@ -96,8 +106,8 @@ EXPECTED: dict[Task, Any] = {
     ],
     callers.coalescing_manager: [("all_reduce", "_coalescing_manager")],
     callers.pipeline: (
-        SHAPES_FORWARD + [("send", "isend")] * 2 + [("recv", "irecv")] * 2,
-        SHAPES_BACK + [("recv", "irecv")] * 2 + [("send", "isend")] * 2,
+        SHAPES_FORWARD + [("send", STAGE_SENDS)] * 2 + [("recv", STAGE_RECEIVES)] * 2,
+        SHAPES_BACK + [("recv", STAGE_RECEIVES)] * 2 + [("send", STAGE_SENDS)] * 2,
     ),
     callers.barriers: [("barrier", "barrier"), ("barrier", "monitored_barrier")],
     callers.autograd_functions: [
@@ -111,6 +121,8 @@ EXPECTED: dict[Task, Any] = {
     callers.no_grad_and_inference: [("all_reduce", "all_reduce"), ("all_reduce", "all_reduce")],
     callers.parameter: [("broadcast", "broadcast")],
 }
+for _caller in callers.ABSENT:
+    EXPECTED.pop(_caller, None)
 
 
 def records_of(recording: Path, rank: int) -> list[Any]:
@@ -147,7 +159,11 @@ def test_caller_is_recorded_exactly_once(caller: Task, two_ranks: World, tmp_pat
 @pytest.mark.parametrize(
     "caller",
     # Left out: what gloo makes of several collectives (a list reduce_scatter), and P2P, which it does not count.
-    [callers.rooted, callers.ddp, callers.fsdp1, callers.fsdp2, callers.dtensor, callers.objects],
+    [
+        caller
+        for caller in (callers.rooted, callers.ddp, callers.fsdp1, callers.fsdp2, callers.dtensor, callers.objects)
+        if caller not in callers.ABSENT
+    ],
     ids=lambda c: c.__name__,
 )
 def test_flight_recorder_counts_as_many_collectives(
@@ -163,7 +179,7 @@ def _fake_and_meta(rank: int) -> None:
 
     with FakeTensorMode():
         dist.all_reduce(torch.ones(4))
-        dist.all_gather_single(torch.ones(8), torch.ones(4))
+        names.all_gather(torch.ones(8), torch.ones(4))
     dist.all_reduce(torch.ones(4, device="meta"))
     dist.all_reduce(torch.ones(4))
 
@@ -199,7 +215,7 @@ def test_enable_and_disable_recompile_nothing(two_ranks: World, tmp_path: Path, 
 def _errors(rank: int) -> list[str]:
     messages = []
     calls: list[Callable[[], object]] = [
-        lambda: dist.all_gather_single(torch.ones(3), torch.ones(4)),
+        lambda: names.all_gather(torch.ones(3), torch.ones(4)),
         lambda: dist.broadcast(torch.ones(4), 5),
     ]
     for call in calls:
@@ -215,3 +231,45 @@ def test_errors_of_a_call_reach_the_user_unchanged(two_ranks: World, tmp_path: P
     traced = two_ranks.run(_errors, tmp_path / "on")
     assert traced == untraced
     assert len(traced[0]) == 2
+
+
+def test_a_forked_child_takes_over_the_kernels_of_its_parent(tmp_path: Path) -> None:
+    result = jobs.python(
+        tmp_path,
+        """
+        def kernels():
+            table = torch._C._dispatch_dump("c10d::allreduce_").splitlines()
+            return sum(line.startswith("BackendSelect") for line in table)
+
+        def in_child(work):
+            child = os.fork()
+            if child == 0:
+                work()
+                os._exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+        def enable():
+            print("its child", crossrank.enable(directory="its-child").active, kernels(), flush=True)
+
+        def enable_and_disable():
+            with crossrank.enable(directory="child") as tracing:
+                print("child", tracing.active, kernels(), flush=True)
+                in_child(enable)
+            print("child after", kernels(), flush=True)
+
+        dist.destroy_process_group()
+        print("before", kernels(), flush=True)
+        crossrank.enable(directory="parent")
+        in_child(enable_and_disable)
+        print("parent", crossrank.enabled(), kernels(), flush=True)
+        """,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [
+        "before 0",
+        "child True 1",
+        "its child True 1",
+        "child after 0",
+        "parent True 1",
+    ]
+    assert "Overriding" not in result.stderr

@@ -75,10 +75,13 @@ def _started(words: list[str]) -> tuple[subprocess.Popen[str], list[int]]:
     raise AssertionError("the ranks do not start")
 
 
+_GLOO_THREADS = ("gloo_tcp_loop\n", "pt_gloo_runloop\n")
+
+
 def _is_gloo(pid: int) -> bool:
     """Whether a process has a process group."""
     try:
-        return any((task / "comm").read_text() == "gloo_tcp_loop\n" for task in Path(f"/proc/{pid}/task").iterdir())
+        return any((task / "comm").read_text() in _GLOO_THREADS for task in Path(f"/proc/{pid}/task").iterdir())
     except OSError:
         return False
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from pathlib import Path
 
@@ -139,6 +141,133 @@ def test_a_spawned_process_that_cannot_import_crossrank_runs_all_the_same(tmp_pa
     )
     result = jobs.run([sys.executable, *RUNNER, "train.py"], tmp_path)
     assert (result.returncode, result.stdout) == (0, "worked\n"), result.stderr
+
+
+LAUNCHER = """
+import os, subprocess, sys
+import torch
+import torch.distributed as dist
+
+def launch():
+    \"\"\"As Lightning's own launcher: the first rank starts the others with its own command line.\"\"\"
+    os.environ.update(MASTER_ADDR="127.0.0.1", STORE=os.path.join(os.getcwd(), "store"), WORLD_SIZE="2")
+    if os.environ.setdefault("LOCAL_RANK", "0") == "0":
+        return subprocess.Popen(COMMAND, env=os.environ | {"LOCAL_RANK": "1"})
+
+child = launch()
+rank = int(os.environ["LOCAL_RANK"])
+dist.init_process_group("gloo", init_method="file://" + os.environ["STORE"], rank=rank, world_size=2)
+dist.all_reduce(torch.ones(4))
+dist.destroy_process_group()
+if child is not None:
+    assert child.args == COMMAND
+    assert child.wait() == 0
+"""
+THROUGH = {
+    "the interpreter": ("train.py", '[sys.executable, os.path.abspath(sys.argv[0]), "--rank"]'),
+    "its name": ("train.py", '["python", "-u", "train.py"]'),
+    "a module": ("-m package.train", '[sys.executable, "-X", "dev", "-m", "package.train"]'),
+    "a text": ("train.py", '[sys.executable, "-c", open("train.py").read()]'),
+    "a program that starts it": (
+        "train.py",
+        '[sys.executable, "-c", "import subprocess, sys; sys.exit(subprocess.call([sys.executable, \'train.py\']))"]',
+    ),
+}
+
+
+@pytest.mark.parametrize(("program", "command"), THROUGH.values(), ids=THROUGH)
+def test_ranks_that_a_script_starts_are_recorded_too(program: str, command: str, tmp_path: Path) -> None:
+    source = LAUNCHER.replace("COMMAND", command)
+    jobs.write_script(tmp_path, source)
+    (tmp_path / "package").mkdir()
+    jobs.write_script(tmp_path / "package", source)
+    path = os.pathsep.join((os.path.dirname(sys.executable), os.environ["PATH"]))
+    result = jobs.run([sys.executable, *RUNNER, *program.split()], tmp_path, PATH=path)
+    assert result.returncode == 0, result.stderr
+    for rank in (0, 1):
+        assert [record.op for record in records_of(tmp_path / "crossrank-recording", rank)] == ["all_reduce"]
+
+
+LOOK = (
+    SCRIPT.split("code =")[0]
+    + """
+print(sys.flags, sys.warnoptions, sys._xoptions, sys.stdin.read())
+print(sorted(set(sys.modules) & {"torch", "subprocess", "pickle"}), file=sys.stderr)
+sys.exit(7)
+"""
+)
+START = """
+import os, subprocess, sys
+command = eval(sys.argv[1])
+result = subprocess.run(command, input="from stdin", capture_output=True, text=True, cwd="elsewhere")
+print(result.args == command, result.returncode, result.stdout, result.stderr)
+"""
+CHILDREN = [
+    '[sys.executable, "look.py", "-m", "a b"]',
+    '[sys.executable, "-Bu", "-W", "ignore", "-Xutf8", "look.py"]',
+    '[sys.executable, "-um", "look", "-c"]',
+    '[sys.executable, "-c", open("elsewhere/look.py").read().replace("__file__", "0"), "x"]',
+    '[sys.executable, "-I", os.path.abspath("elsewhere/look.py")]',
+    '[sys.executable, "-IS", "-c", open("elsewhere/look.py").read().replace("__file__", "0")]',
+    "[sys.executable, b'look.py', __import__('pathlib').Path('x')]",
+    '[sys.executable, "folder"]',
+    '[sys.executable, "-"]',
+    '[sys.executable, "nowhere.py"]',
+    '[sys.executable, "-m"]',
+    '[sys.executable, "-c", "from __future__ import annotations; 1 / 0"]',
+    '[sys.executable, "-V"]',
+    '["sh", "-c", "echo $0", "train.py"]',
+]
+
+
+@pytest.mark.parametrize("command", CHILDREN)
+def test_a_child_sees_and_returns_what_it_would_without(command: str, tmp_path: Path) -> None:
+    folder = tmp_path / "elsewhere"
+    (folder / "folder").mkdir(parents=True)
+    jobs.write_script(folder, LOOK, "look.py")
+    jobs.write_script(folder / "folder", LOOK, "__main__.py")
+    jobs.write_script(tmp_path, START, "start.py")
+    plain = jobs.run([sys.executable, "start.py", command], tmp_path)
+    traced = jobs.run([sys.executable, *RUNNER, "start.py", command], tmp_path)
+    assert (traced.returncode, _without_frames(traced.stdout)) == (plain.returncode, _without_frames(plain.stdout))
+    assert plain.returncode == 0
+    assert not list(tmp_path.rglob("crossrank-recording"))
+
+
+def _without_frames(text: str) -> str:
+    """Tracebacks show the runner's frames above those of the program."""
+    return re.sub(r"(?m)^  .*\n", "", text)
+
+
+def test_a_child_that_cannot_import_crossrank_runs_all_the_same(tmp_path: Path) -> None:
+    jobs.write_script(tmp_path, LOOK, "look.py")
+    jobs.write_script(
+        tmp_path,
+        """
+        import subprocess, sys
+        from crossrank.instrument import subprocesses
+        if "--without" in sys.argv:
+            subprocesses._BOOTSTRAP = subprocesses._BOOTSTRAP.replace("crossrank", "nowhere_to_be_found")
+        for command in (["-Bu", "look.py", "x"], ["-W", "ignore", "-m", "look"], ["-c", "import sys; sys.exit(9)"]):
+            words = [sys.executable, *command]
+            print(subprocesses.follow_command(words)[:1], subprocess.run(words, input="", text=True), flush=True)
+        """,
+        "start.py",
+    )
+    plain = jobs.run([sys.executable, "start.py"], tmp_path)
+    traced = jobs.run([sys.executable, *RUNNER, "start.py", "--without"], tmp_path)
+    assert (traced.returncode, traced.stdout) == (plain.returncode, plain.stdout), traced.stderr
+    assert plain.stdout.count("returncode=7") == 2
+    assert plain.stdout.count("returncode=9") == 1
+
+
+def test_a_child_that_is_no_rank_loads_no_more_than_a_few_modules(tmp_path: Path) -> None:
+    jobs.write_script(tmp_path, "import sys\nprint(len(sys.modules))\n", "count.py")
+    jobs.write_script(tmp_path, "import subprocess, sys\nsubprocess.run([sys.executable, 'count.py'])\n", "start.py")
+    plain = jobs.run([sys.executable, "start.py"], tmp_path)
+    traced = jobs.run([sys.executable, *RUNNER, "start.py"], tmp_path)
+    assert int(traced.stdout) - int(plain.stdout) < 20
+    assert not list(tmp_path.rglob("crossrank-recording"))
 
 
 def test_a_safe_path_stays_as_it_is(tmp_path: Path) -> None:

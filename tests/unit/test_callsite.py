@@ -54,8 +54,8 @@ def test_the_outermost_function_of_the_api_is_what_was_called() -> None:
 
 def test_library_frames_between_end_the_api_call() -> None:
     fsdp = (f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "foreach_all_gather")
-    assert _seen_through(USER, (C10D, "barrier"), fsdp, (C10D, "all_gather_single")) == (
-        "all_gather_single",
+    assert _seen_through(USER, (C10D, "barrier"), fsdp, (C10D, "all_gather_into_tensor")) == (
+        "all_gather_into_tensor",
         "/home/me/train.py:2",
     )
 
