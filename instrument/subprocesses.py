@@ -62,7 +62,7 @@ def _is_this_interpreter(word: str, environment: Mapping[str, str] | None) -> bo
     if os.path.dirname(word):
         path: str | None = word
     else:
-        path = shutil.which(word, path=(os.environ if environment is None else environment).get("PATH"))
+        path = shutil.which(word, path=(os.environ if environment is None else environment).get("PATH", os.defpath))
     if path is None or not sys.executable:
         return False
     same_folder = os.path.dirname(os.path.abspath(path)) == os.path.dirname(os.path.abspath(sys.executable))
