@@ -8,7 +8,8 @@ from crossrank.tools.diagnosis.collectives import EXTRA, MISSING
 from crossrank.tools.diagnosis.evidence import LEFT
 from crossrank.tools.diagnosis.findings import Finding
 from crossrank.tools.diagnosis.habits import is_usual
-from crossrank.tools.diagnosis.search import CLEARLY_STALE, Search, finding_of
+from crossrank.tools.diagnosis.job import CLEARLY_STALE
+from crossrank.tools.diagnosis.search import Search, finding_of
 from crossrank.tools.diagnosis.waiting import Stall
 from crossrank.tools.tables import rank_ranges
 
@@ -56,6 +57,35 @@ def find_silent_ranks(search: Search) -> None:
                     "its GPU or its watchdog is stuck"
                 )
             search.add_root(finding_of(stall, MISSING, culprits=absent, text=text), [stall])
+
+
+def find_stale_ranks(search: Search) -> None:
+    """Ranks that notice no ends although their jobs' other ranks do: beside a hang, a fault of their own.
+
+    What such a rank does not notice, its GPU has not done or its watchdog cannot see, whether or not others wait for
+    it. Of a job in which nobody waits it says nothing.
+    """
+    job = search.job
+    stale = [rank for rank, rows in job.unnoticed.items() if len(rows) >= CLEARLY_STALE]
+    if not search.waiting.heads or len(stale) * 2 >= len(job.ranks):
+        return
+    for rank in sorted(set(stale) - search.accused()):
+        rows = job.unnoticed[rank]
+        group, row = job.group_at(rank, rows[0]), rows[0]
+        text = (
+            f"rank {rank} goes on making calls, but notices no end of {len(rows)} calls that are over on the others: "
+            "its GPU or its watchdog is stuck"
+        )
+        finding = Finding(
+            kind="not_completed",
+            pg=group.pg,
+            pg_ranks=list(group.ranks),
+            collective_seq_id=job.ranks[rank].calls.seq[row],
+            op=job.signature(rank, row).op,
+            culprit_ranks=[rank],
+            text=text,
+        )
+        search.add_root(finding, [])
 
 
 def _how_it_stopped(search: Search, absent: set[int]) -> Iterator[str]:

@@ -8,7 +8,7 @@ leads to (`consequences`).
 
 from __future__ import annotations
 
-from crossrank.tools.diagnosis.absences import find_lacking_ranks, find_silent_ranks
+from crossrank.tools.diagnosis.absences import find_lacking_ranks, find_silent_ranks, find_stale_ranks
 from crossrank.tools.diagnosis.collectives import EXTRA, MISSING, Mismatch
 from crossrank.tools.diagnosis.consequences import explain_the_rest
 from crossrank.tools.diagnosis.deadlocks import find_circles, find_closed_stalls
@@ -36,6 +36,7 @@ def find_causes(
     find_closed_stalls(search)
     find_circles(search)
     find_silent_ranks(search)
+    find_stale_ranks(search)
     find_lacking_ranks(search)
     explain_the_rest(search)
     return search.found

@@ -5,7 +5,8 @@ from __future__ import annotations
 from crossrank.tools.diagnosis.collectives import MISSING
 from crossrank.tools.diagnosis.findings import call_text, group_text
 from crossrank.tools.diagnosis.habits import has_skipped
-from crossrank.tools.diagnosis.search import CLEARLY_STALE, Search, finding_of
+from crossrank.tools.diagnosis.job import CLEARLY_STALE
+from crossrank.tools.diagnosis.search import Search, finding_of
 from crossrank.tools.diagnosis.waiting import (
     Stall,
     Waiting,

@@ -28,7 +28,7 @@ def diagnose(
     lacking = dict.fromkeys(job.missing, "dump_missing")
     lacking |= {rank: kind for rank, (kind, _) in evidence.unusable.items() if rank in lacking or rank not in job.ranks}
     for rank, one in job.ranks.items():
-        if not len(one.calls) and not one.has_status and one.source == "flight":
+        if not len(one.calls) and not one.has_status and not one.active_only and one.source == "flight":
             lacking[rank] = "no_entries"
     pairing = pair_up(job)
     waiting = who_waits(job, pairing)

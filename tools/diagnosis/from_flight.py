@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -75,10 +76,13 @@ def _is_number(text: str) -> bool:
 def _is_active_only(dump: FlightDump, backend: str) -> bool:
     """Whether completed calls were left out: the status knows of some and the entries do not.
 
-    A ring in which all is open because the rest fell out lacks open calls as well: those after the last completed one.
+    Without a status, gaps between the entries show it. A ring in which all is open because the rest fell out lacks
+    open calls as well: those after the last completed one.
     """
     if backend == "gloo" or any(entry.state == "completed" for entry in dump.entries):
         return False
+    if not dump.status:
+        return any(two.record_id > one.record_id + 1 for one, two in pairwise(dump.entries))
     seen: set[int] = set()
     for entry in dump.entries:
         if entry.pg_id in seen or entry.is_p2p or entry.p2p_seq_id:

@@ -11,12 +11,19 @@ from array import array
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from crossrank.comm import OPERATIONS
 from crossrank.tools.diagnosis.evidence import COMPLETED, RETIRED, RankEvidence, Signature, Table
 from crossrank.tools.readers.flight_dump import Frame
 
 DEFAULT_GROUP = "default_pg"
+
+CLEARLY_STALE = 3
+"""Ends that a rank must have missed before its GPU or its watchdog is called stuck: the last one may be just late."""
+
+_SETTLED = 1_000_000_000
+"""ns after which a call that has ended is sure to be noticed by a rank that notices anything."""
 
 
 @dataclass
@@ -115,6 +122,9 @@ class Job:
         """The last collective of `group` that `rank` itself saw the end of; 0 = none that is known."""
         evidence = self.ranks[rank]
         best = self._last_in_state(group, rank, COMPLETED)
+        lane = group.lanes.get(rank)
+        if evidence.active_only and lane is not None:
+            best = max(best, lane.seqs[0] - 1)  # those before the first open one were left out
         progress = evidence.progress.get(group.local_index.get(rank, -1))
         # gloo counts a collective that timed out as completed; P2P puts its own numbers there.
         if progress is not None and evidence.backend != "gloo" and not group.has_p2p:
@@ -142,6 +152,38 @@ class Job:
                 return last
             last -= 1
         return 0
+
+    @cached_property
+    def over(self) -> dict[int, int]:
+        """Index of a group -> the last of its collectives that is over on every rank."""
+        return {group.index: self.released(group) for group in self.groups}
+
+    @cached_property
+    def unnoticed(self) -> dict[int, list[int]]:
+        """Rank -> rows of its collectives that are over and whose end it has not noticed; only ranks that have such."""
+        found = {rank: self._unnoticed_by(rank) for rank in self.ranks}
+        return {rank: rows for rank, rows in found.items() if rows}
+
+    def blind_until(self, rank: int) -> int:
+        """The row before which nothing follows from a call that looks open: the rank notices no ends. 0 = it does."""
+        rows = self.unnoticed.get(rank, [])
+        return rows[-1] if len(rows) >= CLEARLY_STALE else 0
+
+    def _unnoticed_by(self, rank: int) -> list[int]:
+        evidence = self.ranks[rank]
+        if evidence.source != "flight" or evidence.backend == "gloo":
+            return []  # they report no ends
+        calls, mine = evidence.calls, self.group_of[rank]
+        last = len(calls)
+        if evidence.taken_at is not None:  # what was made just before may have ended just after
+            last = bisect_left(calls.created, evidence.taken_at - _SETTLED)
+        return [
+            row
+            for row in range(last)
+            if calls.state[row] < RETIRED
+            and calls.seq[row] <= self.over[mine[calls.group[row]]]
+            and not self.signature(rank, row).is_p2p
+        ]
 
     def signature(self, rank: int, row: int) -> Signature:
         return self.signatures[self.ranks[rank].calls.signature[row]]
@@ -175,6 +217,7 @@ def merge(evidence: list[RankEvidence], world_size: int | None = None) -> Job:
     """Put the ranks side by side. `evidence` has each rank once; `world_size` is what the user says."""
     evidence = sorted(evidence, key=lambda one: one.rank)
     evidence, outside = _without_strangers(evidence, world_size)
+    _share_what_dumps_leave_out(evidence)
     ranks = {one.rank: one for one in evidence}
     world = _world(evidence, world_size)
     signatures: Table[Signature] = Table()
@@ -200,6 +243,15 @@ def merge(evidence: list[RankEvidence], world_size: int | None = None) -> Job:
     for one in evidence:
         _fill_lanes(one, groups, group_of[one.rank], p2p)
     return job
+
+
+def _share_what_dumps_leave_out(evidence: list[RankEvidence]) -> None:
+    """All ranks of a job dump alike: where one leaves completed calls out, so does one that does not show it."""
+    if not any(one.active_only for one in evidence):
+        return
+    for one in evidence:
+        if one.source == "flight" and one.backend != "gloo" and COMPLETED not in one.calls.state and one.groups:
+            one.active_only, one.wrapped = True, False
 
 
 def _without_strangers(evidence: list[RankEvidence], world_size: int | None) -> tuple[list[RankEvidence], list[str]]:

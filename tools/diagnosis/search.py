@@ -10,9 +10,6 @@ from crossrank.tools.diagnosis.job import Job
 from crossrank.tools.diagnosis.p2p import Pairing
 from crossrank.tools.diagnosis.waiting import Stall, Waiting
 
-CLEARLY_STALE = 3
-"""Ends that a rank must have missed before its GPU or its watchdog is called stuck: the last one may be just late."""
-
 
 @dataclass
 class Causes:
@@ -44,6 +41,10 @@ class Search:
     def silent(self) -> set[int]:
         """Ranks with evidence that wait for nobody."""
         return {rank for rank in self.job.ranks if rank not in self.waiting.heads and rank not in self.lacking}
+
+    def accused(self) -> set[int]:
+        """Ranks that a root names."""
+        return {rank for finding in self.found.roots for rank in finding.culprit_ranks}
 
     def add_root(self, finding: Finding, stalls: Iterable[Stall]) -> None:
         """Add a root cause, which explains `stalls`."""

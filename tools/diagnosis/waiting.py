@@ -82,7 +82,7 @@ class Waiting:
 
 def who_waits(job: Job, pairing: Pairing) -> Waiting:
     """Find every rank's head and what it waits for."""
-    released = {group.index: job.released(group) for group in job.groups}
+    released = job.over
     heads: dict[int, Head] = {}
     stale: dict[int, int] = {}
     for rank in job.ranks:

@@ -209,7 +209,7 @@ class SimulatedJob:
         folder.mkdir(parents=True, exist_ok=True)
         for rank in range(len(self._ranks)) if ranks is None else ranks:
             dump = self.dump(rank, **options)
-            content = pickle.dumps(dump, protocol=2) if form == "pickle" else _as_json(dump)
+            content = pickle.dumps(dump, protocol=2) if form == "pickle" else as_json(dump)
             (folder / f"{prefix}{rank}").write_bytes(content)
 
     def _check(self, rank: int, call: Call) -> None:
@@ -403,7 +403,7 @@ def _agree(calls: list[Collective]) -> bool:
     return all(sizes == side[0] for side in compared for sizes in side)
 
 
-def _as_json(dump: dict[str, Any]) -> bytes:
+def as_json(dump: dict[str, Any]) -> bytes:
     """The JSON form has no frames, zero for an unknown time, strings in the status, and no empty list of entries."""
     entries = [{k: 0 if v is None else v for k, v in e.items() if k != "frames"} for e in dump["entries"]]
     status = {pg: {key: str(value) for key, value in values.items()} for pg, values in dump["pg_status"].items()}

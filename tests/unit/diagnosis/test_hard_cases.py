@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -154,3 +155,41 @@ def test_a_ring_that_lost_the_stuck_call_says_so(tmp_path: Path) -> None:
         "rank 0-3 has more calls open than its ring holds: the one that it is stuck in fell out, "
         "and it is accused of nothing. Raise TORCH_FR_BUFFER_SIZE"
     ]
+
+
+@pytest.mark.parametrize("active_only", [False, True])
+def test_a_rank_that_notices_no_ends_is_a_root_beside_the_rank_that_stopped(active_only: bool, tmp_path: Path) -> None:
+    programs, groups = training(8, 6)
+    programs[5].insert(9, StaleWatchdog())
+    programs[2].insert(18, CpuStall())
+
+    found = diagnose_job(SimulatedJob(programs, groups, timing=False), tmp_path, active_only=active_only)
+
+    assert [(row[0], row[3]) for row in roots(found)] == [("missing_rank", [2]), ("not_completed", [5])]
+    assert "notices no end of" in found.findings[1].text
+
+
+def test_transfers_from_before_a_collective_that_is_over_answer_nothing_on_a_rank_that_notices_no_ends(
+    tmp_path: Path,
+) -> None:
+    programs, groups = pipeline(4, 4)
+    programs[2].insert(9, StaleWatchdog())
+    programs[2].insert(-3, CpuStall())
+
+    found = diagnose_job(SimulatedJob(programs, groups, timing=False), tmp_path, active_only=True)
+
+    assert found.suspect_ranks == [2]
+
+
+def test_dumps_without_a_status_show_by_their_gaps_that_completed_calls_were_left_out(tmp_path: Path) -> None:
+    programs, groups = training(4, 6)
+    programs[1].insert(13, CpuStall())
+    job = SimulatedJob(programs, groups, timing=False, concurrent_groups=True)
+    job.run()
+    for rank in range(4):
+        dump = job.dump(rank, active_only=True) | {"pg_status": {}}
+        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(dump, 2))
+
+    found = diagnosis_of(tmp_path)
+
+    assert [(row[0], row[3]) for row in roots(found)] == [("missing_rank", [1])]
