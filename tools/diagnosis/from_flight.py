@@ -53,7 +53,7 @@ def evidence_from_flight(dump: FlightDump, rank: int) -> RankEvidence:
     reading.join_progress()
     if moment is not None:
         evidence.taken_at, evidence.reason, evidence.host = moment.time_ns, moment.reason, moment.host
-        evidence.error = moment.error
+        evidence.error, evidence.traceback = moment.error, tuple(moment.traceback)
         evidence.own_stacks, evidence.world_size = list(moment.stacks), moment.world_size
         offset = moment.clock.get("wall", 0) - moment.clock.get("t", 0)
         add_roots(evidence, moment.calls, offset)

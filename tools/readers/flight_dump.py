@@ -117,6 +117,8 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     """`hang`, `SIGUSR1`, `SIGTERM`, `window`, `disable`, `exit`."""
     error: Text | None = None
     """The exception that ended the process."""
+    traceback: Annotated[list[Frame], msgspec.Meta(max_length=MOST_FRAMES)] = []
+    """Where it was raised, innermost frame first."""
     time_ns: Int
     """ns since 1970 when it was taken."""
     clock: dict[str, Int] = {}

@@ -159,6 +159,23 @@ class SimulatedJob:
                 self._check(rank, call)
         self._schedule = self._events(None if seed is None else random.Random(seed))
 
+    @property
+    def world_size(self) -> int:
+        return len(self._programs)
+
+    @property
+    def first_ns(self) -> int:
+        """When the job began, in ns since 1970."""
+        return _FIRST_NS
+
+    def described(self, rank: int) -> list[dict[str, Any]]:
+        """The groups of a rank as crossrank's dumps describe them."""
+        return [
+            {"pg": name, "size": len(ranks), "ranks": ranks, "desc": desc}
+            for name, (desc, ranks) in self._groups.items()
+            if rank in ranks
+        ]
+
     def run(self, most_events: int | None = None) -> None:
         """Go on, for so many events at most; one event is a CPU's next call, or a GPU's next start or completion."""
         for _ in islice(self._schedule, most_events):
