@@ -6,25 +6,31 @@ import contextlib
 import logging
 import os
 import threading
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from crossrank.errors import CrossrankError, one_line
 from crossrank.instrument import config as configuration
-from crossrank.instrument.session import Session
+
+if TYPE_CHECKING:
+    from crossrank.instrument.session import Session
 
 log = logging.getLogger("crossrank")
 
-_lock = threading.Lock()
+# Held while tracing starts or ends. A signal handler may ask for either while its thread does.
+_lock = threading.RLock()
 _current: Session | None = None
 _asked = False  # whether enable() was ever called here, with whatever result
 
 
 class Tracing:
-    """What `enable()` returns: a handle that a `with` block may close. Does nothing where tracing is off."""
+    """What `enable()` returns: a handle that a `with` block may close. Does nothing where tracing is off.
 
-    def __init__(self, session: Session | None) -> None:
+    Only the handle of the `enable()` that started the recording ends it.
+    """
+
+    def __init__(self, session: Session | None, *, ends_recording: bool = False) -> None:
         self._session = session
+        self._ends_recording = ends_recording
 
     @property
     def active(self) -> bool:
@@ -35,7 +41,7 @@ class Tracing:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._session is not None and self._session is _current:
+        if self._ends_recording and self._session is _current:
             disable()
 
 
@@ -60,31 +66,41 @@ def enable(
     global _asked, _current
     arguments = dict(locals())
     _asked = True
-    if _current is not None:
-        log.warning("crossrank: already enabled; the first enable() stays in force")
-        return Tracing(_current)
-    try:
-        config = configuration.load(arguments, os.environ)
-        if config.emit == "NONE":
+    with _lock:
+        if _current is not None:
+            log.warning("crossrank: already enabled; the first enable() stays in force")
+            return Tracing(_current)
+        try:
+            config = configuration.load(arguments, os.environ)
+            if config.emit == "NONE":
+                return Tracing(None)
+            _current = _start(config)
+        except Exception as error:
+            log.warning("crossrank: tracing is off: %s", one_line(error))
             return Tracing(None)
-        if not dist.is_available():
-            raise CrossrankError("this torch is built without torch.distributed; install a build that has it")
-        with _lock:
-            session = Session(config)
-            session.start()
-            _current = session
-    except Exception as error:
-        log.warning("crossrank: tracing is off: %s", one_line(error))
-        return Tracing(None)
-    return Tracing(session)
+        return Tracing(_current, ends_recording=True)
+
+
+def _start(config: configuration.Config) -> Session:
+    """Start a session. torch is imported here: one that cannot be imported, or recorded, costs the recording alone."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        raise CrossrankError("this torch is built without torch.distributed; install a build that has it")
+    from crossrank.instrument.session import Session
+
+    session = Session(config)
+    session.start()
+    return session
 
 
 def disable() -> None:
     """Finish the files and stop recording. Does nothing where tracing is off."""
     global _current
-    session, _current = _current, None
-    if session is not None:
-        session.close()
+    with _lock:
+        session, _current = _current, None
+        if session is not None:
+            session.close()
 
 
 def enabled() -> bool:
@@ -108,7 +124,8 @@ def window() -> contextlib.AbstractContextManager[None]:
 
 
 def _after_fork_in_child() -> None:
-    global _current
+    global _current, _lock
+    _lock = threading.RLock()  # a thread that does not exist here may hold the parent's
     session, _current = _current, None
     if session is not None:
         session.abandon()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from crossrank.comm import OPERATIONS, total_bytes
+from crossrank.instrument.torch_private import has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,6 +291,8 @@ def _add_tensors(key: list[Any], value: Any) -> bool:
 
 def _is_real(tensor: torch.Tensor) -> bool:
     """Whether a tensor of a subclass holds data: a Parameter does, a FakeTensor or a tracer's proxy does not."""
+    if not has("tensor subclasses"):
+        return True
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 

@@ -11,7 +11,7 @@ import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
-from crossrank.instrument import flight
+from crossrank.instrument import flight, process_lock
 from crossrank.instrument.hang_watch import HangWatch
 from crossrank.instrument.writer import clock
 from crossrank.recording import FLIGHT, file_name
@@ -33,6 +33,7 @@ class FlightDumps:
         self._once = threading.Lock()  # two threads may be asked at once
         self._watch: HangWatch | None = None
         self._calls_at_hang: int | None = None
+        self._voice: process_lock.ProcessLock | None = None
 
     def write(self, reason: str) -> None:
         """Write torch's flight recorder as it stands now."""
@@ -60,28 +61,46 @@ class FlightDumps:
         config = self._session.config
         if self._watch is None and config.hang_seconds > 0 and config.flight:
             self._watch = HangWatch(
-                config.hang_seconds,
+                self._patience,
                 calls=self._session.recorder.calls,
                 completed=flight.completed,
                 on_hang=self._on_hang,
             )
             self._watch.start()
 
+    def _patience(self) -> float:
+        """Seconds without communication that are taken for a hang.
+
+        At most half of the shortest timeout of a process group: at the timeout itself the job is aborted.
+        """
+        timeout = self._session.groups.shortest_timeout()
+        seconds = self._session.config.hang_seconds
+        return seconds if timeout is None else min(seconds, timeout / 2)
+
     def stop_watching(self) -> None:
         """No hang is noticed after this."""
         if self._watch is not None:
             self._watch.stop()
+        if self._voice is not None:
+            self._voice.release()
 
-    def _on_hang(self) -> None:
-        session = self._session
-        log.warning(
-            "crossrank: rank %d has begun and finished no communication for %g s; its state is written to %s. "
-            "`crossrank diagnose` on that folder says who waits for whom",
-            session.rank,
-            session.config.hang_seconds,
-            session.files.folder if session.files is not None else "nowhere",
-        )
+    def _on_hang(self, seconds: float) -> None:
         self.write("hang")
+        session = self._session
+        if session.files is None or self._voice is not None:
+            return
+        folder = session.files.folder
+        # A long evaluation or checkpoint is silent as well, on every rank: one rank of a node says so, and once.
+        self._voice = process_lock.take(f"no communication in {folder}")
+        if self._voice is not None:
+            log.warning(
+                "crossrank: no communication for %.3g s (rank %d): what every rank did last is in %s. If the job "
+                "hangs, `crossrank diagnose %s` says who waits for whom",
+                seconds,
+                session.rank,
+                folder,
+                folder,
+            )
 
     def _moment(self, reason: str) -> dict[str, Any]:
         """What a dump says about itself: `Moment` of the tools' reader."""
@@ -92,7 +111,8 @@ class FlightDumps:
             "world_size": session.world_size,
             "host": socket.gethostname(),
             "reason": reason,
-            "error": flight.uncaught(),
+            "error": next(iter(session.errors()), None),
+            "errors": session.errors(),
             "time_ns": now["wall"],
             "clock": now,
             "groups": session.groups.describe(),

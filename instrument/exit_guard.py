@@ -1,14 +1,18 @@
 """Ends a recording properly however the process ends, and keeps forked children out of it.
 
-* Normal exit and uncaught exceptions: `atexit`, and multiprocessing's finalizers in its forked workers.
+* Normal exit and uncaught exceptions: `atexit`, and multiprocessing's finalizers in its forked workers. What ends the
+  script, or one of its threads, is noted.
 * SIGTERM and SIGINT, where nobody else handles them: the files are finished, then the process dies of the
   signal as it would have. Where the script handles them, its handler is left alone.
 * SIGUSR1: the flight recorder is dumped, then the script's own handler runs, if it has one.
+* An exception of C++ that nobody catches, as gloo raises it after a mismatch: the files are finished, then the process
+  aborts as it would have.
 * fork: the child lets go of everything of its parent.
 
 A rank that hangs in a collective does not run Python handlers: its main thread sits in C++. So the signal's
 number is also written to a pipe, by the interpreter's C handler, and a thread reads it there: it dumps on
-SIGUSR1, and on SIGTERM it gives the main thread a moment and then finishes and dies in its place.
+SIGUSR1, and on SIGTERM it gives the main thread a moment and then finishes and dies in its place. It also sees to it
+that the process dies where finishing takes too long, on whichever thread that is.
 """
 
 from __future__ import annotations
@@ -19,16 +23,25 @@ import logging
 import multiprocessing.util
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from crossrank.errors import one_line
+from crossrank.instrument.script_errors import raised_by_script
+from crossrank.instrument.terminate_handler import TerminateHandler
+
 log = logging.getLogger("crossrank")
 
 _PATIENCE = 1.0
 """Seconds that the main thread has for its own handler before the signal thread acts for it."""
+_LONGEST_END = 25.0
+"""Seconds after a fatal signal in which the process dies, whatever is not finished: launchers kill after 30."""
+_LONGEST_ERROR = 500
+_MOST_ERRORS = 8
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
@@ -37,23 +50,34 @@ class ExitGuard:
     """Watches over one session. `finish` and `dump` must be safe to call twice and from any thread."""
 
     def __init__(
-        self, *, finish: Callable[[str], None], dump: Callable[[], None], finishing: Callable[[], bool]
+        self,
+        *,
+        finish: Callable[[str], None],
+        dump: Callable[[], None],
+        closing: Callable[[], bool],
+        finished: Callable[[], bool],
     ) -> None:
         self._finish = finish
         self._dump = dump
-        self._finishing = finishing
+        self._closing = closing  # whether somebody has begun to finish
+        self._finished = finished  # whether that is through
         self._pending: int | None = None  # a fatal signal that came while the files were being finished
         self._previous: dict[int, Handler] = {}
         self._ours: dict[int, Handler] = {}
         self._pipe: tuple[int, int] | None = None
         self._main_acted = False  # a plain flag: an Event's lock may be held by what a signal interrupts
         self._finalizer: multiprocessing.util.Finalize | None = None
+        self._terminate = TerminateHandler(lambda: finish("SIGABRT"))
+        self._threads_hook: Callable[[Any], Any] | None = None  # the one that ours stands before
+        self._thread_errors: list[str] = []
 
     def install(self, *, on_usr1: bool) -> None:
         """Register for exit and, from the main thread, for signals."""
-        atexit.register(self._finish, "exit")
+        atexit.register(self._finish_quietly, "exit")
         # Forked workers of multiprocessing leave through os._exit: atexit does not run there, finalizers do.
-        self._finalizer = multiprocessing.util.Finalize(None, self._finish, args=("exit",), exitpriority=0)
+        self._finalizer = multiprocessing.util.Finalize(None, self._finish_quietly, args=("exit",), exitpriority=0)
+        self._terminate.install()
+        self._threads_hook, threading.excepthook = threading.excepthook, self._on_thread_error
         if threading.current_thread() is not threading.main_thread():
             log.debug("crossrank: enabled outside the main thread, signals are not watched")
             return
@@ -67,16 +91,17 @@ class ExitGuard:
     def uninstall(self) -> None:
         """Give back every handler that nobody has replaced since. On another thread than the main one they stay:
         they do nothing then but let the process die of its signal."""
-        atexit.unregister(self._finish)
+        atexit.unregister(self._finish_quietly)
         if self._finalizer is not None:
             self._finalizer.cancel()
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self._give_back_handlers()
-        if self._pipe is not None:
-            self._give_back_wakeup(self._pipe[1])
-            os.close(self._pipe[1])  # ends the thread, which closes the other side
-            self._pipe = None
+        self._terminate.uninstall()
+        self._give_back_threads_hook()
+        if threading.current_thread() is threading.main_thread():
+            self._give_back_handlers()
+            if self._pipe is not None:
+                self._give_back_wakeup(self._pipe[1])
+                os.close(self._pipe[1])  # ends the thread, which closes the other side
+                self._pipe = None
         if self._pending is not None:
             _die_of(self._pending)
 
@@ -89,7 +114,40 @@ class ExitGuard:
             os.close(reader)
             os.close(writer)
         self._give_back_handlers()
-        atexit.unregister(self._finish)
+        self._give_back_threads_hook()
+        self._terminate.uninstall()
+        atexit.unregister(self._finish_quietly)
+
+    def on_tick(self) -> None:
+        """To be called now and then."""
+        self._terminate.uninstall_under_cuda()
+
+    def errors(self) -> list[str]:
+        """What ended the script and threads of it so far: `ValueError: …`, with the thread's name where it is one's."""
+        error = getattr(sys, "last_value", None)
+        return ([_text_of(error)] if error is not None else []) + self._thread_errors
+
+    def _finish_quietly(self, reason: str) -> None:
+        """Finish at exit, where Python would print a traceback of whatever comes up."""
+        try:
+            self._finish(reason)
+        except Exception as error:
+            if raised_by_script(error):
+                raise
+            log.warning("crossrank: the recording did not end properly: %s", one_line(error))
+
+    def _on_thread_error(self, arguments: Any) -> None:
+        """A thread of the script ends by an exception: note it, and let Python print it as ever."""
+        if arguments.exc_value is not None and not isinstance(arguments.exc_value, SystemExit):
+            name = arguments.thread.name if arguments.thread is not None else "a thread"
+            self._thread_errors.append(f"{name}: {_text_of(arguments.exc_value)}")
+            del self._thread_errors[_MOST_ERRORS:]
+        if self._threads_hook is not None:
+            self._threads_hook(arguments)
+
+    def _give_back_threads_hook(self) -> None:
+        if self._threads_hook is not None and threading.excepthook == self._on_thread_error:
+            threading.excepthook, self._threads_hook = self._threads_hook, None
 
     def _give_back_handlers(self) -> None:
         for number in self._ours:
@@ -108,8 +166,10 @@ class ExitGuard:
 
     def _on_fatal(self, number: int, frame: FrameType | None) -> None:
         self._main_acted = True
-        if self._finishing():  # this handler has interrupted it: let it go on, and die then
-            self._pending = number
+        self._pending = number  # before the look below: who finishes looks at it when through
+        if (
+            self._closing() and not self._finished()
+        ):  # this thread, which the handler has interrupted, or another one: it dies when through
             return
         self._finish(signal.Signals(number).name)
         _die_of(number)
@@ -134,20 +194,35 @@ class ExitGuard:
         threading.Thread(target=self._listen, args=(reader,), name="crossrank-signals", daemon=True).start()
 
     def _listen(self, reader: int) -> None:
-        while numbers := os.read(reader, 64):
-            for number in numbers:
-                if not self._is_ours(number):  # the script has set a handler of its own since
-                    continue
-                if number == signal.SIGUSR1:
-                    self._dump()
-                    continue
-                until = time.monotonic() + _PATIENCE
-                while not self._main_acted and self._is_ours(number) and time.monotonic() < until:
-                    time.sleep(0.05)
-                if not self._main_acted and self._is_ours(number):
-                    self._finish(signal.Signals(number).name)
-                    _die_of(number)
-        os.close(reader)
+        try:
+            while numbers := os.read(reader, 64):
+                for number in numbers:
+                    if not self._is_ours(number):  # the script has set a handler of its own since
+                        continue
+                    if number == signal.SIGUSR1:
+                        self._dump()
+                    else:
+                        self._see_to_the_end(number)
+            os.close(reader)
+        except Exception as error:
+            log.warning("crossrank: signals are no longer watched: %s", one_line(error))
+
+    def _see_to_the_end(self, number: int) -> None:
+        """Have the process die of a fatal signal: by its main thread, else by this one; and in any case in time."""
+        started = time.monotonic()
+
+        def wait(seconds: float, while_: Callable[[], bool]) -> None:
+            while while_() and self._is_ours(number) and time.monotonic() < started + seconds:
+                time.sleep(0.05)
+
+        wait(_PATIENCE, lambda: not self._main_acted)
+        if not (self._main_acted or self._closing()) and self._is_ours(number):
+            reason = signal.Signals(number).name
+            thread = threading.Thread(target=self._finish_quietly, args=(reason,), name="crossrank-end", daemon=True)
+            thread.start()
+        wait(_LONGEST_END, lambda: not self._finished())
+        if self._is_ours(number):
+            _die_of(number)
 
     def _is_ours(self, number: int) -> bool:
         return number in self._ours and signal.getsignal(number) is self._ours[number]
@@ -163,3 +238,7 @@ def _die_of(number: int) -> None:
     libc.signal.restype = ctypes.c_void_p
     libc.signal(int(number), None)  # SIG_DFL is the null pointer
     os.kill(os.getpid(), number)
+
+
+def _text_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]

@@ -1,15 +1,20 @@
 """Puts the files of one rank where they belong: whole, under their final name, uploaded where that is a URL.
 
-A file is written under a temporary name beside its place and renamed when it is whole. Files that a recording
-before this one left for the same rank are moved to `earlier-K/`, never overwritten. An fsspec URL is served from
-a local folder: each file is written there and copied to the URL when it is whole.
+A file is written under a temporary name beside its place and renamed when it is whole. Whatever a recording before
+this one, or somebody else, left under a name of this rank is moved to `earlier-K/`, never overwritten and never
+opened: a named pipe would block the one who opens it. An fsspec URL is served from a local folder: each file is
+written there and copied to the URL when it is whole.
+
+The files of a rank belong to the process that began them. A process that it starts and that has its rank, or belongs
+to a job of its own (the one in which `torch.distributed.checkpoint.async_save` saves does both), records in
+`spawned-K/`, a recording of its own.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import shutil
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,28 +23,41 @@ from pathlib import Path
 import zstandard
 
 from crossrank.errors import CrossrankError, one_line
-from crossrank.recording import is_url, rank_of, temporary_name
+from crossrank.instrument.topology import boot_id
+from crossrank.recording import COMMS, CommsFile, file_name, is_url, rank_of, temporary_name
 
 log = logging.getLogger("crossrank")
 
 _LEVEL = 3
 _UPLOAD_SECONDS = 300
+_OWNER = "CROSSRANK_RECORDING"
+"""Variable by which the processes that a rank starts know whose files are whose: PID:RANK:WORLD_SIZE:FOLDER."""
+_EARLIER = re.compile(r"earlier-(\d{1,9})")
+_SPAWNED = re.compile(r"spawned-\d+")
 
 
 class RankFiles:
     """The folder of a recording as one rank writes it."""
 
     def __init__(self, directory: str, rank: int, world_size: int) -> None:
-        self._url = directory if is_url(directory) else None
-        folder = Path(tempfile.mkdtemp(prefix="crossrank-")) if self._url else Path(directory).expanduser()
+        url = directory.rstrip("/") if is_url(directory) else None
+        place = url or os.path.realpath(os.path.expanduser(directory))
+        spawned = _is_spawned(place, rank, world_size)
+        folder = Path(tempfile.mkdtemp(prefix="crossrank-") if url else place)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _set_aside(folder, rank, world_size)
+            if spawned:
+                folder = _spawned_folder(folder, rank, url)
+            else:
+                _set_aside(folder, rank, world_size)
         except OSError as error:
             raise CrossrankError(
                 f"cannot write to {folder}: {error.strerror}; name another folder with TRACING_DIR"
             ) from error
-        self.folder = folder.resolve()
+        self.folder = folder
+        self._url = f"{url}/{folder.name}" if url and spawned else url
+        self._owner = f"{os.getpid()}:{rank}:{world_size}:{place}"
+        os.environ.setdefault(_OWNER, self._owner)
         if self._url is not None:
             self._check_url(self._url)
 
@@ -53,7 +71,7 @@ class RankFiles:
     def finish(self, plain: Path, name: str) -> None:
         """Compress the whole file `plain` to `name`, put it in place and remove `plain`."""
         compressed = plain.with_name(plain.name + ".zst")
-        with plain.open("rb") as source, compressed.open("wb") as target:
+        with plain.open("rb") as source, os.fdopen(create(compressed), "wb") as target:
             zstandard.ZstdCompressor(level=_LEVEL).copy_stream(source, target)
         os.replace(compressed, self.path(name))
         plain.unlink()
@@ -62,12 +80,15 @@ class RankFiles:
     def write(self, name: str, content: bytes) -> None:
         """Write `content` to `name` at once, compressed."""
         temporary = self.temporary(name)
-        temporary.write_bytes(zstandard.ZstdCompressor(level=_LEVEL).compress(content))
+        with os.fdopen(create(temporary), "wb") as target:
+            target.write(zstandard.ZstdCompressor(level=_LEVEL).compress(content))
         os.replace(temporary, self.path(name))
         self.upload(name)
 
     def close(self) -> None:
-        """Remove the local folder of a URL, if nothing had to stay in it."""
+        """Let go of the folder; the local one of a URL is removed, if nothing had to stay in it."""
+        if os.environ.get(_OWNER) == self._owner:
+            del os.environ[_OWNER]
         if self._url is not None and not any(self.folder.iterdir()):
             self.folder.rmdir()
 
@@ -106,26 +127,90 @@ def upload_file(local: str, target: str) -> None:
     file_system.put_file(local, remote)
 
 
-def _set_aside(folder: Path, rank: int, world_size: int) -> None:
-    """Move what an earlier recording left for this rank to the first `earlier-K` that has none of it.
+def create(path: Path) -> int:
+    """A descriptor of a new, empty file at `path`, in place of whatever stands there. Never blocks.
 
-    Rank 0 also moves what is left of ranks that this job does not have.
+    Raises `OSError`.
+    """
+    path.unlink(missing_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+
+def _is_spawned(place: str, rank: int, world_size: int) -> bool:
+    """Whether a process that this one descends from records in `place`, and this one is not another rank of its job.
+
+    Ranks may start each other: Lightning's rank 0 starts the others of its node. A process of multiprocessing's fork
+    server may lack the variable; then the header of the rank's own file says whose it is.
+    """
+    pid, _, rest = os.environ.get(_OWNER, "").partition(":")
+    owner, _, rest = rest.partition(":")
+    size, _, recorded = rest.partition(":")
+    if recorded == place and pid != str(os.getpid()):
+        return owner == str(rank) or size != str(world_size)
+    if is_url(place):
+        return False
+    comms = CommsFile(os.path.join(place, file_name(COMMS, rank)))
+    if not os.path.isfile(comms.path):
+        return False
+    next(comms.records(), None)
+    header = comms.header
+    return header is not None and header.boot_id == boot_id() and header.pid in _ancestors()
+
+
+def _ancestors() -> set[int]:
+    """The processes that this one descends from; none where the system has no /proc."""
+    found: set[int] = set()
+    pid = os.getppid()
+    while pid > 1 and pid not in found:
+        found.add(pid)
+        try:
+            status = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            break
+        pid = int(status.rpartition(")")[2].split()[1])  # the name before it may hold spaces
+    return found
+
+
+def _spawned_folder(folder: Path, rank: int, url: str | None) -> Path:
+    """The first `spawned-K` in `folder` that has no file of this rank. At a URL that is always the first."""
+    number = 1
+    while (folder / f"spawned-{number}" / file_name(COMMS, rank)).exists():
+        number += 1
+    spawned = folder / f"spawned-{number}"
+    spawned.mkdir(exist_ok=True)
+    log.warning(
+        "crossrank: process %d was started by one that records in %s: it records in %s of it",
+        os.getpid(),
+        url or folder,
+        spawned.name,
+    )
+    return spawned
+
+
+def _set_aside(folder: Path, rank: int, world_size: int) -> None:
+    """Move what an earlier recording left for this rank to an `earlier-K` that has none of it.
+
+    That is the latest one, which another rank of this job may just have begun, or a new one. Rank 0 also moves what
+    is left of ranks that this job does not have, and of spawned processes.
     """
 
-    def is_left(path: Path) -> bool:
-        owner = rank_of(path.name)
-        return owner is not None and (owner == rank or (rank == 0 and owner >= world_size)) and path.is_file()
+    def is_left(name: str) -> bool:
+        owner = rank_of(name)
+        if owner is None:
+            return rank == 0 and _SPAWNED.fullmatch(name) is not None
+        return owner == rank or (rank == 0 and owner >= world_size)
 
-    left = [path for path in folder.iterdir() if is_left(path)]
+    names = os.listdir(folder)
+    left = [name for name in names if is_left(name)]
     if not left:
         return
-    number = 1
-    while any((folder / f"earlier-{number}" / path.name).exists() for path in left):
-        number += 1
-    earlier = folder / f"earlier-{number}"
+    latest = max((int(match[1]) for name in names if (match := _EARLIER.fullmatch(name))), default=1)
+    earlier = folder / f"earlier-{latest}"
+    if any(os.path.lexists(earlier / name) for name in left):
+        earlier = folder / f"earlier-{latest + 1}"
     earlier.mkdir(exist_ok=True)
-    for path in left:
-        shutil.move(path, earlier / path.name)
+    for name in left:
+        os.rename(folder / name, earlier / name)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import msgspec
 import torch
 
 from crossrank.instrument.gpu import cuda_is_in_use
+from crossrank.instrument.torch_private import has
 
 _COMPILER = "torch._inductor.codecache"
 _MOST_FRAMES = 64
@@ -33,39 +34,77 @@ _OURS = "crossrank-"
 def dump(moment: dict[str, Any]) -> bytes | None:
     """The flight recorder of this process as JSON with `moment` in it; None where this torch has none.
 
-    The CUDA build keeps NCCL's own recorder apart from the generic one that gloo fills.
+    A CUDA build keeps NCCL's own recorder apart from the generic one that gloo fills: a process that uses both, one for
+    training and one for checkpoints, has its calls in both, and may hang in either.
     """
-    c10d = torch._C._distributed_c10d
-    names = ["_dump_fr_trace"]
-    if cuda_is_in_use():
-        names.insert(0, "_dump_nccl_trace")
     # To resolve stacks torch imports its compiler, which takes most of a second and keeps process groups alive. And it
     # makes the interpreter forget that a KeyboardInterrupt ends it: the process would exit with 1, not die of SIGINT.
     interrupted = isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)
     with_stacks = _COMPILER in sys.modules and not interrupted
-    content: dict[str, Any] | None = None
-    for name in names:
-        function: Callable[..., bytes] | None = getattr(c10d, name, None)
-        if function is not None:
-            # This process wrote the pickle a moment ago.
-            content = pickle.loads(function(True, with_stacks, False))
-            if content.get("entries"):
-                break
-    if content is None:
+    # This process wrote the pickles a moment ago.
+    contents = [pickle.loads(function(True, with_stacks, False)) for function in _recorders("")]
+    if not contents:
+        has("flight recorder")
         return None
-    return msgspec.json.encode(content | {"crossrank": moment})
+    return msgspec.json.encode(_merged(contents) | {"crossrank": moment})
 
 
 def completed() -> int:
     """How many calls torch knows to be over, summed over the groups; it rises while communication goes on."""
-    c10d = torch._C._distributed_c10d
     total = 0
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json") if cuda_is_in_use() else ("_dump_fr_trace_json",):
-        function: Callable[..., bytes | str] | None = getattr(c10d, name, None)
-        if function is not None:
-            status = msgspec.json.decode(function(False, False)).get("pg_status", {})
-            total += sum(int(progress["last_completed_collective"]) for progress in status.values())
+    for function in _recorders("_json"):
+        status = msgspec.json.decode(function(False, False)).get("pg_status", {})
+        total += sum(int(progress["last_completed_collective"]) for progress in status.values())
     return total
+
+
+def _recorders(suffix: str) -> list[Callable[..., Any]]:
+    """The functions of torch that dump a recorder which this process may have filled, NCCL's first."""
+    names = ["_dump_fr_trace"]
+    if cuda_is_in_use():
+        names.insert(0, "_dump_nccl_trace")
+    found = (getattr(torch._C._distributed_c10d, name + suffix, None) for name in names)
+    return [function for function in found if function is not None]
+
+
+def _merged(contents: list[dict[str, Any]]) -> dict[str, Any]:
+    """Several recorders of one process as one: entries in the order of their times, numbered anew.
+
+    Each numbers its entries and groups for itself. In some builds of torch two names stand for one recorder; so a
+    recorder of which no entry is new is left out.
+    """
+    filled = [content for content in contents if content.get("entries")]
+    merged = dict((filled or contents)[0])
+    for other in filled[1:]:
+        known = {_identity_of(entry) for entry in merged["entries"]}
+        new = [entry for entry in other["entries"] if _identity_of(entry) not in known]
+        if not new:
+            continue
+        # What fell out of a ring shows in its first number: the numbers of the whole begin behind all that is lost.
+        lost = int(merged["entries"][0]["record_id"]) + int(other["entries"][0]["record_id"])
+        groups = 1 + max(
+            max(int(entry["pg_id"]) for entry in merged["entries"]), *map(int, merged.get("pg_status", {})), -1
+        )
+        new = [entry | {"pg_id": int(entry["pg_id"]) + groups} for entry in new]
+        entries = sorted(merged["entries"] + new, key=lambda entry: int(entry["time_created_ns"]))
+        merged["entries"] = [entry | {"record_id": lost + index} for index, entry in enumerate(entries)]
+        status = {str(int(key) + groups): value for key, value in other.get("pg_status", {}).items()}
+        merged["pg_status"] = merged.get("pg_status", {}) | status
+        merged["pg_config"] = other.get("pg_config", {}) | merged.get("pg_config", {})
+    return merged
+
+
+def _identity_of(entry: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells an entry from every other one of the process."""
+    group = entry.get("process_group")
+    return (
+        entry.get("profiling_name"),
+        tuple(group) if group is not None else None,
+        entry.get("collective_seq_id"),
+        entry.get("p2p_seq_id"),
+        entry.get("op_id"),
+        entry.get("time_created_ns"),
+    )
 
 
 def stacks() -> list[dict[str, Any]]:
@@ -86,9 +125,3 @@ def stacks() -> list[dict[str, Any]]:
             walk = walk.f_back
         found.append({"thread": name, "frames": frames})
     return found
-
-
-def uncaught() -> str | None:
-    """The exception that ends this process, where the interpreter has reported one."""
-    error = getattr(sys, "last_value", None)
-    return f"{type(error).__name__}: {error}"[:500] if error is not None else None

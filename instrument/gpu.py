@@ -1,5 +1,8 @@
 """Which GPU this rank drives, and its cumulative counters, asked of the driver through NVML.
 
+The device is the one that the process group is bound to, or that the first tensor communicated is on. torch's current
+device is neither before the script has called `set_device`, and then it is device 0 on every rank.
+
 A CUDA device is found in NVML by its UUID, never by its index: `CUDA_VISIBLE_DEVICES` renumbers devices for
 CUDA only. Without a driver everything here is None, which is said once at debug level.
 """
@@ -8,8 +11,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from crossrank.errors import one_line
@@ -19,10 +24,10 @@ log = logging.getLogger("crossrank")
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """Identity of one GPU. A field that the board or driver does not give is None."""
+    """Identity of one GPU, or of one MIG instance of it. A field that the board or driver does not give is None."""
 
     index: int | None = None
-    """Index in NVML, which is that of nvidia-smi."""
+    """Index of the board in NVML, which is that of nvidia-smi."""
     name: str | None = None
     uuid: str | None = None
     serial: str | None = None
@@ -49,16 +54,18 @@ _COUNTERS = {
 }
 _ALL_LINKS = 0xFFFFFFFF  # scope of the NVLink fields: the sum over all links
 _FABRIC_COMPLETED = 3
+_NCCL = re.compile(r"(/\S*(?:libnccl|librccl|libtorch_cuda|libtorch_hip)[^/\s]*\.so[^/\s]*)")
 
 
 class GpuReader:
-    """Asks NVML about the device that torch uses in this process."""
+    """Asks NVML about one CUDA device of this process, by its index there."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: int) -> None:
         self._handle: Any = None
+        self._board: Any = None
         self._nvml: Any = None
         self.gpu: Gpu | None = None
-        uuid = _torch_device_uuid()
+        uuid = _uuid_of(device)
         if uuid is None:
             return
         try:
@@ -66,21 +73,35 @@ class GpuReader:
 
             pynvml.nvmlInit()
             self._nvml = pynvml
-            self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+            self._find(uuid)
         except Exception as error:
             log.debug("crossrank: no NVML, GPU identity is null: %s", one_line(error))
+
+    def _find(self, uuid: str) -> None:
+        """Find the device, which may be a part of a GPU (MIG). CUDA does not say which of the two its UUID is."""
+        names = [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]
+        for name in names:
+            try:
+                self._handle = self._nvml.nvmlDeviceGetHandleByUUID(name)
+            except Exception:
+                if name == names[-1]:
+                    raise
+                continue
+            self._board = self._handle
+            if name.startswith("MIG-"):
+                self._board = self._nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self._handle)
+            self.gpu = self._identity(name)
             return
-        self.gpu = self._identity(uuid)
 
     def counters(self) -> dict[str, int] | None:
-        """Cumulative NVLink and PCIe traffic and energy in the units of their names; None without a GPU."""
+        """Cumulative NVLink and PCIe traffic and energy of the board in the units of their names; None without one."""
         if self._handle is None:
             return None
         nvml = self._nvml
         wanted = [(getattr(nvml, field), name) for field, name in _COUNTERS.items() if hasattr(nvml, field)]
         try:
             request = [(field, _ALL_LINKS) if name.startswith("nvlink") else field for field, name in wanted]
-            values = nvml.nvmlDeviceGetFieldValues(self._handle, request)
+            values = nvml.nvmlDeviceGetFieldValues(self._board, request)
         except Exception as error:
             log.debug("crossrank: no GPU counters: %s", one_line(error))
             return None
@@ -92,14 +113,14 @@ class GpuReader:
         }
 
     def _identity(self, uuid: str) -> Gpu:
-        nvml, handle = self._nvml, self._handle
+        nvml, board = self._nvml, self._board
         cluster, clique = self._fabric()
         return Gpu(
-            index=_ask(lambda: int(nvml.nvmlDeviceGetIndex(handle))),
-            name=_ask(lambda: _text(nvml.nvmlDeviceGetName(handle))),
+            index=_ask(lambda: int(nvml.nvmlDeviceGetIndex(board))),
+            name=_ask(lambda: _text(nvml.nvmlDeviceGetName(self._handle))),
             uuid=uuid,
-            serial=_ask(lambda: _text(nvml.nvmlDeviceGetSerial(handle))),
-            pci_bus_id=_ask(lambda: _text(nvml.nvmlDeviceGetPciInfo_v3(handle).busId)),
+            serial=_ask(lambda: _text(nvml.nvmlDeviceGetSerial(board))),
+            pci_bus_id=_ask(lambda: _text(nvml.nvmlDeviceGetPciInfo_v3(board).busId)),
             fabric_cluster=cluster,
             fabric_clique=clique,
             driver=_ask(lambda: _text(nvml.nvmlSystemGetDriverVersion())),
@@ -111,7 +132,7 @@ class GpuReader:
 
         def ask() -> tuple[str, int] | None:
             info = nvml.c_nvmlGpuFabricInfo_v2_t()
-            nvml.nvmlDeviceGetGpuFabricInfoV(self._handle, ctypes.byref(info))
+            nvml.nvmlDeviceGetGpuFabricInfoV(self._board, ctypes.byref(info))
             cluster = bytes(bytearray(info.clusterUuid)).hex()
             if info.state != _FABRIC_COMPLETED or not cluster.strip("0"):
                 return None
@@ -131,25 +152,69 @@ def cuda_is_in_use() -> bool:
     return bool(torch.cuda.is_initialized())
 
 
-def device_is_settled() -> bool:
-    """Whether it is known which GPU this process uses, or that its torch can use none."""
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured on this thread's stream: what synchronises now would break it."""
     import torch
 
-    return (torch.version.cuda is None and torch.version.hip is None) or cuda_is_in_use()
+    return cuda_is_in_use() and bool(torch.cuda.is_current_stream_capturing())
 
 
-def _torch_device_uuid() -> str | None:
-    """UUID of the current CUDA device; None without one. Never makes a CUDA context of its own."""
+def bound_device() -> int | None:
+    """The CUDA device that this process certainly uses: its process group's, the one it has set, or its only one."""
     import torch
+    import torch.distributed as dist
 
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    if bound is not None:
+        return bound.index if bound.type == "cuda" else None
     if not cuda_is_in_use():
         return None
+    current = torch.cuda.current_device()
+    return current if current != 0 or torch.cuda.device_count() == 1 else None
+
+
+def may_use_cuda() -> bool:
+    """Whether a CUDA device may yet turn up in this process."""
+    import torch
+
+    return torch.version.cuda is not None or torch.version.hip is not None
+
+
+def nccl_version() -> str | None:
+    """The version of the NCCL or RCCL that is loaded, which need not be the one that torch was built with."""
     try:
-        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    except Exception as error:
-        log.debug("crossrank: the CUDA device has no UUID: %s", one_line(error))
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
         return None
-    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+    for path in dict.fromkeys(_NCCL.findall(maps)):
+        try:
+            code = ctypes.c_int()
+            if ctypes.CDLL(path).ncclGetVersion(ctypes.byref(code)) == 0:
+                return _nccl_text(code.value)
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
+def _nccl_text(code: int) -> str:
+    """NCCL's number of a version as text: X*10000 + Y*100 + Z, and X*1000 + Y*100 + Z before 2.9.
+
+    >>> _nccl_text(22803), _nccl_text(2804)
+    ('2.28.3', '2.8.4')
+    """
+    major = 10_000 if code >= 10_000 else 1000
+    return f"{code // major}.{code % major // 100}.{code % 100}"
+
+
+def _uuid_of(device: int) -> str | None:
+    """UUID of a CUDA device as CUDA writes it. Makes no CUDA context."""
+    import torch
+
+    try:
+        return str(torch.cuda.get_device_properties(device).uuid)
+    except Exception as error:
+        log.debug("crossrank: CUDA device %d has no UUID: %s", device, one_line(error))
+        return None
 
 
 def _ask(question: Callable[[], Any]) -> Any:

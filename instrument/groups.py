@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d
 
 from crossrank.comm import Group
 from crossrank.errors import one_line
+from crossrank.instrument.torch_private import has
 
 if TYPE_CHECKING:
     from crossrank.instrument.descriptors import Descriptor
@@ -29,15 +30,27 @@ log = logging.getLogger("crossrank")
 class GroupState:
     """What the recorder keeps for one process group."""
 
-    __slots__ = ("backend", "desc", "descriptors", "p2p_seqs", "pg", "rank", "ranks", "seq", "size")
+    __slots__ = ("backend", "desc", "descriptors", "p2p_seqs", "pg", "rank", "ranks", "seq", "size", "timeout")
 
-    def __init__(self, pg: str, desc: str, backend: str, ranks: tuple[int, ...] | None, size: int, rank: int) -> None:
+    def __init__(
+        self,
+        *,
+        pg: str,
+        desc: str,
+        backend: str,
+        ranks: tuple[int, ...] | None,
+        size: int,
+        rank: int,
+        timeout: float | None,
+    ) -> None:
         self.pg = pg
         self.desc = desc
         self.backend = backend
         self.ranks = ranks
         self.size = size
         self.rank = rank
+        self.timeout = timeout
+        """Seconds after which a call of it fails; None where its backend does not say."""
         self.seq = itertools.count(1)
         # (peer within the group, direction) -> counter; the peer of a receive from any source is None.
         self.p2p_seqs: dict[tuple[int | None, str], Iterator[int]] = {}
@@ -97,6 +110,8 @@ class GroupTable:
 
     def add_all(self) -> None:
         """Take in every group that torch knows, also those that have not communicated yet."""
+        if not has("process groups"):
+            return
         for group in list(distributed_c10d._world.pg_map):
             # A group that is just being made is in the one table before it is in the other, without its ranks.
             if isinstance(group, dist.ProcessGroup) and group in distributed_c10d._world.pg_group_ranks:
@@ -114,8 +129,15 @@ class GroupTable:
         """Every group that is known now."""
         return [state.describe() for state in list(self._states.values())]
 
+    def shortest_timeout(self) -> float | None:
+        """The shortest timeout of a group of more than one rank, in seconds; None where none is known."""
+        timeouts = (state.timeout for state in list(self._states.values()) if state.size > 1)
+        return min((timeout for timeout in timeouts if timeout), default=None)
+
     def unseen_kinds(self) -> list[str]:
         """Groups whose calls do not pass the dispatcher: subclasses of ProcessGroup written in Python."""
+        if not has("process groups"):
+            return []
         return [
             f"process group {name!r} is a {type(group).__name__}, a Python class that bypasses the dispatcher"
             for group, name in list(distributed_c10d._world.pg_names.items())
@@ -135,7 +157,29 @@ def _read(group: dist.ProcessGroup) -> GroupState:
         backend = str(dist.get_backend_config(group))
     except (KeyError, ValueError, RuntimeError, AssertionError):
         backend = group.name()
-    return GroupState(group.group_name, group.group_desc, backend, ranks, size, group.rank())
+    return GroupState(
+        pg=group.group_name,
+        desc=group.group_desc,
+        backend=backend,
+        ranks=ranks,
+        size=size,
+        rank=group.rank(),
+        timeout=_timeout_of(group),
+    )
+
+
+def _timeout_of(group: dist.ProcessGroup) -> float | None:
+    """The shortest timeout of the group's backends in seconds."""
+    if not has("timeouts"):
+        return None
+    found: list[float] = []
+    for device in group._device_types:
+        try:
+            options = group._get_backend(device).options
+            found.append(options._timeout.total_seconds())
+        except Exception as error:  # a backend without options, or one that is loaded only when it is used
+            log.debug("crossrank: a process group does not tell its timeout: %s", one_line(error))
+    return min(found, default=None)
 
 
 def process_group_config() -> str:
@@ -143,6 +187,8 @@ def process_group_config() -> str:
 
     torch writes `"ranks": []` for a group of the whole world there; this gives every group its global ranks.
     """
+    if not has("process groups"):
+        return "[]"
     ranks_of = {
         str(name): list(dist.get_process_group_ranks(group))
         for group, name in list(distributed_c10d._world.pg_names.items())

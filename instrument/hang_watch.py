@@ -1,7 +1,7 @@
 """Notices that a rank has stopped communicating, and has its state written down while it still hangs.
 
-A thread looks a few times per timeout whether a call was begun. When none was for half the timeout it also asks torch
-how many calls are over. When neither moves for the whole timeout the flight recorder is dumped, once until the next
+A thread looks a few times per patience whether a call was begun. When none was for half of it it also asks torch
+how many calls are over. When neither moves for all of it the flight recorder is dumped, once until the next
 call. Every rank of a hung job does so on its own, also the one that the others wait for, and one that never comes to
 its first call. After gloo's own timeout the call that failed looks completed, so the dump has to be taken before it.
 """
@@ -18,16 +18,24 @@ from crossrank.errors import one_line
 log = logging.getLogger("crossrank")
 
 _LOOKS = 8
-"""Looks per timeout."""
+"""Looks per patience."""
 
 
 class HangWatch:
-    """Calls `on_hang` when nothing has been communicated for `seconds`. The thread ends after `stop`."""
+    """Calls `on_hang(seconds)` when nothing has been communicated for `patience()` seconds.
+
+    The patience may change: a group with a shorter timeout may be made. The thread ends after `stop`.
+    """
 
     def __init__(
-        self, seconds: float, *, calls: Callable[[], int], completed: Callable[[], int], on_hang: Callable[[], None]
+        self,
+        patience: Callable[[], float],
+        *,
+        calls: Callable[[], int],
+        completed: Callable[[], int],
+        on_hang: Callable[[float], None],
     ) -> None:
-        self._seconds = seconds
+        self._patience = patience
         self._calls = calls
         self._completed = completed
         self._on_hang = on_hang
@@ -53,17 +61,18 @@ class HangWatch:
         completed: int | None = None
         told = False
         while not self._stopped:
-            time.sleep(min(self._seconds / _LOOKS, 5.0))
+            patience = self._patience()
+            time.sleep(min(patience / _LOOKS, 5.0))
             now = time.monotonic()
             if self._calls() != calls:
                 calls, since, completed, told = self._calls(), now, None, False
                 continue
-            if told or now - since < self._seconds / 2:
+            if told or now - since < patience / 2:
                 continue
             over = self._completed()
             if completed is not None and over != completed:
                 since = now
             completed = over
-            if now - since >= self._seconds and not self._stopped:
+            if now - since >= patience and not self._stopped:
                 told = True
-                self._on_hang()
+                self._on_hang(now - since)

@@ -24,8 +24,9 @@ import torch.distributed as dist
 
 from crossrank.errors import CrossrankError, one_line
 from crossrank.instrument.c10d_ops import Reader
-from crossrank.instrument.foreign import raised_by_script
 from crossrank.instrument.recorder import Recorder
+from crossrank.instrument.script_errors import raised_by_script
+from crossrank.instrument.torch_private import has, require
 
 _NAMESPACE = "c10d"
 _KEY = "BackendSelect"
@@ -43,7 +44,7 @@ class Interception:
 
     def install(self) -> None:
         """Put the kernels in place. Raises `CrossrankError`, with nothing installed, if torch lacks a part."""
-        _require_capabilities()
+        require("interception")
         mask = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
         library = torch.library.Library(_NAMESPACE, "IMPL", _KEY)
         try:
@@ -80,10 +81,9 @@ class Interception:
         """
         recorder = self._recorder
         group_class = dist.ProcessGroup
-        start = group_class.__dict__.get("_start_coalescing")
-        end = group_class.__dict__.get("_end_coalescing")
-        if start is None or end is None:
+        if not has("coalescing"):
             return
+        start, end = group_class.__dict__["_start_coalescing"], group_class.__dict__["_end_coalescing"]
         call_start, call_end = group_class._start_coalescing, group_class._end_coalescing
 
         def _start_coalescing(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
@@ -149,18 +149,3 @@ def _c10d_ops() -> list[str]:
             argument.name == "process_group" for argument in getattr(torch.ops.c10d, name).default._schema.arguments
         )
     )
-
-
-def _require_capabilities() -> None:
-    """Everything private that the kernels stand on, checked before any is installed."""
-    for owner, name in (
-        (torch._C, "_dispatch_keyset_full_after"),
-        (torch._C, "_dispatch_get_all_op_names"),
-        (torch._C.DispatchKey, "BackendSelect"),
-        (torch.library.Library, "_destroy"),
-        (dist.ProcessGroup, "unbox"),
-    ):
-        if not hasattr(owner, name):
-            raise CrossrankError(
-                f"torch {torch.__version__} has no {name}, which recording needs; crossrank is tested with torch 2.13"
-            )

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from crossrank.comm import crosses_nodes
 from crossrank.errors import one_line
@@ -27,6 +26,7 @@ from crossrank.instrument.callsite import CallSites
 from crossrank.instrument.descriptors import Descriptor
 from crossrank.instrument.nvtx_markers import NvtxMarkers, classic_text
 from crossrank.instrument.reductions import ReductionReader
+from crossrank.instrument.torch_private import has
 from crossrank.recording import RANGE
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ log = logging.getLogger("crossrank")
 
 # Distinct calls kept per group. An MoE model makes new ones at every step; past this the old ones go.
 _MAX_DESCRIPTORS = 4096
-_BATCH_CODE = distributed_c10d.batch_isend_irecv.__code__
+_BATCH_CODE = dist.batch_isend_irecv.__code__
 
 _getframe: Callable[[int], FrameType] = sys._getframe
 
@@ -60,7 +60,8 @@ class Recorder:
         self._read_reduction = self._reductions.read
         self._unbox: Callable[[Any], dist.ProcessGroup] = dist.ProcessGroup.unbox
         self._state_of = session.groups.by_id
-        self._coalescing = 0
+        self._coalescing = 0  # threads that gather a batch; changed under the lock
+        self._lock = threading.RLock()  # a signal handler may fail to record while its thread holds it
         self._thread = threading.local()
         self._config = session.config
         self._classic = session.config.nvtx == "classic" and nvtx is not None
@@ -97,6 +98,8 @@ class Recorder:
             if len(state.descriptors) >= _MAX_DESCRIPTORS:
                 state.descriptors.clear()
             state.descriptors[full_key] = descriptor
+            if session.device_is_open:
+                session.settle_device(reader.device(args))
         record_id = next(self._ids)
         batch = tag = None
         if reader.is_p2p:
@@ -114,7 +117,8 @@ class Recorder:
             if len(ring) < self._capacity:
                 ring.append((descriptor, record_id, seq, monotonic_ns(), self.step, batch, tag))
             else:
-                writer.counts.dropped += 1
+                with writer.counting:
+                    writer.counts.dropped += 1
         if self._emits or self.window_open:
             return self._open(descriptor, record_id, args)
         return None
@@ -134,7 +138,8 @@ class Recorder:
         """Count a failure of the recorder and report the first one. The call itself goes on."""
         writer = self._session.writer
         if writer is not None:
-            writer.counts.errors += 1
+            with writer.counting:
+                writer.counts.errors += 1
         if not self._complained:
             self._complained = True
             log.warning(
@@ -164,7 +169,7 @@ class Recorder:
                     self._nvtx.push(descriptor, record_id, topology)
                     pushed = True
         handle = None
-        if self.window_open:
+        if self.window_open and has("ranges"):
             handle = torch.autograd._record_function_with_args_enter(
                 f"{RANGE}{record_id}", descriptor.message(descriptor.locality(topology), sizes=True)
             )
@@ -196,7 +201,8 @@ class Recorder:
     def start_coalescing(self) -> None:
         """From here to `end_coalescing` the calls of this thread become one launch."""
         if getattr(self._thread, "batch", None) is None:  # not left over from a batch that raised
-            self._coalescing += 1
+            with self._lock:
+                self._coalescing += 1
         self._thread.batch = -1
 
     def end_coalescing(self, group: dist.ProcessGroup) -> Token | None:
@@ -205,7 +211,8 @@ class Recorder:
         if batch is None:
             return None
         self._thread.batch = None
-        self._coalescing -= 1
+        with self._lock:
+            self._coalescing -= 1
         if batch >= 0 and self._ranges and self._nvtx is not None:
             self._nvtx.push_batch(group.group_name, batch)
             return None, True

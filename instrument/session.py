@@ -13,7 +13,8 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -29,33 +30,46 @@ from crossrank.instrument.config import Config
 from crossrank.instrument.dumps import FlightDumps
 from crossrank.instrument.exit_guard import ExitGuard
 from crossrank.instrument.files import RankFiles
-from crossrank.instrument.foreign import raised_by_script
-from crossrank.instrument.gpu import GpuReader, device_is_settled
+from crossrank.instrument.gpu import GpuReader, bound_device, cuda_is_in_use, is_capturing, may_use_cuda
 from crossrank.instrument.groups import GroupState, GroupTable
 from crossrank.instrument.header import describe_rank
 from crossrank.instrument.interception import Interception
 from crossrank.instrument.nvtx_markers import NvtxMarkers
 from crossrank.instrument.recorder import Recorder
+from crossrank.instrument.script_errors import raised_by_script
 from crossrank.instrument.steps import StepBoundaries
 from crossrank.instrument.topology import Topology, node_of_this_machine
+from crossrank.instrument.torch_private import has, require
 from crossrank.instrument.window import WindowRecorder
 from crossrank.instrument.writer import CommsWriter, Counts
 from crossrank.recording import COMMS, file_name
 
 log = logging.getLogger("crossrank")
 
+_DEVICE_PATIENCE = 2.0
+"""Seconds from the begin of the files for which the other ranks may wait to learn of this rank's NVLink domain."""
+_WINDOW_PATIENCE = 10.0
+"""Seconds that the end of a window may take in a process that dies: it waits for the GPU, which may be stuck."""
+_FILES_PATIENCE = 60.0
+"""Seconds that the end of a recording waits for the files of windows that are being compressed or uploaded."""
+
 
 class Session:
     """One recording of one process, from `enable()` to `disable()`."""
 
     def __init__(self, config: Config) -> None:
+        require("interception")
         self.config = config
         self.rank = -1
         self.topology: Topology | None = None
         self.writer: CommsWriter | None = None
         self.groups = GroupTable(self._on_new_group)
         self.files: RankFiles | None = None
-        self._gpu: GpuReader | None = None  # asked when the files begin: the device is known by then
+        self.device_is_open = False
+        """Whether it is not known yet which GPU this rank uses: the recorder tells devices of tensors until it is."""
+        self._device: int | None = None
+        self._gpu: GpuReader | None = None
+        self._gpu_lock = threading.RLock()  # a signal handler may end the recording while its thread holds it
         self._world: weakref.ref[dist.ProcessGroup] | None = None
         self.world_size = 0
         self._epoch = 0
@@ -77,7 +91,8 @@ class Session:
         self._guard = ExitGuard(
             finish=self.close,
             dump=lambda: self._dumps.write("SIGUSR1"),
-            finishing=lambda: self._closed and not self._finished,
+            closing=lambda: self._closed,
+            finished=lambda: self._finished,
         )
 
     def start(self) -> None:
@@ -90,13 +105,17 @@ class Session:
             self._closed = self._finished = True
             self._take_away()
             raise
-        if dist.is_initialized() and device_is_settled():
+        if dist.is_initialized():
             with self.reported("the recording begins at the first communication"):
                 self._begin()
 
     @property
     def active(self) -> bool:
         return not self._closed
+
+    def errors(self) -> list[str]:
+        """What ended the script and threads of it so far."""
+        return self._guard.errors()
 
     def first_call(self, group: dist.ProcessGroup) -> GroupState:
         """The state of a group that communicates for the first time; begins the files where that is due."""
@@ -125,7 +144,10 @@ class Session:
                 self._close_window()
 
     def close(self, reason: str = "disable") -> None:
-        """Finish every file and take everything away. Does nothing the second time."""
+        """Finish every file and take everything away. Does nothing the second time.
+
+        In a process that dies the window comes last and has a limit: what tells why it dies is on disk by then.
+        """
         if not self._close_once.acquire(blocking=False):
             return
         self._closed = True
@@ -133,8 +155,12 @@ class Session:
             with self.reported("nothing was recorded"):
                 self._begin()
         self.recorder.active = False
-        self._close_window()
-        self._end_files(reason)
+        dies = reason not in ("disable", "exit")
+        if dies:
+            self._note_window_end()
+        else:
+            self._close_window()
+        self._end_files(reason, _WINDOW_PATIENCE if dies else None)
         self._finished = True
         self._take_away()
 
@@ -169,7 +195,7 @@ class Session:
     def _begin(self) -> None:
         """Begin the files of the process group that exists now, unless they are begun."""
         with self._begin_lock:
-            world = distributed_c10d._get_default_group() if dist.is_initialized() else None
+            world = dist.group.WORLD if dist.is_initialized() else None
             if world is None or (self._world is not None and self._world() is world):
                 return
             first = self._world is None
@@ -182,7 +208,10 @@ class Session:
                     self._close_window()
                     self._end_files("the process group was made again with another rank or size")
             self.rank, self.world_size = rank, size
-            self._gpu = GpuReader()
+            if self._device is None:
+                self._device = bound_device()
+                self.device_is_open = self._device is None and may_use_cuda()
+            self._read_gpu()
             self._begin_topology()
             with self.reported("the recording goes on without files"):
                 if first or not same_place:
@@ -201,11 +230,10 @@ class Session:
         if self.topology is not None:
             self.topology.stop()
         node = self.config.node or node_of_this_machine()
-        gpu = self._gpu.gpu if self._gpu is not None else None
-        self.topology = Topology(self.rank, self.world_size, node, gpu.nvlink_domain if gpu else None)
+        self.topology = Topology(self.rank, self.world_size, node, None)
         thread = threading.Thread(
             target=self.topology.exchange,
-            args=(self._store_of_world, self._epoch),
+            args=(self._store_of_world, self._epoch, self._nvlink_domain),
             name="crossrank-topology",
             daemon=True,
         )
@@ -216,20 +244,51 @@ class Session:
 
     def _store_of_world(self) -> dist.Store | None:
         """The store of the process group that is recorded, while that is the current one."""
-        if not self._is_current_world():
+        if not self._is_current_world() or not has("store"):
             return None
         store: dist.Store = distributed_c10d._get_default_store()
         return store
 
     def _is_current_world(self) -> bool:
-        return (
-            self._world is not None and dist.is_initialized() and self._world() is distributed_c10d._get_default_group()
-        )
+        return self._world is not None and dist.is_initialized() and self._world() is dist.group.WORLD
 
-    def _look_for_groups(self) -> None:
-        """Take in groups that have not communicated, unless they are those of a new world: that begins first."""
+    def _on_tick(self) -> None:
+        """What is looked for a few times a second, off training's threads."""
+        self._read_gpu()
+        self._guard.on_tick()
+        # Groups that have not communicated, unless they are those of a new world: that begins first.
         if self._is_current_world():
             self.groups.add_all()
+
+    # --- the GPU of this rank -----------------------------------------------------------------------------
+
+    def settle_device(self, device: str | None) -> None:
+        """Take in the device of a tensor that is communicated, such as `cuda:1`."""
+        if device is None or not device.startswith("cuda"):
+            return
+        index = device.partition(":")[2]
+        self._device = int(index) if index else torch.cuda.current_device()
+        self.device_is_open = False
+
+    def _read_gpu(self) -> None:
+        """Ask for the GPU once the device is known. What comes too late for the header gets a line of its own."""
+        with self._gpu_lock:
+            if self._gpu is not None or self._device is None or not cuda_is_in_use():
+                return
+            self._gpu = GpuReader(self._device)
+            if self.writer is not None and self._gpu.gpu is not None:
+                self.writer.line("gpu", asdict(self._gpu.gpu))
+
+    def _nvlink_domain(self) -> str | None:
+        """The NVLink domain of this rank, waiting a moment for its device to be known."""
+        until = time.monotonic() + _DEVICE_PATIENCE
+        while self.device_is_open and not self._closed and time.monotonic() < until:
+            time.sleep(0.05)
+        self._read_gpu()
+        gpu = self._gpu.gpu if self._gpu is not None else None
+        return gpu.nvlink_domain if gpu is not None else None
+
+    # --- the files ----------------------------------------------------------------------------------------
 
     def _begin_files(self) -> None:
         assert self.topology is not None
@@ -251,28 +310,53 @@ class Session:
             ring_capacity=self.config.ring,
             crossnode_only=self.config.emit == "CROSSNODE",
             header=header,
-            on_tick=self._look_for_groups,
+            on_tick=self._on_tick,
         )
         self.writer.start()
         self._dumps.watch()
 
-    def _end_files(self, reason: str) -> None:
-        if self._windows is not None:
-            with self.reported("the files of a window are not in place"):
-                self._windows.drop_prepared()
-                self._windows.wait(timeout=60.0)
+    def _end_files(self, reason: str, window_patience: float | None = None) -> None:
+        """Finish the files: the dump, the comms file, then the windows, for which `window_patience` sets a limit."""
+        self._read_gpu()
         self._dumps.write(reason)
         writer, self.writer = self.writer, None
         if writer is not None and self.files is not None:
             with self.reported("the comms file was not closed"):
                 writer.counts.calls = self.recorder.calls() - self._calls_before
-                end = {"reason": reason, "step": self.recorder.step, "blind_spots": self.groups.unseen_kinds()}
+                end = {
+                    "reason": reason,
+                    "errors": self.errors(),
+                    "step": self.recorder.step,
+                    "blind_spots": self.groups.unseen_kinds(),
+                }
                 writer.close(lambda: end | msgspec.to_builtins(writer.counts))
                 self.files.upload(file_name(COMMS, self.rank))
+        if window_patience is None:
+            self._finish_windows()
+        elif self._windows is not None and not _ends_within(window_patience, self._finish_windows):
+            log.warning(
+                "crossrank: window %d is incomplete: the process dies, and its end took longer than %g s",
+                self._windows.number,
+                window_patience,
+            )
+        if self.files is not None:
+            with self.reported("the local folder of the recording stays"):
                 self.files.close()
-                self._tell_what_is_empty(writer.counts)
+        if writer is not None:
+            self._tell_what_is_empty(writer.counts)
         if self.topology is not None:
             self.topology.stop()
+
+    def _finish_windows(self) -> None:
+        """End the window that is open, if any, and wait until the files of all windows are in place."""
+        windows = self._windows
+        if windows is None:
+            return
+        with self.reported("a window is incomplete"):
+            windows.close()
+        with self.reported("the files of a window are not in place"):
+            windows.drop_prepared()
+            windows.wait(timeout=_FILES_PATIENCE)
 
     def _tell_what_is_empty(self, counts: Counts) -> None:
         """Say, once for the job, where a recording holds nothing for a reason that the user may not expect."""
@@ -324,22 +408,27 @@ class Session:
                 self._advance()
 
     def _advance(self) -> None:
-        recorder = self.recorder
-        step = recorder.step + 1
-        window = self.config.window
-        if window is not None and recorder.window_open and not window.continues(recorder.step):
+        """An iteration ends: end the window that ends with it, and begin the one that begins with the next."""
+        recorder, window, windows = self.recorder, self.config.window, self._windows
+        # At an edge Kineto synchronises the GPU, which breaks a CUDA graph that is being captured: the edge waits for
+        # the end of an iteration in which none is.
+        capturing = is_capturing()
+        if window is not None and recorder.window_open and not window.continues(recorder.step) and not capturing:
             self._close_window()
-        recorder.step = step
+        recorder.step += 1
         if self.writer is not None:
-            self.writer.line("step", {"step": step, "t": time.monotonic_ns()})
-        if window is None or recorder.window_open:
+            self.writer.line("step", {"step": recorder.step, "t": time.monotonic_ns()})
+        if recorder.window_open and windows is not None:
+            with self.reported("iterations have no range in the traces"):
+                windows.begin_step(recorder.step)
+        elif window is None or capturing:
             return
-        if window.holds(step):
+        elif window.holds(recorder.step):
             self._begin()
             self._open_window()
-        elif window.holds(step + 1) and self._windows is not None:
+        elif window.holds(recorder.step + 1) and windows is not None:
             with self.reported("Kineto was not warmed up"):
-                self._windows.prepare()
+                windows.prepare()
 
     def _open_window(self) -> bool:
         windows = self._windows
@@ -349,9 +438,12 @@ class Session:
             return False
         if windows.is_open:
             return False
+        if is_capturing():
+            log.warning("crossrank: no window opens while a CUDA graph is captured; open it before or after")
+            return False
         with self.reported("a window is incomplete"):
             self.groups.add_all()
-            self._note_window("open", windows.open())
+            self._note_window("open", windows.open(self.recorder.step))
         self.recorder.window_open = windows.is_open
         return windows.is_open
 
@@ -359,12 +451,17 @@ class Session:
         windows = self._windows
         if windows is None or not windows.is_open:
             return
-        self.recorder.window_open = False
+        self._note_window_end()
         with self.reported("a window is incomplete"):
-            self._note_window("close", windows.number)
             windows.close()
         if not self._closed:
             self._dumps.write("window")
+
+    def _note_window_end(self) -> None:
+        self.recorder.window_open = False
+        if self._windows is not None and self._windows.is_open:
+            with self.reported("the end of a window is not recorded"):
+                self._note_window("close", self._windows.number)
 
     def _note_window(self, edge: str, number: int) -> None:
         moment = {"window": number, "edge": edge, "step": self.recorder.step, "t": time.monotonic_ns()}
@@ -390,3 +487,15 @@ class Session:
             if consequence not in self._told:
                 self._told.add(consequence)
                 log.warning("crossrank: %s: %s", consequence, one_line(error))
+
+
+def _ends_within(seconds: float, work: Callable[[], None]) -> bool:
+    """Do `work` and tell whether it ended in time; if not, it is left alone."""
+    thread = threading.Thread(target=work, name="crossrank-window", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # Python 3.12 starts no thread once the interpreter shuts down
+        work()
+        return True
+    thread.join(seconds)
+    return not thread.is_alive()

@@ -1,8 +1,9 @@
 """Which node and which NVLink domain every rank is on, and so whether a call stays inside one.
 
-Each rank that records publishes one small value under its own key in the job's default store and reads those
-of the others when they are there. No collective takes part, nothing waits for a rank, and a rank that does not
-record is simply unknown.
+Each rank that records publishes one small value under its own key in the job's default store. The first to do so
+collects the others' and publishes all of them under one key, which everybody reads: a few requests per rank, however
+many ranks there are. No collective takes part, nothing waits for a rank, and a rank that does not record is simply
+unknown.
 
 A node is told apart by the kernel's boot id, which containers on one host share and host names in pods do not;
 where there is none, by the host name. `TRACING_NODE` overrides both.
@@ -10,7 +11,6 @@ where there is none, by the host name. `TRACING_NODE` overrides both.
 
 from __future__ import annotations
 
-import json
 import logging
 import socket
 import threading
@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from crossrank.comm import Locality
 from crossrank.errors import one_line
@@ -29,8 +31,17 @@ log = logging.getLogger("crossrank")
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _FIRST_PAUSE = 0.005
+_PAUSE_PER_RANK = 2e-5
+"""Seconds: all ranks together look at the store 50,000 times a second at most."""
 _LONGEST_PAUSE = 5.0
 _GIVE_UP_AFTER = 120.0  # seconds; a rank that has not published by then is not recording
+_STANDSTILL = 16
+"""Looks without a new rank after which the collector publishes those that it knows."""
+
+# node, NVLink domain
+Place = tuple[str, str | None]
+# first rank, number of ranks, their place
+Run = tuple[int, int, Place]
 
 
 def boot_id() -> str | None:
@@ -62,53 +73,47 @@ class Topology:
         if world_size == 1:
             self.settled.set()
 
-    def exchange(self, find_store: Callable[[], Store | None], epoch: int) -> None:
-        """Publish this rank and collect the others until all are known. Runs on a thread of its own.
+    def exchange(
+        self, find_store: Callable[[], Store | None], epoch: int, domain: Callable[[], str | None] | None = None
+    ) -> None:
+        """Publish this rank and learn of the others until all are known. Runs on a thread of its own.
 
         `find_store` gives the job's store, or None once its process group is gone. The store is not held between
         two looks at it: it may host the job's rendezvous, which a next process group finds in the way.
-        `epoch` counts the process groups of this job that were torn down and made again.
+        `epoch` counts the process groups of this job that were torn down and made again. `domain` is asked for this
+        rank's NVLink domain where that is not known yet, and may take its time.
         """
         try:
-            missing = self._poll(find_store, epoch, publish=True)
-            pause, started, polls = _FIRST_PAUSE, time.monotonic(), 0
-            while missing and not self._stopped and time.monotonic() - started < _GIVE_UP_AFTER:
+            if domain is not None:
+                self._domains[self.rank] = domain()
+            exchange = _Exchange(self, find_store, f"crossrank/topology/{epoch}")
+            exchange.publish()
+            pause, started = max(_FIRST_PAUSE, self.world_size * _PAUSE_PER_RANK), time.monotonic()
+            while not (self._stopped or self._complete()) and time.monotonic() - started < _GIVE_UP_AFTER:
                 time.sleep(pause)
                 if time.monotonic() - started > 0.2:
                     pause = min(pause * 1.5, _LONGEST_PAUSE)
-                polls += 1
-                # Who is there already is asked one by one only now and then.
-                missing = self._poll(find_store, epoch, each=polls % 32 == 0)
-            if missing and not self._stopped:
-                log.info("crossrank: ranks %s do not record; calls with them have locality unknown", missing)
+                exchange.collect()
+            if not (self._stopped or self._complete()):
+                silent = [rank for rank in range(self.world_size) if rank not in self._nodes]
+                log.info("crossrank: ranks %s do not record; calls with them have locality unknown", silent)
         except Exception as error:
             log.info("crossrank: the nodes of the other ranks are not known: %s", one_line(error))
         finally:
             self.settled.set()
 
-    def _poll(
-        self, find_store: Callable[[], Store | None], epoch: int, *, publish: bool = False, each: bool = False
-    ) -> list[int]:
-        """Read what is there and return the ranks that are still missing; none when the store is gone."""
-        from torch.distributed import PrefixStore
+    def _complete(self) -> bool:
+        return len(self._nodes) == self.world_size
 
-        store = find_store()
-        if store is None:
-            return []
-        shared = PrefixStore(f"crossrank/topology/{epoch}", store)
-        if publish:
-            shared.set(str(self.rank), json.dumps([self.node, self.nvlink_domain]))
-        missing = [rank for rank in range(self.world_size) if rank not in self._nodes]
-        present: list[int] = []
-        if missing and shared.check([str(rank) for rank in missing]):
-            present = missing
-        elif each:
-            present = [rank for rank in missing if shared.check([str(rank)])]
-        for rank in present:
-            node, domain = json.loads(shared.get(str(rank)))
-            self._domains[rank] = domain
-            self._nodes[rank] = str(node)
-        return [rank for rank in missing if rank not in self._nodes]
+    def learn(self, places: dict[int, Place]) -> None:
+        """Take in where these ranks are."""
+        for rank, (node, nvlink_domain) in places.items():
+            self._domains[rank] = nvlink_domain
+            self._nodes[rank] = node
+
+    def places(self) -> dict[int, Place]:
+        """Where the ranks are that are known."""
+        return {rank: (node, self._domains.get(rank)) for rank, node in list(self._nodes.items())}
 
     def stop(self) -> None:
         self._stopped = True
@@ -127,3 +132,87 @@ class Topology:
             return "intra_node"
         domains = {self._domains.get(rank) for rank in members}
         return "nvlink_domain" if len(domains) == 1 and None not in domains else "cross_node"
+
+
+class _Exchange:
+    """The requests of one rank to the job's store, which together are O(ranks) for the job.
+
+    Keys: `published` counts the ranks that have published, each its place under its number; `known` counts the ranks
+    in `places`, which the collector writes.
+    """
+
+    def __init__(self, topology: Topology, find_store: Callable[[], Store | None], prefix: str) -> None:
+        self._topology = topology
+        self._find_store = find_store
+        self._prefix = prefix
+        self._collects = False
+        self._published = 0
+        self._known = 0
+        self._looks = 0
+
+    def _store(self) -> Store | None:
+        from torch.distributed import PrefixStore
+
+        store = self._find_store()
+        return PrefixStore(self._prefix, store) if store is not None else None
+
+    def publish(self) -> None:
+        store, topology = self._store(), self._topology
+        if store is None:
+            topology.stop()
+            return
+        store.set(str(topology.rank), msgspec.json.encode(topology.places()[topology.rank]).decode())
+        self._collects = store.add("published", 1) == 1
+
+    def collect(self) -> None:
+        """One look at what is new."""
+        store = self._store()
+        if store is None:
+            self._topology.stop()
+        elif self._collects:
+            self._gather(store)
+        else:
+            known = store.add("known", 0)
+            if known > self._known:
+                self._known = known
+                self._topology.learn(_from_runs(msgspec.json.decode(store.get("places"), type=list[Run])))
+
+    def _gather(self, store: Store) -> None:
+        """Read the others once all have published, or no more come, and publish what is known."""
+        topology = self._topology
+        published = store.add("published", 0)
+        self._looks = self._looks + 1 if published == self._published else 0
+        self._published = published
+        if published < topology.world_size and self._looks != _STANDSTILL:
+            return
+        missing = [rank for rank in range(topology.world_size) if rank not in topology.places()]
+        if published < topology.world_size:
+            missing = [rank for rank in missing if store.check([str(rank)])]
+        found = store.multi_get([str(rank) for rank in missing]) if missing else []
+        topology.learn(
+            {rank: msgspec.json.decode(place, type=Place) for rank, place in zip(missing, found, strict=True)}
+        )
+        store.set("places", msgspec.json.encode(_to_runs(topology.places())).decode())
+        known = len(topology.places())
+        if known > self._known:
+            store.add("known", known - self._known)
+            self._known = known
+
+
+def _to_runs(places: dict[int, Place]) -> list[Run]:
+    """Consecutive ranks of one place as one entry: what everybody reads has the size of the nodes, not of the ranks.
+
+    >>> _to_runs({0: ("a", None), 1: ("a", None), 3: ("a", None)})
+    [(0, 2, ('a', None)), (3, 1, ('a', None))]
+    """
+    runs: list[Run] = []
+    for rank, place in sorted(places.items()):
+        if runs and runs[-1][2] == place and rank == runs[-1][0] + runs[-1][1]:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1, place)
+        else:
+            runs.append((rank, 1, place))
+    return runs
+
+
+def _from_runs(runs: Iterable[Run]) -> dict[int, Place]:
+    return {rank: place for first, count, place in runs for rank in range(first, first + count)}

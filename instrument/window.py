@@ -1,8 +1,9 @@
 """Execution trace and Kineto over a window of iterations, each window its own pair of whole files.
 
-Inside a window every recorded call runs in a profiler range `crossrank#<id>`, so that it is found by its id in
-both traces. A window costs (a small CPU op takes about 13 times as long under the execution trace), so keep it
-to a few iterations.
+Inside a window every recorded call runs in a profiler range `crossrank#<id>`, so that it is found by its id in both
+traces, and every iteration in a range `ProfilerStep#<number>`, by which Chakra's linker and HolisticTraceAnalysis find
+iterations, as `torch.profiler` makes it. A window costs (a small CPU op takes about 13 times as long under the
+execution trace), so keep it to a few iterations.
 
 torch has one execution-trace observer and one Kineto session per process. Where the user has either, it is left
 alone and one line says what the window therefore lacks; where the user's profiler starts inside a window, ours
@@ -11,6 +12,7 @@ ends there and keeps what it has.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import json
@@ -25,19 +27,13 @@ from typing import Any
 import torch
 import torch.autograd.profiler as autograd_profiler
 import torch.distributed as dist
-from torch._C._profiler import (
-    _add_execution_trace_observer,
-    _disable_execution_trace_observer,
-    _enable_execution_trace_observer,
-    _ExperimentalConfig,
-    _remove_execution_trace_observer,
-)
 from torch.distributed import distributed_c10d
 
 from crossrank.errors import one_line
-from crossrank.instrument.files import RankFiles
+from crossrank.instrument.files import RankFiles, create
 from crossrank.instrument.gpu import cuda_is_in_use
 from crossrank.instrument.groups import process_group_config
+from crossrank.instrument.torch_private import has
 from crossrank.recording import EXECUTION_TRACE, KINETO, file_name
 
 log = logging.getLogger("crossrank")
@@ -60,11 +56,13 @@ class WindowRecorder:
         self._observed: Path | None = None
         self._restore_prepare: Callable[[], None] | None = None
         self._finishing: list[threading.Thread] = []
+        self._step: autograd_profiler.record_function | None = None
+        self._step_thread = 0
         self.is_open = False
 
     def prepare(self) -> None:
         """Warm Kineto up, one iteration before a window opens: CUPTI takes its time at the first start."""
-        if self._nsys or self._kineto is not None or _foreign_profiler():
+        if self._nsys or self._kineto is not None or not has("Kineto") or _foreign_profiler():
             return
         profiler = _kineto_profiler()
         profiler._prepare_trace()
@@ -72,8 +70,11 @@ class WindowRecorder:
         self._kineto = profiler
         self._guard_against_foreign_profiler()
 
-    def open(self) -> int:
-        """Start the next window and return its number, counted from 1."""
+    def open(self, step: int) -> int:
+        """Start the next window, in iteration `step`, and return its number, counted from 1.
+
+        Raises what torch raises; whatever has begun by then is part of the window.
+        """
         self.number += 1
         self.is_open = True
         if self._nsys:
@@ -89,15 +90,34 @@ class WindowRecorder:
         if self._kineto is None:
             self.prepare()
         if self._kineto is not None:
-            self._kineto._start_trace()
+            # Noted before it is tried: also a session that did not start properly has to be stopped.
             self._kineto_runs = True
+            self._kineto._start_trace()
             _add_metadata()
-        else:
+        elif has("Kineto"):
             self._lacks("Kineto trace", "a profiler of yours is running, and is left alone")
+        self.begin_step(step)
         return self.number
 
+    def begin_step(self, step: int) -> None:
+        """Iteration `step` begins here, and the one before it ends. A profiler of the user's gets no range of ours."""
+        self._end_step()
+        if self._kineto_runs or (self._observed is not None and has("Kineto") and not _foreign_profiler()):
+            self._step = autograd_profiler.record_function(f"ProfilerStep#{step}")
+            self._step_thread = threading.get_ident()
+            self._step.__enter__()
+
+    def _end_step(self) -> None:
+        step, self._step = self._step, None
+        # A range ends on the thread that began it. Where another one ends the window, that one is stuck.
+        if step is not None and self._step_thread == threading.get_ident():
+            step.__exit__(None, None, None)
+
     def close(self) -> None:
-        """End the window. Its files are compressed and put in place in the background: see `wait`."""
+        """End the window. Its files are compressed and put in place in the background: see `wait`.
+
+        Whatever fails, the others are ended: an observer or a profiler that is left open crashes the process at exit.
+        """
         if not self.is_open:
             return
         self.is_open = False
@@ -105,10 +125,10 @@ class WindowRecorder:
             if cuda_is_in_use():
                 torch.cuda.profiler.stop()
             return
-        try:
-            self._close_kineto()
-        finally:
-            self._close_execution_trace()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._close_execution_trace)
+            stack.callback(self._close_kineto)
+            stack.callback(self._end_step)
 
     def wait(self, timeout: float) -> None:
         """Wait until the files of all closed windows are in place."""
@@ -124,7 +144,7 @@ class WindowRecorder:
 
     def note_process_groups(self) -> None:
         """Put the process groups with their global ranks into the execution trace."""
-        if self._observed is not None:
+        if self._observed is not None and has("ranges"):
             handle = torch.autograd._record_function_with_args_enter(PROCESS_GROUPS, process_group_config())
             torch.autograd._record_function_with_args_exit(handle)
 
@@ -147,36 +167,47 @@ class WindowRecorder:
         os.close(nowhere)
 
     def _open_execution_trace(self) -> None:
+        if not has("execution trace"):
+            return
         path = self._files.temporary(file_name(EXECUTION_TRACE, self._rank, self.number))
-        path.touch()  # raises here rather than in torch, where a failed open blocks every later observer
+        os.close(create(path))  # raises here rather than in torch, where a failed open blocks every later observer
         path.unlink()
-        _add_execution_trace_observer(str(path))
+        torch._C._profiler._add_execution_trace_observer(str(path))
         # Its result is True also where another observer is registered; only the file tells. Removing "ours" then
         # would remove that one, and its owner's next call would crash.
         if not path.exists():
             self._lacks("execution trace", "another execution trace observer is registered, and is left alone")
             return
         self._observed = path
-        _enable_execution_trace_observer()
+        torch._C._profiler._enable_execution_trace_observer()
         self.note_process_groups()
 
     def _close_execution_trace(self) -> None:
         path, self._observed = self._observed, None
         if path is None:
             return
-        _disable_execution_trace_observer()
-        _remove_execution_trace_observer()  # only now is the file valid JSON
+        try:
+            torch._C._profiler._disable_execution_trace_observer()
+        finally:
+            torch._C._profiler._remove_execution_trace_observer()  # only now is the file valid JSON
         self._finish(path, file_name(EXECUTION_TRACE, self._rank, self.number))
 
     def _close_kineto(self) -> None:
         profiler, self._kineto = self._kineto, None
+        runs, self._kineto_runs = self._kineto_runs, False
         self._unguard()
-        if profiler is None or not self._kineto_runs:
+        if profiler is None or not runs:
             return
-        self._kineto_runs = False
-        profiler.__exit__(None, None, None)
+        try:
+            profiler.__exit__(None, None, None)
+        except Exception:
+            # It may have failed before it stopped the session, which would go on and crash the process at exit.
+            if torch.autograd._profiler_enabled():
+                torch.autograd._disable_profiler()
+            raise
         name = file_name(KINETO, self._rank, self.number)
         path = self._files.temporary(name)
+        path.unlink(missing_ok=True)  # whatever it is: torch would wait for the other end of a pipe
         profiler.export_chrome_trace(str(path))
         self._finish(path, name)
 
@@ -184,7 +215,7 @@ class WindowRecorder:
         def work() -> None:
             try:
                 self._files.finish(path, name)
-            except OSError as error:
+            except Exception as error:
                 log.warning("crossrank: cannot write %s: %s; it is left as %s", name, one_line(error), path)
 
         thread = threading.Thread(target=work, name=f"crossrank-{name}", daemon=True)
@@ -277,7 +308,7 @@ def _kineto_profiler() -> autograd_profiler.profile:
 def _add_metadata() -> None:
     """What `torch.profiler.profile` adds to a trace and tools look for: the job's ranks and process groups."""
     torch.autograd._add_metadata_json("record_shapes", "1")
-    if not dist.is_initialized():
+    if not dist.is_initialized() or not has("Kineto's groups"):
         return
     groups = distributed_c10d._get_all_pg_configs()
     information = {
@@ -297,5 +328,6 @@ def _experimental_config() -> Any:
         "enable_cuda_sync_events": True,
         "trace_only": True,
     }
-    documentation = _ExperimentalConfig.__init__.__doc__ or ""
-    return _ExperimentalConfig(**{name: value for name, value in wanted.items() if name in documentation})
+    config = torch._C._profiler._ExperimentalConfig
+    documentation = config.__init__.__doc__ or ""
+    return config(**{name: value for name, value in wanted.items() if name in documentation})

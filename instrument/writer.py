@@ -1,9 +1,12 @@
 """The comms file of one rank: a ring that training fills and a thread that empties it.
 
 Training appends a tuple and goes on. The writer thread turns what has gathered into JSON lines, compresses them
-into one complete zstd frame and appends that to the file, at least once a second, so a killed process loses no
-more than its last second and what is on disk stays readable. When the ring is full the newest calls are dropped
+into one complete zstd frame and appends that to the file, several times a second, so a killed process loses no
+more than its last half second and what is on disk stays readable. When the ring is full the newest calls are dropped
 and counted; when the disk refuses, the file is cut back to its last whole frame and the loss is counted.
+
+Until it is known which nodes the other ranks are on, the frame is written as it stands but the calls stay in the ring,
+and the next frame takes its place: a locality that reads `unknown` would be final otherwise.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,12 +26,13 @@ import zstandard
 from crossrank.comm import Locality, crosses_nodes
 from crossrank.errors import one_line
 from crossrank.instrument.descriptors import Descriptor
+from crossrank.instrument.files import create
 from crossrank.instrument.topology import Topology
 
 log = logging.getLogger("crossrank")
 
-TICK = 0.4
-"""Seconds between two frames. Well below one, so that a kill loses less than a second on a busy machine too."""
+TICK = 0.25
+"""Seconds between two frames. Well below a half, so that a kill loses no more than that on a busy machine too."""
 _GLANCE = 0.05
 """Seconds between two looks at whether the ring fills up or the session closes."""
 _CHUNK = 64
@@ -41,10 +46,12 @@ _MOST_OWED = 10_000
 _RECENT = 512
 """Calls that are kept for a dump, whether or not they are written to the file."""
 _TOPOLOGY_PATIENCE = 2.0
-"""Seconds from the start that records wait for the localities of the job."""
+"""Seconds from the start that records may still get the localities of the job."""
 
 # (descriptor, id, sequence number, time, step, batch, tag)
 Entry = tuple[Descriptor, int, int, int, int, int | None, int | None]
+# all lines, and those of them without which later records cannot be read
+Lines = tuple[list[bytes], list[bytes]]
 
 
 class Counts(msgspec.Struct):
@@ -79,6 +86,8 @@ class CommsWriter:
         self.path = path
         self.ring: deque[Entry | bytes | Callable[[], bytes]] = deque()
         self.counts = Counts()
+        self.counting = threading.RLock()  # a signal handler that closes the file may have interrupted a change
+        """Held while `counts` is changed: training threads and the writer's do so."""
         self.topology = topology
         self._hurry_at = ring_capacity // 2
         self._crossnode_only = crossnode_only
@@ -89,11 +98,13 @@ class CommsWriter:
         self._compressor = zstandard.ZstdCompressor(level=_LEVEL)
         self._next_clock = time.monotonic() + _CLOCK_EVERY
         self._complained = False
-        self._size = 0
+        self._size = 0  # bytes of the frames that stand for good
+        self._end = 0  # bytes of the file
         self._owed: list[bytes] = []
+        self._taken: deque[Entry | bytes | Callable[[], bytes]] = deque()  # out of the ring, not in the file for good
         self._recent: deque[Entry] = deque(maxlen=_RECENT)
         self._started = time.monotonic()
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        self._file = create(Path(path))
         self._thread = threading.Thread(target=self._run, name="crossrank-writer", daemon=True)
 
     def start(self) -> None:
@@ -123,8 +134,8 @@ class CommsWriter:
         try:
             if self._file < 0:
                 return
-            self._drain()
-            self._append([encode_line("clock", clock()), encode_line("end", end())], [])
+            self._drain(for_good=True)
+            self._append(([encode_line("clock", clock()), encode_line("end", end())], []))
             os.close(self._file)
             self._file = -1
         finally:
@@ -141,7 +152,8 @@ class CommsWriter:
     def _begin_file(self) -> None:
         try:
             with self._lock:
-                self._append([encode_line("header", self._header)], [])
+                header = encode_line("header", self._header)
+                self._append(([header], [header]))
         except Exception as error:
             self._fail("cannot describe this rank in the header", error)
 
@@ -154,57 +166,77 @@ class CommsWriter:
             now = time.monotonic()
             if now - last < TICK and len(self.ring) < self._hurry_at:
                 continue
-            # A locality asked for too early would read `unknown` in the first records of a run.
-            if not self.topology.settled.is_set() and now - self._started < _TOPOLOGY_PATIENCE:
-                continue
             last = now
             try:
                 self._on_tick()
                 with self._lock:
                     if self._file >= 0:
-                        self._drain()
+                        self._drain(for_good=self._localities_are_final())
             except Exception as error:
                 self._fail("the writer stumbled", error)
 
-    def _drain(self) -> None:
-        """Write what the ring holds now, in frames of at most `_FRAME` lines so that little is held at once."""
+    def _localities_are_final(self) -> bool:
+        return (
+            self.topology.settled.is_set()
+            or time.monotonic() - self._started >= _TOPOLOGY_PATIENCE
+            or len(self._taken) + len(self.ring) >= self._hurry_at
+        )
+
+    def _drain(self, *, for_good: bool) -> None:
+        """Write what the ring holds now, in frames of at most `_FRAME` lines so that little is held at once.
+
+        If not `for_good`, it is one frame that the next one replaces.
+        """
         if time.monotonic() >= self._next_clock:
             self._next_clock = time.monotonic() + _CLOCK_EVERY
             self.line("clock", clock())
-        waiting = len(self.ring)
-        while waiting > 0:
-            self._write_frame(min(waiting, _FRAME))
-            waiting -= _FRAME
+        for _ in range(len(self.ring)):
+            entry = self.ring.popleft()
+            self._taken.append(entry)
+            if isinstance(entry, tuple):
+                self._recent.append(entry)
+        if not for_good:
+            self._append(self._encode(self._taken, Counts()), for_good=False)
+            return
+        while self._taken:
+            count = min(len(self._taken), _FRAME)
+            self._write_frame([self._taken.popleft() for _ in range(count)])
 
-    def _write_frame(self, count: int) -> None:
+    def _write_frame(self, entries: Iterable[Entry | bytes | Callable[[], bytes]]) -> None:
+        counts = Counts()
+        lines = self._encode(entries, counts)
+        written = self._append(lines)
+        with self.counting:
+            self.counts.errors += counts.errors
+            self.counts.filtered += counts.filtered
+            if written:
+                self.counts.records += counts.records
+            else:
+                self.counts.unwritten += counts.records
+
+    def _encode(self, entries: Iterable[Entry | bytes | Callable[[], bytes]], counts: Counts) -> Lines:
+        """The lines of `entries`. What becomes of each record is added to `counts`, as if they were written."""
         context: list[bytes] = []
         lines: list[bytes] = []
-        ring = self.ring
-        records = 0
-        for _ in range(count):
-            entry = ring.popleft()
+        for entry in entries:
             if not isinstance(entry, tuple):
                 context.append(entry if isinstance(entry, bytes) else entry())
                 lines.append(context[-1])
                 continue
-            self._recent.append(entry)
             try:
-                line = self._encode(entry)
+                locality = entry[0].locality(self.topology)
+                if self._crossnode_only and not crosses_nodes(locality):
+                    counts.filtered += 1
+                    continue
+                lines.append(_record_line(entry, locality))
             except Exception as error:
-                self.counts.errors += 1
+                counts.errors += 1
                 self._fail("a record could not be written", error)
                 continue
-            if line is not None:
-                lines.append(line)
-                records += 1
-                if records % _CHUNK == 0 and not self._closing:
-                    time.sleep(_PAUSE)
-        if not lines:
-            return
-        if self._append(context, lines):
-            self.counts.records += records
-        else:
-            self.counts.unwritten += records
+            counts.records += 1
+            if counts.records % _CHUNK == 0 and not self._closing:
+                time.sleep(_PAUSE)
+        return lines, context
 
     def recent(self) -> list[msgspec.Raw]:
         """The last calls as they stand, or would stand, in the file."""
@@ -219,36 +251,46 @@ class CommsWriter:
         once = {entry[1]: entry for entry in entries}
         return [msgspec.Raw(_record_line(entry, entry[0].locality(self.topology))) for entry in once.values()]
 
-    def _encode(self, entry: Entry) -> bytes | None:
-        locality = entry[0].locality(self.topology)
-        if self._crossnode_only and not crosses_nodes(locality):
-            self.counts.filtered += 1
-            return None
-        return _record_line(entry, locality)
+    def _append(self, lines: Lines, *, for_good: bool = True) -> bool:
+        """Write lines as one complete frame, or nothing at all. If not `for_good`, the next frame takes its place.
 
-    def _append(self, context: list[bytes], lines: list[bytes]) -> bool:
-        """Write `lines` as one complete frame, or nothing at all.
-
-        `context` are those of the lines without which later records cannot be read (header, groups). Where
-        the disk refuses the frame they are owed, and go before the next one.
+        Where the disk refuses the frame, the lines without which later records cannot be read (header, groups) are
+        owed, and go before the next one.
         """
-        frame = memoryview(self._compressor.compress(b"".join(self._owed + (lines or context))))
+        content, context = lines
+        if not content and not for_good:
+            return True
+        if not content and not self._owed:
+            if self._end > self._size:
+                self._cut()
+            return True
+        frame = memoryview(self._compressor.compress(b"".join(self._owed + content)))
         try:
             written = 0
             while written < len(frame):
-                written += os.write(self._file, frame[written:])
+                written += os.pwrite(self._file, frame[written:], self._size + written)
+            if self._end > self._size + written:
+                os.ftruncate(self._file, self._size + written)
+            self._end = self._size + written
         except OSError as error:
-            self._owed = (self._owed + context)[:_MOST_OWED]
+            if for_good:
+                self._owed = (self._owed + context)[:_MOST_OWED]
             self._fail(f"cannot write {self.path}", error)
-            try:
-                os.ftruncate(self._file, self._size)
-                os.lseek(self._file, self._size, os.SEEK_SET)
-            except OSError:
-                pass  # the reader names the torn frame at the end
+            self._cut()
             return False
+        if not for_good:
+            return True
         self._size += written
         self._owed = []
         return True
+
+    def _cut(self) -> None:
+        """Cut the file back to the last frame that stands for good."""
+        try:
+            os.ftruncate(self._file, self._size)
+            self._end = self._size
+        except OSError:
+            pass  # the reader names the torn frame at the end
 
     def _fail(self, what: str, error: Exception) -> None:
         if not self._complained:

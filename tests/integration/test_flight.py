@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,13 @@ def test_what_was_written_of_a_hang_stays_when_the_process_ends_in_it(tmp_path: 
     result = jobs.python(tmp_path, SILENT + 'raise RuntimeError("timed out")\n')
 
     assert result.returncode == 1
-    assert "rank 0 has begun and finished no communication for 0.4 s; its state is written to" in result.stderr
+    folder = tmp_path / RECORDING
+    (line,) = (line for line in result.stderr.splitlines() if line.startswith("crossrank: "))
+    assert re.fullmatch(
+        rf"crossrank: no communication for 0\.4\d* s \(rank 0\): what every rank did last is in {folder}\. "
+        rf"If the job hangs, `crossrank diagnose {folder}` says who waits for whom",
+        line,
+    )
     dump, moment = dump_of(tmp_path)
     assert (moment.reason, moment.error, moment.rank, moment.world_size) == ("hang", None, 0, 1)
     assert dump.problems == []

@@ -62,13 +62,13 @@ def _nvml(**changes: Any) -> SimpleNamespace:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_torch_device_uuid", lambda: UUID)
+    monkeypatch.setattr(gpu, "_uuid_of", lambda device: UUID.removeprefix("GPU-"))
 
 
 @pytest.mark.usefixtures("cuda")
 def test_identity_and_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", _nvml())
-    reader = GpuReader()
+    reader = GpuReader(0)
     assert reader.gpu == Gpu(
         index=5,
         name="NVIDIA GB200",
@@ -90,7 +90,7 @@ def test_a_gpu_outside_a_fabric_has_no_nvlink_domain(monkeypatch: pytest.MonkeyP
         "pynvml",
         _nvml(nvmlDeviceGetGpuFabricInfoV=lambda handle, info: None),
     )
-    found = GpuReader().gpu
+    found = GpuReader(0).gpu
     assert found is not None
     assert (found.fabric_cluster, found.fabric_clique, found.nvlink_domain) == (None, None, None)
 
@@ -98,7 +98,7 @@ def test_a_gpu_outside_a_fabric_has_no_nvlink_domain(monkeypatch: pytest.MonkeyP
 @pytest.mark.usefixtures("cuda")
 def test_without_a_driver_everything_is_null_and_one_debug_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "crossrank"):
-        reader = GpuReader()  # the real pynvml, on a machine without a driver
+        reader = GpuReader(0)  # the real pynvml, on a machine without a driver
     if reader.gpu is not None:
         pytest.skip("this machine has an NVIDIA driver")
     assert reader.counters() is None
@@ -107,4 +107,4 @@ def test_without_a_driver_everything_is_null_and_one_debug_line_says_so(caplog: 
 
 def test_without_cuda_nvml_is_not_even_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert GpuReader().gpu is None
+    assert GpuReader(0).gpu is None

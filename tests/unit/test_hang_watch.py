@@ -23,11 +23,13 @@ class Job:
         self.asked += 1
         return self.completed
 
-    def note_hang(self) -> None:
+    def note_hang(self, seconds: float) -> None:
         self.hangs += 1
 
     def watch(self) -> HangWatch:
-        watch = HangWatch(SECONDS, calls=lambda: self.calls, completed=self.count_completed, on_hang=self.note_hang)
+        watch = HangWatch(
+            lambda: SECONDS, calls=lambda: self.calls, completed=self.count_completed, on_hang=self.note_hang
+        )
         watch.start()
         return watch
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossrank.comm import Locality
-from crossrank.instrument.topology import Topology
+from crossrank.instrument.topology import Topology, _Exchange
 
 
 def exchanged(places: list[tuple[str, str | None] | None]) -> list[Topology | None]:
@@ -79,3 +81,33 @@ def test_without_nvlink_a_group_crosses_nodes_exactly_if_it_has_two(nodes: list[
     ranks = data.draw(st.lists(st.integers(0, len(nodes) - 1), min_size=1))
     expected = "intra_node" if len({nodes[rank] for rank in ranks}) == 1 else "cross_node"
     assert topology.locality(ranks) == expected
+
+
+def test_the_exchange_asks_the_store_a_few_times_per_rank_however_many_ranks_there_are() -> None:
+    def requests_per_rank(world: int) -> float:
+        store = dist.HashStore()
+        requests = 0
+        counting = threading.Lock()
+
+        class Counted:
+            def __getattr__(self, name: str) -> Callable[..., Any]:
+                def ask(*arguments: Any) -> Any:
+                    nonlocal requests
+                    with counting:
+                        requests += 1
+                    return getattr(store, name)(*arguments)
+
+                return ask
+
+        topologies = [Topology(rank, world, f"node {rank // 8}", None) for rank in range(world)]
+        exchanges = [_Exchange(topology, lambda: store, "x") for topology in topologies]
+        for exchange in exchanges:
+            exchange._store = Counted  # type: ignore[assignment]
+            exchange.publish()
+        for exchange in exchanges:
+            exchange.collect()
+        assert all(topology.locality([0, world - 1]) == "cross_node" for topology in topologies)
+        assert all(topology._complete() for topology in topologies)
+        return requests / world
+
+    assert requests_per_rank(512) <= requests_per_rank(16) <= 5

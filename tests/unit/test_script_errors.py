@@ -10,7 +10,7 @@ import pytest
 
 import crossrank.comm
 from crossrank.instrument import config
-from crossrank.instrument.foreign import raised_by_script
+from crossrank.instrument.script_errors import raised_by_script
 
 CALL = """
 def call(rest):
