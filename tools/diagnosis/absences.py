@@ -64,8 +64,16 @@ def find_silent_ranks(search: Search) -> None:
                     "its GPU or its watchdog is stuck"
                 )
             finding = finding_of(stall, MISSING, culprits=absent, text=text)
-            finding.exception = next((ranks[rank].error for rank in sorted(absent) if ranks[rank].has_raised), None)
+            finding.exception = next(filter(None, (_exception_of(search, rank) for rank in sorted(absent))), None)
             search.add_root(finding, [stall])
+
+
+def _exception_of(search: Search, rank: int) -> str | None:
+    """The exception by which a rank, or one of its threads, stopped making calls."""
+    evidence = search.job.ranks[rank]
+    if evidence.has_raised:
+        return evidence.error
+    return next((f"{one.error} (thread {one.thread})" for one in evidence.of_threads), None)
 
 
 def find_unended_calls(search: Search) -> None:

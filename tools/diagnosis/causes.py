@@ -112,7 +112,7 @@ def _mismatches(search: Search, mismatches: list[Mismatch]) -> None:
         ]
         stuck = {rank for stall in behind_it for rank in stall.waiting} - set(mismatch.culprits)
         # What a rank that never made the call holds up would hang without the mismatch, too.
-        on_gloo = all(search.job.ranks[rank].backend == "gloo" for rank in mismatch.ranks)
+        on_gloo = all(search.job.ranks[rank].is_gloo(group.local_index.get(rank)) for rank in mismatch.ranks)
         gone = aborted.intersection(group.ranks) - mismatch.ranks.keys() if on_gloo else set()
         behind_it = [stall for stall in behind_it if not stall.absent & silent - gone]
         culprits = mismatch.culprits or _raised_in(search.job, mismatch)
@@ -167,7 +167,7 @@ def _raised_in(job: Job, mismatch: Mismatch) -> tuple[int, ...]:
         lane = mismatch.group.lanes[rank]
         if job.ranks[rank].has_raised and lane.seqs[-1] == mismatch.seq:
             raised.append(rank)
-    return tuple(raised)
+    return tuple(raised) if len(raised) * 2 < len(mismatch.ranks) else ()
 
 
 def _when(job: Job, mismatch: Mismatch) -> int:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
 import msgspec
 
 from crossrank.comm import OPERATIONS, CommRecord
-from crossrank.tools.readers.flight_dump import Frame, OwnStack, Progress
+from crossrank.tools.readers.flight_dump import Frame, OwnStack, Progress, Raised
 
 SCHEDULED, STARTED, RETIRED, COMPLETED = range(4)
 """State of a call. RETIRED: its rank is done with it, which on gloo is also what a call that timed out looks like."""
@@ -24,6 +24,8 @@ STATES = ("scheduled", "started", "retired", "completed")
 
 LEFT = ("exit", "disable", "SIGINT", "SIGTERM", "SIGABRT")
 """Reasons of our dumps after which a rank makes no more calls that are seen."""
+
+MAIN_THREAD = "MainThread"
 
 _GOES_ON = ("", "hang", "SIGUSR1", "window", "disable")
 """Reasons after which a rank may still make calls, seen or not."""
@@ -36,6 +38,8 @@ _COMMUNICATION_FAILED = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 """An exception that a rank gets because another one has left, or never came."""
+
+GLOO = "gloo"
 
 Source = Literal["flight", "comms"]
 
@@ -141,7 +145,8 @@ class GroupClaim(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...] | None
     """Global ranks in the group's order; None where the rank's files do not say."""
     apart: str = ""
-    """Of what calls it is, where torch's recorder neither notes nor counts them: `monitored_barrier_`."""
+    """Of what calls it is: `monitored_barrier_`, which torch's recorder neither notes nor counts, or `gloo` beside
+    another backend of the same group."""
 
 
 @dataclass
@@ -194,9 +199,24 @@ class RankEvidence:
     """The rank ended its recording properly."""
     traceback: tuple[Frame, ...] = ()
     """Where the exception that ended the process was raised, innermost frame first."""
+    of_threads: list[Raised] = field(default_factory=list)
+    """Exceptions that ended other threads than the main one; the process goes on."""
     own_stacks: list[OwnStack] = field(default_factory=list)
     """Where the threads were when the dump was taken."""
     problems: list[str] = field(default_factory=list)
+
+    def is_gloo(self, local: int | None) -> bool:
+        """Whether the rank's calls on one of its groups are gloo's, which reports no ends."""
+        return self.backend == GLOO or (local is not None and self.groups[local].apart == GLOO)
+
+    def take_exceptions(self, exceptions: Sequence[Raised], error: str | None = None) -> None:
+        """Note what ended the process and its threads; `error` is what is known of a file that lists none."""
+        main = next((one for one in exceptions if one.thread == MAIN_THREAD), None)
+        if main is not None:
+            self.error, self.traceback = main.error, tuple(main.frames)
+        elif error is not None and not exceptions:
+            self.error = error
+        self.of_threads = [one for one in exceptions if one.thread != MAIN_THREAD] or self.of_threads
 
     @property
     def is_gone(self) -> bool:

@@ -24,7 +24,7 @@ from crossrank.tools.diagnosis.evidence import (
     signature_of_record,
 )
 from crossrank.tools.diagnosis.findings import call_text, group_text
-from crossrank.tools.readers.flight_dump import Frame
+from crossrank.tools.readers.flight_dump import Frame, Raised
 
 _MOST = 1 << 62
 SAME_TIME = 50_000_000
@@ -42,9 +42,9 @@ def evidence_from_comms(path: str, rank: int) -> RankEvidence:
     evidence = RankEvidence(rank=rank, path=path, source="comms", numbered_pairs=True, problems=comms.damage.problems)
     evidence.ended = comms.end is not None
     if comms.end is not None:
-        reason, error = comms.end.get("reason"), comms.end.get("error")
+        reason = comms.end.get("reason")
         evidence.reason = reason if isinstance(reason, str) else ""
-        evidence.error = error if isinstance(error, str) else None
+        evidence.take_exceptions(_exceptions(comms.end.get("exceptions")))
     offset = 0
     if header is not None:
         evidence.host = header.host
@@ -52,6 +52,10 @@ def evidence_from_comms(path: str, rank: int) -> RankEvidence:
         evidence.version = header.schema
         evidence.filtered = header.config.get("emit") == "CROSSNODE"
         offset = header.clock.get("wall", 0) - header.clock.get("t", 0)
+        # The file says up to when it lacks nothing; those of earlier versions end with a call.
+        clock = max((clock.get("t", 0) for clock in comms.clocks), default=0)
+        if records and clock > records[-1].t and comms.end is None and clock + offset < _MOST:
+            evidence.taken_at = clock + offset
     for group in comms.groups:
         if evidence.filtered and not crosses_nodes(group.locality):
             evidence.inside_node.add(group.pg)
@@ -59,6 +63,13 @@ def evidence_from_comms(path: str, rank: int) -> RankEvidence:
         evidence.backend = evidence.backend or group.backend
     _add(evidence, records, offset)
     return evidence
+
+
+def _exceptions(said: object) -> list[Raised]:
+    try:
+        return msgspec.convert(said or [], list[Raised], strict=False)
+    except (msgspec.MsgspecError, ValueError):
+        return []
 
 
 def complete(evidence: RankEvidence, comms: RankEvidence) -> None:
@@ -70,7 +81,9 @@ def complete(evidence: RankEvidence, comms: RankEvidence) -> None:
     ]
     evidence.host = evidence.host or comms.host
     evidence.world_size = evidence.world_size or comms.world_size
-    evidence.error = evidence.error or comms.error
+    if evidence.error is None:
+        evidence.error, evidence.traceback = comms.error, comms.traceback
+    evidence.of_threads = evidence.of_threads or comms.of_threads
     has_p2p = any(signature.is_p2p for signature in evidence.signatures)
     rows = [row for row, number in enumerate(comms.calls.signature) if _is_unknown(comms.signatures[number], has_p2p)]
     if not rows:
@@ -119,7 +132,7 @@ def add_roots(evidence: RankEvidence, records: Sequence[CommRecord], offset: int
     by_seq: dict[tuple[str, int], int] = {}
     last: dict[str, int] = {}
     for row, (group, seq) in enumerate(zip(calls.group, calls.seq, strict=True)):
-        if not evidence.signatures[calls.signature[row]].is_p2p:
+        if not evidence.signatures[calls.signature[row]].is_p2p and not evidence.groups[group].apart:
             name = evidence.groups[group].name
             by_seq[name, seq] = row
             last[name] = row

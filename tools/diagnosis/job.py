@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
+import msgspec
+
 from crossrank.comm import OPERATIONS
-from crossrank.tools.diagnosis.evidence import COMPLETED, RETIRED, RankEvidence, Signature, Table
+from crossrank.tools.diagnosis.evidence import COMPLETED, GLOO, RETIRED, RankEvidence, Signature, Table
 from crossrank.tools.readers.flight_dump import Frame
 
 DEFAULT_GROUP = "default_pg"
@@ -61,6 +63,8 @@ class JobGroup:
     desc: str
     ranks: tuple[int, ...]
     """Global ranks of its members, in rising order."""
+    apart: str = ""
+    """As in `GroupClaim`."""
     inferred: bool = False
     """The members are not known but gathered from who recorded a call on it: there may be more."""
     size: int = 0
@@ -116,7 +120,7 @@ class Job:
             return seen
         progress = evidence.progress.get(local)
         # P2P calls put their number in the same place, and gloo's are not even among the entries.
-        if progress is not None and not group.has_p2p and evidence.backend != "gloo":
+        if progress is not None and not group.has_p2p and not evidence.is_gloo(local):
             return max(progress.last_enqueued_collective, 0)
         if progress is None and evidence.all_joined:
             return 0  # a group has a status from its first call on
@@ -129,11 +133,12 @@ class Job:
         evidence = self.ranks[rank]
         best = self._last_in_state(group, rank, COMPLETED)
         lane = group.lanes.get(rank)
-        if evidence.active_only and lane is not None:
+        on_gloo = evidence.is_gloo(group.local_index.get(rank))
+        if evidence.active_only and lane is not None and not on_gloo:
             best = max(best, lane.seqs[0] - 1)  # those before the first open one were left out
         progress = evidence.progress.get(group.local_index.get(rank, -1))
         # gloo counts a collective that timed out as completed; P2P puts its own numbers there.
-        if progress is not None and evidence.backend != "gloo" and not group.has_p2p:
+        if progress is not None and not on_gloo and not group.has_p2p:
             best = max(best, progress.last_completed_collective)
         return best
 
@@ -193,6 +198,7 @@ class Job:
             if calls.state[row] < RETIRED
             and calls.seq[row] <= self.over[mine[calls.group[row]]]
             and not self.signature(rank, row).is_p2p
+            and not evidence.is_gloo(calls.group[row])
         ]
 
     def signature(self, rank: int, row: int) -> Signature:
@@ -228,6 +234,7 @@ def merge(evidence: list[RankEvidence], world_size: int | None = None) -> Job:
     evidence = sorted(evidence, key=lambda one: one.rank)
     evidence, outside = _without_strangers(evidence, world_size)
     _share_what_dumps_leave_out(evidence)
+    _keep_backends_apart(evidence)
     ranks = {one.rank: one for one in evidence}
     sizes = _sizes(evidence)
     world, world_is_known = _world(evidence, world_size, sizes)
@@ -254,6 +261,15 @@ def merge(evidence: list[RankEvidence], world_size: int | None = None) -> Job:
     for one in evidence:
         _fill_lanes(one, groups, group_of[one.rank], p2p)
     return job
+
+
+def _keep_backends_apart(evidence: list[RankEvidence]) -> None:
+    """A rank that has used gloo alone of a group's backends counts as those do that have used another beside it."""
+    if not any(claim.apart == GLOO for one in evidence for claim in one.groups):
+        return
+    for one in evidence:
+        if one.backend == GLOO:
+            one.groups = [claim if claim.apart else msgspec.structs.replace(claim, apart=GLOO) for claim in one.groups]
 
 
 def _share_what_dumps_leave_out(evidence: list[RankEvidence]) -> None:
@@ -368,13 +384,15 @@ def _groups(
                 group = known.get((claim.name, claim.apart, members))
                 if group is None:
                     ranks = tuple(sorted(set(members)))
-                    group = JobGroup(len(groups), claim.name, claim.desc, ranks, inferred=inferred, size=size)
+                    group = JobGroup(
+                        len(groups), claim.name, claim.desc, ranks, claim.apart, inferred=inferred, size=size
+                    )
                     known[claim.name, claim.apart, members] = group
                     groups.append(group)
             else:
                 group = unknown.get((claim.name, claim.apart))
                 if group is None:
-                    group = JobGroup(len(groups), claim.name, claim.desc, (), inferred=True, size=size)
+                    group = JobGroup(len(groups), claim.name, claim.desc, (), claim.apart, inferred=True, size=size)
                     unknown[claim.name, claim.apart] = group
                     groups.append(group)
                 if one.rank not in group.ranks:

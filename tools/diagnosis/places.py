@@ -37,6 +37,10 @@ def _place(job: Job, waiting: Waiting, finding: Finding, rank: int, role: str) -
     if evidence.has_raised and evidence.traceback:
         what = f"where it raised {evidence.error}"
         return Place(rank=rank, role=role, what=what, frames=frame_texts(evidence.traceback))
+    if role == "culprit" and evidence.of_threads:
+        ended = evidence.of_threads[0]
+        what = f"where its thread {ended.thread} raised {ended.error}"
+        return Place(rank=rank, role=role, what=what, frames=frame_texts(tuple(ended.frames)))
     head = waiting.heads.get(rank)
     row = head.row if head is not None else _row_of(job, finding, rank)
     what = "the call it is stuck in" if head is not None else "its call"

@@ -27,6 +27,8 @@ class Moment:
     """None: the size of the job."""
     stacks: tuple[tuple[str, tuple[tuple[str, str, int], ...]], ...] = ()
     """(thread, its frames as (function, file, line))"""
+    thread: str = "MainThread"
+    """The one that `error` ended."""
     traceback: tuple[tuple[str, str, int], ...] = ()
     source: str | None = None
     """`file:line` of the calls, as the record beside the dump has it."""
@@ -55,7 +57,7 @@ def write_moments(job: SimulatedJob, folder: Path, moments: dict[int, Moment]) -
             "groups": job.described(rank),
             "calls": [_record(entry, moment.source) for entry in entries] if moment.source else [],
             "stacks": [{"thread": thread, "frames": _frames(frames)} for thread, frames in moment.stacks],
-            "traceback": _frames(moment.traceback),
+            "exceptions": [_raised(moment)] if moment.error else [],
         }
         content = json.loads(as_json(dump)) | {"crossrank": said}
         (folder / f"rank-{rank}.flight.json").write_text(json.dumps(content))
@@ -74,6 +76,10 @@ def _record(entry: dict[str, Any], source: str) -> dict[str, Any]:
         "seq": entry["collective_seq_id"],
         "source": source,
     }
+
+
+def _raised(moment: Moment) -> dict[str, Any]:
+    return {"thread": moment.thread, "error": moment.error, "frames": _frames(moment.traceback)}
 
 
 def _frames(frames: tuple[tuple[str, str, int], ...]) -> list[dict[str, Any]]:

@@ -146,3 +146,14 @@ def test_a_hang_that_its_user_interrupts_is_still_a_hang(tmp_path: Path) -> None
     write_moments(SimulatedJob(programs, WORLD), tmp_path, moments)
 
     assert diagnosis_of(tmp_path).suspect_ranks == [2]
+
+
+def test_a_thread_that_an_exception_ended_is_told_of_the_rank_that_the_others_wait_for(tmp_path: Path) -> None:
+    programs = training_that_rank_2_leaves()
+    stuck = Moment(error="KeyError: 'loss'", thread="metrics", traceback=(("average", "/home/me/metrics.py", 12),))
+    write_moments(SimulatedJob(programs, WORLD), tmp_path, dict.fromkeys((0, 1, 3), Moment()) | {2: stuck})
+
+    (finding,) = diagnosis_of(tmp_path).findings
+
+    assert (finding.culprit_ranks, finding.exception) == ([2], "KeyError: 'loss' (thread metrics)")
+    assert finding.places[0].frames == ["average (/home/me/metrics.py:12)"]
