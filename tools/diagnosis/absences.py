@@ -121,16 +121,18 @@ def find_raised_exceptions(search: Search) -> None:
     if not raised and not failed:
         return
     world = max(search.job.groups, key=lambda group: (len(group.ranks), -group.index), default=None)
-    texts = {f"rank {rank}: {ranks[rank].error}" for rank in (raised or failed)[:4]}
+    unseen = [rank for rank, one in ranks.items() if one.died_unseen] if not raised else []
+    texts = [f"rank {rank_ranges(unseen)} ended without a word"] if unseen else []
+    texts += sorted(f"rank {rank}: {ranks[rank].error}" for rank in (raised or failed)[:4])
     search.add_root(
         Finding(
-            kind="raised",
+            kind="dump_missing" if unseen else "raised",
             pg=world.pg if world is not None else ["", ""],
             pg_ranks=list(world.ranks) if world is not None else list(search.job.world),
-            culprit_ranks=raised,
+            culprit_ranks=unseen or raised,
             waiting_ranks=failed,
             exception=next((ranks[rank].error for rank in raised), None),
-            text="; ".join(sorted(texts)),
+            text="; ".join(texts),
         ),
         [],
     )

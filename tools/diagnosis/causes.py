@@ -30,6 +30,9 @@ _SURE = 1_000_000_000
 """ns that a rank must have waited when its dump was taken, where the dump says when that was, to count as stuck. A
 process that died of an exception was stuck however short that was."""
 
+_STOPPED = 2_000_000_000
+"""ns by which a comms file must have stopped growing before those of the ranks that wait."""
+
 
 def find_causes(
     job: Job, waiting: Waiting, pairing: Pairing, mismatches: list[Mismatch], lacking: dict[int, str]
@@ -96,7 +99,15 @@ def _age(search: Search, stall: Stall) -> int | None:
     began = {rank: one.calls.created[heads[rank].row] for rank, one in waiting.items()}
     ages = [(one.taken_at or 0) - began[rank] for rank, one in waiting.items()]
     first = min(began.values())
-    moments = [one.taken_at for one in awaited if one.taken_at is not None and not one.is_final]
+    latest = max(one.taken_at or 0 for one in waiting.values())
+    moments = [
+        one.taken_at
+        for one in awaited
+        if one.taken_at is not None
+        and not one.is_final
+        # A comms file that stopped growing is that of a rank that died, or that was stopped.
+        and not (one.died_unseen and one.taken_at < latest - _STOPPED)
+    ]
     return min([max(ages), *(moment - first for moment in moments)])
 
 

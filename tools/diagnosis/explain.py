@@ -133,7 +133,7 @@ def _facts(finding: Finding) -> Iterator[tuple[str, str]]:
     yield "call", f"{_call(finding) or 'none in particular'} of group {_group(finding)}"
     if finding.culprit_ranks:
         yield "culprit", f"rank {rank_ranges(finding.culprit_ranks)}"
-    elif finding.kind not in ("all_joined_not_completed", "p2p_size_mismatch", "p2p_wait_cycle"):
+    elif finding.kind not in ("raised", "all_joined_not_completed", "p2p_size_mismatch", "p2p_wait_cycle"):
         yield "culprit", "nobody: there is no majority to say who is the odd one"
     if finding.waiting_ranks:
         yield "waiting", f"rank {rank_ranges(finding.waiting_ranks)}"
@@ -143,7 +143,7 @@ def _facts(finding: Finding) -> Iterator[tuple[str, str]]:
 
 def next_step(finding: Finding) -> str:
     """What a person does next about a finding."""
-    culprits = rank_ranges(finding.culprit_ranks) or "in question"
+    culprits = rank_ranges(finding.culprit_ranks or finding.waiting_ranks) or "in question"
     step = NEXT_STEPS.get(finding.kind, "")
     if finding.exception is not None and finding.kind in WITHOUT_GPU:
         step = AFTER_EXCEPTION

@@ -267,7 +267,9 @@ def _refuse_several_jobs(by_rank: dict[int, dict[str, list[RankEvidence]]]) -> N
 
 def _last_time(evidence: RankEvidence) -> int:
     calls = evidence.calls
-    return max(evidence.taken_at or 0, max(calls.created, default=0), max(calls.completed, default=0))
+    # That a comms file goes on is no news where no call is in what follows.
+    taken_at = evidence.taken_at if evidence.source == "flight" else None
+    return max(taken_at or 0, max(calls.created, default=0), max(calls.completed, default=0))
 
 
 def _went_on(dump: RankEvidence, comms: RankEvidence) -> bool:

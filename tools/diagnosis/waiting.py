@@ -230,7 +230,7 @@ def _timed_out(job: Job, rank: int) -> int | None:
 def stays_away(evidence: RankEvidence, moment: int) -> bool:
     """Whether a rank had not done at `moment` (ns since 1970) either what it had not done when it was dumped."""
     taken_at = evidence.taken_at
-    return evidence.is_final or taken_at is None or taken_at >= moment
+    return evidence.is_final or evidence.died_unseen or taken_at is None or taken_at >= moment
 
 
 def _batch(job: Job, rank: int, row: int) -> list[int]:

@@ -28,8 +28,12 @@ def write_comms(
     ended: bool = False,
     emit: str = "ALL",
     groups: Groups = GROUPS,
+    until: float | None = None,
 ) -> None:
-    """A comms file of `rank`, of a job of the ranks in group "0"; record n is made n seconds after the start."""
+    """A comms file of `rank`, of a job of the ranks in group "0"; record n is made n seconds after the start.
+
+    `until` is up to when it lacks nothing, in seconds after the start.
+    """
     folder.mkdir(exist_ok=True)
     header: dict[str, Any] = {
         "schema": "crossrank-comms 1",
@@ -48,6 +52,8 @@ def write_comms(
         whole = {"id": number, "c10d": fields["op"], "bytes": 32, "t": number * 10**9, "in": [[8]], "dtype": "float32"}
         record = msgspec.convert(whole | {"source": f"train.py:{number + 1}"} | fields, CommRecord)
         lines.append(msgspec.json.decode(msgspec.json.encode(record)))
+    if until is not None:
+        lines.append({"clock": {"t": int(until * 10**9), "wall": START + int(until * 10**9)}})
     if ended:
         lines.append({"end": {"reason": "exit"}})
     (folder / f"rank-{rank}.comms.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -227,5 +233,34 @@ def test_a_barrier_that_torch_does_not_record_comes_from_the_comms_files(tmp_pat
     barrier = {"op": "barrier", "c10d": "monitored_barrier_", "pg": "0", "seq": 2, "in": [], "dtype": None}
     for rank in range(3):
         write_comms(tmp_path, rank, [all_reduce(1), *([barrier] if rank < 2 else [])], ended=True)
+
+    assert roots(diagnosis_of(tmp_path)) == [("missing_rank", "default_pg", 1, [2], [0, 1])]
+
+
+@pytest.mark.parametrize(
+    ("until", "suspects"),
+    [
+        pytest.param((1.1, 1.2, 0.9), [], id="the last call may not have reached the disk"),
+        pytest.param((31.0, 31.1, 30.9), [2], id="all stand still"),
+        pytest.param((31.0, 31.1, 0.5), [2], id="one has died"),
+    ],
+)
+def test_the_moment_of_comms_files_tells_a_hang_from_a_job_that_trains(
+    until: tuple[float, ...], suspects: list[int], tmp_path: Path
+) -> None:
+    for rank in range(3):
+        write_comms(tmp_path, rank, [all_reduce(1), all_reduce(2)][: 1 if rank == 2 else 2], until=until[rank])
+
+    found = diagnosis_of(tmp_path)
+
+    assert (found.verdict, found.suspect_ranks) == ("error" if suspects else "ok", suspects)
+
+
+def test_comms_files_that_go_on_without_a_call_do_not_replace_the_dumps_of_a_hang(tmp_path: Path) -> None:
+    programs: Programs = [[Collective("0", inputs=((8,),))], [Collective("0", inputs=((8,),))], []]
+    job = SimulatedJob(programs, GROUPS, backend="gloo")
+    write_moments(job, tmp_path, {rank: Moment() for rank in range(3)})
+    for rank in range(3):
+        write_comms(tmp_path, rank, [], until=600)
 
     assert roots(diagnosis_of(tmp_path)) == [("missing_rank", "default_pg", 1, [2], [0, 1])]

@@ -133,3 +133,13 @@ def test_a_rank_that_went_on_after_a_dump_in_a_pause_is_judged_by_its_comms_file
 
     assert roots(found) == [("missing_rank", "default_pg", 4, [2], [0, 1])]
     assert found.notes[0].startswith("rank 2 went on after its dump, its comms file is used; the last call in its")
+
+
+def test_a_rank_that_ended_without_a_word_is_named_where_no_call_shows_why_the_others_failed(tmp_path: Path) -> None:
+    failed = Moment(reason="exit", after=0.02, error=CLOSED)
+    write_moments(SimulatedJob([[STEP]] * 3, WORLD, backend="gloo"), tmp_path, {0: failed, 1: failed})
+    write_comms(tmp_path, 2, [{"op": "all_reduce", "pg": "0", "seq": 1}])
+
+    found = diagnosis_of(tmp_path)
+
+    assert [(finding.kind, finding.culprit_ranks) for finding in found.findings] == [("dump_missing", [2])]
