@@ -4,6 +4,8 @@ Two calls with one sequence number fit when they are the same operation on as ma
 to the same root; which tensors must be of one size stands in the table of operations (`Operation.agrees`). For
 all_to_all it is the group's sums of what is sent and received that must be equal.
 
+What goes in and what comes out must fit each other as well (`contradiction`): an all_reduce has as much of both.
+
 The majority says what a call should have been. Without one nobody is accused.
 """
 
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from crossrank.comm import OPERATIONS
@@ -50,6 +52,8 @@ class Mismatch:
     """What each rank with a call of this number called."""
     elements: tuple[int, int] | None = None
     """Sums over the group of what all_to_all sends and receives."""
+    contradictions: dict[int, str] = field(default_factory=dict)
+    """Rank -> what of its own call cannot be."""
 
 
 def meaning(signature: Signature) -> Meaning:
@@ -69,7 +73,42 @@ def meaning(signature: Signature) -> Meaning:
         return None, None, None, signature.root, signature.reduce
     # Dumps before 2.7, and rings that lost the members, do not know what was coalesced.
     op = None if signature.op == "coalesced" and not signature.members else signature.op
-    return op, elements, signature.dtype(), signature.root, signature.reduce
+    return op, elements, _dtype(signature), signature.root, signature.reduce
+
+
+def _dtype(signature: Signature) -> str | None:
+    """The type of what goes in, and of what comes out where that is another."""
+    into, out = signature.in_dtypes[:1], signature.out_dtypes[:1]
+    return f"{into[0]} into {out[0]}" if into and out and into != out else signature.dtype()
+
+
+def contradiction(signature: Signature, size: int) -> str:
+    """What of a call cannot be, whatever the others call, in a group of `size` members; empty where all fits.
+
+    An all_reduce gives back as much as it is given, an all_gather as much from every member, a reduce_scatter gives
+    each its share, and all of them what they are given in the type that it has.
+    """
+    if signature.members or not signature.comparable or not signature.inputs or not signature.outputs:
+        return ""
+    if signature.op not in ("all_reduce", "all_gather", "reduce_scatter"):
+        return ""
+    given, got = _elements(signature.inputs), _elements(signature.outputs)
+    if signature.op == "all_reduce":
+        wanted = given
+    elif not size or _is_uneven(signature):
+        return ""
+    else:
+        wanted = given * size if signature.op == "all_gather" else given // size
+    if got != wanted or (signature.op == "reduce_scatter" and given % size):
+        return f"{given} elements go in and {got} come out"
+    into, out = signature.in_dtypes[:1], signature.out_dtypes[:1]
+    return f"{into[0]} goes in and {out[0]} comes out" if into and out and into != out else ""
+
+
+def _is_uneven(signature: Signature) -> bool:
+    """Whether it has a tensor per member on one side, of different sizes: one member's share tells nothing of them."""
+    sides = sorted((signature.inputs, signature.outputs), key=len)
+    return len(sides[0]) == 1 < len(sides[1]) and len({prod(shape) for shape in sides[1]}) > 1
 
 
 def find_mismatches(job: Job) -> list[Mismatch]:
@@ -96,21 +135,50 @@ class _Comparison:
         self._meanings = meanings
         self._sums = sums
         self._columns: dict[int, array[int]] = {}
+        size = 0 if group.inferred else len(group.ranks)
+        wrong: dict[int, str] = {}
         for rank, lane in group.lanes.items():
             signatures = job.ranks[rank].calls.signature
-            self._columns[rank] = array("I", (of_signature[signatures[row]] for row in lane.rows))
+            column = array("I", (signatures[row] for row in lane.rows))
+            for number in set(column) - wrong.keys():
+                wrong[number] = contradiction(job.signatures[number], size)
+            self._columns[rank] = array("I", map(of_signature.__getitem__, column))
+        self._wrong = {number: text for number, text in wrong.items() if text}
 
     def first(self) -> Mismatch | None:
         """The first mismatch of the group."""
         group = self._group
+        contradictory = self._first_contradiction()
         if len(group.lanes) < 2:
-            return None
+            return contradictory
         for seq in self._suspicious():
+            if contradictory is not None and seq >= contradictory.seq:
+                break
             calls = self._calls_at(seq)
             mismatch = self._judge(seq, calls) or self._all_to_all(seq, calls)
             if mismatch is not None:
                 return mismatch
-        return None
+        return contradictory
+
+    def _first_contradiction(self) -> Mismatch | None:
+        """The first call of which what goes in does not fit what comes out, on any rank."""
+        if not self._wrong:
+            return None
+        found: dict[int, dict[int, str]] = {}
+        for rank, lane in self._group.lanes.items():
+            signatures = self._job.ranks[rank].calls.signature
+            for row, seq in zip(lane.rows, lane.seqs, strict=True):
+                if signatures[row] in self._wrong:
+                    found.setdefault(seq, {})[rank] = self._wrong[signatures[row]]
+                    break
+        seq = min(found)
+        wrong, calls = found[seq], self._calls_at(seq)
+        culprits = tuple(sorted(wrong)) if len(wrong) < len(calls) else ()
+        op = calls[min(wrong)][0] or ""
+        kind = SIZE if any("elements" in text for text in wrong.values()) else DTYPE
+        return Mismatch(
+            group=self._group, seq=seq, kind=kind, culprits=culprits, op=op, ranks=calls, contradictions=wrong
+        )
 
     def _suspicious(self) -> list[int]:
         """Sequence numbers at which the ranks' calls are not the very same, and all those of all_to_all."""
@@ -174,7 +242,10 @@ class _Comparison:
         behind = sum(
             1
             for rank in self._group.ranks
-            if rank in self._job.ranks and rank not in calls and (self._job.enqueued(self._group, rank) or 0) < seq
+            if rank in self._job.ranks
+            and rank not in calls
+            and not self._job.ranks[rank].died_unseen
+            and (self._job.enqueued(self._group, rank) or 0) < seq
         )
         majority = len(largest) * 2 > len(calls) + behind
         kind = _kind([calls[ranks[0]] for ranks in classes])

@@ -15,9 +15,9 @@ def explain_the_rest(search: Search) -> None:
     ordered = sorted(search.left(), key=lambda stall: (stall.since, stall.group.index, stall.seq, stall.waiting))
     unexplained = [stall for stall in ordered if _root_behind(search, stall) is None]
     if unexplained:  # something holds these up that the evidence does not show
-        stall = max(unexplained, key=lambda stall: (len(stall.waiting), -stall.since, -stall.group.index))
+        stall = min(unexplained, key=lambda stall: (stall.since, -len(stall.waiting), stall.group.index))
         text = "the dumps do not show who holds it up"
-        candidates = search.silent() - set(stall.group.ranks) if stall.group.inferred else set()
+        candidates = search.may_be_members(stall.group) if stall.group.inferred else set()
         if candidates:
             text = (
                 f"the members of the group are not known; rank {rank_ranges(sorted(candidates))} may be one, "
@@ -52,7 +52,7 @@ def _root_behind(search: Search, stall: Stall) -> int | None:
     seen = set(stall.waiting)
     front = set(stall.waits_for() or stall.unknown)
     if stall.group.inferred and not front:
-        front = search.silent() - set(stall.group.ranks)
+        front = search.may_be_members(stall.group)
     while front:
         reached = Counter[int]()
         for rank in front:

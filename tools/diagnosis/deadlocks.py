@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from crossrank.tools.diagnosis.collectives import MISSING
 from crossrank.tools.diagnosis.findings import call_text, group_text
-from crossrank.tools.diagnosis.habits import has_skipped
-from crossrank.tools.diagnosis.search import CLEARLY_STALE, Search, finding_of
+from crossrank.tools.diagnosis.habits import has_skipped, is_new, is_usual
+from crossrank.tools.diagnosis.job import CLEARLY_STALE
+from crossrank.tools.diagnosis.search import Search, finding_of
 from crossrank.tools.diagnosis.waiting import (
     Stall,
     Waiting,
@@ -34,13 +35,13 @@ def find_closed_stalls(search: Search) -> None:
 
 
 def _may_have_more_members(search: Search, stall: Stall) -> bool:
-    """Whether a rank that stopped may be a member of a group whose members are only known from their calls."""
-    return stall.group.inferred and bool(search.silent() - set(stall.group.ranks))
+    """Whether a rank that waits for nobody may be a member of a group whose members are only known from their calls."""
+    return stall.group.inferred and bool(search.may_be_members(stall.group))
 
 
 def _why_closed(search: Search, stall: Stall) -> tuple[str, list[int], str]:
     job, waiting = search.job, search.waiting
-    on_gpu = all(job.ranks[rank].backend != "gloo" for rank in stall.waiting)
+    on_gpu = all("nccl" in job.ranks[rank].backend for rank in stall.waiting)
     if stall.passed and len(stall.waiting) * 2 < len(stall.group.ranks):
         through = rank_ranges(sorted(stall.passed))
         if on_gpu:
@@ -59,6 +60,9 @@ def _why_closed(search: Search, stall: Stall) -> tuple[str, list[int], str]:
             f"rank {rank_ranges(stale)} goes on making calls, but notices no end of calls that are over on the others",
         )
     who = "every member made the call"
+    if stall.group.inferred and stall.group.size > len(stall.group.ranks):
+        here = rank_ranges(stall.group.ranks)
+        return MISSING, [], f"of the {stall.group.size} members rank {here} made the call; the others are not known"
     if stall.group.inferred:
         who = "every rank that ever called on this group made the call; whether it has other members is not known"
     elif any(rank not in job.ranks for rank in stall.group.ranks):
@@ -91,6 +95,7 @@ def find_circles(search: Search) -> None:
             stuck = [rank for other in explained for rank in other.waiting]
         elif len(p2p) == len(parts):
             kind, stuck = "p2p_wait_cycle", circle
+            odd = _odd_in_cycle(search, circle)
         else:
             kind, stuck = "p2p_unmatched", [rank for _, ranks in p2p for rank in ranks]
             # Either the answer was left out, or the collective: without calls like these before, nobody can tell.
@@ -107,6 +112,14 @@ def _skipped_by(search: Search, stall: Stall, circle: list[int]) -> tuple[Stall,
     peers = tuple(stall.waiting) if stall.is_p2p else ()
     past = [rank for rank in absent if has_skipped(search.job, rank, stall.group, heads[rank].row, peers)]
     return stall, sorted(past) if len(past) == len(absent) else []
+
+
+def _odd_in_cycle(search: Search, circle: list[int]) -> list[int]:
+    """Of a circle of sends and receives, the ranks that did what they never did, where all others did as always."""
+    heads = search.waiting.heads
+    odd = [rank for rank in circle if is_new(search.job, rank, heads[rank].row)]
+    usual = [rank for rank in circle if is_usual(search.job, rank, heads[rank].row)]
+    return odd if len(odd) + len(usual) == len(circle) and len(odd) < len(usual) else []
 
 
 def _odd_in_order(waiting: Waiting, circle: list[int], parts: list[tuple[Stall, list[int]]]) -> list[int]:

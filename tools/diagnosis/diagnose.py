@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from crossrank.tools.diagnosis.causes import find_causes
 from crossrank.tools.diagnosis.collectives import find_mismatches
 from crossrank.tools.diagnosis.evidence import RETIRED, RankEvidence
-from crossrank.tools.diagnosis.findings import LACKS_EVIDENCE, Diagnosis
+from crossrank.tools.diagnosis.findings import LACKS_EVIDENCE, Diagnosis, Finding
 from crossrank.tools.diagnosis.inputs import Evidence
 from crossrank.tools.diagnosis.job import Job, merge
 from crossrank.tools.diagnosis.p2p import pair_up
@@ -28,8 +28,10 @@ def diagnose(
     lacking = dict.fromkeys(job.missing, "dump_missing")
     lacking |= {rank: kind for rank, (kind, _) in evidence.unusable.items() if rank in lacking or rank not in job.ranks}
     for rank, one in job.ranks.items():
-        if not len(one.calls) and not one.has_status and one.source == "flight":
+        if not len(one.calls) and not one.has_status and not one.active_only and one.source == "flight":
             lacking[rank] = "no_entries"
+    stragglers, clocks, late = find_stragglers(job)
+    job.clock_offset = {int(rank): int(offset_ms * 1e6) for rank, offset_ms in clocks.offset_ms.items()}
     pairing = pair_up(job)
     waiting = who_waits(job, pairing)
     if allow_missing:
@@ -45,8 +47,9 @@ def diagnose(
         if short.intersection(finding.culprit_ranks):  # what it is accused by may follow from what fell out of its ring
             finding.waiting_ranks = sorted({*finding.waiting_ranks, *finding.culprit_ranks})
             finding.culprit_ranks = []
+    for finding in causes.roots + causes.consequences:
+        finding.backend = _backend(job, finding)
     add_places(job, waiting, causes.roots)
-    stragglers, clocks, late = find_stragglers(job)
     verdict = "ok"
     if causes.roots or causes.consequences:
         kinds = {finding.kind for finding in causes.roots}
@@ -74,6 +77,13 @@ def diagnose(
         ),
         job,
     )
+
+
+def _backend(job: Job, finding: Finding) -> str:
+    """What the ranks of a finding communicate by, where they agree."""
+    ranks = {*finding.culprit_ranks, *finding.waiting_ranks}.intersection(job.ranks)
+    backends = {job.ranks[rank].backend for rank in ranks} - {""}
+    return backends.pop() if len(backends) == 1 else ""
 
 
 def _notes(job: Job, short: Collection[int], missing: Collection[int]) -> Iterator[str]:

@@ -7,22 +7,39 @@ peer: `Signature`; stack frames) stands once in a table.
 
 from __future__ import annotations
 
+import re
 from array import array
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
 import msgspec
 
 from crossrank.comm import OPERATIONS, CommRecord
-from crossrank.tools.readers.flight_dump import Frame, OwnStack, Progress
+from crossrank.tools.readers.flight_dump import Frame, OwnStack, Progress, Raised
 
 SCHEDULED, STARTED, RETIRED, COMPLETED = range(4)
 """State of a call. RETIRED: its rank is done with it, which on gloo is also what a call that timed out looks like."""
 STATES = ("scheduled", "started", "retired", "completed")
 
-LEFT = ("exit", "disable", "SIGINT", "SIGTERM")
+LEFT = ("exit", "disable", "SIGINT", "SIGTERM", "SIGABRT")
 """Reasons of our dumps after which a rank makes no more calls that are seen."""
+
+MAIN_THREAD = "MainThread"
+
+_GOES_ON = ("", "hang", "SIGUSR1", "window", "disable")
+"""Reasons after which a rank may still make calls, seen or not."""
+
+_STOPPED_BY_USER = re.compile(r"KeyboardInterrupt\b")
+_COMMUNICATION_FAILED = re.compile(
+    r"(RuntimeError|Dist\w*Error)\b.*("
+    r"connection (closed|reset|refused|was|lost)|broken pipe|(read|write) error|timed? ?out|socket|gloo/transport"
+    r"|monitoredBarrier|ncclRemoteError|remote process exited|(was|been) aborted)",
+    re.IGNORECASE | re.DOTALL,
+)
+"""An exception that a rank gets because another one has left, or never came."""
+
+GLOO = "gloo"
 
 Source = Literal["flight", "comms"]
 
@@ -121,12 +138,15 @@ class Calls:
 
 
 class GroupClaim(msgspec.Struct, frozen=True):
-    """A process group as one rank knows it."""
+    """A process group as one rank knows it, or those of its calls that are counted apart."""
 
     name: str
     desc: str
     ranks: tuple[int, ...] | None
     """Global ranks in the group's order; None where the rank's files do not say."""
+    apart: str = ""
+    """Of what calls it is: `monitored_barrier_`, which torch's recorder neither notes nor counts, or `gloo` beside
+    another backend of the same group."""
 
 
 @dataclass
@@ -177,9 +197,57 @@ class RankEvidence:
     """The exception that ended the process."""
     ended: bool = False
     """The rank ended its recording properly."""
+    traceback: tuple[Frame, ...] = ()
+    """Where the exception that ended the process was raised, innermost frame first."""
+    of_threads: list[Raised] = field(default_factory=list)
+    """Exceptions that ended other threads than the main one; the process goes on."""
     own_stacks: list[OwnStack] = field(default_factory=list)
     """Where the threads were when the dump was taken."""
     problems: list[str] = field(default_factory=list)
+
+    def is_gloo(self, local: int | None) -> bool:
+        """Whether the rank's calls on one of its groups are gloo's, which reports no ends."""
+        return self.backend == GLOO or (local is not None and self.groups[local].apart == GLOO)
+
+    def take_exceptions(self, exceptions: Sequence[Raised], error: str | None = None) -> None:
+        """Note what ended the process and its threads; `error` is what is known of a file that lists none."""
+        main = next((one for one in exceptions if one.thread == MAIN_THREAD), None)
+        if main is not None:
+            self.error, self.traceback = main.error, tuple(main.frames)
+        elif error is not None and not exceptions:
+            self.error = error
+        self.of_threads = [one for one in exceptions if one.thread != MAIN_THREAD] or self.of_threads
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its process ended: what it had not done by then it never did."""
+        return self.reason not in _GOES_ON or self.error is not None
+
+    @property
+    def is_final(self) -> bool:
+        """Whether it made no call after its dump, as far as its dump goes: it ended, or hangs."""
+        return self.is_gone or self.reason == "hang"
+
+    @property
+    def died_unseen(self) -> bool:
+        """Whether nothing but an unfinished comms file is left: its last calls may not have reached the disk."""
+        return self.source == "comms" and not self.ended
+
+    @property
+    def has_raised(self) -> bool:
+        """Whether its process ended by an exception of its own."""
+        error = self.error
+        return error is not None and not self.has_failed and _STOPPED_BY_USER.match(error) is None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether its process ended by a communication that failed: because of others, as far as is known."""
+        return self.error is not None and _COMMUNICATION_FAILED.search(self.error) is not None
+
+    @property
+    def has_left(self) -> bool:
+        """Whether its process ended by its own doing, not because others had ended it or theirs."""
+        return self.has_raised or (self.reason == "exit" and self.error is None)
 
 
 Thing = TypeVar("Thing", bound=Hashable)

@@ -11,7 +11,7 @@ from crossrank.tools.diagnosis.findings import KINDS, Diagnosis, Finding, Place,
 from crossrank.tools.tables import print_table, printable, rank_ranges
 
 _ROWS = 12
-_FRAMES = 12
+_FRAMES = 16
 
 NEXT_STEPS: dict[str, str] = {
     "missing_rank": "look at what rank {culprits} does instead: its log, its stack (py-spy dump), its GPU (dmesg, Xid)",
@@ -31,11 +31,22 @@ NEXT_STEPS: dict[str, str] = {
     "p2p_size_mismatch": "compare the shapes that both ends of the pipeline agree on",
     "p2p_wait_cycle": "see that every send goes to the rank that receives it; else let one side send first, or use "
     "batch_isend_irecv",
+    "raised": "look at the log of rank {culprits}: the first exception is the cause of the others",
     "dump_missing": "rank {culprits} died or could not write: look at its log and its exit code",
     "no_entries": "rank {culprits} made no call, or its recorder was off (TORCH_FR_BUFFER_SIZE=0)",
     "unreadable_dump": "take the dump of rank {culprits} again, or read its log",
     "refused_dump": "find out who wrote the dump of rank {culprits}: a genuine one holds data alone",
 }
+
+WITHOUT_GPU: dict[str, str] = {
+    "missing_rank": "look at what rank {culprits} does instead: its log, its stack (py-spy dump)",
+    "not_completed": "look at what rank {culprits} does: its log, its stack (py-spy dump), its network",
+    "all_joined_not_completed": "look at the logs of these ranks, and at the network between them",
+    "not_started": "look at what rank {culprits} does: its log, its stack (py-spy dump)",
+}
+"""Where nothing says that a GPU is at fault: on gloo."""
+
+AFTER_EXCEPTION = "look at the log of rank {culprits}: the exception there is the cause"
 
 _VERDICTS = {
     "ok": "no fault found",
@@ -122,7 +133,7 @@ def _facts(finding: Finding) -> Iterator[tuple[str, str]]:
     yield "call", f"{_call(finding) or 'none in particular'} of group {_group(finding)}"
     if finding.culprit_ranks:
         yield "culprit", f"rank {rank_ranges(finding.culprit_ranks)}"
-    elif finding.kind not in ("all_joined_not_completed", "p2p_size_mismatch", "p2p_wait_cycle"):
+    elif finding.kind not in ("raised", "all_joined_not_completed", "p2p_size_mismatch", "p2p_wait_cycle"):
         yield "culprit", "nobody: there is no majority to say who is the odd one"
     if finding.waiting_ranks:
         yield "waiting", f"rank {rank_ranges(finding.waiting_ranks)}"
@@ -132,8 +143,13 @@ def _facts(finding: Finding) -> Iterator[tuple[str, str]]:
 
 def next_step(finding: Finding) -> str:
     """What a person does next about a finding."""
-    culprits = rank_ranges(finding.culprit_ranks) or "in question"
-    return NEXT_STEPS.get(finding.kind, "").format(culprits=culprits)
+    culprits = rank_ranges(finding.culprit_ranks or finding.waiting_ranks) or "in question"
+    step = NEXT_STEPS.get(finding.kind, "")
+    if finding.exception is not None and finding.kind in WITHOUT_GPU:
+        step = AFTER_EXCEPTION
+    elif "nccl" not in finding.backend:
+        step = WITHOUT_GPU.get(finding.kind, step)
+    return step.format(culprits=culprits)
 
 
 def _print_places(places: Sequence[Place]) -> None:

@@ -22,10 +22,11 @@ KINDS: dict[str, str] = {
     "opposite_order": "ranks entered groups in an order in which each waits for the other",
     "not_started": "all ranks made the collective, and on some it never began to run",
     "not_completed": "the collective is over on other ranks, and on some it does not end",
-    "all_joined_not_completed": "all ranks joined the call and it ended on none",
+    "all_joined_not_completed": "all ranks joined the call and it does not end",
     "p2p_unmatched": "a send or receive that the other rank does not answer",
     "p2p_size_mismatch": "a send and its receive have different numbers of elements or types",
     "p2p_wait_cycle": "ranks wait for each other's sends and receives in a circle",
+    "raised": "a rank ended with an exception, and no call shows who waits for whom",
     "dump_missing": "a rank left no dump",
     "no_entries": "a rank's dump holds neither calls nor progress",
     "unreadable_dump": "a rank's dump cannot be read",
@@ -63,7 +64,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """`culprit` or `waiting`."""
     what: str
     frames: list[str]
-    """`function (file:line)`, innermost first."""
+    """`function (file:line)`: those of the user's code, innermost first, then a few of the libraries that it is in."""
 
 
 class Finding(msgspec.Struct, kw_only=True):
@@ -80,6 +81,10 @@ class Finding(msgspec.Struct, kw_only=True):
     waiting_ranks: list[int] = []
     text: str = ""
     """What happened, in a sentence."""
+    exception: str | None = None
+    """The exception that ended a culprit."""
+    backend: str = ""
+    """Of the calls of those that are stuck: `nccl`, `gloo`, …; empty where it is not known."""
     because_of: int | None = None
     """Of a consequence: the index of its root in `findings`."""
     places: list[Place] = []

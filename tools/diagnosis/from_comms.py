@@ -19,16 +19,19 @@ from crossrank.tools.diagnosis.evidence import (
     SCHEDULED,
     GroupClaim,
     RankEvidence,
+    Signature,
     Table,
     signature_of_record,
 )
 from crossrank.tools.diagnosis.findings import call_text, group_text
-from crossrank.tools.readers.flight_dump import Frame
+from crossrank.tools.readers.flight_dump import Frame, Raised
 
 _MOST = 1 << 62
-_SAME_TIME = 50_000_000
+SAME_TIME = 50_000_000
 """ns between torch's and our note of one call: the launch lies between them."""
 _BLOCKING_P2P = {"send", "recv"}
+_UNRECORDED = {"monitored_barrier_"}
+"""Collectives of gloo that torch's recorder neither notes nor counts."""
 
 
 def evidence_from_comms(path: str, rank: int) -> RankEvidence:
@@ -38,6 +41,10 @@ def evidence_from_comms(path: str, rank: int) -> RankEvidence:
     header = comms.header
     evidence = RankEvidence(rank=rank, path=path, source="comms", numbered_pairs=True, problems=comms.damage.problems)
     evidence.ended = comms.end is not None
+    if comms.end is not None:
+        reason = comms.end.get("reason")
+        evidence.reason = reason if isinstance(reason, str) else ""
+        evidence.take_exceptions(_exceptions(comms.end.get("exceptions")))
     offset = 0
     if header is not None:
         evidence.host = header.host
@@ -45,6 +52,10 @@ def evidence_from_comms(path: str, rank: int) -> RankEvidence:
         evidence.version = header.schema
         evidence.filtered = header.config.get("emit") == "CROSSNODE"
         offset = header.clock.get("wall", 0) - header.clock.get("t", 0)
+        # The file says up to when it lacks nothing; those of earlier versions end with a call.
+        clock = max((clock.get("t", 0) for clock in comms.clocks), default=0)
+        if records and clock > records[-1].t and comms.end is None and clock + offset < _MOST:
+            evidence.taken_at = clock + offset
     for group in comms.groups:
         if evidence.filtered and not crosses_nodes(group.locality):
             evidence.inside_node.add(group.pg)
@@ -52,6 +63,13 @@ def evidence_from_comms(path: str, rank: int) -> RankEvidence:
         evidence.backend = evidence.backend or group.backend
     _add(evidence, records, offset)
     return evidence
+
+
+def _exceptions(said: object) -> list[Raised]:
+    try:
+        return msgspec.convert(said or [], list[Raised], strict=False)
+    except (msgspec.MsgspecError, ValueError):
+        return []
 
 
 def complete(evidence: RankEvidence, comms: RankEvidence) -> None:
@@ -63,31 +81,45 @@ def complete(evidence: RankEvidence, comms: RankEvidence) -> None:
     ]
     evidence.host = evidence.host or comms.host
     evidence.world_size = evidence.world_size or comms.world_size
-    rows = [row for row, number in enumerate(comms.calls.signature) if comms.signatures[number].is_p2p]
-    if not rows or any(signature.is_p2p for signature in evidence.signatures):
+    if evidence.error is None:
+        evidence.error, evidence.traceback = comms.error, comms.traceback
+    evidence.of_threads = evidence.of_threads or comms.of_threads
+    has_p2p = any(signature.is_p2p for signature in evidence.signatures)
+    rows = [row for row, number in enumerate(comms.calls.signature) if _is_unknown(comms.signatures[number], has_p2p)]
+    if not rows:
         return
-    indices = {group.name: index for index, group in enumerate(evidence.groups)}
+    indices = {(group.name, group.apart): index for index, group in enumerate(evidence.groups)}
     signatures, stacks = Table(*evidence.signatures), Table(*evidence.stacks)
     source = comms.calls
+    counts: Counter[tuple[str, str]] = Counter()
     for row in rows:
-        group = comms.groups[source.group[row]]
-        if group.name not in indices:
-            indices[group.name] = len(evidence.groups)
+        group, signature = comms.groups[source.group[row]], comms.signatures[source.signature[row]]
+        if not signature.is_p2p:
+            group = msgspec.structs.replace(group, apart=signature.name)
+        key = group.name, group.apart
+        counts[key] += 1
+        if key not in indices:
+            indices[key] = len(evidence.groups)
             evidence.groups.append(group)
         if row in comms.unawaited:
             evidence.unawaited.add(len(evidence.calls))
         evidence.calls.append(
-            group=indices[group.name],
-            seq=source.seq[row],
-            signature=signatures.number(comms.signatures[source.signature[row]]),
+            group=indices[key],
+            seq=source.seq[row] if signature.is_p2p else counts[key],
+            signature=signatures.number(signature),
             state=source.state[row],
             created=source.created[row],
             stack=stacks.number(comms.stacks[source.stack[row]]),
             record=source.record[row],
         )
     evidence.signatures, evidence.stacks = signatures.rows, stacks.rows
-    evidence.numbered_pairs = True
+    evidence.numbered_pairs = evidence.numbered_pairs or not has_p2p
     _sort_by_time(evidence)
+
+
+def _is_unknown(signature: Signature, has_p2p: bool) -> bool:
+    """Whether torch's recorder does not note such a call of gloo."""
+    return signature.name in _UNRECORDED or (signature.is_p2p and not has_p2p)
 
 
 def add_roots(evidence: RankEvidence, records: Sequence[CommRecord], offset: int) -> None:
@@ -100,7 +132,7 @@ def add_roots(evidence: RankEvidence, records: Sequence[CommRecord], offset: int
     by_seq: dict[tuple[str, int], int] = {}
     last: dict[str, int] = {}
     for row, (group, seq) in enumerate(zip(calls.group, calls.seq, strict=True)):
-        if not evidence.signatures[calls.signature[row]].is_p2p:
+        if not evidence.signatures[calls.signature[row]].is_p2p and not evidence.groups[group].apart:
             name = evidence.groups[group].name
             by_seq[name, seq] = row
             last[name] = row
@@ -110,7 +142,7 @@ def add_roots(evidence: RankEvidence, records: Sequence[CommRecord], offset: int
         if row < 0 or record.seq is None:
             continue
         same = evidence.signatures[calls.signature[row]].op == record.op
-        if same and abs(calls.created[row] - record.t - offset) < _SAME_TIME:
+        if same and abs(calls.created[row] - record.t - offset) < SAME_TIME:
             evidence.recorded_from[record.pg] = calls.seq[row] - record.seq
     signatures, stacks = Table(*evidence.signatures), Table(*evidence.stacks)
     for record in collectives:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -20,6 +21,7 @@ from crossrank.comm import OPERATIONS, operation_of
 from crossrank.dtypes import dtype_of
 from crossrank.tools.diagnosis.evidence import (
     COMPLETED,
+    GLOO,
     RETIRED,
     SCHEDULED,
     STARTED,
@@ -34,6 +36,7 @@ from crossrank.tools.readers.flight_dump import MOST_FRAMES, Entry, FlightDump, 
 _STATES = {"scheduled": SCHEDULED, "started": STARTED, "completed": COMPLETED}
 _P2P = re.compile(r"(?P<op>send|recv) \d{1,8}(?:->|<-)(?P<peer>\d{1,8})")
 _CLOSING = "coalesced"
+_OF_GLOO = f"{GLOO}:"
 
 
 def evidence_from_flight(dump: FlightDump, rank: int) -> RankEvidence:
@@ -42,9 +45,8 @@ def evidence_from_flight(dump: FlightDump, rank: int) -> RankEvidence:
     evidence = RankEvidence(
         rank=rank, path=dump.path, source="flight", version=dump.version, problems=list(dump.problems)
     )
-    if dump.entries:
-        backend, colon, _ = dump.entries[0].profiling_name.partition(":")
-        evidence.backend = whole(backend) if colon else ""
+    backends = _backends(dump)
+    evidence.backend = next((backend for backend in backends if backend != GLOO), backends[0] if backends else "")
     evidence.active_only = _is_active_only(dump, evidence.backend)
     evidence.wrapped = not evidence.active_only and bool(dump.entries) and dump.entries[0].record_id > 0
     reading = _Reading(dump, evidence)
@@ -52,7 +54,7 @@ def evidence_from_flight(dump: FlightDump, rank: int) -> RankEvidence:
     reading.join_progress()
     if moment is not None:
         evidence.taken_at, evidence.reason, evidence.host = moment.time_ns, moment.reason, moment.host
-        evidence.error = moment.error
+        evidence.take_exceptions(moment.exceptions, moment.error)
         evidence.own_stacks, evidence.world_size = list(moment.stacks), moment.world_size
         offset = moment.clock.get("wall", 0) - moment.clock.get("t", 0)
         add_roots(evidence, moment.calls, offset)
@@ -61,6 +63,12 @@ def evidence_from_flight(dump: FlightDump, rank: int) -> RankEvidence:
         # Our dump without an entry is that of a rank that made no call: the recorder was asked.
         evidence.has_status = True
     return evidence
+
+
+def _backends(dump: FlightDump) -> list[str]:
+    """What the calls of a dump were made by, in order: crossrank's dumps hold the recorders of all backends."""
+    names = dict.fromkeys(entry.profiling_name for entry in dump.entries)
+    return list(dict.fromkeys(whole(backend) for backend, colon, _ in (name.partition(":") for name in names) if colon))
 
 
 def _dtype(name: str) -> str:
@@ -75,12 +83,17 @@ def _is_number(text: str) -> bool:
 def _is_active_only(dump: FlightDump, backend: str) -> bool:
     """Whether completed calls were left out: the status knows of some and the entries do not.
 
-    A ring in which all is open because the rest fell out lacks open calls as well: those after the last completed one.
+    Without a status, gaps between the entries show it. A ring in which all is open because the rest fell out lacks
+    open calls as well: those after the last completed one.
     """
-    if backend == "gloo" or any(entry.state == "completed" for entry in dump.entries):
+    if backend == GLOO or any(entry.state == "completed" for entry in dump.entries):
         return False
+    if not dump.status:
+        return any(two.record_id > one.record_id + 1 for one, two in pairwise(dump.entries))
     seen: set[int] = set()
     for entry in dump.entries:
+        if entry.profiling_name.startswith(_OF_GLOO):
+            continue
         if entry.pg_id in seen or entry.is_p2p or entry.p2p_seq_id:
             continue
         seen.add(entry.pg_id)
@@ -99,7 +112,8 @@ class _Reading:
         known = dump.groups + (dump.moment.groups if dump.moment is not None else [])
         self._known = {group.pg: group for group in known}
         self._groups: list[GroupClaim] = []
-        self._index_of: dict[str, int] = {}
+        self._index_of: dict[tuple[str, str], int] = {}
+        self._is_mixed = evidence.backend != GLOO and GLOO in _backends(dump)
         self._signatures: Table[Signature] = Table()
         self._stacks: Table[tuple[Frame, ...]] = Table(())
         self._stack_of: dict[tuple[int, ...], int] = {}
@@ -123,13 +137,16 @@ class _Reading:
         closed_by, members_of = _launches(entries)
         over = _over(self._dump) if self._evidence.active_only else set()
         cut = 0 if self._evidence.wrapped else -1  # the launch that holds this entry may have lost its first members
-        groups: dict[tuple[str, str], int] = {}
+        groups: dict[tuple[object, ...], int] = {}
         known: dict[tuple[object, ...], tuple[int, bool]] = {}
         seen, with_p2p = self._evidence.collectives_seen, self._evidence.with_p2p
         for index, entry in enumerate(entries):
-            group = groups.get(entry.process_group)
+            on_gloo = self._is_mixed and entry.profiling_name.startswith(_OF_GLOO)
+            # Backends of one group count its calls each for itself.
+            key = (*entry.process_group, GLOO) if on_gloo else entry.process_group
+            group = groups.get(key)
             if group is None:
-                group = groups[entry.process_group] = self._group(entry.process_group)
+                group = groups[key] = self._group(entry.process_group, GLOO if on_gloo else "")
             if entry.pg_id not in self._pg_ids:
                 self._pg_ids[entry.pg_id] = group
             seen[group] = max(seen.get(group, 0), entry.collective_seq_id)
@@ -158,7 +175,7 @@ class _Reading:
                         whole = msgspec.structs.replace(whole, members=())
                     signature_number = self._signatures.number(whole)
             state = _STATES.get(closing.state, SCHEDULED)
-            if retired_is_done and closing.retired and state != COMPLETED:
+            if (retired_is_done or on_gloo) and closing.retired and state != COMPLETED:
                 state = RETIRED
             if index in over:
                 state = COMPLETED
@@ -180,7 +197,7 @@ class _Reading:
         joined = dict(self._pg_ids)
         numeric = [index for index, group in enumerate(groups) if len(group.name) < 10 and _is_number(group.name)]
         by_order: dict[int, int] = {}
-        if numeric and len(numeric) == len(groups):
+        if not self._is_mixed and numeric and len(numeric) == len(groups):
             by_name = sorted(numeric, key=lambda index: int(groups[index].name))
             if len(groups) == len(status):
                 by_order = dict(zip(sorted(status), by_name, strict=True))
@@ -196,19 +213,19 @@ class _Reading:
         backend = self._evidence.backend
         states = {entry.state for entry in self._dump.entries}
         # A backend other than NCCL that completes nothing in a whole ring is one that cannot.
-        return backend == "gloo" or (backend != "nccl" and not states & {"started", "completed"})
+        return backend == GLOO or (backend != "nccl" and not states & {"started", "completed"})
 
-    def _group(self, name_and_desc: tuple[str, str]) -> int:
+    def _group(self, name_and_desc: tuple[str, str], apart: str = "") -> int:
         name, desc = map(whole, name_and_desc)
         known = self._known.get(name)
         # A rank is in one group of a name; the description may be missing in some of its entries.
-        found = self._index_of.get(name)
+        found = self._index_of.get((name, apart))
         if found is None:
             if desc in ("", "undefined"):
                 desc = known.desc if known is not None else ""
             ranks = None if known is None or known.ranks is None else tuple(known.ranks)
-            found = self._index_of[name] = len(self._groups)
-            self._groups.append(GroupClaim(name, "" if desc == "undefined" else desc, ranks))
+            found = self._index_of[name, apart] = len(self._groups)
+            self._groups.append(GroupClaim(name, "" if desc == "undefined" else desc, ranks, apart))
         return found
 
     def _signature(self, entry: Entry, group: int) -> Signature:

@@ -34,6 +34,13 @@ def is_usual(job: Job, rank: int, row: int) -> bool:
     return _token(job, rank, row) in expected(job, rank, row)
 
 
+def is_new(job: Job, rank: int, row: int) -> bool:
+    """Whether a rank that went on as before made a call of a kind and with a peer that it had never made."""
+    group, op, peer, _ = _token(job, rank, row)
+    before = range(max(0, row - _WINDOW), row)
+    return bool(expected(job, rank, row)) and all(_token(job, rank, at)[:3] != (group, op, peer) for at in before)
+
+
 def has_skipped(job: Job, rank: int, group: JobGroup, row: int, peers: tuple[int, ...] = ()) -> bool:
     """Whether a rank made its call at `row` where one on `group` was due: a collective, or P2P with one of `peers`.
 

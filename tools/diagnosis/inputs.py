@@ -20,6 +20,7 @@ from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, FLIGHT, Damage, is_folder, list_recording, read_chunks
 from crossrank.tools.diagnosis.evidence import RankEvidence
 from crossrank.tools.diagnosis.from_comms import (
+    SAME_TIME,
     complete,
     count_as_torch_does,
     evidence_from_comms,
@@ -158,6 +159,10 @@ def put_together(
                 evidence.notes.append(f"rank {rank} left no dump, its comms file is used; {last_words(comms)}")
             continue
         best = max(kept, key=lambda one: (_last_time(one), one.path))
+        if comms is not None and _went_on(best, comms):
+            alone.append(comms)
+            evidence.notes.append(f"rank {rank} went on after its dump, its comms file is used; {last_words(comms)}")
+            continue
         if comms is not None and best is not comms and best.backend == "gloo":
             complete(best, comms)
         evidence.ranks.append(best)
@@ -262,7 +267,16 @@ def _refuse_several_jobs(by_rank: dict[int, dict[str, list[RankEvidence]]]) -> N
 
 def _last_time(evidence: RankEvidence) -> int:
     calls = evidence.calls
-    return max(evidence.taken_at or 0, max(calls.created, default=0), max(calls.completed, default=0))
+    # That a comms file goes on is no news where no call is in what follows.
+    taken_at = evidence.taken_at if evidence.source == "flight" else None
+    return max(taken_at or 0, max(calls.created, default=0), max(calls.completed, default=0))
+
+
+def _went_on(dump: RankEvidence, comms: RankEvidence) -> bool:
+    """Whether a rank made calls after a dump that it wrote when it seemed to hang, and died before the next."""
+    if comms is dump or dump.taken_at is None or comms.filtered:
+        return False
+    return max(comms.calls.created, default=0) > dump.taken_at + SAME_TIME
 
 
 def _comms_say_more(by_rank: dict[int, dict[str, list[RankEvidence]]]) -> bool:

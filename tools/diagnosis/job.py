@@ -1,8 +1,9 @@
 """All ranks side by side: the groups they share, who of them is missing, and where each stands on every group.
 
 A group is its name and its members: torch lets different sets of ranks use one name (`split_group`), and one rank
-cannot be in two groups of a name. gloo's dumps name no members; a group of theirs is then everyone who recorded a
-call on that name, which is told (`JobGroup.inferred`), and the default group is everyone there is.
+cannot be in two groups of a name. gloo's dumps name no members: what an all_gather puts together says
+how many they are. A group of which that is not known either is everyone who recorded a call on that name, which is
+told (`JobGroup.inferred`); the default group is everyone there is.
 """
 
 from __future__ import annotations
@@ -11,12 +12,22 @@ from array import array
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+import msgspec
 
 from crossrank.comm import OPERATIONS
-from crossrank.tools.diagnosis.evidence import COMPLETED, RETIRED, RankEvidence, Signature, Table
+from crossrank.tools.diagnosis.evidence import COMPLETED, GLOO, RETIRED, RankEvidence, Signature, Table
 from crossrank.tools.readers.flight_dump import Frame
 
 DEFAULT_GROUP = "default_pg"
+
+CLEARLY_STALE = 3
+"""Ends that a rank must have missed before its GPU or its watchdog is called stuck: the last one may be just late."""
+
+_SETTLED = 1_000_000_000
+"""ns after which a call that has ended is sure to be noticed by a rank that notices anything."""
 
 
 @dataclass
@@ -52,8 +63,12 @@ class JobGroup:
     desc: str
     ranks: tuple[int, ...]
     """Global ranks of its members, in rising order."""
+    apart: str = ""
+    """As in `GroupClaim`."""
     inferred: bool = False
-    """The members are not known but gathered from who recorded a call on it."""
+    """The members are not known but gathered from who recorded a call on it: there may be more."""
+    size: int = 0
+    """How many members its calls show it to have; 0 = not known."""
     local_index: dict[int, int] = field(default_factory=dict)
     """Rank -> index of the group in that rank's own list."""
     lanes: dict[int, Lane] = field(default_factory=dict)
@@ -78,6 +93,8 @@ class Job:
     stacks: list[tuple[Frame, ...]]
     world: tuple[int, ...]
     """Every rank that the job is known to have."""
+    clock_offset: dict[int, int] = field(default_factory=dict)
+    """Rank -> what to add to its times, in ns, to bring the clocks of the ranks together."""
     outside: list[str] = field(default_factory=list)
     """What was left out because it cannot belong to this job."""
 
@@ -103,7 +120,7 @@ class Job:
             return seen
         progress = evidence.progress.get(local)
         # P2P calls put their number in the same place, and gloo's are not even among the entries.
-        if progress is not None and not group.has_p2p and evidence.backend != "gloo":
+        if progress is not None and not group.has_p2p and not evidence.is_gloo(local):
             return max(progress.last_enqueued_collective, 0)
         if progress is None and evidence.all_joined:
             return 0  # a group has a status from its first call on
@@ -115,9 +132,13 @@ class Job:
         """The last collective of `group` that `rank` itself saw the end of; 0 = none that is known."""
         evidence = self.ranks[rank]
         best = self._last_in_state(group, rank, COMPLETED)
+        lane = group.lanes.get(rank)
+        on_gloo = evidence.is_gloo(group.local_index.get(rank))
+        if evidence.active_only and lane is not None and not on_gloo:
+            best = max(best, lane.seqs[0] - 1)  # those before the first open one were left out
         progress = evidence.progress.get(group.local_index.get(rank, -1))
         # gloo counts a collective that timed out as completed; P2P puts its own numbers there.
-        if progress is not None and evidence.backend != "gloo" and not group.has_p2p:
+        if progress is not None and not on_gloo and not group.has_p2p:
             best = max(best, progress.last_completed_collective)
         return best
 
@@ -142,6 +163,43 @@ class Job:
                 return last
             last -= 1
         return 0
+
+    @cached_property
+    def over(self) -> dict[int, int]:
+        """Index of a group -> the last of its collectives that is over on every rank."""
+        return {group.index: self.released(group) for group in self.groups}
+
+    @cached_property
+    def unnoticed(self) -> dict[int, list[int]]:
+        """Rank -> rows of its collectives that are over and whose end it has not noticed; only ranks that have such."""
+        found = {rank: self._unnoticed_by(rank) for rank in self.ranks}
+        return {rank: rows for rank, rows in found.items() if rows}
+
+    def moment(self, rank: int, row: int) -> int:
+        """When a call was made, in ns since 1970, on a clock that is that of all ranks as far as is known."""
+        return self.ranks[rank].calls.created[row] + self.clock_offset.get(rank, 0)
+
+    def blind_until(self, rank: int) -> int:
+        """The row before which nothing follows from a call that looks open: the rank notices no ends. 0 = it does."""
+        rows = self.unnoticed.get(rank, [])
+        return rows[-1] if len(rows) >= CLEARLY_STALE else 0
+
+    def _unnoticed_by(self, rank: int) -> list[int]:
+        evidence = self.ranks[rank]
+        if evidence.source != "flight" or evidence.backend == "gloo":
+            return []  # they report no ends
+        calls, mine = evidence.calls, self.group_of[rank]
+        last = len(calls)
+        if evidence.taken_at is not None:  # what was made just before may have ended just after
+            last = bisect_left(calls.created, evidence.taken_at - _SETTLED)
+        return [
+            row
+            for row in range(last)
+            if calls.state[row] < RETIRED
+            and calls.seq[row] <= self.over[mine[calls.group[row]]]
+            and not self.signature(rank, row).is_p2p
+            and not evidence.is_gloo(calls.group[row])
+        ]
 
     def signature(self, rank: int, row: int) -> Signature:
         return self.signatures[self.ranks[rank].calls.signature[row]]
@@ -175,8 +233,11 @@ def merge(evidence: list[RankEvidence], world_size: int | None = None) -> Job:
     """Put the ranks side by side. `evidence` has each rank once; `world_size` is what the user says."""
     evidence = sorted(evidence, key=lambda one: one.rank)
     evidence, outside = _without_strangers(evidence, world_size)
+    _share_what_dumps_leave_out(evidence)
+    _keep_backends_apart(evidence)
     ranks = {one.rank: one for one in evidence}
-    world = _world(evidence, world_size)
+    sizes = _sizes(evidence)
+    world, world_is_known = _world(evidence, world_size, sizes)
     signatures: Table[Signature] = Table()
     stacks: Table[tuple[Frame, ...]] = Table()
     for one in evidence:
@@ -186,7 +247,7 @@ def merge(evidence: list[RankEvidence], world_size: int | None = None) -> Job:
         numbers = [stacks.number(stack) for stack in one.stacks]
         calls.stack = array("I", map(numbers.__getitem__, calls.stack))
         one.signatures, one.stacks = [], []
-    groups, group_of = _groups(evidence, world)
+    groups, group_of = _groups(evidence, world, world_is_known, sizes)
     job = Job(
         ranks=ranks,
         groups=groups,
@@ -200,6 +261,24 @@ def merge(evidence: list[RankEvidence], world_size: int | None = None) -> Job:
     for one in evidence:
         _fill_lanes(one, groups, group_of[one.rank], p2p)
     return job
+
+
+def _keep_backends_apart(evidence: list[RankEvidence]) -> None:
+    """A rank that has used gloo alone of a group's backends counts as those do that have used another beside it."""
+    if not any(claim.apart == GLOO for one in evidence for claim in one.groups):
+        return
+    for one in evidence:
+        if one.backend == GLOO:
+            one.groups = [claim if claim.apart else msgspec.structs.replace(claim, apart=GLOO) for claim in one.groups]
+
+
+def _share_what_dumps_leave_out(evidence: list[RankEvidence]) -> None:
+    """All ranks of a job dump alike: where one leaves completed calls out, so does one that does not show it."""
+    if not any(one.active_only for one in evidence):
+        return
+    for one in evidence:
+        if one.source == "flight" and one.backend != "gloo" and COMPLETED not in one.calls.state and one.groups:
+            one.active_only, one.wrapped = True, False
 
 
 def _without_strangers(evidence: list[RankEvidence], world_size: int | None) -> tuple[list[RankEvidence], list[str]]:
@@ -226,20 +305,63 @@ def _is_world(desc: str) -> bool:
     return desc == DEFAULT_GROUP
 
 
-def _world(evidence: list[RankEvidence], world_size: int | None) -> tuple[int, ...]:
+def _world(evidence: list[RankEvidence], world_size: int | None, sizes: Sizes) -> tuple[tuple[int, ...], bool]:
+    """(every rank that the job is known to have, whether it is known to have no others)"""
     if world_size is not None:
-        return tuple(range(world_size))
-    ranks = {one.rank for one in evidence}
+        return tuple(range(world_size)), True
+    ranks: set[int] = set()
+    known = False
     for one in evidence:
         for group in one.groups:
             ranks.update(group.ranks or ())
-        ranks.update(range(one.world_size or 0))
-    return tuple(sorted(ranks))
+            size = len(group.ranks or ()) or sizes.get((group.name, group.apart), 0)
+            if _is_world(group.desc) and size:
+                ranks.update(group.ranks or range(size))
+                known = True
+        if one.world_size:
+            ranks.update(range(one.world_size))
+            known = True
+    ranks.update(one.rank for one in evidence)
+    # Ranks count from 0, so that below one that is there none can be lacking.
+    return tuple(range(max(ranks, default=-1) + 1)), known
 
 
-def _groups(evidence: list[RankEvidence], world: tuple[int, ...]) -> tuple[list[JobGroup], dict[int, list[int]]]:
-    known: dict[tuple[str, tuple[int, ...]], JobGroup] = {}
-    unknown: dict[str, JobGroup] = {}
+Sizes = dict[tuple[str, str], int]
+"""Name of a group, and what is counted apart on it -> how many members its calls show it to have."""
+
+_ONE_INPUT_PER_MEMBER = {"all_gather": 1, "gather": 1, "reduce_scatter": -1, "scatter": -1}
+"""Operations of which one side is the group's size times the other: 1 where it is the output."""
+
+
+def _sizes(evidence: list[RankEvidence]) -> Sizes:
+    """The sizes of groups whose members somebody does not know, from what is gathered and scattered on them."""
+    found: dict[tuple[str, str], Counter[int]] = {}
+    for one in evidence:
+        if all(claim.ranks is not None for claim in one.groups):
+            continue
+        for local, number in set(zip(one.calls.group, one.calls.signature, strict=True)):
+            size = _size_shown_by(one.signatures[number])
+            if size:
+                claim = one.groups[local]
+                found.setdefault((claim.name, claim.apart), Counter())[size] += 1
+    return {key: max(counts, key=lambda size: (counts[size], size)) for key, counts in found.items()}
+
+
+def _size_shown_by(signature: Signature) -> int:
+    """How many members a gathering or scattering call shows; 0 = it shows nothing, or is uneven."""
+    way = _ONE_INPUT_PER_MEMBER.get(signature.op, 0)
+    part, whole = (signature.inputs, signature.outputs)[::way] if way else ((), ())
+    if len(set(whole)) > 1:
+        return 0
+    elements = [sum(map(prod, shapes)) for shapes in (part, whole)]
+    return elements[1] // elements[0] if elements[0] and elements[1] % elements[0] == 0 else 0
+
+
+def _groups(
+    evidence: list[RankEvidence], world: tuple[int, ...], world_is_known: bool, sizes: Sizes
+) -> tuple[list[JobGroup], dict[int, list[int]]]:
+    known: dict[tuple[str, str, tuple[int, ...]], JobGroup] = {}
+    unknown: dict[tuple[str, str], JobGroup] = {}
     # Members that one rank knows serve for a rank that does not.
     members_of: dict[str, list[tuple[int, ...]]] = {}
     for one in evidence:
@@ -254,18 +376,24 @@ def _groups(evidence: list[RankEvidence], world: tuple[int, ...]) -> tuple[list[
             members = claim.ranks
             if members is None:
                 members = next((ranks for ranks in members_of.get(claim.name, ()) if one.rank in ranks), None)
-            if members is None and _is_world(claim.desc):
-                members = world
+            size = sizes.get((claim.name, claim.apart), 0)
+            inferred = False
+            if members is None and (_is_world(claim.desc) or size == len(world)):
+                members, inferred = world, not world_is_known
             if members is not None:
-                group = known.get((claim.name, members))
+                group = known.get((claim.name, claim.apart, members))
                 if group is None:
-                    group = JobGroup(len(groups), claim.name, claim.desc, tuple(sorted(set(members))))
-                    known[claim.name, members] = group
+                    ranks = tuple(sorted(set(members)))
+                    group = JobGroup(
+                        len(groups), claim.name, claim.desc, ranks, claim.apart, inferred=inferred, size=size
+                    )
+                    known[claim.name, claim.apart, members] = group
                     groups.append(group)
             else:
-                group = unknown.get(claim.name)
+                group = unknown.get((claim.name, claim.apart))
                 if group is None:
-                    group = unknown[claim.name] = JobGroup(len(groups), claim.name, claim.desc, (), inferred=True)
+                    group = JobGroup(len(groups), claim.name, claim.desc, (), claim.apart, inferred=True, size=size)
+                    unknown[claim.name, claim.apart] = group
                     groups.append(group)
                 if one.rank not in group.ranks:
                     group.ranks = (*group.ranks, one.rank)
@@ -273,6 +401,8 @@ def _groups(evidence: list[RankEvidence], world: tuple[int, ...]) -> tuple[list[
             group.local_index.setdefault(one.rank, local)
             mine.append(group.index)
         group_of[one.rank] = mine
+    for group in groups:
+        group.inferred = group.inferred and group.size != len(group.ranks)
     return groups, group_of
 
 

@@ -80,19 +80,20 @@ def _pair(
             if rank in job.ranks:
                 for row in rows:
                     if job.ranks[rank].calls.state[row] < RETIRED:
-                        pairing.alone[rank, row] = peer
+                        _leave_alone(job, rank, row, peer, pairing)
         return
     numbered = one.numbered_pairs and other.numbered_pairs
+    exact = numbered or (_is_whole(one) and _is_whole(other))
     if numbered:
         pairs, lone_sends, lone_receives = _by_count(one, other, send_rows, receive_rows)
-    elif _is_whole(one) and _is_whole(other):
+    elif exact:
         count = min(len(send_rows), len(receive_rows))
         pairs = list(zip(send_rows, receive_rows))  # noqa: B905
         lone_sends, lone_receives = send_rows[count:], receive_rows[count:]
     elif in_step:
         pairs, lone_sends, lone_receives = _by_number(one, other, send_rows, receive_rows)
     else:
-        pairs, lone_sends, lone_receives, over = _from_the_end(one, other, send_rows, receive_rows)
+        pairs, lone_sends, lone_receives, over = _from_the_end(job, one, other, send_rows, receive_rows)
         pairing.done.update((source, row) for row in over[0])
         pairing.done.update((target, row) for row in over[1])
     strangers = [
@@ -125,10 +126,20 @@ def _pair(
             passed = in_step and of_peer.active_only and progress is not None
             if passed and progress is not None and progress.last_completed_collective >= calls.seq[row]:
                 pairing.done.add((rank, row))
-            else:
+            elif exact:
                 pairing.alone[rank, row] = peer
+            else:
+                _leave_alone(job, rank, row, peer, pairing)
     for rank, rows in ((source, send_rows), (target, receive_rows)):
         _end_in_order(job, rank, rows, pairing)
+
+
+def _leave_alone(job: Job, rank: int, row: int, peer: int, pairing: Pairing) -> None:
+    """Note that `peer` has not answered a call, unless its rank would not have noticed an answer."""
+    if row < job.blind_until(rank):
+        pairing.done.add((rank, row))
+    else:
+        pairing.alone[rank, row] = peer
 
 
 def _end_in_order(job: Job, rank: int, rows: list[int], pairing: Pairing) -> None:
@@ -209,22 +220,26 @@ def _by_number(one: RankEvidence, other: RankEvidence, sends: list[int], receive
 
 
 def _from_the_end(
-    one: RankEvidence, other: RankEvidence, sends: list[int], receives: list[int]
+    job: Job, one: RankEvidence, other: RankEvidence, sends: list[int], receives: list[int]
 ) -> tuple[list[tuple[int, int]], list[int], list[int], tuple[list[int], list[int]]]:
     """A matching, and the open sends and receives that are over."""
     open_sends = [row for row in sends if one.calls.state[row] < RETIRED]
     open_receives = [row for row in receives if other.calls.state[row] < RETIRED]
+    # What looks open on a rank that notices no ends, from before a collective that is over, answers nothing.
+    blind_sends = [row for row in open_sends if row < job.blind_until(one.rank)]
+    blind_receives = [row for row in open_receives if row < job.blind_until(other.rank)]
+    open_sends, open_receives = open_sends[len(blind_sends) :], open_receives[len(blind_receives) :]
     surplus = len(open_sends) - len(open_receives)
     # One side may have noticed the end of a transfer that is still open on the other: of the surplus, those calls that
     # were made before the other side saw transfers end.
-    over: tuple[list[int], list[int]] = [], []
+    over: tuple[list[int], list[int]] = blind_sends, blind_receives
     if surplus > 0:
         ended = min(surplus, _ended_since(other, receives, one.calls.created[open_sends[0]]))
-        over = open_sends[:ended], []
+        over = blind_sends + open_sends[:ended], blind_receives
         open_sends = open_sends[ended:]
     elif surplus < 0:
         ended = min(-surplus, _ended_since(one, sends, other.calls.created[open_receives[0]]))
-        over = [], open_receives[:ended]
+        over = blind_sends, blind_receives + open_receives[:ended]
         open_receives = open_receives[ended:]
     count = min(len(open_sends), len(open_receives))
     return list(zip(open_sends, open_receives)), open_sends[count:], open_receives[count:], over  # noqa: B905

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
-from crossrank.tools.diagnosis.evidence import LEFT
 from crossrank.tools.diagnosis.findings import Finding, Place, call_text, group_text
 from crossrank.tools.diagnosis.job import Job
 from crossrank.tools.diagnosis.waiting import Waiting
 from crossrank.tools.readers.flight_dump import Frame
 
-_MOST_FRAMES = 24
+_MOST_FRAMES = 12
+_INNER_FRAMES = 4
+"""Frames of libraries that are shown below the user's: what the user's line has called."""
 _MAIN = "MainThread"
 _RECORDER = "/crossrank/instrument/"
+_LIBRARY = re.compile(
+    r"[/\\](site|dist)-packages[/\\]|[/\\]lib[/\\]python\d[.\d]*[/\\]|^<frozen |[/\\]torch[/\\]", re.IGNORECASE
+)
+"""Paths of code that is not the user's: torch and other packages, and Python's own."""
 
 
 def add_places(job: Job, waiting: Waiting, findings: Sequence[Finding]) -> None:
@@ -28,6 +34,13 @@ def _place(job: Job, waiting: Waiting, finding: Finding, rank: int, role: str) -
     evidence = job.ranks.get(rank)
     if evidence is None:
         return None
+    if evidence.has_raised and evidence.traceback:
+        what = f"where it raised {evidence.error}"
+        return Place(rank=rank, role=role, what=what, frames=frame_texts(evidence.traceback))
+    if role == "culprit" and evidence.of_threads:
+        ended = evidence.of_threads[0]
+        what = f"where its thread {ended.thread} raised {ended.error}"
+        return Place(rank=rank, role=role, what=what, frames=frame_texts(tuple(ended.frames)))
     head = waiting.heads.get(rank)
     row = head.row if head is not None else _row_of(job, finding, rank)
     what = "the call it is stuck in" if head is not None else "its call"
@@ -35,7 +48,10 @@ def _place(job: Job, waiting: Waiting, finding: Finding, rank: int, role: str) -
         row, what = len(evidence.calls) - 1, "the last call it made"
     frames = frame_texts(job.stack(rank, row)) if row is not None else []
     main = next((stack for stack in evidence.own_stacks if stack.thread == _MAIN), None)
-    if main is not None and evidence.reason not in LEFT and (role == "culprit" or len(frames) < 2):
+    # At the end of a recording the main thread is where it ends, and not where the rank was.
+    is_leaving = evidence.reason in ("exit", "disable")
+    lost = main is not None and bool(frames) and not any(map(_is_users, main.frames))  # reporting an exception
+    if main is not None and not is_leaving and not lost and (role == "culprit" or len(frames) < 2):
         return Place(
             rank=rank, role=role, what="its main thread when it was dumped", frames=frame_texts(tuple(main.frames))
         )
@@ -58,6 +74,17 @@ def _row_of(job: Job, finding: Finding, rank: int) -> int | None:
 
 
 def frame_texts(frames: tuple[Frame, ...]) -> list[str]:
-    """`function (file:line)` for every frame but those of the recorder itself, innermost first."""
-    own = [frame for frame in frames if _RECORDER not in frame.filename]
-    return [f"{frame.name} ({frame.filename}:{frame.line})" for frame in own[:_MOST_FRAMES]]
+    """`function (file:line)`: the user's frames, innermost first, then the innermost ones of what they called.
+
+    With FSDP or DDP dozens of the frameworks' frames lie between the call and the user's line. The recorder's own
+    frames are left out.
+    """
+    known = [frame for frame in frames if _RECORDER not in frame.filename]
+    users = [frame for frame in known if _is_users(frame)]
+    inner = [frame for frame in known if not _is_users(frame)]
+    most = _INNER_FRAMES if users else _MOST_FRAMES
+    return [f"{frame.name} ({frame.filename}:{frame.line})" for frame in users[:_MOST_FRAMES] + inner[:most]]
+
+
+def _is_users(frame: Frame) -> bool:
+    return _LIBRARY.search(frame.filename) is None and _RECORDER not in frame.filename

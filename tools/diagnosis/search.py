@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from crossrank.tools.diagnosis.findings import Finding
-from crossrank.tools.diagnosis.job import Job
+from crossrank.tools.diagnosis.job import Job, JobGroup
 from crossrank.tools.diagnosis.p2p import Pairing
 from crossrank.tools.diagnosis.waiting import Stall, Waiting
 
-CLEARLY_STALE = 3
-"""Ends that a rank must have missed before its GPU or its watchdog is called stuck: the last one may be just late."""
+_LAST = 1 << 63
+"""Later than any moment: of what no call shows."""
 
 
 @dataclass
@@ -36,6 +36,10 @@ class Search:
     root_of: dict[int, int] = field(default_factory=dict)
     """id of a stall -> index of the root that explains it"""
     ranks_of_root: list[set[int]] = field(default_factory=list)
+    began: list[int] = field(default_factory=list)
+    """When each root began to show, in ns since 1970."""
+    explained: set[int] = field(default_factory=set)
+    """Ranks of which there is no evidence because a root ended them."""
 
     def left(self) -> list[Stall]:
         """The stalls that no root explains yet."""
@@ -45,10 +49,20 @@ class Search:
         """Ranks with evidence that wait for nobody."""
         return {rank for rank in self.job.ranks if rank not in self.waiting.heads and rank not in self.lacking}
 
-    def add_root(self, finding: Finding, stalls: Iterable[Stall]) -> None:
-        """Add a root cause, which explains `stalls`."""
+    def accused(self) -> set[int]:
+        """Ranks that a root names."""
+        return {rank for finding in self.found.roots for rank in finding.culprit_ranks}
+
+    def may_be_members(self, group: JobGroup) -> set[int]:
+        """Ranks that wait for nobody, or of which there is no evidence, and that a group does not show as members."""
+        return (self.silent() | set(self.lacking)) - set(group.ranks)
+
+    def add_root(self, finding: Finding, stalls: Sequence[Stall], since: int | None = None) -> None:
+        """Add a root cause, which explains `stalls` and began at `since` (ns since 1970) or with the first of them."""
         index = len(self.found.roots)
         self.found.roots.append(finding)
+        began = [stall.since for stall in stalls] + ([since] if since is not None else [])
+        self.began.append(min(began, default=_LAST))
         self.ranks_of_root.append({*finding.culprit_ranks, *finding.waiting_ranks})
         for stall in stalls:
             self.root_of.setdefault(id(stall), index)

@@ -19,7 +19,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from crossrank.comm import OPERATIONS
-from crossrank.tools.diagnosis.evidence import RETIRED, STARTED
+from crossrank.tools.diagnosis.evidence import RETIRED, STARTED, RankEvidence
 from crossrank.tools.diagnosis.job import Job, JobGroup
 from crossrank.tools.diagnosis.p2p import Pairing
 
@@ -82,7 +82,7 @@ class Waiting:
 
 def who_waits(job: Job, pairing: Pairing) -> Waiting:
     """Find every rank's head and what it waits for."""
-    released = {group.index: job.released(group) for group in job.groups}
+    released = job.over
     heads: dict[int, Head] = {}
     stale: dict[int, int] = {}
     for rank in job.ranks:
@@ -125,7 +125,7 @@ def _stalls(job: Job, heads: dict[int, Head], pairing: Pairing) -> dict[int, Sta
                 stall = stall or known
         else:
             stall = by_call.get((head.group.index, head.seq))
-        created = job.ranks[rank].calls.created[head.row]
+        created = job.moment(rank, head.row)
         if stall is None:
             stall = Stall(head.group, head.seq, head.op, head.is_p2p, since=created)
             if not head.is_p2p:
@@ -143,15 +143,27 @@ def _rows_of(job: Job, head: Head) -> list[int]:
 
 def _head(job: Job, rank: int, released: dict[int, int], pairing: Pairing) -> tuple[Head | None, int]:
     """The head of a rank, and how many calls it has not seen the end of that are over."""
+    if job.ranks[rank].has_raised:
+        return None, 0  # it is not in a call: it left
     row, missed = _first_open_row(job, rank, released, pairing)
     if row is None:
         row = _timed_out(job, rank)
     if row is None:
         return None, missed
     group, signature = job.group_at(rank, row), job.signature(rank, row)
+    if _others_went_on(job, rank, row, group):
+        return None, missed
     peers = _peers(job, rank, row, pairing) if signature.is_p2p else ()
     seq = job.ranks[rank].calls.seq[row]
     return Head(rank=rank, row=row, group=group, seq=seq, op=signature.op, peers=peers), missed
+
+
+def _others_went_on(job: Job, rank: int, row: int, group: JobGroup) -> bool:
+    """Whether the last call in the unfinished file of a rank is not where it is stuck: the others are past it."""
+    evidence = job.ranks[rank]
+    if not evidence.died_unseen or row != len(evidence.calls) - 1 or job.signature(rank, row).is_p2p:
+        return False
+    return any((job.enqueued(group, other) or 0) > evidence.calls.seq[row] for other in group.ranks if other != rank)
 
 
 def _first_open_row(job: Job, rank: int, released: dict[int, int], pairing: Pairing) -> tuple[int | None, int]:
@@ -194,7 +206,7 @@ def _timed_out(job: Job, rank: int) -> int | None:
     """The last call of a rank, where it is done with it although it cannot have ended.
 
     gloo retires a call that timed out as it does one that ended. But no all_reduce ends without all of its members,
-    and a process that dies of an exception most often dies of its last call.
+    and a process whose communication fails most often dies of its last call.
     """
     evidence = job.ranks[rank]
     row = len(evidence.calls) - 1
@@ -204,16 +216,21 @@ def _timed_out(job: Job, rank: int) -> int | None:
     if operation is None or operation.p2p:
         return None
     group, seq, created = job.group_at(rank, row), evidence.calls.seq[row], evidence.calls.created[row]
+    needs_all = operation.releases_all or evidence.has_failed
     for other in group.ranks:
         enqueued = job.enqueued(group, other)
         if enqueued is None:
-            if other not in job.ranks and evidence.error is not None:
+            if other not in job.ranks and evidence.has_failed:
                 return row
-            continue
-        taken_at = job.ranks[other].taken_at
-        if operation.releases_all and enqueued < seq and (taken_at is None or taken_at >= created):
+        elif needs_all and enqueued < seq and stays_away(job.ranks[other], created):
             return row
     return None
+
+
+def stays_away(evidence: RankEvidence, moment: int) -> bool:
+    """Whether a rank had not done at `moment` (ns since 1970) either what it had not done when it was dumped."""
+    taken_at = evidence.taken_at
+    return evidence.is_final or evidence.died_unseen or taken_at is None or taken_at >= moment
 
 
 def _batch(job: Job, rank: int, row: int) -> list[int]:

@@ -107,6 +107,14 @@ class OwnStack(msgspec.Struct, frozen=True):
     frames: Annotated[list[Frame], msgspec.Meta(max_length=MOST_FRAMES)]
 
 
+class Raised(msgspec.Struct, frozen=True):
+    """An exception that ended a thread, innermost frame first."""
+
+    thread: Text = ""
+    error: Text = ""
+    frames: Annotated[list[Frame], msgspec.Meta(max_length=MOST_FRAMES)] = []
+
+
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
     """What crossrank adds to a dump that it takes itself."""
 
@@ -116,7 +124,9 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     reason: Text = ""
     """`hang`, `SIGUSR1`, `SIGTERM`, `window`, `disable`, `exit`."""
     error: Text | None = None
-    """The exception that ended the process."""
+    """The text of the first of `exceptions`."""
+    exceptions: Annotated[list[Raised], msgspec.Meta(max_length=_MOST_CALLS)] = []
+    """What ended threads of the process, that of the main thread first."""
     time_ns: Int
     """ns since 1970 when it was taken."""
     clock: dict[str, Int] = {}

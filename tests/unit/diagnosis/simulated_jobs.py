@@ -159,6 +159,23 @@ class SimulatedJob:
                 self._check(rank, call)
         self._schedule = self._events(None if seed is None else random.Random(seed))
 
+    @property
+    def world_size(self) -> int:
+        return len(self._programs)
+
+    @property
+    def first_ns(self) -> int:
+        """When the job began, in ns since 1970."""
+        return _FIRST_NS
+
+    def described(self, rank: int) -> list[dict[str, Any]]:
+        """The groups of a rank as crossrank's dumps describe them."""
+        return [
+            {"pg": name, "size": len(ranks), "ranks": ranks, "desc": desc}
+            for name, (desc, ranks) in self._groups.items()
+            if rank in ranks
+        ]
+
     def run(self, most_events: int | None = None) -> None:
         """Go on, for so many events at most; one event is a CPU's next call, or a GPU's next start or completion."""
         for _ in islice(self._schedule, most_events):
@@ -209,7 +226,7 @@ class SimulatedJob:
         folder.mkdir(parents=True, exist_ok=True)
         for rank in range(len(self._ranks)) if ranks is None else ranks:
             dump = self.dump(rank, **options)
-            content = pickle.dumps(dump, protocol=2) if form == "pickle" else _as_json(dump)
+            content = pickle.dumps(dump, protocol=2) if form == "pickle" else as_json(dump)
             (folder / f"{prefix}{rank}").write_bytes(content)
 
     def _check(self, rank: int, call: Call) -> None:
@@ -403,7 +420,7 @@ def _agree(calls: list[Collective]) -> bool:
     return all(sizes == side[0] for side in compared for sizes in side)
 
 
-def _as_json(dump: dict[str, Any]) -> bytes:
+def as_json(dump: dict[str, Any]) -> bytes:
     """The JSON form has no frames, zero for an unknown time, strings in the status, and no empty list of entries."""
     entries = [{k: 0 if v is None else v for k, v in e.items() if k != "frames"} for e in dump["entries"]]
     status = {pg: {key: str(value) for key, value in values.items()} for pg, values in dump["pg_status"].items()}

@@ -12,6 +12,7 @@ import pytest
 from crossrank.comm import CommRecord
 from crossrank.tools.diagnosis.inputs import find_candidates, read_evidence
 from crossrank.tools.fleet import Fleet
+from tests.unit.diagnosis.moments import Moment, write_moments
 from tests.unit.diagnosis.simulated_jobs import Collective, CpuStall, Groups, Programs, Recv, Send, SimulatedJob
 from tests.unit.diagnosis.verdicts import diagnosis_of, roots
 
@@ -20,14 +21,30 @@ START = 1_795_000_000_000_000_000
 
 
 def write_comms(
-    folder: Path, rank: int, records: list[dict[str, Any]], *, ended: bool = False, emit: str = "ALL"
+    folder: Path,
+    rank: int,
+    records: list[dict[str, Any]],
+    *,
+    ended: bool = False,
+    emit: str = "ALL",
+    groups: Groups = GROUPS,
+    until: float | None = None,
 ) -> None:
-    """A comms file of `rank` as a job of three ranks writes it; record n is made n seconds after the start."""
+    """A comms file of `rank`, of a job of the ranks in group "0"; record n is made n seconds after the start.
+
+    `until` is up to when it lacks nothing, in seconds after the start.
+    """
     folder.mkdir(exist_ok=True)
-    header: dict[str, Any] = {"schema": "crossrank-comms 1", "rank": rank, "world_size": 3, "host": "h", "node": "n"}
+    header: dict[str, Any] = {
+        "schema": "crossrank-comms 1",
+        "rank": rank,
+        "world_size": len(groups["0"][1]),
+        "host": "h",
+        "node": "n",
+    }
     header["config"] = {"emit": emit}
     lines: list[Any] = [{"header": header | {"clock": {"t": 0, "wall": START}}}]
-    for name, (desc, ranks) in GROUPS.items():
+    for name, (desc, ranks) in groups.items():
         if rank in ranks:
             lines.append({"group": {"pg": name, "size": len(ranks), "ranks": ranks, "desc": desc, "backend": "gloo"}})
             lines[-1]["group"]["locality"] = "intra_node" if name == "7" else "cross_node"
@@ -35,6 +52,8 @@ def write_comms(
         whole = {"id": number, "c10d": fields["op"], "bytes": 32, "t": number * 10**9, "in": [[8]], "dtype": "float32"}
         record = msgspec.convert(whole | {"source": f"train.py:{number + 1}"} | fields, CommRecord)
         lines.append(msgspec.json.decode(msgspec.json.encode(record)))
+    if until is not None:
+        lines.append({"clock": {"t": int(until * 10**9), "wall": START + int(until * 10**9)}})
     if ended:
         lines.append({"end": {"reason": "exit"}})
     (folder / f"rank-{rank}.comms.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -202,3 +221,46 @@ def test_a_comms_file_that_leaves_out_what_stays_in_a_node_proves_no_absence(tmp
 
     assert [(one.kind, one.culprit_ranks) for one in diagnosis_of(tmp_path / "0").findings] == [("dump_missing", [2])]
     assert diagnosis_of(tmp_path / "1").findings == []
+
+
+def test_a_barrier_that_torch_does_not_record_comes_from_the_comms_files(tmp_path: Path) -> None:
+    failed = "RuntimeError: [Rank 0]: Ranks 2 failed to pass monitoredBarrier in 2000 ms"
+    job = SimulatedJob([[Collective("0", inputs=((8,),))]] * 3, GROUPS, backend="gloo")
+    ends = {rank: Moment(reason="exit", after=9, error=failed) for rank in (0, 1)} | {
+        2: Moment(reason="SIGTERM", after=30)
+    }
+    write_moments(job, tmp_path, ends)
+    barrier = {"op": "barrier", "c10d": "monitored_barrier_", "pg": "0", "seq": 2, "in": [], "dtype": None}
+    for rank in range(3):
+        write_comms(tmp_path, rank, [all_reduce(1), *([barrier] if rank < 2 else [])], ended=True)
+
+    assert roots(diagnosis_of(tmp_path)) == [("missing_rank", "default_pg", 1, [2], [0, 1])]
+
+
+@pytest.mark.parametrize(
+    ("until", "suspects"),
+    [
+        pytest.param((1.1, 1.2, 0.9), [], id="the last call may not have reached the disk"),
+        pytest.param((31.0, 31.1, 30.9), [2], id="all stand still"),
+        pytest.param((31.0, 31.1, 0.5), [2], id="one has died"),
+    ],
+)
+def test_the_moment_of_comms_files_tells_a_hang_from_a_job_that_trains(
+    until: tuple[float, ...], suspects: list[int], tmp_path: Path
+) -> None:
+    for rank in range(3):
+        write_comms(tmp_path, rank, [all_reduce(1), all_reduce(2)][: 1 if rank == 2 else 2], until=until[rank])
+
+    found = diagnosis_of(tmp_path)
+
+    assert (found.verdict, found.suspect_ranks) == ("error" if suspects else "ok", suspects)
+
+
+def test_comms_files_that_go_on_without_a_call_do_not_replace_the_dumps_of_a_hang(tmp_path: Path) -> None:
+    programs: Programs = [[Collective("0", inputs=((8,),))], [Collective("0", inputs=((8,),))], []]
+    job = SimulatedJob(programs, GROUPS, backend="gloo")
+    write_moments(job, tmp_path, {rank: Moment() for rank in range(3)})
+    for rank in range(3):
+        write_comms(tmp_path, rank, [], until=600)
+
+    assert roots(diagnosis_of(tmp_path)) == [("missing_rank", "default_pg", 1, [2], [0, 1])]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
 
 from tests.unit.diagnosis.simulated_jobs import (
+    Call,
     Collective,
     CpuStall,
     GpuStall,
@@ -154,3 +156,96 @@ def test_a_ring_that_lost_the_stuck_call_says_so(tmp_path: Path) -> None:
         "rank 0-3 has more calls open than its ring holds: the one that it is stuck in fell out, "
         "and it is accused of nothing. Raise TORCH_FR_BUFFER_SIZE"
     ]
+
+
+@pytest.mark.parametrize("active_only", [False, True])
+def test_a_rank_that_notices_no_ends_is_a_root_beside_the_rank_that_stopped(active_only: bool, tmp_path: Path) -> None:
+    programs, groups = training(8, 6)
+    programs[5].insert(9, StaleWatchdog())
+    programs[2].insert(18, CpuStall())
+
+    found = diagnose_job(SimulatedJob(programs, groups, timing=False), tmp_path, active_only=active_only)
+
+    assert [(row[0], row[3]) for row in roots(found)] == [("not_completed", [5]), ("missing_rank", [2])]
+    assert "notices no end of" in found.findings[0].text
+
+
+def test_transfers_from_before_a_collective_that_is_over_answer_nothing_on_a_rank_that_notices_no_ends(
+    tmp_path: Path,
+) -> None:
+    programs, groups = pipeline(4, 4)
+    programs[2].insert(9, StaleWatchdog())
+    programs[2].insert(-3, CpuStall())
+
+    found = diagnose_job(SimulatedJob(programs, groups, timing=False), tmp_path, active_only=True)
+
+    assert found.suspect_ranks == [2]
+
+
+def test_dumps_without_a_status_show_by_their_gaps_that_completed_calls_were_left_out(tmp_path: Path) -> None:
+    programs, groups = training(4, 6)
+    programs[1].insert(13, CpuStall())
+    job = SimulatedJob(programs, groups, timing=False, concurrent_groups=True)
+    job.run()
+    for rank in range(4):
+        dump = job.dump(rank, active_only=True) | {"pg_status": {}}
+        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(dump, 2))
+
+    found = diagnosis_of(tmp_path)
+
+    assert [(row[0], row[3]) for row in roots(found)] == [("missing_rank", [1])]
+
+
+@pytest.mark.parametrize(("odd", "call"), [(2, Recv("0", 0)), (1, Send("0", 3))], ids=["receives", "sends"])
+def test_in_a_circle_of_transfers_the_rank_that_did_what_it_never_did_is_the_odd_one(
+    odd: int, call: Recv | Send, tmp_path: Path
+) -> None:
+    programs: Programs = []
+    for rank in range(4):
+        step: list[Call] = [Recv("0", rank - 1)] if rank > 0 else []
+        step += [Send("0", rank + 1)] if rank < 3 else []
+        programs.append(step * 6)
+    programs[odd][6 if isinstance(call, Recv) else 7] = call
+
+    found = diagnose_job(SimulatedJob(programs, WORLD, blocking=True), tmp_path)
+
+    assert [(row[0], row[3]) for row in roots(found)] == [("p2p_wait_cycle", [odd])]
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_of_what_nobody_explains_the_earliest_is_the_root_however_few_wait_in_it(first: str, tmp_path: Path) -> None:
+    groups: Groups = {
+        "0": ("default_pg", [0, 1, 2, 3, 4]),
+        "1": ("a", [0, 1]),
+        "2": ("b", [2, 3, 4]),
+    }
+    programs: Programs = [[Collective("0"), Collective("1")] for _ in range(2)]
+    programs += [[Collective("0"), Collective("2")] for _ in range(3)]
+    job = SimulatedJob(programs, groups, broken={("1", 1), ("2", 1)})
+    job.run()
+    for rank in range(5):
+        dump = job.dump(rank)
+        if (rank < 2) == (first == "b"):
+            dump["entries"][-1]["time_created_ns"] += 10**9
+        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(dump, 2))
+
+    found = diagnosis_of(tmp_path)
+
+    assert {row[1] for row in roots(found)} == {"a", "b"}
+    assert roots(found)[0][1] == first
+
+
+def test_two_ranks_that_stopped_independently_are_both_named_the_earlier_first(tmp_path: Path) -> None:
+    groups: Groups = {"0": ("default_pg", list(range(8))), "1": ("a", [0, 1]), "2": ("b", [2, 3, 4, 5, 6, 7])}
+    programs: Programs = [[Collective("0"), Collective("1" if rank < 2 else "2")] * 2 for rank in range(8)]
+    programs[1][3] = CpuStall()
+    programs[6][3] = CpuStall()
+    job = SimulatedJob(programs, groups)
+    job.run()
+    for rank in range(8):
+        dump = job.dump(rank)
+        if rank >= 2 and rank != 6:
+            dump["entries"][-1]["time_created_ns"] += 10**9
+        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(dump, 2))
+
+    assert [(row[0], row[3]) for row in roots(diagnosis_of(tmp_path))] == [("missing_rank", [1]), ("missing_rank", [6])]
