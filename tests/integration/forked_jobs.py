@@ -6,6 +6,7 @@ ranks. Each rank is a process that ends as the interpreter ends, with its own tr
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -17,10 +18,13 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from crossrank.comm import CommRecord
+from crossrank.recording import CommsFile
 from crossrank.tools.readers.flight_dump import read_flight_dump
 
 ROOT = Path(__file__).parents[2]
 
+GO_ON = "go on"
 _STATE = "job.json"
 _PATIENCE = 6.0
 """Seconds that terminated ranks have to end; torchrun gives 30."""
@@ -43,6 +47,7 @@ def serve(run_rank: RankMain) -> None:
     """Start a job for every line of stdin, `[name, folder, number of ranks]` as JSON, until stdin ends."""
     for module in _LOADED_BY_TRAINING:
         import_module(module)
+    gc.freeze()  # else every rank that ends looks through all that was imported, which takes a second
     for line in sys.stdin:
         name, folder, ranks = json.loads(line)
         while _reap() is not None:
@@ -144,6 +149,10 @@ class Job:
         moment = read_flight_dump(str(path)).moment
         return moment is not None and moment.reason == "hang"
 
+    def go_on(self) -> None:
+        """End what `wait_for_the_test` waits for."""
+        (self.folder / GO_ON).touch()
+
     def terminate(self) -> None:
         """Send SIGTERM to the agent, as `scancel` and Ctrl-C of torchrun do."""
         os.kill(self._agent(), signal.SIGTERM)
@@ -158,8 +167,14 @@ class Job:
     def wait_until_over(self) -> None:
         wait_until(self.is_over, "the job does not end")
 
-    def logs(self) -> str:
-        return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in sorted(self.folder.glob("rank-*.log")))
+    def recorded(self, rank: int) -> list[CommRecord]:
+        """The calls in the rank's comms file so far."""
+        path = self.recording / f"rank-{rank}.comms.jsonl.zst"
+        return list(CommsFile(str(path)).records()) if path.exists() else []
+
+    def logs(self) -> list[str]:
+        """What every rank has printed."""
+        return [log.read_text() for log in sorted(self.folder.glob("rank-*.log"))]
 
     def _agent(self) -> int:
         return int(json.loads((self.folder / _STATE).read_text())["agent"])

@@ -43,7 +43,7 @@ class Fault:
     ranks: int = 4
     culprits: tuple[int, ...] = ()
     kinds: tuple[str, ...] = ()
-    """Kinds that a root finding may have; none of a healthy job."""
+    """Kinds that a root finding may have."""
     involved: tuple[int, ...] = ()
     """Ranks that must stand in a root finding although nobody can say which of them is to blame: any may be accused."""
     cannot_dump: tuple[int, ...] = ()
@@ -119,7 +119,7 @@ def batches(count: int) -> list[torch.Tensor]:
 
 def wait_for_the_test() -> None:
     """What takes long: it lasts until the job has been looked at."""
-    while not (Path(os.environ[_FOLDER]) / "go on").exists():
+    while not (Path(os.environ[_FOLDER]) / forked_jobs.GO_ON).exists():
         time.sleep(0.02)
 
 
@@ -244,6 +244,13 @@ def waits_for_its_data(rank: int) -> None:
     for batch in loader:  # rank 2
         model(batch).sum().backward()
         optimizer.step()
+
+
+def gets_its_data_late(rank: int) -> None:
+    for step in range(4):
+        dist.all_reduce(torch.ones(64))
+        if (rank, step) == (2, 2):
+            wait_for_the_test()  # rank 2
 
 
 def waits_for_a_lock(rank: int) -> None:
@@ -555,11 +562,11 @@ def evaluates_for_long(rank: int) -> None:
 
 
 def has_a_slow_rank(rank: int) -> None:
-    folder = Path(os.environ[_FOLDER])
+    going_on = Path(os.environ[_FOLDER]) / forked_jobs.GO_ON
     done = torch.zeros(1)
     while not done:
         time.sleep(0.3 if rank == 2 else 0.01)
-        done = torch.tensor([float((folder / "go on").exists())])
+        done = torch.tensor([float(going_on.exists())])
         dist.all_reduce(done, op=dist.ReduceOp.MIN)
 
 
@@ -615,12 +622,11 @@ FAULTS: list[Fault] = [
     Fault(job=uses_another_tag, involved=(0, 1), kinds=UNANSWERED),
 ]
 
-HEALTHY: list[Fault] = [
-    Fault(job=evaluates_for_long, hang_seconds=1),
-    Fault(job=has_a_slow_rank, hang_seconds=1),
-]
+LATE = Fault(job=gets_its_data_late, culprits=(2,), kinds=ABSENT)
+LONG_EVALUATION = Fault(job=evaluates_for_long, hang_seconds=1)
+SLOW_RANK = Fault(job=has_a_slow_rank, hang_seconds=2)
 
-BY_NAME = {fault.name: fault for fault in FAULTS + HEALTHY}
+BY_NAME = {fault.name: fault for fault in [*FAULTS, LATE, LONG_EVALUATION, SLOW_RANK]}
 
 
 def run_rank(name: str, folder: Path, rank: int) -> None:
@@ -641,4 +647,7 @@ def run_rank(name: str, folder: Path, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    forked_jobs.serve(run_rank)
+    if len(sys.argv) > 1:  # torchrun's arguments: NAME FOLDER
+        run_rank(sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"]))
+    else:
+        forked_jobs.serve(run_rank)

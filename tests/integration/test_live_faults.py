@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 
 from crossrank.tools.cli import main
-from tests.integration.forked_jobs import Job, JobServer, wait_until
-from tests.integration.live_faults import FAULTS, Fault
+from tests.integration import jobs
+from tests.integration.forked_jobs import ROOT, Job, JobServer, wait_until
+from tests.integration.live_faults import BY_NAME, FAULTS, LATE, LONG_EVALUATION, SLOW_RANK, Fault
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +40,60 @@ def test_a_fault_is_diagnosed(
             job.terminate()
         job.wait_until_over()
         assert complaints(fault, job, capsys) == [], "when it is dead"
+    finally:
+        job.kill()
+
+
+@pytest.mark.parametrize("name", ["raises_while_others_are_in_backward", "is_killed"])
+def test_a_fault_under_torchrun_is_diagnosed(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fault = BY_NAME[name]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={fault.ranks}"]
+    ended = jobs.run([*command, "-m", "tests.integration.live_faults", name, tmp_path], ROOT)
+    assert ended.returncode == 1
+    assert complaints(fault, Job(tmp_path), capsys) == []
+
+
+def test_a_rank_that_is_late_is_named_until_it_comes(
+    server: JobServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = server.start(LATE.name, tmp_path, LATE.ranks)
+    try:
+        wait_until(lambda: hangs(job, LATE), "the job does not notice that it hangs")
+        assert complaints(LATE, job, capsys) == []
+        job.go_on()
+        job.wait_until_over()
+        assert main(["diagnose", str(job.recording)]) == 0, capsys.readouterr().out
+    finally:
+        job.kill()
+
+
+def test_ranks_that_compute_for_long_are_healthy(
+    server: JobServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = server.start(LONG_EVALUATION.name, tmp_path, LONG_EVALUATION.ranks)
+    try:
+        wait_until(lambda: hangs(job, LONG_EVALUATION), "no rank notices that it does not communicate")
+        assert main(["diagnose", str(job.recording)]) == 0, capsys.readouterr().out
+        job.go_on()
+        job.wait_until_over()
+        assert main(["diagnose", str(job.recording)]) == 0, capsys.readouterr().out
+    finally:
+        job.kill()
+
+
+def test_a_job_with_a_slow_rank_is_healthy(
+    server: JobServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = server.start(SLOW_RANK.name, tmp_path, SLOW_RANK.ranks)
+    try:
+        # Its comms files are all there is of a job that trains, and may end at different calls.
+        for rank in range(SLOW_RANK.ranks):
+            wait_until(lambda rank=rank: len(job.recorded(rank)) > 3, f"rank {rank} records no calls")  # type: ignore[misc]
+        assert main(["diagnose", str(job.recording)]) == 0, capsys.readouterr().out
+        job.go_on()
+        job.wait_until_over()
+        assert main(["diagnose", str(job.recording)]) == 0, capsys.readouterr().out
+        assert not any("no communication" in log for log in job.logs())
     finally:
         job.kill()
 
