@@ -48,6 +48,8 @@ class Fault:
     """Ranks that must stand in a root finding although nobody can say which of them is to blame: any may be accused."""
     cannot_dump: tuple[int, ...] = ()
     """Ranks that live and write nothing while the job hangs."""
+    hangs: bool = True
+    """Whether a user would look at it while it hangs; else it ends on its own."""
     timeout: float = 120.0
     """Seconds after which gloo gives up."""
     hang_seconds: float = 2.5
@@ -201,6 +203,20 @@ def is_killed(rank: int) -> None:
         model(batch).sum().backward()  # rank 2
         optimizer.step()
         time.sleep(0.02)
+
+
+def is_killed_after_a_long_evaluation(rank: int) -> None:
+    """In the evaluation every rank notices that it does not communicate, and what it wrote then is long out of date."""
+    dump = Path(os.environ[_FOLDER]) / "recording" / f"rank-{rank}.flight.json.zst"
+    model, optimizer = replicated()
+    for step, batch in enumerate(batches(60)):
+        if (rank, step) == (2, 50):
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(batch).sum().backward()  # rank 2
+        optimizer.step()
+        time.sleep(0.02)
+        while step == 10 and not dump.exists():
+            time.sleep(0.02)
 
 
 def is_terminated(rank: int) -> None:
@@ -578,8 +594,17 @@ FAULTS: list[Fault] = [
     Fault(job=leaves_with_sys_exit, culprits=(3,), kinds=ABSENT),
     Fault(job=returns_from_main, culprits=(1,), kinds=ABSENT),
     Fault(job=leaves_with_os_exit, culprits=(2,), kinds=DIED),
-    Fault(job=is_killed, culprits=(2,), kinds=DIED),
-    Fault(job=is_killed, variant="as_recorded_by_default", culprits=(2,), kinds=DIED, tracing="CROSSNODE", nodes=1),
+    Fault(job=is_killed, culprits=(2,), kinds=DIED, hang_seconds=300),
+    Fault(
+        job=is_killed,
+        variant="as_recorded_by_default",
+        culprits=(2,),
+        kinds=DIED,
+        hang_seconds=300,
+        tracing="CROSSNODE",
+        nodes=1,
+    ),
+    Fault(job=is_killed_after_a_long_evaluation, culprits=(2,), kinds=DIED, hang_seconds=1, hangs=False),
     Fault(job=is_terminated, culprits=(1,), kinds=ABSENT),
     Fault(job=is_stopped, culprits=(1,), kinds=DIED, cannot_dump=(1,)),
     Fault(job=waits_for_its_data, culprits=(2,), kinds=ABSENT),

@@ -30,18 +30,24 @@ def test_a_fault_is_diagnosed(
 ) -> None:
     job = server.start(fault.name, tmp_path, fault.ranks)
     try:
-        if fault.gives_up_after is not None:
-            time.sleep(fault.gives_up_after)
-            job.terminate()
-            job.wait_until_over()
-        wait_until(lambda: job.is_over() or hangs(job, fault), "the job neither ends nor notices that it hangs")
-        if not job.is_over():
-            assert complaints(fault, job, capsys) == [], "while it hangs"
-            job.terminate()
-        job.wait_until_over()
-        assert complaints(fault, job, capsys) == [], "when it is dead"
+        for moment in moments_to_look(job, fault):
+            assert complaints(fault, job, capsys) == [], moment
     finally:
         job.kill()
+
+
+def moments_to_look(job: Job, fault: Fault) -> Iterator[str]:
+    """When a user asks what is wrong: while the job hangs, where it does, and when it is dead."""
+    if fault.gives_up_after is not None:
+        time.sleep(fault.gives_up_after)
+        job.terminate()
+    elif fault.hangs:
+        wait_until(lambda: job.is_over() or hangs(job, fault), "the job neither ends nor notices that it hangs")
+        if not job.is_over():
+            yield "while it hangs"
+            job.terminate()
+    job.wait_until_over()
+    yield "when it is dead"
 
 
 @pytest.mark.parametrize("name", ["raises_while_others_are_in_backward", "is_killed"])
