@@ -44,21 +44,21 @@ _LOADED_BY_TRAINING = (
 
 
 def serve(run_rank: RankMain) -> None:
-    """Start a job for every line of stdin, `[name, folder, number of ranks]` as JSON, until stdin ends."""
+    """Start a job for every line of stdin until it ends: `[name, folder, number of ranks, delay]` as JSON."""
     for module in _LOADED_BY_TRAINING:
         import_module(module)
     gc.freeze()  # else every rank that ends looks through all that was imported, which takes a second
     for line in sys.stdin:
-        name, folder, ranks = json.loads(line)
+        name, folder, ranks, delay = json.loads(line)
         while _reap() is not None:
             pass
         if os.fork() == 0:
-            rank = _run_agent(Path(folder), ranks)
+            rank = _run_agent(Path(folder), ranks, delay)
             run_rank(name, Path(folder), rank)
             return
 
 
-def _run_agent(folder: Path, ranks: int) -> int:
+def _run_agent(folder: Path, ranks: int, delay: float) -> int:
     """Fork the ranks and look after them. Returns in the ranks only, with the rank."""
     os.setsid()
     pids = []
@@ -71,19 +71,19 @@ def _run_agent(folder: Path, ranks: int) -> int:
             return rank
         pids.append(pid)
     try:
-        _look_after(folder, pids)
+        _look_after(folder, pids, delay)
     finally:
         os._exit(0)
 
 
-def _look_after(folder: Path, pids: list[int]) -> None:
+def _look_after(folder: Path, pids: list[int], delay: float) -> None:
     codes: dict[int, int | None] = dict.fromkeys(pids)
-    asked = False
-    killed_after = float("inf")
+    never = float("inf")
+    terminate_at = kill_at = never
 
     def terminate(*_: object) -> None:
-        nonlocal asked
-        asked = True
+        nonlocal terminate_at
+        terminate_at = time.monotonic()
 
     signal.signal(signal.SIGTERM, terminate)
     _publish(folder, codes)
@@ -91,16 +91,17 @@ def _look_after(folder: Path, pids: list[int]) -> None:
         ended = _reap()
         if ended is not None:
             codes[ended[0]] = ended[1]
-            asked = asked or ended[1] != 0
             _publish(folder, codes)
+            if ended[1] != 0:
+                terminate_at = min(terminate_at, time.monotonic() + delay)
             continue
         alive = [pid for pid, code in codes.items() if code is None]
-        if asked and killed_after == float("inf"):
-            killed_after = time.monotonic() + _PATIENCE
+        if time.monotonic() >= terminate_at and kill_at == never:
+            kill_at = time.monotonic() + _PATIENCE
             _send(signal.SIGTERM, alive)
-        if time.monotonic() > killed_after:
+        if time.monotonic() >= kill_at:
             _send(signal.SIGKILL, alive)
-        time.sleep(0.05)
+        time.sleep(0.02)
 
 
 def _reap() -> tuple[int, int] | None:
@@ -193,9 +194,11 @@ class JobServer:
             text=True,
         )
 
-    def start(self, name: str, folder: Path, ranks: int) -> Job:
+    def start(self, name: str, folder: Path, ranks: int, *, delay: float = 0.0) -> Job:
+        """Start a job; `delay` is how many seconds after the failure of a rank the others are terminated."""
+        folder.mkdir(exist_ok=True)
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([name, str(folder), ranks]) + "\n")
+        self._process.stdin.write(json.dumps([name, str(folder), ranks, delay]) + "\n")
         self._process.stdin.flush()
         wait_until((folder / _STATE).exists, f"the job {name} does not start")
         return Job(folder)

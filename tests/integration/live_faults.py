@@ -30,6 +30,9 @@ ABSENT = ("missing_rank",)
 DIED = ("missing_rank", "dump_missing")
 ANOTHER_WAY = ("missing_rank", "extra_collective", "type_mismatch", "size_mismatch")
 """By what a rank is found that goes another way than the others depends on what its next calls are."""
+DELAYS = (0.0, 0.4, 3.0)
+"""Seconds after which a launcher terminates the ranks that are left: before they notice anything, while they do, and
+when all of them have raised that their peer is gone."""
 UNANSWERED = ("p2p_unmatched", "p2p_wait_cycle")
 
 _FOLDER = "LIVE_FAULTS_FOLDER"
@@ -50,6 +53,8 @@ class Fault:
     """Ranks that live and write nothing while the job hangs."""
     hangs: bool = True
     """Whether a user would look at it while it hangs; else it ends on its own."""
+    delays: tuple[float, ...] = (0.0,)
+    """Seconds from the failure of a rank to the end of the others; the job is run once with each."""
     timeout: float = 120.0
     """Seconds after which gloo gives up."""
     hang_seconds: float = 2.5
@@ -587,25 +592,26 @@ def has_a_slow_rank(rank: int) -> None:
 
 
 FAULTS: list[Fault] = [
-    Fault(job=raises_between_collectives, culprits=(2,), kinds=ABSENT),
-    Fault(job=raises_while_others_are_in_backward, ranks=5, culprits=(1,), kinds=ABSENT),
-    Fault(job=raises_in_a_mesh, ranks=8, culprits=(6,), kinds=ABSENT),
-    Fault(job=raises_before_its_first_call, culprits=(1,), kinds=(*ABSENT, "no_entries")),
-    Fault(job=leaves_with_sys_exit, culprits=(3,), kinds=ABSENT),
-    Fault(job=returns_from_main, culprits=(1,), kinds=ABSENT),
-    Fault(job=leaves_with_os_exit, culprits=(2,), kinds=DIED),
-    Fault(job=is_killed, culprits=(2,), kinds=DIED, hang_seconds=300),
+    Fault(job=raises_between_collectives, culprits=(2,), kinds=ABSENT, delays=DELAYS),
+    Fault(job=raises_while_others_are_in_backward, ranks=5, culprits=(1,), kinds=ABSENT, delays=DELAYS),
+    Fault(job=raises_in_a_mesh, ranks=8, culprits=(6,), kinds=ABSENT, delays=DELAYS),
+    Fault(job=raises_before_its_first_call, culprits=(1,), kinds=(*ABSENT, "no_entries"), delays=DELAYS),
+    Fault(job=leaves_with_sys_exit, culprits=(3,), kinds=ABSENT, delays=DELAYS),
+    Fault(job=returns_from_main, culprits=(1,), kinds=ABSENT, delays=DELAYS),
+    Fault(job=leaves_with_os_exit, culprits=(2,), kinds=DIED, delays=DELAYS),
+    Fault(job=is_killed, culprits=(2,), kinds=DIED, hang_seconds=300, delays=DELAYS),
     Fault(
         job=is_killed,
         variant="as_recorded_by_default",
         culprits=(2,),
         kinds=DIED,
+        delays=DELAYS,
         hang_seconds=300,
         tracing="CROSSNODE",
         nodes=1,
     ),
-    Fault(job=is_killed_after_a_long_evaluation, culprits=(2,), kinds=DIED, hang_seconds=1, hangs=False),
-    Fault(job=is_terminated, culprits=(1,), kinds=ABSENT),
+    Fault(job=is_killed_after_a_long_evaluation, culprits=(2,), kinds=DIED, hang_seconds=1, hangs=False, delays=DELAYS),
+    Fault(job=is_terminated, culprits=(1,), kinds=ABSENT, delays=DELAYS),
     Fault(job=is_stopped, culprits=(1,), kinds=DIED, cannot_dump=(1,)),
     Fault(job=waits_for_its_data, culprits=(2,), kinds=ABSENT),
     Fault(job=waits_for_a_lock, culprits=(3,), kinds=ABSENT),
@@ -617,27 +623,27 @@ FAULTS: list[Fault] = [
         hang_seconds=300,
         gives_up_after=3,
     ),
-    Fault(job=lets_the_others_time_out, culprits=(1,), kinds=ABSENT, timeout=2, hang_seconds=300),
-    Fault(job=misses_a_monitored_barrier, culprits=(2,), kinds=ABSENT, hang_seconds=300),
+    Fault(job=lets_the_others_time_out, culprits=(1,), kinds=ABSENT, timeout=2, hang_seconds=300, delays=DELAYS),
+    Fault(job=misses_a_monitored_barrier, culprits=(2,), kinds=ABSENT, hang_seconds=300, delays=DELAYS),
     Fault(job=lost_its_thread, culprits=(1,), kinds=ABSENT),
     Fault(job=two_at_once, ranks=8, culprits=(1, 6), kinds=ANOTHER_WAY),
-    Fault(job=averages_the_loss_on_rank_0, culprits=(0,), kinds=ANOTHER_WAY),
+    Fault(job=averages_the_loss_on_rank_0, culprits=(0,), kinds=ANOTHER_WAY, delays=DELAYS),
     Fault(job=gathers_metrics_on_rank_0, culprits=(0,), kinds=ANOTHER_WAY),
     Fault(job=has_a_batch_less, culprits=(3,), kinds=ANOTHER_WAY),
-    Fault(job=has_a_batch_less_and_ends, culprits=(3,), kinds=ABSENT),
+    Fault(job=has_a_batch_less_and_ends, culprits=(3,), kinds=ABSENT, delays=DELAYS),
     Fault(job=skips_a_bad_batch, culprits=(1,), kinds=ANOTHER_WAY),
     Fault(job=broadcasts_from_itself, culprits=(2,), kinds=("root_mismatch",)),
-    Fault(job=has_another_parameter_order, culprits=(1,), kinds=(*ABSENT, "size_mismatch")),
-    Fault(job=has_other_buckets, culprits=(2,), kinds=ANOTHER_WAY),
-    Fault(job=reduces_less, culprits=(1,), kinds=(*DIED, "size_mismatch")),
-    Fault(job=reduces_more, culprits=(1,), kinds=("size_mismatch",)),
-    Fault(job=runs_in_autocast, culprits=(3,), kinds=(*DIED, "dtype_mismatch")),
-    Fault(job=exchanges_other_splits, culprits=(1,), kinds=("size_mismatch",)),
+    Fault(job=has_another_parameter_order, culprits=(1,), kinds=(*ABSENT, "size_mismatch"), delays=DELAYS),
+    Fault(job=has_other_buckets, culprits=(2,), kinds=ANOTHER_WAY, delays=DELAYS),
+    Fault(job=reduces_less, culprits=(1,), kinds=(*DIED, "size_mismatch"), delays=DELAYS),
+    Fault(job=reduces_more, culprits=(1,), kinds=("size_mismatch",), delays=DELAYS),
+    Fault(job=runs_in_autocast, culprits=(3,), kinds=(*DIED, "dtype_mismatch"), delays=DELAYS),
+    Fault(job=exchanges_other_splits, culprits=(1,), kinds=("size_mismatch",), delays=DELAYS),
     Fault(job=saves_on_rank_0, culprits=(0,), kinds=ANOTHER_WAY),
     Fault(job=meets_alone_after_saving, culprits=(0,), kinds=ANOTHER_WAY),
     Fault(job=makes_a_group_alone, culprits=(0,), kinds=ABSENT),
     Fault(job=enters_groups_in_another_order, culprits=(2,), kinds=("opposite_order", "missing_rank")),
-    Fault(job=evaluates_alone, culprits=(3,), kinds=ANOTHER_WAY),
+    Fault(job=evaluates_alone, culprits=(3,), kinds=ANOTHER_WAY, delays=DELAYS),
     Fault(job=samples_alone_under_fsdp, culprits=(0,), kinds=ANOTHER_WAY),
     Fault(job=drops_a_layer_under_fsdp, culprits=(2,), kinds=ANOTHER_WAY),
     Fault(job=everyone_sends_first, involved=(0, 1, 2, 3), kinds=("p2p_wait_cycle",)),

@@ -28,12 +28,18 @@ def server() -> Iterator[JobServer]:
 def test_a_fault_is_diagnosed(
     fault: Fault, server: JobServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = server.start(fault.name, tmp_path, fault.ranks)
+    attempts = [server.start(fault.name, tmp_path / f"{delay}", fault.ranks, delay=delay) for delay in fault.delays]
+    wrong = {}
     try:
-        for moment in moments_to_look(job, fault):
-            assert complaints(fault, job, capsys) == [], moment
+        for delay, job in zip(fault.delays, attempts, strict=True):
+            for moment in moments_to_look(job, fault):
+                wrong[moment, delay] = complaints(fault, job, capsys)
     finally:
-        job.kill()
+        for job in attempts:
+            job.kill()
+    assert not any(wrong.values()), "\n".join(
+        f"{moment}, terminated after {delay} s: {line}" for (moment, delay), lines in wrong.items() for line in lines
+    )
 
 
 def moments_to_look(job: Job, fault: Fault) -> Iterator[str]:
