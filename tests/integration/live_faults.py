@@ -611,7 +611,7 @@ FAULTS: list[Fault] = [
         nodes=1,
     ),
     Fault(job=is_killed_after_a_long_evaluation, culprits=(2,), kinds=DIED, hang_seconds=1, hangs=False, delays=DELAYS),
-    Fault(job=is_terminated, culprits=(1,), kinds=ABSENT, delays=DELAYS),
+    Fault(job=is_terminated, culprits=(1,), kinds=ABSENT, delays=(3.0,)),
     Fault(job=is_stopped, culprits=(1,), kinds=DIED, cannot_dump=(1,)),
     Fault(job=waits_for_its_data, culprits=(2,), kinds=ABSENT),
     Fault(job=waits_for_a_lock, culprits=(3,), kinds=ABSENT),

@@ -98,9 +98,8 @@ def test_a_job_with_a_slow_rank_is_healthy(
 ) -> None:
     job = server.start(SLOW_RANK.name, tmp_path, SLOW_RANK.ranks)
     try:
+        wait_until(lambda: trains(job, SLOW_RANK), "the job records no calls")
         # Its comms files are all there is of a job that trains, and may end at different calls.
-        for rank in range(SLOW_RANK.ranks):
-            wait_until(lambda rank=rank: len(job.recorded(rank)) > 3, f"rank {rank} records no calls")  # type: ignore[misc]
         assert main(["diagnose", str(job.recording)]) == 0, capsys.readouterr().out
         job.go_on()
         job.wait_until_over()
@@ -108,6 +107,24 @@ def test_a_job_with_a_slow_rank_is_healthy(
         assert not any("no communication" in log for log in job.logs())
     finally:
         job.kill()
+
+
+def test_nobody_is_accused_of_a_healthy_job_that_is_cancelled(
+    server: JobServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = server.start(SLOW_RANK.name, tmp_path, SLOW_RANK.ranks, delay=3)
+    try:
+        wait_until(lambda: trains(job, SLOW_RANK), "the job records no calls")
+        job.terminate()
+        job.wait_until_over()
+        main(["diagnose", str(job.recording), "--json"])
+        assert json.loads(capsys.readouterr().out)["suspect_ranks"] == []
+    finally:
+        job.kill()
+
+
+def trains(job: Job, fault: Fault) -> bool:
+    return all(len(job.recorded(rank)) > 3 for rank in range(fault.ranks))
 
 
 def hangs(job: Job, fault: Fault) -> bool:
