@@ -142,12 +142,14 @@ class Job:
     def is_over(self) -> bool:
         return None not in self.codes()
 
+    def dump(self, rank: int) -> Path:
+        return self.recording / f"rank-{rank}.flight.json.zst"
+
     def has_noticed_a_hang(self, rank: int) -> bool:
         """Whether the rank has written down where it hangs, and not yet ended."""
-        path = self.recording / f"rank-{rank}.flight.json.zst"
-        if not path.exists():
+        if not self.dump(rank).exists():
             return False
-        moment = read_flight_dump(str(path)).moment
+        moment = read_flight_dump(str(self.dump(rank))).moment
         return moment is not None and moment.reason == "hang"
 
     def go_on(self) -> None:

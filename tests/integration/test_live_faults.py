@@ -140,22 +140,29 @@ def complaints(fault: Fault, job: Job, capsys: pytest.CaptureFixture[str]) -> li
     main(["diagnose", str(job.recording), "--json"])
     diagnosis = json.loads(capsys.readouterr().out)
     found = [] if code == 1 else [f"exit code {code}, verdict {diagnosis['verdict']}"]
-    return found + list(untrue(fault, diagnosis)) + list(not_shown(fault, diagnosis, text))
+    without_dump = {rank for rank in range(fault.ranks) if not job.dump(rank).exists()}
+    return found + list(untrue(fault, diagnosis, without_dump)) + list(not_shown(fault, diagnosis, text))
 
 
-def untrue(fault: Fault, diagnosis: dict[str, Any]) -> Iterator[str]:
-    roots = {(finding["kind"], *finding["culprit_ranks"]) for finding in diagnosis["findings"]}
-    accused = {rank for _, *ranks in roots for rank in ranks}
+def untrue(fault: Fault, diagnosis: dict[str, Any], without_dump: set[int]) -> Iterator[str]:
+    roots = sorted({(finding["kind"], *finding["culprit_ranks"]) for finding in diagnosis["findings"]})
     named = {rank for kind, *ranks in roots if kind in fault.kinds for rank in ranks}
-    if innocent := sorted(accused & fault.innocent):
-        yield f"accuses rank {innocent}, who are innocent: {sorted(roots)}"
-    if missed := sorted(set(fault.culprits) - named):
-        yield f"does not name rank {missed} for {' or '.join(fault.kinds)}: {sorted(roots)}"
+    accused = {
+        # That a rank left no dump is a fact where it left none, not an accusation.
+        rank
+        for kind, *ranks in roots
+        for rank in ranks
+        if kind != "dump_missing" or rank not in without_dump
+    }
     standing = {
         rank for finding in diagnosis["findings"] for rank in finding["culprit_ranks"] + finding["waiting_ranks"]
     }
+    if innocent := sorted(accused & fault.innocent):
+        yield f"accuses rank {innocent}, who are innocent: {roots}"
+    if missed := sorted(set(fault.culprits) - named):
+        yield f"does not name rank {missed} for {' or '.join(fault.kinds)}: {roots}"
     if overlooked := sorted(set(fault.involved) - standing):
-        yield f"says nothing of rank {overlooked}: {sorted(roots)}"
+        yield f"says nothing of rank {overlooked}: {roots}"
     if strange := sorted({kind for kind, *_ in roots} - set(fault.kinds)):
         yield f"finds {', '.join(strange)}, which it is not"
 
