@@ -56,11 +56,10 @@ def moments_to_look(job: Job, fault: Fault) -> Iterator[str]:
     yield "when it is dead"
 
 
-@pytest.mark.parametrize("name", ["raises_while_others_are_in_backward", "is_killed"])
-def test_a_fault_under_torchrun_is_diagnosed(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fault = BY_NAME[name]
+def test_a_fault_under_torchrun_itself_is_diagnosed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fault = BY_NAME["raises_between_collectives"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={fault.ranks}"]
-    ended = jobs.run([*command, "-m", "tests.integration.live_faults", name, tmp_path], ROOT)
+    ended = jobs.run([*command, "-m", "tests.integration.live_faults", fault.name, tmp_path], ROOT)
     assert ended.returncode == 1
     assert complaints(fault, Job(tmp_path), capsys) == []
 
