@@ -1,0 +1,216 @@
+"""Starts gloo jobs in milliseconds: a server imports torch once and forks an agent with its ranks for every job.
+
+The agent does what torchrun's does: when a rank fails it terminates the others, and a signal to the agent reaches its
+ranks. Each rank is a process that ends as the interpreter ends, with its own traceback, exit code and atexit.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from crossrank.comm import CommRecord
+from crossrank.recording import CommsFile
+from crossrank.tools.readers.flight_dump import read_flight_dump
+
+ROOT = Path(__file__).parents[2]
+
+GO_ON = "go on"
+_STATE = "job.json"
+_PATIENCE = 6.0
+"""Seconds that terminated ranks have to end; torchrun gives 30."""
+
+RankMain = Callable[[str, Path, int], None]
+"""What a rank runs: (name of the job, its folder, the rank)."""
+
+
+_LOADED_BY_TRAINING = (
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.utils.data",
+)
+"""Modules that take seconds to import and that torch itself imports late: in every rank, would the server not do it."""
+
+
+def serve(run_rank: RankMain) -> None:
+    """Start a job for every line of stdin until it ends: `[name, folder, number of ranks, delay]` as JSON."""
+    for module in _LOADED_BY_TRAINING:
+        import_module(module)
+    gc.freeze()  # else every rank that ends looks through all that was imported, which takes a second
+    for line in sys.stdin:
+        name, folder, ranks, delay = json.loads(line)
+        while _reap() is not None:
+            pass
+        if os.fork() == 0:
+            rank = _run_agent(Path(folder), ranks, delay)
+            run_rank(name, Path(folder), rank)
+            return
+
+
+def _run_agent(folder: Path, ranks: int, delay: float) -> int:
+    """Fork the ranks and look after them. Returns in the ranks only, with the rank."""
+    os.setsid()
+    pids = []
+    for rank in range(ranks):
+        pid = os.fork()
+        if pid == 0:
+            log = os.open(folder / f"rank-{rank}.log", os.O_CREAT | os.O_WRONLY, 0o644)
+            for stream in (1, 2):
+                os.dup2(log, stream)
+            return rank
+        pids.append(pid)
+    try:
+        _look_after(folder, pids, delay)
+    finally:
+        os._exit(0)
+
+
+def _look_after(folder: Path, pids: list[int], delay: float) -> None:
+    codes: dict[int, int | None] = dict.fromkeys(pids)
+    never = float("inf")
+    terminate_at = kill_at = never
+
+    def terminate(*_: object) -> None:
+        nonlocal terminate_at
+        terminate_at = time.monotonic()
+
+    signal.signal(signal.SIGTERM, terminate)
+    _publish(folder, codes)
+    while None in codes.values():
+        ended = _reap()
+        if ended is not None:
+            codes[ended[0]] = ended[1]
+            _publish(folder, codes)
+            if ended[1] != 0:
+                terminate_at = min(terminate_at, time.monotonic() + delay)
+            continue
+        alive = [pid for pid, code in codes.items() if code is None]
+        if time.monotonic() >= terminate_at and kill_at == never:
+            kill_at = time.monotonic() + _PATIENCE
+            _send(signal.SIGTERM, alive)
+        if time.monotonic() >= kill_at:
+            _send(signal.SIGKILL, alive)
+        time.sleep(0.02)
+
+
+def _reap() -> tuple[int, int] | None:
+    """A child that has ended and its exit code; None where none has."""
+    try:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return None
+    return (pid, os.waitstatus_to_exitcode(status)) if pid else None
+
+
+def _send(number: int, pids: list[int]) -> None:
+    for pid in pids:
+        os.kill(pid, number)
+
+
+def _publish(folder: Path, codes: dict[int, int | None]) -> None:
+    part = folder / f".{_STATE}"
+    part.write_text(json.dumps({"agent": os.getpid(), "codes": list(codes.values())}))
+    part.replace(folder / _STATE)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that was started."""
+
+    folder: Path
+
+    @property
+    def recording(self) -> Path:
+        return self.folder / "recording"
+
+    def codes(self) -> list[int | None]:
+        """The exit code of every rank, None of those that run."""
+        codes: list[int | None] = json.loads((self.folder / _STATE).read_text())["codes"]
+        return codes
+
+    def is_over(self) -> bool:
+        return None not in self.codes()
+
+    def dump(self, rank: int) -> Path:
+        return self.recording / f"rank-{rank}.flight.json.zst"
+
+    def has_noticed_a_hang(self, rank: int) -> bool:
+        """Whether the rank has written down where it hangs, and not yet ended."""
+        if not self.dump(rank).exists():
+            return False
+        moment = read_flight_dump(str(self.dump(rank))).moment
+        return moment is not None and moment.reason == "hang"
+
+    def go_on(self) -> None:
+        """End what `wait_for_the_test` waits for."""
+        (self.folder / GO_ON).touch()
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the agent, as `scancel` and Ctrl-C of torchrun do."""
+        os.kill(self._agent(), signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End whatever is left of the job."""
+        try:
+            os.killpg(self._agent(), signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+    def wait_until_over(self) -> None:
+        wait_until(self.is_over, "the job does not end")
+
+    def recorded(self, rank: int) -> list[CommRecord]:
+        """The calls in the rank's comms file so far."""
+        path = self.recording / f"rank-{rank}.comms.jsonl.zst"
+        return list(CommsFile(str(path)).records()) if path.exists() else []
+
+    def logs(self) -> list[str]:
+        """What every rank has printed."""
+        return [log.read_text() for log in sorted(self.folder.glob("rank-*.log"))]
+
+    def _agent(self) -> int:
+        return int(json.loads((self.folder / _STATE).read_text())["agent"])
+
+
+class JobServer:
+    """The server with the jobs of one module, which calls `serve` when it is run."""
+
+    def __init__(self, module: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def start(self, name: str, folder: Path, ranks: int, *, delay: float = 0.0) -> Job:
+        """Start a job; `delay` is how many seconds after the failure of a rank the others are terminated."""
+        folder.mkdir(exist_ok=True)
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([name, str(folder), ranks, delay]) + "\n")
+        self._process.stdin.flush()
+        wait_until((folder / _STATE).exists, f"the job {name} does not start")
+        return Job(folder)
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
+
+
+def wait_until(condition: Callable[[], bool], otherwise: str, seconds: float = 60.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, otherwise
+        time.sleep(0.05)

@@ -1,0 +1,687 @@
+"""Jobs with the faults that users make, and what a diagnosis of each must say.
+
+A job is a training script in a function that every rank runs. A comment `# rank 2` marks where rank 2 is when it goes
+wrong; of the lines so marked for a culprit at least one must be shown. `# every rank` does so where nobody is to blame.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import crossrank
+from tests.integration import forked_jobs
+
+ABSENT = ("missing_rank",)
+RAISED = ("missing_rank", "raised")
+DIED = ("missing_rank", "dump_missing")
+ANOTHER_WAY = ("missing_rank", "extra_collective", "type_mismatch", "size_mismatch")
+"""By what a rank is found that goes another way than the others depends on what its next calls are."""
+ABORTED = (*ANOTHER_WAY, "dump_missing")
+"""gloo aborts processes of a group whose calls do not fit, the one that is wrong or its neighbours."""
+DELAYS = (0.0, 0.4, 3.0)
+"""Seconds after which a launcher terminates the ranks that are left: before they notice anything, while they do, and
+when all of them have raised that their peer is gone."""
+UNANSWERED = ("p2p_unmatched", "p2p_wait_cycle")
+
+_FOLDER = "LIVE_FAULTS_FOLDER"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A job and what is true of it."""
+
+    job: Callable[[int], None]
+    ranks: int = 4
+    culprits: tuple[int, ...] = ()
+    kinds: tuple[str, ...] = ()
+    """Kinds that a root finding may have."""
+    involved: tuple[int, ...] = ()
+    """Ranks that must stand in a root finding although nobody can say which of them is to blame: any may be accused."""
+    cannot_dump: tuple[int, ...] = ()
+    """Ranks that live and write nothing while the job hangs."""
+    hangs: bool = True
+    """Whether a user would look at it while it hangs; else it ends on its own."""
+    delays: tuple[float, ...] = (0.0,)
+    """Seconds from the failure of a rank to the end of the others; the job is run once with each."""
+    timeout: float = 120.0
+    """Seconds after which gloo gives up."""
+    hang_seconds: float = 2.5
+    tracing: str = "ALL"
+    nodes: int = 2
+    gives_up_after: float | None = None
+    """Seconds after which the user ends the job without a look at it."""
+    variant: str = ""
+    """What is different from the other row of the same job."""
+
+    @property
+    def name(self) -> str:
+        return "_".join(filter(None, (self.job.__name__, self.variant)))
+
+    @property
+    def innocent(self) -> set[int]:
+        return set(range(self.ranks)) - {*self.culprits, *self.involved}
+
+    def lines(self) -> list[list[str]]:
+        """For each culprit, or for everyone, the `file:line`s of which one must be shown."""
+        marks = [f"# rank {rank}" for rank in self.culprits] or ["# every rank"]
+        source, first = inspect.getsourcelines(self.job)
+        return [
+            [f"live_faults.py:{first + index}" for index, line in enumerate(source) if line.rstrip().endswith(mark)]
+            for mark in marks
+        ]
+
+
+def replicated() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model under DDP, and its optimizer."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(
+        nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    )
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+class Blocks(nn.Module):
+    """Layers that FSDP2 shards one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.dropped: int | None = None
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            if index != self.dropped:
+                batch = block(batch)
+        return batch
+
+
+def sharded() -> tuple[Blocks, torch.optim.Optimizer]:
+    """A model under FSDP2, and its optimizer."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = Blocks()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def batches(count: int) -> list[torch.Tensor]:
+    return [torch.ones(8, 16) for _ in range(count)]
+
+
+def wait_for_the_test() -> None:
+    """What takes long: it lasts until the job has been looked at."""
+    while not (Path(os.environ[_FOLDER]) / forked_jobs.GO_ON).exists():
+        time.sleep(0.02)
+
+
+# --- ranks that leave ------------------------------------------------------------------------------------------------
+
+
+def raises_between_collectives(rank: int) -> None:
+    for step in range(4):
+        dist.all_reduce(torch.ones(1024))
+        if rank == 2 and step == 2:
+            raise ValueError("token id 50257 is out of range")  # rank 2
+        time.sleep(0.02)
+
+
+def raises_while_others_are_in_backward(rank: int) -> None:
+    model, optimizer = replicated()
+    for step, batch in enumerate(batches(6)):
+        loss = model(batch * float("nan") if (rank, step) == (1, 3) else batch).sum()
+        if not loss.isfinite():
+            raise FloatingPointError(f"the loss is {loss}")  # rank 1
+        loss.backward()
+        optimizer.step()
+
+
+def raises_in_a_mesh(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("data", "tensor"))
+    for step in range(4):
+        for _ in range(3):
+            dist.all_reduce(torch.ones(64), group=mesh.get_group("tensor"))
+        if (rank, step) == (6, 2):
+            raise KeyError("labels")  # rank 6
+        dist.all_reduce(torch.ones(256), group=mesh.get_group("data"))
+
+
+def raises_before_its_first_call(rank: int) -> None:
+    if rank == 1:
+        raise FileNotFoundError("/data/train-00001.bin")  # rank 1
+    model, optimizer = replicated()
+    for batch in batches(3):
+        model(batch).sum().backward()
+        optimizer.step()
+
+
+def leaves_with_sys_exit(rank: int) -> None:
+    model, optimizer = replicated()
+    for step, batch in enumerate(batches(6)):
+        model(batch).sum().backward()  # rank 3
+        optimizer.step()
+        if (rank, step) == (3, 2):
+            sys.exit(0)  # rank 3
+
+
+def returns_from_main(rank: int) -> None:
+    model, optimizer = replicated()
+    for step, batch in enumerate(batches(6)):
+        model(batch).sum().backward()  # rank 1
+        optimizer.step()
+        if (rank, step) == (1, 3):
+            return  # rank 1
+
+
+def leaves_with_os_exit(rank: int) -> None:
+    model, optimizer = replicated()
+    for step, batch in enumerate(batches(60)):
+        model(batch).sum().backward()  # rank 2
+        optimizer.step()
+        time.sleep(0.02)
+        if (rank, step) == (2, 50):
+            os._exit(3)  # rank 2
+
+
+def is_killed(rank: int) -> None:
+    model, optimizer = replicated()
+    for step, batch in enumerate(batches(60)):
+        if (rank, step) == (2, 50):
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(batch).sum().backward()  # rank 2
+        optimizer.step()
+        time.sleep(0.02)
+
+
+def is_killed_after_a_long_evaluation(rank: int) -> None:
+    """In the evaluation every rank notices that it does not communicate, and what it wrote then is long out of date."""
+    dump = Path(os.environ[_FOLDER]) / "recording" / f"rank-{rank}.flight.json.zst"
+    model, optimizer = replicated()
+    for step, batch in enumerate(batches(60)):
+        if (rank, step) == (2, 50):
+            os.kill(os.getpid(), signal.SIGKILL)
+        model(batch).sum().backward()  # rank 2
+        optimizer.step()
+        time.sleep(0.02)
+        while step == 10 and not dump.exists():
+            time.sleep(0.02)
+
+
+def is_terminated(rank: int) -> None:
+    model, optimizer = replicated()
+    for step, batch in enumerate(batches(20)):
+        model(batch).sum().backward()  # rank 1
+        optimizer.step()
+        if (rank, step) == (1, 10):
+            os.kill(os.getpid(), signal.SIGTERM)  # rank 1
+
+
+# --- ranks that stand still ------------------------------------------------------------------------------------------
+
+
+def is_stopped(rank: int) -> None:
+    model, optimizer = replicated()
+    for step, batch in enumerate(batches(60)):
+        model(batch).sum().backward()  # rank 1
+        optimizer.step()
+        time.sleep(0.02)
+        if (rank, step) == (1, 50):
+            os.kill(os.getpid(), signal.SIGSTOP)  # rank 1
+
+
+class _Files(torch.utils.data.Dataset[torch.Tensor]):
+    def __init__(self, broken: int | None) -> None:
+        self._broken = broken
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == self._broken:
+            time.sleep(600)
+        return torch.ones(16)
+
+
+def waits_for_its_data(rank: int) -> None:
+    model, optimizer = replicated()
+    loader = torch.utils.data.DataLoader(_Files(5 if rank == 2 else None), batch_size=2, num_workers=1)
+    for batch in loader:  # rank 2
+        model(batch).sum().backward()
+        optimizer.step()
+
+
+def gets_its_data_late(rank: int) -> None:
+    for step in range(4):
+        dist.all_reduce(torch.ones(64))
+        if (rank, step) == (2, 2):
+            wait_for_the_test()  # rank 2
+
+
+def waits_for_a_lock(rank: int) -> None:
+    lock = threading.Lock()
+    for step in range(4):
+        dist.all_reduce(torch.ones(64))
+        if (rank, step) == (3, 2):
+            lock.acquire()
+        lock.acquire()  # rank 3
+        lock.release()
+
+
+def lets_the_others_time_out(rank: int) -> None:
+    for step in range(4):
+        dist.all_reduce(torch.ones(64))
+        if (rank, step) == (1, 2):
+            time.sleep(600)  # rank 1
+
+
+def misses_a_monitored_barrier(rank: int) -> None:
+    for _ in range(2):
+        dist.all_reduce(torch.ones(64))
+    if rank == 2:
+        time.sleep(600)  # rank 2
+    dist.monitored_barrier(timeout=timedelta(seconds=2), wait_all_ranks=True)
+
+
+def lost_its_thread(rank: int) -> None:
+    """A thread averages metrics on a group of its own; on rank 1 it has died, and the loop waits for its answer."""
+    metrics = dist.new_group(group_desc="metrics")
+    asked: queue.Queue[int] = queue.Queue()
+    answered: queue.Queue[torch.Tensor] = queue.Queue()
+
+    def average() -> None:
+        while True:
+            step = asked.get()
+            if (rank, step) == (1, 2):
+                raise ZeroDivisionError("no tokens in this step")  # rank 1
+            value = torch.ones(4)
+            dist.all_reduce(value, group=metrics)
+            answered.put(value)
+
+    threading.Thread(target=average, daemon=True, name="metrics").start()
+    for step in range(4):
+        dist.all_reduce(torch.ones(256))
+        asked.put(step)
+        answered.get()  # rank 1
+
+
+def two_at_once(rank: int) -> None:
+    """Two groups of data-parallel ranks, with a fault in each."""
+    groups = [dist.new_group(range(4), group_desc="left"), dist.new_group(range(4, 8), group_desc="right")]
+    mine = groups[rank // 4]
+    lock = threading.Lock()
+    for step in range(4):
+        if (rank, step) == (1, 2):
+            lock.acquire()
+        lock.acquire()  # rank 1
+        lock.release()
+        if (rank, step) == (6, 2):
+            dist.barrier(group=mine)  # rank 6
+        dist.all_reduce(torch.ones(512), group=mine)
+
+
+# --- ranks that go another way ---------------------------------------------------------------------------------------
+
+
+def averages_the_loss_on_rank_0(rank: int) -> None:
+    model, optimizer = replicated()
+    for step, batch in enumerate(batches(5)):
+        loss = model(batch).sum()
+        loss.backward()
+        if rank == 0 and step == 3:
+            dist.all_reduce(loss.detach())  # rank 0
+        optimizer.step()
+    dist.barrier()
+
+
+def gathers_metrics_on_rank_0(rank: int) -> None:
+    model, optimizer = replicated()
+    for step, batch in enumerate(batches(5)):
+        loss = model(batch).sum()
+        loss.backward()
+        optimizer.step()
+        if rank == 0 and step == 3:
+            losses: list[float | None] = [None] * dist.get_world_size()
+            dist.all_gather_object(losses, float(loss))  # rank 0
+
+
+def has_a_batch_less(rank: int) -> None:
+    model, optimizer = replicated()
+    for batch in batches(5 if rank == 3 else 6):
+        model(batch).sum().backward()
+        optimizer.step()
+    dist.barrier()  # rank 3
+
+
+def has_a_batch_less_and_ends(rank: int) -> None:
+    model, optimizer = replicated()
+    for batch in batches(5 if rank == 3 else 6):
+        model(batch).sum().backward()  # rank 3
+        optimizer.step()
+
+
+def skips_a_bad_batch(rank: int) -> None:
+    model, optimizer = replicated()
+    for step, batch in enumerate(batches(6)):
+        try:
+            if (rank, step) == (1, 3):
+                raise ValueError("corrupt image")
+            model(batch).sum().backward()
+        except ValueError:
+            continue
+        optimizer.step()
+        correct = torch.ones(1)
+        dist.all_reduce(correct)
+    dist.broadcast(torch.ones(32), src=0)  # rank 1
+
+
+def broadcasts_from_itself(rank: int) -> None:
+    for _ in range(3):
+        dist.all_reduce(torch.ones(64))
+    dist.broadcast(torch.ones(64), src=2 if rank == 2 else 0)  # rank 2
+    dist.all_reduce(torch.ones(64))
+
+
+class _Towers(nn.Module):
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(16, 64) if name == "up" else nn.Linear(64, 16))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(batch))  # type: ignore[no-any-return, operator]
+
+
+def has_another_parameter_order(rank: int) -> None:
+    model = DistributedDataParallel(_Towers(["down", "up"] if rank == 1 else ["up", "down"]))  # rank 1
+    for batch in batches(3):
+        model(batch).sum().backward()
+
+
+def has_other_buckets(rank: int) -> None:
+    layers = nn.Sequential(nn.Linear(16, 512), nn.Linear(512, 512), nn.Linear(512, 512))
+    # DDP sends rank 0's buckets to all ranks, but not where parameters may be unused.
+    model = DistributedDataParallel(layers, bucket_cap_mb=1 if rank == 2 else 25, find_unused_parameters=True)
+    for batch in batches(4):
+        model(batch).sum().backward()  # rank 2
+
+
+def reduces_less(rank: int) -> None:
+    """gloo aborts the process that is sent more than it has room for: here the one that is wrong."""
+    for step in range(4):
+        tokens = torch.ones(96 if (rank, step) == (1, 2) else 128)
+        dist.all_reduce(tokens)  # rank 1
+
+
+def reduces_more(rank: int) -> None:
+    """Here gloo aborts the neighbour of the one that is wrong."""
+    for step in range(4):
+        tokens = torch.ones(1024 if (rank, step) == (1, 2) else 128)
+        dist.all_reduce(tokens)  # rank 1
+
+
+def runs_in_autocast(rank: int) -> None:
+    head = nn.Linear(16, 16)
+    for step, batch in enumerate(batches(4)):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=(rank, step) == (3, 2)):
+            logits = head(batch).detach()
+        dist.all_reduce(logits)  # rank 3
+
+
+def exchanges_other_splits(rank: int) -> None:
+    """Experts exchange tokens; rank 1 expects two more of each than it is sent."""
+    for step in range(4):
+        sent = torch.ones(16)
+        wanted = [6, 6, 6, 6] if (rank, step) == (1, 2) else [4, 4, 4, 4]
+        dist.all_to_all_single(torch.zeros(sum(wanted)), sent, wanted, [4, 4, 4, 4])  # rank 1
+
+
+def saves_on_rank_0(rank: int) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    model, optimizer = replicated()
+    for step, batch in enumerate(batches(5)):
+        model(batch).sum().backward()
+        optimizer.step()
+        if rank == 0 and step == 3:
+            dcp.save({"model": model.state_dict()}, checkpoint_id=Path(os.environ[_FOLDER]) / "checkpoint")  # rank 0
+
+
+def meets_alone_after_saving(rank: int) -> None:
+    model, optimizer = replicated()
+    for step, batch in enumerate(batches(5)):
+        model(batch).sum().backward()
+        optimizer.step()
+        if rank == 0 and step == 3:
+            torch.save(model.state_dict(), Path(os.environ[_FOLDER]) / "model.pt")
+            dist.barrier()  # rank 0
+
+
+def makes_a_group_alone(rank: int) -> None:
+    for _ in range(3):
+        dist.all_reduce(torch.ones(64))
+    if rank == 0:
+        dist.new_group([0, 1])  # rank 0
+    dist.all_reduce(torch.ones(64))
+
+
+def enters_groups_in_another_order(rank: int) -> None:
+    tensor_parallel = dist.new_group([1, 2, 3], group_desc="tensor_parallel")
+    for step in range(4):
+        if (rank, step) == (2, 2):
+            dist.all_reduce(torch.ones(64))  # rank 2
+        if rank > 0:
+            dist.all_reduce(torch.ones(16), group=tensor_parallel)
+        if (rank, step) != (2, 2):
+            dist.all_reduce(torch.ones(64))
+
+
+def evaluates_alone(rank: int) -> None:
+    """A layer that averages over ranks in its forward, which rank 3 calls once more."""
+    from torch.distributed.nn.functional import all_reduce
+
+    layer = nn.Linear(16, 32)
+    for step, batch in enumerate(batches(5)):
+        if (rank, step) == (3, 2):
+            all_reduce(layer(batch).mean(0))  # rank 3
+        all_reduce(layer(batch).mean(0)).sum().backward()  # rank 3
+        for parameter in layer.parameters():
+            dist.all_reduce(parameter.grad)  # rank 3
+
+
+def samples_alone_under_fsdp(rank: int) -> None:
+    model, optimizer = sharded()
+    for step, batch in enumerate(batches(5)):
+        if rank == 0 and step == 2:
+            model(batch)  # rank 0
+        model(batch).sum().backward()  # rank 0
+        optimizer.step()
+
+
+def drops_a_layer_under_fsdp(rank: int) -> None:
+    model, optimizer = sharded()
+    for step, batch in enumerate(batches(5)):
+        model.dropped = 1 if (rank, step) == (2, 2) else None
+        model(batch).sum().backward()  # rank 2
+        optimizer.step()
+
+
+# --- sends and receives ----------------------------------------------------------------------------------------------
+
+
+def everyone_sends_first(rank: int) -> None:
+    size = dist.get_world_size()
+    dist.barrier()
+    dist.send(torch.ones(1 << 16), dst=(rank + 1) % size)  # every rank
+    dist.recv(torch.zeros(1 << 16), src=(rank - 1) % size)
+
+
+def receives_from_the_wrong_stage(rank: int) -> None:
+    activations = torch.ones(256)
+    for microbatch in range(6):
+        if rank > 0:
+            dist.recv(activations, src=0 if (rank, microbatch) == (2, 3) else rank - 1)  # rank 2
+        if rank < 3:
+            dist.send(activations, dst=rank + 1)
+
+
+def sends_to_the_wrong_stage(rank: int) -> None:
+    activations = torch.ones(256)
+    for microbatch in range(6):
+        if rank > 0:
+            dist.recv(activations, src=rank - 1)
+        if rank < 3:
+            dist.send(activations, dst=3 if (rank, microbatch) == (1, 3) else rank + 1)  # rank 1
+
+
+def has_a_microbatch_less(rank: int) -> None:
+    activations = torch.ones(256)
+    for step in range(4):
+        for _ in range(3 if (rank, step) == (0, 3) else 4):
+            if rank > 0:
+                dist.recv(activations, src=rank - 1)
+            if rank < 3:
+                dist.send(activations, dst=rank + 1)
+        dist.all_reduce(torch.ones(64))  # rank 0
+
+
+def uses_another_tag(rank: int) -> None:
+    for step in range(4):
+        if rank in (0, 2):
+            dist.send(torch.ones(64), dst=rank + 1, tag=step)  # every rank
+        else:
+            dist.recv(torch.ones(64), src=rank - 1, tag=7 if (rank, step) == (1, 2) else step)  # every rank
+    dist.barrier()
+
+
+# --- healthy jobs ----------------------------------------------------------------------------------------------------
+
+
+def evaluates_for_long(rank: int) -> None:
+    model, optimizer = replicated()
+    for step, batch in enumerate(batches(4)):
+        model(batch).sum().backward()
+        optimizer.step()
+        if step == 2:
+            wait_for_the_test()
+
+
+def has_a_slow_rank(rank: int) -> None:
+    going_on = Path(os.environ[_FOLDER]) / forked_jobs.GO_ON
+    done = torch.zeros(1)
+    while not done:
+        time.sleep(0.3 if rank == 2 else 0.01)
+        done = torch.tensor([float(going_on.exists())])
+        dist.all_reduce(done, op=dist.ReduceOp.MIN)
+
+
+FAULTS: list[Fault] = [
+    Fault(job=raises_between_collectives, culprits=(2,), kinds=RAISED, delays=DELAYS),
+    Fault(job=raises_while_others_are_in_backward, ranks=5, culprits=(1,), kinds=RAISED, delays=DELAYS),
+    Fault(job=raises_in_a_mesh, ranks=8, culprits=(6,), kinds=RAISED, delays=DELAYS),
+    Fault(job=raises_before_its_first_call, culprits=(1,), kinds=(*RAISED, "no_entries"), delays=DELAYS),
+    Fault(job=leaves_with_sys_exit, culprits=(3,), kinds=ABSENT, delays=DELAYS),
+    Fault(job=returns_from_main, culprits=(1,), kinds=ABSENT, delays=DELAYS),
+    Fault(job=leaves_with_os_exit, culprits=(2,), kinds=DIED, delays=DELAYS),
+    Fault(job=is_killed, culprits=(2,), kinds=DIED, hang_seconds=300, delays=DELAYS),
+    Fault(
+        job=is_killed,
+        variant="as_recorded_by_default",
+        culprits=(2,),
+        kinds=DIED,
+        delays=DELAYS,
+        hang_seconds=300,
+        tracing="CROSSNODE",
+        nodes=1,
+    ),
+    Fault(job=is_killed_after_a_long_evaluation, culprits=(2,), kinds=DIED, hang_seconds=1, hangs=False, delays=DELAYS),
+    Fault(job=is_terminated, culprits=(1,), kinds=ABSENT, delays=(3.0,)),
+    Fault(job=is_stopped, culprits=(1,), kinds=DIED, cannot_dump=(1,)),
+    Fault(job=waits_for_its_data, culprits=(2,), kinds=ABSENT),
+    Fault(job=waits_for_a_lock, culprits=(3,), kinds=ABSENT),
+    Fault(
+        job=waits_for_a_lock,
+        variant="until_the_user_gives_up",
+        culprits=(3,),
+        kinds=ABSENT,
+        hang_seconds=300,
+        gives_up_after=3,
+    ),
+    Fault(job=lets_the_others_time_out, culprits=(1,), kinds=ABSENT, timeout=2, hang_seconds=300, delays=DELAYS),
+    Fault(job=misses_a_monitored_barrier, culprits=(2,), kinds=ABSENT, hang_seconds=300, delays=DELAYS),
+    Fault(job=lost_its_thread, culprits=(1,), kinds=ABSENT),
+    Fault(job=two_at_once, ranks=8, culprits=(1, 6), kinds=ANOTHER_WAY),
+    Fault(job=averages_the_loss_on_rank_0, culprits=(0,), kinds=ABORTED, delays=DELAYS),
+    Fault(job=gathers_metrics_on_rank_0, culprits=(0,), kinds=ANOTHER_WAY),
+    Fault(job=has_a_batch_less, culprits=(3,), kinds=ANOTHER_WAY),
+    Fault(job=has_a_batch_less_and_ends, culprits=(3,), kinds=ABSENT, delays=DELAYS),
+    Fault(job=skips_a_bad_batch, culprits=(1,), kinds=ANOTHER_WAY),
+    Fault(job=broadcasts_from_itself, culprits=(2,), kinds=("root_mismatch",)),
+    Fault(job=has_another_parameter_order, culprits=(1,), kinds=(*RAISED, "size_mismatch"), delays=DELAYS),
+    Fault(job=has_other_buckets, culprits=(2,), kinds=ABORTED, delays=DELAYS),
+    Fault(job=reduces_less, culprits=(1,), kinds=(*DIED, "size_mismatch"), delays=DELAYS),
+    Fault(job=reduces_more, culprits=(1,), kinds=("size_mismatch",), delays=DELAYS),
+    Fault(job=runs_in_autocast, culprits=(3,), kinds=(*DIED, "dtype_mismatch"), delays=DELAYS),
+    Fault(job=exchanges_other_splits, culprits=(1,), kinds=("size_mismatch",), delays=DELAYS),
+    Fault(job=saves_on_rank_0, culprits=(0,), kinds=ANOTHER_WAY),
+    Fault(job=meets_alone_after_saving, culprits=(0,), kinds=ANOTHER_WAY),
+    Fault(job=makes_a_group_alone, culprits=(0,), kinds=ABSENT),
+    Fault(job=enters_groups_in_another_order, culprits=(2,), kinds=("opposite_order", "missing_rank")),
+    Fault(job=evaluates_alone, culprits=(3,), kinds=ABORTED, delays=DELAYS),
+    Fault(job=samples_alone_under_fsdp, culprits=(0,), kinds=ANOTHER_WAY),
+    Fault(job=drops_a_layer_under_fsdp, culprits=(2,), kinds=ANOTHER_WAY),
+    Fault(job=everyone_sends_first, involved=(0, 1, 2, 3), kinds=("p2p_wait_cycle",)),
+    Fault(job=receives_from_the_wrong_stage, culprits=(2,), kinds=UNANSWERED),
+    Fault(job=sends_to_the_wrong_stage, culprits=(1,), kinds=UNANSWERED),
+    Fault(job=has_a_microbatch_less, culprits=(0,), kinds=UNANSWERED),
+    Fault(job=uses_another_tag, involved=(0, 1), kinds=UNANSWERED),
+]
+
+LATE = Fault(job=gets_its_data_late, culprits=(2,), kinds=ABSENT)
+LONG_EVALUATION = Fault(job=evaluates_for_long, hang_seconds=1)
+SLOW_RANK = Fault(job=has_a_slow_rank, hang_seconds=2)
+
+BY_NAME = {fault.name: fault for fault in [*FAULTS, LATE, LONG_EVALUATION, SLOW_RANK]}
+
+
+def run_rank(name: str, folder: Path, rank: int) -> None:
+    fault = BY_NAME[name]
+    os.environ[_FOLDER] = str(folder)
+    store = dist.FileStore(str(folder / "store"), fault.ranks)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=fault.ranks, timeout=timedelta(seconds=fault.timeout)
+    )
+    crossrank.enable(
+        tracing=fault.tracing,
+        directory=folder / "recording",
+        node=f"node-{rank * fault.nodes // fault.ranks}",
+        hang_seconds=fault.hang_seconds,
+    )
+    fault.job(rank)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:  # torchrun's arguments: NAME FOLDER
+        run_rank(sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"]))
+    else:
+        forked_jobs.serve(run_rank)

@@ -1,0 +1,174 @@
+"""Jobs with the faults that users make are diagnosed while they hang, and from what they leave."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossrank.tools.cli import main
+from tests.integration import jobs
+from tests.integration.forked_jobs import ROOT, Job, JobServer, wait_until
+from tests.integration.live_faults import BY_NAME, FAULTS, LATE, LONG_EVALUATION, SLOW_RANK, Fault
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[JobServer]:
+    server = JobServer("tests.integration.live_faults")
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_is_diagnosed(
+    fault: Fault, server: JobServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attempts = [server.start(fault.name, tmp_path / f"{delay}", fault.ranks, delay=delay) for delay in fault.delays]
+    wrong = {}
+    try:
+        for delay, job in zip(fault.delays, attempts, strict=True):
+            for moment in moments_to_look(job, fault):
+                wrong[moment, delay] = complaints(fault, job, capsys)
+    finally:
+        for job in attempts:
+            job.kill()
+    assert not any(wrong.values()), "\n".join(
+        f"{moment}, terminated after {delay} s: {line}" for (moment, delay), lines in wrong.items() for line in lines
+    )
+
+
+def moments_to_look(job: Job, fault: Fault) -> Iterator[str]:
+    """When a user asks what is wrong: while the job hangs, where it does, and when it is dead."""
+    if fault.gives_up_after is not None:
+        time.sleep(fault.gives_up_after)
+        job.terminate()
+    elif fault.hangs:
+        wait_until(lambda: job.is_over() or hangs(job, fault), "the job neither ends nor notices that it hangs")
+        if not job.is_over():
+            yield "while it hangs"
+            job.terminate()
+    job.wait_until_over()
+    yield "when it is dead"
+
+
+def test_a_fault_under_torchrun_itself_is_diagnosed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fault = BY_NAME["raises_between_collectives"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={fault.ranks}"]
+    ended = jobs.run([*command, "-m", "tests.integration.live_faults", fault.name, tmp_path], ROOT)
+    assert ended.returncode == 1
+    assert complaints(fault, Job(tmp_path), capsys) == []
+
+
+def test_a_rank_that_is_late_is_named_until_it_comes(
+    server: JobServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = server.start(LATE.name, tmp_path, LATE.ranks)
+    try:
+        wait_until(lambda: hangs(job, LATE), "the job does not notice that it hangs")
+        assert complaints(LATE, job, capsys) == []
+        job.go_on()
+        job.wait_until_over()
+        assert main(["diagnose", str(job.recording)]) == 0, capsys.readouterr().out
+    finally:
+        job.kill()
+
+
+def test_ranks_that_compute_for_long_are_healthy(
+    server: JobServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = server.start(LONG_EVALUATION.name, tmp_path, LONG_EVALUATION.ranks)
+    try:
+        wait_until(lambda: hangs(job, LONG_EVALUATION), "no rank notices that it does not communicate")
+        assert main(["diagnose", str(job.recording)]) == 0, capsys.readouterr().out
+        job.go_on()
+        job.wait_until_over()
+        assert main(["diagnose", str(job.recording)]) == 0, capsys.readouterr().out
+    finally:
+        job.kill()
+
+
+def test_a_job_with_a_slow_rank_is_healthy(
+    server: JobServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = server.start(SLOW_RANK.name, tmp_path, SLOW_RANK.ranks)
+    try:
+        wait_until(lambda: trains(job, SLOW_RANK), "the job records no calls")
+        # Its comms files are all there is of a job that trains, and may end at different calls.
+        assert main(["diagnose", str(job.recording)]) == 0, capsys.readouterr().out
+        job.go_on()
+        job.wait_until_over()
+        assert main(["diagnose", str(job.recording)]) == 0, capsys.readouterr().out
+        assert not any("no communication" in log for log in job.logs())
+    finally:
+        job.kill()
+
+
+def test_nobody_is_accused_of_a_healthy_job_that_is_cancelled(
+    server: JobServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = server.start(SLOW_RANK.name, tmp_path, SLOW_RANK.ranks, delay=3)
+    try:
+        wait_until(lambda: trains(job, SLOW_RANK), "the job records no calls")
+        job.terminate()
+        job.wait_until_over()
+        main(["diagnose", str(job.recording), "--json"])
+        assert json.loads(capsys.readouterr().out)["suspect_ranks"] == []
+    finally:
+        job.kill()
+
+
+def trains(job: Job, fault: Fault) -> bool:
+    return all(len(job.recorded(rank)) > 3 for rank in range(fault.ranks))
+
+
+def hangs(job: Job, fault: Fault) -> bool:
+    """Whether every rank that still runs has written down where it is."""
+    running = [rank for rank, code in enumerate(job.codes()) if code is None]
+    return all(rank in fault.cannot_dump or job.has_noticed_a_hang(rank) for rank in running)
+
+
+def complaints(fault: Fault, job: Job, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What `crossrank diagnose` says of the job that is not true, or leaves out."""
+    code = main(["diagnose", str(job.recording)])
+    text = capsys.readouterr().out
+    main(["diagnose", str(job.recording), "--json"])
+    diagnosis = json.loads(capsys.readouterr().out)
+    found = [] if code == 1 else [f"exit code {code}, verdict {diagnosis['verdict']}"]
+    without_dump = {rank for rank in range(fault.ranks) if not job.dump(rank).exists()}
+    return found + list(untrue(fault, diagnosis, without_dump)) + list(not_shown(fault, diagnosis, text))
+
+
+def untrue(fault: Fault, diagnosis: dict[str, Any], without_dump: set[int]) -> Iterator[str]:
+    roots = sorted({(finding["kind"], *finding["culprit_ranks"]) for finding in diagnosis["findings"]})
+    named = {rank for kind, *ranks in roots if kind in fault.kinds for rank in ranks}
+    accused = {
+        # That a rank left no dump is a fact where it left none, not an accusation.
+        rank
+        for kind, *ranks in roots
+        for rank in ranks
+        if kind != "dump_missing" or rank not in without_dump
+    }
+    standing = {
+        rank for finding in diagnosis["findings"] for rank in finding["culprit_ranks"] + finding["waiting_ranks"]
+    }
+    if innocent := sorted(accused & fault.innocent):
+        yield f"accuses rank {innocent}, who are innocent: {roots}"
+    if missed := sorted(set(fault.culprits) - named):
+        yield f"does not name rank {missed} for {' or '.join(fault.kinds)}: {roots}"
+    if overlooked := sorted(set(fault.involved) - standing):
+        yield f"says nothing of rank {overlooked}: {roots}"
+    if strange := sorted({kind for kind, *_ in roots} - set(fault.kinds)):
+        yield f"finds {', '.join(strange)}, which it is not"
+
+
+def not_shown(fault: Fault, diagnosis: dict[str, Any], text: str) -> Iterator[str]:
+    places = json.dumps([diagnosis["findings"], diagnosis["notes"]])
+    for lines in fault.lines():
+        for where, shown in (("text", text), ("JSON", places)):
+            if not any(line in shown for line in lines):
+                yield f"the {where} does not show {' or '.join(lines)}"
