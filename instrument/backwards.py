@@ -11,10 +11,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import torch
 from torch.autograd import Variable
 
-from crossrank.errors import CrossrankError
+from crossrank.instrument.torch_private import has
 
 
 class BackwardWatch:
@@ -26,10 +25,10 @@ class BackwardWatch:
         self._ours: Any = None
 
     def install(self) -> None:
-        """Begin to watch. Raises `CrossrankError`, with nothing changed, where torch's engine is not as expected."""
-        original: Any = getattr(Variable, "_execution_engine", None)
-        if not hasattr(original, "run_backward"):
-            raise CrossrankError(f"torch {torch.__version__} has no Variable._execution_engine with a run_backward")
+        """Begin to watch, unless this torch lacks the engine there."""
+        if not has("backward passes"):
+            return
+        original: Any = Variable._execution_engine
         engine: Any = type(original)
         ours = _watched(engine)()
         ours.watch = self

@@ -48,9 +48,7 @@ class FlightDumps:
             if reason not in ("hang", "SIGUSR1") and calls == self._calls_at_hang:
                 return
             with session.reported("the flight recorder was not dumped"):
-                content = flight.dump(self._moment(reason))
-                if content is not None:
-                    files.write(file_name(FLIGHT, session.rank), content)
+                files.write(file_name(FLIGHT, session.rank), flight.dump(self._moment(reason)))
                 if reason == "hang":
                     self._calls_at_hang = calls
         finally:

@@ -26,13 +26,15 @@ from crossrank.instrument.torch_private import has
 
 _COMPILER = "torch._inductor.codecache"
 _MOST_FRAMES = 64
+_VERSION = "2.10"
+"""Version of the recorder's format that a dump names in which torch has no part."""
 _FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _OURS = "crossrank-"
 """How the names of our own threads begin."""
 
 
-def dump(moment: dict[str, Any]) -> bytes | None:
-    """The flight recorder of this process as JSON with `moment` in it; None where this torch has none.
+def dump(moment: dict[str, Any]) -> bytes:
+    """The flight recorder of this process as JSON with `moment` in it; `moment` alone where this torch has none.
 
     A CUDA build keeps NCCL's own recorder apart from the generic one that gloo fills: a process that uses both, one for
     training and one for checkpoints, has its calls in both, and may hang in either.
@@ -45,7 +47,7 @@ def dump(moment: dict[str, Any]) -> bytes | None:
     contents = [pickle.loads(function(True, with_stacks, False)) for function in _recorders("")]
     if not contents:
         has("flight recorder")
-        return None
+        contents = [{"version": _VERSION, "entries": []}]
     return msgspec.json.encode(_merged(contents) | {"crossrank": moment})
 
 

@@ -222,8 +222,9 @@ class Session:
                     self._begin_files()
                 elif self.writer is not None and self.topology is not None:
                     self.writer.topology = self.topology
-            if self._nvtx is not None:
-                self._mark_identity(self._nvtx)
+            with self.reported("Nsight's report does not tell this rank"):
+                if self._nvtx is not None:
+                    self._mark_identity(self._nvtx)
             self.groups.announce_all()
             self.groups.add_all()
             window = self.config.window
@@ -392,7 +393,8 @@ class Session:
             with self.reported("a process group is missing in the execution trace"):
                 self._windows.note_process_groups()
         if self._nvtx is not None:
-            self._mark_group(self._nvtx, group)
+            with self.reported("a process group is missing in Nsight's report"):
+                self._mark_group(self._nvtx, group)
 
     def _mark_group(self, nvtx: NvtxMarkers, group: Group) -> None:
         nvtx.mark(msgspec.json.encode({"group": group}).decode())

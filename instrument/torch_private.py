@@ -105,8 +105,12 @@ PARTS: dict[str, Part] = {
         lost="hangs are watched for without regard to the groups' timeouts",
         names=("torch.distributed:ProcessGroup._get_backend", "torch.distributed:ProcessGroup._device_types"),
     ),
+    "backward passes": Part(
+        lost="every optimizer step counts as one after a backward pass",
+        names=("torch.autograd:Variable._execution_engine.run_backward",),
+    ),
     "flight recorder": Part(
-        lost="the flight recorder is not dumped",
+        lost="dumps hold what crossrank knows itself, and nothing of torch's flight recorder",
         names=(
             "torch._C._distributed_c10d:_dump_fr_trace",
             "torch._C._distributed_c10d:_dump_fr_trace_json",

@@ -68,6 +68,8 @@ class Summary(msgspec.Struct):
     files: dict[str, dict[str, int]]
     """kind -> number of files and bytes on disk"""
     unfinished_ranks: list[int]
+    endings: dict[str, list[int]]
+    """How ranks ended other than by a normal exit -> those ranks: `SIGTERM`, `ValueError: …`"""
     """Ranks without an `end` line: the process was killed, or still runs."""
     mixed: bool
     """The files come from several jobs."""
@@ -184,6 +186,7 @@ def _merge(listing: Listing, ranks: list[RankSummary]) -> Summary:
         ],
         files=files,
         unfinished_ranks=[rank.rank for rank in ranks if rank.end is None],
+        endings=_endings(ranks),
         mixed=len({header.world_size for header in headers}) > 1,
         cut_off=list(listing.torn),
         foreign=list(listing.foreign),
@@ -228,6 +231,18 @@ def _groups(ranks: list[RankSummary]) -> list[dict[str, Any]]:
                 of_name[name]["calls"] += tally.calls
                 of_name[name]["bytes"] += tally.bytes
     return sorted(found.values(), key=lambda entry: (-entry["size"], entry["ranks"] or [], entry["pg"]))
+
+
+def _endings(ranks: Iterable[RankSummary]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank in ranks:
+        end = rank.end or {}
+        exceptions = end.get("exceptions")
+        if isinstance(exceptions, list) and exceptions and isinstance(exceptions[0], dict):
+            found.setdefault(str(exceptions[0].get("error")), []).append(rank.rank)
+        elif str(end.get("reason", "")).startswith("SIG"):
+            found.setdefault(str(end["reason"]), []).append(rank.rank)
+    return found
 
 
 def _warnings(headers: list[Header], counts: dict[str, int], blind_spots: set[tuple[int, str]]) -> list[str]:

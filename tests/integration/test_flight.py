@@ -226,7 +226,7 @@ def test_a_hang_is_written_down_before_the_timeout_of_the_shortest_group(tmp_pat
     ranks = [jobs.start(tmp_path, GROUP_WITH_A_SHORT_TIMEOUT, RANK=str(rank)) for rank in (0, 1)]
     errors = "".join(process.communicate(timeout=40)[1] for process in ranks)
     assert ranks[0].returncode == 1
-    assert "crossrank: no communication for 3." in errors
+    assert re.search(r"crossrank: no communication for [345](\.\d+)? s ", errors)
     assert errors.index("crossrank: no communication") < errors.index("Timed out")
     dump, moment = dump_of(tmp_path)
     assert moment.reason == "hang"

@@ -22,6 +22,7 @@ from tests.integration.world import World
 NEEDED_BY_TORCH = (
     "torch.distributed.distributed_c10d:",
     "torch.autograd:_disable_profiler",
+    "torch.autograd:Variable.",
     "torch.autograd.profiler:_run_on_profiler_stop",
 )
 CASES = [(part, name) for part in PARTS for name in PARTS[part].names]
@@ -120,7 +121,7 @@ def test_without_execution_trace_and_kineto_a_window_leaves_no_file(two_ranks: W
 
 def _private_chains(tree: ast.Module) -> set[str]:
     """Attributes with a leading underscore that are taken of something of torch's, as `owner._name`."""
-    owners = ("torch", "dist", "distributed_c10d", "autograd_profiler", "group_class")
+    owners = ("torch", "dist", "distributed_c10d", "autograd_profiler", "group_class", "Variable")
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):

@@ -135,6 +135,29 @@ def test_a_missing_rank_and_a_killed_one_are_a_fault(folder: Path, capsys: pytes
     assert "complete" not in out
 
 
+@pytest.mark.parametrize(
+    ("end", "line"),
+    [
+        ({"reason": "SIGABRT", "exceptions": []}, "ended      rank 1 by SIGABRT\n"),
+        (
+            {"reason": "exit", "exceptions": [{"thread": "MainThread", "error": "ValueError: \x1b[31mred"}]},
+            "ended      rank 1 by ValueError: \\x1b[31mred\n",
+        ),
+    ],
+)
+def test_a_rank_that_a_signal_or_an_exception_ended_is_named(
+    end: dict[str, object], line: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = comms(1, "beta", ended=False) + zstandard.ZstdCompressor().compress(
+        json.dumps({"end": end}).encode() + b"\n"
+    )
+    (folder / "rank-1.comms.jsonl.zst").write_bytes(whole)
+    code, out, _ = inspect(folder, capsys)
+    assert code == 0
+    assert line in out
+    assert out.endswith("complete   every rank is there\n")
+
+
 def test_an_empty_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect(tmp_path, capsys) == (
         2,

@@ -17,6 +17,8 @@ from crossrank.tools.tables import amount, print_table, printable, rank_ranges
 _TOP = 10
 _WORTH_PROCESSES = 20_000_000
 """Bytes below which starting processes takes longer than reading."""
+_MOST_ENDINGS = 8
+_LONGEST_ENDING = 200
 _CHAKRA = (".et", ".et.gz", ".et.zst")
 
 
@@ -132,7 +134,11 @@ def _print_missing(summary: Summary) -> None:
         print(f"missing    no comms file of rank {rank_ranges(summary.missing_ranks)}")
     if summary.unfinished_ranks:
         ranks = rank_ranges(summary.unfinished_ranks)
-        print(f"unfinished rank {ranks}: no end line, the process was killed or still runs; its last second may lack")
+        print(
+            f"unfinished rank {ranks}: no end line, the process was killed or still runs; its last half second may lack"
+        )
+    for ending, ended in list(summary.endings.items())[:_MOST_ENDINGS]:
+        print(f"ended      rank {rank_ranges(ended)} by {printable(ending)[:_LONGEST_ENDING]}")
     for name in summary.cut_off:
         print(f"cut off    {printable(name)}: the process ended while it was written")
     for warning in summary.warnings:
@@ -141,7 +147,7 @@ def _print_missing(summary: Summary) -> None:
         names = printable(", ".join(summary.foreign[:5]))
         print(f"foreign    {len(summary.foreign)} file(s) that are no recording's: {names}")
     if not (_lacks(summary) or summary.problems):
-        print("complete   every rank is there and ended properly")
+        print("complete   every rank is there" + ("" if summary.endings else " and ended properly"))
 
 
 def _lacks(summary: Summary) -> bool:

@@ -1,7 +1,8 @@
 """Which files say something about which rank, and reading them, one worker per rank.
 
 Any folder will do: our recordings, `TORCH_FR_DUMP_TEMP_FILE`'s files with host names in them, one folder per node. The
-rank is in a file's name, for a dump does not tell it. What an earlier recording left (`earlier-K`) is not looked at.
+rank is in a file's name, for a dump does not tell it. What an earlier recording left (`earlier-K`) and what
+processes that ranks started recorded (`spawned-K`) belong to other jobs and are not looked at.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from crossrank.tools.readers.flight_dump import NoDumpError, read_flight_dump
 from crossrank.tools.shards import is_part
 from crossrank.tools.tables import rank_ranges
 
-_EARLIER = re.compile(r"earlier-\d+")
+_OTHER_JOBS = re.compile(r"(earlier|spawned)-\d+")
 _DEEPEST = 8
 _NEWER = 5_000_000_000
 """ns by which a comms file must go on after every dump of its recording to say more than they do."""
@@ -119,7 +120,7 @@ def _walk(path: str, found: list[Candidate], depth: int) -> None:
         found.append(Candidate(path=whole, rank=rank_in_name(name), kind="", size=size))
     if depth > 0:
         for name in listing.folders:
-            if not _EARLIER.fullmatch(name):
+            if not _OTHER_JOBS.fullmatch(name):
                 _walk(f"{path.rstrip('/')}/{name}", found, depth - 1)
 
 
