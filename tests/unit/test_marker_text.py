@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossrank.instrument.marker_text import MAX_BYTES, shortened
@@ -128,6 +128,7 @@ def test_runs_that_cannot_be_ranks_are_none(runs: list[tuple[int, int, int]]) ->
     assert from_runs(runs) is None
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from(["in", "out", "in_split", "out_split", "source", "api", "pg"]),
