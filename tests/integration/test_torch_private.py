@@ -134,7 +134,7 @@ def _private_chains(tree: ast.Module) -> set[str]:
 
 
 def test_every_private_name_that_is_used_stands_in_the_table() -> None:
-    known = {name.rpartition(":")[2].split(".")[-1] for part in PARTS.values() for name in part.names}
+    known = {word for part in PARTS.values() for name in part.names for word in name.rpartition(":")[2].split(".")}
     folder = Path(torch_private.__file__).resolve().parent
     used = {
         (path.name, chain) for path in folder.glob("*.py") for chain in _private_chains(ast.parse(path.read_text()))
