@@ -275,3 +275,30 @@ def test_a_safe_path_stays_as_it_is(tmp_path: Path) -> None:
     plain = jobs.run([sys.executable, "train.py"], tmp_path, PYTHONSAFEPATH="1", PYTHONPATH="/somewhere")
     traced = jobs.run([sys.executable, *RUNNER, "train.py"], tmp_path, PYTHONSAFEPATH="1", PYTHONPATH="/somewhere")
     assert (traced.returncode, traced.stdout) == (plain.returncode, plain.stdout)
+
+
+def test_the_process_in_which_async_save_saves_records_beside_its_rank(tmp_path: Path) -> None:
+    script = jobs.write_script(
+        tmp_path,
+        """
+        import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+        if __name__ == "__main__":
+            dist.init_process_group("gloo")
+            model = torch.nn.Linear(8, 8)
+            for _ in range(3):
+                dist.all_reduce(torch.ones(4))
+            kind = AsyncCheckpointerType.PROCESS
+            dcp.async_save({"model": model.state_dict()}, checkpoint_id="saved", async_checkpointer_type=kind).result()
+            dist.all_reduce(torch.ones(4))
+        """,
+    )
+    result = jobs.torchrun(tmp_path, script, "-m", "crossrank.instrument")
+    assert result.returncode == 0, result.stderr
+    folder = tmp_path / "crossrank-recording"
+    for rank in (0, 1):
+        calls = [record.op for record in records_of(folder, rank) if record.source and "train.py" in record.source]
+        assert calls.count("all_reduce") == 4
+        assert "gather" in {record.op for record in records_of(folder / "spawned-1", rank)}
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["spawned-1"]
