@@ -88,6 +88,7 @@ PARTS: dict[str, Part] = {
         names=(
             "torch._C._profiler:_ExperimentalConfig",
             "torch.autograd:_profiler_enabled",
+            "torch.autograd:_enable_profiler",
             "torch.autograd:_disable_profiler",
             "torch.autograd:_add_metadata_json",
             "torch.autograd.profiler:_is_profiler_enabled",

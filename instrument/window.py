@@ -135,10 +135,16 @@ class WindowRecorder:
         self._finishing.clear()
 
     def drop_prepared(self) -> None:
-        """Let go of a Kineto session that was warmed up and will not be started."""
-        if self._kineto is not None and not self._kineto_runs:
-            self._kineto = None
-            self._unguard()
+        """Let go of a Kineto session that was warmed up and will not be used.
+
+        Only one that runs can be ended, and while one is warmed up no other can be made, by the user either.
+        """
+        if self._kineto is None or self._kineto_runs:
+            return
+        profiler, self._kineto = self._kineto, None
+        self._unguard()
+        torch.autograd._enable_profiler(profiler.config(), profiler.kineto_activities)
+        torch.autograd._disable_profiler()
 
     def note_process_groups(self) -> None:
         """Put the process groups with their global ranks into the execution trace."""
@@ -194,7 +200,6 @@ class WindowRecorder:
         try:
             profiler._start_trace()
         except Exception:
-            # What was only warmed up is let go of: stopping it would crash the process.
             autograd_profiler._run_on_profiler_stop()
             self.drop_prepared()
             raise

@@ -21,6 +21,7 @@ from tests.integration.world import World
 # torch itself cannot do without these: the recorder is made to believe that they are missing.
 NEEDED_BY_TORCH = (
     "torch.distributed.distributed_c10d:",
+    "torch.autograd:_enable_profiler",
     "torch.autograd:_disable_profiler",
     "torch.autograd:Variable.",
     "torch.autograd.profiler:_run_on_profiler_stop",

@@ -300,3 +300,19 @@ def test_a_window_that_fails_leaves_no_profiler_and_no_observer_open(
     assert two_ranks.run(_failing_window, tmp_path, what) == [(False, False, 4.0)] * 2
     assert set(execution_trace_ids(load(recording, "et", window=2))) == {1}
     assert set(kineto_ids(load(recording, "kineto", window=2))) == {1}
+
+
+def _profile_after_a_warm_up(rank: int, directory: str) -> int:
+    crossrank.enable(tracing="ALL", directory=directory, window="2:4")
+    crossrank.step()  # the next iteration would be recorded: Kineto is warmed up
+    dist.all_reduce(torch.ones(1))
+    crossrank.disable()
+    with torch.profiler.profile() as profiler:
+        dist.all_reduce(torch.ones(1))
+    return sum(event.name == "c10d::allreduce_" for event in profiler.events())
+
+
+def test_a_warm_up_for_a_window_that_never_opens_leaves_profilers_of_the_user_alone(
+    two_ranks: World, tmp_path: Path, recording: Path
+) -> None:
+    assert two_ranks.run(_profile_after_a_warm_up, tmp_path, str(recording), record=False) == [1, 1]
