@@ -38,7 +38,7 @@ def test_the_users_frames_come_first_and_few_of_the_libraries_follow() -> None:
     [
         f"{PACKAGES}/lightning/pytorch/loops/fit_loop.py",
         "/usr/lib/python3/dist-packages/apex/parallel/distributed.py",
-        "/root/.pyenv/versions/3.11.7/lib/python3.11/threading.py",
+        "/usr/lib/python3.11/threading.py",
         "/usr/lib/python3.12/selectors.py",
         "/opt/pytorch/torch/distributed/distributed_c10d.py",
         "C:\\Python311\\Lib\\site-packages\\torch\\autograd\\graph.py",
