@@ -118,9 +118,9 @@ class Session:
     def active(self) -> bool:
         return not self._closed
 
-    def exceptions(self) -> list[dict[str, Any]]:
+    def exceptions(self, reason: str) -> list[dict[str, Any]]:
         """What ended the script, and threads of it, so far: see `ExitGuard.exceptions`."""
-        return self._guard.exceptions()
+        return self._guard.exceptions(reason)
 
     def first_call(self, group: dist.ProcessGroup) -> GroupState:
         """The state of a group that communicates for the first time; begins the files where that is due."""
@@ -156,18 +156,20 @@ class Session:
         if not self._close_once.acquire(blocking=False):
             return
         self._closed = True
-        if dist.is_initialized() and self.writer is None:
-            with self.reported("nothing was recorded"):
-                self._begin()
-        self.recorder.active = False
-        dies = reason not in ("disable", "exit")
-        if dies:
-            self._note_window_end()
-        else:
-            self._close_window()
-        self._end_files(reason, _WINDOW_PATIENCE if dies else None)
-        self._finished = True
-        self._take_away()
+        try:
+            if dist.is_initialized() and self.writer is None:
+                with self.reported("nothing was recorded"):
+                    self._begin()
+            self.recorder.active = False
+            dies = reason not in ("disable", "exit")
+            if dies:
+                self._note_window_end()
+            else:
+                self._close_window()
+            self._end_files(reason, _WINDOW_PATIENCE if dies else None)
+        finally:  # a handler of the script may raise in here
+            self._finished = True
+            self._take_away()
 
     def _take_away(self) -> None:
         """Undo what `start` installed."""
@@ -190,6 +192,8 @@ class Session:
             self._windows.abandon()
         if self.writer is not None:
             self.writer.abandon()
+        if self.files is not None:
+            self.files.abandon()
         self._interception.abandon()
         self._backwards.uninstall()
         self._guard.abandon()
@@ -221,7 +225,7 @@ class Session:
                 if first or not same_place:
                     self._begin_files()
                 elif self.writer is not None and self.topology is not None:
-                    self.writer.topology = self.topology
+                    self.writer.follow(self.topology)
             with self.reported("Nsight's report does not tell this rank"):
                 if self._nvtx is not None:
                     self._mark_identity(self._nvtx)
@@ -249,12 +253,13 @@ class Session:
 
     def _store_of_world(self) -> dist.Store | None:
         """The store of the process group that is recorded, while that is the current one."""
-        if not self._is_current_world() or not has("store"):
+        if not self.is_current_world() or not has("store"):
             return None
         store: dist.Store = distributed_c10d._get_default_store()
         return store
 
-    def _is_current_world(self) -> bool:
+    def is_current_world(self) -> bool:
+        """Whether the process group that is recorded is there and the default one."""
         return self._world is not None and dist.is_initialized() and self._world() is dist.group.WORLD
 
     def _on_tick(self) -> None:
@@ -262,7 +267,7 @@ class Session:
         self._read_gpu()
         self._guard.on_tick()
         # Groups that have not communicated, unless they are those of a new world: that begins first.
-        if self._is_current_world():
+        if self.is_current_world():
             self.groups.add_all()
 
     # --- the GPU of this rank -----------------------------------------------------------------------------
@@ -330,7 +335,7 @@ class Session:
                 writer.counts.calls = self.recorder.calls() - self._calls_before
                 end = {
                     "reason": reason,
-                    "exceptions": self.exceptions(),
+                    "exceptions": self.exceptions(reason),
                     "step": self.recorder.step,
                     "blind_spots": self.groups.unseen_kinds(),
                 }
@@ -426,6 +431,7 @@ class Session:
 
     def _advance(self) -> None:
         """An iteration ends: end the window that ends with it, and begin the one that begins with the next."""
+        self._guard.on_step()
         recorder, window, windows = self.recorder, self.config.window, self._windows
         # At an edge Kineto synchronises the GPU, which breaks a CUDA graph that is being captured: the edge waits for
         # the end of an iteration in which none is.

@@ -237,7 +237,7 @@ class WindowRecorder:
         except RuntimeError:  # Python 3.12 starts no thread once the interpreter shuts down
             work()
         else:
-            self._finishing.append(thread)
+            self._finishing = [*filter(threading.Thread.is_alive, self._finishing), thread]
 
     def _lacks(self, what: str, why: str) -> None:
         log.warning("crossrank: window %d has no %s: %s", self.number, what, why)
