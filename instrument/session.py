@@ -8,6 +8,7 @@ once and costs that part of the recording; it never reaches the training loop.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import socket
 import threading
@@ -379,14 +380,14 @@ class Session:
 
     # --- steps and windows --------------------------------------------------------------------------------
 
-    def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, _: Any, keywords: dict[str, Any]) -> None:
         if self._explicit_steps or self._closed:
             return
         with self.reported("an iteration was not counted"):
             parameter = first_parameter(optimizer.param_groups)
             ended = self._boundaries.count(optimizer, parameter, after_backward=self._backwards.began())
             for _iteration in range(ended):
-                self._advance()
+                self._advance(keywords)
 
     def _warn_of_uneven_steps(self) -> None:
         if not self._warned_of_uneven_steps and self.rank <= 0:
@@ -397,18 +398,30 @@ class Session:
             )
         self._warned_of_uneven_steps = True
 
-    def _advance(self) -> None:
-        """An iteration ends: end the window that ends with it, and begin the one that begins with the next."""
+    def _advance(self, keywords: dict[str, Any] | None = None) -> None:
+        """An iteration ends. `keywords` are those of the optimizer's step that ended it, where it was one."""
         self._guard.on_step()
+        ended = self.recorder.step
+        self.recorder.step += 1
+        if self.writer is not None:
+            self.writer.line("step", {"step": self.recorder.step, "t": time.monotonic_ns()})
+        if keywords is None:
+            self._pass_edge(ended)
+        elif self.config.window is not None or self.recorder.window_open:
+            # torch calls its hooks within a range of the optimizer's, which no edge must cross. The dictionary dies
+            # with the call of `step`, when that range has ended.
+            keywords["crossrank"] = _AtDeath(functools.partial(self._pass_edge, ended))
+
+    def _pass_edge(self, ended: int) -> None:
+        """End the window that ends with iteration `ended`, and begin the one that begins with the next."""
         recorder, window, windows = self.recorder, self.config.window, self._windows
         # At an edge Kineto synchronises the GPU, which breaks a CUDA graph that is being captured: the edge waits for
         # the end of an iteration in which none is.
+        if self._closed:
+            return
         capturing = is_capturing()
-        if window is not None and recorder.window_open and not window.continues(recorder.step) and not capturing:
-            self._close_window()
-        recorder.step += 1
-        if self.writer is not None:
-            self.writer.line("step", {"step": recorder.step, "t": time.monotonic_ns()})
+        if window is not None and recorder.window_open and not window.continues(ended) and not capturing:
+            self._close_window(ended)
         if recorder.window_open and windows is not None:
             with self.reported("iterations have no range in the traces"):
                 windows.begin_step(recorder.step)
@@ -438,24 +451,25 @@ class Session:
         self.recorder.window_open = windows.is_open
         return windows.is_open
 
-    def _close_window(self) -> None:
+    def _close_window(self, step: int | None = None) -> None:
         windows = self._windows
         if windows is None or not windows.is_open:
             return
-        self._note_window_end()
+        self._note_window_end(step)
         with self.reported("a window is incomplete"):
             windows.close()
         if not self._closed:
             self._dumps.write("window")
 
-    def _note_window_end(self) -> None:
+    def _note_window_end(self, step: int | None = None) -> None:
         self.recorder.window_open = False
         if self._windows is not None and self._windows.is_open:
             with self.reported("the end of a window is not recorded"):
-                self._note_window("close", self._windows.number)
+                self._note_window("close", self._windows.number, step)
 
-    def _note_window(self, edge: str, number: int) -> None:
-        moment = {"window": number, "edge": edge, "step": self.recorder.step, "t": time.monotonic_ns()}
+    def _note_window(self, edge: str, number: int, step: int | None = None) -> None:
+        step = self.recorder.step if step is None else step
+        moment = {"window": number, "edge": edge, "step": step, "t": time.monotonic_ns()}
         if self.writer is not None:
             self.writer.line("window", moment)
             counters = self.gpu.counters()
@@ -490,3 +504,16 @@ def _ends_within(seconds: float, work: Callable[[], None]) -> bool:
         return True
     thread.join(seconds)
     return not thread.is_alive()
+
+
+class _AtDeath:
+    """Does `action` when the last reference to it goes."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+
+    def __del__(self) -> None:
+        try:
+            self._action()
+        except Exception as error:
+            log.warning("crossrank: a window is incomplete: %s", one_line(error))

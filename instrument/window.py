@@ -100,6 +100,8 @@ class WindowRecorder:
     def begin_step(self, step: int) -> None:
         """Iteration `step` begins here, and the one before it ends. A profiler of the user's gets no range of ours."""
         self._end_step()
+        if not self.is_open:
+            return
         if self._kineto_runs or (self._observed is not None and has("Kineto") and not _foreign_profiler()):
             self._step = autograd_profiler.record_function(f"ProfilerStep#{step}")
             self._step_thread = threading.get_ident()

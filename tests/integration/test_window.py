@@ -243,7 +243,7 @@ def _train_while_capturing(rank: int, steps: tuple[int, ...]) -> None:
     current = api._current
     assert current is not None
     patch = pytest.MonkeyPatch()
-    patch.setattr(session, "is_capturing", lambda: current.recorder.step in steps)
+    patch.setattr(session, "is_capturing", lambda: current.recorder.step - 1 in steps)
     try:
         _train(rank, 10)
     finally:
@@ -316,3 +316,25 @@ def test_a_warm_up_for_a_window_that_never_opens_leaves_profilers_of_the_user_al
     two_ranks: World, tmp_path: Path, recording: Path
 ) -> None:
     assert two_ranks.run(_profile_after_a_warm_up, tmp_path, str(recording), record=False) == [1, 1]
+
+
+def test_the_ranges_of_iterations_cross_no_other(two_ranks: World, tmp_path: Path, recording: Path) -> None:
+    two_ranks.run(_train, tmp_path, 6, window="2:5")
+    events = [event for event in load(recording, "kineto")["traceEvents"] if event.get("ph") == "X"]
+    steps = [event for event in events if event["name"].startswith("ProfilerStep#")]
+    assert len(steps) == 3
+    for step in steps:
+        start, end = step["ts"], step["ts"] + step["dur"]
+        crossing = [
+            event["name"]
+            for event in events
+            if event["tid"] == step["tid"] and start < event["ts"] < end < event["ts"] + event["dur"]
+        ]
+        assert crossing == []
+    nodes = load(recording, "et")["nodes"]
+    name_of = {node["id"]: node["name"] for node in nodes}
+    parents = {name_of.get(node["ctrl_deps"]) for node in nodes if node["name"] == "c10d::allreduce_"}
+    assert None not in parents
+    optimizer = [name_of[node["ctrl_deps"]] for node in nodes if node["name"] == "Optimizer.step#SGD.step"]
+    assert optimizer == ["ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"]
+    assert {node["ctrl_deps"] for node in nodes} <= name_of.keys()  # every parent is there
