@@ -25,10 +25,16 @@ STATES = ("scheduled", "started", "retired", "completed")
 LEFT = ("exit", "disable", "SIGINT", "SIGTERM", "SIGABRT")
 """Reasons of our dumps after which a rank makes no more calls that are seen."""
 
+CUT_SHORT = ("SIGTERM", "SIGINT", "SIGABRT")
+"""Those of them that end a rank wherever it is, so that its last call may not be over."""
+
 MAIN_THREAD = "MainThread"
 
 _GOES_ON = ("", "hang", "SIGUSR1", "window", "disable")
 """Reasons after which a rank may still make calls, seen or not."""
+
+RECORDER = "/crossrank/instrument/"
+"""Part of the paths of the recorder's own frames."""
 
 _STOPPED_BY_USER = re.compile(r"KeyboardInterrupt\b")
 _COMMUNICATION_FAILED = re.compile(
@@ -232,6 +238,11 @@ class RankEvidence:
     def died_unseen(self) -> bool:
         """Whether nothing but an unfinished comms file is left: its last calls may not have reached the disk."""
         return self.source == "comms" and not self.ended
+
+    @property
+    def was_terminated(self) -> bool:
+        """Whether somebody outside ended its process: a scheduler, the launcher, its user."""
+        return self.reason in ("SIGTERM", "SIGINT") and not self.has_raised
 
     @property
     def has_raised(self) -> bool:

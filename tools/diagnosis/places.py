@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from crossrank.tools.diagnosis.evidence import RECORDER
 from crossrank.tools.diagnosis.findings import Finding, Place, call_text, group_text
 from crossrank.tools.diagnosis.job import Job
 from crossrank.tools.diagnosis.waiting import Waiting
@@ -14,7 +15,6 @@ _MOST_FRAMES = 12
 _INNER_FRAMES = 4
 """Frames of libraries that are shown below the user's: what the user's line has called."""
 _MAIN = "MainThread"
-_RECORDER = "/crossrank/instrument/"
 _LIBRARY = re.compile(
     r"[/\\](site|dist)-packages[/\\]|[/\\]lib[/\\]python\d[.\d]*[/\\]|^<frozen |[/\\]torch[/\\]", re.IGNORECASE
 )
@@ -79,7 +79,7 @@ def frame_texts(frames: tuple[Frame, ...]) -> list[str]:
     With FSDP or DDP dozens of the frameworks' frames lie between the call and the user's line. The recorder's own
     frames are left out.
     """
-    known = [frame for frame in frames if _RECORDER not in frame.filename]
+    known = [frame for frame in frames if RECORDER not in frame.filename]
     users = [frame for frame in known if _is_users(frame)]
     inner = [frame for frame in known if not _is_users(frame)]
     most = _INNER_FRAMES if users else _MOST_FRAMES
@@ -87,4 +87,4 @@ def frame_texts(frames: tuple[Frame, ...]) -> list[str]:
 
 
 def _is_users(frame: Frame) -> bool:
-    return _LIBRARY.search(frame.filename) is None and _RECORDER not in frame.filename
+    return _LIBRARY.search(frame.filename) is None and RECORDER not in frame.filename

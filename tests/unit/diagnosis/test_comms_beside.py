@@ -29,10 +29,11 @@ def write_comms(
     emit: str = "ALL",
     groups: Groups = GROUPS,
     until: float | None = None,
+    reason: str = "exit",
 ) -> None:
     """A comms file of `rank`, of a job of the ranks in group "0"; record n is made n seconds after the start.
 
-    `until` is up to when it lacks nothing, in seconds after the start.
+    `until` is up to when it lacks nothing, in seconds after the start; `reason` is why it ended, if it did.
     """
     folder.mkdir(exist_ok=True)
     header: dict[str, Any] = {
@@ -55,7 +56,7 @@ def write_comms(
     if until is not None:
         lines.append({"clock": {"t": int(until * 10**9), "wall": START + int(until * 10**9)}})
     if ended:
-        lines.append({"end": {"reason": "exit"}})
+        lines.append({"end": {"reason": reason}})
     (folder / f"rank-{rank}.comms.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -264,3 +265,17 @@ def test_comms_files_that_go_on_without_a_call_do_not_replace_the_dumps_of_a_han
         write_comms(tmp_path, rank, [], until=600)
 
     assert roots(diagnosis_of(tmp_path)) == [("missing_rank", "default_pg", 1, [2], [0, 1])]
+
+
+@pytest.mark.parametrize("reason", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(("until", "suspects"), [(1.5, []), (60.0, [2])])
+def test_comms_files_of_a_cancelled_job_tell_a_hang_from_training(
+    reason: str, until: float, suspects: list[int], tmp_path: Path
+) -> None:
+    for rank in range(3):
+        records = [all_reduce(1), all_reduce(2)][: 1 if rank == 2 else 2]
+        write_comms(tmp_path, rank, records, until=until, ended=True, reason=reason)
+
+    found = diagnosis_of(tmp_path)
+
+    assert (found.verdict, found.suspect_ranks) == ("error" if suspects else "ok", suspects)

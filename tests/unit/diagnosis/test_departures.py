@@ -157,3 +157,40 @@ def test_a_thread_that_an_exception_ended_is_told_of_the_rank_that_the_others_wa
 
     assert (finding.culprit_ranks, finding.exception) == ([2], "KeyError: 'loss' (thread metrics)")
     assert finding.places[0].frames == ["average (/home/me/metrics.py:12)"]
+
+
+def cancelled_one_after_the_other(wait: float) -> dict[int, Moment]:
+    """Rank 2, which the others have waited for so many seconds, and rank 3 are terminated; the others fail of it."""
+    failed = Moment(reason="exit", after=wait + 0.3, error=CLOSED, timed_out=True)
+    return {
+        0: failed,
+        1: failed,
+        2: Moment(reason="SIGTERM", after=wait),
+        3: Moment(reason="SIGTERM", after=wait + 1.2),  # its handler waits for a call that does not return
+    }
+
+
+def test_a_healthy_job_whose_ranks_are_cancelled_one_after_the_other_stays_healthy(tmp_path: Path) -> None:
+    job = SimulatedJob(training_that_rank_2_leaves(), WORLD, backend="gloo")
+    write_moments(job, tmp_path, cancelled_one_after_the_other(wait=0.01))
+
+    found = diagnosis_of(tmp_path)
+
+    assert (found.verdict, found.suspect_ranks) == ("ok", [])
+
+
+def test_a_hang_whose_ranks_are_cancelled_one_after_the_other_stays_a_hang(tmp_path: Path) -> None:
+    job = SimulatedJob(training_that_rank_2_leaves(), WORLD, backend="gloo")
+    write_moments(job, tmp_path, cancelled_one_after_the_other(wait=20))
+
+    assert diagnosis_of(tmp_path).suspect_ranks == [2]
+
+
+@pytest.mark.parametrize("end", ["SIGTERM", "SIGABRT"])
+def test_one_rank_that_was_ended_is_why_the_others_fail(end: str, tmp_path: Path) -> None:
+    failed = Moment(reason="exit", after=0.3, error=CLOSED, timed_out=True)
+    job = SimulatedJob(training_that_rank_2_leaves(), WORLD, backend="gloo")
+    others = Moment(reason="SIGTERM", after=0.3) if end == "SIGABRT" else failed
+    write_moments(job, tmp_path, {0: failed, 1: others, 2: Moment(reason=end, after=0), 3: others})
+
+    assert diagnosis_of(tmp_path).suspect_ranks == [2]
