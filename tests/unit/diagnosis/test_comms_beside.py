@@ -279,3 +279,17 @@ def test_comms_files_of_a_cancelled_job_tell_a_hang_from_training(
     found = diagnosis_of(tmp_path)
 
     assert (found.verdict, found.suspect_ranks) == ("error" if suspects else "ok", suspects)
+
+
+@pytest.mark.parametrize(("until", "suspects"), [(3.5, []), (60.0, [2])])
+def test_a_call_of_a_thread_that_one_member_never_makes_is_open_although_all_others_go_on(
+    until: float, suspects: list[int], tmp_path: Path
+) -> None:
+    for rank in range(3):
+        of_thread = [] if rank == 2 else [all_reduce(2, "7") | {"t": 2_900_000_000}]
+        records = [all_reduce(1, "7"), all_reduce(1), *of_thread, all_reduce(2) | {"t": 3_000_000_000}]
+        write_comms(tmp_path, rank, records, until=until, groups={"0": GROUPS["0"], "7": ("metrics", [0, 1, 2])})
+
+    found = diagnosis_of(tmp_path)
+
+    assert (found.verdict, found.suspect_ranks) == ("error" if suspects else "ok", suspects)
