@@ -149,7 +149,9 @@ def find_raised_exceptions(search: Search) -> None:
     if not raised and not failed:
         return
     world = max(search.job.groups, key=lambda group: (len(group.ranks), -group.index), default=None)
-    unseen = [rank for rank, one in ranks.items() if one.died_unseen] if not raised else []
+    unseen = [rank for rank, one in ranks.items() if one.died_unseen]
+    # Who died first nothing says: a few are sooner the cause of what many raise than the other way round.
+    unseen = unseen if len(unseen) < len(raised) or not raised else []
     texts = [f"rank {rank_ranges(unseen)} ended without a word"] if unseen else []
     texts += sorted(f"rank {rank}: {ranks[rank].error}" for rank in (raised or failed)[:4])
     search.add_root(
@@ -158,8 +160,8 @@ def find_raised_exceptions(search: Search) -> None:
             pg=world.pg if world is not None else ["", ""],
             pg_ranks=list(world.ranks) if world is not None else list(search.job.world),
             culprit_ranks=unseen or raised,
-            waiting_ranks=failed,
-            exception=next((ranks[rank].error for rank in raised), None),
+            waiting_ranks=sorted({*failed, *raised}) if unseen else failed,
+            exception=None if unseen else next((ranks[rank].error for rank in raised), None),
             text="; ".join(texts),
         ),
         [],

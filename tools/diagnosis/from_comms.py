@@ -84,7 +84,7 @@ def complete(evidence: RankEvidence, comms: RankEvidence) -> None:
     evidence.host = evidence.host or comms.host
     evidence.world_size = evidence.world_size or comms.world_size
     if evidence.error is None:
-        evidence.error, evidence.traceback = comms.error, comms.traceback
+        evidence.error, evidence.traceback, evidence.causes = comms.error, comms.traceback, comms.causes
     evidence.of_threads = evidence.of_threads or comms.of_threads
     has_p2p = any(signature.is_p2p for signature in evidence.signatures)
     rows = [row for row, number in enumerate(comms.calls.signature) if _is_unknown(comms.signatures[number], has_p2p)]

@@ -23,6 +23,9 @@ from crossrank.tools.diagnosis.evidence import RETIRED, STARTED, RankEvidence
 from crossrank.tools.diagnosis.job import Job, JobGroup
 from crossrank.tools.diagnosis.p2p import Pairing
 
+_ENDS_LAST_ON_ROOT = ("gather", "reduce")
+"""Operations that the other ranks may leave before the root has what it waits for."""
+
 _LONG = 1_000_000_000
 """ns by which a member must be late, on a group whose calls do not keep others from going on, to count as stuck."""
 
@@ -168,6 +171,9 @@ def _others_went_on(job: Job, rank: int, row: int, group: JobGroup) -> bool:
     """Whether the last call in the unfinished file of a rank is not where it is stuck: the others are past it."""
     evidence = job.ranks[rank]
     if not evidence.died_unseen or row != len(evidence.calls) - 1 or job.signature(rank, row).is_p2p:
+        return False
+    signature = job.signature(rank, row)
+    if signature.op in _ENDS_LAST_ON_ROOT and signature.root == rank:
         return False
     return any((job.enqueued(group, other) or 0) > evidence.calls.seq[row] for other in group.ranks if other != rank)
 

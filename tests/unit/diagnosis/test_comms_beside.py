@@ -293,3 +293,23 @@ def test_a_call_of_a_thread_that_one_member_never_makes_is_open_although_all_oth
     found = diagnosis_of(tmp_path)
 
     assert (found.verdict, found.suspect_ranks) == ("error" if suspects else "ok", suspects)
+
+
+def test_a_rank_that_died_without_a_word_is_named_beside_the_exceptions_of_the_others(tmp_path: Path) -> None:
+    error = "TrainingError: step 1 failed"
+    job = SimulatedJob([[Collective("0", inputs=((8,),))]] * 3, GROUPS, backend="gloo")
+    write_moments(job, tmp_path, dict.fromkeys((0, 1), Moment(reason="exit", after=0.1, error=error)))
+    for rank in range(3):
+        write_comms(tmp_path, rank, [all_reduce(1)], ended=rank < 2)
+
+    assert [(one.kind, one.culprit_ranks) for one in diagnosis_of(tmp_path).findings] == [("dump_missing", [2])]
+
+
+@pytest.mark.parametrize("op", ["gather", "reduce"])
+def test_a_root_is_not_past_its_call_because_those_that_send_to_it_are(op: str, tmp_path: Path) -> None:
+    for rank in range(3):
+        to_root = {"op": op, "pg": "0", "seq": 2, "root": 0}
+        records = [all_reduce(1), to_root, all_reduce(3)][: (2, 3, 1)[rank]]
+        write_comms(tmp_path, rank, records, until=60)
+
+    assert diagnosis_of(tmp_path).suspect_ranks == [2]

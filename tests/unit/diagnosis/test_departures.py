@@ -194,3 +194,55 @@ def test_one_rank_that_was_ended_is_why_the_others_fail(end: str, tmp_path: Path
     write_moments(job, tmp_path, {0: failed, 1: others, 2: Moment(reason=end, after=0), 3: others})
 
     assert diagnosis_of(tmp_path).suspect_ranks == [2]
+
+
+@pytest.mark.parametrize("reason", ["exit", "SIGTERM"])
+def test_a_rank_whose_exception_wraps_a_failed_communication_is_not_accused(reason: str, tmp_path: Path) -> None:
+    wrapped = Moment(reason="exit", after=0.1, error="TrainingError: step 2 failed", causes=("KeyError: 'x'", CLOSED))
+    gone = Moment(reason=reason, after=0, error=RAISED if reason == "exit" else None)
+    programs = training_that_rank_2_leaves()
+    write_moments(
+        SimulatedJob(programs, WORLD, backend="gloo"), tmp_path, {0: wrapped, 1: wrapped, 2: gone, 3: wrapped}
+    )
+
+    assert diagnosis_of(tmp_path).suspect_ranks == [2]
+
+
+@pytest.mark.parametrize(
+    ("error", "where"),
+    [
+        ("RuntimeError: DataLoader timed out after 2 seconds", "/opt/torch/utils/data/dataloader.py"),
+        ("RuntimeError: object store: connection refused by 10.0.0.7:9000", "train.py"),
+        ("RuntimeError: cuDNN error: socket timeout in kernel", "train.py"),
+    ],
+)
+def test_what_other_libraries_say_of_their_connections_is_no_failed_communication(
+    error: str, where: str, tmp_path: Path
+) -> None:
+    victim = Moment(reason="exit", after=0.05, error=CLOSED, timed_out=True)
+    own = Moment(reason="exit", after=0, error=error, traceback=(("fetch", where, 9), ("main", "train.py", 5)))
+    job = SimulatedJob(training_that_rank_2_leaves(), WORLD, backend="gloo")
+    write_moments(job, tmp_path, {0: victim, 1: victim, 2: own, 3: victim})
+
+    found = diagnosis_of(tmp_path)
+
+    assert (found.suspect_ranks, found.findings[0].exception) == ([2], error)
+
+
+@pytest.mark.parametrize(
+    ("error", "where"),
+    [
+        ("RuntimeError: Operation timed out!", "train.py"),
+        ("RuntimeError: Connection reset by peer", "/opt/torch/autograd/graph.py"),
+        ("torch.distributed.DistBackendError: NCCL error: remote process exited", "train.py"),
+    ],
+)
+def test_a_communication_that_fails_in_a_wait_or_a_backward_is_that_of_a_victim(
+    error: str, where: str, tmp_path: Path
+) -> None:
+    victim = Moment(reason="exit", after=0.05, error=error, timed_out=True, traceback=(("wait", where, 9),))
+    gone = Moment(reason="exit", after=0, error=RAISED)
+    job = SimulatedJob(training_that_rank_2_leaves(), WORLD, backend="gloo")
+    write_moments(job, tmp_path, {0: victim, 1: victim, 2: gone, 3: victim})
+
+    assert diagnosis_of(tmp_path).suspect_ranks == [2]
