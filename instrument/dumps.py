@@ -30,7 +30,9 @@ class FlightDumps:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._once = threading.Lock()  # two threads may be asked at once
+        # Two threads may be asked at once. A fatal signal may meet its own thread in here, which is not going on then.
+        self._once = threading.RLock()
+        self._writing = False
         self._watch: HangWatch | None = None
         self._calls_at_hang: int | None = None
         self._voice: process_lock.ProcessLock | None = None
@@ -44,6 +46,9 @@ class FlightDumps:
         if files is None or not session.config.flight or not self._once.acquire(timeout=patience):
             return
         try:
+            if self._writing and reason == "SIGUSR1":  # this thread is at it
+                return
+            self._writing = True
             calls = session.recorder.calls()
             if reason not in ("hang", "SIGUSR1") and calls == self._calls_at_hang:
                 return
@@ -52,6 +57,7 @@ class FlightDumps:
                 if reason == "hang":
                     self._calls_at_hang = calls
         finally:
+            self._writing = False
             self._once.release()
 
     def watch(self) -> None:
@@ -63,6 +69,7 @@ class FlightDumps:
                 calls=self._session.recorder.calls,
                 completed=flight.completed,
                 on_hang=self._on_hang,
+                on_end=self._go_on,
             )
             self._watch.start()
 
@@ -79,15 +86,20 @@ class FlightDumps:
         """No hang is noticed after this."""
         if self._watch is not None:
             self._watch.stop()
-        if self._voice is not None:
-            self._voice.release()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Communication goes on: of the next silence another rank may speak."""
+        voice, self._voice = self._voice, None
+        if voice is not None:
+            voice.release()
 
     def _on_hang(self, seconds: float) -> None:
-        self.write("hang")
         session = self._session
-        if session.files is None or self._voice is not None:
+        if session.files is None or not session.is_current_world():
             return
-        folder = session.files.folder
+        self.write("hang")
+        folder = session.files.place
         # A long evaluation or checkpoint is silent as well, on every rank: one rank of a node says so, and once.
         self._voice = process_lock.take(f"no communication in {folder}")
         if self._voice is not None:
@@ -104,7 +116,7 @@ class FlightDumps:
         """What a dump says about itself: `Moment` of the tools' reader."""
         session = self._session
         now = clock()
-        exceptions = session.exceptions()
+        exceptions = session.exceptions(reason)
         return {
             "rank": session.rank,
             "world_size": session.world_size,

@@ -1,7 +1,7 @@
 """Ends a recording properly however the process ends, and keeps forked children out of it.
 
-* Normal exit and uncaught exceptions: `atexit`, and multiprocessing's finalizers in its forked workers. What ends the
-  script, or one of its threads, is noted.
+* Normal exit and uncaught exceptions: `atexit`, and multiprocessing's finalizers in its workers. What ends the script,
+  or one of its threads, is noted.
 * SIGTERM and SIGINT, where nobody else handles them: the files are finished, then the process dies of the
   signal as it would have. Where the script handles them, its handler is left alone.
 * SIGUSR1: the flight recorder is dumped, then the script's own handler runs, if it has one.
@@ -12,7 +12,8 @@
 A rank that hangs in a collective does not run Python handlers: its main thread sits in C++. So the signal's
 number is also written to a pipe, by the interpreter's C handler, and a thread reads it there: it dumps on
 SIGUSR1, and on SIGTERM it gives the main thread a moment and then finishes and dies in its place. It also sees to it
-that the process dies where finishing takes too long, on whichever thread that is.
+that the process dies where finishing takes too long, on whichever thread that is. It needs Python's lock for that: a
+thread that keeps it for ever, in C code that never gives it up, keeps the process alive as well.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ _LONGEST_ERROR = 500
 _MOST_EXCEPTIONS = 8
 _MOST_FRAMES = 64
 
+_Masks = threading.local()
+"""`before`: the signals that this thread had blocked before the fork that is under way."""
+
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
@@ -72,6 +76,7 @@ class ExitGuard:
         self._terminate = TerminateHandler(lambda: finish("SIGABRT"))
         self._threads_hook: Callable[[Any], Any] | None = None  # the one that ours stands before
         self._thread_exceptions: list[dict[str, Any]] = []
+        self._last_before = getattr(sys, "last_value", None)
 
     def install(self, *, on_usr1: bool) -> None:
         """Register for exit and, from the main thread, for signals."""
@@ -83,12 +88,14 @@ class ExitGuard:
         if threading.current_thread() is not threading.main_thread():
             log.debug("crossrank: enabled outside the main thread, signals are not watched")
             return
-        for number in (signal.SIGTERM, signal.SIGINT):
-            if signal.getsignal(number) is signal.SIG_DFL:
+        # Without the pipe a rank that hangs would not die of a signal that is handled. The first process of a container
+        # is not killed by a signal that nobody handles, and goes on.
+        watched = self._watch()
+        for number in (signal.SIGTERM, signal.SIGINT) if watched and os.getpid() != 1 else ():
+            if self._free_handler(number) is signal.SIG_DFL:
                 self._handle(number, self._on_fatal)
         if on_usr1 and signal.getsignal(signal.SIGUSR1) is not signal.SIG_IGN:
             self._handle(signal.SIGUSR1, self._on_usr1)
-        self._watch()
 
     def uninstall(self) -> None:
         """Give back every handler that nobody has replaced since. On another thread than the main one they stay:
@@ -120,15 +127,34 @@ class ExitGuard:
         self._terminate.uninstall()
         atexit.unregister(self._finish_quietly)
 
+    def on_step(self) -> None:
+        """To be called on the main thread now and then: an event loop that was closed has taken the pipe away."""
+        if self._pipe is not None and threading.current_thread() is threading.main_thread():
+            found = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+            if found not in (-1, self._pipe[1]):
+                signal.set_wakeup_fd(found, warn_on_full_buffer=False)
+
     def on_tick(self) -> None:
         """To be called now and then."""
         self._terminate.uninstall_under_cuda()
 
-    def exceptions(self) -> list[dict[str, Any]]:
-        """What ended the script, and threads of it, so far: the thread, the text, and the frames, innermost first."""
-        error = getattr(sys, "last_value", None)
-        main = [_describe(threading.main_thread().name, error)] if error is not None else []
-        return main + self._thread_exceptions
+    def exceptions(self, reason: str = "") -> list[dict[str, Any]]:
+        """What ended the script, and threads of it, so far: thread, text, texts of its causes, frames innermost first.
+
+        `reason` says what the recording ends by. Python keeps the exception that ended a script in `sys.last_value`,
+        but so does a notebook with that of any cell. A worker of multiprocessing ends while its exception is handled.
+        """
+        error = None
+        if reason in ("exit", "disable"):
+            error = sys.exc_info()[1]
+            if isinstance(error, SystemExit) and error.code:
+                error = error.__context__
+        if error is None and reason != "disable" and not hasattr(sys, "ps1"):
+            last = getattr(sys, "last_value", None)
+            error = last if last is not self._last_before else None
+        if error is None or isinstance(error, SystemExit | GeneratorExit):
+            return self._thread_exceptions
+        return [_describe(threading.main_thread().name, error), *self._thread_exceptions]
 
     def _finish_quietly(self, reason: str) -> None:
         """Finish at exit, where Python would print a traceback of whatever comes up."""
@@ -141,10 +167,13 @@ class ExitGuard:
 
     def _on_thread_error(self, arguments: Any) -> None:
         """A thread of the script ends by an exception: note it, and let Python print it as ever."""
-        if arguments.exc_value is not None and not isinstance(arguments.exc_value, SystemExit):
-            name = arguments.thread.name if arguments.thread is not None else "a thread"
-            self._thread_exceptions.append(_describe(name, arguments.exc_value))
-            del self._thread_exceptions[_MOST_EXCEPTIONS:]
+        try:
+            if arguments.exc_value is not None and not isinstance(arguments.exc_value, SystemExit):
+                name = arguments.thread.name if arguments.thread is not None else "a thread"
+                self._thread_exceptions.append(_describe(name, arguments.exc_value))
+                del self._thread_exceptions[_MOST_EXCEPTIONS:]
+        except Exception as error:
+            log.debug("crossrank: the exception of a thread is not noted: %r", error)
         if self._threads_hook is not None:
             self._threads_hook(arguments)
 
@@ -183,8 +212,16 @@ class ExitGuard:
         if callable(previous):
             previous(number, frame)
 
-    def _watch(self) -> None:
-        """Start the thread that signals reach while the main thread is stuck."""
+    def _free_handler(self, number: int) -> Handler:
+        """The handler of a signal; what it stood for, where it is that of a recording that another thread has ended."""
+        handler = signal.getsignal(number)
+        guard = getattr(handler, "__self__", None)
+        if isinstance(guard, ExitGuard) and guard is not self and guard._finished():
+            return guard._previous.get(number, signal.SIG_DFL)
+        return handler
+
+    def _watch(self) -> bool:
+        """Start the thread that signals reach while the main thread is stuck; False where an event loop is."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         taken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -192,9 +229,10 @@ class ExitGuard:
             signal.set_wakeup_fd(taken, warn_on_full_buffer=False)
             os.close(reader)
             os.close(writer)
-            return
+            return False
         self._pipe = (reader, writer)
         threading.Thread(target=self._listen, args=(reader,), name="crossrank-signals", daemon=True).start()
+        return True
 
     def _listen(self, reader: int) -> None:
         try:
@@ -202,8 +240,8 @@ class ExitGuard:
                 for number in numbers:
                     if not self._is_ours(number):  # the script has set a handler of its own since
                         continue
-                    if number == signal.SIGUSR1:
-                        self._dump()
+                    if number == signal.SIGUSR1:  # which may take long, and a fatal signal may follow
+                        threading.Thread(target=self._dump, name="crossrank-dump", daemon=True).start()
                     else:
                         self._see_to_the_end(number)
             os.close(reader)
@@ -245,8 +283,49 @@ def _die_of(number: int) -> None:
 
 def _describe(thread: str, error: BaseException) -> dict[str, Any]:
     frames = [
-        {"name": frame.f_code.co_name, "filename": frame.f_code.co_filename, "line": line}
+        {"name": _plain(frame.f_code.co_name), "filename": _plain(frame.f_code.co_filename), "line": line}
         for frame, line in traceback.walk_tb(error.__traceback__)
     ]
-    text = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
-    return {"thread": thread, "error": text, "frames": frames[: -_MOST_FRAMES - 1 : -1]}
+    causes: list[str] = []
+    cause = error.__cause__ or error.__context__
+    while cause is not None and len(causes) < _MOST_EXCEPTIONS:
+        causes.append(_text_of(cause))
+        cause = cause.__cause__ or cause.__context__
+    return {
+        "thread": _plain(thread),
+        "error": _text_of(error),
+        "causes": causes,
+        "frames": frames[: -_MOST_FRAMES - 1 : -1],
+    }
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception:
+        text = "its text cannot be made"
+    return _plain(f"{type(error).__name__}: {text}"[:_LONGEST_ERROR])
+
+
+def _plain(text: str) -> str:
+    """`text` as it can be written: a script's may hold halves of surrogate pairs."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+# A forked child shares the pipe until its copy of the session is abandoned: a signal that it gets before that would
+# be carried out by the parent. The hook that abandons it is registered before these, so it runs before they unblock.
+_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
+
+
+def _before_fork() -> None:
+    _Masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
+def _after_fork() -> None:
+    before = getattr(_Masks, "before", None)
+    if before is not None:
+        _Masks.before = None
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

@@ -20,9 +20,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+import msgspec
 import zstandard
 
 from crossrank.errors import CrossrankError, one_line
+from crossrank.instrument import process_lock
 from crossrank.instrument.topology import boot_id
 from crossrank.recording import COMMS, CommsFile, file_name, is_url, rank_of, temporary_name
 
@@ -30,8 +32,8 @@ log = logging.getLogger("crossrank")
 
 _LEVEL = 3
 _UPLOAD_SECONDS = 300
-_OWNER = "CROSSRANK_RECORDING"
-"""Variable by which the processes that a rank starts know whose files are whose: PID:RANK:WORLD_SIZE:FOLDER."""
+_VARIABLE = "CROSSRANK_RECORDING"
+"""Holds the `_Owner` of the files for the processes that a rank starts."""
 _EARLIER = re.compile(r"earlier-(\d{1,9})")
 _SPAWNED = re.compile(r"spawned-\d+")
 
@@ -42,22 +44,28 @@ class RankFiles:
     def __init__(self, directory: str, rank: int, world_size: int) -> None:
         url = directory.rstrip("/") if is_url(directory) else None
         place = url or os.path.realpath(os.path.expanduser(directory))
-        spawned = _is_spawned(place, rank, world_size)
         folder = Path(tempfile.mkdtemp(prefix="crossrank-") if url else place)
+        part = ""
+        self._lock: process_lock.ProcessLock | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if spawned:
-                folder = _spawned_folder(folder, rank, url)
+            if _is_spawned(place, rank, world_size):
+                part, self._lock = _take_part(folder, place, rank)
+                folder = folder / part
             else:
+                self._lock = process_lock.take(_lock_name(place, rank))
                 _set_aside(folder, rank, world_size)
         except OSError as error:
             raise CrossrankError(
                 f"cannot write to {folder}: {error.strerror}; name another folder with TRACING_DIR"
             ) from error
         self.folder = folder
-        self._url = f"{url}/{folder.name}" if url and spawned else url
-        self._owner = f"{os.getpid()}:{rank}:{world_size}:{place}"
-        os.environ.setdefault(_OWNER, self._owner)
+        self._url = f"{url}/{part}" if url and part else url
+        self.place = self._url or str(folder)
+        """Where the files are in the end."""
+        self._owner = _Owner(pid=os.getpid(), rank=rank, world_size=world_size, job=_job(), place=place)
+        self._told = msgspec.json.encode(self._owner).decode()
+        os.environ.setdefault(_VARIABLE, self._told)
         if self._url is not None:
             self._check_url(self._url)
 
@@ -87,10 +95,16 @@ class RankFiles:
 
     def close(self) -> None:
         """Let go of the folder; the local one of a URL is removed, if nothing had to stay in it."""
-        if os.environ.get(_OWNER) == self._owner:
-            del os.environ[_OWNER]
+        if os.environ.get(_VARIABLE) == self._told:
+            del os.environ[_VARIABLE]
+        self.abandon()
         if self._url is not None and not any(self.folder.iterdir()):
             self.folder.rmdir()
+
+    def abandon(self) -> None:
+        """Let go of the folder alone. In a forked child it stays the parent's."""
+        if self._lock is not None:
+            self._lock.release()
 
     def _check_url(self, url: str) -> None:
         """Say now, rather than at the end of a long job, that a URL cannot be written to."""
@@ -136,25 +150,52 @@ def create(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
 
+class _Owner(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose files of a rank are, as the processes that it starts inherit it."""
+
+    pid: int
+    rank: int
+    world_size: int
+    job: str
+    place: str
+
+
+def _job() -> str:
+    """What tells the job that this process belongs to from one that it may start."""
+    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    return " ".join(os.environ.get(name, "") for name in names)
+
+
+def _lock_name(place: str, rank: int) -> str:
+    return f"records {place}/rank-{rank}"
+
+
 def _is_spawned(place: str, rank: int, world_size: int) -> bool:
     """Whether a process that this one descends from records in `place`, and this one is not another rank of its job.
 
     Ranks may start each other: Lightning's rank 0 starts the others of its node. A process of multiprocessing's fork
-    server may lack the variable; then the header of the rank's own file says whose it is.
+    server may lack the variable; then the header of the rank's own file says whose it is, and a lock whether that one
+    still records.
     """
-    pid, _, rest = os.environ.get(_OWNER, "").partition(":")
-    owner, _, rest = rest.partition(":")
-    size, _, recorded = rest.partition(":")
-    if recorded == place and pid != str(os.getpid()):
-        return owner == str(rank) or size != str(world_size)
-    if is_url(place):
-        return False
+    ancestors = _ancestors()
+    try:
+        owner = msgspec.json.decode(os.environ.get(_VARIABLE, ""), type=_Owner)
+    except msgspec.MsgspecError:
+        owner = None
+    # A job's environment may outlive it, in what a batch system starts next.
+    if owner is not None and owner.place == place and owner.pid in ancestors:
+        return owner.rank == rank or (owner.world_size, owner.job) != (world_size, _job())
     comms = CommsFile(os.path.join(place, file_name(COMMS, rank)))
-    if not os.path.isfile(comms.path):
+    if is_url(place) or not os.path.isfile(comms.path):
         return False
     next(comms.records(), None)
     header = comms.header
-    return header is not None and header.boot_id == boot_id() and header.pid in _ancestors()
+    if header is None or header.boot_id != boot_id() or header.pid not in ancestors:
+        return False
+    lock = process_lock.take(_lock_name(place, rank))
+    if lock is not None:
+        lock.release()
+    return lock is None
 
 
 def _ancestors() -> set[int]:
@@ -171,20 +212,25 @@ def _ancestors() -> set[int]:
     return found
 
 
-def _spawned_folder(folder: Path, rank: int, url: str | None) -> Path:
-    """The first `spawned-K` in `folder` that has no file of this rank. At a URL that is always the first."""
+def _take_part(folder: Path, place: str, rank: int) -> tuple[str, process_lock.ProcessLock]:
+    """The first `spawned-K` in which nobody records this rank, nor has, and the lock that keeps it so.
+
+    At a URL, where what was recorded is not looked at, it is the first that is free.
+    """
     number = 1
-    while (folder / f"spawned-{number}" / file_name(COMMS, rank)).exists():
+    while True:
+        part = f"spawned-{number}"
+        lock = process_lock.take(_lock_name(f"{place}/{part}", rank))
+        if lock is not None and not (folder / part / file_name(COMMS, rank)).exists():
+            break
+        if lock is not None:
+            lock.release()
         number += 1
-    spawned = folder / f"spawned-{number}"
-    spawned.mkdir(exist_ok=True)
+    (folder / part).mkdir(exist_ok=True)
     log.warning(
-        "crossrank: process %d was started by one that records in %s: it records in %s of it",
-        os.getpid(),
-        url or folder,
-        spawned.name,
+        "crossrank: process %d was started by one that records in %s: it records in %s of it", os.getpid(), place, part
     )
-    return spawned
+    return part, lock
 
 
 def _set_aside(folder: Path, rank: int, world_size: int) -> None:

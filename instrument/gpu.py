@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -160,7 +161,10 @@ def is_capturing() -> bool:
 
 
 def bound_device() -> int | None:
-    """The CUDA device that this process certainly uses: its process group's, the one it has set, or its only one."""
+    """The CUDA device that this process certainly uses: its process group's, the one it has set, or its only one.
+
+    Device 0 is torch's default as well: it is that of the first rank of a node.
+    """
     import torch
     import torch.distributed as dist
 
@@ -170,7 +174,8 @@ def bound_device() -> int | None:
     if not cuda_is_in_use():
         return None
     current = torch.cuda.current_device()
-    return current if current != 0 or torch.cuda.device_count() == 1 else None
+    is_first = os.environ.get("LOCAL_RANK") == "0" or torch.cuda.device_count() == 1
+    return current if current != 0 or is_first else None
 
 
 def may_use_cuda() -> bool:

@@ -36,11 +36,13 @@ class HangWatch:
         calls: Callable[[], int],
         completed: Callable[[], int],
         on_hang: Callable[[float], None],
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._patience = patience
         self._calls = calls
         self._completed = completed
         self._on_hang = on_hang
+        self._on_end = on_end  # called when calls are made again
         self._stopped = False  # a plain flag: an Event's lock may be held by what a signal handler interrupts
 
     def start(self) -> None:
@@ -67,6 +69,8 @@ class HangWatch:
             time.sleep(min(patience / _LOOKS, _LONGEST_PAUSE))
             now = time.monotonic()
             if self._calls() != calls:
+                if told:
+                    self._on_end()
                 calls, since, completed, told = self._calls(), now, None, False
                 continue
             if told or now - since < patience / 2:

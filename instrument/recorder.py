@@ -94,8 +94,8 @@ class Recorder:
                 full_key = (reader, site, key, reduce)
             descriptor = Descriptor(reader, state, site, key, reduce)
             state.descriptors.keep(full_key, descriptor)
-            if session.device_is_open:
-                session.settle_device(reader.device(args))
+            if session.gpu.is_open:
+                session.gpu.settle(reader.device(args))
         record_id = next(self._ids)
         batch = tag = None
         if reader.is_p2p:

@@ -14,6 +14,7 @@ communicate write files. Forked ones enable tracing themselves; what a shell sta
 
 from __future__ import annotations
 
+import builtins
 import io
 import os
 import runpy
@@ -170,7 +171,7 @@ def _run(code: CodeType, **names: object) -> None:
             "__package__": None,
             "__spec__": None,
             "__annotations__": {},
-            "__builtins__": __builtins__,
+            "__builtins__": builtins,
             **names,
         }
     )

@@ -31,24 +31,23 @@ from crossrank.instrument.config import Config
 from crossrank.instrument.dumps import FlightDumps
 from crossrank.instrument.exit_guard import ExitGuard
 from crossrank.instrument.files import RankFiles
-from crossrank.instrument.gpu import GpuReader, bound_device, cuda_is_in_use, is_capturing, may_use_cuda
+from crossrank.instrument.gpu import Gpu, is_capturing
 from crossrank.instrument.groups import GroupState, GroupTable
 from crossrank.instrument.header import describe_rank
 from crossrank.instrument.interception import Interception
 from crossrank.instrument.nvtx_markers import NvtxMarkers
+from crossrank.instrument.rank_gpu import RankGpu
 from crossrank.instrument.recorder import Recorder
 from crossrank.instrument.script_errors import raised_by_script
 from crossrank.instrument.steps import StepBoundaries, first_parameter
 from crossrank.instrument.topology import Topology, node_of_this_machine
 from crossrank.instrument.torch_private import has, require
-from crossrank.instrument.window import WindowRecorder
+from crossrank.instrument.window import WindowRecorder, ends_on_any_thread
 from crossrank.instrument.writer import CommsWriter, Counts
 from crossrank.recording import COMMS, file_name
 
 log = logging.getLogger("crossrank")
 
-_DEVICE_PATIENCE = 2.0
-"""Seconds from the begin of the files for which the other ranks may wait to learn of this rank's NVLink domain."""
 _WINDOW_PATIENCE = 10.0
 """Seconds that the end of a window may take in a process that dies: it waits for the GPU, which may be stuck."""
 _FILES_PATIENCE = 60.0
@@ -66,11 +65,7 @@ class Session:
         self.writer: CommsWriter | None = None
         self.groups = GroupTable(self._on_new_group)
         self.files: RankFiles | None = None
-        self.device_is_open = False
-        """Whether it is not known yet which GPU this rank uses: the recorder tells devices of tensors until it is."""
-        self._device: int | None = None
-        self._gpu: GpuReader | None = None
-        self._gpu_lock = threading.RLock()  # a signal handler may end the recording while its thread holds it
+        self.gpu = RankGpu(self._on_late_gpu)
         self._world: weakref.ref[dist.ProcessGroup] | None = None
         self.world_size = 0
         self._epoch = 0
@@ -118,9 +113,9 @@ class Session:
     def active(self) -> bool:
         return not self._closed
 
-    def exceptions(self) -> list[dict[str, Any]]:
+    def exceptions(self, reason: str) -> list[dict[str, Any]]:
         """What ended the script, and threads of it, so far: see `ExitGuard.exceptions`."""
-        return self._guard.exceptions()
+        return self._guard.exceptions(reason)
 
     def first_call(self, group: dist.ProcessGroup) -> GroupState:
         """The state of a group that communicates for the first time; begins the files where that is due."""
@@ -156,18 +151,20 @@ class Session:
         if not self._close_once.acquire(blocking=False):
             return
         self._closed = True
-        if dist.is_initialized() and self.writer is None:
-            with self.reported("nothing was recorded"):
-                self._begin()
-        self.recorder.active = False
-        dies = reason not in ("disable", "exit")
-        if dies:
-            self._note_window_end()
-        else:
-            self._close_window()
-        self._end_files(reason, _WINDOW_PATIENCE if dies else None)
-        self._finished = True
-        self._take_away()
+        try:
+            if dist.is_initialized() and self.writer is None:
+                with self.reported("nothing was recorded"):
+                    self._begin()
+            self.recorder.active = False
+            dies = reason not in ("disable", "exit")
+            if dies:
+                self._note_window_end()
+            else:
+                self._close_window()
+            self._end_files(reason, _WINDOW_PATIENCE if dies else None)
+        finally:  # a handler of the script may raise in here
+            self._finished = True
+            self._take_away()
 
     def _take_away(self) -> None:
         """Undo what `start` installed."""
@@ -190,6 +187,8 @@ class Session:
             self._windows.abandon()
         if self.writer is not None:
             self.writer.abandon()
+        if self.files is not None:
+            self.files.abandon()
         self._interception.abandon()
         self._backwards.uninstall()
         self._guard.abandon()
@@ -212,16 +211,13 @@ class Session:
                     self._close_window()
                     self._end_files("the process group was made again with another rank or size")
             self.rank, self.world_size = rank, size
-            if self._device is None:
-                self._device = bound_device()
-                self.device_is_open = self._device is None and may_use_cuda()
-            self._read_gpu()
+            self.gpu.begin()
             self._begin_topology()
             with self.reported("the recording goes on without files"):
                 if first or not same_place:
                     self._begin_files()
                 elif self.writer is not None and self.topology is not None:
-                    self.writer.topology = self.topology
+                    self.writer.follow(self.topology)
             with self.reported("Nsight's report does not tell this rank"):
                 if self._nvtx is not None:
                     self._mark_identity(self._nvtx)
@@ -238,7 +234,7 @@ class Session:
         self.topology = Topology(self.rank, self.world_size, node, None)
         thread = threading.Thread(
             target=self.topology.exchange,
-            args=(self._store_of_world, self._epoch, self._nvlink_domain),
+            args=(self._store_of_world, self._epoch, self.gpu.nvlink_domain),
             name="crossrank-topology",
             daemon=True,
         )
@@ -249,49 +245,26 @@ class Session:
 
     def _store_of_world(self) -> dist.Store | None:
         """The store of the process group that is recorded, while that is the current one."""
-        if not self._is_current_world() or not has("store"):
+        if not self.is_current_world() or not has("store"):
             return None
         store: dist.Store = distributed_c10d._get_default_store()
         return store
 
-    def _is_current_world(self) -> bool:
+    def is_current_world(self) -> bool:
+        """Whether the process group that is recorded is there and the default one."""
         return self._world is not None and dist.is_initialized() and self._world() is dist.group.WORLD
 
     def _on_tick(self) -> None:
         """What is looked for a few times a second, off training's threads."""
-        self._read_gpu()
+        self.gpu.read()
         self._guard.on_tick()
         # Groups that have not communicated, unless they are those of a new world: that begins first.
-        if self._is_current_world():
+        if self.is_current_world():
             self.groups.add_all()
 
-    # --- the GPU of this rank -----------------------------------------------------------------------------
-
-    def settle_device(self, device: str | None) -> None:
-        """Take in the device of a tensor that is communicated, such as `cuda:1`."""
-        if device is None or not device.startswith("cuda"):
-            return
-        index = device.partition(":")[2]
-        self._device = int(index) if index else torch.cuda.current_device()
-        self.device_is_open = False
-
-    def _read_gpu(self) -> None:
-        """Ask for the GPU once the device is known. What comes too late for the header gets a line of its own."""
-        with self._gpu_lock:
-            if self._gpu is not None or self._device is None or not cuda_is_in_use():
-                return
-            self._gpu = GpuReader(self._device)
-            if self.writer is not None and self._gpu.gpu is not None:
-                self.writer.line("gpu", asdict(self._gpu.gpu))
-
-    def _nvlink_domain(self) -> str | None:
-        """The NVLink domain of this rank, waiting a moment for its device to be known."""
-        until = time.monotonic() + _DEVICE_PATIENCE
-        while self.device_is_open and not self._closed and time.monotonic() < until:
-            time.sleep(0.05)
-        self._read_gpu()
-        gpu = self._gpu.gpu if self._gpu is not None else None
-        return gpu.nvlink_domain if gpu is not None else None
+    def _on_late_gpu(self, gpu: Gpu) -> None:
+        if self.writer is not None:
+            self.writer.line("gpu", asdict(gpu))
 
     # --- the files ----------------------------------------------------------------------------------------
 
@@ -304,7 +277,7 @@ class Session:
             rank=self.rank,
             world_size=self.world_size,
             node=self.topology.node,
-            gpu=self._gpu.gpu if self._gpu is not None else None,
+            gpu=self.gpu.gpu,
             config=self.config,
             ops=self._interception.ops,
             blind_spots=self.groups.unseen_kinds(),
@@ -322,7 +295,7 @@ class Session:
 
     def _end_files(self, reason: str, window_patience: float | None = None) -> None:
         """Finish the files: the dump, the comms file, then the windows, for which `window_patience` sets a limit."""
-        self._read_gpu()
+        self.gpu.read()
         self._dumps.write(reason)
         writer, self.writer = self.writer, None
         if writer is not None and self.files is not None:
@@ -330,13 +303,13 @@ class Session:
                 writer.counts.calls = self.recorder.calls() - self._calls_before
                 end = {
                     "reason": reason,
-                    "exceptions": self.exceptions(),
+                    "exceptions": self.exceptions(reason),
                     "step": self.recorder.step,
                     "blind_spots": self.groups.unseen_kinds(),
                 }
                 writer.close(lambda: end | msgspec.to_builtins(writer.counts))
                 self.files.upload(file_name(COMMS, self.rank))
-        if window_patience is None:
+        if window_patience is None or not ends_on_any_thread():
             self._finish_windows()
         elif self._windows is not None and not _ends_within(window_patience, self._finish_windows):
             log.warning(
@@ -426,6 +399,7 @@ class Session:
 
     def _advance(self) -> None:
         """An iteration ends: end the window that ends with it, and begin the one that begins with the next."""
+        self._guard.on_step()
         recorder, window, windows = self.recorder, self.config.window, self._windows
         # At an edge Kineto synchronises the GPU, which breaks a CUDA graph that is being captured: the edge waits for
         # the end of an iteration in which none is.
@@ -484,7 +458,7 @@ class Session:
         moment = {"window": number, "edge": edge, "step": self.recorder.step, "t": time.monotonic_ns()}
         if self.writer is not None:
             self.writer.line("window", moment)
-            counters = self._gpu.counters() if self._gpu is not None else None
+            counters = self.gpu.counters()
             if counters is not None:
                 self.writer.line("counters", moment | counters)
         if self._nvtx is not None and edge == "open":

@@ -37,6 +37,8 @@ _LONGEST_PAUSE = 5.0
 _GIVE_UP_AFTER = 120.0  # seconds; a rank that has not published by then is not recording
 _STANDSTILL = 16
 """Looks without a new rank after which the collector publishes those that it knows."""
+_PATIENCE = 24
+"""Looks without news of the collector after which a rank looks for itself."""
 
 # node, NVLink domain
 Place = tuple[str, str | None]
@@ -171,11 +173,13 @@ class _Exchange:
             self._topology.stop()
         elif self._collects:
             self._gather(store)
+        elif (known := store.add("known", 0)) > self._known:
+            self._known, self._looks = known, 0
+            self._topology.learn(_from_runs(msgspec.json.decode(store.get("places"), type=list[Run])))
         else:
-            known = store.add("known", 0)
-            if known > self._known:
-                self._known = known
-                self._topology.learn(_from_runs(msgspec.json.decode(store.get("places"), type=list[Run])))
+            self._looks += 1
+            if self._looks % _PATIENCE == 0:  # the collector may be gone
+                self._read(store, self._missing())
 
     def _gather(self, store: Store) -> None:
         """Read the others once all have published, or no more come, and publish what is known."""
@@ -185,18 +189,28 @@ class _Exchange:
         self._published = published
         if published < topology.world_size and self._looks != _STANDSTILL:
             return
-        missing = [rank for rank in range(topology.world_size) if rank not in topology.places()]
-        if published < topology.world_size:
-            missing = [rank for rank in missing if store.check([str(rank)])]
-        found = store.multi_get([str(rank) for rank in missing]) if missing else []
-        topology.learn(
-            {rank: msgspec.json.decode(place, type=Place) for rank, place in zip(missing, found, strict=True)}
-        )
+        missing = self._missing()
+        if not self._read(store, missing):
+            # Somebody does not record, or has published twice: who is there is asked one by one.
+            self._read(store, [rank for rank in missing if store.check([str(rank)])])
         store.set("places", msgspec.json.encode(_to_runs(topology.places())).decode())
         known = len(topology.places())
         if known > self._known:
             store.add("known", known - self._known)
             self._known = known
+
+    def _missing(self) -> list[int]:
+        known = self._topology.places()
+        return [rank for rank in range(self._topology.world_size) if rank not in known]
+
+    def _read(self, store: Store, ranks: list[int]) -> bool:
+        """Read where these ranks are if all have published: the store would wait for a key that is not there."""
+        keys = [str(rank) for rank in ranks]
+        if not keys or not store.check(keys):
+            return False
+        places = zip(ranks, store.multi_get(keys), strict=True)
+        self._topology.learn({rank: msgspec.json.decode(place, type=Place) for rank, place in places})
+        return True
 
 
 def _to_runs(places: dict[int, Place]) -> list[Run]:

@@ -237,7 +237,7 @@ class WindowRecorder:
         except RuntimeError:  # Python 3.12 starts no thread once the interpreter shuts down
             work()
         else:
-            self._finishing.append(thread)
+            self._finishing = [*filter(threading.Thread.is_alive, self._finishing), thread]
 
     def _lacks(self, what: str, why: str) -> None:
         log.warning("crossrank: window %d has no %s: %s", self.number, what, why)
@@ -334,13 +334,20 @@ def _add_metadata() -> None:
     torch.autograd._add_metadata_json("distributedInfo", json.dumps(information, default=int))
 
 
+_ALL_THREADS = "profile_all_threads"
+
+
 def _experimental_config() -> Any:
     """All threads, synchronisation events, no Python event objects; what this torch does not know is left out."""
-    wanted: dict[str, Any] = {
-        "profile_all_threads": True,
-        "enable_cuda_sync_events": True,
-        "trace_only": True,
-    }
-    config = torch._C._profiler._ExperimentalConfig
-    documentation = config.__init__.__doc__ or ""
-    return config(**{name: value for name, value in wanted.items() if name in documentation})
+    wanted = (_ALL_THREADS, "enable_cuda_sync_events", "trace_only")
+    config: Any = torch._C._profiler._ExperimentalConfig
+    return config(**{name: True for name in wanted if _is_option(name)})
+
+
+def ends_on_any_thread() -> bool:
+    """Whether a window may be ended on another thread than the one that began it; older torches cannot."""
+    return has("Kineto") and _is_option(_ALL_THREADS)
+
+
+def _is_option(name: str) -> bool:
+    return name in (torch._C._profiler._ExperimentalConfig.__init__.__doc__ or "")

@@ -95,7 +95,7 @@ class CommsWriter:
         self._on_tick = on_tick
         self._closing = False
         self._lock = threading.Lock()
-        self._compressor = zstandard.ZstdCompressor(level=_LEVEL)
+        self._compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
         self._next_clock = time.monotonic() + _CLOCK_EVERY
         self._complained = False
         self._size = 0  # bytes of the frames that stand for good
@@ -112,6 +112,11 @@ class CommsWriter:
             self._thread.start()
         except RuntimeError:  # Python 3.12 starts no thread once the interpreter shuts down: `close` does the work
             self._begin_file()
+
+    def follow(self, topology: Topology) -> None:
+        """Take localities from now on from `topology`, that of a process group that was made again."""
+        self.topology = topology
+        self._started = time.monotonic()
 
     def line(self, kind: str, content: object) -> None:
         """Append a line that is not a record: `{kind: content}`. A callable is asked when it is written."""

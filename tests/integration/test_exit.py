@@ -585,3 +585,161 @@ time.sleep(600)
     assert ready < comms.clocks[-1]["t"] < killed
     assert killed - comms.clocks[-1]["t"] < 500_000_000
     assert abs(path.stat().st_size - size) < 100  # a rank that stands still writes over its last word
+
+
+def test_a_signal_to_a_child_that_was_just_forked_does_not_reach_its_parent(tmp_path: Path) -> None:
+    result = jobs.python(
+        tmp_path,
+        """
+        import multiprocessing
+        crossrank.enable(flight=False)
+        dist.all_reduce(torch.ones(4))
+        dist.destroy_process_group()
+        context = multiprocessing.get_context("fork")
+        codes = set()
+        for _ in range(150):
+            child = context.Process(target=time.sleep, args=(60,))
+            child.start()
+            child.terminate()
+            child.join()
+            codes.add(child.exitcode)
+        print("trained", codes, signal.pthread_sigmask(signal.SIG_BLOCK, []))
+        """,
+    )
+    assert (result.returncode, result.stdout) == (0, "trained {-15} set()\n"), result.stderr
+    comms, _ = read(tmp_path)
+    assert comms.end is not None
+    assert comms.end["reason"] == "exit"
+
+
+@pytest.mark.parametrize("loop", ["before", "after"])
+def test_a_rank_that_hangs_dies_of_sigterm_also_where_an_event_loop_takes_the_signals(
+    loop: str, tmp_path: Path
+) -> None:
+    taken = """
+import asyncio
+loop = asyncio.new_event_loop()
+loop.add_signal_handler(signal.SIGUSR2, lambda: None)
+"""
+    begin = taken if loop == "before" else ""
+    closed = taken + "loop.remove_signal_handler(signal.SIGUSR2)\nloop.close()\ncrossrank.step()\n"
+    after = "" if loop == "before" else closed
+    source = STUCK.replace("import os, time", "import os, signal, time").replace(
+        "crossrank.enable()\n", begin + "crossrank.enable()\n" + after
+    )
+    ranks = [jobs.start(tmp_path, source, RANK=str(rank)) for rank in (0, 1)]
+    try:
+        for process in ranks:
+            jobs.wait_for_line(process, "ready")
+        time.sleep(0.5)  # rank 0 waits in C++ by now
+        ranks[0].send_signal(signal.SIGTERM)
+        ranks[0].wait(timeout=15)
+        assert ranks[0].returncode == -signal.SIGTERM
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("text", "noted"),
+    [
+        ("raise RuntimeError", "Odd: its text cannot be made"),
+        ("return '\\ud800 half'", "Odd: \\ud800 half"),
+    ],
+)
+def test_an_exception_whose_text_cannot_be_written_costs_its_text_alone(text: str, noted: str, tmp_path: Path) -> None:
+    result = jobs.python(
+        tmp_path,
+        f"""
+        class Odd(Exception):
+            def __str__(self):
+                {text}
+        def fail():
+            raise Odd
+        crossrank.enable()
+        dist.all_reduce(torch.ones(4))
+        thread = threading.Thread(target=fail, name="loader")
+        thread.start()
+        thread.join()
+        raise Odd from KeyError("the cause")
+        """,
+    )
+    assert result.returncode == 1
+    assert "crossrank/" not in result.stderr
+    comms, ids = read(tmp_path)
+    assert ids == [0]
+    assert comms.end is not None
+    found = [(one["thread"], one["error"], one["causes"]) for one in comms.end["exceptions"]]
+    assert found == [("MainThread", noted, ["KeyError: 'the cause'"]), ("loader", noted, [])]
+    assert load(tmp_path / RECORDING, "flight")["crossrank"]["error"] == noted
+
+
+def test_the_exception_of_a_worker_of_multiprocessing_is_noted(tmp_path: Path) -> None:
+    script = jobs.write_script(
+        tmp_path,
+        """
+        import os, sys
+        import torch, torch.distributed as dist, torch.multiprocessing as mp
+        import crossrank
+
+        def work(rank, store):
+            crossrank.enable(directory=os.path.basename(store))
+            dist.init_process_group("gloo", init_method=f"file://{store}-store", rank=0, world_size=1)
+            dist.all_reduce(torch.ones(4))
+            raise ValueError("shard 3")
+
+        if __name__ == "__main__":
+            worker = mp.get_context("spawn").Process(target=work, args=(0, os.path.abspath("own")))
+            worker.start()
+            worker.join()
+            try:
+                mp.spawn(work, (os.path.abspath("torchs"),), nprocs=1)
+            except mp.ProcessRaisedException:
+                pass
+        """,
+    )
+    result = jobs.run([sys.executable, script], tmp_path)
+    assert result.returncode == 0, result.stderr
+    for folder in ("own", "torchs"):
+        comms = CommsFile(str(tmp_path / folder / "rank-0.comms.jsonl.zst"))
+        list(comms.records())
+        assert comms.end is not None
+        (found,) = comms.end["exceptions"]
+        assert (found["error"], found["frames"][0]["name"]) == ("ValueError: shard 3", "work")
+
+
+def test_an_exception_of_long_ago_is_not_what_ended_a_recording(tmp_path: Path) -> None:
+    result = jobs.python(
+        tmp_path,
+        """
+        sys.last_value = ZeroDivisionError("a cell of a notebook")
+        crossrank.enable()
+        dist.all_reduce(torch.ones(4))
+        """,
+    )
+    assert result.returncode == 0
+    comms, _ = read(tmp_path)
+    assert comms.end is not None
+    assert comms.end["exceptions"] == []
+
+
+def test_a_recording_whose_end_is_interrupted_is_taken_away_all_the_same(tmp_path: Path) -> None:
+    result = jobs.python(
+        tmp_path,
+        """
+        crossrank.enable()
+        dist.all_reduce(torch.ones(4))
+        from crossrank.instrument import flight
+        def stop(moment):
+            raise KeyboardInterrupt
+        flight.dump = stop
+        try:
+            crossrank.disable()
+        except KeyboardInterrupt:
+            print("interrupted", signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+        """,
+    )
+    assert (result.returncode, result.stdout) == (-signal.SIGTERM, "interrupted True\n")

@@ -158,13 +158,13 @@ class _LateDevice:
     """What is known of the GPU of a rank whose first call is made on the CPU, before `set_device`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-        from crossrank.instrument import c10d_ops, gpu, session
+        from crossrank.instrument import c10d_ops, gpu, rank_gpu
 
         self.asked: list[int] = []
-        monkeypatch.setattr(session, "bound_device", lambda: None)
-        monkeypatch.setattr(session, "may_use_cuda", lambda: True)
-        monkeypatch.setattr(session, "cuda_is_in_use", lambda: True)
-        monkeypatch.setattr(session, "GpuReader", self._read)
+        monkeypatch.setattr(rank_gpu, "bound_device", lambda: None)
+        monkeypatch.setattr(rank_gpu, "may_use_cuda", lambda: True)
+        monkeypatch.setattr(rank_gpu, "cuda_is_in_use", lambda: True)
+        monkeypatch.setattr(rank_gpu, "GpuReader", self._read)
         plain = c10d_ops.Reader.device
         monkeypatch.setattr(
             c10d_ops.Reader,

@@ -150,6 +150,7 @@ def test_a_mig_instance_is_found_by_its_own_uuid_and_shares_the_board(monkeypatc
 def test_a_device_that_may_be_the_default_is_not_taken(
     bound: torch.device | None, current: int, count: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=bound)))
     monkeypatch.setattr(gpu, "cuda_is_in_use", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)

@@ -139,6 +139,43 @@ def test_a_process_that_a_rank_starts_leaves_the_files_of_the_job_alone(
     assert "CROSSRANK_RECORDING" not in os.environ
 
 
+def test_a_job_of_the_same_size_that_a_rank_starts_leaves_the_files_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    RankFiles(str(tmp_path), 0, 2)
+    (tmp_path / "rank-1.comms.jsonl.zst").write_bytes(b"rank 1's")
+    monkeypatch.setenv("MASTER_PORT", "29501")
+    assert _forked(_record, tmp_path, 1, 2, tmp_path / "spawned-1") == 0
+    assert names(tmp_path) == ["rank-1.comms.jsonl.zst", "spawned-1/rank-1.comms.jsonl.zst"]
+
+
+def test_the_environment_of_a_job_that_is_gone_means_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    RankFiles(str(tmp_path), 0, 2)
+    theirs = os.environ["CROSSRANK_RECORDING"].replace(f'"pid":{os.getpid()}', '"pid":4194304')
+    monkeypatch.setenv("CROSSRANK_RECORDING", theirs)
+    assert _forked(_record, tmp_path, 0, 2, tmp_path) == 0
+
+
+def test_processes_of_one_rank_that_begin_at_once_each_get_a_folder(tmp_path: Path) -> None:
+    files = RankFiles(str(tmp_path), 0, 1)
+    reader, writer = os.pipe()
+    children = []
+    for _ in range(4):
+        child = os.fork()
+        if child == 0:
+            os.close(writer)
+            os.read(reader, 1)  # until all are there: the end of the pipe
+            RankFiles(str(tmp_path), 0, 1).write(COMMS, b"the child's")
+            os._exit(0)
+        children.append(child)
+    os.close(reader)
+    os.close(writer)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
+    assert len({name for name in names(tmp_path) if name.endswith(COMMS)}) == 4
+    files.close()
+
+
 def test_a_second_process_of_a_rank_gets_a_folder_of_its_own_and_the_next_job_moves_both(tmp_path: Path) -> None:
     files = RankFiles(str(tmp_path), 0, 1)
     for number in (1, 2):
@@ -148,12 +185,20 @@ def test_a_second_process_of_a_rank_gets_a_folder_of_its_own_and_the_next_job_mo
     assert names(tmp_path) == [f"earlier-1/spawned-{number}/{COMMS}" for number in (1, 2)]
 
 
-def test_without_the_variable_the_header_of_a_ranks_file_says_whose_it_is(tmp_path: Path) -> None:
+def test_without_the_variable_the_header_of_a_ranks_file_says_whose_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # A process of multiprocessing's fork server has the environment of before the recording.
     header = Header(schema=SCHEMA, rank=0, world_size=1, host="h", node="n", boot_id=boot_id(), pid=os.getpid())
+    files = RankFiles(str(tmp_path), 0, 1)
     (tmp_path / COMMS).write_bytes(msgspec.json.encode({"header": header}) + b"\n")
+    monkeypatch.delenv("CROSSRANK_RECORDING")
     assert _forked(_record, tmp_path, 0, 1, tmp_path / "spawned-1") == 0
     assert names(tmp_path) == [COMMS, f"spawned-1/{COMMS}"]
+    # A driver that recorded something itself starts the job when it is through.
+    files.close()
+    assert _forked(_record, tmp_path, 0, 1, tmp_path) == 0
+    assert names(tmp_path) == [f"earlier-1/{COMMS}", f"earlier-1/spawned-1/{COMMS}", COMMS]
 
 
 def test_the_file_of_a_process_that_is_no_ancestor_is_an_earlier_recording(tmp_path: Path) -> None:

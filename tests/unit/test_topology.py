@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossrank.comm import Locality
-from crossrank.instrument.topology import Topology, _Exchange
+from crossrank.instrument.topology import _PATIENCE, Topology, _Exchange
 
 
 def exchanged(places: list[tuple[str, str | None] | None]) -> list[Topology | None]:
@@ -111,3 +112,31 @@ def test_the_exchange_asks_the_store_a_few_times_per_rank_however_many_ranks_the
         return requests / world
 
     assert requests_per_rank(512) <= requests_per_rank(16) <= 5
+
+
+def _on_a_store(world: int) -> list[_Exchange]:
+    """The exchanges of all ranks on a store that raises where one of TCP would wait for a key."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(milliseconds=1))
+    topologies = [Topology(rank, world, f"node {rank}", None) for rank in range(world)]
+    return [_Exchange(topology, lambda: store, "x") for topology in topologies]
+
+
+def test_a_rank_that_publishes_twice_makes_nobody_wait_for_one_that_does_not() -> None:
+    collector, twice, _ = _on_a_store(3)
+    collector.publish()
+    twice.publish()
+    twice.publish()
+    collector.collect()
+    assert collector._topology.locality([0, 1]) == "cross_node"
+    assert collector._topology.locality([2]) == "unknown"
+
+
+def test_a_collector_that_leaves_early_is_done_without() -> None:
+    collector, second, third = _on_a_store(3)
+    collector.publish()
+    second.publish()
+    third.publish()
+    for _ in range(_PATIENCE):
+        second.collect()
+    assert second._topology.locality([0, 2]) == "cross_node"
