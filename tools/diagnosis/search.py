@@ -52,9 +52,10 @@ class Search:
         return idle - self.waiting_unrecorded()
 
     def waiting_unrecorded(self) -> set[int]:
-        """Ranks that wait for others in what is no call."""
-        idle = self.job.ranks.keys() - self.waiting.heads.keys()
-        return {rank for rank in idle if waits_unrecorded(self.job, rank)}
+        """Ranks that wait for others in what is no call; not a few while all others are in calls: they went astray."""
+        idle = self.job.ranks.keys() - self.waiting.heads.keys() - self.lacking.keys()
+        found = {rank for rank in idle if waits_unrecorded(self.job, rank)}
+        return set() if found == idle and len(found) * 2 < len(self.job.ranks) else found
 
     def accused(self) -> set[int]:
         """Ranks that a root names."""
