@@ -55,7 +55,7 @@ class Search:
         """Ranks that wait for others in what is no call; not a few while all others are in calls: they went astray."""
         idle = self.job.ranks.keys() - self.waiting.heads.keys() - self.lacking.keys()
         found = {rank for rank in idle if waits_unrecorded(self.job, rank)}
-        return set() if found == idle and len(found) * 2 < len(self.job.ranks) else found
+        return set() if found == idle and len(found | self.lacking.keys()) * 2 < len(self.job.world) else found
 
     def accused(self) -> set[int]:
         """Ranks that a root names."""

@@ -246,3 +246,10 @@ def test_a_communication_that_fails_in_a_wait_or_a_backward_is_that_of_a_victim(
     write_moments(job, tmp_path, {0: victim, 1: victim, 2: gone, 3: victim})
 
     assert diagnosis_of(tmp_path).suspect_ranks == [2]
+
+
+def test_ranks_that_died_while_others_raised_are_an_error(tmp_path: Path) -> None:
+    moments = dict.fromkeys((0, 1), Moment(reason="exit", after=0.1, error=CLOSED))
+    write_moments(SimulatedJob([[STEP]] * 4, WORLD, backend="gloo"), tmp_path, moments)
+
+    assert diagnosis_of(tmp_path).verdict == "error"

@@ -291,7 +291,7 @@ def test_a_rank_that_was_dumped_in_a_call_that_is_over_by_now_does_not_wait(tmp_
 
 
 def test_a_rank_that_makes_a_group_alone_while_all_others_are_in_a_call_is_the_culprit(tmp_path: Path) -> None:
-    programs: Programs = [[ALL_REDUCE], *([[ALL_REDUCE] * 2] * 3)]
+    programs: Programs = [[ALL_REDUCE] * steps for steps in (1, 2, 2, 2)]
     moments = {rank: Moment(after=9, stacks=MEETS if rank == 0 else ()) for rank in range(4)}
     write_moments(SimulatedJob(programs, WORLD, backend="gloo"), tmp_path, moments)
 
