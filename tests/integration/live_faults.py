@@ -175,6 +175,25 @@ def raises_before_its_first_call(rank: int) -> None:
         optimizer.step()
 
 
+def raises_and_the_others_wrap_what_fails(rank: int) -> None:
+    model, optimizer = replicated()
+    for step, batch in enumerate(batches(4)):
+        if (rank, step) == (2, 2):
+            raise ValueError("token id 50257 is out of range")  # rank 2
+        try:
+            model(batch).sum().backward()
+        except RuntimeError as error:
+            raise ValueError(f"step {step} failed") from error
+        optimizer.step()
+
+
+def waits_too_long_for_its_data(rank: int) -> None:
+    for step in range(4):
+        dist.all_reduce(torch.ones(64))
+        if (rank, step) == (1, 2):
+            raise RuntimeError("object store: the connection to 10.0.0.7 timed out")  # rank 1
+
+
 def leaves_with_sys_exit(rank: int) -> None:
     model, optimizer = replicated()
     for step, batch in enumerate(batches(6)):
@@ -322,6 +341,22 @@ def lost_its_thread(rank: int) -> None:
         dist.all_reduce(torch.ones(256))
         asked.put(step)
         answered.get()  # rank 1
+
+
+def waits_in_a_thread_beside_training(rank: int) -> None:
+    """A thread averages metrics on a group of its own; on rank 1 it stands still, and the loops go on."""
+    metrics = dist.new_group(group_desc="metrics")
+
+    def average() -> None:
+        for step in range(4):
+            if (rank, step) == (1, 2):
+                time.sleep(600)  # rank 1
+            dist.all_reduce(torch.ones(4), group=metrics)
+
+    threading.Thread(target=average, daemon=True, name="metrics").start()
+    while True:
+        dist.all_reduce(torch.ones(256))  # rank 1
+        time.sleep(0.05)  # rank 1
 
 
 def two_at_once(rank: int) -> None:
@@ -484,6 +519,14 @@ def makes_a_group_alone(rank: int) -> None:
     dist.all_reduce(torch.ones(64))
 
 
+def leaves_a_group_to_the_others(rank: int) -> None:
+    for _ in range(3):
+        dist.all_reduce(torch.ones(64))
+    if rank == 2:
+        time.sleep(600)  # rank 2
+    dist.new_group()
+
+
 def enters_groups_in_another_order(rank: int) -> None:
     tensor_parallel = dist.new_group([1, 2, 3], group_desc="tensor_parallel")
     for step in range(4):
@@ -599,6 +642,8 @@ FAULTS: list[Fault] = [
     Fault(job=raises_while_others_are_in_backward, ranks=5, culprits=(1,), kinds=RAISED, delays=DELAYS),
     Fault(job=raises_in_a_mesh, ranks=8, culprits=(6,), kinds=RAISED, delays=DELAYS),
     Fault(job=raises_before_its_first_call, culprits=(1,), kinds=(*RAISED, "no_entries"), delays=DELAYS),
+    Fault(job=raises_and_the_others_wrap_what_fails, culprits=(2,), kinds=RAISED, delays=DELAYS),
+    Fault(job=waits_too_long_for_its_data, culprits=(1,), kinds=RAISED, delays=DELAYS),
     Fault(job=leaves_with_sys_exit, culprits=(3,), kinds=ABSENT, delays=DELAYS),
     Fault(job=returns_from_main, culprits=(1,), kinds=ABSENT, delays=DELAYS),
     Fault(job=leaves_with_os_exit, culprits=(2,), kinds=DIED, delays=DELAYS),
@@ -629,6 +674,13 @@ FAULTS: list[Fault] = [
     Fault(job=lets_the_others_time_out, culprits=(1,), kinds=ABSENT, timeout=2, hang_seconds=300, delays=DELAYS),
     Fault(job=misses_a_monitored_barrier, culprits=(2,), kinds=ABSENT, hang_seconds=300, delays=DELAYS),
     Fault(job=lost_its_thread, culprits=(1,), kinds=ABSENT),
+    Fault(
+        job=waits_in_a_thread_beside_training,
+        culprits=(1,),
+        kinds=ABSENT,
+        hang_seconds=300,
+        gives_up_after=6,
+    ),
     Fault(job=two_at_once, ranks=8, culprits=(1, 6), kinds=ANOTHER_WAY),
     Fault(job=averages_the_loss_on_rank_0, culprits=(0,), kinds=ABORTED, delays=DELAYS),
     Fault(job=gathers_metrics_on_rank_0, culprits=(0,), kinds=ANOTHER_WAY),
@@ -645,6 +697,7 @@ FAULTS: list[Fault] = [
     Fault(job=saves_on_rank_0, culprits=(0,), kinds=ANOTHER_WAY),
     Fault(job=meets_alone_after_saving, culprits=(0,), kinds=ANOTHER_WAY),
     Fault(job=makes_a_group_alone, culprits=(0,), kinds=ABSENT),
+    Fault(job=leaves_a_group_to_the_others, culprits=(2,), kinds=ABSENT),
     Fault(job=enters_groups_in_another_order, culprits=(2,), kinds=("opposite_order", "missing_rank")),
     Fault(job=evaluates_alone, culprits=(3,), kinds=ABORTED, delays=DELAYS),
     Fault(job=samples_alone_under_fsdp, culprits=(0,), kinds=ANOTHER_WAY),

@@ -9,7 +9,7 @@ from crossrank.tools.diagnosis.evidence import LEFT, STATES
 from crossrank.tools.diagnosis.findings import Finding
 from crossrank.tools.diagnosis.habits import is_usual
 from crossrank.tools.diagnosis.job import CLEARLY_STALE
-from crossrank.tools.diagnosis.search import Search, finding_of
+from crossrank.tools.diagnosis.search import Search, finding_of, was_cancelled
 from crossrank.tools.diagnosis.waiting import Stall
 from crossrank.tools.tables import rank_ranges
 
@@ -68,6 +68,34 @@ def find_silent_ranks(search: Search) -> None:
             search.add_root(finding, [stall])
 
 
+def find_unrecorded_waits(search: Search) -> None:
+    """Ranks that wait for others in what is no call: the making of a group, a key of the store.
+
+    Whom they wait for nothing says. One rank that does not wait at all is it; of several nobody can tell.
+    """
+    waiting = search.waiting_unrecorded()
+    if not waiting or search.found.roots:
+        return
+    world = max(search.job.groups, key=lambda group: (len(group.ranks), -group.index), default=None)
+    silent = search.silent()
+    culprits = sorted(silent) if len(silent) == 1 else []
+    stuck = [stall for stall in search.left() if stall.waits_for() & (waiting | silent)]
+    text = (
+        f"rank {rank_ranges(sorted(waiting))} waits inside torch.distributed for what is no call, such as a new group"
+    )
+    if silent:
+        text += f"; rank {rank_ranges(sorted(silent))} waits for nobody"
+    finding = Finding(
+        kind=MISSING if silent else "opposite_order",
+        pg=world.pg if world is not None else ["", ""],
+        pg_ranks=list(world.ranks) if world is not None else list(search.job.world),
+        culprit_ranks=culprits,
+        waiting_ranks=sorted(waiting.union(*(stall.waiting for stall in stuck)) - set(culprits)),
+        text=text,
+    )
+    search.add_root(finding, stuck)
+
+
 def _exception_of(search: Search, rank: int) -> str | None:
     """The exception by which a rank, or one of its threads, stopped making calls."""
     evidence = search.job.ranks[rank]
@@ -117,11 +145,13 @@ def find_raised_exceptions(search: Search) -> None:
         return
     ranks = search.job.ranks
     raised = [rank for rank, one in ranks.items() if one.has_raised]
-    failed = [rank for rank, one in ranks.items() if one.has_failed]
+    failed = [] if was_cancelled(search.job) else [rank for rank, one in ranks.items() if one.has_failed]
     if not raised and not failed:
         return
     world = max(search.job.groups, key=lambda group: (len(group.ranks), -group.index), default=None)
-    unseen = [rank for rank, one in ranks.items() if one.died_unseen] if not raised else []
+    unseen = [rank for rank, one in ranks.items() if one.died_unseen]
+    # Who died first nothing says: a few are sooner the cause of what many raise than the other way round.
+    unseen = unseen if len(unseen) < len(raised) or not raised else []
     texts = [f"rank {rank_ranges(unseen)} ended without a word"] if unseen else []
     texts += sorted(f"rank {rank}: {ranks[rank].error}" for rank in (raised or failed)[:4])
     search.add_root(
@@ -130,8 +160,8 @@ def find_raised_exceptions(search: Search) -> None:
             pg=world.pg if world is not None else ["", ""],
             pg_ranks=list(world.ranks) if world is not None else list(search.job.world),
             culprit_ranks=unseen or raised,
-            waiting_ranks=failed,
-            exception=next((ranks[rank].error for rank in raised), None),
+            waiting_ranks=sorted({*failed, *raised}) if unseen else failed,
+            exception=None if unseen else next((ranks[rank].error for rank in raised), None),
             text="; ".join(texts),
         ),
         [],

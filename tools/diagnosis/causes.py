@@ -14,6 +14,7 @@ from crossrank.tools.diagnosis.absences import (
     find_silent_ranks,
     find_stale_ranks,
     find_unended_calls,
+    find_unrecorded_waits,
 )
 from crossrank.tools.diagnosis.collectives import EXTRA, MISSING, Mismatch
 from crossrank.tools.diagnosis.consequences import explain_the_rest
@@ -22,7 +23,7 @@ from crossrank.tools.diagnosis.evidence import RETIRED
 from crossrank.tools.diagnosis.findings import Finding
 from crossrank.tools.diagnosis.job import Job
 from crossrank.tools.diagnosis.p2p import Call, Pairing
-from crossrank.tools.diagnosis.search import Causes, Search, finding_of
+from crossrank.tools.diagnosis.search import Causes, Search, finding_of, was_cancelled
 from crossrank.tools.diagnosis.waiting import Stall, Waiting
 from crossrank.tools.tables import rank_ranges
 
@@ -46,6 +47,7 @@ def find_causes(
     find_circles(search)
     find_silent_ranks(search)
     find_stale_ranks(search)
+    find_unrecorded_waits(search)
     find_lacking_ranks(search)
     explain_the_rest(search)
     find_raised_exceptions(search)
@@ -86,12 +88,15 @@ def _age(search: Search, stall: Stall) -> int | None:
     """For how many ns ranks are known to have waited in a call; None where it is sure that it does not end.
 
     A wait is measured on the clock of the rank that waits. Ranks are dumped one after the other, so what a rank that
-    is waited for had not done by its dump it may have done since; but not where it is gone, or hangs itself.
+    is waited for had not done by its dump it may have done since; but not where it is gone, or hangs itself. Of a
+    cancelled job everyone is gone, and nobody by its own doing: there the dumps count like those of a running job.
     """
     ranks, heads = search.job.ranks, search.waiting.heads
     waiting = {rank: ranks[rank] for rank in stall.waiting}
     awaited = [ranks[rank] for rank in stall.waits_for() if rank in ranks]
-    if any(one.taken_at is None or one.has_failed for one in waiting.values()):
+    # The first ranks of a cancelled job to end make the communication of the others fail, however healthy it was.
+    cancelled = was_cancelled(search.job) and len(awaited) == len(stall.waits_for())
+    if any(one.taken_at is None or (one.has_failed and not cancelled) for one in waiting.values()):
         return None
     over = all(one.is_gone for one in waiting.values())
     if any(one.has_left or (one.died_unseen and over) for one in awaited):
@@ -104,7 +109,7 @@ def _age(search: Search, stall: Stall) -> int | None:
         one.taken_at
         for one in awaited
         if one.taken_at is not None
-        and not one.is_final
+        and (cancelled or not one.is_final)
         # A comms file that stopped growing is that of a rank that died, or that was stopped.
         and not (one.died_unseen and one.taken_at < latest - _STOPPED)
     ]

@@ -238,15 +238,8 @@ class _Comparison:
         if len(classes) < 2:
             return None
         largest = max(classes, key=len)
-        # Members that have not made the call do not speak for either side.
-        behind = sum(
-            1
-            for rank in self._group.ranks
-            if rank in self._job.ranks
-            and rank not in calls
-            and not self._job.ranks[rank].died_unseen
-            and (self._job.enqueued(self._group, rank) or 0) < seq
-        )
+        # Members that have not made the call, and those of which nothing is known, speak for neither side.
+        behind = sum(1 for rank in self._group.ranks if rank not in calls and self._is_behind(rank, seq))
         majority = len(largest) * 2 > len(calls) + behind
         kind = _kind([calls[ranks[0]] for ranks in classes])
         reference = calls[largest[0]]
@@ -266,6 +259,17 @@ class _Comparison:
         if kinds == {MISSING}:
             kind = MISSING
         return Mismatch(group=self._group, seq=seq, kind=kind, culprits=tuple(odd), op=reference[0] or "", ranks=calls)
+
+    def _is_behind(self, rank: int, seq: int) -> bool:
+        evidence = self._job.ranks.get(rank)
+        if evidence is None:
+            return not self._may_have_aborted()
+        return not evidence.died_unseen and (self._job.enqueued(self._group, rank) or 0) < seq
+
+    def _may_have_aborted(self) -> bool:
+        """Whether members of which nothing is left may have ended by the mismatch itself, as they do on gloo."""
+        known = [self._job.ranks[rank] for rank in self._group.ranks if rank in self._job.ranks]
+        return any(one.has_failed and one.is_gloo(self._group.local_index.get(one.rank)) for one in known)
 
     def _shift(self, seq: int, odd: int, reference: int) -> str | None:
         """Whether the odd rank's calls fit again when one is taken out, or one that it lacks is put in."""

@@ -53,7 +53,8 @@ def diagnose(
     verdict = "ok"
     if causes.roots or causes.consequences:
         kinds = {finding.kind for finding in causes.roots}
-        verdict = "incomplete" if kinds <= set(LACKS_EVIDENCE) else "error"
+        failed = any(one.has_failed or one.has_raised for one in job.ranks.values())
+        verdict = "incomplete" if kinds <= set(LACKS_EVIDENCE) and not failed else "error"
     counts = {
         "ranks": len(job.ranks),
         "groups": len(job.groups),

@@ -25,10 +25,16 @@ STATES = ("scheduled", "started", "retired", "completed")
 LEFT = ("exit", "disable", "SIGINT", "SIGTERM", "SIGABRT")
 """Reasons of our dumps after which a rank makes no more calls that are seen."""
 
+CUT_SHORT = ("SIGTERM", "SIGINT", "SIGABRT")
+"""Those of them that end a rank wherever it is, so that its last call may not be over."""
+
 MAIN_THREAD = "MainThread"
 
 _GOES_ON = ("", "hang", "SIGUSR1", "window", "disable")
 """Reasons after which a rank may still make calls, seen or not."""
+
+RECORDER = "/crossrank/instrument/"
+"""Part of the paths of the recorder's own frames."""
 
 _STOPPED_BY_USER = re.compile(r"KeyboardInterrupt\b")
 _COMMUNICATION_FAILED = re.compile(
@@ -38,6 +44,14 @@ _COMMUNICATION_FAILED = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 """An exception that a rank gets because another one has left, or never came."""
+
+_OF_A_BACKEND = re.compile(
+    r"^Dist\w*Error\b|gloo|nccl|ucc_|c10d|monitoredBarrier|ProcessGroup|TCPStore|Operation timed out!", re.IGNORECASE
+)
+"""What no library but torch.distributed writes into its exceptions."""
+
+_COMMUNICATES = re.compile(r"[/\\]torch[/\\](distributed|autograd|nn[/\\]parallel)[/\\]|[/\\]torch[/\\]_tensor\.py$")
+"""Files whose functions communicate, or wait for communication."""
 
 GLOO = "gloo"
 
@@ -197,6 +211,8 @@ class RankEvidence:
     """The exception that ended the process."""
     ended: bool = False
     """The rank ended its recording properly."""
+    causes: tuple[str, ...] = ()
+    """Texts of the exceptions that it was raised from, the direct cause first."""
     traceback: tuple[Frame, ...] = ()
     """Where the exception that ended the process was raised, innermost frame first."""
     of_threads: list[Raised] = field(default_factory=list)
@@ -213,7 +229,7 @@ class RankEvidence:
         """Note what ended the process and its threads; `error` is what is known of a file that lists none."""
         main = next((one for one in exceptions if one.thread == MAIN_THREAD), None)
         if main is not None:
-            self.error, self.traceback = main.error, tuple(main.frames)
+            self.error, self.traceback, self.causes = main.error, tuple(main.frames), tuple(main.causes)
         elif error is not None and not exceptions:
             self.error = error
         self.of_threads = [one for one in exceptions if one.thread != MAIN_THREAD] or self.of_threads
@@ -234,6 +250,11 @@ class RankEvidence:
         return self.source == "comms" and not self.ended
 
     @property
+    def was_terminated(self) -> bool:
+        """Whether somebody outside ended its process: a scheduler, the launcher, its user."""
+        return self.reason in ("SIGTERM", "SIGINT") and not self.has_raised
+
+    @property
     def has_raised(self) -> bool:
         """Whether its process ended by an exception of its own."""
         error = self.error
@@ -242,12 +263,23 @@ class RankEvidence:
     @property
     def has_failed(self) -> bool:
         """Whether its process ended by a communication that failed: because of others, as far as is known."""
-        return self.error is not None and _COMMUNICATION_FAILED.search(self.error) is not None
+        if self.error is None:
+            return False
+        if any(_is_of_communication(text) for text in (self.error, *self.causes)):
+            return True
+        # Other libraries' connections break and time out as well.
+        inner = next((frame for frame in self.traceback if RECORDER not in frame.filename), None)
+        in_torch = inner is None or _COMMUNICATES.search(inner.filename) is not None
+        return in_torch and _COMMUNICATION_FAILED.search(self.error) is not None
 
     @property
     def has_left(self) -> bool:
         """Whether its process ended by its own doing, not because others had ended it or theirs."""
         return self.has_raised or (self.reason == "exit" and self.error is None)
+
+
+def _is_of_communication(text: str) -> bool:
+    return _COMMUNICATION_FAILED.search(text) is not None and _OF_A_BACKEND.search(text) is not None
 
 
 Thing = TypeVar("Thing", bound=Hashable)

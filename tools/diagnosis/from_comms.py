@@ -1,8 +1,8 @@
 """A comms file as evidence: the calls of one rank with their peers and roots, but without their state.
 
-What had become of a call follows from what the rank did afterwards. A rank that ended its recording was done with
-all; elsewhere its last call may be the one that it hangs in. A send or receive that did not block (`isend`, a batch)
-is left open: whether it was answered shows when it is matched with the other rank's.
+What had become of a call follows from what the rank did afterwards. A rank that ended its recording itself was done
+with all; elsewhere its last call may be the one that it hangs in. A send or receive that did not block (`isend`, a
+batch) is left open: whether it was answered shows when it is matched with the other rank's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import msgspec
 from crossrank.comm import MOST_RANKS, CommRecord, crosses_nodes, is_p2p
 from crossrank.recording import CommsFile
 from crossrank.tools.diagnosis.evidence import (
+    CUT_SHORT,
     RETIRED,
     SCHEDULED,
     GroupClaim,
@@ -54,7 +55,8 @@ def evidence_from_comms(path: str, rank: int) -> RankEvidence:
         offset = header.clock.get("wall", 0) - header.clock.get("t", 0)
         # The file says up to when it lacks nothing; those of earlier versions end with a call.
         clock = max((clock.get("t", 0) for clock in comms.clocks), default=0)
-        if records and clock > records[-1].t and comms.end is None and clock + offset < _MOST:
+        is_cut = comms.end is None or evidence.reason in CUT_SHORT
+        if records and clock > records[-1].t and is_cut and clock + offset < _MOST:
             evidence.taken_at = clock + offset
     for group in comms.groups:
         if evidence.filtered and not crosses_nodes(group.locality):
@@ -82,7 +84,7 @@ def complete(evidence: RankEvidence, comms: RankEvidence) -> None:
     evidence.host = evidence.host or comms.host
     evidence.world_size = evidence.world_size or comms.world_size
     if evidence.error is None:
-        evidence.error, evidence.traceback = comms.error, comms.traceback
+        evidence.error, evidence.traceback, evidence.causes = comms.error, comms.traceback, comms.causes
     evidence.of_threads = evidence.of_threads or comms.of_threads
     has_p2p = any(signature.is_p2p for signature in evidence.signatures)
     rows = [row for row, number in enumerate(comms.calls.signature) if _is_unknown(comms.signatures[number], has_p2p)]
@@ -224,7 +226,8 @@ def _add(evidence: RankEvidence, records: Sequence[CommRecord], offset: int, *, 
         unawaited = p2p and record.api not in _BLOCKING_P2P
         if unawaited:
             evidence.unawaited.add(len(evidence.calls))
-        open_at_end = not evidence.ended and (unawaited or record.id == last)
+        is_cut = not evidence.ended or evidence.reason in CUT_SHORT
+        open_at_end = is_cut and (unawaited or record.id == last)
         evidence.calls.append(
             group=group,
             seq=seq,

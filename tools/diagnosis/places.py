@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import takewhile
 
+from crossrank.tools.diagnosis.evidence import RECORDER, RankEvidence
 from crossrank.tools.diagnosis.findings import Finding, Place, call_text, group_text
 from crossrank.tools.diagnosis.job import Job
 from crossrank.tools.diagnosis.waiting import Waiting
-from crossrank.tools.readers.flight_dump import Frame
+from crossrank.tools.readers.flight_dump import Frame, OwnStack
 
+_MOST_CULPRITS = 4
+"""Places of culprits that are shown of one finding."""
 _MOST_FRAMES = 12
 _INNER_FRAMES = 4
 """Frames of libraries that are shown below the user's: what the user's line has called."""
 _MAIN = "MainThread"
-_RECORDER = "/crossrank/instrument/"
+_COMMUNICATES = re.compile(r"[/\\]torch[/\\]distributed[/\\]")
 _LIBRARY = re.compile(
     r"[/\\](site|dist)-packages[/\\]|[/\\]lib[/\\]python\d[.\d]*[/\\]|^<frozen |[/\\]torch[/\\]", re.IGNORECASE
 )
@@ -22,12 +26,18 @@ _LIBRARY = re.compile(
 
 
 def add_places(job: Job, waiting: Waiting, findings: Sequence[Finding]) -> None:
-    """Fill in `places` of every finding: one culprit and one waiting rank, as far as there are stacks."""
+    """Fill in `places` of every finding, as far as there are stacks: culprits in different places, one waiting rank."""
     for finding in findings:
-        for role, ranks in (("culprit", finding.culprit_ranks), ("waiting", finding.waiting_ranks)):
-            place = next((found for rank in ranks if (found := _place(job, waiting, finding, rank, role))), None)
-            if place is not None:
-                finding.places.append(place)
+        for role, ranks, most in (
+            ("culprit", finding.culprit_ranks, _MOST_CULPRITS),
+            ("waiting", finding.waiting_ranks, 1),
+        ):
+            shown: dict[tuple[str, ...], Place] = {}
+            for rank in ranks:
+                place = _place(job, waiting, finding, rank, role) if len(shown) < most else None
+                if place is not None:
+                    shown.setdefault(tuple(place.frames), place)
+            finding.places += shown.values()
 
 
 def _place(job: Job, waiting: Waiting, finding: Finding, rank: int, role: str) -> Place | None:
@@ -47,19 +57,42 @@ def _place(job: Job, waiting: Waiting, finding: Finding, rank: int, role: str) -
     if row is None and len(evidence.calls):
         row, what = len(evidence.calls) - 1, "the last call it made"
     frames = frame_texts(job.stack(rank, row)) if row is not None else []
-    main = next((stack for stack in evidence.own_stacks if stack.thread == _MAIN), None)
+    main = _stack_of_culprit(evidence) if role == "culprit" else _main_stack(evidence)
     # At the end of a recording the main thread is where it ends, and not where the rank was.
     is_leaving = evidence.reason in ("exit", "disable")
     lost = main is not None and bool(frames) and not any(map(_is_users, main.frames))  # reporting an exception
     if main is not None and not is_leaving and not lost and (role == "culprit" or len(frames) < 2):
         return Place(
-            rank=rank, role=role, what="its main thread when it was dumped", frames=frame_texts(tuple(main.frames))
+            rank=rank, role=role, what=f"its {_name(main)} when it was dumped", frames=frame_texts(tuple(main.frames))
         )
     if row is None or not frames:
         return None
     call, seq = job.signature(rank, row), evidence.calls.seq[row]
     group = group_text(job.group_at(rank, row).pg)
     return Place(rank=rank, role=role, what=f"{what}, {call_text(call.op, seq)} on {group}", frames=frames)
+
+
+def _main_stack(evidence: RankEvidence) -> OwnStack | None:
+    return next((stack for stack in evidence.own_stacks if stack.thread == _MAIN), None)
+
+
+def _stack_of_culprit(evidence: RankEvidence) -> OwnStack | None:
+    """The thread that does something else than communicate: the main one, unless it communicates and another not."""
+    main = _main_stack(evidence)
+    if main is None or not _communicates(main):
+        return main
+    busy = [stack for stack in evidence.own_stacks if any(map(_is_users, stack.frames))]
+    return next((stack for stack in busy if not _communicates(stack)), main)
+
+
+def _communicates(stack: OwnStack) -> bool:
+    """Whether what the user's innermost line called is in torch.distributed."""
+    called = takewhile(lambda frame: not _is_users(frame), stack.frames)
+    return any(_COMMUNICATES.search(frame.filename) for frame in called)
+
+
+def _name(stack: OwnStack) -> str:
+    return "main thread" if stack.thread == _MAIN else f"thread {stack.thread}"
 
 
 def _row_of(job: Job, finding: Finding, rank: int) -> int | None:
@@ -79,7 +112,7 @@ def frame_texts(frames: tuple[Frame, ...]) -> list[str]:
     With FSDP or DDP dozens of the frameworks' frames lie between the call and the user's line. The recorder's own
     frames are left out.
     """
-    known = [frame for frame in frames if _RECORDER not in frame.filename]
+    known = [frame for frame in frames if RECORDER not in frame.filename]
     users = [frame for frame in known if _is_users(frame)]
     inner = [frame for frame in known if not _is_users(frame)]
     most = _INNER_FRAMES if users else _MOST_FRAMES
@@ -87,4 +120,4 @@ def frame_texts(frames: tuple[Frame, ...]) -> list[str]:
 
 
 def _is_users(frame: Frame) -> bool:
-    return _LIBRARY.search(frame.filename) is None and _RECORDER not in frame.filename
+    return _LIBRARY.search(frame.filename) is None and RECORDER not in frame.filename

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from crossrank.tools.diagnosis.findings import Finding
 from crossrank.tools.diagnosis.job import Job, JobGroup
 from crossrank.tools.diagnosis.p2p import Pairing
+from crossrank.tools.diagnosis.unrecorded import waits_unrecorded
 from crossrank.tools.diagnosis.waiting import Stall, Waiting
 
 _LAST = 1 << 63
@@ -47,7 +48,14 @@ class Search:
 
     def silent(self) -> set[int]:
         """Ranks with evidence that wait for nobody."""
-        return {rank for rank in self.job.ranks if rank not in self.waiting.heads and rank not in self.lacking}
+        idle = self.job.ranks.keys() - self.waiting.heads.keys() - self.lacking.keys()
+        return idle - self.waiting_unrecorded()
+
+    def waiting_unrecorded(self) -> set[int]:
+        """Ranks that wait for others in what is no call; not a few while all others are in calls: they went astray."""
+        idle = self.job.ranks.keys() - self.waiting.heads.keys() - self.lacking.keys()
+        found = {rank for rank in idle if waits_unrecorded(self.job, rank)}
+        return set() if found == idle and len(found | self.lacking.keys()) * 2 < len(self.job.world) else found
 
     def accused(self) -> set[int]:
         """Ranks that a root names."""
@@ -66,6 +74,16 @@ class Search:
         self.ranks_of_root.append({*finding.culprit_ranks, *finding.waiting_ranks})
         for stall in stalls:
             self.root_of.setdefault(id(stall), index)
+
+
+def was_cancelled(job: Job) -> bool:
+    """Whether somebody outside ended several ranks of a job that no rank had left before, or died in.
+
+    One alone that was ended is why the others fail.
+    """
+    ranks = job.ranks.values()
+    several = sum(one.was_terminated for one in ranks) > 1
+    return several and not any(one.has_left or one.died_unseen or one.reason == "SIGABRT" for one in ranks)
 
 
 def finding_of(stall: Stall, kind: str, *, culprits: Iterable[int] = (), text: str = "") -> Finding:

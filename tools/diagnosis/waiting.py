@@ -23,6 +23,12 @@ from crossrank.tools.diagnosis.evidence import RETIRED, STARTED, RankEvidence
 from crossrank.tools.diagnosis.job import Job, JobGroup
 from crossrank.tools.diagnosis.p2p import Pairing
 
+_ENDS_LAST_ON_ROOT = ("gather", "reduce")
+"""Operations that the other ranks may leave before the root has what it waits for."""
+
+_LONG = 1_000_000_000
+"""ns by which a member must be late, on a group whose calls do not keep others from going on, to count as stuck."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
@@ -148,6 +154,9 @@ def _head(job: Job, rank: int, released: dict[int, int], pairing: Pairing) -> tu
     row, missed = _first_open_row(job, rank, released, pairing)
     if row is None:
         row = _timed_out(job, rank)
+    other = _held_elsewhere(job, rank)
+    if other is not None and (row is None or other < row):
+        row = other
     if row is None:
         return None, missed
     group, signature = job.group_at(rank, row), job.signature(rank, row)
@@ -162,6 +171,9 @@ def _others_went_on(job: Job, rank: int, row: int, group: JobGroup) -> bool:
     """Whether the last call in the unfinished file of a rank is not where it is stuck: the others are past it."""
     evidence = job.ranks[rank]
     if not evidence.died_unseen or row != len(evidence.calls) - 1 or job.signature(rank, row).is_p2p:
+        return False
+    signature = job.signature(rank, row)
+    if signature.op in _ENDS_LAST_ON_ROOT and signature.root == rank:
         return False
     return any((job.enqueued(group, other) or 0) > evidence.calls.seq[row] for other in group.ranks if other != rank)
 
@@ -225,6 +237,35 @@ def _timed_out(job: Job, rank: int) -> int | None:
         elif needs_all and enqueued < seq and stays_away(job.ranks[other], created):
             return row
     return None
+
+
+def _held_elsewhere(job: Job, rank: int) -> int | None:
+    """The first call in which a thread of a rank has long been waiting while other threads make calls on other groups.
+
+    A comms file has no states, and only its last call looks open. But none that releases all is over while a member
+    stays away from it.
+    """
+    evidence = job.ranks[rank]
+    if evidence.source != "comms":
+        return None
+    last: dict[int, int] = {}
+    for row, number in enumerate(evidence.calls.signature):
+        operation = OPERATIONS.get(job.signatures[number].op)
+        if operation is not None and operation.releases_all:
+            last[evidence.calls.group[row]] = row
+    return min((row for row in last.values() if _lacks_a_member(job, rank, row)), default=None)
+
+
+def _lacks_a_member(job: Job, rank: int, row: int) -> bool:
+    """Whether a member goes on, or ended, without having made a call for long."""
+    calls, group = job.ranks[rank].calls, job.group_at(rank, row)
+    for other in group.ranks:
+        enqueued, evidence = job.enqueued(group, other), job.ranks.get(other)
+        if evidence is None or evidence.taken_at is None or enqueued is None or enqueued >= calls.seq[row]:
+            continue
+        if evidence.taken_at - calls.created[row] > _LONG:
+            return True
+    return False
 
 
 def stays_away(evidence: RankEvidence, moment: int) -> bool:

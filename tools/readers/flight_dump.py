@@ -112,6 +112,8 @@ class Raised(msgspec.Struct, frozen=True):
 
     thread: Text = ""
     error: Text = ""
+    causes: Annotated[list[Text], msgspec.Meta(max_length=_MOST_CALLS)] = []
+    """Texts of the exceptions that it was raised from, or while handling them: the direct cause first."""
     frames: Annotated[list[Frame], msgspec.Meta(max_length=MOST_FRAMES)] = []
 
 

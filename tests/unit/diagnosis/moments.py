@@ -29,6 +29,8 @@ class Moment:
     """(thread, its frames as (function, file, line))"""
     thread: str = "MainThread"
     """The one that `error` ended."""
+    causes: tuple[str, ...] = ()
+    """Texts of the exceptions that `error` was raised from."""
     traceback: tuple[tuple[str, str, int], ...] = ()
     source: str | None = None
     """`file:line` of the calls, as the record beside the dump has it."""
@@ -79,7 +81,12 @@ def _record(entry: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def _raised(moment: Moment) -> dict[str, Any]:
-    return {"thread": moment.thread, "error": moment.error, "frames": _frames(moment.traceback)}
+    return {
+        "thread": moment.thread,
+        "error": moment.error,
+        "causes": list(moment.causes),
+        "frames": _frames(moment.traceback),
+    }
 
 
 def _frames(frames: tuple[tuple[str, str, int], ...]) -> list[dict[str, Any]]:

@@ -29,10 +29,11 @@ def write_comms(
     emit: str = "ALL",
     groups: Groups = GROUPS,
     until: float | None = None,
+    reason: str = "exit",
 ) -> None:
     """A comms file of `rank`, of a job of the ranks in group "0"; record n is made n seconds after the start.
 
-    `until` is up to when it lacks nothing, in seconds after the start.
+    `until` is up to when it lacks nothing, in seconds after the start; `reason` is why it ended, if it did.
     """
     folder.mkdir(exist_ok=True)
     header: dict[str, Any] = {
@@ -55,7 +56,7 @@ def write_comms(
     if until is not None:
         lines.append({"clock": {"t": int(until * 10**9), "wall": START + int(until * 10**9)}})
     if ended:
-        lines.append({"end": {"reason": "exit"}})
+        lines.append({"end": {"reason": reason}})
     (folder / f"rank-{rank}.comms.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -264,3 +265,51 @@ def test_comms_files_that_go_on_without_a_call_do_not_replace_the_dumps_of_a_han
         write_comms(tmp_path, rank, [], until=600)
 
     assert roots(diagnosis_of(tmp_path)) == [("missing_rank", "default_pg", 1, [2], [0, 1])]
+
+
+@pytest.mark.parametrize("reason", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(("until", "suspects"), [(1.5, []), (60.0, [2])])
+def test_comms_files_of_a_cancelled_job_tell_a_hang_from_training(
+    reason: str, until: float, suspects: list[int], tmp_path: Path
+) -> None:
+    for rank in range(3):
+        records = [all_reduce(1), all_reduce(2)][: 1 if rank == 2 else 2]
+        write_comms(tmp_path, rank, records, until=until, ended=True, reason=reason)
+
+    found = diagnosis_of(tmp_path)
+
+    assert (found.verdict, found.suspect_ranks) == ("error" if suspects else "ok", suspects)
+
+
+@pytest.mark.parametrize(("until", "suspects"), [(3.5, []), (60.0, [2])])
+def test_a_call_of_a_thread_that_one_member_never_makes_is_open_although_all_others_go_on(
+    until: float, suspects: list[int], tmp_path: Path
+) -> None:
+    for rank in range(3):
+        of_thread = [] if rank == 2 else [all_reduce(2, "7") | {"t": 2_900_000_000}]
+        records = [all_reduce(1, "7"), all_reduce(1), *of_thread, all_reduce(2) | {"t": 3_000_000_000}]
+        write_comms(tmp_path, rank, records, until=until, groups={"0": GROUPS["0"], "7": ("metrics", [0, 1, 2])})
+
+    found = diagnosis_of(tmp_path)
+
+    assert (found.verdict, found.suspect_ranks) == ("error" if suspects else "ok", suspects)
+
+
+def test_a_rank_that_died_without_a_word_is_named_beside_the_exceptions_of_the_others(tmp_path: Path) -> None:
+    error = "TrainingError: step 1 failed"
+    job = SimulatedJob([[Collective("0", inputs=((8,),))]] * 3, GROUPS, backend="gloo")
+    write_moments(job, tmp_path, dict.fromkeys((0, 1), Moment(reason="exit", after=0.1, error=error)))
+    for rank in range(3):
+        write_comms(tmp_path, rank, [all_reduce(1)], ended=rank < 2)
+
+    assert [(one.kind, one.culprit_ranks) for one in diagnosis_of(tmp_path).findings] == [("dump_missing", [2])]
+
+
+@pytest.mark.parametrize("op", ["gather", "reduce"])
+def test_a_root_is_not_past_its_call_because_those_that_send_to_it_are(op: str, tmp_path: Path) -> None:
+    for rank in range(3):
+        to_root = {"op": op, "pg": "0", "seq": 2, "root": 0}
+        records = [all_reduce(1), to_root, all_reduce(3)][: (2, 3, 1)[rank]]
+        write_comms(tmp_path, rank, records, until=60)
+
+    assert diagnosis_of(tmp_path).suspect_ranks == [2]

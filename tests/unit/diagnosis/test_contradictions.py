@@ -137,3 +137,15 @@ def test_a_rank_whose_last_call_stays_open_long_after_it_was_over_hangs_in_it(
     found = diagnosis_of(tmp_path)
 
     assert [(finding.kind, finding.culprit_ranks) for finding in found.findings] == kinds
+
+
+@pytest.mark.parametrize("missing", [0, 3])
+def test_two_against_one_is_no_majority_of_four(missing: int, tmp_path: Path) -> None:
+    programs: Programs = [[Collective("0", inputs=((size,),))] for size in (8, 8, 16, 16)]
+    job = SimulatedJob(programs, {"0": ("default_pg", [0, 1, 2, 3])})
+    job.run()
+    job.write(tmp_path, ranks=set(range(4)) - {missing})
+
+    mismatch = next(finding for finding in diagnosis_of(tmp_path).findings if finding.kind == "size_mismatch")
+
+    assert mismatch.culprit_ranks == []

@@ -157,3 +157,99 @@ def test_a_thread_that_an_exception_ended_is_told_of_the_rank_that_the_others_wa
 
     assert (finding.culprit_ranks, finding.exception) == ([2], "KeyError: 'loss' (thread metrics)")
     assert finding.places[0].frames == ["average (/home/me/metrics.py:12)"]
+
+
+def cancelled_one_after_the_other(wait: float) -> dict[int, Moment]:
+    """Rank 2, which the others have waited for so many seconds, and rank 3 are terminated; the others fail of it."""
+    failed = Moment(reason="exit", after=wait + 0.3, error=CLOSED, timed_out=True)
+    return {
+        0: failed,
+        1: failed,
+        2: Moment(reason="SIGTERM", after=wait),
+        3: Moment(reason="SIGTERM", after=wait + 1.2),  # its handler waits for a call that does not return
+    }
+
+
+def test_a_healthy_job_whose_ranks_are_cancelled_one_after_the_other_stays_healthy(tmp_path: Path) -> None:
+    job = SimulatedJob(training_that_rank_2_leaves(), WORLD, backend="gloo")
+    write_moments(job, tmp_path, cancelled_one_after_the_other(wait=0.01))
+
+    found = diagnosis_of(tmp_path)
+
+    assert (found.verdict, found.suspect_ranks) == ("ok", [])
+
+
+def test_a_hang_whose_ranks_are_cancelled_one_after_the_other_stays_a_hang(tmp_path: Path) -> None:
+    job = SimulatedJob(training_that_rank_2_leaves(), WORLD, backend="gloo")
+    write_moments(job, tmp_path, cancelled_one_after_the_other(wait=20))
+
+    assert diagnosis_of(tmp_path).suspect_ranks == [2]
+
+
+@pytest.mark.parametrize("end", ["SIGTERM", "SIGABRT"])
+def test_one_rank_that_was_ended_is_why_the_others_fail(end: str, tmp_path: Path) -> None:
+    failed = Moment(reason="exit", after=0.3, error=CLOSED, timed_out=True)
+    job = SimulatedJob(training_that_rank_2_leaves(), WORLD, backend="gloo")
+    others = Moment(reason="SIGTERM", after=0.3) if end == "SIGABRT" else failed
+    write_moments(job, tmp_path, {0: failed, 1: others, 2: Moment(reason=end, after=0), 3: others})
+
+    assert diagnosis_of(tmp_path).suspect_ranks == [2]
+
+
+@pytest.mark.parametrize("reason", ["exit", "SIGTERM"])
+def test_a_rank_whose_exception_wraps_a_failed_communication_is_not_accused(reason: str, tmp_path: Path) -> None:
+    wrapped = Moment(reason="exit", after=0.1, error="TrainingError: step 2 failed", causes=("KeyError: 'x'", CLOSED))
+    gone = Moment(reason=reason, after=0, error=RAISED if reason == "exit" else None)
+    programs = training_that_rank_2_leaves()
+    write_moments(
+        SimulatedJob(programs, WORLD, backend="gloo"), tmp_path, {0: wrapped, 1: wrapped, 2: gone, 3: wrapped}
+    )
+
+    assert diagnosis_of(tmp_path).suspect_ranks == [2]
+
+
+@pytest.mark.parametrize(
+    ("error", "where"),
+    [
+        ("RuntimeError: DataLoader timed out after 2 seconds", "/opt/torch/utils/data/dataloader.py"),
+        ("RuntimeError: object store: connection refused by 10.0.0.7:9000", "train.py"),
+        ("RuntimeError: cuDNN error: socket timeout in kernel", "train.py"),
+    ],
+)
+def test_what_other_libraries_say_of_their_connections_is_no_failed_communication(
+    error: str, where: str, tmp_path: Path
+) -> None:
+    victim = Moment(reason="exit", after=0.05, error=CLOSED, timed_out=True)
+    own = Moment(reason="exit", after=0, error=error, traceback=(("fetch", where, 9), ("main", "train.py", 5)))
+    job = SimulatedJob(training_that_rank_2_leaves(), WORLD, backend="gloo")
+    write_moments(job, tmp_path, {0: victim, 1: victim, 2: own, 3: victim})
+
+    found = diagnosis_of(tmp_path)
+
+    assert (found.suspect_ranks, found.findings[0].exception) == ([2], error)
+
+
+@pytest.mark.parametrize(
+    ("error", "where"),
+    [
+        ("RuntimeError: Operation timed out!", "train.py"),
+        ("RuntimeError: Connection reset by peer", "/opt/torch/autograd/graph.py"),
+        ("torch.distributed.DistBackendError: NCCL error: remote process exited", "train.py"),
+    ],
+)
+def test_a_communication_that_fails_in_a_wait_or_a_backward_is_that_of_a_victim(
+    error: str, where: str, tmp_path: Path
+) -> None:
+    victim = Moment(reason="exit", after=0.05, error=error, timed_out=True, traceback=(("wait", where, 9),))
+    gone = Moment(reason="exit", after=0, error=RAISED)
+    job = SimulatedJob(training_that_rank_2_leaves(), WORLD, backend="gloo")
+    write_moments(job, tmp_path, {0: victim, 1: victim, 2: gone, 3: victim})
+
+    assert diagnosis_of(tmp_path).suspect_ranks == [2]
+
+
+def test_ranks_that_died_while_others_raised_are_an_error(tmp_path: Path) -> None:
+    moments = dict.fromkeys((0, 1), Moment(reason="exit", after=0.1, error=CLOSED))
+    write_moments(SimulatedJob([[STEP]] * 4, WORLD, backend="gloo"), tmp_path, moments)
+
+    assert diagnosis_of(tmp_path).verdict == "error"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.diagnosis.moments import Moment, write_moments
 from tests.unit.diagnosis.simulated_jobs import (
     Call,
     Collective,
@@ -249,3 +250,49 @@ def test_two_ranks_that_stopped_independently_are_both_named_the_earlier_first(t
         (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(dump, 2))
 
     assert [(row[0], row[3]) for row in roots(diagnosis_of(tmp_path))] == [("missing_rank", [1]), ("missing_rank", [6])]
+
+
+MEETS = (("MainThread", (("new_group", "/opt/torch/distributed/distributed_c10d.py", 5863), ("main", "train.py", 7))),)
+IDLES = (("MainThread", (("load", "train.py", 9),)),)
+
+
+@pytest.mark.parametrize("reason", ["hang", "SIGTERM"])
+def test_ranks_that_wait_for_a_group_which_one_does_not_make_hang(reason: str, tmp_path: Path) -> None:
+    job = SimulatedJob([[Collective("0")]] * 4, WORLD, backend="gloo")
+    moments = {rank: Moment(reason=reason, after=9, stacks=IDLES if rank == 2 else MEETS) for rank in range(4)}
+    write_moments(job, tmp_path, moments)
+
+    assert roots(diagnosis_of(tmp_path)) == [("missing_rank", "default_pg", None, [2], [0, 1, 3])]
+
+
+def test_a_job_that_is_cancelled_while_it_enters_a_call_is_healthy(tmp_path: Path) -> None:
+    job = SimulatedJob([[Collective("0")]] * 4, WORLD, backend="gloo")
+    write_moments(job, tmp_path, dict.fromkeys(range(4), Moment(reason="SIGTERM", after=0.2, stacks=MEETS)))
+
+    assert diagnosis_of(tmp_path).verdict == "ok"
+
+
+def test_ranks_that_make_groups_in_another_order_than_the_rest_are_not_accused_of_missing_its_calls(
+    tmp_path: Path,
+) -> None:
+    programs: Programs = [[Collective("0")], [Collective("0")] * 2, [Collective("0")] * 2, [Collective("0")]]
+    moments = {rank: Moment(after=9, stacks=MEETS if rank in (0, 3) else ()) for rank in range(4)}
+    write_moments(SimulatedJob(programs, WORLD, backend="gloo"), tmp_path, moments)
+
+    assert roots(diagnosis_of(tmp_path)) == [("opposite_order", "default_pg", None, [], [0, 1, 2, 3])]
+
+
+def test_a_rank_that_was_dumped_in_a_call_that_is_over_by_now_does_not_wait(tmp_path: Path) -> None:
+    slow = Moment(after=2.5, stacks=MEETS, source="train.py:7")
+    moments = {0: slow, 1: slow, 2: Moment(reason="exit"), 3: Moment(reason="exit")}
+    write_moments(SimulatedJob([[ALL_REDUCE]] * 4, WORLD, backend="gloo"), tmp_path, moments)
+
+    assert diagnosis_of(tmp_path).verdict == "ok"
+
+
+def test_a_rank_that_makes_a_group_alone_while_all_others_are_in_a_call_is_the_culprit(tmp_path: Path) -> None:
+    programs: Programs = [[ALL_REDUCE] * steps for steps in (1, 2, 2, 2)]
+    moments = {rank: Moment(after=9, stacks=MEETS if rank == 0 else ()) for rank in range(4)}
+    write_moments(SimulatedJob(programs, WORLD, backend="gloo"), tmp_path, moments)
+
+    assert roots(diagnosis_of(tmp_path)) == [("missing_rank", "default_pg", 2, [0], [1, 2, 3])]

@@ -101,3 +101,29 @@ def test_gpus_are_to_blame_on_nccl_alone_and_after_no_exception(
     (finding,) = left_by_rank_2(tmp_path, left, Moment(), backend)
 
     assert ("Xid" in next_step(finding)) == (backend == "nccl" and error is None)
+
+
+def test_culprits_that_went_wrong_in_different_places_are_all_shown(tmp_path: Path) -> None:
+    programs: Programs = [[Collective("0")] * (2 if rank in (0, 1) else 1) for rank in range(4)]
+    moments = {0: Moment(), 1: Moment()}
+    for rank, error in ((2, "ValueError: a"), (3, "KeyError: b")):
+        moments[rank] = Moment(reason="exit", after=0, error=error, traceback=(("f", "train.py", rank),))
+    write_moments(SimulatedJob(programs, WORLD, backend="gloo"), tmp_path, moments)
+
+    (finding,) = diagnosis_of(tmp_path).findings
+
+    assert [place.frames for place in finding.places if place.role == "culprit"] == [
+        ["f (train.py:2)"],
+        ["f (train.py:3)"],
+    ]
+
+
+def test_of_a_culprit_whose_main_thread_communicates_another_thread_is_shown(tmp_path: Path) -> None:
+    stacks = (
+        ("MainThread", (("all_reduce", "/opt/torch/distributed/distributed_c10d.py", 1), ("step", "train.py", 5))),
+        ("metrics", (("wait", "/usr/lib/python3.11/threading.py", 1), ("average", "metrics.py", 9))),
+    )
+    (finding,) = left_by_rank_2(tmp_path, Moment(reason="SIGTERM", after=9, stacks=stacks), Moment(after=9))
+
+    assert finding.places[0].what == "its thread metrics when it was dumped"
+    assert finding.places[0].frames[0] == "average (metrics.py:9)"
