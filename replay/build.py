@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from itertools import pairwise
 
 import msgspec
 
@@ -289,7 +290,7 @@ def _rank_plan(rank: Rank) -> RankPlan:
         kept_before.append(kept_before[-1] + (record is not None))
     if source.skipped_calls:
         plan.left_out[NOT_IN_STEPS] = LeftOut(calls=source.skipped_calls, bytes=source.skipped_bytes)
-    previous: RecordedCall | None = None
+    replayed: list[RecordedCall] = []
     for index, (call, record) in enumerate(zip(source.calls, rank.records, strict=True)):
         if record is None:
             plan.leave_out(rank.reasons[index], [call.record])
@@ -300,29 +301,41 @@ def _rank_plan(rank: Rank) -> RankPlan:
             if call.wait_before is None
             else max(kept_before[min(call.wait_before, len(source.calls))], mine + 1)
         )
-        gap, from_return = _gap(previous, call) if source.timed else (0, False)
         plan.calls.append(
             Call(
                 record=record,
                 wait_before=wait,
                 blocking=returns_early(record) is False if call.blocking is None else call.blocking,
                 recorded_bytes=record.bytes,
-                gap_ns=gap,
-                gap_from_return=from_return,
                 took_ns=call.took_ns,
             )
         )
-        previous = call
+        replayed.append(call)
     _whole_batches(plan.calls)
+    if source.timed:
+        _set_gaps(plan.calls, replayed, source.offset)
     return plan
 
 
-def _gap(previous: RecordedCall | None, call: RecordedCall) -> tuple[int, bool]:
-    if previous is None:
-        return 0, False
-    if previous.returned_ns is not None and previous.returned_ns <= call.record.t:
-        return call.record.t - previous.returned_ns, True
-    return max(0, call.record.t - previous.record.t), False
+def _set_gaps(calls: list[Call], recorded: list[RecordedCall], offset: int) -> None:
+    """Set the time before each launch, without the communication that the rank waited for before it went on: a replay
+    waits for that again. `offset` is to be taken from ns since 1970 to have the clock of the records."""
+    for (before, _), (first, _) in pairwise(launches(calls)):
+        went_on = [_went_on(recorded[index], calls[index].blocking, offset) for index in range(before, first)]
+        launched, since = recorded[before].record.t, max((ns for ns in went_on if ns is not None), default=0)
+        now = recorded[first].record.t
+        # What is launched before the rank went on is of another thread, or the clocks are not quite one.
+        calls[first].gap_from_return = None not in went_on and since <= now
+        calls[first].gap_ns = max(0, now - (since if calls[first].gap_from_return else launched))
+
+
+def _went_on(call: RecordedCall, blocking: bool, offset: int) -> int | None:
+    """When the rank could go on after a call: of one that blocked, when it was over. None where that is not known."""
+    if call.returned_ns is None or not blocking:
+        return call.returned_ns
+    if call.began_ns is None or call.took_ns is None:
+        return None
+    return max(call.returned_ns, call.began_ns + call.took_ns - offset)
 
 
 def _whole_batches(calls: list[Call]) -> None:

@@ -1,7 +1,8 @@
 """Leaves the recorded time between calls, in which the job computed: idle, or busy on the device as the job was.
 
-A gap counts from the moment at which the rank returned from its call before, where that is recorded; else from the
-launch of that call, so that no two launches follow each other faster than recorded.
+A gap counts from the moment at which the rank could go on after its call before, where that is recorded, and then has
+no communication in it that the rank waited for; else from the launch of that call, so that no two launches follow each
+other faster than recorded, and the communication runs in it.
 """
 
 from __future__ import annotations

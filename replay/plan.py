@@ -37,8 +37,10 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     recorded_bytes: int = 0
     """`record.bytes` as recorded, whatever a what-if made of them: what coverage counts."""
     gap_ns: int = 0
-    """Recorded time between the launch of the call before (its return, where `gap_from_return`) and this launch."""
+    """Recorded time before this launch, in ns, from the launch before; 0 within a batch."""
     gap_from_return: bool = False
+    """The gap counts from when the rank could go on after the launch before: with no communication in it that the rank
+    waited for there."""
     took_ns: int | None = None
     """Recorded time from the begin of the communication to its end, on this rank; None where it is not recorded."""
 

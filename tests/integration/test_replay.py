@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import re
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import crossrank
 from crossrank.recording import CommsFile, Damage, read_chunks
 from crossrank.replay.build import build, settle
 from crossrank.replay.local import run_local
@@ -234,6 +237,43 @@ def test_pace_keeps_the_recorded_gaps(two_ranks: World, tmp_path: Path) -> None:
     assert took["recorded"] >= 20
     assert took["compute"] >= 20
     assert took["0.5"] >= 10
+
+
+def _pauses(rank: int) -> list[tuple[int, int]]:
+    """Large calls that block, with short pauses between them: (how long a call took, the pause after it), in ns."""
+    tensor = torch.ones(8_000_000)
+    dist.all_reduce(tensor)
+    crossrank.step()
+    calls = []
+    for _ in range(3):
+        for call in (
+            lambda: dist.all_reduce(tensor),
+            lambda: dist.broadcast(tensor, 0),
+            lambda: dist.send(tensor, 1) if rank == 0 else dist.recv(tensor, 0),
+        ):
+            begin = time.monotonic_ns()
+            call()
+            calls.append((begin, time.monotonic_ns()))
+            time.sleep(0.004)
+    crossrank.step()
+    return [(end - begin, following - end) for (begin, end), (following, _) in pairwise(calls)]
+
+
+def test_the_gaps_of_a_linked_recording_are_the_pauses_of_the_job_without_its_communication(
+    two_ranks: World, tmp_path: Path
+) -> None:
+    truth = two_ranks.run(_pauses, tmp_path, window="1:2")
+    recorded = tmp_path / "recording"
+    assert main(["link", str(recorded)]) == 0
+    found = find(str(recorded))
+    plan = build(read(found, Fleet(), steps=(1, 2)), str(recorded), found.kind)
+    for rank in (0, 1):
+        _, *later = plan.ranks[rank].calls
+        assert all(call.gap_from_return for call in later)
+        planned, paused = sum(call.gap_ns for call in later), sum(pause for _, pause in truth[rank])
+        communicated = sum(took for took, _ in truth[rank])
+        assert len(later) == len(truth[rank]) == 8
+        assert paused - 1_000_000 < planned < paused + communicated / 4
 
 
 def plan_of_recording(recorded: Path) -> Plan:

@@ -40,8 +40,8 @@ class RecordedCall(msgspec.Struct, kw_only=True, gc=False):
     began_ns: int | None = None
     """When it began, ns since 1970; None where only its duration is known."""
     returned_ns: int | None = None
-    """When the call had returned to the rank, with the wait in it where it did not return before, on the clock of
-    `record.t`."""
+    """When the launch had returned, on the clock of `record.t`; a wait for the end comes after it. None where the file
+    does not say, and where the host does not follow what is communicated (on a GPU, but for barriers)."""
 
 
 class RankCalls(msgspec.Struct, kw_only=True):

@@ -128,7 +128,9 @@ class _Times:
             call.took_ns = work.duration_ns
             call.began_ns = work.start_ns + self._base_ns
         host = self._hosts.get(communication.host or -1)
-        if host is not None and host.start_ns is not None and host.duration_ns is not None:
+        # The host goes on while a GPU communicates, but for a barrier.
+        follows = not kernels or call.record.op == "barrier"
+        if follows and host is not None and host.start_ns is not None and host.duration_ns is not None:
             call.returned_ns = host.start_ns + host.duration_ns + self._base_ns - offset
 
 

@@ -1,0 +1,114 @@
+"""The gaps of a plan are the time in which a rank did something else than wait for its communication."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from crossrank.comm import CommRecord
+from crossrank.replay.build import build
+from crossrank.tools.calls.rank_calls import Input, RecordedCall
+from crossrank.tools.calls.readers import read_pair
+from crossrank.tools.linking.inputs import RankInput
+from tests.unit.linking.small_traces import SmallTrace
+from tests.unit.linking.test_communications import FLOATS, PARAMS, SCHEMA, TENSORS
+from tests.unit.replay.plans import rank_calls, record
+
+_WALL = 1_700_000_000_000_000_000
+"""The record's clock is that many ns behind the one of the traces."""
+
+
+def called(
+    one: CommRecord, t: int, returned: int | None = None, began: int | None = None, took: int | None = None
+) -> RecordedCall:
+    """A call with its times, all in ns of one clock."""
+    return RecordedCall(
+        record=msgspec.structs.replace(one, id=t, t=t),
+        returned_ns=returned,
+        began_ns=None if began is None else began + _WALL,
+        took_ns=took,
+    )
+
+
+def gaps(*calls: RecordedCall) -> list[tuple[int, bool]]:
+    source = rank_calls(0, [], world=1, offset=_WALL)
+    source.calls = list(calls)
+    plan = build([source], "job", "comms")
+    return [(call.gap_ns, call.gap_from_return) for call in plan.ranks[0].calls]
+
+
+BLOCKING: dict[str, Any] = {"api": "all_reduce", "is_async": False}
+ASYNC: dict[str, Any] = {"api": "all_reduce", "is_async": True}
+
+
+def test_the_gap_after_a_call_that_blocked_begins_when_it_was_over() -> None:
+    first = called(record("all_reduce", **BLOCKING), 1000, returned=1100, began=1050, took=170_000)
+    assert gaps(first, called(record("barrier"), 175_050)) == [(0, False), (4000, True)]
+
+
+def test_a_call_that_was_over_before_its_launch_returned_ends_with_its_launch() -> None:
+    first = called(record("all_reduce", **BLOCKING), 1000, returned=9000, began=1050, took=100)
+    assert gaps(first, called(record("barrier"), 13_000)) == [(0, False), (4000, True)]
+
+
+def test_the_gap_after_an_asynchronous_call_begins_when_its_launch_returned_for_it_runs_in_the_gap() -> None:
+    first = called(record("all_reduce", **ASYNC), 1000, returned=1100, began=1050, took=170_000)
+    assert gaps(first, called(record("barrier"), 175_100)) == [(0, False), (174_000, True)]
+
+
+@pytest.mark.parametrize("times", [{}, {"returned": 1100}, {"returned": 1100, "took": 170_000}])
+def test_a_call_that_blocked_till_nobody_knows_when_leaves_a_gap_from_launch_to_launch(times: dict[str, int]) -> None:
+    first = called(record("all_reduce", **BLOCKING), 1000, **times)
+    assert gaps(first, called(record("barrier"), 175_000)) == [(0, False), (174_000, False)]
+
+
+def test_a_call_that_was_launched_before_the_one_before_was_over_follows_its_launch() -> None:
+    first = called(record("all_reduce", **BLOCKING), 1000, returned=1100, began=1050, took=170_000)
+    assert gaps(first, called(record("barrier"), 5000)) == [(0, False), (4000, False)]
+
+
+def test_a_batch_is_one_launch_with_one_gap_before_and_one_after() -> None:
+    member = record("all_reduce", batch=10_000, **ASYNC)
+    batch = [called(member, 10_000 + 100 * number, returned=10_050 + 100 * number) for number in range(3)]
+    found = gaps(called(record("barrier"), 1000), *batch, called(record("barrier"), 20_000))
+    assert found == [(0, False), (9000, False), (0, False), (0, False), (9750, True)]
+    untold = [called(call.record, call.record.t) for call in batch]
+    assert gaps(*untold, called(record("barrier"), 20_000))[-1] == (10_000, False)
+
+
+def traced(folder: Path, name: str, *, on_gpu: bool) -> list[tuple[int, bool]]:
+    """The gaps of a rank that makes a call of 170 ms, launched in 100 us, and another one 4 ms after it was over."""
+    trace = SmallTrace()
+    blocking = TENSORS | {"values": [[FLOATS], "<Object>", False]}
+    trace.kineto_head["distributedInfo"] |= {
+        "world_size": 1,
+        "pg_config": [{"pg_name": "0", "pg_size": 1, "ranks": [0]}],
+    }
+    params = PARAMS | {"values": [[FLOATS], [1, False], ["0", "default_pg"], 0, name, [], [], 0, 1, 1]}
+    for number, ts in enumerate((0, 174_100)):
+        if on_gpu:
+            call = trace.op("record_param_comms", ts, 100, inputs=params)
+            trace.op(f"nccl:{name}", ts + 10, 70, call)
+            trace.launch(f"ncclDevKernel_{name}(x)", ts + 20, ts + 100, 170_000, 501 + number, stream=20)
+        else:
+            call = trace.op("c10d::allreduce_", ts, 100, inputs=blocking, op_schema=SCHEMA)
+            trace.op("gloo:all_reduce", ts + 100, 170_000, call)
+    et, kineto = trace.write(folder)
+    calls = read_pair(Input(path=kineto, rank=0, pairs=(RankInput(rank=0, window=1, et=et, kineto=kineto),)))
+    (rank,) = build([calls], str(folder), "linked", world_size=1).ranks
+    return [(call.gap_ns, call.gap_from_return) for call in rank.calls]
+
+
+def test_a_linked_call_of_gloo_that_blocked_leaves_the_gap_after_its_work(tmp_path: Path) -> None:
+    assert traced(tmp_path, "all_reduce", on_gpu=False) == [(0, False), (4_000_000, True)]
+
+
+def test_the_host_does_not_follow_what_a_gpu_communicates_so_gaps_are_from_launch_to_launch(tmp_path: Path) -> None:
+    assert traced(tmp_path, "allreduce", on_gpu=True) == [(0, False), (174_100_000, False)]
+
+
+def test_the_host_waits_for_a_barrier_on_a_gpu(tmp_path: Path) -> None:
+    assert traced(tmp_path, "barrier", on_gpu=True) == [(0, False), (4_000_000, True)]
