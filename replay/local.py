@@ -21,7 +21,7 @@ from typing import Any, NoReturn, cast
 
 from torch.distributed import TCPStore
 
-from crossrank.replay.meeting import FINISHED, Meeting
+from crossrank.replay.meeting import FINISHED, Meeting, listen
 from crossrank.replay.plan import Plan
 from crossrank.replay.results import RankResult
 from crossrank.replay.settings import Settings
@@ -37,9 +37,7 @@ def run_local(plan: Plan, settings: Settings, environment: Mapping[str, str] | N
 
     Raises `Failed` with the state of every rank where one of them died, failed or hung.
     """
-    store = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=settings.timeout_s)
-    )
+    store = listen("127.0.0.1", 0, settings.timeout_s)
     meeting = Meeting(store, plan.world_size)
     meeting.send_plan(plan, settings)
     # Variables that torch reads when it is imported need processes that import it anew.

@@ -1,13 +1,16 @@
 """Where the processes of a replay meet: a key-value store, over which the plan goes out and the results come back.
 
 The store is torch's TCPStore. Of a replay on one machine the process that the user started hosts it, under torchrun
-the agent does, elsewhere rank 0. Each rank keeps its state there, so that one that dies or hangs can be told of.
+the agent does, elsewhere rank 0. Whoever can connect to it can change what is replayed, so where the ranks meet on the
+loopback interface it listens there alone; torch's own server listens on every interface. Each rank keeps its state there, so that one that dies or hangs can be told of.
 """
 
 from __future__ import annotations
 
+import socket
 import time
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import TypeVar
 
 import msgspec
@@ -53,14 +56,8 @@ def host_store(place: Place, timeout_s: float) -> Store:
     # Rank 0 hosts the store when it has read and matched everything: the others are patient.
     patience_s = timeout_s if place.rank == 0 else max(timeout_s, _PATIENCE_S)
     try:
-        store = TCPStore(
-            place.host,
-            place.port,
-            is_master=hosting,
-            timeout=timedelta(seconds=patience_s),
-            wait_for_workers=False,
-        )
-    except RuntimeError as error:
+        store = listen(place.host, place.port, patience_s) if hosting else _connected(place, patience_s)
+    except (RuntimeError, OSError) as error:
         text = one_line(error)
         if hosting and ("in use" in text.lower() or "EADDRINUSE" in text):
             raise CrossrankError(
@@ -73,10 +70,37 @@ def host_store(place: Place, timeout_s: float) -> Store:
     return PrefixStore(place.attempt, store)
 
 
+def listen(host: str, port: int, timeout_s: float) -> TCPStore:
+    """A store that this process hosts, at a free port where `port` is 0. It listens on the loopback interface alone
+    where `host` is an address of it or `localhost`, else on all: what other machines call `host` need not be the name
+    of an interface here. Raises `OSError` or `RuntimeError` where it cannot."""
+    timeout = timedelta(seconds=timeout_s)
+    if not _is_loopback(host):
+        return TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False)
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server(address[:2], family=family)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    # Not by looking names up: /etc/hosts often has the machine's own name at 127.0.1.1, by which others mean it.
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _connected(place: Place, timeout_s: float) -> TCPStore:
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(place.host, place.port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+
 def connect(place: Place, timeout_s: float) -> Store:
     """A further connection to a store that is there."""
-    store = TCPStore(place.host, place.port, is_master=False, timeout=timedelta(seconds=timeout_s))
-    return PrefixStore(place.attempt, store)
+    return PrefixStore(place.attempt, _connected(place, timeout_s))
 
 
 class Meeting:

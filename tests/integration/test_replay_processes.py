@@ -95,6 +95,24 @@ def _gone(pid: int) -> bool:
     return False
 
 
+def _listens_at(pid: int) -> list[str]:
+    """The addresses, in hexadecimal as the kernel has them, at which a process takes connections."""
+    sockets = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+    rows = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()
+    ]
+    listening = "0A"
+    return [row[1].partition(":")[0] for row in rows if row[3] == listening and f"socket:[{row[9]}]" in sockets]
+
+
+def test_the_store_of_a_replay_on_one_machine_takes_connections_from_it_alone(long_plan: Path) -> None:
+    process, _ = _started([str(long_plan)])
+    found = _listens_at(process.pid)
+    process.kill()
+    process.communicate()
+    assert found == ["0100007F"]  # 127.0.0.1
+
+
 def test_a_rank_that_dies_ends_all_and_it_is_told_where_each_was(long_plan: Path) -> None:
     process, ranks = _started([str(long_plan), "--timeout", "20"])
     os.kill(ranks[0], signal.SIGKILL)
