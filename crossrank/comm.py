@@ -231,6 +231,9 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     desc: str = ""
     backend: str = ""
     locality: Locality = "unknown"
+    eager: bool = False
+    """It is bound to a device (`device_id=`): its communicator is made with it, not by its first call, and carries all
+    its calls in one order, single sends and receives too."""
 
 
 def is_p2p(record: CommRecord) -> bool:

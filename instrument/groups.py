@@ -27,7 +27,7 @@ log = logging.getLogger("crossrank")
 class GroupState:
     """What the recorder keeps for one process group."""
 
-    __slots__ = ("backend", "desc", "descriptors", "p2p_seqs", "pg", "rank", "ranks", "seq", "size", "timeout")
+    __slots__ = ("backend", "desc", "descriptors", "eager", "p2p_seqs", "pg", "rank", "ranks", "seq", "size", "timeout")
 
     def __init__(
         self,
@@ -39,6 +39,7 @@ class GroupState:
         size: int,
         rank: int,
         timeout: float | None,
+        eager: bool = False,
     ) -> None:
         self.pg = pg
         self.desc = desc
@@ -48,6 +49,7 @@ class GroupState:
         self.rank = rank
         self.timeout = timeout
         """Seconds after which a call of it fails; None where its backend does not say."""
+        self.eager = eager
         self.seq = itertools.count(1)
         # (peer within the group, direction) -> counter; the peer of a receive from any source is None.
         self.p2p_seqs: dict[tuple[int | None, str], Iterator[int]] = {}
@@ -73,6 +75,7 @@ class GroupState:
             ranks=list(self.ranks) if self.ranks is not None else None,
             desc=self.desc,
             backend=self.backend,
+            eager=self.eager,
         )
 
 
@@ -162,6 +165,7 @@ def _read(group: dist.ProcessGroup) -> GroupState:
         size=size,
         rank=group.rank(),
         timeout=_timeout_of(group),
+        eager=getattr(group, "bound_device_id", None) is not None,
     )
 
 

@@ -245,8 +245,15 @@ def _groups(ranks: list[Rank], size: int, partial: bool) -> tuple[dict[str, Grou
                 label = pg
             mine[pg] = label
             if label not in groups:
-                desc, backend = (group.desc, group.backend) if group is not None else ("", "")
-                groups[label] = Group(pg=label, size=len(members), ranks=list(members), desc=desc, backend=backend)
+                known_as = group if group is not None else Group(pg=label, size=0)
+                groups[label] = Group(
+                    pg=label,
+                    size=len(members),
+                    ranks=list(members),
+                    desc=known_as.desc,
+                    backend=known_as.backend,
+                    eager=known_as.eager,
+                )
     return groups, names
 
 

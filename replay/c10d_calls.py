@@ -132,12 +132,17 @@ def _recv(a: Arguments) -> Launch:
     return partial(a.pg.recv, list(a.outputs), a.peer, a.tag)
 
 
+def barrier_options(device: torch.device) -> Any:
+    """Options of a barrier on `device`: NCCL, whose group is bound to none, would take the GPU of the rank's number."""
+    options = c10d.BarrierOptions()
+    options.device = device
+    if device.index is not None:
+        options.device_ids = [device.index]
+    return options
+
+
 def _barrier(a: Arguments) -> Launch:
-    options = a.options(c10d.BarrierOptions())
-    options.device = a.device
-    if a.device.index is not None:
-        options.device_ids = [a.device.index]
-    return partial(a.pg.barrier, options)
+    return partial(a.pg.barrier, a.options(barrier_options(a.device)))
 
 
 def _monitored_barrier(a: Arguments) -> Launch:

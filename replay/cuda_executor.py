@@ -3,7 +3,9 @@
 The begin of a call is an event on the stream that launches it, or the end of the call before it in its lane. Its end
 is an event on a side stream that waits for the Work: the launching stream itself would have to wait, which only the
 recorded waits may make it do. Side streams have a priority of their own, so that torch does not give out one that a
-communicator uses. Events are put on the host's clock by one that the host has waited for.
+communicator uses. A wait for a barrier holds the host on whatever stream it is made (`WorkNCCL::wait`), so that of an
+asynchronous one is made where it was recorded, and its end noted there. Events are put on the host's clock by one that
+the host has waited for.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from __future__ import annotations
 import os
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -49,7 +52,12 @@ class CudaExecutor:
             for other in others:
                 work, works[other] = works[other], None
                 if work is not None:
+                    bound = program.bound[other]
+                    if bound.holds_host:
+                        progress[0] = bound.first
                     work.wait()
+                    if bound.holds_host:
+                        self._ended[other].record(stream)
                 if after is not None:
                     after(other)
 
@@ -75,7 +83,7 @@ class CudaExecutor:
                 self._ended[position].record(stream)
                 if bound.blocking and after is not None:
                     after(position)
-            else:
+            elif not bound.holds_host:
                 side = self._side[bound.lane]
                 with torch.cuda.stream(side):
                     work.wait()
@@ -91,12 +99,24 @@ class CudaExecutor:
         torch.cuda.synchronize(program.device)
         end = now()
         progress[0] = IDLE
-        launched, completed = (
-            array("q", (start + round(self._base.elapsed_time(event) * 1e6) for event in events))
-            for events in (self._began, self._ended)
+        launched, completed = event_times(
+            start,
+            (earlier.elapsed_time(later) for earlier, later in pairwise([self._base, *self._began])),
+            (began.elapsed_time(ended) for began, ended in zip(self._began, self._ended, strict=True)),
         )
         began = begins(program, launched, completed)
         return Times(
             by_call(program, launched_at), by_call(program, issued_at), by_call(program, began),
             by_call(program, completed), start, end,
         )  # fmt: skip
+
+
+def event_times(start: int, after_ms: Iterable[float], took_ms: Iterable[float]) -> tuple[array[int], array[int]]:
+    """(begins, ends) in ns of launches that each began `after_ms` after the one before, the first so long after
+    `start`, and took `took_ms`.
+
+    CUDA gives the time between two events as a float32 of ms: between neighbours that is exact to ns, from the start
+    of a pass of a minute to us.
+    """
+    began = array("q", (start + round(ms * 1e6) for ms in accumulate(after_ms)))
+    return began, array("q", (begin + round(ms * 1e6) for begin, ms in zip(began, took_ms, strict=True)))

@@ -2,7 +2,8 @@
 
 The store is torch's TCPStore. Of a replay on one machine the process that the user started hosts it, under torchrun
 the agent does, elsewhere rank 0. Whoever can connect to it can change what is replayed, so where the ranks meet on the
-loopback interface it listens there alone; torch's own server listens on every interface. Each rank keeps its state there, so that one that dies or hangs can be told of.
+loopback interface it listens there alone; torch's own server listens on every interface. Each rank keeps its state
+there, so that one that dies or hangs can be told of.
 """
 
 from __future__ import annotations
@@ -133,6 +134,10 @@ class Meeting:
             if self.aborted():
                 raise RefusedError
             time.sleep(_POLL_S)
+
+    def holder(self, key: str, rank: int) -> int:
+        """The first rank that asked for `key`: `rank` itself, or who was before it."""
+        return int(self.store.compare_set(key, "", str(rank)))
 
     def put_state(self, rank: int, state: State) -> None:
         self._put(f"state/{rank}", state)

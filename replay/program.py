@@ -45,6 +45,8 @@ class Bound:
     """The rank does not go on before it is over."""
     has_future: bool
     """Its Work can tell when it was over, whoever waits."""
+    holds_host: bool
+    """A wait for it holds the host, on a GPU too, and not the stream alone (barriers)."""
     lane: str
     """What carries it: launches of one lane do not run beside each other, but for `Program.width` of them."""
 
@@ -126,6 +128,7 @@ def prepare(
                 waits=tuple(waits[position]),
                 blocking=not is_async,
                 has_future=has_future,
+                holds_host=record.op == "barrier",
                 lane=record.pg if record.peer is None else f"{record.pg} {record.peer} {record.op}",
             )
         )
@@ -145,12 +148,11 @@ def prepare(
 
 def late_ends(program: Program) -> list[int]:
     """Calls of which only the wait tells when they were over."""
-    if program.device.type == "cuda":
-        return []
+    on_gpu = program.device.type == "cuda"
     return [
         index
         for bound in program.bound
-        if not bound.blocking and not bound.has_future
+        if not bound.blocking and (bound.holds_host if on_gpu else not bound.has_future)
         for index in range(bound.first, bound.first + bound.count)
     ]
 

@@ -27,8 +27,9 @@ from torch.distributed import distributed_c10d as c10d
 import crossrank
 from crossrank.comm import Group
 from crossrank.errors import CrossrankError, one_line
+from crossrank.replay.c10d_calls import barrier_options
 from crossrank.replay.check import Checker
-from crossrank.replay.clocks import between, measure_offset
+from crossrank.replay.clocks import between, boot_id, measure_offset
 from crossrank.replay.executor import Executor, make_executor
 from crossrank.replay.meeting import FINISHED, Errand, Meeting, RefusedError
 from crossrank.replay.pace import Pacer, idle, make_busy, parse_pace
@@ -89,15 +90,20 @@ def _replay(rank: int, local_rank: int, meeting: Meeting, errand: Errand, watch:
     device = _device(settings, local_rank)
     # Longer than the watch's, which tells more than the error of a backend does.
     timeout = timedelta(seconds=settings.timeout_s + settings.slack_s + _BACKEND_GRACE_S)
+    if settings.backend == "nccl":
+        gpu = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+        if gpu is not None:  # some builds for ROCm do not tell
+            claim_gpu(meeting, rank, f"{boot_id()}/{gpu}")
+    world = next((group for group in errand.groups if _is_world(group, errand)), None)
     dist.init_process_group(
         settings.backend,
         store=dist.PrefixStore("torch", meeting.store),
         rank=rank,
         world_size=errand.world_size,
         timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
+        device_id=bound_device(world, device),
     )
-    groups = _make_groups(errand, rank, timeout, watch)
+    groups = _make_groups(errand, rank, device, timeout, watch)
     watch.phase("comparing clocks")
     clock = measure_offset(meeting, rank, "start")
     watch.phase("binding its calls")
@@ -136,12 +142,44 @@ def _device(settings: Settings, local_rank: int) -> torch.device:
         # Every rank has its own process: as many threads in each as there are cores would only get in each other's way.
         torch.set_num_threads(1)
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    count = torch.cuda.device_count()
+    if not count:
+        raise CrossrankError(
+            f"torch sees no GPU on {socket.gethostname()}; start no ranks there, or use --backend gloo --device cpu"
+        )
+    # A launcher may show every rank a GPU of its own alone: then all are number 0.
+    device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)
     return device
 
 
-def _make_groups(errand: Errand, rank: int, timeout: timedelta, watch: Watch) -> dict[str, tuple[Group, ProcessGroup]]:
+def claim_gpu(meeting: Meeting, rank: int, gpu: str) -> None:
+    """Say that `rank` uses the GPU of this name, unique over all machines. Raises `CrossrankError` where another rank
+    does already: NCCL would not start, or say why in words of its own."""
+    holder = meeting.holder(f"gpu/{gpu}", rank)
+    if holder != rank:
+        raise CrossrankError(
+            f"rank {holder} and rank {rank} have the same GPU of {socket.gethostname()}, and NCCL wants one for each; "
+            "start fewer ranks on it, or use --backend gloo --device cpu"
+        )
+
+
+def bound_device(group: Group | None, device: torch.device) -> torch.device | None:
+    """The `device_id` to make a group with: none, but for one that was bound to its GPU when it was recorded.
+
+    With one, NCCL's communicator is made at once and carries single sends and receives in one order with everything
+    else; without, each pair of ranks gets one of its own at its first call. A job may need that to come to its end.
+    """
+    return device if group is not None and group.eager and device.type == "cuda" else None
+
+
+def _is_world(group: Group, errand: Errand) -> bool:
+    return group.ranks == list(range(errand.world_size))
+
+
+def _make_groups(
+    errand: Errand, rank: int, device: torch.device, timeout: timedelta, watch: Watch
+) -> dict[str, tuple[Group, ProcessGroup]]:
     """The groups of which this rank is a member. All ranks make all groups, in the order of the plan: torch names a
     group by how many there are, so ranks that made their own alone would wait for each other under different names."""
     groups: dict[str, tuple[Group, ProcessGroup]] = {}
@@ -149,13 +187,16 @@ def _make_groups(errand: Errand, rank: int, timeout: timedelta, watch: Watch) ->
     for number, group in enumerate(errand.groups):
         watch.phase(f"making process group {number + 1} of {len(errand.groups)}")
         ranks = group.ranks or []
-        if ranks == list(range(errand.world_size)) and not world_is_taken:
+        if _is_world(group, errand) and not world_is_taken:
             world_is_taken = True
             made = c10d._get_default_group()
         else:
             # Splits and lists go by the place in the group, which is not always by rank.
-            order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
-            made = dist.new_group(ranks, timeout=timeout, group_desc=group.desc or None, **order)
+            options: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+            bound = bound_device(group, device)
+            if bound is not None:
+                options["device_id"] = bound
+            made = dist.new_group(ranks, timeout=timeout, group_desc=group.desc or None, **options)
         if rank in ranks:
             groups[group.pg] = (group, made)
     return groups
@@ -167,10 +208,13 @@ def _passes(
     # Asked of the backend itself, so that the ranks' meeting before a pass is not part of what is recorded.
     backend: Any = c10d._get_default_group()._get_backend(program.device)
 
+    def barrier() -> None:
+        backend.barrier(barrier_options(program.device)).wait()
+
     def meet() -> None:
         # Sums that go round in place would grow beyond every type otherwise.
         program.block.fill_(FILL)
-        backend.barrier().wait()
+        barrier()
 
     if checker is not None:  # in a pass of its own: filling and comparing takes longer than the calls
         watch.phase("in the pass that is checked")
@@ -193,7 +237,7 @@ def _passes(
             if settings.record is not None:
                 crossrank.step()
     watch.phase("waiting for the others to end")
-    backend.barrier().wait()
+    barrier()
     return passes, cpu_s
 
 

@@ -239,6 +239,23 @@ def test_pace_keeps_the_recorded_gaps(two_ranks: World, tmp_path: Path) -> None:
     assert took["0.5"] >= 10
 
 
+def _bound_and_not(rank: int, folder: str) -> None:
+    bound = dist.new_group([0, 1], group_desc="bound")
+    bound.bound_device_id = torch.device("cuda", 0)  # what `device_id=` does, which gloo's own device cannot be
+    with crossrank.enable(directory=folder, tracing="ALL"):
+        dist.all_reduce(torch.ones(4))
+        dist.all_reduce(torch.ones(4), group=bound)
+
+
+def test_a_recording_says_which_groups_were_bound_to_a_device(two_ranks: World, tmp_path: Path) -> None:
+    recorded = tmp_path / "recording"
+    two_ranks.run(_bound_and_not, tmp_path, str(recorded), record=False)
+    plan = plan_of_recording(recorded)
+    assert {group.desc: group.eager for group in plan.groups} == {"default_pg": False, "bound": True}
+    results = run_local(plan, Settings(backend="gloo", device="cpu", warmup=0, repeats=1, check=True))
+    assert [result.check_failures for result in results] == [[], []]
+
+
 def _pauses(rank: int) -> list[tuple[int, int]]:
     """Large calls that block, with short pauses between them: (how long a call took, the pause after it), in ns."""
     tensor = torch.ones(8_000_000)

@@ -33,7 +33,18 @@ def checkers(call: CommRecord, n: int) -> tuple[list[Checker], Tensors, Tensors]
             sides[1] = sides[0]
         program = Program(
             calls=[Call(record=mine, wait_before=1, blocking=True)],
-            bound=[Bound(first=0, count=1, launch=_nothing, waits=(), blocking=True, has_future=False, lane="0")],
+            bound=[
+                Bound(
+                    first=0,
+                    count=1,
+                    launch=_nothing,
+                    waits=(),
+                    blocking=True,
+                    has_future=False,
+                    holds_host=False,
+                    lane="0",
+                )
+            ],
             tensors=[(sides[0], sides[1])],
             substitutes=[substitute(mine, "gloo")],
             device=torch.device("cpu"),

@@ -1,0 +1,63 @@
+"""What a rank does before its first call, as far as that needs no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from crossrank.comm import Group
+from crossrank.errors import CrossrankError
+from crossrank.replay.build import build
+from crossrank.replay.cuda_executor import event_times
+from crossrank.replay.meeting import Meeting
+from crossrank.replay.worker import bound_device, claim_gpu
+from tests.unit.replay.plans import built, rank_calls, record
+
+_GPU = torch.device("cuda", 3)
+
+
+def test_a_group_is_bound_to_its_gpu_only_where_it_was_when_it_was_recorded() -> None:
+    lazy, eager = Group(pg="0", size=2, ranks=[0, 1]), Group(pg="0", size=2, ranks=[0, 1], eager=True)
+    assert bound_device(lazy, _GPU) is None
+    assert bound_device(None, _GPU) is None
+    assert bound_device(eager, _GPU) == _GPU
+    assert bound_device(eager, torch.device("cpu")) is None
+
+
+def test_a_plan_keeps_that_a_group_was_bound() -> None:
+    ranks = [rank_calls(rank, [record("barrier")]) for rank in (0, 1)]
+    for rank in ranks:
+        rank.groups = [Group(pg="0", size=2, ranks=[0, 1], eager=True)]
+    assert [group.eager for group in build(ranks, "job", "comms").groups] == [True]
+    assert [group.eager for group in built([record("barrier")], [record("barrier")]).groups] == [False]
+
+
+def test_ranks_with_a_gpu_each_all_have_theirs_whatever_number_it_has_there() -> None:
+    meeting = Meeting(HashStore(), 4)
+    for rank, gpu in enumerate(("node-0/a", "node-0/b", "node-1/a", "node-1/b")):
+        claim_gpu(meeting, rank, gpu)
+
+
+def test_more_ranks_than_gpus_are_refused_with_the_two_that_share_one() -> None:
+    meeting = Meeting(HashStore(), 3)
+    claim_gpu(meeting, 0, "node-0/a")
+    claim_gpu(meeting, 1, "node-0/b")
+    with pytest.raises(CrossrankError, match=r"^rank 0 and rank 2 have the same GPU of .*, and NCCL wants one"):
+        claim_gpu(meeting, 2, "node-0/a")
+
+
+def _float32(ms: float) -> float:
+    """As CUDA gives the time between two events."""
+    return torch.tensor(ms, dtype=torch.float32).item()
+
+
+def test_a_short_call_late_in_a_long_pass_keeps_its_duration() -> None:
+    minute, microseconds = 60_000.0, 0.0301
+    after = [_float32(minute), _float32(microseconds), _float32(0.5)]
+    took = [_float32(microseconds)] * 3
+    began, ended = event_times(1_000, after, took)
+    assert [end - begin for begin, end in zip(began, ended, strict=True)] == [30_100] * 3
+    assert list(began) == [60_000_001_000, 60_000_031_100, 60_000_531_100]
+    # From the start of the pass the same end is known to some us.
+    assert abs(round((_float32(minute + microseconds) - _float32(minute)) * 1e6) - 30_100) > 1_000
