@@ -206,7 +206,9 @@ def test_one_rank_of_a_node_says_each_silence_once(tmp_path: Path) -> None:
         for process in ranks:
             process.kill()
     said = [line for line in errors.splitlines() if line.startswith("crossrank: ")]
-    assert [line[: len("crossrank: no communication for ")] for line in said] == ["crossrank: no communication for "] * 2
+    assert [line[: len("crossrank: no communication for ")] for line in said] == [
+        "crossrank: no communication for "
+    ] * 2
     assert [process.returncode for process in ranks] == [0, 0]
 
 
