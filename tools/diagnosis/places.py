@@ -75,7 +75,8 @@ def place_of_call(job: Job, rank: int, row: int, role: str, what: str) -> Place 
     if not frames:
         return None
     call = call_text(job.signature(rank, row).op, job.ranks[rank].calls.seq[row])
-    return Place(rank=rank, role=role, what=f"{what}, {call} on {group_text(job.group_at(rank, row).pg)}", frames=frames)
+    group = group_text(job.group_at(rank, row).pg)
+    return Place(rank=rank, role=role, what=f"{what}, {call} on {group}", frames=frames)
 
 
 def _main_stack(evidence: RankEvidence) -> OwnStack | None:
