@@ -16,7 +16,7 @@ from crossrank.comm import MOST_RANKS, CommRecord, Group
 from crossrank.errors import CrossrankError
 from crossrank.replay.alignment import BROKEN, Rank, align, name_sources
 from crossrank.replay.match import mismatches
-from crossrank.replay.plan import NOT_IN_STEPS, UNPLACED, Call, LeftOut, Plan, RankPlan, launches, number_of
+from crossrank.replay.plan import NOT_IN_STEPS, UNPLACED, Call, Plan, RankPlan, launches, leave_out, number_of
 from crossrank.replay.schedule import place_waits, returns_early
 from crossrank.replay.shapes import BrokenError, LeftOutError, complete
 from crossrank.replay.sources import KINDS, missing_ranks
@@ -291,16 +291,16 @@ def _completed(
 
 def _rank_plan(rank: Rank) -> RankPlan:
     source = rank.source
-    plan = RankPlan(rank=rank.rank, calls=[], source=source.path)
+    plan = RankPlan(rank=rank.rank, calls=[], source=source.path, is_copy=source.is_copy)
     kept_before = [0]
     for record in rank.records:
         kept_before.append(kept_before[-1] + (record is not None))
     if source.skipped_calls:
-        plan.left_out[NOT_IN_STEPS] = LeftOut(calls=source.skipped_calls, bytes=source.skipped_bytes)
+        leave_out(plan.left_out, NOT_IN_STEPS, source.skipped_calls, source.skipped_bytes)
     replayed: list[RecordedCall] = []
     for index, (call, record) in enumerate(zip(source.calls, rank.records, strict=True)):
         if record is None:
-            plan.leave_out(rank.reasons[index], [call.record])
+            leave_out(plan.left_out, rank.reasons[index], 1, max(call.record.bytes, 0))
             continue
         mine = len(plan.calls)
         wait = (
@@ -334,6 +334,9 @@ def _set_gaps(calls: list[Call], recorded: list[RecordedCall], offset: int) -> N
         # What is launched before the rank went on is of another thread, or the clocks are not quite one.
         calls[first].gap_from_return = None not in went_on and since <= now
         calls[first].gap_ns = max(0, now - (since if calls[first].gap_from_return else launched))
+        if not calls[first].gap_from_return:
+            waited = (recorded[index].took_ns or 0 for index in range(before, first) if calls[index].blocking)
+            calls[first].exposed_ns = max(waited, default=0)
 
 
 def _went_on(call: RecordedCall, blocking: bool, offset: int) -> int | None:

@@ -106,6 +106,10 @@ def _lead(arguments: argparse.Namespace, combinations: list[Combination], lead: 
             print(f"{one.name}: done before, in {folder}", file=sys.stderr)
             continue
         try:
+            if given.backend is not None:
+                from crossrank.replay.worker import check_backend_name
+
+                check_backend_name(given.backend)
             plan = _planned(recorded, given, lead.place.world_size if lead is not None else None)
             if arguments.save_plan is not None and number == 0:
                 save_plan(plan, arguments.save_plan)

@@ -82,7 +82,13 @@ def listen(host: str, port: int, timeout_s: float) -> TCPStore:
     listener = socket.create_server(address[:2], family=family)
     port = listener.getsockname()[1]
     return TCPStore(
-        host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+        host,
+        port,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=False,  # which takes no listening socket in torch 2.4
     )
 
 

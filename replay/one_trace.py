@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -85,20 +86,23 @@ def spread(source: RankCalls, world_size: int | None = None) -> list[RankCalls]:
             for group in source.groups
             if group.pg in forms
         ]
-        made.append(
-            msgspec.structs.replace(
-                source, rank=rank, world_size=size, calls=calls, groups=groups, numbered=False, starts_late=False
-            )
+        one = msgspec.structs.replace(
+            source, rank=rank, world_size=size, calls=calls, groups=groups, numbered=False, starts_late=False
         )
-    made[0].notes = [
+        made.append(one if rank == home else msgspec.structs.replace(one, **_OF_A_COPY))
+    made[home].notes = [
         *source.notes,
         f"the file of rank {home} stands for all {size} ranks (--one-trace); groups that it is not in are not known",
     ]
     if added:
-        made[0].notes.append(f"{added} sends or receives have no other end in it, which was added on every rank")
-    for other in made[1:]:
-        other.notes = []
+        made[home].notes.append(f"{added} sends or receives have no other end in it, which was added on every rank")
     return made
+
+
+_OF_A_COPY: dict[str, Any] = {
+    "is_copy": True, "waits": 0, "waits_without_call": 0, "dropped": 0, "problems": [], "notes": [],
+}  # fmt: skip
+"""What is said of the file is said once."""
 
 
 def _highest(source: RankCalls) -> int:

@@ -27,7 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--world-size", type=int, metavar="N", help="ranks of the recorded job, where no file says it")
     change = parser.add_argument_group("what if")
-    change.add_argument("--nproc", type=int, metavar="N", help="replay with N ranks (default: as many as recorded)")
+    change.add_argument(
+        "--nproc",
+        "--num-ranks",  # torchrun takes the first for one of its own, cut short, and refuses it as ambiguous
+        type=int,
+        metavar="N",
+        help="replay with N ranks (default: as many as recorded, or as a launcher started; torchrun lets only "
+        "--num-ranks through)",
+    )
     change.add_argument("--scale-bytes", type=float, default=1.0, metavar="F", help="messages F times as large")
     change.add_argument("--dtype", metavar="TYPE", help="all elements of this type: bfloat16, float32, …")
     change.add_argument(

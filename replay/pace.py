@@ -55,10 +55,12 @@ def parse_pace(text: str) -> Pace:
 class Pacer:
     """Waits before each launch of one rank's program."""
 
-    def __init__(self, calls: list[Call], pace: Pace, fill: Callable[[int], None]) -> None:
-        """`fill` takes the given number of nanoseconds."""
+    def __init__(self, calls: list[Call], pace: Pace, fill: Callable[[int], None], *, queues: bool = False) -> None:
+        """`fill` takes the given number of nanoseconds, at once or, where it `queues` work on the device, behind the
+        calls that the device waits for."""
         first = [calls[start] for start, _ in launches(calls)]
-        self._gaps = [round(call.gap_ns * pace.scale) for call in first]
+        gaps = computed_ns(first) if queues else [call.gap_ns for call in first]
+        self._gaps = [round(gap * pace.scale) for gap in gaps]
         self._from_return = [call.gap_from_return for call in first]
         self._fill = fill
         self._launched = self._returned = 0
@@ -77,6 +79,17 @@ class Pacer:
     def returned(self, now: int) -> None:
         """Say when the rank was done with the launch and the waits after it."""
         self._returned = now
+
+
+def computed_ns(calls: list[Call]) -> list[int]:
+    """The gaps of `calls`, each the first of a launch, without the communication that ran in them while nothing else
+    did. A host that was ahead of its device came to wait for it in a later gap: that has to give what one lacks."""
+    gaps, owed = [], 0
+    for call in calls:
+        computed = call.gap_ns - call.exposed_ns - owed
+        owed = max(0, -computed)
+        gaps.append(max(0, computed))
+    return gaps
 
 
 def idle(nanoseconds: int) -> None:

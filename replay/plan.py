@@ -7,7 +7,7 @@ Nothing in it needs torch. On disk it is JSON, zstd-compressed where the name en
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -41,6 +41,9 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     gap_from_return: bool = False
     """The gap counts from when the rank could go on after the launch before: with no communication in it that the rank
     waited for there."""
+    exposed_ns: int = 0
+    """Of a gap that counts from the launch before, the communication for which the rank waited in it, as far as its
+    duration is recorded. What a device computed in the gap is at most the rest."""
     took_ns: int | None = None
     """Recorded time from the begin of the communication to its end, on this rank; None where it is not recorded."""
 
@@ -52,6 +55,13 @@ class LeftOut(msgspec.Struct, kw_only=True):
     bytes: int = 0
 
 
+def leave_out(rows: dict[str, LeftOut], reason: str, calls: int, size: int) -> None:
+    """Add to `rows` so many recorded calls, of `size` recorded bytes together."""
+    row = rows.setdefault(reason, LeftOut())
+    row.calls += calls
+    row.bytes += size
+
+
 class RankPlan(msgspec.Struct, kw_only=True):
     """What one rank does."""
 
@@ -61,16 +71,12 @@ class RankPlan(msgspec.Struct, kw_only=True):
     """By reason."""
     source: str = ""
     """The file that it was read from."""
-
-    def leave_out(self, reason: str, records: Iterable[CommRecord]) -> None:
-        row = self.left_out.setdefault(reason, LeftOut())
-        for record in records:
-            row.calls += 1
-            row.bytes += max(record.bytes, 0)
+    is_copy: bool = False
+    """It was not recorded, and does what another rank did: its calls are none of the recording's."""
 
 
 class Coverage(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of the recorded communication is replayed, over all ranks."""
+    """How much of the recorded communication is replayed, over all recorded ranks."""
 
     calls: int
     recorded_calls: int
@@ -111,23 +117,30 @@ class Plan(msgspec.Struct, kw_only=True):
     """What was inferred or changed on the way here."""
     damage: list[str] = []
     """What of the files could not be read: nobody knows how many calls that were."""
+    left_out: dict[str, LeftOut] = {}
+    """What ranks did that were recorded and are not among `ranks`, by reason."""
 
     def coverage(self) -> Coverage:
-        calls = sum(len(rank.calls) for rank in self.ranks)
-        size = sum(call.recorded_bytes for rank in self.ranks for call in rank.calls)
-        left = [row for rank in self.ranks for row in rank.left_out.values()]
+        recorded = [rank for rank in self.ranks if not rank.is_copy]
+        calls = sum(len(rank.calls) for rank in recorded)
+        size = sum(call.recorded_bytes for rank in recorded for call in rank.calls)
+        left = [row for rows in (self.left_out, *(rank.left_out for rank in recorded)) for row in rows.items()]
         reasons: Counter[str] = Counter()
-        for rank in self.ranks:
-            for reason, row in rank.left_out.items():
-                reasons[reason] += row.calls
+        for reason, row in left:
+            reasons[reason] += row.calls
         return Coverage(
             calls=calls,
-            recorded_calls=calls + sum(row.calls for row in left),
+            recorded_calls=calls + sum(row.calls for _, row in left),
             bytes=size,
-            recorded_bytes=size + sum(row.bytes for row in left),
+            recorded_bytes=size + sum(row.bytes for _, row in left),
             reasons=dict(reasons.most_common()),
             damaged=bool(self.damage),
         )
+
+    @property
+    def calls(self) -> int:
+        """Calls of one pass, over all ranks, as they are made."""
+        return sum(len(rank.calls) for rank in self.ranks)
 
     @property
     def bytes(self) -> int:
@@ -236,7 +249,7 @@ def check_plan(plan: Plan, path: str) -> None:
                 raise wrong(f"{what}: {error}") from error
             if whole != call.record:
                 raise wrong(f"{what} does not say all of its tensors, or other bytes than they have")
-            if call.gap_ns < 0 or call.recorded_bytes < 0:
+            if min(call.gap_ns, call.exposed_ns, call.recorded_bytes) < 0:
                 raise wrong(f"{what} has a gap or bytes below 0")
             if call.wait_before != UNPLACED and not index < call.wait_before <= len(rank.calls):
                 raise wrong(f"{what} is waited for before call {call.wait_before}, which cannot be")

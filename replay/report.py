@@ -55,6 +55,8 @@ class Report(msgspec.Struct, kw_only=True):
     share_of_bytes: float
     bytes_per_pass: int
     """S of nccl-tests, summed over calls and ranks, as replayed; `coverage` counts as recorded."""
+    calls_per_pass: int = 0
+    """Calls over all ranks, as replayed; `coverage` counts as recorded. 0 in reports of older versions."""
     notes: list[str]
     damage: list[str]
     """What of the trace could not be read."""
@@ -97,7 +99,7 @@ def make_report(
     if any(result.check_failures is not None for result in results):
         failures = [failure for result in results for failure in result.check_failures or ()]
         check = Check(tensors=sum(result.checked for result in results), failures=failures)
-    calls = sum(len(rank.calls) for rank in plan.ranks) * max(settings.repeats, 1)
+    calls = plan.calls * max(settings.repeats, 1)
     return (
         Report(
             source=plan.source,
@@ -110,6 +112,7 @@ def make_report(
             share_of_calls=coverage.share_of_calls,
             share_of_bytes=coverage.share_of_bytes,
             bytes_per_pass=plan.bytes,
+            calls_per_pass=plan.calls,
             notes=plan.notes,
             damage=plan.damage,
             substitutes=dict(substitutes),
@@ -144,6 +147,7 @@ def plan_json(plan: Plan) -> bytes:
         "share_of_calls": coverage.share_of_calls,
         "share_of_bytes": coverage.share_of_bytes,
         "bytes_per_pass": plan.bytes,
+        "calls_per_pass": plan.calls,
         "memory_per_rank": max(bytes_needed(rank.calls) for rank in plan.ranks),
         "notes": plan.notes,
         "damage": plan.damage,

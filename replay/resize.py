@@ -16,13 +16,14 @@ import msgspec
 from crossrank.comm import CommRecord, Group, is_p2p
 from crossrank.errors import CrossrankError
 from crossrank.replay.one_trace import Form, form_of
-from crossrank.replay.plan import Call, Plan, RankPlan
+from crossrank.replay.plan import Call, LeftOut, Plan, RankPlan, leave_out
 from crossrank.replay.schedule import Key, keys_of
 from crossrank.replay.shapes import GATHERED_WHOLE, SCATTERED_WHOLE, sized
 from crossrank.replay.transform import copy_left_out, with_calls
 from crossrank.tools.tables import rank_ranges
 
 BEYOND = "its peer is beyond the smaller number of ranks"
+GONE = "its rank is beyond the smaller number of ranks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +55,9 @@ def resize(plan: Plan, world_size: int) -> Plan:
         rank = RankPlan(
             rank=number,
             calls=[],
-            left_out=copy_left_out(template),
+            left_out=copy_left_out(template.left_out),
             source=template.source,
+            is_copy=number >= old or template.is_copy,
         )
         for call, key in zip(template.calls, keys[template.rank], strict=True):
             moved = _moved(call, mapped[call.record.pg], number, shift, old, sent.get(key, {}))
@@ -68,7 +70,9 @@ def resize(plan: Plan, world_size: int) -> Plan:
         if (number % old) in (one.group.ranks or ())
         for name, group in [_group_at(one, number, number - number % old)]
     }
-    changed = msgspec.structs.replace(plan, world_size=world_size, groups=list(groups.values()), ranks=ranks)
+    changed = msgspec.structs.replace(
+        plan, world_size=world_size, groups=list(groups.values()), ranks=ranks, left_out=_without(plan, world_size)
+    )
     changed.notes = [*plan.notes, _said(mapped, old, world_size)]
     return with_calls(
         changed,
@@ -76,6 +80,17 @@ def resize(plan: Plan, world_size: int) -> Plan:
             BEYOND if call.record.peer is not None and call.record.peer >= world_size else call.record
         ),
     )
+
+
+def _without(plan: Plan, world_size: int) -> dict[str, LeftOut]:
+    """What of the recording is no longer in `plan` when it has only so many ranks."""
+    rows = copy_left_out(plan.left_out)
+    for rank in plan.ranks[world_size:]:
+        if not rank.is_copy:
+            leave_out(rows, GONE, len(rank.calls), sum(call.recorded_bytes for call in rank.calls))
+            for reason, row in rank.left_out.items():
+                leave_out(rows, reason, row.calls, row.bytes)
+    return {reason: row for reason, row in rows.items() if row.calls}
 
 
 def _map(group: Group, old: int, new: int) -> _Mapped:

@@ -21,8 +21,10 @@ def print_plan(plan: Plan) -> None:
         f"({_percent(coverage.share_of_bytes)}) are replayed, on {plan.world_size} rank(s) "
         f"and {len(plan.groups)} group(s)"
     )
-    if plan.bytes != coverage.bytes:
-        print(f"  changed to {amount(plan.bytes)} per pass")
+    changed = [f"{plan.calls:,} calls"] * (plan.calls != coverage.calls)
+    changed += [amount(plan.bytes)] * (plan.bytes != coverage.bytes)
+    if changed:
+        print(f"  changed to {' and '.join(changed)} per pass")
     needed = max(bytes_needed(rank.calls) for rank in plan.ranks)
     print(f"  memory for tensors: up to {amount(needed)} per rank")
     for reason, count in coverage.reasons.items():

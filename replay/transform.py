@@ -15,7 +15,7 @@ from crossrank.comm import OPERATIONS, CommRecord, Group, operation_of
 from crossrank.dtypes import DTYPES, dtype_of
 from crossrank.errors import CrossrankError
 from crossrank.replay.build import used_groups
-from crossrank.replay.plan import UNPLACED, Call, LeftOut, Plan, RankPlan
+from crossrank.replay.plan import UNPLACED, Call, LeftOut, Plan, RankPlan, leave_out
 from crossrank.replay.schedule import keys_of
 from crossrank.replay.shapes import GATHERED_WHOLE, SCATTERED_WHOLE, parts, sized
 
@@ -26,11 +26,11 @@ def with_calls(plan: Plan, change: Callable[[RankPlan, int, Call], CommRecord | 
     for rank in plan.ranks:
         kept_before = [0]
         kept: list[tuple[Call, CommRecord]] = []
-        changed = RankPlan(rank=rank.rank, calls=[], source=rank.source, left_out=copy_left_out(rank))
+        changed = msgspec.structs.replace(rank, calls=[], left_out=copy_left_out(rank.left_out))
         for index, call in enumerate(rank.calls):
             record = change(rank, index, call)
             if isinstance(record, str):
-                changed.leave_out(record, [call.record])
+                leave_out(changed.left_out, record, 1, call.recorded_bytes)
             else:
                 kept.append((call, record))
             kept_before.append(len(kept))
@@ -44,9 +44,9 @@ def with_calls(plan: Plan, change: Callable[[RankPlan, int, Call], CommRecord | 
     return msgspec.structs.replace(plan, ranks=ranks, groups=used_groups(ranks, plan.groups), notes=list(plan.notes))
 
 
-def copy_left_out(rank: RankPlan) -> dict[str, LeftOut]:
+def copy_left_out(rows: dict[str, LeftOut]) -> dict[str, LeftOut]:
     """What a changed plan starts to count from."""
-    return {reason: msgspec.structs.replace(row) for reason, row in rank.left_out.items()}
+    return {reason: msgspec.structs.replace(row) for reason, row in rows.items()}
 
 
 def only_operations(plan: Plan, names: Collection[str]) -> Plan:

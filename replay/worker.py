@@ -39,6 +39,8 @@ from crossrank.replay.settings import Settings
 from crossrank.replay.states import State
 
 _BACKEND_GRACE_S = 30.0
+_NO_BACKENDS = ("undefined", "fake")
+"""Names that torch keeps in its list of backends for itself."""
 _LOOK_S = 0.1
 """Between two looks whether all have to end; longer where thousands would keep the store busy."""
 _LONGEST_LOOK_S = 0.5
@@ -111,7 +113,8 @@ def _replay(rank: int, local_rank: int, meeting: Meeting, errand: Errand, watch:
     pace = parse_pace(settings.pace)
     pacer = None
     if pace.scale:
-        pacer = Pacer(errand.calls, pace, make_busy(device) if pace.busy else idle)
+        queues = pace.busy and device.type == "cuda"
+        pacer = Pacer(errand.calls, pace, make_busy(device) if pace.busy else idle, queues=queues)
     executor = make_executor(program, pacer)
     watch.follow(executor)
     checker = Checker(program, rank) if settings.check else None
@@ -144,9 +147,7 @@ def _device(settings: Settings, local_rank: int) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if not count:
-        raise CrossrankError(
-            f"torch sees no GPU on {socket.gethostname()}; start no ranks there, or use --backend gloo --device cpu"
-        )
+        raise CrossrankError(f"finds no GPU on {socket.gethostname()}; start no ranks there, or use --backend gloo")
     # A launcher may show every rank a GPU of its own alone: then all are number 0.
     device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)
@@ -159,8 +160,8 @@ def claim_gpu(meeting: Meeting, rank: int, gpu: str) -> None:
     holder = meeting.holder(f"gpu/{gpu}", rank)
     if holder != rank:
         raise CrossrankError(
-            f"rank {holder} and rank {rank} have the same GPU of {socket.gethostname()}, and NCCL wants one for each; "
-            "start fewer ranks on it, or use --backend gloo --device cpu"
+            f"shares a GPU with rank {holder}, and NCCL wants one for each; start fewer ranks there, or use "
+            "--backend gloo"
         )
 
 
@@ -194,7 +195,8 @@ def _make_groups(
             # Splits and lists go by the place in the group, which is not always by rank.
             options: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
             bound = bound_device(group, device)
-            if bound is not None:
+            # A group takes it over from the first one; before 2.6 torch lets it have none else.
+            if bound is not None and c10d._get_default_group().bound_device_id is None:
                 options["device_id"] = bound
             made = dist.new_group(ranks, timeout=timeout, group_desc=group.desc or None, **options)
         if rank in ranks:
@@ -348,18 +350,30 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+def check_backend_name(backend: str) -> None:
+    """Raise `CrossrankError` for a name that is no backend of this torch, whether it is built in or not."""
+    known = [name for name in dist.Backend.backend_list if name not in _NO_BACKENDS]
+    if backend not in known:
+        raise CrossrankError(f"--backend {backend!r} is not one of {', '.join(known)}")
+
+
 def check_backend(backend: str | None, device: str | None, ranks_here: int | None) -> tuple[str, str]:
     """(backend, device) to use; `ranks_here` are the ranks of this machine, where that is known.
 
     Raises `CrossrankError` where this torch or this machine lacks them.
     """
+    if backend is not None:
+        check_backend_name(backend)
     gpu = torch.cuda.is_available()
     device = device or ("cuda" if gpu and backend != "gloo" else "cpu")
     backend = backend or ("nccl" if device == "cuda" and dist.is_nccl_available() else "gloo")
     if device not in ("cpu", "cuda"):
         raise CrossrankError(f"--device {device!r} is neither cpu nor cuda")
     if not dist.is_backend_available(backend):
-        has = [name for name in dist.Backend.backend_list if name != "undefined" and dist.is_backend_available(name)]
+        has = [
+            name for name in dist.Backend.backend_list
+            if name not in _NO_BACKENDS and dist.is_backend_available(name)
+        ]  # fmt: skip
         raise CrossrankError(
             f"backend {backend!r} is not built into torch {torch.__version__}, which has {', '.join(has)}; "
             "choose one with --backend"

@@ -53,6 +53,8 @@ class RankCalls(msgspec.Struct, kw_only=True):
     world_size: int | None = None
     calls: list[RecordedCall]
     """In the order in which the rank made them."""
+    is_copy: bool = False
+    """The file is of another rank, whose calls stand for this one's."""
     groups: list[Group]
     numbered: bool = True
     """Whether `seq` and `p2p_seq` are the same numbers on all ranks; else only the order can be compared."""

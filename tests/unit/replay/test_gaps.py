@@ -10,6 +10,7 @@ import pytest
 
 from crossrank.comm import CommRecord
 from crossrank.replay.build import build
+from crossrank.replay.pace import computed_ns
 from crossrank.tools.calls.rank_calls import Input, RecordedCall
 from crossrank.tools.calls.readers import read_pair
 from crossrank.tools.linking.inputs import RankInput
@@ -19,6 +20,9 @@ from tests.unit.replay.plans import rank_calls, record
 
 _WALL = 1_700_000_000_000_000_000
 """The record's clock is that many ns behind the one of the traces."""
+
+
+MS = 1_000_000
 
 
 def called(
@@ -77,6 +81,25 @@ def test_a_batch_is_one_launch_with_one_gap_before_and_one_after() -> None:
     assert found == [(0, False), (9000, False), (0, False), (0, False), (9750, True)]
     untold = [called(call.record, call.record.t) for call in batch]
     assert gaps(*untold, called(record("barrier"), 20_000))[-1] == (10_000, False)
+
+
+def test_a_gpu_computes_in_the_gap_without_the_communication_that_it_waited_for() -> None:
+    # The host is ahead of its GPU: it launches three calls of 10 ms at once, waits for them, and computes for 8 ms.
+    blocking = record("all_reduce", **BLOCKING)
+    launched = [called(blocking, t * MS, began=(10 * t) * MS, took=10 * MS) for t in range(3)]
+    later = called(blocking, 38 * MS, began=38 * MS, took=10 * MS)
+    source = rank_calls(0, [], world=1, offset=_WALL)
+    source.calls = [*launched, later, called(record("barrier"), 50 * MS)]
+    calls = build([source], "job", "linked").ranks[0].calls
+    assert [call.gap_ns for call in calls] == [0, MS, MS, 36 * MS, 12 * MS]
+    assert computed_ns(calls) == [0, 0, 0, 8 * MS, 2 * MS]
+
+
+def test_asynchronous_communication_runs_beside_what_the_gpu_computes() -> None:
+    first = called(record("all_reduce", **ASYNC), 0, began=0, took=10 * MS)
+    source = rank_calls(0, [], world=1, offset=_WALL)
+    source.calls = [first, called(record("barrier"), 50 * MS)]
+    assert computed_ns(build([source], "job", "linked").ranks[0].calls) == [0, 50 * MS]
 
 
 def traced(folder: Path, name: str, *, on_gpu: bool) -> list[tuple[int, bool]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import run as torchrun
 
+from crossrank.replay import options
 from crossrank.replay.plan import save_plan
 from crossrank.replay.sweep import parse_sweeps
 from crossrank.tools.cli import main
@@ -55,9 +58,9 @@ def test_a_plan_is_saved_as_it_would_be_run(plan: str, tmp_path: Path, capsys: p
     saved = str(tmp_path / "saved.json.zst")
     assert run(capsys, plan, "--dry-run", "--nproc", "4", "--scale-bytes", "2", "--save-plan", saved)[0] == 0
     _, out, _ = run(capsys, saved, "--dry-run")
-    assert out.startswith("job: 8 of 8 recorded calls (100.0 %) and 64 B of 64 B (100.0 %)")
+    assert out.startswith("job: 4 of 4 recorded calls (100.0 %) and 32 B of 32 B (100.0 %)")
     assert "on 4 rank(s)" in out
-    assert "  changed to 128 B per pass\n" in out
+    assert "  changed to 8 calls and 128 B per pass\n" in out
 
 
 @pytest.mark.parametrize(
@@ -73,7 +76,8 @@ def test_a_plan_is_saved_as_it_would_be_run(plan: str, tmp_path: Path, capsys: p
         (["{plan}", "--pace", "slow"], "--pace 'slow' is not fast, recorded, compute, or a factor"),
         (["{plan}", "--scale-bytes", "nan"], "--scale-bytes nan is not above 0"),
         (["{plan}", "--sweep", "speed=1,2"], "--sweep 'speed=1,2' is not NAME=VALUE,VALUE"),
-        (["{plan}", "--backend", "carrier_pigeon"], "backend 'carrier_pigeon' is not built into torch"),
+        (["{plan}", "--backend", "carrier_pigeon"], "--backend 'carrier_pigeon' is not one of gloo, nccl, "),
+        (["{plan}", "--backend", "carrier_pigeon", "--dry-run"], "--backend 'carrier_pigeon' is not one of gloo, "),
         (["{plan}", "--record", "{plan}"], "is the recording that is replayed; name another folder"),
         (["{plan}", "--device", "tpu"], "--device 'tpu' is neither cpu nor cuda"),
         (["{plan}", "--nproc", "1000"], "1000 ranks are too many processes for one machine"),
@@ -106,6 +110,27 @@ def test_under_a_launcher_the_number_of_ranks_is_its(
     assert (code, "started 2 ranks; leave --nproc out" in err) == (2, True)
     code, _, err = run(capsys, plan, "--sweep", "NCCL_ALGO=Ring,Tree")
     assert (code, "start one replay per value" in err) == (2, True)
+
+
+def _reaches_a_replay(words: list[str], capsys: pytest.CaptureFixture[str]) -> bool:
+    try:
+        parsed = torchrun.parse_args(["--nproc-per-node", "2", "-m", "crossrank.replay", "trace", *words])
+    except SystemExit:
+        assert "ambiguous option" in capsys.readouterr().err
+        return False
+    return bool(parsed.training_script_args == ["trace", *words])
+
+
+def test_torchrun_lets_every_option_through_under_one_of_its_names(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    options.add_arguments(parser)
+    kept_back = [
+        action.option_strings
+        for action in parser._actions
+        if action.option_strings and not any(_reaches_a_replay([name, "2"], capsys) for name in action.option_strings)
+    ]
+    assert kept_back == []
+    assert parser.parse_args(["trace", "--num-ranks", "2"]).nproc == 2
 
 
 def test_sweeps_make_all_combinations() -> None:

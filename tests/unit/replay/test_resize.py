@@ -12,6 +12,7 @@ from crossrank.replay.build import build, settle
 from crossrank.replay.one_trace import spread
 from crossrank.replay.plan import Plan
 from crossrank.replay.resize import resize
+from crossrank.replay.transform import only_operations, scale_bytes
 from crossrank.tools.calls.rank_calls import RankCalls
 from tests.unit.replay.plans import built, irecv, isend, ops, rank_calls, record
 
@@ -68,7 +69,9 @@ def test_a_job_of_another_data_parallel_width_is_what_it_would_have_recorded(
         settle(made)
         same = [row for row in summary(made) if row[1] != "broadcast"]
         assert same == [row for row in summary(wanted) if row[1] != "broadcast"]
-        assert made.coverage().complete
+        assert made.coverage().recorded_calls == plan.coverage().recorded_calls == plan.calls
+        assert made.coverage().recorded_bytes == plan.coverage().recorded_bytes == plan.bytes
+        assert made.coverage().calls == min(plan.calls, made.calls)
 
 
 def test_what_is_sharded_keeps_its_total_and_what_is_reduced_its_size() -> None:
@@ -102,7 +105,30 @@ def test_an_irregular_group_is_refused_for_another_number_of_ranks() -> None:
 def test_messages_to_ranks_that_are_gone_are_left_out_and_counted() -> None:
     plan = built([isend(2)], [], [irecv(0)], [])
     made = resize(plan, 2)
-    assert made.coverage().reasons == {"its peer is beyond the smaller number of ranks": 1}
+    assert made.coverage().reasons == {
+        "its peer is beyond the smaller number of ranks": 1,
+        "its rank is beyond the smaller number of ranks": 1,
+    }
+
+
+def test_what_is_recorded_does_not_grow_with_the_ranks_that_replay_it() -> None:
+    calls = [record("all_reduce"), record("barrier")]
+    plan = only_operations(built(*[calls] * 8), ["all_reduce"])
+    grown = resize(plan, 16)
+    for made in (plan, grown, resize(grown, 32), resize(grown, 8)):
+        found = made.coverage()
+        assert (found.calls, found.recorded_calls, found.bytes, found.recorded_bytes) == (8, 16, 128, 128)
+        assert found.reasons == {"not in --ops": 8}
+        assert made.calls == made.world_size
+
+
+def test_what_ranks_did_that_a_smaller_job_does_not_have_counts_as_left_out() -> None:
+    calls = [record("all_reduce"), record("barrier")]
+    shrunk = resize(scale_bytes(only_operations(built(*[calls] * 8), ["all_reduce"]), 3), 2)
+    for made in (shrunk, resize(shrunk, 8)):
+        found = made.coverage()
+        assert (found.calls, found.recorded_calls, found.bytes, found.recorded_bytes) == (2, 16, 32, 128)
+        assert found.reasons == {"not in --ops": 8, "its rank is beyond the smaller number of ranks": 6}
 
 
 def alone(records: list[CommRecord], groups: dict[str, list[int]], rank: int, world: int) -> RankCalls:
@@ -145,6 +171,7 @@ def test_one_file_of_an_irregular_job_is_refused() -> None:
 def test_ranks_of_one_file_do_the_same() -> None:
     made = build(spread(rank_calls(1, [record("all_reduce"), record("barrier")], world=4)), "job", "comms")
     assert [ops(made, rank) for rank in range(4)] == [["all_reduce", "barrier"]] * 4
+    assert (made.coverage().recorded_calls, made.calls) == (2, 8)
     assert made.notes == [
         "the file of rank 1 stands for all 4 ranks (--one-trace); groups that it is not in are not known"
     ]

@@ -7,11 +7,12 @@ import torch
 from torch.distributed import HashStore
 
 from crossrank.comm import Group
-from crossrank.errors import CrossrankError
+from crossrank.errors import CrossrankError, one_line
 from crossrank.replay.build import build
 from crossrank.replay.cuda_executor import event_times
 from crossrank.replay.meeting import Meeting
-from crossrank.replay.worker import bound_device, claim_gpu
+from crossrank.replay.states import Failed, State
+from crossrank.replay.worker import bound_device, check_backend, claim_gpu
 from tests.unit.replay.plans import built, rank_calls, record
 
 _GPU = torch.device("cuda", 3)
@@ -43,8 +44,21 @@ def test_more_ranks_than_gpus_are_refused_with_the_two_that_share_one() -> None:
     meeting = Meeting(HashStore(), 3)
     claim_gpu(meeting, 0, "node-0/a")
     claim_gpu(meeting, 1, "node-0/b")
-    with pytest.raises(CrossrankError, match=r"^rank 0 and rank 2 have the same GPU of .*, and NCCL wants one"):
+    with pytest.raises(CrossrankError) as refused:
         claim_gpu(meeting, 2, "node-0/a")
+    states = {rank: State(phase="joining", told_to_end=rank < 2) for rank in range(3)}
+    states[2].error = one_line(refused.value)
+    assert Failed(states).summary() == (
+        "rank 2 shares a GPU with rank 0, and NCCL wants one for each; start fewer ranks there, or use --backend gloo"
+    )
+
+
+@pytest.mark.parametrize("name", ["carrier_pigeon", "undefined", "fake", "backend", "GLOO", "cpu:gloo", ""])
+def test_a_name_that_is_no_backend_is_refused_with_those_that_are(name: str) -> None:
+    with pytest.raises(CrossrankError, match=r"^--backend '.*' is not one of gloo, nccl, .*") as refused:
+        check_backend(name, "cpu", 2)
+    assert repr(name) in str(refused.value)
+    assert check_backend("gloo", None, 2) == ("gloo", "cpu")
 
 
 def _float32(ms: float) -> float:
