@@ -65,8 +65,9 @@ _READ = """
 import json, resource, sys
 from crossrank.tools.calls.readers import Input, read_et
 from crossrank.replay.sources import find, read
+from crossrank.tools.fleet import Fleet
 before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
-(rank,) = read(find(sys.argv[1]), 1)
+(rank,) = read(find(sys.argv[1]), Fleet(jobs=1))
 usage = resource.getrusage(resource.RUSAGE_SELF)
 print(json.dumps([usage.ru_utime - before, usage.ru_maxrss / 1024, len(rank.calls)]))
 """
