@@ -1,15 +1,17 @@
-"""Does a Chakra file keep the contract of ASTRA-sim's feeders?
+"""Does a Chakra file keep the contract of ASTRA-sim's feeders, and can ASTRA-sim run all of it?
 
 The newer feeder takes `data_deps` and `ctrl_deps` together: their union must have no cycle and name only nodes of
-the file. Both need certain attributes of communication nodes, and both take a group's name for an integer. A file is
-read as a stream; only a bit for each id is kept, and the edges only of a file whose nodes are not in order.
+the file. Both need certain attributes of communication nodes, and both take a group's name for an integer. Of what
+they accept ASTRA-sim runs a part (`Workload.cc`, `Statistics.cc`, `Sys.cc`): at the rest it stops, or ends without a
+word with ranks that did not finish. A file is read as a stream; only a bit for each id is kept, and the edges only of
+a file whose nodes are not in order.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
@@ -37,6 +39,12 @@ REQUIRED: dict[int, tuple[tuple[str, tuple[str, ...]], ...]] = {
     pb.MEM_STORE_NODE: (("tensor_size", ("uint64_val",)),),
 }
 RUN_BY_ASTRA_SIM = frozenset((pb.ALL_REDUCE, pb.ALL_TO_ALL, pb.ALL_GATHER, pb.REDUCE_SCATTER, pb.BROADCAST))
+CHUNKS = 4
+"""`preferred-dataset-splits` of ASTRA-sim's own system files; an all_gather of fewer bytes never ends there."""
+_P2P = frozenset((pb.COMM_SEND_NODE, pb.COMM_RECV_NODE))
+_LOWER = "convert with --lower astra-sim"
+Groups = Mapping[str, Sequence[int]]
+"""Number -> global ranks, as the group file has it."""
 _INTEGERS = frozenset(
     f"{sign}{kind}{size}_val" for sign in ("", "u", "s") for kind in ("int",) for size in (32, 64)
 ) | {"fixed32_val", "fixed64_val", "sfixed32_val", "sfixed64_val"}
@@ -82,8 +90,8 @@ class _Ids:
         chunk[number % _CHUNK >> 3] |= 1 << (number & 7)
 
 
-def check(path: str, groups: Collection[str] | None = None) -> Checked:
-    """Check one file; `groups` are the numbers that the group file defines, where there is one.
+def check(path: str, groups: Groups | None = None) -> Checked:
+    """Check one file; `groups` are those that the group file defines, where there is one.
 
     Raises `CrossrankError` where it cannot be read to its end, or has an id twice.
     """
@@ -121,7 +129,7 @@ def check(path: str, groups: Collection[str] | None = None) -> Checked:
     return result
 
 
-def _check_node(node: pb.Node, where: str, rank: int | None, groups: Collection[str] | None, result: Checked) -> None:
+def _check_node(node: pb.Node, where: str, rank: int | None, groups: Groups | None, result: Checked) -> None:
     kinds = {attribute.name: attribute.WhichOneof("value") for attribute in node.attr}
     values = {a.name: getattr(a, kind) for a in node.attr if (kind := a.WhichOneof("value"))}
     for name, wanted in REQUIRED.get(node.type, ()):
@@ -139,18 +147,43 @@ def _check_node(node: pb.Node, where: str, rank: int | None, groups: Collection[
     for name in ("comm_size", "comm_src", "comm_dst"):
         if isinstance(values.get(name), int) and values[name] < 0:
             result.fault(f"{name} is negative", where)
-    number = values.get("comm_type", -1)
-    if node.type == pb.COMM_COLL_NODE and isinstance(number, int) and number not in RUN_BY_ASTRA_SIM:
-        known = number in pb.CollectiveCommType.values()
-        result.note(f"ASTRA-sim cannot run {pb.CollectiveCommType.Name(number) if known else f'comm_type {number}'}")
+    _check_runs(node, values, groups, where, result)
     own = {pb.COMM_SEND_NODE: "comm_src", pb.COMM_RECV_NODE: "comm_dst"}.get(node.type)
     if own is not None and rank is not None and values.get(own, rank) != rank:
         result.fault(f"{own} is not the rank of the file", where)
-    if node.type == pb.METADATA_NODE and not _lists_groups(node):
-        result.fault("a metadata node does not list groups as the feeder parses them", where)
+    if node.type == pb.METADATA_NODE:
+        if not _lists_groups(node):
+            result.fault("a metadata node does not list groups as the feeder parses them", where)
+        result.fault(
+            "a METADATA_NODE, at which ASTRA-sim's statistics stop; convert without --group-node and give it the "
+            "groups with --comm-group-configuration",
+            where,
+        )
+    if node.type == pb.COMP_NODE and values.get("is_cpu_op"):
+        result.note(
+            "a computation on the host, with which ASTRA-sim says no overlap and, where a rank ends with a message, "
+            "stops: --nodes gpu leaves them out"
+        )
 
 
-def _check_group(pg_name: object, groups: Collection[str] | None, where: str, result: Checked) -> None:
+def _check_runs(
+    node: pb.Node, values: Mapping[str, object], groups: Groups | None, where: str, result: Checked
+) -> None:
+    """Whether ASTRA-sim runs a communication node to its end."""
+    number, size, pg_name = values.get("comm_type"), values.get("comm_size"), values.get("pg_name")
+    if node.type == pb.COMM_COLL_NODE and isinstance(number, int) and number not in RUN_BY_ASTRA_SIM:
+        known = number in pb.CollectiveCommType.values()
+        kind = pb.CollectiveCommType.Name(number) if known else f"comm_type {number}"
+        result.fault(f"ASTRA-sim cannot run {kind}; {_LOWER}" if known else f"ASTRA-sim cannot run {kind}", where)
+    if number == pb.ALL_GATHER and isinstance(size, int) and 0 <= size < CHUNKS:
+        result.fault(f"an ALL_GATHER of less than {CHUNKS} B, which never ends in ASTRA-sim; {_LOWER}", where)
+    if node.type in _P2P and size == 0:
+        result.fault(f"a message of 0 B, at which ASTRA-sim stops; {_LOWER}", where)
+    if node.type == pb.COMM_COLL_NODE and groups is not None and len(groups.get(str(pg_name), (0, 1))) == 1:
+        result.fault(f"a collective of a group of one rank, which never ends in ASTRA-sim; {_LOWER}", where)
+
+
+def _check_group(pg_name: object, groups: Groups | None, where: str, result: Checked) -> None:
     if pg_name in ("", "0"):
         return
     if not (isinstance(pg_name, str) and re.fullmatch(r"[0-9]{1,10}", pg_name) and int(pg_name) < 1 << 31):

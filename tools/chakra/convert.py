@@ -21,6 +21,7 @@ from crossrank.tools.chakra.steps import (
     number_groups,
     reduce_dependencies,
 )
+from crossrank.tools.chakra.thread_waits import USER_SCOPE, wait_for_threads
 from crossrank.tools.chakra.write import write_chakra
 from crossrank.tools.linking import LinkedTrace
 
@@ -69,6 +70,7 @@ def convert(
     warnings: list[str] = []
     several = convert_communications(trace, nodes, groups, warnings)
     draw_dependencies(trace, nodes, several)
+    wait_for_threads(nodes, {op.id for op in trace.host if op.node.scope == USER_SCOPE})
     # Circles are broken before edges are left out: one that goes may be all that implied another.
     ordered, dropped = in_order(nodes, strict=options.strict)
     if options.nodes == "gpu":
@@ -82,11 +84,11 @@ def convert(
     cut_waits(ordered)
     if options.pauses:
         ordered = with_pauses(ordered)
+    if keep_graph:
+        result.graph = rank_graph(ordered, trace.rank or 0, result.begin_ns, result.length_ns)
     if options.lower:
         result.lowered = lower(ordered)
     result.size = write_chakra(trace, ordered, result.groups, path, options)
-    if keep_graph:
-        result.graph = rank_graph(ordered, trace.rank or 0, result.begin_ns, result.length_ns)
     result.nodes = dict(Counter(_kind(node) for node in ordered))
     result.dependencies = dict(Counter(dependency.kind for node in ordered for dependency in node.dependencies))
     for node in in_group_order(ordered):

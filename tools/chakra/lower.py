@@ -1,15 +1,18 @@
-"""Turns communications that a simulator cannot run into ones that it runs.
+"""Turns what a simulator cannot run into what it runs.
 
 ASTRA-sim's `Workload.cc` runs all_reduce, all_gather, all_to_all, reduce_scatter, sends and receives on its network and
 plays a broadcast for as long as its node says. At anything else it stops; at a collective of a group of one rank, at an
 all_gather of fewer bytes than the chunks that the system file asks for (`preferred-dataset-splits`) and at a message
 of 0 bytes its ranks never finish, or it stops too.
+
+Of one rank it runs one host node, one GPU computation and one communication at a time (`HardwareResource.cc`, which
+exempts receives). What ran at the same time on two threads or streams would so take its time twice.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import msgspec
 
@@ -23,9 +26,9 @@ LEAST_BYTES = {"all_gather": 64, "send": 1, "recv": 1}
 """Operation -> bytes that one rank puts in at least; the first suffices for up to 64 chunks."""
 
 
-def lower(nodes: Iterable[ChakraNode]) -> dict[str, int]:
-    """Set what the communications among `nodes` run as. Returns what was changed, and how often."""
-    changed: Counter[str] = Counter()
+def lower(nodes: Sequence[ChakraNode]) -> dict[str, int]:
+    """Change `nodes` to what ASTRA-sim runs. Returns what was changed, and how often."""
+    changed = Counter({"shorter by what another thread or stream ran at the same time": _take_turns(nodes)})
     for node in nodes:
         if node.comm is None:
             continue
@@ -38,7 +41,24 @@ def lower(nodes: Iterable[ChakraNode]) -> dict[str, int]:
             least = "" if run.bytes == record.bytes else f" of {run.bytes} B"
             changed[f"{record.op} as {run.op}{least}"] += 1
             node.comm = msgspec.structs.replace(node.comm, runs_as=run)
-    return dict(changed.most_common())
+    return dict((+changed).most_common())
+
+
+def _take_turns(nodes: Sequence[ChakraNode]) -> int:
+    """Leave to every node only the time that it ran after the end of those before it that use the same: the host, the
+    GPU or the network. Returns how many nodes that made shorter."""
+    busy: dict[str, int] = {}
+    shorter = 0
+    for node in sorted(nodes, key=lambda node: (node.start_ns, node.id)):
+        if node.comm is not None and node.comm.record.op == "recv":
+            continue
+        uses = "network" if node.comm is not None else "host" if node.is_cpu else "gpu"
+        end = node.start_ns + node.duration_ns
+        free = max(node.start_ns, busy.get(uses, node.start_ns))
+        shorter += free > node.start_ns
+        node.duration_ns = max(0, end - free)
+        busy[uses] = max(free, end)
+    return shorter
 
 
 def _runs_as(record: CommRecord, members: int) -> CommRecord:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from crossrank.tools.chakra.convert import convert
-from crossrank.tools.chakra.simulate import GPU, HOST, LATE, PAUSE, RankGraph, Simulation, simulate
+from crossrank.tools.chakra.graph import LATE, PAUSE
+from crossrank.tools.chakra.simulate import GPU, HOST, RankGraph, Simulation, simulate
 from crossrank.tools.chakra.timeline import write_timeline
 from crossrank.tools.cli import main
 from crossrank.tools.linking import link
@@ -32,6 +33,7 @@ def begins(one: RankGraph, simulation: Simulation) -> dict[str, float]:
     return {
         name.partition("_")[0]: begin / 1000
         for name, begin in zip(one.names, simulation.begin_ns[one.rank], strict=True)
+        if name != PAUSE
     }
 
 
