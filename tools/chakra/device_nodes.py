@@ -32,9 +32,7 @@ def device_nodes(nodes: Sequence[ChakraNode]) -> dict[int, ChakraNode]:
     return kept
 
 
-def _latest(
-    found: dict[int, Dependency], kept: dict[int, ChakraNode], place: dict[int, int]
-) -> dict[int, Dependency]:
+def _latest(found: dict[int, Dependency], kept: dict[int, ChakraNode], place: dict[int, int]) -> dict[int, Dependency]:
     if len(found) < 2:
         return found
     last: dict[Lane, int] = {}

@@ -2,8 +2,8 @@
 
 A node begins when all that it waits for has ended. The members of a collective, and both sides of a send, begin
 together when the last of them is ready, and take the shortest of their measured times: the longer ones contain the
-waiting for the last. What a thread did between its nodes stands in nodes of its own. Ranks begin when they began by their clocks, or all at 0 where these are too far
-apart to be of one window.
+waiting for the last. What a thread did between its nodes stands in nodes of its own.
+Ranks begin when they began by their clocks, or all at 0 where these are too far apart to be of one window.
 """
 
 from __future__ import annotations

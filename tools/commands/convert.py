@@ -212,7 +212,17 @@ def _refuse_timeline(timeline: str) -> None:
 def _print(results: list[RankResult], folder: str) -> None:
     print_table(
         f"Chakra traces in {printable(folder)}",
-        ("rank", "#nodes", "#on the host", "#pauses", "#on GPUs", "#communications", "#dependencies", "#implied", "#size"),
+        (
+            "rank",
+            "#nodes",
+            "#on the host",
+            "#pauses",
+            "#on GPUs",
+            "#communications",
+            "#dependencies",
+            "#implied",
+            "#size",
+        ),
         [_row(result) for result in results[:_SHOWN]],
     )
     if len(results) > _SHOWN:

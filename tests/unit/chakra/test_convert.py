@@ -14,7 +14,7 @@ from crossrank.tools.chakra import et_def_pb2 as pb
 from crossrank.tools.chakra.check import check
 from crossrank.tools.chakra.convert import Converted, convert
 from crossrank.tools.chakra.framing import read_trace
-from crossrank.tools.chakra.graph import LATE, PAUSE, Options
+from crossrank.tools.chakra.graph import LATE, Options
 from crossrank.tools.chakra.lower import RUNS_AS
 from crossrank.tools.chakra.show import as_dict
 from crossrank.tools.chakra.write import COLLECTIVE_TYPES, comm_size
@@ -111,7 +111,7 @@ def test_nodes_have_their_times_and_what_both_feeders_read(tmp_path: Path) -> No
     assert kinds["pg_name"] == ("string_val", "0")
     assert kinds["is_cpu_op"] == ("bool_val", False)
     addmm = nodes[5]
-    assert (addmm.duration_micros, nodes[4].duration_micros) == (20, 20)  # exclusive
+    assert (addmm.duration_micros, nodes[4].duration_micros) == (20, 10)  # of the caller, until its call
     assert json.loads(addmm.inputs.shapes) == [[24]]
 
 
@@ -253,8 +253,8 @@ def test_collectives_are_compared_in_the_order_of_their_sequence_numbers(tmp_pat
 
 def test_a_value_that_does_not_fit_names_its_node(tmp_path: Path) -> None:
     result = link(*two_streams().write(tmp_path))
-    result.host[3].exclusive_ns = 1 << 70
-    with pytest.raises(CrossrankError, match=r"node 4 \(aten::linear\) does not fit into a Chakra node"):
+    result.activities[0].duration_ns = 1 << 70
+    with pytest.raises(CrossrankError, match=r"node 8 \(gemm\) does not fit into a Chakra node"):
         convert(result, tmp_path / "chakra.0.et")
     assert not list(tmp_path.glob(".*.part"))
 

@@ -31,8 +31,9 @@ def test_a_recording_becomes_a_trace_per_rank_and_a_group_file(
     assert sorted(os.listdir(folder / "out")) == ["chakra.0.et", "chakra.1.et", "comm_groups.json"]
     assert json.loads((folder / "out" / "comm_groups.json").read_text()) == {}
     out = capsys.readouterr().out
-    assert "  0        14           12        2               2" not in out
-    assert "         22  program_order" in out
+    assert "  rank  nodes  on the host  pauses  on GPUs  communications  dependencies  implied     size\n" in out
+    assert "  0        25           12      11        0               2            25        1  0.00 MB\n" in out
+    assert "         44  program_order" in out
     assert main(["check", str(folder / "out" / "chakra.0.et"), str(folder / "out" / "chakra.1.et")]) == 0
 
 
