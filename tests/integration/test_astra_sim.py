@@ -155,6 +155,18 @@ def test_a_job_of_every_kind_of_communication_finishes_when_it_is_lowered(
     assert simulate(tmp_path / "out" / "chakra").finished == 3
 
 
+@pytest.mark.parametrize("host", [True, False])
+def test_ranks_that_end_with_a_message_stop_where_they_have_host_nodes(tmp_path: Path, host: bool) -> None:
+    kept = []
+    for rank, kind in enumerate((pb.COMM_SEND_NODE, pb.COMM_RECV_NODE)):
+        message = node(2, 1, kind=kind, comm_src=0, comm_dst=1, comm_size=8, comm_tag=1)
+        path = file_of(tmp_path / f"chakra.{rank}.et", node(1, is_cpu_op=host), message)
+        kept.append(not check(path).faults)
+    (tmp_path / "comm_groups.json").write_text("{}")
+    simulated = simulate(tmp_path / "chakra")
+    assert (simulated.finished == 2) == all(kept) == (not host)
+
+
 COLLECTIVE: dict[str, Any] = {"kind": pb.COMM_COLL_NODE, "comm_type": pb.ALL_REDUCE, "comm_size": 64}
 
 

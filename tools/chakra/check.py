@@ -43,6 +43,7 @@ CHUNKS = 4
 """`preferred-dataset-splits` of ASTRA-sim's own system files; an all_gather of fewer bytes never ends there."""
 _P2P = frozenset((pb.COMM_SEND_NODE, pb.COMM_RECV_NODE))
 _LOWER = "convert with --lower astra-sim"
+_ON_HOST = "a computation on the host: ASTRA-sim says no overlap of a file that has one; --nodes gpu leaves them out"
 Groups = Mapping[str, Sequence[int]]
 """Number -> global ranks, as the group file has it."""
 _INTEGERS = frozenset(
@@ -102,6 +103,7 @@ def check(path: str, groups: Groups | None = None) -> Checked:
         result.note("the name does not end in .RANK.et, by which ASTRA-sim finds a rank's file")
     seen = _Ids()
     later: dict[int, str] = {}
+    open_ends: dict[int, str] = {}  # messages that nothing has waited for so far
     ordered = True
     for offset, node in nodes:
         where = f"node {node.id} ({node.name[:60]}) at byte {offset}"
@@ -110,16 +112,26 @@ def check(path: str, groups: Groups | None = None) -> Checked:
         sources = (*node.ctrl_deps, *node.data_deps)
         ordered = ordered and all(source in seen for source in sources)
         seen.add(node.id)
-        later.pop(node.id, None)
+        if later.pop(node.id, None) is None and node.type in _P2P:
+            open_ends[node.id] = where
         result.nodes += 1
         kind = pb.NodeType.Name(node.type) if node.type in pb.NodeType.values() else f"type {node.type}"
         result.types[kind] = result.types.get(kind, 0) + 1
         for source in sources:
+            if open_ends:
+                open_ends.pop(source, None)
             if source not in seen:
                 later.setdefault(source, where)
         _check_node(node, where, int(rank[1]) if rank else None, groups, result)
     for source, where in later.items():
         result.fault("a dependency names a node that is not in the file", f"{where} waits for {source}")
+    if _ON_HOST in result.notes:
+        for where in open_ends.values():
+            result.fault(
+                "a message that nothing waits for, in a file with host nodes: ASTRA-sim stops where a rank ends with "
+                f"one; {_LOWER}, or with --nodes gpu",
+                where,
+            )
     # In a file whose nodes all follow what they wait for nothing can run in a circle.
     if not ordered:
         circle = _circle(path)
@@ -160,10 +172,7 @@ def _check_node(node: pb.Node, where: str, rank: int | None, groups: Groups | No
             where,
         )
     if node.type == pb.COMP_NODE and values.get("is_cpu_op"):
-        result.note(
-            "a computation on the host, with which ASTRA-sim says no overlap and, where a rank ends with a message, "
-            "stops: --nodes gpu leaves them out"
-        )
+        result.note(_ON_HOST)
 
 
 def _check_runs(

@@ -15,9 +15,10 @@ Lane = tuple[str, object]
 """What runs one thing after the other: ("thread", tid) or ("stream", (device, stream)); a communication that runs
 elsewhere has one of its own, ("communication", its id)."""
 
-
+# Names of nodes that stand for no operation of the trace.
 PAUSE = "host between operations"
 LATE = "until its rank began"
+MESSAGES_END = "end of the messages"
 
 
 class Dependency(msgspec.Struct, frozen=True, gc=False):

@@ -5,6 +5,8 @@ plays a broadcast for as long as its node says. At anything else it stops; at a 
 all_gather of fewer bytes than the chunks that the system file asks for (`preferred-dataset-splits`) and at a message
 of 0 bytes its ranks never finish, or it stops too.
 
+Where a rank ends with a send or a receive and has host nodes too, its statistics throw with nobody to catch it.
+
 Of one rank it runs one host node, one GPU computation and one communication at a time (`HardwareResource.cc`, which
 exempts receives). What ran at the same time on two threads or streams would so take its time twice.
 """
@@ -12,12 +14,13 @@ exempts receives). What ran at the same time on two threads or streams would so 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
 from crossrank.comm import CommRecord
-from crossrank.tools.chakra.graph import ChakraNode
+from crossrank.tools.chakra.graph import MESSAGES_END, ChakraNode, Dependency
+from crossrank.tools.chakra.write import P2P_TYPES
 
 RUNS_AS = {"barrier": "all_reduce", "reduce": "reduce_scatter", "gather": "all_gather", "scatter": "reduce_scatter"}
 """Operation -> the one with the nearest traffic: each rank passes on (n-1)/n of S, as on the busiest link of the first.
@@ -26,8 +29,8 @@ LEAST_BYTES = {"all_gather": 64, "send": 1, "recv": 1}
 """Operation -> bytes that one rank puts in at least; the first suffices for up to 64 chunks."""
 
 
-def lower(nodes: Sequence[ChakraNode]) -> dict[str, int]:
-    """Change `nodes` to what ASTRA-sim runs. Returns what was changed, and how often."""
+def lower(nodes: list[ChakraNode]) -> dict[str, int]:
+    """Change `nodes`, which are in order, to what ASTRA-sim runs. Returns what was changed, and how often."""
     changed = Counter({"shorter by what another thread or stream ran at the same time": _take_turns(nodes)})
     for node in nodes:
         if node.comm is None:
@@ -41,6 +44,10 @@ def lower(nodes: Sequence[ChakraNode]) -> dict[str, int]:
             least = "" if run.bytes == record.bytes else f" of {run.bytes} B"
             changed[f"{record.op} as {run.op}{least}"] += 1
             node.comm = msgspec.structs.replace(node.comm, runs_as=run)
+    last = _after_messages(nodes)
+    if last is not None:
+        changed["a node of no time after messages that nothing waits for"] += 1
+        nodes.append(last)
     return dict((+changed).most_common())
 
 
@@ -59,6 +66,28 @@ def _take_turns(nodes: Sequence[ChakraNode]) -> int:
         node.duration_ns = max(0, end - free)
         busy[uses] = max(free, end)
     return shorter
+
+
+def _after_messages(nodes: Collection[ChakraNode]) -> ChakraNode | None:
+    """A host node that waits for each send and receive that no other node waits for; None where that is not needed."""
+    waited_for = {dependency.source for node in nodes for dependency in node.dependencies}
+    open_ends = [node for node in nodes if _is_message(node) and node.id not in waited_for]
+    host = next((node for node in nodes if node.is_cpu), None)
+    if host is None or not open_ends:
+        return None
+    return ChakraNode(
+        id=1 + max(node.id for node in nodes),
+        name=MESSAGES_END,
+        lane=host.lane,
+        start_ns=max(node.start_ns + node.duration_ns for node in open_ends),
+        duration_ns=0,
+        is_cpu=True,
+        dependencies=[Dependency(node.id, "sync", inferred=True) for node in open_ends],
+    )
+
+
+def _is_message(node: ChakraNode) -> bool:
+    return node.comm is not None and node.comm.record.op in P2P_TYPES
 
 
 def _runs_as(record: CommRecord, members: int) -> CommRecord:

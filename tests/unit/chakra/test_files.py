@@ -25,6 +25,7 @@ from crossrank.tools.chakra.groups import merge, number
 from crossrank.tools.cli import main
 
 LOWER = "convert with --lower astra-sim"
+SEND: dict[str, Any] = {"kind": pb.COMM_SEND_NODE, "comm_dst": 1, "comm_tag": 1, "comm_size": 8}
 SOURCE = Path(pb.__file__).with_name("et_def.proto")
 
 
@@ -194,10 +195,27 @@ def test_what_astra_sim_runs_keeps_the_contract(tmp_path: Path, number: int) -> 
     assert check(path, groups={"7": [0, 1]}).faults == {}
 
 
+@pytest.mark.parametrize(
+    ("nodes", "faults"),
+    [
+        ((node(1, is_cpu_op=True), node(5, **SEND)), ["a message that nothing waits for"]),
+        ((node(5, **SEND), node(9, 5, is_cpu_op=True)), []),
+        ((node(9, 5, is_cpu_op=True), node(5, **SEND)), []),
+        ((node(1, is_cpu_op=False), node(5, **SEND)), []),
+    ],
+    ids=["nothing waits", "a later node waits", "an earlier node waits", "no host"],
+)
+def test_a_rank_with_host_nodes_must_not_end_with_a_message(
+    tmp_path: Path, nodes: tuple[pb.Node, ...], faults: list[str]
+) -> None:
+    checked = check(file_of(tmp_path / "a.0.et", *nodes))
+    assert [fault.partition(",")[0] for fault in checked.faults] == faults
+
+
 def test_host_nodes_are_told_because_astra_sim_says_no_overlap_with_them(tmp_path: Path) -> None:
     result = check(file_of(tmp_path / "a.0.et", node(1, is_cpu_op=True), node(2, is_cpu_op=False)))
     assert result.faults == {}
-    assert [(note.split(",")[0], count) for note, count in result.notes.items()] == [("a computation on the host", 1)]
+    assert [(note.split(":")[0], count) for note, count in result.notes.items()] == [("a computation on the host", 1)]
 
 
 def test_values_that_cannot_be_break_the_contract(tmp_path: Path) -> None:

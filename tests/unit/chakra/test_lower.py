@@ -10,7 +10,7 @@ import pytest
 from crossrank.comm import CommRecord
 from crossrank.tools.chakra import et_def_pb2 as pb
 from crossrank.tools.chakra.check import RUN_BY_ASTRA_SIM
-from crossrank.tools.chakra.graph import ChakraNode, Comm
+from crossrank.tools.chakra.graph import ChakraNode, Comm, Dependency
 from crossrank.tools.chakra.groups import NumberedGroup
 from crossrank.tools.chakra.lower import lower
 from crossrank.tools.chakra.write import COLLECTIVE_TYPES, P2P_TYPES, comm_size
@@ -92,8 +92,27 @@ def test_what_ran_at_the_same_time_does_not_take_its_time_twice() -> None:
         one(7, 0, 30, is_cpu=True, lane=("thread", 1)),
         one(8, 20, 30, is_cpu=True, lane=("thread", 2)),
     ]
+    nodes[-1].dependencies.append(Dependency(6, "sync"))
     assert lower(nodes) == {"shorter by what another thread or stream ran at the same time": 4}
     assert [node.duration_ns for node in nodes] == [100, 50, 0, 100, 10, 50, 30, 20]
+
+
+def test_no_rank_with_host_nodes_ends_with_a_message() -> None:
+    host = {"is_cpu": True, "lane": ("thread", 1)}
+    nodes = [one(1, 0, 10, **host), one(2, 10, 30, comm=comm("send", 96)), one(3, 10, 10, comm=comm("recv", 96))]
+    nodes.append(one(4, 20, 10, **host))
+    nodes[-1].dependencies = [Dependency(3, "sync")]
+    assert lower(nodes) == {"a node of no time after messages that nothing waits for": 1}
+    last = nodes[-1]
+    assert (last.id, last.is_cpu, last.duration_ns) == (5, True, 0)
+    assert [dependency.source for dependency in last.dependencies] == [2]
+    assert lower(nodes) == {}
+
+
+def test_without_host_nodes_a_rank_may_end_with_a_message() -> None:
+    nodes = [one(1, 0, 10), one(2, 10, 30, comm=comm("send", 96))]
+    assert lower(nodes) == {}
+    assert len(nodes) == 2
 
 
 def test_what_runs_anyway_stays_as_it_is() -> None:
