@@ -41,6 +41,7 @@ REQUIRED: dict[int, tuple[tuple[str, tuple[str, ...]], ...]] = {
 RUN_BY_ASTRA_SIM = frozenset((pb.ALL_REDUCE, pb.ALL_TO_ALL, pb.ALL_GATHER, pb.REDUCE_SCATTER, pb.BROADCAST))
 CHUNKS = 4
 """`preferred-dataset-splits` of ASTRA-sim's own system files; an all_gather of fewer bytes never ends there."""
+_TYPES = {number: name for name, number in pb.NodeType.items()}
 _P2P = frozenset((pb.COMM_SEND_NODE, pb.COMM_RECV_NODE))
 _LOWER = "convert with --lower astra-sim"
 _ON_HOST = "a computation on the host: ASTRA-sim says no overlap of a file that has one; --nodes gpu leaves them out"
@@ -115,7 +116,7 @@ def check(path: str, groups: Groups | None = None) -> Checked:
         if later.pop(node.id, None) is None and node.type in _P2P:
             open_ends[node.id] = where
         result.nodes += 1
-        kind = pb.NodeType.Name(node.type) if node.type in pb.NodeType.values() else f"type {node.type}"
+        kind = _TYPES.get(node.type) or f"type {node.type}"
         result.types[kind] = result.types.get(kind, 0) + 1
         for source in sources:
             if open_ends:
@@ -142,11 +143,15 @@ def check(path: str, groups: Groups | None = None) -> Checked:
 
 
 def _check_node(node: pb.Node, where: str, rank: int | None, groups: Groups | None, result: Checked) -> None:
+    if node.type == pb.COMP_NODE:
+        if any(attribute.bool_val for attribute in node.attr if attribute.name == "is_cpu_op"):
+            result.note(_ON_HOST)
+        return
     kinds = {attribute.name: attribute.WhichOneof("value") for attribute in node.attr}
     values = {a.name: getattr(a, kind) for a in node.attr if (kind := a.WhichOneof("value"))}
     for name, wanted in REQUIRED.get(node.type, ()):
         if name not in kinds:
-            result.fault(f"a {pb.NodeType.Name(node.type)} has no {name}", where)
+            result.fault(f"a {_TYPES[node.type]} has no {name}", where)
         elif kinds[name] not in wanted:
             if kinds[name] in _INTEGERS:
                 result.note(f"{name} is {kinds[name]}, the older feeder reads {wanted[0]}")
@@ -171,8 +176,6 @@ def _check_node(node: pb.Node, where: str, rank: int | None, groups: Groups | No
             "groups with --comm-group-configuration",
             where,
         )
-    if node.type == pb.COMP_NODE and values.get("is_cpu_op"):
-        result.note(_ON_HOST)
 
 
 def _check_runs(

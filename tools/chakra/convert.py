@@ -11,7 +11,7 @@ from crossrank.tools.chakra.device_nodes import device_nodes
 from crossrank.tools.chakra.graph import ChakraNode, Options
 from crossrank.tools.chakra.groups import NumberedGroup
 from crossrank.tools.chakra.lower import lower
-from crossrank.tools.chakra.order import in_order
+from crossrank.tools.chakra.order import in_order, is_in_order
 from crossrank.tools.chakra.pauses import cut_waits, with_pauses
 from crossrank.tools.chakra.simulate import RankGraph, in_group_order, rank_graph
 from crossrank.tools.chakra.steps import (
@@ -75,8 +75,10 @@ def convert(
     ordered, dropped = in_order(nodes, strict=options.strict)
     if options.nodes == "gpu":
         nodes = device_nodes(ordered)
+        ordered = list(nodes.values())
     result = Converted(implied=reduce_dependencies(nodes), groups=sorted(groups.values(), key=lambda g: int(g.number)))
-    ordered, _ = in_order(nodes, strict=True)
+    if not is_in_order(ordered):
+        ordered, _ = in_order(nodes, strict=True)
     result.warnings = warnings + dropped
     begin = min((node.start_ns for node in ordered), default=0)
     result.begin_ns = trace.base_ns + begin

@@ -36,25 +36,25 @@ def with_pauses(nodes: Sequence[ChakraNode]) -> list[ChakraNode]:
     ends = {node.id: node.start_ns + node.duration_ns for node in nodes}
     begin = min((node.start_ns for node in nodes), default=0)
     fresh = count(1 + max(ends, default=0))
-    busy: dict[Lane, int] = {}
-    owed: dict[Lane, int] = {}
+    busy: dict[Lane, int] = {}  # when the last node of a thread ended; its pauses are no part of that
+    owed: dict[Lane, int] = {}  # pauses too short for a node of their own
     result = []
     for node in nodes:
         if node.is_cpu:
-            busy_until = busy.get(node.lane, begin)
-            busy[node.lane] = max(node.start_ns, busy_until) + node.duration_ns
-            waited_until = _waited_until(node, ends, busy_until)
-            pause = owed.get(node.lane, 0) + max(0, node.start_ns - waited_until)
+            start, waited_until = node.start_ns, busy.get(node.lane, begin)
+            busy[node.lane] = (start if start > waited_until else waited_until) + node.duration_ns
+            for dependency in node.dependencies:
+                end = ends.get(dependency.source, begin)
+                if end > waited_until:
+                    waited_until = end
+            pause = owed.get(node.lane, 0)
+            if start > waited_until:
+                pause += start - waited_until
             owed[node.lane] = pause if pause < _LEAST_NS else 0
             if pause >= _LEAST_NS:
                 result.append(_pause(node, next(fresh), pause))
         result.append(node)
     return result
-
-
-def _waited_until(node: ChakraNode, ends: Mapping[int, int], busy_until: int) -> int:
-    """When the last of what the node waits for had ended. The pauses of its thread are no part of its busy time."""
-    return max([busy_until, *(ends[d.source] for d in node.dependencies if d.source in ends)])
 
 
 def _pause(node: ChakraNode, pause_id: int, duration_ns: int) -> ChakraNode:
