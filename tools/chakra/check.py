@@ -42,7 +42,8 @@ RUN_BY_ASTRA_SIM = frozenset((pb.ALL_REDUCE, pb.ALL_TO_ALL, pb.ALL_GATHER, pb.RE
 CHUNKS = 4
 """`preferred-dataset-splits` of ASTRA-sim's own system files; an all_gather of fewer bytes never ends there."""
 _TYPES = {number: name for name, number in pb.NodeType.items()}
-_P2P = frozenset((pb.COMM_SEND_NODE, pb.COMM_RECV_NODE))
+_ENDS = {pb.COMM_SEND_NODE: ("comm_src", "comm_dst"), pb.COMM_RECV_NODE: ("comm_dst", "comm_src")}
+"""Type of a message -> the attributes with the rank itself and the other one."""
 _LOWER = "convert with --lower astra-sim"
 _ON_HOST = "a computation on the host: ASTRA-sim says no overlap of a file that has one; --nodes gpu leaves them out"
 Groups = Mapping[str, Sequence[int]]
@@ -50,7 +51,7 @@ Groups = Mapping[str, Sequence[int]]
 _INTEGERS = frozenset(
     f"{sign}{kind}{size}_val" for sign in ("", "u", "s") for kind in ("int",) for size in (32, 64)
 ) | {"fixed32_val", "fixed64_val", "sfixed32_val", "sfixed64_val"}
-_COMMUNICATES = frozenset((pb.COMM_COLL_NODE, pb.COMM_SEND_NODE, pb.COMM_RECV_NODE))
+_COMMUNICATES = frozenset((pb.COMM_COLL_NODE, *_ENDS))
 _RANK = re.compile(r"\.(\d+)\.et(?:\.gz|\.zst)?$")
 _CHUNK = 1 << 9
 
@@ -113,7 +114,7 @@ def check(path: str, groups: Groups | None = None) -> Checked:
         sources = (*node.ctrl_deps, *node.data_deps)
         ordered = ordered and all(source in seen for source in sources)
         seen.add(node.id)
-        if later.pop(node.id, None) is None and node.type in _P2P:
+        if later.pop(node.id, None) is None and node.type in _ENDS:
             open_ends[node.id] = where
         result.nodes += 1
         kind = _TYPES.get(node.type) or f"type {node.type}"
@@ -165,9 +166,12 @@ def _check_node(node: pb.Node, where: str, rank: int | None, groups: Groups | No
         if isinstance(values.get(name), int) and values[name] < 0:
             result.fault(f"{name} is negative", where)
     _check_runs(node, values, groups, where, result)
-    own = {pb.COMM_SEND_NODE: "comm_src", pb.COMM_RECV_NODE: "comm_dst"}.get(node.type)
-    if own is not None and rank is not None and values.get(own, rank) != rank:
-        result.fault(f"{own} is not the rank of the file", where)
+    if node.type in _ENDS and rank is not None:
+        own, other = _ENDS[node.type]
+        if values.get(own, rank) != rank:
+            result.fault(f"{own} is not the rank of the file", where)
+        if values.get(other) == rank:
+            result.fault(f"a message of a rank to itself, at which ASTRA-sim stops; {_LOWER}", where)
     if node.type == pb.METADATA_NODE:
         if not _lists_groups(node):
             result.fault("a metadata node does not list groups as the feeder parses them", where)
@@ -189,7 +193,7 @@ def _check_runs(
         result.fault(f"ASTRA-sim cannot run {kind}; {_LOWER}" if known else f"ASTRA-sim cannot run {kind}", where)
     if number == pb.ALL_GATHER and isinstance(size, int) and 0 <= size < CHUNKS:
         result.fault(f"an ALL_GATHER of less than {CHUNKS} B, which never ends in ASTRA-sim; {_LOWER}", where)
-    if node.type in _P2P and size == 0:
+    if node.type in _ENDS and size == 0:
         result.fault(f"a message of 0 B, at which ASTRA-sim stops; {_LOWER}", where)
     if node.type == pb.COMM_COLL_NODE and groups is not None and len(groups.get(str(pg_name), (0, 1))) == 1:
         result.fault(f"a collective of a group of one rank, which never ends in ASTRA-sim; {_LOWER}", where)

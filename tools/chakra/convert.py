@@ -89,7 +89,7 @@ def convert(
     if keep_graph:
         result.graph = rank_graph(ordered, trace.rank or 0, result.begin_ns, result.length_ns)
     if options.lower:
-        result.lowered = lower(ordered)
+        result.lowered = lower(ordered, trace.rank)
     result.size = write_chakra(trace, ordered, result.groups, path, options)
     result.nodes = dict(Counter(_kind(node) for node in ordered))
     result.dependencies = dict(Counter(dependency.kind for node in ordered for dependency in node.dependencies))

@@ -1,11 +1,10 @@
 """Turns what a simulator cannot run into what it runs.
 
 ASTRA-sim's `Workload.cc` runs all_reduce, all_gather, all_to_all, reduce_scatter, sends and receives on its network and
-plays a broadcast for as long as its node says. At anything else it stops; at a collective of a group of one rank, at an
-all_gather of fewer bytes than the chunks that the system file asks for (`preferred-dataset-splits`) and at a message
-of 0 bytes its ranks never finish, or it stops too.
-
-Where a rank ends with a send or a receive and has host nodes too, its statistics throw with nobody to catch it.
+plays a broadcast for as long as its node says. At anything else it stops, or ends without a word with ranks that did
+not finish; so it does at a collective of a group of one rank, at a message of 0 bytes or of a rank to itself, and
+where a rank that has host nodes ends with a message, at which its statistics throw with nobody to catch it. An
+all_gather of fewer bytes than the chunks that the system file asks for (`preferred-dataset-splits`) never ends.
 
 Of one rank it runs one host node, one GPU computation and one communication at a time (`HardwareResource.cc`, which
 exempts receives). What ran at the same time on two threads or streams would so take its time twice.
@@ -29,16 +28,19 @@ LEAST_BYTES = {"all_gather": 64, "send": 1, "recv": 1}
 """Operation -> bytes that one rank puts in at least; the first suffices for up to 64 chunks."""
 
 
-def lower(nodes: list[ChakraNode]) -> dict[str, int]:
-    """Change `nodes`, which are in order, to what ASTRA-sim runs. Returns what was changed, and how often."""
+def lower(nodes: list[ChakraNode], rank: int | None) -> dict[str, int]:
+    """Change the `nodes` of `rank`, which are in order, to what ASTRA-sim runs. Returns what was changed, and how
+    often."""
     changed = Counter({"shorter by what another thread or stream ran at the same time": _take_turns(nodes)})
     for node in nodes:
         if node.comm is None:
             continue
         record, members = node.comm.record, len(node.comm.group.ranks)
         run = _runs_as(record, members)
-        if members == 1:
-            changed[f"{record.op} of a group of one rank as a computation"] += 1
+        to_itself = record.peer is not None and record.peer == rank
+        if members == 1 or to_itself:
+            alone = "of a rank to itself" if to_itself else "of a group of one rank"
+            changed[f"{record.op} {alone} as a computation"] += 1
             node.comm = None
         elif run != record:
             least = "" if run.bytes == record.bytes else f" of {run.bytes} B"

@@ -8,7 +8,7 @@ them, then counts no time twice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import count
 
 from crossrank.tools.chakra.graph import PAUSE, ChakraNode, Dependency, Lane

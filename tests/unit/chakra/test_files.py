@@ -180,6 +180,8 @@ def test_communication_nodes_need_what_the_feeders_read(tmp_path: Path) -> None:
          f"a collective of a group of one rank, which never ends in ASTRA-sim; {LOWER}"),
         (pb.COMM_SEND_NODE, {"comm_dst": 1, "comm_tag": 1, "comm_size": 0},
          f"a message of 0 B, at which ASTRA-sim stops; {LOWER}"),
+        (pb.COMM_RECV_NODE, {"comm_src": 0, "comm_tag": 1, "comm_size": 8},
+         f"a message of a rank to itself, at which ASTRA-sim stops; {LOWER}"),
     ],
 )  # fmt: skip
 def test_what_astra_sim_does_not_run_to_its_end_breaks_the_contract(

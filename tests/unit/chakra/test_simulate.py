@@ -128,6 +128,17 @@ def test_the_simulation_of_dlrm_is_close_to_what_was_measured(
     assert abs(simulation["error"]) < 0.02
 
 
+@needs_traces
+def test_the_simulation_of_dlrm_is_the_one_that_the_readme_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", public("dlrm_8gpu"), "-o", str(tmp_path), "--simulate"]) == 0
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    shown = "Simulation\n" + readme.partition("\nSimulation\n")[2].partition("  …\n")[0]
+    assert shown.count("\n") > 10
+    assert shown in capsys.readouterr().out
+
+
 def test_the_command_prints_the_simulation_and_writes_the_timeline(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
