@@ -123,7 +123,7 @@ def delay_start(path: str | Path, late_ns: int) -> None:
     late = (late_ns + 500) // 1000
     _, nodes = read_trace(str(path))
     at, node = next(nodes, (0, pb.Node()))
-    if node.name != LATE or not late:
+    if node.name != LATE or node.duration_micros == late:
         return
     behind, _ = next(nodes)
     node.duration_micros = late

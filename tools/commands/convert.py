@@ -77,8 +77,9 @@ class Convert:
         parser.add_argument(
             "--lower",
             choices=("astra-sim",),
-            help="turn communications that this simulator cannot run into ones that it runs: barrier into all_reduce, "
-            "gather into all_gather, scatter and reduce into reduce_scatter, one of a single rank into a computation",
+            help="write only what this simulator runs: barrier as all_reduce, gather as all_gather, scatter and reduce "
+            "as reduce_scatter, what a rank does alone as a computation; and let threads and streams that ran side by "
+            "side, which it runs one after the other, not take longer than they did",
         )
         parser.add_argument(
             "--group-node",
