@@ -121,3 +121,18 @@ def test_dlrm_converts_and_keeps_the_contract(tmp_path: Path, capsys: pytest.Cap
     assert summary["disagreements"] == []
     assert {rank["converted"]["nodes"]["all_to_all"] for rank in summary["ranks"]} == {5}
     assert main(["check", *(str(path) for path in sorted(tmp_path.glob("*.et")))]) == 0
+
+
+def test_pauses_and_a_node_of_the_groups_are_written_as_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def kinds(*words: str) -> dict[str, int]:
+        capsys.readouterr()
+        assert run(folder, "-o", folder / "out", "--json", *words) == 0
+        nodes: dict[str, int] = json.loads(capsys.readouterr().out)["ranks"][0]["converted"]["nodes"]
+        return nodes
+
+    assert kinds() == {"computation on the host": 12, "pause of the host": 11, "all_reduce": 2}
+    assert kinds("--no-pauses") == {"computation on the host": 12, "all_reduce": 2}
+    assert main(["check", str(folder / "out" / "chakra.0.et")]) == 0
+    assert kinds("--group-node")["pause of the host"] == 11
+    assert main(["check", str(folder / "out" / "chakra.0.et")]) == 1
+    assert "a METADATA_NODE, at which ASTRA-sim's statistics stop" in capsys.readouterr().err
