@@ -1,15 +1,17 @@
-"""Does a Chakra file keep the contract of ASTRA-sim's feeders?
+"""Does a Chakra file keep the contract of ASTRA-sim's feeders, and can ASTRA-sim run all of it?
 
 The newer feeder takes `data_deps` and `ctrl_deps` together: their union must have no cycle and name only nodes of
-the file. Both need certain attributes of communication nodes, and both take a group's name for an integer. A file is
-read as a stream; only a bit for each id is kept, and the edges only of a file whose nodes are not in order.
+the file. Both need certain attributes of communication nodes, and both take a group's name for an integer. Of what
+they accept ASTRA-sim runs a part (`Workload.cc`, `Statistics.cc`, `Sys.cc`): at the rest it stops, or ends without a
+word with ranks that did not finish. A file is read as a stream; only a bit for each id is kept, and the edges only of
+a file whose nodes are not in order.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
@@ -37,10 +39,19 @@ REQUIRED: dict[int, tuple[tuple[str, tuple[str, ...]], ...]] = {
     pb.MEM_STORE_NODE: (("tensor_size", ("uint64_val",)),),
 }
 RUN_BY_ASTRA_SIM = frozenset((pb.ALL_REDUCE, pb.ALL_TO_ALL, pb.ALL_GATHER, pb.REDUCE_SCATTER, pb.BROADCAST))
+CHUNKS = 4
+"""`preferred-dataset-splits` of ASTRA-sim's own system files; an all_gather of fewer bytes never ends there."""
+_TYPES = {number: name for name, number in pb.NodeType.items()}
+_ENDS = {pb.COMM_SEND_NODE: ("comm_src", "comm_dst"), pb.COMM_RECV_NODE: ("comm_dst", "comm_src")}
+"""Type of a message -> the attributes with the rank itself and the other one."""
+_LOWER = "convert with --lower astra-sim"
+_ON_HOST = "a computation on the host: ASTRA-sim says no overlap of a file that has one; --nodes gpu leaves them out"
+Groups = Mapping[str, Sequence[int]]
+"""Number -> global ranks, as the group file has it."""
 _INTEGERS = frozenset(
     f"{sign}{kind}{size}_val" for sign in ("", "u", "s") for kind in ("int",) for size in (32, 64)
 ) | {"fixed32_val", "fixed64_val", "sfixed32_val", "sfixed64_val"}
-_COMMUNICATES = frozenset((pb.COMM_COLL_NODE, pb.COMM_SEND_NODE, pb.COMM_RECV_NODE))
+_COMMUNICATES = frozenset((pb.COMM_COLL_NODE, *_ENDS))
 _RANK = re.compile(r"\.(\d+)\.et(?:\.gz|\.zst)?$")
 _CHUNK = 1 << 9
 
@@ -82,8 +93,8 @@ class _Ids:
         chunk[number % _CHUNK >> 3] |= 1 << (number & 7)
 
 
-def check(path: str, groups: Collection[str] | None = None) -> Checked:
-    """Check one file; `groups` are the numbers that the group file defines, where there is one.
+def check(path: str, groups: Groups | None = None) -> Checked:
+    """Check one file; `groups` are those that the group file defines, where there is one.
 
     Raises `CrossrankError` where it cannot be read to its end, or has an id twice.
     """
@@ -94,6 +105,7 @@ def check(path: str, groups: Collection[str] | None = None) -> Checked:
         result.note("the name does not end in .RANK.et, by which ASTRA-sim finds a rank's file")
     seen = _Ids()
     later: dict[int, str] = {}
+    open_ends: dict[int, str] = {}  # messages that nothing has waited for so far
     ordered = True
     for offset, node in nodes:
         where = f"node {node.id} ({node.name[:60]}) at byte {offset}"
@@ -102,16 +114,26 @@ def check(path: str, groups: Collection[str] | None = None) -> Checked:
         sources = (*node.ctrl_deps, *node.data_deps)
         ordered = ordered and all(source in seen for source in sources)
         seen.add(node.id)
-        later.pop(node.id, None)
+        if later.pop(node.id, None) is None and node.type in _ENDS:
+            open_ends[node.id] = where
         result.nodes += 1
-        kind = pb.NodeType.Name(node.type) if node.type in pb.NodeType.values() else f"type {node.type}"
+        kind = _TYPES.get(node.type) or f"type {node.type}"
         result.types[kind] = result.types.get(kind, 0) + 1
         for source in sources:
+            if open_ends:
+                open_ends.pop(source, None)
             if source not in seen:
                 later.setdefault(source, where)
         _check_node(node, where, int(rank[1]) if rank else None, groups, result)
     for source, where in later.items():
         result.fault("a dependency names a node that is not in the file", f"{where} waits for {source}")
+    if _ON_HOST in result.notes:
+        for where in open_ends.values():
+            result.fault(
+                "a message that nothing waits for, in a file with host nodes: ASTRA-sim stops where a rank ends with "
+                f"one; {_LOWER}, or with --nodes gpu",
+                where,
+            )
     # In a file whose nodes all follow what they wait for nothing can run in a circle.
     if not ordered:
         circle = _circle(path)
@@ -121,12 +143,16 @@ def check(path: str, groups: Collection[str] | None = None) -> Checked:
     return result
 
 
-def _check_node(node: pb.Node, where: str, rank: int | None, groups: Collection[str] | None, result: Checked) -> None:
+def _check_node(node: pb.Node, where: str, rank: int | None, groups: Groups | None, result: Checked) -> None:
+    if node.type == pb.COMP_NODE:
+        if any(attribute.bool_val for attribute in node.attr if attribute.name == "is_cpu_op"):
+            result.note(_ON_HOST)
+        return
     kinds = {attribute.name: attribute.WhichOneof("value") for attribute in node.attr}
     values = {a.name: getattr(a, kind) for a in node.attr if (kind := a.WhichOneof("value"))}
     for name, wanted in REQUIRED.get(node.type, ()):
         if name not in kinds:
-            result.fault(f"a {pb.NodeType.Name(node.type)} has no {name}", where)
+            result.fault(f"a {_TYPES[node.type]} has no {name}", where)
         elif kinds[name] not in wanted:
             if kinds[name] in _INTEGERS:
                 result.note(f"{name} is {kinds[name]}, the older feeder reads {wanted[0]}")
@@ -139,18 +165,41 @@ def _check_node(node: pb.Node, where: str, rank: int | None, groups: Collection[
     for name in ("comm_size", "comm_src", "comm_dst"):
         if isinstance(values.get(name), int) and values[name] < 0:
             result.fault(f"{name} is negative", where)
-    number = values.get("comm_type", -1)
+    _check_runs(node, values, groups, where, result)
+    if node.type in _ENDS and rank is not None:
+        own, other = _ENDS[node.type]
+        if values.get(own, rank) != rank:
+            result.fault(f"{own} is not the rank of the file", where)
+        if values.get(other) == rank:
+            result.fault(f"a message of a rank to itself, at which ASTRA-sim stops; {_LOWER}", where)
+    if node.type == pb.METADATA_NODE:
+        if not _lists_groups(node):
+            result.fault("a metadata node does not list groups as the feeder parses them", where)
+        result.fault(
+            "a METADATA_NODE, at which ASTRA-sim's statistics stop; convert without --group-node and give it the "
+            "groups with --comm-group-configuration",
+            where,
+        )
+
+
+def _check_runs(
+    node: pb.Node, values: Mapping[str, object], groups: Groups | None, where: str, result: Checked
+) -> None:
+    """Whether ASTRA-sim runs a communication node to its end."""
+    number, size, pg_name = values.get("comm_type"), values.get("comm_size"), values.get("pg_name")
     if node.type == pb.COMM_COLL_NODE and isinstance(number, int) and number not in RUN_BY_ASTRA_SIM:
         known = number in pb.CollectiveCommType.values()
-        result.note(f"ASTRA-sim cannot run {pb.CollectiveCommType.Name(number) if known else f'comm_type {number}'}")
-    own = {pb.COMM_SEND_NODE: "comm_src", pb.COMM_RECV_NODE: "comm_dst"}.get(node.type)
-    if own is not None and rank is not None and values.get(own, rank) != rank:
-        result.fault(f"{own} is not the rank of the file", where)
-    if node.type == pb.METADATA_NODE and not _lists_groups(node):
-        result.fault("a metadata node does not list groups as the feeder parses them", where)
+        kind = pb.CollectiveCommType.Name(number) if known else f"comm_type {number}"
+        result.fault(f"ASTRA-sim cannot run {kind}; {_LOWER}" if known else f"ASTRA-sim cannot run {kind}", where)
+    if number == pb.ALL_GATHER and isinstance(size, int) and 0 <= size < CHUNKS:
+        result.fault(f"an ALL_GATHER of less than {CHUNKS} B, which never ends in ASTRA-sim; {_LOWER}", where)
+    if node.type in _ENDS and size == 0:
+        result.fault(f"a message of 0 B, at which ASTRA-sim stops; {_LOWER}", where)
+    if node.type == pb.COMM_COLL_NODE and groups is not None and len(groups.get(str(pg_name), (0, 1))) == 1:
+        result.fault(f"a collective of a group of one rank, which never ends in ASTRA-sim; {_LOWER}", where)
 
 
-def _check_group(pg_name: object, groups: Collection[str] | None, where: str, result: Checked) -> None:
+def _check_group(pg_name: object, groups: Groups | None, where: str, result: Checked) -> None:
     if pg_name in ("", "0"):
         return
     if not (isinstance(pg_name, str) and re.fullmatch(r"[0-9]{1,10}", pg_name) and int(pg_name) < 1 << 31):

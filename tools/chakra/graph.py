@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -13,6 +14,11 @@ from crossrank.tools.linking import EdgeKind
 Lane = tuple[str, object]
 """What runs one thing after the other: ("thread", tid) or ("stream", (device, stream)); a communication that runs
 elsewhere has one of its own, ("communication", its id)."""
+
+# Names of nodes that stand for no operation of the trace.
+PAUSE = "host between operations"
+LATE = "until its rank began"
+MESSAGES_END = "end of the messages"
 
 
 class Dependency(msgspec.Struct, frozen=True, gc=False):
@@ -28,6 +34,8 @@ class Comm(msgspec.Struct, frozen=True, gc=False):
 
     record: CommRecord
     group: NumberedGroup
+    runs_as: CommRecord | None = None
+    """What the simulator is to run instead of `record`, which it cannot run."""
 
 
 class ChakraNode(msgspec.Struct, gc=False):
@@ -38,7 +46,8 @@ class ChakraNode(msgspec.Struct, gc=False):
     lane: Lane
     start_ns: int
     duration_ns: int
-    """On a thread: exclusive, because the operations it calls are nodes of their own."""
+    """On a thread: exclusive, because the operations it calls are nodes of their own; and after `cut_waits` only
+    until the next node of the thread."""
     is_cpu: bool
     dependencies: list[Dependency]
     comm: Comm | None = None
@@ -49,6 +58,23 @@ class ChakraNode(msgspec.Struct, gc=False):
     inputs: tuple[str, str, str] | None = None
     """Values, shapes and types as JSON text."""
     outputs: tuple[str, str, str] | None = None
+    is_pause: bool = False
+    """Stands for what a thread did before a node that no node has: a computation on the host named `PAUSE`."""
 
 
-DependencyMode = Literal["all", "data"]
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What of a trace is written, and how."""
+
+    deps: Literal["all", "data"] = "all"
+    """all: `data_deps` hold every dependency; data: what is only the order of a thread stands in `ctrl_deps` alone."""
+    nodes: Literal["all", "gpu"] = "all"
+    """gpu: GPU and communication nodes only; the host then takes no time."""
+    pauses: bool = True
+    """Write what a thread did between its operations as nodes."""
+    lower: bool = False
+    """Turn communications that ASTRA-sim cannot run into ones that it runs."""
+    group_node: bool = False
+    """Write the process groups as a metadata node too, at which ASTRA-sim stops."""
+    strict: bool = False
+    """Refuse dependencies that run in a circle."""

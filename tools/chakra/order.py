@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from crossrank.errors import CrossrankError
 from crossrank.tools.chakra.graph import ChakraNode, Dependency
@@ -38,6 +38,17 @@ def in_order(nodes: Mapping[int, ChakraNode], *, strict: bool = False) -> tuple[
         node, dependency = weakest
         nodes[node].dependencies.remove(dependency)
         dropped.append(f"dropped the {_kind(dependency)} edge {dependency.source} -> {node} of a circle: {told}")
+
+
+def is_in_order(nodes: Iterable[ChakraNode]) -> bool:
+    """Whether all that each node waits for comes before it."""
+    before: set[int] = set()
+    for node in nodes:
+        for dependency in node.dependencies:
+            if dependency.source not in before:
+                return False
+        before.add(node.id)
+    return True
 
 
 def _sorted(nodes: Mapping[int, ChakraNode]) -> list[ChakraNode]:

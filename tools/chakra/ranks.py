@@ -11,8 +11,10 @@ import msgspec
 from crossrank.errors import CrossrankError, one_line
 from crossrank.recording import LINKED, file_name
 from crossrank.tools.chakra.convert import Converted, convert
-from crossrank.tools.chakra.graph import DependencyMode
+from crossrank.tools.chakra.graph import Options
 from crossrank.tools.chakra.groups import merge
+from crossrank.tools.chakra.simulate import offsets
+from crossrank.tools.chakra.write import delay_start
 from crossrank.tools.fleet import Fleet, map_ranks
 from crossrank.tools.linking import link
 from crossrank.tools.linking.inputs import RankInput
@@ -29,8 +31,7 @@ class Task:
 
     input: RankInput
     folder: str
-    mode: DependencyMode
-    strict: bool
+    options: Options
     keep_linked: bool
     keep_graph: bool = False
 
@@ -87,11 +88,9 @@ def _convert_one(task: Task) -> RankResult:
     try:
         if task.keep_linked:
             write_linked(trace, join(task.folder, file_name(LINKED, rank, given.window)))
-        converted = convert(trace, path, mode=task.mode, strict=task.strict, keep_graph=task.keep_graph)
+        converted = convert(trace, path, task.options, keep_graph=task.keep_graph)
     except OSError as error:
-        raise CrossrankError(
-            f"{path}: cannot be written ({error.strerror or one_line(error)}); name another folder with -o"
-        ) from error
+        raise _cannot_write(path, error) from error
     return RankResult(
         rank=rank,
         window=given.window,
@@ -112,8 +111,33 @@ def write_groups(results: Sequence[RankResult], folder: str) -> str:
         with whole_file(path) as temporary:
             temporary.write_bytes(msgspec.json.encode(groups) + b"\n")
     except OSError as error:
-        raise CrossrankError(f"{path}: cannot be written ({error.strerror}); name another folder with -o") from error
+        raise _cannot_write(path, error) from error
     return path
+
+
+def delay_starts(results: Sequence[RankResult]) -> list[int]:
+    """Let every rank begin when it began by its clock. Returns the windows whose ranks all begin together, because
+    their clocks are further apart than the window is long."""
+    windows: dict[int, list[RankResult]] = defaultdict(list)
+    for result in results:
+        windows[result.window].append(result)
+    apart = []
+    for window, ranks in sorted(windows.items()):
+        late, by_clocks = offsets([(rank.converted.begin_ns, rank.converted.length_ns) for rank in ranks])
+        if not by_clocks:
+            apart.append(window)
+        for rank, late_ns in zip(ranks, late, strict=True):
+            assert rank.output is not None
+            try:
+                delay_start(rank.output, late_ns)
+            except OSError as error:
+                raise _cannot_write(rank.output, error) from error
+    return apart
+
+
+def _cannot_write(path: str, error: OSError) -> CrossrankError:
+    reason = error.strerror or one_line(error)
+    return CrossrankError(f"{path}: cannot be written ({reason}); name another folder with -o")
 
 
 def disagreements(results: Sequence[RankResult]) -> list[str]:

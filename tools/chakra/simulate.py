@@ -2,9 +2,8 @@
 
 A node begins when all that it waits for has ended. The members of a collective, and both sides of a send, begin
 together when the last of them is ready, and take the shortest of their measured times: the longer ones contain the
-waiting for the last. What a thread did between its nodes, and did not wait for anything that the trace names, is a
-pause and played as it was measured. Ranks begin when they began by their clocks, or all at 0 where these are too far
-apart to be of one window.
+waiting for the last. What a thread did between its nodes stands in nodes of its own.
+Ranks begin when they began by their clocks, or all at 0 where these are too far apart to be of one window.
 """
 
 from __future__ import annotations
@@ -15,15 +14,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from crossrank.tools.chakra.graph import ChakraNode, Lane
+from crossrank.tools.chakra.graph import LATE, PAUSE, ChakraNode, Lane
 from crossrank.tools.chakra.write import P2P_TYPES
 
 HOST = "operations on the host"
 GPU = "computation on a GPU"
 COMMUNICATION = "communication"
-PAUSE = "host between operations"
-LATE = "until its rank began"
-CATEGORIES = (HOST, GPU, COMMUNICATION)
+CATEGORIES = (HOST, GPU, COMMUNICATION, PAUSE)
 JoinKey = tuple[str, str, int, int, int]
 """Group, kind, source and destination of a P2P message, and its number."""
 
@@ -43,8 +40,6 @@ class RankGraph(msgspec.Struct, gc=False, kw_only=True):
     start_ns: list[int]
     """As measured, since `begin_ns`."""
     duration_ns: list[int]
-    pause_ns: list[int]
-    """Measured pause of the thread before the node."""
     sources: list[list[int]]
     joins: dict[int, JoinKey]
     """Position of a communication -> what its other members have as well."""
@@ -81,8 +76,11 @@ class Simulation:
         return self.makespan_ns / self.measured_ns - 1 if self.measured_ns else 0.0
 
 
-def rank_graph(nodes: Sequence[ChakraNode], rank: int, base_ns: int) -> RankGraph:
-    """A rank's nodes, which are in order, as the simulation takes them. `base_ns` is the trace's time 0 since 1970."""
+def rank_graph(nodes: Sequence[ChakraNode], rank: int, begin_ns: int, length_ns: int) -> RankGraph:
+    """A rank's nodes, which are in order, as the simulation takes them.
+
+    `begin_ns` is their first start since 1970, `length_ns` how long they took as measured.
+    """
     position = {node.id: index for index, node in enumerate(nodes)}
     lanes: dict[Lane, int] = {}
     begin = min((node.start_ns for node in nodes), default=0)
@@ -91,11 +89,10 @@ def rank_graph(nodes: Sequence[ChakraNode], rank: int, base_ns: int) -> RankGrap
         lanes=[],
         lane=[],
         category=[],
-        begin_ns=base_ns + begin,
-        end_ns=max((node.start_ns + node.duration_ns for node in nodes), default=0) - begin,
+        begin_ns=begin_ns,
+        end_ns=length_ns,
         start_ns=[node.start_ns - begin for node in nodes],
         duration_ns=[node.duration_ns for node in nodes],
-        pause_ns=[0] * len(nodes),
         sources=[[position[dependency.source] for dependency in node.dependencies] for node in nodes],
         joins={},
         names=[node.name for node in nodes],
@@ -109,12 +106,17 @@ def rank_graph(nodes: Sequence[ChakraNode], rank: int, base_ns: int) -> RankGrap
     for index, node in enumerate(nodes):
         lane = ("communication", "") if node.lane[0] == "communication" else node.lane
         graph.lane.append(lanes.setdefault(lane, len(lanes)))
-        graph.category.append(2 if node.comm is not None else 0 if node.is_cpu else 1)
+        graph.category.append(CATEGORIES.index(_category(node)))
         if node.comm is not None:
             graph.joins[index] = _join_key(node, rank, place.get(node.id, 0))
     graph.lanes = [_lane_name(lane) for lane in lanes]
-    _measure_pauses(graph, nodes)
     return graph
+
+
+def _category(node: ChakraNode) -> str:
+    if node.comm is not None:
+        return COMMUNICATION
+    return PAUSE if node.is_pause else HOST if node.is_cpu else GPU
 
 
 def _lane_name(lane: Lane) -> str:
@@ -144,45 +146,18 @@ def _sequence(node: ChakraNode) -> tuple[int, int, int]:
     return (node.comm.record.seq or 0, node.start_ns, node.id)
 
 
-def _measure_pauses(graph: RankGraph, nodes: Sequence[ChakraNode]) -> None:
-    """What a thread did before each of its nodes that no node has, beyond what it waited for.
-
-    The exclusive time of a caller lies before, between and after the operations that it calls. Only what lies before
-    the first is played with it; the rest is a pause before what follows, unless that waited for something: a caller
-    of backward() mostly waits for autograd's thread.
-    """
-    following: dict[int, int] = {}
-    for index in range(len(nodes) - 1, -1, -1):
-        if nodes[index].is_cpu:
-            lane, start = graph.lane[index], graph.start_ns[index]
-            until_next = following.get(lane, start + graph.duration_ns[index]) - start
-            graph.duration_ns[index] = max(0, min(graph.duration_ns[index], until_next))
-            following[lane] = start
-    cursor: dict[int, int] = {}
-    for index, node in enumerate(nodes):
-        if not node.is_cpu:
-            continue
-        lane, start = graph.lane[index], graph.start_ns[index]
-        busy_until = cursor.get(lane, 0)
-        waited_until = max(
-            (graph.start_ns[s] + graph.duration_ns[s] for s in graph.sources[index] if graph.lane[s] != lane), default=0
-        )
-        graph.pause_ns[index] = max(0, start - max(busy_until, waited_until))
-        cursor[lane] = max(start, busy_until) + graph.duration_ns[index]
-
-
 def simulate(graphs: Sequence[RankGraph]) -> Simulation:
     """Play all ranks together."""
     members: dict[JoinKey, list[tuple[int, int]]] = defaultdict(list)
     for r, graph in enumerate(graphs):
         for index, key in graph.joins.items():
             members[key].append((r, index))
-    offsets, by_clocks = _offsets(graphs)
-    run = _Run(graphs, members, offsets)
+    late, by_clocks = offsets([(graph.begin_ns, graph.end_ns) for graph in graphs])
+    run = _Run(graphs, members, late)
     run.play()
     result = Simulation(
         makespan_ns=max((max(end, default=0) for end in run.end), default=0),
-        measured_ns=max((graph.end_ns + offset for graph, offset in zip(graphs, offsets, strict=True)), default=0),
+        measured_ns=max((graph.end_ns + offset for graph, offset in zip(graphs, late, strict=True)), default=0),
         by_clocks=by_clocks,
         joined=run.joined,
         alone=run.alone,
@@ -195,7 +170,8 @@ def simulate(graphs: Sequence[RankGraph]) -> Simulation:
     for r, graph in enumerate(graphs):
         busy: Counter[int] = Counter()
         for index, lane in enumerate(graph.lane):
-            busy[lane] += run.end[r][index] - run.begin[r][index]
+            if CATEGORIES[graph.category[index]] != PAUSE:
+                busy[lane] += run.end[r][index] - run.begin[r][index]
         for lane, total in sorted(busy.items()):
             result.busy_ns[graph.rank, graph.lanes[lane]] = total
         result.waiting_ns[graph.rank] = sum(run.begin[r][i] - run.ready[r][i] for i in graph.joins)
@@ -203,25 +179,24 @@ def simulate(graphs: Sequence[RankGraph]) -> Simulation:
     return result
 
 
-def _offsets(graphs: Sequence[RankGraph]) -> tuple[list[int], bool]:
-    """When each rank begins after the first one, and whether their clocks say so."""
-    first = min((graph.begin_ns for graph in graphs), default=0)
-    offsets = [graph.begin_ns - first for graph in graphs]
-    longest = max((graph.end_ns for graph in graphs), default=0)
-    if max(offsets, default=0) > longest:
-        return [0] * len(offsets), False
-    return offsets, True
+def offsets(spans: Sequence[tuple[int, int]]) -> tuple[list[int], bool]:
+    """When each rank begins after the first one, and whether their clocks say so. `spans` are (begin, length)."""
+    first = min((begin for begin, _ in spans), default=0)
+    late = [begin - first for begin, _ in spans]
+    if max(late, default=0) > max((length for _, length in spans), default=0):
+        return [0] * len(late), False
+    return late, True
 
 
 class _Run:
     """The state of one play: per rank and node, when it is ready, begins and ends."""
 
     def __init__(
-        self, graphs: Sequence[RankGraph], members: Mapping[JoinKey, list[tuple[int, int]]], offsets: Sequence[int]
+        self, graphs: Sequence[RankGraph], members: Mapping[JoinKey, list[tuple[int, int]]], late: Sequence[int]
     ) -> None:
         self.graphs = graphs
         self.members = members
-        self.ready = [[offset] * len(graph.lane) for graph, offset in zip(graphs, offsets, strict=True)]
+        self.ready = [[offset] * len(graph.lane) for graph, offset in zip(graphs, late, strict=True)]
         self.begin = [[-1] * len(graph.lane) for graph in graphs]
         self.end = [[0] * len(graph.lane) for graph in graphs]
         self.because: list[dict[int, tuple[int, int]]] = [{} for _ in graphs]
@@ -256,7 +231,6 @@ class _Run:
             )
 
     def _is_ready(self, r: int, index: int) -> None:
-        self.ready[r][index] += self.graphs[r].pause_ns[index]
         key = self.graphs[r].joins.get(index)
         if key is None:
             self.begin[r][index] = self.ready[r][index]
@@ -308,8 +282,7 @@ class _Run:
                 at = before
                 continue
             spent[CATEGORIES[graph.category[index]]] += self.end[r][index] - self.begin[r][index]
-            spent[PAUSE] += graph.pause_ns[index]
-            if before is None and (late := self.ready[r][index] - graph.pause_ns[index]):
+            if before is None and (late := self.ready[r][index]):
                 spent[LATE] += late
             at = before
         return dict(spent.most_common())

@@ -40,6 +40,7 @@ def convert_nodes(trace: LinkedTrace) -> dict[int, ChakraNode]:
     nodes: dict[int, ChakraNode] = {}
     begin = min((op.start_ns for op in trace.host if op.start_ns is not None), default=0)
     last_start: dict[int, int] = {}
+    launching = {activity.host for activity in trace.activities}
     for op in in_program_order(trace.host):
         if "process_group:init" in op.node.name:
             continue  # the groups stand in a metadata node
@@ -56,7 +57,7 @@ def convert_nodes(trace: LinkedTrace) -> dict[int, ChakraNode]:
             dependencies=[],
             host=op.id,
             rf_id=op.node.rf_id,
-            tensor_bytes=tensor_bytes(io(op.node.inputs).values),
+            tensor_bytes=tensor_bytes(io(op.node.inputs).values) if op.id in launching else 0,
             inputs=io_texts(op.node.inputs),
             outputs=io_texts(op.node.outputs),
         )

@@ -12,6 +12,7 @@ from typing import BinaryIO, cast
 
 import msgspec
 
+from crossrank.tools.chakra.graph import PAUSE
 from crossrank.tools.chakra.simulate import CATEGORIES, RankGraph, Simulation
 from crossrank.tools.whole_file import whole_file
 
@@ -41,6 +42,8 @@ def _events(graph: RankGraph, simulation: Simulation) -> list[dict[str, object]]
     for lane, name in enumerate(graph.lanes):
         events.append({"ph": "M", "name": "thread_name", "pid": graph.rank, "tid": lane, "args": {"name": name}})
     for index, start in enumerate(begin):
+        if CATEGORIES[graph.category[index]] == PAUSE:
+            continue
         events.append(
             {
                 "ph": "X",

@@ -4,23 +4,29 @@ The attributes have the kinds that the older feeder reads without looking (`comm
 int64, `tensor_size` as uint64, `comm_src`, `comm_dst` and `comm_tag` as int32, `is_cpu_op` as bool, `pg_name` as a
 string of an integer); the newer one converts. `comm_size` is what ASTRA-sim's collective algorithms take (Ring.cc):
 the bytes that one rank puts in, so all_gather has its shard and reduce_scatter the whole.
+
+ASTRA-sim begins all ranks at 0. So the first node of a file that has host nodes is one for the time until its rank
+began, and every node that waits for nothing else waits for it. How long that is shows when all ranks are converted,
+and `delay_start` writes it then.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import fsspec
 import msgspec
 
 import crossrank
 from crossrank.comm import OPERATIONS, CommRecord
 from crossrank.errors import CrossrankError, one_line
 from crossrank.tools.chakra import et_def_pb2 as pb
-from crossrank.tools.chakra.framing import write_message
-from crossrank.tools.chakra.graph import ChakraNode, Comm, DependencyMode
+from crossrank.tools.chakra.framing import read_trace, write_message
+from crossrank.tools.chakra.graph import LATE, ChakraNode, Comm, Options
 from crossrank.tools.chakra.groups import NumberedGroup
 from crossrank.tools.linking import LinkedTrace
 from crossrank.tools.whole_file import whole_file
@@ -60,17 +66,22 @@ def write_chakra(
     nodes: Sequence[ChakraNode],
     groups: Sequence[NumberedGroup],
     path: str | Path,
-    mode: DependencyMode = "all",
+    options: Options,
 ) -> int:
-    """Write the metadata, one node for the groups, and `nodes`, which are in order, to `path`: whole or not at all.
+    """Write the metadata and `nodes`, which are in order, to `path`: whole or not at all.
 
     Returns the number of bytes."""
+    fresh = 1 + max((node.id for node in nodes), default=0)
+    start = fresh if any(node.is_cpu for node in nodes) else None
     with whole_file(path) as temporary, temporary.open("wb") as file:
         write_message(file, _metadata(trace, groups).SerializeToString())
-        write_message(file, _group_node(nodes, groups).SerializeToString())
+        if start is not None:
+            write_message(file, _start_node(start).SerializeToString())
+        if options.group_node:
+            write_message(file, _group_node(fresh + 1, groups).SerializeToString())
         for node in nodes:
             try:
-                message = encode(node, trace, mode).SerializeToString()
+                message = encode(node, trace, options.deps, start).SerializeToString()
             except (ValueError, TypeError, OverflowError) as error:
                 raise CrossrankError(
                     f"node {node.id} ({node.name[:60]}) does not fit into a Chakra node ({one_line(error)})"
@@ -100,19 +111,44 @@ def _metadata(trace: LinkedTrace, groups: Sequence[NumberedGroup]) -> pb.GlobalM
     return metadata
 
 
-def _group_node(nodes: Sequence[ChakraNode], groups: Sequence[NumberedGroup]) -> pb.Node:
+def _start_node(node_id: int) -> pb.Node:
+    node = pb.Node(id=node_id, name=LATE, type=pb.COMP_NODE)
+    node.attr.add(name="is_cpu_op", bool_val=True)
+    return node
+
+
+def delay_start(path: str | Path, late_ns: int) -> None:
+    """Let the rank of a written file begin `late_ns` after the first one. Nothing changes in a file without host
+    nodes, or for less than a microsecond."""
+    late = (late_ns + 500) // 1000
+    _, nodes = read_trace(str(path))
+    at, node = next(nodes, (0, pb.Node()))
+    if node.name != LATE or node.duration_micros == late:
+        return
+    behind, _ = next(nodes)
+    node.duration_micros = late
+    with whole_file(path) as temporary, temporary.open("wb") as file, fsspec.open(str(path), "rb") as written:
+        file.write(written.read(at))
+        write_message(file, node.SerializeToString())
+        written.seek(behind)
+        shutil.copyfileobj(written, file)
+
+
+def _group_node(node_id: int, groups: Sequence[NumberedGroup]) -> pb.Node:
     """The groups as the feeder parses them: a JSON list between `['` and `']`."""
     listed = [{"pg_name": group.number, "pg_desc": group.desc, "ranks": group.ranks} for group in groups]
-    node = pb.Node(id=max((node.id for node in nodes), default=0) + 1, name="## process_group:init ##")
-    node.type = pb.METADATA_NODE
+    node = pb.Node(id=node_id, name="## process_group:init ##", type=pb.METADATA_NODE)
     node.inputs.values = f"['{msgspec.json.encode(listed).decode()}']"
     node.attr.add(name="is_cpu_op", bool_val=True)
     return node
 
 
-def encode(node: ChakraNode, trace: LinkedTrace, mode: DependencyMode = "all") -> pb.Node:
+def encode(
+    node: ChakraNode, trace: LinkedTrace, mode: Literal["all", "data"] = "all", start: int | None = None
+) -> pb.Node:
     """One node as a message. With mode "all" `data_deps` hold every dependency and `ctrl_deps` the caller; with
-    "data" what is only the order of a thread stands in `ctrl_deps` alone."""
+    "data" what is only the order of a thread stands in `ctrl_deps` alone. `start` is what a node without dependencies
+    waits for."""
     message = pb.Node(
         id=node.id,
         name=node.name,
@@ -125,6 +161,8 @@ def encode(node: ChakraNode, trace: LinkedTrace, mode: DependencyMode = "all") -
         deps = message.ctrl_deps if in_order else message.data_deps
         if dependency.source not in deps:
             deps.append(dependency.source)
+    if start is not None and not node.dependencies:
+        message.data_deps.append(start)
     add = message.attr.add
     add(name="is_cpu_op", bool_val=node.is_cpu)
     add(name="start_ns", int64_val=node.start_ns)
@@ -156,10 +194,9 @@ def _type(comm: Comm | None) -> pb.NodeType:
 
 
 def _add_comm(message: pb.Node, comm: Comm, rank: int | None) -> None:
-    record = comm.record
-    members = len(comm.group.ranks)
+    record, run = comm.record, comm.runs_as or comm.record
     add = message.attr.add
-    add(name="comm_size", int64_val=comm_size(record, members))
+    add(name="comm_size", int64_val=comm_size(run, len(comm.group.ranks)))
     add(name="pg_name", string_val=comm.group.number)
     add(name="comm_op", string_val=record.op)
     if record.dtype:
@@ -174,7 +211,7 @@ def _add_comm(message: pb.Node, comm: Comm, rank: int | None) -> None:
         add(name="comm_dst", int32_val=target)
         add(name="comm_tag", int32_val=_tag(record, comm.group))
         return
-    add(name="comm_type", int64_val=COLLECTIVE_TYPES[record.op])
+    add(name="comm_type", int64_val=COLLECTIVE_TYPES[run.op])
     if record.root is not None:
         add(name="root", int64_val=record.root)
     if record.seq is not None:

@@ -1,4 +1,4 @@
-"""`crossrank check`: does a Chakra trace keep the contract of ASTRA-sim's feeders?"""
+"""`crossrank check`: does a Chakra trace keep the contract of ASTRA-sim's feeders, and does ASTRA-sim run it?"""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from crossrank.tools.tables import print_table, printable
 class Check:
     """Say whether Chakra traces, ours or others', keep the contract of ASTRA-sim's feeders: every dependency names a
     node of the file and none runs in a circle, communication nodes have the attributes that are read, groups are
-    integers that the group file defines. Exit code 1: a trace breaks it. 2: a file cannot be read to its end."""
+    integers that the group file defines; and whether ASTRA-sim runs all of it. Exit code 1: a trace breaks it. 2: a
+    file cannot be read to its end."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("traces", nargs="+", metavar="FILE.et", help="Chakra traces, plain, gzip or zstd")

@@ -14,7 +14,15 @@ import msgspec
 
 from crossrank.errors import CrossrankError
 from crossrank.recording import rank_of
-from crossrank.tools.chakra.ranks import RankResult, Task, convert_ranks, disagreements, write_groups
+from crossrank.tools.chakra.graph import Options
+from crossrank.tools.chakra.ranks import (
+    RankResult,
+    Task,
+    convert_ranks,
+    delay_starts,
+    disagreements,
+    write_groups,
+)
 from crossrank.tools.commands.options import (
     add_fleet_arguments,
     complain,
@@ -29,12 +37,15 @@ from crossrank.tools.linking.inputs import Inputs, RankInput, find_inputs
 from crossrank.tools.tables import print_table, printable
 
 _SHOWN = 16
+_READS = ("ranks", "deps", "nodes", "no_pauses", "lower", "group_node", "strict", "simulate", "timeline")
+"""Options that decide what a rank's conversion gives."""
 
 
 class Convert:
     """Write one Chakra trace per rank (chakra.RANK.et) and the communicator groups (comm_groups.json) from a
-    recording, in a form that ASTRA-sim's feeders accept. Links first, in memory. Exit code 1: a rank failed or lost
-    part of a file, matched less than --min-match, or the ranks of a group disagree on their collectives."""
+    recording, in a form that ASTRA-sim's feeders accept; with --lower astra-sim only of what ASTRA-sim runs. Links
+    first, in memory. Exit code 1: a rank failed or lost part of a file, matched less than --min-match, or the ranks of
+    a group disagree on their collectives."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
@@ -50,6 +61,30 @@ class Convert:
             default="all",
             help="all: data_deps hold every dependency, for a reader of data_deps alone (default); data: what is only "
             "the order of a thread stands in ctrl_deps",
+        )
+        parser.add_argument(
+            "--nodes",
+            choices=("all", "gpu"),
+            default="all",
+            help="gpu: GPU and communication nodes only, with the dependencies that ran through the host, which then "
+            "takes no time: ASTRA-sim says the overlap of computation and communication of such traces alone",
+        )
+        parser.add_argument(
+            "--no-pauses",
+            action="store_true",
+            help="leave out what a thread did between its operations (default: a node for each such pause)",
+        )
+        parser.add_argument(
+            "--lower",
+            choices=("astra-sim",),
+            help="write only what this simulator runs: barrier as all_reduce, gather as all_gather, scatter and reduce "
+            "as reduce_scatter, what a rank does alone as a computation; and let threads and streams that ran side by "
+            "side, which it runs one after the other, not take longer than they did",
+        )
+        parser.add_argument(
+            "--group-node",
+            action="store_true",
+            help="write the process groups as a metadata node too, as Chakra's converter does: ASTRA-sim stops at it",
         )
         parser.add_argument("--strict", action="store_true", help="refuse dependencies that run in a circle")
         parser.add_argument(
@@ -83,27 +118,36 @@ class Convert:
         if arguments.timeline is not None:
             _refuse_timeline(arguments.timeline)
         folder = output_folder(paths, arguments.output)
+        options = Options(
+            deps=arguments.deps,
+            nodes=arguments.nodes,
+            pauses=not arguments.no_pauses,
+            lower=arguments.lower == "astra-sim",
+            group_node=arguments.group_node,
+            strict=arguments.strict,
+        )
         tasks = [
             Task(
                 input=pair,
                 folder=folder,
-                mode=arguments.deps,
-                strict=arguments.strict,
+                options=options,
                 keep_linked=arguments.keep_linked,
                 keep_graph=arguments.simulate or arguments.timeline is not None,
             )
             for pair in inputs.pairs
         ]
-        fleet = fleet_of(arguments, paths, reads=("ranks", "deps", "strict", "simulate", "timeline"))
+        fleet = fleet_of(arguments, paths, reads=_READS)
         results = progress("converting", len(tasks), lambda done: convert_ranks(tasks, fleet, done))
         good = [result for result in results if result.error is None]
         group_file = write_groups(good, folder) if good else None
+        apart = delay_starts(good)
         differ = disagreements(results)
         simulations = simulate_windows(good, arguments.timeline)
         if arguments.json:
             summary = {
                 "ranks": [asdict(_without_graph(result)) for result in results],
                 "groups": group_file,
+                "windows_by_no_clock": apart,
                 "simulations": [as_json(window, simulation) for window, simulation in simulations],
                 "disagreements": differ,
                 "problems": [problem.text for problem in inputs.problems],
@@ -112,6 +156,8 @@ class Convert:
             sys.stdout.write(msgspec.json.format(encoded, indent=2).decode() + "\n")
         elif good:
             _print(good, folder)
+            for window in apart:
+                print(f"\nclocks     of the ranks are further apart than window {window} is long; all begin at 0")
             for window, simulation in simulations:
                 print_simulation(window, simulation)
         for text in [problem.text for problem in inputs.problems] + differ:
@@ -167,7 +213,17 @@ def _refuse_timeline(timeline: str) -> None:
 def _print(results: list[RankResult], folder: str) -> None:
     print_table(
         f"Chakra traces in {printable(folder)}",
-        ("rank", "#nodes", "#on the host", "#on GPUs", "#communications", "#dependencies", "#implied", "#size"),
+        (
+            "rank",
+            "#nodes",
+            "#on the host",
+            "#pauses",
+            "#on GPUs",
+            "#communications",
+            "#dependencies",
+            "#implied",
+            "#size",
+        ),
         [_row(result) for result in results[:_SHOWN]],
     )
     if len(results) > _SHOWN:
@@ -178,18 +234,28 @@ def _print(results: list[RankResult], folder: str) -> None:
     print("\nDependencies, by kind")
     for kind, count in total.most_common():
         print(f"  {count:>9,}  {kind}")
+    lowered: Counter[str] = Counter()
+    for result in results:
+        lowered.update(result.converted.lowered)
+    if lowered:
+        print("\nLowered to what ASTRA-sim runs")
+        for what, count in lowered.most_common():
+            print(f"  {count:>9,}  {what}")
 
 
 def _row(result: RankResult) -> tuple[object, ...]:
     nodes = result.converted.nodes
-    host, gpu = nodes.get("computation on the host", 0), nodes.get("computation on a GPU", 0)
+    host, pauses, gpu = (
+        nodes.get(kind, 0) for kind in ("computation on the host", "pause of the host", "computation on a GPU")
+    )
     total = sum(nodes.values())
     return (
         result.name.removeprefix("rank "),
         f"{total:,}",
         f"{host:,}",
+        f"{pauses:,}",
         f"{gpu:,}",
-        f"{total - host - gpu:,}",
+        f"{total - host - pauses - gpu:,}",
         f"{sum(result.converted.dependencies.values()):,}",
         f"{result.converted.implied:,}",
         f"{result.size / 1e6:.2f} MB",

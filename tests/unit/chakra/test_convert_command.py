@@ -31,8 +31,9 @@ def test_a_recording_becomes_a_trace_per_rank_and_a_group_file(
     assert sorted(os.listdir(folder / "out")) == ["chakra.0.et", "chakra.1.et", "comm_groups.json"]
     assert json.loads((folder / "out" / "comm_groups.json").read_text()) == {}
     out = capsys.readouterr().out
-    assert "  0        14           12        2               2" not in out
-    assert "         22  program_order" in out
+    assert "  rank  nodes  on the host  pauses  on GPUs  communications  dependencies  implied     size\n" in out
+    assert "  0        25           12      11        0               2            25        1  0.00 MB\n" in out
+    assert "         44  program_order" in out
     assert main(["check", str(folder / "out" / "chakra.0.et"), str(folder / "out" / "chakra.1.et")]) == 0
 
 
@@ -120,3 +121,18 @@ def test_dlrm_converts_and_keeps_the_contract(tmp_path: Path, capsys: pytest.Cap
     assert summary["disagreements"] == []
     assert {rank["converted"]["nodes"]["all_to_all"] for rank in summary["ranks"]} == {5}
     assert main(["check", *(str(path) for path in sorted(tmp_path.glob("*.et")))]) == 0
+
+
+def test_pauses_and_a_node_of_the_groups_are_written_as_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def kinds(*words: str) -> dict[str, int]:
+        capsys.readouterr()
+        assert run(folder, "-o", folder / "out", "--json", *words) == 0
+        nodes: dict[str, int] = json.loads(capsys.readouterr().out)["ranks"][0]["converted"]["nodes"]
+        return nodes
+
+    assert kinds() == {"computation on the host": 12, "pause of the host": 11, "all_reduce": 2}
+    assert kinds("--no-pauses") == {"computation on the host": 12, "all_reduce": 2}
+    assert main(["check", str(folder / "out" / "chakra.0.et")]) == 0
+    assert kinds("--group-node")["pause of the host"] == 11
+    assert main(["check", str(folder / "out" / "chakra.0.et")]) == 1
+    assert "a METADATA_NODE, at which ASTRA-sim's statistics stop" in capsys.readouterr().err

@@ -19,11 +19,13 @@ from hypothesis import strategies as st
 from crossrank.comm import Group
 from crossrank.errors import CrossrankError
 from crossrank.tools.chakra import et_def_pb2 as pb
-from crossrank.tools.chakra.check import check
+from crossrank.tools.chakra.check import RUN_BY_ASTRA_SIM, check
 from crossrank.tools.chakra.framing import read_trace, write_message
 from crossrank.tools.chakra.groups import merge, number
 from crossrank.tools.cli import main
 
+LOWER = "convert with --lower astra-sim"
+SEND: dict[str, Any] = {"kind": pb.COMM_SEND_NODE, "comm_dst": 1, "comm_tag": 1, "comm_size": 8}
 SOURCE = Path(pb.__file__).with_name("et_def.proto")
 
 
@@ -150,7 +152,7 @@ def test_communication_nodes_need_what_the_feeders_read(tmp_path: Path) -> None:
         node(8, kind=pb.COMM_RECV_NODE, comm_src=1, comm_size=8),
         node(9, kind=pb.METADATA_NODE),
     )
-    result = check(path, groups=["4"])
+    result = check(path, groups={"4": [0, 3]})
     assert result.faults == {
         "a COMM_COLL_NODE has no comm_type": 1,
         "a communication node has is_cpu_op true, at which ASTRA-sim stops": 1,
@@ -159,8 +161,63 @@ def test_communication_nodes_need_what_the_feeders_read(tmp_path: Path) -> None:
         "comm_src is not the rank of the file": 1,
         "a COMM_RECV_NODE has no comm_tag": 1,
         "a metadata node does not list groups as the feeder parses them": 1,
+        "a METADATA_NODE, at which ASTRA-sim's statistics stop; convert without --group-node and give it the groups "
+        "with --comm-group-configuration": 1,
+        "ASTRA-sim cannot run BARRIER; convert with --lower astra-sim": 1,
     }
-    assert result.notes == {"ASTRA-sim cannot run BARRIER": 1, "ASTRA-sim cannot run comm_type -1": 1}
+    assert result.notes == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "attributes", "fault"),
+    [
+        *((pb.COMM_COLL_NODE, {"comm_type": number, "comm_size": 64}, f"ASTRA-sim cannot run {name}; {LOWER}")
+          for name, number in pb.CollectiveCommType.items() if number not in RUN_BY_ASTRA_SIM),
+        (pb.COMM_COLL_NODE, {"comm_type": 99, "comm_size": 64}, "ASTRA-sim cannot run comm_type 99"),
+        (pb.COMM_COLL_NODE, {"comm_type": pb.ALL_GATHER, "comm_size": 3},
+         f"an ALL_GATHER of less than 4 B, which never ends in ASTRA-sim; {LOWER}"),
+        (pb.COMM_COLL_NODE, {"comm_type": pb.ALL_REDUCE, "comm_size": 64, "pg_name": "7"},
+         f"a collective of a group of one rank, which never ends in ASTRA-sim; {LOWER}"),
+        (pb.COMM_SEND_NODE, {"comm_dst": 1, "comm_tag": 1, "comm_size": 0},
+         f"a message of 0 B, at which ASTRA-sim stops; {LOWER}"),
+        (pb.COMM_RECV_NODE, {"comm_src": 0, "comm_tag": 1, "comm_size": 8},
+         f"a message of a rank to itself, at which ASTRA-sim stops; {LOWER}"),
+    ],
+)  # fmt: skip
+def test_what_astra_sim_does_not_run_to_its_end_breaks_the_contract(
+    tmp_path: Path, kind: Any, attributes: dict[str, Any], fault: str
+) -> None:
+    path = file_of(tmp_path / "a.0.et", node(1, kind=kind, **attributes))
+    assert check(path, groups={"7": [0]}).faults == {fault: 1}
+
+
+@pytest.mark.parametrize("number", sorted(RUN_BY_ASTRA_SIM))
+def test_what_astra_sim_runs_keeps_the_contract(tmp_path: Path, number: int) -> None:
+    path = file_of(tmp_path / "a.0.et", node(1, kind=pb.COMM_COLL_NODE, comm_type=number, comm_size=64, pg_name="7"))
+    assert check(path, groups={"7": [0, 1]}).faults == {}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "faults"),
+    [
+        ((node(1, is_cpu_op=True), node(5, **SEND)), ["a message that nothing waits for"]),
+        ((node(5, **SEND), node(9, 5, is_cpu_op=True)), []),
+        ((node(9, 5, is_cpu_op=True), node(5, **SEND)), []),
+        ((node(1, is_cpu_op=False), node(5, **SEND)), []),
+    ],
+    ids=["nothing waits", "a later node waits", "an earlier node waits", "no host"],
+)
+def test_a_rank_with_host_nodes_must_not_end_with_a_message(
+    tmp_path: Path, nodes: tuple[pb.Node, ...], faults: list[str]
+) -> None:
+    checked = check(file_of(tmp_path / "a.0.et", *nodes))
+    assert [fault.partition(",")[0] for fault in checked.faults] == faults
+
+
+def test_host_nodes_are_told_because_astra_sim_says_no_overlap_with_them(tmp_path: Path) -> None:
+    result = check(file_of(tmp_path / "a.0.et", node(1, is_cpu_op=True), node(2, is_cpu_op=False)))
+    assert result.faults == {}
+    assert [(note.split(":")[0], count) for note, count in result.notes.items()] == [("a computation on the host", 1)]
 
 
 def test_values_that_cannot_be_break_the_contract(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from crossrank.tools.chakra.convert import convert
-from crossrank.tools.chakra.simulate import GPU, HOST, LATE, PAUSE, RankGraph, Simulation, simulate
+from crossrank.tools.chakra.graph import LATE, PAUSE
+from crossrank.tools.chakra.simulate import GPU, HOST, RankGraph, Simulation, simulate
 from crossrank.tools.chakra.timeline import write_timeline
 from crossrank.tools.cli import main
 from crossrank.tools.linking import link
@@ -32,6 +33,7 @@ def begins(one: RankGraph, simulation: Simulation) -> dict[str, float]:
     return {
         name.partition("_")[0]: begin / 1000
         for name, begin in zip(one.names, simulation.begin_ns[one.rank], strict=True)
+        if name != PAUSE
     }
 
 
@@ -124,6 +126,17 @@ def test_the_simulation_of_dlrm_is_close_to_what_was_measured(
     (simulation,) = json.loads(capsys.readouterr().out)["simulations"]
     assert (simulation["joined"], simulation["alone"]) == (8, 0)
     assert abs(simulation["error"]) < 0.02
+
+
+@needs_traces
+def test_the_simulation_of_dlrm_is_the_one_that_the_readme_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", public("dlrm_8gpu"), "-o", str(tmp_path), "--simulate"]) == 0
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    shown = "Simulation\n" + readme.partition("\nSimulation\n")[2].partition("  …\n")[0]
+    assert shown.count("\n") > 10
+    assert shown in capsys.readouterr().out
 
 
 def test_the_command_prints_the_simulation_and_writes_the_timeline(

@@ -1,0 +1,197 @@
+"""What `crossrank convert` writes, run by ASTRA-sim itself, through examples/astra-sim/run.sh.
+
+Needs the analytical backend, built from astra-sim/astra-sim; ASTRA_SIM names its binary
+(AstraSim_Analytical_Congestion_Unaware).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossrank.tools.chakra import et_def_pb2 as pb
+from crossrank.tools.chakra.check import check
+from crossrank.tools.cli import main
+from tests.integration import jobs
+from tests.integration.kineto_only import execution_trace
+from tests.unit.chakra.test_files import file_of, node
+from tests.unit.linking.public_traces import needs_traces, public
+
+pytestmark = pytest.mark.skipif(
+    not os.access(os.environ.get("ASTRA_SIM", ""), os.X_OK),
+    reason="no ASTRA-sim here; ASTRA_SIM names its analytical backend",
+)
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "astra-sim"
+EVERY_KIND = """
+import torch, torch.distributed as dist
+import crossrank
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+alone = [dist.new_group([one]) for one in range(size)][rank]
+crossrank.enable(window="1:2")
+one, parts = torch.ones(12), [torch.empty(12) for _ in range(size)]
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+for _ in range(3):
+    dist.barrier()
+    dist.gather(one, parts if rank == 0 else None, dst=0)
+    dist.scatter(one, parts if rank == 0 else None, src=0)
+    dist.reduce(one, dst=0)
+    dist.broadcast(one, src=0)
+    dist.all_reduce(one)
+    dist.all_gather([torch.empty(1, dtype=torch.uint8) for _ in range(size)], torch.ones(1, dtype=torch.uint8))
+    dist.all_reduce(one, group=alone)
+    if rank == 0:
+        dist.send(torch.empty(0), 1)
+        dist.send(one, 1)
+    elif rank == 1:
+        dist.recv(torch.empty(0), 0)
+        dist.recv(one, 0)
+    optimizer.step()
+crossrank.disable()
+dist.destroy_process_group()
+"""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What ASTRA-sim printed."""
+
+    text: str
+    ranks: int
+    finished: int
+    last_ns: int
+
+
+def simulate(prefix: Path, system: str = "system.json", seconds: float = 120) -> Simulated:
+    command = [str(EXAMPLES / "run.sh"), str(prefix)]
+    variables = os.environ | {"SYSTEM": str(EXAMPLES / system)}
+    run = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=seconds, check=False)
+    said = re.search(r"^(\d+) of (\d+) ranks finished, the last after (\d+) ns$", run.stdout, re.MULTILINE)
+    assert said is not None, run.stdout + run.stderr
+    finished, ranks, last = map(int, said.groups())
+    assert run.returncode == (finished != ranks)
+    return Simulated(run.stdout + run.stderr, ranks, finished, last)
+
+
+def convert(source: str | Path, folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
+    """Convert for ASTRA-sim; the figures of our own simulation of each window."""
+    options = ["--lower", "astra-sim", "--simulate", "--json", "--jobs", "1", *words]
+    capsys.readouterr()
+    assert main(["convert", str(source), "-o", str(folder), *options]) == 0
+    simulations: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["simulations"]
+    assert main(["check", *map(str, sorted(folder.glob("*.et")))]) == 0
+    return simulations
+
+
+def as_measured(simulated: Simulated, ours: dict[str, Any]) -> bool:
+    """Whether all ranks finished, within a tenth of the measured makespan."""
+    error = simulated.last_ns / ours["measured_ns"] - 1
+    return simulated.finished == simulated.ranks and abs(error) < 0.1
+
+
+@needs_traces
+def test_the_ranks_of_dlrm_finish_when_they_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (ours,) = convert(public("dlrm_8gpu"), tmp_path, capsys)
+    for system in ("system.json", "replay.json"):
+        simulated = simulate(tmp_path / "chakra", system)
+        assert simulated.ranks == 8
+        assert as_measured(simulated, ours)
+
+
+@needs_traces
+def test_a_range_around_backward_does_not_count_its_time_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with gzip.open(public("nccl_2gpu") + "/rank-0.kineto.json.gz") as file:
+        kineto = json.load(file)
+    (tmp_path / "rank-0.kineto.json").write_text(json.dumps(kineto))
+    (tmp_path / "rank-0.et.json").write_text(json.dumps(execution_trace(kineto)))
+    (ours,) = convert(tmp_path, tmp_path / "out", capsys)
+    # The other rank's files are not there; it did the same.
+    shutil.copy(tmp_path / "out" / "chakra.0.et", tmp_path / "out" / "chakra.1.et")
+    assert as_measured(simulate(tmp_path / "out" / "chakra"), ours)
+
+
+@needs_traces
+def test_without_the_host_astra_sim_says_the_overlap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    convert(public("dlrm_8gpu"), tmp_path, capsys, "--nodes", "gpu")
+    simulated = simulate(tmp_path / "chakra")
+    assert simulated.finished == 8
+    assert simulated.text.count("Total compute-communication overlap") == 8
+    assert "removed before call" not in simulated.text
+
+
+def test_both_windows_of_the_demo_finish_when_they_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = jobs.torchrun(tmp_path, ROOT / "examples" / "demo.py", ranks=4, TRACING_DIR=str(tmp_path / "recording"))
+    assert done.returncode == 0, done.stderr
+    for prefix, ours in zip(
+        ("chakra", "chakra-w2"), convert(tmp_path / "recording", tmp_path / "out", capsys), strict=True
+    ):
+        # gloo between processes of one machine is no network, so its communications last as long as measured.
+        assert as_measured(simulate(tmp_path / "out" / prefix, "replay.json"), ours)
+        assert simulate(tmp_path / "out" / prefix).finished == 4
+
+
+@pytest.mark.parametrize("nodes", ["all", "gpu"])
+def test_a_job_of_every_kind_of_communication_finishes_when_it_is_lowered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], nodes: str
+) -> None:
+    script = jobs.write_script(tmp_path, EVERY_KIND)
+    done = jobs.torchrun(tmp_path, script, ranks=3, TRACING_DIR=str(tmp_path / "recording"))
+    assert done.returncode == 0, done.stderr
+    assert main(["convert", str(tmp_path / "recording"), "-o", str(tmp_path / "plain"), "--jobs", "1"]) == 0
+    assert main(["check", *map(str, (tmp_path / "plain").glob("*.et"))]) == 1
+    convert(tmp_path / "recording", tmp_path / "out", capsys, "--nodes", nodes)
+    assert simulate(tmp_path / "out" / "chakra").finished == 3
+
+
+@pytest.mark.parametrize("host", [True, False])
+def test_ranks_that_end_with_a_message_stop_where_they_have_host_nodes(tmp_path: Path, host: bool) -> None:
+    kept = []
+    for rank, kind in enumerate((pb.COMM_SEND_NODE, pb.COMM_RECV_NODE)):
+        message = node(2, 1, kind=kind, comm_src=0, comm_dst=1, comm_size=8, comm_tag=1)
+        path = file_of(tmp_path / f"chakra.{rank}.et", node(1, is_cpu_op=host), message)
+        kept.append(not check(path).faults)
+    (tmp_path / "comm_groups.json").write_text("{}")
+    simulated = simulate(tmp_path / "chakra")
+    assert (simulated.finished == 2) == all(kept) == (not host)
+
+
+COLLECTIVE: dict[str, Any] = {"kind": pb.COMM_COLL_NODE, "comm_type": pb.ALL_REDUCE, "comm_size": 64}
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        *({"comm_type": number} for number in pb.CollectiveCommType.values()),
+        *({"comm_type": pb.ALL_GATHER, "comm_size": size} for size in (0, 3, 4)),
+        *({"comm_type": number, "comm_size": 0} for number in (pb.ALL_REDUCE, pb.ALL_TO_ALL, pb.REDUCE_SCATTER)),
+        {"pg_name": "5"},
+        {"pg_name": "6"},
+        {"kind": pb.METADATA_NODE},
+    ],
+    ids=str,
+)
+def test_check_fails_on_what_does_not_finish_and_on_nothing_else(tmp_path: Path, attributes: dict[str, Any]) -> None:
+    groups = {"5": [0], "6": [0, 1], "7": [1]}
+    (tmp_path / "comm_groups.json").write_text(json.dumps(groups))
+    kept = []
+    for rank in (0, 1):
+        own = {"pg_name": "7"} if rank and attributes.get("pg_name") == "5" else {}
+        path = file_of(tmp_path / f"chakra.{rank}.et", node(1, **COLLECTIVE | attributes | own))
+        kept.append(not check(path, groups).faults)
+    try:
+        finished = simulate(tmp_path / "chakra", seconds=10).finished
+    except subprocess.TimeoutExpired:
+        finished = 0
+    assert (finished == 2) == all(kept)
