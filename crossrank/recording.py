@@ -240,9 +240,15 @@ def _read_zstd(source: BinaryIO, damage: Damage) -> Iterator[bytes]:
 
 
 def _read_gzip(source: BinaryIO, damage: Damage) -> Iterator[bytes]:
+    """All members of the file, which follow each other as those of `cat a.gz b.gz`, pigz and bgzip do."""
     stream = zlib.decompressobj(wbits=31)
-    while not stream.eof and (chunk := source.read(_COMPRESSED)):
-        while chunk and not stream.eof:
+    while chunk := source.read(_COMPRESSED):
+        while chunk:
+            if stream.eof:
+                chunk = chunk.lstrip(b"\0")  # padding, which RFC 1952 leaves to the reader and gzip skips
+                if not chunk:
+                    break
+                stream = zlib.decompressobj(wbits=31)
             try:
                 content = stream.decompress(chunk, _CHUNK)
             except zlib.error as error:
@@ -250,7 +256,7 @@ def _read_gzip(source: BinaryIO, damage: Damage) -> Iterator[bytes]:
                 return
             if content:
                 yield content
-            chunk = stream.unconsumed_tail
+            chunk = stream.unused_data if stream.eof else stream.unconsumed_tail
     if not stream.eof:
         damage.problems.append("the gzip stream is cut off; what comes before it was read")
 
@@ -321,7 +327,7 @@ class CommsFile:
                     yield decode_record(line)
                     continue
                 other = decode_line(line)
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 if len(self.damage.problems) < _MOST_PROBLEMS:
                     self.damage.problems.append(f"line {number} is no comms record: {one_line(error)}")
                 else:

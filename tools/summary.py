@@ -87,7 +87,7 @@ def summarise(path: str, fleet: Fleet, done: Callable[[], None] = lambda: None) 
     comms = listing.of_kind(COMMS)
     if not comms:
         raise CrossrankError(f"{path} is no recording: {_found(listing)}; name the folder given as TRACING_DIR")
-    return _merge(listing, map_ranks(summarise_rank, comms, fleet, done=done))
+    return _merge(listing, map_ranks(summarise_rank, comms, fleet, failed=_failed, done=done))
 
 
 def _found(listing: Listing) -> str:
@@ -136,6 +136,22 @@ def summarise_rank(file: RankFile) -> RankSummary:
     )
 
 
+def _failed(file: RankFile, error: CrossrankError) -> RankSummary:
+    """What stands for a rank whose file no worker could read: it does not end the others."""
+    return RankSummary(
+        rank=file.rank,
+        path=file.path,
+        problems=[str(error).removeprefix(f"{file.path}: ")],
+        header=None,
+        groups=[],
+        end=None,
+        by_op={},
+        by_group={},
+        by_source={},
+        steps=0,
+    )
+
+
 def _merge(listing: Listing, ranks: list[RankSummary]) -> Summary:
     headers = [rank.header for rank in ranks if rank.header is not None]
     world = max((header.world_size for header in headers if 0 < header.world_size <= MOST_RANKS), default=None)
@@ -156,7 +172,7 @@ def _merge(listing: Listing, ranks: list[RankSummary]) -> Summary:
             if name not in ("reason", "step") and isinstance(value, int):
                 counts[name] = counts.get(name, 0) + value
     blind_spots = {(header.rank, spot) for header in headers for spot in header.blind_spots}
-    blind_spots |= {(rank.rank, spot) for rank in ranks for spot in (rank.end or {}).get("blind_spots", ())}
+    blind_spots |= {(rank.rank, spot) for rank in ranks for spot in _texts((rank.end or {}).get("blind_spots"))}
     files: dict[str, dict[str, int]] = {}
     for file in listing.files:
         entry = files.setdefault(file.kind, {"files": 0, "bytes": 0})
@@ -193,6 +209,11 @@ def _merge(listing: Listing, ranks: list[RankSummary]) -> Summary:
         problems=[f"{rank.path}: {problem}" for rank in ranks for problem in rank.problems],
         warnings=_warnings(headers, counts, blind_spots),
     )
+
+
+def _texts(value: object) -> list[str]:
+    """The texts of a list in a line whose fields are not checked; empty for anything else."""
+    return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
 
 
 def _sum(tables: Iterable[dict[Any, Tally]]) -> dict[Any, Tally]:

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from crossrank.recording import RankFile
 from crossrank.tools.cli import main
+from crossrank.tools.summary import RankSummary, summarise_rank
 
 
 def comms(rank: int, node: str, *, world: int = 2, ended: bool = True) -> bytes:
@@ -212,6 +214,49 @@ def test_a_foreign_file_is_named_and_the_rest_is_shown(folder: Path, capsys: pyt
     assert "missing    no comms file of rank 1" in out
     assert err.startswith(f"crossrank: {foreign}: line 1 is no comms record: ")
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"later":' + b"[" * 100_000 + b"\n", "line 3 is no comms record: "),
+        (b'{"step":{"step":"one"}}\n', "line 3 is no comms record: "),
+        (b'{"id":"one"}\n', "line 3 is no comms record: "),
+        (b"\xff\n", "line 3 is no comms record: "),
+        (b'{"end":{"reason":"exit","blind_spots":5,"exceptions":5}}\n', None),
+    ],
+    ids=["nested", "type", "record", "bytes", "end"],
+)
+def test_a_bad_line_of_one_rank_does_not_end_the_others(
+    folder: Path, capsys: pytest.CaptureFixture[str], line: bytes, problem: str | None
+) -> None:
+    damaged = folder / "rank-1.comms.jsonl"
+    (folder / "rank-1.comms.jsonl.zst").rename(damaged)
+    lines = zstandard.decompress(comms(1, "beta")).splitlines(keepends=True)
+    damaged.write_bytes(b"".join([*lines[:2], line, *lines[2:-1]]))
+    code, out, err = inspect(folder, capsys)
+    assert "ranks      2 of 2" in out
+    assert "all_reduce  all_reduce      2" in out
+    if problem is None:
+        assert (code, err) == (0, "")
+    else:
+        assert code == 2
+        assert err.startswith(f"crossrank: {damaged}: {problem}")
+        assert len(err.splitlines()) == 1
+
+
+def test_a_file_that_stops_its_reader_is_named_and_the_rest_is_shown(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(file: RankFile) -> RankSummary:
+        if file.rank == 1:
+            raise ValueError("of a kind that nobody foresaw")
+        return summarise_rank(file)
+
+    monkeypatch.setattr("crossrank.tools.summary.summarise_rank", stop)
+    code, out, err = inspect(folder, capsys)
+    assert (code, "ranks      1 of 2" in out) == (2, True)
+    assert err.startswith(f"crossrank: {folder}/rank-1.comms.jsonl.zst: stopped by an error that was not foreseen")
 
 
 def test_files_that_stopped_growing_and_foreign_names_are_listed(
