@@ -106,6 +106,79 @@ def test_the_status_of_json_has_its_numbers_as_strings() -> None:
     assert decode(content).status == {0: Progress(17, 17, 17)}
 
 
+def literal(name: str, sizes: list[list[int]], number: int = 0, **said: Any) -> dict[str, Any]:
+    """An entry as torch's own tests write it (test/distributed/flight_recorder/test_fr_analysis.py)."""
+    return {
+        "profiling_name": f"nccl:{name}",
+        "state": "completed",
+        "process_group": ("0", "default_pg"),
+        "input_sizes": sizes,
+        "output_sizes": sizes,
+        "input_dtypes": "float32",
+        "output_dtypes": "float32",
+        "collective_seq_id": "1",
+        "p2p_seq_id": "0",
+        "time_created_ns": 0,
+        "frames": [],
+        "record_id": number,
+        "is_p2p": False,
+    } | said
+
+
+def literal_dump(rank: int, *entries: dict[str, Any]) -> dict[str, Any]:
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
+    config["1"] = {"name": "1", "desc": "sub_pg", "ranks": f"[{rank}]"}
+    return {"version": "2.8", "pg_config": config, "rank": rank, "entries": list(entries)}
+
+
+def test_numbers_and_dtypes_may_be_text() -> None:
+    sub = {"process_group": ("1", "sub_pg"), "output_sizes": [[]], "output_dtypes": ""}
+    dump = decode(literal_dump(3, literal("all_reduce", [[4, 4], [2]]), literal("gather", [[4]], 1, **sub)))
+
+    assert (dump.rank, dump.problems) == (3, [])
+    first, second = dump.entries
+    assert (first.collective_seq_id, first.input_sizes, first.input_dtypes) == (1, ((4, 4), (2,)), ("float32",) * 2)
+    assert (second.input_dtypes, second.output_sizes, second.output_dtypes) == (("float32",), (), ())
+    assert first.pg_id != second.pg_id
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "kinds"),
+    [
+        ([literal("all_reduce", [[4, 4]])], [literal("all_reduce", [[4, 4]])], []),
+        ([literal("all_reduce", [[4, 4]])], [literal("all_reduce", [[5, 5]])], ["size_mismatch"]),
+        (
+            [literal("_broadcast_oop", [[4]]), literal("_broadcast_oop", [[5]], 1), literal("ALLGATHER_coalesced", [[]], 2)],
+            [literal("_broadcast_oop", [[4]]), literal("_broadcast_oop", [[5]], 1), literal("ALLGATHER_coalesced", [[]], 2)],
+            [],
+        ),
+        (
+            [literal("_broadcast_oop", [[4]]), literal("_broadcast_oop", [[5]], 1), literal("ALLGATHER_coalesced", [[]], 2)],
+            [literal("_broadcast_oop", [[4]]), literal("_broadcast_oop", [[4]], 1), literal("ALLGATHER_coalesced", [[]], 2)],
+            ["size_mismatch"],
+        ),
+        (
+            [literal("gather", [[4]], output_sizes=[[4], [4]])],
+            [literal("gather", [[4]], output_sizes=[[]], output_dtypes="")],
+            [],
+        ),
+    ],
+    ids=["same", "sizes", "uneven all_gather", "unlike all_gather", "gather"],
+)  # fmt: skip
+@pytest.mark.parametrize("pack", [lambda content: json.dumps(content).encode(), lambda content: pickle.dumps(content, 2)])
+def test_dumps_whose_numbers_are_text_are_diagnosed(
+    tmp_path: Path, mine: list[dict[str, Any]], others: list[dict[str, Any]], kinds: list[str], pack: Any
+) -> None:
+    for rank, entries in enumerate((mine, others)):
+        (tmp_path / f"dump_file_rank_{rank}").write_bytes(pack(literal_dump(rank, *entries)))
+
+    evidence = read_evidence(find_candidates([str(tmp_path)]), Fleet())
+    found, _ = diagnose(evidence)
+
+    assert [finding.kind for finding in found.findings] == kinds
+    assert found.ranks == [0, 1]
+
+
 @pytest.mark.parametrize(
     "ranks", ["[0, 1, 1]", "__import__('os').getcwd()", "[0, 99999999999]", "[" + "1," * 3_000_000]
 )
