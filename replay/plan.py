@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import zstandard
 
-from crossrank.comm import MOST_RANKS, CommRecord, Group, is_p2p
+from crossrank.comm import MOST_RANKS, CommRecord, Group, has_size, is_p2p
 from crossrank.errors import CrossrankError, one_line
 from crossrank.recording import Damage, read_chunks
 from crossrank.replay.shapes import BrokenError, LeftOutError, complete
@@ -48,6 +48,9 @@ class LeftOut(msgspec.Struct, kw_only=True):
 
     calls: int = 0
     bytes: int = 0
+    """As far as they are known."""
+    unsized: int = 0
+    """Calls of which the bytes are not known."""
 
 
 class RankPlan(msgspec.Struct, kw_only=True):
@@ -65,6 +68,7 @@ class RankPlan(msgspec.Struct, kw_only=True):
         for record in records:
             row.calls += 1
             row.bytes += max(record.bytes, 0)
+            row.unsized += not has_size(record)
 
 
 class Coverage(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +78,8 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
     recorded_calls: int
     bytes: int
     recorded_bytes: int
+    unsized: int
+    """Recorded calls of which the bytes are not known; none of them is replayed."""
     reasons: dict[str, int]
     """Why calls were left out -> how many."""
     damaged: bool
@@ -123,6 +129,7 @@ class Plan(msgspec.Struct, kw_only=True):
             recorded_calls=calls + sum(row.calls for row in left),
             bytes=size,
             recorded_bytes=size + sum(row.bytes for row in left),
+            unsized=sum(row.unsized for row in left),
             reasons=dict(reasons.most_common()),
             damaged=bool(self.damage),
         )

@@ -17,6 +17,7 @@ from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED, 
 from crossrank.tools.calls import readers
 from crossrank.tools.calls.files import BASIC, files_at
 from crossrank.tools.calls.flight import read_flight
+from crossrank.tools.calls.kineto import read_kineto_trace
 from crossrank.tools.calls.param_basic import read_basic
 from crossrank.tools.calls.rank_calls import Input, RankCalls
 from crossrank.tools.fleet import Fleet, map_ranks
@@ -35,7 +36,7 @@ KINDS: dict[str, Kind] = {
     COMMS: Kind("comms files of a recording", readers.read_comms),
     LINKED: Kind("linked traces", readers.read_linked_trace),
     EXECUTION_TRACE: Kind("execution traces", readers.read_et),
-    KINETO: Kind("Kineto traces", readers.read_kineto_trace),
+    KINETO: Kind("Kineto traces", read_kineto_trace),
     FLIGHT: Kind("flight-recorder dumps", read_flight),
     BASIC: Kind("PARAM basic traces", read_basic),
 }

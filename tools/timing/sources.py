@@ -14,12 +14,13 @@ from pathlib import PurePosixPath
 
 import msgspec
 
-from crossrank.comm import MOST_RANKS, is_p2p
+from crossrank.comm import MOST_RANKS, OPERATIONS, is_p2p
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED, is_folder, list_recording
 from crossrank.tools.calls import readers
 from crossrank.tools.calls.files import NSIGHT, files_at
 from crossrank.tools.calls.flight import read_flight
+from crossrank.tools.calls.kineto import NOTHING, read_kineto_trace
 from crossrank.tools.calls.rank_calls import Input, RankCalls, RecordedCall
 from crossrank.tools.fleet import Fleet, map_ranks
 from crossrank.tools.linking.communications import named_by_address
@@ -310,7 +311,7 @@ def _read_pair(task: Task) -> list[RankTimes]:
 
 def _read_kineto(task: Task) -> list[RankTimes]:
     assert task.given is not None
-    return [_of_calls(readers.read_kineto_trace(task.given), "kineto")]
+    return [_of_calls(read_kineto_trace(task.given), "kineto")]
 
 
 def _read_flight(task: Task) -> list[RankTimes]:
@@ -385,6 +386,8 @@ def _of_calls(calls: RankCalls, source: str) -> RankTimes:
         counted_p2p = is_p2p(first) and not times.p2p_numbered
         if number is None or not times.numbered or counted_p2p or kind.op == SEND_RECV:
             number = counted[lane]
+        if first.op not in OPERATIONS and not times.numbered:
+            number = 0  # nobody knows what it would be compared with
         builder.add(
             builder.kind(kind),
             id=first.id,
@@ -394,11 +397,13 @@ def _of_calls(calls: RankCalls, source: str) -> RankTimes:
             began=began,
             ended=ended,
         )
-        if timed:
+        if timed and not calls.told_by:
             times.attributed[SOURCES[source]] += len(launch)
+    times.attributed.update({how: count for how, count in calls.told_by.items() if how != NOTHING})
+    times.unattributed.update({how: count for how, count in calls.told_by.items() if how == NOTHING})
     if calls.left_out:
         times.unattributed[LEFT_OUT] = calls.left_out
-    without = len(calls.calls) - sum(times.attributed.values())
+    without = sum(call.took_ns is None for call in calls.calls)
     if without and times.attributed:
         times.unattributed["calls outside the windows that were traced, or without a duration"] = without
     return times

@@ -132,7 +132,7 @@ def literal_dump(rank: int, *entries: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_numbers_and_dtypes_may_be_text() -> None:
-    sub = {"process_group": ("1", "sub_pg"), "output_sizes": [[]], "output_dtypes": ""}
+    sub: dict[str, Any] = {"process_group": ("1", "sub_pg"), "output_sizes": [[]], "output_dtypes": ""}
     dump = decode(literal_dump(3, literal("all_reduce", [[4, 4], [2]]), literal("gather", [[4]], 1, **sub)))
 
     assert (dump.rank, dump.problems) == (3, [])
@@ -142,21 +142,18 @@ def test_numbers_and_dtypes_may_be_text() -> None:
     assert first.pg_id != second.pg_id
 
 
+def uneven_all_gather(*sizes: int) -> list[dict[str, Any]]:
+    parts = [literal("_broadcast_oop", [[size]], number) for number, size in enumerate(sizes)]
+    return [*parts, literal("ALLGATHER_coalesced", [[]], len(sizes))]
+
+
 @pytest.mark.parametrize(
     ("mine", "others", "kinds"),
     [
         ([literal("all_reduce", [[4, 4]])], [literal("all_reduce", [[4, 4]])], []),
         ([literal("all_reduce", [[4, 4]])], [literal("all_reduce", [[5, 5]])], ["size_mismatch"]),
-        (
-            [literal("_broadcast_oop", [[4]]), literal("_broadcast_oop", [[5]], 1), literal("ALLGATHER_coalesced", [[]], 2)],
-            [literal("_broadcast_oop", [[4]]), literal("_broadcast_oop", [[5]], 1), literal("ALLGATHER_coalesced", [[]], 2)],
-            [],
-        ),
-        (
-            [literal("_broadcast_oop", [[4]]), literal("_broadcast_oop", [[5]], 1), literal("ALLGATHER_coalesced", [[]], 2)],
-            [literal("_broadcast_oop", [[4]]), literal("_broadcast_oop", [[4]], 1), literal("ALLGATHER_coalesced", [[]], 2)],
-            ["size_mismatch"],
-        ),
+        (uneven_all_gather(4, 5), uneven_all_gather(4, 5), []),
+        (uneven_all_gather(4, 5), uneven_all_gather(4, 4), ["size_mismatch"]),
         (
             [literal("gather", [[4]], output_sizes=[[4], [4]])],
             [literal("gather", [[4]], output_sizes=[[]], output_dtypes="")],
@@ -164,8 +161,8 @@ def test_numbers_and_dtypes_may_be_text() -> None:
         ),
     ],
     ids=["same", "sizes", "uneven all_gather", "unlike all_gather", "gather"],
-)  # fmt: skip
-@pytest.mark.parametrize("pack", [lambda content: json.dumps(content).encode(), lambda content: pickle.dumps(content, 2)])
+)
+@pytest.mark.parametrize("pack", [lambda one: json.dumps(one).encode(), lambda one: pickle.dumps(one, 2)])
 def test_dumps_whose_numbers_are_text_are_diagnosed(
     tmp_path: Path, mine: list[dict[str, Any]], others: list[dict[str, Any]], kinds: list[str], pack: Any
 ) -> None:
