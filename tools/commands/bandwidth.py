@@ -63,8 +63,9 @@ class BandwidthCommand:
                 raise CrossrankError(
                     f"{', '.join(paths)}: holds no communication; name the traces of a job that has some"
                 )
+            why = "".join(f" ({note})" for note in result.notes[:2])
             raise CrossrankError(
-                f"{', '.join(paths)}: {result.calls:,} calls, but nothing says how long one took; record a window "
+                f"{', '.join(paths)}: {result.calls:,} calls, but nothing says how long one took{why}; record a window "
                 "(TRACING_WINDOW=START:STOP), or a report of Nsight Systems, or set TORCH_NCCL_ENABLE_TIMING=1"
             )
         content = msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"

@@ -35,7 +35,7 @@ CHOICES = ("nsight", "kineto", "flight", "comms")
 
 _EXPORTS = (".sqlite", ".sqlite3")
 _REPORTS = (".nsys-rep", ".qdrep")
-EXPORT = "nsys export --type sqlite --include-json true --include-blobs true"
+EXPORT = "nsys export --type sqlite"
 LEFT_OUT = "calls inside a node, which were counted and not recorded (TRACING=CROSSNODE); TRACING=ALL records them"
 _RANKS_APART = 60_000_000_000
 """ns between the end of one rank and the begin of another that no job has."""

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from crossrank.tools.cli import main
+from crossrank.tools.nsight.nccl import NO_PAYLOAD
+from crossrank.tools.nsight.read import IN_NCCL, NO_LAUNCH
 from tests.unit.linking.public_traces import needs_traces, public
 
 pytestmark = needs_traces
@@ -72,3 +74,13 @@ def test_dumps_with_timing_give_durations_without_clocks(capsys: pytest.CaptureF
     found = bandwidth_of("flight/clean", capsys)
     assert (found["sources"], found["calls"], found["timed_calls"]) == ({"flight": 4}, 80, 80)
     assert found["clocks"]["note"] == "4 clocks, and nothing tells when collectives ended: they are not compared"
+
+
+def test_a_real_export_of_two_gpus_reads_as_its_kernels_say(capsys: pytest.CaptureFixture[str]) -> None:
+    found = bandwidth_of("nsight_h100", capsys, "--by", "op,size")
+    assert found["ranks"] == [0, 1]
+    assert (found["attributed"], found["total_ms"]) == ({IN_NCCL: 64}, 25.18)
+    assert found["unattributed"] == {NO_PAYLOAD: 256, NO_LAUNCH: 2}
+    (row,) = found["rows"]
+    assert (row["op"], row["collectives"], row["time_us"]["p50"]) == ("send/recv, batched", 64, 210.4)
+    assert (row["size_to"], row["unsized"]) == (None, 64)
