@@ -34,7 +34,7 @@ def test_markers_without_communication_kernels_are_calls_without_times(tmp_path:
     assert [moment - EPOCH for moment in times.called] == [1000]
     assert dict(times.unattributed) == {NO_KERNEL: 1}
     (note,) = times.notes
-    assert "1 calls are marked, but the export has no communication kernel to time them by: the job communicated" in note
+    assert "1 calls are marked, but the export has no communication kernel to time them by" in note
 
 
 def test_kernels_without_markers_are_refused(tmp_path: Path) -> None:
