@@ -47,6 +47,7 @@ _SUFFIXES = {
     FLIGHT: "flight.json",
     LINKED: "linked.json",
 }
+KINDS = tuple(_SUFFIXES)
 _NAME = re.compile(
     r"rank-(?P<rank>\d+)\.(?:w(?P<window>\d+)\.)?(?P<suffix>comms\.jsonl|(?:et|kineto|flight|linked)\.json)"
     r"(?P<compression>\.zst|\.gz|)"
@@ -192,10 +193,10 @@ class Damage:
     problems: list[str] = field(default_factory=list)
 
 
-def read_chunks(path: str, damage: Damage) -> Iterator[bytes]:
+def read_chunks(path: str, damage: Damage, size: int = _CHUNK) -> Iterator[bytes]:
     """The uncompressed content of a plain, gzip or zstd file; what is torn is noted in `damage`.
 
-    Compression is told by the first bytes, not by the name.
+    Compression is told by the first bytes, not by the name. `size` bytes of a plain file are read at a time.
     """
     file_system, local = _file_system(path)
     try:
@@ -211,7 +212,7 @@ def read_chunks(path: str, damage: Damage) -> Iterator[bytes]:
         elif start[:2] == b"\x1f\x8b":
             yield from _read_gzip(source, damage)
         else:
-            while chunk := source.read(_CHUNK):
+            while chunk := source.read(size):
                 yield chunk
 
 

@@ -1,7 +1,7 @@
 """Finds the files of all ranks that are replayed, and reads each into `RankCalls`.
 
 A folder may hold several kinds for each rank, as our recordings do; then the one that says most is read, in the order
-of `KINDS`. A rank is read from the name of its file, or from what the file says.
+of `KINDS`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import PurePosixPath
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED, is_url
 from crossrank.tools.calls import readers
-from crossrank.tools.calls.files import BASIC, files_at
 from crossrank.tools.calls.flight import read_flight
 from crossrank.tools.calls.kineto import read_kineto_trace
 from crossrank.tools.calls.param_basic import read_basic
 from crossrank.tools.calls.rank_calls import Input, RankCalls
 from crossrank.tools.fleet import Fleet, map_ranks
 from crossrank.tools.tables import rank_ranges
+from crossrank.tools.traces.discover import BASIC, WHAT, TraceFile, discover, nearest
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,13 @@ def find(path: str, kind: str | None = None) -> Found:
     Raises `CrossrankError` where there is nothing to replay.
     """
     parts = [path] if os.path.exists(path) or is_url(path) else [part for part in path.split(",") if part]
-    by_kind: dict[str, dict[int | None, list[Input]]] = defaultdict(lambda: defaultdict(list))
-    skipped: list[str] = []
-    for part in parts:
-        for one in files_at(part, skipped):
-            if one[0] in KINDS:
-                by_kind[one[0]][one[1].rank].append(one[1])
+    by_kind: dict[str, dict[int | None, list[TraceFile]]] = defaultdict(lambda: defaultdict(list))
+    files = discover(parts)
+    skipped = [f"{file.path}: {file.problem}" for file in files if file.problem]
+    skipped += [f"{file.path}: is {WHAT[file.kind]}" for file in files if file.path in parts and file.kind not in KINDS]
+    kept, said = nearest(file for file in files if file.kind in KINDS and not file.problem)
+    for file in kept:
+        by_kind[file.kind][file.rank].append(file)
     chosen = kind or next((name for name in KINDS if name in by_kind), None)
     if chosen is None or chosen not in by_kind:
         wanted = KINDS[chosen].what if chosen else "no trace that can be replayed"
@@ -85,13 +86,15 @@ def find(path: str, kind: str | None = None) -> Found:
             )
         inputs.append(_with_timings(found[0], by_kind))
         skipped += [f"{one.path}: a later window of rank {rank}; name it to replay it" for one in found[1:]]
-    return Found(kind=chosen, inputs=inputs, skipped=skipped)
+    return Found(kind=chosen, inputs=inputs, skipped=skipped + said)
 
 
-def _with_timings(one: Input, by_kind: dict[str, dict[int | None, list[Input]]]) -> Input:
+def _with_timings(one: TraceFile, by_kind: dict[str, dict[int | None, list[TraceFile]]]) -> Input:
     """Beside a comms file, a linked trace or a dump of the same rank says how long its calls took."""
-    return replace(
-        one,
+    return Input(
+        path=one.path,
+        rank=one.rank,
+        window=one.window,
         linked=tuple(other.path for other in by_kind.get(LINKED, {}).get(one.rank, ()) if other is not one),
         flight=next((other.path for other in by_kind.get(FLIGHT, {}).get(one.rank, ()) if other is not one), None),
     )

@@ -242,6 +242,10 @@ def test_json_that_is_no_dump_exits_2_with_its_name(tmp_path: Path, capsys: pyte
     code, _, err = diagnose(capsys, file)
 
     assert code == 2
+    assert f"{file}: is a Kineto trace, no flight-recorder dump" in err
+    file.write_text('{"events": []}')
+    code, _, err = diagnose(capsys, file)
+    assert code == 2
     assert f"{file}: is no flight-recorder dump: it lacks version, pg_config and entries" in err
 
 

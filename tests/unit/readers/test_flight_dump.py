@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from crossrank.tools.diagnosis.diagnose import diagnose
-from crossrank.tools.diagnosis.inputs import find_candidates, rank_in_name, read_evidence
+from crossrank.tools.diagnosis.inputs import find_candidates, read_evidence
 from crossrank.tools.fleet import Fleet
 from crossrank.tools.readers.flight_dump import (
     FlightDump,
@@ -215,19 +215,6 @@ def test_a_small_file_does_not_fill_the_memory(pack: Any, tmp_path: Path) -> Non
         read_flight_dump(str(tmp_path / "rank_0"))
 
     assert error.value.refused
-
-
-def test_the_rank_is_found_in_names_with_hosts() -> None:
-    names = [
-        "_dump_3",
-        "nccl_trace_rank_12",
-        "trace.host7-rank4.pickle",
-        "node-0/x",
-        "rank-5.flight.json.zst",
-        "notes.txt",
-    ]
-
-    assert [rank_in_name(name) for name in names] == [3, 12, 4, 0, 5, None]
 
 
 @needs_traces
