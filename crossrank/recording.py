@@ -302,11 +302,13 @@ class _Line(msgspec.Struct):
 class CommsFile:
     """One rank's comms file. Iterate `records()` first; the rest is known when that is through.
 
-    Nothing is raised for a damaged file: `damage.problems` says what is missing.
+    Nothing is raised for a damaged file: `damage.problems` says what is missing, and where a rank other than `rank`
+    wrote it.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, rank: int | None = None) -> None:
         self.path = path
+        self.rank = rank
         self.damage = Damage(path)
         self.header: Header | None = None
         self.groups: list[Group] = []
@@ -348,6 +350,8 @@ class CommsFile:
     def _take(self, line: _Line) -> None:
         if line.header is not None:
             self.header = line.header
+            if self.rank not in (None, line.header.rank):
+                self.damage.problems.append(f"is named for rank {self.rank} and was written by rank {line.header.rank}")
             if line.header.schema != SCHEMA:
                 self.damage.problems.append(
                     f"written as {line.header.schema!r}, read as {SCHEMA!r}: use the crossrank that wrote it"

@@ -113,7 +113,7 @@ def _found(path: str, files: Sequence[TraceFile]) -> str:
 def summarise_rank(file: TraceFile) -> RankSummary:
     """Read one rank's comms file, as far as it can be read."""
     assert file.rank is not None
-    comms = CommsFile(file.path)
+    comms = CommsFile(file.path, file.rank)
     by_op: dict[tuple[str, str], Tally] = {}
     by_group: dict[str, Tally] = {}
     by_source: dict[tuple[str, str], Tally] = {}
@@ -131,8 +131,6 @@ def summarise_rank(file: TraceFile) -> RankSummary:
             tally.cross_node_bytes += crosses
             tally.unknown_bytes += unknown
     header = comms.header
-    if header is not None and header.rank != file.rank:
-        comms.damage.problems.append(f"is named for rank {file.rank} and was written by rank {header.rank}")
     return RankSummary(
         rank=file.rank,
         path=file.path,

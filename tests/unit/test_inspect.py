@@ -270,6 +270,22 @@ def test_files_that_stopped_growing_and_foreign_names_are_listed(
     assert "foreign    1 file(s) that are no recording's: report.nsys-rep\n" in out
 
 
+def test_recordings_of_other_jobs_below_are_named_and_not_counted(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("earlier-1", "spawned-2"):
+        (folder / name).mkdir()
+        (folder / name / "rank-0.comms.jsonl.zst").write_bytes(comms(0, "alpha"))
+    code, out, _ = inspect(folder, capsys)
+    assert (code, "calls      4 recorded" in out) == (0, True)
+    assert (
+        "others     2 folder(s) of other jobs, an earlier one or processes that ranks started, not counted here: "
+        "earlier-1, spawned-2\n"
+    ) in out
+    main(["inspect", str(folder), "--json"])
+    assert json.loads(capsys.readouterr().out)["other_jobs"] == ["earlier-1", "spawned-2"]
+
+
 def test_a_file_named_for_another_rank_is_a_problem(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.rename(folder / "rank-1.comms.jsonl.zst", folder / "rank-7.comms.jsonl.zst")
     code, _, err = inspect(folder, capsys)

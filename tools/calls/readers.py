@@ -24,7 +24,7 @@ from crossrank.tools.readers.param_comms import ParamComms, from_node
 
 def read_comms(given: Input) -> RankCalls:
     """Our own records: every call, on groups with names."""
-    file = CommsFile(given.path)
+    file = CommsFile(given.path, given.rank)
     calls: list[RecordedCall] = []
     skipped_calls = skipped_bytes = 0
     for record in file.records():
@@ -40,7 +40,7 @@ def read_comms(given: Input) -> RankCalls:
     ends = [line["wall"] for line in file.clocks if "wall" in line] + [offset + call.record.t for call in calls[-1:]]
     found = RankCalls(
         path=given.path,
-        rank=header.rank,
+        rank=given.rank if given.rank is not None else header.rank,
         world_size=header.world_size,
         calls=calls,
         skipped_calls=skipped_calls,

@@ -170,7 +170,7 @@ def _read_candidate(candidate: Candidate) -> RankEvidence | Failure:
     if candidate.problem:
         return Failure(candidate=candidate, text=f"{candidate.path}: {candidate.problem}")
     if candidate.kind == COMMS:
-        evidence = evidence_from_comms(candidate.path, candidate.rank if candidate.rank is not None else -1)
+        evidence = evidence_from_comms(candidate.path, candidate.rank)
         if not evidence.version:
             problem = "; ".join(evidence.problems) or "has no header"
             return Failure(candidate=candidate, text=f"{candidate.path}: {problem}")
