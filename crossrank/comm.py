@@ -242,6 +242,17 @@ def is_p2p(record: CommRecord) -> bool:
     return operation is not None and operation.p2p
 
 
+def has_size(record: CommRecord) -> bool:
+    """Whether `bytes` of a record is known.
+
+    A call that moves data, but has neither bytes nor tensors, comes from a source that does not say them: a kernel that
+    is known by its name alone, a marker of which the sizes were left out.
+    """
+    operation = OPERATIONS.get(record.op)
+    moves_none = operation is not None and operation.payload == "none"
+    return moves_none or bool(record.bytes or record.inputs or record.outputs or record.in_split or record.out_split)
+
+
 def ends_of(op: str, rank: int, peer: Peer) -> tuple[int | Peer, int | Peer]:
     """(sender, receiver) of a send or receive that `rank` makes."""
     return (rank, peer) if op == "send" else (peer, rank)

@@ -47,6 +47,7 @@ _SUFFIXES = {
     FLIGHT: "flight.json",
     LINKED: "linked.json",
 }
+KINDS = tuple(_SUFFIXES)
 _NAME = re.compile(
     r"rank-(?P<rank>\d+)\.(?:w(?P<window>\d+)\.)?(?P<suffix>comms\.jsonl|(?:et|kineto|flight|linked)\.json)"
     r"(?P<compression>\.zst|\.gz|)"
@@ -192,10 +193,10 @@ class Damage:
     problems: list[str] = field(default_factory=list)
 
 
-def read_chunks(path: str, damage: Damage) -> Iterator[bytes]:
+def read_chunks(path: str, damage: Damage, size: int = _CHUNK) -> Iterator[bytes]:
     """The uncompressed content of a plain, gzip or zstd file; what is torn is noted in `damage`.
 
-    Compression is told by the first bytes, not by the name.
+    Compression is told by the first bytes, not by the name. `size` bytes of a plain file are read at a time.
     """
     file_system, local = _file_system(path)
     try:
@@ -211,7 +212,7 @@ def read_chunks(path: str, damage: Damage) -> Iterator[bytes]:
         elif start[:2] == b"\x1f\x8b":
             yield from _read_gzip(source, damage)
         else:
-            while chunk := source.read(_CHUNK):
+            while chunk := source.read(size):
                 yield chunk
 
 
@@ -240,9 +241,15 @@ def _read_zstd(source: BinaryIO, damage: Damage) -> Iterator[bytes]:
 
 
 def _read_gzip(source: BinaryIO, damage: Damage) -> Iterator[bytes]:
+    """All members of the file, which follow each other as those of `cat a.gz b.gz`, pigz and bgzip do."""
     stream = zlib.decompressobj(wbits=31)
-    while not stream.eof and (chunk := source.read(_COMPRESSED)):
-        while chunk and not stream.eof:
+    while chunk := source.read(_COMPRESSED):
+        while chunk:
+            if stream.eof:
+                chunk = chunk.lstrip(b"\0")  # padding, which RFC 1952 leaves to the reader and gzip skips
+                if not chunk:
+                    break
+                stream = zlib.decompressobj(wbits=31)
             try:
                 content = stream.decompress(chunk, _CHUNK)
             except zlib.error as error:
@@ -250,7 +257,7 @@ def _read_gzip(source: BinaryIO, damage: Damage) -> Iterator[bytes]:
                 return
             if content:
                 yield content
-            chunk = stream.unconsumed_tail
+            chunk = stream.unused_data if stream.eof else stream.unconsumed_tail
     if not stream.eof:
         damage.problems.append("the gzip stream is cut off; what comes before it was read")
 
@@ -295,11 +302,13 @@ class _Line(msgspec.Struct):
 class CommsFile:
     """One rank's comms file. Iterate `records()` first; the rest is known when that is through.
 
-    Nothing is raised for a damaged file: `damage.problems` says what is missing.
+    Nothing is raised for a damaged file: `damage.problems` says what is missing, and where a rank other than `rank`
+    wrote it.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, rank: int | None = None) -> None:
         self.path = path
+        self.rank = rank
         self.damage = Damage(path)
         self.header: Header | None = None
         self.groups: list[Group] = []
@@ -321,7 +330,7 @@ class CommsFile:
                     yield decode_record(line)
                     continue
                 other = decode_line(line)
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 if len(self.damage.problems) < _MOST_PROBLEMS:
                     self.damage.problems.append(f"line {number} is no comms record: {one_line(error)}")
                 else:
@@ -341,6 +350,8 @@ class CommsFile:
     def _take(self, line: _Line) -> None:
         if line.header is not None:
             self.header = line.header
+            if self.rank not in (None, line.header.rank):
+                self.damage.problems.append(f"is named for rank {self.rank} and was written by rank {line.header.rank}")
             if line.header.schema != SCHEMA:
                 self.damage.problems.append(
                     f"written as {line.header.schema!r}, read as {SCHEMA!r}: use the crossrank that wrote it"

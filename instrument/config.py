@@ -9,7 +9,7 @@
 | `TRACING_PRINT` | `0` (default), `1` | print each call; alias `TORCH_DISTRIBUTED_TRACING_PRINT` |
 | `TRACING_FLIGHT` | `1` (default), `0` | dump torch's flight recorder at window end, exit and SIGUSR1 |
 | `TRACING_HANG_SECONDS` | seconds, default 300, `0` = off | dump it when no communication began or ended for so long |
-| `TRACING_NSYS` | `0` (default), `1` | windows drive the range of `nsys --capture-range=cudaProfilerApi` |
+| `TRACING_NSYS` | `0` (default), `1` | windows drive `nsys --capture-range=cudaProfilerApi` or `=nvtx` |
 | `TRACING_NODE` | any text | the node that this rank is on, instead of asking the machine |
 | `TRACING_RING` | number of records, default 65536 | calls that may wait for the writer before some are dropped |
 | `GPU_SERIAL`, `VM_ID` | any text | written to the header as they stand |

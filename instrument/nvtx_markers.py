@@ -55,6 +55,13 @@ class NvtxMarkers:
         """An instant marker with a JSON text of its own."""
         self._domain.mark(message=shortened(text))
 
+    def begin(self, text: str) -> int:
+        """Open a range that may end on another thread; returns the id that `end` takes."""
+        return int(self._domain.start_range(self._domain.get_event_attributes(message=text)))
+
+    def end(self, range_id: int) -> None:
+        self._domain.end_range(range_id)
+
     def push(self, descriptor: Descriptor, record_id: int, topology: Topology) -> None:
         """Open the range of a call. Every push needs its `pop` on the same thread."""
         attributes = descriptor.marker

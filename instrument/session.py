@@ -273,7 +273,7 @@ class Session:
         assert self.topology is not None
         self._calls_before = self.recorder.calls()
         self.files = RankFiles(self.config.directory, self.rank, self.world_size)
-        self._windows = WindowRecorder(self.files, self.rank, self.config.nsys)
+        self._windows = WindowRecorder(self.files, self.rank, self.config.nsys, self._nvtx)
         header = describe_rank(
             rank=self.rank,
             world_size=self.world_size,

@@ -33,6 +33,7 @@ from crossrank.errors import one_line
 from crossrank.instrument.files import RankFiles, create
 from crossrank.instrument.gpu import cuda_is_in_use
 from crossrank.instrument.groups import process_group_config
+from crossrank.instrument.nvtx_markers import NvtxMarkers
 from crossrank.instrument.torch_private import has
 from crossrank.recording import EXECUTION_TRACE, KINETO, file_name
 
@@ -40,15 +41,21 @@ log = logging.getLogger("crossrank")
 
 PROCESS_GROUPS = "## process_group:init ##"
 """Name of the node that carries the process groups, as torch itself writes it."""
+NSYS_RANGE = "window"
+"""NVTX range around a window for `nsys --capture-range=nvtx --nvtx-capture=window@crossrank`."""
 
 
 class WindowRecorder:
     """Records the windows of one rank, one after the other."""
 
-    def __init__(self, files: RankFiles, rank: int, nsys: bool) -> None:
+    def __init__(self, files: RankFiles, rank: int, nsys: bool, markers: NvtxMarkers | None = None) -> None:
+        """`nsys`: windows drive what Nsight Systems captures, by `markers` and, where CUDA is in use, by its
+        profiler's API."""
         self._files = files
         self._rank = rank
         self._nsys = nsys
+        self._markers = markers
+        self._nsys_range: int | None = None
         self.number = 0
         """The latest window, counted from 1."""
         self._kineto: autograd_profiler.profile | None = None
@@ -80,8 +87,12 @@ class WindowRecorder:
         if self._nsys:
             if cuda_is_in_use():
                 torch.cuda.profiler.start()
-            else:
-                self._lacks("Nsight range", "TRACING_NSYS=1 needs a process that uses CUDA")
+            elif self._markers is None:
+                self._lacks(
+                    "Nsight range", "TRACING_NSYS=1 needs a process that uses CUDA or runs under nsys with nvtx"
+                )
+            if self._markers is not None:
+                self._nsys_range = self._markers.begin(NSYS_RANGE)
             return self.number
         try:
             self._open_execution_trace()
@@ -122,6 +133,9 @@ class WindowRecorder:
             return
         self.is_open = False
         if self._nsys:
+            if self._markers is not None and self._nsys_range is not None:
+                self._markers.end(self._nsys_range)
+                self._nsys_range = None
             if cuda_is_in_use():
                 torch.cuda.profiler.stop()
             return

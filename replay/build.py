@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import msgspec
 
-from crossrank.comm import MOST_RANKS, CommRecord, Group
+from crossrank.comm import MOST_RANKS, CommRecord, Group, has_size
 from crossrank.errors import CrossrankError
 from crossrank.replay.alignment import BROKEN, Rank, align, name_sources
 from crossrank.replay.match import mismatches
@@ -300,7 +300,7 @@ def _rank_plan(rank: Rank) -> RankPlan:
     replayed: list[RecordedCall] = []
     for index, (call, record) in enumerate(zip(source.calls, rank.records, strict=True)):
         if record is None:
-            leave_out(plan.left_out, rank.reasons[index], 1, max(call.record.bytes, 0))
+            leave_out(plan.left_out, rank.reasons[index], 1, max(call.record.bytes, 0), not has_size(call.record))
             continue
         mine = len(plan.calls)
         wait = (

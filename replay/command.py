@@ -29,10 +29,10 @@ from crossrank.replay.show import print_plan, print_report
 from crossrank.replay.states import Failed, print_states
 from crossrank.replay.sweep import Combination, finished, parse_sweeps, print_sweep, set_stamp, stamp, sweep_json
 from crossrank.replay.transform import first_calls, for_backend, only_groups, only_operations, scale_bytes, with_dtype
-from crossrank.tools.calls import files
 from crossrank.tools.commands.options import complain, progress
 from crossrank.tools.fleet import Fleet
 from crossrank.tools.tables import amount
+from crossrank.tools.traces.discover import PLAN, look
 
 if TYPE_CHECKING:
     from crossrank.replay.launched import Lead
@@ -165,7 +165,7 @@ def _read(arguments: argparse.Namespace) -> Plan:
     """The plan as recorded, before anything is changed in it."""
     path: str = arguments.trace
     is_file = os.path.isfile(path)
-    if is_file and files.kind_of_file(path)[0] == files.PLAN:
+    if is_file and look(path).kind == PLAN:
         for name in ("steps", "partial", "one_trace", "world_size", "trace_type"):
             if getattr(arguments, name):
                 option = f"--{name.replace('_', '-')}"

@@ -125,11 +125,11 @@ def _first_host(environment: Mapping[str, str], launcher: str, alone: bool) -> s
 
 
 def first_node(nodes: str) -> str:
-    """The first name in a Slurm list of nodes.
+    """The first name in a Slurm list of nodes: of every bracket the first number or range's begin.
 
-    >>> first_node("gpu[003-007,9],login1"), first_node("a1,a2")
-    ('gpu003', 'a1')
+    >>> first_node("gpu[003-007,9],login1"), first_node("rack[1-2]node[3-4]"), first_node("node[1-2]-hsn0")
+    ('gpu003', 'rack1node3', 'node1-hsn0')
     """
-    match = re.match(r"([^,\[]*)(?:\[([^\],-]+))?", nodes)
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     assert match is not None
-    return match[1] + (match[2] or "")
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", match[0])

@@ -53,13 +53,17 @@ class LeftOut(msgspec.Struct, kw_only=True):
 
     calls: int = 0
     bytes: int = 0
+    """As far as they are known."""
+    unsized: int = 0
+    """Calls of which the bytes are not known."""
 
 
-def leave_out(rows: dict[str, LeftOut], reason: str, calls: int, size: int) -> None:
-    """Add to `rows` so many recorded calls, of `size` recorded bytes together."""
+def leave_out(rows: dict[str, LeftOut], reason: str, calls: int, size: int, unsized: int = 0) -> None:
+    """Add to `rows` so many recorded calls, of `size` recorded bytes together; `unsized` of them do not say theirs."""
     row = rows.setdefault(reason, LeftOut())
     row.calls += calls
     row.bytes += size
+    row.unsized += unsized
 
 
 class RankPlan(msgspec.Struct, kw_only=True):
@@ -82,6 +86,8 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
     recorded_calls: int
     bytes: int
     recorded_bytes: int
+    unsized: int
+    """Recorded calls of which the bytes are not known; none of them is replayed."""
     reasons: dict[str, int]
     """Why calls were left out -> how many."""
     damaged: bool
@@ -133,6 +139,7 @@ class Plan(msgspec.Struct, kw_only=True):
             recorded_calls=calls + sum(row.calls for _, row in left),
             bytes=size,
             recorded_bytes=size + sum(row.bytes for _, row in left),
+            unsized=sum(row.unsized for _, row in left),
             reasons=dict(reasons.most_common()),
             damaged=bool(self.damage),
         )

@@ -89,7 +89,7 @@ def _without(plan: Plan, world_size: int) -> dict[str, LeftOut]:
         if not rank.is_copy:
             leave_out(rows, GONE, len(rank.calls), sum(call.recorded_bytes for call in rank.calls))
             for reason, row in rank.left_out.items():
-                leave_out(rows, reason, row.calls, row.bytes)
+                leave_out(rows, reason, row.calls, row.bytes, row.unsized)
     return {reason: row for reason, row in rows.items() if row.calls}
 
 

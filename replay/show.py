@@ -17,7 +17,8 @@ def print_plan(plan: Plan) -> None:
     coverage = plan.coverage()
     print(
         f"{plan.source}: {coverage.calls:,} of {coverage.recorded_calls:,} recorded calls "
-        f"({_percent(coverage.share_of_calls)}) and {amount(coverage.bytes)} of {amount(coverage.recorded_bytes)} "
+        f"({_percent(coverage.share_of_calls)}) and {amount(coverage.bytes)} of "
+        f"{amount(coverage.recorded_bytes, coverage.unsized)} "
         f"({_percent(coverage.share_of_bytes)}) are replayed, on {plan.world_size} rank(s) "
         f"and {len(plan.groups)} group(s)"
     )

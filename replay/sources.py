@@ -1,7 +1,7 @@
 """Finds the files of all ranks that are replayed, and reads each into `RankCalls`.
 
 A folder may hold several kinds for each rank, as our recordings do; then the one that says most is read, in the order
-of `KINDS`. A rank is read from the name of its file, or from what the file says.
+of `KINDS`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from pathlib import PurePosixPath
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED, is_url
 from crossrank.tools.calls import readers
-from crossrank.tools.calls.files import BASIC, files_at
 from crossrank.tools.calls.flight import read_flight
+from crossrank.tools.calls.kineto import read_kineto_trace
 from crossrank.tools.calls.param_basic import read_basic
 from crossrank.tools.calls.rank_calls import Input, RankCalls
 from crossrank.tools.fleet import Fleet, map_ranks
 from crossrank.tools.tables import rank_ranges
+from crossrank.tools.traces.discover import BASIC, WHAT, TraceFile, discover, nearest
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ KINDS: dict[str, Kind] = {
     COMMS: Kind("comms files of a recording", readers.read_comms),
     LINKED: Kind("linked traces", readers.read_linked_trace),
     EXECUTION_TRACE: Kind("execution traces", readers.read_et),
-    KINETO: Kind("Kineto traces", readers.read_kineto_trace),
+    KINETO: Kind("Kineto traces", read_kineto_trace),
     FLIGHT: Kind("flight-recorder dumps", read_flight),
     BASIC: Kind("PARAM basic traces", read_basic),
 }
@@ -57,12 +58,13 @@ def find(path: str, kind: str | None = None) -> Found:
     Raises `CrossrankError` where there is nothing to replay.
     """
     parts = [path] if os.path.exists(path) or is_url(path) else [part for part in path.split(",") if part]
-    by_kind: dict[str, dict[int | None, list[Input]]] = defaultdict(lambda: defaultdict(list))
-    skipped: list[str] = []
-    for part in parts:
-        for one in files_at(part, skipped):
-            if one[0] in KINDS:
-                by_kind[one[0]][one[1].rank].append(one[1])
+    by_kind: dict[str, dict[int | None, list[TraceFile]]] = defaultdict(lambda: defaultdict(list))
+    files = discover(parts)
+    skipped = [f"{file.path}: {file.problem}" for file in files if file.problem]
+    skipped += [f"{file.path}: is {WHAT[file.kind]}" for file in files if file.path in parts and file.kind not in KINDS]
+    kept, said = nearest(file for file in files if file.kind in KINDS and not file.problem)
+    for file in kept:
+        by_kind[file.kind][file.rank].append(file)
     chosen = kind or next((name for name in KINDS if name in by_kind), None)
     if chosen is None or chosen not in by_kind:
         wanted = KINDS[chosen].what if chosen else "no trace that can be replayed"
@@ -84,13 +86,15 @@ def find(path: str, kind: str | None = None) -> Found:
             )
         inputs.append(_with_timings(found[0], by_kind))
         skipped += [f"{one.path}: a later window of rank {rank}; name it to replay it" for one in found[1:]]
-    return Found(kind=chosen, inputs=inputs, skipped=skipped)
+    return Found(kind=chosen, inputs=inputs, skipped=skipped + said)
 
 
-def _with_timings(one: Input, by_kind: dict[str, dict[int | None, list[Input]]]) -> Input:
+def _with_timings(one: TraceFile, by_kind: dict[str, dict[int | None, list[TraceFile]]]) -> Input:
     """Beside a comms file, a linked trace or a dump of the same rank says how long its calls took."""
-    return replace(
-        one,
+    return Input(
+        path=one.path,
+        rank=one.rank,
+        window=one.window,
         linked=tuple(other.path for other in by_kind.get(LINKED, {}).get(one.rank, ()) if other is not one),
         flight=next((other.path for other in by_kind.get(FLIGHT, {}).get(one.rank, ()) if other is not one), None),
     )

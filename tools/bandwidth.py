@@ -41,7 +41,7 @@ class Row(msgspec.Struct, kw_only=True):
     ranks: int | None = None
     """Members of the group."""
     size_from: int | None = None
-    """Sizes of the bucket in bytes, S of nccl-tests; both ends belong to it."""
+    """Sizes of the bucket in bytes, S of nccl-tests; both ends belong to it. None as well where they are not known."""
     size_to: int | None = None
     locality: str | None = None
     source: str | None = None
@@ -49,7 +49,9 @@ class Row(msgspec.Struct, kw_only=True):
     calls: int
     """Calls with times that they are made of, over all ranks."""
     bytes: int
-    """Sum of S."""
+    """Sum of S, as far as it is known."""
+    unsized: int = 0
+    """Collectives of which the bytes are not known."""
     time_us: Spread
     """p50, p95, max and total of the times of collectives, from the last arrival."""
     kernel_us: Spread
@@ -200,7 +202,7 @@ def make_rows(found: Collectives, by: Sequence[str], rates: dict[str, float]) ->
 _KEY: dict[str, Callable[[Collectives, int, int], Any]] = {
     "op": lambda found, kind, size: found.kinds[kind].label,
     "group": lambda found, kind, size: found.kinds[kind].group,
-    "size": lambda found, kind, size: bucket_of(size),
+    "size": lambda found, kind, size: bucket_of(size) if size or found.kinds[kind].sized else (None, None),
     "locality": lambda found, kind, size: found.kinds[kind].locality,
     "source": lambda found, kind, size: found.kinds[kind].source,
 }
@@ -237,6 +239,7 @@ def _row(
         collectives=len(mine),
         calls=int(found.calls[calls].sum()),
         bytes=int(found.bytes[mine].sum()),
+        unsized=int(found.unsized[mine].sum()),
         time_us=spread_us(found.time[mine]),
         kernel_us=spread_us((found.ended - found.began)[calls]),
         waiting_us=spread_us(waiting) if len(waiting) else None,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from crossrank.comm import MOST_RANKS, Group
 from crossrank.errors import CrossrankError
-from crossrank.recording import COMMS, CommsFile, Header, Listing, RankFile, list_recording
+from crossrank.recording import COMMS, KINDS, CommsFile, Header, list_recording
 from crossrank.tools.fleet import Fleet, map_ranks
+from crossrank.tools.traces.discover import TraceFile, discover, nearest, other_jobs
 
 
 class Tally(msgspec.Struct):
@@ -76,6 +77,9 @@ class Summary(msgspec.Struct):
     cut_off: list[str]
     """Files that were cut off while they were written."""
     foreign: list[str]
+    """Files that are none of a recording's."""
+    other_jobs: list[str]
+    """Folders in it with recordings of other jobs: `earlier-K`, `spawned-K`."""
     problems: list[str]
     """What could not be read, each with its file."""
     warnings: list[str]
@@ -83,26 +87,33 @@ class Summary(msgspec.Struct):
 
 def summarise(path: str, fleet: Fleet, done: Callable[[], None] = lambda: None) -> Summary:
     """Read the recording at `path`. Raises `CrossrankError` where there is none."""
-    listing = list_recording(path)
-    comms = listing.of_kind(COMMS)
+    files = discover([path])
+    comms, said = nearest(file for file in files if file.kind == COMMS and file.rank is not None and not file.problem)
+    unusable = [f"{file.path}: {file.problem or 'does not say its rank'}" for file in files if _is_unusable(file)]
     if not comms:
-        raise CrossrankError(f"{path} is no recording: {_found(listing)}; name the folder given as TRACING_DIR")
-    return _merge(listing, map_ranks(summarise_rank, comms, fleet, done=done))
+        raise CrossrankError(f"{path} is no recording: {_found(path, files)}; name the folder given as TRACING_DIR")
+    return _merge(path, files, map_ranks(summarise_rank, comms, fleet, failed=_failed, done=done), said + unusable)
 
 
-def _found(listing: Listing) -> str:
+def _is_unusable(file: TraceFile) -> bool:
+    return file.kind == COMMS and bool(file.problem or file.rank is None)
+
+
+def _found(path: str, files: Sequence[TraceFile]) -> str:
     """What is there in the place of comms files."""
-    names = [file.path.rpartition("/")[2] for file in listing.files] + list(listing.torn) + list(listing.foreign)
-    if not names and not listing.folders:
+    folders = list_recording(path).folders
+    names = [file.name for file in files]
+    if not names and not folders:
         return "it is empty"
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    files = f"no comms file among {', '.join(names[:3])}{more}" if names else "no file in it"
-    return files + (f", but there are the folders {', '.join(listing.folders[:5])}" if listing.folders else "")
+    found = f"no comms file among {', '.join(names[:3])}{more}" if names else "no file in it"
+    return found + (f", but there are the folders {', '.join(folders[:5])}" if folders else "")
 
 
-def summarise_rank(file: RankFile) -> RankSummary:
+def summarise_rank(file: TraceFile) -> RankSummary:
     """Read one rank's comms file, as far as it can be read."""
-    comms = CommsFile(file.path)
+    assert file.rank is not None
+    comms = CommsFile(file.path, file.rank)
     by_op: dict[tuple[str, str], Tally] = {}
     by_group: dict[str, Tally] = {}
     by_source: dict[tuple[str, str], Tally] = {}
@@ -120,8 +131,6 @@ def summarise_rank(file: RankFile) -> RankSummary:
             tally.cross_node_bytes += crosses
             tally.unknown_bytes += unknown
     header = comms.header
-    if header is not None and header.rank != file.rank:
-        comms.damage.problems.append(f"is named for rank {file.rank} and was written by rank {header.rank}")
     return RankSummary(
         rank=file.rank,
         path=file.path,
@@ -136,7 +145,24 @@ def summarise_rank(file: RankFile) -> RankSummary:
     )
 
 
-def _merge(listing: Listing, ranks: list[RankSummary]) -> Summary:
+def _failed(file: TraceFile, error: CrossrankError) -> RankSummary:
+    """What stands for a rank whose file no worker could read: it does not end the others."""
+    assert file.rank is not None
+    return RankSummary(
+        rank=file.rank,
+        path=file.path,
+        problems=[str(error).removeprefix(f"{file.path}: ")],
+        header=None,
+        groups=[],
+        end=None,
+        by_op={},
+        by_group={},
+        by_source={},
+        steps=0,
+    )
+
+
+def _merge(path: str, found: Sequence[TraceFile], ranks: list[RankSummary], problems: list[str]) -> Summary:
     headers = [rank.header for rank in ranks if rank.header is not None]
     world = max((header.world_size for header in headers if 0 < header.world_size <= MOST_RANKS), default=None)
     for rank in ranks:
@@ -156,14 +182,16 @@ def _merge(listing: Listing, ranks: list[RankSummary]) -> Summary:
             if name not in ("reason", "step") and isinstance(value, int):
                 counts[name] = counts.get(name, 0) + value
     blind_spots = {(header.rank, spot) for header in headers for spot in header.blind_spots}
-    blind_spots |= {(rank.rank, spot) for rank in ranks for spot in (rank.end or {}).get("blind_spots", ())}
+    blind_spots |= {(rank.rank, spot) for rank in ranks for spot in _texts((rank.end or {}).get("blind_spots"))}
     files: dict[str, dict[str, int]] = {}
-    for file in listing.files:
+    for file in found:
+        if file.kind not in KINDS:
+            continue
         entry = files.setdefault(file.kind, {"files": 0, "bytes": 0})
         entry["files"] += 1
         entry["bytes"] += file.size
     return Summary(
-        path=listing.path,
+        path=path,
         world_size=world,
         ranks=present,
         missing_ranks=sorted(set(range(world or 0)) - set(present)),
@@ -188,11 +216,17 @@ def _merge(listing: Listing, ranks: list[RankSummary]) -> Summary:
         unfinished_ranks=[rank.rank for rank in ranks if rank.end is None],
         endings=_endings(ranks),
         mixed=len({header.world_size for header in headers}) > 1,
-        cut_off=list(listing.torn),
-        foreign=list(listing.foreign),
-        problems=[f"{rank.path}: {problem}" for rank in ranks for problem in rank.problems],
+        cut_off=[file.name for file in found if file.torn],
+        foreign=[file.name for file in found if file.kind not in KINDS and not file.torn],
+        other_jobs=other_jobs(path),
+        problems=problems + [f"{rank.path}: {problem}" for rank in ranks for problem in rank.problems],
         warnings=_warnings(headers, counts, blind_spots),
     )
+
+
+def _texts(value: object) -> list[str]:
+    """The texts of a list in a line whose fields are not checked; empty for anything else."""
+    return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
 
 
 def _sum(tables: Iterable[dict[Any, Tally]]) -> dict[Any, Tally]:

@@ -9,12 +9,15 @@ from collections.abc import Sequence
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
-def amount(count: float) -> str:
-    """Bytes with a decimal unit (1 kB = 1000 B), as nccl-tests counts them.
+def amount(count: float, unknown: int = 0) -> str:
+    """Bytes with a decimal unit (1 kB = 1000 B), as nccl-tests counts them, and of `unknown` calls that these are not
+    known.
 
-    >>> amount(0), amount(999), amount(25_600_000)
-    ('0 B', '999 B', '25.6 MB')
+    >>> amount(0), amount(999), amount(25_600_000), amount(0, unknown=2), amount(999, unknown=2)
+    ('0 B', '999 B', '25.6 MB', 'unknown', '999 B + 2 unknown')
     """
+    if unknown:
+        return f"{amount(count)} + {unknown:,} unknown" if count else "unknown"
     value = float(count)
     for unit in _UNITS:
         if value < 1000 or unit == _UNITS[-1]:

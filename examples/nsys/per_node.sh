@@ -8,14 +8,16 @@
 #
 #   examples/nsys/export.sh nsys-reports && crossrank bandwidth crossrank-recording nsys-reports
 set -euo pipefail
+# shellcheck source=capture.sh
+source "$(dirname "$0")/capture.sh"
 
 export TRACING=${TRACING:-ALL} TRACING_NSYS=1
 export TRACING_WINDOW=${TRACING_WINDOW:-10:12} TRACING_DIR=${TRACING_DIR:-crossrank-recording}
 reports=${REPORTS:-nsys-reports}
 mkdir -p "$reports"
 
-exec nsys profile --trace=cuda,nvtx --sample=none --cpuctxsw=none --cuda-graph-trace=node \
-  --capture-range=cudaProfilerApi --capture-range-end=stop --kill=none --wait=all --trace-fork-before-exec=true \
+# shellcheck disable=SC2086  # several options
+exec nsys profile $CAPTURE --trace-fork-before-exec=true \
   --output="$reports/node_${NODE_RANK:-0}" --force-overwrite=true \
   torchrun --nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}" --nproc-per-node "${NPROC:-8}" \
   --rdzv-backend c10d --rdzv-endpoint "${MASTER:-localhost:29500}" -m crossrank.instrument "$@"

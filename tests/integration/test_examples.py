@@ -46,11 +46,20 @@ def test_every_example_is_valid_for_the_shell(example: Path) -> None:
     assert subprocess.run(["bash", "-n", str(example)], check=False).returncode == 0
 
 
-def test_one_report_per_rank_under_torchrun(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("gpu", "capture"),
+    [
+        (True, {"--trace=cuda,nvtx", "--capture-range=cudaProfilerApi"}),
+        (False, {"--trace=nvtx", "--capture-range=nvtx", "--nvtx-capture=window@crossrank"}),
+    ],
+    ids=["with a GPU", "without a GPU"],
+)
+def test_one_report_per_rank_under_torchrun(tmp_path: Path, gpu: bool, capture: set[str]) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()
-    (programs / "nsys").write_text(NSYS)
-    (programs / "nsys").chmod(0o755)
+    for name, source in (("nsys", NSYS), ("nvidia-smi", f"#!/bin/sh\nexit {int(not gpu)}\n")):
+        (programs / name).write_text(source)
+        (programs / name).chmod(0o755)
     (tmp_path / "train.py").write_text(SCRIPT)
     exports = tmp_path / "exports"
     exports.mkdir()
@@ -73,10 +82,10 @@ def test_one_report_per_rank_under_torchrun(tmp_path: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stdout.count("trained")) == (0, 2), done.stderr
-    assert "launched within our marker" in done.stdout
+    assert ("launched within our marker" in done.stdout) == gpu
     for name in ("timeline.pftrace", "report.html"):
         assert (tmp_path / "nsys-reports" / name).stat().st_size > 500
     for rank in (0, 1):
         options = (tmp_path / "nsys-reports" / f"rank_{rank}.nsys-rep").read_text().split("\n")
-        assert {"--capture-range=cudaProfilerApi", "--capture-range-end=stop", "--kill=none"} <= set(options)
+        assert {*capture, "--capture-range-end=stop", "--kill=none"} <= set(options)
         assert (tmp_path / "crossrank-recording" / f"rank-{rank}.comms.jsonl.zst").exists()

@@ -80,12 +80,12 @@ class Nsys:
         options = ["--trace=nvtx", "--sample=none", "--cpuctxsw=none", "--kill=none", "--wait=all"]
         return [self.path, "profile", *options, f"--output={report}", "--force-overwrite=true"]
 
-    def export(self, report: Path) -> Path:
+    def export(self, report: Path, *more: str) -> Path:
         """The SQLite export beside a report, which `profile` names without its suffix."""
         made = report.with_name(f"{report.name}.nsys-rep")
         assert made.exists(), f"nsys made no {made.name} but {sorted(one.name for one in report.parent.iterdir())}"
         export = report.with_name(f"{report.name}.sqlite")
-        options = ["--type", "sqlite", "--force-overwrite", "true", "--output", str(export)]
+        options = ["--type", "sqlite", "--force-overwrite", "true", "--output", str(export), *more]
         result = subprocess.run(
             [self.path, "export", *options, str(made)], capture_output=True, text=True, timeout=120, check=False
         )
@@ -164,7 +164,7 @@ def test_one_nsys_around_torchrun_has_the_ranges_of_every_rank(tmp_path: Path, n
         assert sorted(ours) == [(record.id, record.op) for record in records_of(tmp_path / "recording", rank)]
 
 
-def test_exports_without_kernels_are_refused_in_one_sentence(
+def test_exports_without_kernels_give_a_timeline_and_a_report_and_no_bandwidth(
     tmp_path: Path, nsys: Nsys, capsys: pytest.CaptureFixture[str]
 ) -> None:
     exports = profile_each_rank(nsys, tmp_path)
@@ -172,13 +172,62 @@ def test_exports_without_kernels_are_refused_in_one_sentence(
     paths = [str(shutil.copy(export, tmp_path / "recording")) for export in exports.values()]
     assert cli.main(["inspect", recording]) == 0
     assert "no recording's: rank_0.sqlite, rank_1.sqlite" in capsys.readouterr().out
-    for words in ([recording], paths):
+    calls = [len(records_of(tmp_path / "recording", rank)) for rank in (0, 1)]
+    told = [
+        f"{path}: {count} calls are marked, but the export has no communication kernel to time them by"
+        for path, count in zip(paths, calls, strict=True)
+    ]
+    batched = 2 * 2 - 2  # a batch of two is one launch on each rank, which the recording knows and a marker does not
+    for words, launches in (([recording], sum(calls) - batched), (paths, sum(calls))):
+        assert cli.main(["timeline", *words, "-o", str(tmp_path / "t.pftrace"), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["ranks"], found["calls"], found["activities"]) == (2, launches, 0)
+        assert [note[: len(text)] for note, text in zip(found["notes"], told, strict=False)] == told
+        assert cli.main(["report", *words, "-o", str(tmp_path / "r.html"), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["calls"] == sum(calls)
         assert cli.main(["bandwidth", *words]) == 2
         said = capsys.readouterr().err
-        for path in paths:
-            count = len(records_of(tmp_path / "recording", paths.index(path)))
-            assert f"{path}: {count} calls are marked, but the export has no GPU kernel to time them by" in said
+        assert all(text in said for text in told)
         assert "Traceback" not in said
+
+
+def test_times_that_were_normalised_are_the_same(
+    tmp_path: Path, nsys: Nsys, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "--ts-normalize" not in subprocess.run([nsys.path, "export", "--help"], capture_output=True, text=True).stdout:
+        pytest.skip("this Nsight Systems normalises no times")
+    script = jobs.write_script(tmp_path, f"{jobs.ONE_RANK}\ncrossrank.enable()\ndist.barrier()\ncrossrank.disable()\n")
+    jobs.run([*nsys.profile(tmp_path / "rank_0"), sys.executable, str(script)], tmp_path)
+    began = []
+    for option in ([], ["--ts-normalize", "true"]):
+        export = str(nsys.export(tmp_path / "rank_0", *option))
+        assert cli.main(["timeline", export, "-o", str(tmp_path / "t.pftrace"), "--json"]) == 0
+        began.append(json.loads(capsys.readouterr().out)["epoch_ns"])
+    assert began[0] == began[1] > 1_700_000_000_000_000_000
+
+
+def test_a_window_drives_the_capture_without_cuda(tmp_path: Path, nsys: Nsys) -> None:
+    script = jobs.write_script(
+        tmp_path,
+        f"""{jobs.ONE_RANK}
+crossrank.enable(window="2:4")
+for _ in range(6):
+    dist.all_reduce(torch.ones(3))
+    crossrank.step()
+crossrank.disable()
+""",
+    )
+    capture = ["--capture-range=nvtx", "--nvtx-capture=window@crossrank", "--capture-range-end=stop"]
+    result = jobs.run(
+        [*nsys.profile(tmp_path / "window"), *capture, sys.executable, str(script)],
+        tmp_path,
+        TRACING_DIR=str(tmp_path / "recording"),
+        TRACING_NSYS="1",
+    )
+    assert result.returncode == 0, result.stderr
+    marked = [event.payload for event in events(nsys.export(tmp_path / "window")) if event.kind == RANGE]
+    assert marked == [one.id for one in records_of(tmp_path / "recording", 0) if 2 <= one.step < 4]
+    assert len(marked) == 2
 
 
 def test_texts_of_the_largest_size_arrive_whole(tmp_path: Path, nsys: Nsys) -> None:

@@ -10,6 +10,8 @@ import pytest
 import zstandard
 
 from crossrank.tools.cli import main
+from crossrank.tools.summary import RankSummary, summarise_rank
+from crossrank.tools.traces.discover import TraceFile
 
 
 def comms(rank: int, node: str, *, world: int = 2, ended: bool = True) -> bytes:
@@ -214,6 +216,49 @@ def test_a_foreign_file_is_named_and_the_rest_is_shown(folder: Path, capsys: pyt
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"later":' + b"[" * 100_000 + b"\n", "line 3 is no comms record: "),
+        (b'{"step":{"step":"one"}}\n', "line 3 is no comms record: "),
+        (b'{"id":"one"}\n', "line 3 is no comms record: "),
+        (b"\xff\n", "line 3 is no comms record: "),
+        (b'{"end":{"reason":"exit","blind_spots":5,"exceptions":5}}\n', None),
+    ],
+    ids=["nested", "type", "record", "bytes", "end"],
+)
+def test_a_bad_line_of_one_rank_does_not_end_the_others(
+    folder: Path, capsys: pytest.CaptureFixture[str], line: bytes, problem: str | None
+) -> None:
+    damaged = folder / "rank-1.comms.jsonl"
+    (folder / "rank-1.comms.jsonl.zst").rename(damaged)
+    lines = zstandard.decompress(comms(1, "beta")).splitlines(keepends=True)
+    damaged.write_bytes(b"".join([*lines[:2], line, *lines[2:-1]]))
+    code, out, err = inspect(folder, capsys)
+    assert "ranks      2 of 2" in out
+    assert "all_reduce  all_reduce      2" in out
+    if problem is None:
+        assert (code, err) == (0, "")
+    else:
+        assert code == 2
+        assert err.startswith(f"crossrank: {damaged}: {problem}")
+        assert len(err.splitlines()) == 1
+
+
+def test_a_file_that_stops_its_reader_is_named_and_the_rest_is_shown(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(file: TraceFile) -> RankSummary:
+        if file.rank == 1:
+            raise ValueError("of a kind that nobody foresaw")
+        return summarise_rank(file)
+
+    monkeypatch.setattr("crossrank.tools.summary.summarise_rank", stop)
+    code, out, err = inspect(folder, capsys)
+    assert (code, "ranks      1 of 2" in out) == (2, True)
+    assert err.startswith(f"crossrank: {folder}/rank-1.comms.jsonl.zst: stopped by an error that was not foreseen")
+
+
 def test_files_that_stopped_growing_and_foreign_names_are_listed(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,6 +268,22 @@ def test_files_that_stopped_growing_and_foreign_names_are_listed(
     assert code == 1
     assert "cut off    .rank-0.et.json.part: the process ended while it was written\n" in out
     assert "foreign    1 file(s) that are no recording's: report.nsys-rep\n" in out
+
+
+def test_recordings_of_other_jobs_below_are_named_and_not_counted(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("earlier-1", "spawned-2"):
+        (folder / name).mkdir()
+        (folder / name / "rank-0.comms.jsonl.zst").write_bytes(comms(0, "alpha"))
+    code, out, _ = inspect(folder, capsys)
+    assert (code, "calls      4 recorded" in out) == (0, True)
+    assert (
+        "others     2 folder(s) of other jobs, an earlier one or processes that ranks started, not counted here: "
+        "earlier-1, spawned-2\n"
+    ) in out
+    main(["inspect", str(folder), "--json"])
+    assert json.loads(capsys.readouterr().out)["other_jobs"] == ["earlier-1", "spawned-2"]
 
 
 def test_a_file_named_for_another_rank_is_a_problem(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,6 +44,22 @@ def test_compression_is_told_by_content_not_by_name(pack: object, tmp_path: Path
     assert comms.end == {"reason": "exit", "step": 0, "records": 1}
 
 
+def test_a_gzip_of_two_members_is_read_whole(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.comms.jsonl.gz"
+    members = [gzip.compress(part) for part in (HEADER + GROUP, RECORD % 0 + RECORD % 1, END)]
+    path.write_bytes(b"".join(members))
+    ids, comms = read(path)
+    assert (ids, comms.damage.problems, comms.end is not None) == ([0, 1], [], True)
+    path.write_bytes(b"".join(members) + bytes(512))  # padded to whole blocks, as on tape
+    assert read(path)[1].damage.problems == []
+    path.write_bytes(b"".join(members)[:-9])
+    assert read(path)[1].damage.problems == ["the gzip stream is cut off; what comes before it was read"]
+    path.write_bytes(b"".join(members) + b"PK")
+    ids, comms = read(path)
+    assert (ids, comms.end is not None) == ([0, 1], True)
+    assert comms.damage.problems[0].startswith("broken gzip stream (")
+
+
 @given(st.integers(min_value=0, max_value=sum(map(len, WHOLE))))
 def test_a_file_cut_anywhere_gives_its_whole_frames_and_says_so(cut: int) -> None:
     import tempfile

@@ -94,7 +94,7 @@ def read_flight(given: Input) -> RankCalls:
     lost = moment is not None and bool(moment.calls) and moment.calls[0].id > 0
     return RankCalls(
         path=given.path,
-        rank=given.rank if given.rank is not None else (moment.rank if moment is not None else None),
+        rank=given.rank if given.rank is not None else dump.rank,
         world_size=moment.world_size if moment is not None else None,
         calls=calls,
         groups=known,

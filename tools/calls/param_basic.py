@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from crossrank.comm import MOST_RANKS, CommRecord, Group, operation_of
+from crossrank.tools.calls.kineto import shapes_from_elements
 from crossrank.tools.calls.rank_calls import Input, RankCalls, RecordedCall
-from crossrank.tools.calls.readers import shapes_from_elements
 from crossrank.tools.readers.json_document import Shape, read_document
 from crossrank.tools.readers.param_comms import ParamComms, to_record
 

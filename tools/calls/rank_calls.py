@@ -94,6 +94,8 @@ class RankCalls(msgspec.Struct, kw_only=True):
     """What linking matched, over the windows: what -> (matched, of how many)."""
     origins: dict[str, int] = {}
     """What gave the times -> calls: `kineto`, `flight`."""
+    told_by: dict[str, int] = {}
+    """How kernels found what call they are of -> kernels, in a trace of kernels alone."""
     problems: list[str] = []
     """What of the file could not be read."""
     notes: list[str] = []

@@ -8,26 +8,23 @@ from functools import partial
 
 import msgspec
 
-from crossrank.comm import CommRecord, Group, operation_of
+from crossrank.comm import CommRecord
 from crossrank.errors import CrossrankError
 from crossrank.recording import CommsFile
 from crossrank.tools.calls.flight import time_by_dump
+from crossrank.tools.calls.kineto import HALF_HOUR
 from crossrank.tools.calls.rank_calls import Input, RankCalls, RecordedCall
 from crossrank.tools.linking.communication_trace import read_communication_trace
-from crossrank.tools.linking.communications import MARKERS, OURS
+from crossrank.tools.linking.communications import OURS
 from crossrank.tools.linking.graph import Communication, LinkedTrace
-from crossrank.tools.linking.kernels import communication_kernel
 from crossrank.tools.linking.link import link
 from crossrank.tools.linking.read_linked import read_linked
-from crossrank.tools.readers.kineto import DeviceEvent, HostEvent, read_kineto
-from crossrank.tools.readers.param_comms import ParamComms, from_kineto, from_node, to_record
-
-_HALF_HOUR = 1_800_000_000_000
+from crossrank.tools.readers.param_comms import ParamComms, from_node
 
 
 def read_comms(given: Input) -> RankCalls:
     """Our own records: every call, on groups with names."""
-    file = CommsFile(given.path)
+    file = CommsFile(given.path, given.rank)
     calls: list[RecordedCall] = []
     skipped_calls = skipped_bytes = 0
     for record in file.records():
@@ -43,7 +40,7 @@ def read_comms(given: Input) -> RankCalls:
     ends = [line["wall"] for line in file.clocks if "wall" in line] + [offset + call.record.t for call in calls[-1:]]
     found = RankCalls(
         path=given.path,
-        rank=header.rank,
+        rank=given.rank if given.rank is not None else header.rank,
         world_size=header.world_size,
         calls=calls,
         skipped_calls=skipped_calls,
@@ -162,7 +159,7 @@ def _of_linked(trace: LinkedTrace, given: Input) -> RankCalls:
         groups=trace.groups,
         numbered=not any(one.seq_counted for one in trace.communications),
         p2p_by_pair=all(one.origin in OURS for one in trace.communications),
-        span=(trace.base_ns, trace.base_ns + _HALF_HOUR) if trace.base_ns else None,
+        span=(trace.base_ns, trace.base_ns + HALF_HOUR) if trace.base_ns else None,
     )
     _count_matched(trace, found)
     waits = []
@@ -221,65 +218,3 @@ def _place_recorded_waits(found: RankCalls, waits: Sequence[tuple[int, ParamComm
     if waits:
         for call in found.calls:
             call.blocking = call.wait_before is None
-
-
-def read_kineto_trace(given: Input) -> RankCalls:
-    """A Kineto trace: what its kernels, or where it has none its host events, say of the communication."""
-    trace = read_kineto(given.path)
-    groups = {group.pg: group for group in trace.groups}
-    launched = {call.correlation: call for call in trace.calls if call.correlation is not None}
-    rows: list[tuple[int, DeviceEvent | HostEvent, ParamComms]] = []
-    for event in trace.device:
-        described = from_kineto(event.args) if event.category == "kernel" else None
-        if described is not None:
-            call = launched.get(event.correlation) if event.correlation is not None else None
-            rows.append((call.start if call is not None else event.start, event, described))
-    if not rows:
-        for host in trace.host:
-            described = from_kineto(host.args)
-            if described is not None:
-                rows.append((host.start, host, described))
-    if not rows:  # before 2023 Kineto gave nothing but the names of kernels
-        for event in trace.device:
-            known = communication_kernel(event.name) if event.category == "kernel" else None
-            if known is not None and known[1] is not None:
-                rows.append((event.start, event, ParamComms(name=known[1])))
-    rows.sort(key=lambda row: row[0])
-    calls = []
-    for number, (start, source, described) in enumerate(rows):
-        group = groups.get(described.pg)
-        if group is None and described.ranks:
-            group = groups[described.pg] = Group(
-                pg=described.pg, size=len(described.ranks), ranks=described.ranks, desc=described.desc
-            )
-        if operation_of(described.name) is None and described.name in MARKERS:
-            continue
-        shapes_from_elements(described)
-        time = start + trace.base_ns
-        record = to_record(described, group, number=number, time=time, c10d="")
-        is_kernel = isinstance(source, DeviceEvent)
-        calls.append(
-            RecordedCall(
-                record=record,
-                took_ns=source.end - source.start if is_kernel else None,
-                began_ns=source.start + trace.base_ns if is_kernel else None,
-            )
-        )
-    return RankCalls(
-        path=given.path,
-        rank=given.rank if given.rank is not None else trace.rank,
-        world_size=trace.world_size,
-        calls=calls,
-        groups=list(groups.values()),
-        numbered=False,
-        span=(trace.base_ns, trace.base_ns + _HALF_HOUR) if trace.base_ns else None,
-        problems=list(trace.damage),
-    )
-
-
-def shapes_from_elements(comms: ParamComms) -> None:
-    """Kineto counts elements: one tensor of that many, on each side that has any."""
-    if not comms.inputs and comms.in_elements:
-        comms.inputs = [[comms.in_elements]]
-    if not comms.outputs and comms.out_elements:
-        comms.outputs = [[comms.out_elements]]

@@ -63,8 +63,9 @@ class BandwidthCommand:
                 raise CrossrankError(
                     f"{', '.join(paths)}: holds no communication; name the traces of a job that has some"
                 )
+            why = "".join(f" ({note})" for note in result.notes[:2])
             raise CrossrankError(
-                f"{', '.join(paths)}: {result.calls:,} calls, but nothing says how long one took; record a window "
+                f"{', '.join(paths)}: {result.calls:,} calls, but nothing says how long one took{why}; record a window "
                 "(TRACING_WINDOW=START:STOP), or a report of Nsight Systems, or set TORCH_NCCL_ENABLE_TIMING=1"
             )
         content = msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"
@@ -134,17 +135,17 @@ _TITLES = {"op": "operation", "group": "group", "size": "size", "locality": "loc
 
 
 def _cells(row: Row, by: list[str], *, shared: bool, bounds: bool) -> list[object]:
-    group = f"{row.pg} {row.desc or ''}".strip()
+    group = f"{row.pg} {row.desc or ''}".strip() or "unknown"
     said: dict[str, object] = {
         "op": row.op,
         "group": f"{group} ({row.ranks})" if row.pg is not None else "-",
-        "size": size_text(row.size_to),
+        "size": "unknown" if row.size_to is None else size_text(row.size_to),
         "locality": row.locality,
         "source": row.source or "(C++)",
     }
     cells: list[object] = [said[name] for name in by]
     waiting = row.waiting_us or {}
-    cells += [f"{row.collectives:,}", amount(row.bytes)]
+    cells += [f"{row.collectives:,}", amount(row.bytes, row.unsized)]
     cells += [microseconds(row.time_us[name]) for name in ("p50", "p95", "max")]
     cells += [microseconds(waiting.get(name)) for name in ("p50", "p95")]
     cells += [rate(row.algbw_gb_per_s, "p50"), rate(row.busbw_gb_per_s, "p50"), rate(row.busbw_gb_per_s, "p5")]

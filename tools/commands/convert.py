@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from dataclasses import asdict, replace
 import msgspec
 
 from crossrank.errors import CrossrankError
-from crossrank.recording import rank_of
+from crossrank.recording import LINKED, is_folder
 from crossrank.tools.chakra.graph import Options
 from crossrank.tools.chakra.ranks import (
     RankResult,
@@ -35,6 +34,7 @@ from crossrank.tools.commands.options import (
 from crossrank.tools.commands.simulation import as_json, print_simulation, simulate_windows
 from crossrank.tools.linking.inputs import Inputs, RankInput, find_inputs
 from crossrank.tools.tables import print_table, printable
+from crossrank.tools.traces.discover import discover
 
 _SHOWN = 16
 _READS = ("ranks", "deps", "nodes", "no_pauses", "lower", "group_node", "strict", "simulate", "timeline")
@@ -102,10 +102,9 @@ class Convert:
 
     def run(self, arguments: argparse.Namespace) -> int:
         paths: list[str] = arguments.recording
-        if all(_LINKED.search(path) for path in paths):
-            pairs = [_linked(path) for path in paths]
+        if linked := _linked(paths):
             ranks = arguments.ranks
-            inputs = Inputs(pairs=[pair for pair in pairs if ranks is None or pair.rank in ranks], problems=[])
+            inputs = Inputs(pairs=[pair for pair in linked if ranks is None or pair.rank in ranks], problems=[])
             if not inputs.pairs:
                 raise CrossrankError(f"none of the {len(paths)} linked traces is of a rank that --ranks names")
         elif len(paths) > 2:
@@ -178,15 +177,17 @@ def _without_graph(result: RankResult) -> RankResult:
     return replace(result, converted=replace(result.converted, graph=None))
 
 
-_LINKED = re.compile(r"\.linked\.json(?:\.zst|\.gz)?$")
-
-
-def _linked(path: str) -> RankInput:
-    window = re.search(r"\.w(\d+)\.linked", path)
-    rank = rank_of(os.path.basename(path))
-    if rank is None:
-        raise CrossrankError(f"{path}: does not say its rank; name it rank-N.linked.json, .gz or .zst")
-    return RankInput(rank=rank, window=int(window[1]) if window else 1, et="", kineto="", linked=path)
+def _linked(paths: Sequence[str]) -> list[RankInput]:
+    """The inputs where linked traces are named; empty where other files or folders are."""
+    if any(is_folder(path) for path in paths):
+        return []
+    files = discover(paths)
+    if any(file.kind != LINKED for file in files):
+        return []
+    for file in files:
+        if file.rank is None:
+            raise CrossrankError(f"{file.path}: does not say its rank; name it rank-N.linked.json, .gz or .zst")
+    return [RankInput(rank=file.rank, window=file.window, et="", kineto="", linked=file.path) for file in files]
 
 
 def _refuse_doubles(pairs: Sequence[RankInput]) -> None:

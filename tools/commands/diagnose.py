@@ -10,8 +10,7 @@ from crossrank.errors import CrossrankError
 from crossrank.recording import is_folder
 from crossrank.tools.commands.options import add_fleet_arguments, complain, fleet_of, progress, rank_list, write_output
 from crossrank.tools.diagnosis.diagnose import diagnose
-from crossrank.tools.diagnosis.explain import print_diagnosis
-from crossrank.tools.diagnosis.findings import Diagnosis, Finding
+from crossrank.tools.diagnosis.explain import Filter, print_diagnosis
 from crossrank.tools.diagnosis.inputs import find_candidates, read_evidence
 from crossrank.tools.diagnosis.job import Job
 from crossrank.tools.tables import rank_ranges
@@ -38,13 +37,17 @@ class Diagnose:
         )
         parser.add_argument("--print-entries", action="store_true", help="print every call, rank beside rank")
         parser.add_argument(
-            "--ranks", type=rank_list, metavar="LIST", help="show findings and entries of these ranks: 0-7,12"
+            "--ranks",
+            type=rank_list,
+            metavar="LIST",
+            help="of the findings, notes, stragglers and entries print those of these ranks, 0-7,12, and of what they "
+            "follow from; the verdict, the exit code, --json and files are of all",
         )
         parser.add_argument(
             "--groups",
             nargs="+",
             metavar="NAME",
-            help="show findings and entries of these groups, by name or description",
+            help="the same for these groups, by name or description",
         )
         parser.add_argument(
             "--allow-missing",
@@ -80,7 +83,6 @@ class Diagnose:
                 "not communicate, or only by sends and receives on gloo, which torch does not record (crossrank does)?"
             )
         _check_filters(job, arguments.ranks, arguments.groups)
-        shown = _concerning(diagnosis, arguments.ranks, arguments.groups)
         if arguments.output is not None:
             write_output(arguments.output, diagnosis.to_json())
         if arguments.html is not None:
@@ -94,7 +96,7 @@ class Diagnose:
         if arguments.json:
             sys.stdout.write(diagnosis.to_json().decode())
         else:
-            print_diagnosis(diagnosis, shown)
+            print_diagnosis(diagnosis, Filter(ranks=arguments.ranks, groups=arguments.groups))
         if arguments.print_entries:
             from crossrank.tools.diagnosis.entries import print_entries
 
@@ -114,14 +116,3 @@ def _check_filters(job: Job, ranks: set[int] | None, groups: Sequence[str] | Non
     for name in groups or ():
         if name not in names:
             raise CrossrankError(f"--groups names {name!r}; the groups are {', '.join(sorted(names)[:20])}")
-
-
-def _concerning(diagnosis: Diagnosis, ranks: set[int] | None, groups: Sequence[str] | None) -> list[Finding] | None:
-    if ranks is None and groups is None:
-        return None
-    return [
-        finding
-        for finding in diagnosis.findings
-        if (ranks is None or ranks & {*finding.culprit_ranks, *finding.waiting_ranks})
-        and (groups is None or set(groups) & set(finding.pg))
-    ]

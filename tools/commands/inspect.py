@@ -8,11 +8,12 @@ import sys
 
 import msgspec
 
-from crossrank.recording import COMMS, list_recording
+from crossrank.recording import COMMS
 from crossrank.tools.commands.options import add_fleet_arguments, fleet_of, progress
 from crossrank.tools.fleet import Fleet
 from crossrank.tools.summary import Summary, summarise
 from crossrank.tools.tables import amount, print_table, printable, rank_ranges
+from crossrank.tools.traces.discover import discover
 
 _TOP = 10
 _WORTH_PROCESSES = 20_000_000
@@ -42,7 +43,7 @@ class Inspect:
             (print_json if arguments.json else print_nodes)(arguments.recording)
             return 0
         fleet = self._fleet(arguments)
-        count = len(list_recording(arguments.recording).of_kind(COMMS))
+        count = sum(file.kind == COMMS for file in discover([arguments.recording]))
         summary = progress("reading", count, lambda done: summarise(arguments.recording, fleet, done))
         if arguments.json:
             sys.stdout.write(msgspec.json.format(msgspec.json.encode(summary), indent=2).decode() + "\n")
@@ -146,6 +147,12 @@ def _print_missing(summary: Summary) -> None:
     if summary.foreign:
         names = printable(", ".join(summary.foreign[:5]))
         print(f"foreign    {len(summary.foreign)} file(s) that are no recording's: {names}")
+    if summary.other_jobs:
+        names = ", ".join(summary.other_jobs[:5]) + (", …" if len(summary.other_jobs) > 5 else "")
+        print(
+            f"others     {len(summary.other_jobs)} folder(s) of other jobs, an earlier one or processes that ranks "
+            f"started, not counted here: {printable(names)}"
+        )
     if not (_lacks(summary) or summary.problems):
         print("complete   every rank is there" + ("" if summary.endings else " and ended properly"))
 

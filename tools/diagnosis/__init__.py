@@ -4,8 +4,9 @@ From Python:
 
     from crossrank.tools.diagnosis.diagnose import diagnose
     from crossrank.tools.diagnosis.inputs import find_candidates, read_evidence
+    from crossrank.tools.fleet import Fleet
 
-    diagnosis, job = diagnose(read_evidence(find_candidates(["/data/run1"]), jobs=4))
+    diagnosis, job = diagnose(read_evidence(find_candidates(["/data/run1"]), Fleet(jobs=4)))
 
 In the order in which they work: `inputs` finds files and has them read (`from_flight`, `from_comms`) into `evidence`;
 `job` puts the ranks side by side; `collectives` and `p2p` match their calls; `waiting` finds what each rank is stuck

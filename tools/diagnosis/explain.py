@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 
 from crossrank.tools.diagnosis.findings import KINDS, Diagnosis, Finding, Place, group_text
@@ -55,22 +56,51 @@ _VERDICTS = {
 }
 
 
-def print_diagnosis(diagnosis: Diagnosis, shown: Sequence[Finding] | None = None) -> None:
-    """Print everything; of the findings those in `shown`, or all."""
+@dataclass(frozen=True, kw_only=True)
+class Filter:
+    """Which ranks and groups, by name or description, are shown; None = all."""
+
+    ranks: Collection[int] | None = None
+    groups: Collection[str] | None = None
+
+    def takes(self, pg: Sequence[str], ranks: Collection[int]) -> bool:
+        """Whether something that is about a group and these ranks is shown."""
+        return (self.ranks is None or not set(self.ranks).isdisjoint(ranks)) and (
+            self.groups is None or not set(self.groups).isdisjoint(pg)
+        )
+
+    def takes_finding(self, finding: Finding) -> bool:
+        ranks = {*finding.culprit_ranks, *finding.waiting_ranks, *(place.rank for place in finding.places)}
+        return self.takes(finding.pg, ranks)
+
+    @property
+    def text(self) -> str:
+        ranks = [f"rank {rank_ranges(sorted(self.ranks))}"] if self.ranks is not None else []
+        return " and ".join(ranks + ([f"group {', '.join(self.groups)}"] if self.groups is not None else []))
+
+
+def print_diagnosis(diagnosis: Diagnosis, chosen: Filter | None = None) -> None:
+    """Print what `chosen` takes: a finding with all that follows from it, where it or any of that is taken."""
+    chosen = chosen or Filter()
     counts = diagnosis.counts
     print(f"verdict    {diagnosis.verdict}: {_VERDICTS[diagnosis.verdict]}")
     print(f"ranks      {len(diagnosis.ranks)} of {diagnosis.world_size} read ({rank_ranges(diagnosis.ranks)})")
     print(f"compared   {counts['collectives']:,} collectives, {counts['calls']:,} calls on {counts['groups']} group(s)")
     if diagnosis.suspect_ranks:
         print(f"suspects   rank {rank_ranges(diagnosis.suspect_ranks)}")
-    wanted = {id(finding) for finding in shown} if shown is not None else None
-    for index, finding in enumerate(diagnosis.findings):
-        if wanted is None or id(finding) in wanted:
-            _print_root(index, finding, diagnosis)
-    for finding in diagnosis.advisory[:_ROWS]:
+    shown = {index for index, finding in enumerate(diagnosis.findings) if chosen.takes_finding(finding)}
+    shown |= {
+        one.because_of for one in diagnosis.consequences if one.because_of is not None and chosen.takes_finding(one)
+    }
+    for index in sorted(shown):
+        _print_root(index, diagnosis.findings[index], diagnosis)
+    if len(shown) < len(diagnosis.findings):
+        print(f"\n{len(diagnosis.findings) - len(shown)} finding(s) are not about {printable(chosen.text)}")
+    for finding in list(filter(chosen.takes_finding, diagnosis.advisory))[:_ROWS]:
         print(f"\nnote       {finding.kind} on {_group(finding)}: {printable(finding.text)}")
-    if diagnosis.stragglers:
-        rows = diagnosis.stragglers[:_ROWS]
+    stragglers = [row for row in diagnosis.stragglers if chosen.takes(row.pg, row.pg_ranks)]
+    if stragglers:
+        rows = stragglers[:_ROWS]
         print_table(
             "Who comes last, by when the CPUs made the calls",
             (
@@ -98,8 +128,8 @@ def print_diagnosis(diagnosis: Diagnosis, shown: Sequence[Finding] | None = None
                 for row in rows
             ],
         )
-        if len(diagnosis.stragglers) > _ROWS:
-            print(f"  … and {len(diagnosis.stragglers) - _ROWS} more: --json has all")
+        if len(stragglers) > _ROWS:
+            print(f"  … and {len(stragglers) - _ROWS} more: --json has all")
         if diagnosis.clocks is not None:
             clocks = diagnosis.clocks
             residual = f"; at worst {clocks.residual_ms:.3g} ms contradict" if clocks.residual_ms else ""

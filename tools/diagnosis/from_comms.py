@@ -35,11 +35,13 @@ _UNRECORDED = {"monitored_barrier_"}
 """Collectives of gloo that torch's recorder neither notes nor counts."""
 
 
-def evidence_from_comms(path: str, rank: int) -> RankEvidence:
-    """What the comms file of `rank` says."""
-    comms = CommsFile(path)
+def evidence_from_comms(path: str, rank: int | None) -> RankEvidence:
+    """What the comms file of `rank` says; of the rank that it says itself where None is given, -1 if it does not."""
+    comms = CommsFile(path, rank)
     records = list(comms.records())
     header = comms.header
+    if rank is None:
+        rank = header.rank if header is not None else -1
     evidence = RankEvidence(rank=rank, path=path, source="comms", numbered_pairs=True, problems=comms.damage.problems)
     evidence.ended = comms.end is not None
     if comms.end is not None:

@@ -1,24 +1,20 @@
 """Which files say something about which rank, and reading them, one worker per rank.
 
 Any folder will do: our recordings, `TORCH_FR_DUMP_TEMP_FILE`'s files with host names in them, one folder per node. The
-rank is in a file's name, for a dump does not tell it. What an earlier recording left (`earlier-K`) and what
-processes that ranks started recorded (`spawned-K`) belong to other jobs and are not looked at.
+rank is in a file's name, for most dumps do not tell it.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import PurePosixPath
 
-from crossrank.comm import MOST_RANKS
 from crossrank.errors import CrossrankError
-from crossrank.recording import COMMS, FLIGHT, Damage, is_folder, list_recording, read_chunks
+from crossrank.recording import COMMS, FLIGHT, Damage, read_chunks
 from crossrank.tools.diagnosis.evidence import RankEvidence
 from crossrank.tools.diagnosis.from_comms import (
     SAME_TIME,
@@ -30,11 +26,9 @@ from crossrank.tools.diagnosis.from_comms import (
 from crossrank.tools.diagnosis.from_flight import evidence_from_flight
 from crossrank.tools.fleet import Fleet, map_ranks
 from crossrank.tools.readers.flight_dump import NoDumpError, read_flight_dump
-from crossrank.tools.shards import is_part
 from crossrank.tools.tables import rank_ranges
+from crossrank.tools.traces.discover import WHAT, TraceFile, discover
 
-_OTHER_JOBS = re.compile(r"(earlier|spawned)-\d+")
-_DEEPEST = 8
 _NEWER = 5_000_000_000
 """ns by which a comms file must go on after every dump of its recording to say more than they do."""
 
@@ -77,51 +71,20 @@ class Evidence:
     """What most comms files say, those of ranks without a dump included."""
 
 
-def rank_in_name(name: str) -> int | None:
-    """The rank that a file of this name belongs to.
-
-    >>> [rank_in_name(name) for name in ("_dump_10", "nccl_trace_host7_rank_3.pkl", "trace-gpu1-2.json.gz", "notes")]
-    [10, 3, 2, None]
-    """
-    stem = re.sub(r"(\.(pickle|pkl|json|jsonl|bin|zst|gz|dump|trace))+$", "", name)
-    found = re.findall(r"rank[-_. ]?(\d+)", stem, re.IGNORECASE) or re.findall(r"\d+", stem)
-    return int(found[-1]) if found and len(found[-1]) <= 7 and int(found[-1]) < MOST_RANKS else None
-
-
 def find_candidates(paths: Iterable[str]) -> list[Candidate]:
-    """Every file at `paths`, folders with all below them, that may be a dump or a comms file."""
-    found: list[Candidate] = []
-    for path in paths:
-        _walk(path, found, _DEEPEST)
-    return sorted(found, key=lambda candidate: candidate.path)
+    """Every file at `paths`, folders with all below them, that is a dump or a comms file or may be a broken one, and of
+    other kinds what is named itself."""
+    named = list(paths)
+    return [
+        Candidate(path=file.path, rank=file.rank, kind=file.kind, size=file.size, problem=_problem(file))
+        for file in discover(named)
+        if (file.kind in (FLIGHT, COMMS, "") and not file.torn) or file.path in named
+    ]
 
 
-def _walk(path: str, found: list[Candidate], depth: int) -> None:
-    try:
-        listing = list_recording(path)
-    except CrossrankError as error:
-        if depth == _DEEPEST:
-            raise
-        found.append(Candidate(path=path, rank=None, kind="", problem=str(error).removeprefix(f"{path}: ")))
-        return
-    for name in listing.special:
-        whole = f"{path.rstrip('/')}/{name}"
-        found.append(Candidate(path=whole, rank=rank_in_name(name), kind="", problem="is neither a file nor a folder"))
-    for file in listing.files:
-        if file.kind in (FLIGHT, COMMS) and file.rank < MOST_RANKS:
-            found.append(Candidate(path=file.path, rank=file.rank, kind=file.kind, size=file.size))
-    # One file that is named is listed as its own folder.
-    is_file = len(listing.foreign) == 1 and PurePosixPath(path).name == listing.foreign[0] and not is_folder(path)
-    for name in listing.foreign:
-        if is_part(name):
-            continue
-        whole = path if is_file else f"{path.rstrip('/')}/{name}"
-        size = os.path.getsize(whole) if os.path.isfile(whole) else 0
-        found.append(Candidate(path=whole, rank=rank_in_name(name), kind="", size=size))
-    if depth > 0:
-        for name in listing.folders:
-            if not _OTHER_JOBS.fullmatch(name):
-                _walk(f"{path.rstrip('/')}/{name}", found, depth - 1)
+def _problem(file: TraceFile) -> str:
+    """A file without a kind is read all the same: what is wrong with a dump, reading it says best."""
+    return "" if file.problem and not file.kind and os.path.isfile(file.path) else file.problem
 
 
 def read_evidence(
@@ -142,10 +105,10 @@ def put_together(
     for candidate, result in zip(candidates, results, strict=True):
         if isinstance(result, Failure):
             failures.append(result)
-        elif candidate.rank is None:
+        elif result.rank < 0:
             evidence.skipped.append(f"{candidate.path}: is a dump, but its name has no rank; rename it to rank_N")
         else:
-            by_rank[candidate.rank][result.source].append(result)
+            by_rank[result.rank][result.source].append(result)
     _refuse_several_jobs(by_rank)
     use_comms = _comms_say_more(by_rank)
     alone: list[RankEvidence] = []
@@ -207,11 +170,14 @@ def _read_candidate(candidate: Candidate) -> RankEvidence | Failure:
     if candidate.problem:
         return Failure(candidate=candidate, text=f"{candidate.path}: {candidate.problem}")
     if candidate.kind == COMMS:
-        evidence = evidence_from_comms(candidate.path, candidate.rank if candidate.rank is not None else -1)
+        evidence = evidence_from_comms(candidate.path, candidate.rank)
         if not evidence.version:
             problem = "; ".join(evidence.problems) or "has no header"
             return Failure(candidate=candidate, text=f"{candidate.path}: {problem}")
         return evidence
+    if candidate.kind not in (FLIGHT, ""):
+        text = f"{candidate.path}: is {WHAT[candidate.kind]}, no flight-recorder dump"
+        return Failure(candidate=candidate, text=text, foreign=True)
     if candidate.kind != FLIGHT and not _looks_like_dump(candidate.path):
         text = f"{candidate.path}: is no flight-recorder dump: it starts neither as a pickle nor as JSON"
         return Failure(candidate=candidate, text=text, foreign=True)
@@ -220,7 +186,8 @@ def _read_candidate(candidate: Candidate) -> RankEvidence | Failure:
         # than reading the dump.
         with _without_collector():
             dump = read_flight_dump(candidate.path)
-            return evidence_from_flight(dump, candidate.rank if candidate.rank is not None else -1)
+            rank = candidate.rank if candidate.rank is not None else dump.rank
+            return evidence_from_flight(dump, rank if rank is not None else -1)
     except NoDumpError as error:
         return Failure(candidate=candidate, text=str(error), refused=error.refused, foreign=error.foreign)
 

@@ -29,7 +29,7 @@ FAMILIES = (
         "symmetric memory",
         re.compile(
             r"\b(?:multimem|one_shot|two_shot)_(?:one_shot_|two_shot_)?"
-            r"(?P<op>all_reduce|all_gather|reduce_scatter)\w*kernel"
+            r"(?P<op>all_reduce|all_gather|reduce_scatter)\w*"
         ),
     ),
     KernelFamily("symmetric memory", re.compile(r"\b(?:one|two)Shot(?P<op>AllReduce)Kernel")),

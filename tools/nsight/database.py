@@ -25,18 +25,21 @@ RUNTIME = "CUPTI_ACTIVITY_KIND_RUNTIME"
 KERNEL = "CUPTI_ACTIVITY_KIND_KERNEL"
 MEMCPY = "CUPTI_ACTIVITY_KIND_MEMCPY"
 GRAPH_TRACE = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
-GRAPH_NODES = "CUDA_GRAPH_NODE_EVENTS"
+GRAPH_NODES = ("CUDA_GRAPH_NODE_EVENTS", "CUDA_GRAPH_EVENTS")
+"""Names of the table that tells when the nodes of CUDA graphs were made; the second is that of 2022.4 and 2023.4."""
 STRINGS = "StringIds"
 
-_KNOWN = ((3, 16), (3, 28))
-"""Schema versions, major and minor, between which the columns read here are documented."""
+_KNOWN = ((3, 0), (3, 28))
+"""Schema versions, major and minor, between which the columns read here are documented: those of 2022.4 to 2026.4."""
 _META_DATA = ("META_DATA_EXPORT", "EXPORT_META_DATA")
 """Names of the table that tells the version; the second is that of 2022."""
-_SIGNS = (NVTX, RUNTIME, KERNEL, "META_DATA_EXPORT", "TARGET_INFO_SESSION_START_TIME", "ANALYSIS_DETAILS")
+_SIGNS = (NVTX, RUNTIME, KERNEL, *_META_DATA, "TARGET_INFO_SESSION_START_TIME", "ANALYSIS_DETAILS")
 _EXPORT_TABLES = "NVTX_EVENTS, CUPTI_ACTIVITY_KIND_KERNEL, CUPTI_ACTIVITY_KIND_RUNTIME"
 _ROWS = 1 << 16
-_LATEST = 1 << 61
+LATEST = 1 << 61
 """ns since 1970 that no capture was made after: in 2043."""
+_LONGEST = 1 << 56
+"""ns that no capture lasts, and less than from 1970 to any capture: 2.3 years."""
 NONE = -1
 """Stands for NULL, and for a column that the export does not have."""
 
@@ -60,6 +63,12 @@ class Export:
 
     def has(self, table: str) -> bool:
         return table in self._tables
+
+    def counts(self, table: str) -> bool:
+        """Whether a table is there and has rows: `--lazy false` writes empty ones."""
+        if table not in self._tables:
+            return False
+        return self._connection.execute(f'SELECT 1 FROM "{table}" LIMIT 1').fetchone() is not None
 
     def columns(self, table: str) -> set[str]:
         """Names of the columns of a table; empty where it is not there."""
@@ -98,7 +107,7 @@ class Export:
         if self.has(table) and lacking:
             raise CrossrankError(
                 f"{self.path}: {table} has no column {', '.join(lacking)}; export it with a version of Nsight Systems "
-                "whose schema is 3.16 to 3.28"
+                "whose schema is 3.0 to 3.28 (2022.4 to 2026.4)"
             )
 
     def all(self, table: str, columns: Sequence[str], where: str = "") -> list[Column]:
@@ -130,14 +139,25 @@ class Export:
         return found
 
     def epoch_ns(self) -> int:
-        """ns since 1970 at time 0 of the export; 0 where it does not say."""
+        """ns since 1970 at time 0 of the export; 0 where it does not say, and where that is 1970: its times were
+        normalised (`--ts-normalize true`)."""
+        latest = max(self._latest(table) for table in (NVTX, KERNEL, RUNTIME))
+        if latest > _LONGEST:
+            return 0
         table = "TARGET_INFO_SESSION_START_TIME"
         if "utcEpochNs" in self.columns(table):
             row = self._connection.execute(f"SELECT utcEpochNs FROM {table}").fetchone()
-            if row is not None and isinstance(row[0], int) and 0 < row[0] < _LATEST:
+            if row is not None and isinstance(row[0], int) and 0 < row[0] < LATEST:
                 return row[0]
         self.notes.append("does not say when its session began: its times are aligned by collectives alone")
         return 0
+
+    def _latest(self, table: str) -> int:
+        """The latest start in a table."""
+        if "start" not in self.columns(table):
+            return 0
+        row = self._connection.execute(f'SELECT MAX(start) FROM "{table}"').fetchone()
+        return row[0] if row is not None and isinstance(row[0], int) else 0
 
     def host(self) -> str:
         """Name of the machine; empty where it does not say."""
@@ -167,7 +187,7 @@ class Export:
         number = tuple(int(part) for part in parts[:2]) if all(part.isdecimal() for part in parts[:2]) else ()
         if version and not _KNOWN[0] <= number <= _KNOWN[1]:
             self.notes.append(
-                f"has schema version {version}; 3.16 to 3.28 are known here: the columns it shares with them are read"
+                f"has schema version {version}; 3.0 to 3.28 are known here: the columns it shares with them are read"
             )
 
 

@@ -11,12 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from crossrank.tools.linking.kernels import communication_kernel
-from crossrank.tools.nsight.database import KERNEL, MEMCPY, NONE, RUNTIME, Column, Export
+from crossrank.tools.nsight.database import KERNEL, LATEST, MEMCPY, NONE, RUNTIME, Column, Export
 from crossrank.tools.nsight.markers import Ranges
 
 _FOREVER = np.iinfo(np.int64).max
-_LATEST = 1 << 60
-"""ns after the begin of a report that none reaches."""
 _PEER_TO_PEER = 10
 """copyKind of a copy from one GPU to another (CUPTI_ACTIVITY_MEMCPY_KIND_PTOP)."""
 
@@ -110,7 +108,7 @@ def _joined(parts: list[list[Column]], count: int) -> list[Column]:
 
 
 def _activities(export: Export, columns: list[Column], ops: list[str | None]) -> Activities:
-    possible = np.flatnonzero((columns[0] >= 0) & (columns[1] > columns[0]) & (columns[1] < _LATEST))
+    possible = np.flatnonzero((columns[0] >= 0) & (columns[1] > columns[0]) & (columns[1] < LATEST))
     if len(possible) < len(columns[0]):
         lost = len(columns[0]) - len(possible)
         export.notes.append(f"{lost} communication kernels end before they begin, or at times that cannot be")

@@ -19,6 +19,8 @@ from crossrank.tools.nsight.database import NVTX, STRINGS, Column, Export
 from crossrank.tools.nsight.markers import Ranges
 from crossrank.tools.timing.rank_times import GroupKey
 
+NO_PAYLOAD = "calls in NCCL's own ranges without payload: their bytes are not known"
+"""`nsys export --include-json true` writes payloads, in versions that have the option (2022.4 and 2023.4 refuse it)."""
 _GROUP_START, _GROUP_END = "ncclGroupStart", "ncclGroupEnd"
 _PER_MEMBER = ("all_gather", "reduce_scatter", "all_to_all")
 
@@ -63,7 +65,7 @@ class NcclRanges:
         name = _communicator(payload)
         size = self.sizes.get(name, 0)
         if payload.size is None:
-            self.said["NCCL's range has no payload: export with --include-json true"] += 1
+            self.said[NO_PAYLOAD] += 1
         elif size == 0 and operation.name in _PER_MEMBER:
             self.said["the size of the communicator is not known: its creation was not captured"] += 1
         scale = size if operation.name in _PER_MEMBER else 1

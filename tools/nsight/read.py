@@ -49,7 +49,7 @@ def read_export(path: str, rank: int | None, comms: Mapping[int, str]) -> list[R
 
     `rank` is what the file's name says, for an export of one process; `comms` the comms files of the run by rank, which
     know all of a call of which a marker says only what is the same each time.
-    Raises `CrossrankError` where the file cannot be used, and where not one kernel found its call.
+    Raises `CrossrankError` where the file cannot be used, and where it has kernels of which not one found its call.
     """
     with open_export(path) as export:
         require_tables(export)
@@ -112,12 +112,12 @@ def _refuse_nothing(export: Export, found: list[RankTimes], calls: int, kernels:
             f"{path}: has {kernels} communication kernels, but no marker of ours, of the older shim or of NCCL; record "
             "with --trace=cuda,nvtx and crossrank.enable() in the job"
         )
-    if not (export.has(KERNEL) or export.has(GRAPH_TRACE)):
-        raise CrossrankError(
-            f"{path}: {calls} calls are marked, but the export has no GPU kernel to time them by: the job ran on CPUs "
-            f"(gloo), or was recorded without cuda in --trace, or exported without {KERNEL}; `crossrank inspect` "
-            "counts the calls of the recording without one"
+    if not kernels and not export.counts(GRAPH_TRACE):
+        found[0].notes.append(
+            f"{path}: {calls} calls are marked, but the export has no communication kernel to time them by: the job "
+            f"communicated on CPUs (gloo), or was recorded without cuda in --trace, or exported without {KERNEL}"
         )
+        return
     told: Counter[str] = Counter()
     for one in found:
         told.update(one.unattributed)
@@ -291,11 +291,12 @@ class _Process:
         Every launch of the graph makes the call anew, with a row of its own. Returns the other kernels, and how many
         calls were captured.
         """
-        there = self._export.columns(GRAPH_NODES)
-        if not len(self._calls) or not {"start", "globalTid", "graphNodeId"} <= there:
+        needed = {"start", "globalTid", "graphNodeId"}
+        table = next((name for name in GRAPH_NODES if needed <= self._export.columns(name)), None)
+        if not len(self._calls) or table is None:
             return left, 0
         start, thread, node, original = self._export.all(
-            GRAPH_NODES, ("start", "globalTid", "graphNodeId", "originalGraphNodeId")
+            table, ("start", "globalTid", "graphNodeId", "originalGraphNodeId")
         )
         mine = np.flatnonzero((thread >> 24) == self.number)
         made = {int(node[i]): int(i) for i in mine}

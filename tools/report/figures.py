@@ -45,6 +45,9 @@ class Source(msgspec.Struct, kw_only=True):
     op: str
     calls: int
     bytes: int
+    """As far as they are known."""
+    unsized: int = 0
+    """Calls of which the bytes are not known."""
     time_ms: float | None
     waiting_ms: float | None
 
@@ -61,6 +64,8 @@ class Figures(msgspec.Struct, kw_only=True):
     """Versions and settings -> what most ranks say."""
     calls: int
     bytes: int
+    unsized: int
+    """Calls of which the bytes are not known."""
     by_locality: dict[str, int]
     """Bytes, S of nccl-tests, summed over ranks."""
     matrix: Matrix
@@ -85,6 +90,7 @@ def figures(material: Material, rates: dict[str, float] | None = None) -> Figure
     found, ranks = material.together, material.ranks
     sizes = np.array([kind.recorded for kind in found.kinds] or [0], np.int64)
     by_kind = np.bincount(found.kind, minlength=len(found.kinds)).astype(np.int64)
+    unsized = ~np.array([kind.sized for kind in found.kinds] or [True])[found.kind]
     localities: Counter[str] = Counter()
     for kind, count in zip(found.kinds, by_kind.tolist(), strict=False):
         localities[kind.locality] += kind.recorded * count
@@ -108,6 +114,7 @@ def figures(material: Material, rates: dict[str, float] | None = None) -> Figure
         about=_about(ranks),
         calls=int(found.calls.sum()),
         bytes=int((sizes[: len(by_kind)] * by_kind).sum()),
+        unsized=int(found.calls[unsized].sum()),
         by_locality=dict(localities.most_common()),
         matrix=_matrix(found, classes),
         traffic=traffic(found, ranks),
@@ -158,7 +165,8 @@ def _classes(found: Collectives) -> list[str]:
     for (desc, size, where), group in zip(keys, found.groups, strict=True):
         number = count[desc, size, where]
         if number == 1:
-            names.append(f"{desc or f'group {group.name}'}: {size} rank{'s' if size != 1 else ''}")
+            name = desc or (f"group {group.name}" if group.name else "unknown group")
+            names.append(f"{name}: {size} rank{'s' if size != 1 else ''}")
         else:
             what = desc or f"groups {where}".strip()
             names.append(f"{what}: {number} of {size} ranks")
@@ -220,11 +228,12 @@ def _sources(found: Collectives) -> list[Source]:
         np.int64,
     )
     count = max(len(numbers), 1)
-    calls, size, time, waiting = (np.zeros(count) for _ in range(4))
+    calls, size, unsized, time, waiting = (np.zeros(count) for _ in range(5))
     sizes = np.array([kind.recorded for kind in found.kinds] or [0], np.int64)
     line = of_kind[found.kind]
     np.add.at(calls, line, found.calls)
     np.add.at(size, line, sizes[found.kind])
+    np.add.at(unsized, line, found.calls * ~np.array([kind.sized for kind in found.kinds] or [True])[found.kind])
     pairs = np.unique(found.collective * count + line)
     collective = pairs // count
     timed = found.timed[collective]
@@ -237,6 +246,7 @@ def _sources(found: Collectives) -> list[Source]:
             op=op,
             calls=int(calls[number]),
             bytes=int(size[number]),
+            unsized=int(unsized[number]),
             time_ms=round(float(time[number]), 3) if time[number] else None,
             waiting_ms=round(float(waiting[number]), 3) if waiting[number] else None,
         )

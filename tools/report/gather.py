@@ -108,7 +108,7 @@ class Plan:
 def plan(paths: Sequence[str], replay: str | None, source: str | None = None) -> Plan:
     """The files at `paths`. Raises `CrossrankError` where there is nothing to report on."""
     found = sources.find(paths, None, source)
-    candidates = [one for one in find_candidates(paths) if one.kind in (COMMS, FLIGHT) or one.path in found.dumps]
+    candidates = [one for one in find_candidates(paths) if one.kind in (COMMS, FLIGHT)]
     folder = replay or _replay_beside(paths)
     return Plan(
         inputs=list(paths),

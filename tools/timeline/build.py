@@ -121,8 +121,8 @@ def write_timeline(
 
 def _label(found: Collectives, kind: CallKind) -> str:
     group = found.groups[kind.group]
-    name = f"{group.name} {group.key.desc}".strip()
-    return printable(f"{kind.label} {amount(kind.bytes)} · {name}")
+    name = f"{group.name} {group.key.desc}".strip() or "unknown group"
+    return printable(f"{kind.label} {amount(kind.bytes, unknown=not kind.sized)} · {name}")
 
 
 def _of_rank(

@@ -106,6 +106,13 @@ class Collectives:
         """Calls that each row stands for: one, or those of a launch."""
         return np.array([kind.calls for kind in self.kinds] or [0], np.int64)[self.kind]
 
+    @property
+    def unsized(self) -> Bools:
+        """Collectives of which no rank says the bytes."""
+        sized = np.array([kind.sized for kind in self.kinds] or [True])[self.of_kind]
+        unsized: Bools = ~sized & (self.bytes == 0)
+        return unsized
+
     def busbw(self) -> Floats:
         """GB/s (1e9 bytes) by collective; NaN where none can be given."""
         factors = np.array([_factor(kind, self.groups[kind.group].size) for kind in self.kinds] or [np.nan])

@@ -2,8 +2,10 @@
 
 Calls are joined by group, for sends and receives by their two ends as well, and number. Where files have no numbers
 they were counted, which goes wrong if files begin at different calls: so what is joined is checked. Calls of one
-collective agree in operation, root and size, and none ends before another has begun. A lane (the calls of one group, or
-of one pair) with counted numbers on which too many contradict is not joined at all, and what is not joined is told.
+collective agree in operation, root and size, and none ends before another has begun. Where ranks have different numbers
+of calls, as at the edges of a capture, `shifts` finds which call of one is the first of the other. A lane (the calls
+of one group, or of one pair) with counted numbers on which too many contradict is not joined at all, and what is not
+joined is told.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import numpy as np
 from crossrank.comm import OPERATIONS
 from crossrank.tools.timing.collectives import Bools, Group, Ints
 from crossrank.tools.timing.rank_times import CallKind, GroupKey, RankTimes
+from crossrank.tools.timing.shifts import shift_between
 
 _MAX = np.iinfo(np.int64).max
 _WORLD = "0"
@@ -27,6 +30,7 @@ _OFTEN = 0.05
 
 NO_NUMBER = "calls without a number: they are not compared across ranks"
 UNLIKE_COUNTS = "calls on groups of which the ranks have different numbers of calls: they are not compared"
+AT_EDGE = "calls at the edge of a capture, which the files of other ranks of their group do not have"
 SHIFTED = "calls that were numbered by counting, and then contradict each other: they are not compared"
 TWICE = "calls that share their number with another of the same rank: they are not compared"
 DISAGREE = "calls of which the ranks disagree on operation, size or root: see crossrank diagnose"
@@ -77,9 +81,11 @@ def join(
     file: Ints,
     number: Ints,
     rank: Ints,
+    moment: Ints,
     told: Counter[str],
 ) -> Joined:
-    """Join the calls; `told` gets what could not be, with the number of calls."""
+    """Join the calls; `moment` is when each ended, or was made where that is not known. `told` gets what could not be
+    joined, with the number of calls."""
     lanes: dict[object, int] = {}
     lane_of = np.array([lanes.setdefault((one.group, one.ends), len(lanes)) for one in kinds] or [0], np.int64)
     own_kind = np.array([one.is_p2p and one.ends is None for one in kinds] or [False])
@@ -91,8 +97,11 @@ def join(
     counted = ~np.array([times.numbered for times in ranks])[file]
     counted |= ~np.array([times.p2p_numbered for times in ranks])[file] & p2p[kind]
     unlike = _unlike_counts(lane, rank, counted & ~apart)
-    _tell(told, UNLIKE_COUNTS, unlike)
-    apart |= unlike
+    if unlike.any():
+        number, unlike, at_edge = _shifted(lane, number, rank, kinds, kind, moment, unlike)
+        _tell(told, AT_EDGE, at_edge)
+        _tell(told, UNLIKE_COUNTS, unlike)
+        apart |= unlike | at_edge
     twice = _twice(lane, number, rank, apart)
     _tell(told, TWICE, twice)
     apart |= twice
@@ -129,6 +138,55 @@ def contradicted(
     _tell(told, SHIFTED, calls)
     joined.part(calls)
     return True
+
+
+def _shifted(
+    lane: Ints, number: Ints, rank: Ints, kinds: Sequence[CallKind], kind: Ints, moment: Ints, unlike: Bools
+) -> tuple[Ints, Bools, Bools]:
+    """(numbers, calls of lanes on which no shift was found, calls that ranks have beyond those of the others).
+
+    On each lane the rank with the fewest calls is what the others are shifted to.
+    """
+    numbers, left, at_edge = number.copy(), unlike.copy(), np.zeros(len(lane), bool)
+    what = _meanings(kinds)[kind]
+    order = np.lexsort((number, rank, lane))
+    order = order[unlike[order]]
+    edges = np.flatnonzero((np.diff(lane[order]) != 0) | (np.diff(rank[order]) != 0)) + 1
+    by_lane: dict[int, list[Ints]] = {}
+    for rows in np.split(order, edges):
+        by_lane.setdefault(int(lane[rows[0]]), []).append(rows)
+    for of_ranks in by_lane.values():
+        fewest = min(of_ranks, key=len)
+        shifts = [
+            0 if rows is fewest else shift_between(what[fewest], moment[fewest], what[rows], moment[rows])
+            for rows in of_ranks
+        ]
+        if any(shift is None for shift in shifts):
+            continue
+        first = max(-(shift or 0) for shift in shifts)
+        last = min(len(rows) - (shift or 0) for rows, shift in zip(of_ranks, shifts, strict=True))
+        for rows, shift in zip(of_ranks, shifts, strict=True):
+            place = np.arange(len(rows)) - (shift or 0)
+            left[rows] = False
+            at_edge[rows] = (place < first) | (place >= last)
+            numbers[rows] = np.where(at_edge[rows], number[rows], place - first + 1)
+    return numbers, left, at_edge
+
+
+def _meanings(kinds: Sequence[CallKind]) -> Ints:
+    """A number by kind, the same for kinds that may be of one collective."""
+    found: dict[object, int] = {}
+    return np.array(
+        [
+            found.setdefault(
+                (one.label.partition(",")[0], one.bytes if one.calls == 1 and _agrees_in_size(one) else 0, one.root),
+                len(found),
+            )
+            for one in kinds
+        ]
+        or [0],
+        np.int64,
+    )
 
 
 def _part_unlike_calls(joined: Joined, kinds: Sequence[CallKind], told: Counter[str]) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from crossrank.comm import MOST_RANKS, OPERATIONS, CommRecord, Group, Locality, ends_of, is_p2p, total_bytes
+from crossrank.comm import MOST_RANKS, OPERATIONS, CommRecord, Group, Locality, ends_of, has_size, is_p2p, total_bytes
 from crossrank.dtypes import dtype_of
 
 _LATE = re.compile(r"\A(?:\w+:)?gloo(?:,\w+:gloo)*\Z")
@@ -72,6 +72,8 @@ class CallKind(msgspec.Struct, frozen=True):
     """That went out in this one launch."""
     whole: bool = True
     """All calls of the launch are known: CROSSNODE may have left some out."""
+    sized: bool = True
+    """`bytes` is known; else it is 0, or of a launch of several calls what is known of it."""
 
     @property
     def releases_all(self) -> bool:
@@ -258,9 +260,10 @@ class TimesBuilder:
                 locality=locality,
                 calls=len(records),
                 whole=_is_whole(records),
+                sized=all(map(has_size, records)),
             )
         kind = _kind(first, index, sum(record.bytes for record in records), calls=len(records))
-        return kind if _is_whole(records) else msgspec.structs.replace(kind, whole=False)
+        return msgspec.structs.replace(kind, whole=_is_whole(records), sized=all(map(has_size, records)))
 
     def add(
         self, kind: int, *, id: int, number: int, step: int = 0, called: int = 0, began: int = 0, ended: int = 0
@@ -318,6 +321,7 @@ def _kind(
         source=record.source,
         locality=record.locality,
         calls=calls,
+        sized=has_size(record),
     )
 
 

@@ -55,7 +55,7 @@ def lay_side_by_side(ranks: Sequence[RankTimes]) -> Collectives:
     clock_of = np.array([place[times.clock] for times in ranks], np.int64)
     clock = clock_of[file]
     placed = np.array([times.placed for times in ranks])[file]
-    joined = join(ranks, groups, kinds, kind, file, number, rank, told)
+    joined = join(ranks, groups, kinds, kind, file, number, rank, np.where(ended > 0, ended, called), told)
     releasing = np.array([one.releases_all for one in kinds] or [False])
     bad_lanes = True
     while bad_lanes:

@@ -9,32 +9,30 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 import msgspec
 
-from crossrank.comm import MOST_RANKS, is_p2p
+from crossrank.comm import MOST_RANKS, OPERATIONS, is_p2p
 from crossrank.errors import CrossrankError
-from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED, is_folder, list_recording
+from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED
 from crossrank.tools.calls import readers
-from crossrank.tools.calls.files import NSIGHT, files_at
 from crossrank.tools.calls.flight import read_flight
+from crossrank.tools.calls.kineto import NOTHING, read_kineto_trace
 from crossrank.tools.calls.rank_calls import Input, RankCalls, RecordedCall
 from crossrank.tools.fleet import Fleet, map_ranks
 from crossrank.tools.linking.communications import named_by_address
-from crossrank.tools.linking.inputs import RankInput, rank_said
+from crossrank.tools.linking.inputs import RankInput
 from crossrank.tools.nsight.read import read_export
 from crossrank.tools.tables import rank_ranges
 from crossrank.tools.timing.rank_times import SEND_RECV, SOURCES, RankTimes, TimesBuilder
-from crossrank.tools.whole_file import join
+from crossrank.tools.traces.discover import NSIGHT, REPORT, WHAT, TraceFile, discover, nearest
 
 CHOICES = ("nsight", "kineto", "flight", "comms")
 """What a user may ask for instead of what says most."""
 
-_EXPORTS = (".sqlite", ".sqlite3")
-_REPORTS = (".nsys-rep", ".qdrep")
-EXPORT = "nsys export --type sqlite --include-json true --include-blobs true"
+EXPORT = "nsys export --type sqlite"
 LEFT_OUT = "calls inside a node, which were counted and not recorded (TRACING=CROSSNODE); TRACING=ALL records them"
 _RANKS_APART = 60_000_000_000
 """ns between the end of one rank and the begin of another that no job has."""
@@ -58,54 +56,43 @@ class Found:
 
     tasks: list[Task]
     skipped: list[str] = field(default_factory=list)
-    dumps: set[str] = field(default_factory=set)
-    """Flight-recorder dumps among the files, whatever they are called."""
     unmixed: set[int] = field(default_factory=set)
     """Ranks that have other files than the exports that are read."""
 
 
-_Files = dict[str, list[Input]]
+_MEASURED = (COMMS, LINKED, EXECUTION_TRACE, KINETO, FLIGHT)
+_Files = dict[str, list[TraceFile]]
 
 
 def find(paths: Sequence[str], ranks: Collection[int] | None = None, source: str | None = None) -> Found:
     """The measurements at `paths`: folders, files or URLs. Raises `CrossrankError` where there is none."""
-    skipped: list[str] = []
+    files = discover(paths)
+    skipped = [f"{file.path}: {file.problem}" for file in files if file.problem and file.kind not in (NSIGHT, REPORT)]
+    skipped += [
+        f"{file.path}: is {WHAT[file.kind]}, which measures no communication"
+        for file in files
+        if file.path in paths and not file.problem and file.kind not in (*_MEASURED, NSIGHT, REPORT)
+    ]
+    kept, said = nearest(file for file in files if file.kind in _MEASURED and not file.problem)
+    skipped += said
     by_rank: dict[int | None, _Files] = defaultdict(lambda: defaultdict(list))
-    exports: list[Input] = []
-    reports: list[str] = []
-    for path in paths:
-        if path.endswith(_REPORTS):
-            reports.append(path)
-            continue
-        if is_folder(path):
-            names = list_recording(path).foreign
-            # One that does not begin as a database is told when it is opened.
-            named = [join(path, name) for name in names if name.endswith(_EXPORTS)]
-            exports += [Input(path=name, rank=rank_said(name.rpartition("/")[2], b"")) for name in named]
-            reports += [join(path, name) for name in names if name.endswith(_REPORTS)]
-        elif path.endswith(_EXPORTS):
-            exports.append(Input(path=path, rank=rank_said(path.rpartition("/")[2], b"")))
-            continue
-        for kind, one in files_at(path, skipped):
-            if kind == NSIGHT and one.path not in {export.path for export in exports}:
-                exports.append(one)
-            elif kind in (COMMS, LINKED, EXECUTION_TRACE, KINETO, FLIGHT):
-                by_rank[one.rank][kind].append(one)
+    for file in kept:
+        by_rank[file.rank][file.kind].append(file)
+    exports = [file for file in files if file.kind == NSIGHT]
+    reports = [file.path for file in files if file.kind == REPORT]
     if reports and not exports and (source == "nsight" or not by_rank):
         raise CrossrankError(_export_command(reports[0]))
     exported = {one.path.rpartition(".")[0] for one in exports}
     skipped += [_export_command(report) for report in reports if report.rpartition(".")[0] not in exported]
-    dumps = {one.path for kinds in by_rank.values() for one in kinds[FLIGHT]}
     comms = tuple(
         (rank, kinds[COMMS][0].path)
         for rank, kinds in sorted(by_rank.items(), key=_order)
         if rank is not None and kinds[COMMS]
     )
     if exports and source in (None, "nsight"):
-        exports.sort(key=lambda one: one.path)
         tasks = [Task(rank=one.rank, path=one.path, read=_read_nsight, comms=comms) for one in exports]
         others = {rank for rank in by_rank if rank is not None and (ranks is None or rank in ranks)}
-        return Found(tasks, skipped, dumps, others)
+        return Found(tasks, skipped, others)
     if source == "nsight":
         raise CrossrankError(f"{', '.join(paths)}: holds no Nsight export (.sqlite); make one with: {EXPORT} REPORT")
     tasks = []
@@ -122,7 +109,7 @@ def find(paths: Sequence[str], ranks: Collection[int] | None = None, source: str
             f"{', '.join(paths)}: holds nothing that measured communication{asked}{told}; name a recording, a folder "
             "of Kineto traces or flight-recorder dumps, or Nsight exports (.sqlite)"
         )
-    return Found(tasks, skipped, dumps)
+    return Found(tasks, skipped)
 
 
 def _export_command(report: str) -> str:
@@ -165,13 +152,19 @@ def _task(rank: int | None, kinds: _Files, source: str | None, skipped: list[str
     ]
     if comms is not None:
         flight = files[FLIGHT][0].path if FLIGHT in files else None
-        given = replace(comms, linked=tuple(one.path for one in linked.values()), pairs=tuple(pairs), flight=flight)
+        given = Input(
+            path=comms.path,
+            rank=rank,
+            linked=tuple(one.path for one in linked.values()),
+            pairs=tuple(pairs),
+            flight=flight,
+        )
         return Task(rank=rank, path=comms.path, read=_read_comms, given=given)
     several = [one.path for one in [*linked.values(), *kinetos.values()] if one.window > 1]
     skipped += [f"{path}: a later window of rank {rank} without a comms file; name it by itself" for path in several]
     if linked:
         one = linked[min(linked)]
-        return Task(rank=rank, path=one.path, read=_read_linked, given=one)
+        return Task(rank=rank, path=one.path, read=_read_linked, given=_input(one))
     if pairs:
         return Task(
             rank=rank,
@@ -181,10 +174,14 @@ def _task(rank: int | None, kinds: _Files, source: str | None, skipped: list[str
         )
     if kinetos:
         one = kinetos[min(kinetos)]
-        return Task(rank=rank, path=one.path, read=_read_kineto, given=one)
+        return Task(rank=rank, path=one.path, read=_read_kineto, given=_input(one))
     if FLIGHT in files:
-        return Task(rank=rank, path=files[FLIGHT][0].path, read=_read_flight, given=files[FLIGHT][0])
+        return Task(rank=rank, path=files[FLIGHT][0].path, read=_read_flight, given=_input(files[FLIGHT][0]))
     return None
+
+
+def _input(file: TraceFile) -> Input:
+    return Input(path=file.path, rank=file.rank, window=file.window)
 
 
 def read(found: Found, fleet: Fleet, done: Callable[[], None] = lambda: None) -> list[RankTimes]:
@@ -310,7 +307,7 @@ def _read_pair(task: Task) -> list[RankTimes]:
 
 def _read_kineto(task: Task) -> list[RankTimes]:
     assert task.given is not None
-    return [_of_calls(readers.read_kineto_trace(task.given), "kineto")]
+    return [_of_calls(read_kineto_trace(task.given), "kineto")]
 
 
 def _read_flight(task: Task) -> list[RankTimes]:
@@ -385,6 +382,8 @@ def _of_calls(calls: RankCalls, source: str) -> RankTimes:
         counted_p2p = is_p2p(first) and not times.p2p_numbered
         if number is None or not times.numbered or counted_p2p or kind.op == SEND_RECV:
             number = counted[lane]
+        if first.op not in OPERATIONS and not times.numbered:
+            number = 0  # nobody knows what it would be compared with
         builder.add(
             builder.kind(kind),
             id=first.id,
@@ -394,11 +393,13 @@ def _of_calls(calls: RankCalls, source: str) -> RankTimes:
             began=began,
             ended=ended,
         )
-        if timed:
+        if timed and not calls.told_by:
             times.attributed[SOURCES[source]] += len(launch)
+    times.attributed.update({how: count for how, count in calls.told_by.items() if how != NOTHING})
+    times.unattributed.update({how: count for how, count in calls.told_by.items() if how == NOTHING})
     if calls.left_out:
         times.unattributed[LEFT_OUT] = calls.left_out
-    without = len(calls.calls) - sum(times.attributed.values())
+    without = sum(call.took_ns is None for call in calls.calls)
     if without and times.attributed:
         times.unattributed["calls outside the windows that were traced, or without a duration"] = without
     return times

@@ -66,8 +66,11 @@ def test_two_inputs_of_one_rank_are_refused(folder: Path, capsys: pytest.Capture
     assert run(folder, "-o", folder / "a", "--keep-linked") == 0
     linked = folder / "a" / "rank-0.linked.json.zst"
     capsys.readouterr()
-    assert run(linked, linked, "-o", folder / "out") == 2
-    assert capsys.readouterr().err == f"crossrank: {linked} and {linked} are both of rank 0; name one of them\n"
+    double = folder / "b" / linked.name
+    double.parent.mkdir()
+    double.write_bytes(linked.read_bytes())
+    assert run(linked, double, "-o", folder / "out") == 2
+    assert capsys.readouterr().err == f"crossrank: {linked} and {double} are both of rank 0; name one of them\n"
     assert not (folder / "out").exists()
     other = linked.with_name("rank-7.linked.json.zst")
     other.write_bytes(linked.read_bytes())

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+import crossrank.tools.diagnosis
 from crossrank.tools.cli import main
+from crossrank.tools.diagnosis.findings import Diagnosis
 from tests.unit.diagnosis.simulated_jobs import Collective, CpuStall, SimulatedJob, StaleWatchdog
 from tests.unit.diagnosis.simulated_programs import training
 from tests.unit.linking.public_traces import needs_traces, public
@@ -133,6 +135,10 @@ def test_a_healthy_job_exits_0(healthy: Path, capsys: pytest.CaptureFixture[str]
 def test_ranks_and_groups_limit_what_is_shown(stuck: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "1. missing_rank" in diagnose(capsys, stuck, "--ranks", "2-3")[1]
     assert "1. missing_rank" not in diagnose(capsys, stuck, "--ranks", "0", "--groups", "nobody")[1]
+    code, out, _ = diagnose(capsys, stuck, "--ranks", "0", "--groups", "mesh_tp")
+    assert (code, "suspects   rank 2\n" in out) == (1, True)
+    whole = json.loads(diagnose(capsys, stuck, "--json")[1])
+    assert json.loads(diagnose(capsys, stuck, "--ranks", "0", "--groups", "mesh_tp", "--json")[1]) == whole
     entries = diagnose(capsys, stuck, "--print-entries", "--groups", "default_pg", "--ranks", "1-2")[1]
     table = entries.split("Collectives of default_pg [0]\n")[1]
     assert [line.split() for line in table.splitlines()] == [
@@ -141,6 +147,49 @@ def test_ranks_and_groups_limit_what_is_shown(stuck: Path, capsys: pytest.Captur
         ["2", "all_reduce", "1", "float32", "scheduled", "-"],
         ["3", "all_reduce", "1", "float32", "scheduled", "-"],
     ]
+
+
+@pytest.mark.parametrize("job", ["stuck", "healthy"])
+def test_what_is_shown_is_what_concerns_the_chosen_ranks_and_groups(
+    job: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder: Path = request.getfixturevalue(job)
+    code, out, _ = diagnose(capsys, folder, "--json")
+    whole = json.loads(out)
+    groups = {tuple(row["pg"]): row["pg_ranks"] for row in whole["stragglers"]}
+    pgs = {tuple(one["pg"]) for one in (*whole["findings"], *whole["consequences"])} | set(groups)
+    assert len(pgs) > 2
+    for words, ranks, names in [
+        *((("--ranks", rank), {rank}, None) for rank in range(4)),
+        *((("--groups", name), None, {name}) for pg in pgs for name in pg),
+    ]:
+        shown_code, out, _ = diagnose(capsys, folder, *words)
+        assert shown_code == code
+        about = [
+            one
+            for one in (*whole["findings"], *whole["consequences"])
+            if (ranks is None or ranks & {*one["culprit_ranks"], *one["waiting_ranks"]})
+            and (names is None or names & set(one["pg"]))
+        ]
+        assert ("1. missing_rank" in out) == bool(about), words
+        assert ("1 finding(s) are not about" in out) == bool(whole["findings"] and not about), words
+        last = out.partition("Who comes last")[2]
+        shown = {pg for pg in groups if f"{pg[1]} [{pg[0]}]" in last}
+        assert shown == {
+            pg
+            for pg, members in groups.items()
+            if (ranks is None or ranks & set(members)) and (names is None or names & set(pg))
+        }, words
+
+
+def test_the_example_of_the_package_runs(stuck: Path) -> None:
+    lines = (crossrank.tools.diagnosis.__doc__ or "").splitlines()
+    code = "\n".join(line[4:] for line in lines if line.startswith("    ")).replace("/data/run1", str(stuck))
+    names: dict[str, object] = {}
+    exec(code, names)
+    found = names["diagnosis"]
+    assert isinstance(found, Diagnosis)
+    assert found.suspect_ranks == [2]
 
 
 def test_a_missing_dump_can_be_allowed(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,6 +290,10 @@ def test_json_that_is_no_dump_exits_2_with_its_name(tmp_path: Path, capsys: pyte
 
     code, _, err = diagnose(capsys, file)
 
+    assert code == 2
+    assert f"{file}: is a Kineto trace, no flight-recorder dump" in err
+    file.write_text('{"events": []}')
+    code, _, err = diagnose(capsys, file)
     assert code == 2
     assert f"{file}: is no flight-recorder dump: it lacks version, pg_config and entries" in err
 

@@ -19,6 +19,7 @@ from crossrank.tools.linking.kernels import communication_kernel
         ("rcclGenericKernel_4(ncclDevKernelArgsStorage<4096ul>)", ("rccl", None)),
         ("void c10d::symmetric_memory::multimem_all_reduce_kernel<float>(int)", ("symmetric memory", "all_reduce")),
         ("void two_shot_all_reduce_kernel_inplace<c10::BFloat16>(int)", ("symmetric memory", "all_reduce")),
+        ("multimem_all_reduce_bias_rms_norm", ("symmetric memory", "all_reduce")),  # as Triton writes it
         ("void vllm::cross_device_reduce_1stage<float, 2>(vllm::RankData*)", ("custom all-reduce", "all_reduce")),
         ("volta_sgemm_64x64_tn", None),
         ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>(int)", None),

@@ -9,7 +9,7 @@ import pytest
 
 from crossrank.errors import CrossrankError
 from crossrank.tools.nsight.read import IN_OURS, NO_KERNEL, OUTSIDE, read_export
-from tests.unit.nsight.exports import ExportFile
+from tests.unit.nsight.exports import EPOCH, ExportFile
 from tests.unit.nsight.test_read import rows, two_calls
 
 
@@ -21,17 +21,23 @@ def refused(path: Path) -> str:
     return text.removeprefix(str(path))
 
 
-def test_markers_without_kernels_and_kernels_without_markers_are_refused(tmp_path: Path) -> None:
-    markers = ExportFile()
-    markers.process(70).marker(1000, 1100, 1)
-    assert refused(markers.write(tmp_path / "a.sqlite")).startswith(
-        ": 1 calls are marked, but the export has no GPU kernel to time them by: the job ran on CPUs (gloo), or was "
-        "recorded without cuda in --trace"
-    )
-    markers.process(70).kernel(1000, 1100, 1200, name="gemm")
-    assert refused(markers.write(tmp_path / "a.sqlite")).startswith(
-        ": none of 1 marked calls has a kernel among 0 (1 calls without a kernel); record with --trace=cuda,nvtx"
-    )
+@pytest.mark.parametrize("kernel", [None, "gemm"])
+def test_markers_without_communication_kernels_are_calls_without_times(tmp_path: Path, kernel: str | None) -> None:
+    export = ExportFile()
+    process = export.process(70)
+    process.identity(0)
+    process.marker(1000, 1100, 1)
+    if kernel is not None:
+        process.kernel(1000, 1100, 1200, name=kernel)
+    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
+    assert rows(times) == [("all_reduce", "0", 1, 1, 0, 0)]
+    assert [moment - EPOCH for moment in times.called] == [1000]
+    assert dict(times.unattributed) == {NO_KERNEL: 1}
+    (note,) = times.notes
+    assert "1 calls are marked, but the export has no communication kernel to time them by" in note
+
+
+def test_kernels_without_markers_are_refused(tmp_path: Path) -> None:
     kernels = ExportFile()
     kernels.process(70).kernel(1000, 1100, 1200)
     assert refused(kernels.write(tmp_path / "b.sqlite")).startswith(
@@ -146,14 +152,30 @@ def test_files_that_are_no_export_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_schema_of_2022_is_told_from_its_own_table(tmp_path: Path) -> None:
-    export = ExportFile("3.0.0")
-    two_calls(export.process(70))
-    path = export.write(tmp_path / "a.sqlite")
-    with sqlite3.connect(path) as connection:
-        connection.execute("ALTER TABLE META_DATA_EXPORT RENAME TO EXPORT_META_DATA")
+    for version, notes in (("3.0.0", []), ("2.9.0", ["has schema version 2.9.0"])):
+        export = ExportFile(version)
+        two_calls(export.process(70))
+        path = export.write(tmp_path / "a.sqlite")
+        with sqlite3.connect(path) as connection:
+            connection.execute("ALTER TABLE META_DATA_EXPORT RENAME TO EXPORT_META_DATA")
+        connection.close()
+        (times,) = read_export(str(path), None, {})
+        assert [note.partition(": ")[2].partition(";")[0] for note in times.notes] == notes
+
+
+def test_an_export_of_2022_that_has_nothing_but_its_version_is_one(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "a.sqlite") as connection:
+        connection.execute("CREATE TABLE EXPORT_META_DATA (name TEXT NOT NULL, value TEXT)")
     connection.close()
-    (times,) = read_export(str(path), None, {})
-    assert [note.partition(": ")[2].partition(";")[0] for note in times.notes] == ["has schema version 3.0.0"]
+    assert refused(tmp_path / "a.sqlite").startswith(": has neither NVTX ranges nor CUDA kernels")
+
+
+def test_empty_tables_of_kernels_are_none(tmp_path: Path) -> None:
+    export = ExportFile()
+    export.process(70).marker(1000, 1100, 1)
+    export.tables |= {"CUPTI_ACTIVITY_KIND_KERNEL": [], "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": []}  # --lazy false
+    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
+    assert len(times) == 1
 
 
 def test_an_unknown_schema_is_told_and_read_as_far_as_it_goes(tmp_path: Path) -> None:
@@ -163,6 +185,6 @@ def test_an_unknown_schema_is_told_and_read_as_far_as_it_goes(tmp_path: Path) ->
     (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
     assert dict(times.attributed) == {IN_OURS: 2}
     assert [note.partition(": ")[2] for note in times.notes] == [
-        "has schema version 4.1.0; 3.16 to 3.28 are known here: the columns it shares with them are read",
+        "has schema version 4.1.0; 3.0 to 3.28 are known here: the columns it shares with them are read",
         "does not say when its session began: its times are aligned by collectives alone",
     ]

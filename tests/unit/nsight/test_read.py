@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from crossrank.tools.nsight.launches import innermost
 from crossrank.tools.nsight.markers import Meaning, Ranges
+from crossrank.tools.nsight.nccl import NO_PAYLOAD
 from crossrank.tools.nsight.read import (
     CAPTURED,
     COPIES,
@@ -227,6 +229,35 @@ def test_graph_launches_are_told_and_attributed_where_the_nodes_are_known(tmp_pa
     assert [row[3:] for row in rows(times)][3:] == [(3, 5100, 5300), (3, 10100, 10300)]
 
 
+def test_the_nodes_of_graphs_had_another_table_until_2023(tmp_path: Path) -> None:
+    export = ExportFile("3.0.0")
+    process = export.process(70)
+    two_calls(process)
+    process.marker(4000, 4100, 3)
+    process.kernel(5000, 5100, 5300, graph_node=7)
+    process.graph_node(4050, 7)
+    path = export.write(tmp_path / "a.sqlite")
+    with sqlite3.connect(path) as connection:
+        connection.execute("ALTER TABLE CUDA_GRAPH_NODE_EVENTS RENAME TO CUDA_GRAPH_EVENTS")
+    connection.close()
+    (times,) = read_export(str(path), None, {})
+    assert dict(times.attributed) == {IN_OURS: 2, IN_GRAPH: 1}
+
+
+def test_times_that_were_normalised_are_since_1970_already(tmp_path: Path) -> None:
+    plain, normalised = ExportFile(), ExportFile()
+    two_calls(plain.process(70))
+    two_calls(normalised.process(70))
+    for table in normalised.tables.values():
+        for row in table:
+            row |= {name: row[name] + EPOCH for name in ("start", "end") if row.get(name) is not None}
+    (relative,) = read_export(str(plain.write(tmp_path / "a.sqlite")), None, {})
+    (absolute,) = read_export(str(normalised.write(tmp_path / "b.sqlite")), None, {})
+    assert dict(absolute.attributed) == {IN_OURS: 2}
+    assert (absolute.began, absolute.ended, absolute.called) == (relative.began, relative.ended, relative.called)
+    assert absolute.notes == []
+
+
 def test_ncclS_own_ranges_serve_where_our_markers_are_missing(tmp_path: Path) -> None:
     export = ExportFile()
     process = export.process(70)
@@ -261,7 +292,7 @@ def test_ncclS_ranges_without_payload_have_times_and_no_size(tmp_path: Path) -> 
     process.kernel(1050, 1500, 1900)
     (times,) = read_export(str(export.write(tmp_path / "rank_0.sqlite")), 0, {})
     assert [kind.bytes for kind in times.kinds] == [0]
-    assert times.unattributed == {"NCCL's range has no payload: export with --include-json true": 1}
+    assert times.unattributed == {NO_PAYLOAD: 1}
 
 
 def test_kernels_without_launch_are_counted(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from crossrank.errors import CrossrankError
-from crossrank.replay.launcher import Place, find_place
+from crossrank.replay.launcher import Place, find_place, first_node
 
 _PLAIN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}
 _OMPI = {
@@ -45,6 +45,22 @@ def place(environment: dict[str, str], **given: object) -> Place:
 def test_a_launcher_tells_a_process_its_place(environment: dict[str, str], expected: tuple[object, ...]) -> None:
     found = place(environment)
     assert (found.rank, found.world_size, found.local_rank, found.host, found.port) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu[003-007,9],login1", "gpu003"),
+        ("a1,a2", "a1"),
+        ("rack[1-2]node[3-4]", "rack1node3"),
+        ("rack[1-2]node[3-4],login1", "rack1node3"),
+        ("node[1-2]-hsn0", "node1-hsn0"),
+        ("node[1,3]-hsn[0-1]", "node1-hsn0"),
+        ("n1-hsn0,n2-hsn0", "n1-hsn0"),
+    ],
+)
+def test_the_first_node_of_a_slurm_list_is_a_host(nodes: str, first: str) -> None:
+    assert first_node(nodes) == first
 
 
 def test_a_batch_script_of_slurm_is_no_rank() -> None:

@@ -14,8 +14,8 @@ from crossrank.errors import CrossrankError
 from crossrank.replay.build import build, settle
 from crossrank.replay.plan import Plan
 from crossrank.replay.sources import find, read
-from crossrank.tools.calls.files import kind_of_file
 from crossrank.tools.fleet import Fleet
+from crossrank.tools.traces.discover import PLAN, look
 from tests.unit.linking.public_traces import needs_traces, public
 from tests.unit.replay.plans import ops, plan_of, rank_calls, record, waits
 
@@ -213,7 +213,7 @@ def test_a_plan_is_known_by_its_content(tmp_path: Path) -> None:
 
     path = tmp_path / "anything"
     save_plan(plan_of([record("barrier")]), path)
-    assert kind_of_file(str(path)) == ("plan", None)
+    assert (look(str(path)).kind, look(str(path)).rank) == (PLAN, None)
 
 
 @pytest.mark.parametrize("content", ["", "hello", "{}", "[1, 2]", '{"nodes": []}', '{"traceEvents": []}', "\x00" * 64])

@@ -68,6 +68,7 @@ def test_the_figures_of_a_job_with_a_late_rank() -> None:
             "op": "all_reduce",
             "calls": 8,
             "bytes": 8_000_000,
+            "unsized": 0,
             "time_ms": 0.4,
             "waiting_ms": 1.2,
         }

@@ -109,7 +109,7 @@ def test_a_report_of_nsys_gives_the_command_that_exports_it(
         assert run(command, path) == 2
         assert capsys.readouterr().err == (
             f"crossrank: {tmp_path}/rank_0.nsys-rep: is a report, not an export; run: nsys export --type sqlite "
-            f"--include-json true --include-blobs true --output {tmp_path}/rank_0.sqlite {tmp_path}/rank_0.nsys-rep\n"
+            f"--output {tmp_path}/rank_0.sqlite {tmp_path}/rank_0.nsys-rep\n"
         )
 
 

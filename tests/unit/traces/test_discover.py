@@ -1,0 +1,192 @@
+"""Which files are found, what they are, and of which rank."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pickle
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED
+from crossrank.tools.traces.discover import (
+    BASIC,
+    DATABASE,
+    NSIGHT,
+    PLAN,
+    REPORT,
+    TIMELINE,
+    discover,
+    look,
+    nearest,
+    other_jobs,
+    rank_in_name,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("rank-12.flight.json.zst", 12),
+        ("_dump_3", 3),
+        ("nccl_trace_rank_12", 12),
+        ("trace.host7-rank4.pickle", 4),
+        ("node-0-rank-9_step100.json", 9),
+        ("rank0_trace.json", 0),
+        ("RANK_5.json", 5),
+        ("local_rank_3_rank_11.json", 11),
+        ("rank_11_local_rank_3.json", 11),
+        ("tp_rank_1_pp_rank_0_rank_9", 9),
+        ("host7_dump_0.json", 0),
+        ("dump_4_h100-07", 4),
+        ("trace-gpu1-2.json.gz", 2),
+        ("worker3.pt.trace.json.gz", 3),
+        ("worker0.1697000000000000000.pt.trace.json", 0),
+        ("host7_et_3.json.gz", 3),
+        ("trace_3_iter_100.json", 3),
+        ("trace_2026-11-22_3.json", 3),
+        ("kineto_20261122_3.json", 3),
+        ("job-worker-3_dump_12", 12),
+        ("local_rank_3.json", 3),
+        ("7.json", 7),
+        ("report1.sqlite3", 1),
+        # These do not say it.
+        ("notes.txt", None),
+        ("trace.json", None),
+        ("tp_rank_1_pp_rank_0.json", None),
+        ("node_rank_1.json", None),
+        ("dlrm_8gpu.json", None),
+        ("trace_2026-11-22.json", None),
+        ("gpu07_4711.1790000000000000000.pt.trace.json", None),
+        ("rank_99999999.json", None),
+    ],
+)
+def test_the_rank_that_a_name_says(name: str, rank: int | None) -> None:
+    assert rank_in_name(name) == rank
+
+
+def kineto(rank: int | None = None) -> bytes:
+    info = {} if rank is None else {"distributedInfo": {"backend": "nccl", "rank": rank, "world_size": 8}}
+    return json.dumps({"schemaVersion": 1, **info, "traceEvents": []}).encode()
+
+
+def database(path: Path, *statements: str) -> bytes:
+    with sqlite3.connect(path) as connection:
+        for statement in statements:
+            connection.execute(statement)
+    connection.close()
+    return path.read_bytes()
+
+
+CONTENTS: dict[str, list[bytes]] = {
+    COMMS: [b'{"header":{"schema":"crossrank-comms 1","rank":3}}\n'],
+    EXECUTION_TRACE: [b'{"schema": "1.1.1-chakra.0.0.4", "pid": 7, "nodes": [{"id": 1, "name": "x"}]}'],
+    KINETO: [kineto(), b'[{"name": "x", "ph": "X", "ts": 1}]'],
+    LINKED: [b'{"schema":"1.1.1","crossrank":{"version":"0.1.0"},"nodes":[]}'],
+    FLIGHT: [
+        pickle.dumps({"version": "2.10", "entries": []}, 2),
+        b'{"version": "2.10", "pg_config": {}, "entries": []}',
+        b'{"version": "2.10", "entries": []}',
+    ],
+    BASIC: [b'[{"comms": "all_reduce", "in_msg_size": 4}]'],
+    PLAN: [b'{"schema":"crossrank-plan 1","source":"x"}'],
+    TIMELINE: [b'{"metadata":{"crossrank":"0.1.0"},"traceEvents":[]}'],
+    REPORT: [],
+    "": [b"a note", b'{"events": []}', b"PK\3\4", b'{"nodes": 3}', b'log: "entries": 4'],
+}
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, zstandard.ZstdCompressor().compress], ids=["", "gzip", "zstd"])
+@pytest.mark.parametrize(("kind", "content"), [(kind, one) for kind, many in CONTENTS.items() for one in many])
+def test_the_kind_that_the_first_bytes_say_whatever_the_name(
+    tmp_path: Path, kind: str, content: bytes, pack: Any
+) -> None:
+    path = tmp_path / "file.bin"
+    path.write_bytes(pack(content))
+    assert look(str(path)).kind == kind
+
+
+def test_exports_and_reports_of_nsight_and_databases_of_our_own(tmp_path: Path) -> None:
+    database(tmp_path / "a", "CREATE TABLE NVTX_EVENTS (start INTEGER)")
+    database(tmp_path / "b.sqlite", "CREATE TABLE findings (position INTEGER, role TEXT, kind TEXT, content TEXT)")
+    (tmp_path / "c.sqlite").write_bytes(b"no database")
+    (tmp_path / "d.nsys-rep").write_bytes(b"\1\2")
+    assert [file.kind for file in discover([str(tmp_path)])] == [NSIGHT, DATABASE, NSIGHT, REPORT]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "rank"),
+    [
+        ("trace.json", kineto(5), 5),
+        ("gpu07_4711.1790000000000000000.pt.trace.json", kineto(5), 5),
+        ("host7.json", kineto(5), 5),  # what a file says counts more than any number in its name
+        ("rank2.json", kineto(5), 2),  # but not more than what is called a rank: `link` says that they differ
+        ("calls.jsonl", CONTENTS[COMMS][0], 3),
+        ("host7.jsonl", CONTENTS[COMMS][0], 3),
+        ("trace.json", kineto(99_999_999), None),
+    ],
+)
+def test_the_rank_that_a_file_says(tmp_path: Path, name: str, content: bytes, rank: int | None) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert look(str(tmp_path / name)).rank == rank
+
+
+def put(folder: Path, *names: str, content: bytes = CONTENTS[FLIGHT][0]) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def names_and_ranks(folder: Path) -> list[tuple[str, int | None]]:
+    return [(str(Path(file.path).relative_to(folder)), file.rank) for file in discover([str(folder)])]
+
+
+def test_a_folder_is_searched_with_all_below_it_but_for_other_jobs(tmp_path: Path) -> None:
+    put(tmp_path, "node0/dump_0", "node1/a/dump_1", "earlier-1/dump_0", "spawned-12/dump_0", ".cache/dump_0")
+    assert names_and_ranks(tmp_path) == [("node0/dump_0", 0), ("node1/a/dump_1", 1)]
+    assert other_jobs(str(tmp_path)) == ["earlier-1", "spawned-12"]
+
+
+def test_files_of_one_rank_share_it(tmp_path: Path) -> None:
+    put(tmp_path, "kineto.json", content=kineto(5))
+    put(tmp_path, "et.json", content=CONTENTS[EXECUTION_TRACE][0])
+    assert names_and_ranks(tmp_path) == [("et.json", 5), ("kineto.json", 5)]
+    put(tmp_path, "other.json", content=CONTENTS[EXECUTION_TRACE][0])
+    assert names_and_ranks(tmp_path) == [("et.json", None), ("kineto.json", 5), ("other.json", None)]
+
+
+def test_the_file_nearest_to_the_path_is_taken_and_the_other_is_said(tmp_path: Path) -> None:
+    put(tmp_path, "rank_0", "copy/rank_0", "copy/rank_1")
+    kept, said = nearest(discover([str(tmp_path)]))
+    assert [file.path for file in kept] == [str(tmp_path / "rank_0"), str(tmp_path / "copy/rank_1")]
+    assert said == [f"{tmp_path}/copy/rank_0: is of rank 0 as {tmp_path}/rank_0 is, and was left out"]
+
+
+def test_two_files_of_one_rank_side_by_side_are_both_found(tmp_path: Path) -> None:
+    put(tmp_path, "a/rank_0", "b/rank_0")
+    assert len(nearest(discover([str(tmp_path)]))[0]) == 2
+
+
+def test_what_cannot_be_used_says_why(tmp_path: Path) -> None:
+    put(tmp_path, "dump_0", content=b"")
+    put(tmp_path, "dump_1.gz", content=b"\x1f\x8b\x08")
+    put(tmp_path, ".rank-2.et.json.part")
+    put(tmp_path, "rank-99999999.flight.json")
+    (tmp_path / "dump_3").symlink_to(tmp_path / "nowhere")
+    problems = {Path(file.path).name: (file.rank, file.problem) for file in discover([str(tmp_path)])}
+    assert problems == {
+        "dump_0": (0, "is empty"),
+        "dump_1.gz": (1, "the gzip stream is cut off; what comes before it was read"),
+        ".rank-2.et.json.part": (2, "was cut off while it was written"),
+        "rank-99999999.flight.json": (None, "rank 99999999 cannot be; a job has at most 1048576 ranks"),
+        "dump_3": (3, "is neither a file nor a folder"),
+    }
+
+
+def test_a_file_named_twice_is_found_once(tmp_path: Path) -> None:
+    put(tmp_path, "dump_0")
+    assert len(discover([str(tmp_path), str(tmp_path / "dump_0")])) == 1

@@ -1,0 +1,266 @@
+"""What the files at a path are, and of which rank each is: one answer for every command.
+
+The names of a recording say both (`rank-3.w2.kineto.json.zst`). Of other people's files the first bytes say the kind.
+The rank is what the name calls `rank`, else what the first bytes say, else what the name numbers: `rank_in_name`.
+
+A folder is searched with all below it, for many jobs write one folder per node. Hidden folders, what an earlier
+recording left (`earlier-K`) and what processes that ranks started recorded (`spawned-K`) are not: those are other jobs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+
+from crossrank.comm import MOST_RANKS
+from crossrank.errors import CrossrankError
+from crossrank.recording import (
+    COMMS,
+    EXECUTION_TRACE,
+    FLIGHT,
+    KINETO,
+    LINKED,
+    Damage,
+    is_folder,
+    list_recording,
+    read_chunks,
+)
+from crossrank.tools.shards import is_part
+
+BASIC = "basic"
+"""PARAM's own format: a list of calls."""
+PLAN = "plan"
+TIMELINE = "timeline"
+"""What `crossrank timeline` and `convert --timeline` write, which looks like a Kineto trace."""
+NSIGHT = "nsight"
+"""An export of Nsight Systems, which is no record of calls but has their times."""
+REPORT = "report"
+"""A report of Nsight Systems, which has to be exported first."""
+DATABASE = "database"
+"""What `crossrank diagnose --database` writes."""
+
+WHAT = {
+    COMMS: "a comms file",
+    LINKED: "a linked trace",
+    EXECUTION_TRACE: "an execution trace",
+    KINETO: "a Kineto trace",
+    FLIGHT: "a flight-recorder dump",
+    BASIC: "a PARAM basic trace",
+    PLAN: "a plan of crossrank replay",
+    TIMELINE: "a timeline of crossrank",
+    NSIGHT: "an export of Nsight Systems",
+    REPORT: "a report of Nsight Systems",
+    DATABASE: "a database of crossrank diagnose",
+    "": "of no kind that is known",
+}
+
+_HEAD = 1 << 16
+_SIGNS: tuple[tuple[str, tuple[re.Pattern[bytes], ...]], ...] = tuple(
+    (kind, tuple(re.compile(sign) for sign in signs))
+    for kind, *signs in (
+        (DATABASE, rb"\ASQLite format 3\x00", rb"CREATE TABLE findings \(position INTEGER, role TEXT"),
+        (NSIGHT, rb"\ASQLite format 3\x00"),
+        (PLAN, rb'"schema"\s*:\s*"crossrank-plan '),
+        (COMMS, rb'\A\s*\{"header"'),
+        (TIMELINE, rb'"metadata"\s*:\s*\{"crossrank"'),
+        (KINETO, rb'"traceEvents"|\A\s*\[\s*\{[^}]*"ph"'),
+        (LINKED, rb'"crossrank"\s*:\s*\{"version"'),
+        (EXECUTION_TRACE, rb'"nodes"\s*:', rb'"schema"|"ctrl_deps"|"rf_id"'),
+        (FLIGHT, rb'\A\x80|\A\s*\{(?s:.*)"(?:pg_config|pg_status|entries)"\s*:'),
+        (BASIC, rb'\A\s*\[[^\]]*"(?:comms|compute|startTime_ns|in_msg_size)"'),
+    )
+)
+"""What the first bytes of every kind have, all of them; the first kind that fits."""
+_BY_NAME = {".sqlite": NSIGHT, ".sqlite3": NSIGHT, ".nsys-rep": REPORT, ".qdrep": REPORT}
+"""Kinds of files whose first bytes say nothing: a report, and an export that is cut off."""
+
+_SUFFIX = re.compile(r"(?:\.(?:pt|trace|json|jsonl|pickle|pkl|bin|dump|et|zst|gz|sqlite3?|nsys-rep|qdrep))+\Z", re.I)
+_RANK = re.compile(r"(?P<of>[a-z]*)[-_.]?rank[-_. ]?(?P<number>\d+)", re.I)
+_NOT_GLOBAL = frozenset(("tp", "pp", "dp", "cp", "ep", "mp", "sp", "node"))
+"""A rank of these is one within a part of the job."""
+_NUMBERED = re.compile(r"(?<![a-z])(?:worker|dump|trace|et|kineto|flight|device)[-_.]?(\d+)(?![\da-z])", re.I)
+_DATE = re.compile(r"(?<!\d)20\d\d([-_.]?)[01]\d\1[0-3]\d(?!\d)")
+_NUMBER = re.compile(r"(\d+)(?![\da-z])", re.I)
+_PROCESS = re.compile(r"_\d+\.\d{13,}(?:\.pt\.trace\.json|\Z)")
+"""How torch's tensorboard_trace_handler ends the name of a file, unless told otherwise: process and time."""
+_RANK_IN_HEAD = {
+    KINETO: re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d+)'),
+    COMMS: re.compile(rb'\A\s*\{"header"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d+)'),
+}
+_OTHER_JOBS = re.compile(r"(earlier|spawned)-\d+")
+_DEEPEST = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceFile:
+    """One file at a path."""
+
+    path: str
+    kind: str
+    """Empty where it is of no kind that is known."""
+    rank: int | None
+    window: int = 1
+    size: int = 0
+    """Bytes on disk."""
+    depth: int = 0
+    """Folders between it and the path that was named."""
+    problem: str = ""
+    """Why it cannot be used."""
+    torn: bool = False
+    """It was cut off while it was written."""
+
+    @property
+    def name(self) -> str:
+        return PurePosixPath(self.path).name
+
+
+def rank_in_name(name: str) -> int | None:
+    """The rank that a file of this name belongs to; None where it does not say.
+
+    >>> [rank_in_name(name) for name in ("host7_dump_0.json", "nccl_trace_host7_rank_3.pkl", "trace-gpu1-2.json.gz")]
+    [0, 3, 2]
+    >>> [rank_in_name(name) for name in ("rank2_trace_20261122.json", "gpu7_4711.1790000000000000000.pt.trace.json")]
+    [2, None]
+    """
+    named = _named_rank(name)
+    return named if named is not None else _numbered_rank(name)
+
+
+def _named_rank(name: str) -> int | None:
+    """The last number that is called a rank of the job."""
+    found = [one for one in _RANK.finditer(name) if one["of"].lower() not in {*_NOT_GLOBAL, "local"}]
+    return _possible(found[-1]["number"]) if found else None
+
+
+def _numbered_rank(name: str) -> int | None:
+    """The number of what a rank writes one of, else the last number that is no part of a word, a date or a time."""
+    if _PROCESS.search(name):
+        return None
+    stem = _DATE.sub(" ", _RANK.sub(_without_parts, _SUFFIX.sub("", name)))
+    for pattern in (_NUMBERED, _NUMBER):
+        ranks = [rank for text in pattern.findall(stem) if (rank := _possible(text)) is not None]
+        if ranks:
+            return ranks[-1]
+    return None
+
+
+def _without_parts(match: re.Match[str]) -> str:
+    return " " if match["of"].lower() in _NOT_GLOBAL else match[0]
+
+
+def _possible(text: str) -> int | None:
+    return int(text) if len(text) <= 7 and int(text) < MOST_RANKS else None
+
+
+def look(path: str) -> TraceFile:
+    """The kind and rank of one file by its first bytes and its name. What cannot be opened has a `problem`."""
+    name = PurePosixPath(path).name
+    damage = Damage(path)
+    head = b""
+    try:
+        for chunk in read_chunks(path, damage, _HEAD):
+            head += chunk
+            if len(head) >= _HEAD:
+                break
+    except OSError as error:
+        damage.problems.append(f"cannot be read ({error.strerror or error})")
+    head = head[:_HEAD]
+    kind = next((kind for kind, signs in _SIGNS if all(sign.search(head) for sign in signs)), "")
+    kind = kind or next((kind for suffix, kind in _BY_NAME.items() if name.endswith(suffix)), "")
+    rank = _named_rank(name)
+    if rank is None and kind in _RANK_IN_HEAD and (found := _RANK_IN_HEAD[kind].search(head)):
+        rank = _possible(found[1].decode())
+    if rank is None:
+        rank = _numbered_rank(name)
+    problem = ""
+    if not head:
+        problem = damage.problems[0] if damage.problems else "is empty"
+    return TraceFile(path=path, kind=kind, rank=rank, problem=problem)
+
+
+def discover(paths: Iterable[str]) -> list[TraceFile]:
+    """Every file at `paths` (folders with all below them, files or URLs), in the order of their paths.
+
+    Raises `CrossrankError` where there is nothing at a path.
+    """
+    found: dict[str, TraceFile] = {}
+    for path in paths:
+        for file in _walk(path, 0):
+            found.setdefault(file.path, file)
+    return _adopted(sorted(found.values(), key=lambda file: file.path))
+
+
+def _walk(path: str, depth: int) -> Iterator[TraceFile]:
+    try:
+        listing = list_recording(path)
+    except CrossrankError as error:
+        if depth == 0:
+            raise
+        yield TraceFile(path=path, kind="", rank=None, problem=str(error).removeprefix(f"{path}: "))
+        return
+    alone = not is_folder(path)
+    for file in listing.files:
+        problem = "" if file.rank < MOST_RANKS else f"rank {file.rank} cannot be; a job has at most {MOST_RANKS} ranks"
+        yield TraceFile(
+            path=file.path,
+            kind=file.kind,
+            rank=None if problem else file.rank,
+            window=file.window,
+            size=file.size,
+            depth=depth,
+            problem=problem,
+        )
+    for name in listing.foreign:
+        if not is_part(name):
+            whole = path if alone else f"{path.rstrip('/')}/{name}"
+            size = os.path.getsize(whole) if os.path.isfile(whole) else 0
+            yield replace(look(whole), size=size, depth=depth)
+    for names, problem in (
+        (listing.torn, "was cut off while it was written"),
+        (listing.special, "is neither a file nor a folder"),
+    ):
+        for name in names:
+            whole = f"{path.rstrip('/')}/{name}"
+            torn = names is listing.torn
+            rank = rank_in_name(name)
+            yield TraceFile(path=whole, kind="", rank=rank, depth=depth, problem=problem, torn=torn)
+    if depth < _DEEPEST:
+        for name in listing.folders:
+            if not _OTHER_JOBS.fullmatch(name) and not name.startswith("."):
+                yield from _walk(f"{path.rstrip('/')}/{name}", depth + 1)
+
+
+def _adopted(files: list[TraceFile]) -> list[TraceFile]:
+    """Files of one rank of which not all say it: those that do not are of it too, if none is of the same kind."""
+    known = {file.rank for file in files if file.kind and file.rank is not None}
+    unnamed = [file for file in files if file.kind and file.rank is None and not file.problem]
+    kinds = [(file.kind, file.window) for file in files if file.kind and not file.problem]
+    if len(known) != 1 or not unnamed or len(set(kinds)) < len(kinds):
+        return files
+    (rank,) = known
+    return [replace(file, rank=rank) if file in unnamed else file for file in files]
+
+
+def other_jobs(path: str) -> list[str]:
+    """Names of the folders at a path that hold recordings of other jobs."""
+    return [name for name in list_recording(path).folders if _OTHER_JOBS.fullmatch(name)]
+
+
+def nearest(files: Iterable[TraceFile]) -> tuple[list[TraceFile], list[str]]:
+    """(files, what is said of those left out): of a kind, rank and window those nearest to the path that was named.
+
+    Results that a command wrote into a folder below a recording do not contradict it.
+    """
+    kept: dict[tuple[str, int | None, int], list[TraceFile]] = {}
+    said = []
+    for file in sorted(files, key=lambda file: (file.depth, file.path)):
+        others = kept.setdefault((file.kind, file.rank, file.window), [])
+        if others and others[0].depth < file.depth and file.rank is not None:
+            if file.kind != LINKED:  # which `link` and `convert --keep-linked` wrote there themselves
+                said.append(f"{file.path}: is of rank {file.rank} as {others[0].path} is, and was left out")
+        else:
+            others.append(file)
+    return [file for of_one in kept.values() for file in of_one], said
