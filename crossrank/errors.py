@@ -10,6 +10,12 @@ crossrank.errors.CrossrankError: TRACING='SOME' is not one of CROSSNODE, ALL, NO
 
 from __future__ import annotations
 
+import msgspec
+
+BROKEN = (msgspec.MsgspecError, ValueError, TypeError, RecursionError, OverflowError)
+"""What decoding or converting content raises that nobody vouches for. ValueError: text that is no UTF-8 or has halves
+of surrogate pairs, numbers beyond reason. TypeError: content of another type than what is made of it."""
+
 
 class CrossrankError(Exception):
     """A condition that the user can act on. Its text is the whole message."""

@@ -50,7 +50,7 @@ def read_basic(given: Input) -> RankCalls:
         name = row.comms.lower()
         pg = str(row.pg_id if row.pg_id is not None else 0)
         if pg not in groups and (row.global_ranks or row.world_size):
-            ranks = row.global_ranks or list(range(min(row.world_size or 0, MOST_RANKS)))
+            ranks = row.global_ranks or document.budget.ranks(range(min(row.world_size or 0, MOST_RANKS)))
             groups[pg] = Group(pg=pg, size=len(ranks), ranks=ranks)
         if name == "init":
             continue

@@ -8,6 +8,7 @@ from functools import partial
 
 import msgspec
 
+from crossrank.budget import Budget
 from crossrank.comm import CommRecord, Group, operation_of
 from crossrank.errors import CrossrankError
 from crossrank.recording import CommsFile
@@ -225,6 +226,7 @@ def read_kineto_trace(given: Input) -> RankCalls:
     """A Kineto trace: what its kernels, or where it has none its host events, say of the communication."""
     trace = read_kineto(given.path)
     groups = {group.pg: group for group in trace.groups}
+    budget = Budget.of(given.path)
     launched = {call.correlation: call for call in trace.calls if call.correlation is not None}
     rows: list[tuple[int, DeviceEvent | HostEvent, ParamComms]] = []
     for event in trace.device:
@@ -247,9 +249,8 @@ def read_kineto_trace(given: Input) -> RankCalls:
     for number, (start, source, described) in enumerate(rows):
         group = groups.get(described.pg)
         if group is None and described.ranks:
-            group = groups[described.pg] = Group(
-                pg=described.pg, size=len(described.ranks), ranks=described.ranks, desc=described.desc
-            )
+            ranks = budget.ranks(described.ranks) if isinstance(described.ranks, range) else described.ranks
+            group = groups[described.pg] = Group(pg=described.pg, size=len(ranks), ranks=ranks, desc=described.desc)
         if operation_of(described.name) is None and described.name in MARKERS:
             continue
         shapes_from_elements(described)

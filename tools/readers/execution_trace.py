@@ -14,8 +14,9 @@ from typing import Any
 
 import msgspec
 
+from crossrank.budget import MEMBERS, Budget
 from crossrank.comm import MOST_RANKS, Group
-from crossrank.errors import CrossrankError
+from crossrank.errors import BROKEN, CrossrankError
 from crossrank.tools.readers.json_document import Shape, parse, read_document
 
 FLAT_SCHEMA = "1.0.1"
@@ -154,7 +155,7 @@ def read_execution_trace(path: str) -> ExecutionTrace:
         start_ts=file.start_ts,
         finish_ts=file.finish_ts,
         nodes=nodes,
-        groups=tuple(groups_of(nodes)),
+        groups=tuple(groups_of(nodes, document.budget)),
         warnings=tuple(warnings),
         damage=tuple(damage),
     )
@@ -231,7 +232,7 @@ def read_attributes(node: HostNode) -> bool:
     """Set the fields that nested nodes have as attributes; False where one is not as the schema has it."""
     try:
         given = _decode_attributes(node.attributes)
-    except (msgspec.MsgspecError, RecursionError):
+    except BROKEN:
         node.attributes = _EMPTY_LIST
         return False
     good = True
@@ -338,8 +339,8 @@ class _PgConfig(msgspec.Struct):
     group_size: int = 0
 
 
-def groups_of(nodes: Iterable[HostNode]) -> list[Group]:
-    """The groups that `## process_group:init ##` nodes say."""
+def groups_of(nodes: Iterable[HostNode], budget: Budget) -> list[Group]:
+    """The groups that `## process_group:init ##` nodes say. Raises `BudgetError` where their members are too many."""
     groups: dict[str, Group] = {}
     for node in nodes:
         if "process_group:init" not in node.name:
@@ -347,8 +348,9 @@ def groups_of(nodes: Iterable[HostNode]) -> list[Group]:
         for value in io(node.inputs).values:
             # A text may be cut short by the observer's limit on strings, or be of another make.
             for config in parse(value, list[_PgConfig]) or ():
+                budget.spend(MEMBERS, len(config.ranks))
                 # torch writes no ranks for a group of the whole world.
-                ranks = config.ranks or list(range(min(config.group_size, MOST_RANKS)))
+                ranks = config.ranks or budget.ranks(range(min(config.group_size, MOST_RANKS)))
                 groups[str(config.pg_name)] = Group(
                     pg=str(config.pg_name),
                     size=config.group_size or len(ranks),
