@@ -34,6 +34,7 @@ OBJECTS = Bound("JSON objects", 2_000_000, 64)
 """In rows that are decoded into structs, counted before anything is known of them but their brackets."""
 VALUES = Bound("values", 3_000_000, 64)
 """Of content that is decoded into whatever it holds."""
+OPCODES = Bound("bytes of a pickle that torch did not write", 8 << 20, 8)
 MEMBERS = Bound("members of groups", 1 << 20, 4)
 EXTENTS = Bound("extents of tensors", 1 << 20, 4)
 

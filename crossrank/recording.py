@@ -221,8 +221,11 @@ def read_chunks(path: str, damage: Damage) -> Iterator[bytes]:
     damage.budget.size = _size(path)
     try:
         for chunk in _content(source, damage):
-            damage.budget.spend(BYTES, len(chunk))
-            yield chunk
+            # In pieces, so that what comes before the end of the budget is read.
+            for start in range(0, len(chunk), _CHUNK):
+                piece = chunk if len(chunk) <= _CHUNK else chunk[start : start + _CHUNK]
+                damage.budget.spend(BYTES, len(piece))
+                yield piece
     except (OSError, CrossrankError):
         raise
     except Exception as error:

@@ -162,7 +162,9 @@ def test_numbers_beyond_reason_cost_their_call_alone(tmp_path: Path) -> None:
     (evidence,) = read_evidence(find_candidates([str(tmp_path)]), Fleet()).ranks
 
     assert list(evidence.calls.seq) == [1, 2]
-    assert evidence.problems == ["1 of 3 calls have no number, or one beyond reason"]
+    assert evidence.problems == [
+        "line 4 is no comms record: ValidationError: Expected `int` <= 4611686018427387903 - at `$.seq`"
+    ]
 
 
 def test_a_send_and_a_receive_of_different_tags_do_not_answer_each_other(tmp_path: Path) -> None:
