@@ -59,7 +59,7 @@ def map_ranks(
     """
     work = list(items)
     if isinstance(fleet.part, Merge):
-        results: list[Result] = fleet.part.results(len(work))
+        results: list[Result] = fleet.part.results(len(work), function)
         for _ in work:
             done()
         return results
