@@ -208,7 +208,7 @@ def to_csv(plan: Plan, measured: list[Measured]) -> str:
                 )
             )
     rows.sort(key=lambda row: row[:2])
-    writer.writerows(rows)
+    writer.writerows(map(csv_text, row) for row in rows)
     return text.getvalue()
 
 

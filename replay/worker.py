@@ -241,7 +241,7 @@ class Watch(threading.Thread):
             self._tell(error=error)
             self._meeting.abort()
         except RuntimeError:  # the store is gone with its host
-            print(f"crossrank: rank {self._rank} was {self._state.phase}: {error}", file=sys.stderr, flush=True)
+            print(printable(f"crossrank: rank {self._rank} was {self._state.phase}: {error}"), file=sys.stderr, flush=True)
 
     def run(self) -> None:
         last_call = -2
