@@ -3,7 +3,7 @@
 A file is written under a temporary name beside its place and renamed when it is whole. Whatever a recording before
 this one, or somebody else, left under a name of this rank is moved to `earlier-K/`, never overwritten and never
 opened: a named pipe would block the one who opens it. An fsspec URL is served from a local folder: each file is
-written there and copied to the URL when it is whole.
+written there and copied to the URL when it is whole, over what is there under that name.
 
 The files of a rank belong to the process that began them. A process that it starts and that has its rank, or belongs
 to a job of its own (the one in which `torch.distributed.checkpoint.async_save` saves does both), records in

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration import jobs
 from tests.integration.world import World
 
 
@@ -22,6 +23,12 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(("TRACING", "TORCH_DISTRIBUTED_TRACING")):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_outlives_its_test() -> Iterator[None]:
+    yield
+    jobs.end_started()
 
 
 @pytest.fixture

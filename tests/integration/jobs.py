@@ -19,6 +19,9 @@ import crossrank
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 """
 
+STARTED: list[subprocess.Popen[str]] = []
+"""Processes of the test that runs."""
+
 
 def write_script(folder: Path, source: str, name: str = "train.py") -> Path:
     script = folder / name
@@ -52,8 +55,8 @@ def python(folder: Path, source: str, *arguments: str, **variables: str) -> subp
 
 
 def start(folder: Path, source: str, name: str = "train.py", **variables: str) -> subprocess.Popen[str]:
-    """Start a script and leave it running."""
-    return subprocess.Popen(
+    """Start a script and leave it running; it is killed with the end of the test."""
+    process = subprocess.Popen(
         [sys.executable, str(write_script(folder, source, name))],
         cwd=folder,
         env=environment(**variables),
@@ -61,6 +64,16 @@ def start(folder: Path, source: str, name: str = "train.py", **variables: str) -
         stderr=subprocess.PIPE,
         text=True,
     )
+    STARTED.append(process)
+    return process
+
+
+def end_started() -> None:
+    """Kill what the test has left running."""
+    while STARTED:
+        process = STARTED.pop()
+        process.kill()
+        process.communicate()
 
 
 def wait_for_line(process: subprocess.Popen[str], line: str) -> None:

@@ -146,27 +146,22 @@ dist.all_reduce(torch.ones(4))
 
 def test_a_rank_that_hangs_in_a_collective_dumps_on_sigusr1_and_dies_of_sigterm(tmp_path: Path) -> None:
     ranks = [jobs.start(tmp_path, STUCK, RANK=str(rank)) for rank in (0, 1)]
-    try:
-        for process in ranks:
-            jobs.wait_for_line(process, "ready")
-        time.sleep(0.5)  # rank 0 waits in C++ by now
-        ranks[0].send_signal(signal.SIGUSR1)
-        flight = tmp_path / RECORDING / "rank-0.flight.json.zst"
-        jobs.wait_for_file(flight)
-        names = [entry["profiling_name"] for entry in load(tmp_path / RECORDING, "flight")["entries"]]
-        assert names == ["gloo:barrier", "gloo:all_reduce"]
-        assert ranks[0].poll() is None
-        ranks[0].send_signal(signal.SIGTERM)
-        ranks[0].wait(timeout=15)
-        assert ranks[0].returncode == -signal.SIGTERM
-        comms, ids = read(tmp_path)
-        assert ids == [0, 1]
-        assert comms.end is not None
-        assert comms.end["reason"] == "SIGTERM"
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+    for process in ranks:
+        jobs.wait_for_line(process, "ready")
+    time.sleep(0.5)  # rank 0 waits in C++ by now
+    ranks[0].send_signal(signal.SIGUSR1)
+    flight = tmp_path / RECORDING / "rank-0.flight.json.zst"
+    jobs.wait_for_file(flight)
+    names = [entry["profiling_name"] for entry in load(tmp_path / RECORDING, "flight")["entries"]]
+    assert names == ["gloo:barrier", "gloo:all_reduce"]
+    assert ranks[0].poll() is None
+    ranks[0].send_signal(signal.SIGTERM)
+    ranks[0].wait(timeout=15)
+    assert ranks[0].returncode == -signal.SIGTERM
+    comms, ids = read(tmp_path)
+    assert ids == [0, 1]
+    assert comms.end is not None
+    assert comms.end["reason"] == "SIGTERM"
 
 
 def test_the_scripts_own_signal_handlers_are_left_alone(tmp_path: Path) -> None:
@@ -458,17 +453,12 @@ for number in range(1000):
 
 def test_the_calls_of_a_slow_job_are_on_disk_half_a_second_later_also_at_its_start(tmp_path: Path) -> None:
     ranks = [jobs.start(tmp_path, SLOW_JOB, RANK=str(rank)) for rank in (0, 1)]
-    try:
-        assert ranks[0].stdout is not None
-        called: list[int] = []
-        while len(called) < 24:  # a bit more than a second
-            called.append(int(ranks[0].stdout.readline().split()[2]))
-        ranks[0].kill()
-        killed = time.monotonic_ns()
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+    assert ranks[0].stdout is not None
+    called: list[int] = []
+    while len(called) < 24:  # a bit more than a second
+        called.append(int(ranks[0].stdout.readline().split()[2]))
+    ranks[0].kill()
+    killed = time.monotonic_ns()
     comms, ids = read(tmp_path)
     assert comms.damage.problems == []
     old_enough = sum(moment < killed - 500_000_000 for moment in called)
@@ -628,17 +618,12 @@ loop.add_signal_handler(signal.SIGUSR2, lambda: None)
         "crossrank.enable()\n", begin + "crossrank.enable()\n" + after
     )
     ranks = [jobs.start(tmp_path, source, RANK=str(rank)) for rank in (0, 1)]
-    try:
-        for process in ranks:
-            jobs.wait_for_line(process, "ready")
-        time.sleep(0.5)  # rank 0 waits in C++ by now
-        ranks[0].send_signal(signal.SIGTERM)
-        ranks[0].wait(timeout=15)
-        assert ranks[0].returncode == -signal.SIGTERM
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+    for process in ranks:
+        jobs.wait_for_line(process, "ready")
+    time.sleep(0.5)  # rank 0 waits in C++ by now
+    ranks[0].send_signal(signal.SIGTERM)
+    ranks[0].wait(timeout=15)
+    assert ranks[0].returncode == -signal.SIGTERM
 
 
 @pytest.mark.parametrize(

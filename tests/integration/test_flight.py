@@ -194,19 +194,17 @@ for go_on in ("go-1", "go-2"):
 
 def test_one_rank_of_a_node_says_each_silence_once(tmp_path: Path) -> None:
     ranks = [jobs.start(tmp_path, SILENT_TOGETHER, RANK=str(rank), TRACING_HANG_SECONDS="0.5") for rank in (0, 1)]
-    try:
-        for go_on in ("go-1", "go-2"):
-            for rank in (0, 1):
-                dump = tmp_path / RECORDING / f"rank-{rank}.flight.json.zst"
-                jobs.wait_for_file(dump)
-                dump.unlink()
-            (tmp_path / go_on).touch()
-        errors = "".join(process.communicate(timeout=30)[1] for process in ranks)
-    finally:
-        for process in ranks:
-            process.kill()
+    for go_on in ("go-1", "go-2"):
+        for rank in (0, 1):
+            dump = tmp_path / RECORDING / f"rank-{rank}.flight.json.zst"
+            jobs.wait_for_file(dump)
+            dump.unlink()
+        (tmp_path / go_on).touch()
+    errors = "".join(process.communicate(timeout=30)[1] for process in ranks)
     said = [line for line in errors.splitlines() if line.startswith("crossrank: ")]
-    assert [line[: len("crossrank: no communication for ")] for line in said] == ["crossrank: no communication for "] * 2
+    assert [line[: len("crossrank: no communication for ")] for line in said] == [
+        "crossrank: no communication for "
+    ] * 2
     assert [process.returncode for process in ranks] == [0, 0]
 
 

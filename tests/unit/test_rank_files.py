@@ -65,6 +65,7 @@ def test_a_pipe_that_turns_up_during_the_recording_blocks_nothing(tmp_path: Path
     files.finish(whole, "rank-0.et.json.zst")
     assert sorted(os.listdir(tmp_path)) == ["rank-0.et.json.zst", "rank-0.flight.json.zst"]
     assert all(stat.S_ISREG((tmp_path / name).lstat().st_mode) for name in os.listdir(tmp_path))
+    files.close()
 
 
 def test_ranks_of_one_job_move_what_is_left_to_one_folder_and_later_jobs_to_later_ones(tmp_path: Path) -> None:
@@ -143,18 +144,20 @@ def test_a_job_of_the_same_size_that_a_rank_starts_leaves_the_files_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MASTER_PORT", "29500")
-    RankFiles(str(tmp_path), 0, 2)
+    files = RankFiles(str(tmp_path), 0, 2)
     (tmp_path / "rank-1.comms.jsonl.zst").write_bytes(b"rank 1's")
     monkeypatch.setenv("MASTER_PORT", "29501")
     assert _forked(_record, tmp_path, 1, 2, tmp_path / "spawned-1") == 0
     assert names(tmp_path) == ["rank-1.comms.jsonl.zst", "spawned-1/rank-1.comms.jsonl.zst"]
+    files.close()
 
 
 def test_the_environment_of_a_job_that_is_gone_means_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    RankFiles(str(tmp_path), 0, 2)
+    files = RankFiles(str(tmp_path), 0, 2)
     theirs = os.environ["CROSSRANK_RECORDING"].replace(f'"pid":{os.getpid()}', '"pid":4194304')
     monkeypatch.setenv("CROSSRANK_RECORDING", theirs)
     assert _forked(_record, tmp_path, 0, 2, tmp_path) == 0
+    files.close()
 
 
 def test_processes_of_one_rank_that_begin_at_once_each_get_a_folder(tmp_path: Path) -> None:

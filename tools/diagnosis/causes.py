@@ -23,6 +23,7 @@ from crossrank.tools.diagnosis.evidence import RETIRED
 from crossrank.tools.diagnosis.findings import Finding
 from crossrank.tools.diagnosis.job import Job
 from crossrank.tools.diagnosis.p2p import Call, Pairing
+from crossrank.tools.diagnosis.places import place_of_call
 from crossrank.tools.diagnosis.search import Causes, Search, finding_of, was_cancelled
 from crossrank.tools.diagnosis.waiting import Stall, Waiting
 from crossrank.tools.tables import rank_ranges
@@ -246,6 +247,11 @@ def _unequal_pairs(search: Search) -> None:
                 ),
                 text=f"rank {send[0]} sends {_content(search.job, send)}, "
                 f"rank {receive[0]} receives {_content(search.job, receive)}",
+                places=[
+                    place
+                    for role, call in (("sender", send), ("receiver", receive))
+                    if (place := place_of_call(search.job, *call, role, "its call")) is not None
+                ],
             ),
             stalls,
             search.job.moment(*send),

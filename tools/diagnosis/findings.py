@@ -61,7 +61,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     role: str
-    """`culprit` or `waiting`."""
+    """`culprit` or `waiting`; `sender` or `receiver` where neither can be told."""
     what: str
     frames: list[str]
     """`function (file:line)`: those of the user's code, innermost first, then a few of the libraries that it is in."""

@@ -143,7 +143,9 @@ def add_roots(evidence: RankEvidence, records: Sequence[CommRecord], offset: int
         row = last.get(record.pg, -1)
         if row < 0 or record.seq is None:
             continue
-        same = evidence.signatures[calls.signature[row]].op == record.op
+        op = evidence.signatures[calls.signature[row]].op
+        # gloo makes a reduce_scatter of an all_reduce, and torch's recorder notes what gloo makes
+        same = op == record.op or (op, record.op) == ("all_reduce", "reduce_scatter")
         if same and abs(calls.created[row] - record.t - offset) < SAME_TIME:
             evidence.recorded_from[record.pg] = calls.seq[row] - record.seq
     signatures, stacks = Table(*evidence.signatures), Table(*evidence.stacks)

@@ -34,7 +34,8 @@ def add_places(job: Job, waiting: Waiting, findings: Sequence[Finding]) -> None:
         ):
             shown: dict[tuple[str, ...], Place] = {}
             for rank in ranks:
-                place = _place(job, waiting, finding, rank, role) if len(shown) < most else None
+                is_shown = len(shown) == most or any(place.rank == rank for place in finding.places)
+                place = None if is_shown else _place(job, waiting, finding, rank, role)
                 if place is not None:
                     shown.setdefault(tuple(place.frames), place)
             finding.places += shown.values()
@@ -65,11 +66,17 @@ def _place(job: Job, waiting: Waiting, finding: Finding, rank: int, role: str) -
         return Place(
             rank=rank, role=role, what=f"its {_name(main)} when it was dumped", frames=frame_texts(tuple(main.frames))
         )
-    if row is None or not frames:
+    return place_of_call(job, rank, row, role, what) if row is not None else None
+
+
+def place_of_call(job: Job, rank: int, row: int, role: str, what: str) -> Place | None:
+    """Where in its code a rank made a call; None where no stack of it was recorded."""
+    frames = frame_texts(job.stack(rank, row))
+    if not frames:
         return None
-    call, seq = job.signature(rank, row), evidence.calls.seq[row]
+    call = call_text(job.signature(rank, row).op, job.ranks[rank].calls.seq[row])
     group = group_text(job.group_at(rank, row).pg)
-    return Place(rank=rank, role=role, what=f"{what}, {call_text(call.op, seq)} on {group}", frames=frames)
+    return Place(rank=rank, role=role, what=f"{what}, {call} on {group}", frames=frames)
 
 
 def _main_stack(evidence: RankEvidence) -> OwnStack | None:

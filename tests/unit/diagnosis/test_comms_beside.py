@@ -177,16 +177,19 @@ def test_a_send_and_a_receive_of_different_tags_do_not_answer_each_other(tmp_pat
     assert roots(diagnosis_of(tmp_path)) == [("p2p_wait_cycle", "default_pg", 1, [], [0, 1])]
 
 
-def test_a_dump_learns_the_roots_and_reductions_of_its_calls(tmp_path: Path) -> None:
-    job = SimulatedJob([[Collective("0", "broadcast", ((8,),))] * 3] * 3, GROUPS, backend="gloo")
+@pytest.mark.parametrize(("last", "noted"), [("broadcast", "broadcast"), ("reduce_scatter", "all_reduce")])
+def test_a_dump_learns_the_roots_and_reductions_of_its_calls(last: str, noted: str, tmp_path: Path) -> None:
+    """Also where the last call is one of which gloo makes another."""
+    broadcasts = [Collective("0", "broadcast", ((8,),))] * 3
+    job = SimulatedJob([[*broadcasts, Collective("0", noted, ((8,),))]] * 3, GROUPS, backend="gloo")
     job.run()
     for rank in range(3):
         # torch has counted one call more, from before the recording began.
         calls = [
             {
                 "id": seq,
-                "op": "broadcast",
-                "c10d": "broadcast_",
+                "op": op,
+                "c10d": f"{op}_",
                 "pg": "0",
                 "bytes": 32,
                 "seq": seq,
@@ -196,7 +199,7 @@ def test_a_dump_learns_the_roots_and_reductions_of_its_calls(tmp_path: Path) -> 
                 "root": 1 if (rank, seq) == (2, 2) else 0,
                 "t": job.dump(rank)["entries"][seq]["time_created_ns"] - START,
             }
-            for seq in (1, 2)
+            for seq, op in ((1, "broadcast"), (2, "broadcast"), (3, last))
         ]
         moment = {
             "rank": rank,

@@ -234,6 +234,7 @@ def test_a_send_and_a_receive_of_different_sizes_accuse_nobody(tmp_path: Path) -
 
     assert [(row[0], row[1], row[3]) for row in roots(found)] == [("p2p_size_mismatch", "mesh_pp", [])]
     assert found.findings[0].text == "rank 2 sends [3, 3] bfloat16, rank 3 receives [4, 512, 1024] bfloat16"
+    assert [(place.rank, place.role) for place in found.findings[0].places] == [(2, "sender"), (3, "receiver")]
 
 
 def test_a_batch_that_lacks_one_receive_is_unmatched_there(tmp_path: Path) -> None:
