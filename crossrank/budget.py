@@ -1,4 +1,4 @@
-"""What one file may make of itself: the bounds that keep a small file from filling the memory or the time of its reader.
+"""What one file may make of itself: the bounds that keep a small file from filling its reader's memory or time.
 
 A file says how large things are: how far it unpacks, how many members a group has, how often one thing is named
 again. A genuine file stays far below these bounds; one that does not was made to, or is broken. A file of up to 1 MB
@@ -35,6 +35,8 @@ OBJECTS = Bound("JSON objects", 2_000_000, 64)
 VALUES = Bound("values", 3_000_000, 64)
 """Of content that is decoded into whatever it holds."""
 OPCODES = Bound("bytes of a pickle that torch did not write", 8 << 20, 8)
+QUERIES = Bound("microseconds of queries", 3_000_000, 1)
+"""Of a processor, within SQLite; a genuine export takes a twentieth of it."""
 MEMBERS = Bound("members of groups", 1 << 20, 4)
 EXTENTS = Bound("extents of tensors", 1 << 20, 4)
 

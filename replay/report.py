@@ -26,6 +26,7 @@ from crossrank.replay.results import (
     table,
 )
 from crossrank.replay.settings import Settings
+from crossrank.tools.tables import csv_text
 from crossrank.tools.whole_file import whole_file
 
 JSON, CSV, HTML = "replay.json", "replay.csv", "replay.html"

@@ -52,8 +52,9 @@ def decode(content: bytes, kind: Any) -> Any:
 def _data(value: object) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if _is_ours(type(value)):
-        return {type(value).__name__: [_data(getattr(value, name)) for name in _fields(type(value))]}
+    kind: Any = type(value)
+    if _is_ours(kind):
+        return {kind.__name__: [_data(getattr(value, name)) for name in _fields(kind)]}
     if isinstance(value, array):
         return {"array": [value.typecode, base64.b64encode(value.tobytes()).decode()]}
     if isinstance(value, bytearray | msgspec.Raw):
@@ -80,7 +81,9 @@ class _Array:
 def _fields(kind: Any) -> dict[str, Any]:
     """Name -> type of the fields of a dataclass or Struct."""
     hints = get_type_hints(kind, localns={"array": _Array})
-    names = kind.__struct_fields__ if issubclass(kind, msgspec.Struct) else [one.name for one in dataclasses.fields(kind)]
+    names = (
+        kind.__struct_fields__ if issubclass(kind, msgspec.Struct) else [one.name for one in dataclasses.fields(kind)]
+    )
     return {name: hints[name] for name in names}
 
 

@@ -78,7 +78,10 @@ class Merge:
     folder: str
 
     def results(self, items: int, function: Callable[..., Any]) -> list[Any]:
-        """The results that `function` gave for all `items`. Raises `CrossrankError` where a share lacks or was made of other inputs."""
+        """The results that `function` gave for all `items`.
+
+        Raises `CrossrankError` where a share lacks or was made of other inputs.
+        """
         names = [match for name in list_recording(self.folder).foreign if (match := _NAME.fullmatch(name))]
         names = [name for name in names if name["command"] == self.job.command]
         counts = {int(name["shards"]) for name in names}
@@ -123,7 +126,8 @@ def _load(path: str, function: Callable[..., Any]) -> tuple[Job, int, list[Any]]
     try:
         if damage.problems:
             raise ValueError(damage.problems[0])
-        job, items, results = part_file.decode(content, tuple[Job, int, list[get_type_hints(function)["return"]]])
+        of_one = get_type_hints(function)["return"]
+        job, items, results = part_file.decode(content, tuple[Job, int, list[of_one]])  # type: ignore[valid-type]
     except BROKEN as error:
         raise CrossrankError(f"{path}: is no part of crossrank ({one_line(error)}); run its shard anew") from error
     return job, items, results

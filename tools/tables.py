@@ -52,8 +52,11 @@ def printable(text: str) -> str:
 
 
 class Printable:
-    """A text stream that passes on what can be seen, and line ends; what would steer a terminal goes as `\\u009b`, which
-    is the same character in JSON. Whatever a command prints of a file goes through it."""
+    """A text stream that passes on what can be seen, and line ends.
+
+    What would steer a terminal goes as `\\u009b`, which is the same character in JSON. Whatever a command prints of a
+    file goes through it.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self.plain: TextIO = stream.plain if isinstance(stream, Printable) else stream

@@ -207,9 +207,7 @@ def _convert(value: Any, into: Any, what: str, problems: list[str]) -> Any:
         return None
 
 
-def _rows(
-    content: dict[str, Any], name: str, row: Any, problems: list[str], budget: Budget
-) -> dict[str, Any]:
+def _rows(content: dict[str, Any], name: str, row: Any, problems: list[str], budget: Budget) -> dict[str, Any]:
     """The rows of a dictionary of the dump, each by itself: one that is broken does not cost the others."""
     found: dict[str, Any] = {}
     rows = content.get(name)

@@ -17,10 +17,10 @@ import numpy as np
 from crossrank.comm import MOST_RANKS, ends_of
 from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.recording import Damage, list_recording, read_chunks
+from crossrank.tools.tables import from_csv_text
 from crossrank.tools.timing.clocks import Clocks
 from crossrank.tools.timing.collectives import Collectives, Group
 from crossrank.tools.timing.rank_times import SOURCES, CallKind, GroupKey, RankTimes
-from crossrank.tools.tables import from_csv_text
 from crossrank.tools.whole_file import join
 
 CSV, JSON = "replay.csv", "replay.json"
@@ -71,7 +71,9 @@ def read_replay(path: str) -> tuple[list[RankTimes], Collectives]:
         given = [{name: from_csv_text(value) for name, value in line.items() if value and name} for line in lines]
         calls = msgspec.convert(given, list[_Call], strict=False)
     except (*BROKEN, csv.Error) as error:
-        raise CrossrankError(f"{path}: {CSV} and {JSON} are not what a replay writes ({one_line(error)}); replay anew") from error
+        raise CrossrankError(
+            f"{path}: {CSV} and {JSON} are not what a replay writes ({one_line(error)}); replay anew"
+        ) from error
     for call in calls:
         measured = (call.completion_us_p50, call.waiting_us_p50, call.time_us_p50)
         if not (
