@@ -21,6 +21,8 @@ MOST_RANKS = 1 << 20
 
 Int = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=(1 << 62) - 1)]
 """A number as a file may have it: sums and differences of it fit into 64 bits."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
+"""One that is not negative."""
 Shape = Annotated[list[Int], msgspec.Meta(max_length=64)]
 """Extents of a tensor; torch's have 64 at most."""
 

@@ -15,9 +15,10 @@ import traceback
 
 import msgspec
 
-BROKEN = (msgspec.MsgspecError, ValueError, TypeError, RecursionError, OverflowError)
+BROKEN = (msgspec.MsgspecError, ValueError, TypeError, RecursionError, ArithmeticError)
 """What decoding or converting content raises that nobody vouches for. ValueError: text that is no UTF-8 or has halves
-of surrogate pairs, numbers beyond reason. TypeError: content of another type than what is made of it."""
+of surrogate pairs, numbers beyond reason. ArithmeticError: such numbers too, and decimals that are none. TypeError:
+content of another type than what is made of it."""
 
 
 class CrossrankError(Exception):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from tests.fuzz.run import Fuzzer
@@ -12,7 +14,9 @@ from tests.fuzz.targets import TARGETS, workspace
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="Mutated files, every reader and command.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.fuzz", description="Mutated files, every reader and command."
+    )
     parser.add_argument("--seconds", type=float, default=30, help="how long (default: %(default)s)")
     parser.add_argument("--inputs", type=int, help="how many at most (default: as many as there is time for)")
     parser.add_argument("--seed", type=int, default=0, help="another seed, other inputs (default: %(default)s)")
@@ -23,17 +27,16 @@ def main() -> int:
     targets = [target for target in TARGETS if arguments.only in f"{target.name} ({target.file})"]
     with tempfile.TemporaryDirectory(prefix="crossrank-fuzz-") as folder:
         workspace(Path(folder))
-        fuzzer = Fuzzer(Path(folder), arguments.seed, targets, arguments.keep)
-        if arguments.number is not None:
-            for outcome in fuzzer.outcomes:
-                fuzzer.one(outcome, arguments.number)
-        else:
-            fuzzer.run(arguments.seconds, arguments.inputs)
+        tell = partial(print, file=sys.stderr, flush=True)
+        fuzzer = Fuzzer(Path(folder), arguments.seed, targets, arguments.keep, tell)
+        with suppress(KeyboardInterrupt):  # the table of what was done so far
+            if arguments.number is not None:
+                for outcome in fuzzer.outcomes:
+                    fuzzer.one(outcome, arguments.number)
+            else:
+                fuzzer.run(arguments.seconds, arguments.inputs)
     print(fuzzer.table())
-    findings = [finding for outcome in fuzzer.outcomes for finding in outcome.findings]
-    for finding in findings:
-        print(finding)
-    return 1 if findings else 0
+    return 1 if any(outcome.findings for outcome in fuzzer.outcomes) else 0
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ A mutation takes the whole content, uncompressed, and a source of randomness, an
 
 from __future__ import annotations
 
+import copy
 import gzip
 import io
 import json
@@ -38,8 +39,8 @@ _RAW = {
 NUMBERS = (0, 1, -1, 2, 7, 255, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**62 - 1, 2**62, 2**63 - 1, 2**63, -(2**63), 2**64)
 _TEXTS = (
     "", "0", "-1", "1e5", "[0, 1]", "[0]", "default_pg", "all_reduce", "nccl:recv", "x" * 5_000, "\x1b[2J\x9b31m\x07",
-    "=cmd|'/C calc'!A0", "</script><script>alert(1)</script>", "{{7*7}}", "\u202e\u2028\x00", "../../../etc/passwd", "9" * 5_000,
-    "float32", "rank0", "crossrank-comms 1", "٣", "²",
+    "=cmd|'/C calc'!A0", "</script><script>alert(1)</script>", "{{7*7}}", "\u202e\u2028\x00", "../../../etc/passwd",
+    "9" * 5_000, "float32", "rank0", "crossrank-comms 1", "٣", "²",
 )  # fmt: skip
 _TOKENS = (
     b"\x00", b"\xff\xff\xff\xff", b"\x80", b"\n", b'"', b"[", b"}", b"{", b"9" * 30, b"\xed\xa0\x80", b"null", b"-",
@@ -58,7 +59,9 @@ def value(rng: Random) -> Any:
     if kind == 6:
         return rng.choice(list(_RAW))
     if kind == 7:
-        return rng.choice(([], {}, [[]], [{}], {"": []}, [None], [1] * 3_000, [[]] * 3_000, {str(i): i for i in range(500)}))
+        return rng.choice(
+            ([], {}, [[]], [{}], {"": []}, [None], [1] * 3_000, [[]] * 3_000, {str(i): i for i in range(500)})
+        )
     return [value(rng) for _ in range(rng.randrange(4))] if kind == 8 else {rng.choice(_TEXTS): value(rng)}
 
 
@@ -118,25 +121,14 @@ def json_lines(content: bytes, rng: Random) -> bytes:
 
 
 def _change_tree(tree: Any, rng: Random) -> Any:
-    places: list[tuple[Any, Any]] = []
-    pending = [tree]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, dict | list):
-            items = list(node.items() if isinstance(node, dict) else enumerate(node))
-            places += [(node, key) for key, _ in items]
-            pending += [child for _, child in items]
-    if not places or rng.random() < 0.01:
+    if not isinstance(tree, dict | list) or not tree or rng.random() < 0.01:
         return value(rng)
-    # What stands near the root decides more; most of what a trace has are nodes and numbers far from it.
-    top = places[: max(1, len(tree))]
     for _ in range(rng.choice((1, 1, 1, 2, 3, 10))):
-        node, key = rng.choice(top if rng.random() < 0.2 else places)
-        try:
-            old = node[key]
-        except (KeyError, IndexError):
-            continue
-        other, other_key = rng.choice(places)
+        if not tree:
+            break
+        node, key = _place(tree, rng)
+        old = node[key]
+        other, other_key = _place(tree, rng)
         match rng.randrange(8):
             case 0:
                 del node[key]
@@ -146,8 +138,8 @@ def _change_tree(tree: Any, rng: Random) -> Any:
                 node[key:key] = [old] * rng.choice((1, 2, 300))
             case 3 if isinstance(old, int):
                 node[key] = old + rng.choice((1, -1, 1 << 31, -(1 << 63)))
-            case 4 if isinstance(other, dict) and other_key in other and other[other_key] is not node:
-                node[key] = json.loads(json.dumps(other[other_key])) if _depth_is_small(other[other_key]) else None
+            case 4:
+                node[key] = copy.deepcopy(other[other_key]) if _is_small(other[other_key]) else None
             case 5:
                 node[key] = str(old)[:200] if rng.random() < 0.5 else [old]
             case _:
@@ -155,7 +147,17 @@ def _change_tree(tree: Any, rng: Random) -> Any:
     return tree
 
 
-def _depth_is_small(thing: Any) -> bool:
+def _place(tree: Any, rng: Random) -> tuple[Any, Any]:
+    """A container somewhere in the tree, and an index or key of it."""
+    while True:
+        key = rng.choice(list(tree)) if isinstance(tree, dict) else rng.randrange(len(tree))
+        child = tree[key]
+        if not isinstance(child, dict | list) or not child or rng.random() < 0.15:
+            return tree, key
+        tree = child
+
+
+def _is_small(thing: Any) -> bool:
     return not isinstance(thing, dict | list) or len(thing) < 50
 
 
@@ -168,14 +170,15 @@ def _text(tree: Any, rng: Random) -> bytes:
 
 
 _OPCODES = (
-    b"cos\nsystem\n", b"(S'x'\ntR", b"\x8c\x02os\x8c\x06system\x93", b"R", b"b", b"\x81", b"0", b"1", b"2", b"h\x00", b"h\x01",
-    b"j\xff\xff\xff\x7f", b"r\xff\xff\xff\x7f", b"q\x00", b"\x94", b"(", b"t", b"l", b"d", b"e", b"u", b"s", b"a", b"]", b"}",
-    b")", b"\x85", b"\x86", b"\x87", b"\x8a\x20" + b"\x7f" * 32, b"\x8b\xff\xff\xff\x7f", b"I99999999999999999999\n",
-    b"L9L\n", b"F1e999\n", b"G\x7f\xf0\x00\x00\x00\x00\x00\x00", b"G\x7f\xf8\x00\x00\x00\x00\x00\x00", b"N", b"\x88", b"\x8f",
-    b"X\x03\x00\x00\x00\xed\xa0\x80", b"X\xff\xff\xff\xff", b"\x8e\xff\xff\xff\xff\xff\xff\xff\x7f", b"B\x02\x00\x00\x00ab",
-    b"\x96\x02\x00\x00\x00\x00\x00\x00\x00ab", b"\x95\xff\xff\xff\xff\xff\xff\xff\x7f", b"\x80\x05", b"\x97", b"\x98", b"P1\n",
-    b"Q", b"J\xff\xff\xff\xff", b"K\x05", b"K\x00", b".", b"]" * 30_000, b"(" * 3_000 + b"t" * 3_000, b"V\\ud800\n", b"\x82\x01",
-    b"h\x01" * 20_000,
+    b"cos\nsystem\n", b"(S'x'\ntR", b"\x8c\x02os\x8c\x06system\x93", b"R", b"b", b"\x81", b"0", b"1", b"2", b"h\x00",
+    b"h\x01", b"j\xff\xff\xff\x7f", b"r\xff\xff\xff\x7f", b"q\x00", b"\x94", b"(", b"t", b"l", b"d", b"e", b"u", b"s",
+    b"a", b"]", b"}", b")", b"\x85", b"\x86", b"\x87", b"\x8a\x20" + b"\x7f" * 32, b"\x8b\xff\xff\xff\x7f",
+    b"I99999999999999999999\n", b"L9L\n", b"F1e999\n", b"G\x7f\xf0\x00\x00\x00\x00\x00\x00",
+    b"G\x7f\xf8\x00\x00\x00\x00\x00\x00", b"N", b"\x88", b"\x8f", b"X\x03\x00\x00\x00\xed\xa0\x80",
+    b"X\xff\xff\xff\xff", b"\x8e\xff\xff\xff\xff\xff\xff\xff\x7f", b"B\x02\x00\x00\x00ab",
+    b"\x96\x02\x00\x00\x00\x00\x00\x00\x00ab", b"\x95\xff\xff\xff\xff\xff\xff\xff\x7f", b"\x80\x05", b"\x97", b"\x98",
+    b"P1\n", b"Q", b"J\xff\xff\xff\xff", b"K\x05", b"K\x00", b".", b"]" * 30_000, b"(" * 3_000 + b"t" * 3_000,
+    b"V\\ud800\n", b"\x82\x01", b"h\x01" * 20_000,
 )  # fmt: skip
 
 
@@ -204,9 +207,10 @@ def pickle_opcodes(content: bytes, rng: Random) -> bytes:
 
 
 _SQL_VALUES: tuple[Any, ...] = (
-    None, 0, -1, 1, 2**31, 2**62, 2**63 - 1, -(2**63), 0.5, 1e308, float("inf"), "", "x", "1", "{" * 3_000, b"\xff\x00", b"",
-    "\x1b[2J", "ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", '{"op":"all_reduce","bytes":-1}', '{"op":"=1","pg":"\\ud800"}',
-    '{"op":"all_reduce","c10d":"x","pg":"0","bytes":1e99}', "9" * 5_000, b"\x00" * 70_000,
+    None, 0, -1, 1, 2**31, 2**62, 2**63 - 1, -(2**63), 0.5, 1e308, float("inf"), "", "x", "1", "{" * 3_000,
+    b"\xff\x00", b"", "\x1b[2J", "ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", '{"op":"all_reduce","bytes":-1}',
+    '{"op":"=1","pg":"\\ud800"}', '{"op":"all_reduce","c10d":"x","pg":"0","bytes":1e99}', "9" * 5_000,
+    b"\x00" * 70_000,
 )  # fmt: skip
 _SQL_TYPES = ("INTEGER", "TEXT", "BLOB", "REAL", "ANY", "")
 
@@ -234,7 +238,7 @@ def _change_table(connection: sqlite3.Connection, rng: Random) -> None:
     table = rng.choice(tables)
     columns = [row[1] for row in connection.execute(f'PRAGMA table_info("{table}")')]
     column = rng.choice(columns)
-    some = f'rowid % {rng.choice((1, 2, 5))} = 0'
+    some = f"rowid % {rng.choice((1, 2, 5))} = 0"
     match rng.randrange(10):
         case 0:
             connection.execute(f'DROP TABLE "{table}"')
@@ -257,7 +261,9 @@ def _change_table(connection: sqlite3.Connection, rng: Random) -> None:
         case 6:
             connection.execute(f'DELETE FROM "{table}" WHERE {some}')
         case _:
-            connection.execute(f'UPDATE OR IGNORE "{table}" SET "{column}" = ? WHERE {some}', (rng.choice(_SQL_VALUES),))
+            connection.execute(
+                f'UPDATE OR IGNORE "{table}" SET "{column}" = ? WHERE {some}', (rng.choice(_SQL_VALUES),)
+            )
 
 
 def _replace(connection: sqlite3.Connection, table: str, statement: str) -> None:
@@ -333,14 +339,17 @@ def _change_message(message: bytes, rng: Random, depth: int) -> bytes:
         case 3:
             fields[at] = (number, rng.randrange(8), body)
         case _ if wire == 2:
-            changed = _change_message(body, rng, depth - 1) if depth and rng.random() < 0.7 else any_bytes(body or b"x", rng)
+            changed = (
+                _change_message(body, rng, depth - 1) if depth and rng.random() < 0.7 else any_bytes(body or b"x", rng)
+            )
             fields[at] = (number, wire, changed)
         case _ if wire == 0:
             fields[at] = (number, wire, _as_varint(rng.choice(NUMBERS) & (2**64 - 1)))
         case _:
             fields[at] = (number, wire, any_bytes(body or b"x", rng)[: len(body)])
     return b"".join(
-        _as_varint(number << 3 | wire) + (_as_varint(len(body)) if wire == 2 else b"") + body for number, wire, body in fields
+        _as_varint(number << 3 | wire) + (_as_varint(len(body)) if wire == 2 else b"") + body
+        for number, wire, body in fields
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import resource
 import shutil
@@ -11,7 +12,7 @@ import signal
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -63,6 +64,8 @@ class Fuzzer:
     targets: Sequence[Target] = TARGETS
     keep: Path | None = None
     """Where inputs go that are findings."""
+    tell: Callable[[Finding], None] = lambda finding: None
+    """Gets each finding at once."""
     outcomes: list[Outcome] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,7 +74,7 @@ class Fuzzer:
         comms = (self.folder / "recording/rank-0.comms.jsonl").read_bytes()
         (self.folder / "member.zip").write_bytes(comms)
         member = {"version": 1, "refs": {"member": comms.decode(), "other": ["recording/rank-0.comms.jsonl", 0, 99]}}
-        (self.folder / "member.json").write_text(mutate.json.dumps(member))
+        (self.folder / "member.json").write_text(json.dumps(member))
         self._originals = {target.file: (self.folder / target.file).read_bytes() for target in self.targets}
         self._start_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -104,6 +107,8 @@ class Fuzzer:
             ended, problem = _read(target, path) if target.read else _command(target, self.folder)
         except _TooSlowError as error:
             ended, problem = "too slow", f"took more than {MOST_SECONDS} s at {_place(error)}"
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:
             ended, problem = "escaped", f"{type(error).__name__}: {str(error)[:200]} at {_place(error)}"
         finally:
@@ -115,6 +120,7 @@ class Fuzzer:
         if problem:
             finding = Finding(target, number, problem)
             outcome.findings.append(finding)
+            self.tell(finding)
             if self.keep is not None:
                 self.keep.mkdir(parents=True, exist_ok=True)
                 (self.keep / f"{TARGETS.index(target)}-{number}-{path.name}").write_bytes(content)
@@ -170,7 +176,7 @@ def _command(target: Target, folder: Path) -> tuple[str, str]:
 def _place(error: BaseException) -> str:
     """The last lines of ours that an error came through."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/tests/fuzz/" not in frame.filename]
-    return " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames[: -4 : -1])
+    return " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames[:-4:-1])
 
 
 @contextlib.contextmanager

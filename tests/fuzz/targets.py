@@ -116,29 +116,29 @@ def _command(words: str, file: str, weight: int = 1) -> Target:
     return Target(words, file, _BY_FILE.get(file, mutate.json_tree), None, weight, file not in (_EXPORT,))
 
 
-def _reader(name: str, file: str, read: Callable[[str], object], weight: int = 10) -> Target:
+def _reader(name: str, file: str, read: Callable[[str], object], weight: int = 30) -> Target:
     return Target(name, file, _BY_FILE.get(file, mutate.json_tree), read, weight, file not in (_EXPORT,))
 
 
 TARGETS = (
-    _reader("comms file", _COMMS, lambda path: sum(1 for _ in CommsFile(path).records()), 20),
-    _reader("execution trace", _ET, read_execution_trace, 4),
-    _reader("communication trace", _ET, read_communication_trace, 4),
+    _reader("comms file", _COMMS, lambda path: sum(1 for _ in CommsFile(path).records()), 60),
+    _reader("execution trace", _ET, read_execution_trace, 12),
+    _reader("communication trace", _ET, read_communication_trace, 12),
     _reader("Kineto trace", _KINETO, read_kineto),
     _reader("Kineto trace of a GPU", _GPU, read_kineto),
-    _reader("flight dump, JSON", _DUMP, read_flight_dump, 20),
-    _reader("flight dump, pickle", _PICKLE, read_flight_dump, 20),
-    _reader("linked trace", _LINKED, read_linked, 4),
-    _reader("Nsight export", _EXPORT, lambda path: read_export(path, 0, {}), 8),
-    _reader("Chakra trace", _CHAKRA, _nodes, 8),
-    _reader("replay.json", "replay/replay.json", lambda path: read_replay(str(Path(path).parent)), 20),
-    _reader("replay.csv", "replay/replay.csv", lambda path: read_replay(str(Path(path).parent)), 20),
-    _reader("plan", _PLAN, load_plan, 20),
-    _reader("calls of a comms file", _COMMS, lambda path: readers.read_comms(_given(path)), 20),
-    _reader("calls of an execution trace", _ET, lambda path: readers.read_et(_given(path)), 4),
+    _reader("flight dump, JSON", _DUMP, read_flight_dump, 60),
+    _reader("flight dump, pickle", _PICKLE, read_flight_dump, 60),
+    _reader("linked trace", _LINKED, read_linked, 12),
+    _reader("Nsight export", _EXPORT, lambda path: read_export(path, 0, {}), 24),
+    _reader("Chakra trace", _CHAKRA, _nodes, 24),
+    _reader("replay.json", "replay/replay.json", lambda path: read_replay(str(Path(path).parent)), 60),
+    _reader("replay.csv", "replay/replay.csv", lambda path: read_replay(str(Path(path).parent)), 60),
+    _reader("plan", _PLAN, load_plan, 60),
+    _reader("calls of a comms file", _COMMS, lambda path: readers.read_comms(_given(path)), 60),
+    _reader("calls of an execution trace", _ET, lambda path: readers.read_et(_given(path)), 12),
     _reader("calls of a Kineto trace", _KINETO, lambda path: readers.read_kineto_trace(_given(path))),
-    _reader("calls of a linked trace", _LINKED, lambda path: readers.read_linked_trace(_given(path)), 4),
-    _reader("calls of a basic trace", "basic/0.json", lambda path: param_basic.read_basic(_given(path)), 20),
+    _reader("calls of a linked trace", _LINKED, lambda path: readers.read_linked_trace(_given(path)), 12),
+    _reader("calls of a basic trace", "basic/0.json", lambda path: param_basic.read_basic(_given(path)), 60),
     _command("inspect recording", _COMMS, 3),
     _command("inspect recording --json", _COMMS),
     _command("inspect chakra/chakra.0.et", _CHAKRA),

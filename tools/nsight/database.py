@@ -57,8 +57,9 @@ class Export:
         self._connection = connection
         self._budget = budget
         self.notes: list[str] = []
-        names = self.rows("SELECT name, type = 'table' AND rootpage > 0 FROM sqlite_master WHERE type IN ('table', 'view')")
-        kinds = {str(name): bool(is_table) for name, is_table in names}
+        # A virtual table has no page of its own.
+        query = "SELECT name, type = 'table' AND rootpage > 0 FROM sqlite_master WHERE type IN ('table', 'view')"
+        kinds = {str(name): bool(is_table) for name, is_table in self.rows(query)}
         self._tables = {name for name, is_table in kinds.items() if is_table}
         self._columns: dict[str, set[str]] = {}
         views = sorted(name for name in kinds.keys() - self._tables if name in _READ)
@@ -93,7 +94,7 @@ class Export:
 
         def rows() -> Iterator[Sequence[object]]:
             nonlocal row
-            for row in cursor:
+            for row in cursor:  # noqa: UP028 - an error names the last row
                 yield row
 
         given = rows()

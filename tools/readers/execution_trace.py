@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from crossrank.budget import MEMBERS, Budget
-from crossrank.comm import MOST_RANKS, Group
+from crossrank.comm import MOST_RANKS, Count, Group, Int
 from crossrank.errors import BROKEN, CrossrankError
 from crossrank.tools.readers.json_document import Shape, parse, read_document
 
@@ -91,13 +91,13 @@ class _Attribute(msgspec.Struct, gc=False):
 class Node(msgspec.Struct, gc=False):
     """A node of either layout as it stands in the file."""
 
-    id: int
+    id: Int
     name: str
-    ctrl_deps: int | None = None
+    ctrl_deps: Int | None = None
     attrs: msgspec.Raw = _NO_ATTRIBUTES
     inputs: msgspec.Raw = _EMPTY_LIST
     outputs: msgspec.Raw = _EMPTY_LIST
-    parent: int | None = None
+    parent: Int | None = None
     rf_id: int = 0
     fw_parent: int = 0
     seq_id: int = -1
@@ -116,10 +116,10 @@ class TraceFile(msgspec.Struct):
 
     nodes: list[Node]
     schema: str = ""
-    pid: int | None = None
+    pid: Count | None = None
     time: str | None = None
-    start_ts: int | None = None
-    finish_ts: int | None = None
+    start_ts: Count | None = None
+    finish_ts: Count | None = None
 
 
 _SHAPE = Shape(what="an execution trace", content=TraceFile, rows="nodes", row=Node)

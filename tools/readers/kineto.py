@@ -230,6 +230,13 @@ def _nanoseconds(us: float) -> int:
     return whole * 1000 + round((us - whole) * 1000)
 
 
+def _is_within(us: float, least: float) -> bool:
+    try:
+        return least <= us < _MOST_US
+    except ArithmeticError:  # a decimal that is no number
+        return False
+
+
 @dataclass
 class _Sorter:
     """Puts every event where it belongs, in the order of the file."""
@@ -250,12 +257,12 @@ class _Sorter:
             if event.ph not in ("M", "s", "t", "f"):
                 self.unread[f"{category or '(none)'}, phase {event.ph!r}"] += 1
             return
-        if event.ts is None or not -_MOST_US < event.ts < _MOST_US:
+        if event.ts is None or not _is_within(event.ts, -_MOST_US):
             self.untimed.append(event.name)
             return
         start = _nanoseconds(event.ts)
         duration = event.dur
-        if duration is None or not 0 <= duration < _MOST_US:
+        if duration is None or not _is_within(duration, 0):
             self.bad_durations.append(event.name)
             duration = 0
         end = start + _nanoseconds(duration)

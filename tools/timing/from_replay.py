@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from crossrank.comm import MOST_RANKS, ends_of
+from crossrank.comm import MOST_RANKS, Int, ends_of
 from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.recording import Damage, list_recording, read_chunks
 from crossrank.tools.tables import from_csv_text
@@ -39,18 +39,18 @@ class _Replay(msgspec.Struct):
 
 
 class _Call(msgspec.Struct):
-    rank: int
-    call: int
+    rank: Int
+    call: Int
     op: str
     pg: str
-    bytes: int
+    bytes: Int
     completion_us_p50: float
     waiting_us_p50: float
     time_us_p50: float
     has_rate: bool = True
     """Whether its bytes and its time belong together: not in a batch, nor where only a wait tells the end."""
-    seq: int = 0
-    peer: int | None = None
+    seq: Int = 0
+    peer: Int | None = None
     source: str | None = None
 
 
