@@ -12,12 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
 MOST_RANKS = 1 << 20
 """More ranks than any job has: a larger number in a file or an option is a mistake, and is not built a list for."""
+
+Int = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=(1 << 62) - 1)]
+"""A number as a file may have it: sums and differences of it fit into 64 bits."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
+"""One that is not negative."""
+Shape = Annotated[list[Int], msgspec.Meta(max_length=64)]
+"""Extents of a tensor; torch's have 64 at most."""
 
 Payload = Literal["input", "output", "input_per_member", "output_per_member", "none"]
 Side = Literal["input", "output", "none"]
@@ -179,7 +186,7 @@ class CommRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defau
     of the file pair that clock with wall time.
     """
 
-    id: int
+    id: Int
     """Running number of this rank; also the NVTX payload and N of the range `crossrank#N` in ET and Kineto."""
     op: str
     """A key of `OPERATIONS`, or the c10d op's own name where torch has one that the table lacks."""
@@ -187,37 +194,37 @@ class CommRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defau
     """The c10d op as the dispatcher names it, for example `_allgather_base_`."""
     pg: str
     """Name of the process group; its `group` line comes earlier in the file."""
-    bytes: int
+    bytes: Int
     """S of nccl-tests, in bytes: see `Operation.bytes`."""
-    t: int
+    t: Int
     api: str | None = None
     """The public function called; None when C++ called (DDP's reducer on an autograd thread)."""
-    seq: int | None = None
+    seq: Int | None = None
     """This is the seq-th collective of this rank on that group, counted from 1; None for P2P."""
-    p2p_seq: int | None = None
+    p2p_seq: Int | None = None
     """This is the p2p_seq-th send to (receive from) that peer on that group, counted from 1."""
-    inputs: list[list[int]] = msgspec.field(name="in", default_factory=list)
+    inputs: list[Shape] = msgspec.field(name="in", default_factory=list)
     """Shape of every input tensor."""
-    outputs: list[list[int]] = msgspec.field(name="out", default_factory=list)
+    outputs: list[Shape] = msgspec.field(name="out", default_factory=list)
     """Shape of every output tensor; the same as the inputs where the call works in place."""
-    in_split: list[int] | None = None
+    in_split: list[Int] | None = None
     """Rows of the input that go to each member of the group, for an uneven all_to_all."""
-    out_split: list[int] | None = None
+    out_split: list[Int] | None = None
     """Rows of the output that come from each member of the group, for an uneven all_to_all."""
     dtype: str | None = None
     reduce: str | None = None
     is_async: bool | None = msgspec.field(name="async", default=None)
     """Whether the caller asked for a Work to wait on; None where the c10d op does not say."""
-    root: int | None = None
-    peer: int | None = None
+    root: Int | None = None
+    peer: Int | None = None
     """Destination of a send, source of a receive; None for a receive from any source."""
-    tag: int | None = None
-    batch: int | None = None
+    tag: Int | None = None
+    batch: Int | None = None
     """Id of the first record of the coalesced or batched launch that this call is part of."""
     source: str | None = None
     """`file.py:line` of the first frame outside torch and crossrank; None when no Python frame called."""
     locality: Locality = "unknown"
-    step: int = 0
+    step: Int = 0
     """Iteration, counted from 0."""
 
 
@@ -225,8 +232,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One process group as one of its members sees it."""
 
     pg: str
-    size: int
-    ranks: list[int] | None = None
+    size: Int
+    ranks: list[Int] | None = None
     """Global ranks in the group's order; None where torch does not know them (groups outside its registry)."""
     desc: str = ""
     backend: str = ""

@@ -10,6 +10,16 @@ crossrank.errors.CrossrankError: TRACING='SOME' is not one of CROSSNODE, ALL, NO
 
 from __future__ import annotations
 
+import os
+import traceback
+
+import msgspec
+
+BROKEN = (msgspec.MsgspecError, ValueError, TypeError, RecursionError, ArithmeticError)
+"""What decoding or converting content raises that nobody vouches for. ValueError: text that is no UTF-8 or has halves
+of surrogate pairs, numbers beyond reason. ArithmeticError: such numbers too, and decimals that are none. TypeError:
+content of another type than what is made of it."""
+
 
 class CrossrankError(Exception):
     """A condition that the user can act on. Its text is the whole message."""
@@ -25,3 +35,14 @@ def one_line(error: BaseException) -> str:
         return str(error)
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def unforeseen(error: BaseException) -> CrossrankError:
+    """What stands for an error that nobody foresaw: what it is and where it was raised, for a report of it."""
+    if isinstance(error, MemoryError):
+        return CrossrankError("there is not enough memory for it; try --jobs 1, or a larger machine")
+    if isinstance(error, RecursionError):
+        return CrossrankError("its content is nested deeper than can be read; name a genuine file")
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+    return CrossrankError(f"stopped by an error that was not foreseen ({one_line(error)}{place}); please report it")

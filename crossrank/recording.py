@@ -25,8 +25,9 @@ import fsspec
 import msgspec
 import zstandard
 
-from crossrank.comm import CommRecord, Group
-from crossrank.errors import CrossrankError, one_line
+from crossrank.budget import BYTES, LINES, MEMBERS, Budget, BudgetError
+from crossrank.comm import CommRecord, Group, Int
+from crossrank.errors import BROKEN, CrossrankError, one_line
 
 SCHEMA = "crossrank-comms 1"
 """First word and version of a comms header. The number rises when an old reader would misread the file."""
@@ -181,29 +182,59 @@ def _file_system(path: str) -> tuple[Any, str]:
         return fsspec.filesystem("file"), os.path.abspath(path)
     try:
         return cast("tuple[Any, str]", fsspec.core.url_to_fs(path))
-    except (ValueError, ImportError) as error:
+    except Exception as error:  # every kind of file system has errors of its own
         raise CrossrankError(f"{path}: cannot be reached ({one_line(error)})") from error
+
+
+def _size(path: str) -> int:
+    """Bytes on disk of what is at a path or URL: of an archive's member, of the archive. 0 where it is not known."""
+    try:
+        file_system, local = _file_system(path.rpartition("::")[2] if is_url(path) else path)
+        return int(file_system.size(local) or 0)
+    except Exception:  # every kind of file system has errors of its own
+        return 0
 
 
 @dataclass
 class Damage:
-    """What could not be read of a file. Filled in while it is read."""
+    """What could not be read of a file, and what the file has used of its budget. Filled in while it is read."""
 
     path: str
     problems: list[str] = field(default_factory=list)
+    budget: Budget = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.budget = Budget(self.path)
 
 
 def read_chunks(path: str, damage: Damage, size: int = _CHUNK) -> Iterator[bytes]:
     """The uncompressed content of a plain, gzip or zstd file; what is torn is noted in `damage`.
 
-    Compression is told by the first bytes, not by the name. `size` bytes of a plain file are read at a time.
+    Compression is told by the first bytes, not by the name. `size` bytes of a plain file are read at a time. Raises
+    `BudgetError` where a small file has no end.
     """
     file_system, local = _file_system(path)
     try:
         source = file_system.open(local, "rb")
-    except OSError as error:
-        damage.problems.append(f"cannot be opened: {error.strerror or one_line(error)}")
+    except Exception as error:  # every kind of file system has errors of its own
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
+        damage.problems.append(f"cannot be opened: {reason}")
         return
+    damage.budget.size = _size(path)
+    try:
+        for chunk in _content(source, damage, size):
+            # In pieces, so that what comes before the end of the budget is read.
+            for start in range(0, len(chunk), _CHUNK):
+                piece = chunk if len(chunk) <= _CHUNK else chunk[start : start + _CHUNK]
+                damage.budget.spend(BYTES, len(piece))
+                yield piece
+    except (OSError, CrossrankError):
+        raise
+    except Exception as error:
+        damage.problems.append(f"cannot be read further ({one_line(error)}); what comes before it was read")
+
+
+def _content(source: BinaryIO, damage: Damage, size: int) -> Iterator[bytes]:
     with source:
         start = source.read(4)
         source.seek(0)
@@ -266,19 +297,19 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     """First line of a comms file: who wrote it, on what machine, with which versions."""
 
     schema: str
-    rank: int
-    world_size: int
+    rank: Int
+    world_size: Int
     host: str
     node: str
     boot_id: str | None = None
-    local_rank: int | None = None
-    pid: int | None = None
+    local_rank: Int | None = None
+    pid: Int | None = None
     gpu: dict[str, Any] | None = None
     gpu_serial: str | None = None
     """The variable GPU_SERIAL, as it stands."""
     vm_id: str | None = None
     """The variable VM_ID, as it stands."""
-    clock: dict[str, int] = {}
+    clock: dict[str, Int] = {}
     """`t` and `wall`: one moment on the monotonic clock and in ns since 1970."""
     versions: dict[str, str | None] = {}
     config: dict[str, Any] = {}
@@ -294,8 +325,8 @@ class _Line(msgspec.Struct):
     end: dict[str, Any] | None = None
     window: dict[str, Any] | None = None
     counters: dict[str, Any] | None = None
-    clock: dict[str, int] | None = None
-    step: dict[str, int] | None = None
+    clock: dict[str, Int] | None = None
+    step: dict[str, Int] | None = None
     gpu: dict[str, Any] | None = None
 
 
@@ -330,7 +361,7 @@ class CommsFile:
                     yield decode_record(line)
                     continue
                 other = decode_line(line)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            except BROKEN as error:
                 if len(self.damage.problems) < _MOST_PROBLEMS:
                     self.damage.problems.append(f"line {number} is no comms record: {one_line(error)}")
                 else:
@@ -338,6 +369,12 @@ class CommsFile:
                 if self.header is None:
                     return  # a foreign file: one complaint is enough
                 continue
+            if other.group is not None:
+                try:
+                    self.damage.budget.spend(MEMBERS, len(other.group.ranks or ()))
+                except BudgetError as error:
+                    self.damage.problems.append(error.what)
+                    return
             self._take(other)
             if number == 1 and self.header is None:
                 self.damage.problems.append("line 1 is no crossrank header")
@@ -373,13 +410,20 @@ class CommsFile:
 
     def _lines(self) -> Iterator[bytes]:
         rest = b""
-        for chunk in read_chunks(self.path, self.damage):
-            lines = (rest + chunk).split(b"\n")
-            rest = lines.pop()
-            yield from lines
-            if len(rest) > _LONGEST_LINE:
-                self.damage.problems.append(f"a line is longer than {_LONGEST_LINE >> 20} MiB: no comms file has such")
-                return
+        try:
+            for chunk in read_chunks(self.path, self.damage):
+                lines = (rest + chunk).split(b"\n")
+                rest = lines.pop()
+                self.damage.budget.spend(LINES, len(lines))
+                yield from lines
+                if len(rest) > _LONGEST_LINE:
+                    self.damage.problems.append(
+                        f"a line is longer than {_LONGEST_LINE >> 20} MiB: no comms file has such"
+                    )
+                    return
+        except BudgetError as error:
+            self.damage.problems.append(error.what)
+            return
         if rest:
             if self.damage.problems:  # the cut goes through this line
                 return

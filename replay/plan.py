@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import zstandard
 
-from crossrank.comm import MOST_RANKS, CommRecord, Group, is_p2p
+from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, is_p2p
 from crossrank.errors import CrossrankError, one_line
 from crossrank.recording import Damage, read_chunks
 from crossrank.replay.shapes import BrokenError, LeftOutError, complete
@@ -29,32 +29,32 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
 
     record: CommRecord
     """As recorded, but for `pg`, which is the name of a group of the plan, the same on all ranks."""
-    wait_before: int
+    wait_before: Int
     """The rank waits for the call before it launches its call of this index: the next one = at once, the number of
     calls = at the end, `UNPLACED` = not recorded, to be placed by `schedule.place_waits`."""
     blocking: bool = False
     """The rank does not go on before the call is over; `wait_before` is then the next launch."""
-    recorded_bytes: int = 0
+    recorded_bytes: Int = 0
     """`record.bytes` as recorded, whatever a what-if made of them: what coverage counts."""
-    gap_ns: int = 0
+    gap_ns: Int = 0
     """Recorded time before this launch, in ns, from the launch before; 0 within a batch."""
     gap_from_return: bool = False
     """The gap counts from when the rank could go on after the launch before: with no communication in it that the rank
     waited for there."""
-    exposed_ns: int = 0
+    exposed_ns: Int = 0
     """Of a gap that counts from the launch before, the communication for which the rank waited in it, as far as its
     duration is recorded. What a device computed in the gap is at most the rest."""
-    took_ns: int | None = None
+    took_ns: Int | None = None
     """Recorded time from the begin of the communication to its end, on this rank; None where it is not recorded."""
 
 
 class LeftOut(msgspec.Struct, kw_only=True):
     """Recorded calls that are not replayed, for one reason."""
 
-    calls: int = 0
-    bytes: int = 0
+    calls: Int = 0
+    bytes: Int = 0
     """As far as they are known."""
-    unsized: int = 0
+    unsized: Int = 0
     """Calls of which the bytes are not known."""
 
 
@@ -69,7 +69,7 @@ def leave_out(rows: dict[str, LeftOut], reason: str, calls: int, size: int, unsi
 class RankPlan(msgspec.Struct, kw_only=True):
     """What one rank does."""
 
-    rank: int
+    rank: Int
     calls: list[Call]
     left_out: dict[str, LeftOut] = {}
     """By reason."""
@@ -82,13 +82,13 @@ class RankPlan(msgspec.Struct, kw_only=True):
 class Coverage(msgspec.Struct, frozen=True, kw_only=True):
     """How much of the recorded communication is replayed, over all recorded ranks."""
 
-    calls: int
-    recorded_calls: int
-    bytes: int
-    recorded_bytes: int
-    unsized: int
+    calls: Int
+    recorded_calls: Int
+    bytes: Int
+    recorded_bytes: Int
+    unsized: Int
     """Recorded calls of which the bytes are not known; none of them is replayed."""
-    reasons: dict[str, int]
+    reasons: dict[str, Int]
     """Why calls were left out -> how many."""
     damaged: bool
     """Parts of the files could not be read, so that there were more calls than are counted."""
@@ -114,7 +114,7 @@ class Plan(msgspec.Struct, kw_only=True):
     """The path that was given."""
     kind: str
     """What was read: a key of `sources.KINDS`."""
-    world_size: int
+    world_size: Int
     groups: list[Group]
     """Every group that is used, once. All ranks make them in this order."""
     ranks: list[RankPlan]

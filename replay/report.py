@@ -26,6 +26,7 @@ from crossrank.replay.results import (
     table,
 )
 from crossrank.replay.settings import Settings
+from crossrank.tools.tables import csv_text
 from crossrank.tools.whole_file import whole_file
 
 JSON, CSV, HTML = "replay.json", "replay.csv", "replay.html"
@@ -212,7 +213,7 @@ def to_csv(plan: Plan, measured: list[Measured]) -> str:
                 )
             )
     rows.sort(key=lambda row: row[:2])
-    writer.writerows(rows)
+    writer.writerows(map(csv_text, row) for row in rows)
     return text.getvalue()
 
 

@@ -6,7 +6,7 @@ from crossrank.replay.arena import bytes_needed
 from crossrank.replay.compare import Comparison
 from crossrank.replay.plan import Plan
 from crossrank.replay.report import JSON, Check, Report
-from crossrank.tools.tables import amount, print_table
+from crossrank.tools.tables import amount, print_table, printable
 
 _MOST_ROWS = 24
 _MOST_PROBLEMS = 5
@@ -16,7 +16,7 @@ def print_plan(plan: Plan) -> None:
     """Coverage, notes, and what the plan consists of."""
     coverage = plan.coverage()
     print(
-        f"{plan.source}: {coverage.calls:,} of {coverage.recorded_calls:,} recorded calls "
+        f"{printable(plan.source)}: {coverage.calls:,} of {coverage.recorded_calls:,} recorded calls "
         f"({_percent(coverage.share_of_calls)}) and {amount(coverage.bytes)} of "
         f"{amount(coverage.recorded_bytes, coverage.unsized)} "
         f"({_percent(coverage.share_of_bytes)}) are replayed, on {plan.world_size} rank(s) "
@@ -29,19 +29,19 @@ def print_plan(plan: Plan) -> None:
     needed = max(bytes_needed(rank.calls) for rank in plan.ranks)
     print(f"  memory for tensors: up to {amount(needed)} per rank")
     for reason, count in coverage.reasons.items():
-        print(f"  left out: {count:,} call(s): {reason}")
+        print(f"  left out: {count:,} call(s): {printable(reason)}")
     for problem in plan.damage[:_MOST_PROBLEMS]:
-        print(f"  damaged: {problem}; calls may be missing that nobody counts")
+        print(f"  damaged: {printable(problem)}; calls may be missing that nobody counts")
     if len(plan.damage) > _MOST_PROBLEMS:
         print(f"  damaged: and {len(plan.damage) - _MOST_PROBLEMS} more")
     for note in plan.notes:
-        print(f"  {note}")
+        print(f"  {printable(note)}")
 
 
 def print_report(report: Report) -> None:
     """The tables of one replay."""
     for text, count in report.substitutes.items():
-        print(f"  instead: {count:,} call(s): {text}")
+        print(f"  instead: {count:,} call(s): {printable(text)}")
     settings = report.settings
     rows = [
         (

@@ -37,6 +37,7 @@ from crossrank.replay.program import FILL, Program, late_ends, prepare
 from crossrank.replay.results import Pass, RankResult
 from crossrank.replay.settings import Settings
 from crossrank.replay.states import State
+from crossrank.tools.tables import printable
 
 _BACKEND_GRACE_S = 30.0
 _NO_BACKENDS = ("undefined", "fake")
@@ -287,7 +288,9 @@ class Watch(threading.Thread):
             self._tell(error=error)
             self._meeting.abort()
         except RuntimeError:  # the store is gone with its host
-            print(f"crossrank: rank {self._rank} was {self._state.phase}: {error}", file=sys.stderr, flush=True)
+            print(
+                printable(f"crossrank: rank {self._rank} was {self._state.phase}: {error}"), file=sys.stderr, flush=True
+            )
 
     def run(self) -> None:
         last_call = -2

@@ -13,15 +13,15 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib import import_module
 from types import FrameType
 from typing import Protocol
 
 import crossrank
-from crossrank.errors import CrossrankError
+from crossrank.errors import CrossrankError, unforeseen
 from crossrank.tools.shards import ShardDone
-from crossrank.tools.tables import printable
+from crossrank.tools.tables import Printable, printable
 
 # name -> (module, class, one line for the overview)
 COMMANDS = {
@@ -79,7 +79,11 @@ class Command(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code."""
-    _prepare_streams()
+    with _safe_streams():
+        return _run(argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     try:
         with _ending_in_order():
             arguments = _parse(list(sys.argv[1:] if argv is None else argv))
@@ -106,6 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"crossrank: cannot be written: {error.filename or 'stdout'} ({error.strerror or error})", file=sys.stderr
         )
         _silence_stdout()
+        return 2
+    except Exception as error:  # a file that nobody thought of ends in one line, like any other
+        print(f"crossrank: {printable(str(unforeseen(error)))}", file=sys.stderr)
         return 2
 
 
@@ -135,13 +142,17 @@ def _ending_in_order() -> Iterator[None]:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _prepare_streams() -> None:
-    """A closed stdout takes everything; what its encoding lacks is escaped rather than an error."""
+@contextmanager
+def _safe_streams() -> Iterator[None]:
+    """A closed stdout takes everything; what its encoding lacks is escaped rather than an error, and so is what would
+    steer a terminal."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    with redirect_stdout(Printable(sys.stdout)), redirect_stderr(Printable(sys.stderr)):
+        yield
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:

@@ -20,7 +20,7 @@ from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExec
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from crossrank.errors import CrossrankError, one_line
+from crossrank.errors import CrossrankError, unforeseen
 from crossrank.tools.shards import Merge, Shard
 
 _LEAST_TASKS, _MOST_AT_ONCE = 64, 16
@@ -59,7 +59,7 @@ def map_ranks(
     """
     work = list(items)
     if isinstance(fleet.part, Merge):
-        results: list[Result] = fleet.part.results(len(work))
+        results: list[Result] = fleet.part.results(len(work), function)
         for _ in work:
             done()
         return results
@@ -217,8 +217,6 @@ def _as_ours(error: Exception) -> CrossrankError:
     """An error that nobody foresaw must not end the work on other ranks."""
     if isinstance(error, CrossrankError):
         return error
-    if isinstance(error, MemoryError):
-        return CrossrankError("there is not enough memory for it; try --jobs 1, or a larger machine")
     if _was_killed(error):
         return CrossrankError("its process was killed, most often for lack of memory; try --jobs 1")
-    return CrossrankError(f"stopped by an error that was not foreseen ({one_line(error)}); please report it")
+    return unforeseen(error)

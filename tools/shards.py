@@ -1,45 +1,25 @@
 """A share of the ranks' work, for a Slurm array: each job does its share and keeps the results, the last merges.
 
-A part is a pickle of dataclasses and Structs of crossrank. Loading one runs no code but that of their classes: any
-other global in it is refused.
+A part is data, as `part_file` writes it: nothing in it says what is to be loaded or called.
 """
 
 from __future__ import annotations
 
-import array
-import dataclasses
-import io
-import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any
+from typing import Any, get_type_hints
 
-import msgspec
 import zstandard
 
 import crossrank
-from crossrank.errors import CrossrankError, one_line
+from crossrank.budget import VALUES
+from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.recording import Damage, list_recording, read_chunks
+from crossrank.tools import part_file
 from crossrank.tools.whole_file import join, whole_file
 
 _NAME = re.compile(r"crossrank-(?P<command>\w+)-(?P<shard>\d+)-of-(?P<shards>\d+)\.part")
-_BUILTINS = {
-    ("collections", "Counter"),
-    ("collections", "defaultdict"),
-    ("builtins", "set"),
-    ("builtins", "frozenset"),
-    ("builtins", "list"),
-    ("builtins", "dict"),
-    ("builtins", "int"),
-    ("builtins", "bytearray"),
-    ("array", "_array_reconstructor"),
-    ("array", "array"),
-    ("_codecs", "encode"),
-    ("copyreg", "__newobj__"),
-    ("decimal", "Decimal"),
-}
 
 
 def is_part(name: str) -> bool:
@@ -78,7 +58,7 @@ class Shard:
     def keep(self, results: Sequence[object], items: int) -> ShardDone:
         """Write the results of this share into the folder."""
         name = join(self.folder, f"crossrank-{self.job.command}-{self.index}-of-{self.count}.part")
-        content = pickle.dumps((self.job, items, list(results)), protocol=5)
+        content = part_file.encode((self.job, items, list(results)))
         try:
             with whole_file(name) as temporary:
                 temporary.write_bytes(zstandard.ZstdCompressor(level=3).compress(content))
@@ -97,8 +77,11 @@ class Merge:
     job: Job
     folder: str
 
-    def results(self, items: int) -> list[Any]:
-        """The results of all `items`. Raises `CrossrankError` where a share lacks or was made of other inputs."""
+    def results(self, items: int, function: Callable[..., Any]) -> list[Any]:
+        """The results that `function` gave for all `items`.
+
+        Raises `CrossrankError` where a share lacks or was made of other inputs.
+        """
         names = [match for name in list_recording(self.folder).foreign if (match := _NAME.fullmatch(name))]
         names = [name for name in names if name["command"] == self.job.command]
         counts = {int(name["shards"]) for name in names}
@@ -117,7 +100,7 @@ class Merge:
         slots: list[Any] = [None] * items
         for name in names:
             path = join(self.folder, name.string)
-            job, of, results = _load(path)
+            job, of, results = _load(path, function)
             if job != self.job or of != items:
                 raise CrossrankError(
                     f"{path}: was made by crossrank {job.version} of {of} file(s) of {_told(job)}, not by "
@@ -131,40 +114,20 @@ class Merge:
         return slots
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _BUILTINS:
-            return getattr(array if module == "array" else import_module(module), name)
-        if module.startswith("crossrank."):
-            found = getattr(import_module(module), name)
-            if isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, msgspec.Struct)):
-                return found
-        if (module, name) == ("msgspec._core", "rebuild"):
-            return msgspec._core.rebuild  # how a Struct pickles
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in a part")
-
-
 def _told(job: Job) -> str:
     options = f" with {' '.join(job.options)}" if job.options else ""
     return f"{', '.join(job.inputs)}{options}"
 
 
-def _is_result(thing: object) -> bool:
-    """Whether something is what a worker may give: an object of ours, why there is none, or several."""
-    if isinstance(thing, list):
-        return all(_is_result(one) for one in thing)
-    return isinstance(thing, str | msgspec.Struct) or (dataclasses.is_dataclass(thing) and not isinstance(thing, type))
-
-
-def _load(path: str) -> tuple[Job, int, list[Any]]:
+def _load(path: str, function: Callable[..., Any]) -> tuple[Job, int, list[Any]]:
     damage = Damage(path)
     content = b"".join(read_chunks(path, damage))
+    damage.budget.spend(VALUES, content.count(b",") + content.count(b"[") + content.count(b"{"))
     try:
         if damage.problems:
-            raise pickle.UnpicklingError(damage.problems[0])
-        job, items, results = _Unpickler(io.BytesIO(content)).load()
-        if not (isinstance(job, Job) and isinstance(items, int) and isinstance(results, list) and _is_result(results)):
-            raise pickle.UnpicklingError("it holds something else")
-    except Exception as error:  # a broken pickle raises anything
+            raise ValueError(damage.problems[0])
+        of_one = get_type_hints(function)["return"]
+        job, items, results = part_file.decode(content, tuple[Job, int, list[of_one]])  # type: ignore[valid-type]
+    except BROKEN as error:
         raise CrossrankError(f"{path}: is no part of crossrank ({one_line(error)}); run its shard anew") from error
     return job, items, results

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,7 +61,9 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     if path.exists() and not path.is_file():
         # A device or pipe would be replaced by a file.
         raise OSError(errno.EINVAL, "is a device or a pipe and no file", str(path))
-    temporary = path.with_name(f".{path.name}.part")
+    # Nobody can have put a link or a pipe under a name that he cannot guess, and what is there is never opened.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
     try:
         yield temporary
         os.replace(temporary, path)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from crossrank.budget import Budget
 from crossrank.comm import Group, operation_of
 from crossrank.tools.calls.rank_calls import Input, RankCalls, RecordedCall
 from crossrank.tools.linking.communications import MARKERS
@@ -36,6 +37,7 @@ def read_kineto_trace(given: Input) -> RankCalls:
     """The communication of a Kineto trace, each call with the time of its kernel."""
     trace = read_kineto(given.path)
     groups = {group.pg: group for group in trace.groups}
+    budget = Budget.of(given.path)
     told_by: Counter[str] = Counter()
     rows = _of_kernels(trace, told_by) or _of_host(trace)
     rows.sort(key=lambda row: row[0])
@@ -43,9 +45,8 @@ def read_kineto_trace(given: Input) -> RankCalls:
     for number, (start, source, described) in enumerate(rows):
         group = groups.get(described.pg)
         if group is None and described.ranks:
-            group = groups[described.pg] = Group(
-                pg=described.pg, size=len(described.ranks), ranks=described.ranks, desc=described.desc
-            )
+            ranks = budget.ranks(described.ranks) if isinstance(described.ranks, range) else described.ranks
+            group = groups[described.pg] = Group(pg=described.pg, size=len(ranks), ranks=ranks, desc=described.desc)
         shapes_from_elements(described)
         record = to_record(described, group, number=number, time=start + trace.base_ns, c10d="")
         is_kernel = isinstance(source, DeviceEvent)

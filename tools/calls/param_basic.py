@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from crossrank.comm import MOST_RANKS, CommRecord, Group, operation_of
+from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, operation_of
 from crossrank.tools.calls.kineto import shapes_from_elements
 from crossrank.tools.calls.rank_calls import Input, RankCalls, RecordedCall
 from crossrank.tools.readers.json_document import Shape, read_document
@@ -16,20 +16,20 @@ class _Basic(msgspec.Struct):
 
     comms: str | None = None
     compute: str | None = None
-    req: int | list[int] | None = None
-    pg_id: int | str | None = None
-    global_ranks: list[int] | None = None
-    world_size: int | None = None
-    root: int | None = None
-    in_msg_size: int | None = None
-    out_msg_size: int | None = None
+    req: Int | list[Int] | None = None
+    pg_id: Int | str | None = None
+    global_ranks: list[Int] | None = None
+    world_size: Int | None = None
+    root: Int | None = None
+    in_msg_size: Int | None = None
+    out_msg_size: Int | None = None
     dtype: str | None = None
-    in_split: list[int] | None = None
-    out_split: list[int] | None = None
-    src_rank: int | None = None
-    dst_rank: int | None = None
+    in_split: list[Int] | None = None
+    out_split: list[Int] | None = None
+    src_rank: Int | None = None
+    dst_rank: Int | None = None
     use_batch: bool = False
-    startTime_ns: int | None = None
+    startTime_ns: Int | None = None
 
 
 def read_basic(given: Input) -> RankCalls:
@@ -50,7 +50,7 @@ def read_basic(given: Input) -> RankCalls:
         name = row.comms.lower()
         pg = str(row.pg_id if row.pg_id is not None else 0)
         if pg not in groups and (row.global_ranks or row.world_size):
-            ranks = row.global_ranks or list(range(min(row.world_size or 0, MOST_RANKS)))
+            ranks = row.global_ranks or document.budget.ranks(range(min(row.world_size or 0, MOST_RANKS)))
             groups[pg] = Group(pg=pg, size=len(ranks), ranks=ranks)
         if name == "init":
             continue

@@ -70,9 +70,9 @@ def _print(summary: Summary, top: int) -> None:
     nodes = ", ".join(f"{printable(node)[:8]}: {rank_ranges(on)}" for node, on in list(summary.nodes.items())[:4])
     more = ", …" if len(summary.nodes) > 4 else ""
     versions = ", ".join(f"{name} {version}" for name, version in summary.versions.items() if version)
-    print(f"recording  {summary.path}")
+    print(f"recording  {printable(summary.path)}")
     print(f"ranks      {ranks} on {len(summary.nodes)} node(s) ({nodes}{more})")
-    print(f"versions   {versions}")
+    print(f"versions   {printable(versions)}")
     print(f"steps      {summary.steps}")
     print(f"calls      {total.calls} recorded, {amount(total.bytes)} (S of nccl-tests, summed over ranks)")
     if summary.counts.get("filtered"):

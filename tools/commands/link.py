@@ -27,7 +27,7 @@ from crossrank.tools.tables import print_table, printable, rank_ranges
 
 _ROWS = 16
 _WARNINGS = 4
-_NUMBER = re.compile(r"(?<!thread )(?<![\w.])\d+(?![\w.])")
+_NUMBER = re.compile(r"(?<!thread )(?<![\w.])\d{1,18}(?![\w.])")
 
 
 class Link:

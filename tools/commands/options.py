@@ -14,7 +14,7 @@ from crossrank.errors import CrossrankError
 from crossrank.recording import is_folder
 from crossrank.tools.fleet import Fleet
 from crossrank.tools.shards import Job, Merge, Shard
-from crossrank.tools.tables import printable
+from crossrank.tools.tables import printable, terminal
 from crossrank.tools.whole_file import make_folder, whole_file
 
 Result = TypeVar("Result")
@@ -84,7 +84,7 @@ def progress(what: str, count: int, work: Callable[[Callable[[], None]], Result]
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn("files"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+    with Progress(*columns, console=Console(file=terminal(sys.stderr)), transient=True) as shown:
         # Of one file it is not known how far it has come.
         bar = shown.add_task(what, total=count if count > 1 else None)
         return work(lambda: shown.advance(bar))

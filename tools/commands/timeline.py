@@ -93,7 +93,7 @@ def _compress(path: Path) -> None:
     try:
         with (
             path.open("rb") as plain,
-            packed.open("wb") as target,
+            packed.open("xb") as target,
             gzip.GzipFile(filename="", mode="wb", fileobj=target, mtime=0, compresslevel=6) as stream,
         ):
             shutil.copyfileobj(plain, stream, 1 << 20)

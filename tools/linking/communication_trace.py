@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from crossrank.budget import ROWS, Budget
 from crossrank.comm import Group
-from crossrank.errors import CrossrankError, one_line
+from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.recording import RANGE, Damage, read_chunks
 from crossrank.tools.linking.communications import Finder
 from crossrank.tools.linking.graph import Communication, HostOp
@@ -75,13 +76,15 @@ def read_communication_trace(path: str, world_size: int | None = None) -> Commun
     for node in sorted(nodes, key=lambda node: node.id):
         caller = _kept_caller(parents.get(node.id, 0), parents, kept)
         host.append(HostOp(node, caller, None, None, None, 0, is_work(node.name)))
-    groups = groups_of(nodes)
+    budget = Budget.of(path)
+    groups = groups_of(nodes, budget)
     finder = Finder(
         host,
         {group.pg: group for group in groups},
         world_size=world_size,
         records={},
         event_args=lambda _: None,
+        budget=budget,
     )
     finder.search()
     finder.number()
@@ -144,7 +147,9 @@ def _scan(path: str) -> _Found | None:
                 continue
             cut = _last_boundary(rest, boundary)
             if cut is not None:
-                _take(decode_rows(b"[%b]" % rest[: cut[0]]), nodes, parents)
+                rows = decode_rows(b"[%b]" % rest[: cut[0]])
+                damage.budget.spend(ROWS, len(rows))
+                _take(rows, nodes, parents)
                 rest = rest[cut[1] :]
             elif len(rest) > _LONGEST_ROW:
                 return None
@@ -153,7 +158,7 @@ def _scan(path: str) -> _Found | None:
         tail = msgspec.json.decode(head + rest, type=TraceFile)
     except OSError as error:
         raise CrossrankError(f"{path}: cannot be read ({error.strerror or one_line(error)})") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except BROKEN:
         return None
     _take(tail.nodes, nodes, parents)
     return nodes, parents, tail.schema

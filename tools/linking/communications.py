@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from crossrank.budget import Budget
 from crossrank.comm import CommRecord, Group, operation_of
 from crossrank.recording import RANGE
 from crossrank.tools.linking.graph import Activity, Communication, HostOp
@@ -64,9 +65,10 @@ class Finder:
         world_size: int | None,
         records: Mapping[int, CommRecord],
         event_args: Callable[[int], msgspec.Raw | None],
+        budget: Budget,
     ) -> None:
         """`groups` by name, as the most trusted source has them; `records` of the comms file by id; `event_args`
-        gives the Kineto arguments of a host node by its position."""
+        gives the Kineto arguments of a host node by its position; `budget` is that of the execution trace."""
         self.groups = dict(groups)
         self.found: list[Communication] = []
         self.warnings: list[str] = []
@@ -74,6 +76,7 @@ class Finder:
         self._world_size = world_size
         self._records = records
         self._event_args = event_args
+        self._budget = budget
         self._position = {op.id: position for position, op in enumerate(host)}
         self.waits: dict[int, ParamComms] = {}
         """Positions of the nodes that wait for a communication, with what they say of it."""
@@ -227,7 +230,8 @@ class Finder:
         group = self.groups.get(comms.pg)
         if group is None and comms.pg and (comms.ranks or comms.group_size):
             size = comms.group_size or len(comms.ranks or ())
-            group = self.groups[comms.pg] = Group(pg=comms.pg, size=size, ranks=comms.ranks, desc=comms.desc)
+            ranks = self._budget.ranks(comms.ranks) if isinstance(comms.ranks, range) else comms.ranks
+            group = self.groups[comms.pg] = Group(pg=comms.pg, size=size, ranks=ranks, desc=comms.desc)
         return group
 
     def _c10d_name(self, position: int, comms: ParamComms) -> str:
@@ -292,7 +296,7 @@ class Finder:
                 sizes[record.pg] = max(sizes[record.pg], len(record.in_split or ()), len(record.out_split or ()))
         for pg, size in sizes.items():
             if size and size == self._world_size:
-                group = self.groups[pg] = Group(pg=pg, size=size, ranks=list(range(size)), desc="")
+                group = self.groups[pg] = Group(pg=pg, size=size, ranks=self._budget.ranks(range(size)), desc="")
                 self._regroup(pg, group)
                 self.warnings.append(
                     f"group {pg} is named by an address, which differs between ranks: join ranks by its members"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from crossrank.budget import Budget
 from crossrank.comm import CommRecord, Group
 from crossrank.errors import CrossrankError
 from crossrank.recording import RANGE, CommsFile, Damage, read_chunks
@@ -68,6 +69,7 @@ def link(
         world_size=world_size,
         records=told.records,
         event_args=_event_args(device_trace, match),
+        budget=Budget.of(host_trace.path),
     )
     finder.search()
     alone = finder.attach(activities)

@@ -29,7 +29,7 @@ import zstandard
 from msgspec import UNSET, UnsetType
 
 import crossrank
-from crossrank.comm import Group
+from crossrank.comm import Group, Int
 from crossrank.tools.linking.graph import Activity, Communication, EdgeKind, HostOp, LinkedTrace, MatchReport
 from crossrank.tools.readers.execution_trace import FIRST_NESTED_SCHEMA, FLAT_SCHEMA, HostNode, is_thread_root
 from crossrank.tools.whole_file import whole_file
@@ -56,10 +56,10 @@ _NO_HOST = HostNode(
 class Dependency(msgspec.Struct, gc=False, omit_defaults=True):
     """One entry of `deps`: an edge, without the node it belongs to."""
 
-    id: int
+    id: Int
     kind: EdgeKind
     inferred: bool = False
-    slack_ns: int | None = None
+    slack_ns: Int | None = None
 
 
 class _Node(msgspec.Struct, gc=False, kw_only=True):
@@ -92,10 +92,10 @@ class Provenance(msgspec.Struct, kw_only=True):
     """Where a linked trace comes from."""
 
     version: str
-    rank: int | None
-    world_size: int | None
+    rank: Int | None
+    world_size: Int | None
     et_schema: str
-    base_time_ns: int
+    base_time_ns: Int
     inputs: dict[str, str]
     """File name -> SHA-256 of its uncompressed content."""
     groups: list[Group]

@@ -6,7 +6,7 @@ from decimal import Decimal
 
 import msgspec
 
-from crossrank.comm import CommRecord, Group
+from crossrank.comm import CommRecord, Count, Group, Int
 from crossrank.errors import CrossrankError
 from crossrank.tools.linking.graph import Activity, Communication, Edge, HostOp, LinkedTrace
 from crossrank.tools.linking.kernels import communication_kernel
@@ -19,20 +19,23 @@ _EMPTY = msgspec.Raw(b"[]")
 _NO_ARGS = msgspec.Raw(b"{}")
 
 
+_MOST_US = 1 << 52
+
+
 class _Communication(msgspec.Struct, gc=False):
     record: CommRecord
     origin: str
     group: Group | None = None
-    host: int | None = None
-    activities: list[int] = []
-    work: int | None = None
+    host: Int | None = None
+    activities: list[Int] = []
+    work: Int | None = None
     seq_counted: bool = False
 
 
 class _Node(msgspec.Struct, gc=False):
-    id: int
+    id: Int
     name: str
-    ctrl_deps: int
+    ctrl_deps: Int
     inputs: msgspec.Raw = _EMPTY
     outputs: msgspec.Raw = _EMPTY
     attrs: msgspec.Raw = _EMPTY
@@ -41,9 +44,9 @@ class _Node(msgspec.Struct, gc=False):
     blocked_dur: Decimal | None = None
     ts: Decimal | None = None
     cat: str | None = None
-    device: int | str | None = None
-    stream: int | str | None = None
-    correlation: int | None = None
+    device: Int | str | None = None
+    stream: Int | str | None = None
+    correlation: Int | None = None
     unlinked: str | None = None
     args: msgspec.Raw = _NO_ARGS
     comm: _Communication | None = None
@@ -53,10 +56,10 @@ class _Node(msgspec.Struct, gc=False):
 class _File(msgspec.Struct):
     nodes: list[_Node]
     schema: str = ""
-    pid: int | None = None
+    pid: Count | None = None
     time: str | None = None
-    start_ts: int | None = None
-    finish_ts: int | None = None
+    start_ts: Count | None = None
+    finish_ts: Count | None = None
     crossrank: Provenance | None = None
 
 
@@ -77,18 +80,21 @@ def read_linked(path: str) -> LinkedTrace:
         raise CrossrankError(f"{path}: {document.damage[0]}; link it anew")
     host, activities, communications, edges = [], [], [], []
     for node in file.nodes:
-        edges += [Edge(d.id, node.id, d.kind, d.inferred, d.slack_ns) for d in node.deps]
-        if node.comm is not None:
-            communications.append(
-                Communication(**{name: getattr(node.comm, name) for name in _Communication.__struct_fields__})
-            )
-        if node.cat is not None:
-            activities.append(_activity(node, node.cat))
-            continue
-        op = _host_op(node)
-        host.append(op)
-        if op.caller:
-            edges.append(Edge(op.caller, op.id, "caller"))
+        try:
+            edges += [Edge(d.id, node.id, d.kind, d.inferred, d.slack_ns) for d in node.deps]
+            if node.comm is not None:
+                communications.append(
+                    Communication(**{name: getattr(node.comm, name) for name in _Communication.__struct_fields__})
+                )
+            if node.cat is not None:
+                activities.append(_activity(node, node.cat))
+                continue
+            op = _host_op(node)
+            host.append(op)
+            if op.caller:
+                edges.append(Edge(op.caller, op.id, "caller"))
+        except ValueError as error:
+            raise CrossrankError(f"{path}: node {node.id} ({node.name[:60]!r}): {error}; link it anew") from error
     _check_ids(path, file.nodes, communications, edges)
     communications.sort(key=lambda communication: communication.record.id)
     return LinkedTrace(
@@ -175,4 +181,9 @@ def _activity(node: _Node, category: str) -> Activity:
 
 
 def _ns(us: Decimal | None) -> int:
-    return int((us or Decimal(0)) * 1000)
+    """Raises `ValueError` for what is no number, or none that 64 bits hold in ns."""
+    if us is None:
+        return 0
+    if not us.is_finite() or abs(us) >= _MOST_US:
+        raise ValueError(f"a time of {us:.3e} us cannot be")
+    return int(us * 1000)

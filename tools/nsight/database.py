@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sqlite3
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import chain
+from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from urllib.parse import quote
 
@@ -15,6 +17,7 @@ import fsspec
 import numpy as np
 from numpy.typing import NDArray
 
+from crossrank.budget import BYTES, QUERIES, ROWS, Budget
 from crossrank.errors import CrossrankError, one_line
 from crossrank.recording import is_url
 
@@ -34,8 +37,12 @@ _KNOWN = ((3, 0), (3, 28))
 _META_DATA = ("META_DATA_EXPORT", "EXPORT_META_DATA")
 """Names of the table that tells the version; the second is that of 2022."""
 _SIGNS = (NVTX, RUNTIME, KERNEL, *_META_DATA, "TARGET_INFO_SESSION_START_TIME", "ANALYSIS_DETAILS")
+_READ = (*_SIGNS, MEMCPY, GRAPH_TRACE, *GRAPH_NODES, STRINGS)
 _EXPORT_TABLES = "NVTX_EVENTS, CUPTI_ACTIVITY_KIND_KERNEL, CUPTI_ACTIVITY_KIND_RUNTIME"
 _ROWS = 1 << 16
+_TICK = 10_000
+"""Instructions of SQLite's machine between two looks at the time."""
+_LONGEST_VERSION = 40
 LATEST = 1 << 61
 """ns since 1970 that no capture was made after: in 2043."""
 _LONGEST = 1 << 56
@@ -45,15 +52,22 @@ NONE = -1
 
 
 class Export:
-    """One export. Reads only; `notes` says what it lacks."""
+    """One export. Reads only, and only tables: a view or a virtual table runs what the file says. `notes` says what it
+    lacks."""
 
-    def __init__(self, path: str, connection: sqlite3.Connection) -> None:
+    def __init__(self, path: str, connection: sqlite3.Connection, budget: Budget) -> None:
         self.path = path
         self._connection = connection
+        self._budget = budget
         self.notes: list[str] = []
-        names = connection.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')").fetchall()
-        self._tables = {str(name) for (name,) in names}
+        # A virtual table has no page of its own.
+        query = "SELECT name, type = 'table' AND rootpage > 0 FROM sqlite_master WHERE type IN ('table', 'view')"
+        kinds = {str(name): bool(is_table) for name, is_table in self.rows(query)}
+        self._tables = {name for name, is_table in kinds.items() if is_table}
         self._columns: dict[str, set[str]] = {}
+        views = sorted(name for name in kinds.keys() - self._tables if name in _READ)
+        if views:
+            raise CrossrankError(f"{path}: {', '.join(views)} is a view and no table, as no export has; export it anew")
         if not self._tables:
             raise CrossrankError(f"{path}: is an empty database; export the report anew")
         if not any(sign in self._tables for sign in _SIGNS):
@@ -85,20 +99,31 @@ class Export:
         there = self.columns(table) | {"rowid"}
         select = ", ".join(f'COALESCE("{name}", {NONE})' if name in there else str(NONE) for name in columns)
         cursor = self._connection.execute(f'SELECT {select} FROM "{table}" {where}')
-        while rows := cursor.fetchmany(_ROWS):
-            try:
-                flat = np.fromiter(chain.from_iterable(rows), np.int64, len(rows) * len(columns))
-            except (ValueError, TypeError, OverflowError) as error:
-                raise self._no_number(columns, rows, table) from error
-            yield list(flat.reshape(len(rows), len(columns)).T)
+        row: Sequence[object] = ()
 
-    def _no_number(self, columns: Sequence[str], rows: Sequence[Sequence[object]], table: str) -> CrossrankError:
-        for row in rows:
-            for name, value in zip(columns, row, strict=True):
-                if not isinstance(value, int):
-                    return CrossrankError(
-                        f"{self.path}: {table}.{name} holds {str(value)[:40]!r} where a number belongs; export it anew"
-                    )
+        def rows() -> Iterator[Sequence[object]]:
+            nonlocal row
+            for row in cursor:  # noqa: UP028 - an error names the last row
+                yield row
+
+        given = rows()
+        while True:
+            try:
+                # One row at a time: what stands where a number belongs may be large.
+                flat = np.fromiter(chain.from_iterable(islice(given, _ROWS)), np.int64)
+            except (ValueError, TypeError, OverflowError) as error:
+                raise self._no_number(columns, row, table) from error
+            if not len(flat):
+                return
+            self._budget.spend(ROWS, len(flat) // len(columns))
+            yield list(flat.reshape(-1, len(columns)).T)
+
+    def _no_number(self, columns: Sequence[str], row: Sequence[object], table: str) -> CrossrankError:
+        for name, value in zip(columns, row, strict=True):
+            if not isinstance(value, int):
+                return CrossrankError(
+                    f"{self.path}: {table}.{name} holds {str(value)[:40]!r} where a number belongs; export it anew"
+                )
         return CrossrankError(f"{self.path}: {table} holds numbers that are too large; export it anew")
 
     def require(self, table: str, columns: Sequence[str]) -> None:
@@ -121,9 +146,12 @@ class Export:
 
     def rows(self, query: str, parameters: Sequence[object] = ()) -> Iterator[tuple[object, ...]]:
         """The rows of a query over tables and columns that are known to be there."""
-        cursor = self._connection.execute(query, parameters)
-        while found := cursor.fetchmany(_ROWS):
-            yield from found
+        for row in self._connection.execute(query, parameters):
+            self._budget.spend(ROWS, 1)
+            for value in row:
+                if isinstance(value, bytes):
+                    self._budget.spend(BYTES, len(value))
+            yield row
 
     def strings(self, ids: Column) -> dict[int, str]:
         """Those of `ids` that the table of strings has."""
@@ -135,7 +163,7 @@ class Export:
             part = wanted[start : start + 500]
             marks = ",".join("?" * len(part))
             query = f"SELECT id, value FROM {STRINGS} WHERE id IN ({marks})"
-            found.update((int(number), str(value)) for number, value in self._connection.execute(query, part))
+            found.update((number, str(value)) for number, value in self.rows(query, part) if isinstance(number, int))
         return found
 
     def epoch_ns(self) -> int:
@@ -182,13 +210,43 @@ class Export:
             return
         query = f"SELECT value FROM {table} WHERE name = 'EXPORT_SCHEMA_VERSION'"
         row = self._connection.execute(query).fetchone()
-        version = str(row[0]) if row is not None else ""
+        version = str(row[0])[:_LONGEST_VERSION] if row is not None else ""
         parts = version.split(".")
         number = tuple(int(part) for part in parts[:2]) if all(part.isdecimal() for part in parts[:2]) else ()
         if version and not _KNOWN[0] <= number <= _KNOWN[1]:
             self.notes.append(
                 f"has schema version {version}; 3.0 to 3.28 are known here: the columns it shares with them are read"
             )
+
+
+@dataclass
+class _Watch:
+    """Looks after the queries of one export: what they take is spent, and an exception ends them."""
+
+    budget: Budget
+    stopped: BaseException | None = None
+
+    def text(self, raw: bytes) -> str:
+        self.budget.spend(BYTES, len(raw))
+        return raw.decode("utf-8", "replace")
+
+    def ticks(self) -> Iterator[int]:
+        """A progress handler: SQLite goes on with its query after each tick, and ends it where there is none.
+
+        SQLite drops what its callbacks raise. That of a signal, such as SIGTERM, would be raised before the first line
+        of a function; in a generator it is raised where it stopped, within the `try`.
+        """
+        last = time.thread_time_ns()
+        try:
+            while True:
+                now = time.thread_time_ns()
+                self.budget.spend(QUERIES, (now - last) // 1000)
+                last = now
+                yield 0
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self.stopped = error
 
 
 @contextmanager
@@ -206,13 +264,19 @@ def open_export(path: str) -> Iterator[Export]:
         try:
             if os.path.getsize(local) == 0:
                 raise CrossrankError(f"{path}: is empty; export the report anew")
-            connection = sqlite3.connect(f"file:{quote(os.path.abspath(local))}?mode=ro", uri=True)
+            # Immutable: no lock is taken, and no file beside it is read or made.
+            connection = sqlite3.connect(f"file:{quote(os.path.abspath(local))}?mode=ro&immutable=1", uri=True)
         except (OSError, sqlite3.Error) as error:
             raise CrossrankError(f"{path}: cannot be opened ({one_line(error)})") from error
+        watch = _Watch(Budget(path, os.path.getsize(local)))
         try:
-            connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
-            yield Export(path, connection)
+            connection.text_factory = watch.text
+            connection.set_progress_handler(watch.ticks().__next__, _TICK)
+            connection.execute("PRAGMA trusted_schema = OFF")
+            yield Export(path, connection, watch.budget)
         except sqlite3.Error as error:
+            if watch.stopped is not None:
+                raise watch.stopped from None
             raise CrossrankError(f"{path}: is damaged or no SQLite file ({one_line(error)}); export it anew") from error
         finally:
             with suppress(sqlite3.Error):

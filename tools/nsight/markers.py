@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from crossrank.comm import MOST_RANKS, CommRecord, Group, Locality, operation_of
+from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, Locality, operation_of
 from crossrank.errors import CrossrankError
 from crossrank.rank_runs import Run, from_runs
 from crossrank.tools.nsight.database import NONE, NVTX, Column, Export
@@ -65,20 +65,20 @@ class _Text(msgspec.Struct):
     api: str | None = None
     c10d: str = ""
     pg: str | None = None
-    inputs: list[list[int]] = msgspec.field(name="in", default_factory=list)
-    outputs: list[list[int]] = msgspec.field(name="out", default_factory=list)
-    in_split: list[int] | None = None
-    out_split: list[int] | None = None
+    inputs: list[list[Int]] = msgspec.field(name="in", default_factory=list)
+    outputs: list[list[Int]] = msgspec.field(name="out", default_factory=list)
+    in_split: list[Int] | None = None
+    out_split: list[Int] | None = None
     dtype: str | None = None
     reduce: str | None = None
-    bytes: int | None = None
-    root: int | None = None
-    peer: int | None = None
+    bytes: Int | None = None
+    root: Int | None = None
+    peer: Int | None = None
     source: str | None = None
     locality: Locality = "unknown"
     crossrank: str | None = None
-    rank: int | None = None
-    world_size: int | None = None
+    rank: Int | None = None
+    world_size: Int | None = None
     host: str = ""
     group: _MarkedGroup | None = None
     name: str | None = None

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from crossrank.comm import MOST_RANKS, CommRecord, operation_of
+from crossrank.comm import MOST_RANKS, CommRecord, Int, operation_of
 from crossrank.tools.nsight.database import NVTX, STRINGS, Column, Export
 from crossrank.tools.nsight.markers import Ranges
 from crossrank.tools.timing.rank_times import GroupKey
@@ -27,10 +27,10 @@ _PER_MEMBER = ("all_gather", "reduce_scatter", "all_to_all")
 
 class _Payload(msgspec.Struct):
     communicator: int | str | None = msgspec.field(name="NCCL communicator ID", default=None)
-    size: int | None = msgspec.field(name="Message size [bytes]", default=None)
-    peer: int | None = msgspec.field(name="Peer rank", default=None)
-    ranks: int | None = msgspec.field(name="No. of ranks", default=None)
-    rank: int | None = msgspec.field(name="Rank", default=None)
+    size: Int | None = msgspec.field(name="Message size [bytes]", default=None)
+    peer: Int | None = msgspec.field(name="Peer rank", default=None)
+    ranks: Int | None = msgspec.field(name="No. of ranks", default=None)
+    rank: Int | None = msgspec.field(name="Rank", default=None)
 
 
 _decode = msgspec.json.Decoder(_Payload, strict=False).decode

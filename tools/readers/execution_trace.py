@@ -14,8 +14,9 @@ from typing import Any
 
 import msgspec
 
-from crossrank.comm import MOST_RANKS, Group
-from crossrank.errors import CrossrankError
+from crossrank.budget import MEMBERS, Budget
+from crossrank.comm import MOST_RANKS, Count, Group, Int
+from crossrank.errors import BROKEN, CrossrankError
 from crossrank.tools.readers.json_document import Shape, parse, read_document
 
 FLAT_SCHEMA = "1.0.1"
@@ -90,13 +91,13 @@ class _Attribute(msgspec.Struct, gc=False):
 class Node(msgspec.Struct, gc=False):
     """A node of either layout as it stands in the file."""
 
-    id: int
+    id: Int
     name: str
-    ctrl_deps: int | None = None
+    ctrl_deps: Int | None = None
     attrs: msgspec.Raw = _NO_ATTRIBUTES
     inputs: msgspec.Raw = _EMPTY_LIST
     outputs: msgspec.Raw = _EMPTY_LIST
-    parent: int | None = None
+    parent: Int | None = None
     rf_id: int = 0
     fw_parent: int = 0
     seq_id: int = -1
@@ -115,10 +116,10 @@ class TraceFile(msgspec.Struct):
 
     nodes: list[Node]
     schema: str = ""
-    pid: int | None = None
+    pid: Count | None = None
     time: str | None = None
-    start_ts: int | None = None
-    finish_ts: int | None = None
+    start_ts: Count | None = None
+    finish_ts: Count | None = None
 
 
 _SHAPE = Shape(what="an execution trace", content=TraceFile, rows="nodes", row=Node)
@@ -154,7 +155,7 @@ def read_execution_trace(path: str) -> ExecutionTrace:
         start_ts=file.start_ts,
         finish_ts=file.finish_ts,
         nodes=nodes,
-        groups=tuple(groups_of(nodes)),
+        groups=tuple(groups_of(nodes, document.budget)),
         warnings=tuple(warnings),
         damage=tuple(damage),
     )
@@ -231,7 +232,7 @@ def read_attributes(node: HostNode) -> bool:
     """Set the fields that nested nodes have as attributes; False where one is not as the schema has it."""
     try:
         given = _decode_attributes(node.attributes)
-    except (msgspec.MsgspecError, RecursionError):
+    except BROKEN:
         node.attributes = _EMPTY_LIST
         return False
     good = True
@@ -338,8 +339,8 @@ class _PgConfig(msgspec.Struct):
     group_size: int = 0
 
 
-def groups_of(nodes: Iterable[HostNode]) -> list[Group]:
-    """The groups that `## process_group:init ##` nodes say."""
+def groups_of(nodes: Iterable[HostNode], budget: Budget) -> list[Group]:
+    """The groups that `## process_group:init ##` nodes say. Raises `BudgetError` where their members are too many."""
     groups: dict[str, Group] = {}
     for node in nodes:
         if "process_group:init" not in node.name:
@@ -347,8 +348,9 @@ def groups_of(nodes: Iterable[HostNode]) -> list[Group]:
         for value in io(node.inputs).values:
             # A text may be cut short by the observer's limit on strings, or be of another make.
             for config in parse(value, list[_PgConfig]) or ():
+                budget.spend(MEMBERS, len(config.ranks))
                 # torch writes no ranks for a group of the whole world.
-                ranks = config.ranks or list(range(min(config.group_size, MOST_RANKS)))
+                ranks = config.ranks or budget.ranks(range(min(config.group_size, MOST_RANKS)))
                 groups[str(config.pg_name)] = Group(
                     pg=str(config.pg_name),
                     size=config.group_size or len(ranks),

@@ -17,31 +17,23 @@ for type and range, and single entries that are broken are counted and left out.
 
 from __future__ import annotations
 
-import os
 import re
+from functools import lru_cache
 from typing import Annotated, Any
 
 import msgspec
 
-from crossrank.comm import MOST_RANKS, CommRecord, Group
-from crossrank.errors import CrossrankError, one_line
-from crossrank.recording import Damage, is_url, read_chunks
+from crossrank.budget import EXTENTS, MEMBERS, ROWS, VALUES, Budget, BudgetError
+from crossrank.comm import MOST_RANKS, CommRecord, Group, Int
+from crossrank.errors import BROKEN, CrossrankError, one_line
+from crossrank.recording import Damage, read_chunks
 from crossrank.tools.readers.safe_pickle import RefusedError, load_data
 
-MOST_BYTES = 64 << 20
-"""Uncompressed. A dump of 100,000 entries with stacks is half of it."""
-_MOST_RATIO, _RATIO_FROM = 1000, 16 << 20
-"""A file that is this much smaller than its content, from so much content on, was made to fill the memory."""
-_MOST_CONTAINERS = 4_000_000
 MOST_FRAMES = 256
 _MOST_TENSORS = 1 << 16
-_MOST_TENSORS_OF_DUMP = 1 << 20
-_MOST_RANKS_OF_DUMP = 1 << 22
-"""Members of all groups of one dump together."""
 _MOST_TEXT = 4096
 _MOST_CALLS = 1 << 16
 
-Int = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
 WorldSize = Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
 Text = Annotated[str, msgspec.Meta(max_length=_MOST_TEXT)]
 Shape = Annotated[tuple[Int, ...], msgspec.Meta(max_length=32)]
@@ -167,25 +159,26 @@ class NoDumpError(CrossrankError):
         self.foreign = foreign
 
 
-_BROKEN = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
-"""What converting hostile content raises. ValueError: text with halves of surrogate pairs, numbers beyond reason."""
-
-
 def read_flight_dump(path: str) -> FlightDump:
     """Read one dump, plain, gzip or zstd. Raises `NoDumpError` where nothing of it can be used."""
-    problems: list[str] = []
+    damage = Damage(path)
     try:
-        return decode_flight_dump(path, _read(path, problems), problems)
+        return decode_flight_dump(path, _read(path, damage), damage.problems, damage.budget)
+    except BudgetError as error:
+        raise NoDumpError(str(error), refused=True) from error
     except MemoryError:
         raise NoDumpError(f"{path}: is refused: it needs more memory than there is", refused=True) from None
 
 
-def decode_flight_dump(path: str, data: bytes, problems: list[str]) -> FlightDump:
-    """The dump in `data`; `problems` is what reading it has met so far."""
+def decode_flight_dump(path: str, data: bytes, problems: list[str], budget: Budget) -> FlightDump:
+    """The dump in `data`; `problems` is what reading it has met so far, `budget` what it has used.
+
+    Raises `BudgetError` where it asks for more than a dump has.
+    """
     if not data:
         raise NoDumpError(f"{path}: {'; '.join(['is empty', *problems])}")
     is_json = data[:1] != b"\x80"
-    content = _decode(path, data)
+    content = _decode(path, data, budget)
     if not isinstance(content, dict) or not any(name in content for name in ("version", "pg_config", "entries")):
         raise NoDumpError(f"{path}: is no flight-recorder dump: it lacks version, pg_config and entries", foreign=True)
     entries = content.get("entries") or []
@@ -198,13 +191,13 @@ def decode_flight_dump(path: str, data: bytes, problems: list[str]) -> FlightDum
     return FlightDump(
         path=path,
         version=whole(_convert(content.get("version", ""), Text, "version", problems) or ""),
-        groups=_groups(_rows(content, "pg_config", GroupConfig, problems), problems),
+        groups=_groups(_rows(content, "pg_config", GroupConfig, problems, budget), problems, budget),
         status={
             int(key): value
-            for key, value in _rows(content, "pg_status", Progress, problems).items()
+            for key, value in _rows(content, "pg_status", Progress, problems, budget).items()
             if key.isascii() and key.isdigit() and len(key) < 10
         },
-        entries=_entries(entries, problems),
+        entries=_entries(entries, problems, budget),
         moment=moment,
         rank=moment.rank if moment is not None else _convert(content.get("rank"), int | None, "rank", problems),
         problems=problems,
@@ -215,18 +208,19 @@ def _convert(value: Any, into: Any, what: str, problems: list[str]) -> Any:
     """`value` as `into`, or None and a problem."""
     try:
         return msgspec.convert(value, into, strict=False)
-    except _BROKEN as error:
+    except BROKEN as error:
         problems.append(f"{what} is unusable ({one_line(error)[:200]}) and was left out")
         return None
 
 
-def _rows(content: dict[str, Any], name: str, row: Any, problems: list[str]) -> dict[str, Any]:
+def _rows(content: dict[str, Any], name: str, row: Any, problems: list[str], budget: Budget) -> dict[str, Any]:
     """The rows of a dictionary of the dump, each by itself: one that is broken does not cost the others."""
     found: dict[str, Any] = {}
     rows = content.get(name)
     if rows is not None and not isinstance(rows, dict):
         problems.append(f"{name} is no dictionary and was left out")
         return found
+    budget.spend(ROWS, len(rows or {}))
     for key, value in (rows or {}).items():
         converted = _convert(value, row, f"an entry of {name}", problems)
         if converted is not None and isinstance(key, str) and len(key) <= _MOST_TEXT:
@@ -234,18 +228,16 @@ def _rows(content: dict[str, Any], name: str, row: Any, problems: list[str]) -> 
     return found
 
 
-def _groups(configs: dict[str, GroupConfig], problems: list[str]) -> list[Group]:
+def _groups(configs: dict[str, GroupConfig], problems: list[str], budget: Budget) -> list[Group]:
     groups = []
     known: dict[str, list[int] | None] = {}
-    budget = _MOST_RANKS_OF_DUMP
     for config in configs.values():
         if config.ranks not in known:
             known[config.ranks] = rank_text(config.ranks)
         ranks = known[config.ranks]
-        budget -= len(ranks or ())
-        if ranks is None or budget < 0:
+        budget.spend(MEMBERS, len(ranks or ()))
+        if ranks is None:
             problems.append(f"the ranks of group {config.name[:60]!r} are unusable: {config.ranks[:60]!r}")
-            ranks = None
         # gloo's only group is nameless and empty: it says nothing.
         if config.name or ranks:
             groups.append(
@@ -269,6 +261,7 @@ def rank_text(text: str) -> list[int] | None:
     return ranks if len(set(ranks)) == len(ranks) else None
 
 
+@lru_cache(maxsize=1024)  # a pickle may name one long text a million times
 def whole(text: str) -> str:
     """`text` without halves of surrogate pairs, which pickle lets pass and which nothing can write.
 
@@ -286,25 +279,30 @@ def frames_of(frames: Any) -> tuple[Frame, ...]:
     for frame in frames[:MOST_FRAMES]:
         try:
             known = msgspec.convert(frame, Frame, strict=False)
-        except _BROKEN:
+        except BROKEN:
             continue
         found.append(Frame(whole(known.name), whole(known.filename), known.line))
     return tuple(found)
 
 
-def _entries(rows: list[Any], problems: list[str]) -> list[Entry]:
-    tensors = 0
+def _entries(rows: list[Any], problems: list[str], budget: Budget) -> list[Entry]:
+    budget.spend(ROWS, len(rows))
+    # A pickle may name one list a million times: what counts is what each entry makes of it.
+    known: dict[int, int] = {}
+    extents = 0
     for row in rows:
         if isinstance(row, dict):
-            for side in ("input_sizes", "output_sizes"):
+            for side in _LISTS:
                 sizes = row.get(side)
-                tensors += len(sizes) if isinstance(sizes, list | tuple) else 0
-    if tensors > _MOST_TENSORS_OF_DUMP:
-        problems.append(f"its entries have {tensors} tensors, more than the {_MOST_TENSORS_OF_DUMP} that are read")
-        return []
+                if isinstance(sizes, list | tuple):
+                    many = known.get(id(sizes))
+                    if many is None:
+                        many = known[id(sizes)] = sum(len(one) if isinstance(one, list | tuple) else 1 for one in sizes)
+                    extents += many
+    budget.spend(EXTENTS, extents)
     try:
         return msgspec.convert(rows, list[Entry])
-    except _BROKEN:
+    except BROKEN:
         pass
     entries, broken, first = [], 0, ""
     group_ids: dict[str, int] = {}
@@ -312,12 +310,15 @@ def _entries(rows: list[Any], problems: list[str]) -> list[Entry]:
         try:
             literal = isinstance(row, dict) and isinstance(row.get("collective_seq_id"), str)
             entries.append(msgspec.convert(_of_literal(row, group_ids) if literal else row, Entry, strict=not literal))
-        except _BROKEN as error:
+        except BROKEN as error:
             broken += 1
             first = first or f"entry {number}: {one_line(error)[:200]}"
     if broken:
         problems.append(f"{broken} of {len(rows)} entries are unusable ({first}) and were left out")
     return entries
+
+
+_LISTS = ("input_sizes", "output_sizes", "input_dtypes", "output_dtypes")
 
 
 def _of_literal(row: dict[str, Any], group_ids: dict[str, int]) -> dict[str, Any]:
@@ -336,38 +337,25 @@ def _of_literal(row: dict[str, Any], group_ids: dict[str, int]) -> dict[str, Any
     return found
 
 
-def _decode(path: str, data: bytes) -> Any:
+def _decode(path: str, data: bytes, budget: Budget) -> Any:
     if data[:1] == b"\x80":
         try:
-            return load_data(data)
+            return load_data(data, budget)
         except RefusedError as error:
             step = "take the dump again" if error.cut_off else "a genuine dump holds data alone"
             refused = "" if error.cut_off else "is refused: "
             raise NoDumpError(f"{path}: {refused}the pickle {error}; {step}", refused=not error.cut_off) from error
     if data.lstrip()[:1] == b"{":
-        if data.count(b"{") + data.count(b"[") > _MOST_CONTAINERS:
-            raise NoDumpError(f"{path}: is refused: it holds more than {_MOST_CONTAINERS} containers", refused=True)
+        budget.spend(VALUES, data.count(b"{") + data.count(b"[") + data.count(b","))
         try:
             return msgspec.json.decode(data)
-        except _BROKEN as error:
+        except BROKEN as error:
             raise NoDumpError(f"{path}: is no whole JSON ({one_line(error)[:200]}); take the dump again") from error
     raise NoDumpError(f"{path}: is no flight-recorder dump: it starts neither as a pickle nor as JSON", foreign=True)
 
 
-def _read(path: str, problems: list[str]) -> bytes:
-    damage = Damage(path)
-    chunks, size = [], 0
-    on_disk = 0 if is_url(path) else os.path.getsize(path) if os.path.exists(path) else 0
+def _read(path: str, damage: Damage) -> bytes:
     try:
-        for chunk in read_chunks(path, damage):
-            chunks.append(chunk)
-            size += len(chunk)
-            if size > MOST_BYTES or (on_disk and size > max(_RATIO_FROM, on_disk * _MOST_RATIO)):
-                raise NoDumpError(
-                    f"{path}: is refused: it holds more than {size >> 20} MiB, far more than a dump of its size",
-                    refused=True,
-                )
+        return b"".join(read_chunks(path, damage))
     except OSError as error:
         raise NoDumpError(f"{path}: cannot be read ({one_line(error)})") from error
-    problems.extend(damage.problems)
-    return b"".join(chunks)

@@ -18,7 +18,8 @@ from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
-from crossrank.errors import CrossrankError, one_line
+from crossrank.budget import OBJECTS, ROWS, Budget
+from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.recording import Damage, read_chunks
 
 Content = TypeVar("Content")
@@ -35,6 +36,8 @@ class Document(Generic[Content]):
     content: Content
     sha256: str
     """Of the uncompressed content."""
+    budget: Budget
+    """What reading it has used, for what its content asks for."""
     damage: tuple[str, ...] = ()
 
 
@@ -56,7 +59,7 @@ def parse(text: Any, content: type[Content]) -> Content | None:
     """JSON text that stands inside another file, or None where it is not what it should be."""
     try:
         return msgspec.json.decode(text, type=content, strict=False)
-    except (msgspec.MsgspecError, RecursionError, TypeError, ValueError):
+    except BROKEN:
         return None
 
 
@@ -65,7 +68,8 @@ def read_document(path: str, shape: Shape[Content]) -> Document[Content]:
 
     Raises `CrossrankError` where nothing of it can be used.
     """
-    data, problems = _read(path)
+    data, problems, budget = _read(path)
+    budget.spend(OBJECTS, data.count(b"{"))
     digest = hashlib.sha256(data).hexdigest()
     if not data.strip():
         raise CrossrankError(_said(path, "is empty", problems, f"it should be {shape.what}"))
@@ -73,21 +77,22 @@ def read_document(path: str, shape: Shape[Content]) -> Document[Content]:
         data = b'{"%s":%s}' % (shape.rows.encode(), data)
     try:
         content = msgspec.json.decode(data, type=shape.content)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except BROKEN as error:
         salvaged = _Salvage(data, shape)
         if salvaged.content is None:
             raise CrossrankError(
                 _said(path, f"is not {shape.what} ({one_line(error)})", problems, "name the right file")
             ) from error
-        return Document(path=path, content=salvaged.content, sha256=digest, damage=tuple(problems + salvaged.problems))
-    return Document(path=path, content=content, sha256=digest, damage=tuple(problems))
+        content, problems = salvaged.content, problems + salvaged.problems
+    budget.spend(ROWS, len(getattr(content, shape.rows)))
+    return Document(path=path, content=content, sha256=digest, budget=budget, damage=tuple(problems))
 
 
 def _said(path: str, what: str, problems: list[str], step: str) -> str:
     return f"{path}: {what}{''.join(f'; {problem}' for problem in problems)}; {step}"
 
 
-def _read(path: str) -> tuple[bytes, list[str]]:
+def _read(path: str) -> tuple[bytes, list[str], Budget]:
     damage = Damage(path)
     chunks, size = [], 0
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -104,7 +109,7 @@ def _read(path: str) -> tuple[bytes, list[str]]:
         raise CrossrankError(f"{path}: cannot be read ({error.strerror or one_line(error)})") from error
     if not chunks and damage.problems:
         raise CrossrankError(f"{path}: {damage.problems[0]}")
-    return b"".join(chunks), damage.problems
+    return b"".join(chunks), damage.problems, damage.budget
 
 
 @dataclass
@@ -131,7 +136,7 @@ class _Salvage(Generic[Content]):
             try:
                 # Encoding turns NaN and Infinity, which JSON lacks, into null.
                 rows.append(decoder.decode(msgspec.json.encode(row)))
-            except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            except BROKEN as error:
                 unusable += 1
                 first = first or f"first at character {position}: {one_line(error)}"
         if unusable:
@@ -193,7 +198,7 @@ class _Salvage(Generic[Content]):
             if name in fields and name != self.shape.rows:
                 try:
                     msgspec.convert(good | {name: fields[name]}, self.shape.content, strict=False)
-                except msgspec.MsgspecError as error:
+                except BROKEN as error:
                     self.problems.append(f"{name} is unusable ({one_line(error)})")
                     continue
                 good[name] = fields[name]

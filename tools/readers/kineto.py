@@ -14,8 +14,9 @@ from typing import Any
 
 import msgspec
 
-from crossrank.comm import Group
-from crossrank.errors import CrossrankError
+from crossrank.budget import MEMBERS, Budget
+from crossrank.comm import Group, Int
+from crossrank.errors import BROKEN, CrossrankError
 from crossrank.tools.readers.json_document import Shape, parse, read_document
 
 HOST_CATEGORIES = frozenset(("cpu_op", "user_annotation"))
@@ -23,7 +24,7 @@ ACTIVITY_CATEGORIES = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 SYNC_CATEGORY = "cuda_sync"
 _CALL_SUFFIXES = ("_runtime", "_driver")
 
-Id = int | str | None
+Id = Int | str | None
 
 
 class HostEvent(msgspec.Struct, gc=False):
@@ -111,13 +112,13 @@ class _PgConfig(msgspec.Struct):
     pg_name: str | int
     pg_desc: str = ""
     backend_config: str = ""
-    pg_size: int = 0
-    ranks: list[int] | str = []
+    pg_size: Int = 0
+    ranks: list[Int] | str = []
 
 
 class _Distributed(msgspec.Struct, frozen=True):
-    rank: int | None = None
-    world_size: int | None = None
+    rank: Int | None = None
+    world_size: Int | None = None
     pg_config: Any = None
 
 
@@ -142,7 +143,7 @@ class _ExactEvent(_Event, gc=False):
 
 class _File(msgspec.Struct):
     traceEvents: list[_Event]
-    baseTimeNanoseconds: int = 0
+    baseTimeNanoseconds: Int = 0
     distributedInfo: _Distributed = _Distributed()
 
 
@@ -151,26 +152,26 @@ class _ExactFile(_File):
 
 
 class _HostArgs(msgspec.Struct, gc=False):
-    rf_id: int | None = msgspec.field(name="Record function id", default=None)
-    external_id: int | None = msgspec.field(name="External id", default=None)
-    seq_id: int = msgspec.field(name="Sequence number", default=-1)
+    rf_id: Int | None = msgspec.field(name="Record function id", default=None)
+    external_id: Int | None = msgspec.field(name="External id", default=None)
+    seq_id: Int = msgspec.field(name="Sequence number", default=-1)
 
 
 class _DeviceArgs(msgspec.Struct, gc=False):
     device: Id = None
-    context: int | None = None
+    context: Int | None = None
     stream: Id = None
-    correlation: int | None = None
-    external_id: int | None = msgspec.field(name="External id", default=None)
+    correlation: Int | None = None
+    external_id: Int | None = msgspec.field(name="External id", default=None)
 
 
 class _SyncArgs(msgspec.Struct, gc=False):
     kind: str = msgspec.field(name="cuda_sync_kind", default="")
     device: Id = None
     stream: Id = None
-    correlation: int | None = None
+    correlation: Int | None = None
     wait_on_stream: Id = None
-    record_correlation: int | None = msgspec.field(name="wait_on_cuda_event_record_corr_id", default=None)
+    record_correlation: Int | None = msgspec.field(name="wait_on_cuda_event_record_corr_id", default=None)
 
 
 _WHAT = "a Kineto trace"
@@ -206,7 +207,7 @@ def read_kineto(path: str) -> KinetoTrace:
         calls=sorter.calls,
         device=sorter.device,
         syncs=sorter.syncs,
-        groups=tuple(_groups(file.distributedInfo.pg_config)),
+        groups=tuple(_groups(file.distributedInfo.pg_config, document.budget)),
         rank=file.distributedInfo.rank,
         world_size=file.distributedInfo.world_size,
         unread=dict(sorted(sorter.unread.items())),
@@ -229,6 +230,13 @@ def _nanoseconds(us: float) -> int:
     return whole * 1000 + round((us - whole) * 1000)
 
 
+def _is_within(us: float, least: float) -> bool:
+    try:
+        return least <= us < _MOST_US
+    except ArithmeticError:  # a decimal that is no number
+        return False
+
+
 @dataclass
 class _Sorter:
     """Puts every event where it belongs, in the order of the file."""
@@ -249,18 +257,18 @@ class _Sorter:
             if event.ph not in ("M", "s", "t", "f"):
                 self.unread[f"{category or '(none)'}, phase {event.ph!r}"] += 1
             return
-        if event.ts is None or not -_MOST_US < event.ts < _MOST_US:
+        if event.ts is None or not _is_within(event.ts, -_MOST_US):
             self.untimed.append(event.name)
             return
         start = _nanoseconds(event.ts)
         duration = event.dur
-        if duration is None or not 0 <= duration < _MOST_US:
+        if duration is None or not _is_within(duration, 0):
             self.bad_durations.append(event.name)
             duration = 0
         end = start + _nanoseconds(duration)
         try:
             self._sort(event, category, start, end)
-        except (msgspec.MsgspecError, RecursionError):
+        except BROKEN:
             self.bad_args.append(event.name)
 
     def _sort(self, event: _Event, category: str, start: int, end: int) -> None:
@@ -312,16 +320,17 @@ def _counted(names: list[str], what: str) -> list[str]:
     return [f"{len(names)} event(s) {what} (first: {names[0]!r})"] if names else []
 
 
-def _groups(config: Any) -> list[Group]:
+def _groups(config: Any, budget: Budget) -> list[Group]:
     """Newer torch writes a list of groups, some versions an object by name."""
     rows = list(config.values()) if isinstance(config, dict) else config
     groups = []
     for row in rows if isinstance(rows, Sequence) else ():
         try:
             pg = msgspec.convert(row, _PgConfig, strict=False)
-        except msgspec.MsgspecError:
+        except BROKEN:
             continue
-        ranks = (parse(pg.ranks, list[int]) or []) if isinstance(pg.ranks, str) else pg.ranks
+        ranks = (parse(pg.ranks, list[Int]) or []) if isinstance(pg.ranks, str) else pg.ranks
+        budget.spend(MEMBERS, len(ranks))
         groups.append(
             Group(
                 pg=str(pg.pg_name),

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from crossrank.comm import MOST_RANKS, OPERATIONS, CommRecord, Group, operation_of, total_bytes
+from crossrank.comm import MOST_RANKS, OPERATIONS, CommRecord, Group, Int, operation_of, total_bytes
 from crossrank.dtypes import dtype_of
 from crossrank.tools.readers.execution_trace import HostNode, attributes, io
 from crossrank.tools.readers.json_document import parse
@@ -30,8 +30,8 @@ class ParamComms(msgspec.Struct, kw_only=True):
     pg: str = ""
     """Name of the group; the text of a pointer in old traces, empty where it is not recorded."""
     desc: str = ""
-    ranks: list[int] | None = None
-    """Global ranks of the group, where they are recorded with the call."""
+    ranks: list[int] | range | None = None
+    """Global ranks of the group, where they are recorded with the call; a range where it counts them."""
     group_size: int = 0
     seq: int | None = None
     is_p2p: bool = False
@@ -53,20 +53,20 @@ class ParamComms(msgspec.Struct, kw_only=True):
 
 class _KinetoArgs(msgspec.Struct):
     collective: str | None = msgspec.field(name="Collective name", default=None)
-    in_elements: int | None = msgspec.field(name="In msg nelems", default=None)
-    out_elements: int | None = msgspec.field(name="Out msg nelems", default=None)
-    group_size: int = msgspec.field(name="Group size", default=0)
+    in_elements: Int | None = msgspec.field(name="In msg nelems", default=None)
+    out_elements: Int | None = msgspec.field(name="Out msg nelems", default=None)
+    group_size: Int = msgspec.field(name="Group size", default=0)
     dtype: str | None = None
     in_split: Any = msgspec.field(name="In split size", default=None)
     out_split: Any = msgspec.field(name="Out split size", default=None)
     pg: str = msgspec.field(name="Process Group Name", default="")
     desc: str = msgspec.field(name="Process Group Description", default="")
     ranks: Any = msgspec.field(name="Process Group Ranks", default=None)
-    start: int | None = msgspec.field(name="Global rank start", default=None)
-    stride: int | None = msgspec.field(name="Global rank stride", default=None)
-    seq: int | None = msgspec.field(name="Seq", default=None)
-    source_rank: int | None = msgspec.field(name="Src Rank", default=None)
-    target_rank: int | None = msgspec.field(name="Dst Rank", default=None)
+    start: Int | None = msgspec.field(name="Global rank start", default=None)
+    stride: Int | None = msgspec.field(name="Global rank stride", default=None)
+    seq: Int | None = msgspec.field(name="Seq", default=None)
+    source_rank: Int | None = msgspec.field(name="Src Rank", default=None)
+    target_rank: Int | None = msgspec.field(name="Dst Rank", default=None)
     is_async: bool | None = msgspec.field(name="Is asynchronized op", default=None)
 
 
@@ -275,18 +275,18 @@ def _argument_names(schema: str) -> list[str]:
     return names
 
 
-def _strided(start: int | None, stride: int | None, size: int | None) -> list[int] | None:
+def _strided(start: int | None, stride: int | None, size: int | None) -> range | None:
     if start is None or stride is None or not size or stride < 1 or start < 0:
         return None
     if max(start, stride, size) > MOST_RANKS:
         return None
-    return list(range(start, start + stride * size, stride))
+    return range(start, start + stride * size, stride)
 
 
 def _ints(value: Any) -> list[int] | None:
     """A list of numbers, or the text of one as newer schemas have it; None where it is empty or cut short."""
     if isinstance(value, str):
-        return parse(value, list[int]) or None
+        return parse(value, list[Int]) or None
     if isinstance(value, list) and value and all(_is_int(number) for number in value):
         return list(value)
     return None

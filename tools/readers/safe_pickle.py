@@ -18,11 +18,12 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from crossrank.budget import OPCODES, VALUES, Budget
+
 _PLAIN = rb"}\](esuaN)\x88\x89"
 """Opcodes without an argument: containers, None, True, False."""
 _MARGIN = 1 << 16
 _LONGEST_RUN = 4000
-_MOST_CONTAINERS = 4_000_000
 _STRINGS = {0x58: 4, 0x8C: 1, 0x8D: 8, 0x54: 4, 0x55: 1}
 """Opcode -> bytes of its length: BINUNICODE, SHORT_BINUNICODE, BINUNICODE8, BINSTRING, SHORT_BINSTRING."""
 _LONG1, _LONGEST_INT = 0x8A, 8
@@ -46,15 +47,14 @@ class _Unusual(Exception):
     """The pickle is not as torch writes it, and may be harmless."""
 
 
-def load_data(data: bytes) -> Any:
-    """The object of a pickle that holds data alone. Raises `RefusedError` for any other."""
-    containers = data.count(b"}") + data.count(b"]")  # at most so many
-    if containers > _MOST_CONTAINERS:
-        raise RefusedError(f"holds up to {containers} containers, more than the {_MOST_CONTAINERS} that are decoded")
+def load_data(data: bytes, budget: Budget) -> Any:
+    """The object of a pickle that holds data alone. Raises `RefusedError` for any other, and `BudgetError`."""
+    budget.spend(VALUES, data.count(b"}") + data.count(b"]"))  # at most so many containers
     try:
         _look_through(data)
         return _decode(_Fast(io.BytesIO(data)))
     except _Unusual:
+        budget.spend(OPCODES, len(data))  # at most so many
         return _decode(_Careful(data))
 
 

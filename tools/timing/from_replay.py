@@ -9,13 +9,15 @@ import csv
 import io
 from collections import Counter
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 import numpy as np
 
-from crossrank.comm import MOST_RANKS, ends_of
-from crossrank.errors import CrossrankError
+from crossrank.comm import MOST_RANKS, Int, ends_of
+from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.recording import Damage, list_recording, read_chunks
+from crossrank.tools.tables import from_csv_text
 from crossrank.tools.timing.clocks import Clocks
 from crossrank.tools.timing.collectives import Collectives, Group
 from crossrank.tools.timing.rank_times import SOURCES, CallKind, GroupKey, RankTimes
@@ -27,28 +29,28 @@ _LONGEST_US = 1e12
 
 class _Row(msgspec.Struct):
     pg: str
-    ranks: int
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
 
 
 class _Replay(msgspec.Struct):
-    world_size: int
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
     clock_error_us: float
     rows: list[_Row]
 
 
 class _Call(msgspec.Struct):
-    rank: int
-    call: int
+    rank: Int
+    call: Int
     op: str
     pg: str
-    bytes: int
+    bytes: Int
     completion_us_p50: float
     waiting_us_p50: float
     time_us_p50: float
     has_rate: bool = True
     """Whether its bytes and its time belong together: not in a batch, nor where only a wait tells the end."""
-    seq: int = 0
-    peer: int | None = None
+    seq: Int = 0
+    peer: Int | None = None
     source: str | None = None
 
 
@@ -66,10 +68,12 @@ def read_replay(path: str) -> tuple[list[RankTimes], Collectives]:
     try:
         head = msgspec.json.decode(_content(join(path, JSON)), type=_Replay)
         lines = csv.DictReader(io.StringIO(_content(join(path, CSV)).decode()))
-        given = [{name: value for name, value in line.items() if value != ""} for line in lines]
+        given = [{name: from_csv_text(value) for name, value in line.items() if value and name} for line in lines]
         calls = msgspec.convert(given, list[_Call], strict=False)
-    except (msgspec.MsgspecError, UnicodeDecodeError, csv.Error) as error:
-        raise CrossrankError(f"{path}: {CSV} and {JSON} are not what a replay writes ({error}); replay anew") from error
+    except (*BROKEN, csv.Error) as error:
+        raise CrossrankError(
+            f"{path}: {CSV} and {JSON} are not what a replay writes ({one_line(error)}); replay anew"
+        ) from error
     for call in calls:
         measured = (call.completion_us_p50, call.waiting_us_p50, call.time_us_p50)
         if not (

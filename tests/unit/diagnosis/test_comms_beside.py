@@ -157,12 +157,16 @@ def test_a_rank_without_a_dump_is_named_with_its_last_words(tmp_path: Path) -> N
 
 
 def test_numbers_beyond_reason_cost_their_call_alone(tmp_path: Path) -> None:
-    write_comms(tmp_path, 0, [all_reduce(1), all_reduce(1 << 63), all_reduce(2)])
+    write_comms(tmp_path, 0, [all_reduce(1), all_reduce(123), all_reduce(2)])
+    file = tmp_path / "rank-0.comms.jsonl"
+    file.write_text(file.read_text().replace('"seq": 123', f'"seq": {1 << 63}'))
 
     (evidence,) = read_evidence(find_candidates([str(tmp_path)]), Fleet()).ranks
 
     assert list(evidence.calls.seq) == [1, 2]
-    assert evidence.problems == ["1 of 3 calls have no number, or one beyond reason"]
+    assert evidence.problems == [
+        "line 5 is no comms record: ValidationError: Expected `int` <= 4611686018427387903 - at `$.seq`"
+    ]
 
 
 def test_a_send_and_a_receive_of_different_tags_do_not_answer_each_other(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from crossrank.budget import Budget
 from crossrank.tools.diagnosis.diagnose import diagnose
 from crossrank.tools.diagnosis.inputs import find_candidates, read_evidence
 from crossrank.tools.fleet import Fleet
@@ -38,7 +39,7 @@ def job() -> SimulatedJob:
 
 
 def decode(content: Any) -> FlightDump:
-    return decode_flight_dump("rank_0", pickle.dumps(content, 2), [])
+    return decode_flight_dump("rank_0", pickle.dumps(content, 2), [], Budget("rank_0"))
 
 
 def test_pickle_and_json_give_the_same_dump(job: SimulatedJob, tmp_path: Path) -> None:
@@ -211,7 +212,9 @@ def test_what_is_no_dump_is_told_with_its_name(content: bytes, message: str, tmp
 def test_a_small_file_does_not_fill_the_memory(pack: Any, tmp_path: Path) -> None:
     (tmp_path / "rank_0").write_bytes(pack(b"[" * (100 << 20)))
 
-    with pytest.raises(NoDumpError, match="far more than a dump of its size") as error:
+    with pytest.raises(
+        NoDumpError, match=r"more than 67,108,864 bytes of content, far more than a genuine file of [0-9,]+ bytes"
+    ) as error:
         read_flight_dump(str(tmp_path / "rank_0"))
 
     assert error.value.refused

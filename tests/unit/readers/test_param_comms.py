@@ -90,7 +90,7 @@ def test_the_layout_of_1_0_3_with_name_and_description_and_the_shape_of_the_grou
         )
     )
     assert comms is not None
-    assert (comms.pg, comms.desc, comms.ranks, comms.group_size) == ("3", "dp", [4, 6], 2)
+    assert (comms.pg, comms.desc, comms.ranks, comms.group_size) == ("3", "dp", range(4, 8, 2), 2)
     made = record(comms)
     assert (made.op, made.root, made.bytes, made.inputs) == ("broadcast", 6, 192, [[24], [4, 6]])
 
@@ -144,7 +144,7 @@ def test_hostile_values_do_no_harm() -> None:
     )
     assert comms is not None
     assert (comms.ranks, comms.in_split, comms.out_split, comms.dtype) == (None, None, None, "float")
-    args = {"Collective name": "allreduce", "Group size": 1 << 62, "Global rank start": 0, "Global rank stride": 1}
+    args = {"Collective name": "allreduce", "Group size": 1 << 61, "Global rank start": 0, "Global rank stride": 1}
     described = from_kineto(msgspec.Raw(json.dumps(args).encode()))
     assert described is not None
     assert described.ranks is None

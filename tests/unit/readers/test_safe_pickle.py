@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from crossrank.budget import Budget, BudgetError
 from crossrank.tools.readers import safe_pickle
 from crossrank.tools.readers.safe_pickle import RefusedError, load_data
 
@@ -25,7 +26,7 @@ DATA = st.recursive(
 
 @given(DATA, st.sampled_from([2, 3, 4, 5]))
 def test_data_is_read_as_pickle_reads_it(thing: Any, protocol: int) -> None:
-    assert load_data(pickle.dumps(thing, protocol)) == thing
+    assert load_data(pickle.dumps(thing, protocol), Budget("dump")) == thing
 
 
 @given(DATA)
@@ -66,13 +67,24 @@ def _doubled(levels: int) -> bytes:
         pytest.param(_doubled(60), "tuple", id="exponential-hash"),
         pytest.param(b"\x80\x02]r\xff\xff\xff\x7f.", "numbers its parts up to 2147483647", id="memo-bomb"),
         pytest.param(b"\x80\x02\x8a\x10" + b"\x01" * 16 + b".", "number of 16 bytes", id="long-number"),
-        pytest.param(b"\x80\x02" + b"]" * 4_000_001 + b".", "4000001 containers", id="containers"),
         pytest.param(b"\x80\x04}K\x01K\x02s.", "key that is no string", id="key"),
     ],
 )
 def test_a_pickle_that_is_more_than_data_is_refused(content: bytes, reason: str) -> None:
     with pytest.raises(RefusedError, match=reason):
-        load_data(content)
+        load_data(content, Budget("dump"))
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        pytest.param(b"\x80\x02" + b"]" * 3_000_001 + b".", "values", id="containers"),
+        pytest.param(b"\x80\x04" + b"K\x01" * (4 << 20) + b"\x94.", "a pickle that torch did not write", id="slow"),
+    ],
+)
+def test_a_pickle_that_is_larger_than_any_dump_is_refused(content: bytes, what: str) -> None:
+    with pytest.raises(BudgetError, match=f"more than [0-9,]+ .*{what}"):
+        load_data(content, Budget("dump"))
 
 
 @given(DATA, st.data())
@@ -81,7 +93,7 @@ def test_a_pickle_that_is_cut_off_is_told_apart_from_a_hostile_one(thing: Any, d
     end = data.draw(st.integers(1, len(content) - 1))
 
     with pytest.raises(RefusedError) as refusal:
-        load_data(content[:end])
+        load_data(content[:end], Budget("dump"))
 
     assert refusal.value.cut_off
 
@@ -92,6 +104,6 @@ def test_a_pickle_with_changed_bytes_is_read_or_refused(thing: Any, changes: lis
     for position, value in changes:
         content[position % len(content)] = value
     try:
-        load_data(bytes(content))
+        load_data(bytes(content), Budget("dump"))
     except RefusedError:
         pass

@@ -1,0 +1,81 @@
+"""What one file may make of itself: the bounds that keep a small file from filling its reader's memory or time.
+
+A file says how large things are: how far it unpacks, how many members a group has, how often one thing is named
+again. A genuine file stays far below these bounds; one that does not was made to, or is broken. A file of up to 1 MB
+may have `base` of a thing, a larger one `per_byte` more for every byte that it has on disk beyond that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+
+from crossrank.errors import CrossrankError
+
+_FREE = 1_000_000
+"""Bytes on disk that do not make a bound larger."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How many of a thing a file may have."""
+
+    what: str
+    base: int
+    per_byte: int
+
+
+BYTES = Bound("bytes of content", 64 << 20, 256)
+LINES = Bound("lines", 1 << 18, 1)
+ROWS = Bound("rows", 1 << 18, 1)
+"""Of the long list that a file consists of: nodes, events, calls, entries."""
+OBJECTS = Bound("JSON objects", 2_000_000, 64)
+"""In rows that are decoded into structs, counted before anything is known of them but their brackets."""
+VALUES = Bound("values", 3_000_000, 64)
+"""Of content that is decoded into whatever it holds."""
+OPCODES = Bound("bytes of a pickle that torch did not write", 8 << 20, 8)
+QUERIES = Bound("microseconds of queries", 3_000_000, 1)
+"""Of a processor, within SQLite; a genuine export takes a twentieth of it."""
+MEMBERS = Bound("members of groups", 1 << 20, 4)
+EXTENTS = Bound("extents of tensors", 1 << 20, 4)
+
+
+class BudgetError(CrossrankError):
+    """A file asks for more than any genuine one of its size has. `what` is the text without the file."""
+
+    def __init__(self, path: str, what: str) -> None:
+        super().__init__(f"{path}: {what}")
+        self.what = what
+
+
+@dataclass
+class Budget:
+    """What one file has used of its bounds."""
+
+    path: str
+    size: int = 0
+    """Bytes on disk; 0 where it is not known."""
+    used: Counter[Bound] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, path: str) -> Budget:
+        """That of the local file at `path`."""
+        return cls(path, os.path.getsize(path) if os.path.isfile(path) else 0)
+
+    def spend(self, bound: Bound, count: int) -> None:
+        """Note `count` more of a thing. Raises `BudgetError` past its bound."""
+        self.used[bound] += count
+        most = bound.base + bound.per_byte * max(0, self.size - _FREE)
+        if self.used[bound] > most:
+            size = f"of {self.size:,} bytes" if self.size else "like it"
+            raise BudgetError(
+                self.path,
+                f"is refused: it holds, or asks for, more than {most:,} {bound.what}, far more than a genuine file "
+                f"{size} does; name another",
+            )
+
+    def ranks(self, ranks: range) -> list[int]:
+        """The members of a group that the file does not list but counts."""
+        self.spend(MEMBERS, len(ranks))
+        return list(ranks)

@@ -1,0 +1,1 @@
+"""Mutated files through every reader and command: `python -m tests.fuzz --help`."""

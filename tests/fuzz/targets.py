@@ -1,0 +1,183 @@
+"""What is fuzzed: a file, how it is mutated, and the reader or command that gets it.
+
+The files are real ones (`seeds/`: a recording of two gloo ranks, two dumps of a hung job, a Kineto trace of a GPU) and
+those that the product makes of them when a workspace is set up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import zstandard
+
+from crossrank.recording import CommsFile
+from crossrank.replay.plan import load_plan
+from crossrank.tools.calls import param_basic, readers
+from crossrank.tools.calls.kineto import read_kineto_trace
+from crossrank.tools.calls.rank_calls import Input
+from crossrank.tools.chakra.check import check
+from crossrank.tools.cli import main
+from crossrank.tools.linking.communication_trace import read_communication_trace
+from crossrank.tools.linking.read_linked import read_linked
+from crossrank.tools.nsight.read import read_export
+from crossrank.tools.readers.execution_trace import read_execution_trace
+from crossrank.tools.readers.flight_dump import read_flight_dump
+from crossrank.tools.readers.kineto import read_kineto
+from crossrank.tools.timing.from_replay import read_replay
+from tests.fuzz import mutate
+from tests.fuzz.mutate import Mutation
+from tests.unit.nsight.exports import write_exports
+
+_SEEDS = Path(__file__).parent / "seeds"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One row of the table: `name` of the reader, or the words of a command."""
+
+    name: str
+    file: str
+    """In the workspace."""
+    mutation: Mutation
+    read: Callable[[str], object] | None = None
+    """Gets the path of the mutated file. None for a command, which gets the words of the name."""
+    weight: int = 1
+    """Share of the inputs; a command costs ten times as much as a reader."""
+    is_packed: bool = True
+    """Whether the file may be plain, gzip and zstd."""
+
+
+def workspace(folder: Path) -> None:
+    """Put the files of all targets into an empty folder."""
+    shutil.copytree(_SEEDS, folder, dirs_exist_ok=True)
+    (folder / "nsight").mkdir()
+    write_exports(folder / "nsight")
+    (folder / "basic").mkdir()
+    calls = [
+        {"comms": "init", "pg_id": 0, "world_size": 2, "global_ranks": [0, 1], "startTime_ns": 1},
+        {"comms": "all_reduce", "req": 0, "pg_id": 0, "in_msg_size": 4, "out_msg_size": 4, "dtype": "Float"},
+        {"comms": "all_to_allv", "req": 1, "pg_id": 0, "in_split": [1, 3], "out_split": [1, 3], "in_msg_size": 4,
+         "out_msg_size": 4, "dtype": "Int", "markers": ["forward"]},
+        {"comms": "send", "req": 2, "pg_id": 0, "src_rank": 0, "dst_rank": 1, "in_msg_size": 1, "out_msg_size": 1,
+         "dtype": "Byte"},
+        {"comms": "wait", "req": 2},
+    ]  # fmt: skip
+    for rank in range(2):
+        (folder / f"basic/{rank}.json").write_text(json.dumps(calls))
+    for words in (
+        f"link --jobs 1 {folder}/recording -o {folder}/linked --compress none",
+        f"convert --jobs 1 {folder}/recording -o {folder}/chakra",
+        f"inspect {folder}/recording --shard 0/1 --parts {folder}/parts",
+    ):
+        with contextlib.redirect_stdout(io.StringIO()):
+            code = main(words.split())
+        if code:
+            raise RuntimeError(f"crossrank {words}: exit code {code}")
+    for path in list(folder.rglob("*")):  # mutated plain, and packed afterwards
+        if path.suffix in (".zst", ".gz", ".part"):
+            data = path.read_bytes()
+            unpacked = gzip.decompress(data) if path.suffix == ".gz" else _unzstd(data)
+            path.unlink()
+            path.with_name(path.name if path.suffix == ".part" else path.stem).write_bytes(unpacked)
+
+
+def _unzstd(data: bytes) -> bytes:
+    return zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read()
+
+
+def _given(path: str) -> Input:
+    return Input(path=path, rank=0)
+
+
+def _nodes(path: str) -> list[object]:
+    return list(check(path).faults)
+
+
+_COMMS, _ET, _KINETO = "recording/rank-0.comms.jsonl", "recording/rank-0.et.json", "recording/rank-0.kineto.json"
+_DUMP, _PICKLE, _LINKED = "recording/rank-0.flight.json", "flight/rank_0", "linked/rank-0.linked.json"
+_GPU, _CHAKRA, _EXPORT, _PLAN = "gpu/event_sync.kineto.json", "chakra/chakra.0.et", "nsight/rank_0.sqlite", "plan.json"
+_PART = "parts/crossrank-inspect-0-of-1.part"
+_BY_FILE: dict[str, Mutation] = {
+    _COMMS: mutate.json_lines,
+    _PICKLE: mutate.pickle_opcodes,
+    _CHAKRA: mutate.protobuf_fields,
+    _EXPORT: mutate.sqlite_tables,
+    "replay/replay.csv": mutate.csv_cells,
+}
+
+
+def _command(words: str, file: str, weight: int = 1) -> Target:
+    return Target(words, file, _BY_FILE.get(file, mutate.json_tree), None, weight, file not in (_EXPORT,))
+
+
+def _reader(name: str, file: str, read: Callable[[str], object], weight: int = 30) -> Target:
+    return Target(name, file, _BY_FILE.get(file, mutate.json_tree), read, weight, file not in (_EXPORT,))
+
+
+TARGETS = (
+    _reader("comms file", _COMMS, lambda path: sum(1 for _ in CommsFile(path).records()), 60),
+    _reader("execution trace", _ET, read_execution_trace, 12),
+    _reader("communication trace", _ET, read_communication_trace, 12),
+    _reader("Kineto trace", _KINETO, read_kineto),
+    _reader("Kineto trace of a GPU", _GPU, read_kineto),
+    _reader("flight dump, JSON", _DUMP, read_flight_dump, 60),
+    _reader("flight dump, pickle", _PICKLE, read_flight_dump, 60),
+    _reader("linked trace", _LINKED, read_linked, 12),
+    _reader("Nsight export", _EXPORT, lambda path: read_export(path, 0, {}), 24),
+    _reader("Chakra trace", _CHAKRA, _nodes, 24),
+    _reader("replay.json", "replay/replay.json", lambda path: read_replay(str(Path(path).parent)), 60),
+    _reader("replay.csv", "replay/replay.csv", lambda path: read_replay(str(Path(path).parent)), 60),
+    _reader("plan", _PLAN, load_plan, 60),
+    _reader("calls of a comms file", _COMMS, lambda path: readers.read_comms(_given(path)), 60),
+    _reader("calls of an execution trace", _ET, lambda path: readers.read_et(_given(path)), 12),
+    _reader("calls of a Kineto trace", _KINETO, lambda path: read_kineto_trace(_given(path))),
+    _reader("calls of a linked trace", _LINKED, lambda path: readers.read_linked_trace(_given(path)), 12),
+    _reader("calls of a basic trace", "basic/0.json", lambda path: param_basic.read_basic(_given(path)), 60),
+    _command("inspect recording", _COMMS, 3),
+    _command("inspect recording --json", _COMMS),
+    _command("inspect chakra/chakra.0.et", _CHAKRA),
+    _command("inspect recording --merge parts", _PART, 3),
+    _command("link recording -o out", _ET),
+    _command("link recording -o out", _KINETO),
+    _command("link recording -o out", _COMMS),
+    _command("convert recording -o out --simulate", _ET),
+    _command("convert recording -o out", _KINETO),
+    _command("convert linked -o out --simulate", _LINKED),
+    _command("check chakra/chakra.0.et chakra/chakra.1.et", _CHAKRA, 3),
+    _command("check chakra/chakra.0.et", "chakra/comm_groups.json", 2),
+    _command("diagnose recording --html out.html --database out.sqlite -o out.json", _DUMP, 3),
+    _command("diagnose recording", _COMMS, 2),
+    _command("diagnose flight --print-entries", _PICKLE, 3),
+    _command("bandwidth recording", _COMMS),
+    _command("bandwidth recording", _KINETO),
+    _command("bandwidth gpu", _GPU, 2),
+    _command("bandwidth linked --json", _LINKED),
+    _command("bandwidth nsight", _EXPORT, 2),
+    _command("bandwidth replay -o out.json", "replay/replay.csv", 2),
+    _command("bandwidth replay", "replay/replay.json", 2),
+    _command("bandwidth flight", _PICKLE, 2),
+    _command("timeline recording -o out.pftrace", _COMMS, 2),
+    _command("timeline nsight recording -o out.json --format chrome", _EXPORT),
+    _command("timeline linked -o out.pftrace", _LINKED),
+    _command("timeline recording -o out.pftrace", _DUMP),
+    _command("report recording -o out.html", _COMMS),
+    _command("report recording -o out.html", _DUMP),
+    _command("report nsight -o out.html", _EXPORT),
+    _command("report recording --replay replay -o out.html", "replay/replay.json"),
+    _command("replay recording --dry-run", _COMMS, 2),
+    _command("replay recording --dry-run --trace-type et", _ET),
+    _command("replay recording --dry-run --trace-type kineto", _KINETO),
+    _command("replay flight --dry-run", _PICKLE),
+    _command("replay linked --dry-run", _LINKED),
+    _command("replay basic --dry-run", "basic/0.json", 2),
+    _command("replay plan.json --dry-run", _PLAN, 3),
+    Target("inspect zip://member::WORKSPACE/member.zip", "member.zip", mutate.zipped, weight=2, is_packed=False),
+    Target("bandwidth reference://member::WORKSPACE/member.json", "member.json", mutate.json_tree, is_packed=False),
+)
