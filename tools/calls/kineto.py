@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import msgspec
+
 from crossrank.budget import Budget
 from crossrank.comm import Group, operation_of
 from crossrank.tools.calls.rank_calls import Input, RankCalls, RecordedCall
 from crossrank.tools.linking.communications import MARKERS
 from crossrank.tools.linking.kernels import communication_kernel
-from crossrank.tools.linking.nesting import nest
+from crossrank.tools.linking.nesting import Nesting, nest
 from crossrank.tools.readers.kineto import DeviceEvent, HostEvent, KinetoTrace, read_kineto
 from crossrank.tools.readers.param_comms import ParamComms, from_kineto, to_record
 
@@ -78,6 +80,7 @@ def _of_kernels(trace: KinetoTrace, told_by: Counter[str]) -> list[Row]:
     launches = {call.correlation: index for index, call in enumerate(trace.calls) if call.correlation is not None}
     saying = [event for event in trace.host if event.name == _RECORD or event.name.startswith(_RANGES)]
     nesting = nest(saying, trace.calls)
+    said = _said(saying, nesting)
     rows: list[Row] = []
     for event in trace.device:
         described = from_kineto(event.args) if event.category == "kernel" else None
@@ -90,7 +93,7 @@ def _of_kernels(trace: KinetoTrace, told_by: Counter[str]) -> list[Row]:
             told_by[ARGUMENTS] += 1
             rows.append((start, event, described))
             continue
-        around = _around(saying, nesting.parent, nesting.around_call[index]) if index is not None else None
+        around = said.get(nesting.around_call[index]) if index is not None else None
         op = known[1] if known is not None else None
         if around is not None:
             told_by[RANGE] += 1
@@ -98,23 +101,28 @@ def _of_kernels(trace: KinetoTrace, told_by: Counter[str]) -> list[Row]:
             told_by[NAME if op is not None else NOTHING] += 1
             around = ParamComms(name=op or event.name.partition("(")[0].strip())
         if described is not None:  # the launch of several calls: what they were called on is known
-            around.pg, around.desc, around.ranks = described.pg, described.desc, described.ranks
+            around = msgspec.structs.replace(around, pg=described.pg, desc=described.desc, ranks=described.ranks)
         rows.append((start, event, around))
     return rows
 
 
-def _around(events: Sequence[HostEvent], parent: Sequence[int], index: int) -> ParamComms | None:
-    """What the ranges around a launch say of it, the innermost first; the arguments of one say more than a name."""
-    named = None
-    while index >= 0:
-        event = events[index]
-        described = from_kineto(event.args)
-        if described is not None and operation_of(described.name) is not None:
-            return described
-        if named is None and event.name != _RECORD and operation_of(event.name) is not None:
-            named = ParamComms(name=event.name)
-        index = parent[index]
-    return named
+def _said(events: Sequence[HostEvent], nesting: Nesting) -> dict[int, ParamComms]:
+    """What each of `events` and those around it say of what is launched inside it, the innermost first; the arguments
+    of one say more than a name. Those that say nothing are not there."""
+    described: dict[int, ParamComms] = {}
+    named: dict[int, ParamComms] = {}
+    for index in nesting.order:  # what is around an event comes before it
+        event, parent = events[index], nesting.parent[index]
+        own = from_kineto(event.args)
+        if own is not None and operation_of(own.name) is not None:
+            described[index] = own
+        elif parent in described:
+            described[index] = described[parent]
+        if event.name != _RECORD and operation_of(event.name) is not None:
+            named[index] = ParamComms(name=event.name)
+        elif parent in named:
+            named[index] = named[parent]
+    return named | described
 
 
 def _of_host(trace: KinetoTrace) -> list[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -131,3 +132,21 @@ def test_kernels_of_which_nothing_says_the_operation_are_not_compared_across_ran
         "all_reduce": 1,
     }
     assert found["not_compared"] == {"calls without a number: they are not compared across ranks": 2}
+
+
+def test_the_time_to_read_kernels_does_not_grow_with_how_deep_they_lie(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, depth = Trace(), 4000
+    trace.host("record_param_comms", 0, 3 * depth, **DESCRIBED)
+    for one in range(1, depth):
+        trace.host("nccl:coalesced", one, 3 * depth - one)
+    for one in range(depth):
+        placed = {"ph": "X", "ts": depth + one / 2, "dur": 0.25, "args": {"correlation": one}}
+        trace.events.append(placed | {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 1, "tid": 1})
+        trace.events.append(placed | {"cat": "kernel", "name": "ncclDevKernel_Generic(int)", "pid": 0, "tid": 7})
+    trace.write(tmp_path / "rank-0.json")
+    started = time.process_time()
+    _, out = bandwidth(tmp_path, capsys, "--json", "--by", "op")
+    assert time.process_time() - started < 5
+    assert json.loads(out)["attributed"] == {RANGE: depth}
