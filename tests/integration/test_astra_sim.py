@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,12 +76,18 @@ class Simulated:
 def simulate(prefix: Path, system: str = "system.json", seconds: float = 120) -> Simulated:
     command = [str(EXAMPLES / "run.sh"), str(prefix)]
     variables = os.environ | {"SYSTEM": str(EXAMPLES / system)}
-    run = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=seconds, check=False)
-    said = re.search(r"^(\d+) of (\d+) ranks finished, the last after (\d+) ns$", run.stdout, re.MULTILINE)
-    assert said is not None, run.stdout + run.stderr
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=variables, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as run:
+        try:
+            out, err = run.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(run.pid, signal.SIGKILL)  # ASTRA-sim as well, which would run for ever
+            raise
+    said = re.search(r"^(\d+) of (\d+) ranks finished, the last after (\d+) ns$", out, re.MULTILINE)
+    assert said is not None, out + err
     finished, ranks, last = map(int, said.groups())
     assert run.returncode == (finished != ranks)
-    return Simulated(run.stdout + run.stderr, ranks, finished, last)
+    return Simulated(out + err, ranks, finished, last)
 
 
 def convert(source: str | Path, folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
