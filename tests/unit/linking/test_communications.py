@@ -97,6 +97,17 @@ def test_our_range_is_trusted_more_and_the_comms_file_most(tmp_path: Path) -> No
     assert only.group.locality == "cross_node"
 
 
+def test_a_call_whose_op_another_thread_took_off_the_stack_of_callers_is_one_communication(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    backward = trace.op("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 0, 200)
+    c10d = trace.op("c10d::allreduce_", 10, 90, backward, inputs=TENSORS, op_schema=SCHEMA)
+    ours = trace.op("crossrank#7", 15, 70, backward, inputs=text(RANGE))  # while the Work of an earlier call ended
+    result = link(*trace.write(tmp_path))
+    assert [(one.origin, one.host) for one in result.communications] == [("crossrank range", ours)]
+    assert {op.id: op.caller for op in result.host}[ours] == c10d
+    assert "1 operation(s) have a recorded caller that was not the one running" in result.report.warnings[0]
+
+
 def test_without_anything_better_the_c10d_op_gives_the_record_and_calls_are_counted(tmp_path: Path) -> None:
     trace = SmallTrace()
     trace.kineto_head["distributedInfo"]["pg_config"] = [{"pg_name": "0", "pg_size": 2, "ranks": [0, 1]}]
