@@ -8,7 +8,7 @@ move that much per member. The element type is not there. `ncclGroupEnd` launche
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 import msgspec
@@ -47,6 +47,8 @@ class NcclRanges:
     """Communicator -> its ranks."""
     ranks: dict[str, int] = field(default_factory=dict)
     """Communicator -> rank of this process in it."""
+    grouped: dict[int, list[int]] = field(default_factory=dict)
+    """Range of an outermost `ncclGroupEnd` -> those of its thread since the group began, or the capture did."""
     said: Counter[str] = field(default_factory=Counter)
     """What is not known of calls -> calls."""
 
@@ -85,23 +87,9 @@ class NcclRanges:
 
     def members(self, index: int, rank: int | None, world_size: int | None) -> list[CommRecord]:
         """The calls that the launch in a range is of: its own, or those since the group began that it ends."""
-        if self.function(index) != _GROUP_END:
-            record = self.record(index, rank, world_size)
-            return [] if record is None else [record]
-        found = []
-        thread = self.ranges.thread[index]
-        depth = 1
-        for other in range(index - 1, -1, -1):
-            if self.ranges.thread[other] != thread:
-                continue
-            function = self.function(other)
-            depth += (function == _GROUP_END) - (function == _GROUP_START)
-            if depth == 0:
-                break
-            record = self.record(other, rank, world_size)
-            if record is not None:
-                found.append(record)
-        return found[::-1]
+        calls = self.grouped.get(index, []) if self.function(index) == _GROUP_END else [index]
+        records = (self.record(call, rank, world_size) for call in calls)
+        return [record for record in records if record is not None]
 
     def group(self, pg: str) -> GroupKey:
         return GroupKey(pg=pg, size=self.sizes.get(pg, 0), desc="NCCL communicator")
@@ -119,7 +107,27 @@ def nccl_ranges(export: Export, ranges: Ranges) -> NcclRanges:
             found.sizes[_communicator(payload)] = payload.ranks
             if payload.rank is not None:
                 found.ranks[_communicator(payload)] = payload.rank
+    found.grouped = _groups(found)
     return found
+
+
+def _groups(found: NcclRanges) -> dict[int, list[int]]:
+    grouped: dict[int, list[int]] = {}
+    depth: Counter[int] = Counter()
+    since: dict[int, list[int]] = defaultdict(list)
+    for index, thread in enumerate(found.ranges.thread.tolist()):
+        function = found.function(index)
+        if function == _GROUP_START:
+            if not depth[thread]:
+                since[thread] = []
+            depth[thread] += 1
+        elif function == _GROUP_END:
+            depth[thread] = max(0, depth[thread] - 1)
+            if not depth[thread]:
+                grouped[index] = since.pop(thread, [])
+        else:
+            since[thread].append(index)
+    return grouped
 
 
 def _communicator(payload: _Payload) -> str:

@@ -420,6 +420,20 @@ def test_groups_within_groups_of_nccl_are_one_launch(tmp_path: Path) -> None:
     assert (times.kinds[0].bytes, times.kinds[0].calls) == (2048, 2)
 
 
+def test_a_group_of_nccl_that_began_before_the_capture_is_one_launch_and_ends_once(tmp_path: Path) -> None:
+    export = ExportFile()
+    process = export.process(70)
+    for start, function in ((1000, "ncclSend"), (1010, "ncclRecv")):
+        process.nccl(start, start + 5, function, comm=0xABC, size=100, peer=1)
+    for start in (1100, 2100):
+        process.nccl(start, start + 100, "ncclGroupEnd")
+        process.kernel(start + 50, start + 500, start + 900, name=SEND_RECV_KERNEL)
+    (times,) = read_export(str(export.write(tmp_path / "rank_0.sqlite")), 0, {})
+    assert [(kind.op, kind.calls, kind.bytes) for kind in times.kinds] == [("send/recv", 2, 100)]
+    assert dict(times.attributed) == {IN_NCCL: 1}
+    assert dict(times.unattributed) == {OUTSIDE: 1}
+
+
 def test_peers_in_a_communicator_of_unknown_ranks_are_no_global_ranks(tmp_path: Path) -> None:
     export = ExportFile()
     process = export.process(70)
