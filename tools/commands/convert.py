@@ -113,7 +113,7 @@ class Convert:
             _print(good, folder)
             for window, simulation in simulations:
                 print_simulation(window, simulation)
-        for text in [problem.text for problem in inputs.problems] + differ:
+        for text in [problem.text for problem in inputs.problems] + inputs.notes + differ:
             complain(text)
         poor = [result for result in good if min(result.host_rate, result.activity_rate) < arguments.min_match]
         for result in results:
