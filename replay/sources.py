@@ -21,7 +21,7 @@ from crossrank.tools.calls.param_basic import read_basic
 from crossrank.tools.calls.rank_calls import Input, RankCalls
 from crossrank.tools.fleet import Fleet, map_ranks
 from crossrank.tools.tables import rank_ranges
-from crossrank.tools.traces.discover import BASIC, WHAT, TraceFile, discover, nearest
+from crossrank.tools.traces.discover import BASIC, WHAT, TraceFile, discover
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,7 @@ def find(path: str, kind: str | None = None) -> Found:
     files = discover(parts)
     skipped = [f"{file.path}: {file.problem}" for file in files if file.problem]
     skipped += [f"{file.path}: is {WHAT[file.kind]}" for file in files if file.path in parts and file.kind not in KINDS]
-    kept, said = nearest(file for file in files if file.kind in KINDS and not file.problem)
-    for file in kept:
+    for file in (file for file in files if file.kind in KINDS and not file.problem):
         by_kind[file.kind][file.rank].append(file)
     chosen = kind or next((name for name in KINDS if name in by_kind), None)
     if chosen is None or chosen not in by_kind:
@@ -86,7 +85,7 @@ def find(path: str, kind: str | None = None) -> Found:
             )
         inputs.append(_with_timings(found[0], by_kind))
         skipped += [f"{one.path}: a later window of rank {rank}; name it to replay it" for one in found[1:]]
-    return Found(kind=chosen, inputs=inputs, skipped=skipped + said)
+    return Found(kind=chosen, inputs=inputs, skipped=skipped)
 
 
 def _with_timings(one: TraceFile, by_kind: dict[str, dict[int | None, list[TraceFile]]]) -> Input:

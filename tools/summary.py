@@ -11,7 +11,7 @@ from crossrank.comm import MOST_RANKS, Group
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, KINDS, CommsFile, Header, list_recording
 from crossrank.tools.fleet import Fleet, map_ranks
-from crossrank.tools.traces.discover import TraceFile, discover, nearest, other_jobs
+from crossrank.tools.traces.discover import TraceFile, discover, other_jobs
 
 
 class Tally(msgspec.Struct):
@@ -88,15 +88,12 @@ class Summary(msgspec.Struct):
 def summarise(path: str, fleet: Fleet, done: Callable[[], None] = lambda: None) -> Summary:
     """Read the recording at `path`. Raises `CrossrankError` where there is none."""
     files = discover([path])
-    comms, said = nearest(file for file in files if file.kind == COMMS and file.rank is not None and not file.problem)
-    unusable = [f"{file.path}: {file.problem or 'does not say its rank'}" for file in files if _is_unusable(file)]
+    found = [file for file in files if file.kind == COMMS and not file.left_out]
+    comms = [file for file in found if file.rank is not None and not file.problem]
+    unusable = [f"{file.path}: {file.problem or 'does not say its rank'}" for file in found if file not in comms]
     if not comms:
         raise CrossrankError(f"{path} is no recording: {_found(path, files)}; name the folder given as TRACING_DIR")
-    return _merge(path, files, map_ranks(summarise_rank, comms, fleet, failed=_failed, done=done), said + unusable)
-
-
-def _is_unusable(file: TraceFile) -> bool:
-    return file.kind == COMMS and bool(file.problem or file.rank is None)
+    return _merge(path, files, map_ranks(summarise_rank, comms, fleet, failed=_failed, done=done), unusable)
 
 
 def _found(path: str, files: Sequence[TraceFile]) -> str:
@@ -185,7 +182,7 @@ def _merge(path: str, found: Sequence[TraceFile], ranks: list[RankSummary], prob
     blind_spots |= {(rank.rank, spot) for rank in ranks for spot in _texts((rank.end or {}).get("blind_spots"))}
     files: dict[str, dict[str, int]] = {}
     for file in found:
-        if file.kind not in KINDS:
+        if file.kind not in KINDS or file.left_out:
             continue
         entry = files.setdefault(file.kind, {"files": 0, "bytes": 0})
         entry["files"] += 1
@@ -220,7 +217,8 @@ def _merge(path: str, found: Sequence[TraceFile], ranks: list[RankSummary], prob
         foreign=[file.name for file in found if file.kind not in KINDS and not file.torn],
         other_jobs=other_jobs(path),
         problems=problems + [f"{rank.path}: {problem}" for rank in ranks for problem in rank.problems],
-        warnings=_warnings(headers, counts, blind_spots),
+        warnings=_warnings(headers, counts, blind_spots)
+        + [f"{file.path}: {file.problem}" for file in found if file.left_out],
     )
 
 

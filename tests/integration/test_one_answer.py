@@ -139,3 +139,19 @@ def test_ranks_do_not_depend_on_names_where_only_some_kinds_are_there(
         if words == ["link"]:
             results = [(code, [row["rank"] for row in ranks or ()], None, None) for code, ranks, _, _ in results]
         assert results[0] == results[1], words
+
+
+def test_a_replay_recorded_below_the_recording_changes_no_answer(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "job"
+    for rank in (0, 1):
+        for target in (folder, folder / "replayed"):
+            target.mkdir(parents=True, exist_ok=True)
+            (target / file_name(COMMS, rank)).write_bytes((recorded / file_name(COMMS, rank)).read_bytes())
+    for command, *words in (("inspect",), ("diagnose",), ("replay", "--dry-run"), ("timeline", "-o", tmp_path / "t")):
+        code = main([command, str(folder), *map(str, words), "--jobs", "1"])
+        output = capsys.readouterr()
+        assert code == 0, output.err
+        told = f"{folder}/replayed/{file_name(COMMS, 0)}: is of rank 0, as {folder}/{file_name(COMMS, 0)} is"
+        assert told in output.out + output.err, command

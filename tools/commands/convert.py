@@ -159,7 +159,7 @@ class Convert:
                 print(f"\nclocks     of the ranks are further apart than window {window} is long; all begin at 0")
             for window, simulation in simulations:
                 print_simulation(window, simulation)
-        for text in [problem.text for problem in inputs.problems] + differ:
+        for text in [problem.text for problem in inputs.problems] + inputs.notes + differ:
             complain(text)
         poor = [result for result in good if min(result.host_rate, result.activity_rate) < arguments.min_match]
         for result in results:

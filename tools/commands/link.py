@@ -75,8 +75,8 @@ class Link:
             sys.stdout.write(_json(results, rows, inputs))
         else:
             _print(results, rows, folder)
-        for problem in inputs.problems:
-            complain(problem.text)
+        for text in [problem.text for problem in inputs.problems] + inputs.notes:
+            complain(text)
         for result in results:
             if result.error is not None:
                 complain(f"{result.name}: {result.error}")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, EXECUTION_TRACE, KINETO, is_folder
-from crossrank.tools.traces.discover import WHAT, TraceFile, discover, look, nearest
+from crossrank.tools.traces.discover import WHAT, TraceFile, discover, look
 
 _SUFFIXES = (".json", ".gz", ".zst")
 
@@ -41,6 +41,8 @@ class Inputs:
 
     pairs: list[RankInput]
     problems: list[Problem]
+    notes: list[str] = field(default_factory=list)
+    """What else was found and left out."""
 
 
 def find_inputs(paths: Sequence[str], ranks: Collection[int] | None = None) -> Inputs:
@@ -61,7 +63,8 @@ def find_inputs(paths: Sequence[str], ranks: Collection[int] | None = None) -> I
         lacking = [
             Problem(rank, f"rank {rank} has no pair of traces in {paths[0]}") for rank in sorted(set(ranks) - told)
         ]
-        inputs = Inputs(
+        inputs = replace(
+            inputs,
             pairs=[pair for pair in inputs.pairs if pair.rank in ranks],
             problems=lacking + [p for p in inputs.problems if p.rank is None or p.rank in ranks],
         )
@@ -78,10 +81,13 @@ def _pairs(files: list[TraceFile]) -> Inputs:
     problems = [
         Problem(file.rank, f"{file.path}: cannot be linked, it {file.problem}; remove it or record it anew")
         for file in files
-        if file.problem and (file.kind in (EXECUTION_TRACE, KINETO) or (not file.kind and _may_be_trace(file)))
+        if file.problem and not file.left_out
+        if file.kind in (EXECUTION_TRACE, KINETO) or (not file.kind and _may_be_trace(file))
     ]
-    kept, said = nearest(file for file in files if file.kind in (EXECUTION_TRACE, KINETO, COMMS) and not file.problem)
-    problems += [Problem(None, text) for text in said]
+    notes = [
+        f"{file.path}: {file.problem}" for file in files if file.left_out and file.kind in (EXECUTION_TRACE, KINETO)
+    ]
+    kept = [file for file in files if file.kind in (EXECUTION_TRACE, KINETO, COMMS) and not file.problem]
     by_window: dict[tuple[int | None, int], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for file in kept:
         by_window[file.rank, file.window][file.kind].append(file.path)
@@ -95,7 +101,7 @@ def _pairs(files: list[TraceFile]) -> Inputs:
             pairs.append(RankInput(rank=rank, window=window, et=ets[0], kineto=kinetos[0], comms=comms))
         elif ets or kinetos:
             problems.append(_no_pair(rank, f"{_rank_text(rank)}{_in_window(window)}", ets, kinetos))
-    return Inputs(pairs=pairs, problems=problems)
+    return Inputs(pairs=pairs, problems=problems, notes=notes)
 
 
 def _may_be_trace(file: TraceFile) -> bool:

@@ -27,7 +27,7 @@ from crossrank.tools.linking.inputs import RankInput
 from crossrank.tools.nsight.read import read_export
 from crossrank.tools.tables import rank_ranges
 from crossrank.tools.timing.rank_times import SEND_RECV, SOURCES, RankTimes, TimesBuilder
-from crossrank.tools.traces.discover import NSIGHT, REPORT, WHAT, TraceFile, discover, nearest
+from crossrank.tools.traces.discover import NSIGHT, REPORT, WHAT, TraceFile, discover
 
 CHOICES = ("nsight", "kineto", "flight", "comms")
 """What a user may ask for instead of what says most."""
@@ -56,6 +56,8 @@ class Found:
 
     tasks: list[Task]
     skipped: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What else was found and left out."""
     unmixed: set[int] = field(default_factory=set)
     """Ranks that have other files than the exports that are read."""
 
@@ -67,16 +69,16 @@ _Files = dict[str, list[TraceFile]]
 def find(paths: Sequence[str], ranks: Collection[int] | None = None, source: str | None = None) -> Found:
     """The measurements at `paths`: folders, files or URLs. Raises `CrossrankError` where there is none."""
     files = discover(paths)
-    skipped = [f"{file.path}: {file.problem}" for file in files if file.problem and file.kind not in (NSIGHT, REPORT)]
+    broken = [file for file in files if file.problem and file.kind not in (NSIGHT, REPORT)]
+    skipped = [f"{file.path}: {file.problem}" for file in broken if not file.left_out]
+    notes = [f"{file.path}: {file.problem}" for file in broken if file.left_out]
     skipped += [
         f"{file.path}: is {WHAT[file.kind]}, which measures no communication"
         for file in files
         if file.path in paths and not file.problem and file.kind not in (*_MEASURED, NSIGHT, REPORT)
     ]
-    kept, said = nearest(file for file in files if file.kind in _MEASURED and not file.problem)
-    skipped += said
     by_rank: dict[int | None, _Files] = defaultdict(lambda: defaultdict(list))
-    for file in kept:
+    for file in (file for file in files if file.kind in _MEASURED and not file.problem):
         by_rank[file.rank][file.kind].append(file)
     exports = [file for file in files if file.kind == NSIGHT]
     reports = [file.path for file in files if file.kind == REPORT]
@@ -92,7 +94,7 @@ def find(paths: Sequence[str], ranks: Collection[int] | None = None, source: str
     if exports and source in (None, "nsight"):
         tasks = [Task(rank=one.rank, path=one.path, read=_read_nsight, comms=comms) for one in exports]
         others = {rank for rank in by_rank if rank is not None and (ranks is None or rank in ranks)}
-        return Found(tasks, skipped, others)
+        return Found(tasks, skipped, notes, others)
     if source == "nsight":
         raise CrossrankError(f"{', '.join(paths)}: holds no Nsight export (.sqlite); make one with: {EXPORT} REPORT")
     tasks = []
@@ -109,7 +111,7 @@ def find(paths: Sequence[str], ranks: Collection[int] | None = None, source: str
             f"{', '.join(paths)}: holds nothing that measured communication{asked}{told}; name a recording, a folder "
             "of Kineto traces or flight-recorder dumps, or Nsight exports (.sqlite)"
         )
-    return Found(tasks, skipped)
+    return Found(tasks, skipped, notes)
 
 
 def _export_command(report: str) -> str:
@@ -214,6 +216,7 @@ def settle(ranks: list[RankTimes], found: Found) -> list[RankTimes]:
     found.skipped = list(map(_writable, found.skipped))
     if not ranks:
         raise CrossrankError("; ".join(found.skipped[:3]))
+    ranks[0].notes += map(_writable, found.notes)
     others = sorted(found.unmixed - {one.rank for one in ranks if one.rank is not None})
     if others:
         found.skipped.append(

@@ -57,23 +57,28 @@ WHAT = {
     "": "of no kind that is known",
 }
 
+_OF_RANKS = (COMMS, LINKED, EXECUTION_TRACE, KINETO, FLIGHT, BASIC)
+"""Kinds of which a rank has one, for each window."""
 _HEAD = 1 << 16
-_SIGNS: tuple[tuple[str, tuple[re.Pattern[bytes], ...]], ...] = tuple(
-    (kind, tuple(re.compile(sign) for sign in signs))
-    for kind, *signs in (
-        (DATABASE, rb"\ASQLite format 3\x00", rb"CREATE TABLE findings \(position INTEGER, role TEXT"),
-        (NSIGHT, rb"\ASQLite format 3\x00"),
-        (PLAN, rb'"schema"\s*:\s*"crossrank-plan '),
-        (COMMS, rb'\A\s*\{"header"'),
-        (TIMELINE, rb'"metadata"\s*:\s*\{"crossrank"'),
-        (KINETO, rb'"traceEvents"|\A\s*\[\s*\{[^}]*"ph"'),
-        (LINKED, rb'"crossrank"\s*:\s*\{"version"'),
-        (EXECUTION_TRACE, rb'"nodes"\s*:', rb'"schema"|"ctrl_deps"|"rf_id"'),
-        (FLIGHT, rb'\A\x80|\A\s*\{(?s:.*)"(?:pg_config|pg_status|entries)"\s*:'),
-        (BASIC, rb'\A\s*\[[^\]]*"(?:comms|compute|startTime_ns|in_msg_size)"'),
-    )
+_SIGNS: tuple[tuple[str, tuple[bytes, ...]], ...] = (
+    (FLIGHT, (rb"\A\x80",)),
+    (DATABASE, (rb"\ASQLite format 3\x00", rb"CREATE TABLE findings \(position INTEGER, role TEXT")),
+    (NSIGHT, (rb"\ASQLite format 3\x00",)),
+    (PLAN, (rb'"schema"\s*:\s*"crossrank-plan ',)),
+    (COMMS, (rb'\A\s*\{"header"',)),
+    (TIMELINE, (rb'"metadata"\s*:\s*\{"crossrank"',)),
+    (KINETO, (rb'"traceEvents"',)),
+    (KINETO, (rb'\A\s*\[\s*\{[^}]*"ph"',)),
+    (LINKED, (rb'"crossrank"\s*:\s*\{"version"',)),
+    (EXECUTION_TRACE, (rb'"nodes"\s*:', rb'"schema"|"ctrl_deps"|"rf_id"')),
+    (FLIGHT, (rb"\A\s*\{", rb'"pg_config"\s*:')),
+    (FLIGHT, (rb"\A\s*\{", rb'"entries"\s*:')),
+    (FLIGHT, (rb"\A\s*\{", rb'"pg_status"\s*:')),
+    (BASIC, (rb'\A\s*\[[^\]]*"(?:comms|compute|startTime_ns|in_msg_size)"',)),
 )
-"""What the first bytes of every kind have, all of them; the first kind that fits."""
+"""What the first bytes of a kind have, all that stands in a row; the first row that fits says the kind. Patterns begin
+with plain text or at the first byte, for there may be thousands of files."""
+_COMPILED = tuple((kind, tuple(map(re.compile, signs))) for kind, signs in _SIGNS)
 _BY_NAME = {".sqlite": NSIGHT, ".sqlite3": NSIGHT, ".nsys-rep": REPORT, ".qdrep": REPORT}
 """Kinds of files whose first bytes say nothing: a report, and an export that is cut off."""
 
@@ -111,6 +116,8 @@ class TraceFile:
     """Why it cannot be used."""
     torn: bool = False
     """It was cut off while it was written."""
+    left_out: bool = False
+    """It can be used, but another one is nearer to the path that was named."""
 
     @property
     def name(self) -> str:
@@ -168,7 +175,7 @@ def look(path: str) -> TraceFile:
     except OSError as error:
         damage.problems.append(f"cannot be read ({error.strerror or error})")
     head = head[:_HEAD]
-    kind = next((kind for kind, signs in _SIGNS if all(sign.search(head) for sign in signs)), "")
+    kind = next((kind for kind, signs in _COMPILED if all(sign.search(head) for sign in signs)), "")
     kind = kind or next((kind for suffix, kind in _BY_NAME.items() if name.endswith(suffix)), "")
     rank = _named_rank(name)
     if rank is None and kind in _RANK_IN_HEAD and (found := _RANK_IN_HEAD[kind].search(head)):
@@ -190,7 +197,7 @@ def discover(paths: Iterable[str]) -> list[TraceFile]:
     for path in paths:
         for file in _walk(path, 0):
             found.setdefault(file.path, file)
-    return _adopted(sorted(found.values(), key=lambda file: file.path))
+    return _without_doubles(_adopted(sorted(found.values(), key=lambda file: file.path)))
 
 
 def _walk(path: str, depth: int) -> Iterator[TraceFile]:
@@ -244,23 +251,24 @@ def _adopted(files: list[TraceFile]) -> list[TraceFile]:
     return [replace(file, rank=rank) if file in unnamed else file for file in files]
 
 
+def _without_doubles(files: list[TraceFile]) -> list[TraceFile]:
+    """Of a kind, rank and window the files nearest to the path that was named: what a command wrote into a folder below
+    a recording does not contradict it."""
+    best: dict[tuple[str, int | None, int], TraceFile] = {}
+    for file in sorted(files, key=lambda file: (file.depth, file.path)):
+        if file.kind in _OF_RANKS and file.rank is not None and not file.problem:
+            best.setdefault((file.kind, file.rank, file.window), file)
+    found = []
+    for file in files:
+        nearest = best.get((file.kind, file.rank, file.window), file)
+        if file.problem or nearest.depth == file.depth:
+            found.append(file)
+        elif file.kind != LINKED:  # which `link` and `convert --keep-linked` wrote there themselves
+            text = f"is of rank {file.rank}, as {nearest.path} is, and was left out"
+            found.append(replace(file, problem=text, left_out=True))
+    return found
+
+
 def other_jobs(path: str) -> list[str]:
     """Names of the folders at a path that hold recordings of other jobs."""
     return [name for name in list_recording(path).folders if _OTHER_JOBS.fullmatch(name)]
-
-
-def nearest(files: Iterable[TraceFile]) -> tuple[list[TraceFile], list[str]]:
-    """(files, what is said of those left out): of a kind, rank and window those nearest to the path that was named.
-
-    Results that a command wrote into a folder below a recording do not contradict it.
-    """
-    kept: dict[tuple[str, int | None, int], list[TraceFile]] = {}
-    said = []
-    for file in sorted(files, key=lambda file: (file.depth, file.path)):
-        others = kept.setdefault((file.kind, file.rank, file.window), [])
-        if others and others[0].depth < file.depth and file.rank is not None:
-            if file.kind != LINKED:  # which `link` and `convert --keep-linked` wrote there themselves
-                said.append(f"{file.path}: is of rank {file.rank} as {others[0].path} is, and was left out")
-        else:
-            others.append(file)
-    return [file for of_one in kept.values() for file in of_one], said

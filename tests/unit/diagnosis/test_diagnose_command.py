@@ -337,12 +337,13 @@ def test_of_two_files_of_one_rank_the_later_counts(stuck: Path, capsys: pytest.C
     early = SimulatedJob(*training(4, 1))
     early.run()
     early.write(stuck / "before", ranks=[1])
+    (stuck / "before" / "rank_1").rename(stuck / "before_rank_1")
 
     code, out, err = diagnose(capsys, stuck, "--json")
 
     assert (code, json.loads(out)["suspect_ranks"]) == (1, [2])
     assert err == (
-        f"crossrank: {stuck}/before/rank_1: is older than {stuck}/rank_1, of the same rank 1, and was left out\n"
+        f"crossrank: {stuck}/before_rank_1: is older than {stuck}/rank_1, of the same rank 1, and was left out\n"
     )
 
 

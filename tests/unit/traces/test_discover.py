@@ -22,7 +22,6 @@ from crossrank.tools.traces.discover import (
     TIMELINE,
     discover,
     look,
-    nearest,
     other_jobs,
     rank_in_name,
 )
@@ -161,14 +160,19 @@ def test_files_of_one_rank_share_it(tmp_path: Path) -> None:
 
 def test_the_file_nearest_to_the_path_is_taken_and_the_other_is_said(tmp_path: Path) -> None:
     put(tmp_path, "rank_0", "copy/rank_0", "copy/rank_1")
-    kept, said = nearest(discover([str(tmp_path)]))
-    assert [file.path for file in kept] == [str(tmp_path / "rank_0"), str(tmp_path / "copy/rank_1")]
-    assert said == [f"{tmp_path}/copy/rank_0: is of rank 0 as {tmp_path}/rank_0 is, and was left out"]
+    put(tmp_path, "rank-0.linked.json", "copy/rank-0.linked.json", content=CONTENTS[LINKED][0])
+    problems = {str(Path(file.path).relative_to(tmp_path)): file.problem for file in discover([str(tmp_path)])}
+    assert problems == {
+        "rank_0": "",
+        "rank-0.linked.json": "",
+        "copy/rank_1": "",
+        "copy/rank_0": f"is of rank 0, as {tmp_path}/rank_0 is, and was left out",
+    }
 
 
 def test_two_files_of_one_rank_side_by_side_are_both_found(tmp_path: Path) -> None:
     put(tmp_path, "a/rank_0", "b/rank_0")
-    assert len(nearest(discover([str(tmp_path)]))[0]) == 2
+    assert [file.problem for file in discover([str(tmp_path)])] == ["", ""]
 
 
 def test_what_cannot_be_used_says_why(tmp_path: Path) -> None:
