@@ -34,7 +34,7 @@ _RANK_IN_NAME = (
     re.compile(r"(?:et|trace|kineto|host|device)[-_.]?(\d+)", re.IGNORECASE),
     re.compile(r"(?:^|[^\d])(\d+)(?=\.|$)"),
 )
-_RANK_IN_KINETO = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d+)')
+_RANK_IN_KINETO = re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d{1,18})')
 _SUFFIXES = (".json", ".json.gz", ".json.zst", ".gz", ".zst")
 
 
