@@ -94,12 +94,24 @@ class Fuzzer:
     def one(self, outcome: Outcome, number: int) -> None:
         """The input of that number."""
         target = outcome.target
-        path = self.folder / target.file
         rng = Random(f"{self.seed} {target.name} {target.file} {number}")
         content = self._originals[target.file]
         content = mutate.any_bytes(content, rng) if rng.random() < 0.15 else target.mutation(content, rng)
         if target.is_packed:
             content = mutate.packed(content, rng)
+        ended, problem = self.given(target, content)
+        outcome.counts[ended] += 1
+        if problem:
+            finding = Finding(target, number, problem)
+            outcome.findings.append(finding)
+            self.tell(finding)
+            if self.keep is not None:
+                self.keep.mkdir(parents=True, exist_ok=True)
+                (self.keep / f"{TARGETS.index(target)}-{number}-{Path(target.file).name}").write_bytes(content)
+
+    def given(self, target: Target, content: bytes) -> tuple[str, str]:
+        """(how it ended, what is wrong with that) of a target whose file has that content."""
+        path = self.folder / target.file
         path.write_bytes(content)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
@@ -116,15 +128,8 @@ class Fuzzer:
         now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         if now > peak and now > self._start_kb + MOST_KB and len(content) < 1 << 20:
             ended, problem = "too large", f"took {(now - self._start_kb) >> 10} MiB"
-        outcome.counts[ended] += 1
-        if problem:
-            finding = Finding(target, number, problem)
-            outcome.findings.append(finding)
-            self.tell(finding)
-            if self.keep is not None:
-                self.keep.mkdir(parents=True, exist_ok=True)
-                (self.keep / f"{TARGETS.index(target)}-{number}-{path.name}").write_bytes(content)
         path.write_bytes(self._originals[target.file])
+        return ended, problem
 
     def table(self) -> str:
         """Reader or command, the file, how many inputs, what came of them."""
