@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import re
 import resource
 import shutil
@@ -70,11 +69,6 @@ class Fuzzer:
 
     def __post_init__(self) -> None:
         self.outcomes = [Outcome(target) for target in self.targets]
-        # A URL to fuzz through needs a file of its own, made of one of the others.
-        comms = (self.folder / "recording/rank-0.comms.jsonl").read_bytes()
-        (self.folder / "member.zip").write_bytes(comms)
-        member = {"version": 1, "refs": {"member": comms.decode(), "other": ["recording/rank-0.comms.jsonl", 0, 99]}}
-        (self.folder / "member.json").write_text(json.dumps(member))
         self._originals = {target.file: (self.folder / target.file).read_bytes() for target in self.targets}
         self._start_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
