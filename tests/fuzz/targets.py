@@ -205,5 +205,10 @@ TARGETS = (
     _command("replay basic --dry-run", "basic/0.json", 2),
     _command("replay plan.json --dry-run", _PLAN, 3),
     Target("inspect zip://::WORKSPACE/member.zip", "member.zip", mutate.zipped, weight=2, is_packed=False),
-    Target("inspect reference://rank-0.comms.jsonl::WORKSPACE/member.json", "member.json", mutate.json_tree, is_packed=False),
+    Target(
+        "inspect reference://rank-0.comms.jsonl::WORKSPACE/member.json",
+        "member.json",
+        mutate.json_tree,
+        is_packed=False,
+    ),
 )
