@@ -101,8 +101,9 @@ def _basic_trace(rank: int) -> list[dict[str, Any]]:
 def _with_communication(trace: dict[str, Any]) -> bytes:
     """A Kineto trace of a GPU with kernels of NCCL."""
     start = max(event["ts"] for event in trace["traceEvents"] if "ts" in event)
-    trace["distributedInfo"] = {"backend": "nccl", "rank": 0, "world_size": 2, "pg_count": 1, "pg_config": [
-        {"pg_name": "0", "pg_desc": "default_pg", "backend_config": "cuda:nccl", "pg_size": 2, "ranks": [0, 1]}]}  # fmt: skip
+    trace["distributedInfo"] = {"backend": "nccl", "rank": 0, "world_size": 2, "pg_config": [
+        {"pg_name": "0", "pg_desc": "default_pg", "backend_config": "cuda:nccl", "pg_size": 2, "ranks": [0, 1]},
+    ]}  # fmt: skip
     for number in range(4):
         said = {"Collective name": "allreduce", "In msg nelems": 1024, "Out msg nelems": 1024, "Group size": 2,
                 "dtype": "Float", "Process Group Name": "0", "Process Group Description": "default_pg",

@@ -32,7 +32,7 @@ def test_a_head_that_cannot_be_is_left_out_and_told(tmp_path: Path, field: str, 
     assert [text for text in read.damage if text.startswith(f"{field} is unusable")]
 
 
-@pytest.mark.parametrize("number", ["1" + "0" * 5000, str(1 << 62), str(-(1 << 63)), "1e999"])
+@pytest.mark.parametrize("number", [str(1 << 62), str(-(1 << 63)), "1" + "0" * 30])
 def test_a_node_with_a_number_beyond_reason_is_left_out_and_counted(tmp_path: Path, number: str) -> None:
     path = trace(tmp_path / "rank-0.et.json", nodes=[NODE, NODE | {"id": 2, "ctrl_deps": "@"}])
     Path(path).write_text(Path(path).read_text().replace('"@"', number))
@@ -53,8 +53,8 @@ def test_a_decimal_that_is_no_time_is_told(tmp_path: Path, time: str, field: str
 
     read = read_kineto(str(path))
 
-    assert len(read.host) == (1 if field == "ts" else 2)
-    assert len(read.damage) == 1
+    assert read.host[0].start == 1500
+    assert len([*read.damage, *read.warnings]) == 1
 
 
 @pytest.mark.parametrize("time", ["NaN", "1E+999999999", "-1E+400"])
