@@ -97,3 +97,17 @@ def test_a_column_whose_name_is_no_text_is_told(export: Path) -> None:
 
     with pytest.raises(CrossrankError, match=r"globalTid|damaged"):
         read_export(str(export), None, {})
+
+
+def test_types_of_events_with_one_number_are_read_all_the_same(export: Path) -> None:
+    connection = sqlite3.connect(export)
+    connection.execute("DROP TABLE IF EXISTS ENUM_NSYS_EVENT_TYPE")
+    connection.execute("CREATE TABLE ENUM_NSYS_EVENT_TYPE (id INTEGER, name TEXT)")
+    for name in ("NvtxMark", "NvtxPushPopRange", "NvtxStartEndRange"):
+        connection.execute("INSERT INTO ENUM_NSYS_EVENT_TYPE VALUES (59, ?)", (name,))
+    connection.commit()
+    connection.close()
+
+    (times,) = read_export(str(export), None, {})
+
+    assert len(times) == 2

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from crossrank.errors import CrossrankError
 from crossrank.tools.linking.read_linked import read_linked
-from crossrank.tools.readers.execution_trace import read_execution_trace
+from crossrank.tools.readers.execution_trace import io_texts, read_execution_trace
 from crossrank.tools.readers.kineto import read_kineto
 
 NODE = {"id": 1, "name": "[pytorch|profiler|execution_trace|thread]", "ctrl_deps": 1, "inputs": {}, "outputs": {}}
@@ -67,3 +68,9 @@ def test_a_time_that_cannot_be_is_told_with_its_node(tmp_path: Path, time: str) 
 
     assert str(error.value).startswith(f"{path}: ")
     assert "\n" not in str(error.value)
+
+
+def test_inputs_that_are_no_text_are_shown_as_far_as_they_are() -> None:
+    values, shapes, types = io_texts(msgspec.Raw(b'{"values":["\xed\xa0"],"shapes":[[]],"types":["String"]}'))
+
+    assert (values, shapes, types) == ('["\ufffd\ufffd"]', "[[]]", '["String"]')
