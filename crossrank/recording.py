@@ -153,7 +153,7 @@ def list_recording(path: str) -> Listing:
             kind = next(kind for kind, suffix in _SUFFIXES.items() if suffix == match["suffix"])
             files.append(
                 RankFile(
-                    path=file_system.unstrip_protocol(entry["name"]) if is_url(path) else entry["name"],
+                    path=_url(file_system, entry["name"], path) if is_url(path) else entry["name"],
                     rank=int(match["rank"]),
                     kind=kind,
                     window=int(match["window"] or 1),
@@ -193,6 +193,12 @@ def _size(path: str) -> int:
         return int(file_system.size(local) or 0)
     except Exception:  # every kind of file system has errors of its own
         return 0
+
+
+def _url(file_system: Any, name: str, folder: str) -> str:
+    """URL of a file that was found through the URL of its folder: of an archive's member, with that of the archive."""
+    first, chained, rest = folder.partition("::")
+    return str(file_system.unstrip_protocol(name)) + (chained + rest if "://" in first else "")
 
 
 @dataclass

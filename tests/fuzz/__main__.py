@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 from contextlib import suppress
@@ -29,6 +30,7 @@ def main() -> int:
         workspace(Path(folder))
         tell = partial(print, file=sys.stderr, flush=True)
         fuzzer = Fuzzer(Path(folder), arguments.seed, targets, arguments.keep, tell)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background too
         with suppress(KeyboardInterrupt):  # the table of what was done so far
             if arguments.number is not None:
                 for outcome in fuzzer.outcomes:

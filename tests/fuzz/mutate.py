@@ -89,7 +89,7 @@ def any_bytes(content: bytes, rng: Random) -> bytes:
                 data[at:end] = data[source : source + end - at]
         if not data:
             break
-    return bytes(data[: 1 << 20])
+    return bytes(data)
 
 
 def json_tree(content: bytes, rng: Random) -> bytes:
@@ -439,10 +439,21 @@ def packed(content: bytes, rng: Random) -> bytes:
     return whole
 
 
-def zipped(content: bytes, rng: Random) -> bytes:
-    """A zip of one member, `member`, with bytes of it changed."""
+def zip_of(content: bytes) -> bytes:
+    """An archive of one comms file."""
     file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED))) as archive:
-        archive.writestr("member", content)
-    whole = file.getvalue()
-    return any_bytes(whole, rng) if rng.random() < 0.8 else any_bytes(whole[-60:], rng).join((whole[:-60], b""))
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("rank-0.comms.jsonl", content)
+    return file.getvalue()
+
+
+def zipped(content: bytes, rng: Random) -> bytes:
+    """An archive with bytes of its directory, or of anything, or of its member changed."""
+    match rng.randrange(3):
+        case 0:
+            return content[:-120] + any_bytes(content[-120:], rng)
+        case 1:
+            return any_bytes(content, rng)
+        case _:
+            with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                return zip_of(json_lines(archive.read("rank-0.comms.jsonl"), rng))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import re
 import resource
 import shutil
@@ -23,6 +22,8 @@ from crossrank.tools.cli import main
 from tests.fuzz import mutate
 from tests.fuzz.targets import TARGETS, Target
 
+MOST_BYTES = 1_000_000
+"""Larger files may take longer."""
 MOST_SECONDS = 10
 MOST_KB = 500_000
 _RAW = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e]")
@@ -70,11 +71,6 @@ class Fuzzer:
 
     def __post_init__(self) -> None:
         self.outcomes = [Outcome(target) for target in self.targets]
-        # A URL to fuzz through needs a file of its own, made of one of the others.
-        comms = (self.folder / "recording/rank-0.comms.jsonl").read_bytes()
-        (self.folder / "member.zip").write_bytes(comms)
-        member = {"version": 1, "refs": {"member": comms.decode(), "other": ["recording/rank-0.comms.jsonl", 0, 99]}}
-        (self.folder / "member.json").write_text(json.dumps(member))
         self._originals = {target.file: (self.folder / target.file).read_bytes() for target in self.targets}
         self._start_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -94,12 +90,25 @@ class Fuzzer:
     def one(self, outcome: Outcome, number: int) -> None:
         """The input of that number."""
         target = outcome.target
-        path = self.folder / target.file
         rng = Random(f"{self.seed} {target.name} {target.file} {number}")
         content = self._originals[target.file]
         content = mutate.any_bytes(content, rng) if rng.random() < 0.15 else target.mutation(content, rng)
+        content = content[:MOST_BYTES]
         if target.is_packed:
             content = mutate.packed(content, rng)
+        ended, problem = self.given(target, content)
+        outcome.counts[ended] += 1
+        if problem:
+            finding = Finding(target, number, problem)
+            outcome.findings.append(finding)
+            self.tell(finding)
+            if self.keep is not None:
+                self.keep.mkdir(parents=True, exist_ok=True)
+                (self.keep / f"{TARGETS.index(target)}-{number}-{Path(target.file).name}").write_bytes(content)
+
+    def given(self, target: Target, content: bytes) -> tuple[str, str]:
+        """(how it ended, what is wrong with that) of a target whose file has that content."""
+        path = self.folder / target.file
         path.write_bytes(content)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
@@ -114,17 +123,10 @@ class Fuzzer:
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
         now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        if now > peak and now > self._start_kb + MOST_KB and len(content) < 1 << 20:
+        if now > peak and now > self._start_kb + MOST_KB:
             ended, problem = "too large", f"took {(now - self._start_kb) >> 10} MiB"
-        outcome.counts[ended] += 1
-        if problem:
-            finding = Finding(target, number, problem)
-            outcome.findings.append(finding)
-            self.tell(finding)
-            if self.keep is not None:
-                self.keep.mkdir(parents=True, exist_ok=True)
-                (self.keep / f"{TARGETS.index(target)}-{number}-{path.name}").write_bytes(content)
         path.write_bytes(self._originals[target.file])
+        return ended, problem
 
     def table(self) -> str:
         """Reader or command, the file, how many inputs, what came of them."""

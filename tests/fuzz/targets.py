@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import zstandard
 
@@ -60,17 +61,14 @@ def workspace(folder: Path) -> None:
     (folder / "nsight").mkdir()
     write_exports(folder / "nsight")
     (folder / "basic").mkdir()
-    calls = [
-        {"comms": "init", "pg_id": 0, "world_size": 2, "global_ranks": [0, 1], "startTime_ns": 1},
-        {"comms": "all_reduce", "req": 0, "pg_id": 0, "in_msg_size": 4, "out_msg_size": 4, "dtype": "Float"},
-        {"comms": "all_to_allv", "req": 1, "pg_id": 0, "in_split": [1, 3], "out_split": [1, 3], "in_msg_size": 4,
-         "out_msg_size": 4, "dtype": "Int", "markers": ["forward"]},
-        {"comms": "send", "req": 2, "pg_id": 0, "src_rank": 0, "dst_rank": 1, "in_msg_size": 1, "out_msg_size": 1,
-         "dtype": "Byte"},
-        {"comms": "wait", "req": 2},
-    ]  # fmt: skip
     for rank in range(2):
-        (folder / f"basic/{rank}.json").write_text(json.dumps(calls))
+        (folder / f"basic/{rank}.json").write_text(json.dumps(_basic_trace(rank)))
+    gpu = folder / "gpu/event_sync.kineto.json.gz"
+    gpu.write_bytes(gzip.compress(_with_communication(json.loads(gzip.decompress(gpu.read_bytes())))))
+    comms = _unzstd((folder / "recording/rank-0.comms.jsonl.zst").read_bytes())
+    (folder / "member.zip").write_bytes(mutate.zip_of(comms))
+    refs = {"rank-0.comms.jsonl": comms.decode(), "other": ["recording/rank-0.comms.jsonl", 0, 99]}
+    (folder / "member.json").write_text(json.dumps({"version": 1, "refs": refs}))
     for words in (
         f"link --jobs 1 {folder}/recording -o {folder}/linked --compress none",
         f"convert --jobs 1 {folder}/recording -o {folder}/chakra",
@@ -86,6 +84,37 @@ def workspace(folder: Path) -> None:
             unpacked = gzip.decompress(data) if path.suffix == ".gz" else _unzstd(data)
             path.unlink()
             path.with_name(path.name if path.suffix == ".part" else path.stem).write_bytes(unpacked)
+
+
+def _basic_trace(rank: int) -> list[dict[str, Any]]:
+    """PARAM's own format."""
+    end = {"src_rank": 0, "dst_rank": 1, "in_msg_size": 1, "out_msg_size": 1, "dtype": "Byte"}
+    return [
+        {"comms": "init", "pg_id": 0, "world_size": 2, "global_ranks": [0, 1], "startTime_ns": 1},
+        {"comms": "all_reduce", "req": 0, "pg_id": 0, "in_msg_size": 4, "out_msg_size": 4, "dtype": "Float"},
+        {"comms": "all_to_allv", "req": 1, "pg_id": 0, "in_split": [1, 1], "out_split": [1, 1], "in_msg_size": 2,
+         "out_msg_size": 2, "dtype": "Int", "markers": ["forward"]},
+        {"comms": "recv" if rank else "send", "req": 2, "pg_id": 0} | end,
+        {"comms": "wait", "req": 2},
+    ]  # fmt: skip
+
+
+def _with_communication(trace: dict[str, Any]) -> bytes:
+    """A Kineto trace of a GPU with kernels of NCCL."""
+    start = max(event["ts"] for event in trace["traceEvents"] if "ts" in event)
+    trace["distributedInfo"] = {"backend": "nccl", "rank": 0, "world_size": 2, "pg_config": [
+        {"pg_name": "0", "pg_desc": "default_pg", "backend_config": "cuda:nccl", "pg_size": 2, "ranks": [0, 1]},
+    ]}  # fmt: skip
+    for number in range(4):
+        said = {"Collective name": "allreduce", "In msg nelems": 1024, "Out msg nelems": 1024, "Group size": 2,
+                "dtype": "Float", "Process Group Name": "0", "Process Group Description": "default_pg",
+                "Process Group Ranks": "[0, 1]", "Seq": number + 1}  # fmt: skip
+        where = {"device": 0, "context": 1, "stream": 20, "correlation": 9_000 + number}
+        trace["traceEvents"].append(
+            {"ph": "X", "cat": "kernel", "name": "ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", "pid": 0, "tid": 20,
+             "ts": start + 100.5 * number, "dur": 50.25, "args": where | said}
+        )  # fmt: skip
+    return json.dumps(trace).encode()
 
 
 def _unzstd(data: bytes) -> bytes:
@@ -149,7 +178,6 @@ TARGETS = (
     _command("link recording -o out", _COMMS),
     _command("convert recording -o out --simulate", _ET),
     _command("convert recording -o out", _KINETO),
-    _command("convert linked -o out --simulate", _LINKED),
     _command("check chakra/chakra.0.et chakra/chakra.1.et", _CHAKRA, 3),
     _command("check chakra/chakra.0.et", "chakra/comm_groups.json", 2),
     _command("diagnose recording --html out.html --database out.sqlite -o out.json", _DUMP, 3),
@@ -173,11 +201,16 @@ TARGETS = (
     _command("report recording --replay replay -o out.html", "replay/replay.json"),
     _command("replay recording --dry-run", _COMMS, 2),
     _command("replay recording --dry-run --trace-type et", _ET),
-    _command("replay recording --dry-run --trace-type kineto", _KINETO),
-    _command("replay flight --dry-run", _PICKLE),
+    _command("replay gpu --dry-run --one-trace", _GPU),
+    _command("replay flight/rank_0 --dry-run --one-trace", _PICKLE),
     _command("replay linked --dry-run", _LINKED),
     _command("replay basic --dry-run", "basic/0.json", 2),
     _command("replay plan.json --dry-run", _PLAN, 3),
-    Target("inspect zip://member::WORKSPACE/member.zip", "member.zip", mutate.zipped, weight=2, is_packed=False),
-    Target("bandwidth reference://member::WORKSPACE/member.json", "member.json", mutate.json_tree, is_packed=False),
+    Target("inspect zip://::WORKSPACE/member.zip", "member.zip", mutate.zipped, weight=2, is_packed=False),
+    Target(
+        "inspect reference://rank-0.comms.jsonl::WORKSPACE/member.json",
+        "member.json",
+        mutate.json_tree,
+        is_packed=False,
+    ),
 )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gzip
+import zipfile
 from pathlib import Path
 
 import msgspec
@@ -160,6 +161,24 @@ records = st.builds(
 @given(records)
 def test_a_record_survives_its_json(record: CommRecord) -> None:
     assert msgspec.json.decode(msgspec.json.encode(record), type=CommRecord) == record
+
+
+def test_a_recording_in_an_archive_is_listed_and_read(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "run.zip", "w") as archive:
+        archive.writestr("rank-0.comms.jsonl", HEADER + GROUP + RECORD % 7 + END)
+
+    (file,) = list_recording(f"zip://::{tmp_path}/run.zip").files
+
+    assert file.path == f"zip://rank-0.comms.jsonl::{tmp_path}/run.zip"
+    assert [record.id for record in CommsFile(file.path).records()] == [7]
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"PK\x05\x06" + b"\xff" * 18])
+def test_an_archive_that_is_none_is_told(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "run.zip").write_bytes(content)
+
+    with pytest.raises(CrossrankError, match=r"run\.zip: cannot be reached"):
+        list_recording(f"zip://::{tmp_path}/run.zip")
 
 
 def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path: Path) -> None:

@@ -274,7 +274,7 @@ def open_export(path: str) -> Iterator[Export]:
             connection.set_progress_handler(watch.ticks().__next__, _TICK)
             connection.execute("PRAGMA trusted_schema = OFF")
             yield Export(path, connection, watch.budget)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeError) as error:  # the latter for names of columns
             if watch.stopped is not None:
                 raise watch.stopped from None
             raise CrossrankError(f"{path}: is damaged or no SQLite file ({one_line(error)}); export it anew") from error

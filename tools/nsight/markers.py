@@ -230,7 +230,7 @@ _COLUMNS = ("start", "end", "eventType", "globalTid", "textId", "int64Value", "u
 def read_ranges(export: Export) -> Ranges:
     """Every range and marker that means something here, of all processes."""
     types = {export.event_type(*one): one for one in (MARK, PUSH_POP, START_END)}
-    mark = next(number for number, one in types.items() if one is MARK)
+    mark = export.event_type(*MARK)
     meanings: list[Meaning] = []
     numbers: dict[bytes, int] = {}
     parts: list[list[Column]] = []

@@ -180,7 +180,8 @@ class _Texts(msgspec.Struct, gc=False):
 def io_texts(text: msgspec.Raw) -> tuple[str, str, str]:
     """Values, shapes and types of `inputs` or `outputs`, each as JSON text."""
     given = parse(text, _Texts) or _Texts()
-    return bytes(given.values).decode(), bytes(given.shapes).decode(), bytes(given.types).decode()
+    values, shapes, types = (bytes(one).decode(errors="replace") for one in (given.values, given.shapes, given.types))
+    return values, shapes, types
 
 
 def host_node(node: Node, odd: list[int]) -> HostNode:

@@ -197,6 +197,7 @@ class _Salvage(Generic[Content]):
         for name in getattr(self.shape.content, "__struct_encode_fields__", ()):
             if name in fields and name != self.shape.rows:
                 try:
+                    msgspec.json.encode(fields[name])  # halves of surrogate pairs could not be written again
                     msgspec.convert(good | {name: fields[name]}, self.shape.content, strict=False)
                 except BROKEN as error:
                     self.problems.append(f"{name} is unusable ({one_line(error)})")
