@@ -188,6 +188,7 @@ def test_exports_without_kernels_give_a_timeline_and_a_report_and_no_bandwidth(
         assert cli.main(["bandwidth", *words]) == 2
         said = capsys.readouterr().err
         assert all(text in said for text in told)
+        assert "beside exports: --source kineto" in said
         assert "Traceback" not in said
 
 

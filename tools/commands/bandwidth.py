@@ -64,9 +64,14 @@ class BandwidthCommand:
                     f"{', '.join(paths)}: holds no communication; name the traces of a job that has some"
                 )
             why = "".join(f" ({note})" for note in result.notes[:2])
+            step = (
+                "record a window (TRACING_WINDOW=START:STOP), or a report of Nsight Systems, or set "
+                "TORCH_NCCL_ENABLE_TIMING=1"
+            )
+            if all(one.source == "nsight" for one in measured.ranks):
+                step = "name a recording with a window (TRACING_WINDOW=START:STOP); beside exports: --source kineto"
             raise CrossrankError(
-                f"{', '.join(paths)}: {result.calls:,} calls, but nothing says how long one took{why}; record a window "
-                "(TRACING_WINDOW=START:STOP), or a report of Nsight Systems, or set TORCH_NCCL_ENABLE_TIMING=1"
+                f"{', '.join(paths)}: {result.calls:,} calls, but nothing says how long one took{why}; {step}"
             )
         content = msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"
         if arguments.output is not None:
