@@ -156,7 +156,10 @@ def _merge(listing: Listing, ranks: list[RankSummary]) -> Summary:
             if name not in ("reason", "step") and isinstance(value, int):
                 counts[name] = counts.get(name, 0) + value
     blind_spots = {(header.rank, spot) for header in headers for spot in header.blind_spots}
-    blind_spots |= {(rank.rank, spot) for rank in ranks for spot in (rank.end or {}).get("blind_spots", ())}
+    for rank in ranks:
+        spots = (rank.end or {}).get("blind_spots")
+        if isinstance(spots, list):
+            blind_spots |= {(rank.rank, spot) for spot in spots if isinstance(spot, str)}
     files: dict[str, dict[str, int]] = {}
     for file in listing.files:
         entry = files.setdefault(file.kind, {"files": 0, "bytes": 0})
