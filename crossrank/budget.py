@@ -27,7 +27,8 @@ class Bound:
 
 
 BYTES = Bound("bytes of content", 64 << 20, 256)
-LINES = Bound("lines", 1 << 18, 1)
+LINES = Bound("lines", 1 << 17, 1)
+"""Of a comms file, whose calls take 10 bytes each; a replay makes some 2.5 kB of one."""
 ROWS = Bound("rows", 1 << 18, 1)
 """Of the long list that a file consists of: nodes, events, calls, entries."""
 OBJECTS = Bound("JSON objects", 2_000_000, 64)

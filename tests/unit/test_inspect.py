@@ -304,3 +304,12 @@ def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str])
         main(["nothing"])
     assert caught.value.code == 2
     assert "invalid choice: 'nothing'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("spots", [[[1]], 7, None, {"a": 1}, [{}]])
+def test_blind_spots_that_are_no_texts_are_not_shown(tmp_path: Path, spots: object) -> None:
+    header = {"schema": "crossrank-comms 1", "rank": 0, "world_size": 1, "host": "h", "node": "n"}
+    lines = [{"header": header}, {"end": {"reason": "exit", "calls": 0, "blind_spots": spots}}]
+    (tmp_path / "rank-0.comms.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    assert main(["inspect", str(tmp_path)]) == 0
