@@ -50,10 +50,10 @@ _SUFFIXES = {
 }
 KINDS = tuple(_SUFFIXES)
 _NAME = re.compile(
-    r"rank-(?P<rank>\d+)\.(?:w(?P<window>\d+)\.)?(?P<suffix>comms\.jsonl|(?:et|kineto|flight|linked)\.json)"
+    r"rank-(?P<rank>\d{1,18})\.(?:w(?P<window>\d{1,18})\.)?(?P<suffix>comms\.jsonl|(?:et|kineto|flight|linked)\.json)"
     r"(?P<compression>\.zst|\.gz|)"
 )
-_TEMPORARY = re.compile(r"\.(?P<name>rank-\d+\..*)\.part(\.zst)?")
+_TEMPORARY = re.compile(r"\.(?P<name>rank-\d{1,18}\..*)\.part(\.zst)?")
 
 _CHUNK = 1 << 20
 _LONGEST_LINE = 16 << 20
@@ -80,7 +80,7 @@ def temporary_name(name: str) -> str:
 def rank_of(name: str) -> int | None:
     """The rank that wrote a file of this name, whole or cut off; None for a foreign file."""
     cut_off = _TEMPORARY.fullmatch(name)
-    match = re.match(r"rank-(\d+)\.", cut_off["name"] if cut_off else name)
+    match = re.match(r"rank-(\d{1,18})\.", cut_off["name"] if cut_off else name)
     return int(match[1]) if match else None
 
 
@@ -157,7 +157,7 @@ def list_recording(path: str) -> Listing:
                     rank=int(match["rank"]),
                     kind=kind,
                     window=int(match["window"] or 1),
-                    size=int(entry["size"] or 0),
+                    size=_whole(entry.get("size")),
                 )
             )
         elif _TEMPORARY.fullmatch(name):
@@ -173,6 +173,11 @@ def list_recording(path: str) -> Listing:
         folders=tuple(folders),
         special=tuple(odd),
     )
+
+
+def _whole(size: object) -> int:
+    """Bytes as a file system gives them: some do not know them, and an archive may say anything."""
+    return size if isinstance(size, int) else 0
 
 
 def _file_system(path: str) -> tuple[Any, str]:

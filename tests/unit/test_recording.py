@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import zipfile
 from pathlib import Path
 
@@ -179,6 +180,18 @@ def test_an_archive_that_is_none_is_told(tmp_path: Path, content: bytes) -> None
 
     with pytest.raises(CrossrankError, match=r"run\.zip: cannot be reached"):
         list_recording(f"zip://::{tmp_path}/run.zip")
+
+
+def test_sizes_and_ranks_that_an_archive_makes_up_do_not_end_the_listing(tmp_path: Path) -> None:
+    content = (HEADER + END).decode()
+    names = ["rank-0.comms.jsonl", f"rank-{'9' * 5000}.comms.jsonl"]
+    refs = {f"run/{name}": ["here", 0, "many"] for name in names} | {"run/rank-1.comms.jsonl": content}
+    (tmp_path / "run.json").write_text(json.dumps({"version": 1, "refs": refs}))
+
+    listing = list_recording(f"reference://run::{tmp_path}/run.json")
+
+    assert [(file.rank, file.size) for file in listing.files] == [(0, 0), (1, len(content))]
+    assert listing.foreign == (names[1],)
 
 
 def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path: Path) -> None:
