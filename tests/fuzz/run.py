@@ -28,6 +28,8 @@ MOST_SECONDS = 10
 MOST_KB = 500_000
 _RAW = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e]")
 """Characters that steer a terminal."""
+_CTRL_C = 128 + signal.SIGINT
+"""Exit code of a command that Ctrl-C ended."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,8 @@ def _command(target: Target, folder: Path) -> tuple[str, str]:
     finally:
         for left in folder.glob("out*"):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
+    if code == _CTRL_C:
+        raise KeyboardInterrupt
     said = err.getvalue()
     problem = ""
     if code not in (0, 1, 2):
