@@ -66,7 +66,9 @@ class Printable:
         """The stream itself, for what is safe and means to steer it."""
 
     def write(self, text: str) -> int:
-        return self.plain.write(text if _STEERING.search(text) is None else _STEERING.sub(_escaped, text))
+        # The same question as the pattern's, several times as fast.
+        is_safe = text.replace("\n", "").isprintable()
+        return self.plain.write(text if is_safe else _STEERING.sub(_escaped, text))
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:

@@ -13,6 +13,7 @@ from crossrank.tools.chakra.framing import read_trace
 from crossrank.tools.tables import print_table, printable
 
 _SHOWN = 40
+_TYPES: dict[int, str] = {number: name for name, number in pb.NodeType.items()}
 
 
 def print_json(path: str) -> None:
@@ -69,7 +70,7 @@ def as_dict(node: pb.Node) -> dict[str, Any]:
 
 
 def _type(node: pb.Node) -> str:
-    return pb.NodeType.Name(node.type) if node.type in pb.NodeType.values() else str(node.type)
+    return _TYPES.get(node.type) or str(node.type)
 
 
 def _attributes(attributes: Any) -> dict[str, Any]:
