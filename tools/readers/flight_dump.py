@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from itertools import chain
 from typing import Annotated, Any
 
 import msgspec
@@ -287,19 +288,7 @@ def frames_of(frames: Any) -> tuple[Frame, ...]:
 
 def _entries(rows: list[Any], problems: list[str], budget: Budget) -> list[Entry]:
     budget.spend(ROWS, len(rows))
-    # A pickle may name one list a million times: what counts is what each entry makes of it.
-    known: dict[int, int] = {}
-    extents = 0
-    for row in rows:
-        if isinstance(row, dict):
-            for side in _LISTS:
-                sizes = row.get(side)
-                if isinstance(sizes, list | tuple):
-                    many = known.get(id(sizes))
-                    if many is None:
-                        many = known[id(sizes)] = sum(len(one) if isinstance(one, list | tuple) else 1 for one in sizes)
-                    extents += many
-    budget.spend(EXTENTS, extents)
+    _count_extents(rows, budget)
     try:
         return msgspec.convert(rows, list[Entry])
     except BROKEN:
@@ -318,7 +307,18 @@ def _entries(rows: list[Any], problems: list[str], budget: Budget) -> list[Entry
     return entries
 
 
-_LISTS = ("input_sizes", "output_sizes", "input_dtypes", "output_dtypes")
+def _count_extents(rows: list[Any], budget: Budget) -> None:
+    """Spend what the lists of the entries hold. A pickle may name one list a million times: what counts is what each
+    entry makes of it."""
+    dicts = [row for row in rows if isinstance(row, dict)]
+    for name in ("input_sizes", "output_sizes", "input_dtypes", "output_dtypes"):
+        lists = [found for row in dicts if isinstance(found := row.get(name), _LIST)]
+        budget.spend(EXTENTS, sum(map(len, lists)))
+        if name.endswith("_sizes"):
+            budget.spend(EXTENTS, sum(len(one) for one in chain.from_iterable(lists) if isinstance(one, _LIST)))
+
+
+_LIST = (list, tuple)
 
 
 def _of_literal(row: dict[str, Any], group_ids: dict[str, int]) -> dict[str, Any]:
