@@ -197,16 +197,18 @@ def write_rank(folder: Path, rank: int, world: int, steps: int = 10, layers: int
     lines: list[dict[str, Any]] = [{"header": header}, *({"group": group} for group in groups)]
     entries: list[dict[str, Any]] = []
     seqs = [0, 0, 0]
-    shape = [1 << 18]
+    whole, part = [1 << 18], [1 << 15]
+    tensors = {"all_gather": (part, whole), "reduce_scatter": (whole, part), "all_reduce": (whole, whole)}
 
     def call(group: int, op: str, c10d: str, at: int, took: int, late: int) -> None:
         seqs[group] += 1
         pg = groups[group]["pg"]
         begin = at + late
         record = {"id": len(entries), "seq": seqs[group], "t": begin, "step": step, "op": op, "c10d": c10d, "pg": pg}
+        into, out_of = tensors[op]
         record |= {
-            "in": [shape],
-            "out": [shape],
+            "in": [into],
+            "out": [out_of],
             "dtype": "float32",
             "bytes": 4 << 18,
             "source": f"model.py:{40 + group}",
@@ -222,9 +224,9 @@ def write_rank(folder: Path, rank: int, world: int, steps: int = 10, layers: int
                 "op_id": seqs[group],
                 "profiling_name": f"nccl:{op}",
                 "time_created_ns": wall + begin + 2000,
-                "input_sizes": [shape],
+                "input_sizes": [into],
                 "input_dtypes": ["Float"],
-                "output_sizes": [shape],
+                "output_sizes": [out_of],
                 "output_dtypes": ["Float"],
                 "state": "completed",
                 "time_discovered_started_ns": wall + begin + 5000,
