@@ -140,10 +140,11 @@ _TITLES = {"op": "operation", "group": "group", "size": "size", "locality": "loc
 
 
 def _cells(row: Row, by: list[str], *, shared: bool, bounds: bool) -> list[object]:
-    group = f"{row.pg} {row.desc or ''}".strip() or "unknown"
+    name = f"{row.pg} {row.desc or ''}".strip()
+    group = f"{name} ({row.ranks})" if name else "unknown"
     said: dict[str, object] = {
         "op": row.op,
-        "group": f"{group} ({row.ranks})" if row.pg is not None else "-",
+        "group": group if row.pg is not None else "-",
         "size": "unknown" if row.size_to is None else size_text(row.size_to),
         "locality": row.locality,
         "source": row.source or "(C++)",

@@ -72,9 +72,8 @@ def _print(output: str, size: int, found: Figures) -> None:
     table = found.bandwidth
     print(f"report     {printable(output)}, {amount(size)}")
     print(
-        f"holds      {found.ranks} of {found.world_size} rank(s), {found.calls:,} calls of "
-        f"{amount(found.bytes, found.unsized)}, "
-        f"{table.timed_calls:,} of them with times"
+        f"holds      {found.ranks} of {found.world_size} rank(s), {found.calls:,} calls, "
+        f"{table.timed_calls:,} of them with times; bytes in all: {amount(found.bytes, found.unsized)}"
     )
     verdict = found.diagnosis.verdict if found.diagnosis else f"none: {found.diagnosis_problem}"
     print(f"diagnosis  {printable(verdict)}")

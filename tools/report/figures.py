@@ -30,6 +30,8 @@ class Matrix(msgspec.Struct, kw_only=True):
     groups: list[str]
     bytes: list[list[int]]
     """S of nccl-tests, summed over ranks; a row per operation."""
+    unsized: list[list[int]]
+    """Calls of which no file says the bytes."""
     calls: list[list[int]]
     """Summed over ranks."""
     time_ms: list[list[float]]
@@ -164,9 +166,10 @@ def _classes(found: Collectives) -> list[str]:
     names = []
     for (desc, size, where), group in zip(keys, found.groups, strict=True):
         number = count[desc, size, where]
-        if number == 1:
-            name = desc or (f"group {group.name}" if group.name else "unknown group")
-            names.append(f"{name}: {size} rank{'s' if size != 1 else ''}")
+        if number == 1 and not (desc or group.name):
+            names.append("unknown group")
+        elif number == 1:
+            names.append(f"{desc or f'group {group.name}'}: {size} rank{'s' if size != 1 else ''}")
         else:
             what = desc or f"groups {where}".strip()
             names.append(f"{what}: {number} of {size} ranks")
@@ -200,10 +203,11 @@ def _matrix(found: Collectives, classes: Sequence[str]) -> Matrix:
         (ops.index(label), groups.index(name) if (name := classes[kind.group]) in groups else len(groups) - 1)
         for kind, label in zip(found.kinds, labels, strict=True)
     ]
-    sizes, calls = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    sizes, unsized, calls = (np.zeros(shape, np.int64) for _ in range(3))
     for (row, column), kind, count in zip(place, found.kinds, by_kind, strict=False):
         sizes[row, column] += kind.recorded * count
         calls[row, column] += count * kind.calls
+        unsized[row, column] += 0 if kind.sized else count * kind.calls
     time, waiting = np.zeros(shape), np.zeros(shape)
     rows, columns = (np.array([one[i] for one in place] or [0]) for i in range(2))
     timed = np.flatnonzero(found.timed)
@@ -214,6 +218,7 @@ def _matrix(found: Collectives, classes: Sequence[str]) -> Matrix:
         ops=ops,
         groups=groups,
         bytes=sizes.tolist(),
+        unsized=unsized.tolist(),
         calls=calls.tolist(),
         time_ms=np.round(time, 3).tolist(),
         waiting_ms=np.round(waiting, 3).tolist(),

@@ -58,6 +58,7 @@ def test_the_figures_of_a_job_with_a_late_rank() -> None:
         "ops": ["all_reduce"],
         "groups": ["group 0: 2 ranks"],
         "bytes": [[8_000_000]],
+        "unsized": [[0]],
         "calls": [[8]],
         "time_ms": [[0.4]],
         "waiting_ms": [[1.2]],

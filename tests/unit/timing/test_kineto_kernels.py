@@ -96,7 +96,7 @@ def test_bytes_that_nothing_says_are_unknown_and_not_0(tmp_path: Path, capsys: p
     lines = [line.split() for line in out.splitlines() if line.startswith("  all_reduce")]
     assert sorted(" ".join(line[:9]) for line in lines) == [
         "all_reduce 0 default_pg (2) ≤1 KiB unknown 1 1.02",
-        "all_reduce unknown (1) unknown unknown 1 unknown 40.0 40.0",
+        "all_reduce unknown unknown unknown 1 unknown 40.0 40.0 40.0",
     ]
     _, out = bandwidth(tmp_path, capsys, "--by", "op")
     assert "1.02 kB + 1 unknown" in out
@@ -106,7 +106,7 @@ def test_bytes_that_nothing_says_are_unknown_and_not_0(tmp_path: Path, capsys: p
     assert {"all_reduce unknown · unknown group", "all_reduce 1.02 kB · 0 default_pg"} <= labels
     capsys.readouterr()
     main(["report", str(tmp_path), "-o", str(tmp_path / "report.html")])
-    assert "2 calls of 1.02 kB + 1 unknown, 2 of them with times" in capsys.readouterr().out
+    assert "2 calls, 2 of them with times; bytes in all: 1.02 kB + 1 unknown" in capsys.readouterr().out
 
 
 def test_a_call_without_elements_has_0_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
