@@ -25,7 +25,7 @@ import zstandard
 
 from crossrank.errors import CrossrankError, one_line
 from crossrank.instrument import process_lock
-from crossrank.instrument.topology import boot_id
+from crossrank.machine import boot_id
 from crossrank.recording import COMMS, CommsFile, file_name, is_url, rank_of, temporary_name
 
 log = logging.getLogger("crossrank")

@@ -16,20 +16,19 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from crossrank.comm import Locality
 from crossrank.errors import one_line
+from crossrank.machine import boot_id
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 log = logging.getLogger("crossrank")
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _FIRST_PAUSE = 0.005
 _PAUSE_PER_RANK = 2e-5
 """Seconds: all ranks together look at the store 50,000 times a second at most."""
@@ -44,14 +43,6 @@ _PATIENCE = 24
 Place = tuple[str, str | None]
 # first rank, number of ranks, their place
 Run = tuple[int, int, Place]
-
-
-def boot_id() -> str | None:
-    """The id that the kernel made at its start; None where the system has none."""
-    try:
-        return _BOOT_ID.read_text().strip() or None
-    except OSError:
-        return None
 
 
 def node_of_this_machine() -> str:

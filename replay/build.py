@@ -257,10 +257,6 @@ def _groups(ranks: list[Rank], size: int, partial: bool) -> tuple[dict[str, Grou
     return groups, names
 
 
-def _are_members(ranks: list[int], size: int) -> bool:
-    return len(set(ranks)) == len(ranks) and min(ranks) >= 0 and max(ranks) < size
-
-
 def _is_world(pg: str, desc: str) -> bool:
     return desc in ("default_pg", "") and pg in ("0", "", "default_pg")
 

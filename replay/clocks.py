@@ -8,22 +8,14 @@ It is measured before and after the passes, for clocks drift.
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
+from crossrank.machine import boot_id
 from crossrank.replay.meeting import Meeting
 
 _ROUNDS = 16
 
 Offset = tuple[int, int]
 """(ns to add to this rank's clock to have rank 0's, largest error in ns)"""
-
-
-def boot_id() -> str:
-    """What tells this boot of this machine from every other."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def measure_offset(meeting: Meeting, rank: int, when: str) -> Offset:

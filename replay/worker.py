@@ -27,9 +27,10 @@ from torch.distributed import distributed_c10d as c10d
 import crossrank
 from crossrank.comm import Group
 from crossrank.errors import CrossrankError, one_line
+from crossrank.machine import boot_id
 from crossrank.replay.c10d_calls import barrier_options
 from crossrank.replay.check import Checker
-from crossrank.replay.clocks import between, boot_id, measure_offset
+from crossrank.replay.clocks import between, measure_offset
 from crossrank.replay.executor import Executor, make_executor
 from crossrank.replay.meeting import FINISHED, Errand, Meeting, RefusedError
 from crossrank.replay.pace import Pacer, idle, make_busy, parse_pace
@@ -96,7 +97,7 @@ def _replay(rank: int, local_rank: int, meeting: Meeting, errand: Errand, watch:
     if settings.backend == "nccl":
         gpu = getattr(torch.cuda.get_device_properties(device), "uuid", None)
         if gpu is not None:  # some builds for ROCm do not tell
-            claim_gpu(meeting, rank, f"{boot_id()}/{gpu}")
+            claim_gpu(meeting, rank, f"{boot_id() or socket.gethostname()}/{gpu}")
     world = next((group for group in errand.groups if _is_world(group, errand)), None)
     dist.init_process_group(
         settings.backend,

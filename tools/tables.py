@@ -54,6 +54,11 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
+def writable(text: str) -> str:
+    """Text that every encoding of Unicode has: names of files need not be."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 class Printable:
     """A text stream that passes on what can be seen, and line ends.
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import os
 import secrets
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import fsspec
 
@@ -37,6 +39,12 @@ def make_folder(folder: str) -> None:
     except Exception as error:  # every kind of file system has errors of its own
         reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
         raise CrossrankError(f"{folder}: cannot be made ({reason}); name another folder with -o") from error
+
+
+def gzip_writer(file: BinaryIO) -> BinaryIO:
+    """Compresses into `file`, which stays open. Neither name nor time is in the header, so that the bytes depend on the
+    content alone."""
+    return cast(BinaryIO, gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0, compresslevel=6))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from crossrank.instrument.files import RankFiles
-from crossrank.instrument.topology import boot_id
+from crossrank.machine import boot_id
 from crossrank.recording import SCHEMA, Header
 
 COMMS = "rank-0.comms.jsonl.zst"

@@ -5,16 +5,15 @@ Every rank is a process there, every thread and stream a track.
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 import msgspec
 
 from crossrank.tools.chakra.graph import PAUSE
 from crossrank.tools.chakra.simulate import CATEGORIES, RankGraph, Simulation
-from crossrank.tools.whole_file import whole_file
+from crossrank.tools.whole_file import gzip_writer, whole_file
 
 
 def write_timeline(graphs: Sequence[RankGraph], simulation: Simulation, path: Path) -> None:
@@ -22,7 +21,7 @@ def write_timeline(graphs: Sequence[RankGraph], simulation: Simulation, path: Pa
     with whole_file(path) as temporary, temporary.open("wb") as plain:
         file: BinaryIO = plain
         if path.name.endswith(".gz"):
-            file = cast(BinaryIO, gzip.GzipFile(filename="", mode="wb", fileobj=plain, mtime=0))
+            file = gzip_writer(plain)
         file.write(b'{"displayTimeUnit":"ns","metadata":{"crossrank":"simulation"},"traceEvents":[')
         separator = b"\n"
         for graph in graphs:

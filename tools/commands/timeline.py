@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gzip
 import os
 import shutil
 import sys
@@ -20,7 +19,7 @@ from crossrank.tools.timeline.chrome import ChromeWriter
 from crossrank.tools.timeline.perfetto import PerfettoWriter
 from crossrank.tools.timeline.tracks import WriterFactory
 from crossrank.tools.timing.sources import CHOICES
-from crossrank.tools.whole_file import join, whole_file
+from crossrank.tools.whole_file import gzip_writer, join, whole_file
 
 FORMATS: dict[str, tuple[WriterFactory, str]] = {
     "perfetto": (PerfettoWriter, "timeline.pftrace"),
@@ -94,7 +93,7 @@ def _compress(path: Path) -> None:
         with (
             path.open("rb") as plain,
             packed.open("xb") as target,
-            gzip.GzipFile(filename="", mode="wb", fileobj=target, mtime=0, compresslevel=6) as stream,
+            gzip_writer(target) as stream,
         ):
             shutil.copyfileobj(plain, stream, 1 << 20)
         os.replace(packed, path)

@@ -26,7 +26,7 @@ from crossrank.tools.diagnosis.from_comms import (
 from crossrank.tools.diagnosis.from_flight import evidence_from_flight
 from crossrank.tools.fleet import Fleet, map_ranks
 from crossrank.tools.readers.flight_dump import NoDumpError, read_flight_dump
-from crossrank.tools.tables import rank_ranges
+from crossrank.tools.tables import rank_ranges, writable
 from crossrank.tools.traces.discover import WHAT, TraceFile, discover
 
 _NEWER = 5_000_000_000
@@ -156,14 +156,10 @@ def read_candidate(candidate: Candidate) -> RankEvidence | Failure:
     """Runs in a worker: one file into evidence, with a path that can be written to any output."""
     result = _read_candidate(candidate)
     if isinstance(result, RankEvidence):
-        result.path = _writable(result.path)
-        result.problems = list(map(_writable, result.problems))
+        result.path = writable(result.path)
+        result.problems = list(map(writable, result.problems))
         return result
-    return replace(result, text=_writable(result.text))
-
-
-def _writable(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()
+    return replace(result, text=writable(result.text))
 
 
 def _read_candidate(candidate: Candidate) -> RankEvidence | Failure:

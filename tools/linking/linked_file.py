@@ -17,7 +17,6 @@ The object `crossrank` says which version linked which inputs, and what matched.
 
 from __future__ import annotations
 
-import gzip
 import io
 from collections import defaultdict
 from collections.abc import Iterator
@@ -32,7 +31,7 @@ import crossrank
 from crossrank.comm import Group, Int
 from crossrank.tools.linking.graph import Activity, Communication, EdgeKind, HostOp, LinkedTrace, MatchReport
 from crossrank.tools.readers.execution_trace import FIRST_NESTED_SCHEMA, FLAT_SCHEMA, HostNode, is_thread_root
-from crossrank.tools.whole_file import whole_file
+from crossrank.tools.whole_file import gzip_writer, whole_file
 
 Compression = Literal["zst", "gz", "none"]
 
@@ -122,8 +121,7 @@ def _compressor(file: BinaryIO, compression: Compression) -> BinaryIO:
     if compression == "zst":
         return cast(BinaryIO, zstandard.ZstdCompressor(level=_LEVEL).stream_writer(file, closefd=False))
     if compression == "gz":
-        # Neither name nor time in the header, so that the bytes depend on the content alone.
-        return cast(BinaryIO, gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0, compresslevel=6))
+        return gzip_writer(file)
     return cast(BinaryIO, io.BufferedWriter(io.FileIO(file.fileno(), "wb", closefd=False)))
 
 

@@ -72,7 +72,6 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     time_discovered_completed_ns: Int | None = None
     duration_ms: float | None = None
     retired: bool = False
-    timeout_ms: Int = 0
     is_p2p: bool | None = None
     """None in dumps that do not say."""
     thread_name: Text = ""
@@ -84,7 +83,6 @@ class Progress(msgspec.Struct, frozen=True):
     """How far a rank came on one group: sequence numbers, -1 = none. P2P calls put theirs here as well."""
 
     last_enqueued_collective: Int = -1
-    last_started_collective: Int = -1
     last_completed_collective: Int = -1
 
 

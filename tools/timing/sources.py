@@ -25,7 +25,7 @@ from crossrank.tools.fleet import Fleet, map_ranks
 from crossrank.tools.linking.communications import named_by_address
 from crossrank.tools.linking.inputs import RankInput
 from crossrank.tools.nsight.read import read_export
-from crossrank.tools.tables import rank_ranges
+from crossrank.tools.tables import rank_ranges, writable
 from crossrank.tools.timing.rank_times import SEND_RECV, SOURCES, RankTimes, TimesBuilder
 from crossrank.tools.traces.discover import NSIGHT, REPORT, WHAT, TraceFile, discover
 
@@ -211,12 +211,12 @@ def settle(ranks: list[RankTimes], found: Found) -> list[RankTimes]:
         if one.world_size is not None and not 0 < one.world_size <= MOST_RANKS:
             one.notes.append(f"{one.path}: says that the job has {one.world_size} ranks, which cannot be")
             one.world_size = None
-        one.path = _writable(one.path)
-        one.notes, one.problems = list(map(_writable, one.notes)), list(map(_writable, one.problems))
-    found.skipped = list(map(_writable, found.skipped))
+        one.path = writable(one.path)
+        one.notes, one.problems = list(map(writable, one.notes)), list(map(writable, one.problems))
+    found.skipped = list(map(writable, found.skipped))
     if not ranks:
         raise CrossrankError("; ".join(found.skipped[:3]))
-    ranks[0].notes += map(_writable, found.notes)
+    ranks[0].notes += map(writable, found.notes)
     others = sorted(found.unmixed - {one.rank for one in ranks if one.rank is not None})
     if others:
         found.skipped.append(
@@ -236,11 +236,6 @@ def read_task(task: Task) -> list[RankTimes] | str:
 def failed(task: Task, error: CrossrankError) -> list[RankTimes] | str:
     """What stands for a file that could not be used: why."""
     return str(error) if str(error).startswith(task.path) else f"{task.path}: {error}"
-
-
-def _writable(text: str) -> str:
-    """Names of files need not be text that can be written."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _refuse_several_runs(ranks: list[RankTimes]) -> None:
