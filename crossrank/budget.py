@@ -18,7 +18,7 @@ _FREE = 1_000_000
 
 
 @dataclass(frozen=True)
-class Bound:
+class Limit:
     """How many of a thing a file may have."""
 
     what: str
@@ -26,20 +26,20 @@ class Bound:
     per_byte: int
 
 
-BYTES = Bound("bytes of content", 64 << 20, 256)
-LINES = Bound("lines", 1 << 17, 1)
+BYTES = Limit("bytes of content", 64 << 20, 256)
+LINES = Limit("lines", 1 << 17, 1)
 """Of a comms file, whose calls take 10 bytes each; a replay makes some 2.5 kB of one."""
-ROWS = Bound("rows", 1 << 18, 1)
+ROWS = Limit("rows", 1 << 18, 1)
 """Of the long list that a file consists of: nodes, events, calls, entries."""
-OBJECTS = Bound("JSON objects", 2_000_000, 64)
+OBJECTS = Limit("JSON objects", 2_000_000, 64)
 """In rows that are decoded into structs, counted before anything is known of them but their brackets."""
-VALUES = Bound("values", 3_000_000, 64)
+VALUES = Limit("values", 3_000_000, 64)
 """Of content that is decoded into whatever it holds."""
-OPCODES = Bound("bytes of a pickle that torch did not write", 8 << 20, 8)
-QUERIES = Bound("microseconds of queries", 3_000_000, 1)
+OPCODES = Limit("bytes of a pickle that torch did not write", 8 << 20, 8)
+QUERIES = Limit("microseconds of queries", 3_000_000, 1)
 """Of a processor, within SQLite; a genuine export takes a twentieth of it."""
-MEMBERS = Bound("members of groups", 1 << 20, 4)
-EXTENTS = Bound("extents of tensors", 1 << 20, 4)
+MEMBERS = Limit("members of groups", 1 << 20, 4)
+EXTENTS = Limit("extents of tensors", 1 << 20, 4)
 
 
 class BudgetError(CrossrankError):
@@ -57,26 +57,28 @@ class Budget:
     path: str
     size: int = 0
     """Bytes on disk; 0 where it is not known."""
-    used: Counter[Bound] = field(default_factory=Counter)
+    used: Counter[Limit] = field(default_factory=Counter)
 
     @classmethod
     def of(cls, path: str) -> Budget:
         """That of the local file at `path`."""
         return cls(path, os.path.getsize(path) if os.path.isfile(path) else 0)
 
-    def spend(self, bound: Bound, count: int) -> None:
+    def spend(self, limit: Limit, count: int) -> None:
         """Note `count` more of a thing. Raises `BudgetError` past its bound."""
-        self.used[bound] += count
-        most = bound.base + bound.per_byte * max(0, self.size - _FREE)
-        if self.used[bound] > most:
+        self.used[limit] += count
+        most = limit.base + limit.per_byte * max(0, self.size - _FREE)
+        if self.used[limit] > most:
             size = f"of {self.size:,} bytes" if self.size else "like it"
             raise BudgetError(
                 self.path,
-                f"is refused: it holds, or asks for, more than {most:,} {bound.what}, far more than a genuine file "
+                f"is refused: it holds, or asks for, more than {most:,} {limit.what}, far more than a genuine file "
                 f"{size} does; name another",
             )
 
-    def ranks(self, ranks: range) -> list[int]:
-        """The members of a group that the file does not list but counts."""
+    def ranks(self, ranks: list[int] | range) -> list[int]:
+        """The members of a group. Those that a range stands for the file does not list but counts: they are spent."""
+        if isinstance(ranks, list):
+            return ranks
         self.spend(MEMBERS, len(ranks))
         return list(ranks)

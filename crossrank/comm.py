@@ -23,7 +23,7 @@ Int = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=(1 << 62) - 1)]
 """A number as a file may have it: sums and differences of it fit into 64 bits."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
 """One that is not negative."""
-Shape = Annotated[list[Int], msgspec.Meta(max_length=64)]
+Extents = Annotated[list[Int], msgspec.Meta(max_length=64)]
 """Extents of a tensor; torch's have 64 at most."""
 
 Payload = Literal["input", "output", "input_per_member", "output_per_member", "none"]
@@ -203,9 +203,9 @@ class CommRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defau
     """This is the seq-th collective of this rank on that group, counted from 1; None for P2P."""
     p2p_seq: Int | None = None
     """This is the p2p_seq-th send to (receive from) that peer on that group, counted from 1."""
-    inputs: list[Shape] = msgspec.field(name="in", default_factory=list)
+    inputs: list[Extents] = msgspec.field(name="in", default_factory=list)
     """Shape of every input tensor."""
-    outputs: list[Shape] = msgspec.field(name="out", default_factory=list)
+    outputs: list[Extents] = msgspec.field(name="out", default_factory=list)
     """Shape of every output tensor; the same as the inputs where the call works in place."""
     in_split: list[Int] | None = None
     """Rows of the input that go to each member of the group, for an uneven all_to_all."""

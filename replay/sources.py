@@ -21,7 +21,7 @@ from crossrank.tools.calls.param_basic import read_basic
 from crossrank.tools.calls.rank_calls import Input, RankCalls
 from crossrank.tools.fleet import Fleet, map_ranks
 from crossrank.tools.tables import rank_ranges
-from crossrank.tools.traces.discover import BASIC, WHAT, TraceFile, discover
+from crossrank.tools.traces.discover import BASIC, WHAT, FoundFile, discover
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def find(path: str, kind: str | None = None) -> Found:
     Raises `CrossrankError` where there is nothing to replay.
     """
     parts = [path] if os.path.exists(path) or is_url(path) else [part for part in path.split(",") if part]
-    by_kind: dict[str, dict[int | None, list[TraceFile]]] = defaultdict(lambda: defaultdict(list))
+    by_kind: dict[str, dict[int | None, list[FoundFile]]] = defaultdict(lambda: defaultdict(list))
     files = discover(parts)
     skipped = [f"{file.path}: {file.problem}" for file in files if file.problem]
     skipped += [f"{file.path}: is {WHAT[file.kind]}" for file in files if file.path in parts and file.kind not in KINDS]
@@ -88,7 +88,7 @@ def find(path: str, kind: str | None = None) -> Found:
     return Found(kind=chosen, inputs=inputs, skipped=skipped)
 
 
-def _with_timings(one: TraceFile, by_kind: dict[str, dict[int | None, list[TraceFile]]]) -> Input:
+def _with_timings(one: FoundFile, by_kind: dict[str, dict[int | None, list[FoundFile]]]) -> Input:
     """Beside a comms file, a linked trace or a dump of the same rank says how long its calls took."""
     return Input(
         path=one.path,

@@ -356,9 +356,12 @@ def leave(code: int) -> NoReturn:
 
 def check_backend_name(backend: str) -> None:
     """Raise `CrossrankError` for a name that is no backend of this torch, whether it is built in or not."""
-    known = [name for name in dist.Backend.backend_list if name not in _NO_BACKENDS]
-    if backend not in known:
-        raise CrossrankError(f"--backend {backend!r} is not one of {', '.join(known)}")
+    if backend not in _backends():
+        raise CrossrankError(f"--backend {backend!r} is not one of {', '.join(_backends())}")
+
+
+def _backends() -> list[str]:
+    return [name for name in dist.Backend.backend_list if name not in _NO_BACKENDS]
 
 
 def check_backend(backend: str | None, device: str | None, ranks_here: int | None) -> tuple[str, str]:
@@ -374,10 +377,7 @@ def check_backend(backend: str | None, device: str | None, ranks_here: int | Non
     if device not in ("cpu", "cuda"):
         raise CrossrankError(f"--device {device!r} is neither cpu nor cuda")
     if not dist.is_backend_available(backend):
-        has = [
-            name for name in dist.Backend.backend_list
-            if name not in _NO_BACKENDS and dist.is_backend_available(name)
-        ]  # fmt: skip
+        has = [name for name in _backends() if dist.is_backend_available(name)]
         raise CrossrankError(
             f"backend {backend!r} is not built into torch {torch.__version__}, which has {', '.join(has)}; "
             "choose one with --backend"

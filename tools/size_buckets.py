@@ -20,11 +20,11 @@ def bucket_of(size: int) -> tuple[int, int]:
 def size_text(size_to: int | None) -> str:
     """The bucket that ends with a size, in short.
 
-    >>> size_text(0), size_text(4096), size_text(1 << 30)
-    ('0', '≤4 KiB', '≤1 GiB')
+    >>> size_text(0), size_text(4096), size_text(1 << 30), size_text(None)
+    ('0', '≤4 KiB', '≤1 GiB', 'unknown')
     """
     if not size_to:
-        return "0" if size_to == 0 else "-"
+        return "0" if size_to == 0 else "unknown"
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if size_to >= unit:
             return f"≤{size_to // unit:,} {name}"

@@ -11,7 +11,7 @@ from crossrank.comm import MOST_RANKS, Group
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, KINDS, CommsFile, Header, list_recording
 from crossrank.tools.fleet import Fleet, map_ranks
-from crossrank.tools.traces.discover import TraceFile, discover, other_jobs
+from crossrank.tools.traces.discover import FoundFile, other_jobs
 
 
 class Tally(msgspec.Struct):
@@ -85,9 +85,8 @@ class Summary(msgspec.Struct):
     warnings: list[str]
 
 
-def summarise(path: str, fleet: Fleet, done: Callable[[], None] = lambda: None) -> Summary:
-    """Read the recording at `path`. Raises `CrossrankError` where there is none."""
-    files = discover([path])
+def summarise(path: str, files: Sequence[FoundFile], fleet: Fleet, done: Callable[[], None] = lambda: None) -> Summary:
+    """Read the recording among `files`, which are those at `path`. Raises `CrossrankError` where there is none."""
     found = [file for file in files if file.kind == COMMS and not file.left_out]
     comms = [file for file in found if file.rank is not None and not file.problem]
     unusable = [f"{file.path}: {file.problem or 'does not say its rank'}" for file in found if file not in comms]
@@ -96,7 +95,7 @@ def summarise(path: str, fleet: Fleet, done: Callable[[], None] = lambda: None) 
     return _merge(path, files, map_ranks(summarise_rank, comms, fleet, failed=_failed, done=done), unusable)
 
 
-def _found(path: str, files: Sequence[TraceFile]) -> str:
+def _found(path: str, files: Sequence[FoundFile]) -> str:
     """What is there in the place of comms files."""
     folders = list_recording(path).folders
     names = [file.name for file in files]
@@ -107,7 +106,7 @@ def _found(path: str, files: Sequence[TraceFile]) -> str:
     return found + (f", but there are the folders {', '.join(folders[:5])}" if folders else "")
 
 
-def summarise_rank(file: TraceFile) -> RankSummary:
+def summarise_rank(file: FoundFile) -> RankSummary:
     """Read one rank's comms file, as far as it can be read."""
     assert file.rank is not None
     comms = CommsFile(file.path, file.rank)
@@ -142,7 +141,7 @@ def summarise_rank(file: TraceFile) -> RankSummary:
     )
 
 
-def _failed(file: TraceFile, error: CrossrankError) -> RankSummary:
+def _failed(file: FoundFile, error: CrossrankError) -> RankSummary:
     """What stands for a rank whose file no worker could read: it does not end the others."""
     assert file.rank is not None
     return RankSummary(
@@ -159,7 +158,7 @@ def _failed(file: TraceFile, error: CrossrankError) -> RankSummary:
     )
 
 
-def _merge(path: str, found: Sequence[TraceFile], ranks: list[RankSummary], problems: list[str]) -> Summary:
+def _merge(path: str, found: Sequence[FoundFile], ranks: list[RankSummary], problems: list[str]) -> Summary:
     headers = [rank.header for rank in ranks if rank.header is not None]
     world = max((header.world_size for header in headers if 0 < header.world_size <= MOST_RANKS), default=None)
     for rank in ranks:

@@ -20,6 +20,8 @@ from typing import Any
 
 import zstandard
 
+from crossrank.tools.timeline.perfetto import varint
+
 Mutation = Callable[[bytes, Random], bytes]
 
 _RAW = {
@@ -316,10 +318,10 @@ def protobuf_fields(content: bytes, rng: Random) -> bytes:
                 messages[at], messages[other] = messages[other], messages[at]
             case _:
                 messages[at] = _change_message(messages[at], rng, 3)
-    out = b"".join(_as_varint(len(one)) + one for one in messages)
+    out = b"".join(varint(len(one)) + one for one in messages)
     if rng.random() < 0.1:
         at = rng.randrange(len(out) + 1)
-        out = out[:at] + _as_varint(rng.choice(NUMBERS) & (2**64 - 1)) + out[at + 1 :]
+        out = out[:at] + varint(rng.choice(NUMBERS)) + out[at + 1 :]
     return out
 
 
@@ -344,12 +346,11 @@ def _change_message(message: bytes, rng: Random, depth: int) -> bytes:
             )
             fields[at] = (number, wire, changed)
         case _ if wire == 0:
-            fields[at] = (number, wire, _as_varint(rng.choice(NUMBERS) & (2**64 - 1)))
+            fields[at] = (number, wire, varint(rng.choice(NUMBERS)))
         case _:
             fields[at] = (number, wire, any_bytes(body or b"x", rng)[: len(body)])
     return b"".join(
-        _as_varint(number << 3 | wire) + (_as_varint(len(body)) if wire == 2 else b"") + body
-        for number, wire, body in fields
+        varint(number << 3 | wire) + (varint(len(body)) if wire == 2 else b"") + body for number, wire, body in fields
     )
 
 
@@ -390,15 +391,6 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         shift += 7
         if byte < 128:
             return number, at
-
-
-def _as_varint(number: int) -> bytes:
-    out = bytearray()
-    while number > 127:
-        out.append(number & 127 | 128)
-        number >>= 7
-    out.append(number)
-    return bytes(out)
 
 
 def csv_cells(content: bytes, rng: Random) -> bytes:

@@ -11,7 +11,7 @@ import zstandard
 
 from crossrank.tools.cli import main
 from crossrank.tools.summary import RankSummary, summarise_rank
-from crossrank.tools.traces.discover import TraceFile
+from crossrank.tools.traces.discover import FoundFile
 
 
 def comms(rank: int, node: str, *, world: int = 2, ended: bool = True) -> bytes:
@@ -248,7 +248,7 @@ def test_a_bad_line_of_one_rank_does_not_end_the_others(
 def test_a_file_that_stops_its_reader_is_named_and_the_rest_is_shown(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stop(file: TraceFile) -> RankSummary:
+    def stop(file: FoundFile) -> RankSummary:
         if file.rank == 1:
             raise ValueError("of a kind that nobody foresaw")
         return summarise_rank(file)

@@ -17,7 +17,7 @@ import msgspec
 from crossrank.budget import Budget
 from crossrank.comm import Group, operation_of
 from crossrank.tools.calls.rank_calls import Input, RankCalls, RecordedCall
-from crossrank.tools.linking.communications import MARKERS
+from crossrank.tools.linking.communications import C10D, FUNCTIONAL, MARKERS
 from crossrank.tools.linking.kernels import communication_kernel
 from crossrank.tools.linking.nesting import Nesting, nest
 from crossrank.tools.readers.kineto import DeviceEvent, HostEvent, KinetoTrace, read_kineto
@@ -31,7 +31,7 @@ RANGE = "described by the range on the host that its launch lies in"
 NAME = "described by nothing but the kernel's name"
 NOTHING = "communication kernels of which nothing says the operation"
 
-_RANGES = ("c10d::", "_c10d_functional::", "c10d_functional::", "_c10d_functional_autograd::", "nccl:", "rccl:")
+_RANGES = (C10D, *FUNCTIONAL, "nccl:", "rccl:")
 _RECORD = "record_param_comms"
 
 
@@ -47,7 +47,7 @@ def read_kineto_trace(given: Input) -> RankCalls:
     for number, (start, source, described) in enumerate(rows):
         group = groups.get(described.pg)
         if group is None and described.ranks:
-            ranks = budget.ranks(described.ranks) if isinstance(described.ranks, range) else described.ranks
+            ranks = budget.ranks(described.ranks)
             group = groups[described.pg] = Group(pg=described.pg, size=len(ranks), ranks=ranks, desc=described.desc)
         shapes_from_elements(described)
         record = to_record(described, group, number=number, time=start + trace.base_ns, c10d="")
@@ -72,19 +72,20 @@ def read_kineto_trace(given: Input) -> RankCalls:
     )
 
 
-Row = tuple[int, DeviceEvent | HostEvent, ParamComms]
+_Row = tuple[int, DeviceEvent | HostEvent, ParamComms]
 """When the call was made, what has its time, what it is."""
 
 
-def _of_kernels(trace: KinetoTrace, told_by: Counter[str]) -> list[Row]:
+def _of_kernels(trace: KinetoTrace, told_by: Counter[str]) -> list[_Row]:
     launches = {call.correlation: index for index, call in enumerate(trace.calls) if call.correlation is not None}
     saying = [event for event in trace.host if event.name == _RECORD or event.name.startswith(_RANGES)]
     nesting = nest(saying, trace.calls)
     said = _said(saying, nesting)
-    rows: list[Row] = []
+    rows: list[_Row] = []
     for event in trace.device:
-        described = from_kineto(event.args) if event.category == "kernel" else None
-        known = communication_kernel(event.name) if event.category == "kernel" else None
+        if event.category != "kernel":
+            continue
+        described, known = from_kineto(event.args), communication_kernel(event.name)
         if described is None and known is None:
             continue
         index = launches.get(event.correlation) if event.correlation is not None else None
@@ -125,9 +126,9 @@ def _said(events: Sequence[HostEvent], nesting: Nesting) -> dict[int, ParamComms
     return named | described
 
 
-def _of_host(trace: KinetoTrace) -> list[Row]:
+def _of_host(trace: KinetoTrace) -> list[_Row]:
     """The host's records, of a backend without kernels."""
-    found: list[Row] = []
+    found: list[_Row] = []
     for event in trace.host:
         described = from_kineto(event.args)
         if described is not None and (operation_of(described.name) is not None or described.name not in MARKERS):

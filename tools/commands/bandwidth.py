@@ -145,7 +145,7 @@ def _cells(row: Row, by: list[str], *, shared: bool, bounds: bool) -> list[objec
     said: dict[str, object] = {
         "op": row.op,
         "group": group if row.pg is not None else "-",
-        "size": "unknown" if row.size_to is None else size_text(row.size_to),
+        "size": size_text(row.size_to),
         "locality": row.locality,
         "source": row.source or "(C++)",
     }

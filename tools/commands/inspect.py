@@ -43,8 +43,9 @@ class Inspect:
             (print_json if arguments.json else print_nodes)(arguments.recording)
             return 0
         fleet = self._fleet(arguments)
-        count = sum(file.kind == COMMS for file in discover([arguments.recording]))
-        summary = progress("reading", count, lambda done: summarise(arguments.recording, fleet, done))
+        files = discover([arguments.recording])
+        count = sum(file.kind == COMMS for file in files)
+        summary = progress("reading", count, lambda done: summarise(arguments.recording, files, fleet, done))
         if arguments.json:
             sys.stdout.write(msgspec.json.format(msgspec.json.encode(summary), indent=2).decode() + "\n")
         else:

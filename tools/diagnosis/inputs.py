@@ -27,7 +27,7 @@ from crossrank.tools.diagnosis.from_flight import evidence_from_flight
 from crossrank.tools.fleet import Fleet, map_ranks
 from crossrank.tools.readers.flight_dump import NoDumpError, read_flight_dump
 from crossrank.tools.tables import rank_ranges, writable
-from crossrank.tools.traces.discover import WHAT, TraceFile, discover
+from crossrank.tools.traces.discover import WHAT, FoundFile, discover
 
 _NEWER = 5_000_000_000
 """ns by which a comms file must go on after every dump of its recording to say more than they do."""
@@ -71,18 +71,18 @@ class Evidence:
     """What most comms files say, those of ranks without a dump included."""
 
 
-def find_candidates(paths: Iterable[str]) -> list[Candidate]:
+def find_candidates(paths: Iterable[str], files: Sequence[FoundFile] | None = None) -> list[Candidate]:
     """Every file at `paths`, folders with all below them, that is a dump or a comms file or may be a broken one, and of
-    other kinds what is named itself."""
+    other kinds what is named itself. `files` are those there, where that is known already."""
     named = list(paths)
     return [
         Candidate(path=file.path, rank=file.rank, kind=file.kind, size=file.size, problem=_problem(file))
-        for file in discover(named)
+        for file in (discover(named) if files is None else files)
         if (file.kind in (FLIGHT, COMMS, "") and not file.torn) or file.path in named
     ]
 
 
-def _problem(file: TraceFile) -> str:
+def _problem(file: FoundFile) -> str:
     """A file without a kind is read all the same: what is wrong with a dump, reading it says best."""
     return "" if file.problem and not file.kind and os.path.isfile(file.path) else file.problem
 

@@ -38,8 +38,8 @@ OURS = ("comms file", "crossrank range")
 """Origins whose records are our own and stand as they are."""
 
 _RANGE = re.compile(rf"{RANGE}(\d{{1,18}})$")
-_C10D = "c10d::"
-_FUNCTIONAL = ("_c10d_functional::", "c10d_functional::", "_c10d_functional_autograd::")
+C10D = "c10d::"
+FUNCTIONAL = ("_c10d_functional::", "c10d_functional::", "_c10d_functional_autograd::")
 _ADDRESS_DIGITS = 9
 MARKERS = frozenset(
     ("wait", "init", "coalesced", "start_coalescing", "end_coalescing", "startcoalescing", "endcoalescing")
@@ -95,11 +95,11 @@ class Finder:
             name = op.node.name
             if name == "record_param_comms":
                 params.append(position)
-            elif name.startswith(_C10D):
+            elif name.startswith(C10D):
                 c10d.append(position)
             elif name.startswith(RANGE):
                 ranges.append(position)
-            elif name.startswith(_FUNCTIONAL):
+            elif name.startswith(FUNCTIONAL):
                 functional.append(position)
         for position in ranges:
             self._take_range(position)
@@ -230,15 +230,15 @@ class Finder:
         group = self.groups.get(comms.pg)
         if group is None and comms.pg and (comms.ranks or comms.group_size):
             size = comms.group_size or len(comms.ranks or ())
-            ranks = self._budget.ranks(comms.ranks) if isinstance(comms.ranks, range) else comms.ranks
+            ranks = None if comms.ranks is None else self._budget.ranks(comms.ranks)
             group = self.groups[comms.pg] = Group(pg=comms.pg, size=size, ranks=ranks, desc=comms.desc)
         return group
 
     def _c10d_name(self, position: int, comms: ParamComms) -> str:
         for at in (position, *self._callers(position)):
             name = self._host[at].node.name
-            if name.startswith(_C10D):
-                return name.removeprefix(_C10D)
+            if name.startswith(C10D):
+                return name.removeprefix(C10D)
         return comms.name
 
     def _find_works(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, EXECUTION_TRACE, KINETO, is_folder
-from crossrank.tools.traces.discover import WHAT, TraceFile, discover, look
+from crossrank.tools.traces.discover import WHAT, FoundFile, discover, look
 
 _SUFFIXES = (".json", ".gz", ".zst")
 
@@ -77,7 +77,7 @@ def find_inputs(paths: Sequence[str], ranks: Collection[int] | None = None) -> I
     return inputs
 
 
-def _pairs(files: list[TraceFile]) -> Inputs:
+def _pairs(files: list[FoundFile]) -> Inputs:
     problems = [
         Problem(file.rank, f"{file.path}: cannot be linked, it {file.problem}; remove it or record it anew")
         for file in files
@@ -104,7 +104,7 @@ def _pairs(files: list[TraceFile]) -> Inputs:
     return Inputs(pairs=pairs, problems=problems, notes=notes)
 
 
-def _may_be_trace(file: TraceFile) -> bool:
+def _may_be_trace(file: FoundFile) -> bool:
     """Whether what a file is called lets one miss it."""
     cut_off = f".{EXECUTION_TRACE}." in file.name or f".{KINETO}." in file.name
     return cut_off if file.torn else file.name.endswith(_SUFFIXES)

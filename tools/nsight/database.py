@@ -78,7 +78,7 @@ class Export:
     def has(self, table: str) -> bool:
         return table in self._tables
 
-    def counts(self, table: str) -> bool:
+    def has_rows(self, table: str) -> bool:
         """Whether a table is there and has rows: `--lazy false` writes empty ones."""
         if table not in self._tables:
             return False

@@ -112,7 +112,7 @@ def _refuse_nothing(export: Export, found: list[RankTimes], calls: int, kernels:
             f"{path}: has {kernels} communication kernels, but no marker of ours, of the older shim or of NCCL; record "
             "with --trace=cuda,nvtx and crossrank.enable() in the job"
         )
-    if not kernels and not export.counts(GRAPH_TRACE):
+    if not kernels and not export.has_rows(GRAPH_TRACE):
         found[0].notes.append(
             f"{path}: {calls} calls are marked, but the export has no communication kernel to time them by: the job "
             f"communicated on CPUs (gloo), or was recorded without cuda in --trace, or exported without {KERNEL}"

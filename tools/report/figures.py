@@ -92,7 +92,6 @@ def figures(material: Material, rates: dict[str, float] | None = None) -> Figure
     found, ranks = material.together, material.ranks
     sizes = np.array([kind.recorded for kind in found.kinds] or [0], np.int64)
     by_kind = np.bincount(found.kind, minlength=len(found.kinds)).astype(np.int64)
-    unsized = ~np.array([kind.sized for kind in found.kinds] or [True])[found.kind]
     localities: Counter[str] = Counter()
     for kind, count in zip(found.kinds, by_kind.tolist(), strict=False):
         localities[kind.locality] += kind.recorded * count
@@ -116,7 +115,7 @@ def figures(material: Material, rates: dict[str, float] | None = None) -> Figure
         about=_about(ranks),
         calls=int(found.calls.sum()),
         bytes=int((sizes[: len(by_kind)] * by_kind).sum()),
-        unsized=int(found.calls[unsized].sum()),
+        unsized=int(found.unsized_calls.sum()),
         by_locality=dict(localities.most_common()),
         matrix=_matrix(found, classes),
         traffic=traffic(found, ranks),
@@ -238,7 +237,7 @@ def _sources(found: Collectives) -> list[Source]:
     line = of_kind[found.kind]
     np.add.at(calls, line, found.calls)
     np.add.at(size, line, sizes[found.kind])
-    np.add.at(unsized, line, found.calls * ~np.array([kind.sized for kind in found.kinds] or [True])[found.kind])
+    np.add.at(unsized, line, found.unsized_calls)
     pairs = np.unique(found.collective * count + line)
     collective = pairs // count
     timed = found.timed[collective]

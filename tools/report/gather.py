@@ -22,6 +22,7 @@ from crossrank.tools.timing.from_replay import JSON
 from crossrank.tools.timing.rank_times import RankTimes
 from crossrank.tools.timing.side_by_side import lay_side_by_side
 from crossrank.tools.timing.sources import Found, Task
+from crossrank.tools.traces.discover import discover
 from crossrank.tools.whole_file import join
 
 
@@ -107,8 +108,9 @@ class Plan:
 
 def plan(paths: Sequence[str], replay: str | None, source: str | None = None) -> Plan:
     """The files at `paths`. Raises `CrossrankError` where there is nothing to report on."""
-    found = sources.find(paths, None, source)
-    candidates = [one for one in find_candidates(paths) if one.kind in (COMMS, FLIGHT)]
+    files = discover(paths)
+    found = sources.find(paths, None, source, files)
+    candidates = [one for one in find_candidates(paths, files) if one.kind in (COMMS, FLIGHT)]
     folder = replay or _replay_beside(paths)
     return Plan(
         inputs=list(paths),

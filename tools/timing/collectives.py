@@ -107,6 +107,13 @@ class Collectives:
         return np.array([kind.calls for kind in self.kinds] or [0], np.int64)[self.kind]
 
     @property
+    def unsized_calls(self) -> Ints:
+        """`calls` of the rows of which not all bytes are known, 0 of the others."""
+        sized = np.array([kind.sized for kind in self.kinds] or [True])[self.kind]
+        calls: Ints = np.where(sized, 0, self.calls)
+        return calls
+
+    @property
     def unsized(self) -> Bools:
         """Collectives of which no rank says the bytes."""
         sized = np.array([kind.sized for kind in self.kinds] or [True])[self.of_kind]

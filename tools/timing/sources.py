@@ -27,7 +27,7 @@ from crossrank.tools.linking.inputs import RankInput
 from crossrank.tools.nsight.read import read_export
 from crossrank.tools.tables import rank_ranges, writable
 from crossrank.tools.timing.rank_times import SEND_RECV, SOURCES, RankTimes, TimesBuilder
-from crossrank.tools.traces.discover import NSIGHT, REPORT, WHAT, TraceFile, discover
+from crossrank.tools.traces.discover import NSIGHT, REPORT, WHAT, FoundFile, discover
 
 CHOICES = ("nsight", "kineto", "flight", "comms")
 """What a user may ask for instead of what says most."""
@@ -63,12 +63,20 @@ class Found:
 
 
 _MEASURED = (COMMS, LINKED, EXECUTION_TRACE, KINETO, FLIGHT)
-_Files = dict[str, list[TraceFile]]
+_Files = dict[str, list[FoundFile]]
 
 
-def find(paths: Sequence[str], ranks: Collection[int] | None = None, source: str | None = None) -> Found:
-    """The measurements at `paths`: folders, files or URLs. Raises `CrossrankError` where there is none."""
-    files = discover(paths)
+def find(
+    paths: Sequence[str],
+    ranks: Collection[int] | None = None,
+    source: str | None = None,
+    files: Sequence[FoundFile] | None = None,
+) -> Found:
+    """The measurements at `paths`: folders, files or URLs; `files` are those there, where that is known already.
+
+    Raises `CrossrankError` where there is none.
+    """
+    files = discover(paths) if files is None else files
     broken = [file for file in files if file.problem and file.kind not in (NSIGHT, REPORT)]
     skipped = [f"{file.path}: {file.problem}" for file in broken if not file.left_out]
     notes = [f"{file.path}: {file.problem}" for file in broken if file.left_out]
@@ -182,7 +190,7 @@ def _task(rank: int | None, kinds: _Files, source: str | None, skipped: list[str
     return None
 
 
-def _input(file: TraceFile) -> Input:
+def _input(file: FoundFile) -> Input:
     return Input(path=file.path, rank=file.rank, window=file.window)
 
 

@@ -100,7 +100,7 @@ _DEEPEST = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class TraceFile:
+class FoundFile:
     """One file at a path."""
 
     path: str
@@ -162,7 +162,7 @@ def _possible(text: str) -> int | None:
     return int(text) if len(text) <= 7 and int(text) < MOST_RANKS else None
 
 
-def look(path: str) -> TraceFile:
+def look(path: str) -> FoundFile:
     """The kind and rank of one file by its first bytes and its name. What cannot be opened has a `problem`."""
     name = PurePosixPath(path).name
     damage = Damage(path)
@@ -185,33 +185,33 @@ def look(path: str) -> TraceFile:
     problem = ""
     if not head:
         problem = damage.problems[0] if damage.problems else "is empty"
-    return TraceFile(path=path, kind=kind, rank=rank, problem=problem)
+    return FoundFile(path=path, kind=kind, rank=rank, problem=problem)
 
 
-def discover(paths: Iterable[str]) -> list[TraceFile]:
+def discover(paths: Iterable[str]) -> list[FoundFile]:
     """Every file at `paths` (folders with all below them, files or URLs), in the order of their paths.
 
     Raises `CrossrankError` where there is nothing at a path.
     """
-    found: dict[str, TraceFile] = {}
+    found: dict[str, FoundFile] = {}
     for path in paths:
         for file in _walk(path, 0):
             found.setdefault(file.path, file)
     return _without_doubles(_adopted(sorted(found.values(), key=lambda file: file.path)))
 
 
-def _walk(path: str, depth: int) -> Iterator[TraceFile]:
+def _walk(path: str, depth: int) -> Iterator[FoundFile]:
     try:
         listing = list_recording(path)
     except CrossrankError as error:
         if depth == 0:
             raise
-        yield TraceFile(path=path, kind="", rank=None, problem=str(error).removeprefix(f"{path}: "))
+        yield FoundFile(path=path, kind="", rank=None, problem=str(error).removeprefix(f"{path}: "))
         return
     alone = not is_folder(path)
     for file in listing.files:
         problem = "" if file.rank < MOST_RANKS else f"rank {file.rank} cannot be; a job has at most {MOST_RANKS} ranks"
-        yield TraceFile(
+        yield FoundFile(
             path=file.path,
             kind=file.kind,
             rank=None if problem else file.rank,
@@ -233,14 +233,14 @@ def _walk(path: str, depth: int) -> Iterator[TraceFile]:
             whole = f"{path.rstrip('/')}/{name}"
             torn = names is listing.torn
             rank = rank_in_name(name)
-            yield TraceFile(path=whole, kind="", rank=rank, depth=depth, problem=problem, torn=torn)
+            yield FoundFile(path=whole, kind="", rank=rank, depth=depth, problem=problem, torn=torn)
     if depth < _DEEPEST:
         for name in listing.folders:
             if not _OTHER_JOBS.fullmatch(name) and not name.startswith("."):
                 yield from _walk(f"{path.rstrip('/')}/{name}", depth + 1)
 
 
-def _adopted(files: list[TraceFile]) -> list[TraceFile]:
+def _adopted(files: list[FoundFile]) -> list[FoundFile]:
     """Files of one rank of which not all say it: those that do not are of it too, if none is of the same kind."""
     known = {file.rank for file in files if file.kind and file.rank is not None}
     unnamed = [file for file in files if file.kind and file.rank is None and not file.problem]
@@ -251,10 +251,10 @@ def _adopted(files: list[TraceFile]) -> list[TraceFile]:
     return [replace(file, rank=rank) if file in unnamed else file for file in files]
 
 
-def _without_doubles(files: list[TraceFile]) -> list[TraceFile]:
+def _without_doubles(files: list[FoundFile]) -> list[FoundFile]:
     """Of a kind, rank and window the files nearest to the path that was named: what a command wrote into a folder below
     a recording does not contradict it."""
-    best: dict[tuple[str, int | None, int], TraceFile] = {}
+    best: dict[tuple[str, int | None, int], FoundFile] = {}
     for file in sorted(files, key=lambda file: (file.depth, file.path)):
         if file.kind in _OF_RANKS and file.rank is not None and not file.problem:
             best.setdefault((file.kind, file.rank, file.window), file)
