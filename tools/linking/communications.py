@@ -103,6 +103,7 @@ class Finder:
                 functional.append(position)
         for position in ranges:
             self._take_range(position)
+        self._cover_ops_around(sorted((*ranges, *c10d, *functional), key=lambda at: self._host[at].node.rf_id))
         self._take(params, "record_param_comms", from_node)
         self._take([p for p in c10d if operation_of(self._host[p].node.name)], "c10d op", from_op)
         self._take([p for p in functional if operation_of(self._host[p].node.name)], "functional op", from_op)
@@ -170,6 +171,26 @@ class Finder:
                 self.warnings.append(f"node {op.id} ({op.node.name}) does not carry a record; read as its c10d op")
                 return
         self._add(position, record, source)
+
+    def _cover_ops_around(self, positions: Iterable[int]) -> None:
+        """Cover the ops that our ranges ran in where the trace names another caller, which it does beside a Work that
+        ends (see `callers`): a c10d op and a functional one that began just before on the thread, for the same call.
+
+        `positions` are those of ranges, c10d and functional ops in the order in which they began.
+        """
+        before: dict[int, list[int]] = {}
+        for position in positions:
+            open_ops = before.setdefault(self._host[position].node.tid, [])
+            if position not in self._at:
+                open_ops.append(position)
+                continue
+            operation = operation_of(self._at[position].record.op)
+            for prefixes in ((C10D,), FUNCTIONAL):
+                if open_ops:
+                    name = self._host[open_ops[-1]].node.name
+                    if name.startswith(prefixes) and operation_of(name) == operation:
+                        self._covered.add(open_ops.pop())
+            open_ops.clear()
 
     def _take(self, positions: Iterable[int], source: str, read: _Reader) -> None:
         """Add the outermost of the nodes at `positions` whose call no better source has."""

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from crossrank.tools.linking import communication_trace as module
 from crossrank.tools.linking.communication_trace import CommunicationTrace, read_communication_trace
 from tests.unit.linking.public_traces import needs_traces, public
+from tests.unit.linking.small_traces import SmallTrace
+from tests.unit.linking.test_communications import RANGE, SCHEMA, TENSORS, text
 from tests.unit.replay.test_readers import SCHEMAS, et_node
 
 
@@ -67,3 +69,19 @@ def test_a_torn_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     trace = read_communication_trace(str(path))
     assert len(trace.communications) == 3
     assert "3 whole nodes were read" in trace.damage[0]
+
+
+@pytest.mark.parametrize("taken_off", ["nothing", "c10d", "functional", "both"])
+def test_a_call_whose_ops_another_thread_took_off_the_stack_of_callers_is_one(taken_off: str, tmp_path: Path) -> None:
+    trace = SmallTrace()
+    backward = trace.op("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 0, 200)
+    for call in range(2):
+        functional = trace.op("_c10d_functional::all_reduce", 10, 90, backward, inputs=TENSORS)
+        around_c10d = backward if taken_off in ("functional", "both") else functional
+        c10d = trace.op("c10d::allreduce_", 11, 80, around_c10d, inputs=TENSORS, op_schema=SCHEMA)
+        around_range = {"c10d": functional, "both": backward}.get(taken_off, c10d)
+        trace.op(f"crossrank#{call}", 12, 70, around_range, inputs=text(RANGE))
+    alone = trace.op("c10d::allreduce_", 150, 9, backward, inputs=TENSORS, op_schema=SCHEMA)
+    found = read_communication_trace(trace.write(tmp_path)[0]).communications
+    assert [one.origin for one in found] == ["crossrank range", "crossrank range", "c10d op"]
+    assert found[2].host == alone
