@@ -59,7 +59,7 @@ proto:
 	rm -rf .proto-venv
 	$(PYTHON) -m venv .proto-venv
 	.proto-venv/bin/pip install --quiet "grpcio-tools==1.62.3" "setuptools<70"
-	cd tools/chakra && ../../.proto-venv/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. et_def.proto
+	cd tools/graph/chakra && ../../../.proto-venv/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. et_def.proto
 	rm -rf .proto-venv
 
 clean:

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 import crossrank
 from crossrank.instrument import api
-from crossrank.tools.tables import print_table
+from crossrank.tools.output.console import print_table
 
 HERE = Path(__file__).parent
 CAPTURE = HERE.parent / "tests" / "integration" / "nvtx_capture.c"

@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from crossrank.comm import CommRecord, Group
-from crossrank.replay.plan import Call, Plan, RankPlan, save_plan
+from crossrank.replay.plan.plan import Call, Plan, RankPlan, save_plan
 
 CALLS = 2000
 PASSES = 5
@@ -63,9 +63,9 @@ dist.destroy_process_group()
 
 _READ = """
 import json, resource, sys
-from crossrank.tools.calls.readers import Input, read_et
-from crossrank.replay.sources import find, read
-from crossrank.tools.fleet import Fleet
+from crossrank.tools.job.rank_readers import Input, read_et
+from crossrank.replay.plan.sources import find, read
+from crossrank.tools.parallel import Fleet
 before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
 (rank,) = read(find(sys.argv[1]), Fleet(jobs=1))
 usage = resource.getrusage(resource.RUSAGE_SELF)

@@ -27,13 +27,13 @@ import msgspec
 import zstandard
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from crossrank.tools.fleet import Fleet
-from crossrank.tools.timeline.build import write_timeline
-from crossrank.tools.timeline.chrome import ChromeWriter
-from crossrank.tools.timeline.perfetto import PerfettoWriter
-from crossrank.tools.timing.side_by_side import lay_side_by_side
-from crossrank.tools.timing.sources import find, read
-from tests.unit.linking.small_traces import SmallTrace
+from crossrank.tools.job.side_by_side import lay_side_by_side
+from crossrank.tools.job.sources import find, read
+from crossrank.tools.output.timeline.build import write_timeline
+from crossrank.tools.output.timeline.chrome import ChromeWriter
+from crossrank.tools.output.timeline.perfetto import PerfettoWriter
+from crossrank.tools.parallel import Fleet
+from tests.unit.graph.linking.small_traces import SmallTrace
 
 KERNEL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 MARKER = (

@@ -14,28 +14,36 @@ import msgspec
 
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, is_url
-from crossrank.replay import options, sources
-from crossrank.replay.arena import bytes_needed
-from crossrank.replay.build import build, settle
-from crossrank.replay.launcher import Place, find_place
-from crossrank.replay.one_trace import spread
-from crossrank.replay.pace import parse_pace
-from crossrank.replay.plan import Plan, load_plan, save_plan
-from crossrank.replay.report import Report, make_report, plan_json, to_json, write_report
-from crossrank.replay.resize import resize
-from crossrank.replay.results import RankResult
+from crossrank.replay import options
+from crossrank.replay.plan import sources
+from crossrank.replay.plan.build import build, settle
+from crossrank.replay.plan.memory_plan import bytes_needed
+from crossrank.replay.plan.one_trace import spread
+from crossrank.replay.plan.plan import Plan, load_plan, save_plan
+from crossrank.replay.plan.resize import resize
+from crossrank.replay.plan.transform import (
+    first_calls,
+    for_backend,
+    only_groups,
+    only_operations,
+    scale_bytes,
+    with_dtype,
+)
+from crossrank.replay.results.measure import RankResult
+from crossrank.replay.results.report import Report, make_report, plan_json, to_json, write_report
+from crossrank.replay.results.show import print_plan, print_report
+from crossrank.replay.run.failure_report import Failed, print_states
+from crossrank.replay.run.launcher import Place, find_place
+from crossrank.replay.run.pacing import parse_pace
 from crossrank.replay.settings import Settings
-from crossrank.replay.show import print_plan, print_report
-from crossrank.replay.states import Failed, print_states
 from crossrank.replay.sweep import Combination, finished, parse_sweeps, print_sweep, set_stamp, stamp, sweep_json
-from crossrank.replay.transform import first_calls, for_backend, only_groups, only_operations, scale_bytes, with_dtype
+from crossrank.text import amount
 from crossrank.tools.commands.options import complain, progress
-from crossrank.tools.fleet import Fleet
-from crossrank.tools.tables import amount
+from crossrank.tools.parallel import Fleet
 from crossrank.tools.traces.discover import PLAN, look
 
 if TYPE_CHECKING:
-    from crossrank.replay.launched import Lead
+    from crossrank.replay.run.launched import Lead
 
 _WORTH_PROCESSES = 20_000_000
 """Bytes of traces below which starting processes takes longer than reading."""
@@ -62,7 +70,7 @@ class Replay:
         if place is None or arguments.dry_run:
             return _lead(arguments, combinations, None) if place is None or place.rank == 0 else 0
         _check_launched(arguments, combinations, place)
-        from crossrank.replay.launched import Lead, serve
+        from crossrank.replay.run.launched import Lead, serve
 
         if place.rank > 0:
             return serve(place, arguments.timeout)
@@ -107,7 +115,7 @@ def _lead(arguments: argparse.Namespace, combinations: list[Combination], lead: 
             continue
         try:
             if given.backend is not None:
-                from crossrank.replay.worker import check_backend_name
+                from crossrank.replay.run.worker import check_backend_name
 
                 check_backend_name(given.backend)
             plan = _planned(recorded, given, lead.place.world_size if lead is not None else None)
@@ -149,7 +157,7 @@ def _lead(arguments: argparse.Namespace, combinations: list[Combination], lead: 
         outcomes.append((one, report))
     if lead is not None:
         if failed_ranks:
-            from crossrank.replay.worker import leave
+            from crossrank.replay.run.worker import leave
 
             leave(1)
         lead.end()
@@ -247,7 +255,7 @@ def _check_folders(given: argparse.Namespace, folder: Path | None) -> None:
 
 
 def _settings(given: argparse.Namespace, plan: Plan, *, launched: bool) -> Settings:
-    from crossrank.replay.worker import check_backend
+    from crossrank.replay.run.worker import check_backend
 
     backend, device = check_backend(given.backend, given.device, None if launched else plan.world_size)
     scale = parse_pace(given.pace).scale
@@ -283,7 +291,7 @@ def _run(plan: Plan, settings: Settings, variables: Mapping[str, str], lead: Lea
             f"{plan.world_size} ranks need {amount(needed)} for their tensors, and {amount(free)} are free; "
             "make messages smaller with --scale-bytes, or choose fewer calls or ranks"
         )
-    from crossrank.replay.local import run_local
+    from crossrank.replay.run.local import run_local
 
     return run_local(plan, settings, variables)
 

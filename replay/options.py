@@ -6,8 +6,8 @@ import argparse
 
 from crossrank.comm import MOST_RANKS
 from crossrank.errors import CrossrankError
-from crossrank.replay.pace import parse_pace
-from crossrank.replay.sources import KINDS
+from crossrank.replay.plan.sources import KINDS
+from crossrank.replay.run.pacing import parse_pace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 
 from crossrank.errors import CrossrankError
-from crossrank.replay.report import JSON, Report, indented
-from crossrank.replay.show import microseconds
-from crossrank.tools.tables import print_table
+from crossrank.replay.results.report import JSON, Report, indented
+from crossrank.replay.results.show import microseconds
+from crossrank.tools.output.console import print_table
 
 OPTIONS = ("scale-bytes", "dtype", "pace", "backend", "nproc", "ops", "pgs", "max-calls")
 """Options of the command that may be swept; any name in capitals is an environment variable."""

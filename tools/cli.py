@@ -20,8 +20,9 @@ from typing import Protocol
 
 import crossrank
 from crossrank.errors import CrossrankError, unforeseen
+from crossrank.text import printable
+from crossrank.tools.output.console import Printable
 from crossrank.tools.shards import ShardDone
-from crossrank.tools.tables import Printable, printable
 
 # name -> (module, class, one line for the overview)
 COMMANDS = {

@@ -13,11 +13,11 @@ from typing import Any, get_type_hints
 import zstandard
 
 import crossrank
+from crossrank.atomic_file import join, whole_file
 from crossrank.budget import VALUES
 from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.recording import Damage, list_recording, read_chunks
 from crossrank.tools import part_file
-from crossrank.tools.whole_file import join, whole_file
 
 _NAME = re.compile(r"crossrank-(?P<command>\w+)-(?P<shard>\d+)-of-(?P<shards>\d+)\.part")
 

@@ -19,22 +19,23 @@ from typing import Any
 import zstandard
 
 from crossrank.recording import CommsFile
-from crossrank.replay.plan import load_plan
-from crossrank.tools.calls import param_basic, readers
-from crossrank.tools.calls.kineto import read_kineto_trace
-from crossrank.tools.calls.rank_calls import Input
-from crossrank.tools.chakra.check import check
+from crossrank.replay.plan.plan import load_plan
 from crossrank.tools.cli import main
-from crossrank.tools.linking.communication_trace import read_communication_trace
-from crossrank.tools.linking.read_linked import read_linked
-from crossrank.tools.nsight.read import read_export
-from crossrank.tools.readers.execution_trace import read_execution_trace
-from crossrank.tools.readers.flight_dump import read_flight_dump
-from crossrank.tools.readers.kineto import read_kineto
-from crossrank.tools.timing.from_replay import read_replay
+from crossrank.tools.graph.chakra.check import check
+from crossrank.tools.graph.linking.communication_trace import read_communication_trace
+from crossrank.tools.graph.linking.read_linked import read_linked
+from crossrank.tools.job import rank_readers as readers
+from crossrank.tools.job.from_replay import read_replay
+from crossrank.tools.job.kineto_calls import read_kineto_trace
+from crossrank.tools.traces import param_basic
+from crossrank.tools.traces.execution_trace import read_execution_trace
+from crossrank.tools.traces.flight_recorder import read_flight_dump
+from crossrank.tools.traces.kineto import read_kineto
+from crossrank.tools.traces.nsight.read import read_export
+from crossrank.tools.traces.rank_calls import Input
 from tests.fuzz import mutate
 from tests.fuzz.mutate import Mutation
-from tests.unit.nsight.exports import write_exports
+from tests.unit.traces.nsight.exports import write_exports
 
 _SEEDS = Path(__file__).parent / "seeds"
 

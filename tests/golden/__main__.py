@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from tests.golden.answers import TRACES, answers, as_text, golden_file
-from tests.unit.linking.public_traces import public
+from tests.unit.graph.linking.public_traces import public
 
 for trace in TRACES:
     with tempfile.TemporaryDirectory() as folder:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.golden.answers import TRACES, answers, as_text, golden_file
-from tests.unit.linking.public_traces import needs_traces, public
+from tests.unit.graph.linking.public_traces import needs_traces, public
 
 
 @needs_traces

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from crossrank.comm import CommRecord
 from crossrank.recording import CommsFile
-from crossrank.tools.readers.flight_dump import read_flight_dump
+from crossrank.tools.traces.flight_recorder import read_flight_dump
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.unit.linking.small_traces import nested_node
+from tests.unit.graph.linking.small_traces import nested_node
 
 _ROOT, _USER_SCOPE = 1, 7
 _HOST = {"cpu_op": 0, "user_annotation": _USER_SCOPE}

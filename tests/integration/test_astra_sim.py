@@ -19,13 +19,13 @@ from typing import Any
 
 import pytest
 
-from crossrank.tools.chakra import et_def_pb2 as pb
-from crossrank.tools.chakra.check import check
 from crossrank.tools.cli import main
+from crossrank.tools.graph.chakra import et_def_pb2 as pb
+from crossrank.tools.graph.chakra.check import check
 from tests.integration import jobs
 from tests.integration.kineto_only import execution_trace
-from tests.unit.chakra.test_files import file_of, node
-from tests.unit.linking.public_traces import needs_traces, public
+from tests.unit.graph.chakra.test_files import file_of, node
+from tests.unit.graph.linking.public_traces import needs_traces, public
 
 pytestmark = pytest.mark.skipif(
     not os.access(os.environ.get("ASTRA_SIM", ""), os.X_OK),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.nsight.exports import write_exports
+from tests.unit.traces.nsight.exports import write_exports
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "nsys"
 

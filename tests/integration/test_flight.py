@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from crossrank.instrument import flight
-from crossrank.tools.readers.flight_dump import FlightDump, Moment, read_flight_dump
+from crossrank.tools.traces.flight_recorder import FlightDump, Moment, read_flight_dump
 from tests.integration import jobs
 
 RECORDING = "crossrank-recording"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration import hanging_jobs, jobs
-from tests.unit.diagnosis.verdicts import diagnosis_of, in_short, roots
+from tests.unit.analysis.diagnosis.verdicts import diagnosis_of, in_short, roots
 
 ROOT = Path(__file__).parents[2]
 EVERYONE = [0, 1, 2, 3]

@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 import crossrank
 from crossrank.recording import COMMS, EXECUTION_TRACE, KINETO, file_name
 from crossrank.tools.cli import main
-from crossrank.tools.linking import LinkedTrace, link
-from crossrank.tools.linking.matching import match_hosts
-from crossrank.tools.readers.execution_trace import read_execution_trace
-from crossrank.tools.readers.kineto import read_kineto
+from crossrank.tools.graph.linking import LinkedTrace, link
+from crossrank.tools.graph.linking.matching import match_hosts
+from crossrank.tools.traces.execution_trace import read_execution_trace
+from crossrank.tools.traces.kineto import read_kineto
 from tests.integration.test_interception import records_of
 from tests.integration.traces import load
 from tests.integration.world import World

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from crossrank.instrument.nvtx_markers import MAX_MESSAGES
-from crossrank.tools.bandwidth import bandwidth
-from crossrank.tools.fleet import Fleet
-from crossrank.tools.nsight.read import IN_OLD, IN_OURS
-from crossrank.tools.timing.side_by_side import lay_side_by_side
-from crossrank.tools.timing.sources import find, read
+from crossrank.tools.analysis.bandwidth import bandwidth
+from crossrank.tools.job.side_by_side import lay_side_by_side
+from crossrank.tools.job.sources import find, read
+from crossrank.tools.parallel import Fleet
+from crossrank.tools.traces.nsight.read import IN_OLD, IN_OURS
 from tests.integration import jobs
 from tests.integration.test_interception import records_of
-from tests.unit.nsight.exports import ExportFile
+from tests.unit.traces.nsight.exports import ExportFile
 
 # Markers are sent before it is known which calls leave a node; from here on it is.
 SETTLED = "from crossrank.instrument import api\nassert api._current.topology.settled.wait(30)\n"

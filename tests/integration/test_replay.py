@@ -17,14 +17,14 @@ import torch.distributed as dist
 
 import crossrank
 from crossrank.recording import CommsFile, Damage, read_chunks
-from crossrank.replay.build import build, settle
-from crossrank.replay.local import run_local
-from crossrank.replay.plan import Plan
-from crossrank.replay.results import measure
+from crossrank.replay.plan.build import build, settle
+from crossrank.replay.plan.plan import Plan
+from crossrank.replay.plan.sources import find, read
+from crossrank.replay.results.measure import measure
+from crossrank.replay.run.local import run_local
 from crossrank.replay.settings import Settings
-from crossrank.replay.sources import find, read
 from crossrank.tools.cli import main
-from crossrank.tools.fleet import Fleet
+from crossrank.tools.parallel import Fleet
 from tests.integration import callers
 from tests.integration.test_link import train as train_with_everything
 from tests.integration.world import World

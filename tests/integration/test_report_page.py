@@ -105,12 +105,12 @@ def test_its_controls_work(browser: Any, report: Path) -> None:
 
 
 def test_names_from_a_recording_cannot_become_code(browser: Any, tmp_path: Path) -> None:
-    from crossrank.tools.report.figures import figures
-    from crossrank.tools.report.gather import Material
-    from crossrank.tools.report.page import page as make_page
-    from crossrank.tools.report.page import plotly_script
-    from crossrank.tools.timing.side_by_side import lay_side_by_side
-    from tests.unit.timing.ranks import Rank
+    from crossrank.tools.analysis.figures import figures
+    from crossrank.tools.job.side_by_side import lay_side_by_side
+    from crossrank.tools.output.report.gather import Material
+    from crossrank.tools.output.report.page import page as make_page
+    from crossrank.tools.output.report.page import plotly_script
+    from tests.unit.job.ranks import Rank
 
     ranks = [Rank(rank).call(100, 200, source=f"{EVIL}.py:1", op=f"all_{EVIL}").call(300, 400) for rank in range(2)]
     times = [rank.times for rank in ranks]

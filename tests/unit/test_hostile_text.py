@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from crossrank.replay.report import make_report, to_csv
+from crossrank.replay.results.report import make_report, to_csv
 from crossrank.replay.settings import Settings
 from crossrank.tools.cli import main
-from crossrank.tools.tables import Printable, csv_text, from_csv_text
-from tests.unit.replay.test_results import job
+from crossrank.tools.output.console import Printable, csv_text, from_csv_text
+from tests.unit.replay.test_measure import job
 
 MARKUP = "</script><script>alert(1)</script>\"'><img src=x onerror=alert(2)>"
 ESCAPES = "\x1b]0;title\x07\x1b[2J\x9b31m\u202e\u2028"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from crossrank.tools.analysis.summary import RankSummary, summarise_rank
 from crossrank.tools.cli import main
-from crossrank.tools.summary import RankSummary, summarise_rank
 from crossrank.tools.traces.discover import FoundFile
 
 
@@ -253,7 +253,7 @@ def test_a_file_that_stops_its_reader_is_named_and_the_rest_is_shown(
             raise ValueError("of a kind that nobody foresaw")
         return summarise_rank(file)
 
-    monkeypatch.setattr("crossrank.tools.summary.summarise_rank", stop)
+    monkeypatch.setattr("crossrank.tools.analysis.summary.summarise_rank", stop)
     code, out, err = inspect(folder, capsys)
     assert (code, "ranks      1 of 2" in out) == (2, True)
     assert err.startswith(f"crossrank: {folder}/rank-1.comms.jsonl.zst: stopped by an error that was not foreseen")

@@ -48,7 +48,7 @@ def test_imports_point_down_only() -> None:
 
 
 def test_a_replay_is_planned_without_torch() -> None:
-    program = "import sys, crossrank.replay.command, crossrank.replay.build; sys.exit('torch' in sys.modules)"
+    program = "import sys, crossrank.replay.command, crossrank.replay.plan.build; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

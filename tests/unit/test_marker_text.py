@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from crossrank.instrument.marker_text import MAX_BYTES, shortened
 from crossrank.rank_runs import from_runs, to_runs
-from crossrank.tools.nsight.markers import CALL, GROUP, meaning_of
-from crossrank.tools.nsight.read import read_export
-from crossrank.tools.nsight.rows import LEFT_OUT
-from tests.unit.nsight.exports import ExportFile
+from crossrank.tools.traces.nsight.markers import CALL, GROUP, meaning_of
+from crossrank.tools.traces.nsight.read import read_export
+from crossrank.tools.traces.nsight.rows import LEFT_OUT
+from tests.unit.traces.nsight.exports import ExportFile
 
 MANY = 16_384
 

@@ -8,13 +8,14 @@ import sys
 import msgspec
 
 from crossrank.errors import CrossrankError
-from crossrank.tools.bandwidth import BY, KEYS, Bandwidth, Row, bandwidth, line_rates, summary_lines
+from crossrank.text import amount, printable
+from crossrank.tools.analysis.bandwidth import BY, KEYS, Bandwidth, Row, bandwidth, line_rates, summary_lines
+from crossrank.tools.analysis.buckets import size_text
 from crossrank.tools.commands.measured import Measured, add_measured_arguments, read_measured
 from crossrank.tools.commands.options import write_output
-from crossrank.tools.size_buckets import size_text
-from crossrank.tools.tables import amount, print_table, printable
-from crossrank.tools.timing.from_replay import is_replay, read_replay
-from crossrank.tools.timing.sources import CHOICES, LEFT_OUT
+from crossrank.tools.job.from_replay import is_replay, read_replay
+from crossrank.tools.job.sources import CHOICES, LEFT_OUT
+from crossrank.tools.output.console import print_table
 
 _SHOWN = 24
 _NOTES = 8

@@ -10,10 +10,11 @@ from dataclasses import asdict
 import msgspec
 
 from crossrank.errors import CrossrankError
-from crossrank.tools.chakra.check import Checked, check
-from crossrank.tools.chakra.ranks import GROUPS
+from crossrank.text import printable
 from crossrank.tools.commands.options import complain
-from crossrank.tools.tables import print_table, printable
+from crossrank.tools.graph.chakra.check import Checked, check
+from crossrank.tools.graph.chakra.ranks import GROUPS
+from crossrank.tools.output.console import print_table
 
 
 class Check:

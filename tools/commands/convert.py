@@ -13,15 +13,7 @@ import msgspec
 
 from crossrank.errors import CrossrankError
 from crossrank.recording import LINKED, is_folder
-from crossrank.tools.chakra.graph import Options
-from crossrank.tools.chakra.ranks import (
-    RankResult,
-    Task,
-    convert_ranks,
-    delay_starts,
-    disagreements,
-    write_groups,
-)
+from crossrank.text import printable
 from crossrank.tools.commands.options import (
     add_fleet_arguments,
     complain,
@@ -32,8 +24,17 @@ from crossrank.tools.commands.options import (
     share,
 )
 from crossrank.tools.commands.simulation import as_json, print_simulation, simulate_windows
-from crossrank.tools.linking.inputs import Inputs, RankInput, find_inputs
-from crossrank.tools.tables import print_table, printable
+from crossrank.tools.graph.chakra.graph import Options
+from crossrank.tools.graph.chakra.ranks import (
+    RankResult,
+    Task,
+    convert_ranks,
+    delay_starts,
+    disagreements,
+    write_groups,
+)
+from crossrank.tools.graph.linking.inputs import Inputs, RankInput, find_inputs
+from crossrank.tools.output.console import print_table
 from crossrank.tools.traces.discover import discover
 
 _SHOWN = 16

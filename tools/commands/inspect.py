@@ -9,10 +9,11 @@ import sys
 import msgspec
 
 from crossrank.recording import COMMS
+from crossrank.text import amount, printable, rank_ranges
+from crossrank.tools.analysis.summary import Summary, summarise
 from crossrank.tools.commands.options import add_fleet_arguments, fleet_of, progress
-from crossrank.tools.fleet import Fleet
-from crossrank.tools.summary import Summary, summarise
-from crossrank.tools.tables import amount, print_table, printable, rank_ranges
+from crossrank.tools.output.console import print_table
+from crossrank.tools.parallel import Fleet
 from crossrank.tools.traces.discover import discover
 
 _TOP = 10
@@ -38,7 +39,7 @@ class Inspect:
 
     def run(self, arguments: argparse.Namespace) -> int:
         if arguments.recording.endswith(_CHAKRA):
-            from crossrank.tools.chakra.show import print_json, print_nodes
+            from crossrank.tools.graph.chakra.show import print_json, print_nodes
 
             (print_json if arguments.json else print_nodes)(arguments.recording)
             return 0

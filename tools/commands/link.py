@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from crossrank.errors import CrossrankError
+from crossrank.text import printable, rank_ranges
 from crossrank.tools.commands.options import (
     add_fleet_arguments,
     complain,
@@ -21,9 +22,9 @@ from crossrank.tools.commands.options import (
     rank_list,
     share,
 )
-from crossrank.tools.linking.inputs import Inputs, find_inputs
-from crossrank.tools.linking.ranks import EXTENSIONS, GroupRow, RankResult, Task, compare_groups, link_ranks
-from crossrank.tools.tables import print_table, printable, rank_ranges
+from crossrank.tools.graph.linking.inputs import Inputs, find_inputs
+from crossrank.tools.graph.linking.ranks import EXTENSIONS, GroupRow, RankResult, Task, compare_groups, link_ranks
+from crossrank.tools.output.console import print_table
 
 _ROWS = 16
 _WARNINGS = 4

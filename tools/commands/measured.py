@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from crossrank.errors import CrossrankError
+from crossrank.text import rank_ranges
 from crossrank.tools.commands.options import add_fleet_arguments, complain, fleet_of, progress, rank_list
-from crossrank.tools.tables import rank_ranges
-from crossrank.tools.timing.collectives import Collectives
-from crossrank.tools.timing.rank_times import RankTimes
-from crossrank.tools.timing.side_by_side import lay_side_by_side
-from crossrank.tools.timing.sources import find, read
+from crossrank.tools.job.collectives import Collectives
+from crossrank.tools.job.rank_times import RankTimes
+from crossrank.tools.job.side_by_side import lay_side_by_side
+from crossrank.tools.job.sources import find, read
 
 _COMPLAINTS = 8
 

@@ -9,13 +9,14 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from crossrank.atomic_file import make_folder, whole_file
 from crossrank.comm import MOST_RANKS
 from crossrank.errors import CrossrankError
 from crossrank.recording import is_folder
-from crossrank.tools.fleet import Fleet
+from crossrank.text import printable
+from crossrank.tools.output.console import terminal
+from crossrank.tools.parallel import Fleet
 from crossrank.tools.shards import Job, Merge, Shard
-from crossrank.tools.tables import printable, terminal
-from crossrank.tools.whole_file import make_folder, whole_file
 
 Result = TypeVar("Result")
 

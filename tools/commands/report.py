@@ -7,13 +7,13 @@ import sys
 
 import msgspec
 
-from crossrank.tools.bandwidth import line_rates
+from crossrank.atomic_file import join
+from crossrank.text import amount, printable
+from crossrank.tools.analysis.bandwidth import line_rates
+from crossrank.tools.analysis.figures import Figures, figures
 from crossrank.tools.commands.options import add_fleet_arguments, complain, fleet_of, folder_of, progress, write_output
-from crossrank.tools.report.figures import Figures, figures
-from crossrank.tools.report.gather import gather, plan
-from crossrank.tools.tables import amount, printable
-from crossrank.tools.timing.sources import CHOICES
-from crossrank.tools.whole_file import join
+from crossrank.tools.job.sources import CHOICES
+from crossrank.tools.output.report.gather import gather, plan
 
 _COMPLAINTS = 8
 
@@ -43,7 +43,7 @@ class Report:
         add_fleet_arguments(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from crossrank.tools.report.page import page, plotly_script
+        from crossrank.tools.output.report.page import page, plotly_script
 
         plotly = plotly_script()
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from crossrank.errors import CrossrankError
-from crossrank.tools.chakra.ranks import RankResult
-from crossrank.tools.chakra.simulate import RankGraph, Simulation, simulate
-from crossrank.tools.chakra.timeline import write_timeline
-from crossrank.tools.tables import print_table
+from crossrank.tools.graph.chakra.ranks import RankResult
+from crossrank.tools.graph.chakra.simulate import RankGraph, Simulation, simulate
+from crossrank.tools.graph.chakra.timeline import write_timeline
+from crossrank.tools.output.console import print_table
 
 _SHOWN = 12
 

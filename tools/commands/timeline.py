@@ -10,16 +10,16 @@ from pathlib import Path
 
 import msgspec
 
+from crossrank.atomic_file import gzip_writer, join, whole_file
 from crossrank.errors import CrossrankError
+from crossrank.text import amount, printable
 from crossrank.tools.commands.measured import add_measured_arguments, read_measured
 from crossrank.tools.commands.options import folder_of
-from crossrank.tools.tables import amount, printable
-from crossrank.tools.timeline.build import Written, write_timeline
-from crossrank.tools.timeline.chrome import ChromeWriter
-from crossrank.tools.timeline.perfetto import PerfettoWriter
-from crossrank.tools.timeline.tracks import WriterFactory
-from crossrank.tools.timing.sources import CHOICES
-from crossrank.tools.whole_file import gzip_writer, join, whole_file
+from crossrank.tools.job.sources import CHOICES
+from crossrank.tools.output.timeline.build import Written, write_timeline
+from crossrank.tools.output.timeline.chrome import ChromeWriter
+from crossrank.tools.output.timeline.perfetto import PerfettoWriter
+from crossrank.tools.output.timeline.tracks import WriterFactory
 
 FORMATS: dict[str, tuple[WriterFactory, str]] = {
     "perfetto": (PerfettoWriter, "timeline.pftrace"),

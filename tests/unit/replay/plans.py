@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from crossrank.comm import CommRecord, Group
-from crossrank.replay.build import build, settle
-from crossrank.replay.plan import Plan
-from crossrank.tools.calls.rank_calls import RankCalls, RecordedCall
+from crossrank.replay.plan.build import build, settle
+from crossrank.replay.plan.plan import Plan
+from crossrank.tools.traces.rank_calls import RankCalls, RecordedCall
 
 
 def record(op: str, **fields: Any) -> CommRecord:

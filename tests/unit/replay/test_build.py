@@ -7,8 +7,8 @@ import pytest
 
 from crossrank.comm import Group
 from crossrank.errors import CrossrankError
-from crossrank.replay.build import build, settle
-from crossrank.replay.plan import check_plan, load_plan, save_plan
+from crossrank.replay.plan.build import build, settle
+from crossrank.replay.plan.plan import check_plan, load_plan, save_plan
 from tests.unit.replay.plans import built, isend, ops, plan_of, rank_calls, record, recv, send
 
 

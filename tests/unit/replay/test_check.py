@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossrank.comm import CommRecord, Group
-from crossrank.replay.check import Checker
-from crossrank.replay.plan import Call
-from crossrank.replay.program import Bound, Program
-from crossrank.replay.shapes import complete
-from crossrank.replay.substitutes import substitute
+from crossrank.replay.plan.dtype_fallback import substitute
+from crossrank.replay.plan.plan import Call
+from crossrank.replay.plan.shapes import complete
+from crossrank.replay.results.check import Checker
+from crossrank.replay.run.program import Bound, Program
 from tests.unit.replay.plans import record
 
 Tensors = list[list[torch.Tensor]]

@@ -9,8 +9,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from crossrank.replay import clocks
-from crossrank.replay.meeting import Meeting
+from crossrank.replay.run import clocks
+from crossrank.replay.run.rendezvous import Meeting
 
 
 @pytest.mark.parametrize("machines", [["a"], ["a", "a", "a"], ["a", "b"], ["a", "b", "b", "c", "a", "b"], ["", "", ""]])

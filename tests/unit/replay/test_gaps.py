@@ -9,13 +9,13 @@ import msgspec
 import pytest
 
 from crossrank.comm import CommRecord
-from crossrank.replay.build import build
-from crossrank.replay.pace import computed_ns
-from crossrank.tools.calls.rank_calls import Input, RecordedCall
-from crossrank.tools.calls.readers import read_pair
-from crossrank.tools.linking.inputs import RankInput
-from tests.unit.linking.small_traces import SmallTrace
-from tests.unit.linking.test_communications import FLOATS, PARAMS, SCHEMA, TENSORS
+from crossrank.replay.plan.build import build
+from crossrank.replay.run.pacing import computed_ns
+from crossrank.tools.graph.linking.inputs import RankInput
+from crossrank.tools.job.rank_readers import read_pair
+from crossrank.tools.traces.rank_calls import Input, RecordedCall
+from tests.unit.graph.linking.small_traces import SmallTrace
+from tests.unit.graph.linking.test_communications import FLOATS, PARAMS, SCHEMA, TENSORS
 from tests.unit.replay.plans import rank_calls, record
 
 _WALL = 1_700_000_000_000_000_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from crossrank.errors import CrossrankError
-from crossrank.replay.launcher import Place, find_place, first_node
+from crossrank.replay.run.launcher import Place, find_place, first_node
 
 _PLAIN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}
 _OMPI = {

@@ -11,12 +11,12 @@ import msgspec
 import pytest
 
 from crossrank.errors import CrossrankError
-from crossrank.replay.build import build, settle
-from crossrank.replay.plan import Plan
-from crossrank.replay.sources import find, read
-from crossrank.tools.fleet import Fleet
+from crossrank.replay.plan.build import build, settle
+from crossrank.replay.plan.plan import Plan
+from crossrank.replay.plan.sources import find, read
+from crossrank.tools.parallel import Fleet
 from crossrank.tools.traces.discover import PLAN, look
-from tests.unit.linking.public_traces import needs_traces, public
+from tests.unit.graph.linking.public_traces import needs_traces, public
 from tests.unit.replay.plans import ops, plan_of, rank_calls, record, waits
 
 SCHEMAS = ("1.0.1", "1.0.2-chakra.0.0.4", "1.0.3-chakra.0.0.4", "1.1.0-chakra.0.0.4", "1.1.1-chakra.0.0.4")
@@ -209,7 +209,7 @@ def test_a_kineto_trace_of_one_rank_asks_for_the_other() -> None:
 
 
 def test_a_plan_is_known_by_its_content(tmp_path: Path) -> None:
-    from crossrank.replay.plan import save_plan
+    from crossrank.replay.plan.plan import save_plan
 
     path = tmp_path / "anything"
     save_plan(plan_of([record("barrier")]), path)

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import run as torchrun
 
 from crossrank.replay import options
-from crossrank.replay.plan import save_plan
+from crossrank.replay.plan.plan import save_plan
 from crossrank.replay.sweep import parse_sweeps
 from crossrank.tools.cli import main
 from tests.unit.replay.plans import built, record

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from crossrank.comm import CommRecord
 from crossrank.errors import CrossrankError
-from crossrank.replay.build import build, settle
-from crossrank.replay.one_trace import spread
-from crossrank.replay.plan import Plan
-from crossrank.replay.resize import resize
-from crossrank.replay.transform import only_operations, scale_bytes
-from crossrank.tools.calls.rank_calls import RankCalls
+from crossrank.replay.plan.build import build, settle
+from crossrank.replay.plan.one_trace import spread
+from crossrank.replay.plan.plan import Plan
+from crossrank.replay.plan.resize import resize
+from crossrank.replay.plan.transform import only_operations, scale_bytes
+from crossrank.tools.traces.rank_calls import RankCalls
 from tests.unit.replay.plans import built, irecv, isend, ops, rank_calls, record
 
 

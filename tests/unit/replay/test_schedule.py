@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossrank.comm import CommRecord
-from crossrank.replay.plan import Call, RankPlan, launches
-from crossrank.replay.schedule import place_waits, walk
+from crossrank.replay.plan.plan import Call, RankPlan, launches
+from crossrank.replay.plan.schedule import place_waits, walk
 from tests.unit.replay.plans import irecv, isend, plan_of, record, recv, send, waits
 
 

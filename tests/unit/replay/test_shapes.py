@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from crossrank.comm import Group
-from crossrank.replay.shapes import BrokenError, LeftOutError, complete
+from crossrank.replay.plan.shapes import BrokenError, LeftOutError, complete
 from tests.unit.replay.plans import record
 
 _COALESCED = "allgather_into_tensor_coalesced_"

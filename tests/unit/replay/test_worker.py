@@ -8,11 +8,11 @@ from torch.distributed import HashStore
 
 from crossrank.comm import Group
 from crossrank.errors import CrossrankError, one_line
-from crossrank.replay.build import build
-from crossrank.replay.cuda_executor import event_times
-from crossrank.replay.meeting import Meeting
-from crossrank.replay.states import Failed, State
-from crossrank.replay.worker import bound_device, check_backend, claim_gpu
+from crossrank.replay.plan.build import build
+from crossrank.replay.run.cuda import event_times
+from crossrank.replay.run.failure_report import Failed, State
+from crossrank.replay.run.rendezvous import Meeting
+from crossrank.replay.run.worker import bound_device, check_backend, claim_gpu
 from tests.unit.replay.plans import built, rank_calls, record
 
 _GPU = torch.device("cuda", 3)

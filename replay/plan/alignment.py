@@ -1,0 +1,185 @@
+"""Lays the calls of all ranks side by side, group by group, and leaves out what has no counterpart.
+
+By their recorded numbers where all files have them; else by their order, from the first call on, or, where the
+beginnings are lost (rings), from the last.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import msgspec
+
+from crossrank.comm import CommRecord, Group, ends_of, is_p2p
+from crossrank.replay.plan.alltoall_splits import lacks_parts, with_parts
+from crossrank.replay.plan.plan import number_of
+from crossrank.tools.traces.rank_calls import RankCalls
+
+_OUT_OF_RING = "another rank's dump no longer has it"
+_ALONE = "another rank of its group has no such call"
+BROKEN = "it contradicts itself"
+
+
+@dataclass
+class Rank:
+    """One rank on its way into the plan."""
+
+    source: RankCalls
+    rank: int
+    records: list[CommRecord | None] = field(default_factory=list)
+    """Completed, by call; None where the call is left out."""
+    reasons: dict[int, str] = field(default_factory=dict)
+    """Call -> why it is left out."""
+
+
+Lane = dict[int, list[tuple["int | None", int]]]
+"""Side (a member, or an end of a pair) -> (number, call) of its calls there, in order."""
+
+
+def align(
+    ranks: list[Rank], groups: dict[str, Group], names: dict[int, dict[str, str]], broken: list[str], partial: bool
+) -> int:
+    """Leave out, on all ranks, what is left out on one, and what cannot have a counterpart.
+
+    `names` is rank -> recorded name of a group -> name in `groups`. What contradicts itself over several ranks is added
+    to `broken`. Returns how many uneven exchanges got parts that are not recorded.
+    """
+    guessed = 0
+    numbered = all(rank.source.numbered for rank in ranks)
+    by_rank = {rank.rank: rank for rank in ranks}
+    lanes: dict[tuple[object, ...], Lane] = {}
+    for rank in ranks:
+        for index, call in enumerate(rank.source.calls):
+            # A call that is left out still takes its place among the others.
+            record, label = call.record, names[rank.rank].get(call.record.pg)
+            if label is None:
+                continue  # a group that nobody defined: the call is left out already
+            number, members = number_of(record), groups[label].ranks or []
+            key: tuple[object, ...] = (label,)
+            if is_p2p(record):
+                if record.peer is None or record.peer not in by_rank:
+                    continue  # left out, or refused, already
+                members = [rank.rank, record.peer]
+                key = (label, *ends_of(record.op, rank.rank, record.peer), record.tag or 0)
+            # A member without a call has an empty list.
+            lane = lanes.setdefault(key, {member: [] for member in members})
+            lane.setdefault(rank.rank, []).append((number, index))
+    for lane in lanes.values():
+        late = {member for member in lane if by_rank[member].source.starts_late}
+        use_numbers = numbered and all(_rising(calls) for calls in lane.values())
+        if not use_numbers:
+            _number_by_order(lane, late)
+        guessed += _give_parts(lane, by_rank, broken)
+        if use_numbers and not partial:
+            broken += _gaps(lane, by_rank)
+        _leave_out_unmatched(lane, by_rank, late, partial)
+    return guessed
+
+
+def _rising(calls: list[tuple[int | None, int]]) -> bool:
+    numbers = [number for number, _ in calls]
+    return None not in numbers and len(set(numbers)) == len(numbers)
+
+
+def _number_by_order(lane: Lane, late: Collection[int]) -> None:
+    """Number calls from the first one, or, where beginnings are lost, from the last one."""
+    for calls in lane.values():
+        shift = -len(calls) if late else 0
+        calls[:] = [(place + shift, index) for place, (_, index) in enumerate(calls)]
+
+
+def _gaps(lane: Lane, ranks: dict[int, Rank]) -> list[str]:
+    """Calls that a rank lacks although it has later ones: by their numbers they are known to be missing."""
+    found = []
+    numbers = {member: {number for number, _ in calls if number is not None} for member, calls in lane.items()}
+    for member, mine in numbers.items():
+        if not mine:
+            continue
+        for other, calls in lane.items():
+            for number, index in calls:
+                if number is not None and number not in mine and min(mine) < number < max(mine):
+                    record = ranks[other].source.calls[index].record
+                    found.append(
+                        f"missing_rank: {record.op} #{number} on {record.pg!r}: {ranks[member].source.path} of rank "
+                        f"{member} lacks it and has later ones (call {record.id} of {ranks[other].source.path})"
+                    )
+            if found:
+                return found
+    return found
+
+
+def name_sources(sources: list[RankCalls]) -> int:
+    """Give receives from any source the rank of a send that no other receive takes; returns how many got one."""
+    sends: Counter[tuple[str, tuple[int | None, int | None], int]] = Counter()
+    for source in sources:
+        for call in source.calls:
+            record = call.record
+            if is_p2p(record) and record.peer is not None and source.rank is not None:
+                ends = ends_of(record.op, source.rank, record.peer)
+                sends[(record.pg, ends, record.tag or 0)] += 1 if record.op == "send" else -1
+    named = 0
+    for source in sources:
+        for call in source.calls:
+            record = call.record
+            if record.op != "recv" or record.peer is not None:
+                continue
+            for (pg, (sender, receiver), tag), left in sends.items():
+                if left > 0 and (pg, receiver, tag) == (record.pg, source.rank, record.tag or 0):
+                    sends[pg, (sender, receiver), tag] -= 1
+                    call.record = msgspec.structs.replace(record, peer=sender, p2p_seq=None)
+                    named += 1
+                    break
+    return named
+
+
+def _give_parts(lane: Lane, ranks: dict[int, Rank], broken: list[str]) -> int:
+    """Find parts for the uneven all_to_alls of a lane of which only totals are recorded."""
+    exchanges: dict[int | None, dict[int, tuple[int, CommRecord]]] = defaultdict(dict)
+    for member, calls in lane.items():
+        for number, index in calls:
+            record = ranks[member].records[index]
+            if record is not None and record.op == "all_to_all":
+                exchanges[number][member] = index, record
+    given = 0
+    members = sorted(lane)
+    for number, sides in exchanges.items():
+        records = {member: record for member, (_, record) in sides.items()}
+        if not lacks_parts(records, members):
+            continue
+        found = with_parts(records, members)
+        given += found is not None
+        for member, (index, record) in sides.items():
+            if found is not None:
+                ranks[member].records[index] = found[member]
+                continue
+            ranks[member].records[index], ranks[member].reasons[index] = None, BROKEN
+            broken.append(
+                f"{ranks[member].source.path}: rank {member}, call {record.id} (all_to_all #{number} on "
+                f"{record.pg!r}): what its ranks send is not what they receive"
+            )
+    return given
+
+
+def _leave_out_unmatched(lane: Lane, ranks: dict[int, Rank], late: Collection[int], partial: bool) -> None:
+    common = set.intersection(*({number for number, _ in calls} for calls in lane.values()))
+    out = {
+        number: ranks[member].reasons[index]
+        for member, calls in lane.items()
+        for number, index in calls
+        if index in ranks[member].reasons
+    }
+    for member, calls in lane.items():
+        seen_common = False
+        for number, index in calls:
+            reason = out.get(number)
+            if number in common:
+                seen_common = True
+            elif reason is None and not seen_common and any(other != member for other in late):
+                reason = _OUT_OF_RING
+            elif reason is None and partial:
+                reason = _ALONE
+            if reason is not None:
+                ranks[member].reasons.setdefault(index, reason)
+                ranks[member].records[index] = None

@@ -1,0 +1,116 @@
+"""Finds the files of all ranks that are replayed, and reads each into `RankCalls`.
+
+A folder may hold several kinds for each rank, as our recordings do; then the one that says most is read, in the order
+of `KINDS`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+
+from crossrank.errors import CrossrankError
+from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED, is_url
+from crossrank.text import rank_ranges
+from crossrank.tools.job import rank_readers as readers
+from crossrank.tools.job.kineto_calls import read_kineto_trace
+from crossrank.tools.parallel import Fleet, map_ranks
+from crossrank.tools.traces.discover import BASIC, WHAT, FoundFile, discover
+from crossrank.tools.traces.flight_calls import read_flight
+from crossrank.tools.traces.param_basic import read_basic
+from crossrank.tools.traces.rank_calls import Input, RankCalls
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of file that says what was communicated."""
+
+    what: str
+    read: Callable[[Input], RankCalls]
+
+
+KINDS: dict[str, Kind] = {
+    COMMS: Kind("comms files of a recording", readers.read_comms),
+    LINKED: Kind("linked traces", readers.read_linked_trace),
+    EXECUTION_TRACE: Kind("execution traces", readers.read_et),
+    KINETO: Kind("Kineto traces", read_kineto_trace),
+    FLIGHT: Kind("flight-recorder dumps", read_flight),
+    BASIC: Kind("PARAM basic traces", read_basic),
+}
+"""By preference: the first kind that a folder has is read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The files that are read."""
+
+    kind: str
+    inputs: list[Input]
+    skipped: list[str]
+
+
+def find(path: str, kind: str | None = None) -> Found:
+    """The files at `path`: a folder, one file, or several with commas between them; of `kind`, where it is given.
+
+    Raises `CrossrankError` where there is nothing to replay.
+    """
+    parts = [path] if os.path.exists(path) or is_url(path) else [part for part in path.split(",") if part]
+    by_kind: dict[str, dict[int | None, list[FoundFile]]] = defaultdict(lambda: defaultdict(list))
+    files = discover(parts)
+    skipped = [f"{file.path}: {file.problem}" for file in files if file.problem]
+    skipped += [f"{file.path}: is {WHAT[file.kind]}" for file in files if file.path in parts and file.kind not in KINDS]
+    for file in (file for file in files if file.kind in KINDS and not file.problem):
+        by_kind[file.kind][file.rank].append(file)
+    chosen = kind or next((name for name in KINDS if name in by_kind), None)
+    if chosen is None or chosen not in by_kind:
+        wanted = KINDS[chosen].what if chosen else "no trace that can be replayed"
+        holds = ", ".join(KINDS[name].what for name in by_kind) or "; ".join(skipped[:3])
+        raise CrossrankError(
+            f"{path}: holds {'no ' if chosen else ''}{wanted}{f' ({holds})' if holds else ''}; "
+            "name a recording, a folder of traces of all ranks, or a plan"
+        )
+    ranks = by_kind[chosen]
+    inputs = []
+    for rank, found in sorted(ranks.items(), key=lambda item: (item[0] is None, item[0] or 0)):
+        found.sort(key=lambda one: (one.window, one.path))
+        if len({one.window for one in found}) < len(found):
+            names = ", ".join(PurePosixPath(one.path).name for one in found[:3])
+            raise CrossrankError(
+                f"{path}: {names} are {'all' if len(found) > 2 else 'both'} "
+                f"{'of rank ' + str(rank) if rank is not None else 'without a rank in their names'}; "
+                "name the folder of one job"
+            )
+        inputs.append(_with_timings(found[0], by_kind))
+        skipped += [f"{one.path}: a later window of rank {rank}; name it to replay it" for one in found[1:]]
+    return Found(kind=chosen, inputs=inputs, skipped=skipped)
+
+
+def _with_timings(one: FoundFile, by_kind: dict[str, dict[int | None, list[FoundFile]]]) -> Input:
+    """Beside a comms file, a linked trace or a dump of the same rank says how long its calls took."""
+    return Input(
+        path=one.path,
+        rank=one.rank,
+        window=one.window,
+        linked=tuple(other.path for other in by_kind.get(LINKED, {}).get(one.rank, ()) if other is not one),
+        flight=next((other.path for other in by_kind.get(FLIGHT, {}).get(one.rank, ()) if other is not one), None),
+    )
+
+
+def read(
+    found: Found, fleet: Fleet, done: Callable[[], None] = lambda: None, *, steps: tuple[int, int] | None = None
+) -> list[RankCalls]:
+    """Read every file, with `fleet`, and of comms files only the iterations `steps`.
+
+    Raises `CrossrankError` for the first that cannot be used.
+    """
+    count = len(found.inputs) if len(found.inputs) > 1 else None
+    inputs = [replace(one, world_size=count, steps=steps) for one in found.inputs]
+    return map_ranks(KINDS[found.kind].read, inputs, fleet, done=done)
+
+
+def missing_ranks(ranks: Collection[int], world_size: int) -> str:
+    """The ranks that are not there, in short; empty where none is missing."""
+    return rank_ranges(sorted(set(range(world_size)) - set(ranks)))

@@ -1,0 +1,122 @@
+"""A pass on CUDA: the host launches without waiting, and events on the device say when each call began and ended.
+
+The begin of a call is an event on the stream that launches it, or the end of the call before it in its lane. Its end
+is an event on a side stream that waits for the Work: the launching stream itself would have to wait, which only the
+recorded waits may make it do. Side streams have a priority of their own, so that torch does not give out one that a
+communicator uses. A wait for a barrier holds the host on whatever stream it is made (`WorkNCCL::wait`), so that of an
+asynchronous one is made where it was recorded, and its end noted there. Events are put on the host's clock by one that
+the host has waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+from crossrank.errors import CrossrankError
+from crossrank.replay.results.measure import Times
+from crossrank.replay.run.cpu import IDLE, Hook, begins, by_call
+from crossrank.replay.run.pacing import Pacer
+from crossrank.replay.run.program import Program
+
+_POLL_S = 0.0002
+
+
+class CudaExecutor:
+    """An `Executor` on one GPU. Its events are made once and used by every pass."""
+
+    def __init__(self, program: Program, pacer: Pacer | None = None) -> None:
+        if os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == "1":
+            raise CrossrankError("TORCH_NCCL_BLOCKING_WAIT=1 makes every wait block the host; unset it for a replay")
+        self.progress = [IDLE]
+        self._program = program
+        self._pacer = pacer
+        self._began = [torch.cuda.Event(enable_timing=True) for _ in program.bound]
+        self._ended = [torch.cuda.Event(enable_timing=True) for _ in program.bound]
+        self._base = torch.cuda.Event(enable_timing=True)
+        self._side = {bound.lane: torch.cuda.Stream(program.device, priority=-1) for bound in program.bound}
+
+    def run(self, before: Hook | None = None, after: Hook | None = None) -> Times:
+        program, progress, pacer, now = self._program, self.progress, self._pacer, time.monotonic_ns
+        stream = torch.cuda.current_stream(program.device)
+        launched_at, issued_at = array("q"), array("q")
+        works: list[Any] = [None] * len(program.bound)
+
+        def wait(others: Sequence[int]) -> None:
+            for other in others:
+                work, works[other] = works[other], None
+                if work is not None:
+                    bound = program.bound[other]
+                    if bound.holds_host:
+                        progress[0] = bound.first
+                    work.wait()
+                    if bound.holds_host:
+                        self._ended[other].record(stream)
+                if after is not None:
+                    after(other)
+
+        stream.synchronize()
+        self._base.record(stream)
+        self._base.synchronize()
+        start = now()
+        for position, bound in enumerate(program.bound):
+            if pacer is not None:
+                pacer.pace(position)
+            wait(bound.waits)
+            if before is not None:
+                before(position)
+            progress[0] = bound.first
+            self._began[position].record(stream)
+            launched_at.append(now())
+            work = works[position] = bound.launch()
+            issued_at.append(now())
+            if bound.blocking or work is None:
+                works[position] = None
+                if work is not None:
+                    work.wait()
+                self._ended[position].record(stream)
+                if bound.blocking and after is not None:
+                    after(position)
+            elif not bound.holds_host:
+                side = self._side[bound.lane]
+                with torch.cuda.stream(side):
+                    work.wait()
+                    self._ended[position].record(side)
+            if pacer is not None:
+                pacer.returned(now())
+        wait(program.last_waits)
+        for position, bound in enumerate(program.bound):
+            # Seen by the watch: a host that is ahead of its GPU would stand still in one synchronisation.
+            progress[0] = bound.first
+            while not self._ended[position].query():
+                time.sleep(_POLL_S)
+        torch.cuda.synchronize(program.device)
+        end = now()
+        progress[0] = IDLE
+        launched, completed = event_times(
+            start,
+            (earlier.elapsed_time(later) for earlier, later in pairwise([self._base, *self._began])),
+            (began.elapsed_time(ended) for began, ended in zip(self._began, self._ended, strict=True)),
+        )
+        began = begins(program, launched, completed)
+        return Times(
+            by_call(program, launched_at), by_call(program, issued_at), by_call(program, began),
+            by_call(program, completed), start, end,
+        )  # fmt: skip
+
+
+def event_times(start: int, after_ms: Iterable[float], took_ms: Iterable[float]) -> tuple[array[int], array[int]]:
+    """(begins, ends) in ns of launches that each began `after_ms` after the one before, the first so long after
+    `start`, and took `took_ms`.
+
+    CUDA gives the time between two events as a float32 of ms: between neighbours that is exact to ns, from the start
+    of a pass of a minute to us.
+    """
+    began = array("q", (start + round(ms * 1e6) for ms in accumulate(after_ms)))
+    return began, array("q", (begin + round(ms * 1e6) for begin, ms in zip(began, took_ms, strict=True)))

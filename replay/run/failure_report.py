@@ -1,0 +1,79 @@
+"""Where every rank of a replay is: what is told when one dies, fails or hangs."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from crossrank.replay.plan.plan import Plan, number_of
+from crossrank.text import rank_ranges
+from crossrank.tools.analysis.diagnosis.findings import call_text
+from crossrank.tools.output.console import print_table
+
+
+class State(msgspec.Struct, kw_only=True):
+    """Where a rank is."""
+
+    phase: str
+    """What it does, for people: `joining`, `warming up`, `pass 3`, `done`."""
+    call: int = -1
+    """Index of the call it is in; -1 between calls."""
+    error: str = ""
+    """What ended it."""
+    told_to_end: bool = False
+    """It ended because another rank had failed."""
+
+
+ENDED = ("killed", "exited", "is not heard", "stands still", "no progress")
+"""How errors begin that are no consequence of another rank's."""
+_LONGEST = 110
+
+
+def short(error: str) -> str:
+    """An error on part of a line: backends put file names and frames into theirs.
+
+    >>> short("RuntimeError: [/src/pair.cc:537] Read error [127.0.0.1]:5: Connection reset by peer. More")
+    'RuntimeError: Read error [127.0.0.1]:5: Connection reset by peer'
+    """
+    text = re.sub(r"\[/\S+\] ", "", error).split(". ")[0]
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + "…"
+
+
+class Failed(Exception):
+    """A rank died, failed or hung. The replay has no result."""
+
+    def __init__(self, states: dict[int, State]) -> None:
+        super().__init__("the replay did not come to its end")
+        self.states = states
+
+    def summary(self) -> str:
+        """Which ranks ended it, and how."""
+        causes: dict[str, list[int]] = {}
+        for rank, state in self.states.items():
+            if state.error:
+                causes.setdefault(short(state.error), []).append(rank)
+        first = {error: ranks for error, ranks in causes.items() if error.startswith(ENDED)}
+        told = [f"rank {rank_ranges(ranks)} {error}" for error, ranks in (first or causes).items()]
+        if first and len(causes) > len(first):
+            others = [rank for error, ranks in causes.items() if error not in first for rank in ranks]
+            told.append(f"rank {rank_ranges(others)} lost the others")
+        return "; ".join(told[:4]) or "no rank says why"
+
+
+def print_states(states: dict[int, State], plan: Plan) -> None:
+    """One line per rank: what it did, in which call, and what ended it."""
+    rows = []
+    for rank in plan.ranks:
+        state = states.get(rank.rank, State(phase="never seen"))
+        calls = rank.calls
+        where = "between calls"
+        if 0 <= state.call < len(calls):
+            record = calls[state.call].record
+            peer = f" with rank {record.peer}" if record.peer is not None else ""
+            what = call_text(record.op + peer, number_of(record))
+            where = f"call {state.call} of {len(calls)}: {what} on {record.pg} (id {record.id})"
+        rows.append((rank.rank, state.phase, where, short(state.error) or "was waiting for others"))
+    print_table(
+        "Where each rank was, as it last told (twice a second)", ("#rank", "doing", "call", "what ended it"), rows
+    )

@@ -1,0 +1,141 @@
+"""Leaves the recorded time between calls, in which the job computed: idle, or busy on the device as the job was.
+
+A gap counts from the moment at which the rank could go on after its call before, where that is recorded, and then has
+no communication in it that the rank waited for; else from the launch of that call, so that no two launches follow each
+other faster than recorded, and the communication runs in it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from crossrank.errors import CrossrankError
+from crossrank.replay.plan.plan import Call, launches
+
+if TYPE_CHECKING:
+    import torch
+
+_SPIN_NS = 200_000
+"""The last part of a gap is spent looking at the clock, for a sleep ends too late by about 50 us."""
+_MATRIX = 192
+_CALIBRATION_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How the gaps are filled."""
+
+    scale: float = 0.0
+    """Factor on the recorded gaps; 0 = as fast as possible."""
+    busy: bool = False
+    """Fill them with matrix products on the device rather than with idling."""
+
+
+def parse_pace(text: str) -> Pace:
+    """A pace from `fast`, `recorded`, `compute` or a factor. Raises `CrossrankError` for anything else.
+
+    >>> parse_pace("0.5"), parse_pace("compute")
+    (Pace(scale=0.5, busy=False), Pace(scale=1.0, busy=True))
+    """
+    named = {"fast": Pace(), "recorded": Pace(scale=1.0), "compute": Pace(scale=1.0, busy=True)}
+    if text in named:
+        return named[text]
+    try:
+        scale = float(text)
+    except ValueError:
+        scale = -1.0
+    if not 0 <= scale <= 1e6:
+        raise CrossrankError(f"--pace {text!r} is not fast, recorded, compute, or a factor on the recorded gaps")
+    return Pace(scale=scale)
+
+
+class Pacer:
+    """Waits before each launch of one rank's program."""
+
+    def __init__(self, calls: list[Call], pace: Pace, fill: Callable[[int], None], *, queues: bool = False) -> None:
+        """`fill` takes the given number of nanoseconds, at once or, where it `queues` work on the device, behind the
+        calls that the device waits for."""
+        first = [calls[start] for start, _ in launches(calls)]
+        gaps = computed_ns(first) if queues else [call.gap_ns for call in first]
+        self._gaps = [round(gap * pace.scale) for gap in gaps]
+        self._from_return = [call.gap_from_return for call in first]
+        self._fill = fill
+        self._launched = self._returned = 0
+
+    def pace(self, position: int) -> None:
+        """Let the gap before launch `position` pass."""
+        now = time.monotonic_ns()
+        if position == 0:
+            self._launched = self._returned = now
+        since = self._returned if self._from_return[position] else self._launched
+        left = since + self._gaps[position] - now
+        if left > 0:
+            self._fill(left)
+        self._launched = time.monotonic_ns()
+
+    def returned(self, now: int) -> None:
+        """Say when the rank was done with the launch and the waits after it."""
+        self._returned = now
+
+
+def computed_ns(calls: list[Call]) -> list[int]:
+    """The gaps of `calls`, each the first of a launch, without the communication that ran in them while nothing else
+    did. A host that was ahead of its device came to wait for it in a later gap: that has to give what one lacks."""
+    gaps, owed = [], 0
+    for call in calls:
+        computed = call.gap_ns - call.exposed_ns - owed
+        owed = max(0, -computed)
+        gaps.append(max(0, computed))
+    return gaps
+
+
+def idle(nanoseconds: int) -> None:
+    """Do nothing for that long."""
+    until = time.monotonic_ns() + nanoseconds
+    if nanoseconds > _SPIN_NS:
+        time.sleep((nanoseconds - _SPIN_NS) / 1e9)
+    while time.monotonic_ns() < until:
+        pass
+
+
+def make_busy(device: torch.device) -> Callable[[int], None]:
+    """A function that keeps `device` busy for a number of nanoseconds, calibrated now.
+
+    On CUDA it queues the products on the current stream and returns, so that they run beside communication as the
+    job's own kernels did.
+    """
+    import torch
+
+    size = _MATRIX if device.type == "cpu" else 1024
+    matrix = torch.full((size, size), 1.0 / size, device=device)
+    result = torch.empty_like(matrix)
+
+    def multiply(times: int) -> None:
+        for _ in range(times):
+            torch.mm(matrix, matrix, out=result)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    multiply(3)
+    rounds, spent = 0, 0.0
+    start = time.perf_counter()
+    while spent < _CALIBRATION_S:
+        multiply(10)
+        rounds += 10
+        spent = time.perf_counter() - start
+    each_ns = spent * 1e9 / rounds
+
+    def busy(nanoseconds: int) -> None:
+        if device.type == "cuda":
+            for _ in range(round(nanoseconds / each_ns)):
+                torch.mm(matrix, matrix, out=result)
+            return
+        until = time.monotonic_ns() + nanoseconds
+        while until - time.monotonic_ns() > each_ns:
+            torch.mm(matrix, matrix, out=result)
+        idle(until - time.monotonic_ns())
+
+    return busy

@@ -1,0 +1,180 @@
+"""Where the processes of a replay meet: a key-value store, over which the plan goes out and the results come back.
+
+The store is torch's TCPStore. Of a replay on one machine the process that the user started hosts it, under torchrun
+the agent does, elsewhere rank 0. Whoever can connect to it can change what is replayed, so where the ranks meet on the
+loopback interface it listens there alone; torch's own server listens on every interface. Each rank keeps its state
+there, so that one that dies or hangs can be told of.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from datetime import timedelta
+from ipaddress import ip_address
+from typing import TypeVar
+
+import msgspec
+import zstandard
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from crossrank.comm import Group
+from crossrank.errors import CrossrankError, one_line
+from crossrank.replay.plan.plan import Call, Plan
+from crossrank.replay.results.measure import RankResult
+from crossrank.replay.run.failure_report import State
+from crossrank.replay.run.launcher import Place
+from crossrank.replay.settings import Settings
+
+ABORT = "abort"
+_POLL_S = 0.05
+_PATIENCE_S = 1800.0
+"""How long a rank looks for rank 0, which reads the files of all ranks before it is there."""
+FINISHED = "finished"
+
+Content = TypeVar("Content")
+
+
+class Errand(msgspec.Struct, kw_only=True):
+    """What one rank is sent."""
+
+    settings: Settings = Settings(backend="", device="")
+    groups: list[Group] = []
+    """All of the plan."""
+    calls: list[Call] = []
+    world_size: int = 0
+    ends: bool = False
+    """There is nothing more to do: the process may go."""
+
+
+class RefusedError(Exception):
+    """Rank 0 has told why there is nothing to replay; the other ranks go without a word."""
+
+
+def host_store(place: Place, timeout_s: float) -> Store:
+    """The store, hosted by this process where it is rank 0. Raises `CrossrankError` where that cannot be."""
+    hosting = place.rank == 0 and not place.agent_store
+    # Rank 0 hosts the store when it has read and matched everything: the others are patient.
+    patience_s = timeout_s if place.rank == 0 else max(timeout_s, _PATIENCE_S)
+    try:
+        store = listen(place.host, place.port, patience_s) if hosting else _connected(place, patience_s)
+    except (RuntimeError, OSError) as error:
+        text = one_line(error)
+        if hosting and ("in use" in text.lower() or "EADDRINUSE" in text):
+            raise CrossrankError(
+                f"port {place.port} of {place.host} is in use; set MASTER_PORT (or --master-port) to a free one"
+            ) from error
+        raise CrossrankError(
+            f"rank {place.rank} found no rank 0 at {place.host}:{place.port} within {patience_s:g} s; "
+            "see what rank 0 says, or set MASTER_ADDR and MASTER_PORT"
+        ) from error
+    return PrefixStore(place.attempt, store)
+
+
+def listen(host: str, port: int, timeout_s: float) -> TCPStore:
+    """A store that this process hosts, at a free port where `port` is 0. It listens on the loopback interface alone
+    where `host` is an address of it or `localhost`, else on all: what other machines call `host` need not be the name
+    of an interface here. Raises `OSError` or `RuntimeError` where it cannot."""
+    timeout = timedelta(seconds=timeout_s)
+    if not _is_loopback(host):
+        return TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False)
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server(address[:2], family=family)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=False,  # which takes no listening socket in torch 2.4
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    # Not by looking names up: /etc/hosts often has the machine's own name at 127.0.1.1, by which others mean it.
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _connected(place: Place, timeout_s: float) -> TCPStore:
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(place.host, place.port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+def connect(place: Place, timeout_s: float) -> Store:
+    """A further connection to a store that is there."""
+    return PrefixStore(place.attempt, _connected(place, timeout_s))
+
+
+class Meeting:
+    """The store with the names that a replay uses in it."""
+
+    def __init__(self, store: Store, world_size: int, turn: int = 0) -> None:
+        """`turn` numbers the replays that share a store."""
+        self.store = PrefixStore(f"crossrank/{turn}", store)
+        self.world_size = world_size
+
+    def send_plan(self, plan: Plan, settings: Settings) -> None:
+        """Give every rank its part."""
+        for rank in plan.ranks:
+            errand = Errand(settings=settings, groups=plan.groups, calls=rank.calls, world_size=plan.world_size)
+            self._put(f"errand/{rank.rank}", errand)
+
+    def send_end(self) -> None:
+        """Tell every rank but 0 that there is nothing more to do."""
+        for rank in range(1, self.world_size):
+            self._put(f"errand/{rank}", Errand(ends=True))
+
+    def errand(self, rank: int) -> Errand:
+        """What `rank` has to do; waits for it as long as rank 0 is there. Raises `RefusedError` where it has none."""
+        self.wait_for(f"errand/{rank}")
+        return self._get(f"errand/{rank}", Errand)
+
+    def wait_for(self, key: str) -> None:
+        """Wait until `key` is there, however long that takes. Raises `RefusedError` when all have to end."""
+        while not self.store.check([key]):
+            if self.aborted():
+                raise RefusedError
+            time.sleep(_POLL_S)
+
+    def holder(self, key: str, rank: int) -> int:
+        """The first rank that asked for `key`: `rank` itself, or who was before it."""
+        return int(self.store.compare_set(key, "", str(rank)))
+
+    def put_state(self, rank: int, state: State) -> None:
+        self._put(f"state/{rank}", state)
+
+    def states(self) -> dict[int, State]:
+        """The last state of every rank that has told one."""
+        return {
+            rank: self._get(f"state/{rank}", State)
+            for rank in range(self.world_size)
+            if self.store.check([f"state/{rank}"])
+        }
+
+    def put_result(self, rank: int, result: RankResult) -> None:
+        self._put(f"result/{rank}", result)
+
+    def results(self) -> list[RankResult]:
+        """The results of all ranks; waits for them."""
+        return [self._get(f"result/{rank}", RankResult) for rank in range(self.world_size)]
+
+    def has_all_results(self) -> bool:
+        return self.store.check([f"result/{rank}" for rank in range(self.world_size)])
+
+    def abort(self) -> None:
+        """Tell all ranks to say where they are, and to end."""
+        self.store.set(ABORT, "1")
+
+    def aborted(self) -> bool:
+        return self.store.check([ABORT])
+
+    def _put(self, key: str, value: object) -> None:
+        self.store.set(key, zstandard.compress(msgspec.msgpack.encode(value)))  # type: ignore[arg-type]
+
+    def _get(self, key: str, content: type[Content]) -> Content:
+        return msgspec.msgpack.decode(zstandard.decompress(self.store.get(key)), type=content)

@@ -1,0 +1,330 @@
+"""Comms files beside gloo's dumps say what the dumps do not know: members, sends and receives, last words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from crossrank.comm import CommRecord
+from crossrank.tools.analysis.diagnosis.inputs import find_candidates, read_evidence
+from crossrank.tools.parallel import Fleet
+from tests.unit.analysis.diagnosis.moments import Moment, write_moments
+from tests.unit.analysis.diagnosis.simulated_jobs import (
+    Collective,
+    CpuStall,
+    Groups,
+    Programs,
+    Recv,
+    Send,
+    SimulatedJob,
+)
+from tests.unit.analysis.diagnosis.verdicts import diagnosis_of, roots
+
+GROUPS: Groups = {"0": ("default_pg", [0, 1, 2]), "7": ("pair", [0, 2])}
+START = 1_795_000_000_000_000_000
+
+
+def write_comms(
+    folder: Path,
+    rank: int,
+    records: list[dict[str, Any]],
+    *,
+    ended: bool = False,
+    emit: str = "ALL",
+    groups: Groups = GROUPS,
+    until: float | None = None,
+    reason: str = "exit",
+) -> None:
+    """A comms file of `rank`, of a job of the ranks in group "0"; record n is made n seconds after the start.
+
+    `until` is up to when it lacks nothing, in seconds after the start; `reason` is why it ended, if it did.
+    """
+    folder.mkdir(exist_ok=True)
+    header: dict[str, Any] = {
+        "schema": "crossrank-comms 1",
+        "rank": rank,
+        "world_size": len(groups["0"][1]),
+        "host": "h",
+        "node": "n",
+    }
+    header["config"] = {"emit": emit}
+    lines: list[Any] = [{"header": header | {"clock": {"t": 0, "wall": START}}}]
+    for name, (desc, ranks) in groups.items():
+        if rank in ranks:
+            lines.append({"group": {"pg": name, "size": len(ranks), "ranks": ranks, "desc": desc, "backend": "gloo"}})
+            lines[-1]["group"]["locality"] = "intra_node" if name == "7" else "cross_node"
+    for number, fields in enumerate(records):
+        whole = {"id": number, "c10d": fields["op"], "bytes": 32, "t": number * 10**9, "in": [[8]], "dtype": "float32"}
+        record = msgspec.convert(whole | {"source": f"train.py:{number + 1}"} | fields, CommRecord)
+        lines.append(msgspec.json.decode(msgspec.json.encode(record)))
+    if until is not None:
+        lines.append({"clock": {"t": int(until * 10**9), "wall": START + int(until * 10**9)}})
+    if ended:
+        lines.append({"end": {"reason": reason}})
+    (folder / f"rank-{rank}.comms.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def all_reduce(seq: int, pg: str = "0") -> dict[str, Any]:
+    return {"op": "all_reduce", "pg": pg, "seq": seq, "async": False}
+
+
+def p2p(op: str, peer: int, seq: int, api: str | None = None) -> dict[str, Any]:
+    return {"op": op, "pg": "0", "p2p_seq": seq, "peer": peer, "api": api or op}
+
+
+def test_members_of_a_group_come_from_the_comms_files(tmp_path: Path) -> None:
+    programs: Programs = [[Collective("0"), Collective("7")], [Collective("0")], [Collective("0"), CpuStall()]]
+    job = SimulatedJob(programs, GROUPS, backend="gloo")
+    job.run()
+    job.write(tmp_path)
+    before = diagnosis_of(tmp_path)
+    for rank in range(3):
+        write_comms(tmp_path, rank, [all_reduce(1)])
+
+    found = diagnosis_of(tmp_path)
+
+    # Alone, the dumps show one rank in a group of which nobody else is known.
+    assert before.findings[0].culprit_ranks == []
+    assert roots(found) == [("missing_rank", "pair", 1, [2], [0])]
+
+
+def test_sends_and_receives_of_gloo_come_from_the_comms_files(tmp_path: Path) -> None:
+    programs: Programs = [
+        [Collective("0"), Recv("0", 2)],
+        [Collective("0"), Send("0", 0), Collective("0")],
+        [Collective("0"), Collective("0")],
+    ]
+    programs[1] = [Collective("0"), Collective("0")]
+    job = SimulatedJob(programs, GROUPS, backend="gloo")
+    job.run()
+    job.write(tmp_path)
+    write_comms(tmp_path, 0, [all_reduce(1), p2p("recv", 2, 1)])
+    for rank in (1, 2):
+        write_comms(tmp_path, rank, [all_reduce(1), all_reduce(2)])
+
+    found = diagnosis_of(tmp_path)
+
+    assert roots(found) == [("p2p_unmatched", "default_pg", 1, [], [0])]
+    assert found.findings[0].text == (
+        "rank 0 waits for 2 in default_pg [0] recv #1; rank 2 waits for 0 in default_pg [0] all_reduce #2"
+    )
+
+
+def test_comms_files_alone_show_a_receive_that_nobody_answers(tmp_path: Path) -> None:
+    write_comms(tmp_path, 0, [all_reduce(1), p2p("send", 1, 1), p2p("recv", 2, 1)])
+    write_comms(tmp_path, 1, [all_reduce(1), p2p("recv", 0, 1)], ended=True)
+    write_comms(tmp_path, 2, [all_reduce(1)], ended=True)
+
+    found = diagnosis_of(tmp_path)
+
+    assert roots(found) == [("p2p_unmatched", "default_pg", 1, [2], [0])]
+
+
+@pytest.mark.parametrize("api", ["irecv", "batch_isend_irecv"])
+def test_a_receive_that_did_not_block_is_no_fault_once_it_is_answered(api: str, tmp_path: Path) -> None:
+    write_comms(tmp_path, 0, [all_reduce(1), p2p("recv", 1, 1, api), all_reduce(2)])
+    write_comms(tmp_path, 1, [all_reduce(1), p2p("send", 0, 1, "isend"), all_reduce(2)])
+    write_comms(tmp_path, 2, [all_reduce(1), all_reduce(2)])
+
+    assert diagnosis_of(tmp_path).verdict == "ok"
+
+
+def test_roots_and_reductions_are_compared_where_they_are_known(tmp_path: Path) -> None:
+    for rank in range(3):
+        records = [
+            {"op": "broadcast", "pg": "0", "seq": 1, "root": 0},
+            {"op": "all_reduce", "pg": "0", "seq": 2, "reduce": "max" if rank == 1 else "sum"},
+        ]
+        write_comms(tmp_path / "reduce", rank, records, ended=True)
+        records[0]["root"] = 2 if rank == 2 else 0
+        write_comms(tmp_path / "root", rank, records, ended=True)
+
+    assert roots(diagnosis_of(tmp_path / "reduce")) == [("reduce_op_mismatch", "default_pg", 2, [1], [])]
+    assert roots(diagnosis_of(tmp_path / "root")) == [("root_mismatch", "default_pg", 1, [2], [])]
+
+
+def test_a_rank_without_a_dump_is_named_with_its_last_words(tmp_path: Path) -> None:
+    programs: Programs = [[Collective("0", inputs=((8,),))] * 2 for _ in range(3)]
+    programs[2][1] = CpuStall()
+    job = SimulatedJob(programs, GROUPS, backend="gloo")
+    job.run()
+    job.write(tmp_path, ranks=[0, 1])
+    write_comms(tmp_path, 2, [all_reduce(1)])
+
+    found = diagnosis_of(tmp_path)
+
+    assert roots(found) == [("missing_rank", "default_pg", 2, [2], [0, 1])]
+    assert found.notes[0] == (
+        "rank 2 left no dump, its comms file is used; "
+        "the last call in its comms file is all_reduce #1 on default_pg [0] at train.py:1"
+    )
+
+
+def test_numbers_beyond_reason_cost_their_call_alone(tmp_path: Path) -> None:
+    write_comms(tmp_path, 0, [all_reduce(1), all_reduce(123), all_reduce(2)])
+    file = tmp_path / "rank-0.comms.jsonl"
+    file.write_text(file.read_text().replace('"seq": 123', f'"seq": {1 << 63}'))
+
+    (evidence,) = read_evidence(find_candidates([str(tmp_path)]), Fleet()).ranks
+
+    assert list(evidence.calls.seq) == [1, 2]
+    assert evidence.problems == [
+        "line 5 is no comms record: ValidationError: Expected `int` <= 4611686018427387903 - at `$.seq`"
+    ]
+
+
+def test_a_send_and_a_receive_of_different_tags_do_not_answer_each_other(tmp_path: Path) -> None:
+    write_comms(tmp_path, 0, [all_reduce(1), p2p("send", 1, 1) | {"tag": 1}])
+    write_comms(tmp_path, 1, [all_reduce(1), p2p("recv", 0, 1) | {"tag": 2}])
+    write_comms(tmp_path, 2, [all_reduce(1)], ended=True)
+
+    assert roots(diagnosis_of(tmp_path)) == [("p2p_wait_cycle", "default_pg", 1, [], [0, 1])]
+
+
+@pytest.mark.parametrize(("last", "noted"), [("broadcast", "broadcast"), ("reduce_scatter", "all_reduce")])
+def test_a_dump_learns_the_roots_and_reductions_of_its_calls(last: str, noted: str, tmp_path: Path) -> None:
+    """Also where the last call is one of which gloo makes another."""
+    broadcasts = [Collective("0", "broadcast", ((8,),))] * 3
+    job = SimulatedJob([[*broadcasts, Collective("0", noted, ((8,),))]] * 3, GROUPS, backend="gloo")
+    job.run()
+    for rank in range(3):
+        # torch has counted one call more, from before the recording began.
+        calls = [
+            {
+                "id": seq,
+                "op": op,
+                "c10d": f"{op}_",
+                "pg": "0",
+                "bytes": 32,
+                "seq": seq,
+                "source": "train.py:7",
+            }
+            | {
+                "root": 1 if (rank, seq) == (2, 2) else 0,
+                "t": job.dump(rank)["entries"][seq]["time_created_ns"] - START,
+            }
+            for seq, op in ((1, "broadcast"), (2, "broadcast"), (3, last))
+        ]
+        moment = {
+            "rank": rank,
+            "world_size": 3,
+            "time_ns": START + 10**12,
+            "clock": {"t": 0, "wall": START},
+            "groups": [{"pg": "0", "size": 3, "ranks": [0, 1, 2], "desc": "default_pg"}],
+            "calls": calls,
+        }
+        dump = json.dumps(job.dump(rank, frames=False) | {"crossrank": moment})
+        (tmp_path / f"rank-{rank}.flight.json").write_text(dump)
+
+    found = diagnosis_of(tmp_path)
+
+    assert roots(found) == [("root_mismatch", "default_pg", 3, [2], [])]
+    assert found.findings[0].places[0].frames == ["(C++) (train.py:7)"]
+
+
+def test_a_comms_file_that_leaves_out_what_stays_in_a_node_proves_no_absence(tmp_path: Path) -> None:
+    programs: Programs = [[Collective("0"), Collective("7")], [Collective("0")], [Collective("0"), Collective("7")]]
+    job = SimulatedJob(programs, GROUPS, backend="gloo")
+    job.run()
+    for records in ([], [all_reduce(1)]):
+        folder = tmp_path / str(len(records))
+        job.write(folder, ranks=[0, 1])
+        write_comms(folder, 2, records, emit="CROSSNODE")
+
+    assert [(one.kind, one.culprit_ranks) for one in diagnosis_of(tmp_path / "0").findings] == [("dump_missing", [2])]
+    assert diagnosis_of(tmp_path / "1").findings == []
+
+
+def test_a_barrier_that_torch_does_not_record_comes_from_the_comms_files(tmp_path: Path) -> None:
+    failed = "RuntimeError: [Rank 0]: Ranks 2 failed to pass monitoredBarrier in 2000 ms"
+    job = SimulatedJob([[Collective("0", inputs=((8,),))]] * 3, GROUPS, backend="gloo")
+    ends = {rank: Moment(reason="exit", after=9, error=failed) for rank in (0, 1)} | {
+        2: Moment(reason="SIGTERM", after=30)
+    }
+    write_moments(job, tmp_path, ends)
+    barrier = {"op": "barrier", "c10d": "monitored_barrier_", "pg": "0", "seq": 2, "in": [], "dtype": None}
+    for rank in range(3):
+        write_comms(tmp_path, rank, [all_reduce(1), *([barrier] if rank < 2 else [])], ended=True)
+
+    assert roots(diagnosis_of(tmp_path)) == [("missing_rank", "default_pg", 1, [2], [0, 1])]
+
+
+@pytest.mark.parametrize(
+    ("until", "suspects"),
+    [
+        pytest.param((1.1, 1.2, 0.9), [], id="the last call may not have reached the disk"),
+        pytest.param((31.0, 31.1, 30.9), [2], id="all stand still"),
+        pytest.param((31.0, 31.1, 0.5), [2], id="one has died"),
+    ],
+)
+def test_the_moment_of_comms_files_tells_a_hang_from_a_job_that_trains(
+    until: tuple[float, ...], suspects: list[int], tmp_path: Path
+) -> None:
+    for rank in range(3):
+        write_comms(tmp_path, rank, [all_reduce(1), all_reduce(2)][: 1 if rank == 2 else 2], until=until[rank])
+
+    found = diagnosis_of(tmp_path)
+
+    assert (found.verdict, found.suspect_ranks) == ("error" if suspects else "ok", suspects)
+
+
+def test_comms_files_that_go_on_without_a_call_do_not_replace_the_dumps_of_a_hang(tmp_path: Path) -> None:
+    programs: Programs = [[Collective("0", inputs=((8,),))], [Collective("0", inputs=((8,),))], []]
+    job = SimulatedJob(programs, GROUPS, backend="gloo")
+    write_moments(job, tmp_path, {rank: Moment() for rank in range(3)})
+    for rank in range(3):
+        write_comms(tmp_path, rank, [], until=600)
+
+    assert roots(diagnosis_of(tmp_path)) == [("missing_rank", "default_pg", 1, [2], [0, 1])]
+
+
+@pytest.mark.parametrize("reason", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(("until", "suspects"), [(1.5, []), (60.0, [2])])
+def test_comms_files_of_a_cancelled_job_tell_a_hang_from_training(
+    reason: str, until: float, suspects: list[int], tmp_path: Path
+) -> None:
+    for rank in range(3):
+        records = [all_reduce(1), all_reduce(2)][: 1 if rank == 2 else 2]
+        write_comms(tmp_path, rank, records, until=until, ended=True, reason=reason)
+
+    found = diagnosis_of(tmp_path)
+
+    assert (found.verdict, found.suspect_ranks) == ("error" if suspects else "ok", suspects)
+
+
+@pytest.mark.parametrize(("until", "suspects"), [(3.5, []), (60.0, [2])])
+def test_a_call_of_a_thread_that_one_member_never_makes_is_open_although_all_others_go_on(
+    until: float, suspects: list[int], tmp_path: Path
+) -> None:
+    for rank in range(3):
+        of_thread = [] if rank == 2 else [all_reduce(2, "7") | {"t": 2_900_000_000}]
+        records = [all_reduce(1, "7"), all_reduce(1), *of_thread, all_reduce(2) | {"t": 3_000_000_000}]
+        write_comms(tmp_path, rank, records, until=until, groups={"0": GROUPS["0"], "7": ("metrics", [0, 1, 2])})
+
+    found = diagnosis_of(tmp_path)
+
+    assert (found.verdict, found.suspect_ranks) == ("error" if suspects else "ok", suspects)
+
+
+def test_a_rank_that_died_without_a_word_is_named_beside_the_exceptions_of_the_others(tmp_path: Path) -> None:
+    error = "TrainingError: step 1 failed"
+    job = SimulatedJob([[Collective("0", inputs=((8,),))]] * 3, GROUPS, backend="gloo")
+    write_moments(job, tmp_path, dict.fromkeys((0, 1), Moment(reason="exit", after=0.1, error=error)))
+    for rank in range(3):
+        write_comms(tmp_path, rank, [all_reduce(1)], ended=rank < 2)
+
+    assert [(one.kind, one.culprit_ranks) for one in diagnosis_of(tmp_path).findings] == [("dump_missing", [2])]
+
+
+@pytest.mark.parametrize("op", ["gather", "reduce"])
+def test_a_root_is_not_past_its_call_because_those_that_send_to_it_are(op: str, tmp_path: Path) -> None:
+    for rank in range(3):
+        to_root = {"op": op, "pg": "0", "seq": 2, "root": 0}
+        records = [all_reduce(1), to_root, all_reduce(3)][: (2, 3, 1)[rank]]
+        write_comms(tmp_path, rank, records, until=60)
+
+    assert diagnosis_of(tmp_path).suspect_ranks == [2]

@@ -1,0 +1,151 @@
+"""What torch's own analyzer compares is compared: both sides of a call, their types, and how far each rank came."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.analysis.diagnosis.moments import Moment, write_moments
+from tests.unit.analysis.diagnosis.simulated_jobs import Collective, Groups, Programs, SimulatedJob
+from tests.unit.analysis.diagnosis.verdicts import diagnosis_of, in_short, roots
+
+Finding = tuple[str, str, int | None, list[int], list[int]]
+
+SQUARE = [[4, 4]]
+
+
+def entry(op: str = "all_reduce", seq: int = 1, **fields: Any) -> dict[str, Any]:
+    """One call on a group of two as a dump of NCCL has it."""
+    whole = {
+        "record_id": seq - 1,
+        "pg_id": 0,
+        "process_group": ("0", "default_pg"),
+        "collective_seq_id": seq,
+        "profiling_name": f"nccl:{op}",
+        "time_created_ns": 0,
+        "state": "scheduled",
+        "input_sizes": SQUARE,
+        "output_sizes": SQUARE,
+        "input_dtypes": ["Float"],
+        "output_dtypes": ["Float"],
+    }
+    return whole | fields
+
+
+def found_in(folder: Path, *entries: dict[str, Any]) -> list[Finding]:
+    """What is found where rank n made the call `entries[n]`."""
+    ranks = str(list(range(len(entries))))
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": ranks}}
+    for rank, one in enumerate(entries):
+        dump = {"version": "2.10", "pg_config": config, "pg_status": {}, "entries": [one]}
+        (folder / f"rank_{rank}").write_bytes(pickle.dumps(dump, 2))
+    found = diagnosis_of(folder)
+    assert found.verdict == "error"
+    return [in_short(finding) for finding in found.findings]
+
+
+WRONG = [
+    pytest.param(entry(output_sizes=[[5, 4]]), "size_mismatch", id="all_reduce-output"),
+    pytest.param(entry(input_sizes=[[5, 4]]), "size_mismatch", id="all_reduce-input"),
+    pytest.param(entry(output_dtypes=["Half"]), "dtype_mismatch", id="all_reduce-output-dtype"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "kind"), WRONG)
+def test_a_rank_whose_call_contradicts_itself_is_the_odd_one_even_without_a_majority(
+    wrong: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    assert found_in(tmp_path, entry(), wrong)[0][:4] == (kind, "default_pg", 1, [1])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        entry(output_sizes=[[5, 4]]),
+        entry("_all_gather_base", output_sizes=[[33]]),
+        entry("all_gather", output_sizes=[[4, 4]] * 3),
+        entry("_reduce_scatter_base", output_sizes=[[9]]),
+        entry("reduce_scatter", input_sizes=[[4, 4]] * 3),
+        entry("reduce_scatter_tensor_coalesced", input_sizes=[[4, 4], [8, 4]], output_sizes=[[8], [8]]),
+        entry("all_gather_into_tensor_coalesced", input_sizes=[[4], [2]], output_sizes=[[8], [5]]),
+    ],
+    ids=lambda wrong: wrong["profiling_name"],
+)
+def test_a_call_that_contradicts_itself_on_every_rank_is_an_error_of_nobody_in_particular(
+    wrong: dict[str, Any], tmp_path: Path
+) -> None:
+    assert found_in(tmp_path, wrong, wrong)[0][:4] == ("size_mismatch", "default_pg", 1, [])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Collective("0", "_all_gather_base", ((16,),), ((64,),)),
+        Collective("0", "all_gather", ((16,),), ((16,),) * 4),
+        Collective("0", "all_gather", ((16,),), ((16,), (8,), (4,), (2,))),
+        Collective("0", "_reduce_scatter_base", ((64,),), ((16,),)),
+        Collective("0", "reduce_scatter", ((16,),) * 4, ((16,),)),
+        Collective("0", "allreduce_coalesced", ((16,), (2,)), ((16,), (2,))),
+        Collective("0", "broadcast"),
+        Collective("0", "barrier", (), ()),
+    ],
+    ids=lambda call: f"{call.op}-{len(call.output_sizes)}",
+)
+def test_calls_as_torch_makes_them_do_not_contradict_themselves(call: Collective, tmp_path: Path) -> None:
+    job = SimulatedJob([[call] * 2] * 4, {"0": ("default_pg", [0, 1, 2, 3])})
+    job.run()
+    job.write(tmp_path)
+
+    assert diagnosis_of(tmp_path).verdict == "ok"
+
+
+def test_roots_of_gather_and_scatter_hold_what_the_others_do_not(tmp_path: Path) -> None:
+    groups: Groups = {"0": ("default_pg", [0, 1])}
+    programs: Programs = [
+        [Collective("0", "gather", SIDE, SIDE * 2), Collective("0", "scatter", SIDE * 2, SIDE)],
+        [Collective("0", "gather", SIDE, ()), Collective("0", "scatter", (), SIDE)],
+    ]
+    job = SimulatedJob(programs, groups)
+    job.run()
+    job.write(tmp_path)
+
+    assert not [row for row in roots(diagnosis_of(tmp_path)) if row[0] in ("size_mismatch", "dtype_mismatch")]
+
+
+SIDE = ((4, 4),)
+
+
+def test_a_call_that_is_over_on_one_rank_and_open_on_another_is_not_healthy(tmp_path: Path) -> None:
+    assert found_in(tmp_path, entry(), entry(state="completed")) == [
+        ("all_joined_not_completed", "default_pg", 1, [], [0])
+    ]
+
+
+@pytest.mark.parametrize(("after", "kinds"), [(60.0, [("not_completed", [1])]), (0.01, [])])
+def test_a_rank_whose_last_call_stays_open_long_after_it_was_over_hangs_in_it(
+    after: float, kinds: list[tuple[str, list[int]]], tmp_path: Path
+) -> None:
+    job = SimulatedJob([[Collective("0")] * 3] * 4, {"0": ("default_pg", [0, 1, 2, 3])}, timing=False)
+    write_moments(job, tmp_path, dict.fromkeys(range(4), Moment(after=after)))
+    path = tmp_path / "rank-1.flight.json"
+    last = path.read_text().rpartition('"state": "completed"')
+    path.write_text('"state": "scheduled"'.join((last[0], last[2])))
+
+    found = diagnosis_of(tmp_path)
+
+    assert [(finding.kind, finding.culprit_ranks) for finding in found.findings] == kinds
+
+
+@pytest.mark.parametrize("missing", [0, 3])
+def test_two_against_one_is_no_majority_of_four(missing: int, tmp_path: Path) -> None:
+    programs: Programs = [[Collective("0", inputs=((size,),))] for size in (8, 8, 16, 16)]
+    job = SimulatedJob(programs, {"0": ("default_pg", [0, 1, 2, 3])})
+    job.run()
+    job.write(tmp_path, ranks=set(range(4)) - {missing})
+
+    mismatch = next(finding for finding in diagnosis_of(tmp_path).findings if finding.kind == "size_mismatch")
+
+    assert mismatch.culprit_ranks == []

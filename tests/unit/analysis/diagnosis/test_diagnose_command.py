@@ -1,0 +1,422 @@
+"""`crossrank diagnose` as a user runs it: verdicts on real dumps, exit codes, every output, bad input."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import shutil
+import sqlite3
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import crossrank.tools.analysis.diagnosis
+from crossrank.tools.analysis.diagnosis.findings import Diagnosis
+from crossrank.tools.cli import main
+from tests.unit.analysis.diagnosis.simulated_jobs import Collective, CpuStall, SimulatedJob, StaleWatchdog
+from tests.unit.analysis.diagnosis.simulated_programs import training
+from tests.unit.graph.linking.public_traces import needs_traces, public
+
+CASES = [
+    "all_started_hang",
+    "alltoallv_clean",
+    "clean",
+    "clean_no_timing",
+    "gloo_clean",
+    "gloo_missing",
+    "gloo_missing_json",
+    "missing_one",
+    "p2p_single_clean",
+    "rank_died",
+    "size_mismatch",
+    "wrapped_clean",
+]
+
+
+def diagnose(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr)"""
+    code = main(["diagnose", *map(str, words)])
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+@pytest.fixture
+def stuck(tmp_path: Path) -> Path:
+    """Dumps of four ranks, of which rank 2 has stopped before step 2."""
+    programs, groups = training(4, 3)
+    programs[2].insert(4, CpuStall())
+    job = SimulatedJob(programs, groups)
+    job.run()
+    job.write(tmp_path / "stuck")
+    return tmp_path / "stuck"
+
+
+@pytest.fixture
+def healthy(tmp_path: Path) -> Path:
+    job = SimulatedJob(*training(4, 6))
+    job.run()
+    job.write(tmp_path / "healthy")
+    return tmp_path / "healthy"
+
+
+@needs_traces
+@pytest.mark.parametrize("case", CASES)
+def test_the_verdict_on_dumps_of_known_cases(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(public("flight"), case)
+    wanted = json.loads((folder / "expected.json").read_text())
+
+    code, out, err = diagnose(capsys, folder, "--json")
+
+    found = json.loads(out)
+    assert found["verdict"] == wanted["verdict"]
+    assert found["world_size"] == wanted["world_size"]
+    assert [
+        {name: one[name] for name in two} for one, two in zip(found["findings"], wanted["findings"], strict=True)
+    ] == (wanted["findings"])
+    assert (code, err) == (0 if wanted["verdict"] == "ok" else 1, "")
+
+
+@needs_traces
+def test_both_faulty_ranks_of_a_real_hung_job_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(public("flight_real"), "gpu_error")
+    wanted = json.loads((folder / "expected.json").read_text())
+
+    code, out, _ = diagnose(capsys, folder, "--json")
+
+    found = json.loads(out)
+    assert (code, found["verdict"], found["suspect_ranks"]) == (1, "error", wanted["suspect_ranks"])
+    assert len(found["findings"]) == 1
+    assert {one["because_of"] for one in found["consequences"]} == {0}
+    assert sorted(rank for one in found["consequences"] for rank in one["waiting_ranks"]) == list(range(8))
+
+
+def test_the_order_of_the_files_does_not_matter(
+    stuck: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, rank in enumerate((3, 1, 0, 2)):
+        folder = tmp_path / "shuffled" / f"node{number}"
+        folder.mkdir(parents=True)
+        shutil.copy(stuck / f"rank_{rank}", folder / f"trace.host{9 - number}.rank{rank}.pkl")
+
+    one = json.loads(diagnose(capsys, stuck, "--json")[1])
+    other = json.loads(diagnose(capsys, tmp_path / "shuffled", "--json", "--jobs", "2")[1])
+
+    assert one == other
+
+
+def test_the_text_names_the_culprit_and_shows_both_stacks(stuck: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = diagnose(capsys, stuck)
+
+    assert code == 1
+    assert out.startswith(
+        "verdict    error: a fault was found\n"
+        "ranks      4 of 4 read (0-3)\n"
+        "compared   21 collectives, 40 calls on 5 group(s)\n"
+        "suspects   rank 2\n"
+        "\n"
+        "1. missing_rank: a rank has not made a collective that the others wait in\n"
+    )
+    assert re.search(r"rank 2, culprit: the last call it made, all_reduce #1 on default_pg \[0\]", out)
+    assert re.search(r"\(train\.py:140\) +\S+ \(train\.py:1[13]0\)", out)
+    assert "more call(s) in which rank" in out
+
+
+def test_a_healthy_job_exits_0(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = diagnose(capsys, healthy)
+
+    assert (code, err) == (0, "")
+    assert out.startswith("verdict    ok: no fault found\n")
+    assert "mesh_tp [1]" in out.split("Who comes last")[1]
+
+
+def test_ranks_and_groups_limit_what_is_shown(stuck: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "1. missing_rank" in diagnose(capsys, stuck, "--ranks", "2-3")[1]
+    assert "1. missing_rank" not in diagnose(capsys, stuck, "--ranks", "0", "--groups", "nobody")[1]
+    code, out, _ = diagnose(capsys, stuck, "--ranks", "0", "--groups", "mesh_tp")
+    assert (code, "suspects   rank 2\n" in out) == (1, True)
+    whole = json.loads(diagnose(capsys, stuck, "--json")[1])
+    assert json.loads(diagnose(capsys, stuck, "--ranks", "0", "--groups", "mesh_tp", "--json")[1]) == whole
+    entries = diagnose(capsys, stuck, "--print-entries", "--groups", "default_pg", "--ranks", "1-2")[1]
+    table = entries.split("Collectives of default_pg [0]\n")[1]
+    assert [line.split() for line in table.splitlines()] == [
+        ["number", "call", "rank", "1", "rank", "2"],
+        ["1", "all_reduce", "1", "float32", "completed", "completed"],
+        ["2", "all_reduce", "1", "float32", "scheduled", "-"],
+        ["3", "all_reduce", "1", "float32", "scheduled", "-"],
+    ]
+
+
+@pytest.mark.parametrize("job", ["stuck", "healthy"])
+def test_what_is_shown_is_what_concerns_the_chosen_ranks_and_groups(
+    job: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder: Path = request.getfixturevalue(job)
+    code, out, _ = diagnose(capsys, folder, "--json")
+    whole = json.loads(out)
+    groups = {tuple(row["pg"]): row["pg_ranks"] for row in whole["stragglers"]}
+    pgs = {tuple(one["pg"]) for one in (*whole["findings"], *whole["consequences"])} | set(groups)
+    assert len(pgs) > 2
+    for words, ranks, names in [
+        *((("--ranks", rank), {rank}, None) for rank in range(4)),
+        *((("--groups", name), None, {name}) for pg in pgs for name in pg),
+    ]:
+        shown_code, out, _ = diagnose(capsys, folder, *words)
+        assert shown_code == code
+        about = [
+            one
+            for one in (*whole["findings"], *whole["consequences"])
+            if (ranks is None or ranks & {*one["culprit_ranks"], *one["waiting_ranks"]})
+            and (names is None or names & set(one["pg"]))
+        ]
+        assert ("1. missing_rank" in out) == bool(about), words
+        assert ("1 finding(s) are not about" in out) == bool(whole["findings"] and not about), words
+        last = out.partition("Who comes last")[2]
+        shown = {pg for pg in groups if f"{pg[1]} [{pg[0]}]" in last}
+        assert shown == {
+            pg
+            for pg, members in groups.items()
+            if (ranks is None or ranks & set(members)) and (names is None or names & set(pg))
+        }, words
+
+
+def test_the_example_of_the_package_runs(stuck: Path) -> None:
+    lines = (crossrank.tools.analysis.diagnosis.__doc__ or "").splitlines()
+    code = "\n".join(line[4:] for line in lines if line.startswith("    ")).replace("/data/run1", str(stuck))
+    names: dict[str, object] = {}
+    exec(code, names)
+    found = names["diagnosis"]
+    assert isinstance(found, Diagnosis)
+    assert found.suspect_ranks == [2]
+
+
+def test_a_missing_dump_can_be_allowed(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (healthy / "rank_3").unlink()
+
+    code, out, _ = diagnose(capsys, healthy, "--json")
+    found = json.loads(out)
+    assert (code, found["verdict"], found["suspect_ranks"]) == (1, "incomplete", [3])
+    assert [one["kind"] for one in found["findings"]] == ["dump_missing"]
+
+    code, out, _ = diagnose(capsys, healthy, "--json", "--allow-missing")
+    found = json.loads(out)
+    assert (code, found["verdict"], found["findings"]) == (0, "ok", [])
+    assert found["notes"] == ["rank 3 has no usable dump and is taken to have made every call (--allow-missing)"]
+
+
+def test_the_diagnosis_is_written_to_a_file(stuck: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = diagnose(capsys, stuck, "--json", "-o", tmp_path / "diagnosis.json")
+
+    assert (tmp_path / "diagnosis.json").read_text() == out
+    assert list(tmp_path.glob(".*")) == []
+
+
+class _Tags(HTMLParser):
+    """Counts tags and collects the text of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_says_the_same_and_runs_nothing_of_the_dumps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = "<script>alert(1)</script>\x1b[31m"
+    job = SimulatedJob([[Collective("0")] * 3, [Collective("0")] * 2], {"0": (evil, [0, 1])})
+    job.run()
+    job.write(tmp_path / "dumps")
+
+    _, out, _ = diagnose(capsys, tmp_path / "dumps", "--html", tmp_path / "page.html")
+
+    page = _Tags()
+    page.feed((tmp_path / "page.html").read_text())
+    assert "script" not in page.tags
+    assert "<script>alert(1)</script>\\x1b[31m [0]" in page.text
+    assert "missing_rank: a rank has not made a collective that the others wait in" in page.text
+    assert "\x1b" not in out + page.text
+
+
+def test_the_database_answers_questions(stuck: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    diagnose(capsys, stuck, "--database", tmp_path / "job.sqlite")
+
+    with sqlite3.connect(tmp_path / "job.sqlite") as database:
+        unfinished = database.execute(
+            "SELECT g.description, c.seq, c.op, c.members, c.made_by FROM collectives c "
+            "JOIN groups g ON g.id = group_id WHERE made_by < members ORDER BY g.id"
+        ).fetchall()
+        lines = database.execute(
+            "SELECT DISTINCT t.file, t.line FROM calls JOIN tracebacks t ON t.id = traceback "
+            "WHERE rank = 2 AND depth = (SELECT MAX(depth) FROM tracebacks WHERE id = t.id) ORDER BY t.line"
+        ).fetchall()
+        kinds = database.execute("SELECT role, kind FROM findings WHERE role = 'findings'").fetchall()
+    assert ("mesh_tp", 3, "all_gather", 2, 1) in unfinished
+    assert all(members - made_by == 1 for *_, members, made_by in unfinished)
+    assert lines == [("train.py", line) for line in (110, 120, 130, 140)]
+    assert kinds == [("findings", "missing_rank")]
+
+
+# --- bad input ---------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_without_dumps_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert diagnose(capsys, tmp_path) == (
+        2,
+        "",
+        f"crossrank: {tmp_path}: holds neither dumps nor comms files; name the folder of the dumps or a recording\n",
+    )
+    (tmp_path / "notes.txt").write_text("nothing")
+    code, out, err = diagnose(capsys, tmp_path)
+    assert (code, out) == (2, "")
+    assert err == (
+        f"crossrank: {tmp_path}: nothing to diagnose (none of 1 file(s) is a dump of a known rank); "
+        "name a folder of flight-recorder dumps or a recording\n"
+    )
+    assert diagnose(capsys, tmp_path / "nowhere")[0] == 2
+
+
+def test_json_that_is_no_dump_exits_2_with_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rank_0.json"
+    file.write_text('{"traceEvents": []}')
+
+    code, _, err = diagnose(capsys, file)
+
+    assert code == 2
+    assert f"{file}: is a Kineto trace, no flight-recorder dump" in err
+    file.write_text('{"events": []}')
+    code, _, err = diagnose(capsys, file)
+    assert code == 2
+    assert f"{file}: is no flight-recorder dump: it lacks version, pg_config and entries" in err
+
+
+class _Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("should-not-exist"),)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        pytest.param(pickle.dumps({"version": "2.10", "entries": [_Evil()]}, 2), "refused_dump", id="code"),
+        pytest.param(pickle.dumps({"version": "2.10", "entries": []}, 2)[:-4], "unreadable_dump", id="torn"),
+        pytest.param(b"", "unreadable_dump", id="empty"),
+    ],
+)
+def test_one_bad_file_is_named_and_the_others_are_analysed(
+    content: bytes,
+    kind: str,
+    stuck: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (stuck / "rank_3").write_bytes(content)
+
+    code, out, err = diagnose(capsys, stuck, "--json")
+
+    found = json.loads(out)
+    assert code == 1
+    assert found["ranks"] == [0, 1, 2]
+    assert {"missing_rank", kind} == {one["kind"] for one in found["findings"]}
+    assert found["suspect_ranks"] == [2, 3]
+    assert f"{stuck}/rank_3: " in err
+    assert not (tmp_path / "should-not-exist").exists()
+
+
+def test_of_two_files_of_one_rank_the_later_counts(stuck: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    early = SimulatedJob(*training(4, 1))
+    early.run()
+    early.write(stuck / "before", ranks=[1])
+    (stuck / "before" / "rank_1").rename(stuck / "before_rank_1")
+
+    code, out, err = diagnose(capsys, stuck, "--json")
+
+    assert (code, json.loads(out)["suspect_ranks"]) == (1, [2])
+    assert err == (
+        f"crossrank: {stuck}/before_rank_1: is older than {stuck}/rank_1, of the same rank 1, and was left out\n"
+    )
+
+
+def test_folders_of_several_jobs_are_not_mixed(
+    stuck: Path, healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert diagnose(capsys, tmp_path) == (
+        2,
+        "",
+        f"crossrank: {healthy} and {stuck} both hold dumps of rank 0-3: 2 folders, most likely of several jobs; "
+        "name the folder of one\n",
+    )
+
+
+def test_a_rank_outside_the_world_is_left_out(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(healthy / "rank_3", healthy / "rank_7")
+
+    code, out, _ = diagnose(capsys, healthy, "--json")
+
+    found = json.loads(out)
+    assert (code, found["world_size"], found["ranks"]) == (0, 4, [0, 1, 2, 3])
+    assert found["notes"] == [f"{healthy}/rank_7: rank 7 is outside the world of 4 ranks; the file was left out"]
+
+
+def test_a_world_larger_than_the_dumps_lacks_some(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = diagnose(capsys, healthy, "--json", "--world-size", "6")
+
+    found = json.loads(out)
+    assert (code, found["verdict"], found["suspect_ranks"]) == (1, "incomplete", [4, 5])
+
+
+def test_dumps_that_know_nothing_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(2):
+        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps({"version": "2.10", "pg_config": {}, "pg_status": {}}, 2))
+
+    code, _, err = diagnose(capsys, tmp_path)
+
+    assert code == 2
+    assert "no dump has an entry or any progress; was TORCH_FR_BUFFER_SIZE=0" in err
+
+
+def test_a_dump_without_entries_or_progress_among_others_is_named(
+    stuck: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (stuck / "rank_0").write_bytes(pickle.dumps({"version": "2.10", "pg_config": {}, "pg_status": {}}, 2))
+
+    found = json.loads(diagnose(capsys, stuck, "--json")[1])
+
+    assert {one["kind"]: one["culprit_ranks"] for one in found["findings"]} == {
+        "missing_rank": [2],
+        "no_entries": [0],
+    }
+
+
+def test_an_output_that_cannot_be_written_exits_2(
+    stuck: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option in ("-o", "--html", "--database"):
+        code, _, err = diagnose(capsys, stuck, option, tmp_path / "no" / "such" / "folder")
+        assert code == 2, option
+        assert "cannot be written" in err
+
+
+def test_versions_and_forms_may_be_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    programs, groups = training(4, 3)
+    programs[1].insert(6, StaleWatchdog())
+    programs[1].insert(8, CpuStall())
+    job = SimulatedJob(programs, groups)
+    job.run()
+    job.write(tmp_path, ranks=[0, 1], version="2.5")
+    job.write(tmp_path, ranks=[2], form="json")
+    job.write(tmp_path, ranks=[3], frames=False)
+
+    code, out, _ = diagnose(capsys, tmp_path, "--json")
+
+    assert (code, json.loads(out)["suspect_ranks"]) == (1, [1])

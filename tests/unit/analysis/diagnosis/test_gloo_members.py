@@ -1,0 +1,145 @@
+"""On gloo, what is not in the dumps: who belongs to a group, and ranks that gloo has aborted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.analysis.diagnosis.moments import CLOSED, Moment, write_moments
+from tests.unit.analysis.diagnosis.simulated_jobs import Collective, CpuStall, Groups, Programs, SimulatedJob
+from tests.unit.analysis.diagnosis.test_comms_beside import write_comms
+from tests.unit.analysis.diagnosis.verdicts import diagnosis_of, roots
+
+WORLD: Groups = {"0": ("default_pg", [0, 1, 2])}
+FOUR: Groups = {"0": ("default_pg", [0, 1, 2, 3]), "5": ("pair", [0, 3])}
+STEP = Collective("0", inputs=((64,),))
+GATHER = Collective("0", "all_gather", ((2,),), ((4, 2),))
+
+
+def stuck_on_gloo(folder: Path, programs: Programs, groups: Groups, present: list[int]) -> Path:
+    """torch's own dumps, of the ranks in `present`, of a job that stands still."""
+    job = SimulatedJob(programs, groups, backend="gloo")
+    job.run()
+    job.write(folder, ranks=present)
+    return folder
+
+
+def without_rank_3(*before: Collective) -> Programs:
+    programs: Programs = [[*before, STEP, STEP] for _ in range(4)]
+    programs[3][-1] = CpuStall()
+    return programs
+
+
+def test_where_a_file_may_be_missing_nobody_says_that_every_member_made_the_call(tmp_path: Path) -> None:
+    found = diagnosis_of(stuck_on_gloo(tmp_path, without_rank_3(), FOUR, [0, 1, 2]))
+
+    assert (found.verdict, found.suspect_ranks) == ("error", [])
+    assert found.findings[0].text.startswith("every rank that ever called on this group made the call; whether it has")
+
+
+def test_the_size_of_the_world_names_the_rank_whose_dump_is_missing(tmp_path: Path) -> None:
+    folder = stuck_on_gloo(tmp_path, without_rank_3(), FOUR, [0, 1, 2])
+
+    assert roots(diagnosis_of(folder, world_size=4)) == [("dump_missing", "default_pg", 2, [3], [0, 1, 2])]
+
+
+def test_what_an_all_gather_puts_together_says_how_many_members_there_are(tmp_path: Path) -> None:
+    folder = stuck_on_gloo(tmp_path, without_rank_3(GATHER), FOUR, [0, 1, 2])
+
+    assert roots(diagnosis_of(folder)) == [("dump_missing", "default_pg", 3, [3], [0, 1, 2])]
+
+
+def test_no_rank_is_lacking_below_one_that_is_there(tmp_path: Path) -> None:
+    programs: Programs = [[STEP, STEP] for _ in range(4)]
+    programs[1][-1] = CpuStall()
+    folder = stuck_on_gloo(tmp_path, programs, FOUR, [0, 2, 3])
+
+    assert roots(diagnosis_of(folder)) == [("dump_missing", "default_pg", 2, [1], [0, 2, 3])]
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_a_group_that_a_missing_rank_may_belong_to_is_not_complete(gathered: bool, tmp_path: Path) -> None:
+    pair = Collective("5", "all_gather", ((2,),), ((2, 2),)) if gathered else Collective("5")
+    programs: Programs = [[STEP, pair, Collective("5")], [STEP], [STEP], [STEP, pair, CpuStall()]]
+    folder = stuck_on_gloo(tmp_path, programs, FOUR, [0, 1, 2])
+
+    found = diagnosis_of(folder, world_size=4)
+
+    assert {(finding.kind, *finding.culprit_ranks) for finding in found.findings} == {("dump_missing", 3)}
+    assert [(one.pg[1], one.waiting_ranks) for one in found.consequences] == [("pair", [0])]
+
+
+def test_a_group_of_which_more_members_are_known_to_exist_says_how_many(tmp_path: Path) -> None:
+    gather = Collective("5", "all_gather", ((2,),), ((2, 2),))
+    programs: Programs = [[STEP, gather, Collective("5")], [STEP], [STEP], [STEP, gather, CpuStall()]]
+
+    found = diagnosis_of(stuck_on_gloo(tmp_path, programs, FOUR, [0]))
+
+    assert found.suspect_ranks == []
+    assert found.findings[0].text == "of the 2 members rank 0 made the call; the others are not known"
+
+
+@pytest.mark.parametrize("left", ["nothing", "an unfinished comms file"])
+def test_a_rank_that_gloo_aborted_over_a_mismatch_is_no_culprit(left: str, tmp_path: Path) -> None:
+    programs: Programs = [[STEP, STEP] for _ in range(4)]
+    programs[1][-1] = Collective("0", inputs=((1024,),))
+    failed = Moment(reason="exit", after=0.02, error=CLOSED, timed_out=True)
+    killed = Moment(reason="SIGTERM", after=0.1, timed_out=True)
+    world: Groups = {"0": ("default_pg", [0, 1, 2, 3])}
+    write_moments(SimulatedJob(programs, world, backend="gloo"), tmp_path, {1: failed, 2: killed, 3: failed})
+    if left == "an unfinished comms file":
+        write_comms(tmp_path, 0, [], groups=world)
+
+    found = diagnosis_of(tmp_path)
+
+    assert [(finding.kind, finding.culprit_ranks) for finding in found.findings] == [("size_mismatch", [1])]
+    assert [(one.kind, one.culprit_ranks, one.because_of) for one in found.consequences] == [("dump_missing", [], 0)]
+
+
+def test_of_several_ranks_that_ended_without_a_word_none_is_said_to_have_begun_it(tmp_path: Path) -> None:
+    programs: Programs = [[STEP, STEP] for _ in range(3)]
+    programs[1][-1] = programs[2][-1] = CpuStall()
+    failed = Moment(reason="exit", after=0.02, error=CLOSED, timed_out=True)
+    write_moments(SimulatedJob(programs, WORLD, backend="gloo"), tmp_path, {0: failed})
+    for rank in (1, 2):
+        write_comms(tmp_path, rank, [])
+
+    found = diagnosis_of(tmp_path)
+
+    assert roots(found) == [("dump_missing", "default_pg", 2, [1, 2], [0])]
+    assert "one of them may have ended the others" in found.findings[0].text
+
+
+def test_a_comms_file_that_ends_early_is_not_where_its_rank_is_stuck(tmp_path: Path) -> None:
+    programs: Programs = [[Collective("0", "broadcast", ((8,),)), STEP] for _ in range(3)]
+    programs[2][-1] = CpuStall()
+    write_moments(SimulatedJob(programs, WORLD, backend="gloo"), tmp_path, {0: Moment(), 1: Moment()})
+    write_comms(tmp_path, 2, [{"op": "broadcast", "pg": "0", "seq": 1, "root": 0}])
+
+    assert roots(diagnosis_of(tmp_path)) == [("missing_rank", "default_pg", 2, [2], [0, 1])]
+
+
+def test_a_rank_that_went_on_after_a_dump_in_a_pause_is_judged_by_its_comms_file(tmp_path: Path) -> None:
+    programs: Programs = [[STEP] * 4 for _ in range(3)]
+    programs[2][-1] = CpuStall()
+    job = SimulatedJob(programs, WORLD, backend="gloo")
+    write_moments(job, tmp_path, {0: Moment(), 1: Moment()})
+    paused = SimulatedJob([[STEP]] * 3, WORLD, backend="gloo")
+    write_moments(paused, tmp_path, {2: Moment(after=0.5)})
+    write_comms(tmp_path, 2, [{"op": "all_reduce", "pg": "0", "seq": seq} for seq in (1, 2, 3)])
+
+    found = diagnosis_of(tmp_path)
+
+    assert roots(found) == [("missing_rank", "default_pg", 4, [2], [0, 1])]
+    assert found.notes[0].startswith("rank 2 went on after its dump, its comms file is used; the last call in its")
+
+
+def test_a_rank_that_ended_without_a_word_is_named_where_no_call_shows_why_the_others_failed(tmp_path: Path) -> None:
+    failed = Moment(reason="exit", after=0.02, error=CLOSED)
+    write_moments(SimulatedJob([[STEP]] * 3, WORLD, backend="gloo"), tmp_path, {0: failed, 1: failed})
+    write_comms(tmp_path, 2, [{"op": "all_reduce", "pg": "0", "seq": 1}])
+
+    found = diagnosis_of(tmp_path)
+
+    assert [(finding.kind, finding.culprit_ranks) for finding in found.findings] == [("dump_missing", [2])]

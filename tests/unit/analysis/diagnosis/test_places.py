@@ -1,0 +1,129 @@
+"""What a person is shown of a finding: the user's own lines, where an exception was raised, what to look at next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from crossrank.tools.analysis.diagnosis.explain import next_step
+from crossrank.tools.analysis.diagnosis.findings import Finding
+from crossrank.tools.analysis.diagnosis.places import frame_texts
+from crossrank.tools.traces.flight_recorder import Frame
+from tests.unit.analysis.diagnosis.moments import CLOSED, Moment, write_moments
+from tests.unit.analysis.diagnosis.simulated_jobs import Collective, Groups, Programs, SimulatedJob
+from tests.unit.analysis.diagnosis.verdicts import diagnosis_of
+
+WORLD: Groups = {"0": ("default_pg", [0, 1, 2, 3])}
+PACKAGES = "/venv/lib/python3.11/site-packages"
+
+
+def frames(*files: str) -> tuple[Frame, ...]:
+    """Frames innermost first, each on the line that is its place in the stack."""
+    return tuple(Frame(name="f", filename=name, line=line) for line, name in enumerate(files, start=1))
+
+
+def test_the_users_frames_come_first_and_few_of_the_libraries_follow() -> None:
+    inside = [f"{PACKAGES}/torch/distributed/fsdp/{number}.py" for number in range(30)]
+    stack = frames(*inside, "/home/me/model.py", f"{PACKAGES}/torch/nn/modules/module.py", "train.py", "<frozen runpy>")
+
+    texts = frame_texts(stack)
+
+    assert texts[:2] == ["f (/home/me/model.py:31)", "f (train.py:33)"]
+    assert texts[2:] == [f"f ({inside[number]}:{number + 1})" for number in range(4)]
+
+
+@pytest.mark.parametrize(
+    "library",
+    [
+        f"{PACKAGES}/lightning/pytorch/loops/fit_loop.py",
+        "/usr/lib/python3/dist-packages/apex/parallel/distributed.py",
+        "/usr/lib/python3.11/threading.py",
+        "/usr/lib/python3.12/selectors.py",
+        "/opt/pytorch/torch/distributed/distributed_c10d.py",
+        "C:\\Python311\\Lib\\site-packages\\torch\\autograd\\graph.py",
+        "<frozen runpy>",
+    ],
+)
+def test_frames_of_packages_of_torch_and_of_python_are_not_the_users(library: str) -> None:
+    assert frame_texts(frames(library, "/home/me/torchtitan/train.py"))[0] == "f (/home/me/torchtitan/train.py:2)"
+
+
+def test_a_stack_without_a_line_of_the_user_is_shown_as_it_is() -> None:
+    assert len(frame_texts(frames(*[f"{PACKAGES}/torch/{number}.py" for number in range(30)]))) == 12
+
+
+def left_by_rank_2(folder: Path, left: Moment, others: Moment, backend: str = "gloo") -> list[Finding]:
+    programs: Programs = [[Collective("0")] * 2 for _ in range(4)]
+    del programs[2][-1]
+    moments = dict.fromkeys((0, 1, 3), others) | {2: left}
+    write_moments(SimulatedJob(programs, WORLD, backend=backend), folder, moments)
+    return diagnosis_of(folder).findings
+
+
+def test_the_line_that_raised_is_the_place_of_the_culprit(tmp_path: Path) -> None:
+    raised = (("check", "/home/me/data.py", 126), ("main", "/home/me/train.py", 40))
+    left = Moment(reason="exit", after=0, error="ValueError: bad token", traceback=raised)
+
+    (finding,) = left_by_rank_2(tmp_path, left, Moment())
+
+    culprit = next(place for place in finding.places if place.role == "culprit")
+    assert (culprit.rank, culprit.what) == (2, "where it raised ValueError: bad token")
+    assert culprit.frames == ["check (/home/me/data.py:126)", "main (/home/me/train.py:40)"]
+
+
+def test_the_main_thread_of_a_rank_that_was_killed_is_where_it_was_stuck(tmp_path: Path) -> None:
+    stack = ("MainThread", (("sleep", "/usr/lib/python3.11/time.py", 1), ("load", "/home/me/data.py", 7)))
+    left = Moment(reason="SIGTERM", after=60, stacks=(stack,))
+
+    (finding,) = left_by_rank_2(tmp_path, left, Moment())
+
+    assert finding.places[0].frames[0] == "load (/home/me/data.py:7)"
+
+
+def test_a_main_thread_that_only_reports_an_exception_does_not_hide_the_call(tmp_path: Path) -> None:
+    stack = ("MainThread", (("hook", f"{PACKAGES}/torch/distributed/distributed_c10d.py", 1928),))
+    others = Moment(reason="SIGTERM", after=0.1, error=CLOSED, timed_out=True, stacks=(stack,), source="train.py:9")
+    left = Moment(reason="exit", after=0, error="ValueError: bad token")
+
+    (finding,) = left_by_rank_2(tmp_path, left, others)
+
+    assert [place.frames for place in finding.places if place.role == "waiting"] == [["all_reduce (train.py:9)"]]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("error", [None, "ValueError: bad token"])
+def test_gpus_are_to_blame_on_nccl_alone_and_after_no_exception(
+    backend: str, error: str | None, tmp_path: Path
+) -> None:
+    left = Moment(reason="exit" if error else "hang", after=0 if error else 3, error=error)
+
+    (finding,) = left_by_rank_2(tmp_path, left, Moment(), backend)
+
+    assert ("Xid" in next_step(finding)) == (backend == "nccl" and error is None)
+
+
+def test_culprits_that_went_wrong_in_different_places_are_all_shown(tmp_path: Path) -> None:
+    programs: Programs = [[Collective("0")] * (2 if rank in (0, 1) else 1) for rank in range(4)]
+    moments = {0: Moment(), 1: Moment()}
+    for rank, error in ((2, "ValueError: a"), (3, "KeyError: b")):
+        moments[rank] = Moment(reason="exit", after=0, error=error, traceback=(("f", "train.py", rank),))
+    write_moments(SimulatedJob(programs, WORLD, backend="gloo"), tmp_path, moments)
+
+    (finding,) = diagnosis_of(tmp_path).findings
+
+    assert [place.frames for place in finding.places if place.role == "culprit"] == [
+        ["f (train.py:2)"],
+        ["f (train.py:3)"],
+    ]
+
+
+def test_of_a_culprit_whose_main_thread_communicates_another_thread_is_shown(tmp_path: Path) -> None:
+    stacks = (
+        ("MainThread", (("all_reduce", "/opt/torch/distributed/distributed_c10d.py", 1), ("step", "train.py", 5))),
+        ("metrics", (("wait", "/usr/lib/python3.11/threading.py", 1), ("average", "metrics.py", 9))),
+    )
+    (finding,) = left_by_rank_2(tmp_path, Moment(reason="SIGTERM", after=9, stacks=stacks), Moment(after=9))
+
+    assert finding.places[0].what == "its thread metrics when it was dumped"
+    assert finding.places[0].frames[0] == "average (metrics.py:9)"

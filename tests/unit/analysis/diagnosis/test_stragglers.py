@@ -1,0 +1,103 @@
+"""Who comes last, and how clocks are brought together by what collectives imply."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossrank.tools.analysis.diagnosis.findings import Diagnosis
+from tests.unit.analysis.diagnosis.verdicts import diagnosis_of
+
+START = 1_795_000_000_000_000_000
+MS = 1_000_000
+
+
+def write_dumps(folder: Path, arrivals_ms: list[list[float]], *, clock_ms: list[float] | None = None) -> Path:
+    """A job of all_reduces, call n begun by rank r at `arrivals_ms[r][n]` and over 1 ms after the last arrival.
+
+    `clock_ms` is how far the clock of each rank is ahead.
+    """
+    folder.mkdir()
+    ahead = clock_ms or [0.0] * len(arrivals_ms)
+    ends = [max(column) + 1 for column in zip(*arrivals_ms, strict=True)]
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": str(list(range(len(arrivals_ms))))}}
+    for rank, moments in enumerate(arrivals_ms):
+
+        def entry(number: int, moment: float, ahead_ms: float = ahead[rank]) -> dict[str, Any]:
+            return {
+                "record_id": number,
+                "pg_id": 0,
+                "process_group": ("0", "default_pg"),
+                "collective_seq_id": number + 1,
+                "profiling_name": "nccl:all_reduce",
+                "time_created_ns": START + int((moment + ahead_ms) * MS),
+                "time_discovered_completed_ns": START + int((ends[number] + ahead_ms) * MS),
+                "state": "completed",
+                "input_sizes": [[8]],
+                "output_sizes": [[8]],
+            }
+
+        entries = [entry(number, moment) for number, moment in enumerate(moments)]
+        dump = {"version": "2.10", "pg_config": config, "pg_status": {}, "entries": entries}
+        (folder / f"rank_{rank}").write_bytes(pickle.dumps(dump, 2))
+    return folder
+
+
+def stragglers(found: Diagnosis) -> tuple[int, float, float, float]:
+    """(rank that is last most often, how often, median wait in ms, longest wait in ms)"""
+    (row,) = found.stragglers
+    return row.last_rank, row.last_share, row.wait_ms["p50"], row.wait_ms["max"]
+
+
+def test_the_rank_that_comes_last_is_named_with_what_the_others_wait(tmp_path: Path) -> None:
+    arrivals = [
+        [100.0 * call + (5 if rank == 2 and call != 3 else 0.5 * rank) for call in range(10)] for rank in range(4)
+    ]
+
+    found = diagnosis_of(write_dumps(tmp_path / "dumps", arrivals))
+
+    assert stragglers(found) == (2, 0.9, 5.0, 5.0)
+    assert found.stragglers[0].late_ms == {"0": 0.0, "1": 0.5, "2": 5.0, "3": 1.5}
+    assert found.verdict == "ok"
+    assert [(note.kind, note.culprit_ranks, note.text) for note in found.advisory] == [
+        (
+            "straggler",
+            [],
+            "rank 2 came last in 90% of 10 collectives; the first waited 5 ms for the last (median)",
+        )
+    ]
+
+
+def test_ranks_that_take_turns_in_coming_last_are_no_stragglers(tmp_path: Path) -> None:
+    arrivals = [[100.0 * call + (5 if call % 4 == rank else 0) for call in range(12)] for rank in range(4)]
+
+    found = diagnosis_of(write_dumps(tmp_path / "dumps", arrivals))
+
+    assert stragglers(found)[1:3] == (0.25, 5.0)
+    assert found.advisory == []
+
+
+@pytest.mark.parametrize("ahead", [-4000.0, 70.0])
+def test_a_clock_that_a_collective_contradicts_is_moved(ahead: float, tmp_path: Path) -> None:
+    arrivals = [[100.0 * call + (2 if call % 2 == rank else 0) for call in range(10)] for rank in range(2)]
+
+    found = diagnosis_of(write_dumps(tmp_path / "dumps", arrivals, clock_ms=[0, ahead]))
+
+    assert found.clocks is not None
+    assert found.clocks.aligned
+    assert found.clocks.residual_ms == 0
+    # A collective takes 1 ms after the last arrival: so far the bounds leave the offset open.
+    assert found.clocks.offset_ms["1"] == pytest.approx(-ahead, abs=1.0)
+    assert stragglers(found)[2] == pytest.approx(2, abs=1.0)
+
+
+def test_clocks_that_no_collective_contradicts_are_left_alone(tmp_path: Path) -> None:
+    arrivals = [[100.0 * call + rank for call in range(10)] for rank in range(3)]
+
+    found = diagnosis_of(write_dumps(tmp_path / "dumps", arrivals, clock_ms=[0, 0.4, 0]))
+
+    assert found.clocks is not None
+    assert (found.clocks.offset_ms, found.clocks.note) == ({}, "no collective contradicts the clocks")

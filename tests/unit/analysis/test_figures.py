@@ -1,0 +1,159 @@
+"""The tables behind a report."""
+
+from __future__ import annotations
+
+import msgspec
+
+from crossrank.comm import CommRecord, Group
+from crossrank.tools.analysis.figures import Figures, figures
+from crossrank.tools.analysis.waiting import Last, Waiter
+from crossrank.tools.job.rank_times import RankTimes, TimesBuilder
+from crossrank.tools.job.side_by_side import lay_side_by_side
+from crossrank.tools.output.report.gather import Material
+from tests.unit.job.ranks import EPOCH, Rank
+
+
+def figures_of(*ranks: Rank) -> Figures:
+    return figures_of_times([rank.times for rank in ranks])
+
+
+def figures_of_times(times: list[RankTimes]) -> Figures:
+    material = Material(
+        inputs=["run"],
+        ranks=times,
+        together=lay_side_by_side(times),
+        diagnosis=None,
+        diagnosis_problem="none here",
+        replay=None,
+        skipped=[],
+    )
+    return figures(material)
+
+
+def late_job() -> list[Rank]:
+    """Rank 1 comes 300 us late to each of four all_reduces, two in each of two iterations."""
+    ranks = [Rank(0), Rank(1)]
+    for number in range(4):
+        for rank, late in zip(ranks, (0, 300), strict=True):
+            rank.call(1000 * number + 100 + late, 1000 * number + 500, source="train.py:7", locality="cross_node")
+    for rank in ranks:
+        rank.times.step[:] = rank.times.step.__class__("i", [1, 1, 2, 2])
+        rank.times.steps = [
+            (1, EPOCH),
+            (2, EPOCH + 2_000_000),
+            (3, EPOCH + 5_000_000 + 1_000_000 * (rank.times.rank or 0)),
+        ]
+        rank.times.about = {"torch": "2.13.0"}
+        rank.times.matched = {"host operations": (90, 100)}
+    return ranks
+
+
+def test_the_figures_of_a_job_with_a_late_rank() -> None:
+    found = figures_of(*late_job())
+    assert (found.ranks, found.world_size, found.calls, found.bytes) == (2, 2, 8, 8_000_000)
+    assert found.by_locality == {"cross_node": 8_000_000}
+    assert found.about == {"torch": "2.13.0"}
+    assert found.matched == {"host operations": [180, 200]}
+    assert msgspec.to_builtins(found.matrix) == {
+        "ops": ["all_reduce"],
+        "groups": ["group 0: 2 ranks"],
+        "bytes": [[8_000_000]],
+        "unsized": [[0]],
+        "calls": [[8]],
+        "time_ms": [[0.4]],
+        "waiting_ms": [[1.2]],
+    }
+    assert [msgspec.to_builtins(row) for row in found.sources] == [
+        {
+            "source": "train.py:7",
+            "op": "all_reduce",
+            "calls": 8,
+            "bytes": 8_000_000,
+            "unsized": 0,
+            "time_ms": 0.4,
+            "waiting_ms": 1.2,
+        }
+    ]
+    waiting = found.waiting
+    assert waiting is not None
+    assert (waiting.axis, waiting.bins) == ("iteration", [1.0, 2.0])
+    assert (waiting.p50_us, waiting.max_us) == ([150.0, 150.0], [300.0, 300.0])
+    assert (waiting.rows, waiting.mean_us) == (["rank 0", "rank 1"], [[300.0, 300.0], [0.0, 0.0]])
+    assert waiting.last == [Last(rank=1, last=4, of=4, cost_ms=1.2)]
+    assert waiting.waiters == [Waiter(rank=0, waiting_ms=1.2)]
+    assert msgspec.to_builtins(found.steps) == {
+        "step": [1, 2],
+        "p50_ms": [2.0, 3.5],
+        "least_ms": [2.0, 3.0],
+        "most_ms": [2.0, 4.0],
+    }
+
+
+def test_calls_without_durations_tell_who_waits_by_when_hosts_made_them() -> None:
+    ranks = [Rank(0), Rank(1)]
+    for rank, called in zip(ranks, (EPOCH, EPOCH + 70_000), strict=True):
+        rank.call(0, 0)
+        rank.times.called[0] = called
+    found = figures_of(*ranks)
+    assert found.waiting is not None
+    assert found.waiting.measured == "the moments at which the hosts made their calls"
+    assert found.waiting.last == [Last(rank=1, last=1, of=1, cost_ms=0.07)]
+    assert found.waiting.max_us == [70.0]
+    assert found.bandwidth.rows == []
+    other_clock = [Rank(0, host="a"), Rank(1, host="b")]
+    for rank in other_clock:
+        rank.call(0, 0)
+        rank.times.called[0] = EPOCH
+    assert figures_of(*other_clock).waiting is None
+
+
+def groups_job(descs: dict[str, list[list[int]]], world: int) -> list[RankTimes]:
+    """Every rank makes one all_reduce on each of its groups."""
+    ranks = []
+    for rank in range(world):
+        times = RankTimes(rank=rank, path=f"rank-{rank}", source="kineto", clock="one", world_size=world)
+        mine = [
+            Group(pg=f"{desc}{number}", size=len(members), ranks=members, desc=desc)
+            for desc, groups in descs.items()
+            for number, members in enumerate(groups)
+            if rank in members
+        ]
+        builder = TimesBuilder(times, mine)
+        for group in mine:
+            record = CommRecord(id=0, op="all_reduce", c10d="", pg=group.pg, bytes=100, t=0)
+            builder.add(builder.kind(builder.take([record])), id=0, number=1, began=EPOCH, ended=EPOCH + 1000)
+        ranks.append(times)
+    return ranks
+
+
+def test_groups_made_alike_are_one_class() -> None:
+    tensor = [[0, 1], [2, 3]]
+    data = [[0, 2], [1, 3]]
+    found = figures_of_times(groups_job({"tp": tensor, "dp": data, "": [[0, 1, 2, 3]]}, 4))
+    assert found.matrix.groups == ["tp: 2 of 2 ranks", "dp: 2 of 2 ranks", "group 0: 4 ranks"]
+    assert found.matrix.calls == [[4, 4, 4]]
+    assert [(row.pg, row.collectives) for row in found.bandwidth.rows] == [
+        ("dp: 2 of 2 ranks", 2),
+        ("tp: 2 of 2 ranks", 2),
+        ("group 0: 4 ranks", 1),
+    ]
+
+
+def test_one_rank_waits_for_nobody_and_its_times_are_its_own() -> None:
+    found = figures_of(Rank(0, 1).call(100, 200))
+    assert (found.ranks, found.missing_ranks, found.waiting) == (1, "", None)
+    assert found.matrix.time_ms == [[0.1]]
+    (row,) = found.bandwidth.rows
+    assert (row.busbw_gb_per_s, row.upper_bounds) == (None, 0)
+
+
+def test_calls_that_wait_at_the_same_time_count_once() -> None:
+    # Two all_reduces are under way at once while rank 1 sleeps until 50 ms.
+    first, second = Rank(0), Rank(1)
+    first.call(1000, 51_000).call(2000, 52_000)
+    second.call(50_000, 51_000).call(51_000, 52_000)
+    found = figures_of(first, second)
+    assert found.waiting is not None
+    assert found.waiting.waiters == [Waiter(rank=0, waiting_ms=50.0)]
+    assert found.waiting.last == [Last(rank=1, last=2, of=2, cost_ms=50.0)]
+    assert found.matrix.waiting_ms == [[98.0]]

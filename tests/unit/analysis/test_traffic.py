@@ -1,0 +1,87 @@
+"""Who sends how much to whom."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from crossrank.comm import CommRecord, Group
+from crossrank.tools.analysis.traffic import Traffic, traffic
+from crossrank.tools.job.rank_times import TimesBuilder
+from crossrank.tools.job.side_by_side import lay_side_by_side
+from tests.unit.job.ranks import Rank
+
+SIZE = 1_000_000
+
+
+def map_of(*ranks: Rank) -> Traffic:
+    times = [rank.times for rank in ranks]
+    return traffic(lay_side_by_side(times), times)
+
+
+def job(op: str, size: int = 4, **said: Any) -> Traffic:
+    return map_of(*(Rank(rank, size).call(0, 0, op, bytes=SIZE, **said) for rank in range(size)))
+
+
+def ring(amount: int) -> list[list[int]]:
+    return [[amount if to == (at + 1) % 4 else 0 for to in range(4)] for at in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("op", "bytes_of_each"),
+    [("all_reduce", 1_500_000), ("all_gather", 750_000), ("reduce_scatter", 750_000)],
+)
+def test_a_ring_moves_the_bus_factor_to_the_next(op: str, bytes_of_each: int) -> None:
+    assert job(op).bytes == ring(bytes_of_each)
+
+
+def test_a_broadcast_goes_round_from_the_root_and_a_reduce_comes_back_to_it() -> None:
+    assert job("broadcast", root=2).bytes == [[0, SIZE, 0, 0], [0, 0, 0, 0], [0, 0, 0, SIZE], [SIZE, 0, 0, 0]]
+    assert job("reduce", root=2).bytes == [[0, 0, 0, SIZE], [SIZE, 0, 0, 0], [0, 0, 0, 0], [0, 0, SIZE, 0]]
+
+
+def test_gather_scatter_and_all_to_all_move_a_part_for_each_member() -> None:
+    part = SIZE // 4
+    assert job("scatter", root=1).bytes == [[0] * 4, [part, 0, part, part], [0] * 4, [0] * 4]
+    assert job("gather", root=1).bytes == [[0, part, 0, 0], [0] * 4, [0, part, 0, 0], [0, part, 0, 0]]
+    assert job("all_to_all").bytes == [[0 if at == to else part for to in range(4)] for at in range(4)]
+
+
+def test_an_uneven_all_to_all_moves_what_its_splits_say() -> None:
+    ranks = [Rank(0), Rank(1)]
+    for rank, splits in zip(ranks, ([1, 3], [5, 5]), strict=True):
+        record = CommRecord(
+            id=0, op="all_to_all", c10d="", pg="0", bytes=1000 * sum(splits), t=0, in_split=splits, dtype="float32"
+        )
+        builder = TimesBuilder(rank.times, [Group(pg="0", size=2, ranks=[0, 1])])
+        builder.add(builder.kind(builder.take([record])), id=0, number=1)
+    assert map_of(*ranks).bytes == [[0, 3000], [5000, 0]]
+
+
+def test_a_send_counts_once_and_a_receive_only_where_its_sender_is_missing() -> None:
+    both = map_of(Rank(0).call(0, 0, "send", peer=1), Rank(1).call(0, 0, "recv", peer=0))
+    alone = map_of(Rank(1).call(0, 0, "recv", peer=0))
+    assert both.bytes == alone.bytes == [[0, SIZE], [0, 0]]
+
+
+def test_nodes_tell_what_crosses_them() -> None:
+    ranks = [Rank(rank, 4).call(0, 0, "all_reduce", bytes=SIZE) for rank in range(4)]
+    assert map_of(*ranks).between_nodes is None
+    for rank in ranks:
+        rank.times.node = f"node-{(rank.times.rank or 0) // 2}"
+    # Two of the four steps of the ring cross.
+    assert map_of(*ranks).between_nodes == 3_000_000
+
+
+def test_many_ranks_are_put_together_by_node_or_in_blocks() -> None:
+    ranks = [Rank(rank, 256).call(0, 0, "all_reduce", bytes=256) for rank in range(256)]
+    blocks = map_of(*ranks)
+    assert (blocks.what, len(blocks.labels), blocks.labels[1]) == ("2 ranks", 128, "rank 2-3")
+    assert blocks.bytes[1][1] == blocks.bytes[1][2] == 510
+    for rank in ranks:
+        rank.times.node = f"host-{(rank.times.rank or 0) // 8:02d}"
+    nodes = map_of(*ranks)
+    assert (nodes.what, len(nodes.labels), nodes.labels[1]) == ("node", 32, "host-01 (rank 8-15)")
+    assert nodes.bytes[1][1] == 7 * 510
+    assert nodes.total == blocks.total == 256 * 510

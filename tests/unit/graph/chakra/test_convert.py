@@ -1,0 +1,279 @@
+"""Linked traces as Chakra files: nodes, dependencies, and what the feeders ask for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossrank.comm import CommRecord, Group
+from crossrank.errors import CrossrankError
+from crossrank.tools.graph.chakra import et_def_pb2 as pb
+from crossrank.tools.graph.chakra.check import check
+from crossrank.tools.graph.chakra.convert import Converted, convert
+from crossrank.tools.graph.chakra.framing import read_trace
+from crossrank.tools.graph.chakra.graph import LATE, Options
+from crossrank.tools.graph.chakra.lower import RUNS_AS
+from crossrank.tools.graph.chakra.show import as_dict
+from crossrank.tools.graph.chakra.write import COLLECTIVE_TYPES, comm_size
+from crossrank.tools.graph.linking import Communication, Edge, LinkedTrace, link
+from tests.unit.graph.linking.small_traces import SmallTrace
+
+FLOATS = [5, 6, 0, 24, 4, "cuda:0"]
+
+
+def params(
+    name: str, seq: int = 1, *, pg: str = "0", size: int = 2, rank: int = 0, splits: Any = ((), ())
+) -> dict[str, Any]:
+    values = [[FLOATS], [seq, False], [pg, "desc"], rank, name, list(splits[0]), list(splits[1]), 0, 1, size]
+    return {"values": values, "shapes": [[[24]]] + [[]] * 9, "types": ["GenericList[Tensor(float)]"] + [""] * 9}
+
+
+def converted(trace: SmallTrace, folder: Path, **options: Any) -> tuple[dict[int, dict[str, Any]], Converted]:
+    return write(link(*trace.write(folder)), folder, **options)
+
+
+def write(
+    trace: LinkedTrace, folder: Path, *, faults: tuple[str, ...] = (), **options: Any
+) -> tuple[dict[int, dict[str, Any]], Converted]:
+    """The nodes by id, without pauses where `options` do not ask for them, and without the node that stands for the
+    time until the rank began."""
+    path = folder / "chakra.0.et"
+    result = convert(trace, path, Options(**{"pauses": False} | options))
+    nodes = [as_dict(node) for _, node in read_trace(str(path))[1]]
+    assert tuple(check(str(path)).faults) == faults
+    written = [node["id"] for node in nodes]
+    for place, node in enumerate(nodes):  # all that a node waits for stands before it
+        assert set(node.get("data_deps", []) + node.get("ctrl_deps", [])) <= set(written[:place])
+    (start,) = (node["id"] for node in nodes if node["name"] == LATE)
+    for node in nodes:
+        if node.get("data_deps") == [start]:
+            del node["data_deps"]
+    return {node["id"]: node for node in nodes if node["id"] != start}, result
+
+
+def two_streams() -> SmallTrace:
+    trace = SmallTrace()
+    outer = trace.op("aten::linear", 0, 40)
+    trace.op("aten::addmm", 10, 20, outer, inputs={"values": [FLOATS], "shapes": [[24]], "types": ["Tensor(float)"]})
+    trace.launch("gemm", 15, 30, 270, 501)
+    trace.op("record_param_comms", 50, 20, inputs=params("allreduce"))
+    trace.call("cudaStreamWaitEvent", 52, 1, 503)
+    trace.launch("ncclDevKernel_AllReduce_Sum_f32(x)", 55, 305, 45, 504, stream=20)
+    trace.call("cudaDeviceSynchronize", 110, 250, 505)
+    trace.op("aten::add", 400, 50)
+    return trace
+
+
+def test_every_kind_of_dependency_reaches_the_file(tmp_path: Path) -> None:
+    nodes, result = converted(two_streams(), tmp_path)
+    linear, addmm, params_, add, gemm, reduce = 4, 5, 6, 7, 8, 9
+    assert {i: node.get("data_deps", []) for i, node in nodes.items()} == {
+        linear: [],
+        addmm: [linear],
+        params_: [addmm],
+        add: [params_, gemm, reduce],  # the host waited for both streams
+        gemm: [addmm],
+        reduce: [params_, gemm],  # launched by the call, after what the caller computes
+    }
+    assert nodes[addmm]["ctrl_deps"] == [linear]
+    assert result.dependencies == {"program_order": 3, "caller": 1, "launch": 2, "stream_wait": 1, "sync": 2}
+
+
+def test_with_deps_data_the_order_of_a_thread_is_control_alone(tmp_path: Path) -> None:
+    nodes, _ = converted(two_streams(), tmp_path, deps="data")
+    assert (nodes[5]["ctrl_deps"], nodes[5].get("data_deps")) == ([4], None)
+    assert (nodes[7]["ctrl_deps"], nodes[7]["data_deps"]) == ([6], [8, 9])
+
+
+def test_nodes_have_their_times_and_what_both_feeders_read(tmp_path: Path) -> None:
+    path = tmp_path / "chakra.0.et"
+    convert(link(*two_streams().write(tmp_path)), path)
+    nodes = {node.id: node for _, node in read_trace(str(path))[1]}
+    gemm, reduce = nodes[8], nodes[9]
+    assert (gemm.type, gemm.start_time_micros, gemm.duration_micros) == (pb.COMP_NODE, 1714644000000030, 270)
+    kinds = {a.name: (a.WhichOneof("value"), getattr(a, a.WhichOneof("value") or "")) for a in gemm.attr}
+    assert kinds == {
+        "is_cpu_op": ("bool_val", False),
+        "start_ns": ("int64_val", 30_000),
+        "duration_ns": ("int64_val", 270_000),
+        "device": ("int64_val", 0),
+        "stream": ("int64_val", 7),
+        "num_ops": ("int64_val", 1),
+        "tensor_size": ("uint64_val", 96),
+    }
+    kinds = {a.name: (a.WhichOneof("value"), getattr(a, a.WhichOneof("value") or "")) for a in reduce.attr}
+    assert reduce.type == pb.COMM_COLL_NODE
+    assert kinds["comm_type"] == ("int64_val", pb.ALL_REDUCE)
+    assert kinds["comm_size"] == ("int64_val", 96)
+    assert kinds["pg_name"] == ("string_val", "0")
+    assert kinds["is_cpu_op"] == ("bool_val", False)
+    addmm = nodes[5]
+    assert (addmm.duration_micros, nodes[4].duration_micros) == (20, 10)  # of the caller, until its call
+    assert json.loads(addmm.inputs.shapes) == [[24]]
+
+
+def test_the_metadata_says_where_it_comes_from_and_lists_groups_as_the_feeder_parses_them(tmp_path: Path) -> None:
+    trace = two_streams()
+    trace.op("record_param_comms", 500, 20, inputs=params("allreduce", pg="tp-group", size=1))
+    path = tmp_path / "chakra.0.et"
+    result = convert(link(*trace.write(tmp_path)), path, Options(group_node=True))
+    metadata, nodes = read_trace(str(path))
+    values = {attribute.name: attribute for attribute in metadata.attr}
+    assert metadata.version == "0.0.4"
+    assert values["schema"].string_val == "1.1.1-chakra.0.0.4"
+    assert values["pid"].uint64_val == 70
+    assert json.loads(values["match"].string_val)["host_nodes"] == 5
+    world, small = result.groups
+    assert (world.number, world.ranks, small.ranks, small.pg) == ("0", (0, 1), (0,), "tp-group")
+    assert 0 < int(small.number) < 1 << 31
+    first = next(node for _, node in nodes if node.type == pb.METADATA_NODE)
+    assert first.inputs.values.startswith("['[")
+    assert json.loads(first.inputs.values[2:-2]) == [
+        {"pg_name": "0", "pg_desc": "desc", "ranks": [0, 1]},
+        {"pg_name": small.number, "pg_desc": "desc", "ranks": [0]},
+    ]
+
+
+@pytest.mark.parametrize("op", sorted(COLLECTIVE_TYPES))
+def test_every_collective_has_its_type_and_the_bytes_of_one_rank(tmp_path: Path, op: str) -> None:
+    trace = SmallTrace()
+    trace.op("record_param_comms", 0, 20, inputs=params(op.replace("_", "")))
+    cannot = f"ASTRA-sim cannot run {op.upper()}; convert with --lower astra-sim"
+    nodes, _ = converted(trace, tmp_path, faults=(cannot,) if op in RUNS_AS else ())
+    (node,) = (node for node in nodes.values() if node["type"] == "COMM_COLL_NODE")
+    assert node["attr"]["comm_type"] == COLLECTIVE_TYPES[op]
+    assert node["attr"]["comm_size"] == (0 if op == "barrier" else 96)
+    assert node["data_deps"] == [4]
+
+
+def test_an_uneven_all_to_all_keeps_its_splits(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    trace.op("record_param_comms", 0, 20, inputs=params("all_to_allv", splits=([20, 4], [12, 12])))
+    nodes, _ = converted(trace, tmp_path)
+    (node,) = (node for node in nodes.values() if node["type"] == "COMM_COLL_NODE")
+    assert (node["attr"]["in_split"], node["attr"]["out_split"]) == ([20, 4], [12, 12])
+
+
+def test_all_gather_counts_the_shard() -> None:
+    record = CommRecord(id=0, op="all_gather", c10d="x", pg="0", bytes=800, t=0)
+    assert comm_size(record, 8) == 100
+    assert comm_size(CommRecord(id=0, op="reduce_scatter", c10d="x", pg="0", bytes=800, t=0), 8) == 800
+
+
+def test_a_batch_of_sends_and_receives_is_not_an_all_to_all(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    group = Group(pg="0", size=2, ranks=[0, 1])
+    first, second = (trace.op(f"c10d::{op}", 10 * i, 5) for i, op in enumerate(("send", "recv_")))
+    end = trace.op("nccl:coalesced", 20, 10)
+    trace.launch("ncclDevKernel_SendRecv(x)", 22, 40, 30, 501, stream=20)
+    trace.launch("after", 25, 80, 5, 502, stream=20)
+    result = link(*trace.write(tmp_path))
+    kernel, after = 7, 8
+    (alone,) = result.communications
+    assert alone.activities == [kernel]
+    for number, (op, host) in enumerate((("send", first), ("recv", second))):
+        record = CommRecord(id=number, op=op, c10d=op, pg="0", bytes=96, t=host, peer=1, p2p_seq=4, batch=0)
+        result.communications.insert(number, Communication(record=record, group=group, origin="comms file", host=host))
+    nodes, _ = write(result, tmp_path)
+    send, receive = nodes[kernel], nodes[9]
+    assert (send["type"], receive["type"]) == ("COMM_SEND_NODE", "COMM_RECV_NODE")
+    assert {key: send["attr"][key] for key in ("comm_src", "comm_dst", "comm_tag", "comm_size")} == {
+        "comm_src": 0, "comm_dst": 1, "comm_tag": 4, "comm_size": 96,
+    }  # fmt: skip
+    assert (receive["attr"]["comm_src"], receive["attr"]["comm_dst"], receive["attr"]["comm_tag"]) == (1, 0, 4)
+    assert send["data_deps"] == receive["data_deps"] == [end]
+    assert nodes[after]["data_deps"] == [kernel, 9]
+
+
+def test_a_call_on_a_group_that_nobody_defines_is_refused(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    values = [[FLOATS], 5, "pp", 0, "allreduce", [], []]
+    trace.op("record_param_comms", 0, 5, inputs={"values": values, "shapes": [[]] * 7, "types": [""] * 7})
+    with pytest.raises(CrossrankError, match="all_reduce of node 4 is on process group 'pp', which nobody defines"):
+        converted(trace, tmp_path)
+    assert not (tmp_path / "chakra.0.et").exists()
+
+
+def test_a_kernel_of_which_only_the_name_is_known_stays_a_computation_and_is_told(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    trace.op("aten::mm", 0, 100)
+    trace.launch("ncclDevKernel_Generic(x)", 10, 20, 30, 501)
+    nodes, result = converted(trace, tmp_path)
+    assert nodes[5]["type"] == "COMP_NODE"
+    assert result.warnings[0].startswith("1 communication(s) of which no operation or group is known are none in the")
+
+
+def circle(folder: Path, kind: Any, *, inferred: bool) -> LinkedTrace:
+    trace = SmallTrace()
+    trace.op("first", 0, 10)
+    trace.op("second", 20, 10)
+    result = link(*trace.write(folder))
+    result.edges.append(Edge(5, 4, kind, inferred))
+    return result
+
+
+def test_a_circle_is_broken_at_its_weakest_edge_and_told(tmp_path: Path) -> None:
+    nodes, result = write(circle(tmp_path, "inter_thread", inferred=True), tmp_path)
+    assert (nodes[4].get("data_deps"), nodes[5]["data_deps"]) == (None, [4])
+    assert result.warnings == [
+        "dropped the inferred inter_thread edge 5 -> 4 of a circle: "
+        "4 (first) waits by inferred inter_thread for 5 (second) waits by program_order for 4"
+    ]
+
+
+def test_a_fact_that_only_a_dropped_edge_implied_is_kept(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    for i in range(3):
+        trace.op(f"first {i}", 20 * i, 10)
+    other = trace.op("other thread", 100, 10, 3, tid=2)
+    result = link(*trace.write(tmp_path))
+    result.edges = [edge for edge in result.edges if edge.kind != "inter_thread"]
+    result.edges += [
+        Edge(4, other, "forward_backward"),
+        Edge(6, other, "inter_thread", inferred=True),  # implies the one above, but closes a circle
+        Edge(other, 5, "sync"),
+    ]
+    nodes, report = write(result, tmp_path)
+    assert nodes[other]["data_deps"] == [4]
+    assert nodes[5]["data_deps"] == [4, other]
+    assert len(report.warnings) == 1
+
+
+def test_collectives_are_compared_in_the_order_of_their_sequence_numbers(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    for i, (seq, start) in enumerate(((2, 200), (1, 300))):
+        trace.op("record_param_comms", 20 * i, 10, inputs=params("allreduce" if seq == 1 else "broadcast", seq=seq))
+        trace.launch("ncclDevKernel_AllReduce_Sum_f32(x)", 20 * i + 2, start, 20, 501 + i, stream=20 + i)
+    _, report = converted(trace, tmp_path)
+    assert report.collectives == {"0": ["all_reduce of 96 B", "broadcast of 96 B"]}
+
+
+def test_a_value_that_does_not_fit_names_its_node(tmp_path: Path) -> None:
+    result = link(*two_streams().write(tmp_path))
+    result.activities[0].duration_ns = 1 << 70
+    with pytest.raises(CrossrankError, match=r"node 8 \(gemm\) does not fit into a Chakra node"):
+        convert(result, tmp_path / "chakra.0.et")
+    assert not list(tmp_path.glob(".*.part"))
+
+
+@pytest.mark.parametrize(
+    ("inferred", "strict", "why"), [(True, True, "--strict refuses"), (False, False, "no edge of it is inferred")]
+)
+def test_a_circle_of_facts_or_under_strict_is_refused(tmp_path: Path, inferred: bool, strict: bool, why: str) -> None:
+    trace = circle(tmp_path, "sync", inferred=inferred)
+    with pytest.raises(CrossrankError, match=f"dependencies run in a circle: 4 .first. waits by .*; {why}"):
+        convert(trace, tmp_path / "chakra.0.et", Options(strict=strict))
+    assert not (tmp_path / "chakra.0.et").exists()
+
+
+def test_what_the_order_of_lanes_implies_is_left_out(tmp_path: Path) -> None:
+    trace = two_streams()
+    result = link(*trace.write(tmp_path))
+    result.edges += [Edge(4, 7, "forward_backward"), Edge(8, 9, "stream_wait"), Edge(5, 9, "launch")]
+    nodes, report = write(result, tmp_path)
+    assert nodes[7]["data_deps"] == [6, 8, 9]
+    assert nodes[9]["data_deps"] == [6, 8]
+    assert report.implied == 3

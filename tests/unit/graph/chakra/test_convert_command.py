@@ -1,0 +1,141 @@
+"""`crossrank convert` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from crossrank.tools.cli import main
+from tests.unit.graph.linking.public_traces import needs_traces, public
+from tests.unit.graph.linking.test_link_command import rank_trace
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for rank in (0, 1):
+        rank_trace(rank).write(tmp_path, rank)
+    return tmp_path
+
+
+def run(*words: str | Path) -> int:
+    return main(["convert", *map(str, words), "--jobs", "1"])
+
+
+def test_a_recording_becomes_a_trace_per_rank_and_a_group_file(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(folder, "-o", folder / "out") == 0
+    assert sorted(os.listdir(folder / "out")) == ["chakra.0.et", "chakra.1.et", "comm_groups.json"]
+    assert json.loads((folder / "out" / "comm_groups.json").read_text()) == {}
+    out = capsys.readouterr().out
+    assert "  rank  nodes  on the host  pauses  on GPUs  communications  dependencies  implied     size\n" in out
+    assert "  0        25           12      11        0               2            25        1  0.00 MB\n" in out
+    assert "         44  program_order" in out
+    assert main(["check", str(folder / "out" / "chakra.0.et"), str(folder / "out" / "chakra.1.et")]) == 0
+
+
+def test_linked_traces_give_the_same_files(folder: Path) -> None:
+    assert run(folder, "-o", folder / "direct", "--keep-linked") == 0
+    linked = sorted((folder / "direct").glob("*.linked.json.zst"))
+    assert len(linked) == 2
+    assert run(*linked, "-o", folder / "again") == 0
+    for name in ("chakra.0.et", "chakra.1.et", "comm_groups.json"):
+        assert (folder / "direct" / name).read_bytes() == (folder / "again" / name).read_bytes()
+
+
+def test_ranks_with_different_collectives_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rank_trace(1, collectives=3).write(folder, 1)
+    assert run(folder, "-o", folder / "out") == 1
+    assert "group 0: collective 3 is all_reduce of 96 B on rank 1 and nothing on rank 0" in capsys.readouterr().err
+
+
+def test_a_json_that_is_no_linked_trace_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "rank-0.linked.json"
+    path.write_text('{"nodes": [{"id": 1, "name": "a", "ctrl_deps": 0}]}')
+    assert run(path, "-o", folder / "out") == 2
+    assert capsys.readouterr().err == (
+        f"crossrank: rank 0: {path}: is no linked trace of crossrank; make one with `crossrank link`\n"
+    )
+    assert os.listdir(folder / "out") == []
+
+
+def test_two_inputs_of_one_rank_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(folder, "-o", folder / "a", "--keep-linked") == 0
+    linked = folder / "a" / "rank-0.linked.json.zst"
+    capsys.readouterr()
+    double = folder / "b" / linked.name
+    double.parent.mkdir()
+    double.write_bytes(linked.read_bytes())
+    assert run(linked, double, "-o", folder / "out") == 2
+    assert capsys.readouterr().err == f"crossrank: {linked} and {double} are both of rank 0; name one of them\n"
+    assert not (folder / "out").exists()
+    other = linked.with_name("rank-7.linked.json.zst")
+    other.write_bytes(linked.read_bytes())
+    assert run(other, "-o", folder / "out") == 2
+    assert "rank-7.linked.json.zst: is of rank 0 by what it says" in capsys.readouterr().err
+    assert run(linked, "--ranks", "5", "-o", folder / "out") == 2
+
+
+@pytest.mark.parametrize("timeline", ["{folder}/gone/t.json", "{folder}", "{folder}/chakra.0.et"])
+def test_a_timeline_that_cannot_be_written_is_told_before_the_work(folder: Path, timeline: str) -> None:
+    assert run(folder, "-o", folder / "out", "--timeline", timeline.format(folder=folder)) == 2
+    assert not (folder / "out").exists()
+
+
+def test_a_group_file_that_cannot_be_written_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "out" / "comm_groups.json").mkdir(parents=True)
+    assert run(folder, "-o", folder / "out") == 2
+    assert capsys.readouterr().err.endswith(
+        "comm_groups.json: cannot be written (Is a directory); name another folder with -o\n"
+    )
+    assert not list((folder / "out").glob(".*.part"))
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        ({"id": 4, "name": "again", "ctrl_deps": 2}, "id 4 stands twice, the second time at 'again'"),
+        ({"id": 900, "name": "a", "ctrl_deps": 2, "deps": [{"id": 901, "kind": "sync"}]}, "node 900 depends on 901"),
+        ({"id": 900, "name": "a", "ctrl_deps": 2, "deps": [{"id": 900, "kind": "sync"}]}, "node 900 depends on 900"),
+    ],
+)
+def test_a_linked_trace_that_cannot_be_is_refused_with_its_node(
+    folder: Path, capsys: pytest.CaptureFixture[str], node: dict[str, object], message: str
+) -> None:
+    assert (
+        main(["link", str(folder), "-o", str(folder / "l"), "--ranks", "0", "--compress", "none", "--jobs", "1"]) == 0
+    )
+    path = folder / "l" / "rank-0.linked.json"
+    content = json.loads(path.read_text())
+    content["nodes"].append(node)
+    path.write_text(json.dumps(content))
+    capsys.readouterr()
+    assert run(path, "-o", folder / "out") == 2
+    assert message in capsys.readouterr().err
+
+
+@needs_traces
+def test_dlrm_converts_and_keeps_the_contract(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(public("dlrm_8gpu"), "-o", tmp_path, "--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["disagreements"] == []
+    assert {rank["converted"]["nodes"]["all_to_all"] for rank in summary["ranks"]} == {5}
+    assert main(["check", *(str(path) for path in sorted(tmp_path.glob("*.et")))]) == 0
+
+
+def test_pauses_and_a_node_of_the_groups_are_written_as_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def kinds(*words: str) -> dict[str, int]:
+        capsys.readouterr()
+        assert run(folder, "-o", folder / "out", "--json", *words) == 0
+        nodes: dict[str, int] = json.loads(capsys.readouterr().out)["ranks"][0]["converted"]["nodes"]
+        return nodes
+
+    assert kinds() == {"computation on the host": 12, "pause of the host": 11, "all_reduce": 2}
+    assert kinds("--no-pauses") == {"computation on the host": 12, "all_reduce": 2}
+    assert main(["check", str(folder / "out" / "chakra.0.et")]) == 0
+    assert kinds("--group-node")["pause of the host"] == 11
+    assert main(["check", str(folder / "out" / "chakra.0.et")]) == 1
+    assert "a METADATA_NODE, at which ASTRA-sim's statistics stop" in capsys.readouterr().err

@@ -1,0 +1,128 @@
+"""What ASTRA-sim cannot run, turned into what it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossrank.comm import CommRecord
+from crossrank.tools.graph.chakra import et_def_pb2 as pb
+from crossrank.tools.graph.chakra.check import RUN_BY_ASTRA_SIM
+from crossrank.tools.graph.chakra.graph import ChakraNode, Comm, Dependency
+from crossrank.tools.graph.chakra.groups import NumberedGroup
+from crossrank.tools.graph.chakra.lower import lower
+from crossrank.tools.graph.chakra.write import COLLECTIVE_TYPES, P2P_TYPES, comm_size
+from tests.unit.graph.chakra.test_convert import converted, params
+from tests.unit.graph.linking.small_traces import SmallTrace
+
+
+def one(node_id: int, start: int, duration: int, **fields: Any) -> ChakraNode:
+    given: dict[str, Any] = {"lane": ("stream", (0, 7)), "is_cpu": False} | fields
+    return ChakraNode(id=node_id, name=f"n{node_id}", start_ns=start, duration_ns=duration, dependencies=[], **given)
+
+
+def comm(op: str, size: int, members: int = 4, peer: int | None = None) -> Comm:
+    record = CommRecord(id=0, op=op, c10d="", pg="0", bytes=size, t=0, peer=peer)
+    return Comm(record, NumberedGroup(number="0", ranks=tuple(range(members)), pg="0"))
+
+
+@pytest.mark.parametrize("op", sorted(COLLECTIVE_TYPES))
+def test_every_collective_runs(tmp_path: Path, op: str) -> None:
+    trace = SmallTrace()
+    trace.op("record_param_comms", 0, 20, inputs=params(op.replace("_", "")))
+    nodes, _ = converted(trace, tmp_path, lower=True)  # and check finds no fault
+    (node,) = (node for node in nodes.values() if node["type"] == "COMM_COLL_NODE")
+    assert node["attr"]["comm_type"] in RUN_BY_ASTRA_SIM
+    assert node["attr"]["comm_op"] == op
+
+
+@pytest.mark.parametrize(
+    ("op", "runs_as", "of_one_rank"),
+    [
+        ("barrier", pb.ALL_REDUCE, 0),
+        ("reduce", pb.REDUCE_SCATTER, 96),
+        ("gather", pb.ALL_GATHER, 96),
+        ("scatter", pb.REDUCE_SCATTER, 192),  # what the root puts in, of which each gets 96
+    ],
+)
+def test_what_replaces_a_collective_moves_as_much(tmp_path: Path, op: str, runs_as: int, of_one_rank: int) -> None:
+    trace = SmallTrace()
+    trace.op("record_param_comms", 0, 20, inputs=params(op))
+    nodes, result = converted(trace, tmp_path, lower=True)
+    (node,) = (node for node in nodes.values() if node["type"] == "COMM_COLL_NODE")
+    assert (node["attr"]["comm_type"], node["attr"]["comm_size"]) == (runs_as, of_one_rank)
+    assert result.lowered == {f"{op} as {pb.CollectiveCommType.Name(runs_as).lower()}": 1}
+    assert result.nodes[op] == 1
+
+
+@pytest.mark.parametrize("op", sorted(P2P_TYPES))
+def test_a_message_has_at_least_a_byte(op: str) -> None:
+    node = one(1, 0, 10, comm=comm(op, 0))
+    assert lower([node], 0) == {f"{op} as {op} of 1 B": 1}
+    assert node.comm is not None
+    assert node.comm.runs_as is not None
+    assert node.comm.runs_as.bytes == 1
+
+
+@pytest.mark.parametrize("op", ["all_gather", "gather"])
+def test_an_all_gather_has_a_byte_for_each_chunk(op: str) -> None:
+    node = one(1, 0, 10, comm=comm(op, 8))
+    assert lower([node], 0) == {f"{op} as all_gather of 256 B": 1}
+    assert node.comm is not None
+    assert node.comm.runs_as is not None
+    assert comm_size(node.comm.runs_as, 4) == 64
+
+
+def test_a_collective_of_one_rank_is_a_computation_of_its_duration() -> None:
+    node = one(1, 0, 10, comm=comm("all_reduce", 96, members=1))
+    assert lower([node], 0) == {"all_reduce of a group of one rank as a computation": 1}
+    assert (node.comm, node.duration_ns) == (None, 10)
+
+
+@pytest.mark.parametrize(("peer", "runs"), [(0, False), (1, True)])
+def test_a_message_of_a_rank_to_itself_is_a_computation(peer: int, runs: bool) -> None:
+    node = one(1, 0, 10, comm=comm("send", 96, peer=peer))
+    assert lower([node], 0) == ({} if runs else {"send of a rank to itself as a computation": 1})
+    assert (node.comm is not None) == runs
+
+
+def test_what_ran_at_the_same_time_does_not_take_its_time_twice() -> None:
+    nodes = [
+        one(1, 0, 100),
+        one(2, 50, 100, lane=("stream", (0, 8))),  # half of it beside the first
+        one(3, 60, 20, lane=("stream", (0, 9))),  # all of it
+        one(4, 10, 100, comm=comm("all_reduce", 96)),  # the network is free
+        one(5, 20, 100, comm=comm("all_gather", 960)),
+        one(6, 30, 50, comm=comm("recv", 96)),  # receives are exempt
+        one(7, 0, 30, is_cpu=True, lane=("thread", 1)),
+        one(8, 20, 30, is_cpu=True, lane=("thread", 2)),
+    ]
+    nodes[-1].dependencies.append(Dependency(6, "sync"))
+    assert lower(nodes, 0) == {"shorter by what another thread or stream ran at the same time": 4}
+    assert [node.duration_ns for node in nodes] == [100, 50, 0, 100, 10, 50, 30, 20]
+
+
+def test_no_rank_with_host_nodes_ends_with_a_message() -> None:
+    host = {"is_cpu": True, "lane": ("thread", 1)}
+    nodes = [one(1, 0, 10, **host), one(2, 10, 30, comm=comm("send", 96)), one(3, 10, 10, comm=comm("recv", 96))]
+    nodes.append(one(4, 20, 10, **host))
+    nodes[-1].dependencies = [Dependency(3, "sync")]
+    assert lower(nodes, 0) == {"a node of no time after messages that nothing waits for": 1}
+    last = nodes[-1]
+    assert (last.id, last.is_cpu, last.duration_ns) == (5, True, 0)
+    assert [dependency.source for dependency in last.dependencies] == [2]
+    assert lower(nodes, 0) == {}
+
+
+def test_without_host_nodes_a_rank_may_end_with_a_message() -> None:
+    nodes = [one(1, 0, 10), one(2, 10, 30, comm=comm("send", 96))]
+    assert lower(nodes, 0) == {}
+    assert len(nodes) == 2
+
+
+def test_what_runs_anyway_stays_as_it_is() -> None:
+    node = one(1, 0, 10, comm=comm("all_reduce", 96))
+    assert lower([node], 0) == {}
+    assert node.comm == comm("all_reduce", 96)

@@ -1,0 +1,87 @@
+"""Reading the communication alone gives what reading everything gives, wherever the file is cut into pieces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from crossrank.tools.graph.linking import communication_trace as module
+from crossrank.tools.graph.linking.communication_trace import CommunicationTrace, read_communication_trace
+from tests.unit.graph.linking.public_traces import needs_traces, public
+from tests.unit.graph.linking.small_traces import SmallTrace
+from tests.unit.graph.linking.test_communications import RANGE, SCHEMA, TENSORS, text
+from tests.unit.replay.test_readers import SCHEMAS, et_node
+
+
+def _summary(trace: CommunicationTrace) -> Any:
+    return (
+        trace.schema,
+        [(one.record, one.group, one.origin, one.host) for one in trace.communications],
+        [(before, wait.seq) for before, wait in trace.waits],
+        trace.groups,
+    )
+
+
+def _whole(path: str, monkeypatch: pytest.MonkeyPatch) -> CommunicationTrace:
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_scan", lambda path: None)
+        return read_communication_trace(path, 8)
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_pieces_of_any_size_give_the_same(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    schema = data.draw(st.sampled_from(SCHEMAS))
+    names = data.draw(st.lists(st.sampled_from(["allreduce", "wait", "barrier", "view"]), min_size=1, max_size=8))
+    nodes = []
+    for number, name in enumerate(names):
+        node = et_node(schema, number + 2, name, number)
+        if name == "view":
+            node["name"] = data.draw(st.sampled_from(["aten::view", 'odd },\n{ "id": 3', "a]}", '"', "\\"]))
+        nodes.append(node)
+    path = tmp_path_factory.mktemp("et") / "rank-0.json"
+    indent = data.draw(st.sampled_from([None, 2]))
+    path.write_text(json.dumps({"schema": schema, "nodes": nodes, "finish_ts": 2}, indent=indent))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "_BATCH", data.draw(st.integers(1, 4000)))
+        streamed = read_communication_trace(str(path), 8)
+        assert _summary(streamed) == _summary(_whole(str(path), patched))
+
+
+@needs_traces
+def test_real_traces_give_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = public("dlrm_8gpu/rank-3.et.json.gz")
+    monkeypatch.setattr(module, "_BATCH", 10_000)
+    assert _summary(read_communication_trace(path, 8)) == _summary(_whole(path, monkeypatch))
+    assert len(read_communication_trace(path, 8).communications) == 8
+
+
+def test_a_torn_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    nodes = [et_node(SCHEMAS[-1], number, "allreduce", number) for number in range(2, 6)]
+    text = json.dumps({"schema": SCHEMAS[-1], "nodes": nodes})
+    path = tmp_path / "rank-0.json"
+    path.write_text(text[: len(text) - 40])
+    trace = read_communication_trace(str(path))
+    assert len(trace.communications) == 3
+    assert "3 whole nodes were read" in trace.damage[0]
+
+
+@pytest.mark.parametrize("taken_off", ["nothing", "c10d", "functional", "both"])
+def test_a_call_whose_ops_another_thread_took_off_the_stack_of_callers_is_one(taken_off: str, tmp_path: Path) -> None:
+    trace = SmallTrace()
+    backward = trace.op("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 0, 200)
+    for call in range(2):
+        functional = trace.op("_c10d_functional::all_reduce", 10, 90, backward, inputs=TENSORS)
+        around_c10d = backward if taken_off in ("functional", "both") else functional
+        c10d = trace.op("c10d::allreduce_", 11, 80, around_c10d, inputs=TENSORS, op_schema=SCHEMA)
+        around_range = {"c10d": functional, "both": backward}.get(taken_off, c10d)
+        trace.op(f"crossrank#{call}", 12, 70, around_range, inputs=text(RANGE))
+    alone = trace.op("c10d::allreduce_", 150, 9, backward, inputs=TENSORS, op_schema=SCHEMA)
+    found = read_communication_trace(trace.write(tmp_path)[0]).communications
+    assert [one.origin for one in found] == ["crossrank range", "crossrank range", "c10d op"]
+    assert found[2].host == alone

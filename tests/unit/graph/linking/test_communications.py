@@ -1,0 +1,196 @@
+"""Every communication once, with its record from the best source."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import zstandard
+
+from crossrank.comm import CommRecord, Group
+from crossrank.tools.graph.linking import Communication, link
+from tests.unit.graph.linking.small_traces import SmallTrace
+
+FLOATS = [5, 6, 0, 24, 4, "cuda:0"]
+SCHEMA = (
+    "c10d::allreduce_(Tensor[] tensors, __torch__.torch.classes.c10d.ProcessGroup process_group, "
+    "bool async_op=True) -> Tensor[]"
+)
+TENSORS: dict[str, Any] = {
+    "values": [[FLOATS], "<Object>", True],
+    "shapes": [[[24]], [], []],
+    "types": ["GenericList[Tensor(float)]", "Object", "Bool"],
+}
+PARAMS: dict[str, Any] = {
+    "values": [[FLOATS], [9, False], ["0", "default_pg"], 0, "allreduce", [], [], 0, 1, 2],
+    "shapes": [[[24]], [[], []], [[], []], [], [], [], [], [], [], []],
+    "types": ["GenericList[Tensor(float)]"] + [""] * 9,
+}
+RANGE = {
+    "op": "all_reduce",
+    "c10d": "allreduce_",
+    "pg": "0",
+    "in": [[24]],
+    "out": [[24]],
+    "bytes": 96,
+    "dtype": "float32",
+}
+
+
+def text(value: Any) -> dict[str, Any]:
+    return {"values": [json.dumps(value)], "shapes": [[]], "types": ["String"]}
+
+
+def found(trace: SmallTrace, folder: Path, comms: Path | None = None) -> list[Communication]:
+    return link(*trace.write(folder), None if comms is None else str(comms)).communications
+
+
+def test_one_call_at_four_depths_is_one_communication_with_its_kernel(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    functional = trace.op("_c10d_functional::all_reduce", 0, 100)
+    c10d = trace.op("c10d::allreduce_", 5, 90, functional, inputs=TENSORS, op_schema=SCHEMA)
+    params = trace.op("record_param_comms", 10, 80, c10d, inputs=PARAMS)
+    nccl = trace.op("nccl:all_reduce", 15, 70, params)
+    trace.launch("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", 20, 200, 50, 501, stream=20)
+    result = link(*trace.write(tmp_path))
+    (only,) = result.communications
+    assert (only.origin, only.host, only.activities) == ("record_param_comms", params, [result.activities[0].id])
+    assert result.activities[0].host == nccl
+    assert only.record == CommRecord(
+        id=0,
+        op="all_reduce",
+        c10d="allreduce_",
+        pg="0",
+        bytes=96,
+        t=10_000,
+        seq=9,
+        inputs=[[24]],
+        outputs=[],
+        dtype="float32",
+    )
+    assert only.group == Group(pg="0", size=2, ranks=[0, 1], desc="default_pg")
+    assert result.report.communications == {"record_param_comms": 1}
+
+
+def test_our_range_is_trusted_more_and_the_comms_file_most(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    c10d = trace.op("c10d::allreduce_", 0, 100, inputs=TENSORS, op_schema=SCHEMA)
+    ours = trace.op("crossrank#7", 5, 90, c10d, inputs=text(RANGE | {"source": "train.py:3"}))
+    work = trace.op("gloo:all_reduce", 6, 500, ours)
+    (only,) = found(trace, tmp_path)
+    assert (only.origin, only.host, only.work, only.seq_counted) == ("crossrank range", ours, work, True)
+    assert (only.record.id, only.record.source, only.record.seq) == (7, "train.py:3", 1)
+    header = {"schema": "crossrank-comms 1", "rank": 0, "world_size": 2, "host": "h", "node": "n"}
+    group = {"pg": "0", "size": 2, "ranks": [0, 1], "desc": "default_pg", "locality": "cross_node"}
+    lines = [{"header": header}, {"group": group}, {"id": 7, "seq": 31, "t": 4, "step": 2} | RANGE]
+    comms = tmp_path / "rank-0.comms.jsonl.zst"
+    # A record begins with its id, without spaces.
+    comms.write_bytes(
+        zstandard.ZstdCompressor().compress(
+            b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
+        )
+    )
+    (only,) = found(trace, tmp_path, comms)
+    assert (only.origin, only.record.seq, only.record.step, only.seq_counted) == ("comms file", 31, 2, False)
+    assert only.group is not None
+    assert only.group.locality == "cross_node"
+
+
+def test_a_call_whose_op_another_thread_took_off_the_stack_of_callers_is_one_communication(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    backward = trace.op("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 0, 200)
+    c10d = trace.op("c10d::allreduce_", 10, 90, backward, inputs=TENSORS, op_schema=SCHEMA)
+    ours = trace.op("crossrank#7", 15, 70, backward, inputs=text(RANGE))  # while the Work of an earlier call ended
+    result = link(*trace.write(tmp_path))
+    assert [(one.origin, one.host) for one in result.communications] == [("crossrank range", ours)]
+    assert {op.id: op.caller for op in result.host}[ours] == c10d
+    assert "1 operation(s) have a recorded caller that was not the one running" in result.report.warnings[0]
+
+
+def test_without_anything_better_the_c10d_op_gives_the_record_and_calls_are_counted(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    trace.kineto_head["distributedInfo"]["pg_config"] = [{"pg_name": "0", "pg_size": 2, "ranks": [0, 1]}]
+    for i in range(2):
+        trace.op("c10d::allreduce_", 100 * i, 50, inputs=TENSORS, op_schema=SCHEMA)
+    first, second = found(trace, tmp_path)
+    assert [(c.origin, c.record.pg, c.record.bytes, c.record.seq, c.seq_counted) for c in (first, second)] == [
+        ("c10d op", "0", 96, 1, True),
+        ("c10d op", "0", 96, 2, True),
+    ]
+    assert first.record.is_async is True
+
+
+def test_a_kernel_without_a_call_is_a_communication_of_its_own(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    trace.op("aten::mm", 0, 100)
+    trace.launch("ncclDevKernel_SendRecv(x)", 10, 20, 30, 501)
+    args: dict[str, Any] = {
+        "Collective name": "all_gather",
+        "Out msg nelems": 10,
+        "dtype": "Half",
+        "Process Group Name": "4",
+        "Process Group Ranks": "[1, 3]",
+        "Group size": 2,
+    }
+    trace.launch("some_new_kernel", 40, 60, 30, 502, **args)
+    by_name, by_args = found(trace, tmp_path)
+    assert (by_name.origin, by_name.record.op, by_name.record.bytes, by_name.group) == (
+        "kernel name",
+        "ncclDevKernel_SendRecv",
+        0,
+        None,
+    )
+    assert (by_args.origin, by_args.record.op, by_args.record.bytes) == ("kineto kernel", "all_gather", 20)
+    assert by_args.group == Group(pg="4", size=2, ranks=[1, 3])
+
+
+def test_waits_and_unknown_layouts_are_no_communications(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    wait = {"values": [141, 0, 0, "wait", [], []], "shapes": [[]] * 6, "types": [""] * 6}
+    trace.op("record_param_comms", 0, 5, inputs=wait)
+    trace.op("record_param_comms", 10, 5, inputs={"values": ["?"], "shapes": [[]], "types": ["String"]})
+    result = link(*trace.write(tmp_path))
+    assert result.communications == []
+    assert result.report.warnings == [
+        "1 record_param_comms node(s) have arguments of an unknown layout and were left out"
+    ]
+
+
+def test_a_group_named_by_an_address_is_the_world_if_it_has_its_size(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    pointer = 94594108284448
+    values = [[FLOATS], 5, pointer, 0, "all_to_allv", [20, 4], [12, 12]]
+    trace.op(
+        "record_param_comms",
+        0,
+        5,
+        inputs={"values": values, "shapes": [[[24]]] + [[]] * 6, "types": ["GenericList[Tensor(float)]"] + [""] * 6},
+    )
+    reduce = [[FLOATS], 6, pointer, 0, "allreduce", [], []]
+    trace.op(
+        "record_param_comms",
+        10,
+        5,
+        inputs={"values": reduce, "shapes": [[[24]]] + [[]] * 6, "types": ["GenericList[Tensor(float)]"] + [""] * 6},
+    )
+    exchange, total = found(trace, tmp_path)
+    assert exchange.record.in_split == [20, 4]
+    assert exchange.group == total.group == Group(pg=str(pointer), size=2, ranks=[0, 1])
+
+
+def test_a_range_whose_text_was_cut_short_falls_back_to_the_c10d_op(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    c10d = trace.op("c10d::allreduce_", 0, 100, inputs=TENSORS, op_schema=SCHEMA)
+    trace.op("crossrank#7", 5, 90, c10d, inputs={"values": ['{"op": "all_re'], "shapes": [[]], "types": ["String"]})
+    result = link(*trace.write(tmp_path))
+    assert [(c.origin, c.host, c.record.bytes) for c in result.communications] == [("c10d op", c10d, 96)]
+    assert "(crossrank#7) does not carry a record; read as its c10d op" in result.report.warnings[0]
+
+
+def test_a_hostile_range_is_read_as_its_c10d_op(tmp_path: Path) -> None:
+    for name, value in (("crossrank#7", "[" * 5000), ("crossrank#" + "9" * 5000, "{}"), ("crossrank#8", "[1]")):
+        trace = SmallTrace()
+        c10d = trace.op("c10d::allreduce_", 0, 100, inputs=TENSORS, op_schema=SCHEMA)
+        trace.op(name, 5, 90, c10d, inputs={"values": [value], "shapes": [[]], "types": ["String"]})
+        assert [(c.origin, c.host) for c in found(trace, tmp_path)] == [("c10d op", c10d)]

@@ -1,0 +1,101 @@
+"""The edges between host operations, activities and communications."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from crossrank.tools.graph.linking import Edge, EdgeKind, LinkedTrace, link
+from tests.unit.graph.linking.small_traces import SmallTrace
+
+
+def edges(result: LinkedTrace, kind: EdgeKind) -> list[tuple[int, int]]:
+    return [(edge.source, edge.target) for edge in result.edges if edge.kind == kind]
+
+
+def test_callers_and_program_order_follow_the_starts_on_each_thread(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    a = trace.op("a", 0, 100)
+    b = trace.op("b", 10, 20, a)
+    c = trace.op("c", 12, 5, b)
+    other = trace.op("other thread", 13, 5, 3, tid=2)
+    d = trace.op("d", 40, 20, a)
+    e = trace.op("e", 200, 20)
+    result = link(*trace.write(tmp_path))
+    assert edges(result, "caller") == [(1, 2), (1, 3), (2, a), (a, b), (b, c), (3, other), (a, d), (2, e)]
+    assert edges(result, "program_order") == [(c, d), (d, e)]  # a to b and b to c are calls
+
+
+def test_streams_are_ordered_per_device(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    op = trace.op("a", 0, 1000)
+    trace.launch("k1", 10, 20, 5, 501)
+    trace.launch("k2", 30, 40, 5, 502, stream=20)
+    trace.launch("k3", 50, 60, 5, 503)
+    trace.launch("on another device", 70, 80, 5, 504, device=1)
+    result = link(*trace.write(tmp_path))
+    k1, k2, k3, k4 = 5, 6, 7, 8
+    assert edges(result, "stream") == [(k1, k3)]
+    assert edges(result, "launch") == [(op, k1), (op, k2), (op, k3), (op, k4)]
+
+
+def test_a_backward_operation_depends_on_the_last_forward_operation_with_its_number(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    trace.op("aten::linear", 0, 50, seq_id=7)
+    addmm = trace.op("aten::addmm", 10, 30, 4, seq_id=7)
+    trace.op("aten::relu", 60, 5, seq_id=8)
+    evaluate = trace.op("autograd::engine::evaluate_function: AddmmBackward0", 100, 50, 3, tid=2)
+    backward = trace.op("AddmmBackward0", 105, 40, evaluate, tid=2, seq_id=7, scope=1, fw_tid=1)
+    trace.op("OtherBackward0", 160, 4, 3, tid=2, seq_id=99, scope=1, fw_tid=1)
+    assert edges(link(*trace.write(tmp_path)), "forward_backward") == [(addmm, backward)]
+
+
+def test_a_thread_that_begins_or_pauses_depends_on_what_another_finished_last(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    trace.op("forward", 0, 100)
+    loss = trace.op("loss", 120, 30)
+    backward = trace.op("backward", 200, 5000, 3, tid=2)
+    trace.op("more backward", 5300, 100, 3, tid=2)
+    step = trace.op("optimizer", 5600, 50)
+    trace.op("after a pause in which nobody else worked", 90_000, 50)
+    result = link(*trace.write(tmp_path))
+    inferred = sorted((edge for edge in result.edges if edge.kind == "inter_thread"), key=lambda edge: edge.target)
+    assert inferred == [
+        Edge(loss, backward, "inter_thread", inferred=True, slack_ns=50_000),
+        Edge(7, step, "inter_thread", inferred=True, slack_ns=200_000),
+    ]
+
+
+def test_communications_of_a_group_are_in_order_and_peers_apart(tmp_path: Path) -> None:
+    trace = SmallTrace()
+
+    def params(name: str, rank: int, pg: str) -> dict[str, object]:
+        tensor = [5, 6, 0, 24, 4, "cuda:0"]
+        values = [[tensor], 1, [pg, ""], rank, name, [], [], 0, 1, 3]
+        return {"values": values, "shapes": [[[24]]] + [[]] * 9, "types": ["GenericList[Tensor(float)]"] + [""] * 9}
+
+    calls = [
+        ("allreduce", 0, "0"),
+        ("send", 1, "0"),
+        ("allreduce", 0, "4"),
+        ("broadcast", 0, "0"),
+        ("send", 2, "0"),
+        ("send", 1, "0"),
+    ]
+    nodes = [trace.op("record_param_comms", 10 * i, 5, inputs=params(*call)) for i, call in enumerate(calls)]
+    result = link(*trace.write(tmp_path))
+    assert edges(result, "group_order") == [(nodes[0], nodes[3]), (nodes[1], nodes[5])]
+
+
+def test_every_edge_joins_nodes_that_exist_and_none_is_drawn_twice(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    trace.op("a", 0, 100)
+    for i in range(5):
+        trace.launch(f"k{i}", 10 + i, 20 + 5 * i, 4, 501 + i, stream=7 + i % 2)
+    trace.call("cudaDeviceSynchronize", 50, 40, 600)
+    trace.op("b", 200, 10)
+    result = link(*trace.write(tmp_path))
+    ids = {op.id for op in result.host} | {activity.id for activity in result.activities}
+    pairs = [(edge.source, edge.target, edge.kind) for edge in result.edges]
+    assert all(source in ids and target in ids for source, target, _ in pairs)
+    assert len(pairs) == len(set(pairs))
+    assert sum(result.report.edges.values()) == len(pairs)

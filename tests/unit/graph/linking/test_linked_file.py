@@ -1,0 +1,210 @@
+"""The file that link writes: what Chakra's converter reads, and what we add."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from crossrank.tools.graph.linking import Edge, link
+from crossrank.tools.graph.linking.linked_file import microseconds, write_linked
+from tests.unit.graph.linking.small_traces import SmallTrace, flat_node
+
+
+def trace_with_everything() -> SmallTrace:
+    trace = SmallTrace()
+    op = trace.op("aten::mm", 0.5, 100.125)
+    trace.launch("gemm", 10, 30.001, 270, 501)
+    tensor = [5, 6, 0, 24, 4, "cuda:0"]
+    params = {
+        "values": [[tensor], 3, ["0", "default_pg"], 0, "allreduce", [], [], 0, 1, 2],
+        "shapes": [[[24]]] + [[]] * 9,
+        "types": ["GenericList[Tensor(float)]"] + [""] * 9,
+    }
+    trace.op("record_param_comms", 40, 20, op, inputs=params)
+    trace.launch("ncclDevKernel_AllReduce_Sum_f32(x)", 45, 305, 45, 504, stream=20, grid=[8, 1, 1])
+    trace.call("cudaDeviceSynchronize", 110, 250, 505)
+    trace.sync("Context Sync", 110, 245, 505, stream=4294967295)
+    trace.op("aten::add", 400, 50)
+    trace.op("on the other thread", 5000, 50, 3, tid=2)
+    trace.nodes.append(trace.nodes[-1] | {"id": 90, "name": "## process_group:init ##", "attrs": []})
+    return trace
+
+
+def written(trace: SmallTrace, folder: Path) -> dict[str, Any]:
+    path = folder / "linked.json"
+    write_linked(link(*trace.write(folder)), path, "none")
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def test_nodes_have_the_fields_that_the_converter_of_chakra_reads(tmp_path: Path) -> None:
+    content = written(trace_with_everything(), tmp_path)
+    assert {key: content[key] for key in ("schema", "pid", "time", "start_ts", "finish_ts")} == {
+        "schema": "1.1.1-chakra.0.0.4",
+        "pid": 70,
+        "time": "2024-05-02 10:00:01",
+        "start_ts": 1,
+        "finish_ts": 2,
+    }
+    nodes = {node["id"]: node for node in content["nodes"]}
+    assert list(nodes) == [1, 2, 3, 4, 5, 6, 7, 90, 91, 92]
+    for node in content["nodes"]:
+        assert {"id", "name", "ctrl_deps", "inputs", "outputs", "attrs"} <= set(node)
+    assert nodes[4] | {"inputs": 0, "outputs": 0, "attrs": 0} == {
+        "id": 4,
+        "name": "aten::mm",
+        "ctrl_deps": 2,
+        "inputs": 0,
+        "outputs": 0,
+        "attrs": 0,
+        "inclusive_dur": 100.125,
+        "exclusive_dur": 80.125,
+        "ts": 0.5,
+        "inter_thread_dep": None,
+    }
+    gemm, reduce = nodes[91], nodes[92]
+    assert (gemm["ctrl_deps"], gemm["cat"], gemm["ph"], gemm["stream"], gemm["ts"], gemm["inclusive_dur"]) == (
+        4,
+        "kernel",
+        "X",
+        7,
+        30.001,
+        270,
+    )
+    assert gemm["attrs"] == nodes[4]["attrs"]  # the converter reads thread and ids of an activity from its host node
+    assert "pg_name" not in gemm
+    assert (reduce["ctrl_deps"], reduce["pg_name"], reduce["comm_host"], reduce["args"]["grid"]) == (
+        5,
+        "0",
+        5,
+        [8, 1, 1],
+    )
+    assert nodes[6]["sync_dep"] == [91, 92]
+    assert nodes[7]["inter_thread_dep"] == 6
+    assert "ts" not in nodes[90]
+
+
+def test_our_own_fields_say_dependencies_and_communications(tmp_path: Path) -> None:
+    nodes = {node["id"]: node for node in written(trace_with_everything(), tmp_path)["nodes"]}
+    assert nodes[6]["deps"] == [
+        {"id": 5, "kind": "program_order"},
+        {"id": 91, "kind": "sync"},
+        {"id": 92, "kind": "sync"},
+    ]
+    assert nodes[7]["deps"] == [{"id": 6, "kind": "inter_thread", "inferred": True, "slack_ns": 4550000}]
+    assert nodes[92]["deps"] == [{"id": 5, "kind": "launch"}]
+    assert nodes[5]["comm"] == {
+        "record": {
+            "id": 0,
+            "op": "all_reduce",
+            "c10d": "allreduce",
+            "pg": "0",
+            "bytes": 96,
+            "t": 40000,
+            "seq": 3,
+            "in": [[24]],
+            "dtype": "float32",
+        },
+        "group": {"pg": "0", "size": 2, "ranks": [0, 1], "desc": "default_pg"},
+        "origin": "record_param_comms",
+        "host": 5,
+        "activities": [92],
+        "work": None,
+        "seq_counted": False,
+    }
+
+
+def test_the_header_says_what_was_linked_and_how_well(tmp_path: Path) -> None:
+    trace = trace_with_everything()
+    head = written(trace, tmp_path)["crossrank"]
+    digest = hashlib.sha256((tmp_path / "rank-0.et.json").read_bytes()).hexdigest()
+    assert head["inputs"]["rank-0.et.json"] == digest
+    assert set(head["inputs"]) == {"rank-0.et.json", "rank-0.kineto.json"}
+    assert (head["rank"], head["world_size"], head["base_time_ns"]) == (0, 2, 1714644000000000000)
+    assert head["match"]["host_matched"] == {"record function id": 4}
+    assert head["match"]["edges"]["sync"] == 2
+
+
+@pytest.mark.parametrize("compression", ["zst", "gz", "none"])
+def test_the_same_input_gives_the_same_bytes(tmp_path: Path, compression: Any) -> None:
+    contents = []
+    for name in ("a", "b"):
+        folder = tmp_path / name
+        folder.mkdir()
+        write_linked(link(*trace_with_everything().write(folder)), folder / "out", compression)
+        contents.append((folder / "out").read_bytes())
+        assert sorted(path.name for path in folder.iterdir()) == ["out", "rank-0.et.json", "rank-0.kineto.json"]
+    assert contents[0] == contents[1]
+    plain: dict[str, Callable[[bytes], bytes]] = {
+        "zst": lambda data: zstandard.ZstdDecompressor().decompressobj().decompress(data),
+        "gz": gzip.decompress,
+        "none": bytes,
+    }
+    assert len(json.loads(plain[compression](contents[0]))["nodes"]) == 10
+
+
+def test_flat_nodes_are_lifted_into_the_layout_that_the_converter_reads(tmp_path: Path) -> None:
+    trace = SmallTrace(nodes=[flat_node(1, "root", 1), flat_node(2, "[pytorch|profiler|execution_graph|thread]", 1)])
+    trace.et_head["schema"] = "1.0.1"
+    trace.nodes.append(
+        flat_node(3, "aten::t", 2, 1, op_schema="t(Tensor self)", inputs=[4], input_shapes=[[]], input_types=["Int"])
+    )
+    trace.host_event("aten::t", 1, 2, 1)
+    content = written(trace, tmp_path)
+    assert content["schema"] == "1.0.2-chakra.0.0.4"
+    assert content["crossrank"]["et_schema"] == "1.0.1"
+    node = content["nodes"][2]
+    assert node["inputs"] == {"values": [4], "shapes": [[]], "types": ["Int"]}
+    assert {attr["name"]: attr["value"] for attr in node["attrs"]} == {
+        "rf_id": 1,
+        "fw_parent": 0,
+        "seq_id": -1,
+        "scope": 0,
+        "tid": 1,
+        "fw_tid": 0,
+        "op_schema": "t(Tensor self)",
+    }
+
+
+def test_an_activity_without_a_host_node_is_kept_under_a_thread_and_marked(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    trace.op("early", 0, 10)
+    trace.launch("between", 20, 25, 5, 501)
+    trace.op("late", 40, 10)
+    node = written(trace, tmp_path)["nodes"][-1]
+    assert (node["name"], node["ctrl_deps"], node["unlinked"]) == ("between", 2, "no operation encloses its launch")
+    assert {attr["name"] for attr in node["attrs"]} == {
+        "rf_id",
+        "fw_parent",
+        "seq_id",
+        "scope",
+        "tid",
+        "fw_tid",
+        "op_schema",
+    }
+
+
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = link(*trace_with_everything().write(tmp_path))
+    result.edges.append(Edge(1, 4, object()))  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        write_linked(result, tmp_path / "out.json.zst")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.et.json", "rank-0.kineto.json"]
+
+
+def test_microseconds_keep_every_digit() -> None:
+    assert [bytes(microseconds(ns)) for ns in (0, 1, 999, 1000, -1500, 1694128201435418123)] == [
+        b"0",
+        b"0.001",
+        b"0.999",
+        b"1",
+        b"-1.500",
+        b"1694128201435418.123",
+    ]

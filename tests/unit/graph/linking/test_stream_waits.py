@@ -1,0 +1,94 @@
+"""What streams wait for, concluded from the communications of a trace without `cuda_sync` events."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from crossrank.tools.graph.linking import Edge, LinkedTrace, link
+from tests.unit.graph.linking.small_traces import SmallTrace
+
+TENSOR = [5, 6, 0, 24, 4, "cuda:0"]
+COMPUTE, NCCL = 7, 20
+
+
+def params(name: str, seq: int) -> dict[str, Any]:
+    values = [[TENSOR], seq, ["0", ""], 0, name, [], [], 0, 1, 2]
+    return {"values": values, "shapes": [[[24]]] + [[]] * 9, "types": ["GenericList[Tensor(float)]"] + [""] * 9}
+
+
+def waiting(seq: int) -> dict[str, Any]:
+    return {"values": [seq, 0, 0, "wait", [], []], "shapes": [[]] * 6, "types": [""] * 6}
+
+
+def issue(
+    trace: SmallTrace, ts: float, seq: int, correlation: int, start: float, dur: float, name: str = "allreduce"
+) -> None:
+    """A collective as NCCL issues it: the stream waits before the launch, and once more after it."""
+    trace.op("record_param_comms", ts, 20, inputs=params(name, seq))
+    trace.call("cudaStreamWaitEvent", ts + 2, 1, correlation + 1)
+    trace.launch("ncclDevKernel_AllReduce_Sum_f32(x)", ts + 5, start, dur, correlation, stream=NCCL)
+    trace.call("cudaStreamWaitEvent", ts + 15, 1, correlation + 2)
+
+
+def stream_waits(result: LinkedTrace) -> list[tuple[str, str, int | None]]:
+    names = {
+        activity.id: f"{activity.name.split('_')[0]}@{activity.start_ns // 1000}" for activity in result.activities
+    }
+    edges: list[Edge] = [edge for edge in result.edges if edge.kind == "stream_wait"]
+    assert all(edge.inferred for edge in edges)
+    return [(names[edge.source], names[edge.target], edge.slack_ns) for edge in edges]
+
+
+def test_a_communication_waits_for_the_compute_before_it(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    trace.op("aten::mm", 0, 10)
+    trace.launch("gemm", 2, 50, 100, 501)
+    issue(trace, 20, 3, 510, 153, 60)
+    result = link(*trace.write(tmp_path))
+    assert stream_waits(result) == [("gemm@50", "ncclDevKernel@153", 3_000)]
+    assert result.report.syncs == {"cudaStreamWaitEvent": 2}
+    assert result.report.syncs_unresolved == {"it is a communication's own, after its launch": 1}
+
+
+def test_compute_waits_for_the_communication_that_a_wait_node_names_on_whatever_thread_it_is_launched(
+    tmp_path: Path,
+) -> None:
+    trace = SmallTrace()
+    trace.op("aten::mm", 0, 10)
+    trace.launch("gemm", 2, 10, 5, 501)
+    issue(trace, 20, 3, 510, 40, 60)
+    issue(trace, 60, 4, 520, 110, 200)
+    trace.op("record_param_comms", 90, 5, inputs=waiting(3))
+    trace.call("cudaStreamWaitEvent", 92, 1, 530)
+    trace.op("aten::add", 96, 10, 3, tid=2)
+    trace.call("cudaLaunchKernel", 97, 1, 540, tid=2)
+    trace.activity("add", 104, 5, 540, stream=COMPUTE)
+    assert ("ncclDevKernel@40", "add@104", 4_000) in stream_waits(link(*trace.write(tmp_path)))
+
+
+def test_a_wait_for_a_communication_before_the_trace_is_counted(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    issue(trace, 20, 3, 510, 40, 60)
+    trace.op("record_param_comms", 90, 5, inputs=waiting(2))
+    trace.call("cudaStreamWaitEvent", 92, 1, 530)
+    unresolved = link(*trace.write(tmp_path)).report.syncs_unresolved
+    assert unresolved["the communication that it waits for is not in the trace"] == 1
+
+
+def test_the_reducer_waits_for_its_buckets_in_order_outside_any_operation(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    trace.op("aten::mm", 0, 10)
+    trace.launch("gemm", 2, 10, 5, 501)
+    issue(trace, 20, 3, 510, 40, 60)
+    issue(trace, 60, 4, 520, 110, 200)
+    for number in range(3):  # one more than there are buckets
+        trace.call("cudaStreamWaitEvent", 100 + number, 1, 530 + number)
+    trace.op("aten::addcmul_", 120, 10)
+    trace.launch("step", 125, 312, 5, 540)
+    result = link(*trace.write(tmp_path))
+    assert [wait for wait in stream_waits(result) if wait[1] == "step@312"] == [
+        ("ncclDevKernel@40", "step@312", 187_000),
+        ("ncclDevKernel@110", "step@312", 2_000),
+    ]
+    assert result.report.syncs_unresolved["a stream waits for an event, but the trace does not say which"] == 1

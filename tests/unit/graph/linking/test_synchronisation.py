@@ -1,0 +1,157 @@
+"""Who waits for the GPU, by the trace's own events or concluded from its calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from crossrank.tools.graph.linking import Edge, LinkedTrace, link
+from crossrank.tools.graph.linking.synchronisation import Wait, Waits, find_waits
+from crossrank.tools.traces.kineto import read_kineto
+from tests.unit.graph.linking.public_traces import needs_traces, public
+from tests.unit.graph.linking.small_traces import SmallTrace
+
+
+def two_streams() -> SmallTrace:
+    """Op A launches on stream 7 (until 300) and, in between, on stream 20 (until 250); op B follows a wait."""
+    trace = SmallTrace()
+    trace.op("A", 0, 100)
+    trace.launch("compute", 10, 30, 270, 501)
+    trace.call("cudaEventRecord", 20, 1, 502)
+    trace.call("cudaStreamWaitEvent", 22, 1, 503)
+    trace.launch("ncclDevKernel_AllReduce_Sum_f32(x)", 30, 305, 45, 504, stream=20)
+    trace.call("cudaDeviceSynchronize", 110, 250, 505)
+    trace.op("B", 400, 50)
+    return trace
+
+
+def waits_of(result: LinkedTrace) -> list[Edge]:
+    return [edge for edge in result.edges if edge.kind in ("sync", "stream_wait")]
+
+
+def test_a_context_sync_waits_for_the_last_activity_of_every_stream(tmp_path: Path) -> None:
+    trace = two_streams()
+    trace.sync("Context Sync", 110, 245, 505, stream=4294967295)
+    a, b, compute, reduce = 4, 5, 6, 7
+    result = link(*trace.write(tmp_path))
+    assert waits_of(result) == [Edge(compute, b, "sync"), Edge(reduce, b, "sync")]
+    assert result.report.syncs == {"Context Sync": 1}
+    assert Edge(a, compute, "launch") in result.edges
+
+
+def test_a_stream_sync_waits_for_its_stream_alone(tmp_path: Path) -> None:
+    trace = two_streams()
+    trace.sync("Stream Sync", 110, 245, 505, stream=20)
+    assert waits_of(link(*trace.write(tmp_path))) == [Edge(7, 5, "sync")]
+
+
+def test_a_stream_wait_joins_the_activity_before_the_event_with_the_next_launch_on_the_waiting_stream(
+    tmp_path: Path,
+) -> None:
+    trace = two_streams()
+    event = {"wait_on_stream": 7, "wait_on_cuda_event_record_corr_id": 502}
+    trace.sync("Stream Wait Event", 23, 1, 503, stream=20, **event)
+    assert waits_of(link(*trace.write(tmp_path))) == [Edge(6, 7, "stream_wait")]
+
+
+def test_an_event_sync_waits_for_what_was_launched_before_the_event(tmp_path: Path) -> None:
+    trace = two_streams()
+    event = {"wait_on_stream": 7, "wait_on_cuda_event_record_corr_id": 502}
+    trace.sync("Event Sync", 110, 245, 505, stream=7, **event)
+    assert waits_of(link(*trace.write(tmp_path))) == [Edge(6, 5, "sync")]
+
+
+def test_what_gives_no_dependency_is_counted_by_reason(tmp_path: Path) -> None:
+    trace = two_streams()
+    trace.sync("Stream Sync", 110, 245, 505, stream=99)
+    trace.sync("Event Sync", 110, 245, 505, wait_on_stream=7, wait_on_cuda_event_record_corr_id=9999)
+    trace.sync("Stream Wait Event", 23, 1, 503, stream=99, wait_on_stream=7, wait_on_cuda_event_record_corr_id=502)
+    trace.sync("Event Sync", 110, 245, 505, wait_on_stream=20, wait_on_cuda_event_record_corr_id=502)
+    trace.call("cudaStreamSynchronize", 500, 10, 506)
+    trace.sync("Stream Sync", 500, 10, 506, stream=7)
+    result = link(*trace.write(tmp_path))
+    assert waits_of(result) == []
+    assert result.report.syncs_unresolved == {
+        "nothing ran on the stream before": 1,
+        "the call that recorded the event is not in the trace": 1,
+        "nothing was launched on the waiting stream after": 1,
+        "nothing was launched on the stream before its event": 1,
+        "nothing follows the wait in the execution trace": 1,
+    }
+
+
+def test_a_wait_that_the_times_contradict_is_counted_and_not_drawn(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    trace.op("aten::a", 10, 20)
+    trace.launch("k1", 15, 25, 30, 501)
+    trace.call("cudaDeviceSynchronize", 1, 5, 505)
+    trace.sync("Context Sync", 75, 5, 505, stream=4294967295)
+    result = link(*trace.write(tmp_path))
+    assert waits_of(result) == []
+    assert result.report.syncs_unresolved == {"the times contradict it": 1}
+
+
+def test_without_sync_events_waits_are_inferred_and_say_how_long_after(tmp_path: Path) -> None:
+    result = link(*two_streams().write(tmp_path))
+    assert waits_of(result) == [
+        Edge(6, 5, "sync", inferred=True, slack_ns=60_000),
+        Edge(7, 5, "sync", inferred=True, slack_ns=10_000),
+    ]
+    assert result.report.syncs_unresolved == {"a stream waits for an event, but the trace does not say which": 1}
+
+
+def test_a_copy_that_ends_within_its_call_blocked_the_host(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    trace.op("aten::item", 0, 100)
+    trace.call("cudaMemcpyAsync", 10, 50, 501)
+    trace.activity("Memcpy DtoH (Device -> Pageable)", 20, 30, 501, category="gpu_memcpy")
+    trace.call("cudaMemcpyAsync", 70, 5, 502)
+    trace.activity("Memcpy HtoD (Pinned -> Device)", 90, 40, 502, category="gpu_memcpy")
+    trace.op("next", 200, 10)
+    assert waits_of(link(*trace.write(tmp_path))) == [Edge(6, 5, "sync", inferred=True, slack_ns=10_000)]
+
+
+def test_the_host_goes_on_where_its_own_thread_does(tmp_path: Path) -> None:
+    trace = two_streams()
+    trace.op("other thread", 370, 5, 3, tid=2)
+    targets = {edge.target for edge in waits_of(link(*trace.write(tmp_path))) if edge.kind == "sync"}
+    assert targets == {5}
+
+
+def correlations(path: str, *, without_events: bool = False) -> set[tuple[int | None, int | None]]:
+    """(correlation id of what is waited for, of the waiting activity or call) of every wait in a trace."""
+    trace = read_kineto(path)
+    if without_events:
+        trace.syncs.clear()
+    calls = {call.correlation: index for index, call in enumerate(trace.calls)}
+    waits: Waits = find_waits(trace, [calls.get(activity.correlation, -1) for activity in trace.device])
+
+    def waiter(wait: Wait) -> int | None:
+        return trace.calls[wait.call].correlation if wait.target < 0 else trace.device[wait.target].correlation
+
+    return {(trace.device[wait.source].correlation, waiter(wait)) for wait in waits.waits}
+
+
+# The SYNC_DEPENDENCY edges of HolisticTraceAnalysis 0.5.0 (critical_path_analysis over the whole trace).
+ALEXNET = {
+    (14, 15), (25, 26), (40, 41), (51, 52), (62, 63), (73, 74), (84, 85), (95, 96), (106, 107), (117, 118),
+    (132, 133), (143, 144), (158, 159), (169, 170), (184, 185), (195, 196), (218, 225), (5144, 5181), (5178, 5188),
+    (5190, 5213), (5190, 5503), (5190, 5511), (5498, 5503), (5498, 5511), (5560, 5597), (5594, 5604), (5606, 5629),
+    (5606, 5894), (5889, 5894),
+}  # fmt: skip
+EVENT_SYNC = {(1511, 1512), (1526, 1536), (1526, 1537), (1526, 1549)}
+
+
+@needs_traces
+def test_every_dependency_of_the_reference_derivation_is_found() -> None:
+    assert correlations(public("cuda_sync/alexnet.kineto.json.gz")) >= ALEXNET
+    assert correlations(public("cuda_sync/event_sync.kineto.json.gz")) == EVENT_SYNC
+
+
+@needs_traces
+def test_inference_finds_every_wait_of_the_host_in_a_real_trace_and_no_other() -> None:
+    path = public("cuda_sync/alexnet.kineto.json.gz")
+    trace = read_kineto(path)
+    calls = {call.correlation for call in trace.calls if "Synchronize" in call.name}
+    of_host = {wait for wait in correlations(path) if wait[1] in calls}
+    assert len(of_host) == 25
+    assert correlations(path, without_events=True) == of_host

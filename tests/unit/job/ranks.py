@@ -1,0 +1,58 @@
+"""Times of ranks for tests: one call adds one row, in us."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from crossrank.comm import CommRecord, Group
+from crossrank.tools.job.rank_times import RankTimes, TimesBuilder
+
+EPOCH = 1_780_000_000_000_000_000
+WORLD = "0"
+
+
+class Rank:
+    """One rank of a job; `clock` is by how many us its clock is ahead."""
+
+    def __init__(
+        self, rank: int, size: int = 2, *, clock: float = 0, host: str = "", placed: bool = True, numbered: bool = True
+    ) -> None:
+        self.times = RankTimes(
+            rank=rank,
+            path=f"rank-{rank}",
+            source="kineto",
+            clock=host or "one",
+            world_size=size,
+            placed=placed,
+            numbered=numbered,
+        )
+        self._clock = clock
+        self._builder = TimesBuilder(self.times, [Group(pg=WORLD, size=size, ranks=list(range(size)))])
+        self._numbers: dict[object, int] = {}
+
+    def call(self, begin: float, end: float, op: str = "all_reduce", *, number: int | None = None, **said: Any) -> Rank:
+        """A call whose kernel ran from `begin` to `end`; `begin` 0 = it has no times."""
+        fields: dict[str, Any] = {
+            "id": len(self.times),
+            "op": op,
+            "c10d": "",
+            "pg": WORLD,
+            "bytes": 1_000_000,
+            "t": 0,
+        } | said
+        record = CommRecord(**fields)
+        kind = self._builder.take([record])
+        lane = (record.pg, kind.ends)
+        self._numbers[lane] = number if number is not None else self._numbers.get(lane, 0) + 1
+        self._builder.add(
+            self._builder.kind(kind),
+            id=record.id,
+            number=self._numbers[lane],
+            called=self._ns(begin) - 5000,
+            began=self._ns(begin) if begin else 0,
+            ended=self._ns(end) if begin else 0,
+        )
+        return self
+
+    def _ns(self, us: float) -> int:
+        return EPOCH + round((us + self._clock) * 1000)

@@ -1,0 +1,386 @@
+"""What the times of all ranks say of a collective: its own time, who waited, how fast it was."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossrank.comm import CommRecord, Group
+from crossrank.errors import CrossrankError
+from crossrank.tools.analysis.bandwidth import bandwidth, line_rates
+from crossrank.tools.job.collectives import Collectives
+from crossrank.tools.job.joining import DISAGREE, SHIFTED, TWICE, UNLIKE_COUNTS
+from crossrank.tools.job.rank_times import IMPOSSIBLE, GroupKey, RankTimes, TimesBuilder
+from crossrank.tools.job.side_by_side import MOVED, lay_side_by_side
+from tests.unit.job.ranks import Rank
+
+
+def together(*ranks: Rank) -> Collectives:
+    return lay_side_by_side([rank.times for rank in ranks])
+
+
+def waits_us(found: Collectives) -> dict[int, float]:
+    return {int(rank): float(wait) / 1000 for rank, wait in zip(found.rank, found.waiting, strict=True)}
+
+
+def test_the_time_of_a_collective_is_from_the_last_arrival_and_the_rest_is_waiting() -> None:
+    found = together(Rank(0).call(100, 500), Rank(1).call(400, 500))
+    assert found.time.tolist() == [100_000]
+    assert waits_us(found) == {0: 300, 1: 0}
+    assert found.last_rank.tolist() == [1]
+    assert found.algbw().tolist() == [10.0]  # 1 MB in 100 us
+    assert found.busbw().tolist() == [10.0]  # 2 (n - 1) / n = 1 for two ranks
+
+
+@pytest.mark.parametrize(
+    ("op", "factor"),
+    [
+        ("all_reduce", 1.5),
+        ("reduce_scatter", 0.75),
+        ("all_gather", 0.75),
+        ("all_to_all", 0.75),
+        ("broadcast", 1.0),
+        ("reduce", 1.0),
+        ("gather", 0.75),
+        ("scatter", 0.75),
+    ],
+)
+def test_bus_bandwidth_has_the_factors_of_nccl_tests(op: str, factor: float) -> None:
+    found = together(*(Rank(rank, 4).call(100, 200, op) for rank in range(4)))
+    assert found.algbw().tolist() == [10.0]
+    assert found.busbw().tolist() == [pytest.approx(10.0 * factor)]
+
+
+def test_a_barrier_and_a_group_of_one_have_a_time_and_no_bandwidth() -> None:
+    barrier = together(*(Rank(rank).call(100, 200, "barrier", bytes=0) for rank in range(2)))
+    alone = together(Rank(0, 1).call(100, 200))
+    for found in (barrier, alone):
+        assert found.time.tolist() == [100_000]
+        assert np.isnan(found.busbw()).all()
+
+
+def test_an_uneven_all_to_all_counts_the_busiest_rank_and_not_what_stays() -> None:
+    # Rank 0 keeps 10 rows, sends 30 to rank 1 and gets 5; a row is 1000 floats.
+    ranks = []
+    for rank, sent, got in ((0, [10, 30], [10, 5]), (1, [5, 20], [30, 20])):
+        shapes: Any = {"inputs": [[sum(sent), 1000]], "outputs": [[sum(got), 1000]]}
+        one = Rank(rank).call(
+            100, 200, "all_to_all", dtype="float32", in_split=sent, out_split=got, bytes=4000 * sum(sent), **shapes
+        )
+        ranks.append(one)
+    found = together(*ranks)
+    assert found.bytes.tolist() == [200_000]  # rank 1 receives 50 rows
+    assert found.moved.tolist() == [120_000]  # 30 rows cross
+    assert found.busbw().tolist() == [1.2]
+
+
+def test_a_broadcast_ends_when_the_last_rank_has_it_and_needs_clocks() -> None:
+    # The root leaves early, which says nothing about how long it took.
+    found = together(Rank(0).call(100, 150, "broadcast", root=0), Rank(1).call(400, 500, "broadcast", root=0))
+    assert found.time.tolist() == [100_000]
+    assert waits_us(found) == {0: 50, 1: 0}
+    only_durations = together(
+        Rank(0, placed=False).call(1, 51, "broadcast"), Rank(1, placed=False).call(1, 101, "broadcast")
+    )
+    assert only_durations.time.tolist() == [100_000]
+    assert only_durations.bound.tolist() == [True]
+
+
+def test_durations_alone_give_the_time_of_what_releases_all_ranks() -> None:
+    found = together(Rank(0, placed=False).call(900, 1300), Rank(1, placed=False).call(7, 107))
+    assert found.time.tolist() == [100_000]
+    assert waits_us(found) == {0: 300, 1: 0}
+    assert found.last_rank.tolist() == [1]
+    assert found.bound.tolist() == [False]
+
+
+def test_a_send_is_matched_with_its_receive() -> None:
+    sender = Rank(0).call(100, 500, "send", peer=1, bytes=400_000)
+    found = together(sender, Rank(1).call(300, 500, "recv", peer=0, bytes=400_000))
+    assert found.time.tolist() == [200_000]
+    assert found.algbw().tolist() == [2.0]
+    assert waits_us(found) == {0: 200, 1: 0}
+
+
+def test_the_launch_of_a_batch_is_its_ranks_own_and_a_bound() -> None:
+    times = RankTimes(rank=0, path="a", source="kineto", clock="a", world_size=2)
+    builder = TimesBuilder(times, [Group(pg="0", size=2, ranks=[0, 1])])
+    common: Any = {"c10d": "", "pg": "0", "t": 0, "batch": 1, "peer": 1}
+    send = CommRecord(id=1, op="send", bytes=100_000, **common)
+    records = [send, CommRecord(id=2, op="recv", bytes=300_000, **common)]
+    builder.add(builder.kind(builder.take(records)), id=1, number=1, began=1000, ended=101_000)
+    found = lay_side_by_side([times])
+    assert found.kinds[0].label == "send/recv, batched"
+    assert found.time.tolist() == [100_000]
+    assert found.busbw().tolist() == [3.0]
+    assert found.bound.tolist() == [True]
+
+
+def test_what_not_all_members_show_is_a_bound() -> None:
+    found = together(Rank(0, 3).call(100, 500), Rank(2, 3).call(300, 500))
+    assert found.time.tolist() == [200_000]
+    assert found.bound.tolist() == [True]
+    assert (found.seen.tolist(), found.expected.tolist()) == ([2], [3])
+
+
+def test_ranks_that_call_different_operations_are_not_compared() -> None:
+    found = together(Rank(0).call(100, 500).call(600, 700), Rank(1).call(400, 500, "broadcast").call(650, 700))
+    assert found.told == {DISAGREE: 2}
+    assert sorted(found.time.tolist()) == [50_000, 100_000, 400_000]
+
+
+def test_counted_numbers_are_compared_only_where_all_ranks_have_as_many() -> None:
+    same = together(Rank(0, numbered=False).call(100, 500), Rank(1, numbered=False).call(400, 500))
+    assert same.time.tolist() == [100_000]
+    late = together(Rank(0, numbered=False).call(1, 9).call(100, 500), Rank(1, numbered=False).call(400, 500))
+    assert late.told == {UNLIKE_COUNTS: 3}
+    assert late.bound.all()
+
+
+def test_equal_names_of_different_groups_stay_apart() -> None:
+    ranks = []
+    for rank in range(4):
+        times = RankTimes(rank=rank, path=f"{rank}", source="kineto", clock="one", world_size=4)
+        pair = [0, 1] if rank < 2 else [2, 3]
+        builder = TimesBuilder(times, [Group(pg="3", size=2, ranks=pair)])
+        kind = builder.kind(builder.take([CommRecord(id=0, op="all_reduce", c10d="", pg="3", bytes=8, t=0)]))
+        builder.add(kind, id=0, number=1, began=1000, ended=2000 + 1000 * (rank // 2))
+        ranks.append(times)
+    found = lay_side_by_side(ranks)
+    assert [group.members for group in found.groups] == [(0, 1), (2, 3)]
+    assert found.time.tolist() == [1000, 2000]
+    assert not found.bound.any()
+
+
+def test_an_all_to_all_in_which_ranks_exchange_nothing_releases_them_apart() -> None:
+    # 0 and 1 exchange 1 GB in 20 ms, 2 and 3 a kilobyte in 20 us.
+    ranks = []
+    for rank in range(4):
+        other = rank ^ 1
+        split = [0, 0, 0, 0]
+        split[other] = 250_000_000 if rank < 2 else 250
+        shapes: Any = {"inputs": [[sum(split)]], "outputs": [[sum(split)]]}
+        end = 20_100 if rank < 2 else 120
+        ranks.append(
+            Rank(rank, 4).call(
+                100, end, "all_to_all", dtype="float32", in_split=split, out_split=split, bytes=4 * sum(split), **shapes
+            )
+        )
+    found = together(*ranks)
+    assert found.time.tolist() == [20_000_000]
+    assert found.busbw().tolist() == [50.0]
+    assert waits_us(found) == {0: 0, 1: 0, 2: 0, 3: 0}
+    assert found.clocks.residual_us is None
+
+
+def test_counted_numbers_that_contradict_each_other_are_not_compared() -> None:
+    sizes = [1_000_000, 100_000_000]
+    alternating = [Rank(0, numbered=False), Rank(1, numbered=False)]
+    for number in range(6):
+        for rank, one in enumerate(alternating):
+            one.call(1000 * number + 100, 1000 * number + 200, bytes=sizes[(number + rank) % 2])
+    found = together(*alternating)
+    assert found.told == {SHIFTED: 12}
+    assert found.bound.all()
+    shifted = [Rank(0, numbered=False), Rank(1, numbered=False)]
+    for number in range(6):
+        shifted[0].call(10_000 * number + 100, 10_000 * number + 200)
+        shifted[1].call(10_000 * (number + 1) + 100, 10_000 * (number + 1) + 200)
+    found = together(*shifted)
+    assert found.told == {SHIFTED: 12}
+    assert (found.waiting == -1).all()
+
+
+def test_a_clock_that_takes_a_shift_of_counted_numbers_is_told() -> None:
+    ranks = [Rank(0, host="a", numbered=False), Rank(1, host="b", numbered=False)]
+    for number in range(6):
+        ranks[0].call(10_000 * number + 100, 10_000 * number + 200)
+        ranks[1].call(10_000 * (number + 1) + 100, 10_000 * (number + 1) + 200)
+    assert together(*ranks).told == {MOVED: 6}
+
+
+def test_sizes_and_roots_that_differ_are_a_matter_for_the_diagnosis() -> None:
+    found = together(Rank(0).call(100, 200, bytes=8), Rank(1).call(100, 200, bytes=16))
+    assert found.told == {DISAGREE: 2}
+    found = together(Rank(0).call(100, 200, "broadcast", root=0), Rank(1).call(100, 200, "broadcast", root=1))
+    assert found.told == {DISAGREE: 2}
+
+
+def test_a_group_that_was_made_anew_under_its_old_name_is_told() -> None:
+    ranks = [Rank(rank).call(100, 200).call(9000, 9100, number=1) for rank in range(2)]
+    found = together(*ranks)
+    assert found.told == {TWICE: 4}
+    assert (found.seen == 1).all()
+
+
+def test_ends_that_do_not_come_after_begins_are_no_times() -> None:
+    found = together(Rank(0).call(500, 400), Rank(1).call(300, 400))
+    assert found.seen.tolist() == [1]
+    assert list(found.told.values()) == [1]
+    assert found.bound.tolist() == [True]
+
+
+def test_a_group_whose_members_nobody_tells_gives_bounds() -> None:
+    ranks = [Rank(rank) for rank in range(2)]
+    for rank in ranks:
+        rank.times.groups[0] = GroupKey("7")
+        rank.call(100, 200, pg="7")
+    found = together(*ranks)
+    assert [group.guessed for group in found.groups if group.name == "7"] == [True]
+    assert found.bound.tolist() == [True]
+    world = [Rank(rank, 8).call(100, 200) for rank in range(2)]
+    for rank in world:
+        rank.times.groups[0] = GroupKey("0")
+    found = together(*world)
+    assert (found.groups[0].size, found.expected.tolist(), found.bound.tolist()) == (8, [8], [True])
+
+
+def test_a_launch_of_which_calls_are_missing_has_no_rate() -> None:
+    times = RankTimes(rank=0, path="a", source="nsight", clock="a", world_size=1)
+    builder = TimesBuilder(times, [Group(pg="0", size=1, ranks=[0])])
+    common: Any = {"c10d": "", "pg": "0", "t": 0, "batch": 4}
+    records = [CommRecord(id=number, op="all_gather", bytes=1000, **common) for number in (4, 6)]
+    builder.add(builder.kind(builder.take(records)), id=4, number=1, began=1000, ended=2000)
+    found = lay_side_by_side([times])
+    assert found.time.tolist() == [1000]
+    assert np.isnan(found.algbw()).all()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"bytes": -1},
+        {"bytes": 1 << 62},
+        {"op": "all_to_all", "in_split": [-5, 6], "out_split": [1, 0]},
+        {"op": "all_to_all", "in_split": [1, 1], "inputs": [[1 << 40, 1 << 40]], "dtype": "float32"},
+        {"op": "all_to_all", "in_split": [1 << 70, 1]},
+    ],
+)
+def test_sizes_that_cannot_be_are_counted_and_not_used(said: dict[str, Any]) -> None:
+    rank = Rank(0, 1).call(100, 200, **said)
+    found = together(rank)
+    assert rank.times.unattributed == {IMPOSSIBLE: 1}
+    assert found.bytes.tolist() == [0]
+
+
+def test_a_launch_made_several_times_with_sizes_that_cannot_be_counts_as_often() -> None:
+    times = RankTimes(rank=0, path="a file", source="comms", clock="one")
+    kind = TimesBuilder(times).take([CommRecord(id=0, op="all_reduce", c10d="", pg="0", bytes=-1, t=0)], times=3)
+    assert (kind.bytes, times.unattributed) == (0, {IMPOSSIBLE: 3})
+
+
+# --- clocks -----------------------------------------------------------------------------------------------------------
+
+
+def test_clocks_are_brought_together_by_the_ends_of_collectives() -> None:
+    ahead = Rank(1, clock=7_000_000, host="b")
+    first = Rank(0, host="a")
+    for number in range(5):
+        first.call(1000 * number + 100, 1000 * number + 500)
+        ahead.call(1000 * number + 400, 1000 * number + 502)
+    first.call(9000, 9050, "broadcast")
+    ahead.call(9010, 9100, "broadcast")
+    found = together(first, ahead)
+    assert found.clocks.offset_us == {"b": -7_000_002.0}
+    assert found.clocks.residual_us == {"p50": 0.0, "p95": 0.0, "max": 0.0}
+    # The last of a broadcast's begins is rank 1's at 9010, and the last end its own.
+    assert found.time.tolist() == [102_000] * 5 + [90_000]
+    assert set(found.last_rank.tolist()) == {1}
+
+
+def test_clocks_without_a_common_collective_are_said_and_not_compared() -> None:
+    found = together(Rank(0, host="a").call(100, 200, "broadcast"), Rank(1, host="b").call(150, 290, "broadcast"))
+    assert found.clocks.unaligned == ["b"]
+    assert found.time.tolist() == [140_000]
+    assert found.bound.tolist() == [True]
+
+
+def test_a_clock_that_shares_one_collective_does_not_pull_the_others() -> None:
+    """C shares one late collective with A, and many with B, which shares many with A."""
+    a, b, c = Rank(0, 3, host="a"), Rank(1, 3, host="b"), Rank(2, 3, host="c")
+    for number in range(1, 31):
+        a.call(1000 * number + 100, 1000 * number + 200, number=number)
+        b.call(1000 * number + 100, 1000 * number + 200, number=number)
+    for number in range(40, 80):
+        b.call(1000 * number + 100, 1000 * number + 200, number=number)
+        c.call(1000 * number + 100, 1000 * number + 200, number=number)
+    a.call(100_100, 100_200, number=100)
+    c.call(105_100, 105_200, number=100)
+    found = together(a, b, c)
+    assert found.shift == {0: 0, 1: 0, 2: 0}
+    assert found.clocks.weak == {}
+
+
+def test_between_clocks_that_drift_the_shortest_duration_tells_who_came_last() -> None:
+    ranks = [Rank(0, host="a"), Rank(1, host="b")]
+    for number in range(40):
+        drift = 10 * number
+        ranks[0].call(1000 * number + 150, 1000 * number + 200)
+        ranks[1].call(1000 * number + 100 + drift, 1000 * number + 200 + drift)
+    found = together(*ranks)
+    assert set(found.last_rank.tolist()) == {0}
+    assert found.clocks.residual_us is not None
+    assert found.clocks.residual_us["max"] == 195.0
+
+
+@given(
+    st.lists(st.integers(-(10**7), 10**7), min_size=2, max_size=6),
+    st.lists(
+        st.tuples(st.integers(1, 1000), st.lists(st.integers(0, 500), min_size=6, max_size=6)), min_size=1, max_size=8
+    ),
+    st.randoms(),
+)
+def test_any_shift_of_clocks_gives_the_same_times_and_waits(
+    shifts: list[int], calls: list[tuple[int, list[int]]], random: random.Random
+) -> None:
+    def job(shifted: bool) -> Collectives:
+        ranks = [
+            Rank(rank, len(shifts), clock=shift if shifted else 0, host=f"host-{rank}")
+            for rank, shift in enumerate(shifts)
+        ]
+        begin = 10**8
+        for took, delays in calls:
+            arrivals = [begin + delays[rank] for rank in range(len(ranks))]
+            for rank, one in enumerate(ranks):
+                one.call(arrivals[rank], max(arrivals) + took)
+            begin += 10_000
+        return together(*ranks)
+
+    plain, moved = job(False), job(True)
+    assert plain.time.tolist() == moved.time.tolist() == [1000 * took for took, _ in calls]
+    assert plain.waiting.tolist() == moved.waiting.tolist()
+    assert moved.clocks.residual_us == {"p50": 0.0, "p95": 0.0, "max": 0.0}
+
+
+# --- rows and rates ---------------------------------------------------------------------------------------------------
+
+
+def test_rows_hold_the_figures_of_their_collectives() -> None:
+    ranks = [Rank(0), Rank(1)]
+    for took in (100, 200, 400):
+        for rank in ranks:
+            rank.call(1000, 1000 + took, source="train.py:7", locality="cross_node")
+    ranks[0].call(5000, 5900, bytes=100)
+    ranks[1].call(5800, 5900, bytes=100)
+    result = bandwidth([one.times for one in ranks], together(*ranks), rates=line_rates(["cross_node=160Gbps"]))
+    big, small = result.rows
+    assert (big.op, big.pg, big.ranks, big.size_from, big.size_to) == ("all_reduce", "0", 2, 262145, 1048576)
+    assert (big.collectives, big.calls, big.bytes) == (3, 6, 3_000_000)
+    assert big.time_us == {"p50": 200.0, "p95": 380.0, "max": 400.0, "total": 700.0}
+    assert big.busbw_gb_per_s == {"p5": 2.75, "p50": 5.0, "p95": 9.5, "max": 10.0}
+    assert big.line_rate_gb_per_s == 20.0
+    assert big.line_rate_share == {"p5": 0.1375, "p50": 0.25, "p95": 0.475, "max": 0.5}
+    assert small.waiting_us == {"p50": 400.0, "p95": 760.0, "max": 800.0, "total": 800.0}
+    assert small.line_rate_share is None
+    assert [row.source for row in bandwidth([], together(*ranks), by=["source"]).rows] == ["train.py:7", None]
+
+
+@pytest.mark.parametrize("text", ["400", "fast", "-3Gbps", "moon=3Gbps", "0Gbps"])
+def test_a_line_rate_without_unit_or_of_an_unknown_place_is_refused(text: str) -> None:
+    with pytest.raises(CrossrankError, match=r"is not \[LOCALITY=\]RATE, for example 400Gbps"):
+        line_rates([text])

@@ -1,0 +1,206 @@
+"""`crossrank bandwidth`, `timeline` and `report` as a user runs them: what is printed, exit codes, bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from crossrank.tools.cli import main
+from tests.unit.graph.linking.test_link_command import rank_trace
+from tests.unit.traces.nsight.exports import write_exports
+
+COMMANDS = ("bandwidth", "timeline", "report")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "reports"
+    folder.mkdir()
+    write_exports(folder)
+    return folder
+
+
+def run(*words: object) -> int:
+    return main([*map(str, words), "--jobs", "1"])
+
+
+def test_bandwidth_prints_what_was_measured_and_how_much_of_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("bandwidth", folder, "--line-rate", "640Gbps") == 0
+    assert (
+        capsys.readouterr().out
+        == """\
+ranks      2 of 2
+measured   Nsight Systems: kernels that were launched within our markers or NCCL's (2 rank(s))
+calls      4 of 4 have times; they are 2 collectives or transfers, 0.200 ms
+clocks     2 clocks, brought together by the ends of collectives; the ends of a collective differ by 0.0 us (p50), 0.0 us at most
+
+Kernels and other activities, by how they found their call
+          4  launched within our marker
+
+Collectives and transfers, those that took longest in all first
+  operation   group             size    locality    collectives  S in all  time p50    p95  max us  waiting p50  p95 us  algbw p50  busbw p50  p5 GB/s  of line rate
+  all_reduce  0 default_pg (2)  ≤4 MiB  cross_node            2      8 MB     100.0  100.0   100.0         25.0    50.0         40         40       40         50.0%
+"""  # noqa: E501
+    )
+
+
+def test_the_json_is_the_same_as_the_file(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "bandwidth.json"
+    assert run("bandwidth", folder, "--json", "-o", output, "--by", "source,op") == 0
+    printed = capsys.readouterr().out
+    assert printed == output.read_text()
+    said: dict[str, Any] = json.loads(printed)
+    assert said["schema"] == "crossrank-bandwidth 1"
+    assert said["by"] == ["source", "op"]
+    assert [(row["op"], row["source"], row["pg"]) for row in said["rows"]] == [("all_reduce", None, None)]
+
+
+def test_a_timeline_goes_beside_its_input_and_says_what_it_holds(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("timeline", folder) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"timeline   {folder}/timeline.pftrace, ")
+    assert "holds      2 rank(s), 4 calls, 4 times on devices, 2 arrows, 0 steps, 1.2 ms\n" in out
+    assert (folder / "timeline.pftrace").stat().st_size > 200
+    packed = folder / "t.json.gz"
+    assert run("timeline", folder, "--format", "chrome", "-o", packed, "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["output"], said["calls"], said["bytes"]) == (str(packed), 4, packed.stat().st_size)
+    assert packed.read_bytes()[:2] == b"\x1f\x8b"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "rank_0.sqlite",
+        "rank_1.sqlite",
+        "t.json.gz",
+        "timeline.pftrace",
+    ]
+
+
+def test_a_missing_rank_is_told_and_its_times_are_bounds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_exports(folder, ranks=2, world=3)
+    assert run("bandwidth", folder, "--json") == 1
+    captured = capsys.readouterr()
+    assert captured.err == "crossrank: rank 2 is not there: times of its groups include waiting for it\n"
+    (row,) = json.loads(captured.out)["rows"]
+    assert (row["upper_bounds"], row["collectives"], row["ranks"]) == (2, 2, 3)
+
+
+def test_one_damaged_export_does_not_end_the_others(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "rank_1.sqlite").write_bytes((folder / "rank_1.sqlite").read_bytes()[:5000])
+    for command in COMMANDS:
+        assert run(command, folder, *([] if command == "bandwidth" else ["-o", folder / command])) == 1
+        error = capsys.readouterr().err
+        assert f"{folder}/rank_1.sqlite: is damaged or no SQLite file" in error
+        assert "rank 1 is not there" in error
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_report_of_nsys_gives_the_command_that_exports_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    (tmp_path / "rank_0.nsys-rep").write_bytes(b"\x01\x02\x03" * 99)
+    for path in (tmp_path, tmp_path / "rank_0.nsys-rep"):
+        assert run(command, path) == 2
+        assert capsys.readouterr().err == (
+            f"crossrank: {tmp_path}/rank_0.nsys-rep: is a report, not an export; run: nsys export --type sqlite "
+            f"--output {tmp_path}/rank_0.sqlite {tmp_path}/rank_0.nsys-rep\n"
+        )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_ranks_of_different_runs_are_refused(folder: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    write_exports(folder, ranks=1, world=4)
+    assert run(command, folder) == 2
+    assert capsys.readouterr().err == (
+        f"crossrank: the ranks are of different runs: {folder}/rank_1.sqlite of 2 ranks, {folder}/rank_0.sqlite of 4 "
+        "ranks; name the files of one run\n"
+    )
+    write_exports(folder)
+    (folder / "copy_1.sqlite").write_bytes((folder / "rank_1.sqlite").read_bytes())
+    assert run(command, folder) == 2
+    assert "copy_1.sqlite and " in (error := capsys.readouterr().err)
+    assert error.endswith("are both of rank 1; name the files of one run\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["bandwidth", "{empty}"], "holds nothing that measured communication"),
+        (["timeline", "{empty}"], "holds nothing that measured communication"),
+        (["report", "{empty}"], "holds nothing that measured communication"),
+        (["bandwidth", "{nowhere}"], "no such file or folder"),
+        (["bandwidth", "{folder}", "--by", "op,colour"], "choose among op, group, size, locality, source"),
+        (["bandwidth", "{folder}", "--line-rate", "fast"], "is not [LOCALITY=]RATE"),
+        (["bandwidth", "{folder}", "--source", "flight"], "measured communication for --source flight"),
+        (["timeline", "{folder}", "--ranks", "7"], "holds none of the ranks that --ranks names"),
+        (["timeline", "{folder}", "-o", "{nowhere}/t.pftrace"], "cannot be written"),
+        (["report", "{folder}", "-o", "{nowhere}/r.html"], "cannot be written"),
+        (["report", "{folder}", "--replay", "{empty}"], "replay.json"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line_and_exit_2(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    places = {"folder": folder, "empty": tmp_path / "empty", "nowhere": tmp_path / "nowhere"}
+    assert run(*[word.format(**places) for word in words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_kineto_traces_linked_or_not_give_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (0, 1):
+        rank_trace(rank).write(tmp_path, rank)
+    assert run("bandwidth", tmp_path, "--json") == 0
+    unlinked = json.loads(capsys.readouterr().out)
+    assert run("link", tmp_path) == 0
+    capsys.readouterr()
+    assert run("bandwidth", tmp_path, "--json") == 0
+    linked = json.loads(capsys.readouterr().out)
+    assert linked["rows"] == unlinked["rows"] != []
+    assert [(row["op"], row["collectives"], row["time_us"]["p50"]) for row in linked["rows"]] == [
+        ("all_reduce", 2, 20.0)
+    ]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_shards_give_the_same_as_one_run(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    outputs = {}
+    for engine in ("one", "shards"):
+        output = tmp_path / engine
+        words = [command, folder, "-o", output]
+        if engine == "shards":
+            for index in (0, 1):
+                assert run(*words, "--shard", f"{index}/2", "--parts", tmp_path / "parts") == 0
+            words += ["--merge", tmp_path / "parts"]
+        assert run(*words) == 0
+        outputs[engine] = output.read_bytes()
+    assert outputs["one"] == outputs["shards"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_inputs_and_outputs_may_be_urls(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    memory: fsspec.AbstractFileSystem = fsspec.filesystem("memory")
+    for path in folder.iterdir():
+        memory.pipe_file(f"/{command}/{path.name}", path.read_bytes())
+    assert run(command, folder, "-o", tmp_path / "local") == 0
+    assert run(command, f"memory://{command}", "-o", f"memory://{command}/out") == 0
+    here, there = (tmp_path / "local").read_bytes(), memory.cat_file(f"/{command}/out")
+    if command == "timeline":
+        assert there == here
+    else:  # they name their input
+        assert there.replace(f"memory://{command}".encode(), b"INPUT") == here.replace(str(folder).encode(), b"INPUT")
+    assert run(command, f"memory://{command}/rank_0.sqlite", "-o", tmp_path / "one") == 1
+    assert "rank 1 is not there" in capsys.readouterr().err

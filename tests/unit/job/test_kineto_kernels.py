@@ -1,0 +1,152 @@
+"""Kineto traces alone: every kernel that communicates is a call, and what nothing says is unknown."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossrank.tools.cli import main
+from crossrank.tools.job.kineto_calls import ARGUMENTS, NAME, NOTHING, RANGE
+
+DESCRIBED: dict[str, Any] = {
+    "Collective name": "allreduce",
+    "In msg nelems": 256,
+    "Out msg nelems": 256,
+    "Group size": 2,
+    "dtype": "Float",
+    "Process Group Name": "0",
+    "Process Group Description": "default_pg",
+    "Process Group Ranks": "[0, 1]",
+}
+
+
+class Trace:
+    """A Kineto trace in the making: each call 1 ms after the one before."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.count = 0
+
+    def host(self, name: str, start: float, end: float, **args: Any) -> None:
+        event = {"ph": "X", "cat": "cpu_op", "name": name, "pid": 1, "tid": 1, "ts": start, "dur": end - start}
+        self.events.append(event | {"args": args})
+
+    def kernel(self, name: str, around: tuple[str, ...] = (), *, launched: bool = True, **args: Any) -> None:
+        self.count += 1
+        start = 1000.0 * self.count
+        for depth, one in enumerate(around):
+            said = args if one == "record_param_comms" else {}
+            self.host(one, start + depth, start + 100 - depth, **said)
+        if launched:
+            launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernelExC", "pid": 1, "tid": 1, "dur": 5}
+            self.events.append(launch | {"ts": start + 50, "args": {"correlation": self.count}})
+        own = {} if "record_param_comms" in around else args
+        kernel = {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": 7, "ts": start + 200, "dur": 40.0}
+        self.events.append(kernel | {"args": {"stream": 7, "correlation": self.count} | own})
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps({"traceEvents": self.events}))
+
+
+def bandwidth(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    code = main(["bandwidth", str(folder), *words])
+    return code, capsys.readouterr().out
+
+
+def test_kernels_without_arguments_count_beside_those_with_some(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = Trace()
+    trace.kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", **DESCRIBED)
+    trace.kernel("ncclDevKernel_SendRecv(ncclDevComm*)", ("c10d::alltoall_base_", "nccl:all_to_all"))
+    trace.kernel("ncclDevKernel_Generic(ncclDevComm*)", ("record_param_comms", "nccl:all_reduce"), **DESCRIBED)
+    trace.kernel("void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(unsigned int)")
+    trace.kernel("ncclDevKernel_AllGather_RING_LL(ncclDevComm*)", ("vllm::unified_attention",))
+    trace.kernel("ncclDevKernel_SendRecv(ncclDevComm*)", launched=False)
+    trace.kernel("ncclDevKernel_SendRecv(ncclDevComm*)", **DESCRIBED | {"Collective name": "coalesced"})
+    trace.kernel("volta_sgemm_64x64_tn")
+    trace.write(tmp_path / "rank-0.json")
+    _, out = bandwidth(tmp_path, capsys, "--json", "--by", "op,group")
+    found = json.loads(out)
+    assert (found["calls"], found["timed_calls"]) == (7, 7)
+    assert found["attributed"] == {ARGUMENTS: 1, RANGE: 2, NAME: 2}
+    assert found["unattributed"] == {NOTHING: 2}
+    rows = {(row["op"], row["pg"]): (row["collectives"], row["bytes"], row["unsized"]) for row in found["rows"]}
+    assert rows == {
+        ("all_reduce", "0"): (2, 2048, 0),
+        ("all_to_all", ""): (1, 0, 1),
+        ("all_reduce", ""): (1, 0, 1),
+        ("all_gather", ""): (1, 0, 1),
+        ("ncclDevKernel_SendRecv", ""): (1, 0, 1),
+        ("ncclDevKernel_SendRecv", "0"): (1, 0, 1),
+    }
+
+
+def test_bytes_that_nothing_says_are_unknown_and_not_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = Trace()
+    trace.kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*)")
+    trace.kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*)", **DESCRIBED)
+    trace.write(tmp_path / "rank-0.json")
+    _, out = bandwidth(tmp_path, capsys)
+    lines = [line.split() for line in out.splitlines() if line.startswith("  all_reduce")]
+    assert sorted(" ".join(line[:9]) for line in lines) == [
+        "all_reduce 0 default_pg (2) ≤1 KiB unknown 1 1.02",
+        "all_reduce unknown unknown unknown 1 unknown 40.0 40.0 40.0",
+    ]
+    _, out = bandwidth(tmp_path, capsys, "--by", "op")
+    assert "1.02 kB + 1 unknown" in out
+    assert "0 B" not in out
+    main(["timeline", str(tmp_path), "--format", "chrome", "-o", str(tmp_path / "out.json")])
+    labels = {event.get("name") for event in json.loads((tmp_path / "out.json").read_text())["traceEvents"]}
+    assert {"all_reduce unknown · unknown group", "all_reduce 1.02 kB · 0 default_pg"} <= labels
+    capsys.readouterr()
+    main(["report", str(tmp_path), "-o", str(tmp_path / "report.html")])
+    assert "2 calls, 2 of them with times; bytes in all: 1.02 kB + 1 unknown" in capsys.readouterr().out
+
+
+def test_a_call_without_elements_has_0_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = Trace()
+    trace.kernel("ncclDevKernel_AllReduce(int)", **DESCRIBED | {"In msg nelems": 0, "Out msg nelems": 0})
+    trace.write(tmp_path / "rank-0.json")
+    _, out = bandwidth(tmp_path, capsys, "--json")
+    assert [(row["size_to"], row["unsized"]) for row in json.loads(out)["rows"]] == [(0, 0)]
+
+
+def test_kernels_of_which_nothing_says_the_operation_are_not_compared_across_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in (0, 1):
+        trace = Trace()
+        trace.kernel("ncclDevKernel_Generic(int)")
+        trace.kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(int)", **DESCRIBED)
+        trace.write(tmp_path / f"rank-{rank}.json")
+    _, out = bandwidth(tmp_path, capsys, "--json", "--by", "op")
+    found = json.loads(out)
+    assert Counter({row["op"]: row["collectives"] for row in found["rows"]}) == {
+        "ncclDevKernel_Generic": 2,
+        "all_reduce": 1,
+    }
+    assert found["not_compared"] == {"calls without a number: they are not compared across ranks": 2}
+
+
+def test_the_time_to_read_kernels_does_not_grow_with_how_deep_they_lie(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, depth = Trace(), 4000
+    trace.host("record_param_comms", 0, 3 * depth, **DESCRIBED)
+    for one in range(1, depth):
+        trace.host("nccl:coalesced", one, 3 * depth - one)
+    for one in range(depth):
+        placed = {"ph": "X", "ts": depth + one / 2, "dur": 0.25, "args": {"correlation": one}}
+        trace.events.append(placed | {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 1, "tid": 1})
+        trace.events.append(placed | {"cat": "kernel", "name": "ncclDevKernel_Generic(int)", "pid": 0, "tid": 7})
+    trace.write(tmp_path / "rank-0.json")
+    started = time.process_time()
+    _, out = bandwidth(tmp_path, capsys, "--json", "--by", "op")
+    assert time.process_time() - started < 5
+    assert json.loads(out)["attributed"] == {RANGE: depth}

@@ -1,0 +1,86 @@
+"""Real traces of NCCL: times that were read off the raw kernels by other means."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossrank.tools.cli import main
+from crossrank.tools.traces.nsight.nccl import NO_PAYLOAD
+from crossrank.tools.traces.nsight.read import IN_NCCL, NO_LAUNCH
+from tests.unit.graph.linking.public_traces import needs_traces, public
+
+pytestmark = needs_traces
+
+
+def bandwidth_of(name: str, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    main(["bandwidth", public(name), "--json", "--jobs", "1", *words])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_eight_ranks_on_clocks_of_their_own_agree_to_some_us(capsys: pytest.CaptureFixture[str]) -> None:
+    found = bandwidth_of("dlrm_8gpu", capsys)
+    assert (found["calls"], found["timed_calls"], found["collectives"], found["unattributed"]) == (64, 64, 8, {})
+    assert found["clocks"]["count"] == 8
+    # Their kernels wait up to 6 ms for each other, and end within some us once the clocks are brought together.
+    assert found["clocks"]["residual_us"]["max"] < 10
+    all_reduces = [row for row in found["rows"] if row["op"] == "all_reduce"]
+    # The shortest of the eight kernels of each, and 7/4 of S over that.
+    figures = [(row["bytes"], row["time_us"]["p50"], round(row["busbw_gb_per_s"]["p50"], 1)) for row in all_reduces]
+    assert sorted(figures) == [(448, 20.0, 0.0), (907_840, 69.0, 23.0), (1_576_964, 86.0, 32.1)]
+    assert all(row["upper_bounds"] == 0 for row in found["rows"])
+
+
+def test_one_of_two_ranks_gives_upper_bounds(capsys: pytest.CaptureFixture[str]) -> None:
+    found = bandwidth_of("nccl_2gpu", capsys, "--by", "op")
+    assert found["missing_ranks"] == [1]
+    assert {row["op"]: (row["collectives"], row["upper_bounds"]) for row in found["rows"]} == {
+        "all_reduce": (15, 15),
+        "broadcast": (6, 6),
+    }
+    assert all(row["waiting_us"] is None for row in found["rows"])
+
+
+def test_every_communication_kernel_counts_where_some_have_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    found = bandwidth_of("kineto_mi300", capsys, "--by", "op,size")
+    assert (found["calls"], found["timed_calls"]) == (17, 17)
+    rows = {(row["op"], row["size_to"]): row for row in found["rows"]}
+    assert {key: (row["collectives"], row["bytes"], row["unsized"]) for key, row in rows.items()} == {
+        ("all_reduce", 64 << 20): (3, 3 * 8816192 * 2, 0),
+        ("all_reduce", 16 << 20): (3, 3 * 2873320 * 2, 0),
+        ("broadcast", 64 << 10): (3, 3 * 9600 * 2, 0),
+        ("broadcast", 1024): (3, 3 * 20 * 8, 0),
+        ("ncclDevKernel_Generic", None): (5, 0, 5),
+    }
+    large = rows["all_reduce", 64 << 20]
+    assert (large["time_us"]["p50"], large["algbw_gb_per_s"]["p50"]) == (8932.626, 1.974)
+
+
+def test_ranges_on_the_host_say_what_kernels_do_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in Path(public("dlrm_8gpu")).glob("*.kineto.json.gz"):
+        (tmp_path / path.name).symlink_to(path)
+    found = bandwidth_of(str(tmp_path), capsys, "--by", "op")
+    assert {row["op"]: (row["collectives"], row["unsized"]) for row in found["rows"]} == {
+        "all_reduce": (3, 3),
+        "all_to_all": (5, 5),
+    }
+
+
+def test_dumps_with_timing_give_durations_without_clocks(capsys: pytest.CaptureFixture[str]) -> None:
+    found = bandwidth_of("flight/clean", capsys)
+    assert (found["sources"], found["calls"], found["timed_calls"]) == ({"flight": 4}, 80, 80)
+    assert found["clocks"]["note"] == "4 clocks, and nothing tells when collectives ended: they are not compared"
+
+
+def test_a_real_export_of_two_gpus_reads_as_its_kernels_say(capsys: pytest.CaptureFixture[str]) -> None:
+    found = bandwidth_of("nsight_h100", capsys, "--by", "op,size")
+    assert found["ranks"] == [0, 1]
+    assert (found["attributed"], found["total_ms"]) == ({IN_NCCL: 64}, 25.18)
+    assert found["unattributed"] == {NO_PAYLOAD: 256, NO_LAUNCH: 2}
+    (row,) = found["rows"]
+    assert (row["op"], row["collectives"], row["time_us"]["p50"]) == ("send/recv, batched", 64, 210.4)
+    assert (row["size_to"], row["unsized"]) == (None, 64)

@@ -1,0 +1,141 @@
+"""Which files of a folder are read, and what flight-recorder dumps say of batches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossrank.tools.job.rank_times import RankTimes
+from crossrank.tools.job.side_by_side import lay_side_by_side
+from crossrank.tools.job.sources import Found, find, read
+from crossrank.tools.parallel import Fleet
+from tests.unit.graph.linking.test_link_command import rank_trace
+from tests.unit.traces.nsight.exports import write_exports
+
+WALL = 1_780_000_000_000_000_000
+MS = 1_000_000
+
+
+def entry(number: int, name: str, at_ms: float, took_ms: float | None, **said: Any) -> dict[str, Any]:
+    """An entry of NCCL's recorder; without `took_ms` a member of a batch, which has no times."""
+    made = WALL + round(at_ms * MS)
+    times = {} if took_ms is None else {"time_discovered_started_ns": made, "duration_ms": took_ms}
+    if took_ms is not None:
+        times["time_discovered_completed_ns"] = made + round(took_ms * MS)
+    sizes = {"input_sizes": [[1000]], "input_dtypes": ["Float"], "output_sizes": [[1000]], "output_dtypes": ["Float"]}
+    return {
+        "record_id": number,
+        "pg_id": 0,
+        "process_group": ["0", "default_pg"],
+        "profiling_name": f"nccl:{name}",
+        "time_created_ns": made,
+        "state": "completed",
+        "collective_seq_id": 0,
+        "p2p_seq_id": 0,
+        "op_id": number,
+        **sizes,
+        **times,
+        **said,
+    }
+
+
+def dump(folder: Path, rank: int, entries: list[dict[str, Any]], *, ours: bool = False) -> None:
+    content: dict[str, Any] = {
+        "version": "2.10",
+        "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}},
+        "entries": entries,
+    }
+    if ours:
+        content["crossrank"] = {"rank": rank, "world_size": 2, "time_ns": WALL, "clock": {"t": 0, "wall": WALL}}
+    (folder / f"rank-{rank}.flight.json").write_text(json.dumps(content))
+
+
+def comms(folder: Path, rank: int, records: list[dict[str, Any]]) -> None:
+    header = {"schema": "crossrank-comms 1", "rank": rank, "world_size": 2, "host": "h", "node": "n"}
+    group = {"pg": "0", "size": 2, "ranks": [0, 1], "locality": "cross_node"}
+    rest = {"c10d": "", "pg": "0", "bytes": 4000}
+    lines = [{"header": header | {"clock": {"t": 0, "wall": WALL}}}, {"group": group}]
+    lines += [{"id": record["id"]} | rest | record for record in records]
+    (folder / f"rank-{rank}.comms.jsonl").write_text("\n".join(map(json.dumps, [*lines, {"end": {}}])) + "\n")
+
+
+def took_ms(times: RankTimes) -> list[tuple[str, float]]:
+    ends = zip(times.kind, times.began, times.ended, strict=True)
+    return [(times.kinds[kind].op, round((ended - began) / MS, 3)) for kind, began, ended in ends]
+
+
+def test_a_batch_has_one_entry_and_does_not_eat_those_of_later_calls(tmp_path: Path) -> None:
+    records: list[dict[str, Any]] = [
+        {"id": n, "op": ("send", "recv")[n % 2], "peer": 1, "p2p_seq": 1 + n // 2, "batch": 0, "t": 100 * n}
+        for n in range(4)
+    ]
+    entries = [entry(n, "send 0->1", 0.01 * n, None, p2p_seq_id=1, is_p2p=True) for n in range(4)]
+    entries.append(entry(4, "coalesced", 0.05, 9.0, p2p_seq_id=1, input_sizes=[], output_sizes=[]))
+    for n in range(1, 6):
+        records.append({"id": 3 + n, "op": "all_reduce", "seq": n, "t": MS * n})
+        entries.append(entry(4 + n, "all_reduce", n + 0.01, float(n), collective_seq_id=n))
+    comms(tmp_path, 0, records)
+    dump(tmp_path, 0, entries, ours=True)
+    (times,) = read(find([str(tmp_path)]), Fleet())
+    assert took_ms(times) == [("send/recv", 9.0), *(("all_reduce", float(n)) for n in range(1, 6))]
+    assert not times.unattributed
+
+
+def test_members_of_a_coalesced_launch_share_its_time(tmp_path: Path) -> None:
+    entries = [
+        entry(0, "all_gather", 0, 1.0, collective_seq_id=1),
+        entry(1, "_allgather_base", 2, None, collective_seq_id=2),
+        entry(2, "_allgather_base", 2.1, None, collective_seq_id=2),
+        entry(3, "ALLGATHER_coalesced", 2.2, 5.0, collective_seq_id=2, input_sizes=[], output_sizes=[]),
+        entry(4, "_allgather_base", 9, None, collective_seq_id=3),  # still waits for its launch
+    ]
+    dump(tmp_path, 0, entries)
+    (times,) = read(find([str(tmp_path)]), Fleet())
+    assert took_ms(times) == [("all_gather", 1.0), ("all_gather", 5.0), ("all_gather", 0.0)]
+    assert [times.kinds[kind].calls for kind in times.kind] == [1, 2, 1]
+    assert times.number.tolist() == [1, 2, 3]
+
+
+def test_sends_that_torch_numbers_by_group_are_joined_by_pair(tmp_path: Path) -> None:
+    # Rank 0 sends to 2, 1, 1: torch numbers them 1, 2, 3; rank 1 receives 1 and 2.
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}}
+    sends = [
+        entry(n, f"send 0->{to}", 10 * n, 1.0 + n, p2p_seq_id=1 + n, is_p2p=True) for n, to in enumerate((2, 1, 1))
+    ]
+    receives = [entry(n, "recv 1<-0", 10 * n, 2.0 + n, p2p_seq_id=1 + n, is_p2p=True) for n in range(2)]
+    for rank, entries in ((0, sends), (1, receives)):
+        dump(tmp_path, rank, entries)
+        path = tmp_path / f"rank-{rank}.flight.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"pg_config": config}))
+    found = lay_side_by_side(read(find([str(tmp_path)]), Fleet()))
+    pairs = {}
+    for collective in range(len(found.of_kind)):
+        rows = found.collective == collective
+        pairs[collective] = sorted(((found.ended - found.began)[rows] / MS).tolist())
+    assert sorted(pairs.values()) == [[1.0], [2.0, 2.0], [3.0, 3.0]]
+
+
+def test_exports_are_not_mixed_with_other_files_and_that_is_told(tmp_path: Path) -> None:
+    write_exports(tmp_path, ranks=1, world=2)
+    for rank in (0, 1):
+        rank_trace(rank).write(tmp_path, rank)
+    found = find([str(tmp_path)])
+    assert [one.source for one in read(found, Fleet())] == ["nsight"]
+    assert found.skipped == [
+        "rank 1: has no export of Nsight Systems, and its other files are not mixed with those of other ranks; "
+        "--source kineto, flight or comms reads them"
+    ]
+    assert [one.source for one in read(find([str(tmp_path)], source="kineto"), Fleet())] == ["kineto", "kineto"]
+
+
+@pytest.mark.parametrize("content", [b"", b"nothing of the kind"])
+def test_what_is_named_like_an_export_is_never_left_out_in_silence(tmp_path: Path, content: bytes) -> None:
+    write_exports(tmp_path, ranks=1)
+    (tmp_path / "rank_1.sqlite").write_bytes(content)
+    found: Found = find([str(tmp_path)])
+    assert [one.rank for one in read(found, Fleet())] == [0]
+    (told,) = found.skipped
+    assert told.startswith(f"{tmp_path}/rank_1.sqlite: is ")

@@ -1,0 +1,119 @@
+"""What follows from the times of all ranks: waiting, the collective itself, bandwidths, distance to the recording."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from crossrank.replay.plan.plan import Plan
+from crossrank.replay.results.compare import compare
+from crossrank.replay.results.measure import Pass, RankResult, Times, end_to_end_ns, measure, table
+from crossrank.replay.results.report import make_report, to_csv
+from crossrank.replay.settings import Settings
+from tests.unit.replay.plans import isend, plan_of, record, recv
+
+
+def result(rank: int, *passes: list[tuple[int, int, int]], offset: int = 0) -> RankResult:
+    """What a rank hands in: (launched, issued, completed) of every call of every pass, in ns."""
+    columns = [
+        Pass.of(
+            Times(
+                array("q", [call[0] for call in calls]),
+                array("q", [call[1] for call in calls]),
+                array("q", [call[0] for call in calls]),
+                array("q", [call[2] for call in calls]),
+                start=calls[0][0],
+                end=calls[-1][2],
+            )
+        )
+        for calls in passes
+    ]
+    return RankResult(
+        rank=rank,
+        host="host",
+        device="cpu",
+        offset_ns=offset,
+        offset_error_ns=0,
+        passes=columns,
+        cpu_s=0.0,
+        late_ends=[],
+        said={},
+        check_failures=None,
+        checked=0,
+        versions={"torch": "2.13.0"},
+    )
+
+
+def job() -> tuple[Plan, list[RankResult]]:
+    """Two ranks with one all_reduce of 4,000 bytes; rank 1's clock is 1 s behind, and it comes 300 ns late."""
+    call = record("all_reduce", inputs=[[1000]], outputs=[[1000]], bytes=4000)
+    plan = plan_of([call], [call])
+    late = 1_000_000_000
+    return plan, [
+        result(0, [(1000, 1100, 2300)], [(5000, 5100, 6000)]),
+        result(1, [(1300 - late, 1350 - late, 2200 - late)], [(5000 - late, 5050 - late, 6000 - late)], offset=late),
+    ]
+
+
+def test_times_are_put_on_one_clock_and_told_apart() -> None:
+    plan, results = job()
+    (call,) = measure(plan, results)
+    assert call.completion == {0: [1300, 1000], 1: [900, 1000]}
+    assert call.waiting == {0: [300, 0], 1: [0, 0]}
+    assert call.issue == {0: [100, 100], 1: [50, 50]}
+    assert call.time == [1000, 1000]
+    assert end_to_end_ns(results) == [1300, 1000]
+
+
+def test_bandwidths_are_those_of_nccl_tests() -> None:
+    plan, results = job()
+    (row,) = table(measure(plan, results), plan)
+    assert row.algbw_gb_per_s == {"p50": 4.0, "p95": 4.0, "p99": 4.0}
+    assert row.busbw_gb_per_s == {"p50": 4.0, "p95": 4.0, "p99": 4.0}  # 2 (n - 1) / n = 1 for two ranks
+    assert (row.calls, row.bytes, row.size_from, row.size_to) == (1, 4000, 1025, 4096)
+    assert row.time_us == {"p50": 1.0, "p95": 1.0, "p99": 1.0}
+
+
+def test_a_send_and_its_receive_are_one_row() -> None:
+    plan = plan_of([isend(1)], [recv(0)])
+    rows = table(measure(plan, [result(0, [(0, 10, 100)]), result(1, [(20, 30, 140)])]), plan)
+    assert [(row.op, row.calls, row.bytes, row.time_us["p50"]) for row in rows] == [("send/recv", 1, 16, 0.12)]
+
+
+def test_a_barrier_has_no_bandwidth() -> None:
+    plan = plan_of([record("barrier")], [record("barrier")])
+    (row,) = table(measure(plan, [result(0, [(0, 1, 9)]), result(1, [(0, 1, 9)])]), plan)
+    assert row.algbw_gb_per_s is row.busbw_gb_per_s is None
+
+
+def test_a_replay_is_set_against_its_recording() -> None:
+    plan, results = job()
+    plan.ranks[0].calls[0].took_ns = 2300  # waited 1,500 for rank 1
+    plan.ranks[1].calls[0].took_ns = 800
+    found = compare(plan, measure(plan, results), results)
+    assert (found.calls, found.without_time) == (2, 0)
+    (row,) = found.rows
+    assert (row.recorded_us, row.replayed_us) == (1.55, 1.05)
+    assert row.error_p50 == pytest.approx((0.5 + (950 - 800) / 800) / 2)
+    assert (row.collective_recorded_us, row.collective_replayed_us, row.collective_error_p50) == (0.8, 1.0, 0.25)
+
+
+def test_a_call_without_a_recorded_time_is_counted() -> None:
+    plan, results = job()
+    plan.ranks[1].calls[0].took_ns = 800
+    found = compare(plan, measure(plan, results), results)
+    assert (found.calls, found.without_time) == (1, 1)
+    assert found.rows[0].collective_recorded_us is None
+
+
+def test_the_table_of_calls_has_one_line_per_call_and_rank() -> None:
+    plan, results = job()
+    report, measured = make_report(plan, Settings(backend="gloo", device="cpu"), results, what_if={}, variables={})
+    assert report.comparison is None
+    assert to_csv(plan, measured).splitlines() == [
+        "rank,call,op,pg,seq,peer,bytes,dtype,source,issue_us_p50,completion_us_p50,completion_us_p95,waiting_us_p50,"
+        "time_us_p50,has_rate,recorded_us,relative_error",
+        "0,0,all_reduce,0,1,,4000,float32,,0.1,1.15,1.285,0.15,1.0,1,,",
+        "1,0,all_reduce,0,1,,4000,float32,,0.05,0.95,0.995,0.0,1.0,1,,",
+    ]

@@ -1,0 +1,32 @@
+"""Calls that are under way together never share memory, and the block is no larger than it has to be for them."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossrank.replay.plan.memory_plan import Need, lay_out
+
+
+@given(st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 3), st.integers(1, 6)), max_size=40))
+def test_pieces_that_live_at_once_do_not_overlap(given_needs: list[tuple[int, int, int]]) -> None:
+    needs = []
+    first = 0
+    for size, later, length in given_needs:
+        first += later
+        needs.append(Need(size, first, first + length))
+    layout = lay_out(needs)
+    assert len(layout.offsets) == len(needs)
+    for i, (one, at) in enumerate(zip(needs, layout.offsets, strict=True)):
+        assert at % 512 == 0
+        assert at + one.bytes <= layout.size
+        for other, there in zip(needs[:i], layout.offsets, strict=False):
+            alive_together = other.until > one.first and one.bytes and other.bytes
+            if alive_together:
+                assert at + one.bytes <= there or there + other.bytes <= at
+
+
+def test_calls_one_after_the_other_share_their_memory() -> None:
+    layout = lay_out([Need(1 << 20, number, number + 1) for number in range(100)])
+    assert layout.size == 1 << 20
+    assert set(layout.offsets) == {0}

@@ -1,0 +1,274 @@
+"""Work over ranks: the same results whoever does it, and no rank lost with a worker."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from crossrank.errors import CrossrankError
+from crossrank.tools.cli import main
+from crossrank.tools.cluster import dask_executor
+from crossrank.tools.parallel import Fleet, map_ranks
+from crossrank.tools.shards import Job, Merge, Shard, ShardDone
+from tests.unit.graph.linking.test_link_command import rank_trace
+
+
+@dataclass(frozen=True)
+class Work:
+    """One item; `folder` remembers who was here."""
+
+    folder: Path
+    number: int
+    deaths: int = 0
+    failures: int = 0
+
+
+def square(work: Work) -> int:
+    """Runs in a worker: dies or fails so often as its item says."""
+    visits = len(list(work.folder.glob(f"{work.number}-*")))
+    (work.folder / f"{work.number}-{visits}").touch()
+    if visits < work.deaths:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if visits < work.failures:
+        raise CrossrankError(f"item {work.number} was not there")
+    return work.number**2
+
+
+def squared_text(work: Work) -> str:
+    return str(square(work))
+
+
+def lost(work: Work, error: CrossrankError) -> str:
+    return f"{work.number}: {error}"
+
+
+JOB = Job(command="link", inputs=("/data/run1",))
+
+
+def test_results_come_in_order_whoever_works(tmp_path: Path) -> None:
+    work = [Work(tmp_path, number) for number in range(7)]
+    with ThreadPoolExecutor(3) as threads:
+        for fleet in (Fleet(), Fleet(jobs=2), Fleet(executor=threads)):
+            assert map_ranks(square, work, fleet) == [0, 1, 4, 9, 16, 25, 36]
+
+
+def test_a_rank_that_fails_is_tried_once_more(tmp_path: Path) -> None:
+    once = [Work(tmp_path, number, failures=number == 1) for number in range(3)]
+    assert map_ranks(square, once, Fleet()) == [0, 1, 4]
+    always = [Work(tmp_path, 10 + number, failures=9 * (number == 1)) for number in range(3)]
+    assert map_ranks(square, always, Fleet(), failed=lost) == [100, "11: item 11 was not there", 144]
+    with pytest.raises(CrossrankError, match="item 20 was not there"):
+        map_ranks(square, [Work(tmp_path, 20, failures=9)], Fleet())
+
+
+def test_a_killed_process_costs_no_rank_but_the_one_that_kills_it(tmp_path: Path) -> None:
+    once = [Work(tmp_path, number, deaths=number == 1) for number in range(4)]
+    assert map_ranks(square, once, Fleet(jobs=2)) == [0, 1, 4, 9]
+    always = [Work(tmp_path, 10 + number, deaths=9 * (number == 1)) for number in range(3)]
+    told = "11: its process was killed, most often for lack of memory; try --jobs 1"
+    assert map_ranks(square, always, Fleet(jobs=2), failed=lost) == [100, told, 144]
+
+
+def test_one_killer_among_many_costs_a_few_pools_and_no_other_rank(tmp_path: Path) -> None:
+    work = [Work(tmp_path, number, deaths=99 * (number == 37)) for number in range(64)]
+    results = map_ranks(squared_text, work, Fleet(jobs=2), failed=lost)
+    assert [number for number in range(64) if results[number] != str(number**2)] == [37]
+    assert results[37].startswith("37: its process was killed")
+    # Halves are tried until it is alone: not every rank by itself.
+    assert sum(len(list(tmp_path.glob(f"{number}-*"))) for number in range(64)) < 64 * 3
+
+
+def large(size: int) -> bytes:
+    """Runs in a worker."""
+    return bytes(size)
+
+
+def test_results_larger_than_a_pipe_come_whole_and_leave_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert [len(result) for result in map_ranks(large, [10, 5_000_000, 300_000], Fleet(jobs=2))] == [
+        10,
+        5_000_000,
+        300_000,
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dask_cluster_survives_killed_workers(tmp_path: Path) -> None:
+    with dask_executor("local", 2) as executor:
+        fleet = Fleet(executor=executor)
+        assert map_ranks(square, [Work(tmp_path, number) for number in range(5)], fleet) == [0, 1, 4, 9, 16]
+        once = [Work(tmp_path, 10 + number, deaths=number == 1) for number in range(3)]
+        assert map_ranks(square, once, fleet) == [100, 121, 144]
+        always = [Work(tmp_path, 20 + number, deaths=99 * (number == 1)) for number in range(2)]
+        told = "21: its process was killed, most often for lack of memory; try --jobs 1"
+        assert map_ranks(square, always, fleet, failed=lost) == [400, told]
+
+
+def test_tasks_of_several_ranks_lose_none_with_a_killed_worker(tmp_path: Path) -> None:
+    work = [Work(tmp_path, number, deaths=99 * (number == 70), failures=9 * (number == 3)) for number in range(130)]
+    results = map_ranks(squared_text, work, Fleet(jobs=2, cluster="local"), failed=lost)
+    wrong = {number: results[number] for number in range(130) if results[number] != str(number**2)}
+    assert wrong == {
+        3: "3: item 3 was not there",
+        70: "70: its process was killed, most often for lack of memory; try --jobs 1",
+    }
+
+
+def test_a_cluster_that_does_not_answer_is_told() -> None:
+    with pytest.raises(CrossrankError, match=r"--cluster tcp://127.0.0.1:1: no Dask scheduler answers there"):
+        map_ranks(square, [Work(Path(), 1)], Fleet(cluster="tcp://127.0.0.1:1"))
+
+
+def test_shards_together_give_what_one_run_gives(tmp_path: Path) -> None:
+    work = [Work(tmp_path, number) for number in range(8)]
+    parts = str(tmp_path / "parts")
+    os.mkdir(parts)
+    with pytest.raises(CrossrankError, match=r"holds no part of `crossrank link`; run each --shard I/N"):
+        map_ranks(squared_text, work, Fleet(part=Merge(job=JOB, folder=parts)))
+    for index in (2, 0):
+        with pytest.raises(ShardDone, match=f"shard {index} of 3: {3 - index // 2} of 8 ranks' files are done"):
+            map_ranks(squared_text, work, Fleet(part=Shard(job=JOB, index=index, count=3, folder=parts)))
+    with pytest.raises(CrossrankError, match="shard 1 of 3 is not there; run it with --shard 1/3"):
+        map_ranks(squared_text, work, Fleet(part=Merge(job=JOB, folder=parts)))
+    with pytest.raises(ShardDone):
+        map_ranks(squared_text, work, Fleet(part=Shard(job=JOB, index=1, count=3, folder=parts)))
+    assert map_ranks(squared_text, work, Fleet(part=Merge(job=JOB, folder=parts))) == [str(n**2) for n in range(8)]
+    other = Job(command="link", inputs=("/data/run2",))
+    with pytest.raises(CrossrankError, match=r"of /data/run1, not by .* of /data/run2; run the shards anew"):
+        map_ranks(squared_text, work, Fleet(part=Merge(job=other, folder=parts)))
+
+
+class Evil:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("touch evil",)
+
+
+@pytest.mark.parametrize("content", [pickle.dumps(Evil()), b"", b"not a pickle"])
+def test_a_part_that_is_none_is_refused_and_runs_nothing(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "crossrank-link-0-of-1.part").write_bytes(content)
+    with pytest.raises(CrossrankError, match="is no part of crossrank"):
+        map_ranks(square, [Work(tmp_path, 1)], Fleet(part=Merge(job=JOB, folder=str(tmp_path))))
+    assert not (tmp_path / "evil").exists()
+
+
+ENGINES = {
+    "this process": ["--jobs", "1"],
+    "processes": ["--jobs", "2"],
+    "cluster": ["--jobs", "2", "--cluster", "local"],
+    "shards": [],
+    "url": ["--jobs", "2"],
+}
+
+
+def test_linked_traces_and_what_is_printed_do_not_depend_on_the_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recording = tmp_path / "recording"
+    recording.mkdir()
+    for rank in range(4):
+        rank_trace(rank).write(recording, rank)
+    given = {}
+    for engine, words in ENGINES.items():
+        out = tmp_path / engine.replace(" ", "-")
+        command = ["link", str(recording), "-o", f"file://{out}" if engine == "url" else str(out), "--json"]
+        if engine == "shards":
+            parts = str(tmp_path / "parts")
+            for index in range(3):
+                assert main([*command, "--jobs", "1", "--shard", f"{index}/3", "--parts", parts]) == 0
+            capsys.readouterr()
+            words = ["--merge", parts]
+        assert main([*command, *words]) == 0
+        printed = capsys.readouterr().out.replace(f"file://{out}", "OUT").replace(str(out), "OUT")
+        given[engine] = printed, {path.name: path.read_bytes() for path in sorted(out.iterdir())}
+    assert list(given["this process"][1]) == [f"rank-{rank}.linked.json.zst" for rank in range(4)]
+    for engine in ENGINES:
+        assert given[engine] == given["this process"], engine
+
+
+def test_inputs_and_outputs_may_be_urls_of_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import fsspec
+
+    memory: fsspec.AbstractFileSystem = fsspec.filesystem("memory")
+    local = tmp_path / "local"
+    local.mkdir()
+    for rank in range(2):
+        for path in rank_trace(rank).write(local, rank):
+            memory.pipe_file(f"/run/{Path(path).name}", Path(path).read_bytes())
+    assert main(["link", str(local), "--jobs", "1"]) == 0
+    assert main(["link", "memory://run", "--jobs", "1"]) == 0
+    for rank in range(2):
+        name = f"rank-{rank}.linked.json.zst"
+        assert memory.cat_file(f"/run/{name}") == (local / name).read_bytes()
+    assert not [name for name in memory.ls("/run", detail=False) if name.endswith(".part")]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--shard", "1/2"], "--shard I/N and --parts DIR belong together"),
+        (["--shard", "2/2", "--parts", "p"], "--shard '2/2' is not I/N with I from 0 to N - 1, for example 0/8"),
+        (["--shard", "0/2", "--merge", "p"], "give one of them"),
+        (["--jobs", "-1"], "--jobs -1 is no number of processes"),
+    ],
+)
+def test_options_that_cannot_be_are_one_line_and_exit_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    rank_trace(0).write(tmp_path, 0)
+    assert main(["link", str(tmp_path), *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_no_partial_file_and_no_process(tmp_path: Path, number: signal.Signals) -> None:
+    for rank in range(40):
+        rank_trace(rank, collectives=300).write(tmp_path, rank)
+    output = tmp_path / "out"
+    command = [sys.executable, "-m", "crossrank.tools.cli", "link", str(tmp_path), "-o", str(output), "--jobs", "2"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (output.exists() and list(output.iterdir())):
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    told = {signal.SIGTERM: (143, "crossrank: terminated\n"), signal.SIGINT: (130, "crossrank: interrupted\n")}
+    assert (process.returncode, error) == told[number]
+    assert {path.suffix for path in output.iterdir()} == {".zst"}
+    while time.monotonic() < deadline and running_in(process.pid):
+        time.sleep(0.05)
+    assert running_in(process.pid) == []
+
+
+def running_in(session: int) -> list[str]:
+    """Command lines of the processes of a session that run; those that nobody has reaped have none."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(path.read_text().rpartition(")")[2].split()[3]) == session:
+                found.append(path.with_name("cmdline").read_text())
+        except OSError:
+            continue
+    return [line for line in found if line]
+
+
+def test_an_executor_stays_open() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        executor: Executor = threads
+        assert map_ranks(len, ["a", "bb"], Fleet(executor=executor)) == [1, 2]
+        assert threads.submit(len, "ccc").result() == 3

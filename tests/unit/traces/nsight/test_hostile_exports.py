@@ -1,0 +1,113 @@
+"""An export runs nothing of what it says: views are refused, queries end, and nothing is written beside it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import threading
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from crossrank.budget import BudgetError
+from crossrank.errors import CrossrankError
+from crossrank.tools.traces.nsight.database import open_export
+from crossrank.tools.traces.nsight.read import read_export
+from tests.unit.traces.nsight.exports import ExportFile
+from tests.unit.traces.nsight.test_read import two_calls
+
+ENDLESS = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT count(*) FROM c"
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Path:
+    file = ExportFile()
+    two_calls(file.process(70))
+    return file.write(tmp_path / "rank_0.sqlite")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "CREATE VIEW NVTX_EVENTS AS SELECT * FROM other",
+        f"CREATE VIEW NVTX_EVENTS AS {ENDLESS}",
+        "CREATE VIRTUAL TABLE NVTX_EVENTS USING fts5(text)",
+    ],
+)
+def test_a_view_or_a_virtual_table_in_place_of_a_table_is_refused(export: Path, statement: str) -> None:
+    connection = sqlite3.connect(export)
+    connection.execute("ALTER TABLE NVTX_EVENTS RENAME TO other")
+    connection.execute(statement)
+    connection.commit()
+    connection.close()
+
+    with pytest.raises(CrossrankError, match="NVTX_EVENTS is a view and no table, as no export has; export it anew"):
+        read_export(str(export), None, {})
+
+
+def test_a_query_without_end_is_ended(export: Path) -> None:
+    with (
+        pytest.raises(BudgetError, match="more than 3,000,000 microseconds of queries"),
+        open_export(str(export)) as opened,
+    ):
+        list(opened.rows(ENDLESS))
+
+
+class _SignalError(BaseException):
+    pass
+
+
+def test_a_signal_ends_a_query_with_what_its_handler_raises(export: Path) -> None:
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _SignalError
+
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        timer.start()
+        with pytest.raises(_SignalError), open_export(str(export)) as opened:
+            list(opened.rows(ENDLESS))
+    finally:
+        timer.cancel()
+        timer.join()
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_reading_makes_no_file_beside_the_export_and_takes_no_lock(export: Path) -> None:
+    writer = sqlite3.connect(export)
+    writer.execute("PRAGMA journal_mode = WAL")
+    writer.close()
+    left = sorted(os.listdir(export.parent))
+    locked = sqlite3.connect(export, isolation_level=None)
+    locked.execute("PRAGMA journal_mode = DELETE")
+    locked.execute("BEGIN EXCLUSIVE")
+
+    assert len(read_export(str(export), None, {})) == 1
+
+    locked.close()
+    assert sorted(os.listdir(export.parent)) == left
+
+
+def test_a_column_whose_name_is_no_text_is_told(export: Path) -> None:
+    data = export.read_bytes()
+    assert data.count(b"globalTid") > 0
+    export.write_bytes(data.replace(b"globalTid", b"global\xff\xfed"))
+
+    with pytest.raises(CrossrankError, match=r"globalTid|damaged"):
+        read_export(str(export), None, {})
+
+
+def test_types_of_events_with_one_number_are_read_all_the_same(export: Path) -> None:
+    connection = sqlite3.connect(export)
+    connection.execute("DROP TABLE IF EXISTS ENUM_NSYS_EVENT_TYPE")
+    connection.execute("CREATE TABLE ENUM_NSYS_EVENT_TYPE (id INTEGER, name TEXT)")
+    for name in ("NvtxMark", "NvtxPushPopRange", "NvtxStartEndRange"):
+        connection.execute("INSERT INTO ENUM_NSYS_EVENT_TYPE VALUES (59, ?)", (name,))
+    connection.commit()
+    connection.close()
+
+    (times,) = read_export(str(export), None, {})
+
+    assert len(times) == 2

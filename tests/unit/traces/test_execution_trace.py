@@ -1,0 +1,187 @@
+"""Execution traces of every layout, and what is repaired in broken ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossrank.comm import Group
+from crossrank.errors import CrossrankError
+from crossrank.tools.traces.execution_trace import ExecutionTrace, attributes, io, read_execution_trace
+from tests.unit.graph.linking.small_traces import flat_node, nested_node
+
+
+def read(path: Path, nodes: list[dict[str, Any]], schema: str = "1.1.0-chakra.0.0.4") -> ExecutionTrace:
+    path = path / "et.json"
+    path.write_text(
+        json.dumps({"schema": schema, "pid": 5, "time": "t", "start_ts": 1, "finish_ts": 2, "nodes": nodes})
+    )
+    return read_execution_trace(str(path))
+
+
+def test_flat_and_nested_nodes_say_the_same(tmp_path: Path) -> None:
+    tensor = [4, 5, 0, 6, 4, "cuda:0"]
+    flat = read(
+        tmp_path,
+        [
+            flat_node(1, "root", 1),
+            flat_node(
+                7,
+                "aten::mm",
+                1,
+                3,
+                tid=2,
+                seq_id=9,
+                scope=1,
+                fw_tid=1,
+                op_schema='mm(Tensor "x")',
+                inputs=[tensor],
+                input_shapes=[[2, 3]],
+                input_types=["Tensor(float)"],
+            ),
+        ],
+        "1.0.1",
+    )
+    given = {"values": [tensor], "shapes": [[2, 3]], "types": ["Tensor(float)"]}
+    nested = read(
+        tmp_path,
+        [
+            nested_node(1, "root", 1, tid=0),
+            nested_node(
+                7, "aten::mm", 1, 3, tid=2, seq_id=9, scope=1, fw_tid=1, inputs=given, op_schema='mm(Tensor "x")'
+            ),
+        ],
+    )
+    for trace in (flat, nested):
+        node = trace.nodes[1]
+        assert (node.id, node.parent, node.rf_id, node.tid, node.seq_id, node.scope, node.fw_tid) == (
+            7,
+            1,
+            3,
+            2,
+            9,
+            1,
+            1,
+        )
+        assert io(node.inputs).values == [tensor]
+        assert io(node.inputs).shapes == [[2, 3]]
+        assert io(node.outputs).values == []
+        assert attributes(node)["op_schema"] == 'mm(Tensor "x")'
+        assert attributes(node)["rf_id"] == 3
+        assert (trace.pid, trace.start_ts, trace.finish_ts, trace.warnings) == (5, 1, 2, ())
+        assert trace.nodes[0].parent == 0  # the root is its own parent in the file
+
+
+@pytest.mark.parametrize(
+    "schema", ["1.0.1", "1.0.2-chakra.0.0.4", "1.0.3-chakra.0.0.4", "1.0.4", "1.1.0", "1.1.1-chakra.1.0.0"]
+)
+def test_known_schemas_are_read_without_a_word(tmp_path: Path, schema: str) -> None:
+    assert read(tmp_path, [nested_node(1, "a", 0)], schema).warnings == ()
+
+
+def test_an_unknown_schema_is_tried_with_a_warning(tmp_path: Path) -> None:
+    trace = read(tmp_path, [nested_node(1, "a", 0)], "1.4.0-chakra.2")
+    assert trace.warnings == (
+        "schema '1.4.0-chakra.2' is not known, read as '1.1.1-chakra.0.0.4'; check what it links",
+    )
+
+
+def test_a_parent_may_come_later_and_have_the_larger_id(tmp_path: Path) -> None:
+    trace = read(tmp_path, [nested_node(5, "inner", 9, 2), nested_node(9, "outer", 0, 1)])
+    assert [(node.id, node.parent) for node in trace.nodes] == [(5, 9), (9, 0)]
+    assert trace.warnings == ()
+
+
+def test_duplicate_ids_are_renumbered_and_named(tmp_path: Path) -> None:
+    trace = read(
+        tmp_path, [nested_node(4, "a", 0), nested_node(4, "b", 0), nested_node(6, "c", 4), nested_node(4, "d", 0)]
+    )
+    assert [(node.id, node.name, node.parent) for node in trace.nodes] == [
+        (4, "a", 0),
+        (6, "c", 4),
+        (7, "b", 0),
+        (8, "d", 0),
+    ]
+    assert trace.warnings == (
+        "2 node(s) have an id that another node has (4, 4); the later ones are numbered from 7 on",
+    )
+
+
+def test_a_parent_that_is_not_there_is_replaced_by_the_thread(tmp_path: Path) -> None:
+    root = nested_node(2, "[pytorch|profiler|execution_trace|thread]", 0, tid=1)
+    trace = read(tmp_path, [root, nested_node(5, "a", 77, 1), nested_node(6, "b", 78, 2, tid=4)])
+    assert [(node.id, node.parent) for node in trace.nodes] == [(2, 0), (5, 2), (6, 0)]
+    assert "2 node(s) name a parent that is not in the file (first: node 5;" in trace.warnings[0]
+
+
+def test_a_circle_of_parents_is_cut(tmp_path: Path) -> None:
+    trace = read(
+        tmp_path,
+        [nested_node(1, "a", 2, 1), nested_node(2, "b", 3, 2), nested_node(3, "c", 1, 3), nested_node(4, "d", 3, 4)],
+    )
+    assert [(node.id, node.parent) for node in trace.nodes] == [(1, 2), (2, 3), (3, 0), (4, 3)]
+    assert trace.warnings == ("1 chain(s) of parents run in a circle (first: at node 3); cut there",)
+
+
+def test_a_chain_of_a_hundred_thousand_parents_is_no_problem(tmp_path: Path) -> None:
+    count = 100_000
+    trace = read(tmp_path, [nested_node(i, "a", i + 1 if i < count else 0, count - i + 1) for i in range(1, count + 1)])
+    assert trace.nodes[0].parent == 2
+    assert trace.warnings == ()
+
+
+@pytest.mark.parametrize(
+    "attrs", [None, {}, [1], [{"value": 1}], [{"name": "rf_id", "value": "abc"}], [{"name": "tid", "value": 2.7}]]
+)
+def test_attributes_that_are_not_as_they_should_be_are_counted(tmp_path: Path, attrs: Any) -> None:
+    trace = read(tmp_path, [nested_node(1, "a", 0), nested_node(8, "b", 1) | {"attrs": attrs}])
+    assert [(node.name, node.rf_id, node.tid) for node in trace.nodes] == [("a", 0, 1), ("b", 0, 0)]
+    assert trace.damage == ("1 attribute(s) are not as the schema has them (first: of node 8)",)
+
+
+def test_a_trace_without_nodes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CrossrankError, match="holds no nodes at all"):
+        read(tmp_path, [])
+
+
+def test_the_size_of_a_group_is_not_trusted_blindly(tmp_path: Path) -> None:
+    for hostile in ('[{"pg_name": "0", "group_size": 9223372036854775808}]', "[" * 5000, "7"):
+        inputs = {"values": [hostile], "shapes": [[]], "types": ["String"]}
+        (group,) = read(tmp_path, [nested_node(3, "## process_group:init ##", 0, inputs=inputs)]).groups or (None,)
+        assert group is None or len(group.ranks or ()) <= 1 << 20
+
+
+def test_process_groups_are_read_and_the_world_has_its_ranks(tmp_path: Path) -> None:
+    config = json.dumps(
+        [
+            {
+                "pg_name": "0",
+                "pg_desc": "default_pg",
+                "backend_config": "cuda:nccl",
+                "ranks": [],
+                "group_size": 3,
+                "group_count": 2,
+            },
+            {
+                "pg_name": "7",
+                "pg_desc": "late",
+                "backend_config": "cuda:nccl",
+                "ranks": [0, 2],
+                "group_size": 2,
+                "group_count": 2,
+            },
+        ]
+    )
+    node = nested_node(
+        3, "## process_group:init ##", 0, inputs={"values": [config], "shapes": [[]], "types": ["String"]}
+    )
+    cut_short = nested_node(
+        4, "## process_group:init ##", 0, inputs={"values": [config[:50], 3], "shapes": [[]], "types": ["String"]}
+    )
+    assert read(tmp_path, [node, cut_short]).groups == (
+        Group(pg="0", size=3, ranks=[0, 1, 2], desc="default_pg", backend="cuda:nccl"),
+        Group(pg="7", size=2, ranks=[0, 2], desc="late", backend="cuda:nccl"),
+    )

@@ -1,0 +1,239 @@
+"""Flight-recorder dumps are read from pickle and JSON alike, and a broken part costs that part alone."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from crossrank.budget import Budget
+from crossrank.tools.analysis.diagnosis.diagnose import diagnose
+from crossrank.tools.analysis.diagnosis.inputs import find_candidates, read_evidence
+from crossrank.tools.parallel import Fleet
+from crossrank.tools.traces.flight_recorder import (
+    FlightDump,
+    Frame,
+    NoDumpError,
+    Progress,
+    decode_flight_dump,
+    frames_of,
+    read_flight_dump,
+)
+from tests.unit.analysis.diagnosis.simulated_jobs import SimulatedJob
+from tests.unit.analysis.diagnosis.simulated_programs import training
+from tests.unit.graph.linking.public_traces import needs_traces, public
+
+
+@pytest.fixture(scope="module")
+def job() -> SimulatedJob:
+    made = SimulatedJob(*training(4, 3))
+    made.run()
+    return made
+
+
+def decode(content: Any) -> FlightDump:
+    return decode_flight_dump("rank_0", pickle.dumps(content, 2), [], Budget("rank_0"))
+
+
+def test_pickle_and_json_give_the_same_dump(job: SimulatedJob, tmp_path: Path) -> None:
+    job.write(tmp_path / "a", form="pickle", frames=False)
+    job.write(tmp_path / "b", form="json")
+
+    one, other = (read_flight_dump(str(tmp_path / name / "rank_1")) for name in "ab")
+
+    assert (one.version, one.groups, one.status) == (other.version, other.groups, other.status)
+    assert [entry.profiling_name for entry in one.entries] == [entry.profiling_name for entry in other.entries]
+    assert one.entries[0].input_sizes == other.entries[0].input_sizes == ((524288,),)
+    assert one.entries[0].process_group == other.entries[0].process_group == ("1", "mesh_tp")
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.ZstdCompressor().compress, bytes])
+def test_a_dump_may_be_compressed(job: SimulatedJob, tmp_path: Path, pack: Any) -> None:
+    (tmp_path / "rank_2").write_bytes(pack(pickle.dumps(job.dump(2), 2)))
+
+    assert len(read_flight_dump(str(tmp_path / "rank_2")).entries) == 12
+
+
+def test_stack_frames_come_innermost_first(job: SimulatedJob) -> None:
+    entry = decode(job.dump(0)).entries[0]
+
+    assert frames_of(entry.frames)[-1] == Frame(name=frames_of(entry.frames)[-1].name, filename="train.py", line=110)
+    assert frames_of([{"name": "f", "filename": "a.py", "line": 3}, {"name": 1}, 7]) == (Frame("f", "a.py", 3),)
+    assert frames_of("no frames") == ()
+
+
+def test_single_broken_entries_are_counted_and_the_others_kept(job: SimulatedJob) -> None:
+    content = job.dump(0)
+    content["entries"][3] = {"record_id": "three"}
+    content["entries"][5]["input_sizes"] = [["many"]]
+
+    dump = decode(content)
+
+    assert len(dump.entries) == 10
+    assert dump.problems == [
+        "2 of 12 entries are unusable (entry 3: ValidationError: Expected `int`, got `str` - at `$.record_id`) "
+        "and were left out"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("pg_status", None, ""),
+        ("pg_status", [1], "pg_status is no dictionary and was left out"),
+        ("pg_config", {"0": 3}, "an entry of pg_config is unusable"),
+        ("version", 7, "version is unusable"),
+        ("entries", "many", "entries is no list"),
+    ],
+)
+def test_a_broken_part_does_not_cost_the_others(job: SimulatedJob, name: str, value: Any, told: str) -> None:
+    dump = decode(job.dump(0) | {name: value})
+
+    assert "; ".join(dump.problems)[: len(told)] == told
+    assert bool(dump.entries) == (name != "entries")
+    assert bool(dump.status) == (name != "pg_status")
+
+
+def test_the_status_of_json_has_its_numbers_as_strings() -> None:
+    content = {"version": "2.10", "pg_status": {"0": dict.fromkeys(Progress.__struct_fields__, "17")}}
+
+    assert decode(content).status == {0: Progress(17, 17)}
+
+
+def literal(name: str, sizes: list[list[int]], number: int = 0, **said: Any) -> dict[str, Any]:
+    """An entry as torch's own tests write it (test/distributed/flight_recorder/test_fr_analysis.py)."""
+    return {
+        "profiling_name": f"nccl:{name}",
+        "state": "completed",
+        "process_group": ("0", "default_pg"),
+        "input_sizes": sizes,
+        "output_sizes": sizes,
+        "input_dtypes": "float32",
+        "output_dtypes": "float32",
+        "collective_seq_id": "1",
+        "p2p_seq_id": "0",
+        "time_created_ns": 0,
+        "frames": [],
+        "record_id": number,
+        "is_p2p": False,
+    } | said
+
+
+def literal_dump(rank: int, *entries: dict[str, Any]) -> dict[str, Any]:
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
+    config["1"] = {"name": "1", "desc": "sub_pg", "ranks": f"[{rank}]"}
+    return {"version": "2.8", "pg_config": config, "rank": rank, "entries": list(entries)}
+
+
+def test_numbers_and_dtypes_may_be_text() -> None:
+    sub: dict[str, Any] = {"process_group": ("1", "sub_pg"), "output_sizes": [[]], "output_dtypes": ""}
+    dump = decode(literal_dump(3, literal("all_reduce", [[4, 4], [2]]), literal("gather", [[4]], 1, **sub)))
+
+    assert (dump.rank, dump.problems) == (3, [])
+    first, second = dump.entries
+    assert (first.collective_seq_id, first.input_sizes, first.input_dtypes) == (1, ((4, 4), (2,)), ("float32",) * 2)
+    assert (second.input_dtypes, second.output_sizes, second.output_dtypes) == (("float32",), (), ())
+    assert first.pg_id != second.pg_id
+
+
+def uneven_all_gather(*sizes: int) -> list[dict[str, Any]]:
+    parts = [literal("_broadcast_oop", [[size]], number) for number, size in enumerate(sizes)]
+    return [*parts, literal("ALLGATHER_coalesced", [[]], len(sizes))]
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "kinds"),
+    [
+        ([literal("all_reduce", [[4, 4]])], [literal("all_reduce", [[4, 4]])], []),
+        ([literal("all_reduce", [[4, 4]])], [literal("all_reduce", [[5, 5]])], ["size_mismatch"]),
+        (uneven_all_gather(4, 5), uneven_all_gather(4, 5), []),
+        (uneven_all_gather(4, 5), uneven_all_gather(4, 4), ["size_mismatch"]),
+        (
+            [literal("gather", [[4]], output_sizes=[[4], [4]])],
+            [literal("gather", [[4]], output_sizes=[[]], output_dtypes="")],
+            [],
+        ),
+    ],
+    ids=["same", "sizes", "uneven all_gather", "unlike all_gather", "gather"],
+)
+@pytest.mark.parametrize("pack", [lambda one: json.dumps(one).encode(), lambda one: pickle.dumps(one, 2)])
+def test_dumps_whose_numbers_are_text_are_diagnosed(
+    tmp_path: Path, mine: list[dict[str, Any]], others: list[dict[str, Any]], kinds: list[str], pack: Any
+) -> None:
+    for rank, entries in enumerate((mine, others)):
+        (tmp_path / f"dump_file_rank_{rank}").write_bytes(pack(literal_dump(rank, *entries)))
+
+    evidence = read_evidence(find_candidates([str(tmp_path)]), Fleet())
+    found, _ = diagnose(evidence)
+
+    assert [finding.kind for finding in found.findings] == kinds
+    assert found.ranks == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "ranks", ["[0, 1, 1]", "__import__('os').getcwd()", "[0, 99999999999]", "[" + "1," * 3_000_000]
+)
+def test_a_list_of_ranks_is_parsed_and_never_evaluated(ranks: str) -> None:
+    dump = decode({"version": "2.10", "pg_config": {"0": {"name": "0", "desc": "world", "ranks": ranks}}})
+
+    assert [(group.pg, group.ranks) for group in dump.groups] == [("0", None)]
+    assert dump.problems[0].startswith("the ranks of group '0' are unusable: ")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"\x89PNG", "is no flight-recorder dump: it starts neither as a pickle nor as JSON"),
+        (b'{"a": 1}', "is no flight-recorder dump: it lacks version, pg_config and entries"),
+        (b'{"version": ', "is no whole JSON"),
+        (pickle.dumps({"version": "2.10"}, 2)[:-3], "the pickle is cut off"),
+        (pickle.dumps([1, 2], 2), "is no flight-recorder dump"),
+        (b"\x80\x02cos\nsystem\n.", "is refused: the pickle holds a pickle opcode that is not data"),
+    ],
+)
+def test_what_is_no_dump_is_told_with_its_name(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "rank_0").write_bytes(content)
+
+    with pytest.raises(NoDumpError) as error:
+        read_flight_dump(str(tmp_path / "rank_0"))
+
+    assert str(error.value).startswith(f"{tmp_path}/rank_0: {message}")
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.ZstdCompressor().compress])
+def test_a_small_file_does_not_fill_the_memory(pack: Any, tmp_path: Path) -> None:
+    (tmp_path / "rank_0").write_bytes(pack(b"[" * (100 << 20)))
+
+    with pytest.raises(
+        NoDumpError, match=r"more than 67,108,864 bytes of content, far more than a genuine file of [0-9,]+ bytes"
+    ) as error:
+        read_flight_dump(str(tmp_path / "rank_0"))
+
+    assert error.value.refused
+
+
+@needs_traces
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@given(case=st.sampled_from(["clean", "gloo_missing", "gloo_missing_json", "missing_one"]), data=st.data())
+def test_mutated_real_dumps_are_read_or_named(case: str, data: st.DataObject, tmp_path: Path) -> None:
+    for file in Path(public("flight"), case).glob("rank_*"):
+        content = bytearray(file.read_bytes())
+        if file.name == "rank_1":
+            for _ in range(data.draw(st.integers(1, 6))):
+                content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+            content = content[: data.draw(st.integers(1, len(content)))]
+        (tmp_path / file.name).write_bytes(content)
+
+    evidence = read_evidence(find_candidates([str(tmp_path)]), Fleet())
+    found, _ = diagnose(evidence)
+
+    assert json.loads(found.to_json())["verdict"] in ("ok", "error", "incomplete")
+    assert 0 in found.ranks

@@ -1,0 +1,130 @@
+"""Large JSON files, whole, cut off and with single rows that are broken."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from crossrank.errors import CrossrankError
+from crossrank.tools.traces import json_document
+from crossrank.tools.traces.json_document import Shape, read_document
+
+
+class Row(msgspec.Struct):
+    a: int
+    text: str = ""
+    time: float | None = None
+
+
+class File(msgspec.Struct):
+    rows: list[Row]
+    version: str = "none"
+
+
+SHAPE = Shape(what="a list of rows", content=File, rows="rows", row=Row, bare_list=True)
+ROWS = [{"a": i, "text": '"}],[{ \\u00e9', "time": i / 8} for i in range(20)]
+WHOLE = json.dumps({"version": "1", "rows": ROWS, "other": {"x": [1]}}).encode()
+
+
+def read(path: Path, content: bytes) -> tuple[list[int], str, tuple[str, ...]]:
+    path.write_bytes(content)
+    document = read_document(str(path), SHAPE)
+    return [row.a for row in document.content.rows], document.content.version, document.damage
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress, zstandard.ZstdCompressor().compress])
+def test_a_whole_file_is_read_however_it_is_compressed(tmp_path: Path, compress: type[bytes]) -> None:
+    assert read(tmp_path / "f", compress(WHOLE)) == (list(range(20)), "1", ())
+
+
+def test_the_list_alone_is_read(tmp_path: Path) -> None:
+    assert read(tmp_path / "f", json.dumps(ROWS).encode()) == (list(range(20)), "none", ())
+
+
+@settings(max_examples=200)
+@given(st.integers(1, len(WHOLE) - 1))
+def test_a_file_cut_off_anywhere_gives_its_whole_rows_or_one_clear_error(
+    tmp_path_factory: pytest.TempPathFactory, length: int
+) -> None:
+    path = tmp_path_factory.mktemp("cut") / "f"
+    cut = WHOLE[:length]
+    whole_rows = sum(cut.count(json.dumps(row).encode()) for row in ROWS)
+    if whole_rows == 0:
+        with pytest.raises(CrossrankError, match="is not a list of rows"):
+            read(path, cut)
+        return
+    rows, version, damage = read(path, cut)
+    assert rows == list(range(whole_rows))
+    assert version == "1"
+    after_the_list = length > WHOLE.index(b'], "other"')
+    assert damage if not after_the_list else whole_rows == 20
+
+
+def test_rows_that_are_no_valid_json_are_counted_and_the_others_kept(tmp_path: Path) -> None:
+    content = (
+        b'{"version": "2", "rows": [{"a": 1, "time": NaN}, {"a": "7"}, {"a": {}}, {"b": 3}, {"a": 4, "text": "\xff"}]}'
+    )
+    rows, version, damage = read(tmp_path / "f", content)
+    assert (rows, version) == ([1, 7, 4], "2")
+    assert damage == (
+        "2 of 5 rows are unusable (first at character 61: ValidationError: Expected `int`, got `object` - at `$.a`)",
+    )
+
+
+@pytest.mark.parametrize(
+    "row",
+    ["null", '{"a": ' + "9" * 5000 + "}", '{"a": 1, "text": ' + "[" * 5000 + "]" * 5000 + "}", '{"a": [1, NaN]}'],
+)
+def test_one_bad_row_costs_no_other(tmp_path: Path, row: str) -> None:
+    content = '{"rows": [{"a": 0}, ROW, {"a": 2}, {"a": 3, "text": "\x1b"}], "version": "5"}'.replace("ROW", row)
+    rows, version, damage = read(tmp_path / "f", content.encode())
+    assert (rows, version) == ([0, 2, 3], "5")
+    assert len(damage) == 1
+    assert damage[0].startswith("1 of 4 rows are unusable (first at character ")
+
+
+def test_a_torn_gzip_file_says_so_and_gives_what_it_holds(tmp_path: Path) -> None:
+    many = json.dumps({"rows": [{"a": i, "text": str(i * 7919)} for i in range(5000)]}).encode()
+    rows, _, damage = read(tmp_path / "f", gzip.compress(many)[:-4000])
+    assert 1000 < len(rows) < 5000
+    assert rows == list(range(len(rows)))
+    assert damage[0] == "the gzip stream is cut off; what comes before it was read"
+    assert damage[1].endswith(f"{len(rows)} whole rows were read")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty; it should be a list of rows"),
+        (b"  \n", "is empty; it should be a list of rows"),
+        (b"\x00\x01binary", "is not a list of rows"),
+        (b'{"columns": []}', "is not a list of rows"),
+        (b"[" * 100_000, "is not a list of rows"),
+    ],
+)
+def test_what_is_no_such_file_is_refused_in_one_line(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "f"
+    with pytest.raises(CrossrankError) as caught:
+        read(path, content)
+    assert str(caught.value).startswith(f"{path}: {message}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CrossrankError, match=r"gone\.json: cannot be opened"):
+        read_document(str(tmp_path / "gone.json"), SHAPE)
+
+
+def test_a_file_too_large_for_the_machine_is_refused_before_it_fills_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_document, "_MEMORY_PER_BYTE", 1 << 50)
+    with pytest.raises(CrossrankError, match=r"too much for this machine's \d+ GB of memory; record a shorter window"):
+        read(tmp_path / "f", WHOLE)

@@ -1,0 +1,151 @@
+"""Kineto traces of several years and makers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossrank.comm import Group
+from crossrank.errors import CrossrankError
+from crossrank.tools.traces.kineto import KinetoTrace, read_kineto
+
+
+def event(category: str = "cpu_op", **fields: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": category, "name": "n", "pid": 1, "tid": 2, "ts": 1.0, "dur": 2.0, "args": {}} | fields
+
+
+def read(folder: Path, content: Any) -> KinetoTrace:
+    path = folder / "k.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return read_kineto(str(path))
+
+
+@pytest.mark.parametrize(
+    ("ts", "dur", "start", "end"),
+    [
+        ("4458676983543.183", "0.001", 4458676983543183, 4458676983543184),
+        ("8796093022207.999", "41.407", 8796093022207999, 8796093022249406),
+        ("1694128201435418", "52", 1694128201435418000, 1694128201435470000),
+        ("1694128201435418.123", "0.457", 1694128201435418123, 1694128201435418580),
+        ("-3.5", "1.25", -3500, -2250),
+    ],
+)
+def test_times_keep_every_nanosecond(tmp_path: Path, ts: str, dur: str, start: int, end: int) -> None:
+    text = (
+        json.dumps({"traceEvents": [event()]})
+        .replace('"ts": 1.0', f'"ts": {ts}')
+        .replace('"dur": 2.0', f'"dur": {dur}')
+    )
+    host = read(tmp_path, text).host[0]
+    assert (host.start, host.end) == (start, end)
+
+
+def test_events_are_sorted_by_what_they_are(tmp_path: Path) -> None:
+    trace = read(
+        tmp_path,
+        {
+            "baseTimeNanoseconds": 7,
+            "distributedInfo": {
+                "rank": 3,
+                "world_size": 8,
+                "pg_config": [{"pg_name": "0", "pg_size": 2, "ranks": [0, 1]}],
+            },
+            "traceEvents": [
+                event("cpu_op", args={"Record function id": 5, "External id": 6, "Sequence number": 9}),
+                event("user_annotation", args={"External id": "12"}),
+                event("cuda_runtime", name="cudaGraphLaunch", args={"correlation": 8, "External id": 6}),
+                event("cuda_driver", name="cuLaunchKernelEx", args={"correlation": 9}),
+                event("cuda_runtime", name="hipLaunchKernel", args={"correlation": 10}),
+                event("kernel", args={"device": 1, "stream": 7, "context": 2, "correlation": 8, "External id": 6}),
+                event("gpu_memset", pid=4, tid=20, args={"correlation": 11}),
+                event(
+                    "cuda_sync",
+                    args={
+                        "cuda_sync_kind": "Stream Wait Event",
+                        "stream": 20,
+                        "wait_on_stream": 7,
+                        "correlation": 3,
+                        "wait_on_cuda_event_record_corr_id": 2,
+                        "device": 0,
+                    },
+                ),
+                event("python_function"),
+                event("cpu_op", ph="B"),
+                event("gpu_user_annotation"),
+                {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}},
+                {"ph": "s", "cat": "ac2g", "id": 3, "ts": 5},
+            ],
+        },
+    )
+    assert [(e.rf_id, e.external_id, e.seq_id) for e in trace.host] == [(5, 6, 9), (None, 12, -1)]
+    assert [(c.name, c.correlation) for c in trace.calls] == [
+        ("cudaGraphLaunch", 8),
+        ("cuLaunchKernelEx", 9),
+        ("hipLaunchKernel", 10),
+    ]
+    assert [(d.category, d.device, d.stream, d.correlation) for d in trace.device] == [
+        ("kernel", 1, 7, 8),
+        ("gpu_memset", 4, 20, 11),
+    ]
+    sync = trace.syncs[0]
+    assert (sync.kind, sync.stream, sync.wait_on_stream, sync.record_correlation) == ("Stream Wait Event", 20, 7, 2)
+    assert (trace.base_ns, trace.rank, trace.world_size) == (7, 3, 8)
+    assert trace.groups == (Group(pg="0", size=2, ranks=[0, 1]),)
+    assert trace.unread == {
+        "cpu_op, phase 'B'": 1,
+        "gpu_user_annotation": 1,
+        "python_function": 1,
+    }
+    assert trace.warnings == ()
+
+
+def test_broken_times_and_durations_are_counted(tmp_path: Path) -> None:
+    events = [event(dur=-3), event(name="later"), event(ts=None), event(name="nan")]
+    text = json.dumps({"traceEvents": events}).replace(
+        '"name": "nan", "pid": 1, "tid": 2, "ts": 1.0, "dur": 2.0', '"name": "nan", "ts": 1.0, "dur": NaN'
+    )
+    trace = read(tmp_path, text)
+    assert [(e.name, e.end - e.start) for e in trace.host] == [("n", 0), ("later", 2000), ("nan", 0)]
+    assert trace.damage == ("1 event(s) have no time that can be and were left out (first: 'n')",)
+    assert trace.warnings == ("2 event(s) have no duration that can be; taken as 0 (first: 'n')",)
+
+
+def test_arguments_that_cannot_be_read_are_counted(tmp_path: Path) -> None:
+    trace = read(
+        tmp_path,
+        {"traceEvents": [event("kernel", args={"correlation": [1]}), event("kernel", args={"correlation": "4"})]},
+    )
+    assert [activity.correlation for activity in trace.device] == [4]
+    assert trace.damage == ("1 event(s) have arguments that cannot be read and were left out (first: 'n')",)
+
+
+@pytest.mark.parametrize("ts", ["1e300", "1e999", "-9e20", str(2**70)])
+def test_a_time_that_cannot_be_is_no_time(tmp_path: Path, ts: str) -> None:
+    text = json.dumps({"traceEvents": [event(), event(name="absurd", ts=77)]}).replace("77", ts)
+    trace = read(tmp_path, text)
+    assert [host.name for host in trace.host] == ["n"]
+    assert trace.damage == ("1 event(s) have no time that can be and were left out (first: 'absurd')",)
+
+
+def test_a_head_that_is_not_as_it_should_be_loses_that_field_alone(tmp_path: Path) -> None:
+    trace = read(tmp_path, {"distributedInfo": None, "baseTimeNanoseconds": 7, "traceEvents": [event()]})
+    assert (trace.base_ns, trace.rank, len(trace.host)) == (7, None, 1)
+    assert trace.damage == (
+        "distributedInfo is unusable (ValidationError: Expected `object`, got `null` - at `$.distributedInfo`)",
+    )
+
+
+def test_a_bare_list_of_events_and_groups_by_name_are_read(tmp_path: Path) -> None:
+    assert len(read(tmp_path, [event(), event()]).host) == 2
+    info = {"pg_config": {"a": {"pg_name": "a", "ranks": "[0, 4]"}, "b": {"pg_name": []}}}
+    assert read(tmp_path, {"distributedInfo": info, "traceEvents": [event()]}).groups == (
+        Group(pg="a", size=2, ranks=[0, 4]),
+    )
+
+
+def test_a_trace_without_events_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CrossrankError, match=r"k\.json: holds no events at all"):
+        read(tmp_path, {"traceEvents": []})

@@ -1,0 +1,229 @@
+"""Communication in every layout that torch has written it in."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from crossrank.comm import CommRecord, Group
+from crossrank.tools.traces.execution_trace import HostNode
+from crossrank.tools.traces.param_comms import ParamComms, from_kineto, from_node, from_op, to_record
+
+FLOATS = [5, 6, 0, 24, 4, "cuda:0"]
+HALVES = [7, 8, 0, 48, 2, "cuda:0"]
+GROUP = Group(pg="3", size=2, ranks=[4, 6])
+
+
+def node(
+    values: list[Any],
+    shapes: list[Any],
+    types: list[str],
+    name: str = "record_param_comms",
+    outputs: Any = None,
+    **attributes: Any,
+) -> HostNode:
+    def raw(value: Any) -> msgspec.Raw:
+        return msgspec.Raw(json.dumps(value).encode())
+
+    return HostNode(
+        id=1,
+        name=name,
+        parent=0,
+        rf_id=1,
+        tid=1,
+        inputs=raw({"values": values, "shapes": shapes, "types": types}),
+        outputs=raw(outputs or {"values": [], "shapes": [], "types": []}),
+        attributes=raw([{"name": key, "type": "", "value": value} for key, value in attributes.items()]),
+    )
+
+
+def record(comms: ParamComms | None, group: Group | None = GROUP) -> CommRecord:
+    assert comms is not None
+    return to_record(comms, group, number=0, time=9, c10d="x")
+
+
+def test_the_layout_of_1_0_1_with_a_pointer_for_the_group() -> None:
+    outputs = {"values": [[9, 8, 0, 768, 4, "cuda:0"]], "shapes": [[768]], "types": ["Tensor(int)"]}
+    comms = from_node(
+        node(
+            [[1, 2, 0, 3392, 4, "cuda:0"], 150, 94594108284448, 0, "all_to_allv", [96, 224], [96, 96]],
+            [[3392], [], [], [], [], [[], []], [[], []]],
+            ["Tensor(int)", "Int", "Int", "Int", "String", "GenericList[Int,Int]", "GenericList[Int,Int]"],
+            outputs=outputs,
+        )
+    )
+    assert comms is not None
+    assert (comms.name, comms.pg, comms.seq, comms.rank) == ("all_to_allv", "94594108284448", 150, 0)
+    made = record(comms, None)
+    assert (made.op, made.bytes, made.dtype, made.seq) == ("all_to_all", 3392 * 4, "int32", 150)
+    assert (made.inputs, made.outputs, made.in_split, made.out_split) == ([[3392]], [[768]], [96, 224], [96, 96])
+
+
+def test_a_wait_has_no_tensors_and_no_operation() -> None:
+    comms = from_node(
+        node([141, 0, 0, "wait", [], []], [[]] * 6, ["Int", "Int", "Int", "String", "GenericList[]", "GenericList[]"])
+    )
+    assert comms is not None
+    assert (comms.name, comms.inputs, comms.seq) == ("wait", [], 141)
+
+
+def test_the_layout_of_1_0_3_with_name_and_description_and_the_shape_of_the_group() -> None:
+    comms = from_node(
+        node(
+            [[FLOATS, FLOATS], 12, ["3", "dp"], 1, "broadcast", [], [], 4, 2, 2],
+            [[[24], [4, 6]], [], [[], []], [], [], [], [], [], [], []],
+            [
+                "GenericList[Tensor(float),Tensor(float)]",
+                "Int",
+                "Tuple[String,String]",
+                "Int",
+                "String",
+                "GenericList[]",
+                "GenericList[]",
+                "Int",
+                "Int",
+                "Int",
+            ],
+        )
+    )
+    assert comms is not None
+    assert (comms.pg, comms.desc, comms.ranks, comms.group_size) == ("3", "dp", range(4, 8, 2), 2)
+    made = record(comms)
+    assert (made.op, made.root, made.bytes, made.inputs) == ("broadcast", 6, 192, [[24], [4, 6]])
+
+
+def test_the_layout_of_newer_torch_with_a_pair_for_the_sequence_and_attributes() -> None:
+    comms = from_node(
+        node(
+            [[FLOATS], [7, True], ["3", "pp"], 1, "send", [], [], 4, 2, 2],
+            [[[24]], [[], []], [[], []], [], [], [], [], [], [], []],
+            [
+                "GenericList[Tensor(float)]",
+                "Tuple[Int,Bool]",
+                "Tuple[String,String]",
+                "Int",
+                "String",
+                "GenericList[]",
+                "GenericList[]",
+                "Int",
+                "Int",
+                "Int",
+            ],
+            collective_name="send",
+            dtype="Float",
+            in_msg_nelems=24,
+            out_msg_nelems=24,
+            in_split_size="[]",
+            out_split_size="[]",
+            global_rank_start=4,
+            global_rank_stride=2,
+            pg_name="3",
+            pg_desc="pp",
+            pg_size=2,
+        )
+    )
+    made = record(comms)
+    assert (made.op, made.peer, made.p2p_seq, made.seq, made.bytes, made.dtype) == ("send", 6, 7, None, 96, "float32")
+
+
+def test_a_receive_takes_its_bytes_from_the_side_that_names_the_tensor() -> None:
+    types = ["GenericList[Tensor(float)]", "Int", "String", "Int", "String", "GenericList[]", "GenericList[]"]
+    made = record(
+        from_node(node([[FLOATS], 2, "3", 0, "recvAnySource", [], []], [[[24]], [], [], [], [], [], []], types))
+    )
+    assert (made.op, made.peer, made.bytes) == ("recv", 4, 96)
+
+
+def test_hostile_values_do_no_harm() -> None:
+    layout = [[FLOATS], 1, ["3", ""], 0, "allreduce", "[" * 5000, "[1", 0, 1, 1 << 63]
+    comms = from_node(
+        node(layout, [[[24]]] + [[]] * 9, ["Tensor(float)"], collective_name=5, dtype=["f"], pg_size="9" * 50)
+    )
+    assert comms is not None
+    assert (comms.ranks, comms.in_split, comms.out_split, comms.dtype) == (None, None, None, "float")
+    args = {"Collective name": "allreduce", "Group size": 1 << 61, "Global rank start": 0, "Global rank stride": 1}
+    described = from_kineto(msgspec.Raw(json.dumps(args).encode()))
+    assert described is not None
+    assert described.ranks is None
+
+
+@pytest.mark.parametrize("values", [[], ["x"], [1, 2, 3], [[], "a", {}], [None] * 9, ["a", "b", "c", "d"]])
+def test_a_layout_that_is_not_known_gives_nothing(values: list[Any]) -> None:
+    assert from_node(node(values, [], [])) is None
+
+
+def test_kineto_arguments_of_a_kernel() -> None:
+    args = {
+        "Collective name": "_allgather_base",
+        "In msg nelems": 12,
+        "Out msg nelems": 24,
+        "Group size": 2,
+        "dtype": "BFloat16",
+        "In split size": "[]",
+        "Out split size": "[]",
+        "Process Group Name": "3",
+        "Process Group Description": "fsdp",
+        "Process Group Ranks": "[4, 6]",
+        "stream": 20,
+        "Seq": 5,
+    }
+    comms = from_kineto(msgspec.Raw(json.dumps(args).encode()))
+    assert comms is not None
+    assert (comms.pg, comms.desc, comms.ranks) == ("3", "fsdp", [4, 6])
+    made = record(comms)
+    assert (made.op, made.bytes, made.dtype, made.seq) == ("all_gather", 48, "bfloat16", 5)
+    assert from_kineto(msgspec.Raw(b'{"stream": 7}')) is None
+    assert from_kineto(msgspec.Raw(b'{"Collective name": 7, "Group size": []}')) is None
+
+
+def test_a_c10d_op_by_the_arguments_of_its_schema() -> None:
+    schema = (
+        "c10d::_reduce_scatter_base_(Tensor output_tensor, Tensor input_tensor, "
+        "__torch__.torch.classes.c10d.ProcessGroup process_group, __torch__.torch.classes.c10d.ReduceOp reduce_op, "
+        "bool async_op=True, int timeout=-1) -> (Tensor, __torch__.torch.classes.c10d.Work)"
+    )
+    comms = from_op(
+        node(
+            [FLOATS, HALVES, "<Object>", "<Object>", False, -1],
+            [[24], [48], [], [], [], []],
+            ["Tensor(float)", "Tensor(c10::Half)", "Object", "Object", "Bool", "Int"],
+            name="c10d::_reduce_scatter_base_",
+            op_schema=schema,
+        )
+    )
+    assert comms is not None
+    assert (comms.inputs, comms.outputs, comms.is_async, comms.reduce, comms.pg) == ([[48]], [[24]], False, None, "")
+    assert record(comms).bytes == 96
+
+
+def test_a_functional_collective_names_its_group_and_reduction() -> None:
+    schema = "_c10d_functional::all_reduce(Tensor input, str reduce_op, str group_name) -> Tensor"
+    outputs = {"values": [FLOATS], "shapes": [[4, 6]], "types": ["Tensor(float)"]}
+    comms = from_op(
+        node(
+            [FLOATS, "avg", "3"],
+            [[4, 6], [], []],
+            ["Tensor(float)", "String", "String"],
+            name="_c10d_functional::all_reduce",
+            outputs=outputs,
+            op_schema=schema,
+        )
+    )
+    made = record(comms)
+    assert (made.op, made.pg, made.reduce, made.bytes, made.inputs, made.outputs) == (
+        "all_reduce",
+        "3",
+        "avg",
+        96,
+        [[4, 6]],
+        [[4, 6]],
+    )
+
+
+def test_a_root_outside_the_group_is_not_guessed() -> None:
+    comms = ParamComms(name="broadcast", rank=5, pg="3")
+    assert record(comms).root is None
+    assert record(comms, None).root is None

@@ -1,0 +1,148 @@
+"""The compared calls as SQLite tables, for questions that no command answers.
+
+| table | one row per |
+|---|---|
+| `ranks` | rank: its file, when and why it was dumped |
+| `groups`, `memberships` | process group; member of a group |
+| `collectives` | collective of a group: how many members made it, whether their calls fit |
+| `calls` | call of a rank: sizes, state, times in ns since 1970; `collective` joins it to its collective |
+| `tracebacks` | frame of a stack, 0 = innermost; `calls.traceback` joins to it |
+| `findings` | finding of the diagnosis, as JSON |
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import msgspec
+
+from crossrank.atomic_file import whole_file
+from crossrank.errors import CrossrankError
+from crossrank.tools.analysis.diagnosis.collectives import fits, meaning
+from crossrank.tools.analysis.diagnosis.evidence import STATES
+from crossrank.tools.analysis.diagnosis.findings import Diagnosis
+from crossrank.tools.analysis.diagnosis.job import Job
+
+_SCHEMA = """
+CREATE TABLE ranks (rank INTEGER PRIMARY KEY, path TEXT, source TEXT, host TEXT, version TEXT, taken_at INTEGER,
+  reason TEXT, error TEXT);
+CREATE TABLE groups (id INTEGER PRIMARY KEY, name TEXT, description TEXT, size INTEGER, inferred INTEGER);
+CREATE TABLE memberships (group_id INTEGER REFERENCES groups, rank INTEGER, PRIMARY KEY (group_id, rank));
+CREATE TABLE collectives (id INTEGER PRIMARY KEY, group_id INTEGER REFERENCES groups, seq INTEGER, op TEXT,
+  members INTEGER, made_by INTEGER, fits INTEGER);
+CREATE TABLE calls (id INTEGER PRIMARY KEY, rank INTEGER REFERENCES ranks, position INTEGER, record_id INTEGER,
+  group_id INTEGER REFERENCES groups, seq INTEGER, op TEXT, name TEXT, peer INTEGER, root INTEGER, reduce TEXT,
+  tag INTEGER, input_sizes TEXT,
+  output_sizes TEXT, dtype TEXT, state TEXT, created INTEGER, started INTEGER, completed INTEGER,
+  traceback INTEGER, collective INTEGER REFERENCES collectives);
+CREATE TABLE tracebacks (id INTEGER, depth INTEGER, function TEXT, file TEXT, line INTEGER, PRIMARY KEY (id, depth));
+CREATE TABLE findings (position INTEGER, role TEXT, kind TEXT, content TEXT);
+CREATE INDEX calls_of_collective ON calls (collective);
+"""
+
+
+def write_database(name: str, job: Job, diagnosis: Diagnosis) -> None:
+    """Write everything to the SQLite file `name`, which is made anew."""
+    try:
+        with whole_file(name) as temporary:
+            temporary.unlink(missing_ok=True)
+            with closing(sqlite3.connect(temporary)) as connection, connection:
+                connection.executescript(_SCHEMA)
+                _fill(connection, job, diagnosis)
+    except (OSError, sqlite3.Error) as error:
+        raise CrossrankError(f"{name}: the database cannot be written ({error}); name another file") from error
+
+
+def _fill(connection: sqlite3.Connection, job: Job, diagnosis: Diagnosis) -> None:
+    insert = connection.executemany
+    insert(
+        "INSERT INTO ranks VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            (one.rank, one.path, one.source, one.host, one.version, one.taken_at, one.reason, one.error)
+            for one in job.ranks.values()
+        ),
+    )
+    insert(
+        "INSERT INTO groups VALUES (?, ?, ?, ?, ?)",
+        ((group.index, group.name, group.desc, len(group.ranks), group.inferred) for group in job.groups),
+    )
+    insert(
+        "INSERT INTO memberships VALUES (?, ?)",
+        ((group.index, rank) for group in job.groups for rank in group.ranks),
+    )
+    collective_of: dict[tuple[int, int], int] = {}
+    insert("INSERT INTO collectives VALUES (?, ?, ?, ?, ?, ?, ?)", _collectives(job, collective_of))
+    insert(f"INSERT INTO calls VALUES ({', '.join('?' * 21)})", _calls(job, collective_of))
+    insert(
+        "INSERT INTO tracebacks VALUES (?, ?, ?, ?, ?)",
+        (
+            (number, depth, frame.name, frame.filename, frame.line)
+            for number, stack in enumerate(job.stacks)
+            for depth, frame in enumerate(stack)
+        ),
+    )
+    for role in ("findings", "consequences", "advisory"):
+        insert(
+            "INSERT INTO findings VALUES (?, ?, ?, ?)",
+            (
+                (position, role, finding.kind, msgspec.json.encode(finding).decode())
+                for position, finding in enumerate(getattr(diagnosis, role))
+            ),
+        )
+
+
+def _collectives(job: Job, collective_of: dict[tuple[int, int], int]) -> Iterator[tuple[Any, ...]]:
+    meanings = [meaning(signature) for signature in job.signatures]
+    for group in job.groups:
+        first: dict[int, tuple[int, int, bool]] = {}  # seq -> signature, ranks that made it, whether they fit
+        for rank, lane in group.lanes.items():
+            signatures = job.ranks[rank].calls.signature
+            for seq, row in zip(lane.seqs, lane.rows, strict=True):
+                number = signatures[row]
+                known = first.get(seq)
+                if known is None:
+                    first[seq] = (number, 1, True)
+                else:
+                    same = known[0] == number or fits(meanings[known[0]], meanings[number])
+                    first[seq] = (known[0], known[1] + 1, known[2] and same)
+        for seq, (number, made_by, fit) in sorted(first.items()):
+            collective_of[group.index, seq] = len(collective_of)
+            key = collective_of[group.index, seq]
+            yield key, group.index, seq, job.signatures[number].op, len(group.ranks), made_by, fit
+
+
+def _calls(job: Job, collective_of: dict[tuple[int, int], int]) -> Iterator[tuple[Any, ...]]:
+    encode = msgspec.json.encode
+    texts = [(encode(one.inputs).decode(), encode(one.outputs).decode()) for one in job.signatures]
+    number = 0
+    for rank, evidence in job.ranks.items():
+        calls = evidence.calls
+        for row in range(len(calls)):
+            signature = job.signatures[calls.signature[row]]
+            group = job.group_at(rank, row).index
+            yield (
+                number,
+                rank,
+                row,
+                calls.record[row],
+                group,
+                calls.seq[row],
+                signature.op,
+                signature.name,
+                signature.peer,
+                signature.root,
+                signature.reduce,
+                signature.tag,
+                *texts[calls.signature[row]],
+                signature.dtype(),
+                STATES[calls.state[row]],
+                calls.created[row] or None,
+                calls.started[row] or None,
+                calls.completed[row] or None,
+                calls.stack[row] or None,
+                None if signature.is_p2p else collective_of.get((group, calls.seq[row])),
+            )
+            number += 1

@@ -1,0 +1,67 @@
+"""Every call of every rank, side by side: one line per call, one column per rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from crossrank.tools.analysis.diagnosis.evidence import STATES
+from crossrank.tools.analysis.diagnosis.findings import group_text
+from crossrank.tools.analysis.diagnosis.job import Job, JobGroup
+from crossrank.tools.output.console import print_table
+
+_MOST_COLUMNS = 8
+
+
+def print_entries(job: Job, ranks: set[int] | None, groups: Sequence[str] | None) -> None:
+    """Print the calls group by group, collectives by number and P2P as each rank made them."""
+    for group in job.groups:
+        if groups is not None and not set(groups) & set(group.pg):
+            continue
+        members = [rank for rank in group.ranks if rank in job.ranks and (ranks is None or rank in ranks)]
+        for first in range(0, len(members), _MOST_COLUMNS):
+            some = members[first : first + _MOST_COLUMNS]
+            rows = list(_collectives(job, group, some))
+            if rows:
+                columns = ("#number", "call", *(f"rank {rank}" for rank in some))
+                print_table(f"Collectives of {group_text(group.pg)}", columns, rows)
+        rows = [row for rank in members for row in _p2p(job, group, rank)]
+        if rows:
+            print_table(
+                f"Sends and receives on {group_text(group.pg)}",
+                ("rank", "call", "#peer", "#number", "sizes", "state"),
+                rows,
+            )
+
+
+def _collectives(job: Job, group: JobGroup, ranks: list[int]) -> Iterator[tuple[object, ...]]:
+    seqs = sorted({seq for rank in ranks if rank in group.lanes for seq in group.lanes[rank].seqs})
+    for seq in seqs:
+        rows = {rank: group.lanes[rank].row(seq) if rank in group.lanes else None for rank in ranks}
+        present = {rank: row for rank, row in rows.items() if row is not None}
+        names = {rank: _call(job, rank, row) for rank, row in present.items()}
+        common = max(set(names.values()), key=lambda name: (list(names.values()).count(name), name))
+        cells = []
+        for rank in ranks:
+            if rank not in present:
+                cells.append("-")
+                continue
+            state = STATES[job.ranks[rank].calls.state[present[rank]]]
+            cells.append(state if names[rank] == common else f"{state}: {names[rank]}")
+        yield seq, common, *cells
+
+
+def _call(job: Job, rank: int, row: int) -> str:
+    signature = job.signature(rank, row)
+    shapes = signature.inputs or signature.outputs
+    sizes = "+".join("x".join(map(str, shape)) or "1" for shape in shapes[:4]) + ("+…" if len(shapes) > 4 else "")
+    return " ".join(word for word in (signature.op, sizes, signature.dtype() or "") if word)
+
+
+def _p2p(job: Job, group: JobGroup, rank: int) -> Iterator[tuple[object, ...]]:
+    calls = job.ranks[rank].calls
+    for row in range(len(calls)):
+        signature = job.signature(rank, row)
+        if signature.is_p2p and job.group_at(rank, row) is group:
+            peer = "any" if signature.peer is None else signature.peer
+            words = _call(job, rank, row).split(" ", 1)
+            yield rank, signature.op, peer, calls.seq[row], words[-1], STATES[calls.state[row]]

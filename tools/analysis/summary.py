@@ -1,0 +1,293 @@
+"""What a recording holds, rank by rank and over all of them: the numbers behind `crossrank inspect`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from crossrank.comm import MOST_RANKS, Group
+from crossrank.errors import CrossrankError
+from crossrank.recording import COMMS, KINDS, CommsFile, Header, list_recording
+from crossrank.tools.parallel import Fleet, map_ranks
+from crossrank.tools.traces.discover import FoundFile, other_jobs
+
+
+class Tally(msgspec.Struct):
+    """Calls and bytes of one kind. Bytes are the sum of the calls' S, over all ranks that made them."""
+
+    calls: int = 0
+    bytes: int = 0
+    cross_node_bytes: int = 0
+    """Bytes of the calls that are known to leave a node."""
+    unknown_bytes: int = 0
+    """Bytes of the calls whose locality is not known."""
+
+    def add(self, other: Tally) -> None:
+        self.calls += other.calls
+        self.bytes += other.bytes
+        self.cross_node_bytes += other.cross_node_bytes
+        self.unknown_bytes += other.unknown_bytes
+
+
+class RankSummary(msgspec.Struct):
+    """What one rank's comms file says."""
+
+    rank: int
+    path: str
+    problems: list[str]
+    header: Header | None
+    groups: list[Group]
+    end: dict[str, Any] | None
+    by_op: dict[tuple[str, str], Tally]
+    """(operation, API) -> calls"""
+    by_group: dict[str, Tally]
+    by_source: dict[tuple[str, str], Tally]
+    """(source line, operation) -> calls; `(C++)` where no Python frame called"""
+    steps: int
+    """Iterations that ended."""
+
+
+class Summary(msgspec.Struct):
+    """What all ranks together say."""
+
+    path: str
+    world_size: int | None
+    ranks: list[int]
+    missing_ranks: list[int]
+    nodes: dict[str, list[int]]
+    versions: dict[str, str | None]
+    emit: str | None
+    steps: int
+    calls: Tally
+    counts: dict[str, int]
+    """Sums of the writers' own counts: calls, records, filtered, dropped, unwritten, errors."""
+    by_op: list[dict[str, Any]]
+    groups: list[dict[str, Any]]
+    sources: list[dict[str, Any]]
+    files: dict[str, dict[str, int]]
+    """kind -> number of files and bytes on disk"""
+    unfinished_ranks: list[int]
+    endings: dict[str, list[int]]
+    """How ranks ended other than by a normal exit -> those ranks: `SIGTERM`, `ValueError: …`"""
+    """Ranks without an `end` line: the process was killed, or still runs."""
+    mixed: bool
+    """The files come from several jobs."""
+    cut_off: list[str]
+    """Files that were cut off while they were written."""
+    foreign: list[str]
+    """Files that are none of a recording's."""
+    other_jobs: list[str]
+    """Folders in it with recordings of other jobs: `earlier-K`, `spawned-K`."""
+    problems: list[str]
+    """What could not be read, each with its file."""
+    warnings: list[str]
+
+
+def summarise(path: str, files: Sequence[FoundFile], fleet: Fleet, done: Callable[[], None] = lambda: None) -> Summary:
+    """Read the recording among `files`, which are those at `path`. Raises `CrossrankError` where there is none."""
+    found = [file for file in files if file.kind == COMMS and not file.left_out]
+    comms = [file for file in found if file.rank is not None and not file.problem]
+    unusable = [f"{file.path}: {file.problem or 'does not say its rank'}" for file in found if file not in comms]
+    if not comms:
+        raise CrossrankError(f"{path} is no recording: {_found(path, files)}; name the folder given as TRACING_DIR")
+    return _merge(path, files, map_ranks(summarise_rank, comms, fleet, failed=_failed, done=done), unusable)
+
+
+def _found(path: str, files: Sequence[FoundFile]) -> str:
+    """What is there in the place of comms files."""
+    folders = list_recording(path).folders
+    names = [file.name for file in files]
+    if not names and not folders:
+        return "it is empty"
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    found = f"no comms file among {', '.join(names[:3])}{more}" if names else "no file in it"
+    return found + (f", but there are the folders {', '.join(folders[:5])}" if folders else "")
+
+
+def summarise_rank(file: FoundFile) -> RankSummary:
+    """Read one rank's comms file, as far as it can be read."""
+    assert file.rank is not None
+    comms = CommsFile(file.path, file.rank)
+    by_op: dict[tuple[str, str], Tally] = {}
+    by_group: dict[str, Tally] = {}
+    by_source: dict[tuple[str, str], Tally] = {}
+    for record in comms.records():
+        size = record.bytes
+        crosses = size if record.locality in ("cross_node", "nvlink_domain") else 0
+        unknown = size if record.locality == "unknown" else 0
+        for tally in (
+            by_op.setdefault((record.op, record.api or "(C++)"), Tally()),
+            by_group.setdefault(record.pg, Tally()),
+            by_source.setdefault((record.source or "(C++)", record.op), Tally()),
+        ):
+            tally.calls += 1
+            tally.bytes += size
+            tally.cross_node_bytes += crosses
+            tally.unknown_bytes += unknown
+    header = comms.header
+    return RankSummary(
+        rank=file.rank,
+        path=file.path,
+        problems=comms.damage.problems,
+        header=header,
+        groups=comms.groups,
+        end=comms.end,
+        by_op=by_op,
+        by_group=by_group,
+        by_source=by_source,
+        steps=comms.steps[-1].get("step", 0) if comms.steps else 0,
+    )
+
+
+def _failed(file: FoundFile, error: CrossrankError) -> RankSummary:
+    """What stands for a rank whose file no worker could read: it does not end the others."""
+    assert file.rank is not None
+    return RankSummary(
+        rank=file.rank,
+        path=file.path,
+        problems=[str(error).removeprefix(f"{file.path}: ")],
+        header=None,
+        groups=[],
+        end=None,
+        by_op={},
+        by_group={},
+        by_source={},
+        steps=0,
+    )
+
+
+def _merge(path: str, found: Sequence[FoundFile], ranks: list[RankSummary], problems: list[str]) -> Summary:
+    headers = [rank.header for rank in ranks if rank.header is not None]
+    world = max((header.world_size for header in headers if 0 < header.world_size <= MOST_RANKS), default=None)
+    for rank in ranks:
+        if rank.header is not None and not 0 < rank.header.world_size <= MOST_RANKS:
+            rank.problems.append(f"says that the job has {rank.header.world_size} ranks, which cannot be")
+    present = [rank.rank for rank in ranks if rank.header is not None]
+    nodes: dict[str, list[int]] = {}
+    for header in headers:
+        nodes.setdefault(header.node, []).append(header.rank)
+    by_op = _sum(rank.by_op for rank in ranks)
+    total = Tally()
+    for tally in by_op.values():
+        total.add(tally)
+    counts: dict[str, int] = {}
+    for rank in ranks:
+        for name, value in (rank.end or {}).items():
+            if name not in ("reason", "step") and isinstance(value, int):
+                counts[name] = counts.get(name, 0) + value
+    blind_spots = {(header.rank, spot) for header in headers for spot in header.blind_spots}
+    blind_spots |= {(rank.rank, spot) for rank in ranks for spot in _texts((rank.end or {}).get("blind_spots"))}
+    files: dict[str, dict[str, int]] = {}
+    for file in found:
+        if file.kind not in KINDS or file.left_out:
+            continue
+        entry = files.setdefault(file.kind, {"files": 0, "bytes": 0})
+        entry["files"] += 1
+        entry["bytes"] += file.size
+    return Summary(
+        path=path,
+        world_size=world,
+        ranks=present,
+        missing_ranks=sorted(set(range(world or 0)) - set(present)),
+        nodes=nodes,
+        versions=headers[0].versions if headers else {},
+        emit=headers[0].config.get("emit") if headers else None,
+        steps=max((rank.steps for rank in ranks), default=0),
+        calls=total,
+        counts=counts,
+        by_op=[
+            {"op": op, "api": api} | msgspec.to_builtins(tally)
+            for (op, api), tally in sorted(by_op.items(), key=lambda item: (-item[1].bytes, item[0]))
+        ],
+        groups=_groups(ranks),
+        sources=[
+            {"source": source, "op": op} | msgspec.to_builtins(tally)
+            for (source, op), tally in sorted(
+                _sum(rank.by_source for rank in ranks).items(), key=lambda item: (-item[1].bytes, item[0])
+            )
+        ],
+        files=files,
+        unfinished_ranks=[rank.rank for rank in ranks if rank.end is None],
+        endings=_endings(ranks),
+        mixed=len({header.world_size for header in headers}) > 1,
+        cut_off=[file.name for file in found if file.torn],
+        foreign=[file.name for file in found if file.kind not in KINDS and not file.torn],
+        other_jobs=other_jobs(path),
+        problems=problems + [f"{rank.path}: {problem}" for rank in ranks for problem in rank.problems],
+        warnings=_warnings(headers, counts, blind_spots)
+        + [f"{file.path}: {file.problem}" for file in found if file.left_out],
+    )
+
+
+def _texts(value: object) -> list[str]:
+    """The texts of a list in a line whose fields are not checked; empty for anything else."""
+    return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
+
+
+def _sum(tables: Iterable[dict[Any, Tally]]) -> dict[Any, Tally]:
+    total: dict[Any, Tally] = {}
+    for table in tables:
+        for key, tally in table.items():
+            total.setdefault(key, Tally()).add(tally)
+    return total
+
+
+def _groups(ranks: list[RankSummary]) -> list[dict[str, Any]]:
+    """Every group once. Groups of one name with different members are different groups."""
+    found: dict[tuple[str, tuple[int, ...] | None], dict[str, Any]] = {}
+    for rank in ranks:
+        of_name: dict[str, dict[str, Any]] = {}
+        for group in rank.groups:
+            members = None if group.ranks is None else tuple(group.ranks)
+            entry = found.setdefault(
+                (group.pg, members),
+                {
+                    "pg": group.pg,
+                    "desc": group.desc,
+                    "backend": group.backend,
+                    "size": group.size,
+                    "ranks": group.ranks,
+                    "locality": group.locality,
+                    "calls": 0,
+                    "bytes": 0,
+                },
+            )
+            if entry["locality"] == "unknown":
+                entry["locality"] = group.locality
+            of_name[group.pg] = entry
+        for name, tally in rank.by_group.items():
+            if name in of_name:
+                of_name[name]["calls"] += tally.calls
+                of_name[name]["bytes"] += tally.bytes
+    return sorted(found.values(), key=lambda entry: (-entry["size"], entry["ranks"] or [], entry["pg"]))
+
+
+def _endings(ranks: Iterable[RankSummary]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank in ranks:
+        end = rank.end or {}
+        exceptions = end.get("exceptions")
+        if isinstance(exceptions, list) and exceptions and isinstance(exceptions[0], dict):
+            found.setdefault(str(exceptions[0].get("error")), []).append(rank.rank)
+        elif str(end.get("reason", "")).startswith("SIG"):
+            found.setdefault(str(end["reason"]), []).append(rank.rank)
+    return found
+
+
+def _warnings(headers: list[Header], counts: dict[str, int], blind_spots: set[tuple[int, str]]) -> list[str]:
+    warnings = [f"rank {rank}: {spot}" for rank, spot in sorted(blind_spots)]
+    for name, meaning in (
+        ("dropped", "calls were dropped because the ring was full; raise TRACING_RING"),
+        ("unwritten", "records were lost because the disk refused them"),
+        ("errors", "calls could not be recorded; the log of the job names the first one"),
+    ):
+        if counts.get(name):
+            warnings.append(f"{counts[name]} {meaning}")
+    if len({header.world_size for header in headers}) > 1:
+        sizes = sorted({header.world_size for header in headers})
+        warnings.append(f"the files come from jobs of different world sizes: {sizes}")
+    if len({header.versions.get("torch") for header in headers}) > 1:
+        warnings.append("the ranks ran different versions of torch")
+    return warnings

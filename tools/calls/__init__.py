@@ -1,1 +1,0 @@
-"""Reads what each rank communicated, from any kind of file, into one form: `RankCalls`."""

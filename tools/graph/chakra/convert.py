@@ -1,0 +1,112 @@
+"""Converts one rank's linked trace to a Chakra file: the steps in their order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from crossrank.comm import operation_of
+from crossrank.tools.graph.chakra.device_nodes import device_nodes
+from crossrank.tools.graph.chakra.graph import ChakraNode, Options
+from crossrank.tools.graph.chakra.groups import NumberedGroup
+from crossrank.tools.graph.chakra.lower import lower
+from crossrank.tools.graph.chakra.order import in_order, is_in_order
+from crossrank.tools.graph.chakra.pauses import cut_waits, with_pauses
+from crossrank.tools.graph.chakra.simulate import RankGraph, in_group_order, rank_graph
+from crossrank.tools.graph.chakra.steps import (
+    convert_communications,
+    convert_nodes,
+    draw_dependencies,
+    number_groups,
+    reduce_dependencies,
+)
+from crossrank.tools.graph.chakra.thread_waits import USER_SCOPE, wait_for_threads
+from crossrank.tools.graph.chakra.write import write_chakra
+from crossrank.tools.graph.linking import LinkedTrace
+
+
+@dataclass(kw_only=True)
+class Converted:
+    """What a conversion gave."""
+
+    nodes: dict[str, int] = field(default_factory=dict)
+    """computation on the host or on a GPU, pause of the host, or the operation of a communication -> nodes."""
+    dependencies: dict[str, int] = field(default_factory=dict)
+    """Kind -> edges written."""
+    implied: int = 0
+    """Edges left out because the order of threads and streams implies them."""
+    lowered: dict[str, int] = field(default_factory=dict)
+    """What was turned into something else that ASTRA-sim runs -> how often."""
+    begin_ns: int = 0
+    """First start, since 1970."""
+    length_ns: int = 0
+    """From there to the last end, as measured."""
+    groups: list[NumberedGroup] = field(default_factory=list)
+    collectives: dict[str, list[str]] = field(default_factory=dict)
+    """Number of a group -> its collectives in order, each as its operation and size."""
+    warnings: list[str] = field(default_factory=list)
+    size: int = 0
+    """Bytes of the file."""
+    graph: RankGraph | None = None
+    """For the simulation, where it is asked for."""
+
+
+_DEFAULT = Options()
+
+
+def convert(
+    trace: LinkedTrace,
+    path: str | Path,
+    options: Options = _DEFAULT,
+    *,
+    keep_graph: bool = False,
+) -> Converted:
+    """Write `trace` to `path`, and keep its graph for a simulation where that is wanted.
+
+    Raises `CrossrankError` for a group that nobody defines and a cycle of facts."""
+    groups = number_groups(trace)
+    nodes = convert_nodes(trace)
+    warnings: list[str] = []
+    several = convert_communications(trace, nodes, groups, warnings)
+    draw_dependencies(trace, nodes, several)
+    wait_for_threads(nodes, {op.id for op in trace.host if op.node.scope == USER_SCOPE})
+    # Circles are broken before edges are left out: one that goes may be all that implied another.
+    ordered, dropped = in_order(nodes, strict=options.strict)
+    if options.nodes == "gpu":
+        nodes = device_nodes(ordered)
+        ordered = list(nodes.values())
+    result = Converted(implied=reduce_dependencies(nodes), groups=sorted(groups.values(), key=lambda g: int(g.number)))
+    if not is_in_order(ordered):
+        ordered, _ = in_order(nodes, strict=True)
+    result.warnings = warnings + dropped
+    begin = min((node.start_ns for node in ordered), default=0)
+    result.begin_ns = trace.base_ns + begin
+    result.length_ns = max((node.start_ns + node.duration_ns for node in ordered), default=begin) - begin
+    cut_waits(ordered)
+    if options.pauses:
+        ordered = with_pauses(ordered)
+    if keep_graph:
+        result.graph = rank_graph(ordered, trace.rank or 0, result.begin_ns, result.length_ns)
+    if options.lower:
+        result.lowered = lower(ordered, trace.rank)
+    result.size = write_chakra(trace, ordered, result.groups, path, options)
+    result.nodes = dict(Counter(_kind(node) for node in ordered))
+    result.dependencies = dict(Counter(dependency.kind for node in ordered for dependency in node.dependencies))
+    for node in in_group_order(ordered):
+        assert node.comm is not None
+        record = node.comm.record
+        operation = operation_of(record.op)
+        if operation is None or not operation.p2p:
+            # Members of an uneven all_to_all put in different amounts.
+            size = "" if record.op == "all_to_all" else f" of {record.bytes} B"
+            result.collectives.setdefault(node.comm.group.number, []).append(record.op + size)
+    return result
+
+
+def _kind(node: ChakraNode) -> str:
+    if node.comm is not None:
+        return node.comm.record.op
+    if node.is_pause:
+        return "pause of the host"
+    return "computation on the host" if node.is_cpu else "computation on a GPU"

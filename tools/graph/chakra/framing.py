@@ -1,0 +1,97 @@
+"""The stream of messages that a Chakra file is: `<varint length><message>` to the end, plain, gzip or zstd."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from google.protobuf.message import DecodeError
+
+from crossrank.errors import CrossrankError
+from crossrank.recording import Damage, read_chunks
+from crossrank.tools.graph.chakra.et_def_pb2 import GlobalMetadata, Node
+
+_VARINT_BYTES = 5
+"""As many as Chakra's own readers take for a length."""
+_LARGEST = 1 << 30
+
+
+def write_message(file: BinaryIO, message: bytes) -> None:
+    """Append one serialised message."""
+    length = len(message)
+    prefix = bytearray()
+    while length > 0x7F:
+        prefix.append(length & 0x7F | 0x80)
+        length >>= 7
+    prefix.append(length)
+    file.write(prefix)
+    file.write(message)
+
+
+def read_trace(path: str) -> tuple[GlobalMetadata, Iterator[tuple[int, Node]]]:
+    """The metadata of a file and its nodes, one by one, each with the offset of its length in the uncompressed file.
+
+    Raises `CrossrankError` naming file, node and offset where the file is cut off or is no Chakra trace; for the
+    nodes, when the iterator comes to that place.
+    """
+    messages = _messages(path)
+    first = next(messages, None)
+    if first is None:
+        raise CrossrankError(f"{path}: is empty; a Chakra trace begins with its metadata")
+    metadata = GlobalMetadata()
+    try:
+        metadata.ParseFromString(first[1])
+    except DecodeError as error:
+        raise CrossrankError(f"{path}: the first message is no Chakra metadata; name a Chakra .et file") from error
+    if first[1] and not metadata.version and not metadata.attr:
+        raise CrossrankError(f"{path}: does not begin with Chakra metadata but with something else; convert it anew")
+    return metadata, _nodes(path, messages)
+
+
+def _nodes(path: str, messages: Iterator[tuple[int, bytes]]) -> Iterator[tuple[int, Node]]:
+    for number, (offset, message) in enumerate(messages, start=1):
+        node = Node()
+        try:
+            node.ParseFromString(message)
+        except DecodeError as error:
+            raise CrossrankError(
+                f"{path}: node {number} at byte {offset} is no Chakra node; the file is broken or of another format"
+            ) from error
+        yield offset, node
+
+
+def _messages(path: str) -> Iterator[tuple[int, bytes]]:
+    damage = Damage(path)
+    buffer = bytearray()
+    start = 0  # of the buffer in the file
+    at = 0  # in the buffer
+    for chunk in read_chunks(path, damage):
+        del buffer[:at]
+        start, at = start + at, 0
+        buffer += chunk
+        while (found := _length(path, buffer, at, start)) is not None:
+            length, after = found
+            if after + length > len(buffer):
+                break
+            yield start + at, bytes(buffer[after : after + length])
+            at = after + length
+    if damage.problems and not buffer:
+        raise CrossrankError(f"{path}: {damage.problems[0]}")
+    if at < len(buffer) or damage.problems:
+        why = f" ({damage.problems[0]})" if damage.problems else ""
+        raise CrossrankError(f"{path}: cut off in the message at byte {start + at}{why}; convert it anew")
+
+
+def _length(path: str, buffer: bytearray, at: int, start: int) -> tuple[int, int] | None:
+    """(length, position after it) of the message at a position; None where it is not whole yet."""
+    length = 0
+    for i in range(_VARINT_BYTES):
+        if at + i >= len(buffer):
+            return None
+        byte = buffer[at + i]
+        length |= (byte & 0x7F) << (7 * i)
+        if byte < 0x80:
+            if length > _LARGEST:
+                break
+            return length, at + i + 1
+    raise CrossrankError(f"{path}: no message length at byte {start + at}; the file is broken or no Chakra trace")

@@ -1,0 +1,80 @@
+"""The graph between a linked trace and a Chakra file: nodes with their lane, and edges with their reasons."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from crossrank.comm import CommRecord
+from crossrank.tools.graph.chakra.groups import NumberedGroup
+from crossrank.tools.graph.linking import EdgeKind
+
+Lane = tuple[str, object]
+"""What runs one thing after the other: ("thread", tid) or ("stream", (device, stream)); a communication that runs
+elsewhere has one of its own, ("communication", its id)."""
+
+# Names of nodes that stand for no operation of the trace.
+PAUSE = "host between operations"
+LATE = "until its rank began"
+MESSAGES_END = "end of the messages"
+
+
+class Dependency(msgspec.Struct, frozen=True, gc=False):
+    """Why a node waits for `source`."""
+
+    source: int
+    kind: EdgeKind
+    inferred: bool = False
+
+
+class Comm(msgspec.Struct, frozen=True, gc=False):
+    """What a communication node says to a simulator."""
+
+    record: CommRecord
+    group: NumberedGroup
+    runs_as: CommRecord | None = None
+    """What the simulator is to run instead of `record`, which it cannot run."""
+
+
+class ChakraNode(msgspec.Struct, gc=False):
+    """A node to be. Times are nanoseconds on the clock of the trace."""
+
+    id: int
+    name: str
+    lane: Lane
+    start_ns: int
+    duration_ns: int
+    """On a thread: exclusive, because the operations it calls are nodes of their own; and after `cut_waits` only
+    until the next node of the thread."""
+    is_cpu: bool
+    dependencies: list[Dependency]
+    comm: Comm | None = None
+    host: int | None = None
+    """The execution trace's node that it comes from, or that launched it."""
+    rf_id: int = 0
+    tensor_bytes: int = 0
+    inputs: tuple[str, str, str] | None = None
+    """Values, shapes and types as JSON text."""
+    outputs: tuple[str, str, str] | None = None
+    is_pause: bool = False
+    """Stands for what a thread did before a node that no node has: a computation on the host named `PAUSE`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What of a trace is written, and how."""
+
+    deps: Literal["all", "data"] = "all"
+    """all: `data_deps` hold every dependency; data: what is only the order of a thread stands in `ctrl_deps` alone."""
+    nodes: Literal["all", "gpu"] = "all"
+    """gpu: GPU and communication nodes only; the host then takes no time."""
+    pauses: bool = True
+    """Write what a thread did between its operations as nodes."""
+    lower: bool = False
+    """Turn communications that ASTRA-sim cannot run into ones that it runs."""
+    group_node: bool = False
+    """Write the process groups as a metadata node too, at which ASTRA-sim stops."""
+    strict: bool = False
+    """Refuse dependencies that run in a circle."""

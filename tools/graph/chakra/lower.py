@@ -1,0 +1,98 @@
+"""Turns what a simulator cannot run into what it runs.
+
+ASTRA-sim's `Workload.cc` runs all_reduce, all_gather, all_to_all, reduce_scatter, sends and receives on its network and
+plays a broadcast for as long as its node says. At anything else it stops, or ends without a word with ranks that did
+not finish; so it does at a collective of a group of one rank, at a message of 0 bytes or of a rank to itself, and
+where a rank that has host nodes ends with a message, at which its statistics throw with nobody to catch it. An
+all_gather of fewer bytes than the chunks that the system file asks for (`preferred-dataset-splits`) never ends.
+
+Of one rank it runs one host node, one GPU computation and one communication at a time (`HardwareResource.cc`, which
+exempts receives). What ran at the same time on two threads or streams would so take its time twice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from crossrank.comm import CommRecord
+from crossrank.tools.graph.chakra.graph import MESSAGES_END, ChakraNode, Dependency
+from crossrank.tools.graph.chakra.write import P2P_TYPES
+
+RUNS_AS = {"barrier": "all_reduce", "reduce": "reduce_scatter", "gather": "all_gather", "scatter": "reduce_scatter"}
+"""Operation -> the one with the nearest traffic: each rank passes on (n-1)/n of S, as on the busiest link of the first.
+All members then wait for each other, also where only the root would."""
+LEAST_BYTES = {"all_gather": 64, "send": 1, "recv": 1}
+"""Operation -> bytes that one rank puts in at least; the first suffices for up to 64 chunks."""
+
+
+def lower(nodes: list[ChakraNode], rank: int | None) -> dict[str, int]:
+    """Change the `nodes` of `rank`, which are in order, to what ASTRA-sim runs. Returns what was changed, and how
+    often."""
+    changed = Counter({"shorter by what another thread or stream ran at the same time": _take_turns(nodes)})
+    for node in nodes:
+        if node.comm is None:
+            continue
+        record, members = node.comm.record, len(node.comm.group.ranks)
+        run = _runs_as(record, members)
+        to_itself = record.peer is not None and record.peer == rank
+        if members == 1 or to_itself:
+            alone = "of a rank to itself" if to_itself else "of a group of one rank"
+            changed[f"{record.op} {alone} as a computation"] += 1
+            node.comm = None
+        elif run != record:
+            least = "" if run.bytes == record.bytes else f" of {run.bytes} B"
+            changed[f"{record.op} as {run.op}{least}"] += 1
+            node.comm = msgspec.structs.replace(node.comm, runs_as=run)
+    last = _after_messages(nodes)
+    if last is not None:
+        changed["a node of no time after messages that nothing waits for"] += 1
+        nodes.append(last)
+    return dict((+changed).most_common())
+
+
+def _take_turns(nodes: Sequence[ChakraNode]) -> int:
+    """Leave to every node only the time that it ran after the end of those before it that use the same: the host, the
+    GPU or the network. Returns how many nodes that made shorter."""
+    busy: dict[str, int] = {}
+    shorter = 0
+    for node in sorted(nodes, key=lambda node: (node.start_ns, node.id)):
+        if node.comm is not None and node.comm.record.op == "recv":
+            continue
+        uses = "network" if node.comm is not None else "host" if node.is_cpu else "gpu"
+        end = node.start_ns + node.duration_ns
+        free = max(node.start_ns, busy.get(uses, node.start_ns))
+        shorter += free > node.start_ns
+        node.duration_ns = max(0, end - free)
+        busy[uses] = max(free, end)
+    return shorter
+
+
+def _after_messages(nodes: Collection[ChakraNode]) -> ChakraNode | None:
+    """A host node that waits for each send and receive that no other node waits for; None where that is not needed."""
+    waited_for = {dependency.source for node in nodes for dependency in node.dependencies}
+    open_ends = [node for node in nodes if _is_message(node) and node.id not in waited_for]
+    host = next((node for node in nodes if node.is_cpu), None)
+    if host is None or not open_ends:
+        return None
+    return ChakraNode(
+        id=1 + max(node.id for node in nodes),
+        name=MESSAGES_END,
+        lane=host.lane,
+        start_ns=max(node.start_ns + node.duration_ns for node in open_ends),
+        duration_ns=0,
+        is_cpu=True,
+        dependencies=[Dependency(node.id, "sync", inferred=True) for node in open_ends],
+    )
+
+
+def _is_message(node: ChakraNode) -> bool:
+    return node.comm is not None and node.comm.record.op in P2P_TYPES
+
+
+def _runs_as(record: CommRecord, members: int) -> CommRecord:
+    op = RUNS_AS.get(record.op, record.op)
+    least = LEAST_BYTES.get(op, 0) * (members if op == "all_gather" else 1)
+    return msgspec.structs.replace(record, op=op, bytes=max(record.bytes, least))

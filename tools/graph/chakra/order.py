@@ -1,0 +1,105 @@
+"""Puts nodes into an order in which all that a node waits for comes before it, and breaks cycles."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping
+
+from crossrank.errors import CrossrankError
+from crossrank.tools.graph.chakra.graph import ChakraNode, Dependency
+
+# A cycle is broken at the edge that is least sure: (kind, inferred). What is not here is a fact of the trace.
+WEAKEST_FIRST = (
+    ("inter_thread", True),
+    ("sync", True),
+    ("stream_wait", True),
+    ("group_order", False),
+    ("forward_backward", False),
+)
+_SHOWN = 6
+
+
+def in_order(nodes: Mapping[int, ChakraNode], *, strict: bool = False) -> tuple[list[ChakraNode], list[str]]:
+    """The nodes, those that can start first by their times, and what had to be dropped to make that possible.
+
+    Raises `CrossrankError` for a cycle of facts, and with `strict` for any, naming its nodes and kinds.
+    """
+    dropped: list[str] = []
+    while True:
+        ordered = _sorted(nodes)
+        if len(ordered) == len(nodes):
+            return ordered, dropped
+        cycle = _cycle(nodes, {node.id for node in ordered})
+        told = _told(nodes, cycle)
+        weakest = min(cycle, key=lambda edge: _weakness(edge[1]))
+        if strict or _weakness(weakest[1]) == len(WEAKEST_FIRST):
+            why = "--strict refuses to break it" if strict else "no edge of it is inferred, so none can be dropped"
+            raise CrossrankError(f"dependencies run in a circle: {told}; {why}")
+        node, dependency = weakest
+        nodes[node].dependencies.remove(dependency)
+        dropped.append(f"dropped the {_kind(dependency)} edge {dependency.source} -> {node} of a circle: {told}")
+
+
+def is_in_order(nodes: Iterable[ChakraNode]) -> bool:
+    """Whether all that each node waits for comes before it."""
+    before: set[int] = set()
+    for node in nodes:
+        for dependency in node.dependencies:
+            if dependency.source not in before:
+                return False
+        before.add(node.id)
+    return True
+
+
+def _sorted(nodes: Mapping[int, ChakraNode]) -> list[ChakraNode]:
+    """Kahn's order, earliest start first; without the nodes on cycles and those behind them."""
+    waits: dict[int, int] = {}
+    dependents: dict[int, list[int]] = {}
+    ready = []
+    for node in nodes.values():
+        sources = {dependency.source for dependency in node.dependencies}
+        waits[node.id] = len(sources)
+        for source in sources:
+            dependents.setdefault(source, []).append(node.id)
+        if not sources:
+            ready.append((node.start_ns, node.id))
+    heapq.heapify(ready)
+    ordered = []
+    while ready:
+        _, node_id = heapq.heappop(ready)
+        ordered.append(nodes[node_id])
+        for dependent in dependents.get(node_id, ()):
+            waits[dependent] -= 1
+            if waits[dependent] == 0:
+                heapq.heappush(ready, (nodes[dependent].start_ns, dependent))
+    return ordered
+
+
+def _cycle(nodes: Mapping[int, ChakraNode], done: set[int]) -> list[tuple[int, Dependency]]:
+    """One cycle among the nodes that are not `done`, as (node, what it waits for)."""
+    at = next(node_id for node_id in nodes if node_id not in done)
+    path: list[tuple[int, Dependency]] = []
+    place: dict[int, int] = {}
+    while at not in place:
+        place[at] = len(path)
+        dependency = next(d for d in nodes[at].dependencies if d.source not in done)
+        path.append((at, dependency))
+        at = dependency.source
+    return path[place[at] :]
+
+
+def _weakness(dependency: Dependency) -> int:
+    key = (dependency.kind, dependency.inferred)
+    return WEAKEST_FIRST.index(key) if key in WEAKEST_FIRST else len(WEAKEST_FIRST)
+
+
+def _kind(dependency: Dependency) -> str:
+    return f"inferred {dependency.kind}" if dependency.inferred else dependency.kind
+
+
+def _told(nodes: Mapping[int, ChakraNode], cycle: list[tuple[int, Dependency]]) -> str:
+    steps = [
+        f"{node} ({nodes[node].name[:40]}) waits by {_kind(dependency)} for" for node, dependency in cycle[:_SHOWN]
+    ]
+    more = f" … {len(cycle) - _SHOWN} more … " if len(cycle) > _SHOWN else " "
+    return " ".join(steps) + more + str(cycle[0][0])

@@ -1,0 +1,171 @@
+"""Converts all ranks of a recording, writes the group file, and compares what the ranks communicate."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from crossrank.atomic_file import join, whole_file
+from crossrank.errors import CrossrankError, one_line
+from crossrank.recording import LINKED, file_name
+from crossrank.tools.graph.chakra.convert import Converted, convert
+from crossrank.tools.graph.chakra.graph import Options
+from crossrank.tools.graph.chakra.groups import merge
+from crossrank.tools.graph.chakra.simulate import offsets
+from crossrank.tools.graph.chakra.write import delay_start
+from crossrank.tools.graph.linking import link
+from crossrank.tools.graph.linking.inputs import RankInput
+from crossrank.tools.graph.linking.linked_file import write_linked
+from crossrank.tools.graph.linking.read_linked import read_linked
+from crossrank.tools.parallel import Fleet, map_ranks
+
+GROUPS = "comm_groups.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One rank to convert."""
+
+    input: RankInput
+    folder: str
+    options: Options
+    keep_linked: bool
+    keep_graph: bool = False
+
+
+@dataclass(kw_only=True)
+class RankResult:
+    """What converting one rank gave."""
+
+    rank: int | None
+    window: int
+    output: str | None = None
+    size: int = 0
+    """Bytes of the output."""
+    error: str | None = None
+    converted: Converted = field(default_factory=Converted)
+    damage: list[str] = field(default_factory=list)
+    host_rate: float = 0.0
+    activity_rate: float = 0.0
+
+    @property
+    def name(self) -> str:
+        rank = "one pair" if self.rank is None else f"rank {self.rank}"
+        return rank if self.window == 1 else f"{rank}, window {self.window}"
+
+
+def chakra_name(rank: int, window: int) -> str:
+    """Name of a rank's file; ASTRA-sim appends `.RANK.et` to a prefix that the user gives.
+
+    >>> chakra_name(3, 1), chakra_name(3, 2)
+    ('chakra.3.et', 'chakra-w2.3.et')
+    """
+    return f"chakra.{rank}.et" if window == 1 else f"chakra-w{window}.{rank}.et"
+
+
+def convert_ranks(tasks: Iterable[Task], fleet: Fleet, done: Callable[[], None]) -> list[RankResult]:
+    """Convert every rank; one that fails has its error in its result, and the others are converted all the same."""
+    return map_ranks(_convert_one, tasks, fleet, failed=_failed, done=done)
+
+
+def _failed(task: Task, error: CrossrankError) -> RankResult:
+    return RankResult(rank=task.input.rank, window=task.input.window, error=str(error))
+
+
+def _convert_one(task: Task) -> RankResult:
+    given = task.input
+    if given.linked is not None:
+        trace = read_linked(given.linked)
+    else:
+        trace = link(given.et, given.kineto, given.comms, rank=given.rank)
+    rank = trace.rank if trace.rank is not None else 0
+    if given.rank is not None and given.rank != rank:
+        raise CrossrankError(f"{given.linked or given.et}: is of rank {rank} by what it says; name it rank-{rank}.…")
+    path = join(task.folder, chakra_name(rank, given.window))
+    try:
+        if task.keep_linked:
+            write_linked(trace, join(task.folder, file_name(LINKED, rank, given.window)))
+        converted = convert(trace, path, task.options, keep_graph=task.keep_graph)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+    return RankResult(
+        rank=rank,
+        window=given.window,
+        output=path,
+        size=converted.size,
+        converted=converted,
+        damage=trace.report.damage + trace.report.doubts,
+        host_rate=trace.report.host_rate,
+        activity_rate=trace.report.activity_rate,
+    )
+
+
+def write_groups(results: Sequence[RankResult], folder: str) -> str:
+    """Write `comm_groups.json` of all ranks that were converted: `{"1": [0, 1], …}`, without the world."""
+    groups = merge(result.converted.groups for result in results)
+    path = join(folder, GROUPS)
+    try:
+        with whole_file(path) as temporary:
+            temporary.write_bytes(msgspec.json.encode(groups) + b"\n")
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+    return path
+
+
+def delay_starts(results: Sequence[RankResult]) -> list[int]:
+    """Let every rank begin when it began by its clock. Returns the windows whose ranks all begin together, because
+    their clocks are further apart than the window is long."""
+    windows: dict[int, list[RankResult]] = defaultdict(list)
+    for result in results:
+        windows[result.window].append(result)
+    apart = []
+    for window, ranks in sorted(windows.items()):
+        late, by_clocks = offsets([(rank.converted.begin_ns, rank.converted.length_ns) for rank in ranks])
+        if not by_clocks:
+            apart.append(window)
+        for rank, late_ns in zip(ranks, late, strict=True):
+            assert rank.output is not None
+            try:
+                delay_start(rank.output, late_ns)
+            except OSError as error:
+                raise _cannot_write(rank.output, error) from error
+    return apart
+
+
+def _cannot_write(path: str, error: OSError) -> CrossrankError:
+    reason = error.strerror or one_line(error)
+    return CrossrankError(f"{path}: cannot be written ({reason}); name another folder with -o")
+
+
+def disagreements(results: Sequence[RankResult]) -> list[str]:
+    """Groups whose members made different sequences of collectives: group, rank, place and what differs."""
+    sequences: dict[tuple[int, str], dict[int, list[str]]] = defaultdict(dict)
+    members: dict[str, set[int]] = {}
+    linked = [result for result in results if result.error is None and result.rank is not None]
+    for result in linked:
+        for group in result.converted.groups:
+            members[group.number] = set(group.ranks)
+            if result.rank is not None:
+                calls = result.converted.collectives.get(group.number, [])
+                sequences[result.window, group.number][result.rank] = calls
+    found = []
+    for (window, number), by_rank in sorted(sequences.items()):
+        for result in linked:
+            if result.window == window and result.rank in members[number]:
+                by_rank.setdefault(result.rank, [])
+        reference = min(by_rank)
+        for rank, calls in sorted(by_rank.items()):
+            expected = by_rank[reference]
+            place = next((i for i, (a, b) in enumerate(zip(calls, expected, strict=False)) if a != b), None)
+            if place is None and len(calls) == len(expected):
+                continue
+            place = min(len(calls), len(expected)) if place is None else place
+            ours = calls[place] if place < len(calls) else "nothing"
+            theirs = expected[place] if place < len(expected) else "nothing"
+            found.append(
+                f"group {number}: collective {place + 1} is {ours} on rank {rank} and {theirs} on rank {reference}"
+            )
+    return found

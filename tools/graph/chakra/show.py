@@ -1,0 +1,86 @@
+"""Prints a Chakra file: as one JSON object, or as a table of its first nodes. Streams either way."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import Any
+
+import msgspec
+
+from crossrank.text import printable
+from crossrank.tools.graph.chakra import et_def_pb2 as pb
+from crossrank.tools.graph.chakra.framing import read_trace
+from crossrank.tools.output.console import print_table
+
+_SHOWN = 40
+_TYPES: dict[int, str] = {number: name for name, number in pb.NodeType.items()}
+
+
+def print_json(path: str) -> None:
+    """`{"metadata": {...}, "nodes": [...]}`, one node a line. Attributes become fields of `attr` by their names."""
+    metadata, nodes = read_trace(path)
+    head = {"version": metadata.version, "attr": _attributes(metadata.attr)}
+    write = sys.stdout.write
+    write(f'{{"metadata":{msgspec.json.encode(head).decode()},"nodes":[')
+    separator = "\n"
+    for _, node in nodes:
+        write(separator + msgspec.json.encode(as_dict(node)).decode())
+        separator = ",\n"
+    write("\n]}\n")
+
+
+def print_nodes(path: str) -> None:
+    """What the file holds by type, and its first nodes."""
+    metadata, nodes = read_trace(path)
+    types: Counter[str] = Counter()
+    rows: list[tuple[object, ...]] = []
+    for _, node in nodes:
+        kind = _type(node)
+        types[kind] += 1
+        if len(rows) < _SHOWN:
+            deps = ", ".join(map(str, node.data_deps))
+            rows.append((node.id, kind, node.name[:48], node.start_time_micros, node.duration_micros, deps))
+    print(f"file       {printable(path)}")
+    print(f"version    {printable(metadata.version) or '-'}")
+    for attribute in metadata.attr:
+        value = str(_value(attribute))
+        print(f"{printable(attribute.name):<10} {printable(value[:100])}{'…' if len(value) > 100 else ''}")
+    print_table("Nodes by type", ("type", "#nodes"), sorted(types.items()))
+    more = sum(types.values()) - len(rows)
+    print_table(
+        "First nodes" + (f" ({more} more: --json)" if more > 0 else ""),
+        ("#id", "type", "name", "#start us", "#us", "data_deps"),
+        rows,
+    )
+
+
+def as_dict(node: pb.Node) -> dict[str, Any]:
+    """A node as plain values; fields that are not set are left out."""
+    fields: dict[str, Any] = {"id": node.id, "name": node.name, "type": _type(node)}
+    for name in ("ctrl_deps", "data_deps"):
+        if deps := list(getattr(node, name)):
+            fields[name] = deps
+    fields |= {"start_time_micros": node.start_time_micros, "duration_micros": node.duration_micros}
+    for name in ("inputs", "outputs"):
+        if node.HasField(name):
+            text = getattr(node, name)
+            fields[name] = {"values": text.values, "shapes": text.shapes, "types": text.types}
+    fields["attr"] = _attributes(node.attr)
+    return fields
+
+
+def _type(node: pb.Node) -> str:
+    return _TYPES.get(node.type) or str(node.type)
+
+
+def _attributes(attributes: Any) -> dict[str, Any]:
+    return {attribute.name: _value(attribute) for attribute in attributes}
+
+
+def _value(attribute: pb.AttributeProto) -> Any:
+    kind = attribute.WhichOneof("value")
+    if kind is None:
+        return None
+    value = getattr(attribute, kind)
+    return list(value.values) if kind.endswith("_list") else value

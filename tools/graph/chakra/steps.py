@@ -1,0 +1,265 @@
+"""From a linked trace to the nodes of a Chakra file, step by step.
+
+Nodes. A host operation becomes a computation on its thread with its exclusive time, less what it waited for the GPU:
+that is what its dependencies are for. A GPU activity becomes a computation on its stream. A communication becomes one
+communication node: its kernel, or the range of its Work where a backend without kernels ran it, or its call where
+neither is known. A kernel that runs a batch of sends and receives becomes one node for each of them. Roots of
+processes and threads are removed; they wait for nothing, so nothing is lost with them.
+
+Dependencies. Everything on one lane (thread, stream) follows what comes before it there; every other edge of the
+linked trace is kept, unless the order of the two lanes implies it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
+
+from crossrank.comm import operation_of
+from crossrank.errors import CrossrankError
+from crossrank.tools.graph.chakra.graph import ChakraNode, Comm, Dependency, Lane
+from crossrank.tools.graph.chakra.groups import NumberedGroup, number
+from crossrank.tools.graph.linking import Communication, EdgeKind, HostOp, LinkedTrace
+from crossrank.tools.graph.linking.dependencies import in_program_order
+from crossrank.tools.traces.execution_trace import io, io_texts
+from crossrank.tools.traces.param_comms import tensor_bytes
+
+
+def number_groups(trace: LinkedTrace) -> dict[str, NumberedGroup]:
+    """The groups that communications use, by their names."""
+    numbered: dict[str, NumberedGroup] = {}
+    for communication in trace.communications:
+        if communication.group is not None and communication.record.pg not in numbered:
+            numbered[communication.record.pg] = number(communication.group, trace.world_size)
+    return numbered
+
+
+def convert_nodes(trace: LinkedTrace) -> dict[int, ChakraNode]:
+    """One node for everything that takes time, without dependencies, by id."""
+    nodes: dict[int, ChakraNode] = {}
+    begin = min((op.start_ns for op in trace.host if op.start_ns is not None), default=0)
+    last_start: dict[int, int] = {}
+    launching = {activity.host for activity in trace.activities}
+    for op in in_program_order(trace.host):
+        if "process_group:init" in op.node.name:
+            continue  # the groups stand in a metadata node
+        # An operation without a time began after the one before it.
+        start = op.start_ns if op.start_ns is not None else last_start.get(op.node.tid, begin)
+        last_start[op.node.tid] = start
+        nodes[op.id] = ChakraNode(
+            id=op.id,
+            name=op.node.name,
+            lane=("thread", op.node.tid),
+            start_ns=start,
+            duration_ns=max(0, (op.exclusive_ns or 0) - op.blocked_ns),
+            is_cpu=True,
+            dependencies=[],
+            host=op.id,
+            rf_id=op.node.rf_id,
+            tensor_bytes=tensor_bytes(io(op.node.inputs).values) if op.id in launching else 0,
+            inputs=io_texts(op.node.inputs),
+            outputs=io_texts(op.node.outputs),
+        )
+    for activity in trace.activities:
+        launched_by = nodes.get(activity.host or 0)
+        nodes[activity.id] = ChakraNode(
+            id=activity.id,
+            name=activity.name,
+            lane=("stream", (activity.device, activity.stream)),
+            start_ns=activity.start_ns,
+            duration_ns=activity.duration_ns,
+            is_cpu=False,
+            dependencies=[],
+            host=activity.host,
+            tensor_bytes=launched_by.tensor_bytes if launched_by else 0,
+        )
+    return nodes
+
+
+def convert_communications(
+    trace: LinkedTrace, nodes: dict[int, ChakraNode], groups: Mapping[str, NumberedGroup], warnings: list[str]
+) -> dict[int, list[int]]:
+    """Turn the runs of communications into communication nodes.
+
+    Returns which nodes stand for a node that became several: kernel -> one node for each call of its batch.
+    """
+    fresh = count(1 + max([0, *(op.id for op in trace.host), *(activity.id for activity in trace.activities)]))
+    ops = {op.id: op for op in trace.host}
+    several: dict[int, list[int]] = {}
+    batch: list[Communication] = []  # sends and receives whose kernel is not launched yet
+    unknown = 0
+    for communication in trace.communications:
+        operation = operation_of(communication.record.op)
+        known = operation is not None and not (communication.host is None and communication.group is None)
+        if communication.activities and not known and not batch:
+            unknown += 1
+        elif communication.activities:
+            calls = [communication] if known else []
+            if not known or (operation is not None and operation.p2p):
+                calls, batch = batch + calls, []
+            run = nodes[communication.activities[0]]
+            members = [run, *(_copy(run, next(fresh)) for _ in calls[1:])]
+            for node, call in zip(members, calls, strict=True):
+                node.comm = _comm(call, groups)
+                if len(calls) > 1:
+                    node.name = call.record.c10d or call.record.op
+                nodes[node.id] = node
+            if len(members) > 1:
+                several[run.id] = [node.id for node in members]
+        elif communication.work is not None:
+            work = _work(communication, ops[communication.work], nodes, _comm(communication, groups))
+            nodes[work.id] = work
+        elif operation is None:
+            unknown += 1
+        elif operation.p2p and communication.record.batch is not None:
+            batch.append(communication)
+        else:
+            node = _call_alone(communication, nodes, _comm(communication, groups), next(fresh))
+            nodes[node.id] = node
+    for communication in batch:
+        node = _call_alone(communication, nodes, _comm(communication, groups), next(fresh))
+        nodes[node.id] = node
+    if unknown:
+        warnings.append(
+            f"{unknown} communication(s) of which no operation or group is known are none in the trace, their kernels "
+            "computations: link with the rank's comms file, or a trace with record_param_comms"
+        )
+    return several
+
+
+def _work(communication: Communication, op: HostOp, nodes: Mapping[int, ChakraNode], comm: Comm) -> ChakraNode:
+    call = nodes.get(communication.host or 0)
+    return ChakraNode(
+        id=op.id,
+        name=op.node.name,
+        lane=_own_lane(op.id),
+        start_ns=op.start_ns if op.start_ns is not None else call.start_ns if call else 0,
+        duration_ns=op.duration_ns or 0,
+        is_cpu=False,
+        dependencies=[],
+        comm=comm,
+        host=communication.host,
+        rf_id=op.node.rf_id,
+    )
+
+
+def _call_alone(communication: Communication, nodes: Mapping[int, ChakraNode], comm: Comm, node_id: int) -> ChakraNode:
+    """A communication of which nothing but the call is known: it takes no time beyond the call's own."""
+    call = nodes.get(communication.host or 0)
+    return ChakraNode(
+        id=node_id,
+        name=communication.record.c10d or communication.record.op,
+        lane=_own_lane(node_id),
+        start_ns=call.start_ns if call else communication.record.t,
+        duration_ns=0,
+        is_cpu=False,
+        dependencies=[Dependency(call.id, "launch")] if call else [],
+        comm=comm,
+        host=communication.host,
+    )
+
+
+def _own_lane(node_id: int) -> Lane:
+    """A communication outside the streams follows others only by its edges."""
+    return ("communication", node_id)
+
+
+def _copy(node: ChakraNode, node_id: int) -> ChakraNode:
+    return ChakraNode(
+        id=node_id,
+        name=node.name,
+        lane=_own_lane(node_id),
+        start_ns=node.start_ns,
+        duration_ns=node.duration_ns,
+        is_cpu=False,
+        dependencies=[],
+        host=node.host,
+        tensor_bytes=node.tensor_bytes,
+    )
+
+
+def _comm(communication: Communication, groups: Mapping[str, NumberedGroup]) -> Comm:
+    record = communication.record
+    group = groups.get(record.pg)
+    if group is None:
+        raise CrossrankError(
+            f"communication {record.op} of node {communication.host} is on process group {record.pg!r}, which nobody "
+            "defines; link with the rank's comms file, or a trace with '## process_group:init ##'"
+        )
+    return Comm(record, group)
+
+
+def draw_dependencies(
+    trace: LinkedTrace, nodes: Mapping[int, ChakraNode], several: Mapping[int, Sequence[int]]
+) -> None:
+    """Give every node what it waits for.
+
+    A node that became several passes its dependencies to each, and what depends on it depends on each. Edges from
+    roots, which wait for nothing themselves, go with them. Communications of one group that ran at the same time (a
+    gloo group has several threads) keep the order of their calls alone: a dependency here means that the source has
+    ended.
+    """
+    for edge in trace.edges:
+        sources = several.get(edge.source, (edge.source,))
+        for target in several.get(edge.target, (edge.target,)):
+            for source in sources:
+                if source not in nodes or target not in nodes or source == target:
+                    continue
+                if edge.kind != "group_order" or not _overlap(nodes[source], nodes[target]):
+                    # Whoever makes the call launches what runs outside its thread.
+                    calls = edge.kind == "caller" and nodes[target].is_cpu
+                    kind = edge.kind if calls or edge.kind != "caller" else "launch"
+                    nodes[target].dependencies.append(Dependency(source, kind, edge.inferred))
+
+
+def _overlap(source: ChakraNode, target: ChakraNode) -> bool:
+    return source.start_ns + source.duration_ns > target.start_ns
+
+
+def reduce_dependencies(nodes: Mapping[int, ChakraNode]) -> int:
+    """Drop the edges that the order of lanes implies, and double ones. Returns how many went.
+
+    Along a lane every node waits for the one before it. So of several edges from one lane the last source implies
+    the others, and an edge is implied by one that an earlier node of the target's lane has.
+    """
+    position: dict[int, int] = {}
+    lanes: dict[Lane, list[ChakraNode]] = defaultdict(list)
+    for node in _in_lane_order(nodes.values()):
+        position[node.id] = len(lanes[node.lane])
+        lanes[node.lane].append(node)
+    dropped = 0
+    for lane, members in lanes.items():
+        reached: dict[Lane, int] = {}
+        for place, node in enumerate(members):
+            best: dict[Lane, Dependency] = {}
+            caller = [d for d in node.dependencies if d.kind == "caller"]
+            # The caller is often the one before, so its edge alone does not say the order.
+            kept = [Dependency(members[place - 1].id, _LANE_KINDS[lane[0]])] if place else []
+            for dependency in node.dependencies:
+                if dependency.kind == "caller":
+                    continue
+                source = nodes[dependency.source]
+                at = position[source.id]
+                if source.lane == lane:
+                    if at > place:
+                        kept.append(dependency)  # against the order: the search for cycles tells
+                    continue
+                known = best.get(source.lane)
+                if known is None or at > position[known.source]:
+                    best[source.lane] = dependency
+            for other, dependency in best.items():
+                at = position[dependency.source]
+                if at > reached.get(other, -1):
+                    reached[other] = at
+                    kept.append(dependency)
+            dropped += max(0, len(node.dependencies) - len(kept) - len(caller))
+            node.dependencies = caller + sorted(kept, key=lambda dependency: dependency.source)
+    return dropped
+
+
+_LANE_KINDS: dict[str, EdgeKind] = {"thread": "program_order", "stream": "stream"}
+
+
+def _in_lane_order(nodes: Iterable[ChakraNode]) -> list[ChakraNode]:
+    return sorted(nodes, key=lambda node: (node.rf_id, 0, 0) if node.is_cpu else (0, node.start_ns, node.id))

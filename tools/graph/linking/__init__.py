@@ -1,0 +1,33 @@
+"""Links execution traces with Kineto traces into one graph per rank.
+
+```python
+from crossrank.tools.graph.linking import link
+
+trace = link("rank-0.et.json.zst", "rank-0.kineto.json.zst", "rank-0.comms.jsonl.zst")
+print(trace.report.host_rate, len(trace.communications), trace.report.edges)
+```
+"""
+
+from crossrank.tools.graph.linking.graph import (
+    EDGE_KINDS,
+    Activity,
+    Communication,
+    Edge,
+    EdgeKind,
+    HostOp,
+    LinkedTrace,
+    MatchReport,
+)
+from crossrank.tools.graph.linking.link import link
+
+__all__ = [
+    "EDGE_KINDS",
+    "Activity",
+    "Communication",
+    "Edge",
+    "EdgeKind",
+    "HostOp",
+    "LinkedTrace",
+    "MatchReport",
+    "link",
+]

@@ -1,0 +1,205 @@
+"""Draws the edges of the graph: one function for each reason why something waits."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from crossrank.comm import operation_of
+from crossrank.tools.graph.linking.graph import Activity, Communication, Edge, HostOp
+
+PAUSE_NS = 1_000_000
+"""A thread that did nothing for longer than this may have waited for another one."""
+_BACKWARD_SCOPE = 1
+
+
+def callers(host: Sequence[HostOp]) -> Iterator[Edge]:
+    for op in host:
+        if op.caller:
+            yield Edge(op.caller, op.id, "caller")
+
+
+def program_order(host: Sequence[HostOp]) -> Iterator[Edge]:
+    """From each operation to the next that its thread began, where that is not called by it."""
+    last: dict[int, int] = {}
+    for op in in_program_order(host):
+        before = last.get(op.node.tid)
+        if before is not None and before != op.caller:
+            yield Edge(before, op.id, "program_order")
+        last[op.node.tid] = op.id
+
+
+def in_program_order(host: Sequence[HostOp]) -> list[HostOp]:
+    """Operations by the start of their RecordFunctions, without the roots and without what no thread runs."""
+    return sorted((op for op in host if op.node.rf_id > 0 and not op.is_work), key=_rf_id)
+
+
+def _rf_id(op: HostOp) -> int:
+    return op.node.rf_id
+
+
+def launches(activities: Sequence[Activity]) -> Iterator[Edge]:
+    for activity in activities:
+        if activity.host is not None:
+            yield Edge(activity.host, activity.id, "launch")
+
+
+def stream_order(activities: Sequence[Activity]) -> Iterator[Edge]:
+    """`activities` are in the order of starts."""
+    last: dict[tuple[object, object], int] = {}
+    for activity in activities:
+        lane = (activity.device, activity.stream)
+        before = last.get(lane)
+        if before is not None:
+            yield Edge(before, activity.id, "stream")
+        last[lane] = activity.id
+
+
+def forward_backward(host: Sequence[HostOp]) -> Iterator[Edge]:
+    """Autograd gives a backward node the sequence number and the thread of its forward operation.
+
+    Several forward operations share a number where an inner one needs no gradient; the one begun last made the
+    backward node, as Kineto's `fwdbwd` arrows have it.
+    """
+    forward: dict[tuple[int, int], int] = {}
+    for op in sorted((op for op in host if op.node.seq_id >= 0), key=_rf_id):
+        node = op.node
+        if node.scope != _BACKWARD_SCOPE and not node.fw_tid:
+            forward[node.tid, node.seq_id] = op.id
+            continue
+        source = forward.get((node.fw_tid, node.seq_id))
+        if source is not None:
+            yield Edge(source, op.id, "forward_backward")
+
+
+def inter_thread(host: Sequence[HostOp]) -> Iterator[Edge]:
+    """Where a thread begins, or goes on after a pause: what another thread finished last before that.
+
+    After a pause only what was finished during it counts.
+    """
+    threads: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # (start, end, id)
+    for op in host:
+        if op.start_ns is not None and op.duration_ns is not None and not op.is_work and op.node.rf_id > 0:
+            threads[op.node.tid].append((op.start_ns, op.start_ns + op.duration_ns, op.id))
+    if len(threads) < 2:
+        return
+    ends = {}
+    for tid, ops in threads.items():
+        ops.sort()
+        ends[tid] = sorted((end, op_id) for _, end, op_id in ops)
+    for tid, ops in threads.items():
+        busy_until: int | None = None
+        for start, end, op_id in ops:
+            if busy_until is None or start - busy_until > PAUSE_NS:
+                latest = _latest_end((entries for other, entries in ends.items() if other != tid), start)
+                if latest is not None and (busy_until is None or latest[0] > busy_until):
+                    yield Edge(latest[1], op_id, "inter_thread", inferred=True, slack_ns=start - latest[0])
+            busy_until = end if busy_until is None else max(busy_until, end)
+
+
+def work_waits(
+    host: Sequence[HostOp], communications: Sequence[Communication], unresolved: dict[str, int]
+) -> Iterator[Edge]:
+    """Where a thread goes on after the Work of a communication that runs on the host (gloo).
+
+    A call that is not asynchronous returns when its Work is done. Otherwise the thread waited if it did nothing, or
+    was inside a communication, when the Work ended, and went on soon after. The rest is counted in `unresolved`.
+    """
+    ops = {op.id: op for op in host}
+    threads: dict[int, list[HostOp]] = defaultdict(list)
+    for op in in_program_order(host):
+        if op.start_ns is not None:
+            threads[op.node.tid].append(op)
+    for communication in communications:
+        work = ops.get(communication.work) if communication.work is not None else None
+        if work is None or work.start_ns is None or work.duration_ns is None:
+            continue
+        end = work.start_ns + work.duration_ns
+        thread = threads.get(work.node.tid, [])
+        at = bisect_left(thread, end, key=_start)
+        if at == len(thread):
+            unresolved[_NOTHING_FOLLOWS] = unresolved.get(_NOTHING_FOLLOWS, 0) + 1
+            continue
+        target, slack = thread[at], _start(thread[at]) - end
+        if communication.record.is_async is False:
+            yield Edge(work.id, target.id, "sync")
+        elif slack <= PAUSE_NS and _idle(thread, at, end, slack):
+            yield Edge(work.id, target.id, "sync", inferred=True, slack_ns=slack)
+        else:
+            unresolved[_OVERLAPS] = unresolved.get(_OVERLAPS, 0) + 1
+
+
+def _idle(thread: Sequence[HostOp], following: int, moment: int, slack: int) -> bool:
+    """Whether a thread did nothing but wait at a moment: for longer than it then took to go on."""
+    busy_until = 0
+    for op in reversed(thread[max(0, following - _LOOK_BACK) : following]):
+        start, duration = op.start_ns or 0, op.duration_ns or 0
+        if start + duration >= moment:
+            return operation_of(op.node.name) is not None or "wait" in op.node.name
+        busy_until = max(busy_until, start + duration)
+    return moment - busy_until > slack
+
+
+_LOOK_BACK = 64
+_NOTHING_FOLLOWS = "nothing follows the wait in the execution trace"
+_OVERLAPS = "nothing is seen to wait for a Work when it ends"
+
+
+def _start(op: HostOp) -> int:
+    return op.start_ns or 0
+
+
+def _latest_end(threads: Iterable[list[tuple[int, int]]], until: int) -> tuple[int, int] | None:
+    latest: tuple[int, int] | None = None
+    for entries in threads:
+        at = bisect_right(entries, until, key=_time)
+        if at and (latest is None or entries[at - 1] > latest):
+            latest = entries[at - 1]
+    return latest
+
+
+def _time(entry: tuple[int, int]) -> int:
+    return entry[0]
+
+
+def group_order(communications: Sequence[Communication]) -> Iterator[Edge]:
+    """From each communication to the next on its group; for P2P, on its group with the same peer and direction."""
+    last: dict[tuple[object, ...], int] = {}
+    for communication in communications:
+        record = communication.record
+        operation = operation_of(record.op)
+        p2p = operation is not None and operation.p2p
+        key = (record.pg, record.op, record.peer) if p2p else (record.pg,)
+        node = runs_as(communication)
+        before = last.get(key)
+        if before is not None and before != node:
+            yield Edge(before, node, "group_order")
+        last[key] = node
+
+
+def runs_as(communication: Communication) -> int:
+    """The node that stands for the communication's own run: its kernel, its Work, or the call."""
+    if communication.activities:
+        return communication.activities[0]
+    if communication.work is not None:
+        return communication.work
+    assert communication.host is not None
+    return communication.host
+
+
+class NextOnThread:
+    """Finds what a thread does after a moment: where the host goes on when a wait is over."""
+
+    def __init__(self, begun: Iterable[tuple[tuple[object, object], int, int]]) -> None:
+        """`begun` holds (thread, start, id of the host node)."""
+        self._threads: dict[tuple[object, object], list[tuple[int, int]]] = defaultdict(list)
+        for thread, start, op_id in begun:
+            self._threads[thread].append((start, op_id))
+        for entries in self._threads.values():
+            entries.sort()
+
+    def __call__(self, thread: tuple[object, object], moment: int) -> int | None:
+        entries = self._threads.get(thread, [])
+        at = bisect_left(entries, moment, key=_time)
+        return entries[at][1] if at < len(entries) else None

@@ -1,0 +1,189 @@
+"""The linked graph of one rank: host operations, GPU activities and communications, and why one waits for another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from crossrank.comm import CommRecord, Group
+from crossrank.tools.traces.execution_trace import HostNode
+
+EdgeKind = Literal[
+    "caller",
+    "program_order",
+    "launch",
+    "stream",
+    "inter_thread",
+    "forward_backward",
+    "sync",
+    "stream_wait",
+    "group_order",
+]
+
+EDGE_KINDS: dict[EdgeKind, str] = {
+    "caller": "the host operation that called it",
+    "program_order": "the operation that its thread began before it",
+    "launch": "the host operation that launched the GPU activity",
+    "stream": "the activity before it on the same stream of the same device",
+    "inter_thread": "what another thread did last before this thread began or went on after a pause",
+    "forward_backward": "the forward operation whose gradient it computes",
+    "sync": "the GPU activity that the host waited for before it",
+    "stream_wait": "the activity of another stream that its stream waits for",
+    "group_order": "the communication before it in the same process group",
+}
+
+
+class Edge(msgspec.Struct, frozen=True, gc=False):
+    """`target` cannot begin before `source` has ended; for `caller`, `program_order`, `launch`, `forward_backward` and
+    `group_order`, before it has begun."""
+
+    source: int
+    target: int
+    kind: EdgeKind
+    inferred: bool = False
+    """Concluded from times and names rather than recorded."""
+    slack_ns: int | None = None
+    """How long after the source's end what waited went on: small where it really waited. For a stream, from the end
+    of the source or the launch of the target, whichever is later, to the start of the target."""
+
+
+class HostOp(msgspec.Struct, gc=False):
+    """A node of the execution trace with its times; None where no Kineto event matched."""
+
+    node: HostNode
+    caller: int
+    """Id of the calling node; that of the execution trace, unless it cannot be. 0 where there is none."""
+    start_ns: int | None = None
+    duration_ns: int | None = None
+    exclusive_ns: int | None = None
+    """Duration without the operations called on the same thread."""
+    blocked_ns: int = 0
+    """Part of the exclusive time in which it stood in a runtime call that waited for the GPU, as far as an edge says
+    for what."""
+    is_work: bool = False
+    """The range of a Work (`gloo:all_reduce`): begun by its thread, but not run by it."""
+
+    @property
+    def id(self) -> int:
+        return self.node.id
+
+
+class Activity(msgspec.Struct, gc=False):
+    """A kernel, copy or memset on a GPU."""
+
+    id: int
+    """Continues the numbers of the host nodes, in the order of starts."""
+    name: str
+    category: str
+    """kernel, gpu_memcpy or gpu_memset."""
+    device: int | str | None
+    stream: int | str | None
+    start_ns: int
+    duration_ns: int
+    correlation: int | None
+    host: int | None
+    """Id of the innermost host node around the launch; None where there is none, see `unlinked`."""
+    unlinked: str | None
+    args: msgspec.Raw
+    """As they stand in the Kineto trace."""
+    library: str | None = None
+    """Whose communication kernel it is; None for one that does not communicate."""
+
+
+class Communication(msgspec.Struct, gc=False, kw_only=True):
+    """One collective or P2P call, whatever recorded it."""
+
+    record: CommRecord
+    """`t` is on the clock of the trace, in ns, except where the rank's comms file gave the record."""
+    group: Group | None
+    origin: str
+    """What the record was read from: a key of `communications.SOURCES`."""
+    host: int | None
+    """Id of the host node that the record belongs to; None for a kernel without one."""
+    activities: list[int] = []
+    """Ids of the communication kernels launched for it."""
+    work: int | None = None
+    """Id of the host node that is the range of its Work, where a backend without GPU kernels ran it."""
+    seq_counted: bool = False
+    """`seq` and `p2p_seq` were counted from the start of the trace rather than recorded."""
+
+
+@dataclass(kw_only=True)
+class MatchReport:
+    """What was matched by which method, and what was not and why. All counts are of this rank and trace."""
+
+    host_nodes: int = 0
+    """Nodes of the execution trace that have a RecordFunction, and so could have an event."""
+    host_matched: dict[str, int] = field(default_factory=dict)
+    """Method -> nodes."""
+    host_unmatched: dict[str, int] = field(default_factory=dict)
+    """Reason -> nodes."""
+    host_unmatched_names: dict[str, int] = field(default_factory=dict)
+    """The most frequent names among them."""
+    kineto_unmatched: dict[str, int] = field(default_factory=dict)
+    """Reason -> host events of the Kineto trace without a node."""
+    activities: dict[str, int] = field(default_factory=dict)
+    """Category -> GPU activities in the Kineto trace."""
+    activities_linked: dict[str, int] = field(default_factory=dict)
+    """Method -> activities that have a host node."""
+    activities_unlinked: dict[str, int] = field(default_factory=dict)
+    """Reason -> activities of this trace without a host node. They are kept in the graph."""
+    activities_outside: dict[str, int] = field(default_factory=dict)
+    """Reason -> activities that have no part in this trace. They are not in the graph."""
+    communications: dict[str, int] = field(default_factory=dict)
+    """Source -> communications."""
+    communication_kernels_alone: int = 0
+    """Communication kernels of which only the name is known."""
+    syncs: dict[str, int] = field(default_factory=dict)
+    """Kind of synchronisation -> events (or calls, where inferred)."""
+    syncs_unresolved: dict[str, int] = field(default_factory=dict)
+    """Reason -> synchronisations that gave no edge."""
+    edges: dict[str, int] = field(default_factory=dict)
+    """Kind, with `inferred ` before it where it is -> edges."""
+    doubts: list[str] = field(default_factory=list)
+    """What says that the two files are not of one run."""
+    damage: list[str] = field(default_factory=list)
+    """What of the files could not be read."""
+    unread: dict[str, int] = field(default_factory=dict)
+    """Category -> Kineto events that have no part in the graph."""
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def host_rate(self) -> float:
+        return sum(self.host_matched.values()) / self.host_nodes if self.host_nodes else 1.0
+
+    @property
+    def activity_rate(self) -> float:
+        linked = sum(self.activities_linked.values())
+        total = linked + sum(self.activities_unlinked.values())
+        return linked / total if total else 1.0
+
+
+@dataclass(kw_only=True)
+class LinkedTrace:
+    """Everything that one rank did in one window, in one graph."""
+
+    rank: int | None
+    kineto_rank: int | None
+    """What the Kineto trace's `distributedInfo` says."""
+    world_size: int | None
+    schema: str
+    """Schema of the execution trace."""
+    pid: int | None
+    time: str | None
+    start_ts: int | None
+    finish_ts: int | None
+    base_ns: int
+    """Nanoseconds since 1970 at time 0 of the trace."""
+    inputs: dict[str, str]
+    """Path -> SHA-256 of its uncompressed content."""
+    host: list[HostOp]
+    """In ascending order of ids."""
+    activities: list[Activity]
+    """In ascending order of ids, and of starts."""
+    communications: list[Communication]
+    groups: list[Group]
+    edges: list[Edge]
+    report: MatchReport

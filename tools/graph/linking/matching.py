@@ -1,0 +1,197 @@
+"""Which Kineto event is which node of the execution trace.
+
+Since 2024 both carry the id of the RecordFunction. For older traces each thread's sequence of names is aligned with
+the sequence of the Kineto thread that it fits best (see `alignment`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+
+from crossrank.tools.graph.linking.alignment import Alignment, OpSequence, align
+from crossrank.tools.traces.execution_trace import ExecutionTrace, HostNode
+from crossrank.tools.traces.kineto import HostEvent, Id, KinetoTrace
+
+BY_RF_ID = "record function id"
+BY_SEQUENCE = "sequence of names"
+
+Thread = tuple[Id, Id]
+
+# Local times of ET and Kineto may be in any two time zones.
+_SECONDS_BETWEEN_ZONES = 26 * 3600
+
+
+@dataclass(kw_only=True)
+class HostMatch:
+    """Nodes and events by their positions in `ExecutionTrace.nodes` and `KinetoTrace.host`; -1 is no match."""
+
+    event_of: list[int]
+    node_of: list[int]
+    method: str
+    unmatched: dict[int, str] = field(default_factory=dict)
+    """Node position -> why a node that has a RecordFunction has no event."""
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def matched(self) -> int:
+        return sum(event >= 0 for event in self.event_of)
+
+    @property
+    def rate(self) -> float:
+        """Share of the nodes with a RecordFunction that have an event."""
+        total = self.matched + len(self.unmatched)
+        return self.matched / total if total else 1.0
+
+    def pair(self, node: int, event: int) -> None:
+        self.event_of[node] = event
+        self.node_of[event] = node
+
+
+def match_hosts(et: ExecutionTrace, kineto: KinetoTrace) -> HostMatch:
+    """Match the host's operations, and say of each that has no event why."""
+    by_id = any(event.rf_id is not None for event in kineto.host)
+    match = HostMatch(
+        event_of=[-1] * len(et.nodes),
+        node_of=[-1] * len(kineto.host),
+        method=BY_RF_ID if by_id else BY_SEQUENCE,
+    )
+    if by_id:
+        _match_by_id(et, kineto.host, match)
+    else:
+        _match_by_sequence(et, kineto.host, match)
+    return match
+
+
+def doubts(et: ExecutionTrace, kineto: KinetoTrace, match: HostMatch) -> list[str]:
+    """What says that the two files are not of one run. One doubt can be an accident, two hardly."""
+    found = []
+    pids = {event.pid for event in kineto.host}
+    if et.pid is not None and kineto.host and et.pid not in pids:
+        found.append(f"process {et.pid} in the one, {', '.join(sorted(map(str, pids))[:3])} in the other")
+    seconds = _written(et)
+    if seconds is not None and kineto.host:
+        start = (kineto.base_ns + min(event.start for event in kineto.host)) // 10**9
+        if abs(seconds - start) > _SECONDS_BETWEEN_ZONES:
+            found.append(f"written {et.time} in the one, {_day(start)} in the other")
+    # Few matches alone also mean that the two files cover different times of one run.
+    if match.rate < 0.5 and found:
+        found.append(f"only {match.matched} of {match.matched + len(match.unmatched)} operations match by name")
+    return found
+
+
+def _day(seconds: int) -> str:
+    try:
+        return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError, OSError):
+        return f"{seconds} s after 1970"
+
+
+def _written(et: ExecutionTrace) -> float | None:
+    try:
+        return datetime.strptime(et.time or "", "%Y-%m-%d %H:%M:%S").replace(tzinfo=timezone.utc).timestamp()
+    except ValueError:
+        return None
+
+
+def _match_by_id(et: ExecutionTrace, events: Sequence[HostEvent], match: HostMatch) -> None:
+    event_of_id: dict[int, int] = {}
+    doubled = 0
+    # A trace of several processes has the ids of each.
+    known = any(event.pid == et.pid for event in events)
+    for index, event in enumerate(events):
+        if known and event.pid != et.pid:
+            continue
+        if event.rf_id is not None and event_of_id.setdefault(event.rf_id, index) != index:
+            doubled += 1
+    if doubled:
+        match.warnings.append(f"{doubled} Kineto event(s) repeat a record function id; the first of each was taken")
+    first, last = min(event_of_id, default=0), max(event_of_id, default=0)
+    for position, node in enumerate(et.nodes):
+        if node.rf_id <= 0:
+            continue
+        index_or_none = event_of_id.get(node.rf_id)
+        if index_or_none is None:
+            outside = not first <= node.rf_id <= last
+            match.unmatched[position] = "outside the Kineto trace" if outside else "no Kineto event with its id"
+        elif events[index_or_none].name != node.name:
+            match.unmatched[position] = "the Kineto event with its id has another name"
+        elif match.node_of[index_or_none] >= 0:
+            match.unmatched[position] = "its id was used before"
+        else:
+            match.pair(position, index_or_none)
+
+
+def _match_by_sequence(et: ExecutionTrace, events: Sequence[HostEvent], match: HostMatch) -> None:
+    nodes = et.nodes
+    ours: dict[int, list[int]] = defaultdict(list)
+    for position in sorted(range(len(nodes)), key=lambda position: nodes[position].rf_id):
+        if nodes[position].rf_id > 0:
+            ours[nodes[position].tid].append(position)
+    theirs: dict[Thread, list[int]] = defaultdict(list)
+    pids = {event.pid for event in events}
+    for index in in_order_of_starts(events):
+        if et.pid not in pids or events[index].pid == et.pid:
+            theirs[events[index].pid, events[index].tid].append(index)
+    names = {thread: Counter(events[index].name for index in indices) for thread, indices in theirs.items()}
+    for tid, positions in sorted(ours.items(), key=lambda item: -len(item[1])):
+        wanted = Counter(nodes[position].name for position in positions)
+        common = {thread: sum((wanted & counts).values()) for thread, counts in names.items()}
+        thread = max(common, key=lambda thread: common[thread], default=None)
+        if thread is None or not common[thread]:
+            match.unmatched.update(dict.fromkeys(positions, "its thread is not in the Kineto trace"))
+            continue
+        indices = theirs[thread]
+        alignment = align(
+            OpSequence([nodes[p].name for p in positions], [nodes[p].seq_id for p in positions]),
+            OpSequence([events[i].name for i in indices], [events[i].seq_id for i in indices]),
+        )
+        for i, j in alignment.pairs:
+            match.pair(positions[i], indices[j])
+        _explain(alignment, positions, match)
+        match.warnings += _alignment_warnings(tid, alignment, positions, indices, nodes, events)
+        del names[thread]
+
+
+def _explain(alignment: Alignment, positions: list[int], match: HostMatch) -> None:
+    first = alignment.pairs[0][0] if alignment.pairs else 0
+    last = alignment.pairs[-1][0] if alignment.pairs else -1
+    for i, position in enumerate(positions):
+        if match.event_of[position] < 0:
+            inside = first < i < last
+            match.unmatched[position] = "no Kineto event in its place" if inside else "outside the Kineto trace"
+
+
+def _alignment_warnings(
+    tid: int,
+    alignment: Alignment,
+    positions: list[int],
+    indices: list[int],
+    nodes: Sequence[HostNode],
+    events: Sequence[HostEvent],
+) -> list[str]:
+    warnings = []
+    if alignment.places > 1:
+        warnings.append(
+            f"thread {tid}: its names fit the Kineto trace at {alignment.places} places equally well; the first was "
+            "taken, so times may be those of another iteration"
+        )
+    shifts = Counter(
+        events[indices[j]].seq_id - nodes[positions[i]].seq_id
+        for i, j in alignment.pairs
+        if nodes[positions[i]].seq_id >= 0 <= events[indices[j]].seq_id
+    )
+    if shifts and shifts.most_common(1)[0][0] != 0:
+        shift, count = shifts.most_common(1)[0]
+        warnings.append(
+            f"thread {tid}: autograd's sequence numbers differ by {shift} ({count} of {shifts.total()} operations): "
+            "the two files hold different iterations of one job, and times are those of the Kineto trace's"
+        )
+    return warnings
+
+
+def in_order_of_starts(events: Sequence[HostEvent]) -> list[int]:
+    """Indices in the order of starts. The external id, given at the start, decides between equal times."""
+    return sorted(range(len(events)), key=lambda i: (events[i].start, events[i].external_id or 0, -events[i].end))

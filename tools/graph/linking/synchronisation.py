@@ -1,0 +1,199 @@
+"""Who waits for the GPU: the host at synchronising calls, and a stream for another one's event.
+
+CUPTI's `cuda_sync` events (`enable_cuda_sync_events=True`) say it, by kind:
+
+- Context Sync (cudaDeviceSynchronize): the host waits for the last activity of every stream of the device.
+- Stream Sync (cudaStreamSynchronize): for the last one of one stream.
+- Event Sync (cudaEventSynchronize, cudaEventQuery): for the last one launched on the event's stream before the
+  call that recorded the event.
+- Stream Wait Event (cudaStreamWaitEvent): the next activity launched on the waiting stream waits for that one.
+
+A trace without such events still has the calls. A blocking call then waited for what ended last while it lasted:
+that is inferred and marked so, with the time from the end of the activity to the end of the wait. What streams wait
+for is inferred in `stream_waits`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from crossrank.tools.traces.kineto import Call, Id, KinetoTrace, SyncEvent
+
+STREAM_WAIT = "Stream Wait Event"
+CLOCK_NS = 2_000
+"""Host and device clocks are joined, and times rounded, to about this much."""
+
+_EVERY_STREAM = ("DeviceSynchronize", "CtxSynchronize")
+_ONE_STREAM = ("StreamSynchronize", "EventSynchronize")
+_ASYNC = "Async"
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Positions in `KinetoTrace.device` and `KinetoTrace.calls`."""
+
+    source: int
+    """The activity that is waited for."""
+    call: int
+    """The call that waits, or that makes a stream wait; -1 where it is not in the trace."""
+    target: int = -1
+    """The activity that waits; -1 where the host does."""
+    inferred: bool = False
+    slack_ns: int | None = None
+
+
+@dataclass(kw_only=True)
+class Waits:
+    """All waits of a trace."""
+
+    waits: list[Wait] = field(default_factory=list)
+    kinds: Counter[str] = field(default_factory=Counter)
+    """Kind -> synchronisations looked at."""
+    unresolved: Counter[str] = field(default_factory=Counter)
+    """Reason -> synchronisations that gave no wait."""
+
+
+def find_waits(kineto: KinetoTrace, launch_call: Sequence[int]) -> Waits:
+    """`launch_call` gives the launching call of each activity, -1 where it is not known."""
+    lanes = _Lanes(kineto, launch_call)
+    return _recorded(kineto, lanes) if kineto.syncs else _inferred(kineto, lanes)
+
+
+@dataclass
+class _Lane:
+    """One stream of one device: its activities by their start, by their end, and by their launch."""
+
+    by_start: list[tuple[int, int]] = field(default_factory=list)
+    by_end: list[tuple[int, int]] = field(default_factory=list)
+    by_launch: list[tuple[int, int]] = field(default_factory=list)
+
+
+class _Lanes:
+    def __init__(self, kineto: KinetoTrace, launch_call: Sequence[int]) -> None:
+        self.lanes: dict[tuple[Id, Id], _Lane] = defaultdict(_Lane)
+        self.device = kineto.device
+        for index, activity in enumerate(kineto.device):
+            lane = self.lanes[activity.device, activity.stream]
+            lane.by_start.append((activity.start, index))
+            lane.by_end.append((activity.end, index))
+            if launch_call[index] >= 0:
+                lane.by_launch.append((kineto.calls[launch_call[index]].start, index))
+        for lane in self.lanes.values():
+            lane.by_start.sort()
+            lane.by_end.sort()
+            lane.by_launch.sort()
+
+    def streams(self, device: Id) -> list[_Lane]:
+        return [lane for (of_device, _), lane in self.lanes.items() if of_device == device]
+
+    def stream(self, device: Id, stream: Id) -> list[_Lane]:
+        lane = self.lanes.get((device, stream))
+        return [lane] if lane else []
+
+    def everywhere(self) -> Iterable[_Lane]:
+        return self.lanes.values()
+
+
+def _last(entries: list[tuple[int, int]], until: int) -> int:
+    """The entry at or before a time, -1 for none."""
+    at = bisect_right(entries, until, key=_time)
+    return entries[at - 1][1] if at else -1
+
+
+def _first(entries: list[tuple[int, int]], after: int) -> int:
+    at = bisect_left(entries, after, key=_time)
+    return entries[at][1] if at < len(entries) else -1
+
+
+def _recorded(kineto: KinetoTrace, lanes: _Lanes) -> Waits:
+    found = Waits()
+    call_of: dict[int | None, int] = {
+        call.correlation: index for index, call in enumerate(kineto.calls) if call.correlation
+    }
+    for sync in kineto.syncs:
+        found.kinds[sync.kind] += 1
+        call = call_of.get(sync.correlation, -1)
+        waits = list(_of_sync(sync, call, call_of, kineto.calls, lanes, found.unresolved))
+        found.waits.extend(waits)
+    return found
+
+
+def _of_sync(
+    sync: SyncEvent,
+    call: int,
+    call_of: dict[int | None, int],
+    calls: Sequence[Call],
+    lanes: _Lanes,
+    unresolved: Counter[str],
+) -> Iterable[Wait]:
+    if sync.record_correlation is None and sync.kind in ("Context Sync", "Stream Sync"):
+        some = False
+        context = sync.kind == "Context Sync"
+        for lane in lanes.streams(sync.device) if context else lanes.stream(sync.device, sync.stream):
+            source = _last(lane.by_start, sync.end)
+            if source >= 0:
+                some = True
+                yield Wait(source, call)
+        if not some:
+            unresolved["nothing ran on the stream before"] += 1
+        return
+    record = call_of.get(sync.record_correlation, -1)
+    if record < 0:
+        unresolved["the call that recorded the event is not in the trace"] += 1
+        return
+    waited_for = lanes.stream(sync.device, sync.wait_on_stream)
+    source = _last(waited_for[0].by_launch, calls[record].start) if waited_for else -1
+    if source < 0:
+        unresolved["nothing was launched on the stream before its event"] += 1
+        return
+    if sync.kind != STREAM_WAIT:
+        yield Wait(source, call)
+        return
+    waiting = lanes.stream(sync.device, sync.stream)
+    at = calls[call].start if call >= 0 else sync.start
+    target = _first(waiting[0].by_launch, at) if waiting else -1
+    if target < 0:
+        unresolved["nothing was launched on the waiting stream after"] += 1
+        return
+    yield Wait(source, call, target)
+
+
+def _inferred(kineto: KinetoTrace, lanes: _Lanes) -> Waits:
+    found = Waits()
+    copies = {
+        activity.correlation: index
+        for index, activity in enumerate(kineto.device)
+        if activity.category == "gpu_memcpy" and activity.correlation
+    }
+    for index, call in enumerate(kineto.calls):
+        name = call.name
+        if name.endswith(_EVERY_STREAM):
+            sources = [_last(lane.by_end, call.end + CLOCK_NS) for lane in lanes.everywhere()]
+            _infer(found, kineto, index, name, [source for source in sources if source >= 0])
+        elif name.endswith(_ONE_STREAM):
+            ended = [_last(lane.by_end, call.end + CLOCK_NS) for lane in lanes.everywhere()]
+            inside = [source for source in ended if source >= 0 and kineto.device[source].end >= call.start]
+            latest = max(inside, key=lambda source: kineto.device[source].end, default=-1)
+            _infer(found, kineto, index, name, [latest] if latest >= 0 else [])
+        elif "Memcpy" in name and call.correlation in copies:
+            copy = copies[call.correlation]
+            # A copy that its call outlives, or that is synchronous by name, blocked the host.
+            if _ASYNC not in name or kineto.device[copy].end <= call.end + CLOCK_NS:
+                _infer(found, kineto, index, name, [copy])
+    return found
+
+
+def _infer(found: Waits, kineto: KinetoTrace, call: int, name: str, sources: list[int]) -> None:
+    found.kinds[name] += 1
+    if not sources:
+        found.unresolved["nothing ended while the call lasted"] += 1
+    end = kineto.calls[call].end
+    for source in sources:
+        found.waits.append(Wait(source, call, inferred=True, slack_ns=max(0, end - kineto.device[source].end)))
+
+
+def _time(entry: tuple[int, int]) -> int:
+    return entry[0]

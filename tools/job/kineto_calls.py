@@ -1,0 +1,146 @@
+"""Calls from a Kineto trace alone.
+
+Every kernel that communicates is a call. What it does is taken from the first of these that says it: the arguments
+that Kineto gives with the kernel, the record or the c10d or `nccl:` range on the host that its launch lies in, its
+name. NCCL runs several operations with one kernel (SendRecv), RCCL all of them (Generic), and libraries that call NCCL
+themselves (vLLM's pynccl) leave no range: of such a call the kernel's time is known, and not its size. A trace without
+kernels has the host's records.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from crossrank.budget import Budget
+from crossrank.comm import Group, operation_of
+from crossrank.tools.graph.linking.communications import C10D, FUNCTIONAL, MARKERS
+from crossrank.tools.graph.linking.nesting import Nesting, nest
+from crossrank.tools.traces.kernels import communication_kernel
+from crossrank.tools.traces.kineto import DeviceEvent, HostEvent, KinetoTrace, read_kineto
+from crossrank.tools.traces.param_comms import ParamComms, from_kineto, to_record
+from crossrank.tools.traces.rank_calls import Input, RankCalls, RecordedCall
+
+HALF_HOUR = 1_800_000_000_000
+"""ns that a trace may last which says only when it began."""
+
+ARGUMENTS = "described by the arguments that Kineto gives with the kernel"
+RANGE = "described by the range on the host that its launch lies in"
+NAME = "described by nothing but the kernel's name"
+NOTHING = "communication kernels of which nothing says the operation"
+
+_RANGES = (C10D, *FUNCTIONAL, "nccl:", "rccl:")
+_RECORD = "record_param_comms"
+
+
+def read_kineto_trace(given: Input) -> RankCalls:
+    """The communication of a Kineto trace, each call with the time of its kernel."""
+    trace = read_kineto(given.path)
+    groups = {group.pg: group for group in trace.groups}
+    budget = Budget.of(given.path)
+    told_by: Counter[str] = Counter()
+    rows = _of_kernels(trace, told_by) or _of_host(trace)
+    rows.sort(key=lambda row: row[0])
+    calls = []
+    for number, (start, source, described) in enumerate(rows):
+        group = groups.get(described.pg)
+        if group is None and described.ranks:
+            ranks = budget.ranks(described.ranks)
+            group = groups[described.pg] = Group(pg=described.pg, size=len(ranks), ranks=ranks, desc=described.desc)
+        shapes_from_elements(described)
+        record = to_record(described, group, number=number, time=start + trace.base_ns, c10d="")
+        is_kernel = isinstance(source, DeviceEvent)
+        calls.append(
+            RecordedCall(
+                record=record,
+                took_ns=source.end - source.start if is_kernel else None,
+                began_ns=source.start + trace.base_ns if is_kernel else None,
+            )
+        )
+    return RankCalls(
+        path=given.path,
+        rank=given.rank if given.rank is not None else trace.rank,
+        world_size=trace.world_size,
+        calls=calls,
+        groups=list(groups.values()),
+        numbered=False,
+        span=(trace.base_ns, trace.base_ns + HALF_HOUR) if trace.base_ns else None,
+        told_by=dict(told_by),
+        problems=list(trace.damage),
+    )
+
+
+_Row = tuple[int, DeviceEvent | HostEvent, ParamComms]
+"""When the call was made, what has its time, what it is."""
+
+
+def _of_kernels(trace: KinetoTrace, told_by: Counter[str]) -> list[_Row]:
+    launches = {call.correlation: index for index, call in enumerate(trace.calls) if call.correlation is not None}
+    saying = [event for event in trace.host if event.name == _RECORD or event.name.startswith(_RANGES)]
+    nesting = nest(saying, trace.calls)
+    said = _said(saying, nesting)
+    rows: list[_Row] = []
+    for event in trace.device:
+        if event.category != "kernel":
+            continue
+        described, known = from_kineto(event.args), communication_kernel(event.name)
+        if described is None and known is None:
+            continue
+        index = launches.get(event.correlation) if event.correlation is not None else None
+        start = trace.calls[index].start if index is not None else event.start
+        if described is not None and described.name not in MARKERS:
+            told_by[ARGUMENTS] += 1
+            rows.append((start, event, described))
+            continue
+        around = said.get(nesting.around_call[index]) if index is not None else None
+        op = known[1] if known is not None else None
+        if around is not None:
+            told_by[RANGE] += 1
+        else:
+            told_by[NAME if op is not None else NOTHING] += 1
+            around = ParamComms(name=op or event.name.partition("(")[0].strip())
+        if described is not None:  # the launch of several calls: what they were called on is known
+            around = msgspec.structs.replace(around, pg=described.pg, desc=described.desc, ranks=described.ranks)
+        rows.append((start, event, around))
+    return rows
+
+
+def _said(events: Sequence[HostEvent], nesting: Nesting) -> dict[int, ParamComms]:
+    """What each of `events` and those around it say of what is launched inside it, the innermost first; the arguments
+    of one say more than a name. Those that say nothing are not there."""
+    described: dict[int, ParamComms] = {}
+    named: dict[int, ParamComms] = {}
+    for index in nesting.order:  # what is around an event comes before it
+        event, parent = events[index], nesting.parent[index]
+        own = from_kineto(event.args)
+        if own is not None and operation_of(own.name) is not None:
+            described[index] = own
+        elif parent in described:
+            described[index] = described[parent]
+        if event.name != _RECORD and operation_of(event.name) is not None:
+            named[index] = ParamComms(name=event.name)
+        elif parent in named:
+            named[index] = named[parent]
+    return named | described
+
+
+def _of_host(trace: KinetoTrace) -> list[_Row]:
+    """The host's records, of a backend without kernels."""
+    found: list[_Row] = []
+    for event in trace.host:
+        described = from_kineto(event.args)
+        if described is not None and (operation_of(described.name) is not None or described.name not in MARKERS):
+            found.append((event.start, event, described))
+    return found
+
+
+def shapes_from_elements(comms: ParamComms) -> None:
+    """Kineto counts elements: one tensor of that many, on each side that has any."""
+    if not comms.inputs and comms.in_elements:
+        comms.inputs = [[comms.in_elements]]
+    if not comms.outputs and comms.out_elements:
+        comms.outputs = [[comms.out_elements]]
+    if not comms.inputs and not comms.outputs and comms.in_elements == 0:
+        comms.inputs = [[0]]  # known to be empty

@@ -1,0 +1,98 @@
+"""What the commands print: tables, rich on a terminal and plain columns in a pipe, and text that steers no terminal."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, TextIO
+
+from crossrank.text import printable
+
+
+class Printable:
+    """A text stream that passes on what can be seen, and line ends.
+
+    What would steer a terminal goes as `\\u009b`, which is the same character in JSON. Whatever a command prints of a
+    file goes through it.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.plain: TextIO = stream.plain if isinstance(stream, Printable) else stream
+        """The stream itself, for what is safe and means to steer it."""
+
+    def write(self, text: str) -> int:
+        # The same question as the pattern's, several times as fast.
+        is_safe = text.replace("\n", "").isprintable()
+        return self.plain.write(text if is_safe else _STEERING.sub(_escaped, text))
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plain, name)
+
+
+_STEERING = re.compile(r"[^\n\t -~]")
+"""What may not be printable: every character that is not one of ASCII's."""
+
+
+def _escaped(match: re.Match[str]) -> str:
+    char = match[0]
+    if char.isprintable():
+        return char
+    code = ord(char)
+    halves = [code] if code < 0x10000 else [0xD7C0 + (code >> 10), 0xDC00 + (code & 0x3FF)]
+    return "".join(f"\\u{half:04x}" for half in halves)
+
+
+def terminal(stream: TextIO) -> TextIO:
+    """A stream without what keeps it safe, for text that is `printable` and comes with what means to steer it."""
+    return stream.plain if isinstance(stream, Printable) else stream
+
+
+def csv_text(value: object) -> object:
+    """A value for a CSV that no spreadsheet takes for a formula: text that could be one begins with `'`.
+
+    >>> csv_text("=1+1"), csv_text("sum"), csv_text(-1)
+    ("'=1+1", 'sum', -1)
+    """
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
+
+
+def from_csv_text(text: str) -> str:
+    """What `csv_text` was given."""
+    return text[1:] if text.startswith("'") else text
+
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "'")
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A titled table. A column whose name starts with `#` is a number and stands to the right."""
+    names = [column.removeprefix("#") for column in columns]
+    right = [column.startswith("#") for column in columns]
+    cells = [[printable(str(cell)) for cell in row] for row in rows]
+    widths = [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(names)]
+    # Rich would break words of a table that is wider than the terminal; plain lines are broken by the terminal, whole.
+    if sys.stdout.isatty() and sum(widths) + 3 * len(widths) + 1 <= shutil.get_terminal_size().columns:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=Text(printable(title)), title_justify="left", title_style="bold")
+        for name, is_right in zip(names, right, strict=True):
+            table.add_column(name, justify="right" if is_right else "left", overflow="fold")
+        for row in cells:
+            table.add_row(*(Text(cell) for cell in row))
+        Console(file=terminal(sys.stdout)).print(table)
+        return
+    print(f"\n{printable(title)}")
+    for row in [names, *cells]:
+        line = "  ".join(
+            cell.rjust(width) if is_right else cell.ljust(width)
+            for cell, width, is_right in zip(row, widths, right, strict=True)
+        )
+        print("  " + line.rstrip())

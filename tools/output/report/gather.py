@@ -1,0 +1,195 @@
+"""Reads all that a report is made of with one map over the files: times of ranks, and evidence for the diagnosis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from crossrank.atomic_file import join
+from crossrank.errors import CrossrankError
+from crossrank.recording import COMMS, FLIGHT, Damage, list_recording, read_chunks
+from crossrank.tools.analysis.diagnosis import inputs as diagnosis_inputs
+from crossrank.tools.analysis.diagnosis.diagnose import diagnose
+from crossrank.tools.analysis.diagnosis.evidence import RankEvidence
+from crossrank.tools.analysis.diagnosis.findings import Diagnosis
+from crossrank.tools.analysis.diagnosis.inputs import Candidate, Failure, find_candidates
+from crossrank.tools.job import sources
+from crossrank.tools.job.collectives import Collectives
+from crossrank.tools.job.from_replay import JSON
+from crossrank.tools.job.rank_times import RankTimes
+from crossrank.tools.job.side_by_side import lay_side_by_side
+from crossrank.tools.job.sources import Found, Task
+from crossrank.tools.parallel import Fleet, map_ranks
+from crossrank.tools.traces.discover import discover
+
+
+class Percentiles(msgspec.Struct, kw_only=True):
+    """Over the passes."""
+
+    p50: float
+    p95: float
+
+
+class ReplayedRow(msgspec.Struct, kw_only=True):
+    """Calls of one operation, group and size, as the replay measured them."""
+
+    op: str
+    pg: str
+    ranks: int
+    size_to: int
+    calls: int
+    time_us: Percentiles
+    waiting_us: Percentiles
+    busbw_gb_per_s: Percentiles | None = None
+
+
+class ReplayedCheck(msgspec.Struct, kw_only=True):
+    """What `--check` found."""
+
+    tensors: int
+    failures: list[Any]
+
+
+class ReplayedComparison(msgspec.Struct, kw_only=True):
+    """The replay beside its recording."""
+
+    calls: int
+    without_time: int
+    replayed_end_to_end_us: float
+    error_p50: float | None = None
+    error_p95: float | None = None
+    recorded_end_to_end_us: float | None = None
+
+
+class Replayed(msgspec.Struct, kw_only=True):
+    """What the page shows of `replay.json`."""
+
+    schema: str
+    source: str
+    share_of_calls: float
+    devices: dict[str, int]
+    end_to_end_us: Percentiles
+    rows: list[ReplayedRow]
+    check: ReplayedCheck | None = None
+    comparison: ReplayedComparison | None = None
+
+
+@dataclass
+class Material:
+    """What the files of a run say."""
+
+    inputs: list[str]
+    ranks: list[RankTimes]
+    together: Collectives
+    diagnosis: Diagnosis | None
+    """None where nothing could be diagnosed; then `diagnosis_problem` says why."""
+    diagnosis_problem: str
+    replay: Replayed | None
+    """Where a replay of the run is given."""
+    skipped: list[str]
+
+
+@dataclass
+class Plan:
+    """What is to be read."""
+
+    inputs: list[str]
+    times: Found
+    candidates: list[Candidate]
+    replay: Replayed | None
+
+    @property
+    def items(self) -> list[Task | Candidate]:
+        return [*self.times.tasks, *self.candidates]
+
+
+def plan(paths: Sequence[str], replay: str | None, source: str | None = None) -> Plan:
+    """The files at `paths`. Raises `CrossrankError` where there is nothing to report on."""
+    files = discover(paths)
+    found = sources.find(paths, None, source, files)
+    candidates = [one for one in find_candidates(paths, files) if one.kind in (COMMS, FLIGHT)]
+    folder = replay or _replay_beside(paths)
+    return Plan(
+        inputs=list(paths),
+        times=found,
+        candidates=candidates,
+        # Read at once: a wrong one is told before the work on the ranks.
+        replay=_replay(folder) if folder is not None else None,
+    )
+
+
+def _replay_beside(paths: Sequence[str]) -> str | None:
+    """A replay's result in the folder of the recording."""
+    for path in paths:
+        if JSON in list_recording(path).foreign:
+            return path
+    return None
+
+
+def gather(planned: Plan, fleet: Fleet, done: Callable[[], None] = lambda: None) -> Material:
+    """Read everything with `fleet`, a rank's times or a file of evidence at a time."""
+    results = map_ranks(_read, planned.items, fleet, failed=_failed, done=done)
+    count = len(planned.times.tasks)
+    ranks: list[RankTimes] = []
+    for result in results[:count]:
+        if isinstance(result, str):
+            planned.times.skipped.append(result)
+        elif isinstance(result, list):
+            ranks += result
+    ranks = sources.settle(ranks, planned.times)
+    evidence = [one for one in results[count:] if isinstance(one, RankEvidence | Failure)]
+    diagnosis, problem = _diagnose(planned.candidates, evidence)
+    return Material(
+        inputs=planned.inputs,
+        ranks=ranks,
+        together=lay_side_by_side(ranks),
+        diagnosis=diagnosis,
+        diagnosis_problem=problem,
+        replay=planned.replay,
+        skipped=planned.times.skipped,
+    )
+
+
+_Result = list[RankTimes] | str | RankEvidence | Failure
+
+
+def _read(item: Task | Candidate) -> _Result:
+    return diagnosis_inputs.read_candidate(item) if isinstance(item, Candidate) else sources.read_task(item)
+
+
+def _failed(item: Task | Candidate, error: CrossrankError) -> _Result:
+    if isinstance(item, Candidate):
+        return diagnosis_inputs.failed(item, error)
+    return sources.failed(item, error)
+
+
+def _diagnose(candidates: list[Candidate], results: list[RankEvidence | Failure]) -> tuple[Diagnosis | None, str]:
+    if not candidates:
+        return None, "there is neither a comms file nor a flight-recorder dump"
+    try:
+        evidence = diagnosis_inputs.put_together(candidates, results)
+        if not evidence.ranks:
+            return None, "; ".join(evidence.skipped[:3]) or "no file could be used"
+        return diagnose(evidence)[0], ""
+    except CrossrankError as error:
+        return None, str(error)
+
+
+def _replay(folder: str) -> Replayed:
+    path = join(folder, JSON) if not folder.endswith(".json") else folder
+    damage = Damage(path)
+    content = b"".join(read_chunks(path, damage))
+    try:
+        if damage.problems:
+            raise msgspec.DecodeError(damage.problems[0])
+        replay = msgspec.json.decode(content, type=Replayed)
+        if not replay.schema.startswith("crossrank-replay"):
+            raise msgspec.DecodeError("no schema of a replay in it")
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CrossrankError(
+            f"{path}: is no result of crossrank replay ({error}); name the folder given to its -o"
+        ) from error
+    return replay

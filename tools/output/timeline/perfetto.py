@@ -1,0 +1,212 @@
+"""Writes Perfetto's native format, for ui.perfetto.dev: protos/perfetto/trace/perfetto_trace.proto there.
+
+A trace is a sequence of packets. All packets of a track are alike but for a few numbers, so they are made as rows of a
+byte matrix, the numbers filled in by columns: protobuf lets a varint have more bytes than it needs, so rows have one
+length. That writes a million events in well under a second, 20 times as fast as one message object per packet.
+
+Names stand once, as interned data of the track's own packet sequence; the track is the sequence's default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crossrank.tools.output.timeline.tracks import Counter, Events, Ints, Track
+
+Bytes = NDArray[np.uint8]
+
+# Field numbers of perfetto_trace.proto.
+_PACKET = 1
+_CLOCK_SNAPSHOT, _TIMESTAMP, _SEQUENCE, _TRACK_EVENT, _INTERNED, _FLAGS, _DEFAULTS, _DESCRIPTOR = (
+    6,
+    8,
+    10,
+    11,
+    12,
+    13,
+    59,
+    60,
+)
+_CLOCKS, _CLOCK_ID, _CLOCK_TIME = 1, 1, 2
+_UUID, _NAME, _PARENT, _COUNTER, _CHILD_ORDER, _ORDER = 1, 2, 5, 8, 11, 12
+_EXPLICIT = 3
+_UNIT_NAME = 6
+_TYPE, _NAME_IID, _ANNOTATION, _DOUBLE_VALUE, _FLOW = 9, 10, 4, 44, 47
+_BEGIN, _END, _INSTANT, _COUNT = 1, 2, 3, 4
+_EVENT_NAMES, _ANNOTATION_NAMES, _IID, _IID_NAME = 2, 3, 1, 2
+_ANNOTATION_NAME, _ANNOTATION_INT = 1, 4
+_EVENT_DEFAULTS, _DEFAULT_UUID = 11, 11
+_CLEARED, _NEEDED = 1, 2
+_BOOTTIME, _REALTIME = 6, 1
+
+_VARINT, _FIXED64, _LENGTH = 0, 1, 2
+
+
+class PerfettoWriter:
+    """A timeline as a `.pftrace` file, written as it is given."""
+
+    def __init__(self, path: Path, epoch: int) -> None:
+        self._path = path
+        self._epoch = epoch
+        self._file: BinaryIO
+        self._sequences = 0
+        self._order = 0
+
+    def __enter__(self) -> PerfettoWriter:
+        self._file = self._path.open("wb")
+        clocks = [(_BOOTTIME, 0), (_REALTIME, self._epoch)]
+        snapshot = b"".join(
+            message(_CLOCKS, integer(_CLOCK_ID, clock) + integer(_CLOCK_TIME, time)) for clock, time in clocks
+        )
+        self._packet(integer(_TIMESTAMP, 0) + message(_CLOCK_SNAPSHOT, snapshot))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def track(self, track: Track) -> None:
+        """Every track before its events."""
+        self._order += 1
+        content = integer(_UUID, track.id) + message(_NAME, track.name.encode("utf-8", "replace"))
+        if track.parent:
+            content += integer(_PARENT, track.parent)
+        if track.unit is not None:
+            content += message(_COUNTER, message(_UNIT_NAME, track.unit.encode()))
+        self._packet(message(_DESCRIPTOR, content + integer(_CHILD_ORDER, _EXPLICIT) + integer(_ORDER, self._order)))
+
+    def events(self, events: Events) -> None:
+        # Only the names that stand on this track: of a large job there are many that do not.
+        used, place = np.unique(events.name, return_inverse=True)
+        names = [events.names[number] for number in used.tolist()]
+        sequence = self._begin_sequence(events.track, names, list(events.arguments))
+        count = len(events.start)
+        kind = _INSTANT if events.end is None else _BEGIN
+        begin = integer(_TYPE, kind)
+        parts: list[bytes | Bytes] = [begin, key(_NAME_IID, _VARINT), padded(place.astype(np.int64) + 1)]
+        for number, values in enumerate(events.arguments.values(), start=1):
+            name = integer(_ANNOTATION_NAME, number)
+            value = padded(values)
+            size = len(name) + 1 + value.shape[1]
+            parts += [key(_ANNOTATION, _LENGTH) + varint(size) + name + key(_ANNOTATION_INT, _VARINT), value]
+        ending = b"" if events.end is None else events.end
+        flow = events.flow if events.flow is not None else np.zeros(count, np.int64)
+        pieces = []
+        for chosen, extra in ((flow == 0, False), (flow != 0, True)):
+            rows = np.flatnonzero(chosen)
+            if not len(rows):
+                continue
+            content = [part if isinstance(part, bytes) else part[rows] for part in parts]
+            if extra:
+                content += [key(_FLOW, _FIXED64), flow[rows].astype("<u8").view(np.uint8).reshape(-1, 8)]
+            matrix = _packets(sequence + integer(_FLAGS, _NEEDED), events.start[rows], content)
+            if not isinstance(ending, bytes):
+                # The end stands right after its begin, so that it comes before the next begin of the same moment.
+                matrix = np.hstack([matrix, _packets(sequence, ending[rows], [integer(_TYPE, _END)])])
+            pieces.append((rows, matrix))
+        self._file.write(_interleaved(count, pieces))
+
+    def counter(self, counter: Counter) -> None:
+        sequence = self._begin_sequence(counter.track, (), ())
+        values = counter.value.astype("<f8").view(np.uint8).reshape(-1, 8)
+        content: list[bytes | Bytes] = [integer(_TYPE, _COUNT) + key(_DOUBLE_VALUE, _FIXED64), values]
+        self._file.write(_packets(sequence, counter.at, content).tobytes())
+
+    def _begin_sequence(self, track: Track, names: Sequence[str], arguments: Sequence[str]) -> bytes:
+        """A sequence of packets whose track is `track`, with its names; returns the field that packets need."""
+        self._sequences += 1
+        sequence = integer(_SEQUENCE, self._sequences)
+        interned = b"".join(
+            message(field, integer(_IID, number) + message(_IID_NAME, text.encode("utf-8", "replace")))
+            for field, texts in ((_EVENT_NAMES, names), (_ANNOTATION_NAMES, arguments))
+            for number, text in enumerate(texts, start=1)
+        )
+        defaults = message(_DEFAULTS, message(_EVENT_DEFAULTS, integer(_DEFAULT_UUID, track.id)))
+        self._packet(sequence + integer(_FLAGS, _CLEARED) + message(_INTERNED, interned) + defaults)
+        return sequence
+
+    def _packet(self, content: bytes) -> None:
+        self._file.write(message(_PACKET, content))
+
+
+def _packets(head: bytes, at: Ints, event: Sequence[bytes | Bytes]) -> Bytes:
+    """One packet per row: head, time and event."""
+    content = _row(event, len(at))
+    event_head = key(_TRACK_EVENT, _LENGTH) + varint(content.shape[1])
+    packet = _row([key(_TIMESTAMP, _VARINT), padded(at), head, event_head, content], len(at))
+    return _row([key(_PACKET, _LENGTH) + varint(packet.shape[1]), packet], len(at))
+
+
+def _row(parts: Sequence[bytes | Bytes], count: int) -> Bytes:
+    """The parts side by side; bytes stand in every row."""
+    columns = [
+        np.broadcast_to(np.frombuffer(part, np.uint8), (count, len(part))) if isinstance(part, bytes) else part
+        for part in parts
+    ]
+    return np.hstack(columns)
+
+
+def _interleaved(count: int, pieces: Sequence[tuple[Ints, Bytes]]) -> bytes:
+    """Rows of matrices of different widths, each at its place in the order."""
+    if len(pieces) == 1:
+        return pieces[0][1].tobytes()
+    lengths = np.zeros(count, np.int64)
+    for rows, matrix in pieces:
+        lengths[rows] = matrix.shape[1]
+    offsets = np.cumsum(lengths) - lengths
+    buffer = np.empty(int(lengths.sum()), np.uint8)
+    for rows, matrix in pieces:
+        buffer[offsets[rows][:, None] + np.arange(matrix.shape[1])] = matrix
+    return buffer.tobytes()
+
+
+# --- protobuf's wire format: protobuf.dev/programming-guides/encoding -------------------------------------------------
+
+
+def varint(value: int) -> bytes:
+    """A number, as few bytes as it takes.
+
+    >>> varint(300).hex()
+    'ac02'
+    """
+    value &= (1 << 64) - 1
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+def padded(values: Ints) -> Bytes:
+    """Numbers from 0 on as varints of one length: a row each.
+
+    >>> padded(np.array([1, 300])).tolist()
+    [[129, 0], [172, 2]]
+    """
+    width = max(1, -(-int(values.max(initial=0)).bit_length() // 7))
+    shifts = 7 * np.arange(width)
+    digits = (values[:, None] >> shifts) & 0x7F
+    digits[:, :-1] |= 0x80
+    return digits.astype(np.uint8)
+
+
+def key(field: int, wire: int) -> bytes:
+    return varint(field << 3 | wire)
+
+
+def integer(field: int, value: int) -> bytes:
+    """A field with a number."""
+    return key(field, _VARINT) + varint(value)
+
+
+def message(field: int, content: bytes) -> bytes:
+    """A field with a message or a text."""
+    return key(field, _LENGTH) + varint(len(content)) + content

@@ -1,1 +1,0 @@
-"""One module per input format; each yields typed rows."""

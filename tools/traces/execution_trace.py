@@ -1,0 +1,362 @@
+"""Execution traces of PyTorch (`torch.profiler.ExecutionTraceObserver`), schemas 1.0.1 to 1.1.1.
+
+Up to 1.0.1 a node is flat (`parent`, `rf_id`, `input_shapes`, …); from 1.0.2 on it has `ctrl_deps`, `inputs`,
+`outputs` and a list `attrs`. Which of the two a node is, is told by its fields. Inputs, outputs and attributes are
+kept as JSON text, because most of them are passed on unread.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from crossrank.budget import MEMBERS, Budget
+from crossrank.comm import MOST_RANKS, Count, Group, Int
+from crossrank.errors import BROKEN, CrossrankError
+from crossrank.tools.traces.json_document import Shape, parse, read_document
+
+FLAT_SCHEMA = "1.0.1"
+NEWEST_SCHEMA = "1.1.1-chakra.0.0.4"
+FIRST_NESTED_SCHEMA = "1.0.2-chakra.0.0.4"
+"""The oldest schema with nested nodes; a flat node carries no more than this one says."""
+KNOWN_SCHEMAS = (FLAT_SCHEMA, "1.0.2", "1.0.3", "1.0.4", "1.1.0", "1.1.1")
+
+_EMPTY_LIST = msgspec.Raw(b"[]")
+_NOTHING = msgspec.Raw(b'{"values":[],"shapes":[],"types":[]}')
+_NO_ATTRIBUTES = msgspec.Raw(b"")
+
+
+class HostNode(msgspec.Struct, gc=False):
+    """One operation on the host, in the terms of the newest schema."""
+
+    id: int
+    name: str
+    parent: int
+    """Id of the calling node; 0 where there is none. May be larger than `id`."""
+    rf_id: int
+    """Id of the RecordFunction, in the order of starts; 0 for the roots, which have none."""
+    tid: int
+    """Thread, numbered by the observer from 1; not the system's."""
+    seq_id: int = -1
+    """Autograd's sequence number: a backward node has that of its forward operation. -1 where there is none."""
+    fw_parent: int = 0
+    fw_tid: int = 0
+    scope: int = 0
+    inputs: msgspec.Raw = _NOTHING
+    """JSON object of `values`, `shapes`, `types` and, from 1.1.1 on, `strides`."""
+    outputs: msgspec.Raw = _NOTHING
+    attributes: msgspec.Raw = _EMPTY_LIST
+    """JSON list of `{"name", "type", "value"}`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutionTrace:
+    """The host's side of one rank."""
+
+    path: str
+    sha256: str
+    schema: str
+    pid: int | None
+    time: str | None
+    """Local time at which the trace was written, to the second: `2023-09-07 16:09:59`."""
+    start_ts: int | None
+    """Milliseconds of the steady clock."""
+    finish_ts: int | None
+    nodes: list[HostNode]
+    """In ascending order of ids, which are unique; every parent exists or is 0."""
+    groups: tuple[Group, ...]
+    """What `## process_group:init ##` nodes say."""
+    warnings: tuple[str, ...]
+    damage: tuple[str, ...]
+    """What of the file could not be read."""
+
+
+class IO(msgspec.Struct, gc=False):
+    """Inputs or outputs of a node, decoded."""
+
+    values: list[Any] = []
+    shapes: list[Any] = []
+    types: list[str] = []
+
+
+class _Attribute(msgspec.Struct, gc=False):
+    name: str
+    value: Any = None
+
+
+class Node(msgspec.Struct, gc=False):
+    """A node of either layout as it stands in the file."""
+
+    id: Int
+    name: str
+    ctrl_deps: Int | None = None
+    attrs: msgspec.Raw = _NO_ATTRIBUTES
+    inputs: msgspec.Raw = _EMPTY_LIST
+    outputs: msgspec.Raw = _EMPTY_LIST
+    parent: Int | None = None
+    rf_id: int = 0
+    fw_parent: int = 0
+    seq_id: int = -1
+    scope: int = 0
+    tid: int = 0
+    fw_tid: int = 0
+    op_schema: msgspec.Raw = msgspec.Raw(b'""')
+    input_shapes: msgspec.Raw = _EMPTY_LIST
+    input_types: msgspec.Raw = _EMPTY_LIST
+    output_shapes: msgspec.Raw = _EMPTY_LIST
+    output_types: msgspec.Raw = _EMPTY_LIST
+
+
+class TraceFile(msgspec.Struct):
+    """The whole file."""
+
+    nodes: list[Node]
+    schema: str = ""
+    pid: Count | None = None
+    time: str | None = None
+    start_ts: Count | None = None
+    finish_ts: Count | None = None
+
+
+_SHAPE = Shape(what="an execution trace", content=TraceFile, rows="nodes", row=Node)
+_FLAT_ATTRIBUTES = (
+    b'[{"name":"rf_id","type":"uint64","value":%d},{"name":"fw_parent","type":"uint64","value":%d},'
+    b'{"name":"seq_id","type":"int64","value":%d},{"name":"scope","type":"uint64","value":%d},'
+    b'{"name":"tid","type":"uint64","value":%d},{"name":"fw_tid","type":"uint64","value":%d},'
+    b'{"name":"op_schema","type":"string","value":%b}]'
+)
+_decode_attributes = msgspec.json.Decoder(list[_Attribute]).decode
+
+
+def read_execution_trace(path: str) -> ExecutionTrace:
+    """Read one rank's execution trace. Raises `CrossrankError` where nothing of it can be used."""
+    document = read_document(path, _SHAPE)
+    file = document.content
+    warnings = schema_warnings(file.schema)
+    odd: list[int] = []
+    nodes = [host_node(node, odd) for node in file.nodes]
+    file.nodes = []
+    if not nodes:
+        raise CrossrankError(f"{path}: holds no nodes at all; record a window in which the job takes a step")
+    damage = list(document.damage)
+    if odd:
+        damage.append(f"{len(odd)} attribute(s) are not as the schema has them (first: of node {odd[0]})")
+    warnings += _repair(nodes)
+    return ExecutionTrace(
+        path=path,
+        sha256=document.sha256,
+        schema=file.schema,
+        pid=file.pid,
+        time=file.time,
+        start_ts=file.start_ts,
+        finish_ts=file.finish_ts,
+        nodes=nodes,
+        groups=tuple(groups_of(nodes, document.budget)),
+        warnings=tuple(warnings),
+        damage=tuple(damage),
+    )
+
+
+def attributes(node: HostNode) -> dict[str, Any]:
+    """The attributes of a node by name."""
+    return {attribute.name: attribute.value for attribute in parse(node.attributes, list[_Attribute]) or ()}
+
+
+def io(text: msgspec.Raw) -> IO:
+    """`inputs` or `outputs` of a node, decoded; empty where they are not as the schema has them."""
+    return parse(text, IO) or IO()
+
+
+class _Texts(msgspec.Struct, gc=False):
+    values: msgspec.Raw = _EMPTY_LIST
+    shapes: msgspec.Raw = _EMPTY_LIST
+    types: msgspec.Raw = _EMPTY_LIST
+
+
+def io_texts(text: msgspec.Raw) -> tuple[str, str, str]:
+    """Values, shapes and types of `inputs` or `outputs`, each as JSON text."""
+    given = parse(text, _Texts) or _Texts()
+    values, shapes, types = (bytes(one).decode(errors="replace") for one in (given.values, given.shapes, given.types))
+    return values, shapes, types
+
+
+def host_node(node: Node, odd: list[int]) -> HostNode:
+    """A node of either layout in the terms of the newest; its id goes to `odd` where its attributes are broken."""
+    return _flat(node) if node.attrs is _NO_ATTRIBUTES else _nested(node, odd)
+
+
+def _flat(node: Node) -> HostNode:
+    return HostNode(
+        id=node.id,
+        name=node.name,
+        parent=node.parent if node.parent is not None else node.ctrl_deps or 0,
+        rf_id=node.rf_id,
+        tid=node.tid,
+        seq_id=node.seq_id,
+        fw_parent=node.fw_parent,
+        fw_tid=node.fw_tid,
+        scope=node.scope,
+        inputs=_io_text(node.inputs, node.input_shapes, node.input_types),
+        outputs=_io_text(node.outputs, node.output_shapes, node.output_types),
+        attributes=msgspec.Raw(
+            _FLAT_ATTRIBUTES
+            % (node.rf_id, node.fw_parent, node.seq_id, node.scope, node.tid, node.fw_tid, bytes(node.op_schema))
+        ),
+    )
+
+
+def _io_text(values: msgspec.Raw, shapes: msgspec.Raw, types: msgspec.Raw) -> msgspec.Raw:
+    return msgspec.Raw(b'{"values":%b,"shapes":%b,"types":%b}' % (bytes(values), bytes(shapes), bytes(types)))
+
+
+def _nested(node: Node, odd: list[int]) -> HostNode:
+    host = HostNode(
+        id=node.id,
+        name=node.name,
+        parent=node.ctrl_deps or 0,
+        rf_id=0,
+        tid=0,
+        inputs=node.inputs if node.inputs is not _EMPTY_LIST else _NOTHING,
+        outputs=node.outputs if node.outputs is not _EMPTY_LIST else _NOTHING,
+        attributes=node.attrs,
+    )
+    if not read_attributes(host):
+        odd.append(node.id)
+    return host
+
+
+def read_attributes(node: HostNode) -> bool:
+    """Set the fields that nested nodes have as attributes; False where one is not as the schema has it."""
+    try:
+        given = _decode_attributes(node.attributes)
+    except BROKEN:
+        node.attributes = _EMPTY_LIST
+        return False
+    good = True
+    for attribute in given:
+        if attribute.name in _NUMBERS:
+            value = attribute.value
+            if isinstance(value, int) and -_BIG < value < _BIG:
+                setattr(node, attribute.name, value)
+            else:
+                good = False
+    return good
+
+
+_NUMBERS = frozenset(("rf_id", "tid", "seq_id", "fw_parent", "fw_tid", "scope"))
+_BIG = 1 << 64
+
+
+def schema_warnings(schema: str) -> list[str]:
+    """What is to be said of a schema that is not one of those known."""
+    version = re.match(r"\d+\.\d+\.\d+", schema)
+    if version is None:
+        return [f"schema {schema!r} is no version; read by the fields that are there"]
+    if version[0] in KNOWN_SCHEMAS:
+        return []
+    return [f"schema {schema!r} is not known, read as {NEWEST_SCHEMA!r}; check what it links"]
+
+
+def _repair(nodes: list[HostNode]) -> list[str]:
+    """Make ids unique and let every parent exist, in place, and say what was changed."""
+    warnings = []
+    for node in nodes:
+        if node.parent == node.id:  # how torch writes the root
+            node.parent = 0
+    nodes.sort(key=_id_of)
+    seen: set[int] = set()
+    doubled = []
+    for node in nodes:
+        if node.id in seen:
+            doubled.append(node)
+        seen.add(node.id)
+    if doubled:
+        ids = ", ".join(str(node.id) for node in doubled[:3])
+        fresh = nodes[-1].id
+        for node in doubled:
+            fresh += 1
+            node.id = fresh
+            seen.add(fresh)
+        warnings.append(
+            f"{len(doubled)} node(s) have an id that another node has ({ids}{', …' if len(doubled) > 3 else ''}); "
+            f"the later ones are numbered from {fresh - len(doubled) + 1} on"
+        )
+        nodes.sort(key=_id_of)
+    lost = [node for node in nodes if node.parent and node.parent not in seen]
+    if lost:
+        threads = {node.tid: node.id for node in reversed(nodes) if is_thread_root(node)}
+        for node in lost:
+            node.parent = threads.get(node.tid, 0)
+        warnings.append(
+            f"{len(lost)} node(s) name a parent that is not in the file (first: node {lost[0].id}; an operation that "
+            "was still open when the trace ended is not written); they are put under the root of their thread"
+        )
+    warnings += _break_cycles(nodes)
+    return warnings
+
+
+def _break_cycles(nodes: list[HostNode]) -> list[str]:
+    parents = {node.id: node.parent for node in nodes}
+    settled: set[int] = {0}
+    broken = []
+    for node in nodes:
+        path: list[int] = []
+        on_path: set[int] = set()
+        at = node.id
+        while at not in settled:
+            if at in on_path:
+                broken.append(path[-1])
+                parents[path[-1]] = 0
+                break
+            path.append(at)
+            on_path.add(at)
+            at = parents[at]
+        settled.update(path)
+    if not broken:
+        return []
+    for node in nodes:
+        node.parent = parents[node.id]
+    return [f"{len(broken)} chain(s) of parents run in a circle (first: at node {broken[0]}); cut there"]
+
+
+def is_thread_root(node: HostNode) -> bool:
+    """Whether a node stands for a whole thread."""
+    return node.name.startswith("[pytorch|profiler|") and node.name.endswith("|thread]")
+
+
+def _id_of(node: HostNode) -> int:
+    return node.id
+
+
+class _PgConfig(msgspec.Struct):
+    pg_name: str | int
+    ranks: list[int] = []
+    pg_desc: str = ""
+    backend_config: str = ""
+    group_size: int = 0
+
+
+def groups_of(nodes: Iterable[HostNode], budget: Budget) -> list[Group]:
+    """The groups that `## process_group:init ##` nodes say. Raises `BudgetError` where their members are too many."""
+    groups: dict[str, Group] = {}
+    for node in nodes:
+        if "process_group:init" not in node.name:
+            continue
+        for value in io(node.inputs).values:
+            # A text may be cut short by the observer's limit on strings, or be of another make.
+            for config in parse(value, list[_PgConfig]) or ():
+                budget.spend(MEMBERS, len(config.ranks))
+                # torch writes no ranks for a group of the whole world.
+                ranks = config.ranks or budget.ranks(range(min(config.group_size, MOST_RANKS)))
+                groups[str(config.pg_name)] = Group(
+                    pg=str(config.pg_name),
+                    size=config.group_size or len(ranks),
+                    ranks=ranks or None,
+                    desc=config.pg_desc,
+                    backend=config.backend_config,
+                )
+    return list(groups.values())

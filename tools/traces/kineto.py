@@ -1,0 +1,343 @@
+"""Kineto traces (the JSON that `torch.profiler` exports), of 2023 to now, for CUDA and for ROCm.
+
+Times in the file are microseconds with up to three decimals, since 1970 or, where `baseTimeNanoseconds` stands in
+the file, since that. Here all times are whole nanoseconds on the file's own clock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any
+
+import msgspec
+
+from crossrank.budget import MEMBERS, Budget
+from crossrank.comm import Group, Int
+from crossrank.errors import BROKEN, CrossrankError
+from crossrank.tools.traces.json_document import Shape, parse, read_document
+
+HOST_CATEGORIES = frozenset(("cpu_op", "user_annotation"))
+ACTIVITY_CATEGORIES = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
+SYNC_CATEGORY = "cuda_sync"
+_CALL_SUFFIXES = ("_runtime", "_driver")
+
+Id = Int | str | None
+
+
+class HostEvent(msgspec.Struct, gc=False):
+    """A range on the host: an operator or a user's annotation."""
+
+    name: str
+    pid: Id
+    tid: Id
+    start: int
+    end: int
+    rf_id: int | None
+    """Id of the RecordFunction, the same as in the execution trace; None before 2024."""
+    external_id: int | None
+    seq_id: int
+    """Autograd's sequence number; -1 where there is none."""
+    args: msgspec.Raw
+
+
+class Call(msgspec.Struct, gc=False):
+    """A call of the GPU's runtime or driver API. Any of them may launch; its correlation id tells."""
+
+    name: str
+    pid: Id
+    tid: Id
+    start: int
+    end: int
+    correlation: int | None
+    external_id: int | None
+
+
+class DeviceEvent(msgspec.Struct, gc=False):
+    """A kernel, a copy or a memset on a GPU."""
+
+    name: str
+    category: str
+    device: Id
+    context: int | None
+    stream: Id
+    start: int
+    end: int
+    correlation: int | None
+    external_id: int | None
+    args: msgspec.Raw
+
+
+class SyncEvent(msgspec.Struct, gc=False):
+    """A synchronisation as CUPTI saw it; `tools/graph/linking/synchronisation.py` says what each kind means."""
+
+    kind: str
+    device: Id
+    stream: Id
+    start: int
+    end: int
+    correlation: int | None
+    """Of the runtime call that waits."""
+    wait_on_stream: Id
+    record_correlation: int | None
+    """Of the call that recorded the event which is waited for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KinetoTrace:
+    """The profiler's side of one rank."""
+
+    path: str
+    sha256: str
+    base_ns: int
+    """Nanoseconds since 1970 at time 0 of the trace."""
+    host: list[HostEvent]
+    calls: list[Call]
+    device: list[DeviceEvent]
+    syncs: list[SyncEvent]
+    groups: tuple[Group, ...]
+    """What `distributedInfo` says."""
+    rank: int | None
+    world_size: int | None
+    unread: dict[str, int]
+    """Number of events of each category that is not read."""
+    warnings: tuple[str, ...]
+    damage: tuple[str, ...]
+    """What of the file could not be read."""
+
+
+class _PgConfig(msgspec.Struct):
+    pg_name: str | int
+    pg_desc: str = ""
+    backend_config: str = ""
+    pg_size: Int = 0
+    ranks: list[Int] | str = []
+
+
+class _Distributed(msgspec.Struct, frozen=True):
+    rank: Int | None = None
+    world_size: Int | None = None
+    pg_config: Any = None
+
+
+_NO_ARGS = msgspec.Raw(b"{}")
+
+
+class _Event(msgspec.Struct, gc=False):
+    ph: str = ""
+    cat: str = ""
+    name: str = ""
+    pid: Id = None
+    tid: Id = None
+    ts: int | float | None = None
+    dur: int | float | None = None
+    args: msgspec.Raw = _NO_ARGS
+
+
+class _ExactEvent(_Event, gc=False):
+    ts: Decimal | None = None  # type: ignore[assignment]
+    dur: Decimal | None = None  # type: ignore[assignment]
+
+
+class _File(msgspec.Struct):
+    traceEvents: list[_Event]
+    baseTimeNanoseconds: Int = 0
+    distributedInfo: _Distributed = _Distributed()
+
+
+class _ExactFile(_File):
+    traceEvents: list[_ExactEvent]  # type: ignore[assignment]
+
+
+class _HostArgs(msgspec.Struct, gc=False):
+    rf_id: Int | None = msgspec.field(name="Record function id", default=None)
+    external_id: Int | None = msgspec.field(name="External id", default=None)
+    seq_id: Int = msgspec.field(name="Sequence number", default=-1)
+
+
+class _DeviceArgs(msgspec.Struct, gc=False):
+    device: Id = None
+    context: Int | None = None
+    stream: Id = None
+    correlation: Int | None = None
+    external_id: Int | None = msgspec.field(name="External id", default=None)
+
+
+class _SyncArgs(msgspec.Struct, gc=False):
+    kind: str = msgspec.field(name="cuda_sync_kind", default="")
+    device: Id = None
+    stream: Id = None
+    correlation: Int | None = None
+    wait_on_stream: Id = None
+    record_correlation: Int | None = msgspec.field(name="wait_on_cuda_event_record_corr_id", default=None)
+
+
+_WHAT = "a Kineto trace"
+_SHAPE = Shape(what=_WHAT, content=_File, rows="traceEvents", row=_Event, bare_list=True)
+_EXACT_SHAPE: Shape[_File] = Shape(what=_WHAT, content=_ExactFile, rows="traceEvents", row=_ExactEvent, bare_list=True)
+_MOST_US = float(1 << 53)
+"""285 years."""
+# Above this many microseconds a double no longer holds three decimals.
+_EXACT_FROM = float(1 << 43)
+
+_host_args = msgspec.json.Decoder(_HostArgs, strict=False).decode
+_device_args = msgspec.json.Decoder(_DeviceArgs, strict=False).decode
+_sync_args = msgspec.json.Decoder(_SyncArgs, strict=False).decode
+
+
+def read_kineto(path: str) -> KinetoTrace:
+    """Read one rank's Kineto trace. Raises `CrossrankError` where nothing of it can be used."""
+    document = read_document(path, _SHAPE)
+    if any(_loses_decimals(event.ts) for event in document.content.traceEvents):
+        document = read_document(path, _EXACT_SHAPE)
+    file = document.content
+    sorter = _Sorter()
+    for event in file.traceEvents:
+        sorter.take(event)
+    file.traceEvents = []
+    if not (sorter.host or sorter.calls or sorter.device or sorter.unread):
+        raise CrossrankError(f"{path}: holds no events at all; record a window in which the job takes a step")
+    return KinetoTrace(
+        path=path,
+        sha256=document.sha256,
+        base_ns=file.baseTimeNanoseconds,
+        host=sorter.host,
+        calls=sorter.calls,
+        device=sorter.device,
+        syncs=sorter.syncs,
+        groups=tuple(_groups(file.distributedInfo.pg_config, document.budget)),
+        rank=file.distributedInfo.rank,
+        world_size=file.distributedInfo.world_size,
+        unread=dict(sorted(sorter.unread.items())),
+        warnings=tuple(_counted(sorter.bad_durations, "have no duration that can be; taken as 0")),
+        damage=(
+            *document.damage,
+            *_counted(sorter.untimed, "have no time that can be and were left out"),
+            *_counted(sorter.bad_args, "have arguments that cannot be read and were left out"),
+        ),
+    )
+
+
+def _loses_decimals(ts: float | None) -> bool:
+    return isinstance(ts, float) and _EXACT_FROM < ts < _MOST_US
+
+
+def _nanoseconds(us: float) -> int:
+    # The product of the whole number would be rounded once more.
+    whole = int(us)
+    return whole * 1000 + round((us - whole) * 1000)
+
+
+def _is_within(us: float, least: float) -> bool:
+    try:
+        return least <= us < _MOST_US
+    except ArithmeticError:  # a decimal that is no number
+        return False
+
+
+@dataclass
+class _Sorter:
+    """Puts every event where it belongs, in the order of the file."""
+
+    host: list[HostEvent] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    device: list[DeviceEvent] = field(default_factory=list)
+    syncs: list[SyncEvent] = field(default_factory=list)
+    unread: Counter[str] = field(default_factory=Counter)
+    untimed: list[str] = field(default_factory=list)
+    bad_durations: list[str] = field(default_factory=list)
+    bad_args: list[str] = field(default_factory=list)
+
+    def take(self, event: _Event) -> None:
+        category = event.cat
+        if event.ph != "X":
+            # Metadata and arrows say nothing that correlation ids and sequence numbers do not.
+            if event.ph not in ("M", "s", "t", "f"):
+                self.unread[f"{category or '(none)'}, phase {event.ph!r}"] += 1
+            return
+        if event.ts is None or not _is_within(event.ts, -_MOST_US):
+            self.untimed.append(event.name)
+            return
+        start = _nanoseconds(event.ts)
+        duration = event.dur
+        if duration is None or not _is_within(duration, 0):
+            self.bad_durations.append(event.name)
+            duration = 0
+        end = start + _nanoseconds(duration)
+        try:
+            self._sort(event, category, start, end)
+        except BROKEN:
+            self.bad_args.append(event.name)
+
+    def _sort(self, event: _Event, category: str, start: int, end: int) -> None:
+        if category in HOST_CATEGORIES:
+            host = _host_args(event.args)
+            self.host.append(
+                HostEvent(
+                    event.name, event.pid, event.tid, start, end, host.rf_id, host.external_id, host.seq_id, event.args
+                )
+            )
+        elif category.endswith(_CALL_SUFFIXES):
+            args = _device_args(event.args)
+            self.calls.append(Call(event.name, event.pid, event.tid, start, end, args.correlation, args.external_id))
+        elif category in ACTIVITY_CATEGORIES:
+            args = _device_args(event.args)
+            self.device.append(
+                DeviceEvent(
+                    event.name,
+                    category,
+                    event.pid if args.device is None else args.device,
+                    args.context,
+                    event.tid if args.stream is None else args.stream,
+                    start,
+                    end,
+                    args.correlation,
+                    args.external_id,
+                    event.args,
+                )
+            )
+        elif category == SYNC_CATEGORY:
+            sync = _sync_args(event.args)
+            self.syncs.append(
+                SyncEvent(
+                    sync.kind or event.name,
+                    event.pid if sync.device is None else sync.device,
+                    sync.stream,
+                    start,
+                    end,
+                    sync.correlation,
+                    sync.wait_on_stream,
+                    sync.record_correlation,
+                )
+            )
+        else:
+            self.unread[category or "(none)"] += 1
+
+
+def _counted(names: list[str], what: str) -> list[str]:
+    return [f"{len(names)} event(s) {what} (first: {names[0]!r})"] if names else []
+
+
+def _groups(config: Any, budget: Budget) -> list[Group]:
+    """Newer torch writes a list of groups, some versions an object by name."""
+    rows = list(config.values()) if isinstance(config, dict) else config
+    groups = []
+    for row in rows if isinstance(rows, Sequence) else ():
+        try:
+            pg = msgspec.convert(row, _PgConfig, strict=False)
+        except BROKEN:
+            continue
+        ranks = (parse(pg.ranks, list[Int]) or []) if isinstance(pg.ranks, str) else pg.ranks
+        budget.spend(MEMBERS, len(ranks))
+        groups.append(
+            Group(
+                pg=str(pg.pg_name),
+                size=pg.pg_size or len(ranks),
+                ranks=ranks or None,
+                desc=pg.pg_desc,
+                backend=pg.backend_config,
+            )
+        )
+    return groups

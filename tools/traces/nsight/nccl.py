@@ -1,0 +1,164 @@
+"""NCCL's own ranges, for launches that none of our markers lies around.
+
+NCCL opens one range per API call in its domain `NCCL` (src/include/nvtx.h there), with communicator, message size,
+root and peer as an extended payload. Its size is that of one message: `all_gather`, `reduce_scatter` and `all_to_all`
+move that much per member. The element type is not there. `ncclGroupEnd` launches what was called since
+`ncclGroupStart`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from crossrank.comm import MOST_RANKS, CommRecord, Int, operation_of
+from crossrank.tools.job.rank_times import GroupKey
+from crossrank.tools.traces.nsight.database import NVTX, STRINGS, Column, Export
+from crossrank.tools.traces.nsight.markers import Ranges
+
+NO_PAYLOAD = "calls in NCCL's own ranges without payload: their bytes are not known"
+"""`nsys export --include-json true` writes payloads, in versions that have the option (2022.4 and 2023.4 refuse it)."""
+_GROUP_START, _GROUP_END = "ncclGroupStart", "ncclGroupEnd"
+_PER_MEMBER = ("all_gather", "reduce_scatter", "all_to_all")
+
+
+class _Payload(msgspec.Struct):
+    communicator: int | str | None = msgspec.field(name="NCCL communicator ID", default=None)
+    size: Int | None = msgspec.field(name="Message size [bytes]", default=None)
+    peer: Int | None = msgspec.field(name="Peer rank", default=None)
+    ranks: Int | None = msgspec.field(name="No. of ranks", default=None)
+    rank: Int | None = msgspec.field(name="Rank", default=None)
+
+
+_decode = msgspec.json.Decoder(_Payload, strict=False).decode
+
+
+@dataclass
+class NcclRanges:
+    """NCCL's ranges of one process, with what their payloads say."""
+
+    ranges: Ranges
+    payloads: dict[int, _Payload]
+    """By rowid."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Communicator -> its ranks."""
+    ranks: dict[str, int] = field(default_factory=dict)
+    """Communicator -> rank of this process in it."""
+    grouped: dict[int, list[int]] = field(default_factory=dict)
+    """Range of an outermost `ncclGroupEnd` -> those of its thread since the group began, or the capture did."""
+    said: Counter[str] = field(default_factory=Counter)
+    """What is not known of calls -> calls."""
+
+    def function(self, index: int) -> str:
+        return self.ranges.meanings[int(self.ranges.meaning[index])].function
+
+    def payload(self, index: int) -> _Payload:
+        return self.payloads.get(int(self.ranges.row[index]), _NOTHING)
+
+    def record(self, index: int, rank: int | None, world_size: int | None) -> CommRecord | None:
+        """The call that a range is, of that rank; None for what communicates nothing."""
+        operation = operation_of(self.function(index).removeprefix("nccl"))
+        if operation is None:
+            return None
+        payload = self.payload(index)
+        name = _communicator(payload)
+        size = self.sizes.get(name, 0)
+        if payload.size is None:
+            self.said[NO_PAYLOAD] += 1
+        elif size == 0 and operation.name in _PER_MEMBER:
+            self.said["the size of the communicator is not known: its creation was not captured"] += 1
+        scale = size if operation.name in _PER_MEMBER else 1
+        message = (payload.size or 0) * scale
+        return CommRecord(
+            id=index,
+            op=operation.name,
+            c10d="",
+            pg=name,
+            bytes=operation.bytes(message, message, size),
+            t=0,
+            # Peers are ranks of the communicator: global ones only in that of all ranks.
+            peer=payload.peer
+            if operation.p2p and size and size == world_size and self.ranks.get(name) == rank
+            else None,
+        )
+
+    def members(self, index: int, rank: int | None, world_size: int | None) -> list[CommRecord]:
+        """The calls that the launch in a range is of: its own, or those since the group began that it ends."""
+        calls = self.grouped.get(index, []) if self.function(index) == _GROUP_END else [index]
+        records = (self.record(call, rank, world_size) for call in calls)
+        return [record for record in records if record is not None]
+
+    def group(self, pg: str) -> GroupKey:
+        return GroupKey(pg=pg, size=self.sizes.get(pg, 0), desc="NCCL communicator")
+
+
+_NOTHING = _Payload()
+
+
+def nccl_ranges(export: Export, ranges: Ranges) -> NcclRanges:
+    """The ranges of one process with their payloads; those of other processes share rowids with none of them."""
+    found = NcclRanges(ranges, _payloads(export, ranges.row))
+    for index in range(len(ranges)):
+        payload = found.payload(index)
+        if payload.ranks is not None and 0 < payload.ranks <= MOST_RANKS and payload.communicator is not None:
+            found.sizes[_communicator(payload)] = payload.ranks
+            if payload.rank is not None:
+                found.ranks[_communicator(payload)] = payload.rank
+    found.grouped = _groups(found)
+    return found
+
+
+def _groups(found: NcclRanges) -> dict[int, list[int]]:
+    grouped: dict[int, list[int]] = {}
+    depth: Counter[int] = Counter()
+    since: dict[int, list[int]] = defaultdict(list)
+    for index, thread in enumerate(found.ranges.thread.tolist()):
+        function = found.function(index)
+        if function == _GROUP_START:
+            if not depth[thread]:
+                since[thread] = []
+            depth[thread] += 1
+        elif function == _GROUP_END:
+            depth[thread] = max(0, depth[thread] - 1)
+            if not depth[thread]:
+                grouped[index] = since.pop(thread, [])
+        else:
+            since[thread].append(index)
+    return grouped
+
+
+def _communicator(payload: _Payload) -> str:
+    identity = payload.communicator
+    return f"nccl:{identity:x}" if isinstance(identity, int) else f"nccl:{identity or '?'}"
+
+
+def _payloads(export: Export, rows: Column) -> dict[int, _Payload]:
+    there = export.columns(NVTX)
+    texts = [name for name in ("jsonText",) if name in there]
+    join = ""
+    if "jsonTextId" in there and export.has(STRINGS):
+        join = f"LEFT JOIN {STRINGS} AS s ON s.id = n.jsonTextId"
+        texts.insert(0, "s.value")
+    if not texts or not len(rows):
+        return {}
+    wanted = set(rows.tolist())
+    text = f"COALESCE({', '.join(texts)})" if len(texts) > 1 else texts[0]
+    query = f"SELECT n.rowid, {text} FROM {NVTX} AS n {join} WHERE {text} IS NOT NULL AND n.rowid BETWEEN ? AND ?"
+    found: dict[int, _Payload] = {}
+    known: dict[str, _Payload] = {}
+    for rowid, said in export.rows(query, (int(np.min(rows)), int(np.max(rows)))):
+        if not isinstance(rowid, int) or rowid not in wanted:
+            continue
+        payload = known.get(str(said))
+        if payload is None:
+            try:
+                payload = _decode(str(said))
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                continue
+            if len(known) < 1 << 16:
+                known[str(said)] = payload
+        found[rowid] = payload
+    return found

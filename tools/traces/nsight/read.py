@@ -1,0 +1,401 @@
+"""The times of every rank in an export: kernels joined with the calls that launched them."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+
+import numpy as np
+
+from crossrank.errors import CrossrankError
+from crossrank.recording import CommsFile
+from crossrank.tools.job.rank_times import SEND_RECV, RankTimes, TimesBuilder
+from crossrank.tools.traces.nsight.database import (
+    GRAPH_NODES,
+    GRAPH_TRACE,
+    KERNEL,
+    NONE,
+    Column,
+    Export,
+    open_export,
+    require_tables,
+)
+from crossrank.tools.traces.nsight.launches import Activities, communication_kernels, innermost, peer_copies, runs
+from crossrank.tools.traces.nsight.markers import BATCH, CALL, GROUP, IDENTITY, NCCL, Ranges, read_ranges
+from crossrank.tools.traces.nsight.nccl import NcclRanges, nccl_ranges
+from crossrank.tools.traces.nsight.rows import FILTERED, rows_of_comms, rows_of_markers
+
+IN_OURS = "launched within our marker"
+IN_OLD = "launched after a marker of the older shim, on its thread"
+IN_NCCL = "launched within NCCL's own range"
+IN_GRAPH = "nodes of a CUDA graph that were made within our marker"
+IN_ORDER = "taken in order: as many kernels on the stream as calls on the group"
+NOT_EMITTED = "of calls inside a node, which were not emitted (TRACING=CROSSNODE)"
+COPIES = "copies between GPUs, launched within our marker"
+
+GRAPHS = "kernels that a CUDA graph launched: their call was made when the graph was captured"
+NO_LAUNCH = "kernels without a launch call in the export"
+OUTSIDE = "kernels whose launch lies in no marker's range"
+NO_KERNEL = "calls without a kernel"
+CAPTURED = "calls that were captured into a CUDA graph"
+
+_SEND_RECV_KERNEL = ("send", "recv", SEND_RECV, "all_to_all", "gather", "scatter")
+"""Operations that NCCL runs with one kernel, whose name does not tell which."""
+
+
+def read_export(path: str, rank: int | None, comms: Mapping[int, str]) -> list[RankTimes]:
+    """One `RankTimes` per process that communicates.
+
+    `rank` is what the file's name says, for an export of one process; `comms` the comms files of the run by rank, which
+    know all of a call of which a marker says only what is the same each time.
+    Raises `CrossrankError` where the file cannot be used, and where it has kernels of which not one found its call.
+    """
+    with open_export(path) as export:
+        require_tables(export)
+        ranges = read_ranges(export)
+        kernels = communication_kernels(export)
+        epoch = export.epoch_ns()
+        ours = set(ranges.of(CALL, BATCH).process.tolist())
+        with_nccl = {*ranges.of(NCCL).process.tolist()} & {*kernels.process.tolist()}
+        processes = [
+            _Process(export, process, ranges.take(np.flatnonzero(ranges.process == process)), epoch, comms)
+            for process in sorted(ours | with_nccl)
+        ]
+        _give_ranks(path, processes, rank)
+        found = []
+        for process in processes:
+            mine = kernels.take(np.flatnonzero(kernels.process == process.number))
+            found.append(process.read(mine, comms))
+        _refuse_nothing(export, found, len(ranges.of(CALL, BATCH)), len(kernels))
+        strangers = ~np.isin(kernels.process, [process.number for process in processes])
+        if strangers.any():
+            count = len(np.unique(kernels.process[strangers]))
+            found[0].notes.append(
+                f"{path}: {int(strangers.sum())} communication kernels of {count} process(es) without any marker"
+            )
+        found[0].notes += [f"{path}: {note}" for note in export.notes]
+        return found
+
+
+def _give_ranks(path: str, processes: list[_Process], named: int | None) -> None:
+    """Ranks of processes that no marker tells: by the file's name, by NCCL, else by their order."""
+    if len(processes) == 1 and processes[0].times.rank is None:
+        processes[0].times.rank = named
+    for process in processes:
+        times = process.times
+        if times.rank is None and process.largest is not None:
+            times.rank = process.largest[1]
+            times.notes.append(f"{path}: rank {times.rank} by its place in the largest communicator captured")
+    unknown = [process.times for process in processes if process.times.rank is None]
+    if unknown and len(processes) > 1:
+        taken = {process.times.rank for process in processes}
+        free = (rank for rank in range(2 * len(processes)) if rank not in taken)
+        for one, rank in zip(unknown, free, strict=False):
+            one.rank = rank
+        unknown[0].notes.append(
+            f"{path}: {len(unknown)} process(es) do not tell their rank: they are numbered in the order of their ids"
+        )
+
+
+def _refuse_nothing(export: Export, found: list[RankTimes], calls: int, kernels: int) -> None:
+    if any(one.attributed for one in found):
+        return
+    path = export.path
+    if not found and not kernels:
+        raise CrossrankError(
+            f"{path}: has no communication: neither a marker of a call nor a communication kernel; record a job that "
+            "calls crossrank.enable(), with --trace=cuda,nvtx"
+        )
+    if not found:
+        raise CrossrankError(
+            f"{path}: has {kernels} communication kernels, but no marker of ours, of the older shim or of NCCL; record "
+            "with --trace=cuda,nvtx and crossrank.enable() in the job"
+        )
+    if not kernels and not export.has_rows(GRAPH_TRACE):
+        found[0].notes.append(
+            f"{path}: {calls} calls are marked, but the export has no communication kernel to time them by: the job "
+            f"communicated on CPUs (gloo), or was recorded without cuda in --trace, or exported without {KERNEL}"
+        )
+        return
+    told: Counter[str] = Counter()
+    for one in found:
+        told.update(one.unattributed)
+    why = "; ".join(f"{count} {text}" for text, count in told.most_common())
+    graphs = export.has(GRAPH_TRACE) or bool(told[GRAPHS])
+    step = (
+        "record with --cuda-graph-trace=node, or without the graph"
+        if graphs
+        else "record with --trace=cuda,nvtx, and export NVTX_EVENTS, CUPTI_ACTIVITY_KIND_KERNEL and _RUNTIME"
+    )
+    raise CrossrankError(f"{path}: none of {calls} marked calls has a kernel among {kernels} ({why}); {step}")
+
+
+class _Process:
+    """One process of an export."""
+
+    def __init__(self, export: Export, number: int, ranges: Ranges, epoch: int, comms: Mapping[int, str]) -> None:
+        self.number = number
+        """globalPid >> 24."""
+        self._export = export
+        self._ranges = ranges
+        self._calls = ranges.of(CALL, BATCH)
+        self._epoch = epoch
+        own = ranges.of(NCCL)
+        self._nccl: NcclRanges | None = nccl_ranges(export, own) if len(own) else None
+        self.times = RankTimes(
+            rank=None, path=export.path, source="nsight", clock=export.path, node=export.host(), numbered=False
+        )
+        self._began: Column = np.empty(0, np.int64)
+        """By row, on the clock of the export; so is `_ended`, 0 = no kernel."""
+        self._ended: Column = np.empty(0, np.int64)
+        self._find_rank(comms)
+
+    def _find_rank(self, comms: Mapping[int, str]) -> None:
+        times = self.times
+        for index in np.unique(self._ranges.meaning).tolist():
+            meaning = self._ranges.meanings[index]
+            if meaning.rank is not None and meaning.what in (IDENTITY, CALL):
+                times.rank = meaning.rank
+                times.world_size = meaning.world_size or times.world_size
+                times.node = times.node or meaning.host
+        if times.rank is None:
+            times.rank = _rank_by_pid(self.number & 0xFFFFFF, comms)
+
+    @property
+    def largest(self) -> tuple[int, int] | None:
+        """(size, rank in it) of the largest communicator whose making was captured."""
+        nccl = self._nccl
+        return max(((nccl.sizes[name], rank) for name, rank in nccl.ranks.items()), default=None) if nccl else None
+
+    def read(self, kernels: Activities, comms: Mapping[int, str]) -> RankTimes:
+        """The times of the process, whose rank is known by now."""
+        times = self.times
+        meanings = [self._ranges.meanings[index] for index in np.unique(self._ranges.meaning).tolist()]
+        groups = (meaning.group for meaning in meanings if meaning.what in (CALL, GROUP))
+        unnamed = sum(meaning.what == GROUP and meaning.left_out for meaning in meanings)
+        if unnamed:
+            times.notes.append(
+                f"{times.path}: {unnamed} group(s) have more members than a marker holds; the recording names them"
+            )
+        builder = TimesBuilder(times, (group for group in groups if group is not None))
+        row_of = self._rows(kernels, builder, comms)
+        self._began = np.full(len(times), np.iinfo(np.int64).max)
+        self._ended = np.zeros(len(times), np.int64)
+        at = self._only_fitting(innermost(self._calls, kernels.thread, kernels.launched), kernels)
+        row = _rows(row_of, at)
+        old = any(meaning.old for meaning in meanings)
+        hidden = row == FILTERED
+        if hidden.any():
+            times.attributed[NOT_EMITTED] += int(hidden.sum())
+            kernels, row = kernels.take(np.flatnonzero(~hidden)), row[~hidden]
+        left = self._give(row, kernels, IN_OLD if old else IN_OURS)
+        if len(self._calls) and (self._ended == 0).any():
+            copies = peer_copies(self._export)
+            copies = copies.take(np.flatnonzero(copies.process == self.number))
+            row = _rows(row_of, innermost(self._calls, copies.thread, copies.launched))
+            idle = row >= 0
+            idle[idle] = self._ended[row[idle]] == 0
+            self._give(np.where(idle, row, NONE), copies, COPIES)
+            left = self._in_order(left)
+        known = self._ended > 0
+        times.began = array("q", np.where(known, self._began + self._epoch, 0).tobytes())
+        times.ended = array("q", np.where(known, self._ended + self._epoch, 0).tobytes())
+        left, captured = self._by_graph_nodes(row_of, left)
+        if self._nccl is not None and len(left):
+            left = self._by_nccl(self._nccl, builder, left)
+        self._tell(int((~known).sum()) - captured, captured, left)
+        return times
+
+    def _rows(self, kernels: Activities, builder: TimesBuilder, comms: Mapping[int, str]) -> Column:
+        """Makes the rows of all calls; returns the row of each range."""
+        times = self.times
+        path = comms.get(times.rank) if times.rank is not None else None
+        if path is not None and (self._calls.id != NONE).any():
+            found = rows_of_comms(path, self._calls, builder, self._epoch)
+            if found is not None:
+                batches = np.array([meaning.what == BATCH for meaning in self._calls.meanings])[self._calls.meaning]
+                found = np.where((found == NONE) & batches, FILTERED, found)
+                lost = int((found == NONE).sum())
+                if lost:
+                    times.unattributed[f"markers whose id is not in {path}"] = lost
+                return found
+            times.notes.append(f"{path}: is not of the run of {times.path}, and is not used")
+        return rows_of_markers(self._calls, kernels, builder, self._epoch)
+
+    def _only_fitting(self, at: Column, kernels: Activities) -> Column:
+        """A marker without extent reaches to the next one, and so around launches that are none of its own: it gets the
+        first that runs the kernel of its operation and is no graph's."""
+        calls = self._calls
+        if not len(calls) or not calls.instant.any():
+            return at
+        inside = np.flatnonzero((at != NONE) & calls.instant[np.maximum(at, 0)])
+        marked = [None if one.record is None else _kernel_of(one.record.op) for one in calls.meanings]
+        fits = np.array(
+            [
+                kernels.graph_node[i] == 0
+                and marked[int(calls.meaning[at[i]])] == _kernel_of(kernels.ops[int(kernels.op[i])] or SEND_RECV)
+                for i in inside.tolist()
+            ],
+            bool,
+        )
+        result: Column = at.copy()
+        result[inside[~fits]] = NONE
+        chosen = inside[fits]
+        order = chosen[np.lexsort((kernels.launched[chosen], at[chosen]))]
+        if len(order):
+            later = np.concatenate(([False], at[order][1:] == at[order][:-1]))
+            same = np.concatenate(([False], kernels.correlation[order][1:] == kernels.correlation[order][:-1]))
+            result[order[later & ~same]] = NONE
+        return result
+
+    def _give(self, row: Column, activities: Activities, how: str) -> Activities:
+        """Give calls their activities; returns those of which the row is `NONE`."""
+        hit = np.flatnonzero(row >= 0)
+        np.minimum.at(self._began, row[hit], activities.start[hit])
+        np.maximum.at(self._ended, row[hit], activities.end[hit])
+        if len(hit):
+            self.times.attributed[how] += len(hit)
+        return activities.take(np.flatnonzero(row < 0))
+
+    def _in_order(self, left: Activities) -> Activities:
+        """Launches on a thread of NCCL's own: the k-th call of a group is the k-th kernel of its stream, if the numbers
+        agree and no kernel begins before its call."""
+        times = self.times
+        free = (left.graph_node == 0) & (left.thread != NONE) & ~np.isin(left.thread, np.unique(self._calls.thread))
+        kind = np.frombuffer(times.kind, np.uint32)
+        calls: dict[tuple[str, int], list[int]] = defaultdict(list)
+        for number in np.flatnonzero(self._ended == 0).tolist():
+            one = times.kinds[int(kind[number])]
+            calls[_kernel_of(one.op), one.group].append(number)
+        streams: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+        for i in np.flatnonzero(free).tolist():
+            name = _kernel_of(left.ops[int(left.op[i])] or SEND_RECV)
+            streams[name, int(left.device[i]), int(left.stream[i])].append(i)
+        called = np.frombuffer(times.called, np.int64) - self._epoch
+        row = np.full(len(left), NONE, np.int64)
+        for (name, _), rows in calls.items():
+            fitting = [found for (other, _, _), found in streams.items() if other == name and len(found) == len(rows)]
+            rivals = [other for other in calls if other[0] == name and len(calls[other]) == len(rows)]
+            if len(fitting) != 1 or len(rivals) != 1:
+                continue
+            chosen = np.array(sorted(fitting[0], key=lambda i: int(left.start[i])))
+            ordered = np.array(sorted(rows, key=lambda number: int(called[number])))
+            if (left.start[chosen] >= called[ordered]).all():
+                row[chosen] = ordered
+        return self._give(row, left, IN_ORDER)
+
+    def _by_graph_nodes(self, row_of: Column, left: Activities) -> tuple[Activities, int]:
+        """Kernels of CUDA graphs, by the marker around the making of their node.
+
+        Every launch of the graph makes the call anew, with a row of its own. Returns the other kernels, and how many
+        calls were captured.
+        """
+        needed = {"start", "globalTid", "graphNodeId"}
+        table = next((name for name in GRAPH_NODES if needed <= self._export.columns(name)), None)
+        if not len(self._calls) or table is None:
+            return left, 0
+        start, thread, node, original = self._export.all(
+            table, ("start", "globalTid", "graphNodeId", "originalGraphNodeId")
+        )
+        mine = np.flatnonzero((thread >> 24) == self.number)
+        made = {int(node[i]): int(i) for i in mine}
+        # An executable graph has nodes of its own, which name those that were captured.
+        copied = {int(node[i]): made[int(original[i])] for i in mine if int(original[i]) in made}
+        made.update(copied)
+        which = np.array([made.get(int(one), NONE) if one else NONE for one in left.graph_node], np.int64)
+        row = np.full(len(left), NONE, np.int64)
+        known = np.flatnonzero(which != NONE)
+        row[known] = _rows(row_of, innermost(self._calls, thread[which[known]], start[which[known]]))
+        times = self.times
+        for i in np.argsort(left.start, kind="stable").tolist():
+            captured = int(row[i])
+            if captured < 0:
+                continue
+            for column in (times.kind, times.id, times.step):
+                column.append(column[captured])
+            times.number.append(0)
+            times.called.append(int(left.launched[i]) + self._epoch if left.launched[i] != NONE else 0)
+            times.began.append(int(left.start[i]) + self._epoch)
+            times.ended.append(int(left.end[i]) + self._epoch)
+            times.attributed[IN_GRAPH] += 1
+        return left.take(np.flatnonzero(row == NONE)), len(np.unique(row[row >= 0]))
+
+    def _by_nccl(self, nccl: NcclRanges, builder: TimesBuilder, left: Activities) -> Activities:
+        """Kernels launched within NCCL's own ranges: each range makes one row."""
+        times = self.times
+        at = innermost(nccl.ranges, left.thread, left.launched)
+        order = np.argsort(at, kind="stable")
+        taken = np.zeros(len(left), bool)
+        numbers: Counter[object] = Counter()
+        world_size = times.world_size
+        if world_size is None and self.largest is not None and self.largest[1] == times.rank:
+            world_size = self.largest[0]
+        for index, first, last in runs(at[order]):
+            records = nccl.members(index, times.rank, world_size) if index != NONE else []
+            if not records:
+                continue
+            mine = order[first:last]
+            taken[mine] = True
+            builder.group_of(nccl.group(records[0].pg))
+            kind = builder.take(records)
+            lane = (kind.group, kind.ends, kind.op == SEND_RECV)
+            numbers[lane] += 1
+            builder.add(
+                builder.kind(kind),
+                id=NONE,
+                # Beside numbers that were recorded those that are counted here mean nothing.
+                number=0 if times.numbered else numbers[lane],
+                called=int(nccl.ranges.start[index]) + self._epoch,
+                began=int(left.start[mine].min()) + self._epoch,
+                ended=int(left.end[mine].max()) + self._epoch,
+            )
+            times.attributed[IN_NCCL] += len(mine)
+        times.unattributed.update(nccl.said)
+        return left.take(np.flatnonzero(~taken))
+
+    def _tell(self, without: int, captured: int, left: Activities) -> None:
+        """Count what found no counterpart."""
+        times = self.times
+        graphs = left.graph_node > 0
+        no_launch = ~graphs & (left.thread == NONE)
+        outside = ~graphs & ~no_launch
+        for text, count in (
+            (NO_KERNEL, without),
+            (CAPTURED, captured),
+            (GRAPHS, int(graphs.sum())),
+            (NO_LAUNCH, int(no_launch.sum())),
+            (OUTSIDE, int(outside.sum())),
+        ):
+            if count:
+                times.unattributed[text] += count
+        times.unattributed_ns += int((left.end - left.start).sum())
+        whole = len(self._export.all(GRAPH_TRACE, ("start",))[0])
+        if whole:
+            times.notes.append(
+                f"{times.path}: {whole} launches of CUDA graphs were traced whole: their communication is not among "
+                "the kernels; record with --cuda-graph-trace=node"
+            )
+
+
+def _rows(row_of: Column, at: Column) -> Column:
+    """The row of the range at each index; `NONE` stays."""
+    return at if not len(row_of) else np.where(at == NONE, NONE, row_of[np.maximum(at, 0)])
+
+
+def _kernel_of(op: str) -> str:
+    """What NCCL's kernel for an operation is called, as far as kernels tell operations apart."""
+    if op in _SEND_RECV_KERNEL:
+        return SEND_RECV
+    return "all_reduce" if op == "barrier" else op
+
+
+def _rank_by_pid(pid: int, comms: Mapping[int, str]) -> int | None:
+    """The rank whose comms file was written by that process; the low 24 bits of the number are known."""
+    ranks = []
+    for rank, path in comms.items():
+        file = CommsFile(path)
+        next(file.records(), None)
+        if file.header is not None and file.header.pid is not None and file.header.pid & 0xFFFFFF == pid:
+            ranks.append(rank)
+    return ranks[0] if len(ranks) == 1 else None

@@ -1,0 +1,103 @@
+"""Reads PARAM's basic trace: a list of calls, groups (`init`), waits and computations, with sizes in elements."""
+
+from __future__ import annotations
+
+import msgspec
+
+from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, operation_of
+from crossrank.tools.job.kineto_calls import shapes_from_elements
+from crossrank.tools.traces.json_document import Shape, read_document
+from crossrank.tools.traces.param_comms import ParamComms, to_record
+from crossrank.tools.traces.rank_calls import Input, RankCalls, RecordedCall
+
+
+class _Basic(msgspec.Struct):
+    """A call of a PARAM basic trace. Sizes are elements."""
+
+    comms: str | None = None
+    compute: str | None = None
+    req: Int | list[Int] | None = None
+    pg_id: Int | str | None = None
+    global_ranks: list[Int] | None = None
+    world_size: Int | None = None
+    root: Int | None = None
+    in_msg_size: Int | None = None
+    out_msg_size: Int | None = None
+    dtype: str | None = None
+    in_split: list[Int] | None = None
+    out_split: list[Int] | None = None
+    src_rank: Int | None = None
+    dst_rank: Int | None = None
+    use_batch: bool = False
+    startTime_ns: Int | None = None
+
+
+def read_basic(given: Input) -> RankCalls:
+    """PARAM's basic trace: a list of calls, of groups (`init`), of waits and of computations."""
+    document = read_document(
+        given.path, Shape(what="a PARAM basic trace", content=_BasicFile, rows="calls", row=_Basic, bare_list=True)
+    )
+    groups: dict[str, Group] = {}
+    calls: list[RecordedCall] = []
+    by_req: dict[str, RecordedCall] = {}
+    found = RankCalls(path=given.path, rank=given.rank, calls=calls, groups=[], numbered=False)
+    computed = batch = 0
+    in_batch = False
+    for row in document.content.calls:
+        if row.comms is None:
+            computed += 1
+            continue
+        name = row.comms.lower()
+        pg = str(row.pg_id if row.pg_id is not None else 0)
+        if pg not in groups and (row.global_ranks or row.world_size):
+            ranks = row.global_ranks or document.budget.ranks(range(min(row.world_size or 0, MOST_RANKS)))
+            groups[pg] = Group(pg=pg, size=len(ranks), ranks=ranks)
+        if name == "init":
+            continue
+        if name == "wait":
+            call = by_req.get(str(row.req))
+            if call is not None:
+                call.wait_before, call.blocking = len(calls), False
+                found.waits += 1
+            else:
+                found.waits_without_call += 1
+            continue
+        in_batch, batch = row.use_batch, batch if row.use_batch and in_batch else len(calls)
+        calls.append(RecordedCall(record=_basic_record(row, name, pg, groups.get(pg), len(calls), batch)))
+        if row.req is not None:
+            by_req[str(row.req)] = calls[-1]
+    found.groups = list(groups.values())
+    found.world_size = max((row.world_size or 0 for row in document.content.calls), default=0) or None
+    found.timed = any(call.record.t for call in calls)
+    found.problems = list(document.damage)
+    if found.waits:
+        for call in calls:
+            call.blocking = call.wait_before is None
+    if computed:
+        found.notes.append(f"{computed} computation(s) of a file are no communication and are not replayed")
+    return found
+
+
+def _basic_record(row: _Basic, name: str, pg: str, group: Group | None, number: int, batch: int) -> CommRecord:
+    operation = operation_of(name)
+    comms = ParamComms(
+        name=name,
+        pg=pg,
+        global_rank=row.root,
+        in_elements=row.in_msg_size,
+        out_elements=row.out_msg_size,
+        dtype=row.dtype,
+        in_split=row.in_split or None,
+        out_split=row.out_split or None,
+    )
+    if operation is not None and operation.p2p:
+        comms.global_rank = row.dst_rank if operation.name == "send" else row.src_rank
+    elif operation is not None and operation.rooted and row.root is None:
+        comms.global_rank = row.src_rank
+    shapes_from_elements(comms)
+    record = to_record(comms, group, number=number, time=row.startTime_ns or 0, c10d="")
+    return msgspec.structs.replace(record, batch=batch if row.use_batch else None)
+
+
+class _BasicFile(msgspec.Struct):
+    calls: list[_Basic]
