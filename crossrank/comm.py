@@ -212,6 +212,9 @@ class CommRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defau
     out_split: list[Int] | None = None
     """Rows of the output that come from each member of the group, for an uneven all_to_all."""
     dtype: str | None = None
+    """Element type of the inputs, or of the outputs where there are no inputs."""
+    out_dtype: str | None = None
+    """Element type of the outputs where it differs from that of the inputs; a dump of the flight recorder has both."""
     reduce: str | None = None
     is_async: bool | None = msgspec.field(name="async", default=None)
     """Whether the caller asked for a Work to wait on; None where the c10d op does not say."""
@@ -226,6 +229,8 @@ class CommRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defau
     locality: Locality = "unknown"
     step: Int = 0
     """Iteration, counted from 0."""
+    members: list[CommRecord] = msgspec.field(default_factory=list)
+    """Of a launch whose calls have no numbers of their own, as the flight recorder notes coalesced collectives: they."""
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -12,7 +12,7 @@ from crossrank.text import rank_ranges
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
 from crossrank.tools.analysis.diagnosis.explain import Filter, print_diagnosis
 from crossrank.tools.analysis.diagnosis.inputs import find_candidates, read_evidence
-from crossrank.tools.analysis.diagnosis.job import Job
+from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.commands.options import add_fleet_arguments, complain, fleet_of, progress, rank_list, write_output
 
 _MOST_COMPLAINTS = 12
@@ -77,7 +77,7 @@ class Diagnose:
                 "name a folder of flight-recorder dumps or a recording"
             )
         diagnosis, job = diagnose(evidence, world_size=arguments.world_size, allow_missing=arguments.allow_missing)
-        if not any(len(one.calls) or one.has_status for one in job.ranks.values()):
+        if not any(len(one.calls) or one.dump.has_status for one in job.ranks.values()):
             raise CrossrankError(
                 f"{', '.join(paths)}: no dump has an entry or any progress; was TORCH_FR_BUFFER_SIZE=0, did the job "
                 "not communicate, or only by sends and receives on gloo, which torch does not record (crossrank does)?"
@@ -108,7 +108,7 @@ class Diagnose:
         return 0 if diagnosis.verdict == "ok" else 1
 
 
-def _check_filters(job: Job, ranks: set[int] | None, groups: Sequence[str] | None) -> None:
+def _check_filters(job: JobState, ranks: set[int] | None, groups: Sequence[str] | None) -> None:
     strange = sorted((ranks or set()) - set(job.world))
     if strange:
         raise CrossrankError(f"--ranks names {strange[0]}; the job has rank {rank_ranges(job.world)}")

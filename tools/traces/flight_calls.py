@@ -1,159 +1,438 @@
-"""Calls and durations from dumps of torch's flight recorder."""
+"""A flight-recorder dump as a `RankTrace`: coalesced entries become one call, gloo's `retired` a completion.
+
+Rules of the recorder (measured on torch 2.13 and read in FlightRecorder.hpp) that this module knows:
+
+* Members of a batch stay "scheduled"; a closing entry `coalesced` carries state and times for all of them. A batch of
+  P2P stays as many calls; coalesced collectives become one call with members.
+* gloo never reports a start or an end: an entry that is retired is done.
+* A group's progress stands under the process-local `pg_id`, which entries join to a name. Groups without entries are
+  joined by order where that is unambiguous: both `pg_id` and torch's numeric names rise as groups are made.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 
-from crossrank.comm import OPERATIONS, Group, operation_of
+from crossrank.comm import OPERATIONS, CommRecord, Group, is_p2p, operation_of
 from crossrank.dtypes import dtype_of
-from crossrank.errors import CrossrankError
-from crossrank.tools.traces.flight_recorder import Entry, FlightDump, read_flight_dump
+from crossrank.tools.traces.comms import add_records, stack_of
+from crossrank.tools.traces.flight_recorder import (
+    MOST_FRAMES,
+    Entry,
+    FlightDump,
+    Moment,
+    frames_of,
+    read_flight_dump,
+    whole,
+)
 from crossrank.tools.traces.param_comms import ParamComms, to_record
-from crossrank.tools.traces.rank_calls import Input, RankCalls, RecordedCall
+from crossrank.tools.traces.rank_trace import (
+    COMPLETED,
+    GLOO,
+    RETIRED,
+    SCHEDULED,
+    STARTED,
+    RankTrace,
+    Signatures,
+    Table,
+    TraceBuilder,
+    sort_by_time,
+)
 
+_STATES = {"scheduled": SCHEDULED, "started": STARTED, "completed": COMPLETED}
+_P2P = re.compile(r"(?P<op>send|recv) \d{1,8}(?:->|<-)(?P<peer>\d{1,8})")
 _CLOSING = "coalesced"
-_SAME_CALL = 5_000_000
-"""ns that may lie between our note of a call and torch's."""
+_OF_GLOO = f"{GLOO}:"
+SAME_TIME = 50_000_000
+"""ns between torch's and our note of one call: the launch lies between them."""
+GLOO_ALONE = (
+    "gloo's own dumps know neither sends and receives nor the members of groups: those who call on a name are taken"
+)
 
 
-def time_by_dump(calls: list[RecordedCall], path: str, found: RankCalls) -> None:
-    """Durations of the flight recorder beside a comms file, where it has any (NCCL)."""
-    try:
-        dump = read_flight_dump(path)
-    except CrossrankError as error:
-        found.notes.append(f"no durations from it: {error}")
-        return
-    moment = dump.moment
-    if moment is None:
-        return
-    offset = moment.clock.get("wall", 0) - moment.clock.get("t", 0)
-    entries: dict[str, list[Entry]] = defaultdict(list)
-    for entry in dump.entries:
-        if entry.time_discovered_completed_ns:
-            entries[entry.process_group[0]].append(entry)
-    launches: dict[str, dict[int, list[RecordedCall]]] = defaultdict(dict)
-    for call in calls:
-        batch = call.record.batch
-        launches[call.record.pg].setdefault(call.record.id if batch is None else batch, []).append(call)
-    for pg, rows in entries.items():
-        at = 0
-        for launch in launches[pg].values():
-            # Both are in the order of the calls; torch notes a call within the launch that the record precedes.
-            wall = launch[0].record.t + offset
-            while at < len(rows) and rows[at].time_created_ns < wall:
-                at += 1
-            if at < len(rows) and rows[at].time_created_ns - wall < _SAME_CALL and _is_of(rows[at], launch):
-                for call in launch:
-                    _set_times(call, rows[at])
-                at += 1
+def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False) -> RankTrace:
+    """The dump of `rank`: the last calls of a rank, on NCCL with their durations.
 
-
-def _is_of(entry: Entry, launch: Sequence[RecordedCall]) -> bool:
-    """Whether an entry can be that of a launch: of one call, or of a batch, which one entry closes."""
-    name = entry.profiling_name.partition(":")[2] or entry.profiling_name
-    if is_closing(entry):
-        return len(launch) > 1 or launch[0].record.batch is not None
-    operation = operation_of(name.partition(" ")[0])
-    return operation is not None and operation.name == launch[0].record.op
-
-
-def is_closing(entry: Entry) -> bool:
-    """Whether an entry stands for the launch of a batch, whose members have entries of their own without times."""
-    name = entry.profiling_name.partition(":")[2] or entry.profiling_name
-    return name == _CLOSING or (
-        name.lower().endswith("_coalesced") and not entry.input_sizes and not entry.output_sizes
-    )
-
-
-def _set_times(call: RecordedCall, entry: Entry) -> None:
-    began, ended = entry.time_discovered_started_ns, entry.time_discovered_completed_ns
-    if entry.duration_ms is not None:
-        call.took_ns = round(entry.duration_ms * 1e6)
-    elif began and ended:
-        call.took_ns = ended - began
-    call.began_ns = began or entry.time_created_ns or None
-
-
-def read_flight(given: Input) -> RankCalls:
-    """A dump of the flight recorder: the last calls of a rank, on NCCL with their durations.
-
-    gloo's recorder notes what a call is made of and no sends; our own dumps carry the calls themselves beside it.
+    gloo's recorder notes what a call is made of, and no sends; a dump of ours carries the recorded calls beside its
+    entries. With `own_calls` they take the place of gloo's entries; else they complete them. Raises `NoDumpError` where
+    nothing of the file can be used.
     """
-    dump = read_flight_dump(given.path)
+    dump = read_flight_dump(path)
     moment = dump.moment
-    backend = dump.entries[0].profiling_name.partition(":")[0] if dump.entries else ""
-    known = dump.groups + (moment.groups if moment is not None else [])
-    if moment is not None and moment.calls and backend in ("", "gloo"):
-        calls = [RecordedCall(record=record) for record in moment.calls]
+    rank = dump.rank if rank is None else rank
+    trace = RankTrace(rank=rank, path=path, source="flight", version=dump.version, problems=list(dump.problems))
+    backends = _backends(dump)
+    trace.backend = next((backend for backend in backends if backend != GLOO), backends[0] if backends else "")
+    trace.dump.active_only = _is_active_only(dump, trace.backend)
+    trace.dump.wrapped = not trace.dump.active_only and bool(dump.entries) and dump.entries[0].record_id > 0
+    trace.starts_late = bool(dump.entries) and dump.entries[0].record_id > 0
+    if moment is None:
+        trace.notes += [GLOO_ALONE] if trace.backend == GLOO else []
     else:
-        calls = _of_entries(dump, {group.pg: group for group in known})
-    first = dump.entries[0].record_id if dump.entries else 0
-    lost = moment is not None and bool(moment.calls) and moment.calls[0].id > 0
-    return RankCalls(
-        path=given.path,
-        rank=given.rank if given.rank is not None else dump.rank,
-        world_size=moment.world_size if moment is not None else None,
-        calls=calls,
-        groups=known,
-        groups_by_use=backend == "gloo",
-        starts_late=first > 0 or lost,
-        problems=list(dump.problems),
-        notes=_GLOO_NOTES if backend == "gloo" and moment is None else [],
+        trace.host, trace.world_size = moment.host, moment.world_size
+        ending = trace.ending
+        ending.taken_at, ending.reason, ending.stacks = moment.time_ns, moment.reason, list(moment.stacks)
+        ending.take_exceptions(moment.exceptions, moment.error)
+        trace.starts_late = trace.starts_late or (bool(moment.calls) and moment.calls[0].id > 0)
+    if own_calls and moment is not None and moment.calls and trace.backend in ("", GLOO):
+        builder = TraceBuilder(trace, (*dump.groups, *moment.groups))
+        for record in moment.calls:
+            builder.add(record, called=record.t + _offset(moment))
+        return trace
+    reading = _Reading(dump, trace)
+    reading.read()
+    reading.join_progress()
+    if moment is not None:
+        _add_roots(trace, moment)
+        if not any(map(is_p2p, trace.signatures)):
+            _add_p2p(trace, moment)
+        # Our dump without an entry is that of a rank that made no call: the recorder was asked.
+        trace.dump.has_status = True
+    return trace
+
+
+def _offset(moment: Moment) -> int:
+    """What turns the times of its calls into ns since 1970."""
+    return moment.clock.get("wall", 0) - moment.clock.get("t", 0)
+
+
+def _backends(dump: FlightDump) -> list[str]:
+    """What the calls of a dump were made by, in order: crossrank's dumps hold the recorders of all backends."""
+    names = dict.fromkeys(entry.profiling_name for entry in dump.entries)
+    return list(dict.fromkeys(whole(backend) for backend, colon, _ in (name.partition(":") for name in names) if colon))
+
+
+def _dtype(name: str) -> str:
+    known = dtype_of(name)
+    return known.name if known is not None else whole(name)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()
+
+
+def _is_active_only(dump: FlightDump, backend: str) -> bool:
+    """Whether completed calls were left out: the status knows of some and the entries do not.
+
+    Without a status, gaps between the entries show it. A ring in which all is open because the rest fell out lacks
+    open calls as well: those after the last completed one.
+    """
+    if backend == GLOO or any(entry.state == "completed" for entry in dump.entries):
+        return False
+    if not dump.status:
+        return any(two.record_id > one.record_id + 1 for one, two in pairwise(dump.entries))
+    seen: set[int] = set()
+    for entry in dump.entries:
+        if entry.profiling_name.startswith(_OF_GLOO):
+            continue
+        if entry.pg_id in seen or entry.is_p2p or entry.p2p_seq_id:
+            continue
+        seen.add(entry.pg_id)
+        progress = dump.status.get(entry.pg_id)
+        if progress is not None and entry.collective_seq_id > max(progress.last_completed_collective, 0) + 1:
+            return False
+    return any(progress.last_completed_collective > 0 for progress in dump.status.values())
+
+
+class _Reading:
+    """One dump on its way into columns."""
+
+    def __init__(self, dump: FlightDump, trace: RankTrace) -> None:
+        self._dump = dump
+        self._trace = trace
+        known = dump.groups + (dump.moment.groups if dump.moment is not None else [])
+        self._known = {group.pg: group for group in known}
+        self._is_mixed = trace.backend != GLOO and GLOO in _backends(dump)
+        self._builder = TraceBuilder(trace)
+        self._stack_of: dict[tuple[int, ...], int] = {}
+        self._pg_ids: dict[int, int] = {}
+        for group in known:
+            if group.pg:
+                self._group((group.pg, group.desc))
+            elif group.ranks:  # gloo's only entry: no name, and everyone or nobody
+                trace.world_size = max(group.ranks) + 1
+
+    def read(self) -> None:
+        """Every call of the dump, in order."""
+        entries, trace, signatures = self._dump.entries, self._trace, self._builder.signatures
+        append = trace.calls.append
+        retired_is_done = self._retired_is_done()
+        closed_by, members_of = _launches(entries)
+        batch_of = {
+            member: entries[members[0]].record_id
+            for members in members_of.values()
+            if len(members) > 1
+            for member in members
+        }
+        over = _over(self._dump) if trace.dump.active_only else set()
+        cut = 0 if trace.dump.wrapped else -1  # the launch that holds this entry may have lost its first members
+        groups: dict[tuple[object, ...], int] = {}
+        known: dict[tuple[object, ...], tuple[int, bool]] = {}
+        seen, with_p2p = trace.dump.collectives_seen, trace.dump.with_p2p
+        for index, entry in enumerate(entries):
+            on_gloo = self._is_mixed and entry.profiling_name.startswith(_OF_GLOO)
+            # Backends of one group count its calls each for itself.
+            key = (*entry.process_group, GLOO) if on_gloo else entry.process_group
+            group = groups.get(key)
+            if group is None:
+                group = groups[key] = self._group(entry.process_group, GLOO if on_gloo else "")
+            if entry.pg_id not in self._pg_ids:
+                self._pg_ids[entry.pg_id] = group
+            seen[group] = max(seen.get(group, 0), entry.collective_seq_id)
+            if entry.p2p_seq_id:
+                with_p2p.add(group)
+            text = (group, entry.profiling_name, entry.input_sizes, entry.output_sizes, entry.input_dtypes)
+            found = known.get(text)
+            if found is None:
+                record = self._record(entry, group)
+                found = known[text] = signatures.of(record), is_p2p(record)
+            signature, p2p = found
+            closing = entry
+            if closed_by or members_of:
+                if index in closed_by:
+                    if not p2p:
+                        continue  # it is a member of a collective that comes later
+                    closing = entries[closed_by[index]]
+                elif index in members_of:
+                    if index == cut and entry.profiling_name.endswith(f":{_CLOSING}"):
+                        continue  # of what, the ring no longer knows
+                    members = [self._record(entries[member], group) for member in members_of[index]]
+                    if members and all(map(is_p2p, members)):
+                        continue  # its state has gone to its members
+                    launch = _coalesced(self._record(entry, group), members)
+                    if members_of[index][:1] == [cut]:
+                        launch = msgspec.structs.replace(launch, members=[])
+                    signature = signatures.of(launch)
+            state = _STATES.get(closing.state, SCHEDULED)
+            if (retired_is_done or on_gloo) and closing.retired and state != COMPLETED:
+                state = RETIRED
+            if index in over:
+                state = COMPLETED
+            append(
+                group=group,
+                number=entry.p2p_seq_id if p2p else entry.collective_seq_id,
+                signature=signature,
+                batch=batch_of.get(index, -1) if p2p else -1,
+                state=state,
+                called=entry.time_created_ns,
+                began=closing.time_discovered_started_ns or 0,
+                ended=closing.time_discovered_completed_ns or 0,
+                took=round((closing.duration_ms or 0) * 1e6),
+                stack=self._stack(entry.frames),
+                id=entry.record_id,
+            )
+
+    def join_progress(self) -> None:
+        """Find the group that each `pg_id` of the status stands for."""
+        groups, status = self._trace.groups, self._dump.status
+        joined = dict(self._pg_ids)
+        names = [one.group.pg for one in groups]
+        numeric = [index for index, name in enumerate(names) if len(name) < 10 and _is_number(name)]
+        by_order: dict[int, int] = {}
+        if not self._is_mixed and numeric and len(numeric) == len(groups):
+            by_name = sorted(numeric, key=lambda index: int(names[index]))
+            if len(groups) == len(status):
+                by_order = dict(zip(sorted(status), by_name, strict=True))
+            elif status and max(status) < len(groups):
+                by_order = dict(enumerate(by_name))
+        if by_order and all(by_order.get(pg_id) == group for pg_id, group in joined.items()):
+            joined = by_order
+        state = self._trace.dump
+        state.has_status = bool(status)
+        state.all_joined = bool(status) and all(pg_id in joined for pg_id in status)
+        state.progress = {group: status[pg_id] for pg_id, group in joined.items() if pg_id in status}
+
+    def _retired_is_done(self) -> bool:
+        backend = self._trace.backend
+        states = {entry.state for entry in self._dump.entries}
+        # A backend other than NCCL that completes nothing in a whole ring is one that cannot.
+        return backend == GLOO or (backend != "nccl" and not states & {"started", "completed"})
+
+    def _group(self, name_and_desc: tuple[str, str], apart: str = "") -> int:
+        name, desc = map(whole, name_and_desc)
+        # A rank is in one group of a name; the description may be missing in some of its entries.
+        known = self._known.get(name) or Group(pg=name, size=0)
+        desc = known.desc if desc in ("", "undefined") else desc
+        group = msgspec.structs.replace(known, pg=name, desc="" if desc == "undefined" else desc)
+        return self._builder.define(group, apart)
+
+    def _record(self, entry: Entry, group: int) -> CommRecord:
+        name = whole(entry.profiling_name.partition(":")[2] or entry.profiling_name)
+        of_group = self._trace.groups[group].group
+        members = of_group.ranks
+        p2p = _P2P.match(name)
+        peer = None
+        if p2p is not None:
+            name, peer = p2p["op"], int(p2p["peer"])
+            if members is not None and peer < len(members):
+                peer = members[peer]
+        inputs, outputs = list(map(list, entry.input_sizes)), list(map(list, entry.output_sizes))
+        operation = operation_of(name)
+        if operation is OPERATIONS["recv"]:
+            inputs, outputs = [], outputs or inputs
+        into, out = (next(map(_dtype, types), None) for types in (entry.input_dtypes, entry.output_dtypes))
+        comms = ParamComms(name=name, pg=of_group.pg, inputs=inputs, outputs=outputs, dtype=into or out)
+        record = to_record(comms, of_group, number=0, time=0, c10d=name)
+        return msgspec.structs.replace(
+            record,
+            out_dtype=out if out != record.dtype else None,
+            peer=peer,
+            root=_root(record.op, entry, self._trace.rank, members),
+        )
+
+    def _stack(self, frames: object) -> int:
+        if not frames or not isinstance(frames, list):
+            return 0
+        # Entries of one call site share their frames; where they do not, the text decides.
+        key = tuple(map(id, frames[:MOST_FRAMES]))
+        found = self._stack_of.get(key)
+        if found is None:
+            found = self._stack_of[key] = self._builder.stacks.number(frames_of(frames))
+        return found
+
+
+def _over(dump: FlightDump) -> set[int]:
+    """Entries of a dump of active calls that are over: members of a batch never say so, and what did is left out.
+
+    A batch is over where the status of its group has its number, or where its closing entry is not there although
+    later ones are.
+    """
+    entries = dump.entries
+    found: set[int] = set()
+    records = {entry.record_id for entry in entries}
+    last_record = max(records, default=0)
+    newest: dict[int, int] = {}
+    for entry in entries:
+        if entry.is_p2p:
+            newest[entry.pg_id] = max(newest.get(entry.pg_id, 0), entry.p2p_seq_id)
+    runs: dict[tuple[int, int, int], list[int]] = {}
+    for index, entry in enumerate(entries):
+        runs.setdefault((entry.pg_id, entry.collective_seq_id, entry.p2p_seq_id), []).append(index)
+    for run in runs.values():
+        first, last = entries[run[0]], entries[run[-1]]
+        if _closes(last):
+            continue
+        progress = dump.status.get(first.pg_id)
+        if first.is_p2p and progress is not None:
+            # Collectives put their numbers in the same place: this one must be that of a P2P call.
+            of_p2p = first.collective_seq_id == 0 or progress.last_enqueued_collective == newest[first.pg_id]
+            if of_p2p and progress.last_completed_collective >= first.p2p_seq_id:
+                found.update(run)
+                continue
+        if len(run) > 1 and last.record_id + 1 not in records and last_record > last.record_id:
+            found.update(run)
+    return found
+
+
+def _launches(entries: Sequence[Entry]) -> tuple[dict[int, int], dict[int, list[int]]]:
+    """Which entries are one launch: member -> its closing entry, and closing entry -> its members.
+
+    The members of a launch stand in a row, with one pair of sequence numbers. A launch that is still being made has
+    no closing entry; its last member then closes it.
+    """
+    closed_by: dict[int, int] = {}
+    members_of: dict[int, list[int]] = {}
+    runs: dict[int, list[int]] = {}
+
+    def close(run: list[int], closing: int) -> None:
+        members_of[closing] = run
+        closed_by.update((member, closing) for member in run if member != closing)
+
+    def close_unfinished(run: list[int]) -> None:
+        if len(run) > 1 and not entries[run[0]].is_p2p:
+            close(run, run[-1])
+
+    for index, entry in enumerate(entries):
+        run = runs.get(entry.pg_id)
+        if run is not None:
+            first = entries[run[0]]
+            same = first.collective_seq_id == entry.collective_seq_id and first.p2p_seq_id == entry.p2p_seq_id
+            if same and _closes(entry):
+                close(runs.pop(entry.pg_id), index)
+                continue
+            if same:
+                run.append(index)
+                continue
+            close_unfinished(run)
+        if _closes(entry):
+            members_of[index] = []
+        else:
+            runs[entry.pg_id] = [index]
+    for run in runs.values():
+        close_unfinished(run)
+    return closed_by, members_of
+
+
+def _closes(entry: Entry) -> bool:
+    return _CLOSING in entry.profiling_name and not entry.input_sizes and not entry.output_sizes
+
+
+def _coalesced(closing: CommRecord, members: list[CommRecord]) -> CommRecord:
+    ops = {member.op for member in members}
+    op = ops.pop() if closing.op not in OPERATIONS and len(ops) == 1 else closing.op
+    return msgspec.structs.replace(
+        closing, op=op, bytes=sum(one.bytes for one in members), inputs=[], outputs=[], members=members
     )
 
 
-_GLOO_NOTES = [
-    "gloo's own dumps know neither sends and receives nor the members of groups: those who call on a name are taken",
-]
+def _root(op: str, entry: Entry, rank: int | None, members: Sequence[int] | None) -> int | None:
+    """The recorder names no root, but in gather and scatter the root alone holds the other side."""
+    if members is None or len(members) < 2:
+        return None
+    side = {"gather": entry.output_sizes, "scatter": entry.input_sizes}.get(op, ())
+    return rank if len(side) == len(members) else None
 
 
-def _of_entries(dump: FlightDump, groups: dict[str, Group]) -> list[RecordedCall]:
-    calls: list[RecordedCall] = []
-    open_batch: dict[str, list[tuple[int, Entry]]] = defaultdict(list)
-    for entry in dump.entries:
-        pg, desc = entry.process_group
-        name = entry.profiling_name.partition(":")[2] or entry.profiling_name
-        if is_closing(entry):
-            # The members of a batch come before the entry that closes it, and share its number.
-            members = [index for index, one in open_batch.pop(pg, []) if _shares_number(one, entry)]
-            for index in members:
-                record = calls[index].record
-                calls[index].record = msgspec.structs.replace(record, batch=calls[members[0]].record.id)
-                _set_times(calls[index], entry)
+# --- what our own dumps carry beside torch's entries ------------------------------------------------------------------
+
+
+def _add_roots(trace: RankTrace, moment: Moment) -> None:
+    """Add what torch's recorder does not note of a collective to the calls of a dump: root, reduction, source line.
+
+    torch counts from the start of the process, the records from `enable()`: the last call of a group, which must be the
+    same operation at the same time, tells by how many they differ.
+    """
+    calls, signatures = trace.calls, Signatures(*trace.signatures)
+    by_number: dict[tuple[str, int], int] = {}
+    last: dict[str, int] = {}
+    for row, (group, number) in enumerate(zip(calls.group, calls.number, strict=True)):
+        if not is_p2p(signatures.rows[calls.signature[row]]) and not trace.groups[group].apart:
+            name = trace.groups[group].group.pg
+            by_number[name, number] = row
+            last[name] = row
+    collectives = [record for record in moment.calls if record.seq is not None]
+    for record in {record.pg: record for record in collectives}.values():
+        row = last.get(record.pg, -1)
+        if row < 0 or record.seq is None:
             continue
-        op, _, ends = name.partition(" ")
-        operation = operation_of(op)
-        peer = None
-        if operation is not None and operation.p2p:
-            arrow = "->" if "->" in ends else "<-"
-            other = ends.partition(arrow)[2]
-            peer = int(other) if other.isdecimal() and len(other) < 8 else None
-        dtypes = entry.input_dtypes or entry.output_dtypes
-        dtype = dtype_of(dtypes[0]) if dtypes else None
-        p2p = operation is not None and operation.p2p
-        comms = ParamComms(
-            name=op,
-            pg=pg,
-            desc=desc,
-            rank=peer,
-            inputs=[] if operation is OPERATIONS["recv"] else [list(shape) for shape in entry.input_sizes],
-            outputs=[list(shape) for shape in entry.output_sizes],
-            dtype=dtype.name if dtype is not None else (dtypes[0] if dtypes else None),
-            seq=entry.p2p_seq_id if p2p else entry.collective_seq_id,
-        )
-        record = to_record(comms, groups.get(pg), number=len(calls), time=entry.time_created_ns, c10d="")
-        call = RecordedCall(record=record)
-        _set_times(call, entry)
-        if not entry.time_discovered_completed_ns:
-            open_batch[pg].append((len(calls), entry))
-        calls.append(call)
-    return calls
+        op = signatures.rows[calls.signature[row]].op
+        # gloo makes a reduce_scatter of an all_reduce, and torch's recorder notes what gloo makes
+        same = op == record.op or (op, record.op) == ("all_reduce", "reduce_scatter")
+        if same and abs(calls.called[row] - record.t - _offset(moment)) < SAME_TIME:
+            trace.dump.recorded_from[record.pg] = calls.number[row] - record.seq
+    stacks = Table(*trace.stacks)
+    for record in collectives:
+        before = trace.dump.recorded_from.get(record.pg)
+        if before is None or record.seq is None:
+            continue
+        row = by_number.get((record.pg, record.seq + before), -1)
+        if row < 0:
+            continue
+        known = signatures.rows[calls.signature[row]]
+        calls.signature[row] = signatures.of(msgspec.structs.replace(known, root=record.root, reduce=record.reduce))
+        if not calls.stack[row]:
+            calls.stack[row] = stacks.number(stack_of(record))
+    trace.signatures, trace.stacks = signatures.rows, stacks.rows
 
 
-def _shares_number(member: Entry, closing: Entry) -> bool:
-    if member.is_p2p or "->" in member.profiling_name or "<-" in member.profiling_name:
-        return member.p2p_seq_id == closing.p2p_seq_id
-    return member.collective_seq_id == closing.collective_seq_id
+def _add_p2p(trace: RankTrace, moment: Moment) -> None:
+    """Add the recorded sends and receives to the calls of a dump that has none, by their times."""
+    records = list(filter(is_p2p, moment.calls))
+    if records:
+        trace.numbered_pairs = True
+        add_records(TraceBuilder(trace), records, _offset(moment), moment.calls[-1].id, is_cut=True)
+        sort_by_time(trace)

@@ -6,19 +6,20 @@ from collections.abc import Iterator
 
 from crossrank.text import rank_ranges
 from crossrank.tools.analysis.diagnosis.collectives import EXTRA, MISSING
-from crossrank.tools.analysis.diagnosis.evidence import LEFT, STATES
 from crossrank.tools.analysis.diagnosis.findings import Finding
 from crossrank.tools.analysis.diagnosis.habits import is_usual
-from crossrank.tools.analysis.diagnosis.job import CLEARLY_STALE
+from crossrank.tools.analysis.diagnosis.job_state import CLEARLY_STALE
 from crossrank.tools.analysis.diagnosis.search import Search, finding_of, was_cancelled
 from crossrank.tools.analysis.diagnosis.waiting import Stall
+from crossrank.tools.traces.ending import LEFT
+from crossrank.tools.traces.rank_trace import STATES
 
 
 def find_silent_ranks(search: Search) -> None:
     """Ranks that wait for nobody and have not made the call that others wait in."""
     waiting, ranks = search.waiting, search.job.ranks
     # A communication that failed ends a rank because of others.
-    silent = {rank for rank in search.silent() if not ranks[rank].has_failed}
+    silent = {rank for rank in search.silent() if not ranks[rank].ending.has_failed}
     covered: set[int] = set()
     while True:
         candidates = [(stall, stall.absent & silent) for stall in search.left()]
@@ -99,9 +100,9 @@ def find_unrecorded_waits(search: Search) -> None:
 def _exception_of(search: Search, rank: int) -> str | None:
     """The exception by which a rank, or one of its threads, stopped making calls."""
     evidence = search.job.ranks[rank]
-    if evidence.has_raised:
-        return evidence.error
-    return next((f"{one.error} (thread {one.thread})" for one in evidence.of_threads), None)
+    if evidence.ending.has_raised:
+        return evidence.ending.error
+    return next((f"{one.error} (thread {one.thread})" for one in evidence.ending.of_threads), None)
 
 
 def find_unended_calls(search: Search) -> None:
@@ -116,10 +117,10 @@ def find_unended_calls(search: Search) -> None:
         if len(rows) >= CLEARLY_STALE:
             continue
         group, row = job.group_at(rank, rows[0]), rows[0]
-        seq, evidence = job.ranks[rank].calls.seq[row], job.ranks[rank]
+        seq, evidence = job.ranks[rank].calls.number[row], job.ranks[rank]
         ended = [other for other in group.ranks if other in job.ranks and job.completed(group, other) >= seq]
         # Without the moment of the dump it may have been taken just before the end was noticed.
-        hangs = evidence.taken_at is not None and len(ended) * 2 > len(group.ranks)
+        hangs = evidence.ending.taken_at is not None and len(ended) * 2 > len(group.ranks)
         finding = Finding(
             kind="not_completed" if hangs else "all_joined_not_completed",
             pg=group.pg,
@@ -136,7 +137,7 @@ def find_unended_calls(search: Search) -> None:
 
 def _died_on_gloo(search: Search, rank: int) -> bool:
     others = [one for one in search.job.ranks.values() if one.source == "flight"]
-    return search.job.ranks[rank].died_unseen and bool(others) and all(one.backend == "gloo" for one in others)
+    return search.job.ranks[rank].ending.unseen and bool(others) and all(one.backend == "gloo" for one in others)
 
 
 def find_raised_exceptions(search: Search) -> None:
@@ -144,16 +145,16 @@ def find_raised_exceptions(search: Search) -> None:
     if search.found.roots or search.waiting.heads:
         return
     ranks = search.job.ranks
-    raised = [rank for rank, one in ranks.items() if one.has_raised]
-    failed = [] if was_cancelled(search.job) else [rank for rank, one in ranks.items() if one.has_failed]
+    raised = [rank for rank, one in ranks.items() if one.ending.has_raised]
+    failed = [] if was_cancelled(search.job) else [rank for rank, one in ranks.items() if one.ending.has_failed]
     if not raised and not failed:
         return
     world = max(search.job.groups, key=lambda group: (len(group.ranks), -group.index), default=None)
-    unseen = [rank for rank, one in ranks.items() if one.died_unseen]
+    unseen = [rank for rank, one in ranks.items() if one.ending.unseen]
     # Who died first nothing says: a few are sooner the cause of what many raise than the other way round.
     unseen = unseen if len(unseen) < len(raised) or not raised else []
     texts = [f"rank {rank_ranges(unseen)} ended without a word"] if unseen else []
-    texts += sorted(f"rank {rank}: {ranks[rank].error}" for rank in (raised or failed)[:4])
+    texts += sorted(f"rank {rank}: {ranks[rank].ending.error}" for rank in (raised or failed)[:4])
     search.add_root(
         Finding(
             kind="dump_missing" if unseen else "raised",
@@ -161,7 +162,7 @@ def find_raised_exceptions(search: Search) -> None:
             pg_ranks=list(world.ranks) if world is not None else list(search.job.world),
             culprit_ranks=unseen or raised,
             waiting_ranks=sorted({*failed, *raised}) if unseen else failed,
-            exception=None if unseen else next((ranks[rank].error for rank in raised), None),
+            exception=None if unseen else next((ranks[rank].ending.error for rank in raised), None),
             text="; ".join(texts),
         ),
         [],
@@ -189,7 +190,7 @@ def find_stale_ranks(search: Search) -> None:
             kind="not_completed",
             pg=group.pg,
             pg_ranks=list(group.ranks),
-            collective_seq_id=job.ranks[rank].calls.seq[row],
+            collective_seq_id=job.ranks[rank].calls.number[row],
             op=job.signature(rank, row).op,
             culprit_ranks=[rank],
             text=text,
@@ -202,10 +203,9 @@ def _how_it_stopped(search: Search, absent: set[int]) -> Iterator[str]:
     ends: dict[str, list[int]] = {}
     for rank in sorted(absent):
         evidence = search.job.ranks[rank]
-        if evidence.reason in LEFT or evidence.ended:
-            left = (
-                f"left the job ({evidence.error or evidence.reason or 'its recording ended'}) without making this call"
-            )
+        if evidence.ending.reason in LEFT or evidence.ending.ended:
+            why = evidence.ending.error or evidence.ending.reason or "its recording ended"
+            left = f"left the job ({why}) without making this call"
             ends.setdefault(left, []).append(rank)
         elif evidence.source == "comms" and any(one.source == "flight" for one in search.job.ranks.values()):
             how = (
@@ -220,7 +220,7 @@ def _how_it_stopped(search: Search, absent: set[int]) -> Iterator[str]:
 def _is_extra(search: Search, stall: Stall, absent: set[int]) -> bool:
     """Whether the few that wait, not the many that are absent, are the odd ones."""
     group = stall.group
-    if absent & search.waiting.stale.keys() or any(search.job.ranks[rank].active_only for rank in absent):
+    if absent & search.waiting.stale.keys() or any(search.job.ranks[rank].dump.active_only for rank in absent):
         return False
     everyone_else = absent == set(group.ranks) - set(stall.waiting)
     if not everyone_else or len(stall.waiting) * 2 >= len(group.ranks):

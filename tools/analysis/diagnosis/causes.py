@@ -20,13 +20,13 @@ from crossrank.tools.analysis.diagnosis.absences import (
 from crossrank.tools.analysis.diagnosis.collectives import EXTRA, MISSING, Mismatch
 from crossrank.tools.analysis.diagnosis.consequences import explain_the_rest
 from crossrank.tools.analysis.diagnosis.deadlocks import find_circles, find_closed_stalls
-from crossrank.tools.analysis.diagnosis.evidence import RETIRED
 from crossrank.tools.analysis.diagnosis.findings import Finding
-from crossrank.tools.analysis.diagnosis.job import Job
+from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.analysis.diagnosis.p2p import Call, Pairing
 from crossrank.tools.analysis.diagnosis.places import place_of_call
 from crossrank.tools.analysis.diagnosis.search import Causes, Search, finding_of, was_cancelled
 from crossrank.tools.analysis.diagnosis.waiting import Stall, Waiting
+from crossrank.tools.traces.rank_trace import RETIRED
 
 _SURE = 1_000_000_000
 """ns that a rank must have waited when its dump was taken, where the dump says when that was, to count as stuck. A
@@ -37,7 +37,7 @@ _STOPPED = 2_000_000_000
 
 
 def find_causes(
-    job: Job, waiting: Waiting, pairing: Pairing, mismatches: list[Mismatch], lacking: dict[int, str]
+    job: JobState, waiting: Waiting, pairing: Pairing, mismatches: list[Mismatch], lacking: dict[int, str]
 ) -> Causes:
     """All findings about `job`. `lacking` has the ranks that cannot be judged and why."""
     search = Search(job, waiting, pairing, lacking)
@@ -97,22 +97,22 @@ def _age(search: Search, stall: Stall) -> int | None:
     awaited = [ranks[rank] for rank in stall.waits_for() if rank in ranks]
     # The first ranks of a cancelled job to end make the communication of the others fail, however healthy it was.
     cancelled = was_cancelled(search.job) and len(awaited) == len(stall.waits_for())
-    if any(one.taken_at is None or (one.has_failed and not cancelled) for one in waiting.values()):
+    if any(one.ending.taken_at is None or (one.ending.has_failed and not cancelled) for one in waiting.values()):
         return None
-    over = all(one.is_gone for one in waiting.values())
-    if any(one.has_left or (one.died_unseen and over) for one in awaited):
+    over = all(one.ending.is_gone for one in waiting.values())
+    if any(one.ending.has_left or (one.ending.unseen and over) for one in awaited):
         return None
-    began = {rank: one.calls.created[heads[rank].row] for rank, one in waiting.items()}
-    ages = [(one.taken_at or 0) - began[rank] for rank, one in waiting.items()]
+    began = {rank: one.calls.called[heads[rank].row] for rank, one in waiting.items()}
+    ages = [(one.ending.taken_at or 0) - began[rank] for rank, one in waiting.items()]
     first = min(began.values())
-    latest = max(one.taken_at or 0 for one in waiting.values())
+    latest = max(one.ending.taken_at or 0 for one in waiting.values())
     moments = [
-        one.taken_at
+        one.ending.taken_at
         for one in awaited
-        if one.taken_at is not None
-        and (cancelled or not one.is_final)
+        if one.ending.taken_at is not None
+        and (cancelled or not one.ending.is_final)
         # A comms file that stopped growing is that of a rank that died, or that was stopped.
-        and not (one.died_unseen and one.taken_at < latest - _STOPPED)
+        and not (one.ending.unseen and one.ending.taken_at < latest - _STOPPED)
     ]
     return min([max(ages), *(moment - first for moment in moments)])
 
@@ -157,10 +157,10 @@ def _mismatches(search: Search, mismatches: list[Mismatch]) -> None:
             search.found.consequences.append(_aborted(finding, gone, len(search.found.roots) - 1))
 
 
-def _may_be_aborted(job: Job, rank: int) -> bool:
+def _may_be_aborted(job: JobState, rank: int) -> bool:
     """Whether a rank may have ended without a word: gloo aborts a process that is sent more than it asked for."""
     evidence = job.ranks.get(rank)
-    return evidence is None or evidence.died_unseen or evidence.reason == "SIGABRT"
+    return evidence is None or evidence.ending.unseen or evidence.ending.reason == "SIGABRT"
 
 
 def _aborted(mismatch: Finding, gone: set[int], root: int) -> Finding:
@@ -177,17 +177,17 @@ def _aborted(mismatch: Finding, gone: set[int], root: int) -> Finding:
     )
 
 
-def _raised_in(job: Job, mismatch: Mismatch) -> tuple[int, ...]:
+def _raised_in(job: JobState, mismatch: Mismatch) -> tuple[int, ...]:
     """The ranks that an exception of their own ended in this call."""
     raised = []
     for rank in mismatch.ranks:
         lane = mismatch.group.lanes[rank]
-        if job.ranks[rank].has_raised and lane.seqs[-1] == mismatch.seq:
+        if job.ranks[rank].ending.has_raised and lane.numbers[-1] == mismatch.seq:
             raised.append(rank)
     return tuple(raised) if len(raised) * 2 < len(mismatch.ranks) else ()
 
 
-def _when(job: Job, mismatch: Mismatch) -> int:
+def _when(job: JobState, mismatch: Mismatch) -> int:
     times = []
     for rank, lane in mismatch.group.lanes.items():
         row = lane.row(mismatch.seq)
@@ -240,7 +240,7 @@ def _unequal_pairs(search: Search) -> None:
                 kind="p2p_size_mismatch",
                 pg=group.pg,
                 pg_ranks=list(group.ranks),
-                p2p_seq_id=calls.seq[send[1]],
+                p2p_seq_id=calls.number[send[1]],
                 op="send",
                 waiting_ranks=sorted(
                     {rank for rank, row in (send, receive) if search.job.ranks[rank].calls.state[row] < RETIRED}
@@ -262,7 +262,7 @@ def _is_at(waiting: Waiting, stall: Stall, send: Call, receive: Call) -> bool:
     return any(rank in waiting.heads and waiting.heads[rank].row <= row for rank, row in (send, receive))
 
 
-def _content(job: Job, call: Call) -> str:
+def _content(job: JobState, call: Call) -> str:
     signature = job.signature(*call)
     shapes = signature.outputs or signature.inputs if signature.op == "recv" else signature.inputs or signature.outputs
-    return f"{' + '.join(str(list(shape)) for shape in shapes)} {signature.dtype() or ''}".strip()
+    return f"{' + '.join(str(list(shape)) for shape in shapes)} {signature.dtype or ''}".strip()

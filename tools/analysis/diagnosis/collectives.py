@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from crossrank.comm import OPERATIONS
-from crossrank.tools.analysis.diagnosis.evidence import Signature, Table
-from crossrank.tools.analysis.diagnosis.job import Job, JobGroup, Lane
+from crossrank.comm import OPERATIONS, CommRecord
+from crossrank.tools.analysis.diagnosis.job_state import JobState
+from crossrank.tools.job.groups import Lane, ProcessGroup
+from crossrank.tools.traces.rank_trace import Table
 
 MISSING, EXTRA, TYPE, SIZE, DTYPE, ROOT, REDUCE = (
     "missing_rank",
@@ -41,7 +43,7 @@ Meaning = tuple["str | None", "int | tuple[int, ...] | None", "str | None", "int
 class Mismatch:
     """The first collective of a group that some ranks called differently."""
 
-    group: JobGroup
+    group: ProcessGroup
     seq: int
     kind: str
     culprits: tuple[int, ...]
@@ -56,7 +58,7 @@ class Mismatch:
     """Rank -> what of its own call cannot be."""
 
 
-def meaning(signature: Signature) -> Meaning:
+def meaning(signature: CommRecord) -> Meaning:
     """What of a call must be the same on all ranks of a collective."""
     row = OPERATIONS.get(signature.op)
     elements: int | tuple[int, ...] | None = None
@@ -69,26 +71,23 @@ def meaning(signature: Signature) -> Meaning:
         elements = _elements(signature.outputs)
     if not signature.inputs and not signature.outputs and not signature.members:
         elements = None
-    if not signature.comparable:
-        return None, None, None, signature.root, signature.reduce
     # Dumps before 2.7, and rings that lost the members, do not know what was coalesced.
     op = None if signature.op == "coalesced" and not signature.members else signature.op
     return op, elements, _dtype(signature), signature.root, signature.reduce
 
 
-def _dtype(signature: Signature) -> str | None:
+def _dtype(signature: CommRecord) -> str | None:
     """The type of what goes in, and of what comes out where that is another."""
-    into, out = signature.in_dtypes[:1], signature.out_dtypes[:1]
-    return f"{into[0]} into {out[0]}" if into and out and into != out else signature.dtype()
+    return f"{signature.dtype} into {signature.out_dtype}" if signature.out_dtype is not None else signature.dtype
 
 
-def contradiction(signature: Signature, size: int) -> str:
+def contradiction(signature: CommRecord, size: int) -> str:
     """What of a call cannot be, whatever the others call, in a group of `size` members; empty where all fits.
 
     An all_reduce gives back as much as it is given, an all_gather as much from every member, a reduce_scatter gives
     each its share, and all of them what they are given in the type that it has.
     """
-    if signature.members or not signature.comparable or not signature.inputs or not signature.outputs:
+    if signature.members or not signature.inputs or not signature.outputs:
         return ""
     if signature.op not in ("all_reduce", "all_gather", "reduce_scatter"):
         return ""
@@ -101,24 +100,24 @@ def contradiction(signature: Signature, size: int) -> str:
         wanted = given * size if signature.op == "all_gather" else given // size
     if got != wanted or (signature.op == "reduce_scatter" and given % size):
         return f"{given} elements go in and {got} come out"
-    into, out = signature.in_dtypes[:1], signature.out_dtypes[:1]
-    return f"{into[0]} goes in and {out[0]} comes out" if into and out and into != out else ""
+    return f"{signature.dtype} goes in and {signature.out_dtype} comes out" if signature.out_dtype is not None else ""
 
 
-def _is_uneven(signature: Signature) -> bool:
+def _is_uneven(signature: CommRecord) -> bool:
     """Whether it has a tensor per member on one side, of different sizes: one member's share tells nothing of them."""
     sides = sorted((signature.inputs, signature.outputs), key=len)
     return len(sides[0]) == 1 < len(sides[1]) and len({prod(shape) for shape in sides[1]}) > 1
 
 
-def find_mismatches(job: Job) -> list[Mismatch]:
+def find_mismatches(job: JobState) -> list[Mismatch]:
     """The first mismatch of every group that has one."""
     meanings: Table[Meaning] = Table()
     of_signature = [meanings.number(meaning(signature)) for signature in job.signatures]
+    barely = [meanings.number((None, None, None, one.root, one.reduce)) for one in job.signatures]
     sums = {number for number, meaning in enumerate(meanings.rows) if meaning[0] == "all_to_all"}
     found = []
     for group in job.groups:
-        mismatch = _Comparison(job, group, of_signature, meanings.rows, sums).first()
+        mismatch = _Comparison(job, group, (barely, of_signature), meanings.rows, sums).first()
         if mismatch is not None:
             found.append(mismatch)
     return found
@@ -128,8 +127,14 @@ class _Comparison:
     """One group over its ranks."""
 
     def __init__(
-        self, job: Job, group: JobGroup, of_signature: list[int], meanings: list[Meaning], sums: set[int]
+        self,
+        job: JobState,
+        group: ProcessGroup,
+        of_signature: tuple[list[int], list[int]],
+        meanings: list[Meaning],
+        sums: set[int],
     ) -> None:
+        """`of_signature`: meanings by signature, of ranks that are not comparable and of those that are."""
         self._job = job
         self._group = group
         self._meanings = meanings
@@ -140,9 +145,10 @@ class _Comparison:
         for rank, lane in group.lanes.items():
             signatures = job.ranks[rank].calls.signature
             column = array("I", (signatures[row] for row in lane.rows))
-            for number in set(column) - wrong.keys():
+            comparable = job.ranks[rank].comparable
+            for number in set(column) - wrong.keys() if comparable else ():
                 wrong[number] = contradiction(job.signatures[number], size)
-            self._columns[rank] = array("I", map(of_signature.__getitem__, column))
+            self._columns[rank] = array("I", map(of_signature[comparable].__getitem__, column))
         self._wrong = {number: text for number, text in wrong.items() if text}
 
     def first(self) -> Mismatch | None:
@@ -167,7 +173,7 @@ class _Comparison:
         found: dict[int, dict[int, str]] = {}
         for rank, lane in self._group.lanes.items():
             signatures = self._job.ranks[rank].calls.signature
-            for row, seq in zip(lane.rows, lane.seqs, strict=True):
+            for row, seq in zip(lane.rows, lane.numbers, strict=True):
                 if signatures[row] in self._wrong:
                     found.setdefault(seq, {})[rank] = self._wrong[signatures[row]]
                     break
@@ -183,40 +189,44 @@ class _Comparison:
     def _suspicious(self) -> list[int]:
         """Sequence numbers at which the ranks' calls are not the very same, and all those of all_to_all."""
         lanes = self._group.lanes
-        reference = max(lanes, key=lambda rank: (len(lanes[rank].seqs), -rank))
+        reference = max(lanes, key=lambda rank: (len(lanes[rank].numbers), -rank))
         seqs: set[int] = set()
         for rank in lanes:
             if rank != reference:
                 seqs.update(self._differences(reference, rank))
         # What the longest list does not reach is compared among the others.
         known = (
-            set(lanes[reference].seqs) if any(not _spans(lanes[reference], lane) for lane in lanes.values()) else None
+            set(lanes[reference].numbers)
+            if any(not _spans(lanes[reference], lane) for lane in lanes.values())
+            else None
         )
         if known is not None:
             for lane in lanes.values():
-                seqs.update(seq for seq in lane.seqs if seq not in known)
+                seqs.update(seq for seq in lane.numbers if seq not in known)
         if self._sums:
             for rank, column in self._columns.items():
-                seqs.update(seq for seq, number in zip(lanes[rank].seqs, column, strict=True) if number in self._sums)
+                seqs.update(
+                    seq for seq, number in zip(lanes[rank].numbers, column, strict=True) if number in self._sums
+                )
         return sorted(seqs)
 
     def _differences(self, one: int, other: int) -> list[int]:
         a, b = self._group.lanes[one], self._group.lanes[other]
-        low, high = max(a.seqs[0], b.seqs[0]), min(a.seqs[-1], b.seqs[-1])
+        low, high = max(a.numbers[0], b.numbers[0]), min(a.numbers[-1], b.numbers[-1])
         if low > high:
             return []
         a_low, b_low, a_high, b_high = a.index(low), b.index(low), a.index(high), b.index(high)
         if None not in (a_low, b_low, a_high, b_high):
-            same_numbers = a.seqs[a_low : a_high + 1] == b.seqs[b_low : b_high + 1]  # type: ignore[operator]
+            same_numbers = a.numbers[a_low : a_high + 1] == b.numbers[b_low : b_high + 1]  # type: ignore[operator]
             if same_numbers:
                 left = self._columns[one][a_low : a_high + 1]  # type: ignore[operator]
                 right = self._columns[other][b_low : b_high + 1]  # type: ignore[operator]
                 if left == right:
                     return []
-                numbers = a.seqs[a_low:]
+                numbers = a.numbers[a_low:]
                 return [seq for seq, x, y in zip(numbers, left, right) if x != y]  # noqa: B905
         found = []
-        for seq, number in zip(a.seqs, self._columns[one], strict=True):
+        for seq, number in zip(a.numbers, self._columns[one], strict=True):
             index = b.index(seq)
             if index is not None and self._columns[other][index] != number:
                 found.append(seq)
@@ -264,12 +274,13 @@ class _Comparison:
         evidence = self._job.ranks.get(rank)
         if evidence is None:
             return not self._may_have_aborted()
-        return not evidence.died_unseen and (self._job.enqueued(self._group, rank) or 0) < seq
+        return not evidence.ending.unseen and (self._job.enqueued(self._group, rank) or 0) < seq
 
     def _may_have_aborted(self) -> bool:
         """Whether members of which nothing is left may have ended by the mismatch itself, as they do on gloo."""
-        known = [self._job.ranks[rank] for rank in self._group.ranks if rank in self._job.ranks]
-        return any(one.has_failed and one.is_gloo(self._group.local_index.get(one.rank)) for one in known)
+        ranks, index = self._job.ranks, self._group.local_index
+        known = [rank for rank in self._group.ranks if rank in ranks]
+        return any(ranks[rank].ending.has_failed and ranks[rank].is_gloo(index.get(rank)) for rank in known)
 
     def _shift(self, seq: int, odd: int, reference: int) -> str | None:
         """Whether the odd rank's calls fit again when one is taken out, or one that it lacks is put in."""
@@ -282,7 +293,7 @@ class _Comparison:
             if mine and other and _fit(mine, other)
         ]
         if len(kinds) == 2:  # calls that alternate fit both ways; then the number of calls tells
-            last, other_last = (self._group.lanes[rank].seqs[-1] for rank in (odd, reference))
+            last, other_last = (self._group.lanes[rank].numbers[-1] for rank in (odd, reference))
             kinds = [] if last == other_last else [EXTRA if last > other_last else MISSING]
         return kinds[0] if kinds else None
 
@@ -316,10 +327,10 @@ class _Comparison:
 
 
 def _spans(outer: Lane, inner: Lane) -> bool:
-    return outer.seqs[0] <= inner.seqs[0] and outer.seqs[-1] >= inner.seqs[-1]
+    return outer.numbers[0] <= inner.numbers[0] and outer.numbers[-1] >= inner.numbers[-1]
 
 
-def _elements(shapes: tuple[tuple[int, ...], ...]) -> int:
+def _elements(shapes: Sequence[Sequence[int]]) -> int:
     return sum(map(prod, shapes))
 
 

@@ -20,11 +20,12 @@ from typing import Any
 import msgspec
 
 from crossrank.atomic_file import whole_file
+from crossrank.comm import is_p2p
 from crossrank.errors import CrossrankError
 from crossrank.tools.analysis.diagnosis.collectives import fits, meaning
-from crossrank.tools.analysis.diagnosis.evidence import STATES
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
-from crossrank.tools.analysis.diagnosis.job import Job
+from crossrank.tools.analysis.diagnosis.job_state import JobState
+from crossrank.tools.traces.rank_trace import STATES
 
 _SCHEMA = """
 CREATE TABLE ranks (rank INTEGER PRIMARY KEY, path TEXT, source TEXT, host TEXT, version TEXT, taken_at INTEGER,
@@ -44,7 +45,7 @@ CREATE INDEX calls_of_collective ON calls (collective);
 """
 
 
-def write_database(name: str, job: Job, diagnosis: Diagnosis) -> None:
+def write_database(name: str, job: JobState, diagnosis: Diagnosis) -> None:
     """Write everything to the SQLite file `name`, which is made anew."""
     try:
         with whole_file(name) as temporary:
@@ -56,12 +57,21 @@ def write_database(name: str, job: Job, diagnosis: Diagnosis) -> None:
         raise CrossrankError(f"{name}: the database cannot be written ({error}); name another file") from error
 
 
-def _fill(connection: sqlite3.Connection, job: Job, diagnosis: Diagnosis) -> None:
+def _fill(connection: sqlite3.Connection, job: JobState, diagnosis: Diagnosis) -> None:
     insert = connection.executemany
     insert(
         "INSERT INTO ranks VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
         (
-            (one.rank, one.path, one.source, one.host, one.version, one.taken_at, one.reason, one.error)
+            (
+                one.rank,
+                one.path,
+                one.source,
+                one.host,
+                one.version,
+                one.ending.taken_at,
+                one.ending.reason,
+                one.ending.error,
+            )
             for one in job.ranks.values()
         ),
     )
@@ -94,13 +104,13 @@ def _fill(connection: sqlite3.Connection, job: Job, diagnosis: Diagnosis) -> Non
         )
 
 
-def _collectives(job: Job, collective_of: dict[tuple[int, int], int]) -> Iterator[tuple[Any, ...]]:
+def _collectives(job: JobState, collective_of: dict[tuple[int, int], int]) -> Iterator[tuple[Any, ...]]:
     meanings = [meaning(signature) for signature in job.signatures]
     for group in job.groups:
         first: dict[int, tuple[int, int, bool]] = {}  # seq -> signature, ranks that made it, whether they fit
         for rank, lane in group.lanes.items():
             signatures = job.ranks[rank].calls.signature
-            for seq, row in zip(lane.seqs, lane.rows, strict=True):
+            for seq, row in zip(lane.numbers, lane.rows, strict=True):
                 number = signatures[row]
                 known = first.get(seq)
                 if known is None:
@@ -114,7 +124,7 @@ def _collectives(job: Job, collective_of: dict[tuple[int, int], int]) -> Iterato
             yield key, group.index, seq, job.signatures[number].op, len(group.ranks), made_by, fit
 
 
-def _calls(job: Job, collective_of: dict[tuple[int, int], int]) -> Iterator[tuple[Any, ...]]:
+def _calls(job: JobState, collective_of: dict[tuple[int, int], int]) -> Iterator[tuple[Any, ...]]:
     encode = msgspec.json.encode
     texts = [(encode(one.inputs).decode(), encode(one.outputs).decode()) for one in job.signatures]
     number = 0
@@ -127,22 +137,22 @@ def _calls(job: Job, collective_of: dict[tuple[int, int], int]) -> Iterator[tupl
                 number,
                 rank,
                 row,
-                calls.record[row],
+                calls.id[row],
                 group,
-                calls.seq[row],
+                calls.number[row],
                 signature.op,
-                signature.name,
+                signature.c10d,
                 signature.peer,
                 signature.root,
                 signature.reduce,
                 signature.tag,
                 *texts[calls.signature[row]],
-                signature.dtype(),
+                signature.dtype,
                 STATES[calls.state[row]],
-                calls.created[row] or None,
-                calls.started[row] or None,
-                calls.completed[row] or None,
+                calls.called[row] or None,
+                calls.began[row] or None,
+                calls.ended[row] or None,
                 calls.stack[row] or None,
-                None if signature.is_p2p else collective_of.get((group, calls.seq[row])),
+                None if is_p2p(signature) else collective_of.get((group, calls.number[row])),
             )
             number += 1

@@ -6,7 +6,7 @@ from crossrank.text import rank_ranges
 from crossrank.tools.analysis.diagnosis.collectives import MISSING
 from crossrank.tools.analysis.diagnosis.findings import call_text, group_text
 from crossrank.tools.analysis.diagnosis.habits import has_skipped, is_new, is_usual
-from crossrank.tools.analysis.diagnosis.job import CLEARLY_STALE
+from crossrank.tools.analysis.diagnosis.job_state import CLEARLY_STALE
 from crossrank.tools.analysis.diagnosis.search import Search, finding_of
 from crossrank.tools.analysis.diagnosis.waiting import (
     Stall,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from crossrank.tools.analysis.diagnosis.evidence import STATES
+from crossrank.comm import is_p2p
 from crossrank.tools.analysis.diagnosis.findings import group_text
-from crossrank.tools.analysis.diagnosis.job import Job, JobGroup
+from crossrank.tools.analysis.diagnosis.job_state import JobState
+from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.output.console import print_table
+from crossrank.tools.traces.rank_trace import STATES
 
 _MOST_COLUMNS = 8
 
 
-def print_entries(job: Job, ranks: set[int] | None, groups: Sequence[str] | None) -> None:
+def print_entries(job: JobState, ranks: set[int] | None, groups: Sequence[str] | None) -> None:
     """Print the calls group by group, collectives by number and P2P as each rank made them."""
     for group in job.groups:
         if groups is not None and not set(groups) & set(group.pg):
@@ -33,8 +35,8 @@ def print_entries(job: Job, ranks: set[int] | None, groups: Sequence[str] | None
             )
 
 
-def _collectives(job: Job, group: JobGroup, ranks: list[int]) -> Iterator[tuple[object, ...]]:
-    seqs = sorted({seq for rank in ranks if rank in group.lanes for seq in group.lanes[rank].seqs})
+def _collectives(job: JobState, group: ProcessGroup, ranks: list[int]) -> Iterator[tuple[object, ...]]:
+    seqs = sorted({seq for rank in ranks if rank in group.lanes for seq in group.lanes[rank].numbers})
     for seq in seqs:
         rows = {rank: group.lanes[rank].row(seq) if rank in group.lanes else None for rank in ranks}
         present = {rank: row for rank, row in rows.items() if row is not None}
@@ -50,18 +52,18 @@ def _collectives(job: Job, group: JobGroup, ranks: list[int]) -> Iterator[tuple[
         yield seq, common, *cells
 
 
-def _call(job: Job, rank: int, row: int) -> str:
+def _call(job: JobState, rank: int, row: int) -> str:
     signature = job.signature(rank, row)
     shapes = signature.inputs or signature.outputs
     sizes = "+".join("x".join(map(str, shape)) or "1" for shape in shapes[:4]) + ("+…" if len(shapes) > 4 else "")
-    return " ".join(word for word in (signature.op, sizes, signature.dtype() or "") if word)
+    return " ".join(word for word in (signature.op, sizes, signature.dtype or "") if word)
 
 
-def _p2p(job: Job, group: JobGroup, rank: int) -> Iterator[tuple[object, ...]]:
+def _p2p(job: JobState, group: ProcessGroup, rank: int) -> Iterator[tuple[object, ...]]:
     calls = job.ranks[rank].calls
     for row in range(len(calls)):
         signature = job.signature(rank, row)
-        if signature.is_p2p and job.group_at(rank, row) is group:
+        if is_p2p(signature) and job.group_at(rank, row) is group:
             peer = "any" if signature.peer is None else signature.peer
             words = _call(job, rank, row).split(" ", 1)
-            yield rank, signature.op, peer, calls.seq[row], words[-1], STATES[calls.state[row]]
+            yield rank, signature.op, peer, calls.number[row], words[-1], STATES[calls.state[row]]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from crossrank.tools.analysis.diagnosis.job import Job, JobGroup
+from crossrank.tools.analysis.diagnosis.job_state import JobState
+from crossrank.tools.job.groups import ProcessGroup
 
 _WINDOW = 512
 """Calls looked back at."""
@@ -11,7 +12,7 @@ _WINDOW = 512
 Token = tuple[int, str, "int | None", int]
 
 
-def expected(job: Job, rank: int, row: int) -> list[Token]:
+def expected(job: JobState, rank: int, row: int) -> list[Token]:
     """What followed before, wherever the rank's calls were like those before `row` for longest; empty where never."""
     first = max(0, row - _WINDOW)
     tokens = [_token(job, rank, at) for at in range(first, row + 1)]
@@ -29,19 +30,19 @@ def expected(job: Job, rank: int, row: int) -> list[Token]:
     return found
 
 
-def is_usual(job: Job, rank: int, row: int) -> bool:
+def is_usual(job: JobState, rank: int, row: int) -> bool:
     """Whether the rank's calls before `row` have led to such a call before."""
     return _token(job, rank, row) in expected(job, rank, row)
 
 
-def is_new(job: Job, rank: int, row: int) -> bool:
+def is_new(job: JobState, rank: int, row: int) -> bool:
     """Whether a rank that went on as before made a call of a kind and with a peer that it had never made."""
     group, op, peer, _ = _token(job, rank, row)
     before = range(max(0, row - _WINDOW), row)
     return bool(expected(job, rank, row)) and all(_token(job, rank, at)[:3] != (group, op, peer) for at in before)
 
 
-def has_skipped(job: Job, rank: int, group: JobGroup, row: int, peers: tuple[int, ...] = ()) -> bool:
+def has_skipped(job: JobState, rank: int, group: ProcessGroup, row: int, peers: tuple[int, ...] = ()) -> bool:
     """Whether a rank made its call at `row` where one on `group` was due: a collective, or P2P with one of `peers`.
 
     Of a call that it makes for the first time nothing can be said.
@@ -57,7 +58,7 @@ def has_skipped(job: Job, rank: int, group: JobGroup, row: int, peers: tuple[int
     )
 
 
-def _token(job: Job, rank: int, row: int) -> Token:
+def _token(job: JobState, rank: int, row: int) -> Token:
     calls = job.ranks[rank].calls
     signature = job.signature(rank, row)
     return calls.group[row], signature.op, signature.peer, calls.stack[row]

@@ -16,18 +16,13 @@ from dataclasses import dataclass, field, replace
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, FLIGHT, Damage, read_chunks
 from crossrank.text import rank_ranges, writable
-from crossrank.tools.analysis.diagnosis.evidence import RankEvidence
-from crossrank.tools.analysis.diagnosis.from_comms import (
-    SAME_TIME,
-    complete,
-    count_as_torch_does,
-    evidence_from_comms,
-    last_words,
-)
-from crossrank.tools.analysis.diagnosis.from_flight import evidence_from_flight
+from crossrank.tools.analysis.diagnosis.several_files import complete, count_as_torch_does, last_call
 from crossrank.tools.parallel import Fleet, map_ranks
+from crossrank.tools.traces.comms import read_comms
 from crossrank.tools.traces.discover import WHAT, FoundFile, discover
-from crossrank.tools.traces.flight_recorder import NoDumpError, read_flight_dump
+from crossrank.tools.traces.flight_calls import SAME_TIME, read_flight
+from crossrank.tools.traces.flight_recorder import NoDumpError
+from crossrank.tools.traces.rank_trace import RankTrace
 
 _NEWER = 5_000_000_000
 """ns by which a comms file must go on after every dump of its recording to say more than they do."""
@@ -60,7 +55,7 @@ class Failure:
 class Evidence:
     """What was found at a path."""
 
-    ranks: list[RankEvidence] = field(default_factory=list)
+    ranks: list[RankTrace] = field(default_factory=list)
     unusable: dict[int, tuple[str, str]] = field(default_factory=dict)
     """Rank -> (`unreadable_dump` or `refused_dump`, why)"""
     skipped: list[str] = field(default_factory=list)
@@ -96,22 +91,22 @@ def read_evidence(
 
 
 def put_together(
-    candidates: Sequence[Candidate], results: Sequence[RankEvidence | Failure], *, named: bool = False
+    candidates: Sequence[Candidate], results: Sequence[RankTrace | Failure], *, named: bool = False
 ) -> Evidence:
     """What the files together say of each rank: the best of several, completed by others."""
     evidence = Evidence()
-    by_rank: dict[int, dict[str, list[RankEvidence]]] = defaultdict(lambda: {"flight": [], "comms": []})
+    by_rank: dict[int, dict[str, list[RankTrace]]] = defaultdict(lambda: {"flight": [], "comms": []})
     failures: list[Failure] = []
     for candidate, result in zip(candidates, results, strict=True):
         if isinstance(result, Failure):
             failures.append(result)
-        elif result.rank < 0:
+        elif result.rank is None:
             evidence.skipped.append(f"{candidate.path}: is a dump, but its name has no rank; rename it to rank_N")
         else:
             by_rank[result.rank][result.source].append(result)
     _refuse_several_jobs(by_rank)
     use_comms = _comms_say_more(by_rank)
-    alone: list[RankEvidence] = []
+    alone: list[RankTrace] = []
     for rank, sources in sorted(by_rank.items()):
         kept = sources["comms" if use_comms else "flight"]
         comms = max(sources["comms"], key=lambda one: (_last_time(one), one.path), default=None)
@@ -120,12 +115,12 @@ def put_together(
                 evidence.notes.append(f"rank {rank} left no dump, and no call of its comms file left its node")
             elif comms is not None:
                 alone.append(comms)
-                evidence.notes.append(f"rank {rank} left no dump, its comms file is used; {last_words(comms)}")
+                evidence.notes.append(f"rank {rank} left no dump, its comms file is used; {last_call(comms)}")
             continue
         best = max(kept, key=lambda one: (_last_time(one), one.path))
         if comms is not None and _went_on(best, comms):
             alone.append(comms)
-            evidence.notes.append(f"rank {rank} went on after its dump, its comms file is used; {last_words(comms)}")
+            evidence.notes.append(f"rank {rank} went on after its dump, its comms file is used; {last_call(comms)}")
             continue
         if comms is not None and best is not comms and best.backend == "gloo":
             complete(best, comms)
@@ -152,25 +147,24 @@ def put_together(
     return evidence
 
 
-def read_candidate(candidate: Candidate) -> RankEvidence | Failure:
+def read_candidate(candidate: Candidate) -> RankTrace | Failure:
     """Runs in a worker: one file into evidence, with a path that can be written to any output."""
     result = _read_candidate(candidate)
-    if isinstance(result, RankEvidence):
+    if isinstance(result, RankTrace):
         result.path = writable(result.path)
         result.problems = list(map(writable, result.problems))
         return result
     return replace(result, text=writable(result.text))
 
 
-def _read_candidate(candidate: Candidate) -> RankEvidence | Failure:
+def _read_candidate(candidate: Candidate) -> RankTrace | Failure:
     if candidate.problem:
         return Failure(candidate=candidate, text=f"{candidate.path}: {candidate.problem}")
     if candidate.kind == COMMS:
-        evidence = evidence_from_comms(candidate.path, candidate.rank)
-        if not evidence.version:
-            problem = "; ".join(evidence.problems) or "has no header"
-            return Failure(candidate=candidate, text=f"{candidate.path}: {problem}")
-        return evidence
+        try:
+            return read_comms(candidate.path, candidate.rank)
+        except CrossrankError as error:
+            return Failure(candidate=candidate, text=str(error))
     if candidate.kind not in (FLIGHT, ""):
         text = f"{candidate.path}: is {WHAT[candidate.kind]}, no flight-recorder dump"
         return Failure(candidate=candidate, text=text, foreign=True)
@@ -181,9 +175,7 @@ def _read_candidate(candidate: Candidate) -> RankEvidence | Failure:
         # A dump is tens of thousands of small containers without a circle among them: looking for one takes longer
         # than reading the dump.
         with _without_collector():
-            dump = read_flight_dump(candidate.path)
-            rank = candidate.rank if candidate.rank is not None else dump.rank
-            return evidence_from_flight(dump, rank if rank is not None else -1)
+            return read_flight(candidate.path, candidate.rank)
     except NoDumpError as error:
         return Failure(candidate=candidate, text=str(error), refused=error.refused, foreign=error.foreign)
 
@@ -200,7 +192,7 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def failed(candidate: Candidate, error: CrossrankError) -> RankEvidence | Failure:
+def failed(candidate: Candidate, error: CrossrankError) -> RankTrace | Failure:
     """What stands for a file that no worker could read."""
     return Failure(candidate=candidate, text=f"{candidate.path}: {error}")
 
@@ -213,7 +205,7 @@ def _looks_like_dump(path: str) -> bool:
     return start[:1] in (b"\x80", b"{") or not start
 
 
-def _refuse_several_jobs(by_rank: dict[int, dict[str, list[RankEvidence]]]) -> None:
+def _refuse_several_jobs(by_rank: dict[int, dict[str, list[RankTrace]]]) -> None:
     """Two files of one rank may be an early and a late dump; several folders with the same ranks are several jobs."""
     for source in ("flight", "comms"):
         folders: dict[str, set[int]] = defaultdict(set)
@@ -229,21 +221,21 @@ def _refuse_several_jobs(by_rank: dict[int, dict[str, list[RankEvidence]]]) -> N
                     )
 
 
-def _last_time(evidence: RankEvidence) -> int:
+def _last_time(evidence: RankTrace) -> int:
     calls = evidence.calls
     # That a comms file goes on is no news where no call is in what follows.
-    taken_at = evidence.taken_at if evidence.source == "flight" else None
-    return max(taken_at or 0, max(calls.created, default=0), max(calls.completed, default=0))
+    taken_at = evidence.ending.taken_at if evidence.source == "flight" else None
+    return max(taken_at or 0, max(calls.called, default=0), max(calls.ended, default=0))
 
 
-def _went_on(dump: RankEvidence, comms: RankEvidence) -> bool:
+def _went_on(dump: RankTrace, comms: RankTrace) -> bool:
     """Whether a rank made calls after a dump that it wrote when it seemed to hang, and died before the next."""
-    if comms is dump or dump.taken_at is None or comms.filtered:
+    if comms is dump or dump.ending.taken_at is None or comms.filtered:
         return False
-    return max(comms.calls.created, default=0) > dump.taken_at + SAME_TIME
+    return max(comms.calls.called, default=0) > dump.ending.taken_at + SAME_TIME
 
 
-def _comms_say_more(by_rank: dict[int, dict[str, list[RankEvidence]]]) -> bool:
+def _comms_say_more(by_rank: dict[int, dict[str, list[RankTrace]]]) -> bool:
     """Whether the comms files go on after the last dump, which was then of a window and not of the end."""
     dumps = [_last_time(one) for sources in by_rank.values() for one in sources["flight"]]
     comms = [_last_time(one) for sources in by_rank.values() for one in sources["comms"]]

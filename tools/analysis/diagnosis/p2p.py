@@ -12,8 +12,10 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from math import prod
 
-from crossrank.tools.analysis.diagnosis.evidence import COMPLETED, RETIRED, RankEvidence, Signature
-from crossrank.tools.analysis.diagnosis.job import Job, JobGroup
+from crossrank.comm import CommRecord, is_p2p
+from crossrank.tools.analysis.diagnosis.job_state import JobState
+from crossrank.tools.job.groups import ProcessGroup
+from crossrank.tools.traces.rank_trace import COMPLETED, RETIRED, RankTrace
 
 Call = tuple[int, int]
 """(rank, row of its calls)"""
@@ -33,7 +35,7 @@ class Pairing:
     """Send and receive that belong together and are not of one size or type."""
 
 
-def pair_up(job: Job) -> Pairing:
+def pair_up(job: JobState) -> Pairing:
     """Pair the P2P calls of every group."""
     pairing = Pairing()
     of_group = _lists(job)
@@ -51,10 +53,10 @@ def pair_up(job: Job) -> Pairing:
     return pairing
 
 
-def _lists(job: Job) -> dict[int, dict[tuple[str, int, int], list[int]]]:
+def _lists(job: JobState) -> dict[int, dict[tuple[str, int, int], list[int]]]:
     """Index of a group -> (operation, rank, peer) -> rows in order."""
     found: dict[int, dict[tuple[str, int, int], list[int]]] = defaultdict(lambda: defaultdict(list))
-    p2p = [signature.is_p2p and signature.peer is not None for signature in job.signatures]
+    p2p = [is_p2p(signature) and signature.peer is not None for signature in job.signatures]
     for rank, evidence in job.ranks.items():
         calls, mine = evidence.calls, job.group_of[rank]
         for row, number in enumerate(calls.signature):
@@ -66,8 +68,8 @@ def _lists(job: Job) -> dict[int, dict[tuple[str, int, int], list[int]]]:
 
 
 def _pair(
-    job: Job,
-    group: JobGroup,
+    job: JobState,
+    group: ProcessGroup,
     sends: tuple[int, list[int]],
     receives: tuple[int, list[int]],
     pairing: Pairing,
@@ -118,13 +120,13 @@ def _pair(
     for rank, rows, peer, of_peer in ((source, lone_sends, target, other), (target, lone_receives, source, one)):
         calls = job.ranks[rank].calls
         local = group.local_index.get(peer)
-        progress = of_peer.progress.get(local) if local is not None else None
+        progress = of_peer.dump.progress.get(local) if local is not None else None
         for row in rows:
             if calls.state[row] >= RETIRED:
                 continue
             # In step the peer's number means the same as ours.
-            passed = in_step and of_peer.active_only and progress is not None
-            if passed and progress is not None and progress.last_completed_collective >= calls.seq[row]:
+            passed = in_step and of_peer.dump.active_only and progress is not None
+            if passed and progress is not None and progress.last_completed_collective >= calls.number[row]:
                 pairing.done.add((rank, row))
             elif exact:
                 pairing.alone[rank, row] = peer
@@ -134,7 +136,7 @@ def _pair(
         _end_in_order(job, rank, rows, pairing)
 
 
-def _leave_alone(job: Job, rank: int, row: int, peer: int, pairing: Pairing) -> None:
+def _leave_alone(job: JobState, rank: int, row: int, peer: int, pairing: Pairing) -> None:
     """Note that `peer` has not answered a call, unless its rank would not have noticed an answer."""
     if row < job.blind_until(rank):
         pairing.done.add((rank, row))
@@ -142,7 +144,7 @@ def _leave_alone(job: Job, rank: int, row: int, peer: int, pairing: Pairing) -> 
         pairing.alone[rank, row] = peer
 
 
-def _end_in_order(job: Job, rank: int, rows: list[int], pairing: Pairing) -> None:
+def _end_in_order(job: JobState, rank: int, rows: list[int], pairing: Pairing) -> None:
     """Transfers between two ranks in one direction end in order: where one is over, all before it are."""
     states = job.ranks[rank].calls.state
     over = False
@@ -157,23 +159,23 @@ Matching = tuple[list[tuple[int, int]], list[int], list[int]]
 """Pairs of rows, sends without a receive, receives without a send."""
 
 
-def _is_whole(evidence: RankEvidence) -> bool:
+def _is_whole(evidence: RankTrace) -> bool:
     """Whether every P2P call since the start of the job is there."""
-    return not evidence.wrapped and not evidence.active_only and not evidence.numbered_pairs
+    return not evidence.dump.wrapped and not evidence.dump.active_only and not evidence.numbered_pairs
 
 
-def _by_count(one: RankEvidence, other: RankEvidence, sends: list[int], receives: list[int]) -> Matching:
+def _by_count(one: RankTrace, other: RankTrace, sends: list[int], receives: list[int]) -> Matching:
     """By the numbers of comms files, which count the calls to that peer. What came before the other's first is left."""
-    by_count = {other.calls.seq[row]: row for row in receives}
-    low = max(min(by_count, default=0), min((one.calls.seq[row] for row in sends), default=0))
-    pairs = [(row, by_count[one.calls.seq[row]]) for row in sends if one.calls.seq[row] in by_count]
+    by_count = {other.calls.number[row]: row for row in receives}
+    low = max(min(by_count, default=0), min((one.calls.number[row] for row in sends), default=0))
+    pairs = [(row, by_count[one.calls.number[row]]) for row in sends if one.calls.number[row] in by_count]
     paired_sends, paired_receives = {send for send, _ in pairs}, {receive for _, receive in pairs}
-    lone_sends = [row for row in sends if row not in paired_sends and one.calls.seq[row] >= low]
-    lone_receives = [row for row in receives if row not in paired_receives and other.calls.seq[row] >= low]
+    lone_sends = [row for row in sends if row not in paired_sends and one.calls.number[row] >= low]
+    lone_receives = [row for row in receives if row not in paired_receives and other.calls.number[row] >= low]
     return pairs, lone_sends, lone_receives
 
 
-def _in_step(job: Job, group: JobGroup, lists: dict[tuple[str, int, int], list[int]]) -> bool:
+def _in_step(job: JobState, group: ProcessGroup, lists: dict[tuple[str, int, int], list[int]]) -> bool:
     """Whether equal p2p_seq_ids are the two ends of one transfer.
 
     They count all P2P launches of a rank on the group, so both ends agree only where nobody has two peers, and only if
@@ -190,8 +192,8 @@ def _in_step(job: Job, group: JobGroup, lists: dict[tuple[str, int, int], list[i
         others = lists.get(("recv", peer, rank), []) if op == "send" else []
         if not others:
             continue
-        a = [job.ranks[rank].calls.seq[row] for row in rows]
-        b = [job.ranks[peer].calls.seq[row] for row in others]
+        a = [job.ranks[rank].calls.number[row] for row in rows]
+        b = [job.ranks[peer].calls.number[row] for row in others]
         low, high = max(min(a), min(b)), min(max(a), max(b))
         both = [{seq for seq in seqs if low <= seq <= high} for seqs in (a, b)]
         if both[0] != both[1]:
@@ -200,64 +202,64 @@ def _in_step(job: Job, group: JobGroup, lists: dict[tuple[str, int, int], list[i
     return seen or len(group.ranks) == 2
 
 
-def _by_number(one: RankEvidence, other: RankEvidence, sends: list[int], receives: list[int]) -> Matching:
+def _by_number(one: RankTrace, other: RankTrace, sends: list[int], receives: list[int]) -> Matching:
     by_seq: dict[int, list[int]] = defaultdict(list)
     for row in receives:
-        by_seq[other.calls.seq[row]].append(row)
+        by_seq[other.calls.number[row]].append(row)
     pairs, lone_sends = [], []
     for row in sends:
-        waiting = by_seq.get(one.calls.seq[row])
+        waiting = by_seq.get(one.calls.number[row])
         if waiting:
             pairs.append((row, waiting.pop(0)))
         else:
             lone_sends.append(row)
     lone_receives = sorted(row for rows in by_seq.values() for row in rows)
-    if other.wrapped and receives:
-        lone_sends = [row for row in lone_sends if one.calls.seq[row] > other.calls.seq[receives[0]]]
-    if one.wrapped and sends:
-        lone_receives = [row for row in lone_receives if other.calls.seq[row] > one.calls.seq[sends[0]]]
+    if other.dump.wrapped and receives:
+        lone_sends = [row for row in lone_sends if one.calls.number[row] > other.calls.number[receives[0]]]
+    if one.dump.wrapped and sends:
+        lone_receives = [row for row in lone_receives if other.calls.number[row] > one.calls.number[sends[0]]]
     return pairs, lone_sends, lone_receives
 
 
 def _from_the_end(
-    job: Job, one: RankEvidence, other: RankEvidence, sends: list[int], receives: list[int]
+    job: JobState, one: RankTrace, other: RankTrace, sends: list[int], receives: list[int]
 ) -> tuple[list[tuple[int, int]], list[int], list[int], tuple[list[int], list[int]]]:
     """A matching, and the open sends and receives that are over."""
     open_sends = [row for row in sends if one.calls.state[row] < RETIRED]
     open_receives = [row for row in receives if other.calls.state[row] < RETIRED]
     # What looks open on a rank that notices no ends, from before a collective that is over, answers nothing.
-    blind_sends = [row for row in open_sends if row < job.blind_until(one.rank)]
-    blind_receives = [row for row in open_receives if row < job.blind_until(other.rank)]
+    blind_sends = [row for row in open_sends if row < job.blind_until(one.rank or 0)]
+    blind_receives = [row for row in open_receives if row < job.blind_until(other.rank or 0)]
     open_sends, open_receives = open_sends[len(blind_sends) :], open_receives[len(blind_receives) :]
     surplus = len(open_sends) - len(open_receives)
     # One side may have noticed the end of a transfer that is still open on the other: of the surplus, those calls that
     # were made before the other side saw transfers end.
     over: tuple[list[int], list[int]] = blind_sends, blind_receives
     if surplus > 0:
-        ended = min(surplus, _ended_since(other, receives, one.calls.created[open_sends[0]]))
+        ended = min(surplus, _ended_since(other, receives, one.calls.called[open_sends[0]]))
         over = blind_sends + open_sends[:ended], blind_receives
         open_sends = open_sends[ended:]
     elif surplus < 0:
-        ended = min(-surplus, _ended_since(one, sends, other.calls.created[open_receives[0]]))
+        ended = min(-surplus, _ended_since(one, sends, other.calls.called[open_receives[0]]))
         over = blind_sends, blind_receives + open_receives[:ended]
         open_receives = open_receives[ended:]
     count = min(len(open_sends), len(open_receives))
     return list(zip(open_sends, open_receives)), open_sends[count:], open_receives[count:], over  # noqa: B905
 
 
-def _ended_since(evidence: RankEvidence, rows: list[int], moment: int) -> int:
+def _ended_since(evidence: RankTrace, rows: list[int], moment: int) -> int:
     """How many of the calls ended at or after `moment` (ns since 1970)."""
     calls = evidence.calls
-    return sum(1 for row in rows if calls.state[row] >= RETIRED and calls.completed[row] >= moment > 0)
+    return sum(1 for row in rows if calls.state[row] >= RETIRED and calls.ended[row] >= moment > 0)
 
 
-def _same_tag(send: Signature, receive: Signature) -> bool:
+def _same_tag(send: CommRecord, receive: CommRecord) -> bool:
     return send.tag is None or receive.tag is None or send.tag == receive.tag
 
 
-def _same_size(send: Signature, receive: Signature) -> bool:
+def _same_size(send: CommRecord, receive: CommRecord) -> bool:
     sent = sum(map(prod, send.inputs or send.outputs))
     received = sum(map(prod, receive.outputs or receive.inputs))
     if sent != received:
         return False
-    return send.dtype() is None or receive.dtype() is None or send.dtype() == receive.dtype()
+    return send.dtype is None or receive.dtype is None or send.dtype == receive.dtype

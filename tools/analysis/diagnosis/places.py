@@ -6,11 +6,12 @@ import re
 from collections.abc import Sequence
 from itertools import takewhile
 
-from crossrank.tools.analysis.diagnosis.evidence import RECORDER, RankEvidence
 from crossrank.tools.analysis.diagnosis.findings import Finding, Place, call_text, group_text
-from crossrank.tools.analysis.diagnosis.job import Job
+from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.analysis.diagnosis.waiting import Waiting
+from crossrank.tools.traces.ending import RECORDER
 from crossrank.tools.traces.flight_recorder import Frame, OwnStack
+from crossrank.tools.traces.rank_trace import RankTrace
 
 _MOST_CULPRITS = 4
 """Places of culprits that are shown of one finding."""
@@ -25,7 +26,7 @@ _LIBRARY = re.compile(
 """Paths of code that is not the user's: torch and other packages, and Python's own."""
 
 
-def add_places(job: Job, waiting: Waiting, findings: Sequence[Finding]) -> None:
+def add_places(job: JobState, waiting: Waiting, findings: Sequence[Finding]) -> None:
     """Fill in `places` of every finding, as far as there are stacks: culprits in different places, one waiting rank."""
     for finding in findings:
         for role, ranks, most in (
@@ -41,15 +42,15 @@ def add_places(job: Job, waiting: Waiting, findings: Sequence[Finding]) -> None:
             finding.places += shown.values()
 
 
-def _place(job: Job, waiting: Waiting, finding: Finding, rank: int, role: str) -> Place | None:
+def _place(job: JobState, waiting: Waiting, finding: Finding, rank: int, role: str) -> Place | None:
     evidence = job.ranks.get(rank)
     if evidence is None:
         return None
-    if evidence.has_raised and evidence.traceback:
-        what = f"where it raised {evidence.error}"
-        return Place(rank=rank, role=role, what=what, frames=frame_texts(evidence.traceback))
-    if role == "culprit" and evidence.of_threads:
-        ended = evidence.of_threads[0]
+    if evidence.ending.has_raised and evidence.ending.traceback:
+        what = f"where it raised {evidence.ending.error}"
+        return Place(rank=rank, role=role, what=what, frames=frame_texts(evidence.ending.traceback))
+    if role == "culprit" and evidence.ending.of_threads:
+        ended = evidence.ending.of_threads[0]
         what = f"where its thread {ended.thread} raised {ended.error}"
         return Place(rank=rank, role=role, what=what, frames=frame_texts(tuple(ended.frames)))
     head = waiting.heads.get(rank)
@@ -60,7 +61,7 @@ def _place(job: Job, waiting: Waiting, finding: Finding, rank: int, role: str) -
     frames = frame_texts(job.stack(rank, row)) if row is not None else []
     main = _stack_of_culprit(evidence) if role == "culprit" else _main_stack(evidence)
     # At the end of a recording the main thread is where it ends, and not where the rank was.
-    is_leaving = evidence.reason in ("exit", "disable")
+    is_leaving = evidence.ending.reason in ("exit", "disable")
     lost = main is not None and bool(frames) and not any(map(_is_users, main.frames))  # reporting an exception
     if main is not None and not is_leaving and not lost and (role == "culprit" or len(frames) < 2):
         return Place(
@@ -69,26 +70,26 @@ def _place(job: Job, waiting: Waiting, finding: Finding, rank: int, role: str) -
     return place_of_call(job, rank, row, role, what) if row is not None else None
 
 
-def place_of_call(job: Job, rank: int, row: int, role: str, what: str) -> Place | None:
+def place_of_call(job: JobState, rank: int, row: int, role: str, what: str) -> Place | None:
     """Where in its code a rank made a call; None where no stack of it was recorded."""
     frames = frame_texts(job.stack(rank, row))
     if not frames:
         return None
-    call = call_text(job.signature(rank, row).op, job.ranks[rank].calls.seq[row])
+    call = call_text(job.signature(rank, row).op, job.ranks[rank].calls.number[row])
     group = group_text(job.group_at(rank, row).pg)
     return Place(rank=rank, role=role, what=f"{what}, {call} on {group}", frames=frames)
 
 
-def _main_stack(evidence: RankEvidence) -> OwnStack | None:
-    return next((stack for stack in evidence.own_stacks if stack.thread == _MAIN), None)
+def _main_stack(evidence: RankTrace) -> OwnStack | None:
+    return next((stack for stack in evidence.ending.stacks if stack.thread == _MAIN), None)
 
 
-def _stack_of_culprit(evidence: RankEvidence) -> OwnStack | None:
+def _stack_of_culprit(evidence: RankTrace) -> OwnStack | None:
     """The thread that does something else than communicate: the main one, unless it communicates and another not."""
     main = _main_stack(evidence)
     if main is None or not _communicates(main):
         return main
-    busy = [stack for stack in evidence.own_stacks if any(map(_is_users, stack.frames))]
+    busy = [stack for stack in evidence.ending.stacks if any(map(_is_users, stack.frames))]
     return next((stack for stack in busy if not _communicates(stack)), main)
 
 
@@ -102,7 +103,7 @@ def _name(stack: OwnStack) -> str:
     return "main thread" if stack.thread == _MAIN else f"thread {stack.thread}"
 
 
-def _row_of(job: Job, finding: Finding, rank: int) -> int | None:
+def _row_of(job: JobState, finding: Finding, rank: int) -> int | None:
     """The rank's row of the collective that a finding is about."""
     if finding.collective_seq_id is None:
         return None

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from crossrank.tools.analysis.diagnosis.findings import Finding
-from crossrank.tools.analysis.diagnosis.job import Job, JobGroup
+from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.analysis.diagnosis.p2p import Pairing
 from crossrank.tools.analysis.diagnosis.unrecorded import waits_unrecorded
 from crossrank.tools.analysis.diagnosis.waiting import Stall, Waiting
+from crossrank.tools.job.groups import ProcessGroup
 
 _LAST = 1 << 63
 """Later than any moment: of what no call shows."""
@@ -28,7 +29,7 @@ class Causes:
 class Search:
     """The state of one search."""
 
-    job: Job
+    job: JobState
     waiting: Waiting
     pairing: Pairing
     lacking: dict[int, str]
@@ -61,7 +62,7 @@ class Search:
         """Ranks that a root names."""
         return {rank for finding in self.found.roots for rank in finding.culprit_ranks}
 
-    def may_be_members(self, group: JobGroup) -> set[int]:
+    def may_be_members(self, group: ProcessGroup) -> set[int]:
         """Ranks that wait for nobody, or of which there is no evidence, and that a group does not show as members."""
         return (self.silent() | set(self.lacking)) - set(group.ranks)
 
@@ -76,14 +77,16 @@ class Search:
             self.root_of.setdefault(id(stall), index)
 
 
-def was_cancelled(job: Job) -> bool:
+def was_cancelled(job: JobState) -> bool:
     """Whether somebody outside ended several ranks of a job that no rank had left before, or died in.
 
     One alone that was ended is why the others fail.
     """
     ranks = job.ranks.values()
-    several = sum(one.was_terminated for one in ranks) > 1
-    return several and not any(one.has_left or one.died_unseen or one.reason == "SIGABRT" for one in ranks)
+    several = sum(one.ending.was_terminated for one in ranks) > 1
+    return several and not any(
+        one.ending.has_left or one.ending.unseen or one.ending.reason == "SIGABRT" for one in ranks
+    )
 
 
 def finding_of(stall: Stall, kind: str, *, culprits: Iterable[int] = (), text: str = "") -> Finding:

@@ -14,7 +14,8 @@ from statistics import median
 
 from crossrank.comm import OPERATIONS
 from crossrank.tools.analysis.diagnosis.findings import Clocks, Finding, GroupStragglers
-from crossrank.tools.analysis.diagnosis.job import Job, JobGroup
+from crossrank.tools.analysis.diagnosis.job_state import JobState
+from crossrank.tools.job.groups import ProcessGroup
 
 _FEWEST = 5
 """Collectives below which nothing is said about a group."""
@@ -22,7 +23,7 @@ _OFTEN = 0.5
 _LONG_MS = 1.0
 
 
-def find_stragglers(job: Job) -> tuple[list[GroupStragglers], Clocks, list[Finding]]:
+def find_stragglers(job: JobState) -> tuple[list[GroupStragglers], Clocks, list[Finding]]:
     """(every group with its waits, what was done about clocks, the ranks worth a word)"""
     releases = [
         (operation := OPERATIONS.get(signature.op)) is not None and operation.releases_all
@@ -66,10 +67,10 @@ class _Columns:
         """0 = not known, or not to be used: another rank may leave the collective early."""
 
 
-def _times(job: Job, group: JobGroup, releases: list[bool]) -> _Columns | None:
+def _times(job: JobState, group: ProcessGroup, releases: list[bool]) -> _Columns | None:
     ranks = sorted(group.lanes)
-    low = max(group.lanes[rank].seqs[0] for rank in ranks)
-    high = min(group.lanes[rank].seqs[-1] for rank in ranks)
+    low = max(group.lanes[rank].numbers[0] for rank in ranks)
+    high = min(group.lanes[rank].numbers[-1] for rank in ranks)
     if low > high:
         return None
     common = range(low, high + 1)
@@ -77,7 +78,7 @@ def _times(job: Job, group: JobGroup, releases: list[bool]) -> _Columns | None:
         (start := lane.index(low)) is not None and (end := lane.index(high)) is not None and end - start == high - low
         for lane in (group.lanes[rank] for rank in ranks)
     )
-    seqs = list(common) if dense else sorted(set.intersection(*(set(group.lanes[rank].seqs) for rank in ranks)))
+    seqs = list(common) if dense else sorted(set.intersection(*(set(group.lanes[rank].numbers) for rank in ranks)))
     columns = _Columns(ranks, seqs)
     for rank in ranks:
         lane, calls = group.lanes[rank], job.ranks[rank].calls
@@ -87,12 +88,12 @@ def _times(job: Job, group: JobGroup, releases: list[bool]) -> _Columns | None:
             if dense and first is not None
             else array("I", (row for seq in seqs if (row := lane.row(seq)) is not None))
         )
-        columns.arrivals.append(array("q", (calls.created[row] for row in rows)))
-        columns.ends.append(array("q", (calls.completed[row] if releases[calls.signature[row]] else 0 for row in rows)))
+        columns.arrivals.append(array("q", (calls.called[row] for row in rows)))
+        columns.ends.append(array("q", (calls.ended[row] if releases[calls.signature[row]] else 0 for row in rows)))
     return columns
 
 
-def _align(job: Job, times: dict[int, _Columns]) -> tuple[dict[int, int], Clocks]:
+def _align(job: JobState, times: dict[int, _Columns]) -> tuple[dict[int, int], Clocks]:
     """What to add to each rank's times, in ns."""
     offsets: dict[int, int] = {}
     if not any(any(column) for columns in times.values() for column in columns.ends):
@@ -144,7 +145,7 @@ def _offset(columns: _Columns, anchor: int, at: int, of_anchor: int) -> int:
     return of_anchor + (upper + lower) // 2
 
 
-def _measure(group: JobGroup, columns: _Columns, offsets: dict[int, int]) -> GroupStragglers:
+def _measure(group: ProcessGroup, columns: _Columns, offsets: dict[int, int]) -> GroupStragglers:
     added = [offsets.get(rank, 0) for rank in columns.ranks]
     arrivals = [
         [arrival + plus for arrival in column] if plus else column

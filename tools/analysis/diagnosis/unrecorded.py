@@ -9,9 +9,10 @@ import re
 from itertools import takewhile
 from pathlib import PurePath
 
-from crossrank.tools.analysis.diagnosis.evidence import MAIN_THREAD, RECORDER, RankEvidence
-from crossrank.tools.analysis.diagnosis.job import Job
+from crossrank.tools.analysis.diagnosis.job_state import JobState
+from crossrank.tools.traces.ending import MAIN_THREAD, RECORDER
 from crossrank.tools.traces.flight_recorder import Frame
+from crossrank.tools.traces.rank_trace import RankTrace
 
 _MEETING = re.compile(r"[/\\]torch[/\\]distributed[/\\](distributed_c10d|c10d_logger|rendezvous)\.py$")
 """Files of functions that wait for other ranks, by calls or through the store."""
@@ -20,10 +21,10 @@ _LONG = 2_000_000_000
 """ns after its last call from which a rank that was ended inside torch.distributed is taken to have waited there."""
 
 
-def waits_unrecorded(job: Job, rank: int) -> bool:
+def waits_unrecorded(job: JobState, rank: int) -> bool:
     """Whether the main thread of a rank hung inside torch.distributed in something other than its last call."""
     evidence = job.ranks[rank]
-    main = next((stack for stack in evidence.own_stacks if stack.thread == MAIN_THREAD), None)
+    main = next((stack for stack in evidence.ending.stacks if stack.thread == MAIN_THREAD), None)
     if main is None or not _stood_still(evidence):
         return False
     frames = [frame for frame in main.frames if RECORDER not in frame.filename]
@@ -35,9 +36,11 @@ def waits_unrecorded(job: Job, rank: int) -> bool:
     return not any(caller.line == frame.line and _is_same_file(caller, frame) for frame in last_call)
 
 
-def _stood_still(evidence: RankEvidence) -> bool:
-    idle = (evidence.taken_at or 0) - max(evidence.calls.created, default=0)
-    return evidence.error is None and (evidence.reason == "hang" or (evidence.was_terminated and idle > _LONG))
+def _stood_still(evidence: RankTrace) -> bool:
+    idle = (evidence.ending.taken_at or 0) - max(evidence.calls.called, default=0)
+    return evidence.ending.error is None and (
+        evidence.ending.reason == "hang" or (evidence.ending.was_terminated and idle > _LONG)
+    )
 
 
 def _is_meeting(frame: Frame) -> bool:

@@ -18,10 +18,11 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from crossrank.comm import OPERATIONS
-from crossrank.tools.analysis.diagnosis.evidence import RETIRED, STARTED, RankEvidence
-from crossrank.tools.analysis.diagnosis.job import Job, JobGroup
+from crossrank.comm import OPERATIONS, is_p2p
+from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.analysis.diagnosis.p2p import Pairing
+from crossrank.tools.job.groups import ProcessGroup
+from crossrank.tools.traces.rank_trace import RETIRED, STARTED, RankTrace
 
 _ENDS_LAST_ON_ROOT = ("gather", "reduce")
 """Operations that the other ranks may leave before the root has what it waits for."""
@@ -36,7 +37,7 @@ class Head:
 
     rank: int
     row: int
-    group: JobGroup
+    group: ProcessGroup
     seq: int
     op: str
     peers: tuple[int, ...] = ()
@@ -51,7 +52,7 @@ class Head:
 class Stall:
     """One call that ranks are stuck in."""
 
-    group: JobGroup
+    group: ProcessGroup
     seq: int
     op: str
     is_p2p: bool
@@ -86,7 +87,7 @@ class Waiting:
     """Rank -> number of calls whose end the other ranks have seen and it has not."""
 
 
-def who_waits(job: Job, pairing: Pairing) -> Waiting:
+def who_waits(job: JobState, pairing: Pairing) -> Waiting:
     """Find every rank's head and what it waits for."""
     released = job.over
     heads: dict[int, Head] = {}
@@ -110,7 +111,7 @@ def who_waits(job: Job, pairing: Pairing) -> Waiting:
     return Waiting(heads=heads, stalls=stalls, stall_of=stall_of, edges=edges, stale=stale)
 
 
-def _stalls(job: Job, heads: dict[int, Head], pairing: Pairing) -> dict[int, Stall]:
+def _stalls(job: JobState, heads: dict[int, Head], pairing: Pairing) -> dict[int, Stall]:
     """Heads that are one call: a collective by its number, sends and receives by what answers what."""
     by_call: dict[tuple[int, int], Stall] = {}
     stall_of: dict[int, Stall] = {}
@@ -142,14 +143,14 @@ def _stalls(job: Job, heads: dict[int, Head], pairing: Pairing) -> dict[int, Sta
     return stall_of
 
 
-def _rows_of(job: Job, head: Head) -> list[int]:
+def _rows_of(job: JobState, head: Head) -> list[int]:
     """The rows of the launch that a P2P head is."""
     return [head.row] if job.ranks[head.rank].numbered_pairs else _batch(job, head.rank, head.row)
 
 
-def _head(job: Job, rank: int, released: dict[int, int], pairing: Pairing) -> tuple[Head | None, int]:
+def _head(job: JobState, rank: int, released: dict[int, int], pairing: Pairing) -> tuple[Head | None, int]:
     """The head of a rank, and how many calls it has not seen the end of that are over."""
-    if job.ranks[rank].has_raised:
+    if job.ranks[rank].ending.has_raised:
         return None, 0  # it is not in a call: it left
     row, missed = _first_open_row(job, rank, released, pairing)
     if row is None:
@@ -162,23 +163,23 @@ def _head(job: Job, rank: int, released: dict[int, int], pairing: Pairing) -> tu
     group, signature = job.group_at(rank, row), job.signature(rank, row)
     if _others_went_on(job, rank, row, group):
         return None, missed
-    peers = _peers(job, rank, row, pairing) if signature.is_p2p else ()
-    seq = job.ranks[rank].calls.seq[row]
+    peers = _peers(job, rank, row, pairing) if is_p2p(signature) else ()
+    seq = job.ranks[rank].calls.number[row]
     return Head(rank=rank, row=row, group=group, seq=seq, op=signature.op, peers=peers), missed
 
 
-def _others_went_on(job: Job, rank: int, row: int, group: JobGroup) -> bool:
+def _others_went_on(job: JobState, rank: int, row: int, group: ProcessGroup) -> bool:
     """Whether the last call in the unfinished file of a rank is not where it is stuck: the others are past it."""
     evidence = job.ranks[rank]
-    if not evidence.died_unseen or row != len(evidence.calls) - 1 or job.signature(rank, row).is_p2p:
+    if not evidence.ending.unseen or row != len(evidence.calls) - 1 or is_p2p(job.signature(rank, row)):
         return False
     signature = job.signature(rank, row)
     if signature.op in _ENDS_LAST_ON_ROOT and signature.root == rank:
         return False
-    return any((job.enqueued(group, other) or 0) > evidence.calls.seq[row] for other in group.ranks if other != rank)
+    return any((job.enqueued(group, other) or 0) > evidence.calls.number[row] for other in group.ranks if other != rank)
 
 
-def _first_open_row(job: Job, rank: int, released: dict[int, int], pairing: Pairing) -> tuple[int | None, int]:
+def _first_open_row(job: JobState, rank: int, released: dict[int, int], pairing: Pairing) -> tuple[int | None, int]:
     """The first call that has not ended, and the number of those before it whose end only other ranks have seen.
 
     A send or receive that its rank did not wait for counts where nothing else is open.
@@ -190,21 +191,21 @@ def _first_open_row(job: Job, rank: int, released: dict[int, int], pairing: Pair
     for row, state in enumerate(calls.state):
         if state >= RETIRED:
             continue
-        if job.signature(rank, row).is_p2p:
+        if is_p2p(job.signature(rank, row)):
             if (rank, row) in pairing.done:
                 missed += 1
             elif row not in evidence.unawaited:
                 return row, missed
             elif unawaited is None:
                 unawaited = row
-        elif calls.seq[row] <= released[mine[calls.group[row]]]:
+        elif calls.number[row] <= released[mine[calls.group[row]]]:
             missed += 1
         else:
             return row, missed
     return unawaited, missed
 
 
-def _peers(job: Job, rank: int, row: int, pairing: Pairing) -> tuple[int, ...]:
+def _peers(job: JobState, rank: int, row: int, pairing: Pairing) -> tuple[int, ...]:
     """The other ends of the P2P launch at `row` that matter: those that have not answered, if there are any."""
     together = [row] if job.ranks[rank].numbered_pairs else _batch(job, rank, row)
     alone = [one for one in together if (rank, one) in pairing.alone]
@@ -214,7 +215,7 @@ def _peers(job: Job, rank: int, row: int, pairing: Pairing) -> tuple[int, ...]:
     return tuple(sorted(peer for peer in peers or job.group_at(rank, row).ranks if peer is not None and peer != rank))
 
 
-def _timed_out(job: Job, rank: int) -> int | None:
+def _timed_out(job: JobState, rank: int) -> int | None:
     """The last call of a rank, where it is done with it although it cannot have ended.
 
     gloo retires a call that timed out as it does one that ended. But no all_reduce ends without all of its members,
@@ -227,19 +228,19 @@ def _timed_out(job: Job, rank: int) -> int | None:
     operation = OPERATIONS.get(job.signature(rank, row).op)
     if operation is None or operation.p2p:
         return None
-    group, seq, created = job.group_at(rank, row), evidence.calls.seq[row], evidence.calls.created[row]
-    needs_all = operation.releases_all or evidence.has_failed
+    group, seq, created = job.group_at(rank, row), evidence.calls.number[row], evidence.calls.called[row]
+    needs_all = operation.releases_all or evidence.ending.has_failed
     for other in group.ranks:
         enqueued = job.enqueued(group, other)
         if enqueued is None:
-            if other not in job.ranks and evidence.has_failed:
+            if other not in job.ranks and evidence.ending.has_failed:
                 return row
         elif needs_all and enqueued < seq and stays_away(job.ranks[other], created):
             return row
     return None
 
 
-def _held_elsewhere(job: Job, rank: int) -> int | None:
+def _held_elsewhere(job: JobState, rank: int) -> int | None:
     """The first call in which a thread of a rank has long been waiting while other threads make calls on other groups.
 
     A comms file has no states, and only its last call looks open. But none that releases all is over while a member
@@ -256,38 +257,38 @@ def _held_elsewhere(job: Job, rank: int) -> int | None:
     return min((row for row in last.values() if _lacks_a_member(job, rank, row)), default=None)
 
 
-def _lacks_a_member(job: Job, rank: int, row: int) -> bool:
+def _lacks_a_member(job: JobState, rank: int, row: int) -> bool:
     """Whether a member goes on, or ended, without having made a call for long."""
     calls, group = job.ranks[rank].calls, job.group_at(rank, row)
     for other in group.ranks:
         enqueued, evidence = job.enqueued(group, other), job.ranks.get(other)
-        if evidence is None or evidence.taken_at is None or enqueued is None or enqueued >= calls.seq[row]:
+        if evidence is None or evidence.ending.taken_at is None or enqueued is None or enqueued >= calls.number[row]:
             continue
-        if evidence.taken_at - calls.created[row] > _LONG:
+        if evidence.ending.taken_at - calls.called[row] > _LONG:
             return True
     return False
 
 
-def stays_away(evidence: RankEvidence, moment: int) -> bool:
+def stays_away(evidence: RankTrace, moment: int) -> bool:
     """Whether a rank had not done at `moment` (ns since 1970) either what it had not done when it was dumped."""
-    taken_at = evidence.taken_at
-    return evidence.is_final or evidence.died_unseen or taken_at is None or taken_at >= moment
+    taken_at = evidence.ending.taken_at
+    return evidence.ending.is_final or evidence.ending.unseen or taken_at is None or taken_at >= moment
 
 
-def _batch(job: Job, rank: int, row: int) -> list[int]:
+def _batch(job: JobState, rank: int, row: int) -> list[int]:
     """The rows of the P2P launch that `row` is part of."""
     calls = job.ranks[rank].calls
     rows = []
     for other in range(row, len(calls)):
-        if calls.group[other] != calls.group[row] or calls.seq[other] != calls.seq[row]:
+        if calls.group[other] != calls.group[row] or calls.number[other] != calls.number[row]:
             break
-        if not job.signature(rank, other).is_p2p:
+        if not is_p2p(job.signature(rank, other)):
             break
         rows.append(other)
     return rows
 
 
-def _place_members(job: Job, stall: Stall, heads: dict[int, Head]) -> None:
+def _place_members(job: JobState, stall: Stall, heads: dict[int, Head]) -> None:
     for rank in stall.group.ranks:
         evidence = job.ranks.get(rank)
         head = heads.get(rank)
@@ -301,7 +302,7 @@ def _place_members(job: Job, stall: Stall, heads: dict[int, Head]) -> None:
             # A dump of active calls has every call that is not over; so what is not in it was not made, unless a rank
             # may be through with it before the others are.
             operation = OPERATIONS.get(stall.op)
-            surely = evidence.active_only and operation is not None and operation.releases_all
+            surely = evidence.dump.active_only and operation is not None and operation.releases_all
             (stall.absent if surely else stall.unknown).add(rank)
         elif enqueued < stall.seq:
             stall.absent.add(rank)
@@ -311,7 +312,7 @@ def _place_members(job: Job, stall: Stall, heads: dict[int, Head]) -> None:
             stall.behind.add(rank)
 
 
-def _is_before(job: Job, stall: Stall, rank: int, head: Head) -> bool:
+def _is_before(job: JobState, stall: Stall, rank: int, head: Head) -> bool:
     """Whether the rank is past the call of the stall already when it reaches its head."""
     lane = stall.group.lanes.get(rank)
     row = lane.row(stall.seq) if lane is not None else None
@@ -319,7 +320,7 @@ def _is_before(job: Job, stall: Stall, rank: int, head: Head) -> bool:
     return row is None or row < head.row
 
 
-def _place_peers(job: Job, stall: Stall, head: Head, heads: dict[int, Head], pairing: Pairing) -> None:
+def _place_peers(job: JobState, stall: Stall, head: Head, heads: dict[int, Head], pairing: Pairing) -> None:
     for row in _rows_of(job, head):
         call = (head.rank, row)
         if call in pairing.done:
@@ -332,22 +333,22 @@ def _place_peers(job: Job, stall: Stall, head: Head, heads: dict[int, Head], pai
         of_peer = heads.get(peer)
         if partner is None or of_peer is None:
             continue
-        same_launch = of_peer.is_p2p and job.ranks[peer].calls.seq[partner[1]] == of_peer.seq
+        same_launch = of_peer.is_p2p and job.ranks[peer].calls.number[partner[1]] == of_peer.seq
         if partner[1] == of_peer.row or (same_launch and job.group_at(*partner) is of_peer.group):
             continue
         if partner[1] > of_peer.row:
             stall.behind.add(peer)
 
 
-def started(job: Job, rank: int, row: int) -> bool:
+def started(job: JobState, rank: int, row: int) -> bool:
     """Whether the call is known to have begun to run."""
     calls = job.ranks[rank].calls
-    return calls.state[row] == STARTED or calls.started[row] > 0
+    return calls.state[row] == STARTED or calls.began[row] > 0
 
 
-def reports_starts(job: Job, rank: int) -> bool:
+def reports_starts(job: JobState, rank: int) -> bool:
     """Whether the rank's dump would say that a call has begun to run."""
-    return any(job.ranks[rank].calls.started)
+    return any(job.ranks[rank].calls.began)
 
 
 def circles(edges: dict[int, set[int]]) -> list[list[int]]:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from crossrank.tools.analysis.diagnosis.evidence import RankEvidence
 
 from crossrank.atomic_file import join
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, FLIGHT, Damage, list_recording, read_chunks
 from crossrank.tools.analysis.diagnosis import inputs as diagnosis_inputs
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
-from crossrank.tools.analysis.diagnosis.evidence import RankEvidence
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
 from crossrank.tools.analysis.diagnosis.inputs import Candidate, Failure, find_candidates
 from crossrank.tools.job import sources

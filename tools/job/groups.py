@@ -1,0 +1,216 @@
+"""Process groups over all ranks: which groups of different ranks are one, and who their members are.
+
+A group is its name and its members: torch lets different sets of ranks use one name (`split_group`), and one rank
+cannot be in two groups of a name. Old traces name groups by the addresses of their objects, which differ between
+ranks: those are joined by their members and by their order on each rank. Where a rank's file does not have the members,
+another rank's does, or what an all_gather puts together shows how many there are. A group of which that is not known
+either is everyone who recorded a call on that name, which is noted (`ProcessGroup.inferred`); the default group is
+everyone there is.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from crossrank.comm import MOST_RANKS, CommRecord, Group, Locality
+from crossrank.text import rank_ranges
+from crossrank.tools.traces.rank_trace import RankTrace
+
+DEFAULT_GROUP = "default_pg"
+_ADDRESS_DIGITS = 9
+_ONE_INPUT_PER_MEMBER = {"all_gather": 1, "gather": 1, "reduce_scatter": -1, "scatter": -1}
+"""Operations of which one side is the group's size times the other: 1 where it is the output."""
+
+
+@dataclass
+class Lane:
+    """The collectives of one rank on one group, in the order of their numbers."""
+
+    rows: array[int] = field(default_factory=lambda: array("I"))
+    """Rows of the rank's calls."""
+    numbers: array[int] = field(default_factory=lambda: array("q"))
+
+    def row(self, number: int) -> int | None:
+        """The row of collective `number`, or None."""
+        index = self.index(number)
+        return None if index is None else self.rows[index]
+
+    def index(self, number: int) -> int | None:
+        """The place of collective `number`, or None."""
+        numbers = self.numbers
+        if not numbers:
+            return None
+        guess = number - numbers[0]
+        if 0 <= guess < len(numbers) and numbers[guess] == number:
+            return guess
+        guess = bisect_left(numbers, number)
+        return guess if guess < len(numbers) and numbers[guess] == number else None
+
+
+@dataclass
+class ProcessGroup:
+    """One process group over all its ranks."""
+
+    index: int
+    name: str
+    desc: str
+    members: tuple[int, ...]
+    """Global ranks in the group's order."""
+    size: int
+    """How many members it has; more than `members` where not all are known, 0 where the number is not known."""
+    apart: str = ""
+    """As in `RankGroup`."""
+    inferred: bool = False
+    """The members are gathered from who recorded a call on it: there may be more."""
+    backend: str = ""
+    locality: Locality = "unknown"
+    eager: bool = False
+    """As in `Group`."""
+    local_index: dict[int, int] = field(default_factory=dict)
+    """Rank -> index of the group in that rank's own list."""
+    lanes: dict[int, Lane] = field(default_factory=dict)
+    """Rank -> its collectives."""
+    has_p2p: bool = False
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members in rising order."""
+        return tuple(sorted(self.members))
+
+    @property
+    def pg(self) -> list[str]:
+        return [self.name, self.desc]
+
+
+def named_by_address(pg: str) -> bool:
+    """Whether a group's name is the address of its object, which differs between ranks."""
+    return pg.isdecimal() and len(pg) >= _ADDRESS_DIGITS
+
+
+def is_world(group: Group) -> bool:
+    """Whether a group is that of all ranks, as far as its name and description say."""
+    return group.desc == DEFAULT_GROUP or (not group.desc and group.pg in ("0", "", DEFAULT_GROUP))
+
+
+def world_of(traces: Sequence[RankTrace], world_size: int | None, sizes: Sizes) -> tuple[tuple[int, ...], bool]:
+    """(every rank that the job is known to have, whether it is known to have no others); `world_size` as the user
+    gives it."""
+    if world_size is not None:
+        return tuple(range(world_size)), True
+    highest, known = -1, False
+    for trace in traces:
+        for one in trace.groups:
+            members = valid_members(one.group)
+            highest = max([highest, *members])
+            size = len(members) or sizes.get((one.group.pg, one.apart), 0)
+            if is_world(one.group) and size:
+                highest = max(highest, size - 1)
+                known = True
+        if trace.world_size:
+            highest = max(highest, trace.world_size - 1)
+            known = True
+        highest = max(highest, trace.rank if trace.rank is not None else 0)
+    # Ranks count from 0, so that below one that is there none can be lacking.
+    return tuple(range(highest + 1)), known
+
+
+def valid_members(group: Group) -> tuple[int, ...]:
+    """The members of a group; none where they are not recorded, one is there twice, or one is no rank."""
+    ranks = group.ranks or []
+    return tuple(ranks) if len(set(ranks)) == len(ranks) and all(0 <= rank < MOST_RANKS for rank in ranks) else ()
+
+
+Sizes = dict[tuple[str, str], int]
+"""Name of a group, and what is counted apart on it -> how many members its calls show it to have."""
+
+
+def sizes_shown(traces: Sequence[RankTrace]) -> Sizes:
+    """The sizes of groups whose members some rank does not know, from what is gathered and scattered on them."""
+    found: dict[tuple[str, str], Counter[int]] = {}
+    for trace in traces:
+        if all(one.group.ranks is not None for one in trace.groups):
+            continue
+        for local, number in set(zip(trace.calls.group, trace.calls.signature, strict=True)):
+            size = _size_shown_by(trace.signatures[number])
+            if size:
+                one = trace.groups[local]
+                found.setdefault((one.group.pg, one.apart), Counter())[size] += 1
+    return {key: max(counts, key=lambda size: (counts[size], size)) for key, counts in found.items()}
+
+
+def _size_shown_by(call: CommRecord) -> int:
+    """How many members a gathering or scattering call shows; 0 = it shows nothing, or is uneven."""
+    way = _ONE_INPUT_PER_MEMBER.get(call.op, 0)
+    part, whole = (call.inputs, call.outputs)[::way] if way else ([], [])
+    if any(shape != whole[0] for shape in whole):
+        return 0
+    elements = [sum(map(prod, shapes)) for shapes in (part, whole)]
+    return elements[1] // elements[0] if elements[0] and elements[1] % elements[0] == 0 else 0
+
+
+def join_groups(
+    traces: Sequence[RankTrace], world: tuple[int, ...], world_is_known: bool, sizes: Sizes
+) -> tuple[list[ProcessGroup], dict[int, list[int]]]:
+    """All groups, and for each rank the index of each of its own groups among them."""
+    members_of: dict[str, list[tuple[int, ...]]] = {}
+    for trace in traces:
+        for one in trace.groups:
+            members = valid_members(one.group)
+            if members and members not in members_of.setdefault(one.group.pg, []):
+                members_of[one.group.pg].append(members)
+    groups: list[ProcessGroup] = []
+    found: dict[tuple[object, ...], ProcessGroup] = {}
+    group_of: dict[int, list[int]] = {}
+    for trace in traces:
+        rank = trace.rank or 0
+        own: list[int] = []
+        addressed: Counter[object] = Counter()
+        used = set(trace.calls.group)
+        for local, one in enumerate(trace.groups):
+            group, name = one.group, one.group.pg
+            members = valid_members(group)
+            if not members:
+                # Members that one rank knows serve for a rank that does not.
+                fitting = [ranks for ranks in members_of.get(name, ()) if rank in ranks]
+                members = fitting[0] if len(fitting) == 1 else ()
+            size = sizes.get((name, one.apart), 0) or max(group.size, 0)
+            inferred = False
+            is_of_all = is_world(group) if size == 0 else size == len(world) and not named_by_address(name)
+            if not members and is_of_all:
+                members, inferred = world, not world_is_known
+            if named_by_address(name):
+                addressed[members or size] += 1
+                count = addressed[members or size]
+                name = f"ranks {rank_ranges(members)}" if members else f"{size} ranks" if size else name
+                name += f" #{count}" if count > 1 else ""
+            key = (name, one.apart, members)
+            joined = found.get(key)
+            if joined is None:
+                joined = found[key] = ProcessGroup(
+                    len(groups),
+                    name,
+                    group.desc,
+                    members,
+                    size if inferred else len(members) or size,
+                    one.apart,
+                    inferred=inferred or not members,
+                    backend=group.backend,
+                    locality=group.locality,
+                    eager=group.eager,
+                )
+                groups.append(joined)
+            if not members and (local in used or trace.source == "flight") and rank not in joined.members:
+                joined.members = (*joined.members, rank)
+            joined.desc = joined.desc or group.desc
+            joined.local_index.setdefault(rank, local)
+            own.append(joined.index)
+        group_of[rank] = own
+    for joined in groups:
+        joined.inferred = joined.inferred and joined.size != len(joined.members)
+        joined.size = max(joined.size, len(joined.members))
+    return groups, group_of

@@ -1,0 +1,119 @@
+"""All ranks of a job together: their groups, which calls are one collective, which send belongs to which receive.
+
+`Job.match` is the only code that looks across ranks. What asks whether ranks fit, how fast they communicated or whom
+they wait for asks the job.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from typing_extensions import Self
+
+from crossrank.comm import CommRecord, is_p2p
+from crossrank.tools.job.groups import Lane, ProcessGroup, is_world, join_groups, sizes_shown, valid_members, world_of
+from crossrank.tools.traces.comms import stack_of
+from crossrank.tools.traces.flight_recorder import Frame
+from crossrank.tools.traces.rank_trace import RankTrace, Signatures, Table
+
+
+@dataclass
+class Job:
+    """All ranks, matched."""
+
+    ranks: dict[int, RankTrace]
+    groups: list[ProcessGroup]
+    group_of: dict[int, list[int]]
+    """Rank -> its local index of a group -> index in `groups`."""
+    signatures: list[CommRecord]
+    """The rows that `Calls.signature` of every rank points to."""
+    stacks: list[tuple[Frame, ...]]
+    world: tuple[int, ...]
+    """Every rank that the job is known to have."""
+    outside: list[str] = field(default_factory=list)
+    """What was left out because it does not belong to this job."""
+
+    @classmethod
+    def match(cls, traces: Sequence[RankTrace], world_size: int | None = None) -> Self:
+        """Match the ranks, of which each is there once. `world_size` is what the user says."""
+        traces, outside = _without_strangers(sorted(traces, key=lambda one: one.rank or 0), world_size)
+        sizes = sizes_shown(traces)
+        world, world_is_known = world_of(traces, world_size, sizes)
+        signatures, stacks = Signatures(), Table[tuple[Frame, ...]]()
+        for trace in traces:
+            calls = trace.calls
+            numbers = list(map(signatures.number, trace.signatures))
+            calls.signature = array("I", map(numbers.__getitem__, calls.signature))
+            numbers = list(map(stacks.number, trace.stacks))
+            calls.stack = array("I", map(numbers.__getitem__, calls.stack))
+            trace.signatures, trace.stacks = signatures.rows, stacks.rows
+        groups, group_of = join_groups(traces, world, world_is_known, sizes)
+        p2p = list(map(is_p2p, signatures.rows))
+        for trace in traces:
+            _fill_lanes(trace, groups, group_of[trace.rank or 0], p2p)
+        return cls(
+            ranks={trace.rank or 0: trace for trace in traces},
+            groups=groups,
+            group_of=group_of,
+            signatures=signatures.rows,
+            stacks=stacks.rows,
+            world=world,
+            outside=outside,
+        )
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that the job has and of which nothing was left."""
+        return [rank for rank in self.world if rank not in self.ranks]
+
+    def signature(self, rank: int, row: int) -> CommRecord:
+        """What a call is, without its number and times."""
+        return self.signatures[self.ranks[rank].calls.signature[row]]
+
+    def stack(self, rank: int, row: int) -> tuple[Frame, ...]:
+        """Where a call was made, innermost frame first; one frame where only the line is recorded."""
+        return self.stacks[self.ranks[rank].calls.stack[row]] or stack_of(self.signature(rank, row))
+
+    def group_at(self, rank: int, row: int) -> ProcessGroup:
+        """The group that a call was made on."""
+        return self.groups[self.group_of[rank][self.ranks[rank].calls.group[row]]]
+
+
+def _without_strangers(traces: list[RankTrace], world_size: int | None) -> tuple[list[RankTrace], list[str]]:
+    """Leave out ranks beyond the world: most often a file of another job, or a number that is no rank."""
+    claims: Counter[int] = Counter()
+    for trace in traces:
+        of_group = [max(valid_members(one.group), default=-1) + 1 for one in trace.groups if is_world(one.group)]
+        claims[trace.world_size or max(of_group, default=0)] += 1
+    size, by = max(claims.items(), key=lambda claim: (claim[1], claim[0]), default=(0, 0))
+    # What one rank says does not shut out the others.
+    size = world_size or (size if by * 2 > len(traces) else 0)
+    if not size:
+        return traces, []
+    outside = [
+        f"{one.path}: rank {one.rank} is outside the world of {size} ranks; the file was left out"
+        for one in traces
+        if (one.rank or 0) >= size
+    ]
+    return [one for one in traces if (one.rank or 0) < size], outside
+
+
+def _fill_lanes(trace: RankTrace, groups: list[ProcessGroup], own: list[int], p2p: list[bool]) -> None:
+    for local in trace.dump.with_p2p:
+        groups[own[local]].has_p2p = True
+    lanes: dict[int, Lane] = {}
+    calls = trace.calls
+    for row, (local, number, signature) in enumerate(zip(calls.group, calls.number, calls.signature, strict=True)):
+        if p2p[signature]:
+            groups[own[local]].has_p2p = True
+            continue
+        lane = lanes.get(local)
+        if number <= (lane.numbers[-1] if lane is not None else 0):
+            continue  # without a number, recorded twice, or of a new epoch of the recorder
+        if lane is None:
+            lane = lanes[local] = groups[own[local]].lanes.setdefault(trace.rank or 0, Lane())
+        lane.rows.append(row)
+        lane.numbers.append(number)

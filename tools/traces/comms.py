@@ -1,0 +1,109 @@
+"""A rank's comms file as a `RankTrace`: every call, without its state.
+
+What had become of a call follows from what the rank did afterwards. A rank that ended its recording itself was done
+with all; elsewhere its last call may be the one that it hangs in. A send or receive that did not block (`isend`, a
+batch) is left open: whether it was answered shows when it is matched with the other rank's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from crossrank.comm import MOST_RANKS, CommRecord, is_p2p
+from crossrank.errors import CrossrankError
+from crossrank.recording import CommsFile
+from crossrank.tools.traces.ending import CUT_SHORT
+from crossrank.tools.traces.flight_recorder import Frame, Raised
+from crossrank.tools.traces.rank_trace import RETIRED, SCHEDULED, RankTrace, TraceBuilder
+
+_BLOCKING_P2P = ("send", "recv")
+_MOST = 1 << 62
+
+
+def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | None = None) -> RankTrace:
+    """The comms file of `rank`, and of it the iterations from the first of `steps` to before the second.
+
+    Raises `CrossrankError` where the file has no header.
+    """
+    file = CommsFile(path, rank)
+    trace = RankTrace(rank=rank, path=path, source="comms", numbered_pairs=True)
+    builder = TraceBuilder(trace)
+    # The header is the first line, so it is there when the first record is.
+    records = list(file.records())
+    header = file.header
+    if header is None:
+        raise CrossrankError(f"{path}: {'; '.join(file.damage.problems) or 'has no header'}; record it again")
+    end = file.end or {}
+    offset = header.clock.get("wall", 0) - header.clock.get("t", 0)
+    trace.rank = header.rank if rank is None else rank
+    trace.world_size = header.world_size if 0 < header.world_size <= MOST_RANKS else None
+    trace.version = header.schema
+    trace.host, trace.node, trace.clock = header.host, header.node, header.boot_id or header.host
+    trace.filtered = header.config.get("emit") == "CROSSNODE"
+    trace.about = {name: version for name, version in header.versions.items() if version}
+    trace.about["TRACING"] = str(header.config.get("emit", ""))
+    trace.problems = file.damage.problems
+    trace.dropped, trace.left_out = _count(end.get("dropped")), _count(end.get("filtered"))
+    trace.steps = [(line["step"], line["t"] + offset) for line in file.steps if "step" in line and "t" in line]
+    trace.ending.ended, trace.ending.unseen = file.end is not None, file.end is None
+    trace.ending.reason = str(end.get("reason") or "")
+    trace.ending.take_exceptions(_exceptions(end.get("exceptions")))
+    if trace.world_size is None:
+        trace.notes.append(f"{path}: reports {header.world_size} ranks for the job, which is not a valid number")
+    is_cut = file.end is None or trace.ending.reason in CUT_SHORT
+    for group in file.groups:
+        builder.define(group)
+        trace.backend = trace.backend or group.backend
+    last = records[-1] if records else None
+    wanted = records
+    if steps is not None:
+        wanted = [record for record in records if steps[0] <= record.step < steps[1]]
+        others = [max(record.bytes, 0) for record in records if not steps[0] <= record.step < steps[1]]
+        trace.skipped = len(others), sum(others)
+    add_records(builder, wanted, offset, last.id if last is not None and is_cut else None, is_cut=is_cut)
+    # The file says up to when it lacks nothing; those of earlier versions end with a call.
+    clock = max((line.get("t", 0) for line in file.clocks), default=0)
+    if last is not None and clock > last.t and is_cut and clock + offset < _MOST:
+        trace.ending.taken_at = clock + offset
+    if file.end is None:
+        trace.notes.append(f"{path}: has no end: the process died, or still runs")
+    elif "wall" in header.clock:
+        # Of a file without an end nobody knows how long the run went on.
+        ends = [line["wall"] for line in file.clocks if "wall" in line] + ([last.t + offset] if last else [])
+        trace.span = header.clock["wall"], max(ends, default=0)
+    return trace
+
+
+def add_records(
+    builder: TraceBuilder, records: Iterable[CommRecord], offset: int, last: int | None, *, is_cut: bool
+) -> None:
+    """Append recorded calls. `offset` turns their times into ns since 1970; `last` is the id of a call that the rank
+    may not have returned from; `is_cut`: the recording may end before a call that its rank did not wait for is over."""
+    for record in records:
+        unawaited = is_p2p(record) and record.api not in _BLOCKING_P2P
+        is_open = record.id == last or (is_cut and unawaited)
+        row = builder.add(record, called=record.t + offset, state=SCHEDULED if is_open else RETIRED)
+        if unawaited:
+            builder.trace.unawaited.add(row)
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _exceptions(value: object) -> list[Raised]:
+    try:
+        return msgspec.convert(value or [], list[Raised], strict=False)
+    except (msgspec.MsgspecError, ValueError):
+        return []
+
+
+def stack_of(record: CommRecord) -> tuple[Frame, ...]:
+    """The one frame that a record names, as a stack."""
+    if record.source is None:
+        return ()
+    name, _, line = record.source.rpartition(":")
+    is_line = line.isascii() and line.isdigit() and len(line) < 10
+    return (Frame(name=record.api or "(C++)", filename=name, line=int(line) if is_line else 0),)

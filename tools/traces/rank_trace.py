@@ -1,0 +1,359 @@
+"""One rank, whatever file told of it: its calls in columns, its groups, how far it came, what could not be read.
+
+A job has millions of calls. What calls have in common (operation, sizes, peer, source line) stands once, as a
+`CommRecord` without number and times; a call is a row over arrays. Readers make a `RankTrace` in a worker process and
+send it to the process that matches the ranks.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Generic, TypeVar
+
+import msgspec
+
+from crossrank.comm import CommRecord, Group, crosses_nodes, is_p2p
+from crossrank.tools.traces.ending import Ending
+from crossrank.tools.traces.flight_recorder import Frame, Progress
+
+SCHEDULED, STARTED, RETIRED, COMPLETED = range(4)
+"""State of a call. RETIRED: its rank is done with it, which on gloo is also what a call that timed out looks like."""
+STATES = ("scheduled", "started", "retired", "completed")
+
+GLOO = "gloo"
+
+
+@dataclass
+class Calls:
+    """Calls in the order in which their rank made them; one row over all columns is one call.
+
+    Times are ns since 1970 on the rank's own clock, 0 = not known.
+    """
+
+    group: array[int] = field(default_factory=lambda: array("I"))
+    """Index into the rank's groups."""
+    signature: array[int] = field(default_factory=lambda: array("I"))
+    """Index into the rank's signatures."""
+    number: array[int] = field(default_factory=lambda: array("q"))
+    """n-th collective of the group, or n-th send or receive (see `RankTrace.numbered_pairs`); 0 = not known."""
+    id: array[int] = field(default_factory=lambda: array("q"))
+    """Id of the comms record, record_id of the dump, or a running number."""
+    batch: array[int] = field(default_factory=lambda: array("q"))
+    """Id of the first call of the launch that it went out with; -1 = it went out alone."""
+    step: array[int] = field(default_factory=lambda: array("i"))
+    state: array[int] = field(default_factory=lambda: array("B"))
+    called: array[int] = field(default_factory=lambda: array("q"))
+    """The CPU made the call."""
+    began: array[int] = field(default_factory=lambda: array("q"))
+    """The communication began: its kernel, or on a backend without kernels its Work."""
+    ended: array[int] = field(default_factory=lambda: array("q"))
+    took: array[int] = field(default_factory=lambda: array("q"))
+    """ns from begin to end where that was measured apart from the two; 0 = it was not."""
+    stack: array[int] = field(default_factory=lambda: array("I"))
+    """Index into the rank's stacks."""
+
+    def __len__(self) -> int:
+        return len(self.number)
+
+    def append(
+        self,
+        *,
+        group: int,
+        signature: int,
+        number: int,
+        id: int,
+        batch: int = -1,
+        step: int = 0,
+        state: int = COMPLETED,
+        called: int = 0,
+        began: int = 0,
+        ended: int = 0,
+        took: int = 0,
+        stack: int = 0,
+    ) -> None:
+        self.group.append(group)
+        self.signature.append(signature)
+        self.number.append(number)
+        self.id.append(id)
+        self.batch.append(batch)
+        self.step.append(step)
+        self.state.append(state)
+        self.called.append(called)
+        self.began.append(began)
+        self.ended.append(ended)
+        self.took.append(took)
+        self.stack.append(stack)
+
+    def take(self, rows: Sequence[int]) -> Calls:
+        """The calls of `rows`, in that order."""
+        columns = {one.name: getattr(self, one.name) for one in fields(self)}
+        return Calls(
+            **{name: array(column.typecode, [column[row] for row in rows]) for name, column in columns.items()}
+        )
+
+
+def sort_by_time(trace: RankTrace) -> None:
+    """Put the calls in the order in which they were made."""
+    called = trace.calls.called
+    order = sorted(range(len(called)), key=called.__getitem__)
+    trace.unawaited = {new for new, old in enumerate(order) if old in trace.unawaited}
+    trace.calls = trace.calls.take(order)
+
+
+Thing = TypeVar("Thing")
+
+
+class Table(Generic[Thing]):
+    """Things, each once, numbered in the order in which they are first met."""
+
+    def __init__(self, *first: Thing) -> None:
+        self.rows: list[Thing] = list(first)
+        self._numbers = {self.key(thing): number for number, thing in enumerate(first)}
+
+    def key(self, thing: Thing) -> Hashable:
+        return thing
+
+    def number(self, thing: Thing) -> int:
+        key = self.key(thing)
+        found = self._numbers.get(key)
+        if found is None:
+            found = self._numbers[key] = len(self.rows)
+            self.rows.append(thing)
+        return found
+
+
+class Signatures(Table[CommRecord]):
+    """Records without what differs between equal calls. They hold lists, so they are told apart as encoded."""
+
+    def key(self, thing: CommRecord) -> Hashable:
+        return _encode(thing)
+
+    def of(self, record: CommRecord) -> int:
+        """Number of a recorded call's signature."""
+        return self.number(msgspec.structs.replace(record, id=0, t=0, seq=None, p2p_seq=None, batch=None, step=0))
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+@dataclass
+class Waits:
+    """What the host did about its calls, by row. Sources that know of waits have it, for replay."""
+
+    before: array[int] = field(default_factory=lambda: array("q"))
+    """The rank waited for the call before it launched its call of this row (`len(calls)`: at the end); -1 = not
+    known."""
+    blocking: array[int] = field(default_factory=lambda: array("b"))
+    """1 = the rank did not go on before the call was over, 0 = it did, -1 = not known."""
+    returned: array[int] = field(default_factory=lambda: array("q"))
+    """ns since 1970 when the launch had returned; a wait for the end comes after it. 0 = not known, and where the host
+    does not follow what is communicated (on a GPU, but for barriers)."""
+    recorded: int = 0
+    """Recorded waits whose call is known."""
+    without_call: int = 0
+    """Recorded waits for calls that began before the trace."""
+
+
+class RankGroup(msgspec.Struct, frozen=True):
+    """A process group as one rank knows it, or those of its calls that are counted apart."""
+
+    group: Group
+    apart: str = ""
+    """Of what calls it is: `monitored_barrier_`, which torch's recorder neither notes nor counts, or `gloo` beside
+    another backend of the same group."""
+
+
+@dataclass
+class DumpState:
+    """What a flight-recorder dump says beside its entries, and what its entries do not hold."""
+
+    progress: dict[int, Progress] = field(default_factory=dict)
+    """Index of the group -> how far the rank came on it, where the dump says so."""
+    has_status: bool = False
+    """The dump says how far some group came, whether or not that could be joined to a group."""
+    all_joined: bool = False
+    """Every status of the dump was joined to a group, so a group without one was never used."""
+    collectives_seen: dict[int, int] = field(default_factory=dict)
+    """Index of the group -> the highest collective_seq_id on any of its entries, those of P2P included."""
+    with_p2p: set[int] = field(default_factory=set)
+    """Groups on which there have been P2P calls, whether or not they are among the entries."""
+    active_only: bool = False
+    """Completed calls were left out of the dump."""
+    wrapped: bool = False
+    """Calls from before the first one fell out of the ring."""
+    recorded_from: dict[str, int] = field(default_factory=dict)
+    """Name of a group -> how many collectives there were on it before those that comms files number from 1."""
+
+
+@dataclass
+class RankTrace:
+    """One rank."""
+
+    rank: int | None
+    """None where neither the name of the file nor its content says it."""
+    path: str
+    source: str
+    """Kind of the file: a key of `discover.WHAT`, or `plan`."""
+    calls: Calls = field(default_factory=Calls)
+    signatures: list[CommRecord] = field(default_factory=list)
+    groups: list[RankGroup] = field(default_factory=list)
+    stacks: list[tuple[Frame, ...]] = field(default_factory=lambda: [()])
+    """Innermost frame first; the first one is that of calls without a stack."""
+    waits: Waits | None = None
+
+    world_size: int | None = None
+    version: str = ""
+    """Of the file's format, as it says it."""
+    host: str = ""
+    node: str = ""
+    backend: str = ""
+    clock: str = ""
+    """Ranks with the same text have the same clock; empty where nothing is known of it."""
+    about: dict[str, str] = field(default_factory=dict)
+    """Versions and settings, as the header has them."""
+    steps: list[tuple[int, int]] = field(default_factory=list)
+    """(iteration, when it began, ns since 1970)"""
+    span: tuple[int, int] | None = None
+    """Between which moments the run was, ns since 1970; None where the file does not say."""
+
+    numbered: bool = True
+    """Whether numbers are the same on all ranks; else calls were counted from the begin of the file."""
+    numbered_pairs: bool = False
+    """Whether a send or receive has its number among those of the pair, as in comms files, not those of the group."""
+    timed: bool = True
+    """Whether `called` says when a call was made."""
+    placed: bool = True
+    """Whether begins and ends are exact, and not durations alone."""
+    comparable: bool = True
+    """Whether collectives can be compared with those of the other ranks. gloo's recorder notes what a call is made of
+    (a reduce_scatter is an all_reduce there): of a comms file beside such dumps only root and reduction can be."""
+    filtered: bool = False
+    """Calls inside a node were not recorded (TRACING=CROSSNODE of earlier versions)."""
+    left_out: int = 0
+    """So many of them."""
+    dropped: int = 0
+    """Calls that the recorder itself could not keep."""
+    starts_late: bool = False
+    """The file is the end of what the rank did: earlier calls are not in it."""
+    skipped: tuple[int, int] = (0, 0)
+    """(calls, bytes) of iterations that were not asked for."""
+    unawaited: set[int] = field(default_factory=set)
+    """Rows of sends and receives that did not keep their rank from going on to later calls."""
+
+    ending: Ending = field(default_factory=Ending)
+    dump: DumpState = field(default_factory=DumpState)
+    attributed: Counter[str] = field(default_factory=Counter)
+    """How calls found their times -> how many calls or kernels."""
+    unattributed: Counter[str] = field(default_factory=Counter)
+    """What could not be given a time, or a call, and why -> how many."""
+    unattributed_ns: int = 0
+    """Time of the communication kernels without a call."""
+    matched: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """What was linked -> (matched, of how many)."""
+    problems: list[str] = field(default_factory=list)
+    """What of the file could not be read."""
+    notes: list[str] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+    def record(self, row: int) -> CommRecord:
+        """A call as a record. `t` is its time in ns since 1970."""
+        calls, signature = self.calls, self.signatures[self.calls.signature[row]]
+        number = calls.number[row] or None
+        p2p = is_p2p(signature)
+        return msgspec.structs.replace(
+            signature,
+            id=calls.id[row],
+            t=calls.called[row],
+            seq=None if p2p else number,
+            p2p_seq=number if p2p else None,
+            batch=None if calls.batch[row] < 0 else calls.batch[row],
+            step=calls.step[row],
+        )
+
+    def records(self) -> Iterator[CommRecord]:
+        """All calls as records, in their order."""
+        return map(self.record, range(len(self.calls)))
+
+    def is_gloo(self, group: int | None) -> bool:
+        """Whether the calls on one of its groups are gloo's, which reports no ends."""
+        return self.backend == GLOO or (group is not None and self.groups[group].apart == GLOO)
+
+    def leaves_out(self, group: Group) -> bool:
+        """Whether calls on a group of that kind were not recorded, because they stay inside a node."""
+        return self.filtered and not crosses_nodes(group.locality)
+
+
+IMPOSSIBLE = "calls with impossible numbers: they have no times or sizes"
+_MOST = 1 << 62
+_MOST_STEPS = 1 << 31
+
+
+class TraceBuilder:
+    """Appends calls to a `RankTrace`, each group, signature and stack once."""
+
+    def __init__(self, trace: RankTrace, groups: Iterable[Group] = ()) -> None:
+        self.trace = trace
+        self.signatures = Signatures(*trace.signatures)
+        self.stacks: Table[tuple[Frame, ...]] = Table(*trace.stacks)
+        trace.signatures, trace.stacks = self.signatures.rows, self.stacks.rows
+        self._groups = {(one.group.pg, one.apart): index for index, one in enumerate(trace.groups)}
+        for group in groups:
+            self.define(group)
+
+    def define(self, group: Group, apart: str = "") -> int:
+        """Index of a group; the first definition of a name counts."""
+        found = self._groups.get((group.pg, apart))
+        if found is None:
+            found = self._groups[group.pg, apart] = len(self.trace.groups)
+            self.trace.groups.append(RankGroup(group, apart))
+        return found
+
+    def group(self, pg: str) -> int:
+        """Index of the group of that name, which is made where nobody defined it."""
+        found = self._groups.get((pg, ""))
+        return self.define(Group(pg=pg, size=0)) if found is None else found
+
+    def add(
+        self,
+        record: CommRecord,
+        *,
+        called: int,
+        began: int = 0,
+        ended: int = 0,
+        state: int = COMPLETED,
+        stack: tuple[Frame, ...] = (),
+        group: int | None = None,
+    ) -> int:
+        """Append a call and return its row. Times are ns since 1970, whatever the clock of `record.t`.
+
+        A call with numbers that no file has by right is counted, and has no number and no times.
+        """
+        number = record.p2p_seq if is_p2p(record) else record.seq
+        if not (
+            all(0 <= moment < _MOST for moment in (called, began, ended, number or 0))
+            and abs(record.step) < _MOST_STEPS
+            and abs(record.id) < _MOST
+        ):
+            self.trace.unattributed[IMPOSSIBLE] += 1
+            called = began = ended = number = 0
+            record = msgspec.structs.replace(record, step=0, id=record.id if abs(record.id) < _MOST else -1)
+        calls = self.trace.calls
+        calls.append(
+            group=self.group(record.pg) if group is None else group,
+            signature=self.signatures.of(record),
+            number=number or 0,
+            id=record.id,
+            batch=-1 if record.batch is None else record.batch,
+            step=record.step,
+            state=state,
+            called=called,
+            began=began,
+            ended=ended,
+            stack=self.stacks.number(stack) if stack else 0,
+        )
+        return len(calls) - 1
