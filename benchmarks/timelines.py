@@ -27,7 +27,8 @@ import msgspec
 import zstandard
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from crossrank.tools.job.side_by_side import lay_side_by_side
+from crossrank.tools.job.collectives import match_collectives
+from crossrank.tools.job.job import Job
 from crossrank.tools.job.sources import find, read
 from crossrank.tools.output.timeline.build import write_timeline
 from crossrank.tools.output.timeline.chrome import ChromeWriter
@@ -138,7 +139,7 @@ def timeline(folder: Path) -> None:
     output = folder / "timeline.pftrace"
     wall, user, peak = measured(crossrank("timeline", str(exports), "-o", str(output)))
     ranks = read(find([str(exports)]), Fleet(jobs=2))
-    together = lay_side_by_side(ranks)
+    together = match_collectives(Job.match(ranks))
     print(f"\ncrossrank timeline, {RANKS} ranks x {COLLECTIVES:,} collectives from Nsight exports")
     print("  every call a moment on its host and a slice on its device, arrows, counters")
     print(f"  {'':28} {'wall s':>8} {'user s':>8} {'peak MB':>8} {'file MB':>8}")

@@ -230,7 +230,7 @@ class CommRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defau
     step: Int = 0
     """Iteration, counted from 0."""
     members: list[CommRecord] = msgspec.field(default_factory=list)
-    """Of a launch whose calls have no numbers of their own, as the flight recorder notes coalesced collectives: they."""
+    """The calls of a launch that have no numbers of their own, as the flight recorder notes coalesced collectives."""
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -183,7 +183,7 @@ def _read(arguments: argparse.Namespace) -> Plan:
     found = sources.find(path, arguments.trace_type)
     if steps is not None and found.kind != COMMS:
         raise CrossrankError(
-            f"--steps is for recordings, whose comms files know iterations; {path} has {sources.KINDS[found.kind].what}"
+            f"--steps is for recordings, whose comms files know iterations; {path} has {sources.KINDS[found.kind]}"
         )
     jobs = arguments.jobs or min(os.cpu_count() or 1, len(found.inputs))
     size = sum(os.path.getsize(one.path) for one in found.inputs if os.path.exists(one.path))

@@ -15,7 +15,7 @@ import msgspec
 from crossrank.comm import CommRecord, Group, ends_of, is_p2p
 from crossrank.replay.plan.alltoall_splits import lacks_parts, with_parts
 from crossrank.replay.plan.plan import number_of
-from crossrank.tools.traces.rank_calls import RankCalls
+from crossrank.tools.traces.rank_trace import RankTrace, Signatures
 
 _OUT_OF_RING = "another rank's dump no longer has it"
 _ALONE = "another rank of its group has no such call"
@@ -26,8 +26,11 @@ BROKEN = "it contradicts itself"
 class Rank:
     """One rank on its way into the plan."""
 
-    source: RankCalls
+    source: RankTrace
     rank: int
+    recorded: list[CommRecord]
+    labels: list[str | None]
+    """By call: the name of its group in the plan; None where nobody defined it."""
     records: list[CommRecord | None] = field(default_factory=list)
     """Completed, by call; None where the call is left out."""
     reasons: dict[int, str] = field(default_factory=dict)
@@ -38,22 +41,19 @@ Lane = dict[int, list[tuple["int | None", int]]]
 """Side (a member, or an end of a pair) -> (number, call) of its calls there, in order."""
 
 
-def align(
-    ranks: list[Rank], groups: dict[str, Group], names: dict[int, dict[str, str]], broken: list[str], partial: bool
-) -> int:
-    """Leave out, on all ranks, what is left out on one, and what cannot have a counterpart.
+def align(ranks: list[Rank], groups: dict[str, Group], broken: list[str], partial: bool) -> int:
+    """Leave out, on all ranks, what is left out on one, and what has no counterpart.
 
-    `names` is rank -> recorded name of a group -> name in `groups`. What contradicts itself over several ranks is added
-    to `broken`. Returns how many uneven exchanges got parts that are not recorded.
+    What contradicts itself over several ranks is added to `broken`. Returns how many uneven exchanges got parts that
+    are not recorded.
     """
     guessed = 0
     numbered = all(rank.source.numbered for rank in ranks)
     by_rank = {rank.rank: rank for rank in ranks}
     lanes: dict[tuple[object, ...], Lane] = {}
     for rank in ranks:
-        for index, call in enumerate(rank.source.calls):
+        for index, (record, label) in enumerate(zip(rank.recorded, rank.labels, strict=True)):
             # A call that is left out still takes its place among the others.
-            record, label = call.record, names[rank.rank].get(call.record.pg)
             if label is None:
                 continue  # a group that nobody defined: the call is left out already
             number, members = number_of(record), groups[label].ranks or []
@@ -100,7 +100,7 @@ def _gaps(lane: Lane, ranks: dict[int, Rank]) -> list[str]:
         for other, calls in lane.items():
             for number, index in calls:
                 if number is not None and number not in mine and min(mine) < number < max(mine):
-                    record = ranks[other].source.calls[index].record
+                    record = ranks[other].recorded[index]
                     found.append(
                         f"missing_rank: {record.op} #{number} on {record.pg!r}: {ranks[member].source.path} of rank "
                         f"{member} lacks it and has later ones (call {record.id} of {ranks[other].source.path})"
@@ -110,27 +110,30 @@ def _gaps(lane: Lane, ranks: dict[int, Rank]) -> list[str]:
     return found
 
 
-def name_sources(sources: list[RankCalls]) -> int:
+def name_sources(sources: list[RankTrace]) -> int:
     """Give receives from any source the rank of a send that no other receive takes; returns how many got one."""
     sends: Counter[tuple[str, tuple[int | None, int | None], int]] = Counter()
     for source in sources:
-        for call in source.calls:
-            record = call.record
-            if is_p2p(record) and record.peer is not None and source.rank is not None:
+        for record in filter(is_p2p, source.records()):
+            if record.peer is not None and source.rank is not None:
                 ends = ends_of(record.op, source.rank, record.peer)
                 sends[(record.pg, ends, record.tag or 0)] += 1 if record.op == "send" else -1
     named = 0
     for source in sources:
-        for call in source.calls:
-            record = call.record
+        if not any(one.op == "recv" and one.peer is None for one in source.signatures):
+            continue
+        signatures = Signatures(*source.signatures)
+        for row, record in enumerate(source.records()):
             if record.op != "recv" or record.peer is not None:
                 continue
             for (pg, (sender, receiver), tag), left in sends.items():
                 if left > 0 and (pg, receiver, tag) == (record.pg, source.rank, record.tag or 0):
                     sends[pg, (sender, receiver), tag] -= 1
-                    call.record = msgspec.structs.replace(record, peer=sender, p2p_seq=None)
+                    source.calls.signature[row] = signatures.of(msgspec.structs.replace(record, peer=sender))
+                    source.calls.number[row] = 0
                     named += 1
                     break
+        source.signatures = signatures.rows
     return named
 
 

@@ -6,7 +6,7 @@ counterpart on another rank, is refused, unless a partial replay is wanted: then
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
 
@@ -14,6 +14,7 @@ import msgspec
 
 from crossrank.comm import MOST_RANKS, CommRecord, Group, has_size
 from crossrank.errors import CrossrankError
+from crossrank.recording import FLIGHT
 from crossrank.replay.plan.alignment import BROKEN, Rank, align, name_sources
 from crossrank.replay.plan.match import mismatches
 from crossrank.replay.plan.plan import NOT_IN_STEPS, UNPLACED, Call, Plan, RankPlan, launches, leave_out, number_of
@@ -22,34 +23,44 @@ from crossrank.replay.plan.shapes import BrokenError, LeftOutError, complete
 from crossrank.replay.plan.sources import KINDS, missing_ranks
 from crossrank.text import rank_ranges
 from crossrank.tools.analysis.diagnosis.findings import call_text
-from crossrank.tools.graph.linking.communications import named_by_address
-from crossrank.tools.traces.rank_calls import RankCalls, RecordedCall
+from crossrank.tools.job.groups import ProcessGroup
+from crossrank.tools.job.job import Job
+from crossrank.tools.traces.rank_trace import GLOO, RankTrace, with_members
 
 _SHOWN = 3
 
 
 def build(
-    sources: list[RankCalls], path: str, kind: str, *, world_size: int | None = None, partial: bool = False
+    sources: list[RankTrace], path: str, kind: str, *, world_size: int | None = None, partial: bool = False
 ) -> Plan:
     """The plan of a recording. Raises `CrossrankError` where its files do not make one."""
+    sources = list(map(with_members, sources))
     size = _world_size(sources, path, world_size)
     _add_idle_ranks(sources, size)
     any_source = name_sources(sources)
-    ranks = _by_rank(sources, path, size)
+    _check_ranks(sources, path, size)
     damage = _damage(sources)
     if damage and not partial:
-        raise CrossrankError(_told(damage, "record it again, or replay what is left of it with --partial"))
+        raise CrossrankError(_listed(damage, "record it again, or replay what is left of it with --partial"))
     _refuse_different_runs(sources)
-    groups, names = _groups(ranks, size, partial)
+    if not partial:
+        _refuse_invalid_members(sources, size)
+    job = Job.match(sources, size)
+    labels = _labels(job)
+    groups = {label: _group(job.groups[index], label) for index, label in labels.items()}
     broken: list[str] = []
-    for rank in ranks:
-        for index, call in enumerate(rank.source.calls):
-            rank.records.append(_completed(rank, index, call, names, groups, broken))
+    ranks = []
+    for number, source in sorted(job.ranks.items()):
+        of_group = [labels.get(index) for index in job.group_of[number]]
+        rank = Rank(source, number, list(source.records()), [of_group[local] for local in source.calls.group])
+        for index, (record, label) in enumerate(zip(rank.recorded, rank.labels, strict=True)):
+            rank.records.append(_completed(rank, index, record, label, groups, broken))
+        ranks.append(rank)
     if broken and not partial:
-        raise CrossrankError(_told(broken, "--partial leaves such calls out"))
-    guessed = align(ranks, groups, names, broken, partial)
+        raise CrossrankError(_listed(broken, "--partial leaves such calls out"))
+    guessed = align(ranks, groups, broken, partial)
     if broken and not partial:
-        raise CrossrankError(_told(broken, "--partial leaves such calls out"))
+        raise CrossrankError(_listed(broken, "--partial leaves such calls out"))
     plan = Plan(
         source=path,
         kind=kind,
@@ -63,8 +74,8 @@ def build(
     rootless = sum(
         1
         for rank in ranks
-        for call, record in zip(rank.source.calls, rank.records, strict=True)
-        if record is not None and record.root is not None and call.record.root is None
+        for recorded, record in zip(rank.recorded, rank.records, strict=True)
+        if record is not None and record.root is not None and recorded.root is None
     )
     if any_source:
         plan.notes.append(
@@ -78,7 +89,7 @@ def build(
             "and receives in total"
         )
     if partial and broken:
-        plan.notes.append(_told(broken, "left out"))
+        plan.notes.append(_listed(broken, "left out"))
     if not any(rank.calls for rank in plan.ranks):
         raise CrossrankError(_nothing_left(path, kind, sources, plan))
     return plan
@@ -96,15 +107,15 @@ def settle(plan: Plan, *, partial: bool = False) -> None:
     found = mismatches(plan, walk)
     if found:
         step = "choose others with --ops or --pgs" if partial else "--partial leaves out what has no match"
-        raise CrossrankError(f"the ranks do not fit together: {_told(found, step)}")
+        raise CrossrankError(f"the ranks do not fit together: {_listed(found, step)}")
 
 
-def _told(found: list[str], step: str) -> str:
+def _listed(found: list[str], step: str) -> str:
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return f"{'; '.join(found[:_SHOWN])}{more}; {step}"
 
 
-def _world_size(sources: list[RankCalls], path: str, given: int | None) -> int:
+def _world_size(sources: list[RankTrace], path: str, given: int | None) -> int:
     said = {source.world_size for source in sources if source.world_size}
     if len(said) > 1:
         raise CrossrankError(
@@ -118,36 +129,38 @@ def _world_size(sources: list[RankCalls], path: str, given: int | None) -> int:
             raise CrossrankError(f"{path}: {size} is no number of ranks; record it again, or give it with --world-size")
         return size
     highest = max((source.rank or 0 for source in sources), default=0)
-    members = [rank for source in sources for group in source.groups for rank in group.ranks or ()]
+    members = [rank for source in sources for one in source.groups for rank in one.group.ranks or ()]
     size = max([highest, *members], default=0) + 1
     if size > MOST_RANKS:
         raise CrossrankError(f"{path}: a group has a rank above {MOST_RANKS - 1}, which is a mistake; record it again")
     return size
 
 
-def _by_rank(sources: list[RankCalls], path: str, size: int) -> list[Rank]:
-    found: dict[int, Rank] = {}
+def _check_ranks(sources: list[RankTrace], path: str, size: int) -> None:
+    """Every rank of the job is there, and once."""
+    found: dict[int, RankTrace] = {}
     for source in sources:
-        rank = source.rank if source.rank is not None else 0 if len(sources) == 1 else None
+        if source.rank is None and len(sources) == 1:
+            source.rank = 0
+        rank = source.rank
         if rank is None:
             raise CrossrankError(f"{source.path}: neither its name nor its content tells its rank; call it rank-N")
         if rank < 0:
-            raise CrossrankError(f"{source.path}: rank {rank} cannot be; record it again")
+            raise CrossrankError(f"{source.path}: rank {rank} is not valid; record it again")
         if rank in found:
-            raise CrossrankError(f"{source.path} and {found[rank].source.path} are both of rank {rank}; name one job")
+            raise CrossrankError(f"{source.path} and {found[rank].path} are both of rank {rank}; name one job")
         if rank >= size:
             raise CrossrankError(f"{source.path}: rank {rank} is outside the job of {size} ranks; name one job's files")
-        found[rank] = Rank(source=source, rank=rank)
+        found[rank] = source
     missing = missing_ranks(found, size)
     if missing:
         raise CrossrankError(
             f"{path}: has no file of rank {missing} of {size}; add it, or let one rank's file stand for all "
             "(--one-trace)"
         )
-    return [found[rank] for rank in sorted(found)]
 
 
-def _damage(sources: list[RankCalls]) -> list[str]:
+def _damage(sources: list[RankTrace]) -> list[str]:
     """What of the files could not be read, or was never written."""
     damage = [f"{source.path}: {problem}" for source in sources for problem in source.problems]
     return damage + [
@@ -157,7 +170,7 @@ def _damage(sources: list[RankCalls]) -> list[str]:
     ]
 
 
-def _add_idle_ranks(sources: list[RankCalls], size: int) -> None:
+def _add_idle_ranks(sources: list[RankTrace], size: int) -> None:
     """A rank that made no call leaves no file. It is taken to be one where no call of the others involves it."""
     present = {source.rank for source in sources}
     if len(present) >= size or None in present:
@@ -165,15 +178,17 @@ def _add_idle_ranks(sources: list[RankCalls], size: int) -> None:
     called = {
         rank
         for source in sources
-        for group in source.groups
-        if any(call.record.pg == group.pg for call in source.calls)
-        for rank in group.ranks or range(size)
+        for used in [set(source.calls.group)]
+        for index, one in enumerate(source.groups)
+        if index in used
+        for rank in one.group.ranks or range(size)
     }
     absent = sorted(set(range(size)) - present - called)
     if not absent or len(absent) > len(present):
         return  # more are missing than are there: files were lost, or the size is wrong
     sources += [
-        RankCalls(path=f"(no file of rank {rank})", rank=rank, world_size=size, calls=[], groups=[]) for rank in absent
+        RankTrace(rank=rank, path=f"(no file of rank {rank})", source=sources[0].source, world_size=size)
+        for rank in absent
     ]
     sources[0].notes = [
         *sources[0].notes,
@@ -181,7 +196,7 @@ def _add_idle_ranks(sources: list[RankCalls], size: int) -> None:
     ]
 
 
-def _refuse_different_runs(sources: list[RankCalls]) -> None:
+def _refuse_different_runs(sources: list[RankTrace]) -> None:
     """Runs that were over before another began are not one job, whatever their names."""
     spans = [(source.span, source) for source in sources if source.span is not None]
     if not spans:
@@ -195,82 +210,46 @@ def _refuse_different_runs(sources: list[RankCalls]) -> None:
         )
 
 
-def _groups(ranks: list[Rank], size: int, partial: bool) -> tuple[dict[str, Group], dict[int, dict[str, str]]]:
-    """(groups by their name in the plan, rank -> recorded name -> name in the plan).
-
-    torch lets different ranks use one name for different groups, and old traces name groups by addresses.
-    """
-    said: dict[str, list[tuple[int, ...]]] = defaultdict(list)
-    for rank in ranks:
-        for one in rank.source.groups:
-            if one.ranks and not (
-                len(set(one.ranks)) == len(one.ranks) and 0 <= min(one.ranks) <= max(one.ranks) < size
-            ):
-                if partial:
-                    continue
+def _refuse_invalid_members(sources: list[RankTrace], size: int) -> None:
+    for source in sources:
+        for one in source.groups:
+            ranks = one.group.ranks or []
+            if len(set(ranks)) < len(ranks) or not all(0 <= rank < size for rank in ranks):
                 raise CrossrankError(
-                    f"{rank.source.path}: group {one.pg!r} has a member twice, or outside the {size} ranks "
-                    f"({one.ranks[:8]}); record it again, or leave its calls out with --partial"
+                    f"{source.path}: group {one.group.pg!r} has a member twice, or outside the {size} ranks "
+                    f"({ranks[:8]}); record it again, or leave its calls out with --partial"
                 )
-            if one.ranks and tuple(one.ranks) not in said[one.pg]:
-                said[one.pg].append(tuple(one.ranks))
-    for rank in ranks:
-        if rank.source.groups_by_use:
-            for pg in {call.record.pg for call in rank.source.calls} - {pg for pg, members in said.items() if members}:
-                users = [one.rank for one in ranks if any(call.record.pg == pg for call in one.source.calls)]
-                said[pg] = [tuple(users)]
-    groups: dict[str, Group] = {}
-    names: dict[int, dict[str, str]] = {}
-    for rank in ranks:
-        mine = names[rank.rank] = {}
-        addressed: Counter[tuple[int, ...]] = Counter()
-        known = {group.pg: group for group in rank.source.groups}
-        for pg in dict.fromkeys(call.record.pg for call in rank.source.calls):
-            group = known.get(pg)
-            members = tuple(group.ranks or ()) if group is not None else None
-            members = members if members in said[pg] else None
-            if members is None:
-                of_others = [ranks_of for ranks_of in said.get(pg, ()) if rank.rank in ranks_of]
-                members = of_others[0] if len(of_others) == 1 else None
-            if members is None and group is not None and group.size in (0, size) and _is_world(pg, group.desc):
-                members = tuple(range(size))
-            if members is None:
-                continue
-            if named_by_address(pg):
-                addressed[members] += 1
-                label = f"ranks {rank_ranges(members)}" + (f" #{addressed[members]}" if addressed[members] > 1 else "")
-            elif len(said[pg]) > 1:
-                label = f"{pg} of ranks {rank_ranges(members)}"
-            else:
-                label = pg
-            mine[pg] = label
-            if label not in groups:
-                known_as = group if group is not None else Group(pg=label, size=0)
-                groups[label] = Group(
-                    pg=label,
-                    size=len(members),
-                    ranks=list(members),
-                    desc=known_as.desc,
-                    backend=known_as.backend,
-                    eager=known_as.eager,
-                )
-    return groups, names
 
 
-def _is_world(pg: str, desc: str) -> bool:
-    return desc in ("default_pg", "") and pg in ("0", "", "default_pg")
+def _labels(job: Job) -> dict[int, str]:
+    """Index of a group -> its name in the plan: torch lets different ranks use one name for different groups.
+
+    A group whose members are not known is in no plan, but of gloo's dumps, which never have them: there they are those
+    who called on it.
+    """
+    by_use = any(trace.source == FLIGHT and trace.backend == GLOO for trace in job.ranks.values())
+    known = [group for group in job.groups if group.members and (by_use or not group.inferred)]
+    count = Counter(group.name for group in known)
+    return {
+        group.index: group.name if count[group.name] == 1 else f"{group.name} of ranks {rank_ranges(group.members)}"
+        for group in known
+    }
+
+
+def _group(group: ProcessGroup, label: str) -> Group:
+    return Group(
+        pg=label,
+        size=len(group.members),
+        ranks=list(group.members),
+        desc=group.desc,
+        backend=group.backend,
+        eager=group.eager,
+    )
 
 
 def _completed(
-    rank: Rank,
-    index: int,
-    call: RecordedCall,
-    names: dict[int, dict[str, str]],
-    groups: dict[str, Group],
-    broken: list[str],
+    rank: Rank, index: int, record: CommRecord, label: str | None, groups: dict[str, Group], broken: list[str]
 ) -> CommRecord | None:
-    record = call.record
-    label = names[rank.rank].get(record.pg)
     try:
         whole = complete(record, groups.get(label) if label is not None else None, rank.rank)
     except LeftOutError as error:
@@ -286,62 +265,59 @@ def _completed(
 
 
 def _rank_plan(rank: Rank) -> RankPlan:
-    source = rank.source
+    source, waits = rank.source, rank.source.waits
     plan = RankPlan(rank=rank.rank, calls=[], source=source.path, is_copy=source.is_copy)
     kept_before = [0]
     for record in rank.records:
         kept_before.append(kept_before[-1] + (record is not None))
-    if source.skipped_calls:
-        leave_out(plan.left_out, NOT_IN_STEPS, source.skipped_calls, source.skipped_bytes)
-    replayed: list[RecordedCall] = []
-    for index, (call, record) in enumerate(zip(source.calls, rank.records, strict=True)):
+    if source.skipped != (0, 0):
+        leave_out(plan.left_out, NOT_IN_STEPS, *source.skipped)
+    rows: list[int] = []
+    for row, (recorded, record) in enumerate(zip(rank.recorded, rank.records, strict=True)):
         if record is None:
-            leave_out(plan.left_out, rank.reasons[index], 1, max(call.record.bytes, 0), not has_size(call.record))
+            leave_out(plan.left_out, rank.reasons[row], 1, max(recorded.bytes, 0), not has_size(recorded))
             continue
-        mine = len(plan.calls)
-        wait = (
-            UNPLACED
-            if call.wait_before is None
-            else max(kept_before[min(call.wait_before, len(source.calls))], mine + 1)
-        )
+        before, blocking = (waits.before[row], waits.blocking[row]) if waits is not None else (-1, -1)
         plan.calls.append(
             Call(
                 record=record,
-                wait_before=wait,
-                blocking=returns_early(record) is False if call.blocking is None else call.blocking,
+                wait_before=UNPLACED if before < 0 else max(kept_before[before], len(plan.calls) + 1),
+                blocking=returns_early(record) is False if blocking < 0 else bool(blocking),
                 recorded_bytes=record.bytes,
-                took_ns=call.took_ns,
+                took_ns=source.took(row),
             )
         )
-        replayed.append(call)
+        rows.append(row)
     _whole_batches(plan.calls)
     if source.timed:
-        _set_gaps(plan.calls, replayed, source.offset)
+        _set_gaps(plan.calls, source, rows)
     return plan
 
 
-def _set_gaps(calls: list[Call], recorded: list[RecordedCall], offset: int) -> None:
+def _set_gaps(calls: list[Call], source: RankTrace, rows: list[int]) -> None:
     """Set the time before each launch, without the communication that the rank waited for before it went on: a replay
-    waits for that again. `offset` is to be taken from ns since 1970 to have the clock of the records."""
+    waits for that again."""
     for (before, _), (first, _) in pairwise(launches(calls)):
-        went_on = [_went_on(recorded[index], calls[index].blocking, offset) for index in range(before, first)]
-        launched, since = recorded[before].record.t, max((ns for ns in went_on if ns is not None), default=0)
-        now = recorded[first].record.t
+        went_on = [_went_on(source, rows[index], calls[index].blocking) for index in range(before, first)]
+        launched, since = source.calls.called[rows[before]], max((ns for ns in went_on if ns is not None), default=0)
+        now = source.calls.called[rows[first]]
         # What is launched before the rank went on is of another thread, or the clocks are not quite one.
         calls[first].gap_from_return = None not in went_on and since <= now
         calls[first].gap_ns = max(0, now - (since if calls[first].gap_from_return else launched))
         if not calls[first].gap_from_return:
-            waited = (recorded[index].took_ns or 0 for index in range(before, first) if calls[index].blocking)
+            waited = (source.took(rows[index]) or 0 for index in range(before, first) if calls[index].blocking)
             calls[first].exposed_ns = max(waited, default=0)
 
 
-def _went_on(call: RecordedCall, blocking: bool, offset: int) -> int | None:
+def _went_on(source: RankTrace, row: int, blocking: bool) -> int | None:
     """When the rank could go on after a call: of one that blocked, when it was over. None where that is not known."""
-    if call.returned_ns is None or not blocking:
-        return call.returned_ns
-    if call.began_ns is None or call.took_ns is None:
+    returned = source.waits.returned[row] if source.waits is not None else 0
+    if not returned:
         return None
-    return max(call.returned_ns, call.began_ns + call.took_ns - offset)
+    if not blocking:
+        return returned
+    began, took = source.calls.began[row], source.took(row)
+    return max(returned, began + took) if began and took is not None else None
 
 
 def _whole_batches(calls: list[Call]) -> None:
@@ -359,22 +335,23 @@ def used_groups(ranks: Iterable[RankPlan], groups: Iterable[Group]) -> list[Grou
     return sorted((group for group in groups if group.pg in used), key=lambda group: (-group.size, group.ranks or []))
 
 
-def _notes(sources: list[RankCalls], plan: Plan) -> Iterable[str]:
+def _notes(sources: list[RankTrace], plan: Plan) -> Iterable[str]:
     for text, count in Counter(note for source in sources for note in source.notes).items():
         yield text if count == 1 else f"{text} ({count} times)"
-    lost = sum(source.waits_without_call for source in sources)
+    recorded = [source.waits for source in sources if source.waits is not None and not source.is_copy]
+    lost = sum(waits.without_call for waits in recorded)
     if lost:
         yield f"{lost} recorded wait(s) are for calls from before the trace and are not replayed"
-    waits = sum(source.waits for source in sources)
-    if waits:
-        yield f"{waits} recorded wait(s) stand where they were"
+    kept = sum(waits.recorded for waits in recorded)
+    if kept:
+        yield f"{kept} recorded wait(s) stand where they were"
     if any(source.filtered for source in sources):
         yield "the recording holds only what crosses nodes; record with TRACING=ALL to have the rest"
     if not all(source.timed for source in sources):
-        yield f"{KINDS[plan.kind].what} have no times: there are no gaps to keep"
+        yield f"{KINDS[plan.kind]} have no times: there are no gaps to keep"
 
 
-def _nothing_left(path: str, kind: str, sources: list[RankCalls], plan: Plan) -> str:
+def _nothing_left(path: str, kind: str, sources: list[RankTrace], plan: Plan) -> str:
     coverage = plan.coverage()
     if not coverage.recorded_calls:
         tail = (
@@ -382,6 +359,6 @@ def _nothing_left(path: str, kind: str, sources: list[RankCalls], plan: Plan) ->
             if any(s.filtered for s in sources)
             else ("was the window long enough, and did the job communicate?")
         )
-        return f"{path}: the {KINDS[kind].what} hold no communication; {tail}"
+        return f"{path}: the {KINDS[kind]} hold no communication; {tail}"
     reasons = ", ".join(f"{count} for {reason}" for reason, count in coverage.reasons.items())
     return f"{path}: none of {coverage.recorded_calls} calls can be replayed ({reasons})"

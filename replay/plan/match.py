@@ -1,6 +1,6 @@
 """Whether the calls of all ranks fit together, in the words of `crossrank diagnose`, before any process is started.
 
-The plan is walked through; what every rank would then have left behind is handed to the diagnosis as evidence: calls
+The plan is walked through; what every rank would then have left behind is handed to the diagnosis: calls
 that can end are over, those that cannot are open, and what a stuck rank would have done next it has not done.
 """
 
@@ -8,25 +8,10 @@ from __future__ import annotations
 
 from math import prod
 
-from crossrank.comm import is_p2p
-from crossrank.replay.plan.plan import Plan, RankPlan
-from crossrank.replay.plan.schedule import Key, Walk
-from crossrank.replay.plan.shapes import parts
-from crossrank.text import rank_ranges
-from crossrank.tools.analysis.diagnosis.diagnose import diagnose
-from crossrank.tools.analysis.diagnosis.evidence import (
-    RETIRED,
-    SCHEDULED,
-    GroupClaim,
-    RankEvidence,
-    Signature,
-    Table,
-    signature_of_record,
-)
 from crossrank.tools.analysis.diagnosis.findings import Finding, call_text, group_text
-from crossrank.tools.analysis.diagnosis.from_comms import stack_of_record
 from crossrank.tools.analysis.diagnosis.inputs import Evidence
-from crossrank.tools.traces.flight_recorder import Frame
+from crossrank.tools.traces.ending import Ending
+from crossrank.tools.traces.rank_trace import RETIRED, SCHEDULED, RankTrace, TraceBuilder
 
 
 def mismatches(plan: Plan, walk: Walk) -> list[str]:
@@ -34,7 +19,7 @@ def mismatches(plan: Plan, walk: Walk) -> list[str]:
 
     Each is one line: kind, operation, group, ranks, and what happened.
     """
-    evidence = Evidence(ranks=[_evidence(plan, rank, walk) for rank in plan.ranks], world_size=plan.world_size)
+    evidence = Evidence(ranks=[_trace(plan, rank, walk) for rank in plan.ranks], world_size=plan.world_size)
     diagnosis, _ = diagnose(evidence, world_size=plan.world_size)
     files = {rank.rank: rank.source for rank in plan.ranks}
     found = [_line(finding, files) for finding in diagnosis.findings]
@@ -61,44 +46,27 @@ def _line(finding: Finding, files: dict[int, str]) -> str:
     return f"{what}: {finding.text}" if finding.text else what
 
 
-def _evidence(plan: Plan, rank: RankPlan, walk: Walk) -> RankEvidence:
-    evidence = RankEvidence(
+def _trace(plan: Plan, rank: RankPlan, walk: Walk) -> RankTrace:
+    """What a rank leaves behind that has come as far as the walk: what it would have done next it has not done."""
+    reached, over = walk.reached[rank.rank], walk.over[rank.rank]
+    is_through = reached == len(rank.calls)
+    trace = RankTrace(
         rank=rank.rank,
         path=rank.source,
-        source="comms",
-        version="plan",
+        source=COMMS,
         world_size=plan.world_size,
         numbered_pairs=True,
-        ended=walk.reached[rank.rank] == len(rank.calls),
+        ending=Ending(ended=is_through, unseen=not is_through),
     )
-    index_of = {}
-    for group in plan.groups:
-        if rank.rank in (group.ranks or ()):
-            index_of[group.pg] = len(evidence.groups)
-            evidence.groups.append(GroupClaim(group.pg, group.desc, tuple(group.ranks or ())))
-    signatures: Table[Signature] = Table()
-    stacks: Table[tuple[Frame, ...]] = Table(())
-    over = walk.over[rank.rank]
-    last = walk.reached[rank.rank]
-    for index, (call, key) in enumerate(zip(rank.calls, walk.keys[rank.rank], strict=True)):
-        if index > last:
-            break
-        record = call.record
+    builder = TraceBuilder(trace, (group for group in plan.groups if rank.rank in (group.ranks or ())))
+    for index, (call, key) in enumerate(zip(rank.calls[: reached + 1], walk.keys[rank.rank], strict=False)):
         number = key[-1]
         assert isinstance(number, int)
-        if is_p2p(record) and call.wait_before > index + 1:
-            evidence.unawaited.add(index)
-        evidence.calls.append(
-            group=index_of[record.pg],
-            seq=number + 1,
-            signature=signatures.number(signature_of_record(record)),
-            state=RETIRED if over[index] else SCHEDULED,
-            created=index + 1,
-            stack=stacks.number(stack_of_record(record)),
-            record=record.id,
-        )
-    evidence.signatures, evidence.stacks = signatures.rows, stacks.rows
-    return evidence
+        row = builder.add(call.record, called=index + 1, state=RETIRED if over[index] else SCHEDULED)
+        trace.calls.number[row] = number + 1
+        if is_p2p(call.record) and call.wait_before > index + 1:
+            trace.unawaited.add(row)
+    return trace
 
 
 def _split_mismatches(plan: Plan, walk: Walk) -> list[str]:

@@ -6,8 +6,9 @@ together tile the ranks. The file of one rank says the form, so every other rank
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ import msgspec
 from crossrank.comm import CommRecord, is_p2p
 from crossrank.errors import CrossrankError
 from crossrank.text import rank_ranges
-from crossrank.tools.traces.rank_calls import RankCalls, RecordedCall
+from crossrank.tools.traces.rank_trace import RankGroup, RankTrace, Signatures, with_records
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def form_of(ranks: list[int], world_size: int) -> Form | None:
     return form if world_size % form.block == 0 and form.members(ranks[0]) == ranks else None
 
 
-def spread(source: RankCalls, world_size: int | None = None) -> list[RankCalls]:
+def spread(source: RankTrace, world_size: int | None = None) -> list[RankTrace]:
     """The calls of one rank for all ranks of its world. A message to the peer d ranks on becomes one from every rank
     to that d ranks on; where the file lacks its other end (a first pipeline stage only sends), that is added beside it.
     What a rank receives in an uneven all_to_all follows from what the others send.
@@ -57,11 +58,13 @@ def spread(source: RankCalls, world_size: int | None = None) -> list[RankCalls]:
     Raises `CrossrankError` where a group is not regular.
     """
     home = source.rank if source.rank is not None else 0
-    size = source.world_size or world_size or _highest(source) + 1
+    highest = max([home, *(rank for one in source.groups for rank in one.group.ranks or ())])
+    size = source.world_size or world_size or highest + 1
     if home >= size:
         raise CrossrankError(f"{source.path}: is of rank {home}, which is not among {size} ranks")
     forms: dict[str, Form] = {}
-    for group in source.groups:
+    for one in source.groups:
+        group = one.group
         ranks = group.ranks or (list(range(size)) if group.size in (0, size) else [])
         if home not in ranks:
             continue
@@ -72,24 +75,34 @@ def spread(source: RankCalls, world_size: int | None = None) -> list[RankCalls]:
                 f"{size} ranks; give the files of all ranks"
             )
         forms[group.pg] = form
-    whole, added = _with_both_ends(source.calls, forms, home)
+    whole, added = _with_both_ends(source, forms, home)
     made = []
     for rank in range(size):
-        calls = [
-            msgspec.structs.replace(call, record=_moved(call.record, home, rank, forms[call.record.pg]))
-            if call.record.pg in forms
-            else call
-            for call in whole
+        moved = Signatures()
+        numbers = [
+            moved.number(_moved(call, home, rank, forms[call.pg]) if call.pg in forms else call)
+            for call in whole.signatures
         ]
         groups = [
-            msgspec.structs.replace(group, ranks=forms[group.pg].members(rank), size=forms[group.pg].size)
-            for group in source.groups
-            if group.pg in forms
+            RankGroup(msgspec.structs.replace(one.group, ranks=form.members(rank), size=form.size))
+            if (form := forms.get(one.group.pg)) is not None
+            else one
+            for one in whole.groups
         ]
-        one = msgspec.structs.replace(
-            source, rank=rank, world_size=size, calls=calls, groups=groups, numbered=False, starts_late=False
+        made.append(
+            replace(
+                whole,
+                rank=rank,
+                world_size=size,
+                calls=replace(whole.calls, signature=array("I", map(numbers.__getitem__, whole.calls.signature))),
+                signatures=moved.rows,
+                groups=groups,
+                numbered=False,
+                starts_late=False,
+                # What is known of the file is reported once.
+                **{} if rank == home else _OF_A_COPY,
+            )
         )
-        made.append(one if rank == home else msgspec.structs.replace(one, **_OF_A_COPY))
     made[home].notes = [
         *source.notes,
         f"the file of rank {home} stands for all {size} ranks (--one-trace); groups that it is not in are not known",
@@ -99,15 +112,7 @@ def spread(source: RankCalls, world_size: int | None = None) -> list[RankCalls]:
     return made
 
 
-_OF_A_COPY: dict[str, Any] = {
-    "is_copy": True, "waits": 0, "waits_without_call": 0, "dropped": 0, "problems": [], "notes": [],
-}  # fmt: skip
-"""What is said of the file is said once."""
-
-
-def _highest(source: RankCalls) -> int:
-    members = [rank for group in source.groups for rank in group.ranks or ()]
-    return max([source.rank or 0, *members])
+_OF_A_COPY: dict[str, Any] = {"is_copy": True, "dropped": 0, "problems": [], "notes": []}
 
 
 def _moved(record: CommRecord, home: int, rank: int, form: Form) -> CommRecord:
@@ -131,35 +136,30 @@ def _moved(record: CommRecord, home: int, rank: int, form: Form) -> CommRecord:
     )
 
 
-def _with_both_ends(calls: list[RecordedCall], forms: dict[str, Form], home: int) -> tuple[list[RecordedCall], int]:
-    """`calls` with a receive beside every send without one from as far on the other side, and the reverse."""
+def _with_both_ends(source: RankTrace, forms: dict[str, Form], home: int) -> tuple[RankTrace, int]:
+    """The calls with a receive beside every send without one from as far on the other side, and the reverse; how many
+    were added."""
     ends: dict[tuple[object, ...], Counter[str]] = defaultdict(Counter)
-    keys: list[tuple[object, ...] | None] = []
-    for call in calls:
-        key = _distance_key(call.record, forms, home)
-        keys.append(key)
+    records = list(source.records())
+    keys = [_distance_key(record, forms, home) for record in records]
+    for record, key in zip(records, keys, strict=True):
         if key is not None:
-            ends[key][call.record.op] += 1
+            ends[key][record.op] += 1
     surplus = {key: counts["send"] - counts["recv"] for key, counts in ends.items()}
-    next_id = max((call.record.id for call in calls), default=0) + 1
-    made: list[RecordedCall] = []
-    new_index = [0]
-    added = 0
-    for call, key in zip(calls, keys, strict=True):
-        op = call.record.op
-        if key is not None and surplus[key] * (1 if op == "send" else -1) > 0:
-            surplus[key] -= 1 if op == "send" else -1
-            batch = call.record.batch if call.record.batch is not None else call.record.id
-            made.append(msgspec.structs.replace(call, record=msgspec.structs.replace(call.record, batch=batch)))
-            made.append(msgspec.structs.replace(call, record=_other_end(call.record, forms, home, next_id, batch)))
-            next_id, added = next_id + 1, added + 1
+    if not any(surplus.values()):
+        return source, 0
+    next_id = max(source.calls.id, default=0) + 1
+    made: list[tuple[CommRecord, int]] = []
+    for row, (record, key) in enumerate(zip(records, keys, strict=True)):
+        if key is not None and surplus[key] * (1 if record.op == "send" else -1) > 0:
+            surplus[key] -= 1 if record.op == "send" else -1
+            batch = record.batch if record.batch is not None else record.id
+            made.append((msgspec.structs.replace(record, batch=batch), row))
+            made.append((_other_end(record, forms, home, next_id, batch), row))
+            next_id += 1
         else:
-            made.append(call)
-        new_index.append(len(made))
-    for call in made:
-        if call.wait_before is not None:
-            call.wait_before = new_index[call.wait_before]
-    return made, added
+            made.append((record, row))
+    return with_records(source, made), len(made) - len(records)
 
 
 def _distance_key(record: CommRecord, forms: dict[str, Form], home: int) -> tuple[object, ...] | None:

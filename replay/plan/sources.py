@@ -1,4 +1,4 @@
-"""Finds the files of all ranks that are replayed, and reads each into `RankCalls`.
+"""Finds the files of all ranks that are replayed, and reads each into `RankTrace`.
 
 A folder may hold several kinds for each rank, as our recordings do; then the one that says most is read, in the order
 of `KINDS`.
@@ -15,30 +15,18 @@ from pathlib import PurePosixPath
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED, is_url
 from crossrank.text import rank_ranges
-from crossrank.tools.job import rank_readers as readers
-from crossrank.tools.job.kineto_calls import read_kineto_trace
+from crossrank.tools.job.read_rank import READERS, RankFiles
 from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.traces.discover import BASIC, WHAT, FoundFile, discover
-from crossrank.tools.traces.flight_calls import read_flight
-from crossrank.tools.traces.param_basic import read_basic
-from crossrank.tools.traces.rank_calls import Input, RankCalls
+from crossrank.tools.traces.rank_trace import RankTrace
 
-
-@dataclass(frozen=True)
-class Kind:
-    """One kind of file that says what was communicated."""
-
-    what: str
-    read: Callable[[Input], RankCalls]
-
-
-KINDS: dict[str, Kind] = {
-    COMMS: Kind("comms files of a recording", readers.read_comms),
-    LINKED: Kind("linked traces", readers.read_linked_trace),
-    EXECUTION_TRACE: Kind("execution traces", readers.read_et),
-    KINETO: Kind("Kineto traces", read_kineto_trace),
-    FLIGHT: Kind("flight-recorder dumps", read_flight),
-    BASIC: Kind("PARAM basic traces", read_basic),
+KINDS = {
+    COMMS: "comms files of a recording",
+    LINKED: "linked traces",
+    EXECUTION_TRACE: "execution traces",
+    KINETO: "Kineto traces",
+    FLIGHT: "flight-recorder dumps",
+    BASIC: "PARAM basic traces",
 }
 """By preference: the first kind that a folder has is read."""
 
@@ -48,7 +36,7 @@ class Found:
     """The files that are read."""
 
     kind: str
-    inputs: list[Input]
+    inputs: list[RankFiles]
     skipped: list[str]
 
 
@@ -66,8 +54,8 @@ def find(path: str, kind: str | None = None) -> Found:
         by_kind[file.kind][file.rank].append(file)
     chosen = kind or next((name for name in KINDS if name in by_kind), None)
     if chosen is None or chosen not in by_kind:
-        wanted = KINDS[chosen].what if chosen else "no trace that can be replayed"
-        holds = ", ".join(KINDS[name].what for name in by_kind) or "; ".join(skipped[:3])
+        wanted = KINDS[chosen] if chosen else "no trace that can be replayed"
+        holds = ", ".join(KINDS[name] for name in by_kind) or "; ".join(skipped[:3])
         raise CrossrankError(
             f"{path}: holds {'no ' if chosen else ''}{wanted}{f' ({holds})' if holds else ''}; "
             "name a recording, a folder of traces of all ranks, or a plan"
@@ -88,9 +76,9 @@ def find(path: str, kind: str | None = None) -> Found:
     return Found(kind=chosen, inputs=inputs, skipped=skipped)
 
 
-def _with_timings(one: FoundFile, by_kind: dict[str, dict[int | None, list[FoundFile]]]) -> Input:
+def _with_timings(one: FoundFile, by_kind: dict[str, dict[int | None, list[FoundFile]]]) -> RankFiles:
     """Beside a comms file, a linked trace or a dump of the same rank says how long its calls took."""
-    return Input(
+    return RankFiles(
         path=one.path,
         rank=one.rank,
         window=one.window,
@@ -101,14 +89,14 @@ def _with_timings(one: FoundFile, by_kind: dict[str, dict[int | None, list[Found
 
 def read(
     found: Found, fleet: Fleet, done: Callable[[], None] = lambda: None, *, steps: tuple[int, int] | None = None
-) -> list[RankCalls]:
+) -> list[RankTrace]:
     """Read every file, with `fleet`, and of comms files only the iterations `steps`.
 
     Raises `CrossrankError` for the first that cannot be used.
     """
     count = len(found.inputs) if len(found.inputs) > 1 else None
     inputs = [replace(one, world_size=count, steps=steps) for one in found.inputs]
-    return map_ranks(KINDS[found.kind].read, inputs, fleet, done=done)
+    return map_ranks(READERS[found.kind], inputs, fleet, done=done)
 
 
 def missing_ranks(ranks: Collection[int], world_size: int) -> str:

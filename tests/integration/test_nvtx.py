@@ -15,7 +15,8 @@ import pytest
 
 from crossrank.instrument.nvtx_markers import MAX_MESSAGES
 from crossrank.tools.analysis.bandwidth import bandwidth
-from crossrank.tools.job.side_by_side import lay_side_by_side
+from crossrank.tools.job.collectives import match_collectives
+from crossrank.tools.job.job import Job
 from crossrank.tools.job.sources import find, read
 from crossrank.tools.parallel import Fleet
 from crossrank.tools.traces.nsight.read import IN_OLD, IN_OURS
@@ -371,7 +372,7 @@ def test_real_markers_are_joined_with_kernels_and_with_the_records(tmp_path: Pat
         export_of(markers, rank, recording)
     found = find([str(recording)])
     times = read(found, Fleet())
-    result = bandwidth(times, lay_side_by_side(times))
+    result = bandwidth(times, match_collectives(Job.match(times)))
     assert result.sources == {"nsight": 2}
     assert result.attributed == {IN_OURS: result.timed_calls}
     assert result.unattributed == {}
@@ -395,7 +396,7 @@ def test_real_markers_are_joined_with_kernels_and_with_the_records(tmp_path: Pat
         export_of(markers, rank, alone, only_window=True)
     times = read(find([str(alone)]), Fleet())
     assert [one.rank for one in times] == [0, 1]
-    result = bandwidth(times, lay_side_by_side(times))
+    result = bandwidth(times, match_collectives(Job.match(times)))
     in_window = {(row.op, row.desc, row.ranks): row.collectives for row in result.rows if row.op != "barrier"}
     assert in_window == {("all_reduce", "pair", 2): 2, ("all_gather", "default_pg", 2): 1}
     assert [row.bytes for row in result.rows if row.op == "all_gather"] == [2_000_000]
@@ -419,7 +420,7 @@ def test_the_older_shims_texts_are_joined_as_well(tmp_path: Path, injection_libr
                 process.kernel(1000 * number + 100, 1000 * number + 500, 1000 * number + 600)
         export.write(tmp_path / f"rank_{rank}.sqlite")
     times = read(find([str(tmp_path / f"rank_{rank}.sqlite") for rank in (0, 1)]), Fleet())
-    result = bandwidth(times, lay_side_by_side(times))
+    result = bandwidth(times, match_collectives(Job.match(times)))
     assert result.attributed == {IN_OLD: 6}
     (row,) = result.rows
     assert (row.op, row.pg, row.ranks, row.bytes) == ("all_reduce", "0-1", 2, 3_000_000)

@@ -106,7 +106,8 @@ def test_its_controls_work(browser: Any, report: Path) -> None:
 
 def test_names_from_a_recording_cannot_become_code(browser: Any, tmp_path: Path) -> None:
     from crossrank.tools.analysis.figures import figures
-    from crossrank.tools.job.side_by_side import lay_side_by_side
+    from crossrank.tools.job.collectives import match_collectives
+    from crossrank.tools.job.job import Job
     from crossrank.tools.output.report.gather import Material
     from crossrank.tools.output.report.page import page as make_page
     from crossrank.tools.output.report.page import plotly_script
@@ -116,7 +117,7 @@ def test_names_from_a_recording_cannot_become_code(browser: Any, tmp_path: Path)
     times = [rank.times for rank in ranks]
     for one in times:
         one.node, one.notes, one.about = EVIL, [EVIL], {EVIL: EVIL}
-    material = Material([EVIL], times, lay_side_by_side(times), None, EVIL, None, [EVIL])
+    material = Material([EVIL], times, match_collectives(Job.match(times)), None, EVIL, None, [EVIL])
     path = tmp_path / "evil.html"
     path.write_text(make_page(figures(material), plotly_script()))
     page = Page(browser, path)

@@ -20,8 +20,9 @@ from crossrank.errors import CrossrankError
 from crossrank.tools.analysis.buckets import bucket_of
 from crossrank.tools.job.clocks import Clocks
 from crossrank.tools.job.collectives import Collectives
-from crossrank.tools.job.rank_times import SOURCES, RankTimes
+from crossrank.tools.job.launches import TIMED_BY
 from crossrank.tools.job.split import split_by
+from crossrank.tools.traces.rank_trace import RankTrace
 
 KEYS = ("op", "group", "size", "locality", "source")
 """What rows may be grouped by."""
@@ -130,7 +131,7 @@ def line_rates(texts: Iterable[str]) -> dict[str, float]:
 
 
 def bandwidth(
-    ranks: Sequence[RankTimes],
+    ranks: Sequence[RankTrace],
     found: Collectives,
     *,
     inputs: Sequence[str] = (),
@@ -139,16 +140,11 @@ def bandwidth(
     skipped: Sequence[str] = (),
 ) -> Bandwidth:
     """The table of `crossrank bandwidth`."""
-    attributed: Counter[str] = Counter()
-    unattributed: Counter[str] = Counter()
-    for one in ranks:
-        attributed.update(one.attributed)
-        unattributed.update(one.unattributed)
     rows = make_rows(found, by, rates or {})
     present = set(found.ranks)
     return Bandwidth(
         inputs=list(inputs),
-        sources=dict(Counter(one.source for one in ranks)),
+        sources=dict(Counter(one.timed_by for one in ranks)),
         world_size=found.world_size,
         ranks=found.ranks,
         missing_ranks=[rank for rank in range(found.world_size) if rank not in present],
@@ -156,10 +152,10 @@ def bandwidth(
         timed_calls=int(found.calls[found.ended > 0].sum()),
         collectives=len(found.of_kind),
         timed_collectives=int(found.timed.sum()),
-        attributed=dict(attributed.most_common()),
-        unattributed=dict(unattributed.most_common()),
+        attributed=dict(found.attributed.most_common()),
+        unattributed=dict(found.unattributed.most_common()),
         unattributed_ms=round(sum(one.unattributed_ns for one in ranks) / 1e6, 3),
-        not_compared=found.told,
+        not_compared=found.unmatched,
         clocks=found.clocks,
         by=list(by),
         rows=rows,
@@ -230,7 +226,7 @@ def _row(
     return Row(
         op=given.get("op"),
         pg=group.name if group else None,
-        desc=group.key.desc if group else None,
+        desc=group.desc if group else None,
         ranks=group.size if group else None,
         size_from=low,
         size_to=high,
@@ -272,7 +268,7 @@ def summary_lines(result: Bandwidth) -> list[str]:
     """What a person reads above the table: what was measured by what, and how much of it found its call."""
     lacking = f", {len(result.missing_ranks)} missing" if result.missing_ranks else ""
     lines = [f"ranks      {len(result.ranks)} of {result.world_size}{lacking}"]
-    lines += [f"measured   {SOURCES[source]} ({count} rank(s))" for source, count in result.sources.items()]
+    lines += [f"measured   {TIMED_BY[source]} ({count} rank(s))" for source, count in result.sources.items()]
     lines.append(
         f"calls      {result.timed_calls:,} of {result.calls:,} have times; they are {result.timed_collectives:,} "
         f"collectives or transfers, {result.total_ms:,.3f} ms"

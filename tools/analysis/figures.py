@@ -15,9 +15,10 @@ from crossrank.tools.analysis.bandwidth import BY, Bandwidth, bandwidth
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
 from crossrank.tools.analysis.traffic import Traffic, traffic
 from crossrank.tools.analysis.waiting import Steps, Waiting, steps_of, waiting_of
-from crossrank.tools.job.collectives import Collectives, Group
-from crossrank.tools.job.rank_times import RankTimes
+from crossrank.tools.job.collectives import Collectives
+from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.output.report.gather import Material, Replayed
+from crossrank.tools.traces.rank_trace import RankTrace
 
 _MOST_CLASSES = 24
 _MOST_SOURCES = 20
@@ -132,7 +133,7 @@ def figures(material: Material, rates: dict[str, float] | None = None) -> Figure
     )
 
 
-def _about(ranks: Sequence[RankTimes]) -> dict[str, str]:
+def _about(ranks: Sequence[RankTrace]) -> dict[str, str]:
     said: dict[str, Counter[str]] = {}
     for one in ranks:
         for name, value in one.about.items():
@@ -156,8 +157,8 @@ def _classes(found: Collectives) -> list[str]:
         if kind.ends is None:
             reach[kind.group] = kind.locality.replace("_", " ")
 
-    def alike(number: int, group: Group) -> tuple[str, int, str]:
-        desc = group.key.desc if group.key.desc not in ("", "undefined") else ""
+    def alike(number: int, group: ProcessGroup) -> tuple[str, int, str]:
+        desc = group.desc if group.desc not in ("", "undefined") else ""
         return desc, group.size, "" if desc else reach.get(number, "")
 
     keys = [alike(number, group) for number, group in enumerate(found.groups)]
@@ -181,8 +182,7 @@ def _by_class(found: Collectives, classes: Sequence[str]) -> Collectives:
     groups = []
     for name in numbers:
         first = found.groups[classes.index(name)]
-        key = msgspec.structs.replace(first.key, pg=name, desc="")
-        groups.append(dataclasses.replace(first, key=key))
+        groups.append(dataclasses.replace(first, name=name, desc=""))
     kinds = [msgspec.structs.replace(kind, group=numbers[classes[kind.group]]) for kind in found.kinds]
     return dataclasses.replace(found, groups=groups, kinds=kinds)
 

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from crossrank.text import rank_ranges
 from crossrank.tools.job.collectives import Collectives
-from crossrank.tools.job.rank_times import SEND_RECV, RankTimes
+from crossrank.tools.job.launches import SEND_RECV
+from crossrank.tools.traces.rank_trace import RankTrace
 
 _EACH = 64
 """Ranks up to which each has a row of its own."""
@@ -86,7 +87,7 @@ _PATTERNS: dict[str, Callable[[int, int, int, int], _Sent]] = {
 }
 
 
-def traffic(found: Collectives, ranks: Sequence[RankTimes]) -> Traffic:
+def traffic(found: Collectives, ranks: Sequence[RankTrace]) -> Traffic:
     """The map of a job, of at most 128 rows."""
     world = found.world_size
     row_of, labels, what = _rows(world, ranks)
@@ -133,12 +134,12 @@ def traffic(found: Collectives, ranks: Sequence[RankTimes]) -> Traffic:
         sent = pattern(place, n, root, kind.bytes)
         if sent.bytes:
             add(rank, np.array(group.members)[sent.to], sent.bytes * count)
-    for one in ranks:
-        if one.not_placed:
-            lost["batches and uneven all_to_alls without known ends"] += one.not_placed
-        for to, amount in one.sent.items():
+    if found.not_placed:
+        lost["batches and uneven all_to_alls without known ends"] += found.not_placed
+    for rank, sent_to in found.sent.items():
+        for to, size in sent_to.items():
             if 0 <= to < world:
-                add(one.rank or 0, np.array([to]), amount)
+                add(rank, np.array([to]), size)
     return Traffic(
         what=what,
         labels=labels,
@@ -150,7 +151,7 @@ def traffic(found: Collectives, ranks: Sequence[RankTimes]) -> Traffic:
     )
 
 
-def _nodes(world: int, ranks: Sequence[RankTimes]) -> Ints | None:
+def _nodes(world: int, ranks: Sequence[RankTrace]) -> Ints | None:
     """Number of the node of each rank; None where some rank's is not known."""
     names = {one.rank: one.node for one in ranks if one.node}
     if len(names) < world or world == 0:
@@ -159,7 +160,7 @@ def _nodes(world: int, ranks: Sequence[RankTimes]) -> Ints | None:
     return np.array([numbers.setdefault(names[rank], len(numbers)) for rank in range(world)], np.int64)
 
 
-def _rows(world: int, ranks: Sequence[RankTimes]) -> tuple[Ints, list[str], str]:
+def _rows(world: int, ranks: Sequence[RankTrace]) -> tuple[Ints, list[str], str]:
     """(row of each rank, names of the rows, what a row is)."""
     if world <= _EACH:
         return np.arange(max(world, 1)), [f"rank {rank}" for rank in range(max(world, 1))], "rank"

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossrank.tools.job.collectives import Collectives
-from crossrank.tools.job.rank_times import RankTimes
 from crossrank.tools.job.split import split_by
+from crossrank.tools.traces.rank_trace import RankTrace
 
 _MOST_BINS = 120
 _MOST_ROWS = 128
@@ -73,7 +73,7 @@ class Steps(msgspec.Struct, kw_only=True):
     most_ms: list[float]
 
 
-def waiting_of(found: Collectives, ranks: Sequence[RankTimes]) -> Waiting | None:
+def waiting_of(found: Collectives, ranks: Sequence[RankTrace]) -> Waiting | None:
     """Who waits for whom; None where no rank can be compared with another."""
     waits, moments = found.waiting, found.began
     placed = all(one.placed for one in ranks)
@@ -200,7 +200,7 @@ def _union(rank: Ints, begin: Ints, end: Ints, ranks: int) -> Ints:
     return covered
 
 
-def steps_of(ranks: Sequence[RankTimes]) -> Steps | None:
+def steps_of(ranks: Sequence[RankTrace]) -> Steps | None:
     """Durations of iterations; the last one has no end and is left out."""
     durations: dict[int, list[float]] = {}
     for one in ranks:

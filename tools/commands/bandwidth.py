@@ -14,7 +14,8 @@ from crossrank.tools.analysis.buckets import size_text
 from crossrank.tools.commands.measured import Measured, add_measured_arguments, read_measured
 from crossrank.tools.commands.options import write_output
 from crossrank.tools.job.from_replay import is_replay, read_replay
-from crossrank.tools.job.sources import CHOICES, LEFT_OUT
+from crossrank.tools.job.launches import LEFT_OUT
+from crossrank.tools.job.sources import CHOICES
 from crossrank.tools.output.console import print_table
 
 _SHOWN = 24

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from crossrank.errors import CrossrankError
 from crossrank.text import rank_ranges
 from crossrank.tools.commands.options import add_fleet_arguments, complain, fleet_of, progress, rank_list
-from crossrank.tools.job.collectives import Collectives
-from crossrank.tools.job.rank_times import RankTimes
-from crossrank.tools.job.side_by_side import lay_side_by_side
+from crossrank.tools.job.collectives import Collectives, match_collectives
+from crossrank.tools.job.job import Job
 from crossrank.tools.job.sources import find, read
+from crossrank.tools.traces.rank_trace import RankTrace
 
 _COMPLAINTS = 8
 
@@ -21,7 +21,7 @@ _COMPLAINTS = 8
 class Measured:
     """The times of a run."""
 
-    ranks: list[RankTimes]
+    ranks: list[RankTrace]
     together: Collectives
     skipped: list[str]
     """Files that could not be used, and why."""
@@ -68,4 +68,4 @@ def read_measured(arguments: argparse.Namespace) -> Measured:
         ranks = [one for one in ranks if one.rank in arguments.ranks]
     if not ranks:
         raise CrossrankError(f"{', '.join(paths)}: holds none of the ranks that --ranks names")
-    return Measured(ranks, lay_side_by_side(ranks), found.skipped, arguments.ranks is not None)
+    return Measured(ranks, match_collectives(Job.match(ranks)), found.skipped, arguments.ranks is not None)

@@ -19,9 +19,11 @@ from crossrank.comm import MOST_RANKS, Int, ends_of
 from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.recording import Damage, list_recording, read_chunks
 from crossrank.tools.job.clocks import Clocks
-from crossrank.tools.job.collectives import Collectives, Group
-from crossrank.tools.job.rank_times import SOURCES, CallKind, GroupKey, RankTimes
+from crossrank.tools.job.collectives import Collectives
+from crossrank.tools.job.groups import ProcessGroup
+from crossrank.tools.job.launches import TIMED_BY, CallKind
 from crossrank.tools.output.console import from_csv_text
+from crossrank.tools.traces.rank_trace import RankTrace
 
 CSV, JSON = "replay.csv", "replay.json"
 _LONGEST_US = 1e12
@@ -63,7 +65,7 @@ def is_replay(path: str) -> bool:
     return {CSV, JSON} <= set(listing.foreign) and not listing.files
 
 
-def read_replay(path: str) -> tuple[list[RankTimes], Collectives]:
+def read_replay(path: str) -> tuple[list[RankTrace], Collectives]:
     """The calls in the folder of a replay. Raises `CrossrankError` where its files are damaged."""
     try:
         head = msgspec.json.decode(_content(join(path, JSON)), type=_Replay)
@@ -89,9 +91,7 @@ def read_replay(path: str) -> tuple[list[RankTimes], Collectives]:
     sizes = {row.pg: row.ranks for row in head.rows}
     times = []
     for rank in sorted({call.rank for call in calls}):
-        one = RankTimes(rank=rank, path=join(path, CSV), source="replay", clock="replay", world_size=head.world_size)
-        one.attributed = Counter({SOURCES["replay"]: sum(call.rank == rank for call in calls)})
-        times.append(one)
+        times.append(RankTrace(rank=rank, path=join(path, CSV), source="replay", timed_by="replay"))
     return times, _collectives(calls, sizes, head)
 
 
@@ -107,8 +107,8 @@ def _collectives(calls: Sequence[_Call], sizes: dict[str, int], head: _Replay) -
     names = list(dict.fromkeys(call.pg for call in calls))
     members = {name: sorted({call.rank for call in calls if call.pg == name}) for name in names}
     groups = [
-        Group(key=GroupKey(name), members=tuple(members[name]), size=sizes.get(name, len(members[name])))
-        for name in names
+        ProcessGroup(index, name, "", tuple(members[name]), sizes.get(name, len(members[name])))
+        for index, name in enumerate(names)
     ]
     kinds: dict[CallKind, int] = {}
     keys: dict[object, int] = {}
@@ -168,4 +168,5 @@ def _collectives(calls: Sequence[_Call], sizes: dict[str, int], head: _Replay) -
         time=np.array([round(call.time_us_p50 * 1000) for call in first], np.int64),
         bound=(seen < np.array(expected)) | ~np.array([call.has_rate for call in first]),
         last_rank=np.full(len(first), -1, np.int64),
+        attributed=Counter({TIMED_BY["replay"]: len(calls)}),
     )

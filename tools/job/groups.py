@@ -10,6 +10,7 @@ everyone there is.
 
 from __future__ import annotations
 
+import re
 from array import array
 from bisect import bisect_left
 from collections import Counter
@@ -23,6 +24,8 @@ from crossrank.tools.traces.rank_trace import RankTrace
 
 DEFAULT_GROUP = "default_pg"
 _ADDRESS_DIGITS = 9
+_LATE = re.compile(r"\A(?:\w+:)?gloo(?:,\w+:gloo)*\Z")
+"""Backends of a group that is gloo on every device."""
 _ONE_INPUT_PER_MEMBER = {"all_gather": 1, "gather": 1, "reduce_scatter": -1, "scatter": -1}
 """Operations of which one side is the group's size times the other: 1 where it is the output."""
 
@@ -62,7 +65,8 @@ class ProcessGroup:
     members: tuple[int, ...]
     """Global ranks in the group's order."""
     size: int
-    """How many members it has; more than `members` where not all are known, 0 where the number is not known."""
+    """How many members it has; more than `members` where not all are known."""
+    size_known: bool = True
     apart: str = ""
     """As in `RankGroup`."""
     inferred: bool = False
@@ -85,6 +89,16 @@ class ProcessGroup:
     @property
     def pg(self) -> list[str]:
         return [self.name, self.desc]
+
+    @property
+    def guessed(self) -> bool:
+        """Whether nothing tells its members or their number: those who used the name are taken."""
+        return self.inferred and not self.size_known
+
+    @property
+    def late_ends(self) -> bool:
+        """Whether its backend tells the end of a send or receive only when somebody waits for it."""
+        return _LATE.search(self.backend) is not None
 
 
 def named_by_address(pg: str) -> bool:
@@ -197,7 +211,7 @@ def join_groups(
                     group.desc,
                     members,
                     size if inferred else len(members) or size,
-                    one.apart,
+                    apart=one.apart,
                     inferred=inferred or not members,
                     backend=group.backend,
                     locality=group.locality,
@@ -211,6 +225,7 @@ def join_groups(
             own.append(joined.index)
         group_of[rank] = own
     for joined in groups:
+        joined.size_known = joined.size > 0
         joined.inferred = joined.inferred and joined.size != len(joined.members)
         joined.size = max(joined.size, len(joined.members))
     return groups, group_of

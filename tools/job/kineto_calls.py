@@ -21,7 +21,7 @@ from crossrank.tools.graph.linking.nesting import Nesting, nest
 from crossrank.tools.traces.kernels import communication_kernel
 from crossrank.tools.traces.kineto import DeviceEvent, HostEvent, KinetoTrace, read_kineto
 from crossrank.tools.traces.param_comms import ParamComms, from_kineto, to_record
-from crossrank.tools.traces.rank_calls import Input, RankCalls, RecordedCall
+from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder
 
 HALF_HOUR = 1_800_000_000_000
 """ns that a trace may last which says only when it began."""
@@ -35,48 +35,52 @@ _RANGES = (C10D, *FUNCTIONAL, "nccl:", "rccl:")
 _RECORD = "record_param_comms"
 
 
-def read_kineto_trace(given: Input) -> RankCalls:
+def read_kineto_trace(path: str, rank: int | None = None) -> RankTrace:
     """The communication of a Kineto trace, each call with the time of its kernel."""
-    trace = read_kineto(given.path)
-    groups = {group.pg: group for group in trace.groups}
-    budget = Budget.of(given.path)
-    told_by: Counter[str] = Counter()
-    rows = _of_kernels(trace, told_by) or _of_host(trace)
+    kineto = read_kineto(path)
+    trace = RankTrace(
+        rank=kineto.rank if rank is None else rank,
+        path=path,
+        source="kineto",
+        timed_by="kineto",
+        world_size=kineto.world_size,
+        numbered=False,
+        span=(kineto.base_ns, kineto.base_ns + HALF_HOUR) if kineto.base_ns else None,
+        problems=list(kineto.damage),
+    )
+    builder = TraceBuilder(trace, kineto.groups)
+    groups = {group.pg: group for group in kineto.groups}
+    budget = Budget.of(path)
+    described_by: Counter[str] = Counter()
+    rows = _of_kernels(kineto, described_by) or _of_host(kineto)
     rows.sort(key=lambda row: row[0])
-    calls = []
     for number, (start, source, described) in enumerate(rows):
         group = groups.get(described.pg)
         if group is None and described.ranks:
             ranks = budget.ranks(described.ranks)
             group = groups[described.pg] = Group(pg=described.pg, size=len(ranks), ranks=ranks, desc=described.desc)
+            builder.define(group)
         shapes_from_elements(described)
-        record = to_record(described, group, number=number, time=start + trace.base_ns, c10d="")
-        is_kernel = isinstance(source, DeviceEvent)
-        calls.append(
-            RecordedCall(
-                record=record,
-                took_ns=source.end - source.start if is_kernel else None,
-                began_ns=source.start + trace.base_ns if is_kernel else None,
-            )
+        called = start + kineto.base_ns
+        record = to_record(described, group, number=number, time=called, c10d="")
+        began, ended = (source.start, source.end) if isinstance(source, DeviceEvent) else (None, None)
+        builder.add(
+            record,
+            called=called,
+            began=0 if began is None else began + kineto.base_ns,
+            ended=0 if ended is None else ended + kineto.base_ns,
         )
-    return RankCalls(
-        path=given.path,
-        rank=given.rank if given.rank is not None else trace.rank,
-        world_size=trace.world_size,
-        calls=calls,
-        groups=list(groups.values()),
-        numbered=False,
-        span=(trace.base_ns, trace.base_ns + HALF_HOUR) if trace.base_ns else None,
-        told_by=dict(told_by),
-        problems=list(trace.damage),
-    )
+    if NOTHING in described_by:
+        trace.unattributed[NOTHING] = described_by.pop(NOTHING)
+    trace.attributed = described_by
+    return trace
 
 
 _Row = tuple[int, DeviceEvent | HostEvent, ParamComms]
 """When the call was made, what has its time, what it is."""
 
 
-def _of_kernels(trace: KinetoTrace, told_by: Counter[str]) -> list[_Row]:
+def _of_kernels(trace: KinetoTrace, described_by: Counter[str]) -> list[_Row]:
     launches = {call.correlation: index for index, call in enumerate(trace.calls) if call.correlation is not None}
     saying = [event for event in trace.host if event.name == _RECORD or event.name.startswith(_RANGES)]
     nesting = nest(saying, trace.calls)
@@ -91,15 +95,15 @@ def _of_kernels(trace: KinetoTrace, told_by: Counter[str]) -> list[_Row]:
         index = launches.get(event.correlation) if event.correlation is not None else None
         start = trace.calls[index].start if index is not None else event.start
         if described is not None and described.name not in MARKERS:
-            told_by[ARGUMENTS] += 1
+            described_by[ARGUMENTS] += 1
             rows.append((start, event, described))
             continue
         around = said.get(nesting.around_call[index]) if index is not None else None
         op = known[1] if known is not None else None
         if around is not None:
-            told_by[RANGE] += 1
+            described_by[RANGE] += 1
         else:
-            told_by[NAME if op is not None else NOTHING] += 1
+            described_by[NAME if op is not None else NOTHING] += 1
             around = ParamComms(name=op or event.name.partition("(")[0].strip())
         if described is not None:  # the launch of several calls: what they were called on is known
             around = msgspec.structs.replace(around, pg=described.pg, desc=described.desc, ranks=described.ranks)

@@ -1,4 +1,4 @@
-"""Finds what measured the communication of each rank, and reads it into `RankTimes`, one worker per rank or export.
+"""Finds what measured the communication of each rank, and reads it into `RankTrace`, one worker per rank or export.
 
 A folder may hold several measurements of one rank. The one that says most is taken: Nsight Systems, else what is
 linked or can be linked (Kineto with its execution trace), Kineto alone, the flight recorder; a comms file beside any
@@ -12,28 +12,21 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-import msgspec
-
-from crossrank.comm import MOST_RANKS, OPERATIONS, is_p2p
+from crossrank.comm import MOST_RANKS
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED
 from crossrank.text import rank_ranges, writable
-from crossrank.tools.graph.linking.communications import named_by_address
 from crossrank.tools.graph.linking.inputs import RankInput
-from crossrank.tools.job import rank_readers as readers
-from crossrank.tools.job.kineto_calls import NOTHING, read_kineto_trace
-from crossrank.tools.job.rank_times import SEND_RECV, SOURCES, RankTimes, TimesBuilder
+from crossrank.tools.job.read_rank import READERS, RankFiles, read_pair
 from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.traces.discover import NSIGHT, REPORT, WHAT, FoundFile, discover
-from crossrank.tools.traces.flight_calls import read_flight
 from crossrank.tools.traces.nsight.read import read_export
-from crossrank.tools.traces.rank_calls import Input, RankCalls, RecordedCall
+from crossrank.tools.traces.rank_trace import RankTrace
 
 CHOICES = ("nsight", "kineto", "flight", "comms")
 """What a user may ask for instead of what says most."""
 
 EXPORT = "nsys export --type sqlite"
-LEFT_OUT = "calls inside a node, which were counted and not recorded (TRACING=CROSSNODE); TRACING=ALL records them"
 _RANKS_APART = 60_000_000_000
 """ns between the end of one rank and the begin of another that no job has."""
 
@@ -44,8 +37,9 @@ class Task:
 
     rank: int | None
     path: str
-    read: Callable[[Task], list[RankTimes]]
-    given: Input | None = None
+    given: RankFiles | None = None
+    read: Callable[[RankFiles], RankTrace] | None = None
+    """Reads `given`; None: the path is an export of Nsight Systems."""
     comms: tuple[tuple[int, str], ...] = ()
     """(rank, comms file), for an export that holds several ranks."""
 
@@ -100,7 +94,7 @@ def find(
         if rank is not None and kinds[COMMS]
     )
     if exports and source in (None, "nsight"):
-        tasks = [Task(rank=one.rank, path=one.path, read=_read_nsight, comms=comms) for one in exports]
+        tasks = [Task(rank=one.rank, path=one.path, comms=comms) for one in exports]
         others = {rank for rank in by_rank if rank is not None and (ranks is None or rank in ranks)}
         return Found(tasks, skipped, notes, others)
     if source == "nsight":
@@ -162,44 +156,44 @@ def _task(rank: int | None, kinds: _Files, source: str | None, skipped: list[str
     ]
     if comms is not None:
         flight = files[FLIGHT][0].path if FLIGHT in files else None
-        given = Input(
+        given = RankFiles(
             path=comms.path,
             rank=rank,
             linked=tuple(one.path for one in linked.values()),
             pairs=tuple(pairs),
             flight=flight,
         )
-        return Task(rank=rank, path=comms.path, read=_read_comms, given=given)
+        return Task(rank=rank, path=comms.path, read=READERS[COMMS], given=given)
     several = [one.path for one in [*linked.values(), *kinetos.values()] if one.window > 1]
     skipped += [f"{path}: a later window of rank {rank} without a comms file; name it by itself" for path in several]
     if linked:
         one = linked[min(linked)]
-        return Task(rank=rank, path=one.path, read=_read_linked, given=_input(one))
+        return Task(rank=rank, path=one.path, read=READERS[LINKED], given=_input(one))
     if pairs:
         return Task(
             rank=rank,
             path=pairs[0].kineto,
-            read=_read_pair,
-            given=Input(path=pairs[0].kineto, rank=rank, pairs=(pairs[0],)),
+            read=read_pair,
+            given=RankFiles(path=pairs[0].kineto, rank=rank, pairs=(pairs[0],)),
         )
     if kinetos:
         one = kinetos[min(kinetos)]
-        return Task(rank=rank, path=one.path, read=_read_kineto, given=_input(one))
+        return Task(rank=rank, path=one.path, read=READERS[KINETO], given=_input(one))
     if FLIGHT in files:
-        return Task(rank=rank, path=files[FLIGHT][0].path, read=_read_flight, given=_input(files[FLIGHT][0]))
+        return Task(rank=rank, path=files[FLIGHT][0].path, read=READERS[FLIGHT], given=_input(files[FLIGHT][0]))
     return None
 
 
-def _input(file: FoundFile) -> Input:
-    return Input(path=file.path, rank=file.rank, window=file.window)
+def _input(file: FoundFile) -> RankFiles:
+    return RankFiles(path=file.path, rank=file.rank, window=file.window)
 
 
-def read(found: Found, fleet: Fleet, done: Callable[[], None] = lambda: None) -> list[RankTimes]:
+def read(found: Found, fleet: Fleet, done: Callable[[], None] = lambda: None) -> list[RankTrace]:
     """Read every file; one that cannot be used is told in `found.skipped`, and the others are read all the same.
 
     Raises `CrossrankError` where none can be used, or the ranks are of different runs."""
     results = map_ranks(read_task, found.tasks, fleet, failed=failed, done=done)
-    ranks: list[RankTimes] = []
+    ranks: list[RankTrace] = []
     for result in results:
         if isinstance(result, str):
             found.skipped.append(result)
@@ -208,7 +202,7 @@ def read(found: Found, fleet: Fleet, done: Callable[[], None] = lambda: None) ->
     return settle(ranks, found)
 
 
-def settle(ranks: list[RankTimes], found: Found) -> list[RankTimes]:
+def settle(ranks: list[RankTrace], found: Found) -> list[RankTrace]:
     """The ranks of one run in their order. Raises `CrossrankError` where there is none, or they are of several runs."""
     if not ranks:
         raise CrossrankError("; ".join(found.skipped[:3]))
@@ -236,18 +230,21 @@ def settle(ranks: list[RankTimes], found: Found) -> list[RankTimes]:
     return ranks
 
 
-def read_task(task: Task) -> list[RankTimes] | str:
+def read_task(task: Task) -> list[RankTrace] | str:
     """Runs in a worker."""
-    return task.read(task)
+    if task.read is None:
+        return read_export(task.path, task.rank, dict(task.comms))
+    assert task.given is not None
+    return [task.read(task.given)]
 
 
-def failed(task: Task, error: CrossrankError) -> list[RankTimes] | str:
+def failed(task: Task, error: CrossrankError) -> list[RankTrace] | str:
     """What stands for a file that could not be used: why."""
     return str(error) if str(error).startswith(task.path) else f"{task.path}: {error}"
 
 
-def _refuse_several_runs(ranks: list[RankTimes]) -> None:
-    seen: dict[int, RankTimes] = {}
+def _refuse_several_runs(ranks: list[RankTrace]) -> None:
+    seen: dict[int, RankTrace] = {}
     for one in ranks:
         if one.rank is None:
             if len(ranks) > 1:
@@ -279,133 +276,11 @@ _FIRST_DAY = 86_400_000_000_000
 """A time before the second day of 1970 is no wall clock but one that starts with the capture."""
 
 
-def _span(one: RankTimes) -> tuple[int, int] | None:
+def _span(one: RankTrace) -> tuple[int, int] | None:
     moments = [
-        moment for column in (one.called, one.began) for moment in (min(column, default=0), max(column, default=0))
+        moment
+        for column in (one.calls.called, one.calls.began)
+        for moment in (min(column, default=0), max(column, default=0))
     ]
     known = [moment for moment in moments if moment > _FIRST_DAY]
     return (min(known), max(known)) if known else None
-
-
-# --- what a worker does -----------------------------------------------------------------------------------------------
-
-
-def _read_comms(task: Task) -> list[RankTimes]:
-    assert task.given is not None
-    calls = readers.read_comms(task.given)
-    found = calls.origins
-    source = next((name for name in ("kineto", "flight") if found.get(name)), "comms")
-    times = _of_calls(calls, source)
-    if source == "comms":
-        times.unattributed["calls of which only the begin is recorded"] = len(times)
-    return [times]
-
-
-def _read_linked(task: Task) -> list[RankTimes]:
-    assert task.given is not None
-    return [_of_calls(readers.read_linked_trace(task.given), "kineto")]
-
-
-def _read_pair(task: Task) -> list[RankTimes]:
-    assert task.given is not None
-    return [_of_calls(readers.read_pair(task.given), "kineto")]
-
-
-def _read_kineto(task: Task) -> list[RankTimes]:
-    assert task.given is not None
-    return [_of_calls(read_kineto_trace(task.given), "kineto")]
-
-
-def _read_flight(task: Task) -> list[RankTimes]:
-    assert task.given is not None
-    return [_of_calls(read_flight(task.given), "flight")]
-
-
-def _read_nsight(task: Task) -> list[RankTimes]:
-    return read_export(task.path, task.rank, dict(task.comms))
-
-
-def _name_by_size(calls: RankCalls) -> None:
-    """Old traces name groups by addresses, which differ between ranks: their size is what ranks can agree on."""
-    names = {}
-    for place, group in enumerate(calls.groups):
-        if named_by_address(group.pg):
-            names[group.pg] = f"{group.size} ranks"
-            calls.groups[place] = msgspec.structs.replace(group, pg=names[group.pg])
-    if not names:
-        return
-    for call in calls.calls:
-        if call.record.pg in names:
-            call.record = msgspec.structs.replace(call.record, pg=names[call.record.pg])
-    calls.notes.append(
-        f"{calls.path}: names process groups by addresses: groups of one size are taken to be the same on all ranks"
-    )
-
-
-def _of_calls(calls: RankCalls, source: str) -> RankTimes:
-    """The calls of one rank as columns; calls that went out together become one."""
-    times = RankTimes(
-        rank=calls.rank,
-        path=calls.path,
-        source=source,
-        clock=calls.clock or calls.path,
-        world_size=calls.world_size,
-        node=calls.node,
-        placed=source != "flight",
-        numbered=calls.numbered,
-        # torch numbers the sends and receives of a group, our records those of each pair.
-        p2p_numbered=calls.numbered and calls.p2p_by_pair,
-        steps=calls.steps,
-        problems=list(calls.problems),
-        notes=list(calls.notes),
-        about=calls.about,
-        matched=calls.matched,
-    )
-    _name_by_size(calls)
-    builder = TimesBuilder(times, calls.groups)
-    counted: dict[object, int] = defaultdict(int)
-    batches: dict[int, list[RecordedCall]] = {}
-    launches: list[list[RecordedCall]] = []
-    for call in calls.calls:
-        batch = call.record.batch
-        if batch is None:
-            launches.append([call])
-        elif batch in batches:
-            batches[batch].append(call)
-        else:
-            batches[batch] = [call]
-            launches.append(batches[batch])
-    for launch in launches:
-        first = launch[0].record
-        kind = builder.take([call.record for call in launch])
-        timed = [call for call in launch if call.took_ns is not None]
-        began = min((call.began_ns or 0 for call in timed), default=0)
-        # Members of one launch share its kernel, or follow each other: the span of them all is the launch's.
-        ended = max(((call.began_ns or 0) + (call.took_ns or 0) for call in timed), default=0)
-        number = first.p2p_seq if is_p2p(first) else first.seq
-        lane = (first.pg, kind.ends, kind.op == SEND_RECV)
-        counted[lane] += 1
-        counted_p2p = is_p2p(first) and not times.p2p_numbered
-        if number is None or not times.numbered or counted_p2p or kind.op == SEND_RECV:
-            number = counted[lane]
-        if first.op not in OPERATIONS and not times.numbered:
-            number = 0  # nobody knows what it would be compared with
-        builder.add(
-            builder.kind(kind),
-            id=first.id,
-            number=number,
-            step=first.step,
-            called=first.t + calls.offset if calls.timed else 0,
-            began=began,
-            ended=ended,
-        )
-        if timed and not calls.told_by:
-            times.attributed[SOURCES[source]] += len(launch)
-    times.attributed.update({how: count for how, count in calls.told_by.items() if how != NOTHING})
-    times.unattributed.update({how: count for how, count in calls.told_by.items() if how == NOTHING})
-    if calls.left_out:
-        times.unattributed[LEFT_OUT] = calls.left_out
-    without = sum(call.took_ns is None for call in calls.calls)
-    if without and times.attributed:
-        times.unattributed["calls outside the windows that were traced, or without a duration"] = without
-    return times

@@ -65,6 +65,7 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False) 
     moment = dump.moment
     rank = dump.rank if rank is None else rank
     trace = RankTrace(rank=rank, path=path, source="flight", version=dump.version, problems=list(dump.problems))
+    trace.timed_by, trace.placed = "flight", False
     backends = _backends(dump)
     trace.backend = next((backend for backend in backends if backend != GLOO), backends[0] if backends else "")
     trace.dump.active_only = _is_active_only(dump, trace.backend)
@@ -314,7 +315,7 @@ def _over(dump: FlightDump) -> set[int]:
         runs.setdefault((entry.pg_id, entry.collective_seq_id, entry.p2p_seq_id), []).append(index)
     for run in runs.values():
         first, last = entries[run[0]], entries[run[-1]]
-        if _closes(last):
+        if is_closing(last):
             continue
         progress = dump.status.get(first.pg_id)
         if first.is_p2p and progress is not None:
@@ -351,14 +352,14 @@ def _launches(entries: Sequence[Entry]) -> tuple[dict[int, int], dict[int, list[
         if run is not None:
             first = entries[run[0]]
             same = first.collective_seq_id == entry.collective_seq_id and first.p2p_seq_id == entry.p2p_seq_id
-            if same and _closes(entry):
+            if same and is_closing(entry):
                 close(runs.pop(entry.pg_id), index)
                 continue
             if same:
                 run.append(index)
                 continue
             close_unfinished(run)
-        if _closes(entry):
+        if is_closing(entry):
             members_of[index] = []
         else:
             runs[entry.pg_id] = [index]
@@ -367,7 +368,8 @@ def _launches(entries: Sequence[Entry]) -> tuple[dict[int, int], dict[int, list[
     return closed_by, members_of
 
 
-def _closes(entry: Entry) -> bool:
+def is_closing(entry: Entry) -> bool:
+    """Whether an entry stands for the launch of a batch, whose members have entries of their own without times."""
     return _CLOSING in entry.profiling_name and not entry.input_sizes and not entry.output_sizes
 
 

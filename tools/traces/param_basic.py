@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
+
 import msgspec
 
 from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, operation_of
 from crossrank.tools.job.kineto_calls import shapes_from_elements
 from crossrank.tools.traces.json_document import Shape, read_document
 from crossrank.tools.traces.param_comms import ParamComms, to_record
-from crossrank.tools.traces.rank_calls import Input, RankCalls, RecordedCall
+from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder, Waits
 
 
 class _Basic(msgspec.Struct):
@@ -32,15 +34,15 @@ class _Basic(msgspec.Struct):
     startTime_ns: Int | None = None
 
 
-def read_basic(given: Input) -> RankCalls:
+def read_basic(path: str, rank: int | None = None) -> RankTrace:
     """PARAM's basic trace: a list of calls, of groups (`init`), of waits and of computations."""
     document = read_document(
-        given.path, Shape(what="a PARAM basic trace", content=_BasicFile, rows="calls", row=_Basic, bare_list=True)
+        path, Shape(what="a PARAM basic trace", content=_BasicFile, rows="calls", row=_Basic, bare_list=True)
     )
+    trace = RankTrace(rank=rank, path=path, source="basic", numbered=False, problems=list(document.damage))
+    builder, waits = TraceBuilder(trace), Waits()
     groups: dict[str, Group] = {}
-    calls: list[RecordedCall] = []
-    by_req: dict[str, RecordedCall] = {}
-    found = RankCalls(path=given.path, rank=given.rank, calls=calls, groups=[], numbered=False)
+    by_req: dict[str, int] = {}
     computed = batch = 0
     in_batch = False
     for row in document.content.calls:
@@ -52,30 +54,32 @@ def read_basic(given: Input) -> RankCalls:
         if pg not in groups and (row.global_ranks or row.world_size):
             ranks = row.global_ranks or document.budget.ranks(range(min(row.world_size or 0, MOST_RANKS)))
             groups[pg] = Group(pg=pg, size=len(ranks), ranks=ranks)
+            builder.define(groups[pg])
         if name == "init":
             continue
+        count = len(trace)
         if name == "wait":
             call = by_req.get(str(row.req))
             if call is not None:
-                call.wait_before, call.blocking = len(calls), False
-                found.waits += 1
+                waits.before[call] = count
+                waits.recorded += 1
             else:
-                found.waits_without_call += 1
+                waits.without_call += 1
             continue
-        in_batch, batch = row.use_batch, batch if row.use_batch and in_batch else len(calls)
-        calls.append(RecordedCall(record=_basic_record(row, name, pg, groups.get(pg), len(calls), batch)))
+        in_batch, batch = row.use_batch, batch if row.use_batch and in_batch else count
+        record = _basic_record(row, name, pg, groups.get(pg), count, batch)
+        waits.before.append(-1)
+        place = builder.add(record, called=record.t)
         if row.req is not None:
-            by_req[str(row.req)] = calls[-1]
-    found.groups = list(groups.values())
-    found.world_size = max((row.world_size or 0 for row in document.content.calls), default=0) or None
-    found.timed = any(call.record.t for call in calls)
-    found.problems = list(document.damage)
-    if found.waits:
-        for call in calls:
-            call.blocking = call.wait_before is None
+            by_req[str(row.req)] = place
+    waits.returned = array("q", [0]) * len(trace)
+    waits.blocking = array("b", [-1 if not waits.recorded else int(before < 0) for before in waits.before])
+    trace.waits = waits
+    trace.world_size = max((row.world_size or 0 for row in document.content.calls), default=0) or None
+    trace.timed = any(trace.calls.called)
     if computed:
-        found.notes.append(f"{computed} computation(s) of a file are no communication and are not replayed")
-    return found
+        trace.notes.append(f"{computed} computation(s) of a file are no communication and are not replayed")
+    return trace
 
 
 def _basic_record(row: _Basic, name: str, pg: str, group: Group | None, number: int, batch: int) -> CommRecord:

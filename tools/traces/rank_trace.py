@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Generic, TypeVar
 
 import msgspec
@@ -38,7 +38,8 @@ class Calls:
     signature: array[int] = field(default_factory=lambda: array("I"))
     """Index into the rank's signatures."""
     number: array[int] = field(default_factory=lambda: array("q"))
-    """n-th collective of the group, or n-th send or receive (see `RankTrace.numbered_pairs`); 0 = not known."""
+    """n-th collective of the group, or n-th send or receive (see `RankTrace.numbered_pairs`); 0 = not known, -1 = it
+    has none that can be compared with those of other calls."""
     id: array[int] = field(default_factory=lambda: array("q"))
     """Id of the comms record, record_id of the dump, or a running number."""
     batch: array[int] = field(default_factory=lambda: array("q"))
@@ -225,6 +226,8 @@ class RankTrace:
     """Whether a send or receive has its number among those of the pair, as in comms files, not those of the group."""
     timed: bool = True
     """Whether `called` says when a call was made."""
+    timed_by: str = "comms"
+    """What measured begins and ends: a key of `launches.TIMED_BY`."""
     placed: bool = True
     """Whether begins and ends are exact, and not durations alone."""
     comparable: bool = True
@@ -236,6 +239,8 @@ class RankTrace:
     """So many of them."""
     dropped: int = 0
     """Calls that the recorder itself could not keep."""
+    is_copy: bool = False
+    """The file is of another rank, whose calls stand for this one's."""
     starts_late: bool = False
     """The file is the end of what the rank did: earlier calls are not in it."""
     skipped: tuple[int, int] = (0, 0)
@@ -275,6 +280,13 @@ class RankTrace:
             step=calls.step[row],
         )
 
+    def took(self, row: int) -> int | None:
+        """ns from the begin of a call's communication to its end; None where that is not known."""
+        calls = self.calls
+        if calls.took[row]:
+            return calls.took[row]
+        return calls.ended[row] - calls.began[row] if calls.ended[row] and calls.began[row] else None
+
     def records(self) -> Iterator[CommRecord]:
         """All calls as records, in their order."""
         return map(self.record, range(len(self.calls)))
@@ -286,6 +298,12 @@ class RankTrace:
     def leaves_out(self, group: Group) -> bool:
         """Whether calls on a group of that kind were not recorded, because they stay inside a node."""
         return self.filtered and not crosses_nodes(group.locality)
+
+
+def launch_of(records: Sequence[CommRecord]) -> CommRecord:
+    """Several calls that went out together, as one."""
+    first = records[0]
+    return msgspec.structs.replace(first, bytes=sum(one.bytes for one in records), members=list(records))
 
 
 IMPOSSIBLE = "calls with impossible numbers: they have no times or sizes"
@@ -305,12 +323,14 @@ class TraceBuilder:
         for group in groups:
             self.define(group)
 
-    def define(self, group: Group, apart: str = "") -> int:
-        """Index of a group; the first definition of a name counts."""
+    def define(self, group: Group, apart: str = "", *, anew: bool = False) -> int:
+        """Index of a group; the first definition of a name counts, or with `anew` the last one."""
         found = self._groups.get((group.pg, apart))
         if found is None:
             found = self._groups[group.pg, apart] = len(self.trace.groups)
             self.trace.groups.append(RankGroup(group, apart))
+        elif anew:
+            self.trace.groups[found] = RankGroup(group, apart)
         return found
 
     def group(self, pg: str) -> int:
@@ -325,6 +345,7 @@ class TraceBuilder:
         called: int,
         began: int = 0,
         ended: int = 0,
+        took: int = 0,
         state: int = COMPLETED,
         stack: tuple[Frame, ...] = (),
         group: int | None = None,
@@ -354,6 +375,52 @@ class TraceBuilder:
             called=called,
             began=began,
             ended=ended,
+            took=took,
             stack=self.stacks.number(stack) if stack else 0,
         )
         return len(calls) - 1
+
+
+def with_records(trace: RankTrace, records: Iterable[tuple[CommRecord, int]]) -> RankTrace:
+    """`trace` with other calls: each has the times and waits of the row that is given with it."""
+    given = list(records)
+    calls, waits = trace.calls, trace.waits
+    made = replace(trace, calls=Calls(), signatures=[], waits=None)
+    builder = TraceBuilder(made)
+    first_of: dict[int, int] = {}
+    for record, row in given:
+        place = builder.add(
+            record,
+            called=calls.called[row],
+            began=calls.began[row],
+            ended=calls.ended[row],
+            took=calls.took[row],
+            state=calls.state[row],
+        )
+        first_of.setdefault(row, place)
+    if waits is not None:
+        place_of = [first_of[row] for row in range(len(calls))] + [len(made)]
+        before = [waits.before[row] for _, row in given]
+        made.waits = replace(
+            waits,
+            before=array("q", [one if one < 0 else place_of[one] for one in before]),
+            blocking=array("b", [waits.blocking[row] for _, row in given]),
+            returned=array("q", [waits.returned[row] for _, row in given]),
+        )
+    return made
+
+
+def with_members(trace: RankTrace) -> RankTrace:
+    """`trace` with launches whose calls share a number as that many calls of one batch."""
+    if not any(one.members for one in trace.signatures):
+        return trace
+    return with_records(
+        trace,
+        [
+            (msgspec.structs.replace(member, id=record.id, t=record.t, seq=record.seq, batch=record.id), row)
+            if record.members
+            else (record, row)
+            for row, record in enumerate(trace.records())
+            for member in record.members or [record]
+        ],
+    )

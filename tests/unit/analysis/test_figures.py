@@ -7,9 +7,10 @@ import msgspec
 from crossrank.comm import CommRecord, Group
 from crossrank.tools.analysis.figures import Figures, figures
 from crossrank.tools.analysis.waiting import Last, Waiter
-from crossrank.tools.job.rank_times import RankTimes, TimesBuilder
-from crossrank.tools.job.side_by_side import lay_side_by_side
+from crossrank.tools.job.collectives import match_collectives
+from crossrank.tools.job.job import Job
 from crossrank.tools.output.report.gather import Material
+from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder
 from tests.unit.job.ranks import EPOCH, Rank
 
 
@@ -17,11 +18,11 @@ def figures_of(*ranks: Rank) -> Figures:
     return figures_of_times([rank.times for rank in ranks])
 
 
-def figures_of_times(times: list[RankTimes]) -> Figures:
+def figures_of_times(times: list[RankTrace]) -> Figures:
     material = Material(
         inputs=["run"],
         ranks=times,
-        together=lay_side_by_side(times),
+        together=match_collectives(Job.match(times)),
         diagnosis=None,
         diagnosis_problem="none here",
         replay=None,
@@ -107,18 +108,18 @@ def test_calls_without_durations_tell_who_waits_by_when_hosts_made_them() -> Non
     assert figures_of(*other_clock).waiting is None
 
 
-def groups_job(descs: dict[str, list[list[int]]], world: int) -> list[RankTimes]:
+def groups_job(descs: dict[str, list[list[int]]], world: int) -> list[RankTrace]:
     """Every rank makes one all_reduce on each of its groups."""
     ranks = []
     for rank in range(world):
-        times = RankTimes(rank=rank, path=f"rank-{rank}", source="kineto", clock="one", world_size=world)
+        times = RankTrace(rank=rank, path=f"rank-{rank}", source="kineto", clock="one", world_size=world)
         mine = [
             Group(pg=f"{desc}{number}", size=len(members), ranks=members, desc=desc)
             for desc, groups in descs.items()
             for number, members in enumerate(groups)
             if rank in members
         ]
-        builder = TimesBuilder(times, mine)
+        builder = TraceBuilder(times, mine)
         for group in mine:
             record = CommRecord(id=0, op="all_reduce", c10d="", pg=group.pg, bytes=100, t=0)
             builder.add(builder.kind(builder.take([record])), id=0, number=1, began=EPOCH, ended=EPOCH + 1000)

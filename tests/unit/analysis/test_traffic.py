@@ -8,8 +8,9 @@ import pytest
 
 from crossrank.comm import CommRecord, Group
 from crossrank.tools.analysis.traffic import Traffic, traffic
-from crossrank.tools.job.rank_times import TimesBuilder
-from crossrank.tools.job.side_by_side import lay_side_by_side
+from crossrank.tools.job.collectives import match_collectives
+from crossrank.tools.job.job import Job
+from crossrank.tools.traces.rank_trace import TraceBuilder
 from tests.unit.job.ranks import Rank
 
 SIZE = 1_000_000
@@ -17,7 +18,7 @@ SIZE = 1_000_000
 
 def map_of(*ranks: Rank) -> Traffic:
     times = [rank.times for rank in ranks]
-    return traffic(lay_side_by_side(times), times)
+    return traffic(match_collectives(Job.match(times)), times)
 
 
 def job(op: str, size: int = 4, **said: Any) -> Traffic:
@@ -54,7 +55,7 @@ def test_an_uneven_all_to_all_moves_what_its_splits_say() -> None:
         record = CommRecord(
             id=0, op="all_to_all", c10d="", pg="0", bytes=1000 * sum(splits), t=0, in_split=splits, dtype="float32"
         )
-        builder = TimesBuilder(rank.times, [Group(pg="0", size=2, ranks=[0, 1])])
+        builder = TraceBuilder(rank.times, [Group(pg="0", size=2, ranks=[0, 1])])
         builder.add(builder.kind(builder.take([record])), id=0, number=1)
     assert map_of(*ranks).bytes == [[0, 3000], [5000, 0]]
 

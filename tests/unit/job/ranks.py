@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from crossrank.comm import CommRecord, Group
-from crossrank.tools.job.rank_times import RankTimes, TimesBuilder
+import msgspec
+
+from crossrank.comm import CommRecord, Group, ends_of, is_p2p
+from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder
 
 EPOCH = 1_780_000_000_000_000_000
 WORLD = "0"
@@ -17,17 +19,19 @@ class Rank:
     def __init__(
         self, rank: int, size: int = 2, *, clock: float = 0, host: str = "", placed: bool = True, numbered: bool = True
     ) -> None:
-        self.times = RankTimes(
+        self.times = RankTrace(
             rank=rank,
             path=f"rank-{rank}",
             source="kineto",
+            timed_by="kineto",
             clock=host or "one",
             world_size=size,
             placed=placed,
             numbered=numbered,
+            numbered_pairs=True,
         )
         self._clock = clock
-        self._builder = TimesBuilder(self.times, [Group(pg=WORLD, size=size, ranks=list(range(size)))])
+        self._builder = TraceBuilder(self.times, [Group(pg=WORLD, size=size, ranks=list(range(size)))])
         self._numbers: dict[object, int] = {}
 
     def call(self, begin: float, end: float, op: str = "all_reduce", *, number: int | None = None, **said: Any) -> Rank:
@@ -41,13 +45,12 @@ class Rank:
             "t": 0,
         } | said
         record = CommRecord(**fields)
-        kind = self._builder.take([record])
-        lane = (record.pg, kind.ends)
+        ends = ends_of(record.op, self.times.rank or 0, record.peer) if is_p2p(record) else None
+        lane = (record.pg, ends)
         self._numbers[lane] = number if number is not None else self._numbers.get(lane, 0) + 1
+        field = "p2p_seq" if is_p2p(record) else "seq"
         self._builder.add(
-            self._builder.kind(kind),
-            id=record.id,
-            number=self._numbers[lane],
+            msgspec.structs.replace(record, **{field: self._numbers[lane]}),
             called=self._ns(begin) - 5000,
             began=self._ns(begin) if begin else 0,
             ended=self._ns(end) if begin else 0,

@@ -7,21 +7,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from crossrank.tools.job.rank_times import IMPOSSIBLE, GroupKey, RankTrace, TraceBuilder
 from hypothesis import given
 from hypothesis import strategies as st
 
 from crossrank.comm import CommRecord, Group
 from crossrank.errors import CrossrankError
 from crossrank.tools.analysis.bandwidth import bandwidth, line_rates
-from crossrank.tools.job.collectives import Collectives
-from crossrank.tools.job.joining import DISAGREE, SHIFTED, TWICE, UNLIKE_COUNTS
-from crossrank.tools.job.rank_times import IMPOSSIBLE, GroupKey, RankTimes, TimesBuilder
-from crossrank.tools.job.side_by_side import MOVED, lay_side_by_side
+from crossrank.tools.job.collectives import MOVED, Collectives, match_collectives
+from crossrank.tools.job.job import Job
+from crossrank.tools.job.matching import DISAGREE, SHIFTED, TWICE, UNLIKE_COUNTS
 from tests.unit.job.ranks import Rank
 
 
 def together(*ranks: Rank) -> Collectives:
-    return lay_side_by_side([rank.times for rank in ranks])
+    return match_collectives(Job.match([rank.times for rank in ranks]))
 
 
 def waits_us(found: Collectives) -> dict[int, float]:
@@ -108,13 +108,13 @@ def test_a_send_is_matched_with_its_receive() -> None:
 
 
 def test_the_launch_of_a_batch_is_its_ranks_own_and_a_bound() -> None:
-    times = RankTimes(rank=0, path="a", source="kineto", clock="a", world_size=2)
-    builder = TimesBuilder(times, [Group(pg="0", size=2, ranks=[0, 1])])
+    times = RankTrace(rank=0, path="a", source="kineto", clock="a", world_size=2)
+    builder = TraceBuilder(times, [Group(pg="0", size=2, ranks=[0, 1])])
     common: Any = {"c10d": "", "pg": "0", "t": 0, "batch": 1, "peer": 1}
     send = CommRecord(id=1, op="send", bytes=100_000, **common)
     records = [send, CommRecord(id=2, op="recv", bytes=300_000, **common)]
     builder.add(builder.kind(builder.take(records)), id=1, number=1, began=1000, ended=101_000)
-    found = lay_side_by_side([times])
+    found = match_collectives(Job.match([times]))
     assert found.kinds[0].label == "send/recv, batched"
     assert found.time.tolist() == [100_000]
     assert found.busbw().tolist() == [3.0]
@@ -130,7 +130,7 @@ def test_what_not_all_members_show_is_a_bound() -> None:
 
 def test_ranks_that_call_different_operations_are_not_compared() -> None:
     found = together(Rank(0).call(100, 500).call(600, 700), Rank(1).call(400, 500, "broadcast").call(650, 700))
-    assert found.told == {DISAGREE: 2}
+    assert found.unmatched == {DISAGREE: 2}
     assert sorted(found.time.tolist()) == [50_000, 100_000, 400_000]
 
 
@@ -138,20 +138,20 @@ def test_counted_numbers_are_compared_only_where_all_ranks_have_as_many() -> Non
     same = together(Rank(0, numbered=False).call(100, 500), Rank(1, numbered=False).call(400, 500))
     assert same.time.tolist() == [100_000]
     late = together(Rank(0, numbered=False).call(1, 9).call(100, 500), Rank(1, numbered=False).call(400, 500))
-    assert late.told == {UNLIKE_COUNTS: 3}
+    assert late.unmatched == {UNLIKE_COUNTS: 3}
     assert late.bound.all()
 
 
 def test_equal_names_of_different_groups_stay_apart() -> None:
     ranks = []
     for rank in range(4):
-        times = RankTimes(rank=rank, path=f"{rank}", source="kineto", clock="one", world_size=4)
+        times = RankTrace(rank=rank, path=f"{rank}", source="kineto", clock="one", world_size=4)
         pair = [0, 1] if rank < 2 else [2, 3]
-        builder = TimesBuilder(times, [Group(pg="3", size=2, ranks=pair)])
+        builder = TraceBuilder(times, [Group(pg="3", size=2, ranks=pair)])
         kind = builder.kind(builder.take([CommRecord(id=0, op="all_reduce", c10d="", pg="3", bytes=8, t=0)]))
         builder.add(kind, id=0, number=1, began=1000, ended=2000 + 1000 * (rank // 2))
         ranks.append(times)
-    found = lay_side_by_side(ranks)
+    found = match_collectives(Job.match(ranks))
     assert [group.members for group in found.groups] == [(0, 1), (2, 3)]
     assert found.time.tolist() == [1000, 2000]
     assert not found.bound.any()
@@ -185,14 +185,14 @@ def test_counted_numbers_that_contradict_each_other_are_not_compared() -> None:
         for rank, one in enumerate(alternating):
             one.call(1000 * number + 100, 1000 * number + 200, bytes=sizes[(number + rank) % 2])
     found = together(*alternating)
-    assert found.told == {SHIFTED: 12}
+    assert found.unmatched == {SHIFTED: 12}
     assert found.bound.all()
     shifted = [Rank(0, numbered=False), Rank(1, numbered=False)]
     for number in range(6):
         shifted[0].call(10_000 * number + 100, 10_000 * number + 200)
         shifted[1].call(10_000 * (number + 1) + 100, 10_000 * (number + 1) + 200)
     found = together(*shifted)
-    assert found.told == {SHIFTED: 12}
+    assert found.unmatched == {SHIFTED: 12}
     assert (found.waiting == -1).all()
 
 
@@ -201,27 +201,27 @@ def test_a_clock_that_takes_a_shift_of_counted_numbers_is_told() -> None:
     for number in range(6):
         ranks[0].call(10_000 * number + 100, 10_000 * number + 200)
         ranks[1].call(10_000 * (number + 1) + 100, 10_000 * (number + 1) + 200)
-    assert together(*ranks).told == {MOVED: 6}
+    assert together(*ranks).unmatched == {MOVED: 6}
 
 
 def test_sizes_and_roots_that_differ_are_a_matter_for_the_diagnosis() -> None:
     found = together(Rank(0).call(100, 200, bytes=8), Rank(1).call(100, 200, bytes=16))
-    assert found.told == {DISAGREE: 2}
+    assert found.unmatched == {DISAGREE: 2}
     found = together(Rank(0).call(100, 200, "broadcast", root=0), Rank(1).call(100, 200, "broadcast", root=1))
-    assert found.told == {DISAGREE: 2}
+    assert found.unmatched == {DISAGREE: 2}
 
 
 def test_a_group_that_was_made_anew_under_its_old_name_is_told() -> None:
     ranks = [Rank(rank).call(100, 200).call(9000, 9100, number=1) for rank in range(2)]
     found = together(*ranks)
-    assert found.told == {TWICE: 4}
+    assert found.unmatched == {TWICE: 4}
     assert (found.seen == 1).all()
 
 
 def test_ends_that_do_not_come_after_begins_are_no_times() -> None:
     found = together(Rank(0).call(500, 400), Rank(1).call(300, 400))
     assert found.seen.tolist() == [1]
-    assert list(found.told.values()) == [1]
+    assert list(found.unmatched.values()) == [1]
     assert found.bound.tolist() == [True]
 
 
@@ -241,12 +241,12 @@ def test_a_group_whose_members_nobody_tells_gives_bounds() -> None:
 
 
 def test_a_launch_of_which_calls_are_missing_has_no_rate() -> None:
-    times = RankTimes(rank=0, path="a", source="nsight", clock="a", world_size=1)
-    builder = TimesBuilder(times, [Group(pg="0", size=1, ranks=[0])])
+    times = RankTrace(rank=0, path="a", source="nsight", clock="a", world_size=1)
+    builder = TraceBuilder(times, [Group(pg="0", size=1, ranks=[0])])
     common: Any = {"c10d": "", "pg": "0", "t": 0, "batch": 4}
     records = [CommRecord(id=number, op="all_gather", bytes=1000, **common) for number in (4, 6)]
     builder.add(builder.kind(builder.take(records)), id=4, number=1, began=1000, ended=2000)
-    found = lay_side_by_side([times])
+    found = match_collectives(Job.match([times]))
     assert found.time.tolist() == [1000]
     assert np.isnan(found.algbw()).all()
 
@@ -269,8 +269,8 @@ def test_sizes_that_cannot_be_are_counted_and_not_used(said: dict[str, Any]) -> 
 
 
 def test_a_launch_made_several_times_with_sizes_that_cannot_be_counts_as_often() -> None:
-    times = RankTimes(rank=0, path="a file", source="comms", clock="one")
-    kind = TimesBuilder(times).take([CommRecord(id=0, op="all_reduce", c10d="", pg="0", bytes=-1, t=0)], times=3)
+    times = RankTrace(rank=0, path="a file", source="comms", clock="one")
+    kind = TraceBuilder(times).take([CommRecord(id=0, op="all_reduce", c10d="", pg="0", bytes=-1, t=0)], times=3)
     assert (kind.bytes, times.unattributed) == (0, {IMPOSSIBLE: 3})
 
 

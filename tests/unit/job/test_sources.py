@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from crossrank.tools.job.rank_times import RankTimes
-from crossrank.tools.job.side_by_side import lay_side_by_side
 from crossrank.tools.job.sources import Found, find, read
 from crossrank.tools.parallel import Fleet
+from crossrank.tools.traces.rank_trace import RankTrace
 from tests.unit.graph.linking.test_link_command import rank_trace
 from tests.unit.traces.nsight.exports import write_exports
 
@@ -62,7 +61,7 @@ def comms(folder: Path, rank: int, records: list[dict[str, Any]]) -> None:
     (folder / f"rank-{rank}.comms.jsonl").write_text("\n".join(map(json.dumps, [*lines, {"end": {}}])) + "\n")
 
 
-def took_ms(times: RankTimes) -> list[tuple[str, float]]:
+def took_ms(times: RankTrace) -> list[tuple[str, float]]:
     ends = zip(times.kind, times.began, times.ended, strict=True)
     return [(times.kinds[kind].op, round((ended - began) / MS, 3)) for kind, began, ended in ends]
 
@@ -110,7 +109,7 @@ def test_sends_that_torch_numbers_by_group_are_joined_by_pair(tmp_path: Path) ->
         dump(tmp_path, rank, entries)
         path = tmp_path / f"rank-{rank}.flight.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"pg_config": config}))
-    found = lay_side_by_side(read(find([str(tmp_path)]), Fleet()))
+    found = match_collectives(Job.match(read(find([str(tmp_path)]), Fleet())))
     pairs = {}
     for collective in range(len(found.of_kind)):
         rows = found.collective == collective

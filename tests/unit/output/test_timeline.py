@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
 
 from crossrank.errors import CrossrankError
-from crossrank.tools.job.side_by_side import lay_side_by_side
+from crossrank.tools.job.collectives import match_collectives
+from crossrank.tools.job.job import Job
 from crossrank.tools.output.timeline.build import Flows, write_timeline
 from crossrank.tools.output.timeline.chrome import ChromeWriter
 from crossrank.tools.output.timeline.perfetto import PerfettoWriter
@@ -76,7 +77,7 @@ class Decoded:
 
 def timeline(path: Path, *ranks: Rank, flows: Flows = "first-last") -> Decoded:
     times = [rank.times for rank in ranks]
-    write_timeline(times, lay_side_by_side(times), path, PerfettoWriter, flows=flows)
+    write_timeline(times, match_collectives(Job.match(times)), path, PerfettoWriter, flows=flows)
     return Decoded(path)
 
 
@@ -210,7 +211,7 @@ def test_lanes_never_overlap_and_are_as_few_as_run_at_a_time(spans: list[tuple[i
 def test_the_older_format_holds_the_same(tmp_path: Path) -> None:
     first, second = two_ranks()
     times = [first.times, second.times]
-    write_timeline(times, lay_side_by_side(times), tmp_path / "t.json", ChromeWriter)
+    write_timeline(times, match_collectives(Job.match(times)), tmp_path / "t.json", ChromeWriter)
     trace = json.loads((tmp_path / "t.json").read_text())
     assert trace["metadata"]["epoch_ns"] == str(EPOCH + 95_000)
     events = trace["traceEvents"]

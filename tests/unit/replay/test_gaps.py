@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from crossrank.tools.job.rank_readers import read_pair
 
 from crossrank.comm import CommRecord
 from crossrank.replay.plan.build import build
 from crossrank.replay.run.pacing import computed_ns
 from crossrank.tools.graph.linking.inputs import RankInput
-from crossrank.tools.job.rank_readers import read_pair
 from crossrank.tools.traces.rank_calls import Input, RecordedCall
 from tests.unit.graph.linking.small_traces import SmallTrace
 from tests.unit.graph.linking.test_communications import FLOATS, PARAMS, SCHEMA, TENSORS

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from crossrank.tools.analysis.diagnosis.evidence import RankEvidence
 
 from crossrank.atomic_file import join
 from crossrank.errors import CrossrankError
@@ -17,13 +16,13 @@ from crossrank.tools.analysis.diagnosis.diagnose import diagnose
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
 from crossrank.tools.analysis.diagnosis.inputs import Candidate, Failure, find_candidates
 from crossrank.tools.job import sources
-from crossrank.tools.job.collectives import Collectives
+from crossrank.tools.job.collectives import Collectives, match_collectives
 from crossrank.tools.job.from_replay import JSON
-from crossrank.tools.job.rank_times import RankTimes
-from crossrank.tools.job.side_by_side import lay_side_by_side
+from crossrank.tools.job.job import Job
 from crossrank.tools.job.sources import Found, Task
 from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.traces.discover import discover
+from crossrank.tools.traces.rank_trace import RankTrace
 
 
 class Percentiles(msgspec.Struct, kw_only=True):
@@ -82,7 +81,7 @@ class Material:
     """What the files of a run say."""
 
     inputs: list[str]
-    ranks: list[RankTimes]
+    ranks: list[RankTrace]
     together: Collectives
     diagnosis: Diagnosis | None
     """None where nothing could be diagnosed; then `diagnosis_problem` says why."""
@@ -133,19 +132,19 @@ def gather(planned: Plan, fleet: Fleet, done: Callable[[], None] = lambda: None)
     """Read everything with `fleet`, a rank's times or a file of evidence at a time."""
     results = map_ranks(_read, planned.items, fleet, failed=_failed, done=done)
     count = len(planned.times.tasks)
-    ranks: list[RankTimes] = []
+    ranks: list[RankTrace] = []
     for result in results[:count]:
         if isinstance(result, str):
             planned.times.skipped.append(result)
         elif isinstance(result, list):
             ranks += result
     ranks = sources.settle(ranks, planned.times)
-    evidence = [one for one in results[count:] if isinstance(one, RankEvidence | Failure)]
+    evidence = [one for one in results[count:] if isinstance(one, RankTrace | Failure)]
     diagnosis, problem = _diagnose(planned.candidates, evidence)
     return Material(
         inputs=planned.inputs,
         ranks=ranks,
-        together=lay_side_by_side(ranks),
+        together=match_collectives(Job.match(ranks)),
         diagnosis=diagnosis,
         diagnosis_problem=problem,
         replay=planned.replay,
@@ -153,7 +152,7 @@ def gather(planned: Plan, fleet: Fleet, done: Callable[[], None] = lambda: None)
     )
 
 
-_Result = list[RankTimes] | str | RankEvidence | Failure
+_Result = list[RankTrace] | str | RankTrace | Failure
 
 
 def _read(item: Task | Candidate) -> _Result:
@@ -166,7 +165,7 @@ def _failed(item: Task | Candidate, error: CrossrankError) -> _Result:
     return sources.failed(item, error)
 
 
-def _diagnose(candidates: list[Candidate], results: list[RankEvidence | Failure]) -> tuple[Diagnosis | None, str]:
+def _diagnose(candidates: list[Candidate], results: list[RankTrace | Failure]) -> tuple[Diagnosis | None, str]:
     if not candidates:
         return None, "there is neither a comms file nor a flight-recorder dump"
     try:

@@ -17,8 +17,8 @@ import numpy as np
 
 from crossrank.errors import CrossrankError
 from crossrank.text import amount, printable
-from crossrank.tools.job.collectives import Bools, Collectives
-from crossrank.tools.job.rank_times import CallKind, RankTimes
+from crossrank.tools.job.collectives import Collectives
+from crossrank.tools.job.launches import Bools, CallKind
 from crossrank.tools.output.timeline.tracks import (
     FIRST,
     LAST,
@@ -32,6 +32,7 @@ from crossrank.tools.output.timeline.tracks import (
     WriterFactory,
     lanes,
 )
+from crossrank.tools.traces.rank_trace import RankTrace
 
 Flows = Literal["first-last", "all", "none"]
 
@@ -70,7 +71,7 @@ class _Tracks:
 
 
 def write_timeline(
-    ranks: Sequence[RankTimes], found: Collectives, path: Path, factory: WriterFactory, *, flows: Flows = "first-last"
+    ranks: Sequence[RankTrace], found: Collectives, path: Path, factory: WriterFactory, *, flows: Flows = "first-last"
 ) -> Written:
     """Write all ranks to `path`. Raises `CrossrankError` where no call has a time."""
     moments = [column[column > 0] for column in (found.called, found.began)]
@@ -121,13 +122,13 @@ def write_timeline(
 
 def _label(found: Collectives, kind: CallKind) -> str:
     group = found.groups[kind.group]
-    name = f"{group.name} {group.key.desc}".strip() or "unknown group"
+    name = f"{group.name} {group.desc}".strip() or "unknown group"
     return printable(f"{kind.label} {amount(kind.bytes, unknown=not kind.sized)} · {name}")
 
 
 def _of_rank(
     found: Collectives,
-    one: RankTimes,
+    one: RankTrace,
     rows: Ints,
     zero: int,
     labels: Sequence[str],
@@ -169,7 +170,7 @@ def _of_rank(
         )
 
 
-def _steps(one: RankTimes, found: Collectives, rows: Ints, zero: int, track: Track) -> Events:
+def _steps(one: RankTrace, found: Collectives, rows: Ints, zero: int, track: Track) -> Events:
     """Iterations; those before the first moment of the timeline begin with it."""
     last = int(max(found.called[rows].max(initial=zero), found.ended[rows].max(initial=zero)))
     shift = found.shift.get(one.rank or 0, 0)

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from crossrank.comm import MOST_RANKS, CommRecord, Int, operation_of
-from crossrank.tools.job.rank_times import GroupKey
+from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, operation_of
 from crossrank.tools.traces.nsight.database import NVTX, STRINGS, Column, Export
 from crossrank.tools.traces.nsight.markers import Ranges
 
@@ -91,8 +90,9 @@ class NcclRanges:
         records = (self.record(call, rank, world_size) for call in calls)
         return [record for record in records if record is not None]
 
-    def group(self, pg: str) -> GroupKey:
-        return GroupKey(pg=pg, size=self.sizes.get(pg, 0), desc="NCCL communicator")
+    def group(self, pg: str) -> Group:
+        """The group of a communicator, whose members NCCL does not name."""
+        return Group(pg=pg, size=self.sizes.get(pg, 0), desc="NCCL communicator")
 
 
 _NOTHING = _Payload()

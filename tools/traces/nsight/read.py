@@ -6,11 +6,11 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
+import msgspec
 import numpy as np
 
 from crossrank.errors import CrossrankError
 from crossrank.recording import CommsFile
-from crossrank.tools.job.rank_times import SEND_RECV, RankTimes, TimesBuilder
 from crossrank.tools.traces.nsight.database import (
     GRAPH_NODES,
     GRAPH_TRACE,
@@ -25,6 +25,7 @@ from crossrank.tools.traces.nsight.launches import Activities, communication_ker
 from crossrank.tools.traces.nsight.markers import BATCH, CALL, GROUP, IDENTITY, NCCL, Ranges, read_ranges
 from crossrank.tools.traces.nsight.nccl import NcclRanges, nccl_ranges
 from crossrank.tools.traces.nsight.rows import FILTERED, rows_of_comms, rows_of_markers
+from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder, launch_of
 
 IN_OURS = "launched within our marker"
 IN_OLD = "launched after a marker of the older shim, on its thread"
@@ -40,12 +41,13 @@ OUTSIDE = "kernels whose launch lies in no marker's range"
 NO_KERNEL = "calls without a kernel"
 CAPTURED = "calls that were captured into a CUDA graph"
 
-_SEND_RECV_KERNEL = ("send", "recv", SEND_RECV, "all_to_all", "gather", "scatter")
+_SEND_RECV = "send/recv"
+_SEND_RECV_KERNEL = ("send", "recv", _SEND_RECV, "all_to_all", "gather", "scatter")
 """Operations that NCCL runs with one kernel, whose name does not tell which."""
 
 
-def read_export(path: str, rank: int | None, comms: Mapping[int, str]) -> list[RankTimes]:
-    """One `RankTimes` per process that communicates.
+def read_export(path: str, rank: int | None, comms: Mapping[int, str]) -> list[RankTrace]:
+    """One `RankTrace` per process that communicates.
 
     `rank` is what the file's name says, for an export of one process; `comms` the comms files of the run by rank, which
     know all of a call of which a marker says only what is the same each time.
@@ -98,7 +100,7 @@ def _give_ranks(path: str, processes: list[_Process], named: int | None) -> None
         )
 
 
-def _refuse_nothing(export: Export, found: list[RankTimes], calls: int, kernels: int) -> None:
+def _refuse_nothing(export: Export, found: list[RankTrace], calls: int, kernels: int) -> None:
     if any(one.attributed for one in found):
         return
     path = export.path
@@ -143,8 +145,14 @@ class _Process:
         self._epoch = epoch
         own = ranges.of(NCCL)
         self._nccl: NcclRanges | None = nccl_ranges(export, own) if len(own) else None
-        self.times = RankTimes(
-            rank=None, path=export.path, source="nsight", clock=export.path, node=export.host(), numbered=False
+        self.times = RankTrace(
+            rank=None,
+            path=export.path,
+            source="nsight",
+            timed_by="nsight",
+            clock=export.path,
+            node=export.host(),
+            numbered=False,
         )
         self._began: Column = np.empty(0, np.int64)
         """By row, on the clock of the export; so is `_ended`, 0 = no kernel."""
@@ -168,7 +176,7 @@ class _Process:
         nccl = self._nccl
         return max(((nccl.sizes[name], rank) for name, rank in nccl.ranks.items()), default=None) if nccl else None
 
-    def read(self, kernels: Activities, comms: Mapping[int, str]) -> RankTimes:
+    def read(self, kernels: Activities, comms: Mapping[int, str]) -> RankTrace:
         """The times of the process, whose rank is known by now."""
         times = self.times
         meanings = [self._ranges.meanings[index] for index in np.unique(self._ranges.meaning).tolist()]
@@ -178,7 +186,7 @@ class _Process:
             times.notes.append(
                 f"{times.path}: {unnamed} group(s) have more members than a marker holds; the recording names them"
             )
-        builder = TimesBuilder(times, (group for group in groups if group is not None))
+        builder = TraceBuilder(times, (group for group in groups if group is not None))
         row_of = self._rows(kernels, builder, comms)
         self._began = np.full(len(times), np.iinfo(np.int64).max)
         self._ended = np.zeros(len(times), np.int64)
@@ -199,15 +207,15 @@ class _Process:
             self._give(np.where(idle, row, NONE), copies, COPIES)
             left = self._in_order(left)
         known = self._ended > 0
-        times.began = array("q", np.where(known, self._began + self._epoch, 0).tobytes())
-        times.ended = array("q", np.where(known, self._ended + self._epoch, 0).tobytes())
+        times.calls.began = array("q", np.where(known, self._began + self._epoch, 0).tobytes())
+        times.calls.ended = array("q", np.where(known, self._ended + self._epoch, 0).tobytes())
         left, captured = self._by_graph_nodes(row_of, left)
         if self._nccl is not None and len(left):
             left = self._by_nccl(self._nccl, builder, left)
         self._tell(int((~known).sum()) - captured, captured, left)
         return times
 
-    def _rows(self, kernels: Activities, builder: TimesBuilder, comms: Mapping[int, str]) -> Column:
+    def _rows(self, kernels: Activities, builder: TraceBuilder, comms: Mapping[int, str]) -> Column:
         """Makes the rows of all calls; returns the row of each range."""
         times = self.times
         path = comms.get(times.rank) if times.rank is not None else None
@@ -234,7 +242,7 @@ class _Process:
         fits = np.array(
             [
                 kernels.graph_node[i] == 0
-                and marked[int(calls.meaning[at[i]])] == _kernel_of(kernels.ops[int(kernels.op[i])] or SEND_RECV)
+                and marked[int(calls.meaning[at[i]])] == _kernel_of(kernels.ops[int(kernels.op[i])] or _SEND_RECV)
                 for i in inside.tolist()
             ],
             bool,
@@ -263,16 +271,15 @@ class _Process:
         agree and no kernel begins before its call."""
         times = self.times
         free = (left.graph_node == 0) & (left.thread != NONE) & ~np.isin(left.thread, np.unique(self._calls.thread))
-        kind = np.frombuffer(times.kind, np.uint32)
         calls: dict[tuple[str, int], list[int]] = defaultdict(list)
         for number in np.flatnonzero(self._ended == 0).tolist():
-            one = times.kinds[int(kind[number])]
-            calls[_kernel_of(one.op), one.group].append(number)
+            one = times.signatures[times.calls.signature[number]]
+            calls[_kernel_of(one.op), times.calls.group[number]].append(number)
         streams: dict[tuple[str, int, int], list[int]] = defaultdict(list)
         for i in np.flatnonzero(free).tolist():
-            name = _kernel_of(left.ops[int(left.op[i])] or SEND_RECV)
+            name = _kernel_of(left.ops[int(left.op[i])] or _SEND_RECV)
             streams[name, int(left.device[i]), int(left.stream[i])].append(i)
-        called = np.frombuffer(times.called, np.int64) - self._epoch
+        called = np.frombuffer(times.calls.called, np.int64) - self._epoch
         row = np.full(len(left), NONE, np.int64)
         for (name, _), rows in calls.items():
             fitting = [found for (other, _, _), found in streams.items() if other == name and len(found) == len(rows)]
@@ -312,22 +319,26 @@ class _Process:
             captured = int(row[i])
             if captured < 0:
                 continue
-            for column in (times.kind, times.id, times.step):
-                column.append(column[captured])
-            times.number.append(0)
-            times.called.append(int(left.launched[i]) + self._epoch if left.launched[i] != NONE else 0)
-            times.began.append(int(left.start[i]) + self._epoch)
-            times.ended.append(int(left.end[i]) + self._epoch)
+            launched = int(left.launched[i]) + self._epoch if left.launched[i] != NONE else 0
+            times.calls.append(
+                group=times.calls.group[captured],
+                signature=times.calls.signature[captured],
+                number=-1,
+                id=times.calls.id[captured],
+                step=times.calls.step[captured],
+                called=launched,
+                began=int(left.start[i]) + self._epoch,
+                ended=int(left.end[i]) + self._epoch,
+            )
             times.attributed[IN_GRAPH] += 1
         return left.take(np.flatnonzero(row == NONE)), len(np.unique(row[row >= 0]))
 
-    def _by_nccl(self, nccl: NcclRanges, builder: TimesBuilder, left: Activities) -> Activities:
+    def _by_nccl(self, nccl: NcclRanges, builder: TraceBuilder, left: Activities) -> Activities:
         """Kernels launched within NCCL's own ranges: each range makes one row."""
         times = self.times
         at = innermost(nccl.ranges, left.thread, left.launched)
         order = np.argsort(at, kind="stable")
         taken = np.zeros(len(left), bool)
-        numbers: Counter[object] = Counter()
         world_size = times.world_size
         if world_size is None and self.largest is not None and self.largest[1] == times.rank:
             world_size = self.largest[0]
@@ -337,19 +348,16 @@ class _Process:
                 continue
             mine = order[first:last]
             taken[mine] = True
-            builder.group_of(nccl.group(records[0].pg))
-            kind = builder.take(records)
-            lane = (kind.group, kind.ends, kind.op == SEND_RECV)
-            numbers[lane] += 1
-            builder.add(
-                builder.kind(kind),
-                id=NONE,
-                # Beside numbers that were recorded those that are counted here mean nothing.
-                number=0 if times.numbered else numbers[lane],
+            record = records[0] if len(records) == 1 else launch_of(records)
+            row = builder.add(
+                msgspec.structs.replace(record, id=NONE),
+                group=builder.define(nccl.group(record.pg)),
                 called=int(nccl.ranges.start[index]) + self._epoch,
                 began=int(left.start[mine].min()) + self._epoch,
                 ended=int(left.end[mine].max()) + self._epoch,
             )
+            if times.numbered:  # beside numbers that were recorded those that are counted mean nothing
+                times.calls.number[row] = -1
             times.attributed[IN_NCCL] += len(mine)
         times.unattributed.update(nccl.said)
         return left.take(np.flatnonzero(~taken))
@@ -386,7 +394,7 @@ def _rows(row_of: Column, at: Column) -> Column:
 def _kernel_of(op: str) -> str:
     """What NCCL's kernel for an operation is called, as far as kernels tell operations apart."""
     if op in _SEND_RECV_KERNEL:
-        return SEND_RECV
+        return _SEND_RECV
     return "all_reduce" if op == "barrier" else op
 
 

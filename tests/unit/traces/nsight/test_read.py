@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossrank.tools.job.rank_times import RankTimes
 from crossrank.tools.traces.nsight.launches import innermost
 from crossrank.tools.traces.nsight.markers import Meaning, Ranges
 from crossrank.tools.traces.nsight.nccl import NO_PAYLOAD
@@ -30,12 +29,13 @@ from crossrank.tools.traces.nsight.read import (
     OUTSIDE,
     read_export,
 )
+from crossrank.tools.traces.rank_trace import RankTrace
 from tests.unit.traces.nsight.exports import EPOCH, SCHEMAS, ExportFile, Process
 
 SEND_RECV_KERNEL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 
 
-def rows(times: RankTimes) -> list[tuple[str, str, int, int, int, int]]:
+def rows(times: RankTrace) -> list[tuple[str, str, int, int, int, int]]:
     """(operation, group, number, id, begin, end) of every call, in ns of the report."""
     found = []
     for i in range(len(times)):

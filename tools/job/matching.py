@@ -14,17 +14,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 
 from crossrank.comm import OPERATIONS
-from crossrank.tools.job.collectives import Bools, Group, Ints
-from crossrank.tools.job.rank_times import CallKind, GroupKey, RankTimes
+from crossrank.tools.job.launches import Bools, CallKind, Ints, Launches
 from crossrank.tools.job.shifts import shift_between
 
 _MAX = np.iinfo(np.int64).max
-_WORLD = "0"
-"""Name that torch gives the group of all ranks."""
 _OFTEN = 0.05
 """Share of contradictions above which counted numbers are taken to be shifted."""
 
@@ -73,43 +69,32 @@ class Joined:
         )
 
 
-def join(
-    ranks: Sequence[RankTimes],
-    groups: Sequence[Group],
-    kinds: Sequence[CallKind],
-    kind: Ints,
-    file: Ints,
-    number: Ints,
-    rank: Ints,
-    moment: Ints,
-    told: Counter[str],
-) -> Joined:
-    """Join the calls; `moment` is when each ended, or was made where that is not known. `told` gets what could not be
-    joined, with the number of calls."""
+def match_calls(found: Launches, unmatched: Counter[str]) -> Joined:
+    """Join the calls. `unmatched` gets what could not be joined, with the number of calls."""
+    kinds, kind, number, rank = found.kinds, found.kind, found.number, found.rank
+    moment = np.where(found.ended > 0, found.ended, found.called)
     lanes: dict[object, int] = {}
     lane_of = np.array([lanes.setdefault((one.group, one.ends), len(lanes)) for one in kinds] or [0], np.int64)
     own_kind = np.array([one.is_p2p and one.ends is None for one in kinds] or [False])
-    p2p = np.array([one.is_p2p for one in kinds] or [False])
     lane = lane_of[kind]
     unnumbered = (number <= 0) & ~own_kind[kind]
-    _tell(told, NO_NUMBER, unnumbered)
+    _note(unmatched, NO_NUMBER, unnumbered)
     apart = own_kind[kind] | unnumbered
-    counted = ~np.array([times.numbered for times in ranks])[file]
-    counted |= ~np.array([times.p2p_numbered for times in ranks])[file] & p2p[kind]
+    counted = found.counted
     unlike = _unlike_counts(lane, rank, counted & ~apart)
     if unlike.any():
         number, unlike, at_edge = _shifted(lane, number, rank, kinds, kind, moment, unlike)
-        _tell(told, AT_EDGE, at_edge)
-        _tell(told, UNLIKE_COUNTS, unlike)
+        _note(unmatched, AT_EDGE, at_edge)
+        _note(unmatched, UNLIKE_COUNTS, unlike)
         apart |= unlike | at_edge
     twice = _twice(lane, number, rank, apart)
-    _tell(told, TWICE, twice)
+    _note(unmatched, TWICE, twice)
     apart |= twice
     recorded_lanes = np.zeros(int(lane.max(initial=0)) + 1, bool)
     recorded_lanes[lane[~counted]] = True
     collective, of_kind, first, own = _collectives(lane, number, apart, kind)
     joined = Joined(lane, number, counted, apart, collective, of_kind, first, own, counted & recorded_lanes[lane], kind)
-    _part_unlike_calls(joined, kinds, told)
+    _part_unlike_calls(joined, kinds, unmatched)
     return joined
 
 
@@ -120,7 +105,7 @@ def contradicted(
     ended: Ints,
     comparable: Bools,
     slack_ns: float,
-    told: Counter[str],
+    unmatched: Counter[str],
 ) -> bool:
     """Part lanes with counted numbers whose collectives end on a rank before another has begun; whether there is one.
 
@@ -135,7 +120,7 @@ def contradicted(
     calls = np.isin(joined.lane, bad) & joined.counted & ~joined.apart
     if not calls.any():
         return False
-    _tell(told, SHIFTED, calls)
+    _note(unmatched, SHIFTED, calls)
     joined.part(calls)
     return True
 
@@ -189,7 +174,7 @@ def _meanings(kinds: Sequence[CallKind]) -> Ints:
     )
 
 
-def _part_unlike_calls(joined: Joined, kinds: Sequence[CallKind], told: Counter[str]) -> None:
+def _part_unlike_calls(joined: Joined, kinds: Sequence[CallKind], unmatched: Counter[str]) -> None:
     """Ranks that call different things under one number: a fault of the job, or numbers counted from elsewhere."""
     ops: dict[str, int] = {}
     op_of = np.array([ops.setdefault(one.label.partition(",")[0], len(ops)) for one in kinds] or [0], np.int64)
@@ -207,8 +192,8 @@ def _part_unlike_calls(joined: Joined, kinds: Sequence[CallKind], told: Counter[
     calls = bad[joined.collective]
     shifted = np.isin(joined.lane, _bad_lanes(joined, np.flatnonzero(~joined.apart), calls[~joined.apart]))
     shifted &= joined.counted & ~joined.apart
-    _tell(told, SHIFTED, shifted)
-    _tell(told, DISAGREE, calls & ~shifted)
+    _note(unmatched, SHIFTED, shifted)
+    _note(unmatched, DISAGREE, calls & ~shifted)
     joined.part(calls | shifted)
 
 
@@ -262,49 +247,6 @@ def _twice(lane: Ints, number: Ints, rank: Ints, apart: Bools) -> Bools:
     return np.isin(shared, shared[twice]) & ~apart
 
 
-def _tell(told: Counter[str], text: str, calls: Bools) -> None:
+def _note(unmatched: Counter[str], text: str, calls: Bools) -> None:
     if calls.any():
-        told[text] += int(calls.sum())
-
-
-# --- groups -----------------------------------------------------------------------------------------------------------
-
-
-def join_groups(ranks: Sequence[RankTimes]) -> tuple[list[Group], list[list[int]]]:
-    """All groups, and for each rank the index of its own groups among them.
-
-    torch numbers groups anew in each job, but one name may stand for several groups of one job: they differ in members.
-    """
-    keys: dict[tuple[str, tuple[int, ...] | None], int] = {}
-    found: list[GroupKey] = []
-    users: list[set[int]] = []
-    group_of = []
-    members_of: dict[str, set[tuple[int, ...]]] = {}
-    for times in ranks:
-        for key in times.groups:
-            if key.ranks is not None:
-                members_of.setdefault(key.pg, set()).add(key.ranks)
-    for times in ranks:
-        used = {kind.group for kind in times.kinds}
-        own = []
-        for place, key in enumerate(times.groups):
-            members = key.ranks
-            if members is None:
-                fitting = [one for one in members_of.get(key.pg, ()) if times.rank in one]
-                members = fitting[0] if len(fitting) == 1 else None
-            if members is None and key.pg == _WORLD and times.world_size:
-                members = tuple(range(times.world_size))
-            index = keys.setdefault((key.pg, members), len(keys))
-            if index == len(found):
-                found.append(msgspec.structs.replace(key, ranks=members))
-                users.append(set())
-            if place in used:
-                users[index].add(times.rank or 0)
-            own.append(index)
-        group_of.append(own)
-    groups = []
-    for key, by in zip(found, users, strict=True):
-        members = key.ranks if key.ranks is not None else tuple(sorted(by))
-        guessed = key.ranks is None and key.size <= 0
-        groups.append(Group(key=key, members=members, size=max(key.size, len(members)), guessed=guessed))
-    return groups, group_of
+        unmatched[text] += int(calls.sum())

@@ -1,0 +1,297 @@
+"""Reads what the files of one rank say into a `RankTrace`. Runs in worker processes, without torch.
+
+A comms file says what was called; the windows that were traced, linked here where nobody has linked them yet, or a dump
+of the flight recorder beside it say how long that took.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from crossrank.comm import CommRecord, operation_of
+from crossrank.errors import CrossrankError
+from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED
+from crossrank.tools.graph.linking.communication_trace import read_communication_trace
+from crossrank.tools.graph.linking.communications import OURS
+from crossrank.tools.graph.linking.graph import Communication, LinkedTrace
+from crossrank.tools.graph.linking.inputs import RankInput
+from crossrank.tools.graph.linking.link import link
+from crossrank.tools.graph.linking.read_linked import read_linked
+from crossrank.tools.job.kineto_calls import HALF_HOUR, read_kineto_trace
+from crossrank.tools.traces.comms import read_comms
+from crossrank.tools.traces.discover import BASIC
+from crossrank.tools.traces.flight_calls import is_closing, read_flight
+from crossrank.tools.traces.flight_recorder import Entry, FlightDump, read_flight_dump
+from crossrank.tools.traces.param_basic import read_basic
+from crossrank.tools.traces.param_comms import ParamComms, from_node
+from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder, Waits
+
+_SAME_CALL = 5_000_000
+"""ns that may lie between our note of a call and torch's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFiles:
+    """One file, with those beside it that say how long its calls took."""
+
+    path: str
+    rank: int | None
+    window: int = 1
+    linked: tuple[str, ...] = ()
+    pairs: tuple[RankInput, ...] = ()
+    """Windows that are not linked yet; linked here, in memory."""
+    flight: str | None = None
+    world_size: int | None = None
+    steps: tuple[int, int] | None = None
+    """Iterations from the first to before the second; None = all. Comms files alone know them."""
+
+
+def read_comms_and_times(given: RankFiles) -> RankTrace:
+    """Our own records: every call, on groups with names, and the times that the files beside them have."""
+    trace = read_comms(given.path, given.rank, steps=given.steps)
+    row_of = {identity: row for row, identity in enumerate(trace.calls.id)}
+    for window in _windows(given, trace):
+        _count_matched(window, trace)
+        times = _Times(window)
+        for communication in window.communications:
+            row = row_of.get(communication.record.id)
+            if row is not None and communication.origin in OURS:
+                times.give(trace, row, communication)
+    if any(trace.calls.ended):
+        trace.timed_by = "kineto"
+    elif given.flight is not None:
+        _time_by_dump(trace, given.flight)
+        trace.timed_by = "flight" if any(trace.calls.took) else "comms"
+        trace.placed = trace.timed_by != "flight"
+    return trace
+
+
+def _count_matched(window: LinkedTrace, trace: RankTrace) -> None:
+    report = window.report
+    activities = sum(report.activities_linked.values())
+    for what, matched, total in (
+        ("host operations", sum(report.host_matched.values()), report.host_nodes),
+        ("GPU activities", activities, activities + sum(report.activities_unlinked.values())),
+    ):
+        before = trace.matched.get(what, (0, 0))
+        if total:
+            trace.matched[what] = before[0] + matched, before[1] + total
+
+
+def _windows(given: RankFiles, trace: RankTrace) -> Iterator[LinkedTrace]:
+    """The linked traces of a rank's windows; one that cannot be used is noted."""
+    windows: list[Callable[[], LinkedTrace]] = [partial(read_linked, path) for path in given.linked]
+    windows += [partial(link, pair.et, pair.kineto, pair.comms, rank=pair.rank) for pair in given.pairs]
+    for window in windows:
+        try:
+            yield window()
+        except CrossrankError as error:
+            trace.notes.append(f"no durations from it: {error}")
+
+
+class _Times:
+    """The times of a linked trace, by the nodes of a communication. All are ns since 1970."""
+
+    def __init__(self, window: LinkedTrace) -> None:
+        self._base_ns = window.base_ns
+        self._activities = {activity.id: activity for activity in window.activities}
+        self._hosts = {op.id: op for op in window.host}
+
+    def launched_ns(self, communication: Communication) -> int | None:
+        """When the host made the call; None where the trace does not say."""
+        host = self._hosts.get(communication.host or -1)
+        return host.start_ns + self._base_ns if host is not None and host.start_ns is not None else None
+
+    def give(self, trace: RankTrace, row: int, communication: Communication) -> None:
+        """Set the times of a call."""
+        calls = trace.calls
+        kernels = [self._activities[number] for number in communication.activities if number in self._activities]
+        if kernels:
+            calls.began[row] = min(kernel.start_ns for kernel in kernels) + self._base_ns
+            calls.ended[row] = max(kernel.start_ns + kernel.duration_ns for kernel in kernels) + self._base_ns
+        work = self._hosts.get(communication.work or -1)
+        if not kernels and work is not None and work.start_ns is not None and work.duration_ns is not None:
+            calls.began[row] = work.start_ns + self._base_ns
+            calls.ended[row] = calls.began[row] + work.duration_ns
+        host = self._hosts.get(communication.host or -1)
+        # The host goes on while a GPU communicates, but for a barrier.
+        follows = not kernels or communication.record.op == "barrier"
+        if follows and host is not None and host.start_ns is not None and host.duration_ns is not None:
+            waits_of(trace).returned[row] = host.start_ns + host.duration_ns + self._base_ns
+
+
+def read_kineto_alone(given: RankFiles) -> RankTrace:
+    """A Kineto trace: calls with the times of their kernels."""
+    return read_kineto_trace(given.path, given.rank)
+
+
+def read_dump(given: RankFiles) -> RankTrace:
+    """A dump of the flight recorder: the last calls of a rank, on NCCL with their durations."""
+    return read_flight(given.path, given.rank, own_calls=True)
+
+
+def read_basic_trace(given: RankFiles) -> RankTrace:
+    """A PARAM basic trace."""
+    return read_basic(given.path, given.rank)
+
+
+def waits_of(trace: RankTrace) -> Waits:
+    """The waits of a trace, of which nothing is known yet where it has none."""
+    if trace.waits is None:
+        count = len(trace)
+        trace.waits = Waits(array("q", [-1]) * count, array("b", [-1]) * count, array("q", [0]) * count)
+    return trace.waits
+
+
+def read_linked_trace(given: RankFiles) -> RankTrace:
+    """A linked trace: calls with their times, and the waits that its execution trace has."""
+    return _of_linked(read_linked(given.path), given)
+
+
+def read_pair(given: RankFiles) -> RankTrace:
+    """The execution trace and the Kineto trace of a rank, linked in memory."""
+    (pair,) = given.pairs
+    return _of_linked(link(pair.et, pair.kineto, pair.comms, rank=pair.rank), given)
+
+
+def _of_linked(window: LinkedTrace, given: RankFiles) -> RankTrace:
+    trace = RankTrace(
+        rank=given.rank if given.rank is not None else window.rank,
+        path=given.path,
+        source="linked",
+        timed_by="kineto",
+        world_size=window.world_size,
+        numbered=not any(one.seq_counted for one in window.communications),
+        numbered_pairs=all(one.origin in OURS for one in window.communications),
+        span=(window.base_ns, window.base_ns + HALF_HOUR) if window.base_ns else None,
+    )
+    builder, times = TraceBuilder(trace, window.groups), _Times(window)
+    for communication in window.communications:
+        # Records from a comms file are on that file's clock: here all go on the trace's.
+        launched = times.launched_ns(communication)
+        builder.add(communication.record, called=communication.record.t if launched is None else launched)
+    for row, communication in enumerate(window.communications):
+        times.give(trace, row, communication)
+    _count_matched(window, trace)
+    waits = []
+    launches = sorted(trace.calls.called)
+    for op in window.host:
+        if op.node.name == "record_param_comms" and op.start_ns is not None:
+            wait = from_node(op.node)
+            if wait is not None and wait.name == "wait":
+                waits.append((bisect_left(launches, op.start_ns + window.base_ns), wait))
+    _place_recorded_waits(trace, sorted(waits, key=lambda one: one[0]))
+    return trace
+
+
+def read_execution_trace_alone(given: RankFiles) -> RankTrace:
+    """An execution trace of any schema. It has no times: calls have their order and, on NCCL, their waits."""
+    found = read_communication_trace(given.path, given.world_size)
+    if given.world_size is None and found.warnings:
+        # Old traces name groups by addresses. The splits of an all_to_all then tell the size of the world.
+        splits = [len(one.record.in_split or ()) for one in found.communications]
+        if max(splits, default=0) > 1:
+            found = read_communication_trace(given.path, max(splits))
+    trace = RankTrace(
+        rank=given.rank,
+        path=given.path,
+        source="et",
+        numbered=False,
+        timed=False,
+        problems=found.damage,
+        # Groups that are named by addresses are joined by their members, or refused, with those of the other ranks.
+        notes=[f"{given.path}: {warning}" for warning in found.warnings if "named by an address" not in warning],
+    )
+    builder = TraceBuilder(trace, found.groups)
+    for communication in found.communications:
+        builder.add(communication.record, called=0)
+    # What is no operation that is known, or cannot be read, is left out later, and counted.
+    for name in found.unknown:
+        builder.add(CommRecord(id=-1, op=name, c10d=name, pg="", bytes=0, t=0), called=0)
+    _place_recorded_waits(trace, found.waits)
+    return trace
+
+
+def _place_recorded_waits(trace: RankTrace, recorded: Sequence[tuple[int, ParamComms]]) -> None:
+    """`recorded`: (number of calls begun before it, what is waited for). In a trace that has any, a call without one
+    did not return before it was over."""
+    calls, waits = trace.calls, waits_of(trace)
+    for before, wait in recorded:
+        # The last call of that number before the wait: numbers repeat between groups in old traces.
+        for row in range(before - 1, -1, -1):
+            same_group = wait.pg in ("", "0") or wait.pg == trace.groups[calls.group[row]].group.pg
+            if calls.number[row] == wait.seq and same_group and waits.before[row] < 0:
+                waits.before[row], waits.blocking[row] = before, 0
+                waits.recorded += 1
+                break
+        else:
+            waits.without_call += 1
+    if recorded:
+        waits.blocking = array("b", [1 if before < 0 else 0 for before in waits.before])
+
+
+# --- durations of the flight recorder, beside a comms file ------------------------------------------------------------
+
+
+def _time_by_dump(trace: RankTrace, path: str) -> None:
+    """Take the durations that the rank's dump has (NCCL)."""
+    try:
+        dump = read_flight_dump(path)
+    except CrossrankError as error:
+        trace.notes.append(f"no durations from it: {error}")
+        return
+    if dump.moment is None:
+        return
+    entries = _ended_entries(dump)
+    launches: dict[str, dict[int, list[int]]] = defaultdict(dict)
+    calls = trace.calls
+    for row, batch in enumerate(calls.batch):
+        launch = calls.id[row] if batch < 0 else batch
+        launches[trace.groups[calls.group[row]].group.pg].setdefault(launch, []).append(row)
+    for pg, ended in entries.items():
+        at = 0
+        for rows in launches[pg].values():
+            # Both are in the order of the calls; torch notes a call within the launch that the record precedes.
+            called = calls.called[rows[0]]
+            while at < len(ended) and ended[at].time_created_ns < called:
+                at += 1
+            if at < len(ended) and ended[at].time_created_ns - called < _SAME_CALL and _is_of(ended[at], trace, rows):
+                entry = ended[at]
+                for row in rows:
+                    calls.began[row] = entry.time_discovered_started_ns or entry.time_created_ns
+                    calls.ended[row] = entry.time_discovered_completed_ns or 0
+                    calls.took[row] = round((entry.duration_ms or 0) * 1e6) or calls.ended[row] - calls.began[row]
+                at += 1
+
+
+def _ended_entries(dump: FlightDump) -> dict[str, list[Entry]]:
+    found: dict[str, list[Entry]] = defaultdict(list)
+    for entry in dump.entries:
+        if entry.time_discovered_completed_ns:
+            found[entry.process_group[0]].append(entry)
+    return found
+
+
+def _is_of(entry: Entry, trace: RankTrace, rows: Sequence[int]) -> bool:
+    """Whether an entry can be that of a launch: of one call, or of a batch, which one entry closes."""
+    if is_closing(entry):
+        return len(rows) > 1 or trace.calls.batch[rows[0]] >= 0
+    name = entry.profiling_name.partition(":")[2] or entry.profiling_name
+    operation = operation_of(name.partition(" ")[0])
+    return operation is not None and operation.name == trace.signatures[trace.calls.signature[rows[0]]].op
+
+
+READERS: dict[str, Callable[[RankFiles], RankTrace]] = {
+    COMMS: read_comms_and_times,
+    LINKED: read_linked_trace,
+    EXECUTION_TRACE: read_execution_trace_alone,
+    KINETO: read_kineto_alone,
+    FLIGHT: read_dump,
+    BASIC: read_basic_trace,
+}
+"""By the kind of a rank's file."""
