@@ -8,6 +8,13 @@ from __future__ import annotations
 
 from math import prod
 
+from crossrank.comm import is_p2p
+from crossrank.recording import COMMS
+from crossrank.replay.plan.plan import Plan, RankPlan
+from crossrank.replay.plan.schedule import Key, Walk
+from crossrank.replay.plan.shapes import parts
+from crossrank.text import rank_ranges
+from crossrank.tools.analysis.diagnosis.diagnose import diagnose
 from crossrank.tools.analysis.diagnosis.findings import Finding, call_text, group_text
 from crossrank.tools.analysis.diagnosis.inputs import Evidence
 from crossrank.tools.traces.ending import Ending
