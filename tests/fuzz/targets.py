@@ -18,21 +18,19 @@ from typing import Any
 
 import zstandard
 
-from crossrank.recording import CommsFile
+from crossrank.recording import COMMS, EXECUTION_TRACE, KINETO, LINKED, CommsFile
 from crossrank.replay.plan.plan import load_plan
 from crossrank.tools.cli import main
 from crossrank.tools.graph.chakra.check import check
 from crossrank.tools.graph.linking.communication_trace import read_communication_trace
 from crossrank.tools.graph.linking.read_linked import read_linked
-from crossrank.tools.job import rank_readers as readers
 from crossrank.tools.job.from_replay import read_replay
-from crossrank.tools.job.kineto_calls import read_kineto_trace
-from crossrank.tools.traces import param_basic
+from crossrank.tools.job.read_rank import READERS, RankFiles
+from crossrank.tools.traces.discover import BASIC
 from crossrank.tools.traces.execution_trace import read_execution_trace
 from crossrank.tools.traces.flight_recorder import read_flight_dump
 from crossrank.tools.traces.kineto import read_kineto
 from crossrank.tools.traces.nsight.read import read_export
-from crossrank.tools.traces.rank_calls import Input
 from tests.fuzz import mutate
 from tests.fuzz.mutate import Mutation
 from tests.unit.traces.nsight.exports import write_exports
@@ -122,8 +120,8 @@ def _unzstd(data: bytes) -> bytes:
     return zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read()
 
 
-def _given(path: str) -> Input:
-    return Input(path=path, rank=0)
+def _given(path: str) -> RankFiles:
+    return RankFiles(path=path, rank=0)
 
 
 def _nodes(path: str) -> list[object]:
@@ -165,11 +163,11 @@ TARGETS = (
     _reader("replay.json", "replay/replay.json", lambda path: read_replay(str(Path(path).parent)), 60),
     _reader("replay.csv", "replay/replay.csv", lambda path: read_replay(str(Path(path).parent)), 60),
     _reader("plan", _PLAN, load_plan, 60),
-    _reader("calls of a comms file", _COMMS, lambda path: readers.read_comms(_given(path)), 60),
-    _reader("calls of an execution trace", _ET, lambda path: readers.read_et(_given(path)), 12),
-    _reader("calls of a Kineto trace", _KINETO, lambda path: read_kineto_trace(_given(path))),
-    _reader("calls of a linked trace", _LINKED, lambda path: readers.read_linked_trace(_given(path)), 12),
-    _reader("calls of a basic trace", "basic/0.json", lambda path: param_basic.read_basic(_given(path)), 60),
+    _reader("calls of a comms file", _COMMS, lambda path: READERS[COMMS](_given(path)), 60),
+    _reader("calls of an execution trace", _ET, lambda path: READERS[EXECUTION_TRACE](_given(path)), 12),
+    _reader("calls of a Kineto trace", _KINETO, lambda path: READERS[KINETO](_given(path))),
+    _reader("calls of a linked trace", _LINKED, lambda path: READERS[LINKED](_given(path)), 12),
+    _reader("calls of a basic trace", "basic/0.json", lambda path: READERS[BASIC](_given(path)), 60),
     _command("inspect recording", _COMMS, 3),
     _command("inspect recording --json", _COMMS),
     _command("inspect chakra/chakra.0.et", _CHAKRA),

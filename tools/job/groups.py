@@ -108,7 +108,7 @@ def named_by_address(pg: str) -> bool:
 
 def is_world(group: Group) -> bool:
     """Whether a group is that of all ranks, as far as its name and description say."""
-    return group.desc == DEFAULT_GROUP or (not group.desc and group.pg in ("0", "", DEFAULT_GROUP))
+    return group.desc == DEFAULT_GROUP or (not group.desc and group.pg in ("0", DEFAULT_GROUP))
 
 
 def world_of(traces: Sequence[RankTrace], world_size: int | None, sizes: Sizes) -> tuple[tuple[int, ...], bool]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import msgspec
 
 from crossrank.comm import CommRecord, Group
@@ -38,7 +40,7 @@ def late_job() -> list[Rank]:
         for rank, late in zip(ranks, (0, 300), strict=True):
             rank.call(1000 * number + 100 + late, 1000 * number + 500, source="train.py:7", locality="cross_node")
     for rank in ranks:
-        rank.times.step[:] = rank.times.step.__class__("i", [1, 1, 2, 2])
+        rank.times.calls.step[:] = array("i", [1, 1, 2, 2])
         rank.times.steps = [
             (1, EPOCH),
             (2, EPOCH + 2_000_000),
@@ -94,7 +96,7 @@ def test_calls_without_durations_tell_who_waits_by_when_hosts_made_them() -> Non
     ranks = [Rank(0), Rank(1)]
     for rank, called in zip(ranks, (EPOCH, EPOCH + 70_000), strict=True):
         rank.call(0, 0)
-        rank.times.called[0] = called
+        rank.times.calls.called[0] = called
     found = figures_of(*ranks)
     assert found.waiting is not None
     assert found.waiting.measured == "the moments at which the hosts made their calls"
@@ -104,7 +106,7 @@ def test_calls_without_durations_tell_who_waits_by_when_hosts_made_them() -> Non
     other_clock = [Rank(0, host="a"), Rank(1, host="b")]
     for rank in other_clock:
         rank.call(0, 0)
-        rank.times.called[0] = EPOCH
+        rank.times.calls.called[0] = EPOCH
     assert figures_of(*other_clock).waiting is None
 
 
@@ -122,7 +124,7 @@ def groups_job(descs: dict[str, list[list[int]]], world: int) -> list[RankTrace]
         builder = TraceBuilder(times, mine)
         for group in mine:
             record = CommRecord(id=0, op="all_reduce", c10d="", pg=group.pg, bytes=100, t=0)
-            builder.add(builder.kind(builder.take([record])), id=0, number=1, began=EPOCH, ended=EPOCH + 1000)
+            builder.add(record, called=EPOCH, began=EPOCH, ended=EPOCH + 1000)
         ranks.append(times)
     return ranks
 

@@ -56,7 +56,7 @@ def test_an_uneven_all_to_all_moves_what_its_splits_say() -> None:
             id=0, op="all_to_all", c10d="", pg="0", bytes=1000 * sum(splits), t=0, in_split=splits, dtype="float32"
         )
         builder = TraceBuilder(rank.times, [Group(pg="0", size=2, ranks=[0, 1])])
-        builder.add(builder.kind(builder.take([record])), id=0, number=1)
+        builder.add(record, called=0)
     assert map_of(*ranks).bytes == [[0, 3000], [5000, 0]]
 
 

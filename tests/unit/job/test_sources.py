@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from crossrank.tools.job.collectives import match_collectives
+from crossrank.tools.job.job import Job
+from crossrank.tools.job.launches import launches
 from crossrank.tools.job.sources import Found, find, read
 from crossrank.tools.parallel import Fleet
 from crossrank.tools.traces.rank_trace import RankTrace
@@ -62,8 +65,9 @@ def comms(folder: Path, rank: int, records: list[dict[str, Any]]) -> None:
 
 
 def took_ms(times: RankTrace) -> list[tuple[str, float]]:
-    ends = zip(times.kind, times.began, times.ended, strict=True)
-    return [(times.kinds[kind].op, round((ended - began) / MS, 3)) for kind, began, ended in ends]
+    made = launches(Job.match([times]))
+    ends = zip(made.kind.tolist(), made.began.tolist(), made.ended.tolist(), strict=True)
+    return [(made.kinds[kind].op, round((ended - began) / MS, 3)) for kind, began, ended in ends]
 
 
 def test_a_batch_has_one_entry_and_does_not_eat_those_of_later_calls(tmp_path: Path) -> None:
@@ -94,8 +98,9 @@ def test_members_of_a_coalesced_launch_share_its_time(tmp_path: Path) -> None:
     dump(tmp_path, 0, entries)
     (times,) = read(find([str(tmp_path)]), Fleet())
     assert took_ms(times) == [("all_gather", 1.0), ("all_gather", 5.0), ("all_gather", 0.0)]
-    assert [times.kinds[kind].calls for kind in times.kind] == [1, 2, 1]
-    assert times.number.tolist() == [1, 2, 3]
+    made = launches(Job.match([times]))
+    assert [made.kinds[kind].calls for kind in made.kind.tolist()] == [1, 2, 1]
+    assert made.number.tolist() == [1, 2, 3]
 
 
 def test_sends_that_torch_numbers_by_group_are_joined_by_pair(tmp_path: Path) -> None:

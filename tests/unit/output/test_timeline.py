@@ -143,7 +143,7 @@ def test_calls_without_times_of_the_device_carry_the_arrows(tmp_path: Path) -> N
     ranks = [Rank(0), Rank(1)]
     for rank in ranks:
         rank.call(0, 0)
-        rank.times.called[0] = EPOCH + 1000 * (rank.times.rank or 0)
+        rank.times.calls.called[0] = EPOCH + 1000 * (rank.times.rank or 0)
     trace = timeline(tmp_path / "t", *ranks)
     assert arrows(trace) == {1: ["rank 0/calls all_reduce", "rank 1/calls all_reduce"]}
     assert not trace.counters
@@ -158,7 +158,7 @@ def test_what_overlaps_on_a_device_has_a_track_for_each(tmp_path: Path) -> None:
 
 def test_a_recording_without_any_time_is_refused(tmp_path: Path) -> None:
     rank = Rank(0, 1).call(0, 0)
-    rank.times.called[0] = 0
+    rank.times.calls.called[0] = 0
     with pytest.raises(CrossrankError, match="rank-0: no communication with a time is in it"):
         timeline(tmp_path / "t", rank)
 

@@ -10,7 +10,7 @@ import msgspec
 from crossrank.comm import CommRecord, Group
 from crossrank.replay.plan.build import build, settle
 from crossrank.replay.plan.plan import Plan
-from crossrank.tools.traces.rank_calls import RankCalls, RecordedCall
+from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder
 
 
 def record(op: str, **fields: Any) -> CommRecord:
@@ -45,27 +45,21 @@ def irecv(peer: int, **fields: Any) -> CommRecord:
     return record("recv", peer=peer, api="irecv", **fields)
 
 
-def rank_calls(
+def rank_trace(
     rank: int, records: Sequence[CommRecord], groups: dict[str, list[int]] | None = None, world: int = 2, **fields: Any
-) -> RankCalls:
+) -> RankTrace:
     """The calls of one rank, with ids, times and numbers as a recorder gives them."""
     counts: dict[object, int] = {}
-    calls = []
+    known = groups or {"0": list(range(world))}
+    trace = RankTrace(rank=rank, path=f"rank-{rank}", source="comms", world_size=world, numbered_pairs=True, **fields)
+    builder = TraceBuilder(trace, [Group(pg=pg, size=len(ranks), ranks=ranks) for pg, ranks in known.items()])
     for number, one in enumerate(records):
         p2p = one.op in ("send", "recv")
         key = (one.pg, one.op, one.peer) if p2p else one.pg
         counts[key] = counts.get(key, 0) + 1
         count: dict[str, int] = {"p2p_seq": counts[key]} if p2p else {"seq": counts[key]}
-        calls.append(RecordedCall(record=msgspec.structs.replace(one, id=number, t=1000 * (number + 1), **count)))
-    known = groups or {"0": list(range(world))}
-    return RankCalls(
-        path=f"rank-{rank}",
-        rank=rank,
-        world_size=world,
-        calls=calls,
-        groups=[Group(pg=pg, size=len(ranks), ranks=ranks) for pg, ranks in known.items()],
-        **fields,
-    )
+        builder.add(msgspec.structs.replace(one, id=number, **count), called=1000 * (number + 1))
+    return trace
 
 
 def plan_of(*ranks: Sequence[CommRecord], groups: dict[str, list[int]] | None = None, partial: bool = False) -> Plan:
@@ -81,7 +75,7 @@ def built(*ranks: Sequence[CommRecord], groups: dict[str, list[int]] | None = No
     known = groups or {"0": list(range(world))}
     return build(
         [
-            rank_calls(rank, records, {pg: members for pg, members in known.items() if rank in members}, world)
+            rank_trace(rank, records, {pg: members for pg, members in known.items() if rank in members}, world)
             for rank, records in enumerate(ranks)
         ],
         "job",

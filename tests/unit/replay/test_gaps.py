@@ -2,45 +2,58 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from crossrank.tools.job.rank_readers import read_pair
 
 from crossrank.comm import CommRecord
 from crossrank.replay.plan.build import build
 from crossrank.replay.run.pacing import computed_ns
 from crossrank.tools.graph.linking.inputs import RankInput
-from crossrank.tools.traces.rank_calls import Input, RecordedCall
+from crossrank.tools.job.read_rank import RankFiles, read_pair
+from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder, Waits
 from tests.unit.graph.linking.small_traces import SmallTrace
 from tests.unit.graph.linking.test_communications import FLOATS, PARAMS, SCHEMA, TENSORS
-from tests.unit.replay.plans import rank_calls, record
+from tests.unit.replay.plans import rank_trace, record
 
 _WALL = 1_700_000_000_000_000_000
-"""The record's clock is that many ns behind the one of the traces."""
+"""When the calls begin."""
 
 
 MS = 1_000_000
 
 
-def called(
-    one: CommRecord, t: int, returned: int | None = None, began: int | None = None, took: int | None = None
-) -> RecordedCall:
-    """A call with its times, all in ns of one clock."""
-    return RecordedCall(
-        record=msgspec.structs.replace(one, id=t, t=t),
-        returned_ns=returned,
-        began_ns=None if began is None else began + _WALL,
-        took_ns=took,
-    )
+@dataclass(frozen=True)
+class Called:
+    """A call with its times, all in ns of one clock; None = not recorded."""
+
+    record: CommRecord
+    t: int
+    returned: int | None = None
+    began: int | None = None
+    took: int | None = None
 
 
-def gaps(*calls: RecordedCall) -> list[tuple[int, bool]]:
-    source = rank_calls(0, [], world=1, offset=_WALL)
-    source.calls = list(calls)
-    plan = build([source], "job", "comms")
+def traced_calls(*calls: Called) -> RankTrace:
+    trace = rank_trace(0, [], world=1)
+    builder = TraceBuilder(trace)
+    trace.waits = Waits()
+    for call in calls:
+        began = 0 if call.began is None else _WALL + call.began
+        builder.add(
+            msgspec.structs.replace(call.record, id=call.t), called=_WALL + call.t, began=began, took=call.took or 0
+        )
+        trace.waits.before.append(-1)
+        trace.waits.blocking.append(-1)
+        trace.waits.returned.append(0 if call.returned is None else _WALL + call.returned)
+    return trace
+
+
+def gaps(*calls: Called) -> list[tuple[int, bool]]:
+    plan = build([traced_calls(*calls)], "job", "comms")
     return [(call.gap_ns, call.gap_from_return) for call in plan.ranks[0].calls]
 
 
@@ -49,56 +62,54 @@ ASYNC: dict[str, Any] = {"api": "all_reduce", "is_async": True}
 
 
 def test_the_gap_after_a_call_that_blocked_begins_when_it_was_over() -> None:
-    first = called(record("all_reduce", **BLOCKING), 1000, returned=1100, began=1050, took=170_000)
-    assert gaps(first, called(record("barrier"), 175_050)) == [(0, False), (4000, True)]
+    first = Called(record("all_reduce", **BLOCKING), 1000, returned=1100, began=1050, took=170_000)
+    assert gaps(first, Called(record("barrier"), 175_050)) == [(0, False), (4000, True)]
 
 
 def test_a_call_that_was_over_before_its_launch_returned_ends_with_its_launch() -> None:
-    first = called(record("all_reduce", **BLOCKING), 1000, returned=9000, began=1050, took=100)
-    assert gaps(first, called(record("barrier"), 13_000)) == [(0, False), (4000, True)]
+    first = Called(record("all_reduce", **BLOCKING), 1000, returned=9000, began=1050, took=100)
+    assert gaps(first, Called(record("barrier"), 13_000)) == [(0, False), (4000, True)]
 
 
 def test_the_gap_after_an_asynchronous_call_begins_when_its_launch_returned_for_it_runs_in_the_gap() -> None:
-    first = called(record("all_reduce", **ASYNC), 1000, returned=1100, began=1050, took=170_000)
-    assert gaps(first, called(record("barrier"), 175_100)) == [(0, False), (174_000, True)]
+    first = Called(record("all_reduce", **ASYNC), 1000, returned=1100, began=1050, took=170_000)
+    assert gaps(first, Called(record("barrier"), 175_100)) == [(0, False), (174_000, True)]
 
 
 @pytest.mark.parametrize("times", [{}, {"returned": 1100}, {"returned": 1100, "took": 170_000}])
 def test_a_call_that_blocked_till_nobody_knows_when_leaves_a_gap_from_launch_to_launch(times: dict[str, int]) -> None:
-    first = called(record("all_reduce", **BLOCKING), 1000, **times)
-    assert gaps(first, called(record("barrier"), 175_000)) == [(0, False), (174_000, False)]
+    first = Called(record("all_reduce", **BLOCKING), 1000, **times)
+    assert gaps(first, Called(record("barrier"), 175_000)) == [(0, False), (174_000, False)]
 
 
 def test_a_call_that_was_launched_before_the_one_before_was_over_follows_its_launch() -> None:
-    first = called(record("all_reduce", **BLOCKING), 1000, returned=1100, began=1050, took=170_000)
-    assert gaps(first, called(record("barrier"), 5000)) == [(0, False), (4000, False)]
+    first = Called(record("all_reduce", **BLOCKING), 1000, returned=1100, began=1050, took=170_000)
+    assert gaps(first, Called(record("barrier"), 5000)) == [(0, False), (4000, False)]
 
 
 def test_a_batch_is_one_launch_with_one_gap_before_and_one_after() -> None:
     member = record("all_reduce", batch=10_000, **ASYNC)
-    batch = [called(member, 10_000 + 100 * number, returned=10_050 + 100 * number) for number in range(3)]
-    found = gaps(called(record("barrier"), 1000), *batch, called(record("barrier"), 20_000))
+    batch = [Called(member, 10_000 + 100 * number, returned=10_050 + 100 * number) for number in range(3)]
+    found = gaps(Called(record("barrier"), 1000), *batch, Called(record("barrier"), 20_000))
     assert found == [(0, False), (9000, False), (0, False), (0, False), (9750, True)]
-    untold = [called(call.record, call.record.t) for call in batch]
-    assert gaps(*untold, called(record("barrier"), 20_000))[-1] == (10_000, False)
+    without = [Called(call.record, call.t) for call in batch]
+    assert gaps(*without, Called(record("barrier"), 20_000))[-1] == (10_000, False)
 
 
 def test_a_gpu_computes_in_the_gap_without_the_communication_that_it_waited_for() -> None:
     # The host is ahead of its GPU: it launches three calls of 10 ms at once, waits for them, and computes for 8 ms.
     blocking = record("all_reduce", **BLOCKING)
-    launched = [called(blocking, t * MS, began=(10 * t) * MS, took=10 * MS) for t in range(3)]
-    later = called(blocking, 38 * MS, began=38 * MS, took=10 * MS)
-    source = rank_calls(0, [], world=1, offset=_WALL)
-    source.calls = [*launched, later, called(record("barrier"), 50 * MS)]
+    launched = [Called(blocking, t * MS, began=(10 * t) * MS, took=10 * MS) for t in range(3)]
+    later = Called(blocking, 38 * MS, began=38 * MS, took=10 * MS)
+    source = traced_calls(*launched, later, Called(record("barrier"), 50 * MS))
     calls = build([source], "job", "linked").ranks[0].calls
     assert [call.gap_ns for call in calls] == [0, MS, MS, 36 * MS, 12 * MS]
     assert computed_ns(calls) == [0, 0, 0, 8 * MS, 2 * MS]
 
 
 def test_asynchronous_communication_runs_beside_what_the_gpu_computes() -> None:
-    first = called(record("all_reduce", **ASYNC), 0, began=0, took=10 * MS)
-    source = rank_calls(0, [], world=1, offset=_WALL)
-    source.calls = [first, called(record("barrier"), 50 * MS)]
+    first = Called(record("all_reduce", **ASYNC), 0, began=0, took=10 * MS)
+    source = traced_calls(first, Called(record("barrier"), 50 * MS))
     assert computed_ns(build([source], "job", "linked").ranks[0].calls) == [0, 50 * MS]
 
 
@@ -120,7 +131,7 @@ def traced(folder: Path, name: str, *, on_gpu: bool) -> list[tuple[int, bool]]:
             call = trace.op("c10d::allreduce_", ts, 100, inputs=blocking, op_schema=SCHEMA)
             trace.op("gloo:all_reduce", ts + 100, 170_000, call)
     et, kineto = trace.write(folder)
-    calls = read_pair(Input(path=kineto, rank=0, pairs=(RankInput(rank=0, window=1, et=et, kineto=kineto),)))
+    calls = read_pair(RankFiles(path=kineto, rank=0, pairs=(RankInput(rank=0, window=1, et=et, kineto=kineto),)))
     (rank,) = build([calls], str(folder), "linked", world_size=1).ranks
     return [(call.gap_ns, call.gap_from_return) for call in rank.calls]
 

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from crossrank.errors import CrossrankError
@@ -17,7 +16,7 @@ from crossrank.replay.plan.sources import find, read
 from crossrank.tools.parallel import Fleet
 from crossrank.tools.traces.discover import PLAN, look
 from tests.unit.graph.linking.public_traces import needs_traces, public
-from tests.unit.replay.plans import ops, plan_of, rank_calls, record, waits
+from tests.unit.replay.plans import ops, plan_of, rank_trace, record, waits
 
 SCHEMAS = ("1.0.1", "1.0.2-chakra.0.0.4", "1.0.3-chakra.0.0.4", "1.1.0-chakra.0.0.4", "1.1.1-chakra.0.0.4")
 _TENSOR = [7, 8, 0, 256, 4, "cuda:0"]
@@ -246,6 +245,7 @@ def test_a_rank_that_neither_name_nor_content_tells_is_asked_for(tmp_path: Path)
 
 
 def test_the_world_size_may_be_given_where_no_file_says_it() -> None:
-    calls = msgspec.structs.replace(rank_calls(0, [record("barrier")], {"0": [0, 1, 2, 3]}), world_size=None)
+    calls = rank_trace(0, [record("barrier")], {"0": [0, 1, 2, 3]})
+    calls.world_size = None
     with pytest.raises(CrossrankError, match="has no file of rank 1-3 of 4"):
         build([calls], "p", "et", world_size=4)

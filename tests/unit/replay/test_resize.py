@@ -13,8 +13,8 @@ from crossrank.replay.plan.one_trace import spread
 from crossrank.replay.plan.plan import Plan
 from crossrank.replay.plan.resize import resize
 from crossrank.replay.plan.transform import only_operations, scale_bytes
-from crossrank.tools.traces.rank_calls import RankCalls
-from tests.unit.replay.plans import built, irecv, isend, ops, rank_calls, record
+from crossrank.tools.traces.rank_trace import RankTrace
+from tests.unit.replay.plans import built, irecv, isend, ops, rank_trace, record
 
 
 def mesh(data: int, pipeline: int, tensor: int) -> tuple[list[list[CommRecord]], dict[str, list[int]]]:
@@ -131,9 +131,9 @@ def test_what_ranks_did_that_a_smaller_job_does_not_have_counts_as_left_out() ->
         assert found.reasons == {"not in --ops": 8, "its rank is beyond the smaller number of ranks": 6}
 
 
-def alone(records: list[CommRecord], groups: dict[str, list[int]], rank: int, world: int) -> RankCalls:
+def alone(records: list[CommRecord], groups: dict[str, list[int]], rank: int, world: int) -> RankTrace:
     mine = {name: members for name, members in groups.items() if rank in members}
-    return rank_calls(rank, records, mine, world)
+    return rank_trace(rank, records, mine, world)
 
 
 @settings(deadline=None, max_examples=30)
@@ -157,7 +157,7 @@ def test_a_pipeline_stage_alone_gets_the_other_ends_of_its_messages(stage: int) 
 
 def test_uneven_exchanges_go_round_with_the_ranks() -> None:
     call = record("all_to_all", inputs=[[6]], outputs=[[9]], in_split=[1, 2, 3], out_split=[1, 4, 4])
-    made = build(spread(rank_calls(0, [call], world=3)), "job", "et")
+    made = build(spread(rank_trace(0, [call], world=3)), "job", "et")
     settle(made)
     assert [rank.calls[0].record.in_split for rank in made.ranks] == [[1, 2, 3], [3, 1, 2], [2, 3, 1]]
     assert [rank.calls[0].record.out_split for rank in made.ranks] == [[1, 3, 2], [2, 1, 3], [3, 2, 1]]
@@ -165,11 +165,11 @@ def test_uneven_exchanges_go_round_with_the_ranks() -> None:
 
 def test_one_file_of_an_irregular_job_is_refused() -> None:
     with pytest.raises(CrossrankError, match=r"group 'a' .* has no regular form that tiles 4 ranks"):
-        spread(rank_calls(0, [record("all_reduce", pg="a")], {"a": [0, 1, 2]}, 4))
+        spread(rank_trace(0, [record("all_reduce", pg="a")], {"a": [0, 1, 2]}, 4))
 
 
 def test_ranks_of_one_file_do_the_same() -> None:
-    made = build(spread(rank_calls(1, [record("all_reduce"), record("barrier")], world=4)), "job", "comms")
+    made = build(spread(rank_trace(1, [record("all_reduce"), record("barrier")], world=4)), "job", "comms")
     assert [ops(made, rank) for rank in range(4)] == [["all_reduce", "barrier"]] * 4
     assert (made.coverage().recorded_calls, made.calls) == (2, 8)
     assert made.notes == [

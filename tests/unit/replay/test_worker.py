@@ -13,7 +13,8 @@ from crossrank.replay.run.cuda import event_times
 from crossrank.replay.run.failure_report import Failed, State
 from crossrank.replay.run.rendezvous import Meeting
 from crossrank.replay.run.worker import bound_device, check_backend, claim_gpu
-from tests.unit.replay.plans import built, rank_calls, record
+from crossrank.tools.traces.rank_trace import RankGroup
+from tests.unit.replay.plans import built, rank_trace, record
 
 _GPU = torch.device("cuda", 3)
 
@@ -27,9 +28,9 @@ def test_a_group_is_bound_to_its_gpu_only_where_it_was_when_it_was_recorded() ->
 
 
 def test_a_plan_keeps_that_a_group_was_bound() -> None:
-    ranks = [rank_calls(rank, [record("barrier")]) for rank in (0, 1)]
+    ranks = [rank_trace(rank, [record("barrier")]) for rank in (0, 1)]
     for rank in ranks:
-        rank.groups = [Group(pg="0", size=2, ranks=[0, 1], eager=True)]
+        rank.groups = [RankGroup(Group(pg="0", size=2, ranks=[0, 1], eager=True))]
     assert [group.eager for group in build(ranks, "job", "comms").groups] == [True]
     assert [group.eager for group in built([record("barrier")], [record("barrier")]).groups] == [False]
 

@@ -31,7 +31,7 @@ def test_markers_without_communication_kernels_are_calls_without_times(tmp_path:
         process.kernel(1000, 1100, 1200, name=kernel)
     (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
     assert rows(times) == [("all_reduce", "0", 1, 1, 0, 0)]
-    assert [moment - EPOCH for moment in times.called] == [1000]
+    assert [moment - EPOCH for moment in times.calls.called] == [1000]
     assert dict(times.unattributed) == {NO_KERNEL: 1}
     (note,) = times.notes
     assert "1 calls are marked, but the export has no communication kernel to time them by" in note
@@ -88,7 +88,7 @@ def test_times_that_cannot_be_cost_their_kernel_alone(tmp_path: Path) -> None:
     process.marker(6000, 6100, 4)
     process.kernel(6050, 6500, 2**63 - 1)
     (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
-    assert [(times.began[i], times.ended[i]) for i in range(4)] == [(1500, 1900), (2500, 2900), (0, 0), (0, 0)]
+    assert list(zip(times.calls.began, times.calls.ended, strict=True)) == [(1500, 1900), (2500, 2900), (0, 0), (0, 0)]
     assert times.unattributed == {NO_KERNEL: 2}
     assert [note.partition(": ")[2] for note in times.notes] == [
         "2 communication kernels end before they begin, or at times that cannot be",

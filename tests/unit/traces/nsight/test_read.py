@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from crossrank.tools.job.job import Job
+from crossrank.tools.job.launches import Launches, launches
 from crossrank.tools.traces.nsight.launches import innermost
 from crossrank.tools.traces.nsight.markers import Meaning, Ranges
 from crossrank.tools.traces.nsight.nccl import NO_PAYLOAD
@@ -35,14 +37,19 @@ from tests.unit.traces.nsight.exports import EPOCH, SCHEMAS, ExportFile, Process
 SEND_RECV_KERNEL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 
 
+def launched(times: RankTrace) -> Launches:
+    return launches(Job.match([times]))
+
+
 def rows(times: RankTrace) -> list[tuple[str, str, int, int, int, int]]:
-    """(operation, group, number, id, begin, end) of every call, in ns of the report."""
-    found = []
-    for i in range(len(times)):
-        kind = times.kinds[times.kind[i]]
-        began, ended = (moment - EPOCH if moment else 0 for moment in (times.began[i], times.ended[i]))
-        found.append((kind.op, times.groups[kind.group].pg, times.number[i], times.id[i], began, ended))
-    return found
+    """(operation, group, number, id, begin, end) of every launch, in ns of the report."""
+    job = Job.match([times])
+    made = launches(job)
+    moments = [[moment - EPOCH if moment else 0 for moment in column.tolist()] for column in (made.began, made.ended)]
+    kinds = [made.kinds[kind] for kind in made.kind.tolist()]
+    names = [(kind.op, job.groups[kind.group].name) for kind in kinds]
+    columns = zip(names, made.number.tolist(), made.id.tolist(), *moments, strict=True)
+    return [(*name, number, identity, began, ended) for name, number, identity, began, ended in columns]
 
 
 def two_calls(process: Process, *, at: int = 0, thread: int = 1) -> None:
@@ -65,8 +72,8 @@ def test_a_kernel_belongs_to_the_marker_that_its_launch_lies_in(tmp_path: Path, 
     (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
     assert rows(times) == [("all_reduce", "0", 1, 1, 1500, 1900), ("all_reduce", "0", 2, 2, 2500, 2900)]
     assert (times.rank, times.world_size, times.source, times.node) == (1, 2, "nsight", "host-a")
-    assert times.groups[0].ranks == (0, 1)
-    assert times.called.tolist() == [EPOCH + 1000, EPOCH + 2000]
+    assert times.groups[0].group.ranks == [0, 1]
+    assert times.calls.called.tolist() == [EPOCH + 1000, EPOCH + 2000]
     assert dict(times.attributed) == {IN_OURS: 2}
     assert not times.unattributed
 
@@ -138,7 +145,7 @@ def test_one_kernel_serves_the_calls_of_a_coalesced_launch(tmp_path: Path) -> No
     process.kernel(3005, 3500, 3900)
     (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
     assert rows(times) == [("all_gather", "0", 1, 4, 2000, 2600), ("all_reduce", "0", 2, 6, 3500, 3900)]
-    assert (times.kinds[0].bytes, times.kinds[0].calls) == (2000, 2)
+    assert (launched(times).kinds[0].bytes, launched(times).kinds[0].calls) == (2000, 2)
 
 
 def test_sends_and_receives_of_one_launch_are_the_larger_direction(tmp_path: Path) -> None:
@@ -151,7 +158,7 @@ def test_sends_and_receives_of_one_launch_are_the_larger_direction(tmp_path: Pat
     process.kernel(1150, 2000, 2600, name=SEND_RECV_KERNEL)
     (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
     assert rows(times) == [("send/recv", "0", 1, 4, 2000, 2600)]
-    assert times.kinds[0].bytes == 1000
+    assert launched(times).kinds[0].bytes == 1000
 
 
 def test_the_texts_of_the_older_shim_have_no_id_and_no_extent(tmp_path: Path) -> None:
@@ -164,8 +171,8 @@ def test_the_texts_of_the_older_shim_have_no_id_and_no_extent(tmp_path: Path) ->
             process.kernel(1000 * number + 200, 1000 * number + 500, 1000 * number + 900)
         (times,) = read_export(str(export.write(tmp_path / "rank_2.sqlite")), 2, {})
         assert rows(times) == [("all_reduce", "0,2", n, n - 1, 1000 * n + 500, 1000 * n + 900) for n in (1, 2, 3)]
-        assert times.groups[0].ranks == (0, 2)
-        assert times.kinds[0].bytes == 4096
+        assert times.groups[0].group.ranks == [0, 2]
+        assert launched(times).kinds[0].bytes == 4096
         assert dict(times.attributed) == {IN_OLD: 3}
 
 
@@ -254,7 +261,7 @@ def test_times_that_were_normalised_are_since_1970_already(tmp_path: Path) -> No
     (relative,) = read_export(str(plain.write(tmp_path / "a.sqlite")), None, {})
     (absolute,) = read_export(str(normalised.write(tmp_path / "b.sqlite")), None, {})
     assert dict(absolute.attributed) == {IN_OURS: 2}
-    assert (absolute.began, absolute.ended, absolute.called) == (relative.began, relative.ended, relative.called)
+    assert absolute.calls == relative.calls
     assert absolute.notes == []
 
 
@@ -281,7 +288,7 @@ def test_ncclS_own_ranges_serve_where_our_markers_are_missing(tmp_path: Path) ->
         ("all_gather", "nccl:abc", 2500),
         ("send/recv", "nccl:abc", 3500),
     ]
-    assert [kind.bytes for kind in times.kinds] == [4096, 4096, 700]
+    assert [kind.bytes for kind in launched(times).kinds] == [4096, 4096, 700]
     assert dict(times.attributed) == {IN_NCCL: 3}
 
 
@@ -291,7 +298,7 @@ def test_ncclS_ranges_without_payload_have_times_and_no_size(tmp_path: Path) -> 
     process.nccl(1000, 1100, "ncclAllReduce")
     process.kernel(1050, 1500, 1900)
     (times,) = read_export(str(export.write(tmp_path / "rank_0.sqlite")), 0, {})
-    assert [kind.bytes for kind in times.kinds] == [0]
+    assert [kind.bytes for kind in launched(times).kinds] == [0]
     assert times.unattributed == {NO_PAYLOAD: 1}
 
 
@@ -332,8 +339,8 @@ def test_old_markers_of_sends_and_receives_before_one_kernel_are_a_batch(tmp_pat
     process.kernel(1100, 1500, 1900, name=SEND_RECV_KERNEL)
     (times,) = read_export(str(export.write(tmp_path / "rank_0.sqlite")), 0, {})
     assert [(row[0], row[4], row[5]) for row in rows(times)] == [("all_reduce", 600, 700), ("send/recv", 1500, 1900)]
-    assert [(kind.bytes, kind.calls) for kind in times.kinds if kind.op == "send/recv"] == [(2000, 4)]
-    assert times.sent == {1: 2000}
+    assert [(kind.bytes, kind.calls) for kind in launched(times).kinds if kind.op == "send/recv"] == [(2000, 4)]
+    assert launched(times).sent == {1: {1: 2000}}
 
 
 def test_a_batch_holds_the_calls_since_its_id_and_no_others(tmp_path: Path) -> None:
@@ -348,7 +355,7 @@ def test_a_batch_holds_the_calls_since_its_id_and_no_others(tmp_path: Path) -> N
     (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
     assert [(row[0], row[3]) for row in rows(times) if row[4]] == [("reduce_scatter", 10)]
     assert times.unattributed == {NO_KERNEL: 10}
-    assert [kind.calls for kind in times.kinds if kind.op == "reduce_scatter"] == [2]
+    assert [kind.calls for kind in launched(times).kinds if kind.op == "reduce_scatter"] == [2]
 
 
 def test_the_launch_of_calls_that_were_not_emitted_is_none_of_ours(tmp_path: Path) -> None:
@@ -385,7 +392,7 @@ def test_a_comms_file_tells_numbers_and_steps_of_the_ids_in_the_markers(tmp_path
     )
     (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {0: comms})
     assert [row[2:4] for row in rows(times)] == [(41, 1), (42, 2)]
-    assert times.step.tolist() == [7, 7]
+    assert times.calls.step.tolist() == [7, 7]
     assert times.numbered
 
 
@@ -400,7 +407,7 @@ def test_a_comms_file_of_another_run_is_not_believed(tmp_path: Path, other: dict
     comms = write_comms(tmp_path / "rank-0.comms.jsonl", *({"id": n, "seq": n} | other for n in (1, 2)))
     (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {0: comms})
     assert [row[:4] for row in rows(times)] == [("all_reduce", "0", 1, 1), ("all_reduce", "0", 2, 2)]
-    assert times.kinds[0].bytes == 4_000_000
+    assert launched(times).kinds[0].bytes == 4_000_000
     assert times.notes == [f"{comms}: is not of the run of {tmp_path}/a.sqlite, and is not used"]
 
 
@@ -417,7 +424,7 @@ def test_groups_within_groups_of_nccl_are_one_launch(tmp_path: Path) -> None:
     process.kernel(1150, 1500, 1900, name="ncclDevKernel_AllGather_RING_LL()")
     (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
     assert [(row[0], row[4]) for row in rows(times)] == [("all_gather", 1500)]
-    assert (times.kinds[0].bytes, times.kinds[0].calls) == (2048, 2)
+    assert (launched(times).kinds[0].bytes, launched(times).kinds[0].calls) == (2048, 2)
 
 
 def test_a_group_of_nccl_that_began_before_the_capture_is_one_launch_and_ends_once(tmp_path: Path) -> None:
@@ -429,7 +436,7 @@ def test_a_group_of_nccl_that_began_before_the_capture_is_one_launch_and_ends_on
         process.nccl(start, start + 100, "ncclGroupEnd")
         process.kernel(start + 50, start + 500, start + 900, name=SEND_RECV_KERNEL)
     (times,) = read_export(str(export.write(tmp_path / "rank_0.sqlite")), 0, {})
-    assert [(kind.op, kind.calls, kind.bytes) for kind in times.kinds] == [("send/recv", 2, 100)]
+    assert [(kind.op, kind.calls, kind.bytes) for kind in launched(times).kinds] == [("send/recv", 2, 100)]
     assert dict(times.attributed) == {IN_NCCL: 1}
     assert dict(times.unattributed) == {OUTSIDE: 1}
 
@@ -440,7 +447,7 @@ def test_peers_in_a_communicator_of_unknown_ranks_are_no_global_ranks(tmp_path: 
     process.nccl(1000, 1100, "ncclSend", comm=0xABC, size=100, peer=1)
     process.kernel(1050, 1500, 1900, name=SEND_RECV_KERNEL)
     (times,) = read_export(str(export.write(tmp_path / "rank_4.sqlite")), 4, {})
-    assert [kind.ends for kind in times.kinds] == [None]
+    assert [kind.ends for kind in launched(times).kinds] == [None]
 
 
 # --- the join, against a plain search ---------------------------------------------------------------------------------
