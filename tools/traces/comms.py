@@ -7,6 +7,7 @@ batch) is left open: whether it was answered shows when it is matched with the o
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 
 import msgspec
@@ -36,7 +37,7 @@ def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | N
     if header is None:
         raise CrossrankError(f"{path}: {'; '.join(file.damage.problems) or 'has no header'}; record it again")
     end = file.end or {}
-    offset = header.clock.get("wall", 0) - header.clock.get("t", 0)
+    clock = WallClock([header.clock, *file.clocks])
     trace.rank = header.rank if rank is None else rank
     trace.world_size = header.world_size if 0 < header.world_size <= MOST_RANKS else None
     trace.version = header.schema
@@ -46,7 +47,7 @@ def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | N
     trace.about["TRACING"] = str(header.config.get("emit", ""))
     trace.problems = file.damage.problems
     trace.dropped, trace.left_out = _count(end.get("dropped")), _count(end.get("filtered"))
-    trace.steps = [(line["step"], line["t"] + offset) for line in file.steps if "step" in line and "t" in line]
+    trace.steps = [(line["step"], clock.at(line["t"])) for line in file.steps if "step" in line and "t" in line]
     trace.ending.ended, trace.ending.unseen = file.end is not None, file.end is None
     trace.ending.reason = str(end.get("reason") or "")
     trace.ending.take_exceptions(_exceptions(end.get("exceptions")))
@@ -62,29 +63,73 @@ def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | N
         wanted = [record for record in records if steps[0] <= record.step < steps[1]]
         others = [max(record.bytes, 0) for record in records if not steps[0] <= record.step < steps[1]]
         trace.skipped = len(others), sum(others)
-    add_records(builder, wanted, offset, last.id if last is not None and is_cut else None, is_cut=is_cut)
+    add_records(builder, wanted, clock, last.id if last is not None and is_cut else None, is_cut=is_cut)
     # The file says up to when it lacks nothing; those of earlier versions end with a call.
-    clock = max((line.get("t", 0) for line in file.clocks), default=0)
-    if last is not None and clock > last.t and is_cut and clock + offset < _MOST:
-        trace.ending.taken_at = clock + offset
+    until = max((line.get("t", 0) for line in file.clocks), default=0)
+    if last is not None and until > last.t and is_cut and clock.at(until) < _MOST:
+        trace.ending.taken_at = clock.at(until)
+    if clock.set_by:
+        trace.notes.append(
+            f"{path}: its wall clock was set by {clock.set_by / 1e9:+,.3f} s while it ran; that is left out"
+        )
     if file.end is None:
         trace.notes.append(f"{path}: has no end: the process died, or still runs")
     elif "wall" in header.clock:
         # Of a file without an end nobody knows how long the run went on.
-        ends = [line["wall"] for line in file.clocks if "wall" in line] + ([last.t + offset] if last else [])
+        ends = [line["wall"] for line in file.clocks if "wall" in line] + ([clock.at(last.t)] if last else [])
         trace.span = header.clock["wall"], max(ends, default=0)
     return trace
 
 
+class WallClock:
+    """Turns a process's monotonic times into ns since 1970, by the moments at which both clocks were read.
+
+    Between two of them the offset goes from the one's to the other's, as far as the clocks drift: NTP slews a clock by
+    500 ppm at most. A larger difference is a clock that was set; times go on as if it had not been.
+    """
+
+    def __init__(self, moments: Iterable[dict[str, int]]) -> None:
+        self._times: list[int] = []
+        self._offsets: list[int] = []
+        self.set_by = 0
+        """ns by which the clock was set while the process ran, in all."""
+        for moment in moments:
+            t, wall = moment.get("t"), moment.get("wall")
+            if t is None or wall is None or (self._times and t <= self._times[-1]):
+                continue
+            offset = wall - t - self.set_by
+            if self._times and abs(offset - self._offsets[-1]) > _MOST_DRIFT * (t - self._times[-1]) + _JITTER:
+                self.set_by += offset - self._offsets[-1]
+                offset = self._offsets[-1]
+            self._times.append(t)
+            self._offsets.append(offset)
+
+    def at(self, t: int) -> int:
+        """ns since 1970 of the moment `t`."""
+        times, offsets = self._times, self._offsets
+        if not times:
+            return t
+        place = bisect_right(times, t)
+        if place in (0, len(times)):
+            return t + offsets[max(place - 1, 0)]
+        before, after = times[place - 1], times[place]
+        return t + offsets[place - 1] + (offsets[place] - offsets[place - 1]) * (t - before) // (after - before)
+
+
+_MOST_DRIFT = 0.001
+_JITTER = 1_000_000
+"""ns that may pass between reading one clock and reading the other."""
+
+
 def add_records(
-    builder: TraceBuilder, records: Iterable[CommRecord], offset: int, last: int | None, *, is_cut: bool
+    builder: TraceBuilder, records: Iterable[CommRecord], clock: WallClock, last: int | None, *, is_cut: bool
 ) -> None:
-    """Append recorded calls. `offset` turns their times into ns since 1970; `last` is the id of a call that the rank
+    """Append recorded calls, whose times are on `clock`; `last` is the id of a call that the rank
     may not have returned from; `is_cut`: the recording may end before a call that its rank did not wait for is over."""
     for record in records:
         unawaited = is_p2p(record) and record.api not in _BLOCKING_P2P
         is_open = record.id == last or (is_cut and unawaited)
-        row = builder.add(record, called=record.t + offset, state=SCHEDULED if is_open else RETIRED)
+        row = builder.add(record, called=clock.at(record.t), state=SCHEDULED if is_open else RETIRED)
         if unawaited:
             builder.trace.unawaited.add(row)
 

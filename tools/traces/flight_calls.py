@@ -19,7 +19,7 @@ import msgspec
 
 from crossrank.comm import OPERATIONS, CommRecord, Group, is_p2p, operation_of
 from crossrank.dtypes import dtype_of
-from crossrank.tools.traces.comms import add_records, stack_of
+from crossrank.tools.traces.comms import WallClock, add_records, stack_of
 from crossrank.tools.traces.flight_recorder import (
     MOST_FRAMES,
     Entry,
@@ -436,5 +436,5 @@ def _add_p2p(trace: RankTrace, moment: Moment) -> None:
     records = list(filter(is_p2p, moment.calls))
     if records:
         trace.numbered_pairs = True
-        add_records(TraceBuilder(trace), records, _offset(moment), moment.calls[-1].id, is_cut=True)
+        add_records(TraceBuilder(trace), records, WallClock([moment.clock]), moment.calls[-1].id, is_cut=True)
         sort_by_time(trace)

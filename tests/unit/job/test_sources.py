@@ -132,7 +132,7 @@ def test_exports_are_not_mixed_with_other_files_and_that_is_told(tmp_path: Path)
         "rank 1: has no export of Nsight Systems, and its other files are not mixed with those of other ranks; "
         "--source kineto, flight or comms reads them"
     ]
-    assert [one.source for one in read(find([str(tmp_path)], source="kineto"), Fleet())] == ["kineto", "kineto"]
+    assert [one.timed_by for one in read(find([str(tmp_path)], source="kineto"), Fleet())] == ["kineto", "kineto"]
 
 
 @pytest.mark.parametrize("content", [b"", b"nothing of the kind"])

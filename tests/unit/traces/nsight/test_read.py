@@ -340,7 +340,7 @@ def test_old_markers_of_sends_and_receives_before_one_kernel_are_a_batch(tmp_pat
     (times,) = read_export(str(export.write(tmp_path / "rank_0.sqlite")), 0, {})
     assert [(row[0], row[4], row[5]) for row in rows(times)] == [("all_reduce", 600, 700), ("send/recv", 1500, 1900)]
     assert [(kind.bytes, kind.calls) for kind in launched(times).kinds if kind.op == "send/recv"] == [(2000, 4)]
-    assert launched(times).sent == {1: {1: 2000}}
+    assert launched(times).sent == {0: {1: 2000}}
 
 
 def test_a_batch_holds_the_calls_since_its_id_and_no_others(tmp_path: Path) -> None:
