@@ -22,7 +22,6 @@ import crossrank
 from crossrank.errors import CrossrankError, unforeseen
 from crossrank.text import printable
 from crossrank.tools.output.console import Printable
-from crossrank.tools.shards import ShardDone
 
 # name -> (module, class, one line for the overview)
 COMMANDS = {
@@ -89,9 +88,6 @@ def _run(argv: Sequence[str] | None) -> int:
         with _ending_in_order():
             arguments = _parse(list(sys.argv[1:] if argv is None else argv))
             return int(arguments.run(arguments))
-    except ShardDone as share:
-        print(share)
-        return 0
     except CrossrankError as error:
         print(f"crossrank: {printable(str(error))}", file=sys.stderr)
         return 2

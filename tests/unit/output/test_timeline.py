@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
 from crossrank.errors import CrossrankError
 from crossrank.tools.job.side_by_side import lay_side_by_side
 from crossrank.tools.output.timeline.build import Flows, write_timeline
-from crossrank.tools.output.timeline.chrome import ChromeWriter
 from crossrank.tools.output.timeline.perfetto import PerfettoWriter
 from crossrank.tools.output.timeline.tracks import Events, Track, lanes
 from tests.unit.job.ranks import EPOCH, Rank
@@ -76,7 +74,7 @@ class Decoded:
 
 def timeline(path: Path, *ranks: Rank, flows: Flows = "first-last") -> Decoded:
     times = [rank.times for rank in ranks]
-    write_timeline(times, lay_side_by_side(times), path, PerfettoWriter, flows=flows)
+    write_timeline(times, lay_side_by_side(times), path, flows=flows)
     return Decoded(path)
 
 
@@ -205,27 +203,3 @@ def test_lanes_never_overlap_and_are_as_few_as_run_at_a_time(spans: list[tuple[i
         assert (start[mine][1:] >= end[mine][:-1]).all()
     at_a_time = max((int(((start <= at) & (end > at)).sum()) for at in start.tolist()), default=0)
     assert len(set(lane.tolist())) <= max(at_a_time, 1)
-
-
-def test_the_older_format_holds_the_same(tmp_path: Path) -> None:
-    first, second = two_ranks()
-    times = [first.times, second.times]
-    write_timeline(times, lay_side_by_side(times), tmp_path / "t.json", ChromeWriter)
-    trace = json.loads((tmp_path / "t.json").read_text())
-    assert trace["metadata"]["epoch_ns"] == str(EPOCH + 95_000)
-    events = trace["traceEvents"]
-    names = {row["pid"]: row["args"]["name"] for row in events if row["name"] == "process_name"}
-    threads = {row["tid"]: row["args"]["name"] for row in events if row["name"] == "thread_name"}
-    assert [
-        (names[row["pid"]], threads[row["tid"]], row["name"], row["ts"], row["dur"])
-        for row in events
-        if row["ph"] == "X" and threads[row["tid"]] == "device"
-    ] == [
-        ("rank 0", "device", "all_reduce 1 MB · 0", 5.0, 400.0),
-        ("rank 0", "device", "all_gather 2 MB · 0", 505.0, 100.0),
-        ("rank 1", "device", "all_reduce 1 MB · 0", 305.0, 100.0),
-        ("rank 1", "device", "all_gather 2 MB · 0", 505.0, 100.0),
-    ]
-    flows = sorted((row["id"], row["ph"], names[row["pid"]]) for row in events if row["ph"] in "stf")
-    assert flows == [(1, "f", "rank 1"), (1, "s", "rank 0"), (2, "f", "rank 1"), (2, "s", "rank 0")]
-    assert [row["args"]["value"] for row in events if row["ph"] == "C"] == [1e6, 0, 2e6, 0, 10.0, 0, 10.0, 0]
