@@ -15,17 +15,15 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from crossrank.errors import CrossrankError, one_line, unforeseen
 
-_LEAST_TASKS, _MOST_AT_ONCE = 64, 16
-"""A task costs Dask's scheduler 3 ms, more than a small rank takes: past so many tasks, so many items may share one."""
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+_Function = Callable[[Any], Any]
 _Batch = Sequence[tuple[int, Any]]
 """Items with their numbers."""
 _Outcomes = Iterator[tuple[int, Any]]
@@ -69,11 +67,20 @@ def map_ranks(
     errors: dict[int, CrossrankError] = {}
     failures: Counter[int] = Counter()
     batches = [list(range(len(work)))]
-    with ExitStack() as stack:
-        run = _runner(fleet, len(work), stack)
+    workers = max(1, min(fleet.jobs, len(work)))
+    with _executor(fleet, workers) as executor:
         while batches:
             again: list[int] = []
-            for index, outcome in run(function, [(index, work[index]) for index in batches.pop(0)]):
+            batch = [(index, work[index]) for index in batches.pop(0)]
+            if executor is not None:
+                # A task costs Dask's scheduler 3 ms, more than a small rank takes.
+                size = min(16, len(batch) // 64) if fleet.executor is None else 1
+                outcomes = _submit(function, batch, executor, size)
+            elif workers > 1:
+                outcomes = _in_processes(function, batch, workers)
+            else:
+                outcomes = ((index, _try(function, item)) for index, item in batch)
+            for index, outcome in outcomes:
                 if not isinstance(outcome, _Failure):
                     results[index] = outcome
                     done()
@@ -95,40 +102,35 @@ def map_ranks(
     return [results[index] for index in range(len(work))]
 
 
-def _runner(fleet: Fleet, count: int, stack: ExitStack) -> Callable[[Callable[[Any], Any], _Batch], _Outcomes]:
-    """What runs a function on a batch of items; its workers end with `stack`."""
-    workers = max(1, min(fleet.jobs, count))
-    if fleet.executor is not None:
-        executor = fleet.executor
-        return lambda function, batch: _submit(function, batch, executor)
-    if fleet.cluster is not None:
-        executor = stack.enter_context(dask_executor(fleet.cluster, workers))
-        return lambda function, batch: _submit(
-            function, batch, executor, min(_MOST_AT_ONCE, len(batch) // _LEAST_TASKS)
-        )
-    if workers > 1:
-        return lambda function, batch: _in_processes(function, batch, min(workers, len(batch)))
-    return lambda function, batch: ((index, _try(function, item)) for index, item in batch)
+def _executor(fleet: Fleet, workers: int) -> AbstractContextManager[Executor | None]:
+    """What outlives a batch, as a pool of local processes does not."""
+    if fleet.executor is None and fleet.cluster is not None:
+        return dask_executor(fleet.cluster, workers)
+    return nullcontext(fleet.executor)
 
 
-def _in_processes(function: Callable[[Any], Any], batch: _Batch, workers: int) -> _Outcomes:
+def _in_processes(function: _Function, batch: _Batch, workers: int) -> _Outcomes:
     """A pool for this batch alone: a process that is killed takes its pool along."""
     # Workers are spawned: a fork of a process with threads may deadlock.
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="crossrank-", ignore_cleanup_errors=True) as folder:
-        pool = ProcessPoolExecutor(max_workers=workers, mp_context=context)
+        pool = ProcessPoolExecutor(max_workers=min(workers, len(batch)), mp_context=context)
+        failures: dict[int, _Failure] = {}
         try:
             for index, outcome in _submit(_Spilled(function, folder), [(one[0], one) for one in batch], pool):
-                path = os.path.join(folder, str(index))
                 if isinstance(outcome, _Failure):
-                    yield index, replace(outcome, was_begun=os.path.exists(path))
+                    failures[index] = outcome
                     continue
+                path = os.path.join(folder, str(index))
                 with open(path, "rb") as file:
                     result = pickle.load(file)
                 os.unlink(path)
                 yield index, result
         finally:
             pool.shutdown(cancel_futures=True)
+        begun = {index for index in failures if os.path.exists(os.path.join(folder, str(index)))}
+    for index, failure in failures.items():
+        yield index, replace(failure, was_begun=index in begun or not begun)
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ class _Spilled:
     leave the others, and us, waiting for the rest of it.
     """
 
-    function: Callable[[Any], Any]
+    function: _Function
     folder: str
 
     def __call__(self, numbered: tuple[int, Any]) -> None:
@@ -147,7 +149,7 @@ class _Spilled:
             pickle.dump(self.function(numbered[1]), file, protocol=5)
 
 
-def _submit(function: Callable[[Any], Any], batch: _Batch, executor: Executor, size: int = 1) -> _Outcomes:
+def _submit(function: _Function, batch: _Batch, executor: Executor, size: int = 1) -> _Outcomes:
     """Results as they come, of tasks of `size` items."""
     futures: dict[Future[list[Any]], tuple[int, ...]] = {}
     for first in range(0, len(batch), max(1, size)):
@@ -164,12 +166,12 @@ def _submit(function: Callable[[Any], Any], batch: _Batch, executor: Executor, s
         yield from zip(futures[future], outcomes, strict=True)
 
 
-def _each(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+def _each(function: _Function, items: Sequence[Any]) -> list[Any]:
     """Runs in a worker; the failure of one item does not end the others."""
     return [_try(function, item) for item in items]
 
 
-def _try(function: Callable[[Any], Any], argument: Any) -> Any:
+def _try(function: _Function, argument: Any) -> Any:
     """An error becomes one that every process can unpickle, and one that nobody foresaw says its place."""
     try:
         return function(argument)

@@ -88,7 +88,7 @@ def refuse(path: str) -> None:
 
 
 def test_an_error_of_any_class_comes_back_from_a_process_as_its_text() -> None:
-    with pytest.raises(CrossrankError, match="^a: is refused$"):
+    with pytest.raises(CrossrankError, match=r"^a: is refused$"):
         map_ranks(refuse, ["a", "b"], Fleet(jobs=2))
 
 

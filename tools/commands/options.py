@@ -6,7 +6,9 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 from crossrank.atomic_file import make_folder, whole_file
@@ -95,13 +97,19 @@ def progress(what: str, count: int, work: Callable[[Callable[[], None]], Result]
         return work(lambda: shown.advance(bar))
 
 
-def write_output(name: str, content: bytes) -> None:
-    """Write a file, local or at a URL, whole or not at all."""
+@contextmanager
+def output_file(name: str) -> Iterator[Path]:
+    """The local name under which the block writes what becomes `name`, local or a URL, whole or not at all."""
     try:
         with whole_file(name) as temporary:
-            temporary.write_bytes(content)
+            yield temporary
     except OSError as error:
         raise CrossrankError(f"{name}: cannot be written ({error.strerror}); name another file") from error
+
+
+def write_output(name: str, content: bytes) -> None:
+    with output_file(name) as temporary:
+        temporary.write_bytes(content)
 
 
 def complain(*texts: str) -> None:

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from crossrank.atomic_file import gzip_writer, join, whole_file
-from crossrank.errors import CrossrankError
+from crossrank.atomic_file import gzip_writer, join
 from crossrank.text import amount, printable
 from crossrank.tools.commands.measured import Measured, add_measured_arguments, read_measured
-from crossrank.tools.commands.options import add_json_argument, folder_of
+from crossrank.tools.commands.options import add_json_argument, folder_of, output_file
 from crossrank.tools.job.sources import CHOICES
 from crossrank.tools.output.console import print_json
 from crossrank.tools.output.timeline.build import Written, write_timeline
@@ -47,14 +46,11 @@ class Timeline:
     def run(self, arguments: argparse.Namespace) -> int:
         output = arguments.output or join(folder_of(arguments.path[0]), "timeline.pftrace")
         measured = read_measured(arguments)
-        try:
-            with whole_file(output) as temporary:
-                written = write_timeline(measured.ranks, measured.together, temporary, flows=arguments.flows)
-                if output.endswith(".gz"):
-                    _compress(temporary)
-                size = temporary.stat().st_size
-        except OSError as error:
-            raise CrossrankError(f"{output}: cannot be written ({error.strerror}); name another with -o") from error
+        with output_file(output) as temporary:
+            written = write_timeline(measured.ranks, measured.together, temporary, flows=arguments.flows)
+            if output.endswith(".gz"):
+                _compress(temporary)
+            size = temporary.stat().st_size
         if arguments.json:
             found = {"clocks": measured.together.clocks, "notes": measured.notes, "skipped": measured.skipped}
             print_json({"output": output, "bytes": size} | msgspec.structs.asdict(written) | found)

@@ -8,9 +8,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
-import msgspec
-import orjson
-
 from crossrank.text import printable
 
 
@@ -75,10 +72,11 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r", "'")
 
 def as_json(value: object) -> str:
     """What `--json` prints of a result: Structs, dataclasses and containers of them."""
-    return orjson.dumps(msgspec.to_builtins(value, str_keys=True), option=_INDENTED).decode()
+    import msgspec
+    import orjson
 
-
-_INDENTED = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+    option = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+    return orjson.dumps(msgspec.to_builtins(value, str_keys=True), option=option).decode()
 
 
 def print_json(value: object) -> None:

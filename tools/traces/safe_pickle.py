@@ -68,9 +68,9 @@ class _Peeked:
     def peek(self, size: int) -> memoryview:
         return self._rest
 
-    def read(self, size: int) -> memoryview:
+    def read(self, size: int) -> bytes:
         found, self._rest = self._rest[:size], self._rest[size:]
-        return found
+        return bytes(found)
 
     def readline(self) -> NoReturn:
         raise RefusedError(_OTHER_OPCODE)
@@ -85,11 +85,11 @@ class _Careful(_NoGlobals, pickle._Unpickler):
         raise RefusedError(_OTHER_OPCODE)
 
     def _load_tuple(self) -> None:
-        pickle._Unpickler.dispatch[pickle.TUPLE[0]](self)
+        _known[pickle.TUPLE[0]](self)
         self._check_tuple()
 
     def _load_tuple2(self) -> None:
-        pickle._Unpickler.dispatch[pickle.TUPLE2[0]](self)
+        _known[pickle.TUPLE2[0]](self)
         self._check_tuple()
 
     def _check_tuple(self) -> None:
@@ -102,11 +102,12 @@ _DATA = (
     "BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINSTRING SHORT_BINSTRING APPEND APPENDS SETITEM SETITEMS BINPUT "
     "LONG_BINPUT MEMOIZE BINGET LONG_BINGET FRAME"
 )
-_Careful.dispatch = dict.fromkeys(pickle._Unpickler.dispatch, _Careful._refuse)
-_Careful.dispatch |= {
-    opcode: pickle._Unpickler.dispatch[opcode] for name in _DATA.split() for opcode in getattr(pickle, name)
-}
-_Careful.dispatch |= {pickle.TUPLE[0]: _Careful._load_tuple, pickle.TUPLE2[0]: _Careful._load_tuple2}
+_known: dict[int, Any] = pickle._Unpickler.dispatch
+_Careful.dispatch = (
+    dict.fromkeys(_known, _Careful._refuse)
+    | {opcode: _known[opcode] for name in _DATA.split() for opcode in getattr(pickle, name)}
+    | {pickle.TUPLE[0]: _Careful._load_tuple, pickle.TUPLE2[0]: _Careful._load_tuple2}
+)
 
 
 _GET = rb"(?:h.|j.{4})"
@@ -121,7 +122,8 @@ _MARGIN = 1 << 16
 def _is_as_torch_writes(data: bytes) -> bool:
     """Walk over every opcode without carrying any out: whether those are the few that cannot do harm.
 
-    Containers, strings and pairs of strings alone are given a memo index, so that what a get is of is known.
+    A memo index is given at once to a container that was made or filled, a string, or a pair of strings, so that it is
+    known which gets are of pairs. What is filled with nothing could be a pair, but for a container made just before.
     """
     opcodes = _opcodes(len(data))
     # Not the gets that a pair is made of: the expression gives back up to two.
@@ -179,6 +181,6 @@ def _opcodes(size: int) -> bytes:
     else:
         long_put = rb"r...[\x00-%s]" % re.escape(bytes([min(most >> 24, 255)]))
     return (
-        rb"h.|K.|[()esuaN\x88\x89]|\]%s|M..|j....|J....|G........|\x8a\x08........|[}\]](?:q.|%s)?|"
-        rb"\x8a(?:\x07.{7}|\x06.{6}|\x05.{5})|\x80[\x02\x03]" % (long_put, long_put)
+        rb"h.|K.|[)saN\x88\x89]|\]%s|M..|j....|J....|G........|\x8a\x08........|(?:[}\]](?:\([ue])?|[ue])(?:q.|%s)?|"
+        rb"\((?![ue])|\x8a(?:\x07.{7}|\x06.{6}|\x05.{5})|\x80[\x02\x03]" % (long_put, long_put)
     )
