@@ -69,8 +69,8 @@ def test_a_killed_process_costs_no_rank_but_the_one_that_kills_it(tmp_path: Path
     once = [Work(tmp_path, number, deaths=number == 1) for number in range(4)]
     assert map_ranks(square, once, Fleet(jobs=2)) == [0, 1, 4, 9]
     always = [Work(tmp_path, 10 + number, deaths=9 * (number == 1)) for number in range(3)]
-    told = "11: its process was killed, most often for lack of memory; try --jobs 1"
-    assert map_ranks(square, always, Fleet(jobs=2), failed=lost) == [100, told, 144]
+    killed = "11: its process was killed, most often for lack of memory; try --jobs 1"
+    assert map_ranks(square, always, Fleet(jobs=2), failed=lost) == [100, killed, 144]
 
 
 def test_one_killer_among_many_costs_a_few_pools_and_no_other_rank(tmp_path: Path) -> None:
@@ -116,8 +116,8 @@ def test_a_dask_cluster_survives_killed_workers(tmp_path: Path) -> None:
         once = [Work(tmp_path, 10 + number, deaths=number == 1) for number in range(3)]
         assert map_ranks(square, once, fleet) == [100, 121, 144]
         always = [Work(tmp_path, 20 + number, deaths=99 * (number == 1)) for number in range(2)]
-        told = "21: its process was killed, most often for lack of memory; try --jobs 1"
-        assert map_ranks(square, always, fleet, failed=lost) == [400, told]
+        killed = "21: its process was killed, most often for lack of memory; try --jobs 1"
+        assert map_ranks(square, always, fleet, failed=lost) == [400, killed]
 
 
 def test_tasks_of_several_ranks_lose_none_with_a_killed_worker(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_tasks_of_several_ranks_lose_none_with_a_killed_worker(tmp_path: Path) -
     }
 
 
-def test_a_cluster_that_does_not_answer_is_told() -> None:
+def test_a_cluster_that_does_not_answer_is_named() -> None:
     with pytest.raises(CrossrankError, match=r"--cluster tcp://127.0.0.1:1: no Dask scheduler answers there"):
         map_ranks(square, [Work(Path(), 1)], Fleet(cluster="tcp://127.0.0.1:1"))
 
@@ -199,8 +199,8 @@ def test_a_signal_leaves_no_partial_file_and_no_process(tmp_path: Path, number: 
         time.sleep(0.02)
     process.send_signal(number)
     _, error = process.communicate(timeout=60)
-    told = {signal.SIGTERM: (143, "crossrank: terminated\n"), signal.SIGINT: (130, "crossrank: interrupted\n")}
-    assert (process.returncode, error) == told[number]
+    expected = {signal.SIGTERM: (143, "crossrank: terminated\n"), signal.SIGINT: (130, "crossrank: interrupted\n")}
+    assert (process.returncode, error) == expected[number]
     assert {path.suffix for path in output.iterdir()} == {".zst"}
     while time.monotonic() < deadline and running_in(process.pid):
         time.sleep(0.05)

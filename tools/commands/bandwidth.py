@@ -13,7 +13,7 @@ from crossrank.tools.commands.measured import Measured, add_measured_arguments, 
 from crossrank.tools.commands.options import add_json_argument, add_line_rate_argument, write_output
 from crossrank.tools.job.from_replay import is_replay, read_replay
 from crossrank.tools.job.sources import CHOICES, LEFT_OUT
-from crossrank.tools.output.console import as_json, print_counts, print_table
+from crossrank.tools.output.console import as_json, print_counts, print_rows
 
 _SHOWN = 24
 _NOTES = 8
@@ -100,14 +100,12 @@ def _print(result: Bandwidth) -> None:
         columns.append(("#of line rate", lambda row: _share(row.line_rate_share)))
     if bounds:
         columns.append(("#upper bounds", lambda row: row.upper_bounds or ""))
-    print_table(
-        "Collectives and transfers, those that took longest in all first",
-        [title for title, _ in columns],
-        [[cell(row) for _, cell in columns] for row in result.rows],
-        most=_SHOWN,
-    )
+    title = "Collectives and transfers, those that took longest in all first"
+    print_rows(title, columns, result.rows, most=_SHOWN)
     if bounds:
-        print("  upper bounds: not all members were seen, several calls shared a launch, or only a wait told the end")
+        print(
+            "  upper bounds: not all members were seen, several calls shared a launch, or the end is known from a wait alone"
+        )
     notes = list(dict.fromkeys(result.notes))
     for note in notes[:_NOTES]:
         print(f"\nnote       {printable(note)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections import Counter
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -12,7 +13,7 @@ from crossrank.errors import CrossrankError
 from crossrank.tools.commands.options import add_json_argument, complain
 from crossrank.tools.graph.chakra.check import Checked, check
 from crossrank.tools.graph.chakra.ranks import GROUPS
-from crossrank.tools.output.console import print_counts, print_json, print_table
+from crossrank.tools.output.console import print_counts, print_json, print_rows
 
 
 class Check:
@@ -60,17 +61,17 @@ def _groups(given: str | None, first: str) -> dict[str, list[int]] | None:
 
 
 def _print(results: list[Checked]) -> None:
-    print_table(
-        "Chakra traces",
-        ("file", "#nodes", "#communications", "contract"),
-        [
-            (
-                result.path,
-                f"{result.nodes:,}",
-                f"{sum(count for kind, count in result.types.items() if kind.startswith('COMM_')):,}",
-                "broken" if result.faults else "kept",
-            )
-            for result in results
-        ],
-    )
+    print_rows("Chakra traces", _COLUMNS, results)
     print_counts("Worth knowing", sorted(sum((Counter(result.notes) for result in results), Counter()).items()))
+
+
+def _communications(result: Checked) -> int:
+    return sum(count for kind, count in result.types.items() if kind.startswith("COMM_"))
+
+
+_COLUMNS: Sequence[tuple[str, Callable[[Checked], object]]] = (
+    ("file", lambda result: result.path),
+    ("#nodes", lambda result: f"{result.nodes:,}"),
+    ("#communications", lambda result: f"{_communications(result):,}"),
+    ("contract", lambda result: "broken" if result.faults else "kept"),
+)

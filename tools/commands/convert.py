@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from crossrank.errors import CrossrankError
@@ -32,7 +32,7 @@ from crossrank.tools.graph.chakra.ranks import (
     write_groups,
 )
 from crossrank.tools.graph.linking.inputs import Inputs, RankInput, find_inputs
-from crossrank.tools.output.console import print_counts, print_json, print_table
+from crossrank.tools.output.console import print_counts, print_json, print_rows
 from crossrank.tools.traces.discover import discover
 
 _SHOWN = 16
@@ -215,10 +215,7 @@ def _complain_of_ranks(results: Sequence[RankResult], least: float) -> bool:
 
 
 def _print(results: Sequence[RankResult], folder: str) -> None:
-    columns = ("rank", "#nodes", "#on the host", "#pauses", "#on GPUs", "#communications", "#dependencies", "#implied")
-    print_table(
-        f"Chakra traces in {printable(folder)}", (*columns, "#size"), [_row(result) for result in results], most=_SHOWN
-    )
+    print_rows(f"Chakra traces in {printable(folder)}", _COLUMNS, results, most=_SHOWN)
     dependencies: Counter[str] = Counter()
     lowered: Counter[str] = Counter()
     for result in results:
@@ -228,20 +225,21 @@ def _print(results: Sequence[RankResult], folder: str) -> None:
     print_counts("Lowered to what ASTRA-sim runs", lowered.most_common())
 
 
-def _row(result: RankResult) -> tuple[object, ...]:
-    nodes = result.converted.nodes
-    host, pauses, gpu = (
-        nodes.get(kind, 0) for kind in ("computation on the host", "pause of the host", "computation on a GPU")
-    )
-    total = sum(nodes.values())
-    return (
-        result.name.removeprefix("rank "),
-        f"{total:,}",
-        f"{host:,}",
-        f"{pauses:,}",
-        f"{gpu:,}",
-        f"{total - host - pauses - gpu:,}",
-        f"{sum(result.converted.dependencies.values()):,}",
-        f"{result.converted.implied:,}",
-        f"{result.size / 1e6:.2f} MB",
-    )
+_HOST, _PAUSE, _GPU = "computation on the host", "pause of the host", "computation on a GPU"
+
+
+def _nodes(result: RankResult, *kinds: str) -> int:
+    return sum(result.converted.nodes.get(kind, 0) for kind in kinds or result.converted.nodes)
+
+
+_COLUMNS: Sequence[tuple[str, Callable[[RankResult], object]]] = (
+    ("rank", lambda result: result.name.removeprefix("rank ")),
+    ("#nodes", lambda result: f"{_nodes(result):,}"),
+    ("#on the host", lambda result: f"{_nodes(result, _HOST):,}"),
+    ("#pauses", lambda result: f"{_nodes(result, _PAUSE):,}"),
+    ("#on GPUs", lambda result: f"{_nodes(result, _GPU):,}"),
+    ("#communications", lambda result: f"{_nodes(result) - _nodes(result, _HOST, _PAUSE, _GPU):,}"),
+    ("#dependencies", lambda result: f"{sum(result.converted.dependencies.values()):,}"),
+    ("#implied", lambda result: f"{result.converted.implied:,}"),
+    ("#size", lambda result: f"{result.size / 1e6:.2f} MB"),
+)

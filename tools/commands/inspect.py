@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any
 
 from crossrank.recording import COMMS
 from crossrank.text import amount, printable, rank_ranges
 from crossrank.tools.analysis.summary import Summary, summarise
 from crossrank.tools.commands.options import add_fleet_arguments, add_json_argument, complain, fleet_of, progress
-from crossrank.tools.output.console import print_json, print_table
+from crossrank.tools.output.console import print_json, print_rows
 from crossrank.tools.traces.discover import discover
 
 _TOP = 10
@@ -53,50 +56,14 @@ class Inspect:
 def _print(summary: Summary, top: int) -> None:
     _print_head(summary)
     if summary.by_op:
-        print_table(
-            "Operations",
-            ("operation", "called as", "#calls", "#bytes", "#bytes/call", "#cross-node"),
-            [
-                (
-                    row["op"],
-                    row["api"],
-                    row["calls"],
-                    amount(row["bytes"]),
-                    amount(row["bytes"] / row["calls"]),
-                    _share(row["cross_node_bytes"], row["bytes"]),
-                )
-                for row in summary.by_op
-            ],
-        )
+        print_rows("Operations", _OPERATIONS, summary.by_op)
     if summary.groups:
-        print_table(
-            "Process groups",
-            ("group", "description", "#size", "ranks", "locality", "#calls", "#bytes"),
-            [
-                (
-                    row["pg"],
-                    row["desc"],
-                    row["size"],
-                    rank_ranges(row["ranks"]) if row["ranks"] is not None else "not known",
-                    row["locality"],
-                    row["calls"],
-                    amount(row["bytes"]),
-                )
-                for row in summary.groups
-            ],
-        )
+        print_rows("Process groups", _GROUPS, summary.groups)
     if summary.sources:
         rest = len(summary.sources) - top
-        print_table(
-            "Source lines that communicate most" + (f" ({rest} more: --top)" if rest > 0 else ""),
-            ("source", "operation", "#calls", "#bytes"),
-            [(row["source"], row["op"], row["calls"], amount(row["bytes"])) for row in summary.sources[:top]],
-        )
-    print_table(
-        "Files",
-        ("kind", "#files", "#size"),
-        [(kind, entry["files"], amount(entry["bytes"])) for kind, entry in summary.files.items()],
-    )
+        more = f" ({rest} more: --top)" if rest > 0 else ""
+        print_rows(f"Source lines that communicate most{more}", _SOURCES, summary.sources[:top])
+    print_rows("Files", _FILES, list(summary.files.items()))
     _print_missing(summary)
 
 
@@ -160,3 +127,29 @@ def _count(text: str) -> int:
 
 def _share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+_BYTES: tuple[str, Callable[[dict[str, Any]], object]] = ("#bytes", lambda row: amount(row["bytes"]))
+_OPERATIONS = (
+    ("operation", itemgetter("op")),
+    ("called as", itemgetter("api")),
+    ("#calls", itemgetter("calls")),
+    _BYTES,
+    ("#bytes/call", lambda row: amount(row["bytes"] / row["calls"])),
+    ("#cross-node", lambda row: _share(row["cross_node_bytes"], row["bytes"])),
+)
+_GROUPS = (
+    ("group", itemgetter("pg")),
+    ("description", itemgetter("desc")),
+    ("#size", itemgetter("size")),
+    ("ranks", lambda row: rank_ranges(row["ranks"]) if row["ranks"] is not None else "not known"),
+    ("locality", itemgetter("locality")),
+    ("#calls", itemgetter("calls")),
+    _BYTES,
+)
+_SOURCES = (("source", itemgetter("source")), ("operation", itemgetter("op")), ("#calls", itemgetter("calls")), _BYTES)
+_FILES = (
+    ("kind", itemgetter(0)),
+    ("#files", lambda row: row[1]["files"]),
+    ("#size", lambda row: amount(row[1]["bytes"])),
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from crossrank.errors import CrossrankError
@@ -22,7 +22,7 @@ from crossrank.tools.commands.options import (
 )
 from crossrank.tools.graph.linking.inputs import Inputs, find_inputs
 from crossrank.tools.graph.linking.ranks import EXTENSIONS, GroupRow, RankResult, Task, compare_groups, link_ranks
-from crossrank.tools.output.console import print_counts, print_json, print_table
+from crossrank.tools.output.console import print_counts, print_json, print_rows
 
 _ROWS = 16
 _WARNINGS = 4
@@ -115,12 +115,7 @@ def _poor_match(result: RankResult, least: float) -> list[str]:
 
 
 def _print(linked: Sequence[RankResult], groups: Sequence[GroupRow], folder: str) -> None:
-    print_table(
-        f"Linked traces in {printable(folder)}",
-        ("rank", "#host ops", "#matched", "#GPU", "#linked", "#left out", "#comms", "#edges"),
-        [_row(result) for result in linked],
-        most=_ROWS,
-    )
+    print_rows(f"Linked traces in {printable(folder)}", _RANKS, linked, most=_ROWS)
     for name, title in _COUNTED.items():
         total: Counter[str] = Counter()
         for result in linked:
@@ -130,41 +125,12 @@ def _print(linked: Sequence[RankResult], groups: Sequence[GroupRow], folder: str
     if alone:
         print_counts("Communication kernels without a call around them", [("all", alone)])
     if groups:
-        print_table(
-            "Process groups, over the ranks linked",
-            ("group", "#members", "ranks", "#collectives per rank", "#sends and receives"),
-            [
-                (
-                    _group_name(row),
-                    len(row.ranks) or "not known",
-                    rank_ranges(row.ranks) if row.ranks else "not known",
-                    _counts(row),
-                    row.p2p,
-                )
-                for row in groups
-            ],
-            most=_ROWS,
-        )
+        print_rows("Process groups, over the ranks linked", _GROUPS, groups, most=_ROWS)
     warnings = _warnings(linked)
     for text, ranks in warnings[:_WARNINGS]:
         print(f"\nwarning    {printable(text)} ({', '.join(ranks[:4])}{', …' if len(ranks) > 4 else ''})")
     if len(warnings) > _WARNINGS:
         print(f"\n… and {len(warnings) - _WARNINGS} more warning(s): --json has all")
-
-
-def _row(result: RankResult) -> tuple[object, ...]:
-    report = result.report
-    outside = sum(report.activities_outside.values())
-    return (
-        result.name.removeprefix("rank "),
-        f"{report.host_nodes:,}",
-        _percent(report.host_rate),
-        f"{sum(report.activities.values()) - outside:,}",
-        _percent(report.activity_rate) if report.activities else "-",
-        f"{outside:,}",
-        f"{sum(report.communications.values()):,}",
-        f"{sum(report.edges.values()):,}",
-    )
 
 
 def _warnings(linked: Sequence[RankResult]) -> list[tuple[str, list[str]]]:
@@ -220,3 +186,26 @@ def _summary(results: Sequence[RankResult], groups: Sequence[GroupRow], inputs: 
 def _percent(share: float) -> str:
     # Never rounded up to a match that it is not.
     return f"{int(share * 1000) / 10:.1f} %"
+
+
+def _left_out(result: RankResult) -> int:
+    return sum(result.report.activities_outside.values())
+
+
+_RANKS: Sequence[tuple[str, Callable[[RankResult], object]]] = (
+    ("rank", lambda result: result.name.removeprefix("rank ")),
+    ("#host ops", lambda result: f"{result.report.host_nodes:,}"),
+    ("#matched", lambda result: _percent(result.report.host_rate)),
+    ("#GPU", lambda result: f"{sum(result.report.activities.values()) - _left_out(result):,}"),
+    ("#linked", lambda result: _percent(result.report.activity_rate) if result.report.activities else "-"),
+    ("#left out", lambda result: f"{_left_out(result):,}"),
+    ("#comms", lambda result: f"{sum(result.report.communications.values()):,}"),
+    ("#edges", lambda result: f"{sum(result.report.edges.values()):,}"),
+)
+_GROUPS: Sequence[tuple[str, Callable[[GroupRow], object]]] = (
+    ("group", _group_name),
+    ("#members", lambda row: len(row.ranks) or "not known"),
+    ("ranks", lambda row: rank_ranges(row.ranks) if row.ranks else "not known"),
+    ("#collectives per rank", _counts),
+    ("#sends and receives", lambda row: row.p2p),
+)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any, TextIO
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TextIO, TypeVar
 
 from crossrank.text import printable
+
+Row = TypeVar("Row")
 
 
 class Printable:
@@ -93,12 +95,19 @@ def print_counts(title: str, counts: Iterable[tuple[str, int]]) -> None:
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], most: int | None = None) -> None:
     """A titled table of the first `most` rows. A column whose name starts with `#` is a number, to the right."""
-    _print_rows(title, columns, rows[:most])
+    _print_cells(title, columns, rows[:most])
     if len(rows) > len(rows[:most]):
         print(f"  … and {len(rows[most:])} more: --json has all")
 
 
-def _print_rows(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+def print_rows(
+    title: str, columns: Sequence[tuple[str, Callable[[Row], object]]], rows: Sequence[Row], most: int | None = None
+) -> None:
+    """A table of one line for each of `rows`; a column is its name and what makes a cell of a row."""
+    print_table(title, [name for name, _ in columns], [[cell(row) for _, cell in columns] for row in rows], most)
+
+
+def _print_cells(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     names = [column.removeprefix("#") for column in columns]
     right = [column.startswith("#") for column in columns]
     cells = [[printable(str(cell)) for cell in row] for row in rows]

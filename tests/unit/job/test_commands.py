@@ -56,10 +56,10 @@ def test_the_json_is_the_same_as_the_file(folder: Path, tmp_path: Path, capsys: 
     assert run("bandwidth", folder, "--json", "-o", output, "--by", "source,op") == 0
     printed = capsys.readouterr().out
     assert printed == output.read_text()
-    said: dict[str, Any] = json.loads(printed)
-    assert said["schema"] == "crossrank-bandwidth 1"
-    assert said["by"] == ["source", "op"]
-    assert [(row["op"], row["source"], row["pg"]) for row in said["rows"]] == [("all_reduce", None, None)]
+    found: dict[str, Any] = json.loads(printed)
+    assert found["schema"] == "crossrank-bandwidth 1"
+    assert found["by"] == ["source", "op"]
+    assert [(row["op"], row["source"], row["pg"]) for row in found["rows"]] == [("all_reduce", None, None)]
 
 
 def test_a_timeline_goes_beside_its_input_and_says_what_it_holds(
@@ -72,8 +72,8 @@ def test_a_timeline_goes_beside_its_input_and_says_what_it_holds(
     assert (folder / "timeline.pftrace").stat().st_size > 200
     packed = folder / "t.pftrace.gz"
     assert run("timeline", folder, "-o", packed, "--json") == 0
-    said = json.loads(capsys.readouterr().out)
-    assert (said["output"], said["calls"], said["bytes"]) == (str(packed), 4, packed.stat().st_size)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["output"], found["calls"], found["bytes"]) == (str(packed), 4, packed.stat().st_size)
     assert gzip.decompress(packed.read_bytes()) == (folder / "timeline.pftrace").read_bytes()
     assert sorted(path.name for path in folder.iterdir()) == [
         "rank_0.sqlite",
@@ -83,7 +83,7 @@ def test_a_timeline_goes_beside_its_input_and_says_what_it_holds(
     ]
 
 
-def test_a_missing_rank_is_told_and_its_times_are_bounds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_rank_is_reported_and_its_times_are_bounds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_exports(folder, ranks=2, world=3)
     assert run("bandwidth", folder, "--json") == 1
     captured = capsys.readouterr()

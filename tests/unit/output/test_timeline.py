@@ -57,12 +57,12 @@ class Decoded:
             elif event.type == event.TYPE_SLICE_END:
                 index = open_events[uuid].pop()
                 assert not open_events[uuid], "slices of a track do not overlap"
-                name, start, _, said, flows = rows[index]
-                rows[index] = name, start, packet.timestamp, said, flows
+                name, start, _, values, flows = rows[index]
+                rows[index] = name, start, packet.timestamp, values, flows
             else:
                 assert packet.sequence_flags & 2
-                said = {arguments[one.name_iid]: one.int_value for one in event.debug_annotations}
-                rows.append((event_names[event.name_iid], packet.timestamp, None, said, list(event.flow_ids)))
+                values = {arguments[one.name_iid]: one.int_value for one in event.debug_annotations}
+                rows.append((event_names[event.name_iid], packet.timestamp, None, values, list(event.flow_ids)))
                 if event.type == event.TYPE_SLICE_BEGIN:
                     open_events[uuid].append(len(rows) - 1)
         assert not any(open_events.values()), "every slice ends"

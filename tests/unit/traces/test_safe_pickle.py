@@ -153,7 +153,7 @@ def test_a_pickle_that_is_larger_than_any_dump_is_refused(content: bytes, what: 
 
 
 @given(DATA, st.sampled_from([2, 4]), st.data())
-def test_a_pickle_that_is_cut_off_is_told_apart_from_a_hostile_one(thing: Any, protocol: int, data: Any) -> None:
+def test_a_pickle_that_is_cut_off_is_not_taken_for_a_hostile_one(thing: Any, protocol: int, data: Any) -> None:
     content = pickle.dumps({"version": "2.10", "entries": [thing]}, protocol)
     end = data.draw(st.integers(1, len(content) - 1))
 
