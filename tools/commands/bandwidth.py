@@ -103,9 +103,7 @@ def _print(result: Bandwidth) -> None:
     title = "Collectives and transfers, those that took longest in all first"
     print_rows(title, columns, result.rows, most=_SHOWN)
     if bounds:
-        print(
-            "  upper bounds: not all members were seen, several calls shared a launch, or the end is known from a wait alone"
-        )
+        print("  upper bounds: not all members were seen, several calls shared a launch, or only a wait shows the end")
     notes = list(dict.fromkeys(result.notes))
     for note in notes[:_NOTES]:
         print(f"\nnote       {printable(note)}")
