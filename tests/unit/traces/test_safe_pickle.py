@@ -57,7 +57,8 @@ class _Witness(safe_pickle._Careful):
 
 FRAGMENTS = [
     *(b"h\x00", b"h\x01", b"X\1\0\0\0a", b"X\1\0\0\0aq\x01", b"\x86", b"\x86q\x01", b"h\x00h\x00\x86q\x01"),
-    *(b"]", b"]q\x01", b")", b"(u", b"](e", b"}uq\x01", b"q\x01", b"K\x86", b"Mhh", b"\x8a\x05h\x00h\x00\x86"),
+    *(b"]", b")", b"](e", b"}uq\x01", b"(uq\x01", b"h\x01h\x01\x86"),
+    *(b"q\x01", b"K\x86", b"Mhh", b"\x8a\x05h\x00h\x00\x86"),
 ]
 
 
@@ -84,10 +85,10 @@ def _nested(opcode: bytes, levels: int) -> bytes:
 def _doubled(levels: int, between: bytes = b"") -> bytes:
     """A key that is a tuple of two times the same tuple of two times the same tuple …, each with its memo index after
     what stands `between`."""
-    content = b"\x80\x02}X\x01\x00\x00\x00aq\x00h\x00h\x00\x86" + between + b"q\x01"
+    content = b"\x80\x02X\x01\x00\x00\x00aq\x00h\x00h\x00\x86" + between + b"q\x01"
     for level in range(levels):
         content += b"h%ch%c\x86%sq%c" % (1 + level, 1 + level, between, 2 + level)
-    return content + b"K\x01s."
+    return content + b"}h%cK\x01s." % (1 + levels)
 
 
 @pytest.mark.parametrize(
