@@ -31,8 +31,6 @@ from crossrank.tools.job.collectives import match_collectives
 from crossrank.tools.job.job import Job
 from crossrank.tools.job.sources import find, read
 from crossrank.tools.output.timeline.build import write_timeline
-from crossrank.tools.output.timeline.chrome import ChromeWriter
-from crossrank.tools.output.timeline.perfetto import PerfettoWriter
 from crossrank.tools.parallel import Fleet
 from tests.unit.graph.linking.small_traces import SmallTrace
 
@@ -144,12 +142,10 @@ def timeline(folder: Path) -> None:
     print("  every call a moment on its host and a slice on its device, arrows, counters")
     print(f"  {'':28} {'wall s':>8} {'user s':>8} {'peak MB':>8} {'file MB':>8}")
     print(f"  {'whole command':28} {wall:>8.1f} {user:>8.1f} {peak:>8.0f} {output.stat().st_size / 1e6:>8.1f}")
-    for name, factory in (("native", PerfettoWriter), ("Chrome JSON", ChromeWriter)):
-        start, used = time.monotonic(), time.process_time()
-        write_timeline(ranks, together, output, factory)
-        wall, user = time.monotonic() - start, time.process_time() - used
-        size = output.stat().st_size / 1e6
-        print(f"  {'writing alone, ' + name:28} {wall:>8.1f} {user:>8.1f} {'':>8} {size:>8.1f}", flush=True)
+    start, used = time.monotonic(), time.process_time()
+    write_timeline(ranks, together, output)
+    wall, user = time.monotonic() - start, time.process_time() - used
+    print(f"  {'writing alone':28} {wall:>8.1f} {user:>8.1f} {'':>8} {output.stat().st_size / 1e6:>8.1f}", flush=True)
 
 
 def report(folder: Path) -> None:

@@ -22,52 +22,19 @@ import crossrank
 from crossrank.errors import CrossrankError, unforeseen
 from crossrank.text import printable
 from crossrank.tools.output.console import Printable
-from crossrank.tools.shards import ShardDone
 
-# name -> (module, class, one line for the overview)
 COMMANDS = {
-    "inspect": ("crossrank.tools.commands.inspect", "Inspect", "what is in a recording, and what is missing"),
-    "convert": (
-        "crossrank.tools.commands.convert",
-        "Convert",
-        "Chakra traces per rank and a group file, for simulators",
-    ),
-    "check": (
-        "crossrank.tools.commands.check",
-        "Check",
-        "does a Chakra trace keep the contract of ASTRA-sim's feeders",
-    ),
-    "link": (
-        "crossrank.tools.commands.link",
-        "Link",
-        "one linked trace per rank: times, GPU, communication, dependencies",
-    ),
-    "bandwidth": (
-        "crossrank.tools.commands.bandwidth",
-        "BandwidthCommand",
-        "time, algbw, busbw and waiting per collective, from Nsight, Kineto or the flight recorder",
-    ),
-    "timeline": (
-        "crossrank.tools.commands.timeline",
-        "Timeline",
-        "all ranks on one Perfetto timeline, on one clock",
-    ),
-    "report": (
-        "crossrank.tools.commands.report",
-        "Report",
-        "one HTML page of all of it, to hand around",
-    ),
-    "diagnose": (
-        "crossrank.tools.commands.diagnose",
-        "Diagnose",
-        "who is missing, mismatched or stuck; root cause before consequences",
-    ),
-    "replay": (
-        "crossrank.replay.command",
-        "Replay",
-        "the communication again, without the model, measured against the recording",
-    ),
+    "inspect": ("tools.commands.inspect:Inspect", "what is in a recording, and what is missing"),
+    "convert": ("tools.commands.convert:Convert", "Chakra traces per rank and a group file, for simulators"),
+    "check": ("tools.commands.check:Check", "does a Chakra trace keep the contract of ASTRA-sim's feeders"),
+    "link": ("tools.commands.link:Link", "one linked trace per rank: times, GPU, communication, dependencies"),
+    "bandwidth": ("tools.commands.bandwidth:BandwidthCommand", "time, algbw, busbw and waiting per collective"),
+    "timeline": ("tools.commands.timeline:Timeline", "all ranks on one Perfetto timeline, on one clock"),
+    "report": ("tools.commands.report:Report", "one HTML page of all of it, to hand around"),
+    "diagnose": ("tools.commands.diagnose:Diagnose", "who is missing, mismatched or stuck; root cause first"),
+    "replay": ("replay.command:Replay", "the communication again, without the model, measured against the recording"),
 }
+"""Name -> module of crossrank and its class, and one line for the overview."""
 
 
 class Command(Protocol):
@@ -89,32 +56,25 @@ def _run(argv: Sequence[str] | None) -> int:
         with _ending_in_order():
             arguments = _parse(list(sys.argv[1:] if argv is None else argv))
             return int(arguments.run(arguments))
-    except ShardDone as share:
-        print(share)
-        return 0
-    except CrossrankError as error:
-        print(f"crossrank: {printable(str(error))}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
-        print("crossrank: interrupted", file=sys.stderr)
-        return 130
+        return _end("interrupted", 130)
     except _Terminated:
-        print("crossrank: terminated", file=sys.stderr)
-        return 143
+        return _end("terminated", 143)
     except BrokenPipeError:
         # `crossrank inspect … | head` is no fault. Python would complain once more when it closes stdout.
         _silence_stdout()
         return 0
     except OSError as error:
         # Files name themselves in errors of ours: this is a terminal or a pipe, or a disk behind it that is full.
-        print(
-            f"crossrank: cannot be written: {error.filename or 'stdout'} ({error.strerror or error})", file=sys.stderr
-        )
         _silence_stdout()
-        return 2
+        return _end(f"cannot be written: {error.filename or 'stdout'} ({error.strerror or error})", 2)
     except Exception as error:  # a file that nobody thought of ends in one line, like any other
-        print(f"crossrank: {printable(str(unforeseen(error)))}", file=sys.stderr)
-        return 2
+        return _end(str(error if isinstance(error, CrossrankError) else unforeseen(error)), 2)
+
+
+def _end(text: str, code: int) -> int:
+    print(f"crossrank: {printable(text)}", file=sys.stderr)
+    return code
 
 
 def _silence_stdout() -> None:
@@ -165,10 +125,11 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     )
     overview.add_argument("--version", action="version", version=f"crossrank {crossrank.__version__}")
     subparsers = overview.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, (module, class_name, summary) in COMMANDS.items():
+    for name, (place, summary) in COMMANDS.items():
         # Only the one that is called is imported: `crossrank --help` and each command start fast.
         if words[:1] == [name]:
-            command: Command = getattr(import_module(module), class_name)()
+            module, _, class_name = place.partition(":")
+            command: Command = getattr(import_module(f"crossrank.{module}"), class_name)()
             parser = subparsers.add_parser(name, help=summary, description=command.__doc__)
             command.add_arguments(parser)
             parser.set_defaults(run=command.run)

@@ -71,18 +71,17 @@ def workspace(folder: Path) -> None:
     for words in (
         f"link --jobs 1 {folder}/recording -o {folder}/linked --compress none",
         f"convert --jobs 1 {folder}/recording -o {folder}/chakra",
-        f"inspect {folder}/recording --shard 0/1 --parts {folder}/parts",
     ):
         with contextlib.redirect_stdout(io.StringIO()):
             code = main(words.split())
         if code:
             raise RuntimeError(f"crossrank {words}: exit code {code}")
     for path in list(folder.rglob("*")):  # mutated plain, and packed afterwards
-        if path.suffix in (".zst", ".gz", ".part"):
+        if path.suffix in (".zst", ".gz"):
             data = path.read_bytes()
             unpacked = gzip.decompress(data) if path.suffix == ".gz" else _unzstd(data)
             path.unlink()
-            path.with_name(path.name if path.suffix == ".part" else path.stem).write_bytes(unpacked)
+            path.with_name(path.stem).write_bytes(unpacked)
 
 
 def _basic_trace(rank: int) -> list[dict[str, Any]]:
@@ -131,7 +130,6 @@ def _nodes(path: str) -> list[object]:
 _COMMS, _ET, _KINETO = "recording/rank-0.comms.jsonl", "recording/rank-0.et.json", "recording/rank-0.kineto.json"
 _DUMP, _PICKLE, _LINKED = "recording/rank-0.flight.json", "flight/rank_0", "linked/rank-0.linked.json"
 _GPU, _CHAKRA, _EXPORT, _PLAN = "gpu/event_sync.kineto.json", "chakra/chakra.0.et", "nsight/rank_0.sqlite", "plan.json"
-_PART = "parts/crossrank-inspect-0-of-1.part"
 _BY_FILE: dict[str, Mutation] = {
     _COMMS: mutate.json_lines,
     _PICKLE: mutate.pickle_opcodes,
@@ -171,7 +169,6 @@ TARGETS = (
     _command("inspect recording", _COMMS, 3),
     _command("inspect recording --json", _COMMS),
     _command("inspect chakra/chakra.0.et", _CHAKRA),
-    _command("inspect recording --merge parts", _PART, 3),
     _command("link recording -o out", _ET),
     _command("link recording -o out", _KINETO),
     _command("link recording -o out", _COMMS),
@@ -191,7 +188,7 @@ TARGETS = (
     _command("bandwidth replay", "replay/replay.json", 2),
     _command("bandwidth flight", _PICKLE, 2),
     _command("timeline recording -o out.pftrace", _COMMS, 2),
-    _command("timeline nsight recording -o out.json --format chrome", _EXPORT),
+    _command("timeline nsight recording -o out.pftrace.gz", _EXPORT),
     _command("timeline linked -o out.pftrace", _LINKED),
     _command("timeline recording -o out.pftrace", _DUMP),
     _command("report recording -o out.html", _COMMS),

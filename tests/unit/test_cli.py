@@ -28,6 +28,6 @@ def test_an_error_that_nobody_foresaw_is_one_line_and_exit_2(
 
     assert main(["inspect", "recording"]) == 2
 
-    said = capsys.readouterr().err
-    assert said.startswith(f"crossrank: {line}")
-    assert said.count("\n") == 1
+    error_text = capsys.readouterr().err
+    assert error_text.startswith(f"crossrank: {line}")
+    assert error_text.count("\n") == 1

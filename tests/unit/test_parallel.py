@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -14,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from crossrank.budget import BudgetError
 from crossrank.errors import CrossrankError
 from crossrank.tools.cli import main
-from crossrank.tools.cluster import dask_executor
-from crossrank.tools.parallel import Fleet, map_ranks
-from crossrank.tools.shards import Job, Merge, Shard, ShardDone
+from crossrank.tools.parallel import Fleet, dask_executor, map_ranks
 from tests.unit.graph.linking.test_link_command import rank_trace
 
 
@@ -51,9 +49,6 @@ def lost(work: Work, error: CrossrankError) -> str:
     return f"{work.number}: {error}"
 
 
-JOB = Job(command="link", inputs=("/data/run1",))
-
-
 def test_results_come_in_order_whoever_works(tmp_path: Path) -> None:
     work = [Work(tmp_path, number) for number in range(7)]
     with ThreadPoolExecutor(3) as threads:
@@ -74,8 +69,8 @@ def test_a_killed_process_costs_no_rank_but_the_one_that_kills_it(tmp_path: Path
     once = [Work(tmp_path, number, deaths=number == 1) for number in range(4)]
     assert map_ranks(square, once, Fleet(jobs=2)) == [0, 1, 4, 9]
     always = [Work(tmp_path, 10 + number, deaths=9 * (number == 1)) for number in range(3)]
-    told = "11: its process was killed, most often for lack of memory; try --jobs 1"
-    assert map_ranks(square, always, Fleet(jobs=2), failed=lost) == [100, told, 144]
+    killed = "11: its process was killed, most often for lack of memory; try --jobs 1"
+    assert map_ranks(square, always, Fleet(jobs=2), failed=lost) == [100, killed, 144]
 
 
 def test_one_killer_among_many_costs_a_few_pools_and_no_other_rank(tmp_path: Path) -> None:
@@ -85,6 +80,16 @@ def test_one_killer_among_many_costs_a_few_pools_and_no_other_rank(tmp_path: Pat
     assert results[37].startswith("37: its process was killed")
     # Halves are tried until it is alone: not every rank by itself.
     assert sum(len(list(tmp_path.glob(f"{number}-*"))) for number in range(64)) < 64 * 3
+
+
+def refuse(path: str) -> None:
+    """Runs in a worker: an error that `pickle` cannot make again from its text."""
+    raise BudgetError(path, "is refused")
+
+
+def test_an_error_of_any_class_comes_back_from_a_process_as_its_text() -> None:
+    with pytest.raises(CrossrankError, match=r"^a: is refused$"):
+        map_ranks(refuse, ["a", "b"], Fleet(jobs=2))
 
 
 def large(size: int) -> bytes:
@@ -111,8 +116,8 @@ def test_a_dask_cluster_survives_killed_workers(tmp_path: Path) -> None:
         once = [Work(tmp_path, 10 + number, deaths=number == 1) for number in range(3)]
         assert map_ranks(square, once, fleet) == [100, 121, 144]
         always = [Work(tmp_path, 20 + number, deaths=99 * (number == 1)) for number in range(2)]
-        told = "21: its process was killed, most often for lack of memory; try --jobs 1"
-        assert map_ranks(square, always, fleet, failed=lost) == [400, told]
+        killed = "21: its process was killed, most often for lack of memory; try --jobs 1"
+        assert map_ranks(square, always, fleet, failed=lost) == [400, killed]
 
 
 def test_tasks_of_several_ranks_lose_none_with_a_killed_worker(tmp_path: Path) -> None:
@@ -125,51 +130,15 @@ def test_tasks_of_several_ranks_lose_none_with_a_killed_worker(tmp_path: Path) -
     }
 
 
-def test_a_cluster_that_does_not_answer_is_told() -> None:
+def test_a_cluster_that_does_not_answer_is_named() -> None:
     with pytest.raises(CrossrankError, match=r"--cluster tcp://127.0.0.1:1: no Dask scheduler answers there"):
         map_ranks(square, [Work(Path(), 1)], Fleet(cluster="tcp://127.0.0.1:1"))
-
-
-def test_shards_together_give_what_one_run_gives(tmp_path: Path) -> None:
-    work = [Work(tmp_path, number) for number in range(8)]
-    parts = str(tmp_path / "parts")
-    os.mkdir(parts)
-    with pytest.raises(CrossrankError, match=r"holds no part of `crossrank link`; run each --shard I/N"):
-        map_ranks(squared_text, work, Fleet(part=Merge(job=JOB, folder=parts)))
-    for index in (2, 0):
-        with pytest.raises(ShardDone, match=f"shard {index} of 3: {3 - index // 2} of 8 ranks' files are done"):
-            map_ranks(squared_text, work, Fleet(part=Shard(job=JOB, index=index, count=3, folder=parts)))
-    with pytest.raises(CrossrankError, match="shard 1 of 3 is not there; run it with --shard 1/3"):
-        map_ranks(squared_text, work, Fleet(part=Merge(job=JOB, folder=parts)))
-    with pytest.raises(ShardDone):
-        map_ranks(squared_text, work, Fleet(part=Shard(job=JOB, index=1, count=3, folder=parts)))
-    assert map_ranks(squared_text, work, Fleet(part=Merge(job=JOB, folder=parts))) == [str(n**2) for n in range(8)]
-    other = Job(command="link", inputs=("/data/run2",))
-    with pytest.raises(CrossrankError, match=r"of /data/run1, not by .* of /data/run2; run the shards anew"):
-        map_ranks(squared_text, work, Fleet(part=Merge(job=other, folder=parts)))
-
-
-class Evil:
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.system, ("touch evil",)
-
-
-@pytest.mark.parametrize("content", [pickle.dumps(Evil()), b"", b"not a pickle"])
-def test_a_part_that_is_none_is_refused_and_runs_nothing(
-    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "crossrank-link-0-of-1.part").write_bytes(content)
-    with pytest.raises(CrossrankError, match="is no part of crossrank"):
-        map_ranks(square, [Work(tmp_path, 1)], Fleet(part=Merge(job=JOB, folder=str(tmp_path))))
-    assert not (tmp_path / "evil").exists()
 
 
 ENGINES = {
     "this process": ["--jobs", "1"],
     "processes": ["--jobs", "2"],
     "cluster": ["--jobs", "2", "--cluster", "local"],
-    "shards": [],
     "url": ["--jobs", "2"],
 }
 
@@ -185,12 +154,6 @@ def test_linked_traces_and_what_is_printed_do_not_depend_on_the_engine(
     for engine, words in ENGINES.items():
         out = tmp_path / engine.replace(" ", "-")
         command = ["link", str(recording), "-o", f"file://{out}" if engine == "url" else str(out), "--json"]
-        if engine == "shards":
-            parts = str(tmp_path / "parts")
-            for index in range(3):
-                assert main([*command, "--jobs", "1", "--shard", f"{index}/3", "--parts", parts]) == 0
-            capsys.readouterr()
-            words = ["--merge", parts]
         assert main([*command, *words]) == 0
         printed = capsys.readouterr().out.replace(f"file://{out}", "OUT").replace(str(out), "OUT")
         given[engine] = printed, {path.name: path.read_bytes() for path in sorted(out.iterdir())}
@@ -216,23 +179,12 @@ def test_inputs_and_outputs_may_be_urls_of_memory(tmp_path: Path, capsys: pytest
     assert not [name for name in memory.ls("/run", detail=False) if name.endswith(".part")]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--shard", "1/2"], "--shard I/N and --parts DIR belong together"),
-        (["--shard", "2/2", "--parts", "p"], "--shard '2/2' is not I/N with I from 0 to N - 1, for example 0/8"),
-        (["--shard", "0/2", "--merge", "p"], "give one of them"),
-        (["--jobs", "-1"], "--jobs -1 is no number of processes"),
-    ],
-)
-def test_options_that_cannot_be_are_one_line_and_exit_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+def test_a_negative_number_of_processes_is_one_line_and_exit_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rank_trace(0).write(tmp_path, 0)
-    assert main(["link", str(tmp_path), *words]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    assert main(["link", str(tmp_path), "--jobs", "-1"]) == 2
+    assert capsys.readouterr().err == "crossrank: --jobs -1 is no number of processes\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -247,8 +199,8 @@ def test_a_signal_leaves_no_partial_file_and_no_process(tmp_path: Path, number: 
         time.sleep(0.02)
     process.send_signal(number)
     _, error = process.communicate(timeout=60)
-    told = {signal.SIGTERM: (143, "crossrank: terminated\n"), signal.SIGINT: (130, "crossrank: interrupted\n")}
-    assert (process.returncode, error) == told[number]
+    expected = {signal.SIGTERM: (143, "crossrank: terminated\n"), signal.SIGINT: (130, "crossrank: interrupted\n")}
+    assert (process.returncode, error) == expected[number]
     assert {path.suffix for path in output.iterdir()} == {".zst"}
     while time.monotonic() < deadline and running_in(process.pid):
         time.sleep(0.05)

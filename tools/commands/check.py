@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from crossrank.errors import CrossrankError
-from crossrank.text import printable
-from crossrank.tools.commands.options import complain
+from crossrank.tools.commands.options import add_json_argument, complain
 from crossrank.tools.graph.chakra.check import Checked, check
 from crossrank.tools.graph.chakra.ranks import GROUPS
-from crossrank.tools.output.console import print_table
+from crossrank.tools.output.console import print_counts, print_json, print_rows
 
 
 class Check:
@@ -28,27 +27,24 @@ class Check:
         parser.add_argument(
             "--groups", metavar="FILE", help=f"the communicator groups (default: {GROUPS} beside the first trace)"
         )
-        parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+        add_json_argument(parser, "what was found")
 
     def run(self, arguments: argparse.Namespace) -> int:
         groups = _groups(arguments.groups, arguments.traces[0])
         results: list[Checked] = []
-        unreadable = False
         for path in arguments.traces:
             try:
                 results.append(check(path, groups))
             except CrossrankError as error:
                 complain(str(error))
-                unreadable = True
         if arguments.json:
-            encoded = msgspec.json.encode([asdict(result) for result in results])
-            sys.stdout.write(msgspec.json.format(encoded, indent=2).decode() + "\n")
+            print_json(results)
         elif results:
             _print(results)
         for result in results:
             for what, count in result.faults.items():
                 complain(f"{result.path}: {what}: {count}, first {result.first[what]}")
-        if unreadable:
+        if len(results) < len(arguments.traces):
             return 2
         return 1 if any(result.faults for result in results) else 0
 
@@ -65,24 +61,17 @@ def _groups(given: str | None, first: str) -> dict[str, list[int]] | None:
 
 
 def _print(results: list[Checked]) -> None:
-    print_table(
-        "Chakra traces",
-        ("file", "#nodes", "#communications", "contract"),
-        [
-            (
-                result.path,
-                f"{result.nodes:,}",
-                f"{sum(count for kind, count in result.types.items() if kind.startswith('COMM_')):,}",
-                "broken" if result.faults else "kept",
-            )
-            for result in results
-        ],
-    )
-    notes: dict[str, int] = {}
-    for result in results:
-        for note, count in result.notes.items():
-            notes[note] = notes.get(note, 0) + count
-    if notes:
-        print("\nWorth knowing")
-        for note, count in sorted(notes.items()):
-            print(f"  {count:>9,}  {printable(note)}")
+    print_rows("Chakra traces", _COLUMNS, results)
+    print_counts("Worth knowing", sorted(sum((Counter(result.notes) for result in results), Counter()).items()))
+
+
+def _communications(result: Checked) -> int:
+    return sum(count for kind, count in result.types.items() if kind.startswith("COMM_"))
+
+
+_COLUMNS: Sequence[tuple[str, Callable[[Checked], object]]] = (
+    ("file", lambda result: result.path),
+    ("#nodes", lambda result: f"{result.nodes:,}"),
+    ("#communications", lambda result: f"{_communications(result):,}"),
+    ("contract", lambda result: "broken" if result.faults else "kept"),
+)

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, replace
-
-import msgspec
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from crossrank.errors import CrossrankError
 from crossrank.recording import LINKED, is_folder
 from crossrank.text import printable
 from crossrank.tools.commands.options import (
     add_fleet_arguments,
+    add_json_argument,
+    add_min_match_argument,
+    add_ranks_argument,
     complain,
     fleet_of,
     output_folder,
     progress,
-    rank_list,
-    share,
 )
-from crossrank.tools.commands.simulation import as_json, print_simulation, simulate_windows
+from crossrank.tools.commands.simulation import as_builtins, print_simulation, simulate_windows
 from crossrank.tools.graph.chakra.graph import Options
 from crossrank.tools.graph.chakra.ranks import (
     RankResult,
@@ -34,12 +32,10 @@ from crossrank.tools.graph.chakra.ranks import (
     write_groups,
 )
 from crossrank.tools.graph.linking.inputs import Inputs, RankInput, find_inputs
-from crossrank.tools.output.console import print_table
+from crossrank.tools.output.console import print_counts, print_json, print_rows
 from crossrank.tools.traces.discover import discover
 
 _SHOWN = 16
-_READS = ("ranks", "deps", "nodes", "no_pauses", "lower", "group_node", "strict", "simulate", "timeline")
-"""Options that decide what a rank's conversion gives."""
 
 
 class Convert:
@@ -55,7 +51,7 @@ class Convert:
             help="a recording, any folder of such files, the two files of one rank, or linked traces",
         )
         parser.add_argument("-o", "--output", metavar="DIR", help="folder for the traces (default: the input's)")
-        parser.add_argument("--ranks", type=rank_list, metavar="LIST", help="only these, for example 0-7,12")
+        add_ranks_argument(parser)
         parser.add_argument(
             "--deps",
             choices=("all", "data"),
@@ -95,48 +91,17 @@ class Convert:
             "--timeline", metavar="FILE", help="write the simulation as a trace for ui.perfetto.dev (.json or .json.gz)"
         )
         parser.add_argument("--keep-linked", action="store_true", help="write rank-N.linked.json.zst as well")
-        parser.add_argument(
-            "--min-match", type=share, default=0.95, metavar="SHARE", help="exit 1 where less matched (default 0.95)"
-        )
+        add_min_match_argument(parser)
         add_fleet_arguments(parser)
-        parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+        add_json_argument(parser, "the summary")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        paths: list[str] = arguments.recording
-        if linked := _linked(paths):
-            ranks = arguments.ranks
-            inputs = Inputs(pairs=[pair for pair in linked if ranks is None or pair.rank in ranks], problems=[])
-            if not inputs.pairs:
-                raise CrossrankError(f"none of the {len(paths)} linked traces is of a rank that --ranks names")
-        elif len(paths) > 2:
-            raise CrossrankError(
-                f"{len(paths)} paths given; name one folder, the two files of one rank, or linked traces"
-            )
-        else:
-            inputs = find_inputs(paths, arguments.ranks)
-        _refuse_doubles(inputs.pairs)
+        inputs = _inputs(arguments.recording, arguments.ranks)
         if arguments.timeline is not None:
             _refuse_timeline(arguments.timeline)
-        folder = output_folder(paths, arguments.output)
-        options = Options(
-            deps=arguments.deps,
-            nodes=arguments.nodes,
-            pauses=not arguments.no_pauses,
-            lower=arguments.lower == "astra-sim",
-            group_node=arguments.group_node,
-            strict=arguments.strict,
-        )
-        tasks = [
-            Task(
-                input=pair,
-                folder=folder,
-                options=options,
-                keep_linked=arguments.keep_linked,
-                keep_graph=arguments.simulate or arguments.timeline is not None,
-            )
-            for pair in inputs.pairs
-        ]
-        fleet = fleet_of(arguments, paths, reads=_READS)
+        folder = output_folder(arguments.recording, arguments.output)
+        tasks = _tasks(arguments, inputs, folder)
+        fleet = fleet_of(arguments)
         results = progress("converting", len(tasks), lambda done: convert_ranks(tasks, fleet, done))
         good = [result for result in results if result.error is None]
         group_file = write_groups(good, folder) if good else None
@@ -144,38 +109,41 @@ class Convert:
         differ = disagreements(results)
         simulations = simulate_windows(good, arguments.timeline)
         if arguments.json:
-            summary = {
-                "ranks": [asdict(_without_graph(result)) for result in results],
-                "groups": group_file,
-                "windows_by_no_clock": apart,
-                "simulations": [as_json(window, simulation) for window, simulation in simulations],
-                "disagreements": differ,
-                "problems": [problem.text for problem in inputs.problems],
-            }
-            encoded = msgspec.json.encode(summary, enc_hook=msgspec.to_builtins)
-            sys.stdout.write(msgspec.json.format(encoded, indent=2).decode() + "\n")
+            print_json(
+                {
+                    "ranks": [replace(result, converted=replace(result.converted, graph=None)) for result in results],
+                    "groups": group_file,
+                    "windows_by_no_clock": apart,
+                    "simulations": [as_builtins(window, simulation) for window, simulation in simulations],
+                    "disagreements": differ,
+                    "problems": [problem.text for problem in inputs.problems],
+                }
+            )
         elif good:
             _print(good, folder)
             for window in apart:
                 print(f"\nclocks     of the ranks are further apart than window {window} is long; all begin at 0")
             for window, simulation in simulations:
                 print_simulation(window, simulation)
-        for text in [problem.text for problem in inputs.problems] + inputs.notes + differ:
-            complain(text)
-        poor = [result for result in good if min(result.host_rate, result.activity_rate) < arguments.min_match]
-        for result in results:
-            for text in ([result.error] if result.error else []) + result.damage + result.converted.warnings:
-                complain(f"{result.name}: {text}")
-        for result in poor:
-            complain(f"{result.name}: matched less than --min-match; `crossrank link` says what and why")
+        complain(*(problem.text for problem in inputs.problems), *inputs.notes, *differ)
+        is_whole = _complain_of_ranks(results, arguments.min_match)
         if not good:
             return 2
-        lost = any(result.error or result.damage for result in results)
-        return 1 if inputs.problems or differ or poor or lost else 0
+        return 1 if inputs.problems or differ or not is_whole else 0
 
 
-def _without_graph(result: RankResult) -> RankResult:
-    return replace(result, converted=replace(result.converted, graph=None))
+def _inputs(paths: Sequence[str], ranks: set[int] | None) -> Inputs:
+    linked = _linked(paths)
+    if not linked and len(paths) > 2:
+        raise CrossrankError(f"{len(paths)} paths given; name one folder, the two files of one rank, or linked traces")
+    if not linked:
+        inputs = find_inputs(paths, ranks)
+    else:
+        inputs = Inputs(pairs=[pair for pair in linked if ranks is None or pair.rank in ranks], problems=[])
+        if not inputs.pairs:
+            raise CrossrankError(f"none of the {len(paths)} linked traces is of a rank that --ranks names")
+    _refuse_doubles(inputs.pairs)
+    return inputs
 
 
 def _linked(paths: Sequence[str]) -> list[RankInput]:
@@ -212,53 +180,66 @@ def _refuse_timeline(timeline: str) -> None:
         raise CrossrankError(f"{timeline}: cannot be written; name a file in a folder that exists")
 
 
-def _print(results: list[RankResult], folder: str) -> None:
-    print_table(
-        f"Chakra traces in {printable(folder)}",
-        (
-            "rank",
-            "#nodes",
-            "#on the host",
-            "#pauses",
-            "#on GPUs",
-            "#communications",
-            "#dependencies",
-            "#implied",
-            "#size",
-        ),
-        [_row(result) for result in results[:_SHOWN]],
+def _tasks(arguments: argparse.Namespace, inputs: Inputs, folder: str) -> list[Task]:
+    options = Options(
+        deps=arguments.deps,
+        nodes=arguments.nodes,
+        pauses=not arguments.no_pauses,
+        lower=arguments.lower == "astra-sim",
+        group_node=arguments.group_node,
+        strict=arguments.strict,
     )
-    if len(results) > _SHOWN:
-        print(f"  … and {len(results) - _SHOWN} more: --json has all")
-    total: Counter[str] = Counter()
+    return [
+        Task(
+            input=pair,
+            folder=folder,
+            options=options,
+            keep_linked=arguments.keep_linked,
+            keep_graph=arguments.simulate or arguments.timeline is not None,
+        )
+        for pair in inputs.pairs
+    ]
+
+
+def _complain_of_ranks(results: Sequence[RankResult], least: float) -> bool:
+    """Whether every rank was converted whole and matched well enough; complains of those that were not."""
+    faults = [result for result in results if result.error is not None or result.damage]
     for result in results:
-        total.update(result.converted.dependencies)
-    print("\nDependencies, by kind")
-    for kind, count in total.most_common():
-        print(f"  {count:>9,}  {kind}")
+        texts = [result.error] if result.error is not None else []
+        complain(*(f"{result.name}: {text}" for text in texts + result.damage + result.converted.warnings))
+    for result in results:
+        if result.error is None and min(result.host_rate, result.activity_rate) < least:
+            complain(f"{result.name}: matched less than --min-match; `crossrank link` says what and why")
+            faults.append(result)
+    return not faults
+
+
+def _print(results: Sequence[RankResult], folder: str) -> None:
+    print_rows(f"Chakra traces in {printable(folder)}", _COLUMNS, results, most=_SHOWN)
+    dependencies: Counter[str] = Counter()
     lowered: Counter[str] = Counter()
     for result in results:
+        dependencies.update(result.converted.dependencies)
         lowered.update(result.converted.lowered)
-    if lowered:
-        print("\nLowered to what ASTRA-sim runs")
-        for what, count in lowered.most_common():
-            print(f"  {count:>9,}  {what}")
+    print_counts("Dependencies, by kind", dependencies.most_common())
+    print_counts("Lowered to what ASTRA-sim runs", lowered.most_common())
 
 
-def _row(result: RankResult) -> tuple[object, ...]:
-    nodes = result.converted.nodes
-    host, pauses, gpu = (
-        nodes.get(kind, 0) for kind in ("computation on the host", "pause of the host", "computation on a GPU")
-    )
-    total = sum(nodes.values())
-    return (
-        result.name.removeprefix("rank "),
-        f"{total:,}",
-        f"{host:,}",
-        f"{pauses:,}",
-        f"{gpu:,}",
-        f"{total - host - pauses - gpu:,}",
-        f"{sum(result.converted.dependencies.values()):,}",
-        f"{result.converted.implied:,}",
-        f"{result.size / 1e6:.2f} MB",
-    )
+_HOST, _PAUSE, _GPU = "computation on the host", "pause of the host", "computation on a GPU"
+
+
+def _nodes(result: RankResult, *kinds: str) -> int:
+    return sum(result.converted.nodes.get(kind, 0) for kind in kinds or result.converted.nodes)
+
+
+_COLUMNS: Sequence[tuple[str, Callable[[RankResult], object]]] = (
+    ("rank", lambda result: result.name.removeprefix("rank ")),
+    ("#nodes", lambda result: f"{_nodes(result):,}"),
+    ("#on the host", lambda result: f"{_nodes(result, _HOST):,}"),
+    ("#pauses", lambda result: f"{_nodes(result, _PAUSE):,}"),
+    ("#on GPUs", lambda result: f"{_nodes(result, _GPU):,}"),
+    ("#communications", lambda result: f"{_nodes(result) - _nodes(result, _HOST, _PAUSE, _GPU):,}"),
+    ("#dependencies", lambda result: f"{sum(result.converted.dependencies.values()):,}"),
+    ("#implied", lambda result: f"{result.converted.implied:,}"),
+    ("#size", lambda result: f"{result.size / 1e6:.2f} MB"),
+)

@@ -11,13 +11,20 @@ from crossrank.recording import is_folder
 from crossrank.text import rank_ranges
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
 from crossrank.tools.analysis.diagnosis.explain import Filter, print_diagnosis
-from crossrank.tools.analysis.diagnosis.inputs import find_candidates, read_evidence
+from crossrank.tools.analysis.diagnosis.findings import Diagnosis
+from crossrank.tools.analysis.diagnosis.inputs import Evidence, find_candidates, read_evidence
 from crossrank.tools.analysis.diagnosis.job_state import JobState
-from crossrank.tools.commands.options import add_fleet_arguments, complain, fleet_of, progress, rank_list, write_output
+from crossrank.tools.commands.options import (
+    add_fleet_arguments,
+    add_json_argument,
+    add_ranks_argument,
+    complain,
+    fleet_of,
+    progress,
+    write_output,
+)
 
 _MOST_COMPLAINTS = 12
-_WORTH_PROCESSES = 8_000_000
-"""Bytes of dumps below which starting processes takes longer than reading."""
 
 
 class Diagnose:
@@ -27,7 +34,7 @@ class Diagnose:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("path", nargs="+", help="a recording, a folder of dumps (and all below it), or the dumps")
-        parser.add_argument("--json", action="store_true", help="print the diagnosis as JSON")
+        add_json_argument(parser, "the diagnosis")
         parser.add_argument("-o", "--output", metavar="FILE", help="write the diagnosis as JSON to FILE")
         parser.add_argument("--html", metavar="FILE", help="write one page that works without a network")
         parser.add_argument(
@@ -36,18 +43,13 @@ class Diagnose:
             help="write groups, memberships, collectives, calls and tracebacks as SQLite tables",
         )
         parser.add_argument("--print-entries", action="store_true", help="print every call, rank beside rank")
-        parser.add_argument(
-            "--ranks",
-            type=rank_list,
-            metavar="LIST",
-            help="of the findings, notes, stragglers and entries print those of these ranks, 0-7,12, and of what they "
+        add_ranks_argument(
+            parser,
+            "of the findings, notes, stragglers and entries print those of these ranks, 0-7,12, and of what they "
             "follow from; the verdict, the exit code, --json and files are of all",
         )
         parser.add_argument(
-            "--groups",
-            nargs="+",
-            metavar="NAME",
-            help="the same for these groups, by name or description",
+            "--groups", nargs="+", metavar="NAME", help="the same for these groups, by name or description"
         )
         parser.add_argument(
             "--allow-missing",
@@ -58,41 +60,16 @@ class Diagnose:
         add_fleet_arguments(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        paths: list[str] = arguments.path
-        candidates = find_candidates(paths)
-        if not candidates:
-            raise CrossrankError(
-                f"{', '.join(paths)}: holds neither dumps nor comms files; name the folder of the dumps or a recording"
-            )
-        small = sum(candidate.size for candidate in candidates) <= _WORTH_PROCESSES
-        fleet = fleet_of(arguments, paths, one_process=small)
-        named = not any(is_folder(path) for path in paths)
-        evidence = progress(
-            "reading", len(candidates), lambda done: read_evidence(candidates, fleet, done, named=named)
-        )
-        if not evidence.ranks:
-            reasons = "; ".join(evidence.skipped[:3]) or f"none of {len(candidates)} file(s) is a dump of a known rank"
-            raise CrossrankError(
-                f"{', '.join(paths)}: nothing to diagnose ({reasons}); "
-                "name a folder of flight-recorder dumps or a recording"
-            )
+        evidence = _read(arguments)
         diagnosis, job = diagnose(evidence, world_size=arguments.world_size, allow_missing=arguments.allow_missing)
         if not any(len(one.calls) or one.dump.has_status for one in job.ranks.values()):
             raise CrossrankError(
-                f"{', '.join(paths)}: no dump has an entry or any progress; was TORCH_FR_BUFFER_SIZE=0, did the job "
-                "not communicate, or only by sends and receives on gloo, which torch does not record (crossrank does)?"
+                f"{', '.join(arguments.path)}: no dump has an entry or any progress; was TORCH_FR_BUFFER_SIZE=0, did "
+                "the job not communicate, or only by sends and receives on gloo, which torch does not record "
+                "(crossrank does)?"
             )
         _check_filters(job, arguments.ranks, arguments.groups)
-        if arguments.output is not None:
-            write_output(arguments.output, diagnosis.to_json())
-        if arguments.html is not None:
-            from crossrank.tools.analysis.diagnosis.page import page
-
-            write_output(arguments.html, page(diagnosis).encode())
-        if arguments.database is not None:
-            from crossrank.tools.analysis.diagnosis.database import write_database
-
-            write_database(arguments.database, job, diagnosis)
+        _write(arguments, diagnosis, job)
         if arguments.json:
             sys.stdout.write(diagnosis.to_json().decode())
         else:
@@ -101,11 +78,43 @@ class Diagnose:
             from crossrank.tools.analysis.diagnosis.entries import print_entries
 
             print_entries(job, arguments.ranks, arguments.groups)
-        for text in evidence.skipped[:_MOST_COMPLAINTS]:
-            complain(text)
+        complain(*evidence.skipped[:_MOST_COMPLAINTS])
         if len(evidence.skipped) > _MOST_COMPLAINTS:
             complain(f"… and {len(evidence.skipped) - _MOST_COMPLAINTS} more files were not used: --json has all")
         return 0 if diagnosis.verdict == "ok" else 1
+
+
+def _read(arguments: argparse.Namespace) -> Evidence:
+    paths: list[str] = arguments.path
+    where = ", ".join(paths)
+    candidates = find_candidates(paths)
+    if not candidates:
+        raise CrossrankError(
+            f"{where}: holds neither dumps nor comms files; name the folder of the dumps or a recording"
+        )
+    fleet = fleet_of(arguments, sum(candidate.size for candidate in candidates))
+    named = not any(is_folder(path) for path in paths)
+    evidence = progress("reading", len(candidates), lambda done: read_evidence(candidates, fleet, done, named=named))
+    if not evidence.ranks:
+        reasons = "; ".join(evidence.skipped[:3]) or f"none of {len(candidates)} file(s) is a dump of a known rank"
+        raise CrossrankError(
+            f"{where}: nothing to diagnose ({reasons}); name a folder of flight-recorder dumps or a recording"
+        )
+    return evidence
+
+
+def _write(arguments: argparse.Namespace, diagnosis: Diagnosis, job: JobState) -> None:
+    """The files that are asked for."""
+    if arguments.output is not None:
+        write_output(arguments.output, diagnosis.to_json())
+    if arguments.html is not None:
+        from crossrank.tools.analysis.diagnosis.page import page
+
+        write_output(arguments.html, page(diagnosis).encode())
+    if arguments.database is not None:
+        from crossrank.tools.analysis.diagnosis.database import write_database
+
+        write_database(arguments.database, job, diagnosis)
 
 
 def _check_filters(job: JobState, ranks: set[int] | None, groups: Sequence[str] | None) -> None:

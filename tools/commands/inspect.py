@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-
-import msgspec
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any
 
 from crossrank.recording import COMMS
 from crossrank.text import amount, printable, rank_ranges
 from crossrank.tools.analysis.summary import Summary, summarise
-from crossrank.tools.commands.options import add_fleet_arguments, fleet_of, progress
-from crossrank.tools.output.console import print_table
-from crossrank.tools.parallel import Fleet
+from crossrank.tools.commands.options import add_fleet_arguments, add_json_argument, complain, fleet_of, progress
+from crossrank.tools.output.console import print_json, print_rows
 from crossrank.tools.traces.discover import discover
 
 _TOP = 10
-_WORTH_PROCESSES = 20_000_000
-"""Bytes below which starting processes takes longer than reading."""
 _MOST_ENDINGS = 8
 _LONGEST_ENDING = 200
 _CHAKRA = (".et", ".et.gz", ".et.zst")
@@ -33,102 +29,60 @@ class Inspect:
         parser.add_argument(
             "recording", help="the folder given as TRACING_DIR, one comms file, an fsspec URL, or FILE.et"
         )
-        parser.add_argument("--json", action="store_true", help="print the whole summary as JSON")
+        add_json_argument(parser, "the whole summary")
         parser.add_argument("--top", type=_count, default=_TOP, metavar="N", help="source lines to list (default 10)")
         add_fleet_arguments(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
         if arguments.recording.endswith(_CHAKRA):
-            from crossrank.tools.graph.chakra.show import print_json, print_nodes
+            from crossrank.tools.graph.chakra import show
 
-            (print_json if arguments.json else print_nodes)(arguments.recording)
+            (show.print_json if arguments.json else show.print_nodes)(arguments.recording)
             return 0
-        fleet = self._fleet(arguments)
         files = discover([arguments.recording])
-        count = sum(file.kind == COMMS for file in files)
-        summary = progress("reading", count, lambda done: summarise(arguments.recording, files, fleet, done))
+        comms = [file for file in files if file.kind == COMMS]
+        fleet = fleet_of(arguments, sum(file.size for file in comms))
+        summary = progress("reading", len(comms), lambda done: summarise(arguments.recording, files, fleet, done))
         if arguments.json:
-            sys.stdout.write(msgspec.json.format(msgspec.json.encode(summary), indent=2).decode() + "\n")
+            print_json(summary)
         else:
             _print(summary, arguments.top)
-        for problem in summary.problems:
-            print(f"crossrank: {printable(problem)}", file=sys.stderr)
+        complain(*summary.problems)
         if summary.problems:
             return 2
         return 1 if _lacks(summary) else 0
 
-    def _fleet(self, arguments: argparse.Namespace) -> Fleet:
-        """Starting a process costs more than reading a small file does."""
-        try:
-            size = sum(entry.stat().st_size for entry in os.scandir(arguments.recording) if entry.is_file())
-        except OSError:
-            size = 0
-        return fleet_of(arguments, [arguments.recording], one_process=size <= _WORTH_PROCESSES)
-
 
 def _print(summary: Summary, top: int) -> None:
+    _print_head(summary)
+    if summary.by_op:
+        print_rows("Operations", _OPERATIONS, summary.by_op)
+    if summary.groups:
+        print_rows("Process groups", _GROUPS, summary.groups)
+    if summary.sources:
+        rest = len(summary.sources) - top
+        more = f" ({rest} more: --top)" if rest > 0 else ""
+        print_rows(f"Source lines that communicate most{more}", _SOURCES, summary.sources[:top])
+    print_rows("Files", _FILES, list(summary.files.items()))
+    _print_missing(summary)
+
+
+def _print_head(summary: Summary) -> None:
     total = summary.calls
     ranks = f"{len(summary.ranks)} of {summary.world_size}" if summary.world_size is not None else "0"
     nodes = ", ".join(f"{printable(node)[:8]}: {rank_ranges(on)}" for node, on in list(summary.nodes.items())[:4])
     more = ", …" if len(summary.nodes) > 4 else ""
     versions = ", ".join(f"{name} {version}" for name, version in summary.versions.items() if version)
+    unknown = f", {_share(total.unknown_bytes, total.bytes)} unknown" if total.unknown_bytes else ""
+    filtered = summary.counts.get("filtered")
     print(f"recording  {printable(summary.path)}")
     print(f"ranks      {ranks} on {len(summary.nodes)} node(s) ({nodes}{more})")
     print(f"versions   {printable(versions)}")
     print(f"steps      {summary.steps}")
     print(f"calls      {total.calls} recorded, {amount(total.bytes)} (S of nccl-tests, summed over ranks)")
-    if summary.counts.get("filtered"):
-        print(
-            f"           {summary.counts['filtered']} more stayed inside a node and were left out (TRACING=CROSSNODE)"
-        )
-    print(f"cross-node {_share(total.cross_node_bytes, total.bytes)} of the recorded bytes", end="")
-    print(f", {_share(total.unknown_bytes, total.bytes)} unknown" if total.unknown_bytes else "")
-    if summary.by_op:
-        print_table(
-            "Operations",
-            ("operation", "called as", "#calls", "#bytes", "#bytes/call", "#cross-node"),
-            [
-                (
-                    row["op"],
-                    row["api"],
-                    row["calls"],
-                    amount(row["bytes"]),
-                    amount(row["bytes"] / row["calls"]),
-                    _share(row["cross_node_bytes"], row["bytes"]),
-                )
-                for row in summary.by_op
-            ],
-        )
-    if summary.groups:
-        print_table(
-            "Process groups",
-            ("group", "description", "#size", "ranks", "locality", "#calls", "#bytes"),
-            [
-                (
-                    row["pg"],
-                    row["desc"],
-                    row["size"],
-                    rank_ranges(row["ranks"]) if row["ranks"] is not None else "not known",
-                    row["locality"],
-                    row["calls"],
-                    amount(row["bytes"]),
-                )
-                for row in summary.groups
-            ],
-        )
-    if summary.sources:
-        rest = len(summary.sources) - top
-        print_table(
-            "Source lines that communicate most" + (f" ({rest} more: --top)" if rest > 0 else ""),
-            ("source", "operation", "#calls", "#bytes"),
-            [(row["source"], row["op"], row["calls"], amount(row["bytes"])) for row in summary.sources[:top]],
-        )
-    print_table(
-        "Files",
-        ("kind", "#files", "#size"),
-        [(kind, entry["files"], amount(entry["bytes"])) for kind, entry in summary.files.items()],
-    )
-    _print_missing(summary)
+    if filtered:
+        print(f"           {filtered} more stayed inside a node and were left out (TRACING=CROSSNODE)")
+    print(f"cross-node {_share(total.cross_node_bytes, total.bytes)} of the recorded bytes{unknown}")
 
 
 def _print_missing(summary: Summary) -> None:
@@ -173,3 +127,29 @@ def _count(text: str) -> int:
 
 def _share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+_BYTES: tuple[str, Callable[[dict[str, Any]], object]] = ("#bytes", lambda row: amount(row["bytes"]))
+_OPERATIONS = (
+    ("operation", itemgetter("op")),
+    ("called as", itemgetter("api")),
+    ("#calls", itemgetter("calls")),
+    _BYTES,
+    ("#bytes/call", lambda row: amount(row["bytes"] / row["calls"])),
+    ("#cross-node", lambda row: _share(row["cross_node_bytes"], row["bytes"])),
+)
+_GROUPS = (
+    ("group", itemgetter("pg")),
+    ("description", itemgetter("desc")),
+    ("#size", itemgetter("size")),
+    ("ranks", lambda row: rank_ranges(row["ranks"]) if row["ranks"] is not None else "not known"),
+    ("locality", itemgetter("locality")),
+    ("#calls", itemgetter("calls")),
+    _BYTES,
+)
+_SOURCES = (("source", itemgetter("source")), ("operation", itemgetter("op")), ("#calls", itemgetter("calls")), _BYTES)
+_FILES = (
+    ("kind", itemgetter(0)),
+    ("#files", lambda row: row[1]["files"]),
+    ("#size", lambda row: amount(row[1]["bytes"])),
+)

@@ -4,31 +4,40 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
-
-import msgspec
 
 from crossrank.errors import CrossrankError
 from crossrank.text import printable, rank_ranges
 from crossrank.tools.commands.options import (
     add_fleet_arguments,
+    add_json_argument,
+    add_min_match_argument,
+    add_ranks_argument,
     complain,
     fleet_of,
     output_folder,
     progress,
-    rank_list,
-    share,
 )
 from crossrank.tools.graph.linking.inputs import Inputs, find_inputs
 from crossrank.tools.graph.linking.ranks import EXTENSIONS, GroupRow, RankResult, Task, compare_groups, link_ranks
-from crossrank.tools.output.console import print_table
+from crossrank.tools.output.console import print_counts, print_json, print_rows
 
 _ROWS = 16
 _WARNINGS = 4
 _NUMBER = re.compile(r"(?<!thread )(?<![\w.])\d{1,18}(?![\w.])")
+_COUNTED = {
+    "host_matched": "Host operations, by how their Kineto event was found",
+    "edges": "Dependencies, by kind",
+    "communications": "Communications, by where their record comes from",
+    "host_unmatched": "Host operations without a Kineto event",
+    "kineto_unmatched": "Kineto host events without an operation in the execution trace",
+    "activities_unlinked": "GPU activities without a host operation, kept in the graph",
+    "activities_outside": "GPU activities left out",
+    "syncs_unresolved": "Synchronisations that gave no dependency",
+}
+"""Counts of a report, and the heading over those of all ranks together."""
 
 
 class Link:
@@ -46,20 +55,13 @@ class Link:
         parser.add_argument(
             "-o", "--output", metavar="DIR", help="folder for rank-N.linked.json.zst (default: the input's)"
         )
-        parser.add_argument("--ranks", type=rank_list, metavar="LIST", help="only these, for example 0-7,12")
-        parser.add_argument(
-            "--min-match",
-            type=share,
-            default=0.95,
-            metavar="SHARE",
-            help="exit 1 where less of the host operations, or of the GPU activities launched during them, matched "
-            "(default 0.95)",
-        )
+        add_ranks_argument(parser)
+        add_min_match_argument(parser)
         parser.add_argument(
             "--compress", choices=sorted(EXTENSIONS), default="zst", help="compression of the output (default zst)"
         )
         add_fleet_arguments(parser)
-        parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+        add_json_argument(parser, "the summary")
 
     def run(self, arguments: argparse.Namespace) -> int:
         paths: list[str] = arguments.recording
@@ -68,127 +70,70 @@ class Link:
         inputs = find_inputs(paths, arguments.ranks)
         folder = output_folder(paths, arguments.output)
         tasks = [Task(input=pair, folder=folder, compression=arguments.compress) for pair in inputs.pairs]
-        fleet = fleet_of(arguments, paths, reads=("ranks", "compress"))
+        fleet = fleet_of(arguments)
         results = progress("linking", len(tasks), lambda done: link_ranks(tasks, fleet, done))
-        rows = compare_groups(results)
-        poor = [result for result in results if result.error is None and _rate(result) < arguments.min_match]
+        groups = compare_groups(results)
+        linked = [result for result in results if result.error is None]
         if arguments.json:
-            sys.stdout.write(_json(results, rows, inputs))
+            print_json(_summary(results, groups, inputs))
         else:
-            _print(results, rows, folder)
-        for text in [problem.text for problem in inputs.problems] + inputs.notes:
-            complain(text)
-        for result in results:
-            if result.error is not None:
-                complain(f"{result.name}: {result.error}")
-            for damage in result.report.damage:
-                complain(f"{result.name}: {damage}")
-            for doubt in result.report.doubts:
-                complain(f"{result.name}: are these two files of one run? {doubt}")
-        for result in poor:
-            complain(
-                f"{result.name}: matched {_percent(_rate(result))}, less than {_percent(arguments.min_match)} "
-                f"(--min-match); {_main_reason(result)}"
-            )
-        disagree = [row for row in rows if row.disagrees]
-        for row in disagree:
-            complain(f"the ranks of group {_group_name(row)} made different numbers of collectives: {_counts(row)}")
-        if all(result.error is not None for result in results):
+            _print(linked, groups, folder)
+        complain(*(problem.text for problem in inputs.problems), *inputs.notes)
+        faults = [text for result in results for text in _faults(result)]
+        faults += [text for result in linked for text in _poor_match(result, arguments.min_match)]
+        faults += [
+            f"the ranks of group {_group_name(row)} made different numbers of collectives: {_counts(row)}"
+            for row in groups
+            if row.disagrees
+        ]
+        complain(*faults)
+        if not linked:
             return 2
-        wrong = any(result.error or result.report.damage or result.report.doubts for result in results)
-        return 1 if inputs.problems or poor or disagree or wrong else 0
+        return 1 if inputs.problems or faults else 0
 
 
-def _rate(result: RankResult) -> float:
-    return min(result.report.host_rate, result.report.activity_rate)
+def _faults(result: RankResult) -> list[str]:
+    """Why a rank was not linked, or not as a whole."""
+    texts = [result.error] if result.error is not None else []
+    texts += result.report.damage
+    texts += [f"are these two files of one run? {doubt}" for doubt in result.report.doubts]
+    return [f"{result.name}: {text}" for text in texts]
 
 
-def _main_reason(result: RankResult) -> str:
+def _poor_match(result: RankResult, least: float) -> list[str]:
     report = result.report
-    reasons = report.host_unmatched if report.host_rate <= report.activity_rate else report.activities_unlinked
-    what = "operations" if report.host_rate <= report.activity_rate else "GPU activities"
+    rate = min(report.host_rate, report.activity_rate)
+    if rate >= least:
+        return []
+    of_host = report.host_rate <= report.activity_rate
+    reasons = report.host_unmatched if of_host else report.activities_unlinked
     reason, count = max(reasons.items(), key=lambda item: item[1])
-    return f"{count} {what}: {reason}"
+    what = "operations" if of_host else "GPU activities"
+    return [
+        f"{result.name}: matched {_percent(rate)}, less than {_percent(least)} (--min-match); {count} {what}: {reason}"
+    ]
 
 
-def _print(results: list[RankResult], rows: list[GroupRow], folder: str) -> None:
-    linked = [result for result in results if result.error is None]
-    print_table(
-        f"Linked traces in {printable(folder)}",
-        ("rank", "#host ops", "#matched", "#GPU", "#linked", "#left out", "#comms", "#edges"),
-        [_row(result) for result in linked[:_ROWS]],
-    )
-    if len(linked) > _ROWS:
-        print(f"  … and {len(linked) - _ROWS} more: --json has all")
-    if not linked:
-        return
-    total = _total(linked)
-    for title, counts in total.items():
-        if counts:
-            print(f"\n{title}")
-            for reason, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
-                print(f"  {count:>9,}  {printable(reason)}")
-    if rows:
-        print_table(
-            "Process groups, over the ranks linked",
-            ("group", "#members", "ranks", "#collectives per rank", "#sends and receives"),
-            [
-                (
-                    _group_name(row),
-                    len(row.ranks) or "not known",
-                    rank_ranges(row.ranks) if row.ranks else "not known",
-                    _counts(row),
-                    row.p2p,
-                )
-                for row in rows[:_ROWS]
-            ],
-        )
-        if len(rows) > _ROWS:
-            print(f"  … and {len(rows) - _ROWS} more: --json has all")
-    for text, ranks in _warnings(linked)[:_WARNINGS]:
-        print(f"\nwarning    {printable(text)} ({', '.join(ranks[:4])}{', …' if len(ranks) > 4 else ''})")
-    more = len(_warnings(linked)) - _WARNINGS
-    if more > 0:
-        print(f"\n… and {more} more warning(s): --json has all")
-
-
-def _row(result: RankResult) -> tuple[object, ...]:
-    report = result.report
-    return (
-        result.name.removeprefix("rank "),
-        f"{report.host_nodes:,}",
-        _percent(report.host_rate),
-        f"{sum(report.activities.values()) - sum(report.activities_outside.values()):,}",
-        _percent(report.activity_rate) if report.activities else "-",
-        f"{sum(report.activities_outside.values()):,}",
-        f"{sum(report.communications.values()):,}",
-        f"{sum(report.edges.values()):,}",
-    )
-
-
-def _total(linked: list[RankResult]) -> dict[str, Counter[str]]:
-    """The counts of all ranks together, by the heading they stand under."""
-    total: dict[str, Counter[str]] = {}
-    for title, name in (
-        ("Host operations, by how their Kineto event was found", "host_matched"),
-        ("Dependencies, by kind", "edges"),
-        ("Communications, by where their record comes from", "communications"),
-        ("Host operations without a Kineto event", "host_unmatched"),
-        ("Kineto host events without an operation in the execution trace", "kineto_unmatched"),
-        ("GPU activities without a host operation, kept in the graph", "activities_unlinked"),
-        ("GPU activities left out", "activities_outside"),
-        ("Synchronisations that gave no dependency", "syncs_unresolved"),
-    ):
-        total[title] = Counter()
+def _print(linked: Sequence[RankResult], groups: Sequence[GroupRow], folder: str) -> None:
+    print_rows(f"Linked traces in {printable(folder)}", _RANKS, linked, most=_ROWS)
+    for name, title in _COUNTED.items():
+        total: Counter[str] = Counter()
         for result in linked:
-            total[title].update(getattr(result.report, name))
+            total.update(getattr(result.report, name))
+        print_counts(title, sorted(total.items(), key=lambda item: (-item[1], item[0])))
     alone = sum(result.report.communication_kernels_alone for result in linked)
     if alone:
-        total["Communication kernels without a call around them"] = Counter({"all": alone})
-    return total
+        print_counts("Communication kernels without a call around them", [("all", alone)])
+    if groups:
+        print_rows("Process groups, over the ranks linked", _GROUPS, groups, most=_ROWS)
+    warnings = _warnings(linked)
+    for text, ranks in warnings[:_WARNINGS]:
+        print(f"\nwarning    {printable(text)} ({', '.join(ranks[:4])}{', …' if len(ranks) > 4 else ''})")
+    if len(warnings) > _WARNINGS:
+        print(f"\n… and {len(warnings) - _WARNINGS} more warning(s): --json has all")
 
 
-def _warnings(linked: list[RankResult]) -> list[tuple[str, list[str]]]:
+def _warnings(linked: Sequence[RankResult]) -> list[tuple[str, list[str]]]:
     """Warnings with the ranks that gave them, the most frequent first.
 
     Those that differ in numbers alone are one: each number becomes the range that it spans, but for a thread's, which
@@ -222,37 +167,45 @@ def _counts(row: GroupRow) -> str:
     return "; ".join(f"{count} on rank {rank_ranges(ranks)}" for count, ranks in sorted(by_count.items()))
 
 
-def _json(results: list[RankResult], rows: list[GroupRow], inputs: Inputs) -> str:
-    summary: dict[str, Any] = {
+def _summary(results: Sequence[RankResult], groups: Sequence[GroupRow], inputs: Inputs) -> dict[str, object]:
+    """What `--json` prints."""
+    named = ("rank", "window", "output", "error", "nodes")
+    rates = ("host_rate", "activity_rate")
+    return {
         "ranks": [
-            {
-                "rank": result.rank,
-                "window": result.window,
-                "output": result.output,
-                "error": result.error,
-                "nodes": result.nodes,
-                "host_rate": result.report.host_rate,
-                "activity_rate": result.report.activity_rate,
-                **asdict(result.report),
-            }
+            {name: getattr(result, name) for name in named}
+            | {name: getattr(result.report, name) for name in rates}
+            | asdict(result.report)
             for result in results
         ],
-        "groups": [
-            {
-                "pg": row.pg,
-                "ranks": row.ranks,
-                "window": row.window,
-                "collectives": {str(rank): count for rank, count in row.collectives.items()},
-                "p2p": row.p2p,
-                "disagrees": row.disagrees,
-            }
-            for row in rows
-        ],
+        "groups": [asdict(row) | {"disagrees": row.disagrees} for row in groups],
         "problems": [problem.text for problem in inputs.problems],
     }
-    return msgspec.json.format(msgspec.json.encode(summary), indent=2).decode() + "\n"
 
 
 def _percent(share: float) -> str:
     # Never rounded up to a match that it is not.
     return f"{int(share * 1000) / 10:.1f} %"
+
+
+def _left_out(result: RankResult) -> int:
+    return sum(result.report.activities_outside.values())
+
+
+_RANKS: Sequence[tuple[str, Callable[[RankResult], object]]] = (
+    ("rank", lambda result: result.name.removeprefix("rank ")),
+    ("#host ops", lambda result: f"{result.report.host_nodes:,}"),
+    ("#matched", lambda result: _percent(result.report.host_rate)),
+    ("#GPU", lambda result: f"{sum(result.report.activities.values()) - _left_out(result):,}"),
+    ("#linked", lambda result: _percent(result.report.activity_rate) if result.report.activities else "-"),
+    ("#left out", lambda result: f"{_left_out(result):,}"),
+    ("#comms", lambda result: f"{sum(result.report.communications.values()):,}"),
+    ("#edges", lambda result: f"{sum(result.report.edges.values()):,}"),
+)
+_GROUPS: Sequence[tuple[str, Callable[[GroupRow], object]]] = (
+    ("group", _group_name),
+    ("#members", lambda row: len(row.ranks) or "not known"),
+    ("ranks", lambda row: rank_ranges(row.ranks) if row.ranks else "not known"),
+    ("#collectives per rank", _counts),
+    ("#sends and receives", lambda row: row.p2p),
+)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from crossrank.errors import CrossrankError
 from crossrank.text import rank_ranges
-from crossrank.tools.commands.options import add_fleet_arguments, complain, fleet_of, progress, rank_list
+from crossrank.tools.commands.options import add_fleet_arguments, add_ranks_argument, complain, fleet_of, progress
 from crossrank.tools.job.collectives import Collectives, match_collectives
 from crossrank.tools.job.job import Job
 from crossrank.tools.job.sources import find, read
@@ -34,9 +34,8 @@ class Measured:
         return list(dict.fromkeys(note for one in self.ranks for note in one.notes))
 
     def complain(self) -> int:
-        """Say what is missing; the exit code that follows."""
-        for text in self.skipped[:_COMPLAINTS]:
-            complain(text)
+        """Report what is missing; the exit code that follows."""
+        complain(*self.skipped[:_COMPLAINTS])
         missing = sorted(set(range(self.together.world_size)) - set(self.together.ranks))
         if missing and not self.chosen:
             complain(f"rank {rank_ranges(missing)} is not there: times of its groups include waiting for it")
@@ -49,23 +48,19 @@ def add_measured_arguments(parser: argparse.ArgumentParser, sources: Sequence[st
     parser.add_argument(
         "--source", choices=sources, help="what to take times from (default: what says most of what is there)"
     )
-    parser.add_argument(
-        "--ranks",
-        type=rank_list,
-        metavar="LIST",
-        help="read only these, for example 0-7,12; times of groups with others then include waiting for them",
+    add_ranks_argument(
+        parser, "read only these, for example 0-7,12; times of groups with others then include waiting for them"
     )
     add_fleet_arguments(parser)
 
 
 def read_measured(arguments: argparse.Namespace) -> Measured:
     """Raises `CrossrankError` where nothing can be used."""
-    paths: list[str] = arguments.path
-    found = find(paths, arguments.ranks, arguments.source)
-    fleet = fleet_of(arguments, paths, reads=("ranks", "source"))
+    found = find(arguments.path, arguments.ranks, arguments.source)
+    fleet = fleet_of(arguments)
     ranks = progress("reading", len(found.tasks), lambda done: read(found, fleet, done))
     if arguments.ranks is not None:
         ranks = [one for one in ranks if one.rank in arguments.ranks]
     if not ranks:
-        raise CrossrankError(f"{', '.join(paths)}: holds none of the ranks that --ranks names")
+        raise CrossrankError(f"{', '.join(arguments.path)}: holds none of the ranks that --ranks names")
     return Measured(ranks, match_collectives(Job.match(ranks)), found.skipped, arguments.ranks is not None)

@@ -1,4 +1,4 @@
-"""What several commands share: options for ranks and workers, a progress bar, complaints."""
+"""What several commands share: options for ranks and workers, a progress bar, output, complaints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 from crossrank.atomic_file import make_folder, whole_file
@@ -16,9 +18,11 @@ from crossrank.recording import is_folder
 from crossrank.text import printable
 from crossrank.tools.output.console import terminal
 from crossrank.tools.parallel import Fleet
-from crossrank.tools.shards import Job, Merge, Shard
 
 Result = TypeVar("Result")
+
+_WORTH_PROCESSES = 8_000_000
+"""Bytes of comms files or dumps below which starting processes takes longer than reading."""
 
 
 def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,41 +32,43 @@ def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
     workers.add_argument(
         "--cluster", metavar="ADDRESS", help="a Dask scheduler, or `local` for a cluster of --jobs processes here"
     )
-    workers.add_argument(
-        "--shard", metavar="I/N", help="do only every N-th file from the I-th on, from 0, and keep the results"
-    )
-    workers.add_argument("--parts", metavar="DIR", help="where --shard keeps them; all shards name the same")
-    workers.add_argument("--merge", metavar="DIR", help="take the results of all shards from DIR, and go on from there")
 
 
-def fleet_of(
-    arguments: argparse.Namespace, inputs: Sequence[str], *, reads: Sequence[str] = (), one_process: bool = False
-) -> Fleet:
-    """The workers that the options name.
-
-    `reads`: options that decide what a worker gives, which all shares must have in common. `one_process`: the inputs
-    are not worth more, unless --jobs is given.
-    """
+def fleet_of(arguments: argparse.Namespace, size: int | None = None) -> Fleet:
+    """The workers that the options name. `size`: bytes to be read, where so few are read faster by one process."""
     if arguments.jobs < 0:
         raise CrossrankError(f"--jobs {arguments.jobs} is no number of processes")
-    jobs = arguments.jobs or (1 if one_process and arguments.cluster is None else os.cpu_count() or 1)
-    given = [(name, getattr(arguments, name)) for name in reads]
-    options = tuple(f"--{name} {sorted(value) if isinstance(value, set) else value}" for name, value in given if value)
-    job = Job(command=arguments.command, inputs=tuple(inputs), options=options)
-    part: Shard | Merge | None = None
-    if arguments.shard is not None and arguments.merge is not None:
-        raise CrossrankError("--shard does a share and --merge puts them together; give one of them")
-    if (arguments.shard is None) != (arguments.parts is None):
-        raise CrossrankError("--shard I/N and --parts DIR belong together; give both")
-    if arguments.shard is not None:
-        match = re.fullmatch(r"(\d{1,7})/(\d{1,7})", arguments.shard)
-        if match is None or int(match[1]) >= int(match[2]):
-            raise CrossrankError(f"--shard {arguments.shard!r} is not I/N with I from 0 to N - 1, for example 0/8")
-        make_folder(arguments.parts)
-        part = Shard(job=job, index=int(match[1]), count=int(match[2]), folder=arguments.parts)
-    elif arguments.merge is not None:
-        part = Merge(job=job, folder=arguments.merge)
-    return Fleet(jobs=jobs, cluster=arguments.cluster, part=part)
+    is_small = size is not None and size <= _WORTH_PROCESSES and arguments.cluster is None
+    return Fleet(jobs=arguments.jobs or (1 if is_small else os.cpu_count() or 1), cluster=arguments.cluster)
+
+
+def add_ranks_argument(parser: argparse.ArgumentParser, meaning: str = "only these, for example 0-7,12") -> None:
+    parser.add_argument("--ranks", type=rank_list, metavar="LIST", help=meaning)
+
+
+def add_json_argument(parser: argparse.ArgumentParser, what: str = "the result") -> None:
+    parser.add_argument("--json", action="store_true", help=f"print {what} as JSON")
+
+
+def add_line_rate_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--line-rate",
+        action="append",
+        default=[],
+        metavar="[LOCALITY=]RATE",
+        help="show the share of it that busbw reaches: 400Gbps, 50GB/s, intra_node=450GB/s; may be given again",
+    )
+
+
+def add_min_match_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--min-match",
+        type=share,
+        default=0.95,
+        metavar="SHARE",
+        help="exit 1 where less of the host operations, or of the GPU activities launched during them, matched "
+        "(default 0.95)",
+    )
 
 
 def output_folder(paths: Sequence[str], output: str | None) -> str:
@@ -91,17 +97,24 @@ def progress(what: str, count: int, work: Callable[[Callable[[], None]], Result]
         return work(lambda: shown.advance(bar))
 
 
-def write_output(name: str, content: bytes) -> None:
-    """Write a file, local or at a URL, whole or not at all."""
+@contextmanager
+def output_file(name: str) -> Iterator[Path]:
+    """The local name under which the block writes what becomes `name`, local or a URL, whole or not at all."""
     try:
         with whole_file(name) as temporary:
-            temporary.write_bytes(content)
+            yield temporary
     except OSError as error:
         raise CrossrankError(f"{name}: cannot be written ({error.strerror}); name another file") from error
 
 
-def complain(text: str) -> None:
-    print(f"crossrank: {printable(text)}", file=sys.stderr)
+def write_output(name: str, content: bytes) -> None:
+    with output_file(name) as temporary:
+        temporary.write_bytes(content)
+
+
+def complain(*texts: str) -> None:
+    for text in texts:
+        print(f"crossrank: {printable(text)}", file=sys.stderr)
 
 
 def rank_list(text: str) -> set[int]:

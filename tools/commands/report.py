@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import sys
-
-import msgspec
 
 from crossrank.atomic_file import join
 from crossrank.text import amount, printable
 from crossrank.tools.analysis.bandwidth import line_rates
 from crossrank.tools.analysis.figures import Figures, figures
-from crossrank.tools.commands.options import add_fleet_arguments, complain, fleet_of, folder_of, progress, write_output
+from crossrank.tools.commands.options import (
+    add_fleet_arguments,
+    add_json_argument,
+    add_line_rate_argument,
+    complain,
+    fleet_of,
+    folder_of,
+    progress,
+    write_output,
+)
 from crossrank.tools.job.sources import CHOICES
+from crossrank.tools.output.console import print_json
 from crossrank.tools.output.report.gather import gather, plan
 
 _COMPLAINTS = 8
@@ -21,9 +28,8 @@ _COMPLAINTS = 8
 class Report:
     """Write one HTML page that works from disk without a network: what the job communicates by operation and group,
     who sends to whom, source lines, bandwidth by size, who waits for whom over time, iterations, the diagnosis, and how
-    much of it was matched. From recordings, Nsight exports, Kineto
-    traces and flight-recorder dumps. Exit code 1: the diagnosis found a fault,
-    ranks are missing, or a file could not be used."""
+    much of it was matched. From recordings, Nsight exports, Kineto traces and flight-recorder dumps. Exit code 1: the
+    diagnosis found a fault, ranks are missing, or a file could not be used."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("path", nargs="+", help="a recording, a folder of traces or exports, or the files")
@@ -31,15 +37,9 @@ class Report:
             "-o", "--output", metavar="FILE", help="where to (default: report.html in the folder of the input)"
         )
         parser.add_argument("--replay", metavar="DIR", help="what crossrank replay -o DIR wrote about this recording")
-        parser.add_argument(
-            "--line-rate",
-            action="append",
-            default=[],
-            metavar="[LOCALITY=]RATE",
-            help="show the share of it that busbw reaches: 400Gbps, 50GB/s, intra_node=450GB/s; may be given again",
-        )
+        add_line_rate_argument(parser)
         parser.add_argument("--source", choices=CHOICES, help="what to take times from (default: what says most)")
-        parser.add_argument("--json", action="store_true", help="print the figures as JSON as well")
+        add_json_argument(parser, "the figures")
         add_fleet_arguments(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -47,21 +47,19 @@ class Report:
 
         plotly = plotly_script()
 
-        paths: list[str] = arguments.path
         rates = line_rates(arguments.line_rate)
-        output = arguments.output or join(folder_of(paths[0]), "report.html")
-        planned = plan(paths, arguments.replay, arguments.source)
-        fleet = fleet_of(arguments, paths, reads=("source",))
+        output = arguments.output or join(folder_of(arguments.path[0]), "report.html")
+        planned = plan(arguments.path, arguments.replay, arguments.source)
+        fleet = fleet_of(arguments)
         material = progress("reading", len(planned.items), lambda done: gather(planned, fleet, done))
         found = figures(material, rates)
         content = page(found, plotly).encode()
         write_output(output, content)
         if arguments.json:
-            sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
+            print_json(found)
         else:
             _print(output, len(content), found)
-        for text in found.skipped[:_COMPLAINTS]:
-            complain(text)
+        complain(*found.skipped[:_COMPLAINTS])
         if found.missing_ranks:
             complain(f"rank {found.missing_ranks} is not there")
         faulty = found.diagnosis is not None and found.diagnosis.verdict != "ok"
@@ -69,11 +67,10 @@ class Report:
 
 
 def _print(output: str, size: int, found: Figures) -> None:
-    table = found.bandwidth
     print(f"report     {printable(output)}, {amount(size)}")
     print(
         f"holds      {found.ranks} of {found.world_size} rank(s), {found.calls:,} calls, "
-        f"{table.timed_calls:,} of them with times; bytes in all: {amount(found.bytes, found.unsized)}"
+        f"{found.bandwidth.timed_calls:,} of them with times; bytes in all: {amount(found.bytes, found.unsized)}"
     )
     verdict = found.diagnosis.verdict if found.diagnosis else f"none: {found.diagnosis_problem}"
     print(f"diagnosis  {printable(verdict)}")

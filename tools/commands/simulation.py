@@ -12,6 +12,16 @@ from crossrank.tools.graph.chakra.timeline import write_timeline
 from crossrank.tools.output.console import print_table
 
 _SHOWN = 12
+_FIGURES = (
+    "makespan_ns",
+    "measured_ns",
+    "by_clocks",
+    "error",
+    "critical_ns",
+    "waiting_ns",
+    "joined",
+    "alone",
+)
 
 
 def simulate_windows(results: Sequence[RankResult], timeline: str | None) -> list[tuple[int, Simulation]]:
@@ -34,41 +44,33 @@ def simulate_windows(results: Sequence[RankResult], timeline: str | None) -> lis
     return simulations
 
 
-def as_json(window: int, simulation: Simulation) -> dict[str, object]:
-    """The figures of a simulation, without the times of every node."""
-    return {
-        "window": window,
-        "makespan_ns": simulation.makespan_ns,
-        "measured_ns": simulation.measured_ns,
-        "by_clocks": simulation.by_clocks,
-        "error": simulation.error,
-        "critical_ns": simulation.critical_ns,
-        "waiting_ns": {str(rank): waiting for rank, waiting in simulation.waiting_ns.items()},
-        "busy_ns": [{"rank": rank, "lane": lane, "ns": ns} for (rank, lane), ns in simulation.busy_ns.items()],
-        "joined": simulation.joined,
-        "alone": simulation.alone,
-    }
+def as_builtins(window: int, simulation: Simulation) -> dict[str, object]:
+    """The figures of a simulation for `--json`, without the times of every node."""
+    busy = [{"rank": rank, "lane": lane, "ns": ns} for (rank, lane), ns in simulation.busy_ns.items()]
+    return {"window": window, "busy_ns": busy} | {name: getattr(simulation, name) for name in _FIGURES}
 
 
 def print_simulation(window: int, simulation: Simulation) -> None:
     """Makespan, what the critical path consists of, and how busy every thread and stream is."""
     print(f"\nSimulation{'' if window == 1 else f' of window {window}'}")
-    print(f"  makespan   {_ms(simulation.makespan_ns)} ms, {simulation.error:+.1%} of the measured", end="")
-    print(f" {_ms(simulation.measured_ns)} ms (first start to last end of all ranks)")
+    print(
+        f"  makespan   {_ms(simulation.makespan_ns)} ms, {simulation.error:+.1%} of the measured "
+        f"{_ms(simulation.measured_ns)} ms (first start to last end of all ranks)"
+    )
     print(f"  joined     {simulation.joined:,} communications over several ranks, {simulation.alone:,} played alone")
     if not simulation.by_clocks:
         print("  clocks     of the ranks are further apart than the window is long; all begin at 0")
     print("  critical path")
     for category, spent in simulation.critical_ns.items():
         print(f"    {_ms(spent):>12} ms  {category}")
-    rows = sorted(simulation.busy_ns.items(), key=lambda item: -item[1])
     print_table(
-        "Busiest threads and streams" + (f" ({len(rows) - _SHOWN} more: --json)" if len(rows) > _SHOWN else ""),
+        "Busiest threads and streams",
         ("rank", "thread or stream", "#busy ms", "#of makespan", "#rank waits ms"),
         [
             (rank, lane, _ms(busy), f"{busy / max(1, simulation.makespan_ns):.1%}", _ms(simulation.waiting_ns[rank]))
-            for (rank, lane), busy in rows[:_SHOWN]
+            for (rank, lane), busy in sorted(simulation.busy_ns.items(), key=lambda item: -item[1])
         ],
+        most=_SHOWN,
     )
 
 

@@ -5,26 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import msgspec
 
-from crossrank.atomic_file import gzip_writer, join, whole_file
-from crossrank.errors import CrossrankError
+from crossrank.atomic_file import gzip_writer, join
 from crossrank.text import amount, printable
-from crossrank.tools.commands.measured import add_measured_arguments, read_measured
-from crossrank.tools.commands.options import folder_of
+from crossrank.tools.commands.measured import Measured, add_measured_arguments, read_measured
+from crossrank.tools.commands.options import add_json_argument, folder_of, output_file
 from crossrank.tools.job.sources import CHOICES
+from crossrank.tools.output.console import print_json
 from crossrank.tools.output.timeline.build import Written, write_timeline
-from crossrank.tools.output.timeline.chrome import ChromeWriter
-from crossrank.tools.output.timeline.perfetto import PerfettoWriter
-from crossrank.tools.output.timeline.tracks import WriterFactory
 
-FORMATS: dict[str, tuple[WriterFactory, str]] = {
-    "perfetto": (PerfettoWriter, "timeline.pftrace"),
-    "chrome": (ChromeWriter, "timeline.json"),
-}
 _NOTES = 8
 
 
@@ -41,13 +33,7 @@ class Timeline:
             "-o",
             "--output",
             metavar="FILE",
-            help="where to (default: timeline.pftrace or timeline.json in the folder of the input); .gz compresses",
-        )
-        parser.add_argument(
-            "--format",
-            choices=sorted(FORMATS),
-            default="perfetto",
-            help="perfetto (default), or chrome: the older JSON",
+            help="where to (default: timeline.pftrace in the folder of the input); .gz compresses",
         )
         parser.add_argument(
             "--flows",
@@ -55,34 +41,21 @@ class Timeline:
             default="first-last",
             help="arrows between the ranks of a collective: first to last arriver (default), through all, or none",
         )
-        parser.add_argument("--json", action="store_true", help="print what was written as JSON")
+        add_json_argument(parser, "what was written")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        paths: list[str] = arguments.path
-        factory, name = FORMATS[arguments.format]
-        output = arguments.output or join(folder_of(paths[0]), name)
+        output = arguments.output or join(folder_of(arguments.path[0]), "timeline.pftrace")
         measured = read_measured(arguments)
-        together = measured.together
-        try:
-            with whole_file(output) as temporary:
-                written = write_timeline(measured.ranks, together, temporary, factory, flows=arguments.flows)
-                if output.endswith(".gz"):
-                    _compress(temporary)
-                size = temporary.stat().st_size
-        except OSError as error:
-            raise CrossrankError(f"{output}: cannot be written ({error.strerror}); name another with -o") from error
+        with output_file(output) as temporary:
+            written = write_timeline(measured.ranks, measured.together, temporary, flows=arguments.flows)
+            if output.endswith(".gz"):
+                _compress(temporary)
+            size = temporary.stat().st_size
         if arguments.json:
-            said = {"output": output, "bytes": size, **msgspec.to_builtins(written)}
-            said |= {
-                "clocks": msgspec.to_builtins(together.clocks),
-                "notes": measured.notes,
-                "skipped": measured.skipped,
-            }
-            sys.stdout.write(msgspec.json.format(msgspec.json.encode(said), indent=2).decode() + "\n")
+            found = {"clocks": measured.together.clocks, "notes": measured.notes, "skipped": measured.skipped}
+            print_json({"output": output, "bytes": size} | msgspec.structs.asdict(written) | found)
         else:
-            _print(output, size, written, together.clocks.note, together.clocks.residual_us, arguments.format)
-            for note in measured.notes[:_NOTES]:
-                print(f"note       {printable(note)}")
+            _print(output, size, written, measured)
         return measured.complain()
 
 
@@ -90,26 +63,23 @@ def _compress(path: Path) -> None:
     """gzip a file in place, without name and time, so that its bytes depend on the content alone."""
     packed = path.with_name(path.name + ".packed")
     try:
-        with (
-            path.open("rb") as plain,
-            packed.open("xb") as target,
-            gzip_writer(target) as stream,
-        ):
+        with path.open("rb") as plain, packed.open("xb") as target, gzip_writer(target) as stream:
             shutil.copyfileobj(plain, stream, 1 << 20)
         os.replace(packed, path)
     finally:
         packed.unlink(missing_ok=True)
 
 
-def _print(
-    output: str, size: int, written: Written, clocks: str, residual: dict[str, float] | None, given_format: str
-) -> None:
+def _print(output: str, size: int, written: Written, measured: Measured) -> None:
     print(f"timeline   {printable(output)}, {amount(size)}")
     print(
         f"holds      {written.ranks} rank(s), {written.calls:,} calls, {written.activities:,} times on devices, "
         f"{written.arrows:,} arrows, {written.steps:,} steps, {written.duration_ms:,.1f} ms"
     )
-    print(f"clocks     {clocks}", end="")
-    print(f"; ends of a collective differ by {residual['p50']:,.1f} us (p50)" if residual else "")
-    where = "ui.perfetto.dev" if given_format == "perfetto" else "ui.perfetto.dev or chrome://tracing"
-    print(f"open it in {where}")
+    clocks = measured.together.clocks
+    residual = clocks.residual_us
+    apart = f"; ends of a collective differ by {residual['p50']:,.1f} us (p50)" if residual else ""
+    print(f"clocks     {clocks.note}{apart}")
+    print("open it in ui.perfetto.dev")
+    for note in measured.notes[:_NOTES]:
+        print(f"note       {printable(note)}")

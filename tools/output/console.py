@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any, TextIO
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TextIO, TypeVar
 
 from crossrank.text import printable
+
+Row = TypeVar("Row")
 
 
 class Printable:
@@ -70,8 +72,42 @@ def from_csv_text(text: str) -> str:
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "'")
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A titled table. A column whose name starts with `#` is a number and stands to the right."""
+def as_json(value: object) -> str:
+    """What `--json` prints of a result: Structs, dataclasses and containers of them."""
+    import msgspec
+    import orjson
+
+    option = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+    return orjson.dumps(msgspec.to_builtins(value, str_keys=True), option=option).decode()
+
+
+def print_json(value: object) -> None:
+    sys.stdout.write(as_json(value))
+
+
+def print_counts(title: str, counts: Iterable[tuple[str, int]]) -> None:
+    """What was counted under a title, or nothing."""
+    for number, (text, count) in enumerate(counts):
+        if number == 0:
+            print(f"\n{title}")
+        print(f"  {count:>9,}  {printable(text)}")
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], most: int | None = None) -> None:
+    """A titled table of the first `most` rows. A column whose name starts with `#` is a number, to the right."""
+    _print_cells(title, columns, rows[:most])
+    if len(rows) > len(rows[:most]):
+        print(f"  … and {len(rows[most:])} more: --json has all")
+
+
+def print_rows(
+    title: str, columns: Sequence[tuple[str, Callable[[Row], object]]], rows: Sequence[Row], most: int | None = None
+) -> None:
+    """A table of one line for each of `rows`; a column is its name and what makes a cell of a row."""
+    print_table(title, [name for name, _ in columns], [[cell(row) for _, cell in columns] for row in rows], most)
+
+
+def _print_cells(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     names = [column.removeprefix("#") for column in columns]
     right = [column.startswith("#") for column in columns]
     cells = [[printable(str(cell)) for cell in row] for row in rows]

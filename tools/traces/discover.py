@@ -28,13 +28,12 @@ from crossrank.recording import (
     list_recording,
     read_chunks,
 )
-from crossrank.tools.shards import is_part
 
 BASIC = "basic"
 """PARAM's own format: a list of calls."""
 PLAN = "plan"
 TIMELINE = "timeline"
-"""What `crossrank timeline` and `convert --timeline` write, which looks like a Kineto trace."""
+"""What `convert --timeline` writes, which looks like a Kineto trace."""
 NSIGHT = "nsight"
 """An export of Nsight Systems, which is no record of calls but has their times."""
 REPORT = "report"
@@ -221,10 +220,9 @@ def _walk(path: str, depth: int) -> Iterator[FoundFile]:
             problem=problem,
         )
     for name in listing.foreign:
-        if not is_part(name):
-            whole = path if alone else f"{path.rstrip('/')}/{name}"
-            size = os.path.getsize(whole) if os.path.isfile(whole) else 0
-            yield replace(look(whole), size=size, depth=depth)
+        whole = path if alone else f"{path.rstrip('/')}/{name}"
+        size = os.path.getsize(whole) if os.path.isfile(whole) else 0
+        yield replace(look(whole), size=size, depth=depth)
     for names, problem in (
         (listing.torn, "was cut off while it was written"),
         (listing.special, "is neither a file nor a folder"),

@@ -17,12 +17,14 @@ for type and range, and single entries that are broken are counted and left out.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from functools import lru_cache
 from itertools import chain
 from typing import Annotated, Any
 
 import msgspec
+import orjson
 
 from crossrank.budget import EXTENTS, MEMBERS, ROWS, VALUES, Budget, BudgetError
 from crossrank.comm import MOST_RANKS, CommRecord, Group, Int
@@ -31,15 +33,14 @@ from crossrank.recording import Damage, read_chunks
 from crossrank.tools.traces.safe_pickle import RefusedError, load_data
 
 MOST_FRAMES = 256
-_MOST_TENSORS = 1 << 16
-_MOST_TEXT = 4096
-_MOST_CALLS = 1 << 16
+_LIST = (list, tuple)
+_MANY = msgspec.Meta(max_length=1 << 16)
 
 WorldSize = Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
-Text = Annotated[str, msgspec.Meta(max_length=_MOST_TEXT)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Shape = Annotated[tuple[Int, ...], msgspec.Meta(max_length=32)]
-Shapes = Annotated[tuple[Shape, ...], msgspec.Meta(max_length=_MOST_TENSORS)]
-Dtypes = Annotated[tuple[Text, ...], msgspec.Meta(max_length=_MOST_TENSORS)]
+Shapes = Annotated[tuple[Shape, ...], _MANY]
+Dtypes = Annotated[tuple[Text, ...], _MANY]
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -94,11 +95,14 @@ class GroupConfig(msgspec.Struct, frozen=True):
     ranks: str = "[]"
 
 
+Frames = Annotated[list[Frame], msgspec.Meta(max_length=MOST_FRAMES)]
+
+
 class OwnStack(msgspec.Struct, frozen=True):
     """Where a thread of the process was when our dump was taken, innermost frame first."""
 
     thread: Text
-    frames: Annotated[list[Frame], msgspec.Meta(max_length=MOST_FRAMES)]
+    frames: Frames
 
 
 class Raised(msgspec.Struct, frozen=True):
@@ -106,9 +110,9 @@ class Raised(msgspec.Struct, frozen=True):
 
     thread: Text = ""
     error: Text = ""
-    causes: Annotated[list[Text], msgspec.Meta(max_length=_MOST_CALLS)] = []
+    causes: Annotated[list[Text], _MANY] = []
     """Texts of the exceptions that it was raised from, or while handling them: the direct cause first."""
-    frames: Annotated[list[Frame], msgspec.Meta(max_length=MOST_FRAMES)] = []
+    frames: Frames = []
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,16 +125,16 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     """`hang`, `SIGUSR1`, `SIGTERM`, `window`, `disable`, `exit`."""
     error: Text | None = None
     """The text of the first of `exceptions`."""
-    exceptions: Annotated[list[Raised], msgspec.Meta(max_length=_MOST_CALLS)] = []
+    exceptions: Annotated[list[Raised], _MANY] = []
     """What ended threads of the process, that of the main thread first."""
     time_ns: Int
     """ns since 1970 when it was taken."""
     clock: dict[str, Int] = {}
     """The same moment on both clocks: `t` monotonic, `wall` since 1970."""
-    groups: Annotated[list[Group], msgspec.Meta(max_length=_MOST_CALLS)] = []
-    calls: Annotated[list[CommRecord], msgspec.Meta(max_length=_MOST_CALLS)] = []
+    groups: Annotated[list[Group], _MANY] = []
+    calls: Annotated[list[CommRecord], _MANY] = []
     """The last calls that were recorded, whether or not they left the node; gloo's P2P is known from here alone."""
-    stacks: Annotated[list[OwnStack], msgspec.Meta(max_length=_MOST_CALLS)] = []
+    stacks: Annotated[list[OwnStack], _MANY] = []
 
 
 class FlightDump(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,11 +166,14 @@ def read_flight_dump(path: str) -> FlightDump:
     """Read one dump, plain, gzip or zstd. Raises `NoDumpError` where nothing of it can be used."""
     damage = Damage(path)
     try:
-        return decode_flight_dump(path, _read(path, damage), damage.problems, damage.budget)
+        data = b"".join(read_chunks(path, damage))
+        return decode_flight_dump(path, data, damage.problems, damage.budget)
     except BudgetError as error:
         raise NoDumpError(str(error), refused=True) from error
     except MemoryError:
         raise NoDumpError(f"{path}: is refused: it needs more memory than there is", refused=True) from None
+    except OSError as error:
+        raise NoDumpError(f"{path}: cannot be read ({one_line(error)})") from error
 
 
 def decode_flight_dump(path: str, data: bytes, problems: list[str], budget: Budget) -> FlightDump:
@@ -214,15 +221,15 @@ def _convert(value: Any, into: Any, what: str, problems: list[str]) -> Any:
 
 def _rows(content: dict[str, Any], name: str, row: Any, problems: list[str], budget: Budget) -> dict[str, Any]:
     """The rows of a dictionary of the dump, each by itself: one that is broken does not cost the others."""
-    found: dict[str, Any] = {}
-    rows = content.get(name)
-    if rows is not None and not isinstance(rows, dict):
+    rows = content.get(name) or {}
+    if not isinstance(rows, dict):
         problems.append(f"{name} is no dictionary and was left out")
-        return found
-    budget.spend(ROWS, len(rows or {}))
-    for key, value in (rows or {}).items():
+        return {}
+    budget.spend(ROWS, len(rows))
+    found = {}
+    for key, value in rows.items():
         converted = _convert(value, row, f"an entry of {name}", problems)
-        if converted is not None and isinstance(key, str) and len(key) <= _MOST_TEXT:
+        if converted is not None and isinstance(key, str):
             found[key] = converted
     return found
 
@@ -272,16 +279,11 @@ def whole(text: str) -> str:
 
 def frames_of(frames: Any) -> tuple[Frame, ...]:
     """The frames of one entry, innermost first; those that are broken are left out."""
-    if not isinstance(frames, list | tuple):
-        return ()
-    found = []
-    for frame in frames[:MOST_FRAMES]:
-        try:
-            known = msgspec.convert(frame, Frame, strict=False)
-        except BROKEN:
-            continue
-        found.append(Frame(whole(known.name), whole(known.filename), known.line))
-    return tuple(found)
+    known = []
+    for frame in frames[:MOST_FRAMES] if isinstance(frames, _LIST) else ():
+        with contextlib.suppress(*BROKEN):
+            known.append(msgspec.convert(frame, Frame, strict=False))
+    return tuple(Frame(whole(frame.name), whole(frame.filename), frame.line) for frame in known)
 
 
 def _entries(rows: list[Any], problems: list[str], budget: Budget) -> list[Entry]:
@@ -316,9 +318,6 @@ def _count_extents(rows: list[Any], budget: Budget) -> None:
             budget.spend(EXTENTS, sum(len(one) for one in chain.from_iterable(lists) if isinstance(one, _LIST)))
 
 
-_LIST = (list, tuple)
-
-
 def _of_literal(row: dict[str, Any], group_ids: dict[str, int]) -> dict[str, Any]:
     """A row of the literal form in torch's own; its numbers may still be text.
 
@@ -346,14 +345,7 @@ def _decode(path: str, data: bytes, budget: Budget) -> Any:
     if data.lstrip()[:1] == b"{":
         budget.spend(VALUES, data.count(b"{") + data.count(b"[") + data.count(b","))
         try:
-            return msgspec.json.decode(data)
+            return orjson.loads(data)
         except BROKEN as error:
             raise NoDumpError(f"{path}: is no whole JSON ({one_line(error)[:200]}); take the dump again") from error
     raise NoDumpError(f"{path}: is no flight-recorder dump: it starts neither as a pickle nor as JSON", foreign=True)
-
-
-def _read(path: str, damage: Damage) -> bytes:
-    try:
-        return b"".join(read_chunks(path, damage))
-    except OSError as error:
-        raise NoDumpError(f"{path}: cannot be read ({one_line(error)})") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from crossrank.errors import CrossrankError
 from crossrank.tools.job.collectives import match_collectives
 from crossrank.tools.job.job import Job
 from crossrank.tools.output.timeline.build import Flows, write_timeline
-from crossrank.tools.output.timeline.chrome import ChromeWriter
 from crossrank.tools.output.timeline.perfetto import PerfettoWriter
 from crossrank.tools.output.timeline.tracks import Events, Track, lanes
 from tests.unit.job.ranks import EPOCH, Rank
@@ -60,12 +58,12 @@ class Decoded:
             elif event.type == event.TYPE_SLICE_END:
                 index = open_events[uuid].pop()
                 assert not open_events[uuid], "slices of a track do not overlap"
-                name, start, _, said, flows = rows[index]
-                rows[index] = name, start, packet.timestamp, said, flows
+                name, start, _, values, flows = rows[index]
+                rows[index] = name, start, packet.timestamp, values, flows
             else:
                 assert packet.sequence_flags & 2
-                said = {arguments[one.name_iid]: one.int_value for one in event.debug_annotations}
-                rows.append((event_names[event.name_iid], packet.timestamp, None, said, list(event.flow_ids)))
+                values = {arguments[one.name_iid]: one.int_value for one in event.debug_annotations}
+                rows.append((event_names[event.name_iid], packet.timestamp, None, values, list(event.flow_ids)))
                 if event.type == event.TYPE_SLICE_BEGIN:
                     open_events[uuid].append(len(rows) - 1)
         assert not any(open_events.values()), "every slice ends"
@@ -77,7 +75,7 @@ class Decoded:
 
 def timeline(path: Path, *ranks: Rank, flows: Flows = "first-last") -> Decoded:
     times = [rank.times for rank in ranks]
-    write_timeline(times, match_collectives(Job.match(times)), path, PerfettoWriter, flows=flows)
+    write_timeline(times, match_collectives(Job.match(times)), path, flows=flows)
     return Decoded(path)
 
 
@@ -206,27 +204,3 @@ def test_lanes_never_overlap_and_are_as_few_as_run_at_a_time(spans: list[tuple[i
         assert (start[mine][1:] >= end[mine][:-1]).all()
     at_a_time = max((int(((start <= at) & (end > at)).sum()) for at in start.tolist()), default=0)
     assert len(set(lane.tolist())) <= max(at_a_time, 1)
-
-
-def test_the_older_format_holds_the_same(tmp_path: Path) -> None:
-    first, second = two_ranks()
-    times = [first.times, second.times]
-    write_timeline(times, match_collectives(Job.match(times)), tmp_path / "t.json", ChromeWriter)
-    trace = json.loads((tmp_path / "t.json").read_text())
-    assert trace["metadata"]["epoch_ns"] == str(EPOCH + 95_000)
-    events = trace["traceEvents"]
-    names = {row["pid"]: row["args"]["name"] for row in events if row["name"] == "process_name"}
-    threads = {row["tid"]: row["args"]["name"] for row in events if row["name"] == "thread_name"}
-    assert [
-        (names[row["pid"]], threads[row["tid"]], row["name"], row["ts"], row["dur"])
-        for row in events
-        if row["ph"] == "X" and threads[row["tid"]] == "device"
-    ] == [
-        ("rank 0", "device", "all_reduce 1 MB · 0", 5.0, 400.0),
-        ("rank 0", "device", "all_gather 2 MB · 0", 505.0, 100.0),
-        ("rank 1", "device", "all_reduce 1 MB · 0", 305.0, 100.0),
-        ("rank 1", "device", "all_gather 2 MB · 0", 505.0, 100.0),
-    ]
-    flows = sorted((row["id"], row["ph"], names[row["pid"]]) for row in events if row["ph"] in "stf")
-    assert flows == [(1, "f", "rank 1"), (1, "s", "rank 0"), (2, "f", "rank 1"), (2, "s", "rank 0")]
-    assert [row["args"]["value"] for row in events if row["ph"] == "C"] == [1e6, 0, 2e6, 0, 10.0, 0, 10.0, 0]

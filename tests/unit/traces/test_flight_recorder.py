@@ -84,7 +84,7 @@ def test_single_broken_entries_are_counted_and_the_others_kept(job: SimulatedJob
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "problem"),
     [
         ("pg_status", None, ""),
         ("pg_status", [1], "pg_status is no dictionary and was left out"),
@@ -93,10 +93,10 @@ def test_single_broken_entries_are_counted_and_the_others_kept(job: SimulatedJob
         ("entries", "many", "entries is no list"),
     ],
 )
-def test_a_broken_part_does_not_cost_the_others(job: SimulatedJob, name: str, value: Any, told: str) -> None:
+def test_a_broken_part_does_not_cost_the_others(job: SimulatedJob, name: str, value: Any, problem: str) -> None:
     dump = decode(job.dump(0) | {name: value})
 
-    assert "; ".join(dump.problems)[: len(told)] == told
+    assert "; ".join(dump.problems)[: len(problem)] == problem
     assert bool(dump.entries) == (name != "entries")
     assert bool(dump.status) == (name != "pg_status")
 
@@ -107,7 +107,7 @@ def test_the_status_of_json_has_its_numbers_as_strings() -> None:
     assert decode(content).status == {0: Progress(17, 17)}
 
 
-def literal(name: str, sizes: list[list[int]], number: int = 0, **said: Any) -> dict[str, Any]:
+def literal(name: str, sizes: list[list[int]], number: int = 0, **fields: Any) -> dict[str, Any]:
     """An entry as torch's own tests write it (test/distributed/flight_recorder/test_fr_analysis.py)."""
     return {
         "profiling_name": f"nccl:{name}",
@@ -123,7 +123,7 @@ def literal(name: str, sizes: list[list[int]], number: int = 0, **said: Any) -> 
         "frames": [],
         "record_id": number,
         "is_p2p": False,
-    } | said
+    } | fields
 
 
 def literal_dump(rank: int, *entries: dict[str, Any]) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def test_a_list_of_ranks_is_parsed_and_never_evaluated(ranks: str) -> None:
         (b"\x80\x02cos\nsystem\n.", "is refused: the pickle holds a pickle opcode that is not data"),
     ],
 )
-def test_what_is_no_dump_is_told_with_its_name(content: bytes, message: str, tmp_path: Path) -> None:
+def test_what_is_no_dump_is_refused_with_its_name(content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "rank_0").write_bytes(content)
 
     with pytest.raises(NoDumpError) as error:

@@ -1,1 +1,1 @@
-"""All ranks on one timeline: `build` makes tracks of events, `perfetto` and `chrome` write them."""
+"""All ranks on one timeline: `build` makes tracks of events, `perfetto` writes them."""

@@ -19,6 +19,7 @@ from crossrank.errors import CrossrankError
 from crossrank.text import amount, printable
 from crossrank.tools.job.collectives import Collectives
 from crossrank.tools.job.launches import Bools, CallKind
+from crossrank.tools.output.timeline.perfetto import PerfettoWriter
 from crossrank.tools.output.timeline.tracks import (
     FIRST,
     LAST,
@@ -28,8 +29,6 @@ from crossrank.tools.output.timeline.tracks import (
     Floats,
     Ints,
     Track,
-    Writer,
-    WriterFactory,
     lanes,
 )
 from crossrank.tools.traces.rank_trace import RankTrace
@@ -60,7 +59,7 @@ class Written(msgspec.Struct, kw_only=True):
 class _Tracks:
     """Numbers tracks as they are made."""
 
-    writer: Writer
+    writer: PerfettoWriter
     count: int = 0
 
     def add(self, name: str, parent: Track | None = None, unit: str | None = None) -> Track:
@@ -71,7 +70,7 @@ class _Tracks:
 
 
 def write_timeline(
-    ranks: Sequence[RankTrace], found: Collectives, path: Path, factory: WriterFactory, *, flows: Flows = "first-last"
+    ranks: Sequence[RankTrace], found: Collectives, path: Path, *, flows: Flows = "first-last"
 ) -> Written:
     """Write all ranks to `path`. Raises `CrossrankError` where no call has a time."""
     moments = [column[column > 0] for column in (found.called, found.began)]
@@ -97,7 +96,7 @@ def write_timeline(
         duration_ms=(int(max(found.called.max(), found.ended.max())) - zero) / 1e6,
         epoch_ns=zero,
     )
-    with factory(path, zero) as writer:
+    with PerfettoWriter(path, zero) as writer:
         tracks = _Tracks(writer)
         for counter in _counters(found, zero, tracks, on_device):
             written.counters.append(counter.track.name)

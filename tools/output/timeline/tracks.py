@@ -1,12 +1,9 @@
-"""What a timeline consists of, whatever format it is written in. Times are ns from the begin of the timeline."""
+"""What a timeline consists of. Times are ns from the begin of the timeline."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import TracebackType
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,28 +55,6 @@ class Counter:
     track: Track
     at: Ints
     value: Floats
-
-
-class Writer(Protocol):
-    """Writes a timeline piece by piece; a context manager around the file."""
-
-    def __enter__(self) -> Writer: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def track(self, track: Track) -> None: ...
-
-    def events(self, events: Events) -> None: ...
-
-    def counter(self, counter: Counter) -> None: ...
-
-
-class WriterFactory(Protocol):
-    """Opens a writer of a format on a local file; `epoch` is ns since 1970 at time 0."""
-
-    def __call__(self, path: Path, epoch: int) -> Writer: ...
 
 
 def lanes(start: Ints, end: Ints) -> Ints:
