@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from crossrank.comm import CommRecord, Group
+from crossrank.comm import CommRecord, Group, Int
 from crossrank.tools.traces.execution_trace import HostNode
 
 EdgeKind = Literal[
@@ -97,14 +97,14 @@ class Communication(msgspec.Struct, gc=False, kw_only=True):
 
     record: CommRecord
     """`t` is on the clock of the trace, in ns, except where the rank's comms file gave the record."""
-    group: Group | None
+    group: Group | None = None
     origin: str
     """What the record was read from: a key of `communications.SOURCES`."""
-    host: int | None
+    host: Int | None = None
     """Id of the host node that the record belongs to; None for a kernel without one."""
-    activities: list[int] = []
+    activities: list[Int] = []
     """Ids of the communication kernels launched for it."""
-    work: int | None = None
+    work: Int | None = None
     """Id of the host node that is the range of its Work, where a backend without GPU kernels ran it."""
     seq_counted: bool = False
     """`seq` and `p2p_seq` were counted from the start of the trace rather than recorded."""

@@ -29,27 +29,22 @@ from msgspec import UNSET, UnsetType
 
 import crossrank
 from crossrank.atomic_file import gzip_writer, whole_file
-from crossrank.comm import Group, Int
+from crossrank.comm import Count, Group, Int
 from crossrank.tools.graph.linking.graph import Activity, Communication, EdgeKind, HostOp, LinkedTrace, MatchReport
-from crossrank.tools.traces.execution_trace import FIRST_NESTED_SCHEMA, FLAT_SCHEMA, HostNode, is_thread_root
+from crossrank.tools.traces.execution_trace import (
+    FIRST_NESTED_SCHEMA,
+    FLAT_SCHEMA,
+    HostNode,
+    attribute_text,
+    is_thread_root,
+)
 
 Compression = Literal["zst", "gz", "none"]
 
 _LEVEL = 3
 _BATCH = 2048
-_NO_HOST = HostNode(
-    id=0,
-    name="",
-    parent=0,
-    rf_id=0,
-    tid=0,
-    attributes=msgspec.Raw(
-        b'[{"name":"rf_id","type":"uint64","value":0},{"name":"fw_parent","type":"uint64","value":0},'
-        b'{"name":"seq_id","type":"int64","value":-1},{"name":"scope","type":"uint64","value":0},'
-        b'{"name":"tid","type":"uint64","value":0},{"name":"fw_tid","type":"uint64","value":0},'
-        b'{"name":"op_schema","type":"string","value":""}]'
-    ),
-)
+_NO_HOST = HostNode(id=0, name="", parent=0, rf_id=0, tid=0)
+_EMPTY = msgspec.Raw(b"[]")
 
 
 class Dependency(msgspec.Struct, gc=False, omit_defaults=True):
@@ -61,29 +56,31 @@ class Dependency(msgspec.Struct, gc=False, omit_defaults=True):
     slack_ns: Int | None = None
 
 
-class _Node(msgspec.Struct, gc=False, kw_only=True):
-    id: int
+class Node(msgspec.Struct, gc=False, kw_only=True):
+    """A host operation, or a GPU activity, which has `cat`. Times are microseconds."""
+
+    id: Int
     name: str
-    ctrl_deps: int
-    inputs: msgspec.Raw
-    outputs: msgspec.Raw
-    attrs: msgspec.Raw
+    ctrl_deps: Int
+    inputs: msgspec.Raw = _EMPTY
+    outputs: msgspec.Raw = _EMPTY
+    attrs: msgspec.Raw = _EMPTY
     inclusive_dur: msgspec.Raw | UnsetType = UNSET
     exclusive_dur: msgspec.Raw | UnsetType = UNSET
     blocked_dur: msgspec.Raw | UnsetType = UNSET
     ts: msgspec.Raw | UnsetType = UNSET
-    inter_thread_dep: int | UnsetType | None = UNSET
-    sync_dep: list[int] | UnsetType = UNSET
+    inter_thread_dep: Int | UnsetType | None = UNSET
+    sync_dep: list[Int] | UnsetType = UNSET
     cat: str | UnsetType = UNSET
     ph: str | UnsetType = UNSET
-    device: int | str | UnsetType | None = UNSET
-    stream: int | str | UnsetType | None = UNSET
-    correlation: int | UnsetType = UNSET
+    device: Int | str | UnsetType | None = UNSET
+    stream: Int | str | UnsetType | None = UNSET
+    correlation: Int | UnsetType = UNSET
     pg_name: str | UnsetType = UNSET
     unlinked: str | UnsetType = UNSET
     args: msgspec.Raw | UnsetType = UNSET
     comm: Communication | UnsetType = UNSET
-    comm_host: int | UnsetType = UNSET
+    comm_host: Int | UnsetType = UNSET
     deps: list[Dependency] | UnsetType = UNSET
 
 
@@ -101,13 +98,16 @@ class Provenance(msgspec.Struct, kw_only=True):
     match: MatchReport
 
 
-class _Head(msgspec.Struct, kw_only=True):
-    schema: str
-    pid: int | None
-    time: str | None
-    start_ts: int | None
-    finish_ts: int | None
-    crossrank: Provenance
+class LinkedFile(msgspec.Struct, kw_only=True):
+    """The whole file."""
+
+    schema: str = ""
+    pid: Count | None = None
+    time: str | None = None
+    start_ts: Count | None = None
+    finish_ts: Count | None = None
+    crossrank: Provenance | None = None
+    nodes: list[Node] = []
 
 
 def write_linked(trace: LinkedTrace, path: str | Path, compression: Compression = "zst") -> None:
@@ -127,7 +127,7 @@ def _compressor(file: BinaryIO, compression: Compression) -> BinaryIO:
 
 def _pieces(trace: LinkedTrace) -> Iterator[bytes | bytearray]:
     encoder = msgspec.json.Encoder()
-    yield encoder.encode(_head(trace))[:-1] + b',"nodes":['
+    yield encoder.encode(_head(trace)).removesuffix(b"]}")
     buffer = bytearray()
     end = 0
     for count, node in enumerate(_nodes(trace), start=1):
@@ -142,8 +142,8 @@ def _pieces(trace: LinkedTrace) -> Iterator[bytes | bytearray]:
     yield (buffer[:-1] if buffer else b"") + b"]}\n"
 
 
-def _head(trace: LinkedTrace) -> _Head:
-    return _Head(
+def _head(trace: LinkedTrace) -> LinkedFile:
+    return LinkedFile(
         # Flat nodes were lifted into the next layout, so that is what the file now has.
         schema=FIRST_NESTED_SCHEMA if trace.schema.startswith(FLAT_SCHEMA) else trace.schema,
         pid=trace.pid,
@@ -163,7 +163,7 @@ def _head(trace: LinkedTrace) -> _Head:
     )
 
 
-def _nodes(trace: LinkedTrace) -> Iterator[_Node]:
+def _nodes(trace: LinkedTrace) -> Iterator[Node]:
     dependencies: dict[int, list[Dependency]] = defaultdict(list)
     inter_thread: dict[int, int] = {}
     syncs: dict[int, list[int]] = defaultdict(list)
@@ -195,15 +195,15 @@ def _nodes(trace: LinkedTrace) -> Iterator[_Node]:
         yield node
 
 
-def _host_node(op: HostOp, communication: Communication | None) -> _Node:
+def _host_node(op: HostOp, communication: Communication | None) -> Node:
     node = op.node
-    out = _Node(
+    out = Node(
         id=node.id,
         name=node.name,
         ctrl_deps=op.caller or node.id,  # torch's own root is its own parent
         inputs=node.inputs,
         outputs=node.outputs,
-        attrs=node.attributes,
+        attrs=attribute_text(node),
     )
     if op.start_ns is not None and op.duration_ns is not None and op.exclusive_ns is not None:
         out.inclusive_dur = microseconds(op.duration_ns)
@@ -219,16 +219,16 @@ def _host_node(op: HostOp, communication: Communication | None) -> _Node:
 
 def _activity_node(
     activity: Activity, hosts: dict[int, HostNode], root: int, communication: Communication | None
-) -> _Node:
+) -> Node:
     host = _NO_HOST if activity.host is None else hosts[activity.host]
     duration = microseconds(activity.duration_ns)
-    out = _Node(
+    out = Node(
         id=activity.id,
         name=activity.name,
         ctrl_deps=host.id or root,
         inputs=host.inputs,
         outputs=host.outputs,
-        attrs=host.attributes,
+        attrs=attribute_text(host),
         inclusive_dur=duration,
         exclusive_dur=duration,
         ts=microseconds(activity.start_ns),
