@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from crossrank.tools.graph.chakra.graph import LATE, PAUSE, ChakraNode, Lane
-from crossrank.tools.graph.chakra.write import P2P_TYPES
+from crossrank.tools.graph.chakra.write import P2P_TYPES, message_ends
 
 HOST = "operations on the host"
 GPU = "computation on a GPU"
@@ -130,9 +130,7 @@ def _join_key(node: ChakraNode, rank: int, place: int) -> JoinKey:
     assert node.comm is not None
     record, group = node.comm.record, node.comm.group.number
     if record.op in P2P_TYPES:
-        peer = record.peer if record.peer is not None else -1
-        source, target = (rank, peer) if record.op == "send" else (peer, rank)
-        return (group, "message", source, target, record.p2p_seq or 0)
+        return (group, "message", *message_ends(record, rank), record.p2p_seq or 0)
     return (group, "collective", -1, -1, place)
 
 

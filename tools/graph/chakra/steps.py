@@ -22,7 +22,7 @@ from crossrank.tools.graph.chakra.graph import ChakraNode, Comm, Dependency, Lan
 from crossrank.tools.graph.chakra.groups import NumberedGroup, number
 from crossrank.tools.graph.linking import Communication, EdgeKind, HostOp, LinkedTrace
 from crossrank.tools.graph.linking.dependencies import in_program_order
-from crossrank.tools.traces.execution_trace import io, io_texts
+from crossrank.tools.traces.execution_trace import io, is_group_node
 from crossrank.tools.traces.param_comms import tensor_bytes
 
 
@@ -42,7 +42,7 @@ def convert_nodes(trace: LinkedTrace) -> dict[int, ChakraNode]:
     last_start: dict[int, int] = {}
     launching = {activity.host for activity in trace.activities}
     for op in in_program_order(trace.host):
-        if "process_group:init" in op.node.name:
+        if is_group_node(op.node.name):
             continue  # the groups stand in a metadata node
         # An operation without a time began after the one before it.
         start = op.start_ns if op.start_ns is not None else last_start.get(op.node.tid, begin)
@@ -58,8 +58,7 @@ def convert_nodes(trace: LinkedTrace) -> dict[int, ChakraNode]:
             host=op.id,
             rf_id=op.node.rf_id,
             tensor_bytes=tensor_bytes(io(op.node.inputs).values) if op.id in launching else 0,
-            inputs=io_texts(op.node.inputs),
-            outputs=io_texts(op.node.outputs),
+            op=op.node,
         )
     for activity in trace.activities:
         launched_by = nodes.get(activity.host or 0)

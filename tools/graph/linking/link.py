@@ -21,6 +21,7 @@ from crossrank.tools.graph.linking.communications import Finder
 from crossrank.tools.graph.linking.graph import Activity, Edge, EdgeKind, HostOp, LinkedTrace, MatchReport
 from crossrank.tools.graph.linking.matching import HostMatch, doubts, match_hosts
 from crossrank.tools.graph.linking.nesting import Nesting, is_work, nest
+from crossrank.tools.graph.linking.ordered import ordered_by
 from crossrank.tools.graph.linking.stream_waits import WAIT_EVENT, Surroundings, infer_stream_waits
 from crossrank.tools.graph.linking.synchronisation import CLOCK_NS, Waits, find_waits
 from crossrank.tools.traces.execution_trace import ExecutionTrace, read_execution_trace
@@ -253,7 +254,7 @@ def _wait_edges(
     blocked: dict[int, int],
 ) -> list[Edge]:
     """The edges of `waits`. `blocked` gets, for each call, how long it waited for what its edges name."""
-    goes_on = draw.NextOnThread(
+    begun = ordered_by(
         ((kineto.host[index].pid, kineto.host[index].tid), kineto.host[index].start, et.nodes[position].id)
         for position, index in enumerate(match.event_of)
         if index >= 0
@@ -272,13 +273,13 @@ def _wait_edges(
             unresolved["the activity waited for was launched outside the execution trace"] += 1
             continue
         if wait.target >= 0:
-            target = ids.get(wait.target)
+            target = ids.get(wait.target, -1)
             kind: EdgeKind = "stream_wait"
         else:
             waiter = kineto.calls[wait.call] if wait.call >= 0 else None
-            target = goes_on((waiter.pid, waiter.tid), waiter.end) if waiter else None
+            target = begun[waiter.pid, waiter.tid].first_from(waiter.end) if waiter else -1
             kind = "sync"
-        if target is None:
+        if target < 0:
             unresolved["nothing follows the wait in the execution trace"] += 1
             continue
         if ends[source] > starts[target] + CLOCK_NS:
