@@ -15,9 +15,10 @@ from typing import Any
 
 import msgspec
 
-from crossrank.budget import MEMBERS, Budget
-from crossrank.comm import MOST_RANKS, Count, Group, Int
+from crossrank.budget import Budget
+from crossrank.comm import Count, Group, Int
 from crossrank.errors import BROKEN, CrossrankError
+from crossrank.tools.traces.group_config import read_groups
 from crossrank.tools.traces.json_document import Shape, parse, read_document
 
 FLAT_SCHEMA = "1.0.1"
@@ -394,31 +395,12 @@ def _id_of(node: HostNode) -> int:
     return node.id
 
 
-class _PgConfig(msgspec.Struct):
-    pg_name: str | int
-    ranks: list[int] = []
-    pg_desc: str = ""
-    backend_config: str = ""
-    group_size: int = 0
-
-
 def groups_of(nodes: Iterable[HostNode], budget: Budget) -> list[Group]:
-    """The groups that `## process_group:init ##` nodes say. Raises `BudgetError` where their members are too many."""
+    """The groups that `## process_group:init ##` nodes list. Raises `BudgetError` where their members are too many."""
     groups: dict[str, Group] = {}
     for node in nodes:
-        if not is_group_node(node.name):
-            continue
-        for value in io(node.inputs).values:
+        if is_group_node(node.name):
             # A text may be cut short by the observer's limit on strings, or be of another make.
-            for config in parse(value, list[_PgConfig]) or ():
-                budget.spend(MEMBERS, len(config.ranks))
-                # torch writes no ranks for a group of the whole world.
-                ranks = config.ranks or budget.ranks(range(min(config.group_size, MOST_RANKS)))
-                groups[str(config.pg_name)] = Group(
-                    pg=str(config.pg_name),
-                    size=config.group_size or len(ranks),
-                    ranks=ranks or None,
-                    desc=config.pg_desc,
-                    backend=config.backend_config,
-                )
+            for value in io(node.inputs).values:
+                groups |= {group.pg: group for group in read_groups(parse(value, list[Any]), budget)}
     return list(groups.values())

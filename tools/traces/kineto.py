@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any
@@ -16,10 +15,10 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from crossrank.budget import MEMBERS, Budget
 from crossrank.comm import Group, Int
 from crossrank.errors import BROKEN, CrossrankError
-from crossrank.tools.traces.json_document import Shape, parse, read_document
+from crossrank.tools.traces.group_config import read_groups
+from crossrank.tools.traces.json_document import Shape, read_document
 
 HOST_CATEGORIES = frozenset(("cpu_op", "user_annotation"))
 ACTIVITY_CATEGORIES = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
@@ -111,14 +110,6 @@ class KinetoTrace:
     """What of the file could not be read."""
 
 
-class _PgConfig(msgspec.Struct):
-    pg_name: str | int
-    pg_desc: str = ""
-    backend_config: str = ""
-    pg_size: Int = 0
-    ranks: list[Int] | str = []
-
-
 class _Distributed(msgspec.Struct, frozen=True):
     rank: Int | None = None
     world_size: Int | None = None
@@ -207,7 +198,7 @@ def read_kineto(path: str) -> KinetoTrace:
         calls=events.calls,
         device=events.device,
         syncs=events.syncs,
-        groups=tuple(_groups(file.distributedInfo.pg_config, document.budget)),
+        groups=tuple(read_groups(file.distributedInfo.pg_config, document.budget)),
         rank=file.distributedInfo.rank,
         world_size=file.distributedInfo.world_size,
         unread=dict(sorted(events.unread.items())),
@@ -299,26 +290,3 @@ class _Events:
 
 def _counted(names: list[str], what: str) -> list[str]:
     return [f"{len(names)} event(s) {what} (first: {names[0]!r})"] if names else []
-
-
-def _groups(config: Any, budget: Budget) -> list[Group]:
-    """Newer torch writes a list of groups, some versions an object by name."""
-    rows = list(config.values()) if isinstance(config, dict) else config
-    groups = []
-    for row in rows if isinstance(rows, Sequence) else ():
-        try:
-            pg = msgspec.convert(row, _PgConfig, strict=False)
-        except BROKEN:
-            continue
-        ranks = (parse(pg.ranks, list[Int]) or []) if isinstance(pg.ranks, str) else pg.ranks
-        budget.spend(MEMBERS, len(ranks))
-        groups.append(
-            Group(
-                pg=str(pg.pg_name),
-                size=pg.pg_size or len(ranks),
-                ranks=ranks or None,
-                desc=pg.pg_desc,
-                backend=pg.backend_config,
-            )
-        )
-    return groups

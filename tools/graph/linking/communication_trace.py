@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from crossrank.budget import Budget
 from crossrank.comm import Group
 from crossrank.recording import RANGE
-from crossrank.tools.graph.linking.communications import C10D, FUNCTIONAL, Finder
+from crossrank.tools.graph.linking.communications import C10D, FUNCTIONAL, find_communications
 from crossrank.tools.graph.linking.graph import Communication, HostOp
 from crossrank.tools.graph.linking.nesting import is_work
 from crossrank.tools.traces.execution_trace import is_group_node, read_execution_trace
@@ -41,28 +41,20 @@ def read_communication_trace(path: str, world_size: int | None = None) -> Commun
     """The communication of one rank. Raises `CrossrankError` where nothing of the file can be used."""
     trace = read_execution_trace(path, _is_kept)
     host = [HostOp(node, node.parent, is_work=is_work(node.name)) for node in trace.nodes]
-    finder = Finder(
-        host,
-        {group.pg: group for group in trace.groups},
-        world_size=world_size,
-        records={},
-        event_args=lambda _: None,
-        budget=Budget.of(path),
-    )
-    finder.search()
-    finder.number()
+    groups = {group.pg: group for group in trace.groups}
+    found = find_communications(host, (), groups, world_size=world_size, budget=Budget.of(path))
     order = {op.id: op.node.rf_id for op in host}
-    begun = sorted(order[c.host] for c in finder.found if c.host is not None)
-    waits = [(bisect_left(begun, host[position].node.rf_id), comms) for position, comms in finder.waits.items()]
+    begun = sorted(order[c.host] for c in found.communications if c.host is not None)
+    waits = [(bisect_left(begun, host[position].node.rf_id), comms) for position, comms in found.waits.items()]
     return CommunicationTrace(
         path=path,
         schema=trace.schema,
-        communications=finder.found,
+        communications=found.communications,
         waits=sorted(waits, key=lambda wait: wait[0]),
-        groups=list(finder.groups.values()),
-        warnings=[*trace.warnings, *finder.warnings],
+        groups=list(found.groups.values()),
+        warnings=[*trace.warnings, *found.warnings],
         damage=list(trace.damage),
-        unknown=finder.unknown,
+        unknown=found.unknown,
     )
 
 
