@@ -117,7 +117,7 @@ def test_a_parent_that_is_not_there_is_replaced_by_the_thread(tmp_path: Path) ->
     assert "2 node(s) name a parent that is not in the file (first: node 5;" in trace.warnings[0]
 
 
-def test_a_circle_of_parents_is_cut(tmp_path: Path) -> None:
+def test_a_cycle_of_parents_is_cut(tmp_path: Path) -> None:
     trace = read(
         tmp_path,
         [nested_node(1, "a", 2, 1), nested_node(2, "b", 3, 2), nested_node(3, "c", 1, 3), nested_node(4, "d", 3, 4)],

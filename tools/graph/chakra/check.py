@@ -10,9 +10,9 @@ a file whose nodes are not in order.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from pathlib import PurePosixPath
 
 import msgspec
@@ -134,11 +134,10 @@ def check(path: str, groups: Groups | None = None) -> Checked:
                 f"one; {_LOWER}, or with --nodes gpu",
                 where,
             )
-    # In a file whose nodes all follow what they wait for nothing can run in a circle.
+    # In a file whose nodes all follow what they wait for there is no cycle.
     if not ordered:
-        circle = _circle(path)
-        if circle:
-            result.fault("dependencies run in a circle", f"nodes {' <- '.join(map(str, circle[:8]))}")
+        if cycle := _cycle(path):
+            result.fault("dependencies form a cycle", f"nodes {' <- '.join(map(str, cycle[:8]))}")
         result.note("nodes stand before what they wait for: an older feeder keeps all of them in memory")
     return result
 
@@ -226,28 +225,11 @@ def _place(path: str, node_id: int) -> str:
     raise AssertionError("unreachable")
 
 
-def _circle(path: str) -> list[int]:
-    """The nodes of one circle; empty where there is none. Takes memory for all edges."""
-    sources = {node.id: [*node.ctrl_deps, *node.data_deps] for _, node in read_trace(path)[1]}
-    dependents: dict[int, list[int]] = defaultdict(list)
-    waits = {}
-    for node_id, before in sources.items():
-        unique = {source for source in before if source in sources}
-        waits[node_id] = len(unique)
-        for source in unique:
-            dependents[source].append(node_id)
-    ready = [node_id for node_id, count in waits.items() if not count]
-    while ready:
-        for dependent in dependents[ready.pop()]:
-            waits[dependent] -= 1
-            if not waits[dependent]:
-                ready.append(dependent)
-    left = {node_id for node_id, count in waits.items() if count}
-    if not left:
-        return []
-    at = min(left)
-    place: dict[int, int] = {}
-    while at not in place:
-        place[at] = len(place)
-        at = next(source for source in sources[at] if source in left)
-    return list(place)[place[at] :]
+def _cycle(path: str) -> list[int]:
+    """The nodes of one cycle, each waiting for the next; empty where there is none. Takes memory for all edges."""
+    try:
+        TopologicalSorter({node.id: [*node.ctrl_deps, *node.data_deps] for _, node in read_trace(path)[1]}).prepare()
+    except CycleError as error:
+        nodes: list[int] = error.args[1]
+        return nodes[:0:-1]
+    return []

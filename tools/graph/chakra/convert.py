@@ -71,7 +71,7 @@ def convert(
     several = convert_communications(trace, nodes, groups, warnings)
     draw_dependencies(trace, nodes, several)
     wait_for_threads(nodes, {op.id for op in trace.host if op.node.scope == USER_SCOPE})
-    # Circles are broken before edges are left out: one that goes may be all that implied another.
+    # Cycles are broken before edges are left out: one that goes may be all that implied another.
     ordered, dropped = in_order(nodes, strict=options.strict)
     if options.nodes == "gpu":
         nodes = device_nodes(ordered)

@@ -77,4 +77,4 @@ class Options:
     group_node: bool = False
     """Write the process groups as a metadata node too, at which ASTRA-sim stops."""
     strict: bool = False
-    """Refuse dependencies that run in a circle."""
+    """Refuse dependencies that form a cycle."""
