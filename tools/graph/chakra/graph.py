@@ -49,8 +49,8 @@ class ChakraNode(msgspec.Struct, gc=False):
     duration_ns: int
     """On a thread: exclusive, because the operations it calls are nodes of their own; and after `cut_waits` only
     until the next node of the thread."""
-    is_cpu: bool
-    dependencies: list[Dependency]
+    is_cpu: bool = False
+    dependencies: list[Dependency] = []
     comm: Comm | None = None
     host: int | None = None
     """The execution trace's node that it comes from, or that launched it."""
