@@ -164,65 +164,52 @@ def _head(trace: LinkedTrace) -> LinkedFile:
 
 
 def _nodes(trace: LinkedTrace) -> Iterator[Node]:
-    dependencies: dict[int, list[Dependency]] = defaultdict(list)
-    inter_thread: dict[int, int] = {}
-    syncs: dict[int, list[int]] = defaultdict(list)
+    deps: dict[int, list[Dependency]] = defaultdict(list)
     for edge in trace.edges:
-        if edge.kind == "caller":
-            continue
-        dependencies[edge.target].append(Dependency(edge.source, edge.kind, edge.inferred, edge.slack_ns))
-        if edge.kind == "inter_thread":
-            inter_thread[edge.target] = edge.source
-        elif edge.kind == "sync":
-            syncs[edge.target].append(edge.source)
-    by_host = {c.host: c for c in trace.communications if c.host is not None}
+        if edge.kind != "caller":
+            deps[edge.target].append(Dependency(edge.source, edge.kind, edge.inferred, edge.slack_ns))
+    by_host = {c.host: c for c in trace.communications}
     by_activity = {activity: c for c in trace.communications for activity in c.activities}
     for op in trace.host:
-        node = _host_node(op, by_host.get(op.id))
-        if op.start_ns is not None:
-            node.inter_thread_dep = inter_thread.get(op.id)
-        if op.id in syncs:
-            node.sync_dep = syncs[op.id]
-        if op.id in dependencies:
-            node.deps = dependencies[op.id]
-        yield node
+        yield _host_node(op, deps.get(op.id, []), by_host.get(op.id))
     hosts = {op.id: op.node for op in trace.host}
     root = next((op.id for op in trace.host if is_thread_root(op.node)), trace.host[0].id if trace.host else 0)
     for activity in trace.activities:
-        node = _activity_node(activity, hosts, root, by_activity.get(activity.id))
-        if activity.id in dependencies:
-            node.deps = dependencies[activity.id]
-        yield node
+        host = _NO_HOST if activity.host is None else hosts[activity.host]
+        yield _activity_node(activity, host, root, deps.get(activity.id), by_activity.get(activity.id))
 
 
-def _host_node(op: HostOp, communication: Communication | None) -> Node:
-    node = op.node
+def _host_node(op: HostOp, deps: list[Dependency], communication: Communication | None) -> Node:
     out = Node(
-        id=node.id,
-        name=node.name,
-        ctrl_deps=op.caller or node.id,  # torch's own root is its own parent
-        inputs=node.inputs,
-        outputs=node.outputs,
-        attrs=attribute_text(node),
+        id=op.id,
+        name=op.node.name,
+        ctrl_deps=op.caller or op.id,  # torch's own root is its own parent
+        inputs=op.node.inputs,
+        outputs=op.node.outputs,
+        attrs=attribute_text(op.node),
+        sync_dep=[one.id for one in deps if one.kind == "sync"] or UNSET,
+        comm=communication or UNSET,
+        pg_name=communication.record.pg if communication else UNSET,
+        deps=deps or UNSET,
     )
     if op.start_ns is not None and op.duration_ns is not None and op.exclusive_ns is not None:
         out.inclusive_dur = microseconds(op.duration_ns)
         out.exclusive_dur = microseconds(op.exclusive_ns)
+        out.blocked_dur = microseconds(op.blocked_ns) if op.blocked_ns else UNSET
         out.ts = microseconds(op.start_ns)
-        if op.blocked_ns:
-            out.blocked_dur = microseconds(op.blocked_ns)
-    if communication is not None:
-        out.comm = communication
-        out.pg_name = communication.record.pg
+        out.inter_thread_dep = next((one.id for one in reversed(deps) if one.kind == "inter_thread"), None)
     return out
 
 
 def _activity_node(
-    activity: Activity, hosts: dict[int, HostNode], root: int, communication: Communication | None
+    activity: Activity,
+    host: HostNode,
+    root: int,
+    deps: list[Dependency] | None,
+    communication: Communication | None,
 ) -> Node:
-    host = _NO_HOST if activity.host is None else hosts[activity.host]
     duration = microseconds(activity.duration_ns)
-    out = Node(
+    return Node(
         id=activity.id,
         name=activity.name,
         ctrl_deps=host.id or root,
@@ -237,19 +224,14 @@ def _activity_node(
         ph="X",
         device=activity.device,
         stream=activity.stream,
+        correlation=UNSET if activity.correlation is None else activity.correlation,
+        pg_name=communication.record.pg if communication else UNSET,
+        unlinked=UNSET if activity.unlinked is None else activity.unlinked,
         args=activity.args,
+        comm=communication if communication and communication.host is None else UNSET,
+        comm_host=communication.host if communication and communication.host is not None else UNSET,
+        deps=deps or UNSET,
     )
-    if activity.correlation is not None:
-        out.correlation = activity.correlation
-    if activity.unlinked is not None:
-        out.unlinked = activity.unlinked
-    if communication is not None:
-        out.pg_name = communication.record.pg
-        if communication.host is not None:
-            out.comm_host = communication.host
-        else:
-            out.comm = communication
-    return out
 
 
 def microseconds(ns: int) -> msgspec.Raw:
