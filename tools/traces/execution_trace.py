@@ -1,7 +1,7 @@
 """Execution traces of PyTorch (`torch.profiler.ExecutionTraceObserver`), schemas 1.0.1 to 1.1.1.
 
 Up to 1.0.1 a node is flat (`parent`, `rf_id`, `input_shapes`, …); from 1.0.2 on it has `ctrl_deps`, `inputs`,
-`outputs` and a list `attrs`. Which of the two a node is, is told by its fields. Inputs, outputs and attributes are
+`outputs` and a list `attrs`. Its fields tell which of the two a node is. Inputs, outputs and attributes are
 kept as JSON text, because most of them are passed on unread.
 """
 
@@ -317,7 +317,7 @@ _NUMBERS = frozenset(("rf_id", "tid", "seq_id", "fw_parent", "fw_tid", "scope"))
 
 
 def schema_warnings(schema: str) -> list[str]:
-    """What is to be said of a schema that is not one of those known."""
+    """The warning for an unknown schema."""
     version = re.match(r"\d+\.\d+\.\d+", schema)
     if version is None:
         return [f"schema {schema!r} is no version; read by the fields that are there"]
@@ -382,7 +382,7 @@ def _break_cycles(nodes: list[HostNode]) -> list[str]:
 
 
 def is_thread_root(node: HostNode) -> bool:
-    """Whether a node stands for a whole thread."""
+    """Whether a node represents a whole thread."""
     return node.name.startswith("[pytorch|profiler|") and node.name.endswith("|thread]")
 
 

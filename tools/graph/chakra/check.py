@@ -45,7 +45,7 @@ _TYPES = {number: name for name, number in pb.NodeType.items()}
 _ENDS = {pb.COMM_SEND_NODE: ("comm_src", "comm_dst"), pb.COMM_RECV_NODE: ("comm_dst", "comm_src")}
 """Type of a message -> the attributes with the rank itself and the other one."""
 _LOWER = "convert with --lower astra-sim"
-_ON_HOST = "a computation on the host: ASTRA-sim says no overlap of a file that has one; --nodes gpu leaves them out"
+_ON_HOST = "a computation on the host: ASTRA-sim reports no overlap where there is one; --nodes gpu leaves them out"
 Groups = Mapping[str, Sequence[int]]
 """Number -> global ranks, as the group file has it."""
 _INTEGER = re.compile(r"(?:u?int|s?fixed|sint)(?:32|64)_val")

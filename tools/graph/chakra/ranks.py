@@ -84,7 +84,7 @@ def _convert_one(task: Task) -> RankResult:
         trace = link(given.et, given.kineto, given.comms, rank=given.rank)
     rank = trace.rank if trace.rank is not None else 0
     if given.rank is not None and given.rank != rank:
-        raise CrossrankError(f"{given.linked or given.et}: is of rank {rank} by what it says; name it rank-{rank}.…")
+        raise CrossrankError(f"{given.linked or given.et}: is of rank {rank} by its content; name it rank-{rank}.…")
     path = join(task.folder, chakra_name(rank, given.window))
     try:
         if task.keep_linked:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from crossrank.budget import Budget
-from crossrank.comm import CommRecord, Group, operation_of
+from crossrank.comm import CommRecord, Group, is_p2p, operation_of
 from crossrank.recording import RANGE
 from crossrank.tools.graph.linking.graph import Activity, Communication, HostOp
 from crossrank.tools.traces.execution_trace import HostNode, io
@@ -362,14 +362,12 @@ def _number(communications: Iterable[Communication]) -> None:
     """Number those that are not ours, and the calls of each group whose source has no sequence number."""
     counts: Counter[tuple[object, ...]] = Counter()
     for position, communication in enumerate(communications):
-        record = communication.record
-        operation = operation_of(record.op)
-        p2p = operation is not None and operation.p2p
-        key = (record.pg, record.op, record.peer) if p2p else (record.pg,)
-        counts[key] += 1
+        record, order = communication.record, communication.order
+        counts[order] += 1
         changes = {} if communication.origin in OURS else {"id": position}
-        if (record.p2p_seq if p2p else record.seq) is None:
-            changes["p2p_seq" if p2p else "seq"] = counts[key]
+        number = "p2p_seq" if is_p2p(record) else "seq"
+        if getattr(record, number) is None:
+            changes[number] = counts[order]
             communication.seq_counted = True
         communication.record = msgspec.structs.replace(record, **changes)
 

@@ -154,15 +154,11 @@ def group_order(communications: Sequence[Communication]) -> Iterator[Edge]:
     """From each communication to the next on its group; for P2P, on its group with the same peer and direction."""
     last: dict[tuple[object, ...], int] = {}
     for communication in communications:
-        record = communication.record
-        operation = operation_of(record.op)
-        p2p = operation is not None and operation.p2p
-        key = (record.pg, record.op, record.peer) if p2p else (record.pg,)
         node = runs_as(communication)
-        before = last.get(key)
+        before = last.get(communication.order)
         if before is not None and before != node:
             yield Edge(before, node, "group_order")
-        last[key] = node
+        last[communication.order] = node
 
 
 def runs_as(communication: Communication) -> int:

@@ -26,7 +26,7 @@ Lane = tuple[Id, Id]
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What stands around the calls of a trace. Nodes and activities by their positions in the traces."""
+    """What is around the calls of a trace. Nodes and activities by their positions in the traces."""
 
     nodes_around: Mapping[int, list[int]]
     """Call -> the nodes around it, the innermost first."""
@@ -82,11 +82,11 @@ def _before(index: int, kernels: Sequence[int], kineto: KinetoTrace, launched: _
 
 
 def _named(
-    said: ParamComms, by_number: Mapping[int | None, list[Communication]], surroundings: Surroundings
+    wait: ParamComms, by_number: Mapping[int | None, list[Communication]], surroundings: Surroundings
 ) -> Sequence[int]:
     """The kernels of the communication that a `wait` node names."""
-    named = by_number.get(said.seq, [])
-    named = [c for c in named if c.record.pg == said.pg] or named
+    named = by_number.get(wait.seq, [])
+    named = [c for c in named if c.record.pg == wait.pg] or named
     return surroundings.kernels.get(named[0].host or 0, ()) if len(named) == 1 else ()
 
 
@@ -102,7 +102,7 @@ class _Buckets:
     ) -> None:
         self._kineto = kineto
         waited_for = {
-            kernel for said in surroundings.waiting.values() for kernel in _named(said, by_number, surroundings)
+            kernel for wait in surroundings.waiting.values() for kernel in _named(wait, by_number, surroundings)
         }
         self._pending: dict[tuple[Id, Id], deque[tuple[int, Sequence[int]]]] = defaultdict(deque)
         entries = []

@@ -75,7 +75,7 @@ def test_two_inputs_of_one_rank_are_refused(folder: Path, capsys: pytest.Capture
     other = linked.with_name("rank-7.linked.json.zst")
     other.write_bytes(linked.read_bytes())
     assert run(other, "-o", folder / "out") == 2
-    assert "rank-7.linked.json.zst: is of rank 0 by what it says" in capsys.readouterr().err
+    assert "rank-7.linked.json.zst: is of rank 0 by its content" in capsys.readouterr().err
     assert run(linked, "--ranks", "5", "-o", folder / "out") == 2
 
 
