@@ -1,22 +1,24 @@
 """Execution traces of PyTorch (`torch.profiler.ExecutionTraceObserver`), schemas 1.0.1 to 1.1.1.
 
 Up to 1.0.1 a node is flat (`parent`, `rf_id`, `input_shapes`, …); from 1.0.2 on it has `ctrl_deps`, `inputs`,
-`outputs` and a list `attrs`. Which of the two a node is, is told by its fields. Inputs, outputs and attributes are
+`outputs` and a list `attrs`. Its fields tell which of the two a node is. Inputs, outputs and attributes are
 kept as JSON text, because most of them are passed on unread.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from crossrank.budget import MEMBERS, Budget
-from crossrank.comm import MOST_RANKS, Count, Group, Int
+from crossrank.budget import Budget
+from crossrank.comm import Count, Group, Int
 from crossrank.errors import BROKEN, CrossrankError
+from crossrank.tools.traces.group_config import read_groups
 from crossrank.tools.traces.json_document import Shape, parse, read_document
 
 FLAT_SCHEMA = "1.0.1"
@@ -28,6 +30,7 @@ KNOWN_SCHEMAS = (FLAT_SCHEMA, "1.0.2", "1.0.3", "1.0.4", "1.1.0", "1.1.1")
 _EMPTY_LIST = msgspec.Raw(b"[]")
 _NOTHING = msgspec.Raw(b'{"values":[],"shapes":[],"types":[]}')
 _NO_ATTRIBUTES = msgspec.Raw(b"")
+_NO_SCHEMA = msgspec.Raw(b'""')
 
 
 class HostNode(msgspec.Struct, gc=False):
@@ -49,8 +52,8 @@ class HostNode(msgspec.Struct, gc=False):
     inputs: msgspec.Raw = _NOTHING
     """JSON object of `values`, `shapes`, `types` and, from 1.1.1 on, `strides`."""
     outputs: msgspec.Raw = _NOTHING
-    attributes: msgspec.Raw = _EMPTY_LIST
-    """JSON list of `{"name", "type", "value"}`."""
+    attributes: msgspec.Raw = _NO_SCHEMA
+    """As in the file: see `attribute_text`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +91,7 @@ class _Attribute(msgspec.Struct, gc=False):
     value: Any = None
 
 
-class Node(msgspec.Struct, gc=False):
+class _Node(msgspec.Struct, gc=False):
     """A node of either layout as it stands in the file."""
 
     id: Int
@@ -104,17 +107,15 @@ class Node(msgspec.Struct, gc=False):
     scope: int = 0
     tid: int = 0
     fw_tid: int = 0
-    op_schema: msgspec.Raw = msgspec.Raw(b'""')
+    op_schema: msgspec.Raw = _NO_SCHEMA
     input_shapes: msgspec.Raw = _EMPTY_LIST
     input_types: msgspec.Raw = _EMPTY_LIST
     output_shapes: msgspec.Raw = _EMPTY_LIST
     output_types: msgspec.Raw = _EMPTY_LIST
 
 
-class TraceFile(msgspec.Struct):
-    """The whole file."""
-
-    nodes: list[Node]
+class _File(msgspec.Struct):
+    nodes: list[_Node]
     schema: str = ""
     pid: Count | None = None
     time: str | None = None
@@ -122,7 +123,9 @@ class TraceFile(msgspec.Struct):
     finish_ts: Count | None = None
 
 
-_SHAPE = Shape(what="an execution trace", content=TraceFile, rows="nodes", row=Node)
+_SHAPE = Shape(what="an execution trace", content=_File, rows="nodes", row=_Node)
+_DEEPEST = 64
+"""More callers than lie between two nodes that are kept."""
 _FLAT_ATTRIBUTES = (
     b'[{"name":"rf_id","type":"uint64","value":%d},{"name":"fw_parent","type":"uint64","value":%d},'
     b'{"name":"seq_id","type":"int64","value":%d},{"name":"scope","type":"uint64","value":%d},'
@@ -132,20 +135,21 @@ _FLAT_ATTRIBUTES = (
 _decode_attributes = msgspec.json.Decoder(list[_Attribute]).decode
 
 
-def read_execution_trace(path: str) -> ExecutionTrace:
-    """Read one rank's execution trace. Raises `CrossrankError` where nothing of it can be used."""
-    document = read_document(path, _SHAPE)
+def read_execution_trace(path: str, keeps: Callable[[str], bool] | None = None) -> ExecutionTrace:
+    """Read one rank's execution trace; of a large one perhaps only the nodes whose name `keeps` accepts, each under
+    its nearest caller that is kept.
+
+    Raises `CrossrankError` where nothing of it can be used.
+    """
+    nodes = _Nodes(keeps)
+    document = read_document(path, _SHAPE, nodes.take)
     file = document.content
-    warnings = schema_warnings(file.schema)
-    odd: list[int] = []
-    nodes = [host_node(node, odd) for node in file.nodes]
-    file.nodes = []
-    if not nodes:
+    if not nodes.count:
         raise CrossrankError(f"{path}: holds no nodes at all; record a window in which the job takes a step")
     damage = list(document.damage)
-    if odd:
-        damage.append(f"{len(odd)} attribute(s) are not as the schema has them (first: of node {odd[0]})")
-    warnings += _repair(nodes)
+    if nodes.odd:
+        damage.append(f"{len(nodes.odd)} attribute(s) are not as the schema has them (first: of node {nodes.odd[0]})")
+    warnings = schema_warnings(file.schema) + _repair(nodes.kept())
     return ExecutionTrace(
         path=path,
         sha256=document.sha256,
@@ -154,16 +158,58 @@ def read_execution_trace(path: str) -> ExecutionTrace:
         time=file.time,
         start_ts=file.start_ts,
         finish_ts=file.finish_ts,
-        nodes=nodes,
-        groups=tuple(groups_of(nodes, document.budget)),
+        nodes=nodes.nodes,
+        groups=tuple(groups_of(nodes.nodes, document.budget)),
         warnings=tuple(warnings),
         damage=tuple(damage),
     )
 
 
+class _Nodes:
+    """The nodes of a file, as they come."""
+
+    def __init__(self, keeps: Callable[[str], bool] | None) -> None:
+        self.nodes: list[HostNode] = []
+        self.count = 0
+        self.odd: list[int] = []
+        """Ids of the nodes with broken attributes."""
+        self._keeps = keeps
+        self._parents: dict[int, int] = {}
+        self._schemas: dict[bytes, msgspec.Raw] = {}
+
+    def take(self, rows: list[_Node]) -> None:
+        self.count += len(rows)
+        for row in rows:
+            if self._keeps is not None:
+                self._parents[row.id] = _parent(row)
+                if not self._keeps(row.name):
+                    continue
+            if row.attrs is not _NO_ATTRIBUTES:
+                node = _nested(row, self.odd)
+            else:
+                node = _flat(row)
+                node.attributes = self._schemas.setdefault(bytes(row.op_schema), node.attributes)
+            if self._keeps is not None:  # as they come, the texts are views that keep all the text around them
+                node.inputs, node.outputs = node.inputs.copy(), node.outputs.copy()
+                node.attributes = node.attributes.copy()
+            self.nodes.append(node)
+
+    def kept(self) -> list[HostNode]:
+        if self._keeps is not None:
+            ids = {node.id for node in self.nodes}
+            for node in self.nodes:
+                for _ in range(_DEEPEST):  # ids may run in a circle in a broken file
+                    if node.parent in ids or not node.parent:
+                        break
+                    node.parent = self._parents.get(node.parent, 0)
+                else:
+                    node.parent = 0
+        return self.nodes
+
+
 def attributes(node: HostNode) -> dict[str, Any]:
     """The attributes of a node by name."""
-    return {attribute.name: attribute.value for attribute in parse(node.attributes, list[_Attribute]) or ()}
+    return {attribute.name: attribute.value for attribute in parse(attribute_text(node), list[_Attribute]) or ()}
 
 
 def io(text: msgspec.Raw) -> IO:
@@ -179,21 +225,32 @@ class _Texts(msgspec.Struct, gc=False):
 
 def io_texts(text: msgspec.Raw) -> tuple[str, str, str]:
     """Values, shapes and types of `inputs` or `outputs`, each as JSON text."""
-    given = parse(text, _Texts) or _Texts()
-    values, shapes, types = (bytes(one).decode(errors="replace") for one in (given.values, given.shapes, given.types))
-    return values, shapes, types
+    if text is _NOTHING:
+        return "[]", "[]", "[]"
+    try:
+        given = _decode_texts(text)
+    except BROKEN:
+        given = _Texts()
+    return _text(given.values), _text(given.shapes), _text(given.types)
 
 
-def host_node(node: Node, odd: list[int]) -> HostNode:
-    """A node of either layout in the terms of the newest; its id goes to `odd` where its attributes are broken."""
-    return _flat(node) if node.attrs is _NO_ATTRIBUTES else _nested(node, odd)
+def _text(raw: msgspec.Raw) -> str:
+    return bytes(raw).decode(errors="replace")
 
 
-def _flat(node: Node) -> HostNode:
+_decode_texts = msgspec.json.Decoder(_Texts, strict=False).decode
+
+
+def _parent(node: _Node) -> int:
+    parent = (node.parent if node.parent is not None else node.ctrl_deps) or 0
+    return 0 if parent == node.id else parent  # torch's own root is its own parent
+
+
+def _flat(node: _Node) -> HostNode:
     return HostNode(
         id=node.id,
-        name=node.name,
-        parent=node.parent if node.parent is not None else node.ctrl_deps or 0,
+        name=sys.intern(node.name),
+        parent=_parent(node),
         rf_id=node.rf_id,
         tid=node.tid,
         seq_id=node.seq_id,
@@ -202,22 +259,22 @@ def _flat(node: Node) -> HostNode:
         scope=node.scope,
         inputs=_io_text(node.inputs, node.input_shapes, node.input_types),
         outputs=_io_text(node.outputs, node.output_shapes, node.output_types),
-        attributes=msgspec.Raw(
-            _FLAT_ATTRIBUTES
-            % (node.rf_id, node.fw_parent, node.seq_id, node.scope, node.tid, node.fw_tid, bytes(node.op_schema))
-        ),
+        attributes=node.op_schema.copy(),
     )
 
 
-def _io_text(values: msgspec.Raw, shapes: msgspec.Raw, types: msgspec.Raw) -> msgspec.Raw:
-    return msgspec.Raw(b'{"values":%b,"shapes":%b,"types":%b}' % (bytes(values), bytes(shapes), bytes(types)))
+def _io_text(*texts: msgspec.Raw) -> msgspec.Raw:
+    values, shapes, types = map(bytes, texts)
+    if values == shapes == types == b"[]":
+        return _NOTHING
+    return msgspec.Raw(b'{"values":%b,"shapes":%b,"types":%b}' % (values, shapes, types))
 
 
-def _nested(node: Node, odd: list[int]) -> HostNode:
+def _nested(node: _Node, odd: list[int]) -> HostNode:
     host = HostNode(
         id=node.id,
-        name=node.name,
-        parent=node.ctrl_deps or 0,
+        name=sys.intern(node.name),
+        parent=_parent(node),
         rf_id=0,
         tid=0,
         inputs=node.inputs if node.inputs is not _EMPTY_LIST else _NOTHING,
@@ -239,20 +296,28 @@ def read_attributes(node: HostNode) -> bool:
     good = True
     for attribute in given:
         if attribute.name in _NUMBERS:
-            value = attribute.value
-            if isinstance(value, int) and -_BIG < value < _BIG:
-                setattr(node, attribute.name, value)
+            if isinstance(attribute.value, int) and abs(attribute.value) < 1 << 64:
+                setattr(node, attribute.name, attribute.value)
             else:
                 good = False
     return good
 
 
+def attribute_text(node: HostNode) -> msgspec.Raw:
+    """The attributes of a node of either layout as a JSON list of `{"name", "type", "value"}`."""
+    schema = bytes(node.attributes)
+    if not schema.startswith(b'"'):
+        return node.attributes
+    return msgspec.Raw(
+        _FLAT_ATTRIBUTES % (node.rf_id, node.fw_parent, node.seq_id, node.scope, node.tid, node.fw_tid, schema)
+    )
+
+
 _NUMBERS = frozenset(("rf_id", "tid", "seq_id", "fw_parent", "fw_tid", "scope"))
-_BIG = 1 << 64
 
 
 def schema_warnings(schema: str) -> list[str]:
-    """What is to be said of a schema that is not one of those known."""
+    """The warning for an unknown schema."""
     version = re.match(r"\d+\.\d+\.\d+", schema)
     if version is None:
         return [f"schema {schema!r} is no version; read by the fields that are there"]
@@ -264,9 +329,6 @@ def schema_warnings(schema: str) -> list[str]:
 def _repair(nodes: list[HostNode]) -> list[str]:
     """Make ids unique and let every parent exist, in place, and say what was changed."""
     warnings = []
-    for node in nodes:
-        if node.parent == node.id:  # how torch writes the root
-            node.parent = 0
     nodes.sort(key=_id_of)
     seen: set[int] = set()
     doubled = []
@@ -276,14 +338,13 @@ def _repair(nodes: list[HostNode]) -> list[str]:
         seen.add(node.id)
     if doubled:
         ids = ", ".join(str(node.id) for node in doubled[:3])
-        fresh = nodes[-1].id
-        for node in doubled:
-            fresh += 1
+        first = nodes[-1].id + 1
+        for fresh, node in enumerate(doubled, start=first):
             node.id = fresh
-            seen.add(fresh)
+        seen.update(range(first, first + len(doubled)))
         warnings.append(
             f"{len(doubled)} node(s) have an id that another node has ({ids}{', …' if len(doubled) > 3 else ''}); "
-            f"the later ones are numbered from {fresh - len(doubled) + 1} on"
+            f"the later ones are numbered from {first} on"
         )
         nodes.sort(key=_id_of)
     lost = [node for node in nodes if node.parent and node.parent not in seen]
@@ -295,68 +356,51 @@ def _repair(nodes: list[HostNode]) -> list[str]:
             f"{len(lost)} node(s) name a parent that is not in the file (first: node {lost[0].id}; an operation that "
             "was still open when the trace ended is not written); they are put under the root of their thread"
         )
-    warnings += _break_cycles(nodes)
-    return warnings
+    return warnings + _break_cycles(nodes)
 
 
 def _break_cycles(nodes: list[HostNode]) -> list[str]:
-    parents = {node.id: node.parent for node in nodes}
+    if all(node.parent < node.id for node in nodes):
+        return []  # a chain of ever smaller ids ends
+    by_id = {node.id: node for node in nodes}
     settled: set[int] = {0}
     broken = []
     for node in nodes:
-        path: list[int] = []
-        on_path: set[int] = set()
+        path: dict[int, HostNode] = {}
         at = node.id
-        while at not in settled:
-            if at in on_path:
-                broken.append(path[-1])
-                parents[path[-1]] = 0
-                break
-            path.append(at)
-            on_path.add(at)
-            at = parents[at]
+        while at not in settled and at not in path:
+            path[at] = by_id[at]
+            at = path[at].parent
+        if at in path:
+            last = next(reversed(path.values()))
+            last.parent = 0
+            broken.append(last.id)
         settled.update(path)
     if not broken:
         return []
-    for node in nodes:
-        node.parent = parents[node.id]
-    return [f"{len(broken)} chain(s) of parents run in a circle (first: at node {broken[0]}); cut there"]
+    return [f"{len(broken)} chain(s) of parents run in a cycle (first: at node {broken[0]}); cut there"]
 
 
 def is_thread_root(node: HostNode) -> bool:
-    """Whether a node stands for a whole thread."""
+    """Whether a node represents a whole thread."""
     return node.name.startswith("[pytorch|profiler|") and node.name.endswith("|thread]")
+
+
+def is_group_node(name: str) -> bool:
+    """Whether a node lists process groups."""
+    return "process_group:init" in name
 
 
 def _id_of(node: HostNode) -> int:
     return node.id
 
 
-class _PgConfig(msgspec.Struct):
-    pg_name: str | int
-    ranks: list[int] = []
-    pg_desc: str = ""
-    backend_config: str = ""
-    group_size: int = 0
-
-
 def groups_of(nodes: Iterable[HostNode], budget: Budget) -> list[Group]:
-    """The groups that `## process_group:init ##` nodes say. Raises `BudgetError` where their members are too many."""
+    """The groups that `## process_group:init ##` nodes list. Raises `BudgetError` where their members are too many."""
     groups: dict[str, Group] = {}
     for node in nodes:
-        if "process_group:init" not in node.name:
-            continue
-        for value in io(node.inputs).values:
+        if is_group_node(node.name):
             # A text may be cut short by the observer's limit on strings, or be of another make.
-            for config in parse(value, list[_PgConfig]) or ():
-                budget.spend(MEMBERS, len(config.ranks))
-                # torch writes no ranks for a group of the whole world.
-                ranks = config.ranks or budget.ranks(range(min(config.group_size, MOST_RANKS)))
-                groups[str(config.pg_name)] = Group(
-                    pg=str(config.pg_name),
-                    size=config.group_size or len(ranks),
-                    ranks=ranks or None,
-                    desc=config.pg_desc,
-                    backend=config.backend_config,
-                )
+            for value in io(node.inputs).values:
+                groups |= {group.pg: group for group in read_groups(parse(value, list[Any]), budget)}
     return list(groups.values())

@@ -1,8 +1,8 @@
-"""Large JSON files of the kind that PyTorch's profilers write: an object with a few fields and one long list.
+"""Large JSON files of the kind that PyTorch's profilers write: an object with a few fields and one long list of rows.
 
-A whole file is decoded at once into typed rows. A file that is cut off, or has single rows that are no valid JSON
-rows (NaN, numbers in quotes, bytes that are no UTF-8), is read again row by row: every whole row is kept, the rest
-is counted in `Document.damage`.
+The file is read as a stream: the rows of a few megabytes at a time are decoded into structs and handed on. From a
+place on where that does not work (cut off, NaN, numbers in quotes, bytes that are no UTF-8), the rest is read row by
+row: every whole row is kept, the others are counted in `Document.damage`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
@@ -26,6 +26,12 @@ Content = TypeVar("Content")
 
 # Decoded rows take about this many times the size of the text.
 _MEMORY_PER_BYTE = 3
+_BATCH = 4 << 20
+"""Bytes of rows that are decoded at a time."""
+_LONGEST_ROW = 64 << 20
+_FIRST_KEY = re.compile(rb'\s*\{\s*("[^"\\]*")')
+_BETWEEN = re.compile(r"[\s,]*")
+_NEXT_ROW = re.compile(r"\}\s*,\s*\{")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,152 +69,201 @@ def parse(text: Any, content: type[Content]) -> Content | None:
         return None
 
 
-def read_document(path: str, shape: Shape[Content]) -> Document[Content]:
+def read_document(
+    path: str, shape: Shape[Content], take: Callable[[list[Any]], object] | None = None
+) -> Document[Content]:
     """Read a plain, gzip or zstd file at a path or an fsspec URL.
 
-    Raises `CrossrankError` where nothing of it can be used.
+    `take` gets the rows in their order, some at a time, and the list in `content` is then empty; without it the list
+    holds them. Raw fields of a row are views of the text around it, which stays in memory with them.
+    Raises `CrossrankError` where nothing of the file can be used.
     """
-    data, problems, budget = _read(path)
-    budget.spend(OBJECTS, data.count(b"{"))
-    digest = hashlib.sha256(data).hexdigest()
-    if not data.strip():
-        raise CrossrankError(_said(path, "is empty", problems, f"it should be {shape.what}"))
-    if shape.bare_list and data.lstrip()[:1] == b"[":
-        data = b'{"%s":%s}' % (shape.rows.encode(), data)
-    try:
-        content = msgspec.json.decode(data, type=shape.content)
-    except BROKEN as error:
-        salvaged = _Salvage(data, shape)
-        if salvaged.content is None:
-            raise CrossrankError(
-                _said(path, f"is not {shape.what} ({one_line(error)})", problems, "name the right file")
-            ) from error
-        content, problems = salvaged.content, problems + salvaged.problems
-    budget.spend(ROWS, len(getattr(content, shape.rows)))
-    return Document(path=path, content=content, sha256=digest, budget=budget, damage=tuple(problems))
+    rows: list[Any] = []
+    reader = _Reader(path, shape, take or rows.extend)
+    content = reader.read()
+    setattr(content, shape.rows, rows)
+    damage = reader.damage
+    return Document(
+        path=path,
+        content=content,
+        sha256=reader.digest.hexdigest(),
+        budget=damage.budget,
+        damage=tuple(damage.problems),
+    )
 
 
-def _said(path: str, what: str, problems: list[str], step: str) -> str:
-    return f"{path}: {what}{''.join(f'; {problem}' for problem in problems)}; {step}"
+class _Reader(Generic[Content]):
+    """Reads one file. Rows that were handed on are no longer in `_rest`."""
 
+    def __init__(self, path: str, shape: Shape[Content], take: Callable[[list[Any]], object]) -> None:
+        self.path = path
+        self.damage = Damage(path)
+        self.digest = hashlib.sha256()
+        self._shape = shape
+        self._hand_on = take
+        self._count = 0
+        self._head = b""
+        """Up to the bracket that opens the list."""
+        self._closing = b""
+        """What a bare list lacks at its end."""
+        self._rest = bytearray()
+        self._boundary: re.Pattern[bytes] | None = None
+        """Between two rows."""
+        self._streams = True
+        """Whether rows can be told apart without decoding."""
 
-def _read(path: str) -> tuple[bytes, list[str], Budget]:
-    damage = Damage(path)
-    chunks, size = [], 0
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        for chunk in read_chunks(path, damage):
-            chunks.append(chunk)
+    def read(self) -> Content:
+        try:
+            self._stream()
+        except OSError as error:
+            raise CrossrankError(f"{self.path}: cannot be read ({error.strerror or one_line(error)})") from error
+        problems = "".join(f"; {problem}" for problem in self.damage.problems)
+        if not self._head and not self._rest.strip():
+            what = problems[2:] or f"is empty; it should be {self._shape.what}"
+            raise CrossrankError(f"{self.path}: {what}")
+        try:
+            content = msgspec.json.decode(self._head + self._rest + self._closing, type=self._shape.content)
+        except BROKEN as error:
+            salvaged = self._salvage() if self._head else None
+            if salvaged is None:
+                raise CrossrankError(
+                    f"{self.path}: is not {self._shape.what} ({one_line(error)}){problems}; name the right file"
+                ) from error
+            return salvaged
+        self._take(getattr(content, self._shape.rows))
+        return content
+
+    def _stream(self) -> None:
+        """Hand on the rows, and leave the last ones and what follows the list in `_rest`."""
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        size = 0
+        for chunk in read_chunks(self.path, self.damage):
             size += len(chunk)
             if size * _MEMORY_PER_BYTE > memory:
                 raise CrossrankError(
-                    f"{path}: holds more than {size / 1e9:.1f} GB of JSON, too much for this machine's "
+                    f"{self.path}: holds more than {size / 1e9:.1f} GB of JSON, too much for this machine's "
                     f"{memory / 1e9:.0f} GB of memory; record a shorter window, or use a larger machine"
                 )
-    except OSError as error:
-        raise CrossrankError(f"{path}: cannot be read ({error.strerror or one_line(error)})") from error
-    if not chunks and damage.problems:
-        raise CrossrankError(f"{path}: {damage.problems[0]}")
-    return b"".join(chunks), damage.problems, damage.budget
+            self.digest.update(chunk)
+            self.damage.budget.spend(OBJECTS, chunk.count(b"{"))
+            searched = max(0, len(self._rest) - 100)
+            self._rest += chunk
+            if not self._head:
+                self._find_list(searched)
+            if self._head and self._boundary is None and (key := _FIRST_KEY.match(self._rest)):
+                self._boundary = re.compile(rb"\}\s*,\s*(?=\{\s*" + re.escape(key[1]) + rb"\s*:)")
+            if self._streams and self._boundary is not None and len(self._rest) >= _BATCH:
+                self._decode_batch(self._boundary)
 
+    def _find_list(self, searched: int) -> None:
+        rows = self._shape.rows.encode()
+        if self._shape.bare_list and self._rest.lstrip()[:1] == b"[":
+            self._head, self._closing = b'{"%b":[' % rows, b"}"
+            del self._rest[: self._rest.index(b"[") + 1]
+        elif (start := re.compile(rb'"%b"\s*:\s*\[' % rows).search(self._rest, searched)) is not None:
+            self._head = bytes(self._rest[: start.end()])
+            del self._rest[: start.end()]
 
-@dataclass
-class _Salvage(Generic[Content]):
-    """Reads row by row what does not decode as a whole."""
-
-    data: bytes
-    shape: Shape[Content]
-    content: Content | None = None
-    problems: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        text = self.data.decode(errors="replace")
-        start = re.search(rf'"{self.shape.rows}"\s*:\s*\[', text)
-        if start is None:
+    def _decode_batch(self, boundary: re.Pattern[bytes]) -> None:
+        cut = _last(boundary, self._rest)
+        if cut is None:
+            self._streams = len(self._rest) <= _LONGEST_ROW
             return
-        decoder = msgspec.json.Decoder(self.shape.row, strict=False)
+        try:
+            text = b"[" + self._rest[: cut.start() + 1] + b"]"
+            rows = msgspec.json.decode(text, type=list[self._shape.row])  # type: ignore[name-defined]
+        except BROKEN:
+            self._streams = False
+            return
+        self._take(rows)
+        del self._rest[: cut.end()]
+
+    def _take(self, rows: list[Any]) -> None:
+        self.damage.budget.spend(ROWS, len(rows))
+        self._count += len(rows)
+        self._hand_on(rows)
+
+    def _salvage(self) -> Content | None:
+        """Read row by row what does not decode as a whole. None where there is no row."""
+        problems = self.damage.problems
+        text = self._rest.decode(errors="replace")
+        decoder = msgspec.json.Decoder(self._shape.row, strict=False)
         rows, unusable, first = [], 0, ""
-        end = start.end()
-        for position, row in self._rows(text, start.end()):
-            if row is _END:
-                end = position
-                break
+        found, end = _split(text)
+        for number, row in enumerate(found, start=self._count + 1):
             try:
                 # Encoding turns NaN and Infinity, which JSON lacks, into null.
                 rows.append(decoder.decode(msgspec.json.encode(row)))
             except BROKEN as error:
                 unusable += 1
-                first = first or f"first at character {position}: {one_line(error)}"
+                first = first or f"first: number {number}, {one_line(error)}"
+        total = self._count + len(rows)
+        name = self._shape.rows
         if unusable:
-            self.problems.append(f"{unusable} of {unusable + len(rows)} {self.shape.rows} are unusable ({first})")
-        rest = text[end:].lstrip()
-        if not rest.startswith("]"):
-            self.problems.append(
-                f"cut off or broken at character {end} of {len(text)}; {len(rows)} whole {self.shape.rows} were read"
-            )
-            rest = "]}"
-            if not rows:
-                return
-        head = self._head(text[: start.end()], rest)
-        if head is not None:
-            setattr(head, self.shape.rows, rows)
-            self.content = head
+            problems.append(f"{unusable} of {unusable + total} {name} are unusable ({first})")
+        after = text[end:].lstrip()
+        if not after.startswith("]"):
+            problems.append(f"cut off or broken after {unusable + total} {name}; {total} whole {name} were read")
+            after = "]}"
+            if not total:
+                return None
+        self._take(rows)
+        return self._salvage_head(self._head.decode(errors="replace"), after + self._closing.decode())
 
-    def _rows(self, text: str, position: int) -> Iterator[tuple[int, Any]]:
-        """(position, row) for every row, then (position, `_END`) where the list ends or breaks."""
-        # Not strict: control characters stand in strings as they are. A number that no field holds is as good as none.
-        decode = json.JSONDecoder(strict=False, parse_int=_number).raw_decode
-        while True:
-            position = cast("re.Match[str]", _BETWEEN.match(text, position)).end()
-            try:
-                row, after = decode(text, position)
-            except RecursionError:
-                following = _NEXT_ROW.search(text, position)
-                if following is None:
-                    yield position, _END
-                    return
-                row, after = None, following.end() - 1
-            except ValueError:
-                yield position, _END
-                return
-            yield position, row
-            position = after
-
-    def _head(self, before: str, after: str) -> Content | None:
+    def _salvage_head(self, before: str, after: str) -> Content:
         """The other fields of the object: all, or those before the list, or their defaults."""
-        empty = f'{{"{self.shape.rows}":[]}}'
+        name = self._shape.rows
         for candidate, problem in (
-            (before + after, None),
-            (before + "]}", f"what follows the {self.shape.rows} is broken and was left out"),
-            (empty, f"what stands around the {self.shape.rows} is broken and was left out"),
+            (before + after, ""),
+            (before + "]}", f"what follows the {name} is broken and was left out"),
+            (f'{{"{name}":[]}}', f"what stands around the {name} is broken and was left out"),
         ):
             try:
                 fields = json.loads(candidate)
             except (ValueError, RecursionError):
                 continue
-            if problem is not None:
-                self.problems.append(problem)
-            return self._convert(fields)
-        return None
-
-    def _convert(self, fields: dict[str, Any]) -> Content:
-        """The head from its fields, without those that are not what they should be."""
-        good: dict[str, Any] = {self.shape.rows: []}
-        for name in getattr(self.shape.content, "__struct_encode_fields__", ()):
-            if name in fields and name != self.shape.rows:
+            self.damage.problems += [problem] if problem else []
+            break
+        good: dict[str, Any] = {name: []}
+        for field in self._shape.content.__struct_encode_fields__:  # type: ignore[attr-defined]
+            if field in fields and field != name:
                 try:
-                    msgspec.json.encode(fields[name])  # halves of surrogate pairs could not be written again
-                    msgspec.convert(good | {name: fields[name]}, self.shape.content, strict=False)
+                    msgspec.json.encode(fields[field])  # halves of surrogate pairs could not be written again
+                    msgspec.convert(good | {field: fields[field]}, self._shape.content, strict=False)
+                    good[field] = fields[field]
                 except BROKEN as error:
-                    self.problems.append(f"{name} is unusable ({one_line(error)})")
-                    continue
-                good[name] = fields[name]
-        return msgspec.convert(good, self.shape.content, strict=False)
+                    self.damage.problems.append(f"{field} is unusable ({one_line(error)})")
+        return msgspec.convert(good, self._shape.content, strict=False)
 
 
-_END = object()
-_BETWEEN = re.compile(r"[\s,]*")
-_NEXT_ROW = re.compile(r"\}\s*,\s*\{")
+def _last(boundary: re.Pattern[bytes], text: bytearray) -> re.Match[bytes] | None:
+    window = 1 << 14
+    while True:
+        at = max(0, len(text) - window)
+        found = list(boundary.finditer(text, at))
+        if found or at == 0:
+            return found[-1] if found else None
+        window *= 8
+
+
+def _split(text: str) -> tuple[list[Any], int]:
+    """The rows from the start of `text`, and where the list ends or breaks."""
+    # Not strict: control characters stand in strings as they are. A number that no field holds is as good as none.
+    decode = json.JSONDecoder(strict=False, parse_int=_number).raw_decode
+    rows: list[Any] = []
+    position = 0
+    while True:
+        position = cast("re.Match[str]", _BETWEEN.match(text, position)).end()
+        try:
+            row, position = decode(text, position)
+        except RecursionError:
+            following = _NEXT_ROW.search(text, position)
+            if following is None:
+                return rows, position
+            row, position = None, following.end() - 1
+        except ValueError:
+            return rows, position
+        rows.append(row)
 
 
 def _number(digits: str) -> float:

@@ -6,18 +6,19 @@ the file, since that. Here all times are whole nanoseconds on the file's own clo
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from crossrank.budget import MEMBERS, Budget
 from crossrank.comm import Group, Int
 from crossrank.errors import BROKEN, CrossrankError
-from crossrank.tools.traces.json_document import Shape, parse, read_document
+from crossrank.tools.traces.group_config import read_groups
+from crossrank.tools.traces.json_document import Shape, read_document
 
 HOST_CATEGORIES = frozenset(("cpu_op", "user_annotation"))
 ACTIVITY_CATEGORIES = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
@@ -41,6 +42,7 @@ class HostEvent(msgspec.Struct, gc=False):
     seq_id: int
     """Autograd's sequence number; -1 where there is none."""
     args: msgspec.Raw
+    """As in the file where they describe a collective, else empty."""
 
 
 class Call(msgspec.Struct, gc=False):
@@ -108,14 +110,6 @@ class KinetoTrace:
     """What of the file could not be read."""
 
 
-class _PgConfig(msgspec.Struct):
-    pg_name: str | int
-    pg_desc: str = ""
-    backend_config: str = ""
-    pg_size: Int = 0
-    ranks: list[Int] | str = []
-
-
 class _Distributed(msgspec.Struct, frozen=True):
     rank: Int | None = None
     world_size: Int | None = None
@@ -155,6 +149,7 @@ class _HostArgs(msgspec.Struct, gc=False):
     rf_id: Int | None = msgspec.field(name="Record function id", default=None)
     external_id: Int | None = msgspec.field(name="External id", default=None)
     seq_id: Int = msgspec.field(name="Sequence number", default=-1)
+    collective: msgspec.Raw | UnsetType = msgspec.field(name="Collective name", default=UNSET)
 
 
 class _DeviceArgs(msgspec.Struct, gc=False):
@@ -174,9 +169,7 @@ class _SyncArgs(msgspec.Struct, gc=False):
     record_correlation: Int | None = msgspec.field(name="wait_on_cuda_event_record_corr_id", default=None)
 
 
-_WHAT = "a Kineto trace"
-_SHAPE = Shape(what=_WHAT, content=_File, rows="traceEvents", row=_Event, bare_list=True)
-_EXACT_SHAPE: Shape[_File] = Shape(what=_WHAT, content=_ExactFile, rows="traceEvents", row=_ExactEvent, bare_list=True)
+_SHAPE = Shape(what="a Kineto trace", content=_File, rows="traceEvents", row=_Event, bare_list=True)
 _MOST_US = float(1 << 53)
 """285 years."""
 # Above this many microseconds a double no longer holds three decimals.
@@ -189,45 +182,39 @@ _sync_args = msgspec.json.Decoder(_SyncArgs, strict=False).decode
 
 def read_kineto(path: str) -> KinetoTrace:
     """Read one rank's Kineto trace. Raises `CrossrankError` where nothing of it can be used."""
-    document = read_document(path, _SHAPE)
-    if any(_loses_decimals(event.ts) for event in document.content.traceEvents):
-        document = read_document(path, _EXACT_SHAPE)
-    file = document.content
-    sorter = _Sorter()
-    for event in file.traceEvents:
-        sorter.take(event)
-    file.traceEvents = []
-    if not (sorter.host or sorter.calls or sorter.device or sorter.unread):
+    events = _Events()
+    document = read_document(path, _SHAPE, events.take)
+    if events.loses_decimals:
+        events = _Events()
+        document = read_document(path, replace(_SHAPE, content=_ExactFile, row=_ExactEvent), events.take)
+    if not (events.host or events.calls or events.device or events.unread):
         raise CrossrankError(f"{path}: holds no events at all; record a window in which the job takes a step")
+    file = document.content
     return KinetoTrace(
         path=path,
         sha256=document.sha256,
         base_ns=file.baseTimeNanoseconds,
-        host=sorter.host,
-        calls=sorter.calls,
-        device=sorter.device,
-        syncs=sorter.syncs,
-        groups=tuple(_groups(file.distributedInfo.pg_config, document.budget)),
+        host=events.host,
+        calls=events.calls,
+        device=events.device,
+        syncs=events.syncs,
+        groups=tuple(read_groups(file.distributedInfo.pg_config, document.budget)),
         rank=file.distributedInfo.rank,
         world_size=file.distributedInfo.world_size,
-        unread=dict(sorted(sorter.unread.items())),
-        warnings=tuple(_counted(sorter.bad_durations, "have no duration that can be; taken as 0")),
+        unread=dict(sorted(events.unread.items())),
+        warnings=tuple(_counted(events.bad_durations, "have no valid duration; taken as 0")),
         damage=(
             *document.damage,
-            *_counted(sorter.untimed, "have no time that can be and were left out"),
-            *_counted(sorter.bad_args, "have arguments that cannot be read and were left out"),
+            *_counted(events.untimed, "have no valid time and were left out"),
+            *_counted(events.bad_args, "have arguments that cannot be read and were left out"),
         ),
     )
-
-
-def _loses_decimals(ts: float | None) -> bool:
-    return isinstance(ts, float) and _EXACT_FROM < ts < _MOST_US
 
 
 def _nanoseconds(us: float) -> int:
     # The product of the whole number would be rounded once more.
     whole = int(us)
-    return whole * 1000 + round((us - whole) * 1000)
+    return whole * 1000 + round((us - whole) * 1000) if whole != us else whole * 1000
 
 
 def _is_within(us: float, least: float) -> bool:
@@ -238,7 +225,7 @@ def _is_within(us: float, least: float) -> bool:
 
 
 @dataclass
-class _Sorter:
+class _Events:
     """Puts every event where it belongs, in the order of the file."""
 
     host: list[HostEvent] = field(default_factory=list)
@@ -249,95 +236,57 @@ class _Sorter:
     untimed: list[str] = field(default_factory=list)
     bad_durations: list[str] = field(default_factory=list)
     bad_args: list[str] = field(default_factory=list)
+    loses_decimals: bool = False
+    """Whether some time, read as a double, is not what the file says."""
 
-    def take(self, event: _Event) -> None:
-        category = event.cat
-        if event.ph != "X":
+    def take(self, rows: list[_Event]) -> None:
+        for event in rows:
+            if event.ph == "X":
+                self._take(event)
             # Metadata and arrows say nothing that correlation ids and sequence numbers do not.
-            if event.ph not in ("M", "s", "t", "f"):
-                self.unread[f"{category or '(none)'}, phase {event.ph!r}"] += 1
-            return
+            elif event.ph not in ("M", "s", "t", "f"):
+                self.unread[f"{event.cat or '(none)'}, phase {event.ph!r}"] += 1
+
+    def _take(self, event: _Event) -> None:
         if event.ts is None or not _is_within(event.ts, -_MOST_US):
             self.untimed.append(event.name)
             return
+        self.loses_decimals |= type(event.ts) is float and event.ts > _EXACT_FROM
         start = _nanoseconds(event.ts)
         duration = event.dur
         if duration is None or not _is_within(duration, 0):
             self.bad_durations.append(event.name)
             duration = 0
-        end = start + _nanoseconds(duration)
         try:
-            self._sort(event, category, start, end)
+            self._sort(event, start, start + _nanoseconds(duration))
         except BROKEN:
             self.bad_args.append(event.name)
 
-    def _sort(self, event: _Event, category: str, start: int, end: int) -> None:
+    def _sort(self, event: _Event, start: int, end: int) -> None:
+        category, name = event.cat, sys.intern(event.name)
         if category in HOST_CATEGORIES:
             host = _host_args(event.args)
-            self.host.append(
-                HostEvent(
-                    event.name, event.pid, event.tid, start, end, host.rf_id, host.external_id, host.seq_id, event.args
-                )
-            )
+            args = _NO_ARGS if host.collective is UNSET else event.args.copy()
+            numbers = host.rf_id, host.external_id, host.seq_id
+            self.host.append(HostEvent(name, event.pid, event.tid, start, end, *numbers, args))
         elif category.endswith(_CALL_SUFFIXES):
-            args = _device_args(event.args)
-            self.calls.append(Call(event.name, event.pid, event.tid, start, end, args.correlation, args.external_id))
+            of = _device_args(event.args)
+            self.calls.append(Call(name, event.pid, event.tid, start, end, of.correlation, of.external_id))
         elif category in ACTIVITY_CATEGORIES:
-            args = _device_args(event.args)
-            self.device.append(
-                DeviceEvent(
-                    event.name,
-                    category,
-                    event.pid if args.device is None else args.device,
-                    args.context,
-                    event.tid if args.stream is None else args.stream,
-                    start,
-                    end,
-                    args.correlation,
-                    args.external_id,
-                    event.args,
-                )
-            )
+            of = _device_args(event.args)
+            device = event.pid if of.device is None else of.device
+            stream = event.tid if of.stream is None else of.stream
+            ids = of.correlation, of.external_id
+            args = event.args.copy()
+            self.device.append(DeviceEvent(name, category, device, of.context, stream, start, end, *ids, args))
         elif category == SYNC_CATEGORY:
             sync = _sync_args(event.args)
-            self.syncs.append(
-                SyncEvent(
-                    sync.kind or event.name,
-                    event.pid if sync.device is None else sync.device,
-                    sync.stream,
-                    start,
-                    end,
-                    sync.correlation,
-                    sync.wait_on_stream,
-                    sync.record_correlation,
-                )
-            )
+            device = event.pid if sync.device is None else sync.device
+            waits_for = sync.correlation, sync.wait_on_stream, sync.record_correlation
+            self.syncs.append(SyncEvent(sync.kind or name, device, sync.stream, start, end, *waits_for))
         else:
             self.unread[category or "(none)"] += 1
 
 
 def _counted(names: list[str], what: str) -> list[str]:
     return [f"{len(names)} event(s) {what} (first: {names[0]!r})"] if names else []
-
-
-def _groups(config: Any, budget: Budget) -> list[Group]:
-    """Newer torch writes a list of groups, some versions an object by name."""
-    rows = list(config.values()) if isinstance(config, dict) else config
-    groups = []
-    for row in rows if isinstance(rows, Sequence) else ():
-        try:
-            pg = msgspec.convert(row, _PgConfig, strict=False)
-        except BROKEN:
-            continue
-        ranks = (parse(pg.ranks, list[Int]) or []) if isinstance(pg.ranks, str) else pg.ranks
-        budget.spend(MEMBERS, len(ranks))
-        groups.append(
-            Group(
-                pg=str(pg.pg_name),
-                size=pg.pg_size or len(ranks),
-                ranks=ranks or None,
-                desc=pg.pg_desc,
-                backend=pg.backend_config,
-            )
-        )
-    return groups

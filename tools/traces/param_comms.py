@@ -11,7 +11,7 @@ ops say it by the arguments of their schema.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -155,35 +155,19 @@ def from_op(node: HostNode) -> ParamComms | None:
     if not names:
         return None
     comms = ParamComms(name=node.name)
-    in_dtype = out_dtype = None
+    dtypes: dict[bool, str | None] = {}
     for i, (name, value) in enumerate(zip(names, given.values, strict=False)):
         if i < len(given.types) and "Tensor" in given.types[i]:
             shapes, dtype = _tensors([value], given.shapes[i : i + 1], given.types[i : i + 1])
-            if name.startswith("output") or name == "out":
-                comms.outputs += shapes
-                out_dtype = out_dtype or dtype
-            else:
-                comms.inputs += shapes
-                in_dtype = in_dtype or dtype
-        elif name == "group_name" and isinstance(value, str):
-            comms.pg = value
-        elif name in ("root_rank", "src", "dst", "root"):
-            comms.rank = _int(value)
-        elif name == "tag":
-            comms.tag = _int(value)
-        elif name == "group_size":
-            comms.group_size = _int(value) or 0
-        elif name == "reduce_op" and isinstance(value, str) and not value.startswith("<"):
-            comms.reduce = value
-        elif name == "async_op" and isinstance(value, bool):
-            comms.is_async = value
-        elif name == "input_split_sizes":
-            comms.in_split = _ints(value)
-        elif name == "output_split_sizes":
-            comms.out_split = _ints(value)
+            is_output = name.startswith("output") or name == "out"
+            (comms.outputs if is_output else comms.inputs).extend(shapes)
+            dtypes[is_output] = dtypes.get(is_output) or dtype
+        elif name in _OP_ARGUMENTS:
+            field, read = _OP_ARGUMENTS[name]
+            setattr(comms, field, read(value))
     if not comms.outputs:
         comms.outputs, _ = _tensors(result.values, result.shapes, result.types)
-    comms.dtype = in_dtype or out_dtype
+    comms.dtype = dtypes.get(False) or dtypes.get(True)
     operation = operation_of(node.name)
     if operation is not None and operation.name == "recv" and not node.name.startswith("_"):
         comms.outputs, comms.inputs = comms.inputs or comms.outputs, []
@@ -302,3 +286,16 @@ def _int(value: Any) -> int | None:
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+# Argument of an op's schema -> the field of `ParamComms` that it is, and how its value is read.
+_OP_ARGUMENTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    **dict.fromkeys(("root_rank", "src", "dst", "root"), ("rank", _int)),
+    "group_name": ("pg", lambda value: value if isinstance(value, str) else ""),
+    "tag": ("tag", _int),
+    "group_size": ("group_size", lambda value: _int(value) or 0),
+    "reduce_op": ("reduce", lambda value: value if isinstance(value, str) and not value.startswith("<") else None),
+    "async_op": ("is_async", lambda value: value if isinstance(value, bool) else None),
+    "input_split_sizes": ("in_split", _ints),
+    "output_split_sizes": ("out_split", _ints),
+}

@@ -117,13 +117,13 @@ def test_a_parent_that_is_not_there_is_replaced_by_the_thread(tmp_path: Path) ->
     assert "2 node(s) name a parent that is not in the file (first: node 5;" in trace.warnings[0]
 
 
-def test_a_circle_of_parents_is_cut(tmp_path: Path) -> None:
+def test_a_cycle_of_parents_is_cut(tmp_path: Path) -> None:
     trace = read(
         tmp_path,
         [nested_node(1, "a", 2, 1), nested_node(2, "b", 3, 2), nested_node(3, "c", 1, 3), nested_node(4, "d", 3, 4)],
     )
     assert [(node.id, node.parent) for node in trace.nodes] == [(1, 2), (2, 3), (3, 0), (4, 3)]
-    assert trace.warnings == ("1 chain(s) of parents run in a circle (first: at node 3); cut there",)
+    assert trace.warnings == ("1 chain(s) of parents run in a cycle (first: at node 3); cut there",)
 
 
 def test_a_chain_of_a_hundred_thousand_parents_is_no_problem(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_rows_that_are_no_valid_json_are_counted_and_the_others_kept(tmp_path: P
     rows, version, damage = read(tmp_path / "f", content)
     assert (rows, version) == ([1, 7, 4], "2")
     assert damage == (
-        "2 of 5 rows are unusable (first at character 61: ValidationError: Expected `int`, got `object` - at `$.a`)",
+        "2 of 5 rows are unusable (first: number 3, ValidationError: Expected `int`, got `object` - at `$.a`)",
     )
 
 
@@ -87,7 +87,7 @@ def test_one_bad_row_costs_no_other(tmp_path: Path, row: str) -> None:
     rows, version, damage = read(tmp_path / "f", content.encode())
     assert (rows, version) == ([0, 2, 3], "5")
     assert len(damage) == 1
-    assert damage[0].startswith("1 of 4 rows are unusable (first at character ")
+    assert damage[0].startswith("1 of 4 rows are unusable (first: number 2, ")
 
 
 def test_a_torn_gzip_file_says_so_and_gives_what_it_holds(tmp_path: Path) -> None:

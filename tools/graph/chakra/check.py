@@ -10,9 +10,9 @@ a file whose nodes are not in order.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from pathlib import PurePosixPath
 
 import msgspec
@@ -45,15 +45,13 @@ _TYPES = {number: name for name, number in pb.NodeType.items()}
 _ENDS = {pb.COMM_SEND_NODE: ("comm_src", "comm_dst"), pb.COMM_RECV_NODE: ("comm_dst", "comm_src")}
 """Type of a message -> the attributes with the rank itself and the other one."""
 _LOWER = "convert with --lower astra-sim"
-_ON_HOST = "a computation on the host: ASTRA-sim says no overlap of a file that has one; --nodes gpu leaves them out"
+_ON_HOST = "a computation on the host: ASTRA-sim reports no overlap where there is one; --nodes gpu leaves them out"
 Groups = Mapping[str, Sequence[int]]
 """Number -> global ranks, as the group file has it."""
-_INTEGERS = frozenset(
-    f"{sign}{kind}{size}_val" for sign in ("", "u", "s") for kind in ("int",) for size in (32, 64)
-) | {"fixed32_val", "fixed64_val", "sfixed32_val", "sfixed64_val"}
+_INTEGER = re.compile(r"(?:u?int|s?fixed|sint)(?:32|64)_val")
 _COMMUNICATES = frozenset((pb.COMM_COLL_NODE, *_ENDS))
 _RANK = re.compile(r"\.(\d+)\.et(?:\.gz|\.zst)?$")
-_CHUNK = 1 << 9
+_RUN = 1 << 9
 
 
 @dataclass(kw_only=True)
@@ -78,19 +76,14 @@ class Checked:
         self.notes[what] = self.notes.get(what, 0) + 1
 
 
-class _Ids:
-    """A set of ids at one bit each."""
+class _Ids(dict[int, int]):
+    """A set of ids at little more than one bit each: number of a run of ids -> which of it."""
 
-    def __init__(self) -> None:
-        self._chunks: dict[int, bytearray] = {}
-
-    def __contains__(self, number: int) -> bool:
-        chunk = self._chunks.get(number // _CHUNK)
-        return chunk is not None and bool(chunk[number % _CHUNK >> 3] & 1 << (number & 7))
+    def has(self, number: int) -> bool:
+        return bool(self.get(number // _RUN, 0) >> number % _RUN & 1)
 
     def add(self, number: int) -> None:
-        chunk = self._chunks.setdefault(number // _CHUNK, bytearray(_CHUNK >> 3))
-        chunk[number % _CHUNK >> 3] |= 1 << (number & 7)
+        self[number // _RUN] = self.get(number // _RUN, 0) | 1 << number % _RUN
 
 
 def check(path: str, groups: Groups | None = None) -> Checked:
@@ -109,10 +102,10 @@ def check(path: str, groups: Groups | None = None) -> Checked:
     ordered = True
     for offset, node in nodes:
         where = f"node {node.id} ({node.name[:60]}) at byte {offset}"
-        if node.id in seen:
+        if seen.has(node.id):
             raise CrossrankError(f"{path}: {where} has the id of {_place(path, node.id)}; convert it anew")
         sources = (*node.ctrl_deps, *node.data_deps)
-        ordered = ordered and all(source in seen for source in sources)
+        ordered = ordered and all(seen.has(source) for source in sources)
         seen.add(node.id)
         if later.pop(node.id, None) is None and node.type in _ENDS:
             open_ends[node.id] = where
@@ -122,7 +115,7 @@ def check(path: str, groups: Groups | None = None) -> Checked:
         for source in sources:
             if open_ends:
                 open_ends.pop(source, None)
-            if source not in seen:
+            if not seen.has(source):
                 later.setdefault(source, where)
         _check_node(node, where, int(rank[1]) if rank else None, groups, result)
     for source, where in later.items():
@@ -134,11 +127,10 @@ def check(path: str, groups: Groups | None = None) -> Checked:
                 f"one; {_LOWER}, or with --nodes gpu",
                 where,
             )
-    # In a file whose nodes all follow what they wait for nothing can run in a circle.
+    # In a file whose nodes all follow what they wait for there is no cycle.
     if not ordered:
-        circle = _circle(path)
-        if circle:
-            result.fault("dependencies run in a circle", f"nodes {' <- '.join(map(str, circle[:8]))}")
+        if cycle := _cycle(path):
+            result.fault("dependencies form a cycle", f"nodes {' <- '.join(map(str, cycle[:8]))}")
         result.note("nodes stand before what they wait for: an older feeder keeps all of them in memory")
     return result
 
@@ -154,7 +146,7 @@ def _check_node(node: pb.Node, where: str, rank: int | None, groups: Groups | No
         if name not in kinds:
             result.fault(f"a {_TYPES[node.type]} has no {name}", where)
         elif kinds[name] not in wanted:
-            if kinds[name] in _INTEGERS:
+            if _INTEGER.fullmatch(kinds[name] or ""):
                 result.note(f"{name} is {kinds[name]}, the older feeder reads {wanted[0]}")
             else:
                 result.fault(f"{name} is {kinds[name]}, not {wanted[0]}", where)
@@ -226,28 +218,11 @@ def _place(path: str, node_id: int) -> str:
     raise AssertionError("unreachable")
 
 
-def _circle(path: str) -> list[int]:
-    """The nodes of one circle; empty where there is none. Takes memory for all edges."""
-    sources = {node.id: [*node.ctrl_deps, *node.data_deps] for _, node in read_trace(path)[1]}
-    dependents: dict[int, list[int]] = defaultdict(list)
-    waits = {}
-    for node_id, before in sources.items():
-        unique = {source for source in before if source in sources}
-        waits[node_id] = len(unique)
-        for source in unique:
-            dependents[source].append(node_id)
-    ready = [node_id for node_id, count in waits.items() if not count]
-    while ready:
-        for dependent in dependents[ready.pop()]:
-            waits[dependent] -= 1
-            if not waits[dependent]:
-                ready.append(dependent)
-    left = {node_id for node_id, count in waits.items() if count}
-    if not left:
-        return []
-    at = min(left)
-    place: dict[int, int] = {}
-    while at not in place:
-        place[at] = len(place)
-        at = next(source for source in sources[at] if source in left)
-    return list(place)[place[at] :]
+def _cycle(path: str) -> list[int]:
+    """The nodes of one cycle, each waiting for the next; empty where there is none. Takes memory for all edges."""
+    try:
+        TopologicalSorter({node.id: [*node.ctrl_deps, *node.data_deps] for _, node in read_trace(path)[1]}).prepare()
+    except CycleError as error:
+        nodes: list[int] = error.args[1]
+        return nodes[:0:-1]
+    return []

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from crossrank.comm import operation_of
+from crossrank.comm import is_p2p
 from crossrank.tools.graph.chakra.device_nodes import device_nodes
 from crossrank.tools.graph.chakra.graph import ChakraNode, Options
 from crossrank.tools.graph.chakra.groups import NumberedGroup
@@ -71,7 +71,7 @@ def convert(
     several = convert_communications(trace, nodes, groups, warnings)
     draw_dependencies(trace, nodes, several)
     wait_for_threads(nodes, {op.id for op in trace.host if op.node.scope == USER_SCOPE})
-    # Circles are broken before edges are left out: one that goes may be all that implied another.
+    # Cycles are broken before edges are left out: one that goes may be all that implied another.
     ordered, dropped = in_order(nodes, strict=options.strict)
     if options.nodes == "gpu":
         nodes = device_nodes(ordered)
@@ -96,8 +96,7 @@ def convert(
     for node in in_group_order(ordered):
         assert node.comm is not None
         record = node.comm.record
-        operation = operation_of(record.op)
-        if operation is None or not operation.p2p:
+        if not is_p2p(record):
             # Members of an uneven all_to_all put in different amounts.
             size = "" if record.op == "all_to_all" else f" of {record.bytes} B"
             result.collectives.setdefault(node.comm.group.number, []).append(record.op + size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import BinaryIO
 
 from google.protobuf.message import DecodeError
@@ -18,14 +19,17 @@ _LARGEST = 1 << 30
 
 def write_message(file: BinaryIO, message: bytes) -> None:
     """Append one serialised message."""
-    length = len(message)
+    file.write(_prefix(len(message)) + message)
+
+
+@lru_cache(maxsize=1 << 12)
+def _prefix(length: int) -> bytes:
     prefix = bytearray()
     while length > 0x7F:
         prefix.append(length & 0x7F | 0x80)
         length >>= 7
     prefix.append(length)
-    file.write(prefix)
-    file.write(message)
+    return bytes(prefix)
 
 
 def read_trace(path: str) -> tuple[GlobalMetadata, Iterator[tuple[int, Node]]]:

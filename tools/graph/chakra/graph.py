@@ -10,6 +10,7 @@ import msgspec
 from crossrank.comm import CommRecord
 from crossrank.tools.graph.chakra.groups import NumberedGroup
 from crossrank.tools.graph.linking import EdgeKind
+from crossrank.tools.traces.execution_trace import HostNode
 
 Lane = tuple[str, object]
 """What runs one thing after the other: ("thread", tid) or ("stream", (device, stream)); a communication that runs
@@ -48,16 +49,15 @@ class ChakraNode(msgspec.Struct, gc=False):
     duration_ns: int
     """On a thread: exclusive, because the operations it calls are nodes of their own; and after `cut_waits` only
     until the next node of the thread."""
-    is_cpu: bool
-    dependencies: list[Dependency]
+    is_cpu: bool = False
+    dependencies: list[Dependency] = []
     comm: Comm | None = None
     host: int | None = None
     """The execution trace's node that it comes from, or that launched it."""
     rf_id: int = 0
     tensor_bytes: int = 0
-    inputs: tuple[str, str, str] | None = None
-    """Values, shapes and types as JSON text."""
-    outputs: tuple[str, str, str] | None = None
+    op: HostNode | None = None
+    """The host operation whose inputs and outputs are written with it."""
     is_pause: bool = False
     """Stands for what a thread did before a node that no node has: a computation on the host named `PAUSE`."""
 
@@ -77,4 +77,4 @@ class Options:
     group_node: bool = False
     """Write the process groups as a metadata node too, at which ASTRA-sim stops."""
     strict: bool = False
-    """Refuse dependencies that run in a circle."""
+    """Refuse dependencies that form a cycle."""

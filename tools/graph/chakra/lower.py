@@ -17,9 +17,8 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from crossrank.comm import CommRecord
+from crossrank.comm import CommRecord, is_p2p
 from crossrank.tools.graph.chakra.graph import MESSAGES_END, ChakraNode, Dependency
-from crossrank.tools.graph.chakra.write import P2P_TYPES
 
 RUNS_AS = {"barrier": "all_reduce", "reduce": "reduce_scatter", "gather": "all_gather", "scatter": "reduce_scatter"}
 """Operation -> the one with the nearest traffic: each rank passes on (n-1)/n of S, as on the busiest link of the first.
@@ -73,7 +72,9 @@ def _take_turns(nodes: Sequence[ChakraNode]) -> int:
 def _after_messages(nodes: Collection[ChakraNode]) -> ChakraNode | None:
     """A host node that waits for each send and receive that no other node waits for; None where that is not needed."""
     waited_for = {dependency.source for node in nodes for dependency in node.dependencies}
-    open_ends = [node for node in nodes if _is_message(node) and node.id not in waited_for]
+    open_ends = [
+        node for node in nodes if node.comm is not None and is_p2p(node.comm.record) and node.id not in waited_for
+    ]
     host = next((node for node in nodes if node.is_cpu), None)
     if host is None or not open_ends:
         return None
@@ -86,10 +87,6 @@ def _after_messages(nodes: Collection[ChakraNode]) -> ChakraNode | None:
         is_cpu=True,
         dependencies=[Dependency(node.id, "sync", inferred=True) for node in open_ends],
     )
-
-
-def _is_message(node: ChakraNode) -> bool:
-    return node.comm is not None and node.comm.record.op in P2P_TYPES
 
 
 def _runs_as(record: CommRecord, members: int) -> CommRecord:

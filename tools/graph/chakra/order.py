@@ -30,14 +30,14 @@ def in_order(nodes: Mapping[int, ChakraNode], *, strict: bool = False) -> tuple[
         if len(ordered) == len(nodes):
             return ordered, dropped
         cycle = _cycle(nodes, {node.id for node in ordered})
-        told = _told(nodes, cycle)
+        found = _description(nodes, cycle)
         weakest = min(cycle, key=lambda edge: _weakness(edge[1]))
         if strict or _weakness(weakest[1]) == len(WEAKEST_FIRST):
             why = "--strict refuses to break it" if strict else "no edge of it is inferred, so none can be dropped"
-            raise CrossrankError(f"dependencies run in a circle: {told}; {why}")
+            raise CrossrankError(f"dependencies form a cycle: {found}; {why}")
         node, dependency = weakest
         nodes[node].dependencies.remove(dependency)
-        dropped.append(f"dropped the {_kind(dependency)} edge {dependency.source} -> {node} of a circle: {told}")
+        dropped.append(f"dropped the {_kind(dependency)} edge {dependency.source} -> {node} of a cycle: {found}")
 
 
 def is_in_order(nodes: Iterable[ChakraNode]) -> bool:
@@ -97,7 +97,7 @@ def _kind(dependency: Dependency) -> str:
     return f"inferred {dependency.kind}" if dependency.inferred else dependency.kind
 
 
-def _told(nodes: Mapping[int, ChakraNode], cycle: list[tuple[int, Dependency]]) -> str:
+def _description(nodes: Mapping[int, ChakraNode], cycle: list[tuple[int, Dependency]]) -> str:
     steps = [
         f"{node} ({nodes[node].name[:40]}) waits by {_kind(dependency)} for" for node, dependency in cycle[:_SHOWN]
     ]

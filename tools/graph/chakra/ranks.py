@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import msgspec
 
@@ -83,7 +84,7 @@ def _convert_one(task: Task) -> RankResult:
         trace = link(given.et, given.kineto, given.comms, rank=given.rank)
     rank = trace.rank if trace.rank is not None else 0
     if given.rank is not None and given.rank != rank:
-        raise CrossrankError(f"{given.linked or given.et}: is of rank {rank} by what it says; name it rank-{rank}.…")
+        raise CrossrankError(f"{given.linked or given.et}: is of rank {rank} by its content; name it rank-{rank}.…")
     path = join(task.folder, chakra_name(rank, given.window))
     try:
         if task.keep_linked:
@@ -143,29 +144,21 @@ def _cannot_write(path: str, error: OSError) -> CrossrankError:
 def disagreements(results: Sequence[RankResult]) -> list[str]:
     """Groups whose members made different sequences of collectives: group, rank, place and what differs."""
     sequences: dict[tuple[int, str], dict[int, list[str]]] = defaultdict(dict)
-    members: dict[str, set[int]] = {}
     linked = [result for result in results if result.error is None and result.rank is not None]
+    members = {group.number: group.ranks for result in linked for group in result.converted.groups}
     for result in linked:
-        for group in result.converted.groups:
-            members[group.number] = set(group.ranks)
-            if result.rank is not None:
-                calls = result.converted.collectives.get(group.number, [])
-                sequences[result.window, group.number][result.rank] = calls
+        for number, ranks in members.items():
+            if result.rank is not None and result.rank in ranks:
+                sequences[result.window, number][result.rank] = result.converted.collectives.get(number, [])
     found = []
-    for (window, number), by_rank in sorted(sequences.items()):
-        for result in linked:
-            if result.window == window and result.rank in members[number]:
-                by_rank.setdefault(result.rank, [])
+    for (_, number), by_rank in sorted(sequences.items()):
         reference = min(by_rank)
         for rank, calls in sorted(by_rank.items()):
-            expected = by_rank[reference]
-            place = next((i for i, (a, b) in enumerate(zip(calls, expected, strict=False)) if a != b), None)
-            if place is None and len(calls) == len(expected):
-                continue
-            place = min(len(calls), len(expected)) if place is None else place
-            ours = calls[place] if place < len(calls) else "nothing"
-            theirs = expected[place] if place < len(expected) else "nothing"
-            found.append(
-                f"group {number}: collective {place + 1} is {ours} on rank {rank} and {theirs} on rank {reference}"
-            )
+            pairs = enumerate(zip_longest(calls, by_rank[reference], fillvalue="nothing"), start=1)
+            for place, (ours, theirs) in pairs:
+                if ours != theirs:
+                    found.append(
+                        f"group {number}: collective {place} is {ours} on rank {rank} and {theirs} on rank {reference}"
+                    )
+                    break
     return found

@@ -2,7 +2,7 @@
 
 A node begins when all that it waits for has ended. The members of a collective, and both sides of a send, begin
 together when the last of them is ready, and take the shortest of their measured times: the longer ones contain the
-waiting for the last. What a thread did between its nodes stands in nodes of its own.
+waiting for the last. What a thread did between its nodes has nodes of its own.
 Ranks begin when they began by their clocks, or all at 0 where these are too far apart to be of one window.
 """
 
@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from crossrank.comm import is_p2p
 from crossrank.tools.graph.chakra.graph import LATE, PAUSE, ChakraNode, Lane
-from crossrank.tools.graph.chakra.write import P2P_TYPES
+from crossrank.tools.graph.chakra.write import message_ends
 
 HOST = "operations on the host"
 GPU = "computation on a GPU"
@@ -100,7 +101,7 @@ def rank_graph(nodes: Sequence[ChakraNode], rank: int, begin_ns: int, length_ns:
     numbers: Counter[str] = Counter()
     place: dict[int, int] = {}
     for node in in_group_order(nodes):
-        if node.comm is not None and node.comm.record.op not in P2P_TYPES:
+        if node.comm is not None and not is_p2p(node.comm.record):
             numbers[node.comm.group.number] += 1
             place[node.id] = numbers[node.comm.group.number]
     for index, node in enumerate(nodes):
@@ -129,10 +130,8 @@ def _lane_name(lane: Lane) -> str:
 def _join_key(node: ChakraNode, rank: int, place: int) -> JoinKey:
     assert node.comm is not None
     record, group = node.comm.record, node.comm.group.number
-    if record.op in P2P_TYPES:
-        peer = record.peer if record.peer is not None else -1
-        source, target = (rank, peer) if record.op == "send" else (peer, rank)
-        return (group, "message", source, target, record.p2p_seq or 0)
+    if is_p2p(record):
+        return (group, "message", *message_ends(record, rank), record.p2p_seq or 0)
     return (group, "collective", -1, -1, place)
 
 

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import count
+from itertools import count, product
+
+import msgspec
 
 from crossrank.comm import operation_of
 from crossrank.errors import CrossrankError
@@ -22,7 +24,7 @@ from crossrank.tools.graph.chakra.graph import ChakraNode, Comm, Dependency, Lan
 from crossrank.tools.graph.chakra.groups import NumberedGroup, number
 from crossrank.tools.graph.linking import Communication, EdgeKind, HostOp, LinkedTrace
 from crossrank.tools.graph.linking.dependencies import in_program_order
-from crossrank.tools.traces.execution_trace import io, io_texts
+from crossrank.tools.traces.execution_trace import io, is_group_node
 from crossrank.tools.traces.param_comms import tensor_bytes
 
 
@@ -42,7 +44,7 @@ def convert_nodes(trace: LinkedTrace) -> dict[int, ChakraNode]:
     last_start: dict[int, int] = {}
     launching = {activity.host for activity in trace.activities}
     for op in in_program_order(trace.host):
-        if "process_group:init" in op.node.name:
+        if is_group_node(op.node.name):
             continue  # the groups stand in a metadata node
         # An operation without a time began after the one before it.
         start = op.start_ns if op.start_ns is not None else last_start.get(op.node.tid, begin)
@@ -54,12 +56,10 @@ def convert_nodes(trace: LinkedTrace) -> dict[int, ChakraNode]:
             start_ns=start,
             duration_ns=max(0, (op.exclusive_ns or 0) - op.blocked_ns),
             is_cpu=True,
-            dependencies=[],
             host=op.id,
             rf_id=op.node.rf_id,
             tensor_bytes=tensor_bytes(io(op.node.inputs).values) if op.id in launching else 0,
-            inputs=io_texts(op.node.inputs),
-            outputs=io_texts(op.node.outputs),
+            op=op.node,
         )
     for activity in trace.activities:
         launched_by = nodes.get(activity.host or 0)
@@ -69,8 +69,6 @@ def convert_nodes(trace: LinkedTrace) -> dict[int, ChakraNode]:
             lane=("stream", (activity.device, activity.stream)),
             start_ns=activity.start_ns,
             duration_ns=activity.duration_ns,
-            is_cpu=False,
-            dependencies=[],
             host=activity.host,
             tensor_bytes=launched_by.tensor_bytes if launched_by else 0,
         )
@@ -99,7 +97,10 @@ def convert_communications(
             if not known or (operation is not None and operation.p2p):
                 calls, batch = batch + calls, []
             run = nodes[communication.activities[0]]
-            members = [run, *(_copy(run, next(fresh)) for _ in calls[1:])]
+            members = [run]
+            for _ in calls[1:]:
+                node_id = next(fresh)
+                members.append(msgspec.structs.replace(run, id=node_id, lane=_own_lane(node_id), dependencies=[]))
             for node, call in zip(members, calls, strict=True):
                 node.comm = _comm(call, groups)
                 if len(calls) > 1:
@@ -108,24 +109,25 @@ def convert_communications(
             if len(members) > 1:
                 several[run.id] = [node.id for node in members]
         elif communication.work is not None:
-            work = _work(communication, ops[communication.work], nodes, _comm(communication, groups))
-            nodes[work.id] = work
+            _add(nodes, _work(communication, ops[communication.work], nodes, _comm(communication, groups)))
         elif operation is None:
             unknown += 1
         elif operation.p2p and communication.record.batch is not None:
             batch.append(communication)
         else:
-            node = _call_alone(communication, nodes, _comm(communication, groups), next(fresh))
-            nodes[node.id] = node
+            _add(nodes, _call_alone(communication, nodes, _comm(communication, groups), next(fresh)))
     for communication in batch:
-        node = _call_alone(communication, nodes, _comm(communication, groups), next(fresh))
-        nodes[node.id] = node
+        _add(nodes, _call_alone(communication, nodes, _comm(communication, groups), next(fresh)))
     if unknown:
         warnings.append(
             f"{unknown} communication(s) of which no operation or group is known are none in the trace, their kernels "
             "computations: link with the rank's comms file, or a trace with record_param_comms"
         )
     return several
+
+
+def _add(nodes: dict[int, ChakraNode], node: ChakraNode) -> None:
+    nodes[node.id] = node
 
 
 def _work(communication: Communication, op: HostOp, nodes: Mapping[int, ChakraNode], comm: Comm) -> ChakraNode:
@@ -136,8 +138,6 @@ def _work(communication: Communication, op: HostOp, nodes: Mapping[int, ChakraNo
         lane=_own_lane(op.id),
         start_ns=op.start_ns if op.start_ns is not None else call.start_ns if call else 0,
         duration_ns=op.duration_ns or 0,
-        is_cpu=False,
-        dependencies=[],
         comm=comm,
         host=communication.host,
         rf_id=op.node.rf_id,
@@ -153,7 +153,6 @@ def _call_alone(communication: Communication, nodes: Mapping[int, ChakraNode], c
         lane=_own_lane(node_id),
         start_ns=call.start_ns if call else communication.record.t,
         duration_ns=0,
-        is_cpu=False,
         dependencies=[Dependency(call.id, "launch")] if call else [],
         comm=comm,
         host=communication.host,
@@ -163,20 +162,6 @@ def _call_alone(communication: Communication, nodes: Mapping[int, ChakraNode], c
 def _own_lane(node_id: int) -> Lane:
     """A communication outside the streams follows others only by its edges."""
     return ("communication", node_id)
-
-
-def _copy(node: ChakraNode, node_id: int) -> ChakraNode:
-    return ChakraNode(
-        id=node_id,
-        name=node.name,
-        lane=_own_lane(node_id),
-        start_ns=node.start_ns,
-        duration_ns=node.duration_ns,
-        is_cpu=False,
-        dependencies=[],
-        host=node.host,
-        tensor_bytes=node.tensor_bytes,
-    )
 
 
 def _comm(communication: Communication, groups: Mapping[str, NumberedGroup]) -> Comm:
@@ -201,16 +186,16 @@ def draw_dependencies(
     ended.
     """
     for edge in trace.edges:
-        sources = several.get(edge.source, (edge.source,))
-        for target in several.get(edge.target, (edge.target,)):
-            for source in sources:
-                if source not in nodes or target not in nodes or source == target:
-                    continue
-                if edge.kind != "group_order" or not _overlap(nodes[source], nodes[target]):
-                    # Whoever makes the call launches what runs outside its thread.
-                    calls = edge.kind == "caller" and nodes[target].is_cpu
-                    kind = edge.kind if calls or edge.kind != "caller" else "launch"
-                    nodes[target].dependencies.append(Dependency(source, kind, edge.inferred))
+        for source_id, target_id in product(
+            several.get(edge.source, (edge.source,)), several.get(edge.target, (edge.target,))
+        ):
+            source, target = nodes.get(source_id), nodes.get(target_id)
+            if source is None or target is None or source is target:
+                continue
+            if edge.kind != "group_order" or not _overlap(source, target):
+                # Whoever makes the call launches what runs outside its thread.
+                kind: EdgeKind = "launch" if edge.kind == "caller" and not target.is_cpu else edge.kind
+                target.dependencies.append(Dependency(source_id, kind, edge.inferred))
 
 
 def _overlap(source: ChakraNode, target: ChakraNode) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,9 +28,10 @@ from crossrank.comm import OPERATIONS, CommRecord
 from crossrank.errors import CrossrankError, one_line
 from crossrank.tools.graph.chakra import et_def_pb2 as pb
 from crossrank.tools.graph.chakra.framing import read_trace, write_message
-from crossrank.tools.graph.chakra.graph import LATE, ChakraNode, Comm, Options
+from crossrank.tools.graph.chakra.graph import LATE, ChakraNode, Comm, Lane, Options
 from crossrank.tools.graph.chakra.groups import NumberedGroup
 from crossrank.tools.graph.linking import LinkedTrace
+from crossrank.tools.traces.execution_trace import io_texts
 
 SCHEMA_VERSION = "0.0.4"
 """Of the Chakra schema, as torch names it in an execution trace's own version."""
@@ -81,7 +83,7 @@ def write_chakra(
             write_message(file, _group_node(fresh + 1, groups).SerializeToString())
         for node in nodes:
             try:
-                message = encode(node, trace, options.deps, start).SerializeToString()
+                message = _encode(node, trace, options.deps, start)
             except (ValueError, TypeError, OverflowError) as error:
                 raise CrossrankError(
                     f"node {node.id} ({node.name[:60]}) does not fit into a Chakra node ({one_line(error)})"
@@ -143,54 +145,59 @@ def _group_node(node_id: int, groups: Sequence[NumberedGroup]) -> pb.Node:
     return node
 
 
-def encode(
-    node: ChakraNode, trace: LinkedTrace, mode: Literal["all", "data"] = "all", start: int | None = None
-) -> pb.Node:
+def _encode(node: ChakraNode, trace: LinkedTrace, mode: Literal["all", "data"], start: int | None) -> bytes:
     """One node as a message. With mode "all" `data_deps` hold every dependency and `ctrl_deps` the caller; with
     "data" what is only the order of a thread stands in `ctrl_deps` alone. `start` is what a node without dependencies
     waits for."""
+    deps: tuple[list[int], list[int]] = [], []
+    for dependency in node.dependencies:
+        in_order = dependency.kind == "caller" or (mode == "data" and dependency.kind in _ORDER_KINDS)
+        if dependency.source not in deps[in_order]:
+            deps[in_order].append(dependency.source)
+    if start is not None and not node.dependencies:
+        deps[0].append(start)
     message = pb.Node(
         id=node.id,
         name=node.name,
-        type=_type(node.comm),
+        type=pb.COMP_NODE if node.comm is None else P2P_TYPES.get(node.comm.record.op, pb.COMM_COLL_NODE),
+        ctrl_deps=deps[1],
+        data_deps=deps[0],
         start_time_micros=max(0, trace.base_ns + node.start_ns) // 1000,
         duration_micros=(node.duration_ns + 500) // 1000,
     )
-    for dependency in node.dependencies:
-        in_order = dependency.kind == "caller" or (mode == "data" and dependency.kind in _ORDER_KINDS)
-        deps = message.ctrl_deps if in_order else message.data_deps
-        if dependency.source not in deps:
-            deps.append(dependency.source)
-    if start is not None and not node.dependencies:
-        message.data_deps.append(start)
+    if node.op is not None:
+        for field, text in ((message.inputs, node.op.inputs), (message.outputs, node.op.outputs)):
+            field.values, field.shapes, field.types = io_texts(text)
     add = message.attr.add
-    add(name="is_cpu_op", bool_val=node.is_cpu)
     add(name="start_ns", int64_val=node.start_ns)
     add(name="duration_ns", int64_val=node.duration_ns)
-    if node.inputs is not None and node.outputs is not None:
-        message.inputs.values, message.inputs.shapes, message.inputs.types = node.inputs
-        message.outputs.values, message.outputs.shapes, message.outputs.types = node.outputs
     if node.rf_id:
         add(name="rf_id", int64_val=node.rf_id)
-    kind, place = node.lane
+    if node.comm is not None:
+        _add_comm(message, node.comm, trace.rank)
+    # Messages one after the other are one message, with the attributes of both.
+    return message.SerializeToString() + _usual_attributes(
+        node.lane, node.is_cpu, node.tensor_bytes, node.comm is not None
+    )
+
+
+@lru_cache(maxsize=1 << 14)
+def _usual_attributes(lane: Lane, is_cpu: bool, tensor_bytes: int, communicates: bool) -> bytes:
+    """The attributes that many nodes have alike."""
+    message = pb.Node()
+    add = message.attr.add
+    add(name="is_cpu_op", bool_val=is_cpu)
+    kind, place = lane
     if kind == "thread":
         add(name="tid", int64_val=_as_int(place))
     elif kind == "stream" and isinstance(place, tuple):
         add(name="device", int64_val=_as_int(place[0]))
         add(name="stream", int64_val=_as_int(place[1]))
-    if node.comm is not None:
-        _add_comm(message, node.comm, trace.rank)
-    elif not node.is_cpu:
+    if not is_cpu and not communicates:
         # A roofline needs both and no size of 0. The operations are not known: 1 stands for that.
         add(name="num_ops", int64_val=1)
-        add(name="tensor_size", uint64_val=max(1, node.tensor_bytes))
-    return message
-
-
-def _type(comm: Comm | None) -> pb.NodeType:
-    if comm is None:
-        return pb.COMP_NODE
-    return P2P_TYPES.get(comm.record.op, pb.COMM_COLL_NODE)
+        add(name="tensor_size", uint64_val=max(1, tensor_bytes))
+    return message.SerializeToString()
 
 
 def _add_comm(message: pb.Node, comm: Comm, rank: int | None) -> None:
@@ -205,8 +212,7 @@ def _add_comm(message: pb.Node, comm: Comm, rank: int | None) -> None:
         if splits:
             add(name=name).int64_list.values.extend(splits)
     if record.op in P2P_TYPES:
-        peer, own = record.peer if record.peer is not None else -1, rank if rank is not None else -1
-        source, target = (own, peer) if record.op == "send" else (peer, own)
+        source, target = message_ends(record, -1 if rank is None else rank)
         add(name="comm_src", int32_val=source)
         add(name="comm_dst", int32_val=target)
         add(name="comm_tag", int32_val=_tag(record, comm.group))
@@ -216,6 +222,12 @@ def _add_comm(message: pb.Node, comm: Comm, rank: int | None) -> None:
         add(name="root", int64_val=record.root)
     if record.seq is not None:
         add(name="seq", int64_val=record.seq)
+
+
+def message_ends(record: CommRecord, rank: int) -> tuple[int, int]:
+    """Source and destination of a send or receive of `rank`; -1 stands for a peer that is not known."""
+    peer = -1 if record.peer is None else record.peer
+    return (rank, peer) if record.op == "send" else (peer, rank)
 
 
 def _tag(record: CommRecord, group: NumberedGroup) -> int:

@@ -19,7 +19,7 @@ from crossrank.tools.traces.execution_trace import is_thread_root
 def correct_callers(host: Sequence[HostOp], match: HostMatch, nesting: Nesting) -> list[str]:
     """Give every operation the caller that ran around it, where the recorded one did not or another ran between them.
 
-    Changes `HostOp.caller` in place and returns what to say about it.
+    Changes `HostOp.caller` in place and returns a warning about it.
     """
     position_of = {op.id: position for position, op in enumerate(host)}
     roots = {op.node.tid: op.id for op in reversed(host) if is_thread_root(op.node)}

@@ -11,12 +11,14 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from crossrank.budget import Budget
-from crossrank.comm import CommRecord, Group, operation_of
+from crossrank.comm import CommRecord, Group, is_p2p, operation_of
 from crossrank.recording import RANGE
 from crossrank.tools.graph.linking.graph import Activity, Communication, HostOp
 from crossrank.tools.traces.execution_trace import HostNode, io
@@ -54,107 +56,117 @@ _WORK_FOLLOWS = 16
 _Reader = Callable[[HostNode], "ParamComms | None"]
 
 
-class Finder:
-    """Collects the communications of one rank."""
+@dataclass(kw_only=True)
+class Communications:
+    """What a rank communicated."""
+
+    communications: list[Communication] = field(default_factory=list)
+    """In the order in which they began."""
+    groups: dict[str, Group]
+    at: dict[int, Communication] = field(default_factory=dict)
+    """By the position of their host node."""
+    waits: dict[int, ParamComms] = field(default_factory=dict)
+    """Positions of the nodes that wait for a communication, with what they say of it."""
+    unknown: list[str] = field(default_factory=list)
+    """Names of communications that are no operation of the table, one entry each."""
+    kernels_alone: int = 0
+    """Communication kernels without a call around them, each a communication of its own."""
+    warnings: list[str] = field(default_factory=list)
+
+
+def find_communications(
+    host: Sequence[HostOp],
+    activities: Iterable[Activity],
+    groups: Mapping[str, Group],
+    *,
+    world_size: int | None,
+    budget: Budget,
+    records: Mapping[int, CommRecord] = MappingProxyType({}),
+    event_args: Callable[[int], msgspec.Raw | None] = lambda _: None,
+) -> Communications:
+    """Find the communications of one rank, source by source.
+
+    `groups` by name, as the most trusted source has them; `records` of the comms file by id; `event_args` gives the
+    Kineto arguments of a host node by its position; `budget` is that of the execution trace. Sets `HostOp.caller` of
+    ranges of a Work, and `Activity.library`.
+    """
+    found = Communications(groups=dict(groups))
+    finder = _Finder(host, found, records, event_args, budget)
+    ranges, params, c10d, functional = (
+        [position for position, op in enumerate(host) if op.node.name.startswith(prefix)]
+        for prefix in (RANGE, "record_param_comms", C10D, FUNCTIONAL)
+    )
+    for position in ranges:
+        finder.take_range(position)
+    finder.cover_ops_around(sorted((*ranges, *c10d, *functional), key=lambda at: host[at].node.rf_id))
+    finder.take(params, "record_param_comms", from_node)
+    finder.take([p for p in c10d if operation_of(host[p].node.name)], "c10d op", from_op)
+    finder.take([p for p in functional if operation_of(host[p].node.name)], "functional op", from_op)
+    finder.find_works()
+    finder.name_pointers(world_size)
+    for activity in activities:
+        finder.attach(activity)
+    finder.sort()
+    _number(found.communications)
+    return found
+
+
+class _Finder:
+    """Adds to `found`, step by step."""
 
     def __init__(
         self,
         host: Sequence[HostOp],
-        groups: Mapping[str, Group],
-        *,
-        world_size: int | None,
+        found: Communications,
         records: Mapping[int, CommRecord],
         event_args: Callable[[int], msgspec.Raw | None],
         budget: Budget,
     ) -> None:
-        """`groups` by name, as the most trusted source has them; `records` of the comms file by id; `event_args`
-        gives the Kineto arguments of a host node by its position; `budget` is that of the execution trace."""
-        self.groups = dict(groups)
-        self.found: list[Communication] = []
-        self.warnings: list[str] = []
+        self.found = found
         self._host = host
-        self._world_size = world_size
         self._records = records
         self._event_args = event_args
         self._budget = budget
         self._position = {op.id: position for position, op in enumerate(host)}
-        self.waits: dict[int, ParamComms] = {}
-        """Positions of the nodes that wait for a communication, with what they say of it."""
-        self.unknown: list[str] = []
-        """Names of communications that are no operation of the table, one entry each."""
         self._places: dict[int, int] = {}
         """Position in `found` -> root or peer as a rank within the group, of calls whose group was not known."""
-        self._at: dict[int, Communication] = {}
         self._covered: set[int] = set()
         """Positions of the nodes above a communication."""
 
-    def search(self) -> None:
-        """Find the communications of the host's nodes, source by source."""
-        ranges, params, c10d, functional = [], [], [], []
-        for position, op in enumerate(self._host):
-            name = op.node.name
-            if name == "record_param_comms":
-                params.append(position)
-            elif name.startswith(C10D):
-                c10d.append(position)
-            elif name.startswith(RANGE):
-                ranges.append(position)
-            elif name.startswith(FUNCTIONAL):
-                functional.append(position)
-        for position in ranges:
-            self._take_range(position)
-        self._cover_ops_around(sorted((*ranges, *c10d, *functional), key=lambda at: self._host[at].node.rf_id))
-        self._take(params, "record_param_comms", from_node)
-        self._take([p for p in c10d if operation_of(self._host[p].node.name)], "c10d op", from_op)
-        self._take([p for p in functional if operation_of(self._host[p].node.name)], "functional op", from_op)
-        self._find_works()
-        self._name_pointers()
-
-    def at(self) -> dict[int, Communication]:
-        """The communications by the position of their host node."""
-        return dict(self._at)
-
-    def attach(self, activities: Iterable[Activity]) -> int:
-        """Give every communication its kernels; returns how many kernels had to become one of their own."""
-        alone = 0
-        for activity in activities:
-            described = from_kineto(activity.args) if activity.category == "kernel" else None
-            if activity.library is None and described is None:
-                continue
-            activity.library = activity.library or "unknown"
-            communication = self._around(activity.host)
-            if communication is not None:
-                communication.activities.append(activity.id)
-                if described is not None:
-                    self._complete(communication, described)
-                continue
-            alone += 1
+    def attach(self, activity: Activity) -> None:
+        """Give a communication its kernel; one without a call around it becomes a communication of its own."""
+        described = from_kineto(activity.args) if activity.category == "kernel" else None
+        if activity.library is None and described is None:
+            return
+        activity.library = activity.library or "unknown"
+        communication = self._around(activity.host)
+        if communication is None:
+            self.found.kernels_alone += 1
             self._add_kernel(activity, described)
-        return alone
+            return
+        communication.activities.append(activity.id)
+        if described is not None:
+            self._complete(communication, described)
 
-    def number(self) -> None:
-        """Put the communications in the order in which they began, and number those that are not ours."""
+    def sort(self) -> None:
+        """Put the communications in the order in which they began."""
         begun = []
         time = 0
-        for communication in sorted(self.found, key=self._call):
+        for communication in sorted(self.found.communications, key=self._call):
             host = communication.host
             start = None if host is None else self._host[self._position[host]].start_ns
             # A call without a time began after the one before it.
             time = time if host is not None and start is None else start or communication.record.t
             begun.append((time, communication))
         begun.sort(key=lambda entry: entry[0])
-        self.found = [communication for _, communication in begun]
-        for position, communication in enumerate(self.found):
-            if communication.origin not in OURS:
-                communication.record = msgspec.structs.replace(communication.record, id=position)
-        self._count()
+        self.found.communications = [communication for _, communication in begun]
 
     def _call(self, communication: Communication) -> int:
         """Order of the calls; a kernel without one comes last."""
         host = communication.host
         return sys.maxsize if host is None else self._host[self._position[host]].node.rf_id
 
-    def _take_range(self, position: int) -> None:
+    def take_range(self, position: int) -> None:
         op = self._host[position]
         match = _RANGE.match(op.node.name)
         values = io(op.node.inputs).values
@@ -164,15 +176,17 @@ class Finder:
         record, source = self._records.get(number), "comms file"
         if record is None:
             source = "crossrank range"
-            told = parse(values[0], dict[str, Any]) if values else None
+            given = parse(values[0], dict[str, Any]) if values else None
             try:
-                record = msgspec.convert({"id": number, "t": op.start_ns or 0, **(told or {})}, CommRecord)
+                record = msgspec.convert({"id": number, "t": op.start_ns or 0, **(given or {})}, CommRecord)
             except (msgspec.MsgspecError, TypeError):
-                self.warnings.append(f"node {op.id} ({op.node.name}) does not carry a record; read as its c10d op")
+                self.found.warnings.append(
+                    f"node {op.id} ({op.node.name}) does not carry a record; read as its c10d op"
+                )
                 return
         self._add(position, record, source)
 
-    def _cover_ops_around(self, positions: Iterable[int]) -> None:
+    def cover_ops_around(self, positions: Iterable[int]) -> None:
         """Cover the ops that our ranges ran in where the trace names another caller, which it does beside a Work that
         ends (see `callers`): a c10d op and a functional one that began just before on the thread, for the same call.
 
@@ -181,10 +195,10 @@ class Finder:
         before: dict[int, list[int]] = {}
         for position in positions:
             open_ops = before.setdefault(self._host[position].node.tid, [])
-            if position not in self._at:
+            if position not in self.found.at:
                 open_ops.append(position)
                 continue
-            operation = operation_of(self._at[position].record.op)
+            operation = operation_of(self.found.at[position].record.op)
             for prefixes in ((C10D,), FUNCTIONAL):
                 if open_ops:
                     name = self._host[open_ops[-1]].node.name
@@ -192,7 +206,7 @@ class Finder:
                         self._covered.add(open_ops.pop())
             open_ops.clear()
 
-    def _take(self, positions: Iterable[int], source: str, read: _Reader) -> None:
+    def take(self, positions: Iterable[int], source: str, read: _Reader) -> None:
         """Add the outermost of the nodes at `positions` whose call no better source has."""
         candidates = set(positions)
         unreadable = 0
@@ -211,21 +225,23 @@ class Finder:
                 continue
             if operation_of(comms.name) is None:
                 if comms.name == "wait":
-                    self.waits[position] = comms
+                    self.found.waits[position] = comms
                 elif comms.name not in MARKERS:
-                    self.unknown.append(comms.name)
+                    self.found.unknown.append(comms.name)
                 continue
             group = self._group(comms)
             if group is None and comms.rank is not None:
-                self._places[len(self.found)] = comms.rank
+                self._places[len(self.found.communications)] = comms.rank
             c10d = self._c10d_name(position, comms)
             time = self._host[position].start_ns or 0
             self._add(position, to_record(comms, group, number=0, time=time, c10d=c10d), source)
         if unreadable:
-            self.warnings.append(f"{unreadable} {source} node(s) have arguments of an unknown layout and were left out")
+            self.found.warnings.append(
+                f"{unreadable} {source} node(s) have arguments of an unknown layout and were left out"
+            )
 
     def _is_inside(self, position: int, candidates: set[int]) -> bool:
-        return any(above in self._at or above in candidates for above in self._callers(position))
+        return any(above in self.found.at or above in candidates for above in self._callers(position))
 
     def _callers(self, position: int, depth: int = _DEPTH) -> Iterable[int]:
         """Positions of the nodes above, as far up as one call's nodes can stand."""
@@ -238,21 +254,21 @@ class Finder:
 
     def _add(self, position: int, record: CommRecord, source: str) -> None:
         communication = Communication(
-            record=record, group=self.groups.get(record.pg), origin=source, host=self._host[position].id
+            record=record, group=self.found.groups.get(record.pg), origin=source, host=self._host[position].id
         )
-        self._at[position] = communication
+        self.found.at[position] = communication
         self._covered.add(position)
         self._covered.update(self._callers(position))
-        self.found.append(communication)
+        self.found.communications.append(communication)
 
     def _group(self, comms: ParamComms) -> Group | None:
-        if not comms.pg and len(self.groups) == 1:
-            comms.pg = next(iter(self.groups))  # the op does not say, and there is no other
-        group = self.groups.get(comms.pg)
+        if not comms.pg and len(self.found.groups) == 1:
+            comms.pg = next(iter(self.found.groups))  # the op does not say, and there is no other
+        group = self.found.groups.get(comms.pg)
         if group is None and comms.pg and (comms.ranks or comms.group_size):
             size = comms.group_size or len(comms.ranks or ())
             ranks = None if comms.ranks is None else self._budget.ranks(comms.ranks)
-            group = self.groups[comms.pg] = Group(pg=comms.pg, size=size, ranks=ranks, desc=comms.desc)
+            group = self.found.groups[comms.pg] = Group(pg=comms.pg, size=size, ranks=ranks, desc=comms.desc)
         return group
 
     def _c10d_name(self, position: int, comms: ParamComms) -> str:
@@ -262,7 +278,7 @@ class Finder:
                 return name.removeprefix(C10D)
         return comms.name
 
-    def _find_works(self) -> None:
+    def find_works(self) -> None:
         """Give every communication the range of its Work: the first that its thread began after the call.
 
         The caller that the trace names for it is not reliable, see `callers`.
@@ -270,8 +286,8 @@ class Finder:
         last: dict[int, tuple[int, Communication]] = {}
         for position in sorted(range(len(self._host)), key=lambda position: self._host[position].node.rf_id):
             op = self._host[position]
-            if position in self._at:
-                last[op.node.tid] = (op.node.rf_id, self._at[position])
+            if position in self.found.at:
+                last[op.node.tid] = (op.node.rf_id, self.found.at[position])
             elif op.is_work:
                 rf_id, communication = last.get(op.node.tid, (-_WORK_FOLLOWS, None))
                 if communication is not None and op.node.rf_id - rf_id < _WORK_FOLLOWS:
@@ -284,7 +300,7 @@ class Finder:
         position = self._position.get(host) if host is not None else None
         if position is None:
             return None
-        return next((self._at[at] for at in (position, *self._callers(position, 63)) if at in self._at), None)
+        return next((self.found.at[at] for at in (position, *self._callers(position, 63)) if at in self.found.at), None)
 
     def _complete(self, communication: Communication, described: ParamComms) -> None:
         """Add what only Kineto says to a record that is not our own."""
@@ -306,27 +322,29 @@ class Finder:
             described = ParamComms(name=(known[1] if known else None) or activity.name.split("(")[0])
         group = self._group(described)
         record = to_record(described, group, number=0, time=activity.start_ns, c10d="")
-        self.found.append(Communication(record=record, group=group, origin=source, host=None, activities=[activity.id]))
+        self.found.communications.append(
+            Communication(record=record, group=group, origin=source, host=None, activities=[activity.id])
+        )
 
-    def _name_pointers(self) -> None:
+    def name_pointers(self, world_size: int | None) -> None:
         """Find the members of groups that old traces name by an address: one of the world's size is the world."""
         sizes: Counter[str] = Counter()
-        for communication in self.found:
+        for communication in self.found.communications:
             record = communication.record
             if communication.group is None and named_by_address(record.pg):
                 sizes[record.pg] = max(sizes[record.pg], len(record.in_split or ()), len(record.out_split or ()))
         for pg, size in sizes.items():
-            if size and size == self._world_size:
-                group = self.groups[pg] = Group(pg=pg, size=size, ranks=self._budget.ranks(range(size)), desc="")
+            if size and size == world_size:
+                group = self.found.groups[pg] = Group(pg=pg, size=size, ranks=self._budget.ranks(range(size)), desc="")
                 self._regroup(pg, group)
-                self.warnings.append(
+                self.found.warnings.append(
                     f"group {pg} is named by an address, which differs between ranks: join ranks by its members"
                 )
             else:
-                self.warnings.append(f"group {pg} is named by an address and its members are not recorded")
+                self.found.warnings.append(f"group {pg} is named by an address and its members are not recorded")
 
     def _regroup(self, pg: str, group: Group) -> None:
-        for number, communication in enumerate(self.found):
+        for number, communication in enumerate(self.found.communications):
             record = communication.record
             if record.pg == pg:
                 communication.group = group
@@ -339,33 +357,29 @@ class Finder:
                     record = msgspec.structs.replace(record, **{field: place}) if field else record
                 communication.record = record
 
-    def _count(self) -> None:
-        """Number the calls of each group whose source has no sequence number."""
-        counts: Counter[tuple[object, ...]] = Counter()
-        for communication in self.found:
-            record = communication.record
-            operation = operation_of(record.op)
-            p2p = operation is not None and operation.p2p
-            key = (record.pg, record.op, record.peer) if p2p else (record.pg,)
-            counts[key] += 1
-            if (record.p2p_seq if p2p else record.seq) is None:
-                field = {"p2p_seq" if p2p else "seq": counts[key]}
-                communication.record = msgspec.structs.replace(record, **field)
-                communication.seq_counted = True
+
+def _number(communications: Iterable[Communication]) -> None:
+    """Number those that are not ours, and the calls of each group whose source has no sequence number."""
+    counts: Counter[tuple[object, ...]] = Counter()
+    for position, communication in enumerate(communications):
+        record, order = communication.record, communication.order
+        counts[order] += 1
+        changes = {} if communication.origin in OURS else {"id": position}
+        number = "p2p_seq" if is_p2p(record) else "seq"
+        if getattr(record, number) is None:
+            changes[number] = counts[order]
+            communication.seq_counted = True
+        communication.record = msgspec.structs.replace(record, **changes)
 
 
 def _fill(comms: ParamComms, kineto: ParamComms) -> None:
     """Take from Kineto what the node does not say."""
     comms.pg = comms.pg if comms.pg and not named_by_address(comms.pg) else kineto.pg or comms.pg
-    comms.desc = comms.desc or kineto.desc
-    comms.ranks = comms.ranks or kineto.ranks
-    comms.group_size = comms.group_size or kineto.group_size
-    comms.dtype = comms.dtype or kineto.dtype
-    comms.in_elements = comms.in_elements if comms.in_elements is not None else kineto.in_elements
-    comms.out_elements = comms.out_elements if comms.out_elements is not None else kineto.out_elements
-    comms.in_split = comms.in_split or kineto.in_split
-    comms.out_split = comms.out_split or kineto.out_split
-    comms.is_async = comms.is_async if comms.is_async is not None else kineto.is_async
+    for name in ("desc", "ranks", "group_size", "dtype", "in_split", "out_split"):
+        setattr(comms, name, getattr(comms, name) or getattr(kineto, name))
+    for name in ("in_elements", "out_elements", "is_async"):
+        if getattr(comms, name) is None:
+            setattr(comms, name, getattr(kineto, name))
 
 
 def named_by_address(pg: str) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from crossrank.comm import operation_of
 from crossrank.tools.graph.linking.graph import Activity, Communication, Edge, HostOp
+from crossrank.tools.graph.linking.ordered import NEVER, ordered_by
 
 PAUSE_NS = 1_000_000
 """A thread that did nothing for longer than this may have waited for another one."""
@@ -84,17 +85,16 @@ def inter_thread(host: Sequence[HostOp]) -> Iterator[Edge]:
             threads[op.node.tid].append((op.start_ns, op.start_ns + op.duration_ns, op.id))
     if len(threads) < 2:
         return
-    ends = {}
+    ends = ordered_by((tid, end, op_id) for tid, ops in threads.items() for _, end, op_id in ops)
     for tid, ops in threads.items():
         ops.sort()
-        ends[tid] = sorted((end, op_id) for _, end, op_id in ops)
-    for tid, ops in threads.items():
         busy_until: int | None = None
         for start, end, op_id in ops:
             if busy_until is None or start - busy_until > PAUSE_NS:
-                latest = _latest_end((entries for other, entries in ends.items() if other != tid), start)
-                if latest is not None and (busy_until is None or latest[0] > busy_until):
-                    yield Edge(latest[1], op_id, "inter_thread", inferred=True, slack_ns=start - latest[0])
+                others = (entries.at_or_before(start) for other, entries in ends.items() if other != tid)
+                latest, source = max(others, default=NEVER)
+                if source >= 0 and (busy_until is None or latest > busy_until):
+                    yield Edge(source, op_id, "inter_thread", inferred=True, slack_ns=start - latest)
             busy_until = end if busy_until is None else max(busy_until, end)
 
 
@@ -150,32 +150,15 @@ def _start(op: HostOp) -> int:
     return op.start_ns or 0
 
 
-def _latest_end(threads: Iterable[list[tuple[int, int]]], until: int) -> tuple[int, int] | None:
-    latest: tuple[int, int] | None = None
-    for entries in threads:
-        at = bisect_right(entries, until, key=_time)
-        if at and (latest is None or entries[at - 1] > latest):
-            latest = entries[at - 1]
-    return latest
-
-
-def _time(entry: tuple[int, int]) -> int:
-    return entry[0]
-
-
 def group_order(communications: Sequence[Communication]) -> Iterator[Edge]:
     """From each communication to the next on its group; for P2P, on its group with the same peer and direction."""
     last: dict[tuple[object, ...], int] = {}
     for communication in communications:
-        record = communication.record
-        operation = operation_of(record.op)
-        p2p = operation is not None and operation.p2p
-        key = (record.pg, record.op, record.peer) if p2p else (record.pg,)
         node = runs_as(communication)
-        before = last.get(key)
+        before = last.get(communication.order)
         if before is not None and before != node:
             yield Edge(before, node, "group_order")
-        last[key] = node
+        last[communication.order] = node
 
 
 def runs_as(communication: Communication) -> int:
@@ -186,20 +169,3 @@ def runs_as(communication: Communication) -> int:
         return communication.work
     assert communication.host is not None
     return communication.host
-
-
-class NextOnThread:
-    """Finds what a thread does after a moment: where the host goes on when a wait is over."""
-
-    def __init__(self, begun: Iterable[tuple[tuple[object, object], int, int]]) -> None:
-        """`begun` holds (thread, start, id of the host node)."""
-        self._threads: dict[tuple[object, object], list[tuple[int, int]]] = defaultdict(list)
-        for thread, start, op_id in begun:
-            self._threads[thread].append((start, op_id))
-        for entries in self._threads.values():
-            entries.sort()
-
-    def __call__(self, thread: tuple[object, object], moment: int) -> int | None:
-        entries = self._threads.get(thread, [])
-        at = bisect_left(entries, moment, key=_time)
-        return entries[at][1] if at < len(entries) else None

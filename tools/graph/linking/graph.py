@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from crossrank.comm import CommRecord, Group
+from crossrank.comm import CommRecord, Group, Int, is_p2p
 from crossrank.tools.traces.execution_trace import HostNode
 
 EdgeKind = Literal[
@@ -54,7 +54,7 @@ class HostOp(msgspec.Struct, gc=False):
 
     node: HostNode
     caller: int
-    """Id of the calling node; that of the execution trace, unless it cannot be. 0 where there is none."""
+    """Id of the calling node; that of the execution trace, unless that is impossible. 0 where there is none."""
     start_ns: int | None = None
     duration_ns: int | None = None
     exclusive_ns: int | None = None
@@ -97,17 +97,24 @@ class Communication(msgspec.Struct, gc=False, kw_only=True):
 
     record: CommRecord
     """`t` is on the clock of the trace, in ns, except where the rank's comms file gave the record."""
-    group: Group | None
+    group: Group | None = None
     origin: str
     """What the record was read from: a key of `communications.SOURCES`."""
-    host: int | None
+    host: Int | None = None
     """Id of the host node that the record belongs to; None for a kernel without one."""
-    activities: list[int] = []
+    activities: list[Int] = []
     """Ids of the communication kernels launched for it."""
-    work: int | None = None
+    work: Int | None = None
     """Id of the host node that is the range of its Work, where a backend without GPU kernels ran it."""
     seq_counted: bool = False
     """`seq` and `p2p_seq` were counted from the start of the trace rather than recorded."""
+
+    @property
+    def order(self) -> tuple[object, ...]:
+        """Communications that have this alike follow one another: those of a group; of P2P, those of a group with the
+        same peer and direction."""
+        record = self.record
+        return (record.pg, record.op, record.peer) if is_p2p(record) else (record.pg,)
 
 
 @dataclass(kw_only=True)
@@ -143,7 +150,7 @@ class MatchReport:
     edges: dict[str, int] = field(default_factory=dict)
     """Kind, with `inferred ` before it where it is -> edges."""
     doubts: list[str] = field(default_factory=list)
-    """What says that the two files are not of one run."""
+    """Signs that the two files are not of one run."""
     damage: list[str] = field(default_factory=list)
     """What of the files could not be read."""
     unread: dict[str, int] = field(default_factory=dict)

@@ -59,9 +59,9 @@ def find_inputs(paths: Sequence[str], ranks: Collection[int] | None = None) -> I
         raise CrossrankError(f"{paths[0]} is one file; name its other half beside it, or the folder of both")
     inputs = _pairs(files)
     if ranks is not None:
-        told = {problem.rank for problem in inputs.problems} | {pair.rank for pair in inputs.pairs}
+        found = {problem.rank for problem in inputs.problems} | {pair.rank for pair in inputs.pairs}
         lacking = [
-            Problem(rank, f"rank {rank} has no pair of traces in {paths[0]}") for rank in sorted(set(ranks) - told)
+            Problem(rank, f"rank {rank} has no pair of traces in {paths[0]}") for rank in sorted(set(ranks) - found)
         ]
         inputs = replace(
             inputs,
@@ -133,7 +133,7 @@ def _two_files(first: str, second: str) -> RankInput:
     found = [look(path) for path in (first, second)]
     by_kind = {file.kind: file for file in found}
     if EXECUTION_TRACE not in by_kind or KINETO not in by_kind:
-        told = ", ".join(f"{file.path} {file.problem or 'is ' + WHAT[file.kind]}" for file in found)
-        raise CrossrankError(f"need one execution trace and one Kineto trace, but {told}")
+        given = ", ".join(f"{file.path} {file.problem or 'is ' + WHAT[file.kind]}" for file in found)
+        raise CrossrankError(f"need one execution trace and one Kineto trace, but {given}")
     rank = next((file.rank for file in found if file.rank is not None), None)
     return RankInput(rank=rank, window=1, et=by_kind[EXECUTION_TRACE].path, kineto=by_kind[KINETO].path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -17,10 +17,11 @@ from crossrank.recording import RANGE, CommsFile, Damage, read_chunks
 from crossrank.tools.graph.linking import dependencies as draw
 from crossrank.tools.graph.linking.activities import OUTSIDE, Launches, find_launches
 from crossrank.tools.graph.linking.callers import correct_callers
-from crossrank.tools.graph.linking.communications import Finder
+from crossrank.tools.graph.linking.communications import Communications, find_communications
 from crossrank.tools.graph.linking.graph import Activity, Edge, EdgeKind, HostOp, LinkedTrace, MatchReport
 from crossrank.tools.graph.linking.matching import HostMatch, doubts, match_hosts
-from crossrank.tools.graph.linking.nesting import Nesting, is_work, nest
+from crossrank.tools.graph.linking.nesting import is_work, nest
+from crossrank.tools.graph.linking.ordered import ordered_by
 from crossrank.tools.graph.linking.stream_waits import WAIT_EVENT, Surroundings, infer_stream_waits
 from crossrank.tools.graph.linking.synchronisation import CLOCK_NS, Waits, find_waits
 from crossrank.tools.traces.execution_trace import ExecutionTrace, read_execution_trace
@@ -47,132 +48,187 @@ def link(
     """
     host_trace = et if isinstance(et, ExecutionTrace) else read_execution_trace(os.fspath(et))
     device_trace = kineto if isinstance(kineto, KinetoTrace) else read_kineto(os.fspath(kineto))
-    match = match_hosts(host_trace, device_trace)
-    doubt = doubts(host_trace, device_trace, match)
-    if len(doubt) >= 2:
-        raise CrossrankError(
-            f"{host_trace.path} and {device_trace.path} are not of one run ({'; '.join(doubt)}); pair the files anew"
-        )
-    nesting = nest(device_trace.host, device_trace.calls)
-    launches = find_launches(device_trace, match, nesting, host_trace.pid)
-    host = _host_ops(host_trace, device_trace, match, nesting)
-    corrections = correct_callers(host, match, nesting)
-    next_id = host[-1].id + 1 if host else 1
-    activities, index_of = _activities(host_trace, device_trace, launches, next_id)
-    told = _read_comms(
-        None if comms is None else os.fspath(comms), {op.node.name for op in host if op.node.name.startswith(RANGE)}
-    )
-    world_size = told.world_size if told.world_size is not None else device_trace.world_size
-    finder = Finder(
-        host,
-        _groups(told.groups, host_trace.groups, device_trace.groups),
-        world_size=world_size,
-        records=told.records,
-        event_args=_event_args(device_trace, match),
-        budget=Budget.of(host_trace.path),
-    )
-    finder.search()
-    alone = finder.attach(activities)
-    finder.number()
-    edges = [
-        *draw.callers(host),
-        *draw.program_order(host),
-        *draw.forward_backward(host),
-        *draw.inter_thread(host),
-        *draw.launches(activities),
-        *draw.stream_order(activities),
-        *draw.group_order(finder.found),
-    ]
-    report = _report(host_trace, device_trace, match, launches)
-    report.doubts = doubt
-    report.damage = [
-        *_said("execution trace", host_trace.damage),
-        *_said("Kineto trace", device_trace.damage),
-        *_said("comms file", told.damage),
-    ]
-    waits = find_waits(device_trace, launches.call)
-    if not device_trace.syncs:
-        around = _surroundings(device_trace, match, nesting, finder, index_of)
-        infer_stream_waits(device_trace, launches.call, around, waits)
-    blocked: dict[int, int] = {}
-    edges += _wait_edges(waits, host_trace, device_trace, match, index_of, report, blocked)
-    _set_blocked(host, blocked, device_trace, match, nesting)
-    edges += draw.work_waits(host, finder.found, report.syncs_unresolved)
-    report.communications = dict(Counter(communication.origin for communication in finder.found))
-    report.communication_kernels_alone = alone
-    report.edges = dict(Counter(f"inferred {edge.kind}" if edge.inferred else edge.kind for edge in edges))
-    report.warnings += [*corrections, *finder.warnings]
-    if nesting.overlaps:
-        report.warnings.append(f"{nesting.overlaps} host event(s) begin inside another and end after it")
-    return LinkedTrace(
-        rank=next((r for r in (rank, told.rank, device_trace.rank) if r is not None), None),
-        kineto_rank=device_trace.rank,
-        world_size=world_size,
-        schema=host_trace.schema,
-        pid=host_trace.pid,
-        time=host_trace.time,
-        start_ts=host_trace.start_ts,
-        finish_ts=host_trace.finish_ts,
-        base_ns=device_trace.base_ns,
-        inputs={host_trace.path: host_trace.sha256, device_trace.path: device_trace.sha256} | told.inputs,
-        host=host,
-        activities=activities,
-        communications=finder.found,
-        groups=sorted(finder.groups.values(), key=lambda group: group.pg),
-        edges=edges,
-        report=report,
-    )
+    return _Linking(host_trace, device_trace, None if comms is None else os.fspath(comms)).link(rank)
 
 
-def _host_ops(et: ExecutionTrace, kineto: KinetoTrace, match: HostMatch, nesting: Nesting) -> list[HostOp]:
-    host = []
-    for node, index in zip(et.nodes, match.event_of, strict=True):
-        if index < 0:
-            host.append(HostOp(node, node.parent, is_work=is_work(node.name)))
-            continue
-        event = kineto.host[index]
-        duration, exclusive = event.end - event.start, nesting.exclusive_ns[index]
-        host.append(HostOp(node, node.parent, event.start, duration, exclusive, is_work=is_work(node.name)))
-    return host
+class _Linking:
+    """One rank's traces, and what was found about them so far. Positions are those in the lists of the traces."""
 
-
-def _activities(
-    et: ExecutionTrace, kineto: KinetoTrace, launches: Launches, next_id: int
-) -> tuple[list[Activity], dict[int, int]]:
-    """The activities of this trace in the order of starts, and the id of each by its position in the Kineto trace."""
-    activities = []
-    ids = {}
-    device = kineto.device
-    for index in sorted(range(len(device)), key=lambda index: (device[index].start, index)):
-        event = device[index]
-        node, method = launches.node[index], launches.method[index]
-        if method in OUTSIDE:
-            continue
-        known = communication_kernel(event.name) if event.category == "kernel" else None
-        ids[index] = next_id
-        activities.append(
-            Activity(
-                id=next_id,
-                name=event.name,
-                category=event.category,
-                device=event.device,
-                stream=event.stream,
-                start_ns=event.start,
-                duration_ns=event.end - event.start,
-                correlation=event.correlation,
-                host=et.nodes[node].id if node >= 0 else None,
-                unlinked=None if node >= 0 else method,
-                args=event.args,
-                library=known[0] if known else None,
+    def __init__(self, et: ExecutionTrace, kineto: KinetoTrace, comms: str | None) -> None:
+        self.et = et
+        self.kineto = kineto
+        self.match = match_hosts(et, kineto)
+        self.doubts = doubts(et, kineto, self.match)
+        if len(self.doubts) >= 2:
+            raise CrossrankError(
+                f"{et.path} and {kineto.path} are not of one run ({'; '.join(self.doubts)}); pair the files anew"
             )
+        self.nesting = nest(kineto.host, kineto.calls)
+        self.launches = find_launches(kineto, self.match, self.nesting, et.pid)
+        self.host = [self._host_op(position) for position in range(len(et.nodes))]
+        self.comms = _read_comms(comms, {node.name for node in et.nodes if node.name.startswith(RANGE)})
+        self.report = _report(et, kineto, self.match, self.launches)
+
+    def link(self, rank: int | None) -> LinkedTrace:
+        corrections = correct_callers(self.host, self.match, self.nesting)
+        activities, ids = self._activities()
+        world_size = self.comms.world_size if self.comms.world_size is not None else self.kineto.world_size
+        found = find_communications(
+            self.host,
+            activities,
+            _groups(self.comms.groups, self.et.groups, self.kineto.groups),
+            world_size=world_size,
+            records=self.comms.records,
+            event_args=self._event_args,
+            budget=Budget.of(self.et.path),
         )
-        next_id += 1
-    return activities, ids
+        waits = find_waits(self.kineto, self.launches.call)
+        if not self.kineto.syncs:
+            infer_stream_waits(self.kineto, self.launches.call, self._surroundings(found, ids), waits)
+        edges = [
+            *draw.callers(self.host),
+            *draw.program_order(self.host),
+            *draw.forward_backward(self.host),
+            *draw.inter_thread(self.host),
+            *draw.launches(activities),
+            *draw.stream_order(activities),
+            *draw.group_order(found.communications),
+            *self._wait_edges(waits, ids),
+            *draw.work_waits(self.host, found.communications, waits.unresolved),
+        ]
+        self._complete_report(found, waits, edges, corrections)
+        return LinkedTrace(
+            rank=next((r for r in (rank, self.comms.rank, self.kineto.rank) if r is not None), None),
+            kineto_rank=self.kineto.rank,
+            world_size=world_size,
+            schema=self.et.schema,
+            pid=self.et.pid,
+            time=self.et.time,
+            start_ts=self.et.start_ts,
+            finish_ts=self.et.finish_ts,
+            base_ns=self.kineto.base_ns,
+            inputs={self.et.path: self.et.sha256, self.kineto.path: self.kineto.sha256} | self.comms.inputs,
+            host=self.host,
+            activities=activities,
+            communications=found.communications,
+            groups=sorted(found.groups.values(), key=lambda group: group.pg),
+            edges=edges,
+            report=self.report,
+        )
+
+    def _host_op(self, position: int) -> HostOp:
+        node, index = self.et.nodes[position], self.match.event_of[position]
+        if index < 0:
+            return HostOp(node, node.parent, is_work=is_work(node.name))
+        event = self.kineto.host[index]
+        duration, exclusive = event.end - event.start, self.nesting.exclusive_ns[index]
+        return HostOp(node, node.parent, event.start, duration, exclusive, is_work=is_work(node.name))
+
+    def _activities(self) -> tuple[list[Activity], dict[int, int]]:
+        """The activities of this trace in the order of starts, and the id of each by its position."""
+        activities: list[Activity] = []
+        ids: dict[int, int] = {}
+        device, next_id = self.kineto.device, self.host[-1].id + 1 if self.host else 1
+        for index in sorted(range(len(device)), key=lambda index: (device[index].start, index)):
+            event, node, method = device[index], self.launches.node[index], self.launches.method[index]
+            if method in OUTSIDE:
+                continue
+            known = communication_kernel(event.name) if event.category == "kernel" else None
+            ids[index] = next_id + len(ids)
+            activities.append(
+                Activity(
+                    id=ids[index],
+                    name=event.name,
+                    category=event.category,
+                    device=event.device,
+                    stream=event.stream,
+                    start_ns=event.start,
+                    duration_ns=event.end - event.start,
+                    correlation=event.correlation,
+                    host=self.et.nodes[node].id if node >= 0 else None,
+                    unlinked=None if node >= 0 else method,
+                    args=event.args,
+                    library=known[0] if known else None,
+                )
+            )
+        return activities, ids
+
+    def _event_args(self, position: int) -> msgspec.Raw | None:
+        index = self.match.event_of[position]
+        return self.kineto.host[index].args if index >= 0 else None
+
+    def _surroundings(self, found: Communications, ids: dict[int, int]) -> Surroundings:
+        nodes_around = {
+            index: [node for event in self.nesting.upwards(index) if (node := self.match.node_of[event]) >= 0]
+            for index, call in enumerate(self.kineto.calls)
+            if WAIT_EVENT in call.name
+        }
+        index_of = {activity: index for index, activity in ids.items()}
+        kernels = {c.host or 0: [index_of[activity] for activity in c.activities] for c in found.communications}
+        kernels.pop(0, None)  # those without a call
+        return Surroundings(nodes_around=nodes_around, issuing=found.at, waiting=found.waits, kernels=kernels)
+
+    def _wait_edges(self, waits: Waits, ids: dict[int, int]) -> list[Edge]:
+        """The edges of `waits`, after which the operations around waiting calls know how long they were blocked."""
+        kineto, nodes = self.kineto, self.et.nodes
+        matched = [(nodes[position].id, kineto.host[i]) for position, i in enumerate(self.match.event_of) if i >= 0]
+        begun = ordered_by(((event.pid, event.tid), event.start, node) for node, event in matched)
+        starts = {node: event.start for node, event in matched}
+        starts |= {number: kineto.device[index].start for index, number in ids.items()}
+        edges: dict[tuple[int, int, EdgeKind], Edge] = {}
+        blocked: dict[int, int] = {}
+        for wait in waits.waits:
+            call = kineto.calls[wait.call] if wait.call >= 0 else None
+            kind: EdgeKind = "stream_wait" if wait.target >= 0 else "sync"
+            if kind == "stream_wait":
+                target = ids.get(wait.target, -1)
+            else:
+                target = begun[call.pid, call.tid].first_from(call.end) if call else -1
+            ended = kineto.device[wait.source].end
+            if wait.source not in ids:
+                waits.unresolved["the activity waited for was launched outside the execution trace"] += 1
+            elif target < 0:
+                waits.unresolved["nothing follows the wait in the execution trace"] += 1
+            elif ended > starts[target] + CLOCK_NS:
+                waits.unresolved["the times contradict it"] += 1
+            else:
+                source = ids[wait.source]
+                edges.setdefault((source, target, kind), Edge(source, target, kind, wait.inferred, wait.slack_ns))
+                if kind == "sync" and call is not None:
+                    blocked[wait.call] = max(min(ended, call.end) - call.start, blocked.get(wait.call, 0))
+        self._set_blocked(blocked)
+        return list(edges.values())
+
+    def _set_blocked(self, blocked: Mapping[int, int]) -> None:
+        for call, waited in blocked.items():
+            event = self.nesting.around_call[call]
+            position = self.match.node_of[event] if event >= 0 else -1
+            if position >= 0:
+                op = self.host[position]
+                op.blocked_ns = min(op.blocked_ns + waited, op.exclusive_ns or 0)
+
+    def _complete_report(
+        self, found: Communications, waits: Waits, edges: Iterable[Edge], corrections: Iterable[str]
+    ) -> None:
+        report = self.report
+        report.doubts = self.doubts
+        report.damage = [
+            *_of("execution trace", self.et.damage),
+            *_of("Kineto trace", self.kineto.damage),
+            *_of("comms file", self.comms.damage),
+        ]
+        report.syncs, report.syncs_unresolved = dict(waits.kinds), dict(waits.unresolved)
+        report.communications = dict(Counter(communication.origin for communication in found.communications))
+        report.communication_kernels_alone = found.kernels_alone
+        report.edges = dict(Counter(f"inferred {edge.kind}" if edge.inferred else edge.kind for edge in edges))
+        report.warnings += [*corrections, *found.warnings]
+        if self.nesting.overlaps:
+            report.warnings.append(f"{self.nesting.overlaps} host event(s) begin inside another and end after it")
 
 
 @dataclass(kw_only=True)
 class _Comms:
-    """What a comms file says about one window."""
+    """What a comms file holds of one window."""
 
     rank: int | None = None
     world_size: int | None = None
@@ -187,121 +243,27 @@ def _read_comms(path: str | None, ranges: Collection[str]) -> _Comms:
     if path is None:
         return _Comms()
     file = CommsFile(path)
-    told = _Comms(
-        records={record.id: record for record in file.records() if f"{RANGE}{record.id}" in ranges},
-        groups=file.groups,
-        damage=file.damage.problems,
-    )
-    if file.header is not None:
-        told.rank, told.world_size = file.header.rank, file.header.world_size
+    records = {record.id: record for record in file.records() if f"{RANGE}{record.id}" in ranges}
     digest = hashlib.sha256()
     for chunk in read_chunks(path, Damage(path)):
         digest.update(chunk)
-    told.inputs[path] = digest.hexdigest()
-    return told
+    return _Comms(
+        rank=file.header.rank if file.header else None,
+        world_size=file.header.world_size if file.header else None,
+        records=records,
+        groups=file.groups,
+        damage=file.damage.problems,
+        inputs={path: digest.hexdigest()},
+    )
 
 
-def _said(file: str, problems: Iterable[str]) -> list[str]:
+def _of(file: str, problems: Iterable[str]) -> list[str]:
     return [f"{file}: {problem}" for problem in problems]
 
 
 def _groups(*sources: Iterable[Group]) -> dict[str, Group]:
     """Groups by name; earlier sources are trusted more."""
-    groups: dict[str, Group] = {}
-    for source in sources:
-        for group in source:
-            groups.setdefault(group.pg, group)
-    return groups
-
-
-def _event_args(kineto: KinetoTrace, match: HostMatch) -> Callable[[int], msgspec.Raw | None]:
-    def args(position: int) -> msgspec.Raw | None:
-        index = match.event_of[position]
-        return kineto.host[index].args if index >= 0 else None
-
-    return args
-
-
-def _surroundings(
-    kineto: KinetoTrace, match: HostMatch, nesting: Nesting, finder: Finder, ids: dict[int, int]
-) -> Surroundings:
-    nodes_around: dict[int, list[int]] = {}
-    for index, call in enumerate(kineto.calls):
-        if WAIT_EVENT in call.name:
-            event = nesting.around_call[index]
-            nodes_around[index] = []
-            while event >= 0:
-                if match.node_of[event] >= 0:
-                    nodes_around[index].append(match.node_of[event])
-                event = nesting.parent[event]
-    index_of = {activity: index for index, activity in ids.items()}
-    return Surroundings(
-        nodes_around=nodes_around,
-        issuing=finder.at(),
-        waiting=finder.waits,
-        kernels={c.host: [index_of[activity] for activity in c.activities] for c in finder.found if c.host is not None},
-    )
-
-
-def _wait_edges(
-    waits: Waits,
-    et: ExecutionTrace,
-    kineto: KinetoTrace,
-    match: HostMatch,
-    ids: dict[int, int],
-    report: MatchReport,
-    blocked: dict[int, int],
-) -> list[Edge]:
-    """The edges of `waits`. `blocked` gets, for each call, how long it waited for what its edges name."""
-    goes_on = draw.NextOnThread(
-        ((kineto.host[index].pid, kineto.host[index].tid), kineto.host[index].start, et.nodes[position].id)
-        for position, index in enumerate(match.event_of)
-        if index >= 0
-    )
-    ends = {ids[index]: event.end for index, event in enumerate(kineto.device) if index in ids}
-    starts = {ids[index]: event.start for index, event in enumerate(kineto.device) if index in ids}
-    starts |= {
-        et.nodes[position].id: kineto.host[index].start for position, index in enumerate(match.event_of) if index >= 0
-    }
-    report.syncs = dict(waits.kinds)
-    unresolved = waits.unresolved
-    edges: dict[tuple[int, int, EdgeKind], Edge] = {}
-    for wait in waits.waits:
-        source = ids.get(wait.source)
-        if source is None:
-            unresolved["the activity waited for was launched outside the execution trace"] += 1
-            continue
-        if wait.target >= 0:
-            target = ids.get(wait.target)
-            kind: EdgeKind = "stream_wait"
-        else:
-            waiter = kineto.calls[wait.call] if wait.call >= 0 else None
-            target = goes_on((waiter.pid, waiter.tid), waiter.end) if waiter else None
-            kind = "sync"
-        if target is None:
-            unresolved["nothing follows the wait in the execution trace"] += 1
-            continue
-        if ends[source] > starts[target] + CLOCK_NS:
-            unresolved["the times contradict it"] += 1
-            continue
-        if kind == "sync":
-            call = kineto.calls[wait.call]
-            waited = min(ends[source], call.end) - call.start
-            blocked[wait.call] = max(waited, blocked.get(wait.call, 0))
-        edges.setdefault((source, target, kind), Edge(source, target, kind, wait.inferred, wait.slack_ns))
-    report.syncs_unresolved = dict(unresolved)
-    return list(edges.values())
-
-
-def _set_blocked(
-    host: Sequence[HostOp], blocked: Mapping[int, int], kineto: KinetoTrace, match: HostMatch, nesting: Nesting
-) -> None:
-    for call, waited in blocked.items():
-        event = nesting.around_call[call]
-        position = match.node_of[event] if event >= 0 else -1
-        if position >= 0:
-            op = host[position]
-            op.blocked_ns = min(op.blocked_ns + max(0, waited), op.exclusive_ns or 0)
+    return {group.pg: group for source in reversed(sources) for group in reversed(list(source))}
 
 
 def _report(et: ExecutionTrace, kineto: KinetoTrace, match: HostMatch, launches: Launches) -> MatchReport:
@@ -321,8 +283,8 @@ def _report(et: ExecutionTrace, kineto: KinetoTrace, match: HostMatch, launches:
         activities_outside=outside,
         unread=kineto.unread,
         warnings=[
-            *_said("execution trace", et.warnings),
-            *_said("Kineto trace", kineto.warnings),
+            *_of("execution trace", et.warnings),
+            *_of("Kineto trace", kineto.warnings),
             *match.warnings,
             *launches.warnings,
         ],

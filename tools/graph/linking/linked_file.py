@@ -29,27 +29,22 @@ from msgspec import UNSET, UnsetType
 
 import crossrank
 from crossrank.atomic_file import gzip_writer, whole_file
-from crossrank.comm import Group, Int
+from crossrank.comm import Count, Group, Int
 from crossrank.tools.graph.linking.graph import Activity, Communication, EdgeKind, HostOp, LinkedTrace, MatchReport
-from crossrank.tools.traces.execution_trace import FIRST_NESTED_SCHEMA, FLAT_SCHEMA, HostNode, is_thread_root
+from crossrank.tools.traces.execution_trace import (
+    FIRST_NESTED_SCHEMA,
+    FLAT_SCHEMA,
+    HostNode,
+    attribute_text,
+    is_thread_root,
+)
 
 Compression = Literal["zst", "gz", "none"]
 
 _LEVEL = 3
 _BATCH = 2048
-_NO_HOST = HostNode(
-    id=0,
-    name="",
-    parent=0,
-    rf_id=0,
-    tid=0,
-    attributes=msgspec.Raw(
-        b'[{"name":"rf_id","type":"uint64","value":0},{"name":"fw_parent","type":"uint64","value":0},'
-        b'{"name":"seq_id","type":"int64","value":-1},{"name":"scope","type":"uint64","value":0},'
-        b'{"name":"tid","type":"uint64","value":0},{"name":"fw_tid","type":"uint64","value":0},'
-        b'{"name":"op_schema","type":"string","value":""}]'
-    ),
-)
+_NO_HOST = HostNode(id=0, name="", parent=0, rf_id=0, tid=0)
+_EMPTY = msgspec.Raw(b"[]")
 
 
 class Dependency(msgspec.Struct, gc=False, omit_defaults=True):
@@ -61,29 +56,31 @@ class Dependency(msgspec.Struct, gc=False, omit_defaults=True):
     slack_ns: Int | None = None
 
 
-class _Node(msgspec.Struct, gc=False, kw_only=True):
-    id: int
+class Node(msgspec.Struct, gc=False, kw_only=True):
+    """A host operation, or a GPU activity, which has `cat`. Times are microseconds."""
+
+    id: Int
     name: str
-    ctrl_deps: int
-    inputs: msgspec.Raw
-    outputs: msgspec.Raw
-    attrs: msgspec.Raw
+    ctrl_deps: Int
+    inputs: msgspec.Raw = _EMPTY
+    outputs: msgspec.Raw = _EMPTY
+    attrs: msgspec.Raw = _EMPTY
     inclusive_dur: msgspec.Raw | UnsetType = UNSET
     exclusive_dur: msgspec.Raw | UnsetType = UNSET
     blocked_dur: msgspec.Raw | UnsetType = UNSET
     ts: msgspec.Raw | UnsetType = UNSET
-    inter_thread_dep: int | UnsetType | None = UNSET
-    sync_dep: list[int] | UnsetType = UNSET
+    inter_thread_dep: Int | UnsetType | None = UNSET
+    sync_dep: list[Int] | UnsetType = UNSET
     cat: str | UnsetType = UNSET
     ph: str | UnsetType = UNSET
-    device: int | str | UnsetType | None = UNSET
-    stream: int | str | UnsetType | None = UNSET
-    correlation: int | UnsetType = UNSET
+    device: Int | str | UnsetType | None = UNSET
+    stream: Int | str | UnsetType | None = UNSET
+    correlation: Int | UnsetType = UNSET
     pg_name: str | UnsetType = UNSET
     unlinked: str | UnsetType = UNSET
     args: msgspec.Raw | UnsetType = UNSET
     comm: Communication | UnsetType = UNSET
-    comm_host: int | UnsetType = UNSET
+    comm_host: Int | UnsetType = UNSET
     deps: list[Dependency] | UnsetType = UNSET
 
 
@@ -101,13 +98,16 @@ class Provenance(msgspec.Struct, kw_only=True):
     match: MatchReport
 
 
-class _Head(msgspec.Struct, kw_only=True):
-    schema: str
-    pid: int | None
-    time: str | None
-    start_ts: int | None
-    finish_ts: int | None
-    crossrank: Provenance
+class LinkedFile(msgspec.Struct, kw_only=True):
+    """The whole file."""
+
+    schema: str = ""
+    pid: Count | None = None
+    time: str | None = None
+    start_ts: Count | None = None
+    finish_ts: Count | None = None
+    crossrank: Provenance | None = None
+    nodes: list[Node] = []
 
 
 def write_linked(trace: LinkedTrace, path: str | Path, compression: Compression = "zst") -> None:
@@ -127,7 +127,7 @@ def _compressor(file: BinaryIO, compression: Compression) -> BinaryIO:
 
 def _pieces(trace: LinkedTrace) -> Iterator[bytes | bytearray]:
     encoder = msgspec.json.Encoder()
-    yield encoder.encode(_head(trace))[:-1] + b',"nodes":['
+    yield encoder.encode(_head(trace)).removesuffix(b"]}")
     buffer = bytearray()
     end = 0
     for count, node in enumerate(_nodes(trace), start=1):
@@ -142,8 +142,8 @@ def _pieces(trace: LinkedTrace) -> Iterator[bytes | bytearray]:
     yield (buffer[:-1] if buffer else b"") + b"]}\n"
 
 
-def _head(trace: LinkedTrace) -> _Head:
-    return _Head(
+def _head(trace: LinkedTrace) -> LinkedFile:
+    return LinkedFile(
         # Flat nodes were lifted into the next layout, so that is what the file now has.
         schema=FIRST_NESTED_SCHEMA if trace.schema.startswith(FLAT_SCHEMA) else trace.schema,
         pid=trace.pid,
@@ -163,72 +163,59 @@ def _head(trace: LinkedTrace) -> _Head:
     )
 
 
-def _nodes(trace: LinkedTrace) -> Iterator[_Node]:
-    dependencies: dict[int, list[Dependency]] = defaultdict(list)
-    inter_thread: dict[int, int] = {}
-    syncs: dict[int, list[int]] = defaultdict(list)
+def _nodes(trace: LinkedTrace) -> Iterator[Node]:
+    deps: dict[int, list[Dependency]] = defaultdict(list)
     for edge in trace.edges:
-        if edge.kind == "caller":
-            continue
-        dependencies[edge.target].append(Dependency(edge.source, edge.kind, edge.inferred, edge.slack_ns))
-        if edge.kind == "inter_thread":
-            inter_thread[edge.target] = edge.source
-        elif edge.kind == "sync":
-            syncs[edge.target].append(edge.source)
-    by_host = {c.host: c for c in trace.communications if c.host is not None}
+        if edge.kind != "caller":
+            deps[edge.target].append(Dependency(edge.source, edge.kind, edge.inferred, edge.slack_ns))
+    by_host = {c.host: c for c in trace.communications}
     by_activity = {activity: c for c in trace.communications for activity in c.activities}
     for op in trace.host:
-        node = _host_node(op, by_host.get(op.id))
-        if op.start_ns is not None:
-            node.inter_thread_dep = inter_thread.get(op.id)
-        if op.id in syncs:
-            node.sync_dep = syncs[op.id]
-        if op.id in dependencies:
-            node.deps = dependencies[op.id]
-        yield node
+        yield _host_node(op, deps.get(op.id, []), by_host.get(op.id))
     hosts = {op.id: op.node for op in trace.host}
     root = next((op.id for op in trace.host if is_thread_root(op.node)), trace.host[0].id if trace.host else 0)
     for activity in trace.activities:
-        node = _activity_node(activity, hosts, root, by_activity.get(activity.id))
-        if activity.id in dependencies:
-            node.deps = dependencies[activity.id]
-        yield node
+        host = _NO_HOST if activity.host is None else hosts[activity.host]
+        yield _activity_node(activity, host, root, deps.get(activity.id), by_activity.get(activity.id))
 
 
-def _host_node(op: HostOp, communication: Communication | None) -> _Node:
-    node = op.node
-    out = _Node(
-        id=node.id,
-        name=node.name,
-        ctrl_deps=op.caller or node.id,  # torch's own root is its own parent
-        inputs=node.inputs,
-        outputs=node.outputs,
-        attrs=node.attributes,
+def _host_node(op: HostOp, deps: list[Dependency], communication: Communication | None) -> Node:
+    out = Node(
+        id=op.id,
+        name=op.node.name,
+        ctrl_deps=op.caller or op.id,  # torch's own root is its own parent
+        inputs=op.node.inputs,
+        outputs=op.node.outputs,
+        attrs=attribute_text(op.node),
+        sync_dep=[one.id for one in deps if one.kind == "sync"] or UNSET,
+        comm=communication or UNSET,
+        pg_name=communication.record.pg if communication else UNSET,
+        deps=deps or UNSET,
     )
     if op.start_ns is not None and op.duration_ns is not None and op.exclusive_ns is not None:
         out.inclusive_dur = microseconds(op.duration_ns)
         out.exclusive_dur = microseconds(op.exclusive_ns)
+        out.blocked_dur = microseconds(op.blocked_ns) if op.blocked_ns else UNSET
         out.ts = microseconds(op.start_ns)
-        if op.blocked_ns:
-            out.blocked_dur = microseconds(op.blocked_ns)
-    if communication is not None:
-        out.comm = communication
-        out.pg_name = communication.record.pg
+        out.inter_thread_dep = next((one.id for one in reversed(deps) if one.kind == "inter_thread"), None)
     return out
 
 
 def _activity_node(
-    activity: Activity, hosts: dict[int, HostNode], root: int, communication: Communication | None
-) -> _Node:
-    host = _NO_HOST if activity.host is None else hosts[activity.host]
+    activity: Activity,
+    host: HostNode,
+    root: int,
+    deps: list[Dependency] | None,
+    communication: Communication | None,
+) -> Node:
     duration = microseconds(activity.duration_ns)
-    out = _Node(
+    return Node(
         id=activity.id,
         name=activity.name,
         ctrl_deps=host.id or root,
         inputs=host.inputs,
         outputs=host.outputs,
-        attrs=host.attributes,
+        attrs=attribute_text(host),
         inclusive_dur=duration,
         exclusive_dur=duration,
         ts=microseconds(activity.start_ns),
@@ -237,19 +224,14 @@ def _activity_node(
         ph="X",
         device=activity.device,
         stream=activity.stream,
+        correlation=UNSET if activity.correlation is None else activity.correlation,
+        pg_name=communication.record.pg if communication else UNSET,
+        unlinked=UNSET if activity.unlinked is None else activity.unlinked,
         args=activity.args,
+        comm=communication if communication and communication.host is None else UNSET,
+        comm_host=communication.host if communication and communication.host is not None else UNSET,
+        deps=deps or UNSET,
     )
-    if activity.correlation is not None:
-        out.correlation = activity.correlation
-    if activity.unlinked is not None:
-        out.unlinked = activity.unlinked
-    if communication is not None:
-        out.pg_name = communication.record.pg
-        if communication.host is not None:
-            out.comm_host = communication.host
-        else:
-            out.comm = communication
-    return out
 
 
 def microseconds(ns: int) -> msgspec.Raw:

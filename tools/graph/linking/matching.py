@@ -51,7 +51,7 @@ class HostMatch:
 
 
 def match_hosts(et: ExecutionTrace, kineto: KinetoTrace) -> HostMatch:
-    """Match the host's operations, and say of each that has no event why."""
+    """Match the host's operations, with the reason for each that has no event."""
     by_id = any(event.rf_id is not None for event in kineto.host)
     match = HostMatch(
         event_of=[-1] * len(et.nodes),
@@ -66,7 +66,7 @@ def match_hosts(et: ExecutionTrace, kineto: KinetoTrace) -> HostMatch:
 
 
 def doubts(et: ExecutionTrace, kineto: KinetoTrace, match: HostMatch) -> list[str]:
-    """What says that the two files are not of one run. One doubt can be an accident, two hardly."""
+    """Signs that the two files are not of one run. One doubt can be an accident, two hardly."""
     found = []
     pids = {event.pid for event in kineto.host}
     if et.pid is not None and kineto.host and et.pid not in pids:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from crossrank.tools.graph.linking.matching import in_order_of_starts
@@ -32,6 +32,13 @@ class Nesting:
     """Events in the order of starts, over all threads."""
     overlaps: int
     """Events that begin inside another one and end after it, other than those of a Work."""
+
+    def upwards(self, call: int) -> Iterator[int]:
+        """The events around a call, the innermost first."""
+        event = self.around_call[call]
+        while event >= 0:
+            yield event
+            event = self.parent[event]
 
 
 def nest(events: Sequence[HostEvent], calls: Sequence[Call]) -> Nesting:

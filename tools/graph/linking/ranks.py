@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from crossrank.atomic_file import join
-from crossrank.comm import operation_of
+from crossrank.comm import is_p2p
 from crossrank.errors import CrossrankError, one_line
 from crossrank.recording import LINKED, file_name
 from crossrank.tools.graph.linking.communications import named_by_address
@@ -113,8 +113,7 @@ def _count_groups(trace: LinkedTrace, result: RankResult) -> None:
         record, group = communication.record, communication.group
         ranks = tuple(group.ranks) if group and group.ranks else ()
         key = GroupKey("" if named_by_address(record.pg) else record.pg, ranks)
-        operation = operation_of(record.op)
-        counts = result.p2p if operation is not None and operation.p2p else result.collectives
+        counts = result.p2p if is_p2p(record) else result.collectives
         counts[key] = counts.get(key, 0) + 1
 
 

@@ -5,65 +5,19 @@ from __future__ import annotations
 from decimal import Decimal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from crossrank.comm import CommRecord, Count, Group, Int
-from crossrank.errors import CrossrankError
+from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.tools.graph.linking.graph import Activity, Communication, Edge, HostOp, LinkedTrace
-from crossrank.tools.graph.linking.linked_file import Dependency, Provenance
+from crossrank.tools.graph.linking.linked_file import LinkedFile, Node
 from crossrank.tools.graph.linking.nesting import is_work
 from crossrank.tools.traces.execution_trace import HostNode, read_attributes
 from crossrank.tools.traces.json_document import Shape, read_document
 from crossrank.tools.traces.kernels import communication_kernel
 
-_EMPTY = msgspec.Raw(b"[]")
 _NO_ARGS = msgspec.Raw(b"{}")
-
-
 _MOST_US = 1 << 52
-
-
-class _Communication(msgspec.Struct, gc=False):
-    record: CommRecord
-    origin: str
-    group: Group | None = None
-    host: Int | None = None
-    activities: list[Int] = []
-    work: Int | None = None
-    seq_counted: bool = False
-
-
-class _Node(msgspec.Struct, gc=False):
-    id: Int
-    name: str
-    ctrl_deps: Int
-    inputs: msgspec.Raw = _EMPTY
-    outputs: msgspec.Raw = _EMPTY
-    attrs: msgspec.Raw = _EMPTY
-    inclusive_dur: Decimal | None = None
-    exclusive_dur: Decimal | None = None
-    blocked_dur: Decimal | None = None
-    ts: Decimal | None = None
-    cat: str | None = None
-    device: Int | str | None = None
-    stream: Int | str | None = None
-    correlation: Int | None = None
-    unlinked: str | None = None
-    args: msgspec.Raw = _NO_ARGS
-    comm: _Communication | None = None
-    deps: list[Dependency] = []
-
-
-class _File(msgspec.Struct):
-    nodes: list[_Node]
-    schema: str = ""
-    pid: Count | None = None
-    time: str | None = None
-    start_ts: Count | None = None
-    finish_ts: Count | None = None
-    crossrank: Provenance | None = None
-
-
-_SHAPE = Shape(what="a linked trace of crossrank", content=_File, rows="nodes", row=_Node)
+_SHAPE = Shape(what="a linked trace of crossrank", content=LinkedFile, rows="nodes", row=Node)
 
 
 def read_linked(path: str) -> LinkedTrace:
@@ -71,32 +25,14 @@ def read_linked(path: str) -> LinkedTrace:
 
     Raises `CrossrankError` where the file is damaged or is no linked trace: dependencies of a part would mislead.
     """
-    document = read_document(path, _SHAPE)
-    file = document.content
-    head = file.crossrank
+    graph = _Graph(path)
+    document = read_document(path, _SHAPE, graph.take)
+    file, head = document.content, document.content.crossrank
     if head is None:
         raise CrossrankError(f"{path}: is no linked trace of crossrank; make one with `crossrank link`")
     if document.damage:
         raise CrossrankError(f"{path}: {document.damage[0]}; link it anew")
-    host, activities, communications, edges = [], [], [], []
-    for node in file.nodes:
-        try:
-            edges += [Edge(d.id, node.id, d.kind, d.inferred, d.slack_ns) for d in node.deps]
-            if node.comm is not None:
-                communications.append(
-                    Communication(**{name: getattr(node.comm, name) for name in _Communication.__struct_fields__})
-                )
-            if node.cat is not None:
-                activities.append(_activity(node, node.cat))
-                continue
-            op = _host_op(node)
-            host.append(op)
-            if op.caller:
-                edges.append(Edge(op.caller, op.id, "caller"))
-        except ValueError as error:
-            raise CrossrankError(f"{path}: node {node.id} ({node.name[:60]!r}): {error}; link it anew") from error
-    _check_ids(path, file.nodes, communications, edges)
-    communications.sort(key=lambda communication: communication.record.id)
+    graph.check()
     return LinkedTrace(
         rank=head.rank,
         kineto_rank=None,
@@ -108,36 +44,67 @@ def read_linked(path: str) -> LinkedTrace:
         finish_ts=file.finish_ts,
         base_ns=head.base_time_ns,
         inputs=head.inputs,
-        host=host,
-        activities=activities,
-        communications=communications,
+        host=graph.host,
+        activities=graph.activities,
+        communications=sorted(graph.communications, key=lambda communication: communication.record.id),
         groups=head.groups,
-        edges=edges,
+        edges=graph.edges,
         report=head.match,
     )
 
 
-def _check_ids(path: str, nodes: list[_Node], communications: list[Communication], edges: list[Edge]) -> None:
-    ids: set[int] = set()
-    for node in nodes:
-        if node.id in ids:
-            raise CrossrankError(
-                f"{path}: id {node.id} stands twice, the second time at {node.name[:60]!r}; link it anew"
-            )
-        ids.add(node.id)
-    for edge in edges:
-        if edge.source not in ids or edge.source == edge.target:
-            raise CrossrankError(f"{path}: node {edge.target} depends on {edge.source}, which cannot be; link it anew")
-    for communication in communications:
-        for named in (*communication.activities, communication.work, communication.host):
-            if named is not None and named not in ids:
-                raise CrossrankError(
-                    f"{path}: the {communication.record.op} of node {communication.host} names node {named}, "
-                    "which is not there; link it anew"
-                )
+class _Graph:
+    """What the nodes of a file make up, as they come."""
+
+    def __init__(self, path: str) -> None:
+        self.host: list[HostOp] = []
+        self.activities: list[Activity] = []
+        self.communications: list[Communication] = []
+        self.edges: list[Edge] = []
+        self._path = path
+        self._ids: set[int] = set()
+
+    def take(self, nodes: list[Node]) -> None:
+        for node in nodes:
+            if node.id in self._ids:
+                self._refuse(f"two nodes have the id {node.id}, the second is {node.name[:60]!r}")
+            self._ids.add(node.id)
+            try:
+                self._add(node)
+            except BROKEN as error:
+                self._refuse(f"node {node.id} ({node.name[:60]!r}): {one_line(error)}")
+
+    def _add(self, node: Node) -> None:
+        if node.deps is not UNSET:
+            self.edges += [Edge(d.id, node.id, d.kind, d.inferred, d.slack_ns) for d in node.deps]
+        if node.comm is not UNSET:
+            self.communications.append(node.comm)
+        if node.cat is not UNSET:
+            self.activities.append(_activity(node, node.cat))
+            return
+        op = _host_op(node)
+        self.host.append(op)
+        if op.caller:
+            self.edges.append(Edge(op.caller, op.id, "caller"))
+
+    def check(self) -> None:
+        """Whether all that is named is there."""
+        for edge in self.edges:
+            if edge.source not in self._ids or edge.source == edge.target:
+                self._refuse(f"node {edge.target} depends on {edge.source}, which is no other node of the file")
+        for communication in self.communications:
+            for named in (*communication.activities, communication.work, communication.host):
+                if named is not None and named not in self._ids:
+                    self._refuse(
+                        f"the {communication.record.op} of node {communication.host} names node {named}, which is not "
+                        "there"
+                    )
+
+    def _refuse(self, why: str) -> None:
+        raise CrossrankError(f"{self._path}: {why}; link it anew")
 
 
-def _host_op(node: _Node) -> HostOp:
+def _host_op(node: Node) -> HostOp:
     caller = 0 if node.ctrl_deps == node.id else node.ctrl_deps
     given = HostNode(
         id=node.id,
@@ -150,40 +117,40 @@ def _host_op(node: _Node) -> HostOp:
         attributes=node.attrs,
     )
     read_attributes(given)
-    timed = node.ts is not None
-    return HostOp(
-        given,
-        caller,
-        _ns(node.ts) if timed else None,
-        _ns(node.inclusive_dur) if timed else None,
-        _ns(node.exclusive_dur) if timed else None,
-        _ns(node.blocked_dur),
-        is_work(node.name),
-    )
+    if node.ts is UNSET:
+        return HostOp(given, caller, is_work=is_work(node.name))
+    times = _ns(node.ts), _ns(node.inclusive_dur), _ns(node.exclusive_dur), _ns(node.blocked_dur)
+    return HostOp(given, caller, *times, is_work(node.name))
 
 
-def _activity(node: _Node, category: str) -> Activity:
+def _activity(node: Node, category: str) -> Activity:
     known = communication_kernel(node.name) if category == "kernel" else None
+    is_linked = node.unlinked is UNSET
     return Activity(
         id=node.id,
         name=node.name,
         category=category,
-        device=node.device,
-        stream=node.stream,
+        device=None if node.device is UNSET else node.device,
+        stream=None if node.stream is UNSET else node.stream,
         start_ns=_ns(node.ts),
         duration_ns=_ns(node.inclusive_dur),
-        correlation=node.correlation,
-        host=None if node.unlinked is not None else node.ctrl_deps,
-        unlinked=node.unlinked,
-        args=node.args,
+        correlation=None if node.correlation is UNSET else node.correlation,
+        host=node.ctrl_deps if is_linked else None,
+        unlinked=None if node.unlinked is UNSET else node.unlinked,
+        args=_NO_ARGS if node.args is UNSET else node.args,
         library=known[0] if known else None,
     )
 
 
-def _ns(us: Decimal | None) -> int:
-    """Raises `ValueError` for what is no number, or none that 64 bits hold in ns."""
-    if us is None:
+def _ns(us: msgspec.Raw | UnsetType) -> int:
+    """Raises an error of `BROKEN` for what is no number, or none that 64 bits hold in ns."""
+    if us is UNSET:
         return 0
-    if not us.is_finite() or abs(us) >= _MOST_US:
-        raise ValueError(f"a time of {us:.3e} us cannot be")
-    return int(us * 1000)
+    text = bytes(us).decode()
+    try:
+        time = Decimal(text)
+    except ArithmeticError:
+        time = Decimal("NaN")
+    if not time.is_finite() or abs(time) >= _MOST_US:
+        raise ValueError(f"invalid time {text[:40]} us")
+    return int(time * 1000)

@@ -9,13 +9,12 @@ other call is counted and left alone: guessing by times draws edges that other r
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from crossrank.tools.graph.linking.graph import Communication
+from crossrank.tools.graph.linking.ordered import Ordered, ordered_by
 from crossrank.tools.graph.linking.synchronisation import Wait, Waits
 from crossrank.tools.traces.kineto import Id, KinetoTrace
 from crossrank.tools.traces.param_comms import ParamComms
@@ -27,7 +26,7 @@ Lane = tuple[Id, Id]
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What stands around the calls of a trace. Nodes and activities by their positions in the traces."""
+    """What is around the calls of a trace. Nodes and activities by their positions in the traces."""
 
     nodes_around: Mapping[int, list[int]]
     """Call -> the nodes around it, the innermost first."""
@@ -78,17 +77,16 @@ def _before(index: int, kernels: Sequence[int], kineto: KinetoTrace, launched: _
     if target < 0:
         waits.unresolved["it is a communication's own, after its launch"] += 1
         return
-    lane = launched.current(index, call.start)
-    source = launched.last(lane, call.start) if lane is not None else -1
+    source = launched.computing_lane(index).last_before(call.start)
     _add(source, index, target, kineto, launched, waits)
 
 
 def _named(
-    said: ParamComms, by_number: Mapping[int | None, list[Communication]], surroundings: Surroundings
+    wait: ParamComms, by_number: Mapping[int | None, list[Communication]], surroundings: Surroundings
 ) -> Sequence[int]:
     """The kernels of the communication that a `wait` node names."""
-    named = by_number.get(said.seq, [])
-    named = [c for c in named if c.record.pg == said.pg] or named
+    named = by_number.get(wait.seq, [])
+    named = [c for c in named if c.record.pg == wait.pg] or named
     return surroundings.kernels.get(named[0].host or 0, ()) if len(named) == 1 else ()
 
 
@@ -104,7 +102,7 @@ class _Buckets:
     ) -> None:
         self._kineto = kineto
         waited_for = {
-            kernel for said in surroundings.waiting.values() for kernel in _named(said, by_number, surroundings)
+            kernel for wait in surroundings.waiting.values() for kernel in _named(wait, by_number, surroundings)
         }
         self._pending: dict[tuple[Id, Id], deque[tuple[int, Sequence[int]]]] = defaultdict(deque)
         entries = []
@@ -131,9 +129,7 @@ def _after(index: int, kernels: Sequence[int], kineto: KinetoTrace, launched: _L
     if not kernels:
         waits.unresolved["the communication that it waits for is not in the trace"] += 1
         return
-    start = kineto.calls[index].start
-    lane = launched.current(index, start)
-    target = launched.next(lane, start) if lane is not None else -1
+    target = launched.computing_lane(index).first_from(kineto.calls[index].start)
     for kernel in kernels:
         _add(kernel, index, target, kineto, launched, waits)
 
@@ -151,45 +147,23 @@ class _Launches:
     """When every activity was launched, by stream and by thread."""
 
     def __init__(self, kineto: KinetoTrace, launch_call: Sequence[int], communicate: set[int]) -> None:
-        self.time: dict[int, int] = {}
-        self._lanes: dict[Lane, list[tuple[int, int]]] = defaultdict(list)
-        self._threads: dict[tuple[Id, Id], list[tuple[int, Lane]]] = defaultdict(list)
         self._kineto = kineto
-        counts: Counter[Lane] = Counter()
-        for index, (activity, call_index) in enumerate(zip(kineto.device, launch_call, strict=True)):
-            if call_index < 0:
-                self.time[index] = activity.start
-                continue
-            call = kineto.calls[call_index]
-            self.time[index] = call.start
-            lane = (activity.device, activity.stream)
-            self._lanes[lane].append((call.start, index))
-            if index not in communicate:
-                self._threads[call.pid, call.tid].append((call.start, lane))
-                counts[lane] += 1
-        for by_lane in self._lanes.values():
-            by_lane.sort()
-        for by_thread in self._threads.values():
-            by_thread.sort(key=_time)
+        launched = [(index, kineto.calls[call]) for index, call in enumerate(launch_call) if call >= 0]
+        self.time = {index: activity.start for index, activity in enumerate(kineto.device)}
+        self.time |= {index: call.start for index, call in launched}
+        self.by_lane = ordered_by((self._lane(index), call.start, index) for index, call in launched)
+        computes = [(index, call) for index, call in launched if index not in communicate]
+        self._by_thread = ordered_by(((call.pid, call.tid), call.start, index) for index, call in computes)
+        counts = Counter(self._lane(index) for index, _ in computes)
         self._busiest = counts.most_common(1)[0][0] if counts else None
 
-    def current(self, call: int, moment: int) -> Lane | None:
-        """The stream that the thread of a call computes on at a moment; the trace's busiest where it has none yet."""
+    def _lane(self, index: int) -> Lane:
+        return (self._kineto.device[index].device, self._kineto.device[index].stream)
+
+    def computing_lane(self, call: int) -> Ordered:
+        """What is launched on the stream that the thread of a call computes on then; on the trace's busiest where the
+        thread has none yet."""
         thread = self._kineto.calls[call]
-        entries = self._threads.get((thread.pid, thread.tid), [])
-        at = bisect_right(entries, moment, key=_time)
-        return entries[at - 1][1] if at else self._busiest
-
-    def last(self, lane: Lane, before: int) -> int:
-        entries = self._lanes.get(lane, [])
-        at = bisect_left(entries, before, key=_time)
-        return entries[at - 1][1] if at else -1
-
-    def next(self, lane: Lane, after: int) -> int:
-        entries = self._lanes.get(lane, [])
-        at = bisect_left(entries, after, key=_time)
-        return entries[at][1] if at < len(entries) else -1
-
-
-def _time(entry: tuple[int, Any]) -> int:
-    return entry[0]
+        last = self._by_thread[thread.pid, thread.tid].last_until(thread.start)
+        lane = self._lane(last) if last >= 0 else self._busiest
+        return self.by_lane[lane] if lane is not None else Ordered()

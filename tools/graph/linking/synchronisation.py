@@ -15,12 +15,12 @@ for is inferred in `stream_waits`.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from crossrank.tools.traces.kineto import Call, Id, KinetoTrace, SyncEvent
+from crossrank.tools.graph.linking.ordered import ordered_by
+from crossrank.tools.traces.kineto import Call, KinetoTrace, SyncEvent
 
 STREAM_WAIT = "Stream Wait Event"
 CLOCK_NS = 2_000
@@ -62,50 +62,18 @@ def find_waits(kineto: KinetoTrace, launch_call: Sequence[int]) -> Waits:
     return _recorded(kineto, lanes) if kineto.syncs else _inferred(kineto, lanes)
 
 
-@dataclass
-class _Lane:
-    """One stream of one device: its activities by their start, by their end, and by their launch."""
-
-    by_start: list[tuple[int, int]] = field(default_factory=list)
-    by_end: list[tuple[int, int]] = field(default_factory=list)
-    by_launch: list[tuple[int, int]] = field(default_factory=list)
-
-
 class _Lanes:
+    """Streams of devices: their activities by their start, by their end, and by their launch."""
+
     def __init__(self, kineto: KinetoTrace, launch_call: Sequence[int]) -> None:
-        self.lanes: dict[tuple[Id, Id], _Lane] = defaultdict(_Lane)
-        self.device = kineto.device
-        for index, activity in enumerate(kineto.device):
-            lane = self.lanes[activity.device, activity.stream]
-            lane.by_start.append((activity.start, index))
-            lane.by_end.append((activity.end, index))
-            if launch_call[index] >= 0:
-                lane.by_launch.append((kineto.calls[launch_call[index]].start, index))
-        for lane in self.lanes.values():
-            lane.by_start.sort()
-            lane.by_end.sort()
-            lane.by_launch.sort()
-
-    def streams(self, device: Id) -> list[_Lane]:
-        return [lane for (of_device, _), lane in self.lanes.items() if of_device == device]
-
-    def stream(self, device: Id, stream: Id) -> list[_Lane]:
-        lane = self.lanes.get((device, stream))
-        return [lane] if lane else []
-
-    def everywhere(self) -> Iterable[_Lane]:
-        return self.lanes.values()
-
-
-def _last(entries: list[tuple[int, int]], until: int) -> int:
-    """The entry at or before a time, -1 for none."""
-    at = bisect_right(entries, until, key=_time)
-    return entries[at - 1][1] if at else -1
-
-
-def _first(entries: list[tuple[int, int]], after: int) -> int:
-    at = bisect_left(entries, after, key=_time)
-    return entries[at][1] if at < len(entries) else -1
+        device = list(enumerate(kineto.device))
+        self.by_start = ordered_by(((e.device, e.stream), e.start, index) for index, e in device)
+        self.by_end = ordered_by(((e.device, e.stream), e.end, index) for index, e in device)
+        self.by_launch = ordered_by(
+            ((e.device, e.stream), kineto.calls[launch_call[index]].start, index)
+            for index, e in device
+            if launch_call[index] >= 0
+        )
 
 
 def _recorded(kineto: KinetoTrace, lanes: _Lanes) -> Waits:
@@ -130,31 +98,26 @@ def _of_sync(
     unresolved: Counter[str],
 ) -> Iterable[Wait]:
     if sync.record_correlation is None and sync.kind in ("Context Sync", "Stream Sync"):
-        some = False
-        context = sync.kind == "Context Sync"
-        for lane in lanes.streams(sync.device) if context else lanes.stream(sync.device, sync.stream):
-            source = _last(lane.by_start, sync.end)
-            if source >= 0:
-                some = True
-                yield Wait(source, call)
-        if not some:
+        own = [(sync.device, sync.stream)]
+        of_sync = [lane for lane in lanes.by_start if lane[0] == sync.device] if sync.kind == "Context Sync" else own
+        sources = [lanes.by_start[lane].last_until(sync.end) for lane in of_sync]
+        if max(sources, default=-1) < 0:
             unresolved["nothing ran on the stream before"] += 1
+        yield from (Wait(source, call) for source in sources if source >= 0)
         return
     record = call_of.get(sync.record_correlation, -1)
     if record < 0:
         unresolved["the call that recorded the event is not in the trace"] += 1
         return
-    waited_for = lanes.stream(sync.device, sync.wait_on_stream)
-    source = _last(waited_for[0].by_launch, calls[record].start) if waited_for else -1
+    source = lanes.by_launch[sync.device, sync.wait_on_stream].last_until(calls[record].start)
     if source < 0:
         unresolved["nothing was launched on the stream before its event"] += 1
         return
     if sync.kind != STREAM_WAIT:
         yield Wait(source, call)
         return
-    waiting = lanes.stream(sync.device, sync.stream)
     at = calls[call].start if call >= 0 else sync.start
-    target = _first(waiting[0].by_launch, at) if waiting else -1
+    target = lanes.by_launch[sync.device, sync.stream].first_from(at)
     if target < 0:
         unresolved["nothing was launched on the waiting stream after"] += 1
         return
@@ -170,14 +133,13 @@ def _inferred(kineto: KinetoTrace, lanes: _Lanes) -> Waits:
     }
     for index, call in enumerate(kineto.calls):
         name = call.name
-        if name.endswith(_EVERY_STREAM):
-            sources = [_last(lane.by_end, call.end + CLOCK_NS) for lane in lanes.everywhere()]
-            _infer(found, kineto, index, name, [source for source in sources if source >= 0])
-        elif name.endswith(_ONE_STREAM):
-            ended = [_last(lane.by_end, call.end + CLOCK_NS) for lane in lanes.everywhere()]
-            inside = [source for source in ended if source >= 0 and kineto.device[source].end >= call.start]
-            latest = max(inside, key=lambda source: kineto.device[source].end, default=-1)
-            _infer(found, kineto, index, name, [latest] if latest >= 0 else [])
+        if name.endswith((*_EVERY_STREAM, *_ONE_STREAM)):
+            ended = [lane.last_until(call.end + CLOCK_NS) for lane in lanes.by_end.values()]
+            sources = [source for source in ended if source >= 0]
+            if name.endswith(_ONE_STREAM):
+                inside = [source for source in sources if kineto.device[source].end >= call.start]
+                sources = [max(inside, key=lambda source: kineto.device[source].end)] if inside else []
+            _infer(found, kineto, index, name, sources)
         elif "Memcpy" in name and call.correlation in copies:
             copy = copies[call.correlation]
             # A copy that its call outlives, or that is synchronous by name, blocked the host.
@@ -193,7 +155,3 @@ def _infer(found: Waits, kineto: KinetoTrace, call: int, name: str, sources: lis
     end = kineto.calls[call].end
     for source in sources:
         found.waits.append(Wait(source, call, inferred=True, slack_ns=max(0, end - kineto.device[source].end)))
-
-
-def _time(entry: tuple[int, int]) -> int:
-    return entry[0]

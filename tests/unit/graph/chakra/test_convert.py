@@ -197,7 +197,7 @@ def test_a_call_on_a_group_that_nobody_defines_is_refused(tmp_path: Path) -> Non
     assert not (tmp_path / "chakra.0.et").exists()
 
 
-def test_a_kernel_of_which_only_the_name_is_known_stays_a_computation_and_is_told(tmp_path: Path) -> None:
+def test_a_kernel_of_which_only_the_name_is_known_stays_a_computation_and_and_reported(tmp_path: Path) -> None:
     trace = SmallTrace()
     trace.op("aten::mm", 0, 100)
     trace.launch("ncclDevKernel_Generic(x)", 10, 20, 30, 501)
@@ -206,7 +206,7 @@ def test_a_kernel_of_which_only_the_name_is_known_stays_a_computation_and_is_tol
     assert result.warnings[0].startswith("1 communication(s) of which no operation or group is known are none in the")
 
 
-def circle(folder: Path, kind: Any, *, inferred: bool) -> LinkedTrace:
+def cycle(folder: Path, kind: Any, *, inferred: bool) -> LinkedTrace:
     trace = SmallTrace()
     trace.op("first", 0, 10)
     trace.op("second", 20, 10)
@@ -215,11 +215,11 @@ def circle(folder: Path, kind: Any, *, inferred: bool) -> LinkedTrace:
     return result
 
 
-def test_a_circle_is_broken_at_its_weakest_edge_and_told(tmp_path: Path) -> None:
-    nodes, result = write(circle(tmp_path, "inter_thread", inferred=True), tmp_path)
+def test_a_cycle_is_broken_at_its_weakest_edge_and_reported(tmp_path: Path) -> None:
+    nodes, result = write(cycle(tmp_path, "inter_thread", inferred=True), tmp_path)
     assert (nodes[4].get("data_deps"), nodes[5]["data_deps"]) == (None, [4])
     assert result.warnings == [
-        "dropped the inferred inter_thread edge 5 -> 4 of a circle: "
+        "dropped the inferred inter_thread edge 5 -> 4 of a cycle: "
         "4 (first) waits by inferred inter_thread for 5 (second) waits by program_order for 4"
     ]
 
@@ -233,7 +233,7 @@ def test_a_fact_that_only_a_dropped_edge_implied_is_kept(tmp_path: Path) -> None
     result.edges = [edge for edge in result.edges if edge.kind != "inter_thread"]
     result.edges += [
         Edge(4, other, "forward_backward"),
-        Edge(6, other, "inter_thread", inferred=True),  # implies the one above, but closes a circle
+        Edge(6, other, "inter_thread", inferred=True),  # implies the one above, but closes a cycle
         Edge(other, 5, "sync"),
     ]
     nodes, report = write(result, tmp_path)
@@ -262,9 +262,9 @@ def test_a_value_that_does_not_fit_names_its_node(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("inferred", "strict", "why"), [(True, True, "--strict refuses"), (False, False, "no edge of it is inferred")]
 )
-def test_a_circle_of_facts_or_under_strict_is_refused(tmp_path: Path, inferred: bool, strict: bool, why: str) -> None:
-    trace = circle(tmp_path, "sync", inferred=inferred)
-    with pytest.raises(CrossrankError, match=f"dependencies run in a circle: 4 .first. waits by .*; {why}"):
+def test_a_cycle_of_facts_or_under_strict_is_refused(tmp_path: Path, inferred: bool, strict: bool, why: str) -> None:
+    trace = cycle(tmp_path, "sync", inferred=inferred)
+    with pytest.raises(CrossrankError, match=f"dependencies form a cycle: 4 .first. waits by .*; {why}"):
         convert(trace, tmp_path / "chakra.0.et", Options(strict=strict))
     assert not (tmp_path / "chakra.0.et").exists()
 

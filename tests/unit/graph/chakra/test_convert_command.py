@@ -75,7 +75,7 @@ def test_two_inputs_of_one_rank_are_refused(folder: Path, capsys: pytest.Capture
     other = linked.with_name("rank-7.linked.json.zst")
     other.write_bytes(linked.read_bytes())
     assert run(other, "-o", folder / "out") == 2
-    assert "rank-7.linked.json.zst: is of rank 0 by what it says" in capsys.readouterr().err
+    assert "rank-7.linked.json.zst: is of rank 0 by its content" in capsys.readouterr().err
     assert run(linked, "--ranks", "5", "-o", folder / "out") == 2
 
 
@@ -97,7 +97,7 @@ def test_a_group_file_that_cannot_be_written_is_one_line(folder: Path, capsys: p
 @pytest.mark.parametrize(
     ("node", "message"),
     [
-        ({"id": 4, "name": "again", "ctrl_deps": 2}, "id 4 stands twice, the second time at 'again'"),
+        ({"id": 4, "name": "again", "ctrl_deps": 2}, "two nodes have the id 4, the second is 'again'"),
         ({"id": 900, "name": "a", "ctrl_deps": 2, "deps": [{"id": 901, "kind": "sync"}]}, "node 900 depends on 901"),
         ({"id": 900, "name": "a", "ctrl_deps": 2, "deps": [{"id": 900, "kind": "sync"}]}, "node 900 depends on 900"),
     ],

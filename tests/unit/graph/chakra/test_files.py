@@ -126,10 +126,10 @@ def test_a_dependency_on_a_node_that_is_not_there_breaks_the_contract(tmp_path: 
     assert result.first["a dependency names a node that is not in the file"] == "node 1 (n1) at byte 8 waits for 99"
 
 
-def test_control_and_data_dependencies_together_must_not_run_in_a_circle(tmp_path: Path) -> None:
+def test_control_and_data_dependencies_together_must_not_form_a_cycle(tmp_path: Path) -> None:
     result = check(file_of(tmp_path / "a.0.et", node(1, 3), node(2, 1), node(3, ctrl=(2,)), node(4, 1)))
-    assert result.faults == {"dependencies run in a circle": 1}
-    assert result.first["dependencies run in a circle"] == "nodes 1 <- 3 <- 2"
+    assert result.faults == {"dependencies form a cycle": 1}
+    assert result.first["dependencies form a cycle"] == "nodes 1 <- 3 <- 2"
 
 
 def test_nodes_in_another_order_are_accepted_with_a_note(tmp_path: Path) -> None:
@@ -237,11 +237,11 @@ def test_values_that_cannot_be_break_the_contract(tmp_path: Path) -> None:
     }
 
 
-def test_a_long_circle_is_found_in_time(tmp_path: Path) -> None:
+def test_a_long_cycle_is_found_in_time(tmp_path: Path) -> None:
     count = 20_000
     path = file_of(tmp_path / "a.0.et", *(node(i, i % count + 1) for i in range(1, count + 1)))
     started = time.process_time()
-    assert check(path).faults == {"dependencies run in a circle": 1}
+    assert check(path).faults == {"dependencies form a cycle": 1}
     assert time.process_time() - started < 5
 
 

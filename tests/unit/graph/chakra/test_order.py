@@ -1,4 +1,4 @@
-"""Putting nodes in order, and breaking circles."""
+"""Putting nodes in order, and breaking cycles."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_chain_of_a_hundred_thousand_nodes_is_no_problem() -> None:
     assert dropped == []
 
 
-def test_the_least_sure_edge_of_a_circle_goes_first() -> None:
+def test_the_least_sure_edge_of_a_cycle_goes_first() -> None:
     nodes = graph(
         {
             1: [Dependency(3, "sync", inferred=True)],
@@ -45,7 +45,7 @@ def test_the_least_sure_edge_of_a_circle_goes_first() -> None:
     ordered, dropped = in_order(nodes)
     assert [node.id for node in ordered] == [3, 1, 2]
     assert dropped == [
-        "dropped the inferred inter_thread edge 2 -> 3 of a circle: 1 (n1) waits by inferred sync for "
+        "dropped the inferred inter_thread edge 2 -> 3 of a cycle: 1 (n1) waits by inferred sync for "
         "3 (n3) waits by inferred inter_thread for 2 (n2) waits by launch for 1"
     ]
 
@@ -70,10 +70,10 @@ def test_what_is_ordered_follows_all_that_it_waits_for(drawn: dict[int, list[int
     assert set(place) == set(nodes)
     assert all(place[d.source] < place[node.id] for node in ordered for d in node.dependencies)
     if all(source < node for node, sources in drawn.items() for source in sources):
-        assert dropped == []  # what has no circle loses nothing
+        assert dropped == []  # what has no cycle loses nothing
 
 
-def test_a_circle_of_facts_names_its_nodes_and_kinds() -> None:
+def test_a_cycle_of_facts_names_its_nodes_and_kinds() -> None:
     nodes = graph({1: [Dependency(2, "stream")], 2: [Dependency(1, "launch")]})
     with pytest.raises(CrossrankError, match=r"1 \(n1\) waits by stream for 2 \(n2\) waits by launch for 1; no edge"):
         in_order(nodes)

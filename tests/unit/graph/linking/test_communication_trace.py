@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from crossrank.recording import read_chunks
 from crossrank.tools.graph.linking import communication_trace as module
 from crossrank.tools.graph.linking.communication_trace import CommunicationTrace, read_communication_trace
+from crossrank.tools.traces import json_document
+from crossrank.tools.traces.execution_trace import read_execution_trace
 from tests.unit.graph.linking.public_traces import needs_traces, public
 from tests.unit.graph.linking.small_traces import SmallTrace
 from tests.unit.graph.linking.test_communications import RANGE, SCHEMA, TENSORS, text
@@ -27,9 +31,16 @@ def _summary(trace: CommunicationTrace) -> Any:
     )
 
 
-def _whole(path: str, monkeypatch: pytest.MonkeyPatch) -> CommunicationTrace:
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "_scan", lambda path: None)
+def _in_pieces(path: str, batch: int, chunk: int) -> CommunicationTrace:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(json_document, "_BATCH", batch)
+        patched.setattr(json_document, "read_chunks", partial(read_chunks, size=chunk))
+        return read_communication_trace(path, 8)
+
+
+def _of_all_nodes(path: str) -> CommunicationTrace:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "read_execution_trace", lambda path, _: read_execution_trace(path))
         return read_communication_trace(path, 8)
 
 
@@ -47,18 +58,16 @@ def test_pieces_of_any_size_give_the_same(data: st.DataObject, tmp_path_factory:
     path = tmp_path_factory.mktemp("et") / "rank-0.json"
     indent = data.draw(st.sampled_from([None, 2]))
     path.write_text(json.dumps({"schema": schema, "nodes": nodes, "finish_ts": 2}, indent=indent))
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(module, "_BATCH", data.draw(st.integers(1, 4000)))
-        streamed = read_communication_trace(str(path), 8)
-        assert _summary(streamed) == _summary(_whole(str(path), patched))
+    pieces = _in_pieces(str(path), data.draw(st.integers(1, 4000)), data.draw(st.integers(1, 4000)))
+    assert _summary(pieces) == _summary(_of_all_nodes(str(path)))
 
 
 @needs_traces
-def test_real_traces_give_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_traces_give_the_same_in_pieces() -> None:
     path = public("dlrm_8gpu/rank-3.et.json.gz")
-    monkeypatch.setattr(module, "_BATCH", 10_000)
-    assert _summary(read_communication_trace(path, 8)) == _summary(_whole(path, monkeypatch))
-    assert len(read_communication_trace(path, 8).communications) == 8
+    pieces = _in_pieces(path, 10_000, 1 << 20)
+    assert _summary(pieces) == _summary(_of_all_nodes(path))
+    assert len(pieces.communications) == 8
 
 
 def test_a_torn_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:

@@ -1,0 +1,48 @@
+"""Process groups as torch describes them to its profilers (`pg_config`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from crossrank.budget import MEMBERS, Budget
+from crossrank.comm import MOST_RANKS, Group, Int
+from crossrank.errors import BROKEN
+from crossrank.tools.traces.json_document import parse
+
+
+class _Config(msgspec.Struct):
+    pg_name: str | int
+    pg_desc: str = ""
+    backend_config: str = ""
+    group_size: Int | None = None
+    """Of an execution trace, which lists no ranks for a group of the whole world."""
+    pg_size: Int = 0
+    """Of a Kineto trace."""
+    ranks: list[Int] | str = []
+
+
+def read_groups(config: Any, budget: Budget) -> Iterator[Group]:
+    """The groups of a list of them, or of an object by name as some versions of torch write it.
+
+    One that is not described as torch does is left out. Raises `BudgetError` where their members are too many.
+    """
+    rows = list(config.values()) if isinstance(config, dict) else config
+    for row in rows if isinstance(rows, Sequence) else ():
+        try:
+            given = msgspec.convert(row, _Config, strict=False)
+        except BROKEN:
+            continue
+        ranks = (parse(given.ranks, list[Int]) or []) if isinstance(given.ranks, str) else given.ranks
+        budget.spend(MEMBERS, len(ranks))
+        if not ranks and given.group_size is not None:
+            ranks = budget.ranks(range(min(given.group_size, MOST_RANKS)))
+        yield Group(
+            pg=str(given.pg_name),
+            size=given.group_size or given.pg_size or len(ranks),
+            ranks=ranks or None,
+            desc=given.pg_desc,
+            backend=given.backend_config,
+        )
