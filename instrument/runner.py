@@ -125,7 +125,7 @@ def _follow_subprocesses() -> None:
 def _follow_command(command: object, environment: Mapping[str, str] | None, folder: str | None) -> Any:
     """Never fails: what is not understood is started as it is."""
     try:
-        from crossrank.instrument.subprocesses import follow_command
+        from crossrank.instrument.hooks.spawn import follow_command
 
         return follow_command(command, environment, folder)
     except Exception:

@@ -27,24 +27,24 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import crossrank
 from crossrank.comm import Group
 from crossrank.errors import one_line
-from crossrank.instrument.backwards import BackwardWatch
 from crossrank.instrument.config import Config
-from crossrank.instrument.dumps import FlightDumps
-from crossrank.instrument.exit_guard import ExitGuard
-from crossrank.instrument.files import RankFiles
-from crossrank.instrument.gpu import Gpu, is_capturing
-from crossrank.instrument.groups import GroupState, GroupTable
-from crossrank.instrument.header import describe_rank
-from crossrank.instrument.interception import Interception
-from crossrank.instrument.nvtx_markers import NvtxMarkers
-from crossrank.instrument.rank_gpu import RankGpu
-from crossrank.instrument.recorder import Recorder
+from crossrank.instrument.hooks.backward import BackwardWatch
+from crossrank.instrument.hooks.dispatcher import Interception
+from crossrank.instrument.hooks.signals import ExitGuard
+from crossrank.instrument.identity.gpu import Gpu, is_capturing
+from crossrank.instrument.identity.header import describe_rank
+from crossrank.instrument.identity.process_groups import GroupState, GroupTable
+from crossrank.instrument.identity.rank_gpu import RankGpu
+from crossrank.instrument.identity.topology import Topology, node_of_this_machine
+from crossrank.instrument.record.recorder import Recorder
+from crossrank.instrument.record.steps import StepBoundaries, first_parameter
 from crossrank.instrument.script_errors import raised_by_script
-from crossrank.instrument.steps import StepBoundaries, first_parameter
-from crossrank.instrument.topology import Topology, node_of_this_machine
 from crossrank.instrument.torch_private import has, require
-from crossrank.instrument.window import WindowRecorder, ends_on_any_thread
-from crossrank.instrument.writer import CommsWriter, Counts
+from crossrank.instrument.write.comms_writer import CommsWriter, Counts
+from crossrank.instrument.write.dumps import FlightDumps
+from crossrank.instrument.write.nvtx_markers import NvtxMarkers
+from crossrank.instrument.write.rank_files import RankFiles
+from crossrank.instrument.write.window import WindowRecorder, ends_on_any_thread
 from crossrank.recording import COMMS, file_name
 
 log = logging.getLogger("crossrank")

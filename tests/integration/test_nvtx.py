@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from crossrank.instrument.nvtx_markers import MAX_MESSAGES
+from crossrank.instrument.write.nvtx_markers import MAX_MESSAGES
 from crossrank.tools.analysis.bandwidth import bandwidth
 from crossrank.tools.job.side_by_side import lay_side_by_side
 from crossrank.tools.job.sources import find, read

@@ -245,12 +245,12 @@ def test_a_child_that_cannot_import_crossrank_runs_all_the_same(tmp_path: Path) 
         tmp_path,
         """
         import subprocess, sys
-        from crossrank.instrument import subprocesses
+        from crossrank.instrument.hooks import spawn
         if "--without" in sys.argv:
             subprocesses._BOOTSTRAP = subprocesses._BOOTSTRAP.replace("crossrank", "nowhere_to_be_found")
         for command in (["-Bu", "look.py", "x"], ["-W", "ignore", "-m", "look"], ["-c", "import sys; sys.exit(9)"]):
             words = [sys.executable, *command]
-            print(subprocesses.follow_command(words)[:1], subprocess.run(words, input="", text=True), flush=True)
+            print(spawn.follow_command(words)[:1], subprocess.run(words, input="", text=True), flush=True)
         """,
         "start.py",
     )

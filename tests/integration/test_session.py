@@ -158,16 +158,17 @@ class _LateDevice:
     """What is known of the GPU of a rank whose first call is made on the CPU, before `set_device`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-        from crossrank.instrument import c10d_ops, gpu, rank_gpu
+        from crossrank.instrument.identity import gpu, rank_gpu
+        from crossrank.instrument.record import op_schema
 
         self.asked: list[int] = []
         monkeypatch.setattr(rank_gpu, "bound_device", lambda: None)
         monkeypatch.setattr(rank_gpu, "may_use_cuda", lambda: True)
         monkeypatch.setattr(rank_gpu, "cuda_is_in_use", lambda: True)
         monkeypatch.setattr(rank_gpu, "GpuReader", self._read)
-        plain = c10d_ops.Reader.device
+        plain = op_schema.Reader.device
         monkeypatch.setattr(
-            c10d_ops.Reader,
+            op_schema.Reader,
             "device",
             lambda reader, args: "cpu" if reader.c10d == "barrier" else plain(reader, args) and f"cuda:{rank}",
         )

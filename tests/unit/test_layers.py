@@ -52,14 +52,14 @@ def test_a_replay_is_planned_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_only_interception_touches_the_dispatcher() -> None:
+def test_only_the_dispatcher_hook_touches_the_dispatcher() -> None:
     users = [
         path.name
         for path in sources("instrument")
         if "torch.library" in path.read_text() or "_dispatch_" in path.read_text()
         if path.name != "torch_private.py"  # names them, for everybody
     ]
-    assert users == ["interception.py"]
+    assert users == ["dispatcher.py"]
 
 
 def test_the_tools_start_without_torch() -> None:

@@ -21,12 +21,12 @@ import torch.distributed as dist
 
 from crossrank.comm import crosses_nodes
 from crossrank.errors import one_line
-from crossrank.instrument.c10d_ops import Reader
-from crossrank.instrument.callsite import CallSites
-from crossrank.instrument.descriptors import Descriptor
-from crossrank.instrument.nvtx_markers import NvtxMarkers, classic_text
-from crossrank.instrument.reductions import ReductionReader
+from crossrank.instrument.record.call_site import CallSites
+from crossrank.instrument.record.descriptor import Descriptor
+from crossrank.instrument.record.op_schema import Reader
+from crossrank.instrument.record.reductions import ReductionReader
 from crossrank.instrument.torch_private import has
+from crossrank.instrument.write.nvtx_markers import NvtxMarkers, classic_text
 from crossrank.recording import RANGE
 
 if TYPE_CHECKING:

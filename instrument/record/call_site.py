@@ -28,8 +28,8 @@ import typing_extensions
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _DISTRIBUTED = _TORCH + "distributed" + os.sep
 _OURS = (
-    os.path.dirname(os.path.abspath(__file__)) + os.sep,
-    os.path.dirname(os.path.realpath(__file__)) + os.sep,
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+    os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep,
 )
 # Files whose functions are the communication API, and what stands before their names in `api`.
 _API_FILES = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from crossrank.instrument.subprocesses import follow_command
+from crossrank.instrument.hooks.spawn import follow_command
 
 PYTHON = sys.executable
 

@@ -21,14 +21,14 @@ from typing import Any
 import msgspec
 import torch
 
-from crossrank.instrument.gpu import cuda_is_in_use
+from crossrank.instrument.identity.gpu import cuda_is_in_use
 from crossrank.instrument.torch_private import has
 
 _COMPILER = "torch._inductor.codecache"
 _MOST_FRAMES = 64
 _VERSION = "2.10"
 """Version of the recorder's format that a dump names in which torch has no part."""
-_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OURS = "crossrank-"
 """How the names of our own threads begin."""
 

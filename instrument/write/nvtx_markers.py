@@ -21,9 +21,9 @@ from typing import Any
 import msgspec
 
 from crossrank.errors import CrossrankError, one_line
-from crossrank.instrument.descriptors import Descriptor
-from crossrank.instrument.marker_text import shortened
-from crossrank.instrument.topology import Topology
+from crossrank.instrument.identity.topology import Topology
+from crossrank.instrument.record.descriptor import Descriptor
+from crossrank.instrument.write.marker_text import shortened
 
 log = logging.getLogger("crossrank")
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossrank.instrument import gpu
-from crossrank.instrument.gpu import Gpu, GpuReader
+from crossrank.instrument.identity import gpu
+from crossrank.instrument.identity.gpu import Gpu, GpuReader
 
 UUID = "GPU-11111111-2222-3333-4444-555555555555"
 
@@ -167,7 +167,7 @@ def test_the_version_of_nccl_is_asked_of_the_library_that_is_loaded(tmp_path: Pa
     subprocess.run([compiler, "-shared", "-fPIC", "-x", "c", "-", "-o", library], input=source.encode(), check=True)
     program = (
         "import ctypes, sys\n"
-        "from crossrank.instrument.gpu import nccl_version\n"
+        "from crossrank.instrument.identity.gpu import nccl_version\n"
         "print(nccl_version())\n"
         "ctypes.CDLL(sys.argv[1])\n"
         "print(nccl_version())\n"

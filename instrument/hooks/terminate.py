@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from crossrank.instrument.gpu import cuda_is_in_use
+from crossrank.instrument.identity.gpu import cuda_is_in_use
 
 log = logging.getLogger("crossrank")
 

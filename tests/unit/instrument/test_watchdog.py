@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from crossrank.instrument.hang_watch import HangWatch
+from crossrank.instrument.write.watchdog import HangWatch
 
 SECONDS = 0.4
 

@@ -13,8 +13,8 @@ from types import CodeType, FrameType, FunctionType
 import pytest
 import torch
 
-from crossrank.instrument import callsite
-from crossrank.instrument.callsite import MAX_PATH, CallSites, Site
+from crossrank.instrument.record import call_site
+from crossrank.instrument.record.call_site import MAX_PATH, CallSites, Site
 
 SITES = CallSites()
 TORCH = torch.__path__[0]
@@ -64,7 +64,7 @@ def test_a_call_straight_from_the_users_line_is_a_method_of_the_group() -> None:
     site, _ = SITES.find(sys._getframe(0), "ProcessGroup.allreduce")
     assert site.api == "ProcessGroup.allreduce"
     assert site.source is not None
-    assert site.source.startswith("tests/unit/test_callsite.py:")
+    assert site.source.startswith("tests/unit/instrument/test_call_site.py:")
 
 
 def test_generated_code_is_passed_over() -> None:
@@ -124,7 +124,7 @@ def test_places_take_bounded_memory_however_many_they_are_and_however_long_their
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     most = 300
-    monkeypatch.setattr(callsite, "MAX_SITES", most)
+    monkeypatch.setattr(call_site, "MAX_SITES", most)
     sites = CallSites()
     codes = [_calls(f"/{number}{'x' * 3000}.py", "train") for number in range(4 * most)]
     tracemalloc.start()
@@ -132,7 +132,7 @@ def test_places_take_bounded_memory_however_many_they_are_and_however_long_their
         for code in codes:
             site, _ = FunctionType(code, {})(lambda: sites.find(sys._getframe(1), "ProcessGroup.allreduce"))
             assert site.source is not None
-        kept = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, callsite.__file__)])
+        kept = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, call_site.__file__)])
     finally:
         tracemalloc.stop()
     assert sum(trace.size for trace in kept.traces) < 2500 * most

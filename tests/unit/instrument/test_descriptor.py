@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from crossrank.instrument.descriptors import MAX_DESCRIPTORS, MAX_NUMBERS, Descriptor, DescriptorCache
+from crossrank.instrument.record.descriptor import MAX_DESCRIPTORS, MAX_NUMBERS, Descriptor, DescriptorCache
 
 
 def _descriptor(key: tuple[Any, ...]) -> Descriptor:

@@ -14,7 +14,7 @@ from torch.distributed.pipelining._backward import stage_backward
 from torch.utils.checkpoint import checkpoint
 
 from crossrank.instrument import torch_private
-from crossrank.instrument.backwards import BackwardWatch
+from crossrank.instrument.hooks.backward import BackwardWatch
 
 
 @pytest.fixture

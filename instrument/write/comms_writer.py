@@ -25,9 +25,9 @@ import zstandard
 
 from crossrank.comm import Locality, crosses_nodes
 from crossrank.errors import one_line
-from crossrank.instrument.descriptors import Descriptor
-from crossrank.instrument.files import create
-from crossrank.instrument.topology import Topology
+from crossrank.instrument.identity.topology import Topology
+from crossrank.instrument.record.descriptor import Descriptor
+from crossrank.instrument.write.rank_files import create
 
 log = logging.getLogger("crossrank")
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from crossrank.comm import Locality
-from crossrank.instrument.c10d_ops import Call, CallKey, Reader
-from crossrank.instrument.callsite import Site
-from crossrank.instrument.topology import Topology
+from crossrank.instrument.identity.topology import Topology
+from crossrank.instrument.record.call_site import Site
+from crossrank.instrument.record.op_schema import Call, CallKey, Reader
 
 if TYPE_CHECKING:
-    from crossrank.instrument.groups import GroupState
+    from crossrank.instrument.identity.process_groups import GroupState
 
 MAX_DESCRIPTORS = 4096
 """Distinct calls kept per group. An MoE model makes new ones at every step; past this the old ones go."""

@@ -13,8 +13,8 @@ import torch
 
 import crossrank
 from crossrank.instrument.config import Config
-from crossrank.instrument.gpu import Gpu, nccl_version
-from crossrank.instrument.writer import clock
+from crossrank.instrument.identity.gpu import Gpu, nccl_version
+from crossrank.instrument.write.comms_writer import clock
 from crossrank.machine import boot_id
 from crossrank.recording import SCHEMA
 

@@ -33,8 +33,8 @@ from types import FrameType
 from typing import Any
 
 from crossrank.errors import one_line
+from crossrank.instrument.hooks.terminate import TerminateHandler
 from crossrank.instrument.script_errors import raised_by_script
-from crossrank.instrument.terminate_handler import TerminateHandler
 
 log = logging.getLogger("crossrank")
 

@@ -24,7 +24,7 @@ import msgspec
 import zstandard
 
 from crossrank.errors import CrossrankError, one_line
-from crossrank.instrument import process_lock
+from crossrank.instrument.write import process_lock
 from crossrank.machine import boot_id
 from crossrank.recording import COMMS, CommsFile, file_name, is_url, rank_of, temporary_name
 
@@ -125,7 +125,7 @@ class RankFiles:
                 upload_file(str(self.path(name)), target)
             except RuntimeError:
                 # Object stores of fsspec need threads, which an interpreter that shuts down no longer gives.
-                command = [sys.executable, "-m", "crossrank.instrument.files", str(self.path(name)), target]
+                command = [sys.executable, "-m", "crossrank.instrument.write.rank_files", str(self.path(name)), target]
                 subprocess.run(command, check=True, timeout=_UPLOAD_SECONDS, capture_output=True)
             self.path(name).unlink()
         except Exception as error:

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from crossrank.errors import CrossrankError, one_line
-from crossrank.instrument.c10d_ops import Reader
-from crossrank.instrument.recorder import Recorder
+from crossrank.instrument.record.op_schema import Reader
+from crossrank.instrument.record.recorder import Recorder
 from crossrank.instrument.script_errors import raised_by_script
 from crossrank.instrument.torch_private import has, require
 

@@ -11,9 +11,9 @@ import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
-from crossrank.instrument import flight, process_lock
-from crossrank.instrument.hang_watch import HangWatch
-from crossrank.instrument.writer import clock
+from crossrank.instrument.write import flight_dump, process_lock
+from crossrank.instrument.write.comms_writer import clock
+from crossrank.instrument.write.watchdog import HangWatch
 from crossrank.recording import FLIGHT, file_name
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class FlightDumps:
             if reason not in ("hang", "SIGUSR1") and calls == self._calls_at_hang:
                 return
             with session.reported("the flight recorder was not dumped"):
-                files.write(file_name(FLIGHT, session.rank), flight.dump(self._moment(reason)))
+                files.write(file_name(FLIGHT, session.rank), flight_dump.dump(self._moment(reason)))
                 if reason == "hang":
                     self._calls_at_hang = calls
         finally:
@@ -67,7 +67,7 @@ class FlightDumps:
             self._watch = HangWatch(
                 self._patience,
                 calls=self._session.recorder.calls,
-                completed=flight.completed,
+                completed=flight_dump.completed,
                 on_hang=self._on_hang,
                 on_end=self._go_on,
             )
@@ -128,5 +128,5 @@ class FlightDumps:
             "clock": now,
             "groups": session.groups.describe(),
             "calls": session.writer.recent() if session.writer is not None else [],
-            "stacks": flight.stacks(),
+            "stacks": flight_dump.stacks(),
         }

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 
 from crossrank.comm import Group
 from crossrank.errors import one_line
-from crossrank.instrument.descriptors import DescriptorCache
+from crossrank.instrument.record.descriptor import DescriptorCache
 from crossrank.instrument.torch_private import has
 
 log = logging.getLogger("crossrank")

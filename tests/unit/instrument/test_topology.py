@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossrank.comm import Locality
-from crossrank.instrument.topology import _PATIENCE, Topology, _Exchange
+from crossrank.instrument.identity.topology import _PATIENCE, Topology, _Exchange
 
 
 def exchanged(places: list[tuple[str, str | None] | None]) -> list[Topology | None]:

@@ -30,11 +30,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from crossrank.errors import one_line
-from crossrank.instrument.files import RankFiles, create
-from crossrank.instrument.gpu import cuda_is_in_use
-from crossrank.instrument.groups import process_group_config
-from crossrank.instrument.nvtx_markers import NvtxMarkers
+from crossrank.instrument.identity.gpu import cuda_is_in_use
+from crossrank.instrument.identity.process_groups import process_group_config
 from crossrank.instrument.torch_private import has
+from crossrank.instrument.write.nvtx_markers import NvtxMarkers
+from crossrank.instrument.write.rank_files import RankFiles, create
 from crossrank.recording import EXECUTION_TRACE, KINETO, file_name
 
 log = logging.getLogger("crossrank")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from crossrank.instrument.gpu import Gpu, GpuReader, bound_device, cuda_is_in_use, may_use_cuda
+from crossrank.instrument.identity.gpu import Gpu, GpuReader, bound_device, cuda_is_in_use, may_use_cuda
 
 _PATIENCE = 2.0
 """Seconds for which the other ranks may wait to learn of this rank's NVLink domain."""
