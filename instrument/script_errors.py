@@ -11,8 +11,8 @@ import os
 import sysconfig
 from types import TracebackType
 
-import fsspec
 import msgspec
+import orjson
 import torch
 import zstandard
 
@@ -22,7 +22,7 @@ _OURS = tuple(
     for path in (
         os.path.dirname(_HERE),  # the package, with its link to this folder
         os.path.realpath(_HERE),
-        *(os.path.dirname(os.path.abspath(module.__file__ or "")) for module in (torch, msgspec, zstandard, fsspec)),
+        *(os.path.dirname(os.path.abspath(module.__file__ or "")) for module in (torch, msgspec, orjson, zstandard)),
     )
 )
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep

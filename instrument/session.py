@@ -19,6 +19,7 @@ from dataclasses import asdict
 from typing import Any
 
 import msgspec
+import orjson
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -40,7 +41,7 @@ from crossrank.instrument.record.recorder import Recorder
 from crossrank.instrument.record.steps import StepBoundaries, first_parameter
 from crossrank.instrument.script_errors import raised_by_script
 from crossrank.instrument.torch_private import has, require
-from crossrank.instrument.write.comms_writer import CommsWriter, Counts
+from crossrank.instrument.write.comms_writer import CommsWriter
 from crossrank.instrument.write.dumps import FlightDumps
 from crossrank.instrument.write.nvtx_markers import NvtxMarkers
 from crossrank.instrument.write.rank_files import RankFiles
@@ -52,7 +53,7 @@ log = logging.getLogger("crossrank")
 _WINDOW_PATIENCE = 10.0
 """Seconds that the end of a window may take in a process that dies: it waits for the GPU, which may be stuck."""
 _FILES_PATIENCE = 60.0
-"""Seconds that the end of a recording waits for the files of windows that are being compressed or uploaded."""
+"""Seconds that the end of a recording waits for the files of windows that are being compressed."""
 
 
 class Session:
@@ -287,7 +288,6 @@ class Session:
             str(self.files.path(file_name(COMMS, self.rank))),
             topology=self.topology,
             ring_capacity=self.config.ring,
-            crossnode_only=self.config.emit == "CROSSNODE",
             header=header,
             on_tick=self._on_tick,
         )
@@ -309,7 +309,6 @@ class Session:
                     "blind_spots": self.groups.unseen_kinds(),
                 }
                 writer.close(lambda: end | msgspec.to_builtins(writer.counts))
-                self.files.upload(file_name(COMMS, self.rank))
         if window_patience is None or not ends_on_any_thread():
             self._finish_windows()
         elif self._windows is not None and not _ends_within(window_patience, self._finish_windows):
@@ -319,10 +318,10 @@ class Session:
                 window_patience,
             )
         if self.files is not None:
-            with self.reported("the local folder of the recording stays"):
+            with self.reported("the folder of the recording stays locked"):
                 self.files.close()
         if writer is not None:
-            self._tell_what_is_empty(writer.counts)
+            self._warn_of_unopened_window()
         if self.topology is not None:
             self.topology.stop()
 
@@ -337,18 +336,9 @@ class Session:
             windows.drop_prepared()
             windows.wait(timeout=_FILES_PATIENCE)
 
-    def _tell_what_is_empty(self, counts: Counts) -> None:
-        """Say, once for the job, where a recording holds nothing for a reason that the user may not expect."""
-        if self.rank != 0:
-            return
-        if counts.filtered and not counts.records:
-            log.warning(
-                "crossrank: no call of rank 0 left its node, so none is recorded (%d were counted); "
-                "TRACING=ALL records them",
-                counts.filtered,
-            )
+    def _warn_of_unopened_window(self) -> None:
         window = self.config.window
-        if window is not None and (self._windows is None or self._windows.number == 0):
+        if self.rank == 0 and window is not None and (self._windows is None or self._windows.number == 0):
             log.warning(
                 "crossrank: the window %d:%d never opened: the recording ended in iteration %d",
                 window.start,
@@ -371,12 +361,12 @@ class Session:
                 self._mark_group(self._nvtx, group)
 
     def _mark_group(self, nvtx: NvtxMarkers, group: Group) -> None:
-        nvtx.mark(msgspec.json.encode({"group": group}).decode())
+        nvtx.mark(orjson.dumps({"group": group}, default=msgspec.to_builtins).decode())
 
     def _mark_identity(self, nvtx: NvtxMarkers) -> None:
         """Tell who this is inside the Nsight report, whatever its file is called."""
         identity = {"rank": self.rank, "world_size": self.world_size, "host": socket.gethostname()}
-        nvtx.mark(msgspec.json.encode({"crossrank": crossrank.__version__} | identity).decode())
+        nvtx.mark(orjson.dumps({"crossrank": crossrank.__version__} | identity).decode())
 
     # --- steps and windows --------------------------------------------------------------------------------
 

@@ -53,6 +53,7 @@ def describe_rank(
             "driver": gpu.driver if gpu else None,
         },
         "config": asdict(config),
+        "all_calls": True,
         "ops": list(ops),
         "blind_spots": list(blind_spots),
     }

@@ -7,12 +7,12 @@ the group does; it holds no reference to it.
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 
+import orjson
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -198,4 +198,4 @@ def process_group_config() -> str:
         dict(entry) | {"ranks": ranks_of.get(str(entry["pg_name"]), entry["ranks"])}
         for entry in distributed_c10d._world.pg_config_info
     ]
-    return json.dumps(groups, default=int)
+    return orjson.dumps(groups, default=int).decode()

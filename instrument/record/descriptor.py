@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import msgspec
+import orjson
 
 from crossrank.comm import Locality
 from crossrank.instrument.identity.topology import Topology
@@ -22,8 +22,6 @@ MAX_DESCRIPTORS = 4096
 """Distinct calls kept per group. An MoE model makes new ones at every step; past this the old ones go."""
 MAX_NUMBERS = 1 << 18
 """Extents and splits in all of them: a call of a large group has thousands, at about 75 bytes each."""
-
-_encoder = msgspec.json.Encoder()
 
 
 class Descriptor:
@@ -109,14 +107,14 @@ class Descriptor:
         """The end of the record's JSON line, from the comma before `op` to the newline."""
         if self._tail is not None:
             return self._tail
-        tail = b"," + _encoder.encode(self.fields() | {"locality": locality})[1:] + b"\n"
+        tail = b"," + orjson.dumps(self.fields() | {"locality": locality})[1:] + b"\n"
         if locality != "unknown":  # may still become known
             self._tail = tail
         return tail
 
     def message(self, locality: Locality, *, sizes: bool, source: bool = True) -> str:
         """The text of the NVTX marker."""
-        return _encoder.encode(self.fields(sizes=sizes, source=source) | {"locality": locality}).decode()
+        return orjson.dumps(self.fields(sizes=sizes, source=source) | {"locality": locality}).decode()
 
 
 class DescriptorCache(dict[Any, Descriptor]):

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import orjson
 import zstandard
 
-from crossrank.comm import Locality, crosses_nodes
+from crossrank.comm import Locality
 from crossrank.errors import one_line
 from crossrank.instrument.identity.topology import Topology
 from crossrank.instrument.record.descriptor import Descriptor
@@ -60,8 +61,6 @@ class Counts(msgspec.Struct):
     calls: int = 0
     records: int = 0
     """Written to the file."""
-    filtered: int = 0
-    """Left out because they stay inside a node and CROSSNODE is in force."""
     dropped: int = 0
     """Lost because the ring was full."""
     unwritten: int = 0
@@ -79,7 +78,6 @@ class CommsWriter:
         *,
         topology: Topology,
         ring_capacity: int,
-        crossnode_only: bool,
         header: dict[str, Any],
         on_tick: Callable[[], None],
     ) -> None:
@@ -90,7 +88,6 @@ class CommsWriter:
         """Held while `counts` is changed: training threads and the writer's do so."""
         self.topology = topology
         self._hurry_at = ring_capacity // 2
-        self._crossnode_only = crossnode_only
         self._header = header
         self._on_tick = on_tick
         self._closing = False
@@ -218,7 +215,6 @@ class CommsWriter:
         written = self._append(lines, moment)
         with self.counting:
             self.counts.errors += counts.errors
-            self.counts.filtered += counts.filtered
             if written:
                 self.counts.records += counts.records
             else:
@@ -234,11 +230,7 @@ class CommsWriter:
                 lines.append(context[-1])
                 continue
             try:
-                locality = entry[0].locality(self.topology)
-                if self._crossnode_only and not crosses_nodes(locality):
-                    counts.filtered += 1
-                    continue
-                lines.append(_record_line(entry, locality))
+                lines.append(_record_line(entry, entry[0].locality(self.topology)))
             except Exception as error:
                 counts.errors += 1
                 self._fail("a record could not be written", error)
@@ -248,7 +240,7 @@ class CommsWriter:
                 time.sleep(_PAUSE)
         return lines, context
 
-    def recent(self) -> list[msgspec.Raw]:
+    def recent(self) -> list[orjson.Fragment]:
         """The last calls as they stand, or would stand, in the file."""
         entries: list[Entry] = []
         for _ in range(10):  # training, or the thread, may append at the same moment
@@ -259,7 +251,7 @@ class CommsWriter:
                 continue
         # While the thread moves a call from the one to the other it may be met in both.
         once = {entry[1]: entry for entry in entries}
-        return [msgspec.Raw(_record_line(entry, entry[0].locality(self.topology))) for entry in once.values()]
+        return [orjson.Fragment(_record_line(entry, entry[0].locality(self.topology))) for entry in once.values()]
 
     def _append(self, lines: Lines, moment: dict[str, int] | None = None, *, for_good: bool = True) -> bool:
         """Write lines as one complete frame, or nothing at all. If not `for_good`, the next frame takes its place.
@@ -323,7 +315,7 @@ def _record_line(entry: Entry, locality: Locality) -> bytes:
 
 
 def encode_line(kind: str, content: object) -> bytes:
-    return msgspec.json.encode({kind: content}) + b"\n"
+    return orjson.dumps({kind: content}, default=msgspec.to_builtins, option=orjson.OPT_APPEND_NEWLINE)
 
 
 def clock() -> dict[str, int]:

@@ -99,7 +99,7 @@ class FlightDumps:
         if session.files is None or not session.is_current_world():
             return
         self.write("hang")
-        folder = session.files.place
+        folder = session.files.folder
         # A long evaluation or checkpoint is silent as well, on every rank: one rank of a node says so, and once.
         self._voice = process_lock.take(f"no communication in {folder}")
         if self._voice is not None:

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 import msgspec
+import orjson
 import torch
 
 from crossrank.instrument.identity.gpu import cuda_is_in_use
@@ -48,14 +49,14 @@ def dump(moment: dict[str, Any]) -> bytes:
     if not contents:
         has("flight recorder")
         contents = [{"version": _VERSION, "entries": []}]
-    return msgspec.json.encode(_merged(contents) | {"crossrank": moment})
+    return orjson.dumps(_merged(contents) | {"crossrank": moment}, default=msgspec.to_builtins)
 
 
 def completed() -> int:
     """How many calls torch knows to be over, summed over the groups; it rises while communication goes on."""
     total = 0
     for function in _recorders("_json"):
-        status = msgspec.json.decode(function(False, False)).get("pg_status", {})
+        status = orjson.loads(function(False, False)).get("pg_status", {})
         total += sum(int(progress["last_completed_collective"]) for progress in status.values())
     return total
 

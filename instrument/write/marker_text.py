@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
+import orjson
 
 from crossrank.rank_runs import to_runs
 
@@ -20,18 +20,16 @@ _MOST_NAME = 1000
 """Characters that are left of a name that makes the text too long."""
 _CUT = "..."
 
-_encode = msgspec.json.Encoder().encode
-
 
 def shortened(text: str) -> str:
     """The JSON of a marker, or if it has more than `MAX_BYTES` a shorter one of the same call or group."""
     if len(text) * 4 <= MAX_BYTES or len(text.encode()) <= MAX_BYTES:
         return text
-    fields: dict[str, Any] = msgspec.json.decode(text)
+    fields: dict[str, Any] = orjson.loads(text)
     part = fields.get("group", fields)
     _write_ranks_as_runs(part)
-    while len(_encode(fields)) > MAX_BYTES:
-        longest = max(part, key=lambda name: len(_encode(part[name])))
+    while len(orjson.dumps(fields)) > MAX_BYTES:
+        longest = max(part, key=lambda name: len(orjson.dumps(part[name])))
         value = part[longest]
         if isinstance(value, str):
             part[longest] = _CUT + value[-_MOST_NAME:]
@@ -39,7 +37,7 @@ def shortened(text: str) -> str:
             del part[longest]
             name, entries = ("ranks", sum(run[1] for run in value)) if longest == "rank_runs" else (longest, len(value))
             part.setdefault("left_out", {})[name] = entries
-    return _encode(fields).decode()
+    return orjson.dumps(fields).decode()
 
 
 def _write_ranks_as_runs(part: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ import time
 from importlib.metadata import version
 from typing import Any
 
-import msgspec
+import orjson
 
 from crossrank.errors import CrossrankError, one_line
 from crossrank.instrument.identity.topology import Topology
@@ -38,8 +38,6 @@ _TOOL = "NVTX_INJECTION64_PATH"
 _NO_TOOL = "./."
 _OLDEST = (0, 2, 15)
 """Version of the package from which on a range takes its payload in the same call, which keeps threads apart."""
-
-_encoder = msgspec.json.Encoder()
 
 
 class NvtxMarkers:
@@ -71,7 +69,7 @@ class NvtxMarkers:
 
     def push_batch(self, pg: str, batch: int) -> None:
         """Open the range around the launch that ends a coalesced batch; its payload is the batch's id."""
-        message = _encoder.encode({"op": "coalesced", "pg": pg}).decode()
+        message = orjson.dumps({"op": "coalesced", "pg": pg}).decode()
         self._domain.push_range(self._domain.get_event_attributes(message=message), payload=batch)
 
     def pop(self) -> None:
@@ -171,7 +169,7 @@ def classic_text(
     descriptor: Descriptor, record_id: int, rank: int, device: str | None, gpu_serial: str | None, vm_id: str | None
 ) -> str:
     """The older shim's JSON of one call: its field names, ranks global, sizes in bytes, seconds since 1970."""
-    return _encoder.encode(
+    return orjson.dumps(
         {
             "name": descriptor.site.api or descriptor.reader.op,
             "rank": rank,

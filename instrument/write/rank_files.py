@@ -1,9 +1,8 @@
-"""Puts the files of one rank where they belong: whole, under their final name, uploaded where that is a URL.
+"""Puts the files of one rank where they belong: whole, under their final name.
 
 A file is written under a temporary name beside its place and renamed when it is whole. Whatever a recording before
 this one, or somebody else, left under a name of this rank is moved to `earlier-K/`, never overwritten and never
-opened: a named pipe would block the one who opens it. An fsspec URL is served from a local folder: each file is
-written there and copied to the URL when it is whole, over what is there under that name.
+opened: a named pipe would block the one who opens it.
 
 The files of a rank belong to the process that began them. A process that it starts and that has its rank, or belongs
 to a job of its own (the one in which `torch.distributed.checkpoint.async_save` saves does both), records in
@@ -15,23 +14,19 @@ from __future__ import annotations
 import logging
 import os
 import re
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import msgspec
 import zstandard
 
-from crossrank.errors import CrossrankError, one_line
+from crossrank.errors import CrossrankError
 from crossrank.instrument.write import process_lock
 from crossrank.machine import boot_id
-from crossrank.recording import COMMS, CommsFile, file_name, is_url, rank_of, temporary_name
+from crossrank.recording import COMMS, CommsFile, file_name, rank_of, temporary_name
 
 log = logging.getLogger("crossrank")
 
 _LEVEL = 3
-_UPLOAD_SECONDS = 300
 _VARIABLE = "CROSSRANK_RECORDING"
 """Holds the `_Owner` of the files for the processes that a rank starts."""
 _EARLIER = re.compile(r"earlier-(\d{1,9})")
@@ -42,16 +37,13 @@ class RankFiles:
     """The folder of a recording as one rank writes it."""
 
     def __init__(self, directory: str, rank: int, world_size: int) -> None:
-        url = directory.rstrip("/") if is_url(directory) else None
-        place = url or os.path.realpath(os.path.expanduser(directory))
-        folder = Path(tempfile.mkdtemp(prefix="crossrank-") if url else place)
-        part = ""
+        place = os.path.realpath(os.path.expanduser(directory))
+        folder = Path(place)
         self._lock: process_lock.ProcessLock | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if _is_spawned(place, rank, world_size):
-                part, self._lock = _take_part(folder, place, rank)
-                folder = folder / part
+                folder, self._lock = _take_part(folder, rank)
             else:
                 self._lock = process_lock.take(_lock_name(place, rank))
                 _set_aside(folder, rank, world_size)
@@ -60,14 +52,9 @@ class RankFiles:
                 f"cannot write to {folder}: {error.strerror}; name another folder with TRACING_DIR"
             ) from error
         self.folder = folder
-        self._url = f"{url}/{part}" if url and part else url
-        self.place = self._url or str(folder)
-        """Where the files are in the end."""
         self._owner = _Owner(pid=os.getpid(), rank=rank, world_size=world_size, job=_job(), place=place)
-        self._told = msgspec.json.encode(self._owner).decode()
-        os.environ.setdefault(_VARIABLE, self._told)
-        if self._url is not None:
-            self._check_url(self._url)
+        self._inherited = msgspec.json.encode(self._owner).decode()
+        os.environ.setdefault(_VARIABLE, self._inherited)
 
     def path(self, name: str) -> Path:
         return self.folder / name
@@ -83,7 +70,6 @@ class RankFiles:
             zstandard.ZstdCompressor(level=_LEVEL).copy_stream(source, target)
         os.replace(compressed, self.path(name))
         plain.unlink()
-        self.upload(name)
 
     def write(self, name: str, content: bytes) -> None:
         """Write `content` to `name` at once, compressed."""
@@ -91,54 +77,17 @@ class RankFiles:
         with os.fdopen(create(temporary), "wb") as target:
             target.write(zstandard.ZstdCompressor(level=_LEVEL).compress(content))
         os.replace(temporary, self.path(name))
-        self.upload(name)
 
     def close(self) -> None:
-        """Let go of the folder; the local one of a URL is removed, if nothing had to stay in it."""
-        if os.environ.get(_VARIABLE) == self._told:
+        """Let go of the folder."""
+        if os.environ.get(_VARIABLE) == self._inherited:
             del os.environ[_VARIABLE]
         self.abandon()
-        if self._url is not None and not any(self.folder.iterdir()):
-            self.folder.rmdir()
 
     def abandon(self) -> None:
         """Let go of the folder alone. In a forked child it stays the parent's."""
         if self._lock is not None:
             self._lock.release()
-
-    def _check_url(self, url: str) -> None:
-        """Say now, rather than at the end of a long job, that a URL cannot be written to."""
-        import fsspec
-
-        try:
-            fsspec.core.url_to_fs(url)
-        except Exception as error:
-            log.warning("crossrank: cannot upload to %s: %s; files will stay in %s", url, one_line(error), self.folder)
-
-    def upload(self, name: str) -> None:
-        """Copy a whole file to the URL of the recording, if it has one. The local copy stays if that fails."""
-        if self._url is None:
-            return
-        target = f"{self._url.rstrip('/')}/{name}"
-        try:
-            try:
-                upload_file(str(self.path(name)), target)
-            except RuntimeError:
-                # Object stores of fsspec need threads, which an interpreter that shuts down no longer gives.
-                command = [sys.executable, "-m", "crossrank.instrument.write.rank_files", str(self.path(name)), target]
-                subprocess.run(command, check=True, timeout=_UPLOAD_SECONDS, capture_output=True)
-            self.path(name).unlink()
-        except Exception as error:
-            log.warning("crossrank: cannot upload %s: %s; it is kept as %s", target, one_line(error), self.path(name))
-
-
-def upload_file(local: str, target: str) -> None:
-    """Copy a local file to an fsspec URL."""
-    import fsspec
-
-    file_system, remote = fsspec.core.url_to_fs(target)
-    file_system.makedirs(file_system._parent(remote), exist_ok=True)
-    file_system.put_file(local, remote)
 
 
 def create(path: Path) -> int:
@@ -186,7 +135,7 @@ def _is_spawned(place: str, rank: int, world_size: int) -> bool:
     if owner is not None and owner.place == place and owner.pid in ancestors:
         return owner.rank == rank or (owner.world_size, owner.job) != (world_size, _job())
     comms = CommsFile(os.path.join(place, file_name(COMMS, rank)))
-    if is_url(place) or not os.path.isfile(comms.path):
+    if not os.path.isfile(comms.path):
         return False
     next(comms.records(), None)
     header = comms.header
@@ -212,15 +161,12 @@ def _ancestors() -> set[int]:
     return found
 
 
-def _take_part(folder: Path, place: str, rank: int) -> tuple[str, process_lock.ProcessLock]:
-    """The first `spawned-K` in which nobody records this rank, nor has, and the lock that keeps it so.
-
-    At a URL, where what was recorded is not looked at, it is the first that is free.
-    """
+def _take_part(folder: Path, rank: int) -> tuple[Path, process_lock.ProcessLock]:
+    """The first `spawned-K` in which nobody records this rank, nor has, and the lock that keeps it so."""
     number = 1
     while True:
         part = f"spawned-{number}"
-        lock = process_lock.take(_lock_name(f"{place}/{part}", rank))
+        lock = process_lock.take(_lock_name(f"{folder}/{part}", rank))
         if lock is not None and not (folder / part / file_name(COMMS, rank)).exists():
             break
         if lock is not None:
@@ -228,9 +174,9 @@ def _take_part(folder: Path, place: str, rank: int) -> tuple[str, process_lock.P
         number += 1
     (folder / part).mkdir(exist_ok=True)
     log.warning(
-        "crossrank: process %d was started by one that records in %s: it records in %s of it", os.getpid(), place, part
+        "crossrank: process %d was started by one that records in %s: it records in %s of it", os.getpid(), folder, part
     )
-    return part, lock
+    return folder / part, lock
 
 
 def _set_aside(folder: Path, rank: int, world_size: int) -> None:
@@ -257,7 +203,3 @@ def _set_aside(folder: Path, rank: int, world_size: int) -> None:
     earlier.mkdir(exist_ok=True)
     for name in left:
         os.rename(folder / name, earlier / name)
-
-
-if __name__ == "__main__":
-    upload_file(*sys.argv[1:])

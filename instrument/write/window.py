@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import json
 import logging
 import os
 import sys
@@ -24,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import orjson
 import torch
 import torch.autograd.profiler as autograd_profiler
 import torch.distributed as dist
@@ -347,7 +347,7 @@ def _add_metadata() -> None:
         "pg_count": dist.get_pg_count(),
         "pg_config": groups,
     }
-    torch.autograd._add_metadata_json("distributedInfo", json.dumps(information, default=int))
+    torch.autograd._add_metadata_json("distributedInfo", orjson.dumps(information, default=int).decode())
 
 
 _ALL_THREADS = "profile_all_threads"

@@ -48,7 +48,7 @@ def read_comms(given: Input) -> RankCalls:
         groups=file.groups,
         dropped=dropped if isinstance(dropped := (file.end or {}).get("dropped"), int) else 0,
         p2p_by_pair=True,
-        filtered=header.config.get("emit") == "CROSSNODE",
+        filtered=header.leaves_out_calls,
         left_out=left_out if isinstance(left_out := (file.end or {}).get("filtered"), int) else 0,
         # Of a file without an end nobody knows how long the run went on.
         span=(header.clock["wall"], max(ends, default=0)) if "wall" in header.clock and file.end is not None else None,

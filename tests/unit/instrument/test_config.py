@@ -25,7 +25,7 @@ def test_nothing_set_gives_the_defaults() -> None:
 def test_every_variable_is_read() -> None:
     variables = {
         "TRACING": "ALL",
-        "TRACING_DIR": "s3://bucket/run",
+        "TRACING_DIR": "/data/run1",
         "TRACING_WINDOW": "10:12:100",
         "TRACING_NVTX": "classic",
         "TRACING_PRINT": "1",
@@ -38,7 +38,7 @@ def test_every_variable_is_read() -> None:
     }
     assert load({}, variables) == Config(
         emit="ALL",
-        directory="s3://bucket/run",
+        directory="/data/run1",
         window=Window(start=10, stop=12, every=100),
         nvtx="classic",
         print_calls=True,

@@ -53,7 +53,7 @@ def evidence_from_comms(path: str, rank: int | None) -> RankEvidence:
         evidence.host = header.host
         evidence.world_size = header.world_size if 0 < header.world_size <= MOST_RANKS else None
         evidence.version = header.schema
-        evidence.filtered = header.config.get("emit") == "CROSSNODE"
+        evidence.filtered = header.leaves_out_calls
         offset = header.clock.get("wall", 0) - header.clock.get("t", 0)
         # The file says up to when it lacks nothing; those of earlier versions end with a call.
         clock = max((clock.get("t", 0) for clock in comms.clocks), default=0)
