@@ -1,4 +1,4 @@
-"""Knows whether a backward pass has begun since it was last asked.
+"""Whether a backward pass has begun.
 
 Every backward pass that Python starts goes through one attribute, `torch.autograd.Variable._execution_engine`:
 `Tensor.backward`, `torch.autograd.grad`, pipeline schedules, compiled autograd, and code that calls the engine
@@ -8,55 +8,46 @@ type (torch.compile) finds what it knows.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.autograd import Variable
 
+from crossrank.instrument.hooks.patches import Patches
 from crossrank.instrument.torch_private import has
 
+if TYPE_CHECKING:
+    from crossrank.instrument.session import Session
 
-class BackwardWatch:
-    """Watches for backward passes of this process, on whatever thread."""
-
-    def __init__(self) -> None:
-        self._began = False
-        self._original: Any = None
-        self._ours: Any = None
-
-    def install(self) -> None:
-        """Begin to watch, unless this torch lacks the engine there."""
-        if not has("backward passes"):
-            return
-        original: Any = Variable._execution_engine
-        engine: Any = type(original)
-        ours = _watched(engine)()
-        ours.watch = self
-        self._original, self._ours = original, ours
-        Variable._execution_engine = ours
-
-    def uninstall(self) -> None:
-        """Put back what was there, unless somebody has put something else in place since."""
-        if self._ours is not None and Variable._execution_engine is self._ours:
-            Variable._execution_engine = self._original
-        self._original = self._ours = None
-
-    def began(self) -> bool:
-        """Whether a backward pass has begun since the last call of this; always true where it cannot be seen."""
-        began, self._began = self._began, False
-        return began or self._ours is None
-
-    def note(self) -> None:
-        self._began = True
+_patches = Patches()
+_watching = False
+_began = False
 
 
-@cache
-def _watched(engine: Any) -> Any:
+def install(_: Session | None = None) -> None:
+    """Begin to watch, unless this torch lacks the engine there."""
+    global _watching, _began
+    if not has("backward passes"):
+        return
+    engine: Any = type(Variable._execution_engine)
+
     class WatchedEngine(engine):  # type: ignore[misc]
-        watch: BackwardWatch
-
         def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-            self.watch.note()
+            global _began
+            _began = True
             return super().run_backward(*args, **kwargs)
 
-    return WatchedEngine
+    _patches.replace(Variable, "_execution_engine", WatchedEngine())
+    _watching, _began = True, False
+
+
+def uninstall() -> None:
+    global _watching
+    _patches.undo()
+    _watching = False
+
+
+def began() -> bool:
+    """Whether a backward pass has begun since the last call of this; always true where it cannot be seen."""
+    global _began
+    result, _began = _began, False
+    return result or not _watching

@@ -1,4 +1,4 @@
-"""The only module that touches torch's dispatcher.
+"""Kernels at torch's dispatcher; the only module that touches it.
 
 Every collective and P2P call, whoever makes it (a user, DDP's C++ reducer, FSDP, DTensor, compiled code), passes
 the dispatcher as a `c10d::*` op. A kernel at its `BackendSelect` key on each of these ops, found when tracing is
@@ -10,24 +10,24 @@ the Python one here without a change elsewhere.
 
 What does not pass the dispatcher is not seen: methods called on a Backend object, subclasses of ProcessGroup
 written in Python, torchcomms, symmetric memory, and replays of a CUDA graph.
-
-`install` and `uninstall` are exact opposites: after `uninstall` no kernel is left and calls cost what they did.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from crossrank.errors import CrossrankError, one_line
 from crossrank.instrument.record.op_schema import Reader
 from crossrank.instrument.record.recorder import Recorder
 from crossrank.instrument.script_errors import raised_by_script
-from crossrank.instrument.torch_private import has, require
+from crossrank.instrument.torch_private import require
+
+if TYPE_CHECKING:
+    from crossrank.instrument.session import Session
 
 _NAMESPACE = "c10d"
 _KEY = "BackendSelect"
@@ -43,105 +43,43 @@ class _Kernels:
     """Makes the kernels those of another recorder."""
 
 
-# A forked child inherits the parent's kernels, which cannot be taken away there and must not be registered twice.
-_inherited: _Kernels | None = None
+_kernels: _Kernels | None = None
 
 
-class Interception:
-    """The kernels of this process. One at a time may be installed."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._kernels: _Kernels | None = None
-        self._undo: list[Callable[[], None]] = []
-
-    @property
-    def ops(self) -> list[str]:
-        """Names of the ops that are recorded."""
-        return list(self._kernels.ops) if self._kernels is not None else []
-
-    def install(self) -> None:
-        """Put the kernels in place. Raises `CrossrankError`, with nothing installed, if torch lacks a part."""
-        require("interception")
-        try:
-            self._kernels = _take_over(self._recorder) or _register(self._recorder)
-            self._patch_coalescing()
-        except Exception as error:
-            self.uninstall()
-            raise CrossrankError(
-                f"torch {torch.__version__} does not let its c10d ops be recorded ({one_line(error)}); "
-                "crossrank is tested with torch 2.13"
-            ) from error
-
-    def uninstall(self) -> None:
-        """Take everything away again."""
-        self._unpatch()
-        kernels, self._kernels = self._kernels, None
-        if kernels is not None:
-            kernels.library._destroy()
-
-    def abandon(self) -> None:
-        """In a forked child: leave the kernels to the next `install`.
-
-        Taking them away needs the dispatcher's lock, which a thread that does not exist in this process may hold.
-        """
-        global _inherited
-        self._unpatch()
-        if self._kernels is not None:
-            _inherited, self._kernels = self._kernels, None
-
-    def _unpatch(self) -> None:
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
-
-    def _patch_coalescing(self) -> None:
-        """Learn where a coalesced launch begins and ends: these two methods are no dispatcher ops.
-
-        The originals must come from the class's own dictionary. What `getattr` returns is bound differently,
-        and putting that back would break every later call.
-        """
-        recorder = self._recorder
-        group_class = dist.ProcessGroup
-        if not has("coalescing"):
-            return
-        start, end = group_class.__dict__["_start_coalescing"], group_class.__dict__["_end_coalescing"]
-        call_start, call_end = group_class._start_coalescing, group_class._end_coalescing
-
-        def _start_coalescing(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            result = call_start(group, *args, **kwargs)  # a backend that cannot coalesce raises here
-            if recorder.active:
-                recorder.start_coalescing()
-            return result
-
-        def _end_coalescing(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            token = None
-            if recorder.active:
-                try:
-                    token = recorder.end_coalescing(group)
-                except Exception as error:
-                    recorder.failed(error)
-            try:
-                return call_end(group, *args, **kwargs)
-            finally:
-                if token is not None:
-                    recorder.after(token)
-
-        for name, replacement, original in (
-            ("_start_coalescing", _start_coalescing, start),
-            ("_end_coalescing", _end_coalescing, end),
-        ):
-            setattr(group_class, name, replacement)
-            self._undo.append(lambda name=name, original=original: setattr(group_class, name, original))  # type: ignore[misc]
+def ops() -> list[str]:
+    """Names of the ops that are recorded."""
+    return list(_kernels.ops) if _kernels is not None else []
 
 
-def _take_over(recorder: Recorder) -> _Kernels | None:
-    """The kernels that this process has from its parent, now those of `recorder`."""
-    global _inherited
-    kernels, _inherited = _inherited, None
+def install(session: Session) -> None:
+    """Put the kernels in place. Raises `CrossrankError`, with nothing installed, if torch lacks a part."""
+    global _kernels
+    require("interception")
+    if _kernels is not None:
+        _kernels.record_to(session.recorder)
+        return
+    try:
+        _kernels = _register(session.recorder)
+    except Exception as error:
+        raise CrossrankError(
+            f"torch {torch.__version__} does not let its c10d ops be recorded ({one_line(error)}); "
+            "crossrank is tested with torch 2.13"
+        ) from error
+
+
+def uninstall() -> None:
+    """Take them away again: no kernel is left and calls cost what they did."""
+    global _kernels
+    kernels, _kernels = _kernels, None
     if kernels is not None:
-        kernels.record_to(recorder)
-    return kernels
+        kernels.library._destroy()
+
+
+def leave_to_next_install() -> None:
+    """In a forked child: the kernels stay, and record nothing until the next `install` takes them over.
+
+    Taking them away needs the dispatcher's lock, which a thread that does not exist in this process may hold.
+    """
 
 
 def _register(recorder: Recorder) -> _Kernels:

@@ -1,20 +1,30 @@
-"""Which commands start a Python program that the runner can follow, and what to start instead.
+"""Python processes that a script starts under the runner, by multiprocessing's spawn or `subprocess`, are traced too.
 
 A followed child is started with a few lines before its program: they hand the program to the runner, or, where
-crossrank cannot be imported in the child, replace the process by the one that was asked for.
+crossrank cannot be imported in the child, replace the process by the one that was asked for. Imports no torch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import pkgutil
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import crossrank
+from crossrank.instrument.hooks import imports
+from crossrank.instrument.hooks.patches import Patches
 
+# Goes before the program of a spawned process, which may be unable to import crossrank and runs all the same.
+_FOLLOW = """try:
+    from crossrank.instrument import runner
+    runner.follow()
+except ImportError:
+    pass
+"""
 # `sys.path` must be as the child's own when the runner takes over, and crossrank be found where this one was.
 _BOOTSTRAP = """import os, sys
 sys.path.append({home!r})
@@ -34,6 +44,71 @@ _OPTIONS_WITH_VALUE = "WX"
 _OPTIONS_ALONE = "bBdEIOPqRsSuv"
 _COMPILE_WORKER = os.path.join("torch", "_inductor", "compile_worker", "")
 """Processes that torch.compile keeps for itself: they import torch and are never ranks."""
+
+_patches = Patches()
+_wanted = False
+_installed = False
+
+
+def follow() -> bool:
+    """Follow what is started from here, until `uninstall` and again after the next `install`.
+
+    False where that was asked for before.
+    """
+    global _wanted
+    if _wanted:
+        return False
+    _wanted = True
+    install()
+    return True
+
+
+def install(_: object = None) -> None:
+    """Follow what is started from here, where the runner wants that."""
+    global _installed
+    if _wanted and not _installed:
+        _installed = True
+        imports.install({"subprocess": _patch_subprocess, "multiprocessing.spawn": _patch_spawn})
+
+
+def uninstall() -> None:
+    global _installed
+    _installed = False
+    imports.uninstall()
+    _patches.undo()
+
+
+def _patch_spawn() -> None:
+    from multiprocessing import spawn
+
+    original = spawn.get_command_line
+
+    def get_command_line(**kwargs: object) -> list[str]:
+        command = list(original(**kwargs))
+        if "-c" in command:
+            program = command.index("-c") + 1
+            command[program] = _FOLLOW + command[program]
+        return command
+
+    _patches.replace(spawn, "get_command_line", get_command_line)
+
+
+def _patch_subprocess() -> None:
+    import subprocess
+
+    original = subprocess.Popen.__init__
+
+    @functools.wraps(original)
+    def start(self: Any, args: Any, *positional: Any, **named: Any) -> None:
+        followed = None
+        # With a shell, or a program to execute that is not the first word, `args` is no command line of Python.
+        if not positional[1:] and not named.get("executable") and not named.get("shell"):
+            with contextlib.suppress(Exception):  # what is not understood is started as it is
+                followed = follow_command(args, named.get("env"), named.get("cwd"))
+        original(self, args if followed is None else followed, *positional, **named)
+        self.args = args
+
+    _patches.replace(subprocess.Popen, "__init__", start)
 
 
 def follow_command(
@@ -59,6 +134,8 @@ def follow_command(
 
 def _is_this_interpreter(word: str, environment: Mapping[str, str] | None) -> bool:
     """Whether `word` is this environment's Python, by whichever of its names."""
+    import shutil
+
     if os.path.dirname(word):
         path: str | None = word
     else:

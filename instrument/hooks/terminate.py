@@ -1,4 +1,4 @@
-"""Runs something before an exception of C++ that nobody catches aborts the process.
+"""An exception of C++ that nobody catches: the files are finished before it aborts the process.
 
 gloo raises such exceptions on its own threads when ranks disagree about the size of a call, and the C++ runtime then
 calls its terminate handler, which prints the exception and aborts. Ours runs before that one. It is no signal handler:
@@ -14,61 +14,62 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from crossrank.instrument.identity.gpu import cuda_is_in_use
+
+if TYPE_CHECKING:
+    from crossrank.instrument.session import Session
 
 log = logging.getLogger("crossrank")
 
 _LIBRARY = "libstdc++.so.6"
 _SET_TERMINATE = "_ZSt13set_terminatePFvvE"  # std::set_terminate(void (*)())
-_KEPT: list[Any] = []
-"""Handlers that were ever installed: a thread may be in one, or about to be."""
+
+_session: Session | None = None  # while the handler is installed
+_previous: int | None = None
+_set: Callable[[Any], int | None] | None = None
 
 
-class TerminateHandler:
-    """Calls `action` once, on whichever thread the exception is raised. `action` must be safe to call there."""
+def _on_terminate() -> None:
+    try:
+        if _session is not None:
+            _session.close("SIGABRT")
+    except BaseException as error:
+        log.debug("crossrank: the recording did not end properly before an abort: %r", error)
+    if _previous:
+        ctypes.CFUNCTYPE(None)(_previous)()  # prints the exception and aborts
+    ctypes.CDLL(None).abort()
 
-    def __init__(self, action: Callable[[], None]) -> None:
-        self._action = action
-        self._ours = ctypes.CFUNCTYPE(None)(self._on_terminate)
-        self._installed = False
-        self._previous: int | None = None
-        self._set: Any = None
 
-    def install(self) -> None:
-        """Put the handler in place, where this process uses the GNU C++ runtime and no CUDA."""
-        if cuda_is_in_use():
-            return
+_HANDLER = ctypes.CFUNCTYPE(None)(_on_terminate)
+"""Stays in memory for ever: a thread may be in it, or about to be, when it is uninstalled."""
+
+
+def install(session: Session) -> None:
+    """Put the handler in place, where this process uses the GNU C++ runtime and no CUDA."""
+    global _session, _previous, _set
+    if cuda_is_in_use():
+        return
+    if _set is None:
         try:
-            self._set = getattr(ctypes.CDLL(_LIBRARY), _SET_TERMINATE)
+            _set = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)((_SET_TERMINATE, ctypes.CDLL(_LIBRARY)))
         except (OSError, AttributeError):
             return
-        self._set.argtypes = (ctypes.c_void_p,)
-        self._set.restype = ctypes.c_void_p
-        self._previous = self._set(ctypes.cast(self._ours, ctypes.c_void_p))
-        self._installed = True
-        _KEPT.append(self._ours)
+    _session, _previous = session, _set(_HANDLER)
 
-    def uninstall(self) -> None:
-        """Put back what was there, unless somebody has put a handler of theirs in place since."""
-        if not self._installed:
-            return
-        self._installed = False
-        found = self._set(self._previous)
-        if found != ctypes.cast(self._ours, ctypes.c_void_p).value:
-            self._set(found)
 
-    def uninstall_under_cuda(self) -> None:
-        """Put back what was there if the process has begun to use CUDA."""
-        if self._installed and cuda_is_in_use():
-            self.uninstall()
+def uninstall() -> None:
+    global _session
+    if _session is None or _set is None:
+        return
+    _session = None
+    found = _set(_previous)
+    if found != ctypes.cast(_HANDLER, ctypes.c_void_p).value:
+        _set(found)
 
-    def _on_terminate(self) -> None:
-        try:
-            self._action()
-        except BaseException as error:
-            log.debug("crossrank: the recording did not end properly before an abort: %r", error)
-        if self._previous:
-            ctypes.CFUNCTYPE(None)(self._previous)()  # prints the exception and aborts
-        ctypes.CDLL(None).abort()
+
+def uninstall_under_cuda() -> None:
+    """Put back what was there if the process has begun to use CUDA. To be called now and then."""
+    if _session is not None and cuda_is_in_use():
+        uninstall()

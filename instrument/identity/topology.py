@@ -22,6 +22,7 @@ import msgspec
 
 from crossrank.comm import Locality
 from crossrank.errors import one_line
+from crossrank.instrument import threads
 from crossrank.machine import boot_id
 
 if TYPE_CHECKING:
@@ -64,6 +65,11 @@ class Topology:
         self.settled = threading.Event()
         """Set when every rank is known, or when waiting for the rest was given up."""
         if world_size == 1:
+            self.settled.set()
+
+    def start(self, find_store: Callable[[], Store | None], epoch: int, domain: Callable[[], str | None]) -> None:
+        """Begin to `exchange` on a thread."""
+        if threads.start("topology", lambda: self.exchange(find_store, epoch, domain)) is None:
             self.settled.set()
 
     def exchange(

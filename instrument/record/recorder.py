@@ -26,7 +26,7 @@ from crossrank.instrument.record.descriptor import Descriptor
 from crossrank.instrument.record.op_schema import Reader
 from crossrank.instrument.record.reductions import ReductionReader
 from crossrank.instrument.torch_private import has
-from crossrank.instrument.write.nvtx_markers import NvtxMarkers, classic_text
+from crossrank.instrument.write.nvtx_markers import classic_text
 from crossrank.recording import RANGE
 
 if TYPE_CHECKING:
@@ -45,13 +45,13 @@ Token = tuple[Any, bool]
 class Recorder:
     """Records the calls of one session. `before` and `after` may run on any thread."""
 
-    def __init__(self, session: Session, ring_capacity: int, nvtx: NvtxMarkers | None) -> None:
+    def __init__(self, session: Session) -> None:
         self.active = True
         self.step = 0
         self.window_open = False
         self._session = session
-        self._capacity = ring_capacity
-        self._nvtx = nvtx
+        self._capacity = session.config.ring
+        self._nvtx = nvtx = session.nvtx
         self._ids = itertools.count()
         self._find_site = CallSites().find
         self._reductions = ReductionReader()

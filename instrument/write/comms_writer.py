@@ -26,6 +26,7 @@ import zstandard
 
 from crossrank.comm import Locality
 from crossrank.errors import one_line
+from crossrank.instrument import threads
 from crossrank.instrument.identity.topology import Topology
 from crossrank.instrument.record.descriptor import Descriptor
 from crossrank.instrument.write.rank_files import create
@@ -102,12 +103,11 @@ class CommsWriter:
         self._recent: deque[Entry] = deque(maxlen=_RECENT)
         self._started = time.monotonic()
         self._file = create(Path(path))
-        self._thread = threading.Thread(target=self._run, name="crossrank-writer", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        try:
-            self._thread.start()
-        except RuntimeError:  # Python 3.12 starts no thread once the interpreter shuts down: `close` does the work
+        self._thread = threads.start("writer", self._run)
+        if self._thread is None:  # `close` does the work
             self._begin_file()
 
     def follow(self, topology: Topology) -> None:
@@ -128,7 +128,7 @@ class CommsWriter:
             return
         self._closing = True
         self.topology.settled.wait(max(0.0, self._started + _TOPOLOGY_PATIENCE - time.monotonic()))
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
         if not self._lock.acquire(timeout=timeout):  # the thread is stuck in the disk
             self._fail("the end of the comms file is not written", TimeoutError(f"{self.path} does not take it"))

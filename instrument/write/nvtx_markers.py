@@ -13,13 +13,17 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 from importlib.metadata import version
 from typing import Any
 
+import msgspec
 import orjson
 
+import crossrank
+from crossrank.comm import Group
 from crossrank.errors import CrossrankError, one_line
 from crossrank.instrument.identity.topology import Topology
 from crossrank.instrument.record.descriptor import Descriptor
@@ -40,18 +44,31 @@ _OLDEST = (0, 2, 15)
 """Version of the package from which on a range takes its payload in the same call, which keeps threads apart."""
 
 
-class NvtxMarkers:
-    """Emits ranges while a tool is attached. `attached` never changes: NVTX decides at its first use."""
+def attach() -> NvtxMarkers | None:
+    """The markers of this process; None where no tool takes them. That never changes: NVTX decides at its first use."""
+    domain = _domain_of_process()
+    return NvtxMarkers(domain) if domain is not None else None
 
-    def __init__(self) -> None:
+
+class NvtxMarkers:
+    """Emits ranges and markers in one domain."""
+
+    def __init__(self, domain: Any) -> None:
         self._messages: set[str] = set()
         self._kept = 0
-        self._domain: Any = _domain_of_process()
-        self.attached = self._domain is not None
+        self._domain = domain
 
     def mark(self, text: str) -> None:
         """An instant marker with a JSON text of its own."""
         self._domain.mark(message=shortened(text))
+
+    def mark_identity(self, rank: int, world_size: int) -> None:
+        """Tell who this is inside the report, whatever its file is called."""
+        identity = {"rank": rank, "world_size": world_size, "host": socket.gethostname()}
+        self.mark(orjson.dumps({"crossrank": crossrank.__version__} | identity).decode())
+
+    def mark_group(self, group: Group) -> None:
+        self.mark(orjson.dumps({"group": group}, default=msgspec.to_builtins).decode())
 
     def begin(self, text: str) -> int:
         """Open a range that may end on another thread; returns the id that `end` takes."""

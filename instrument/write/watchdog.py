@@ -9,11 +9,11 @@ its first call. After gloo's own timeout the call that failed looks completed, s
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 
 from crossrank.errors import one_line
+from crossrank.instrument import threads
 
 log = logging.getLogger("crossrank")
 
@@ -46,10 +46,7 @@ class HangWatch:
         self._stopped = False  # a plain flag: an Event's lock may be held by what a signal handler interrupts
 
     def start(self) -> None:
-        try:
-            threading.Thread(target=self._run, name="crossrank-hang-watch", daemon=True).start()
-        except RuntimeError:  # Python 3.12 starts no thread once the interpreter shuts down
-            self._stopped = True
+        self._stopped = threads.start("watchdog", self._run) is None
 
     def stop(self) -> None:
         self._stopped = True

@@ -7,19 +7,16 @@ execution trace), so keep it to a few iterations.
 
 torch has one execution-trace observer and one Kineto session per process. Where the user has either, it is left
 alone and one line says what the window therefore lacks; where the user's profiler starts inside a window, ours
-ends there and keeps what it has.
+ends there (`hooks.profiler`) and keeps what it has.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +27,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from crossrank.errors import one_line
+from crossrank.instrument import threads
+from crossrank.instrument.hooks import fork
 from crossrank.instrument.identity.gpu import cuda_is_in_use
 from crossrank.instrument.identity.process_groups import process_group_config
 from crossrank.instrument.torch_private import has
@@ -61,7 +60,6 @@ class WindowRecorder:
         self._kineto: autograd_profiler.profile | None = None
         self._kineto_runs = False
         self._observed: Path | None = None
-        self._restore_prepare: Callable[[], None] | None = None
         self._finishing: list[threading.Thread] = []
         self._step: autograd_profiler.record_function | None = None
         self._step_thread = 0
@@ -73,9 +71,8 @@ class WindowRecorder:
             return
         profiler = _kineto_profiler()
         profiler._prepare_trace()
-        _spare_forked_children()
+        fork.let_children_leave_at_once()
         self._kineto = profiler
-        self._guard_against_foreign_profiler()
 
     def open(self, step: int) -> int:
         """Start the next window, in iteration `step`, and return its number, counted from 1.
@@ -150,6 +147,19 @@ class WindowRecorder:
             thread.join(timeout)
         self._finishing.clear()
 
+    def make_way(self) -> None:
+        """A profiler of the user's is about to start: end ours."""
+        if self._kineto is None:
+            return
+        if self.is_open:
+            log.warning(
+                "crossrank: a profiler of yours starts inside window %d; its Kineto trace ends here", self.number
+            )
+        try:
+            self._close_kineto()
+        except Exception as error:
+            log.warning("crossrank: cannot end the Kineto trace: %s", one_line(error))
+
     def drop_prepared(self) -> None:
         """Let go of a Kineto session that was warmed up and will not be used.
 
@@ -158,7 +168,6 @@ class WindowRecorder:
         if self._kineto is None or self._kineto_runs:
             return
         profiler, self._kineto = self._kineto, None
-        self._unguard()
         torch.autograd._enable_profiler(profiler.config(), profiler.kineto_activities)
         torch.autograd._disable_profiler()
 
@@ -224,7 +233,6 @@ class WindowRecorder:
     def _close_kineto(self) -> None:
         profiler, self._kineto = self._kineto, None
         runs, self._kineto_runs = self._kineto_runs, False
-        self._unguard()
         if profiler is None or not runs:
             return
         try:
@@ -247,66 +255,14 @@ class WindowRecorder:
             except Exception as error:
                 log.warning("crossrank: cannot write %s: %s; it is left as %s", name, one_line(error), path)
 
-        thread = threading.Thread(target=work, name=f"crossrank-{name}", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # Python 3.12 starts no thread once the interpreter shuts down
+        thread = threads.start(name, work)
+        if thread is None:
             work()
         else:
             self._finishing = [*filter(threading.Thread.is_alive, self._finishing), thread]
 
     def _lacks(self, what: str, why: str) -> None:
         log.warning("crossrank: window %d has no %s: %s", self.number, what, why)
-
-    def _guard_against_foreign_profiler(self) -> None:
-        """End our Kineto session when somebody else's begins.
-
-        Two sessions at once end in a crash when the second one to stop exports its trace: that must never be
-        the user's, and must not be ours either.
-        """
-        original = autograd_profiler._prepare_profiler
-
-        def _prepare_profiler(*args: Any, **kwargs: Any) -> Any:
-            try:
-                if self.is_open:
-                    log.warning(
-                        "crossrank: a profiler of yours starts inside window %d; its Kineto trace ends here",
-                        self.number,
-                    )
-                self._close_kineto()
-            except Exception as error:
-                log.warning("crossrank: cannot end the Kineto trace: %s", one_line(error))
-            return original(*args, **kwargs)
-
-        def restore() -> None:
-            if autograd_profiler._prepare_profiler is _prepare_profiler:
-                autograd_profiler._prepare_profiler = original
-
-        autograd_profiler._prepare_profiler = _prepare_profiler
-        self._restore_prepare = restore
-
-    def _unguard(self) -> None:
-        restore, self._restore_prepare = self._restore_prepare, None
-        if restore is not None:
-            restore()
-
-
-@functools.cache
-def _spare_forked_children() -> None:
-    """Let forked children of this process exit, now that it has used Kineto.
-
-    Kineto leaves a static object behind whose destructor waits for a thread. A forked child does not have that
-    thread, so one that exits normally (not through `os._exit`, as those of multiprocessing do) would hang for
-    ever in its destructors. In such a child libc is told to leave by `_exit`, with the child's status, as the
-    first of its exit handlers; Python has flushed its own files by then.
-    """
-
-    def in_child() -> None:
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "on_exit"):  # glibc
-            libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
-
-    os.register_at_fork(after_in_child=in_child)
 
 
 def _foreign_profiler() -> bool:

@@ -353,8 +353,8 @@ STUCK_GPU = (
     jobs.ONE_RANK
     + """
 import torch.autograd.profiler
-from crossrank.instrument import session
-session._WINDOW_PATIENCE = 1.0
+from crossrank.instrument.write import window_edges
+window_edges._PATIENCE_DYING = 1.0
 torch.autograd.profiler.profile.__exit__ = lambda *_: time.sleep(600)
 crossrank.enable(window="0:1000000")
 dist.all_reduce(torch.ones(4))
@@ -541,7 +541,7 @@ def test_a_failure_at_exit_is_one_line_and_no_traceback(tmp_path: Path) -> None:
         crossrank.enable()
         dist.all_reduce(torch.ones(4))
         api._current.recorder.calls = None
-        api._current._close_window = None
+        api._current.windows.close = None
         """,
     )
     assert result.returncode == 0

@@ -208,7 +208,7 @@ def test_a_name_with_quotes_is_still_json(tmp_path: Path, injection_library: Pat
         injection_library,
         "crossrank.enable()\n"
         "from crossrank.instrument import api\n"
-        "markers = api._current._nvtx\n"
+        "markers = api._current.nvtx\n"
         "markers.push_batch('say \"hi\"\\\\', 3)\n"
         "markers.pop()\n",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,15 +15,14 @@ from torch.distributed.pipelining._backward import stage_backward
 from torch.utils.checkpoint import checkpoint
 
 from crossrank.instrument import torch_private
-from crossrank.instrument.hooks.backward import BackwardWatch
+from crossrank.instrument.hooks import backward
 
 
 @pytest.fixture
-def watch() -> Iterator[BackwardWatch]:
-    watch = BackwardWatch()
-    watch.install()
-    yield watch
-    watch.uninstall()
+def watch() -> Iterator[ModuleType]:
+    backward.install()
+    yield backward
+    backward.uninstall()
 
 
 def loss() -> torch.Tensor:
@@ -109,14 +109,14 @@ WAYS = [
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_backward_pass_is_seen_once(way: Callable[[], None], watch: BackwardWatch) -> None:
+def test_every_backward_pass_is_seen_once(way: Callable[[], None], watch: ModuleType) -> None:
     assert not watch.began()
     way()
     assert watch.began()
     assert not watch.began()
 
 
-def test_what_is_no_backward_pass_is_none(watch: BackwardWatch) -> None:
+def test_what_is_no_backward_pass_is_none(watch: ModuleType) -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
     torch.optim.Adam([parameter]).step()
@@ -125,7 +125,7 @@ def test_what_is_no_backward_pass_is_none(watch: BackwardWatch) -> None:
     assert not watch.began()
 
 
-def test_a_backward_pass_that_fails_raises_what_it_would_without(watch: BackwardWatch) -> None:
+def test_a_backward_pass_that_fails_raises_what_it_would_without(watch: ModuleType) -> None:
     with pytest.raises(RuntimeError, match="does not require grad"):
         torch.ones(1).backward()
     assert watch.began()
@@ -133,12 +133,11 @@ def test_a_backward_pass_that_fails_raises_what_it_would_without(watch: Backward
 
 def test_the_engine_is_put_back() -> None:
     engine = Variable._execution_engine
-    watch = BackwardWatch()
-    watch.install()
+    backward.install()
     assert Variable._execution_engine is not engine
     assert isinstance(Variable._execution_engine, type(engine))
-    watch.uninstall()
-    watch.uninstall()
+    backward.uninstall()
+    backward.uninstall()
     assert Variable._execution_engine is engine
 
 
@@ -147,10 +146,9 @@ def test_an_engine_that_somebody_else_put_in_place_stays(monkeypatch: pytest.Mon
         pass
 
     monkeypatch.setattr(Variable, "_execution_engine", Variable._execution_engine)
-    watch = BackwardWatch()
-    watch.install()
+    backward.install()
     theirs = Variable._execution_engine = Other()
-    watch.uninstall()
+    backward.uninstall()
     assert Variable._execution_engine is theirs
 
 
@@ -160,12 +158,11 @@ def test_without_the_engine_every_step_follows_a_backward_pass(
 ) -> None:
     monkeypatch.setattr(Variable, "_execution_engine", engine)
     torch_private.has.cache_clear()
-    watch = BackwardWatch()
     with caplog.at_level(logging.WARNING, "crossrank"):
-        watch.install()
+        backward.install()
     torch_private.has.cache_clear()
     (record,) = caplog.records
     assert "has no torch.autograd.Variable._execution_engine.run_backward: every optimizer step" in record.getMessage()
     assert Variable._execution_engine is engine
-    assert watch.began()
-    assert watch.began()
+    assert backward.began()
+    assert backward.began()

@@ -1,0 +1,152 @@
+"""Whatever a hook changes of torch or Python is as before when it is taken away again.
+
+The rule is checked on everything that can be looked at: attributes of all modules and their classes, what lists and
+dictionaries of modules hold, signal handlers, finalizers, the dispatcher's kernels and C++'s terminate handler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import signal
+import sys
+from multiprocessing import util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import Variable
+
+import crossrank
+from crossrank.instrument.config import Config
+from crossrank.instrument.hooks import registry, spawn
+from crossrank.instrument.hooks.registry import HOOKS, Hook
+from crossrank.instrument.session import Session
+
+PASSED_OVER = ("crossrank", "tests", "_pytest", "pytest", "execnet", "xdist", "logging", "linecache", "warnings", "re")
+COUNTERS = {("torch.utils.hooks", "RemovableHandle", "next_id")}
+"""What only ever rises."""
+NOTHING_TO_CHANGE = {"spawn"}
+"""What changes nothing unless the runner started the process."""
+
+
+def modules() -> dict[str, ModuleType]:
+    found = {name: module for name, module in list(sys.modules.items()) if type(module) is ModuleType}
+    return {name: module for name, module in found.items() if name.split(".")[0] not in PASSED_OVER}
+
+
+def kernels() -> list[str]:
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")]
+    return [torch._C._dispatch_dump(name) for name in sorted(names)]
+
+
+def state() -> dict[object, object]:
+    """Everything by what it is called. Values are held, so that none of them is mistaken for another."""
+    found: dict[object, object] = {}
+    for name, module in modules().items():
+        for attribute, value in list(vars(module).items()):
+            found[name, attribute] = value
+            if (
+                issubclass(type(value), type) and value.__module__ == name
+            ):
+                found |= {(name, attribute, inner): part for inner, part in list(vars(value).items())}
+            elif issubclass(type(value), list | set | dict) and attribute not in ("__builtins__", "modules"):
+                found[name, attribute, "content"] = tuple(map(id, value.values() if isinstance(value, dict) else value))
+    found |= {("handler", number): signal.getsignal(number) for number in signal.valid_signals()}
+    wakeup = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+    terminate = ctypes.CDLL("libstdc++.so.6")["_ZSt13get_terminatev"]
+    terminate.restype = ctypes.c_void_p
+    return found | {
+        "wakeup": wakeup,
+        "finalizers": len(util._finalizer_registry),  # type: ignore[attr-defined]
+        "kernels": kernels(),
+        "terminate": terminate(),
+    }
+
+
+def changed(before: dict[object, object], after: dict[object, object]) -> list[object]:
+    def same(one: object, other: object) -> bool:
+        return one is other or (type(one) in (int, str, list, tuple) and one == other)
+
+    keys = (before.keys() | after.keys()) - COUNTERS
+    return sorted((key for key in keys if not same(before.get(key), after.get(key))), key=str)
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Session:
+    # What is imported or cached at the first use is no change.
+    crossrank.enable(tracing="ALL", directory=tmp_path)
+    crossrank.disable()
+    gc.collect()
+    return Session(Config(directory=str(tmp_path)))
+
+
+def test_each_hook_changes_something_and_takes_all_of_it_back(session: Session) -> None:
+    before = state()
+    for hook in HOOKS:
+        hook.install(session)
+        during = state()
+        hook.uninstall()
+        hook.uninstall()
+        assert changed(before, state()) == [], hook.name
+        assert bool(changed(before, during)) == (hook.name not in NOTHING_TO_CHANGE), hook.name
+
+
+def test_all_hooks_together_leave_nothing(session: Session, tmp_path: Path) -> None:
+    before = state()
+    for _ in range(2):
+        assert crossrank.enable(tracing="ALL", directory=tmp_path).active
+        assert changed(before, state())
+        crossrank.disable()
+        assert changed(before, state()) == []
+
+
+def test_what_the_runner_follows_is_left_alone_after_disable(
+    session: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(spawn, "_wanted", False)
+    before = state()
+    assert (spawn.follow(), spawn.follow()) == (True, False)
+    followed = changed(before, state())
+    assert ("subprocess", "Popen", "__init__") in followed
+    for _ in range(2):  # a later session follows again
+        with crossrank.enable(tracing="ALL", directory=tmp_path):
+            assert set(followed) <= set(changed(before, state()))
+        assert changed(before, state()) == []
+
+
+def test_what_somebody_else_put_in_place_since_stays(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = state()
+    monkeypatch.setattr(Variable, "_execution_engine", Variable._execution_engine)
+    previous = signal.getsignal(signal.SIGTERM)
+
+    def theirs(*_: object) -> None: ...
+
+    registry.install(session)
+    Variable._execution_engine = engine = object()  # type: ignore[assignment]
+    signal.signal(signal.SIGTERM, theirs)
+    try:
+        registry.uninstall()
+        assert Variable._execution_engine is engine
+        assert signal.getsignal(signal.SIGTERM) is theirs
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    monkeypatch.undo()
+    assert changed(before, state()) == []
+
+
+def test_a_hook_that_fails_leaves_none_installed(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Any) -> None:
+        raise OSError("no")
+
+    last = Hook(name="last", install=fail, uninstall=lambda: None)
+    monkeypatch.setattr(registry, "HOOKS", (*HOOKS, last))
+    before = state()
+    with pytest.raises(OSError, match="no"):
+        session.start()
+    monkeypatch.undo()
+    assert [key for key in changed(before, state()) if "HOOKS" not in str(key)] == []
+    assert (session.closing, session.finished) == (True, True)
