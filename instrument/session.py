@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from crossrank.instrument.config import Config
-from crossrank.instrument.hooks import dispatcher, excepthook, registry, terminate
+from crossrank.instrument.hooks import excepthook, registry, terminate
 from crossrank.instrument.identity.gpu import Gpu
 from crossrank.instrument.identity.header import describe_rank
 from crossrank.instrument.identity.process_groups import GroupState, GroupTable
@@ -172,15 +172,7 @@ class Session:
             str(self.files.path(file_name(COMMS, self.rank))),
             topology=self.topology,
             ring_capacity=self.config.ring,
-            header=describe_rank(
-                rank=self.rank,
-                world_size=self.world_size,
-                node=self.topology.node,
-                gpu=self.gpu.gpu,
-                config=self.config,
-                ops=dispatcher.ops(),
-                blind_spots=self.groups.unseen_kinds(),
-            ),
+            header=describe_rank(self, self.topology.node),
             on_tick=self._on_tick,
         )
         self.writer.start()
@@ -223,9 +215,9 @@ class Session:
 
     def _on_new_group(self, state: GroupState) -> None:
         writer, topology = self.writer, self.topology
-        group = state.describe()
+        group = state.group
         if writer is not None and topology is not None:
-            writer.line("group", lambda: msgspec.structs.replace(group, locality=topology.locality(state.ranks)))
+            writer.line("group", lambda: msgspec.structs.replace(group, locality=topology.locality(group.ranks)))
         self.windows.note_process_groups()
         if self.nvtx is not None:
             with self.failures.reported("a process group is missing in Nsight's report"):

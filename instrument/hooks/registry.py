@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from crossrank.instrument.hooks import (
     backward,
@@ -27,45 +27,36 @@ if TYPE_CHECKING:
     from crossrank.instrument.session import Session
 
 
-@dataclass(frozen=True, kw_only=True)
+class Installable(Protocol):
+    """A module with two functions."""
+
+    def install(self, session: Session, /) -> None: ...
+
+    def uninstall(self) -> None: ...
+
+
+@dataclass(frozen=True)
 class Hook:
     """One part of torch or Python that is changed while a session records."""
 
-    name: str
-    install: Callable[[Session], None]
-    uninstall: Callable[[], None]
-    in_child: Callable[[], None] | None = None
-    """What a forked child does in place of `uninstall`."""
+    module: Installable
     lost: str | None = None
     """What is lost where it cannot be installed; None where nothing can be recorded then."""
+    in_child: Callable[[], None] | None = None
+    """What a forked child does in place of `uninstall`."""
 
 
 HOOKS = (
-    Hook(
-        name="dispatcher",
-        install=dispatcher.install,
-        uninstall=dispatcher.uninstall,
-        in_child=dispatcher.leave_to_next_install,
-    ),
-    Hook(name="coalescing", install=coalescing.install, uninstall=coalescing.uninstall),
-    Hook(name="optimizer", install=optimizer.install, uninstall=optimizer.uninstall),
-    Hook(
-        name="backward",
-        install=backward.install,
-        uninstall=backward.uninstall,
-        lost="every optimizer step counts as one after a backward pass",
-    ),
-    Hook(
-        name="profiler",
-        install=profiler.install,
-        uninstall=profiler.uninstall,
-        lost="a profiler of yours must not run during a window",
-    ),
-    Hook(name="spawn", install=spawn.install, uninstall=spawn.uninstall, in_child=lambda: None),
-    Hook(name="exits", install=exits.install, uninstall=exits.uninstall),
-    Hook(name="terminate", install=terminate.install, uninstall=terminate.uninstall),
-    Hook(name="excepthook", install=excepthook.install, uninstall=excepthook.uninstall),
-    Hook(name="signals", install=signals.install, uninstall=signals.uninstall, in_child=signals.leave_to_parent),
+    Hook(dispatcher, in_child=dispatcher.leave_to_next_install),
+    Hook(coalescing),
+    Hook(optimizer),
+    Hook(backward, lost="every optimizer step counts as one after a backward pass"),
+    Hook(profiler, lost="a profiler of yours must not run during a window"),
+    Hook(spawn, in_child=lambda: None),  # what a forked child starts is followed as well
+    Hook(exits),
+    Hook(terminate),
+    Hook(excepthook),
+    Hook(signals, in_child=signals.leave_to_parent),
 )
 
 
@@ -74,10 +65,10 @@ def install(session: Session) -> None:
     try:
         for hook in HOOKS:
             if hook.lost is None:
-                hook.install(session)
+                hook.module.install(session)
             else:
                 with session.failures.reported(hook.lost):
-                    hook.install(session)
+                    hook.module.install(session)
     except BaseException:
         uninstall()
         raise
@@ -85,10 +76,10 @@ def install(session: Session) -> None:
 
 def uninstall() -> None:
     for hook in reversed(HOOKS):
-        hook.uninstall()
+        hook.module.uninstall()
 
 
 def leave_to_parent() -> None:
     """In a forked child: take away what can be, and leave to the parent what is the parent's."""
     for hook in reversed(HOOKS):
-        (hook.in_child or hook.uninstall)()
+        (hook.in_child or hook.module.uninstall)()

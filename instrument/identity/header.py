@@ -5,36 +5,30 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import crossrank
-from crossrank.instrument.config import Config
-from crossrank.instrument.identity.gpu import Gpu, nccl_version
+from crossrank.instrument.hooks import dispatcher
+from crossrank.instrument.identity.gpu import nccl_version
 from crossrank.instrument.write.comms_writer import clock
 from crossrank.machine import boot_id
 from crossrank.recording import SCHEMA
 
+if TYPE_CHECKING:
+    from crossrank.instrument.session import Session
 
-def describe_rank(
-    *,
-    rank: int,
-    world_size: int,
-    node: str,
-    gpu: Gpu | None,
-    config: Config,
-    ops: Sequence[str],
-    blind_spots: Sequence[str],
-) -> dict[str, Any]:
+
+def describe_rank(session: Session, node: str) -> dict[str, Any]:
     """The header of this rank, in the fields of `crossrank.recording.Header`."""
     local_rank = os.environ.get("LOCAL_RANK", "")
+    config, gpu = session.config, session.gpu.gpu
     return {
         "schema": SCHEMA,
-        "rank": rank,
-        "world_size": world_size,
+        "rank": session.rank,
+        "world_size": session.world_size,
         "host": socket.gethostname(),
         "boot_id": boot_id(),
         "node": node,
@@ -54,6 +48,6 @@ def describe_rank(
         },
         "config": asdict(config),
         "all_calls": True,
-        "ops": list(ops),
-        "blind_spots": list(blind_spots),
+        "ops": dispatcher.ops(),
+        "blind_spots": session.groups.unseen_kinds(),
     }

@@ -11,6 +11,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import orjson
 import torch.distributed as dist
@@ -24,36 +25,19 @@ from crossrank.instrument.torch_private import has
 log = logging.getLogger("crossrank")
 
 
+@dataclass(eq=False, kw_only=True, slots=True)
 class GroupState:
     """What the recorder keeps for one process group."""
 
-    __slots__ = ("backend", "desc", "descriptors", "eager", "p2p_seqs", "pg", "rank", "ranks", "seq", "size", "timeout")
-
-    def __init__(
-        self,
-        *,
-        pg: str,
-        desc: str,
-        backend: str,
-        ranks: tuple[int, ...] | None,
-        size: int,
-        rank: int,
-        timeout: float | None,
-        eager: bool = False,
-    ) -> None:
-        self.pg = pg
-        self.desc = desc
-        self.backend = backend
-        self.ranks = ranks
-        self.size = size
-        self.rank = rank
-        self.timeout = timeout
-        """Seconds after which a call of it fails; None where its backend does not say."""
-        self.eager = eager
-        self.seq = itertools.count(1)
-        # (peer within the group, direction) -> counter; the peer of a receive from any source is None.
-        self.p2p_seqs: dict[tuple[int | None, str], Iterator[int]] = {}
-        self.descriptors = DescriptorCache()
+    group: Group
+    rank: int
+    """This rank within the group."""
+    timeout: float | None
+    """Seconds after which a call of it fails; None where its backend does not say."""
+    seq: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    p2p_seqs: dict[tuple[int | None, str], Iterator[int]] = field(default_factory=dict)
+    """Counters by peer within the group, None for a receive from any source, and direction."""
+    descriptors: DescriptorCache = field(default_factory=DescriptorCache)
 
     def next_p2p_seq(self, peer: int | None, direction: str) -> int:
         key = (peer, direction)
@@ -64,19 +48,10 @@ class GroupState:
 
     def global_rank(self, group_rank: int | None) -> int | None:
         """The global rank of a member; None where the call names none or the members are not known."""
-        if group_rank is None or self.ranks is None or not 0 <= group_rank < len(self.ranks):
+        ranks = self.group.ranks
+        if group_rank is None or ranks is None or not 0 <= group_rank < len(ranks):
             return None
-        return self.ranks[group_rank]
-
-    def describe(self) -> Group:
-        return Group(
-            pg=self.pg,
-            size=self.size,
-            ranks=list(self.ranks) if self.ranks is not None else None,
-            desc=self.desc,
-            backend=self.backend,
-            eager=self.eager,
-        )
+        return ranks[group_rank]
 
 
 class GroupTable:
@@ -127,11 +102,11 @@ class GroupTable:
 
     def describe(self) -> list[Group]:
         """Every group that is known now."""
-        return [state.describe() for state in list(self._states.values())]
+        return [state.group for state in list(self._states.values())]
 
     def shortest_timeout(self) -> float | None:
         """The shortest timeout of a group of more than one rank, in seconds; None where none is known."""
-        timeouts = (state.timeout for state in list(self._states.values()) if state.size > 1)
+        timeouts = (state.timeout for state in list(self._states.values()) if state.group.size > 1)
         return min((timeout for timeout in timeouts if timeout), default=None)
 
     def unseen_kinds(self) -> list[str]:
@@ -147,25 +122,27 @@ class GroupTable:
 
 def _read(group: dist.ProcessGroup) -> GroupState:
     size = group.size()
-    ranks: tuple[int, ...] | None
+    ranks: list[int] | None
     try:
-        ranks = tuple(dist.get_process_group_ranks(group))
+        ranks = list(dist.get_process_group_ranks(group))
     except (KeyError, ValueError, RuntimeError):
         # Made outside torch's registry. One that is as large as the job can only hold everybody.
-        ranks = tuple(range(size)) if dist.is_initialized() and size == dist.get_world_size() else None
+        ranks = list(range(size)) if dist.is_initialized() and size == dist.get_world_size() else None
     try:
         backend = str(dist.get_backend_config(group))
     except (KeyError, ValueError, RuntimeError, AssertionError):
         backend = group.name()
     return GroupState(
-        pg=group.group_name,
-        desc=group.group_desc,
-        backend=backend,
-        ranks=ranks,
-        size=size,
+        group=Group(
+            pg=group.group_name,
+            size=size,
+            ranks=ranks,
+            desc=group.group_desc,
+            backend=backend,
+            eager=getattr(group, "bound_device_id", None) is not None,
+        ),
         rank=group.rank(),
         timeout=_timeout_of(group),
-        eager=getattr(group, "bound_device_id", None) is not None,
     )
 
 

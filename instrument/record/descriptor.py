@@ -27,11 +27,11 @@ MAX_NUMBERS = 1 << 18
 class Descriptor:
     """One distinct call of one group: op, arguments, place in the user's code."""
 
-    __slots__ = ("_call", "_key", "_locality", "_reduce", "_tail", "emitted", "group", "marker", "reader", "site")
+    __slots__ = ("_call", "_key", "_locality", "_reduce", "_tail", "emitted", "marker", "reader", "site", "state")
 
-    def __init__(self, reader: Reader, group: GroupState, site: Site, key: CallKey, reduce: str | None) -> None:
+    def __init__(self, reader: Reader, state: GroupState, site: Site, key: CallKey, reduce: str | None) -> None:
         self.reader = reader
-        self.group = group
+        self.state = state
         self.site = site
         self._key = key
         self._reduce = reduce
@@ -52,18 +52,18 @@ class Descriptor:
     def call(self) -> Call:
         """What the arguments say, with the bytes of the call."""
         if self._call is None:
-            self._call = self.reader.call(self._key, self.group.size, self._reduce)
+            self._call = self.reader.call(self._key, self.state.group.size, self._reduce)
         return self._call
 
     @property
     def root(self) -> int | None:
         """Global rank of the root."""
-        return self.group.global_rank(self.call.root)
+        return self.state.global_rank(self.call.root)
 
     @property
     def peer(self) -> int | None:
         """Global rank of the peer."""
-        return self.group.global_rank(self.call.peer)
+        return self.state.global_rank(self.call.peer)
 
     def locality(self, topology: Topology) -> Locality:
         """How far this call reaches: its group, or for P2P the way between this rank and its peer."""
@@ -72,7 +72,7 @@ class Descriptor:
             if peer is not None:
                 self._locality = topology.locality((topology.rank, peer))
             else:  # a receive from any source is no nearer than its group
-                self._locality = topology.locality(self.group.ranks)
+                self._locality = topology.locality(self.state.group.ranks)
         return self._locality
 
     def fields(self, *, sizes: bool = True, source: bool = True) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Descriptor:
         call = self.call
         fields: dict[str, Any] = {
             "op": self.reader.op,
-            "pg": self.group.pg,
+            "pg": self.state.group.pg,
             "bytes": call.bytes if sizes else None,
             "dtype": call.dtype,
             "reduce": call.reduce,

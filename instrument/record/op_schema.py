@@ -54,15 +54,7 @@ ROWS: dict[str, Row] = {
     "monitored_barrier_": Row(op="barrier"),
 }
 
-# Argument names that mean the same in every op.
-_GROUP = ("process_group",)
-_ROOT = ("root_rank", "root")
-_PEER = {"send": ("dst",), "recv": ("src",)}
-_TAG = ("tag",)
-_ASYNC = ("async_op",)
-_REDUCE = ("reduce_op",)
-_IN_SPLIT = ("input_split_sizes",)
-_OUT_SPLIT = ("output_split_sizes",)
+_PEER = {"send": "dst", "recv": "src"}
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -76,30 +68,6 @@ CallKey = tuple[Any, ...]
 
 class Reader:
     """Reads the arguments of one c10d op as the dispatcher hands them over."""
-
-    __slots__ = (
-        "_async",
-        "_defaults",
-        "_dummy",
-        "_in_split",
-        "_keyed",
-        "_out_split",
-        "_root",
-        "_tensors_at",
-        "c10d",
-        "direct_api",
-        "group",
-        "inputs",
-        "is_p2p",
-        "key",
-        "op",
-        "operation",
-        "outputs",
-        "peer",
-        "reduce",
-        "row",
-        "tag",
-    )
 
     def __init__(self, c10d: str, schema: torch.FunctionSchema) -> None:
         names = [argument.name for argument in schema.arguments]
@@ -118,22 +86,22 @@ class Reader:
         self.operation = OPERATIONS.get(row.op)
         self.is_p2p = self.operation is not None and self.operation.p2p
         self.outputs = _first(names, row.outputs)
-        group = _first(names, _GROUP)
+        group = _first(names, ("process_group",))
         if not group:
             raise ValueError(f"c10d::{c10d} has no process_group argument")
         self.group = group[0]
-        self._root = _position(names, _ROOT)
-        self.peer = _position(names, _PEER.get(row.op, ()))
-        self.tag = _position(names, _TAG)
-        self._async = _position(names, _ASYNC)
-        self.reduce = _position(names, _REDUCE)
-        self._in_split = _position(names, _IN_SPLIT)
-        self._out_split = _position(names, _OUT_SPLIT)
+        self._root = _position(names, "root_rank", "root")
+        self.peer = _position(names, _PEER.get(row.op, ""))
+        self.tag = _position(names, "tag")
+        self._async = _position(names, "async_op")
+        self.reduce = _position(names, "reduce_op")
+        self._in_split = _position(names, "input_split_sizes")
+        self._out_split = _position(names, "output_split_sizes")
         self._keyed = tuple(p for p in (self._root, self.peer, self._async) if p >= 0)
         # The common layouts are read without loops: one list of tensors, one input and one output tensor.
         types = {argument.name: str(argument.type) for argument in schema.arguments}
         self._tensors_at = self.inputs + self.outputs
-        self._dummy = _position(names, ("tensor",)) if not self._tensors_at else -1
+        self._dummy = _position(names, "tensor") if not self._tensors_at else -1
         layout = [types[names[position]] for position in self._tensors_at]
         one_value = len(self._keyed) == 1
         self.key: Callable[[Sequence[Any]], CallKey | None]
@@ -300,12 +268,8 @@ def _is_real(tensor: torch.Tensor) -> bool:
 
 
 def _first(names: list[str], wanted: tuple[str, ...]) -> tuple[int, ...]:
-    for name in wanted:
-        if name in names:
-            return (names.index(name),)
-    return ()
+    return tuple(names.index(name) for name in wanted if name in names)[:1]
 
 
-def _position(names: list[str], wanted: tuple[str, ...]) -> int:
-    found = _first(names, wanted)
-    return found[0] if found else -1
+def _position(names: list[str], *wanted: str) -> int:
+    return next(iter(_first(names, wanted)), -1)

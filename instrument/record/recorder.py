@@ -177,7 +177,7 @@ class Recorder:
         text = classic_text(descriptor, record_id, self._session.rank, device, config.gpu_serial, config.vm_id)
         if self._classic and self._nvtx is not None:
             self._nvtx.mark(text)
-        if config.print_calls and (descriptor.reader.is_p2p or descriptor.group.rank == 0):
+        if config.print_calls and (descriptor.reader.is_p2p or descriptor.state.rank == 0):
             # One write per line, so that the lines of several ranks do not mix.
             sys.stdout.write(text + "\n")
             sys.stdout.flush()

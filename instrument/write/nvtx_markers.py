@@ -196,7 +196,7 @@ def classic_text(
             "timestamp": time.time(),
             "gpu_serial": gpu_serial,
             "vm_id": vm_id,
-            "group_ranks": descriptor.group.ranks,
+            "group_ranks": descriptor.state.group.ranks,
             "peer_rank": descriptor.peer,
             "root_rank": descriptor.root,
             "correlation_id": record_id,
