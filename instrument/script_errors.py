@@ -1,4 +1,4 @@
-"""Tells a failure of the recorder from an exception that the script raised through it.
+"""Distinguishes a failure of the recorder from an exception that the script raised through it.
 
 Python runs a script's signal handlers between any two bytecodes, also inside the recorder. What such a handler
 raises (a timeout by SIGALRM, say) belongs to the script and must reach it, while a failure of the recorder itself

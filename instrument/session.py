@@ -100,7 +100,7 @@ class Session:
                     self._begin_files()
                 elif self.writer is not None and self.topology is not None:
                     self.writer.follow(self.topology)
-            with self.failures.reported("Nsight's report does not tell this rank"):
+            with self.failures.reported("Nsight's report does not name this rank"):
                 if self.nvtx is not None:
                     self.nvtx.mark_identity(rank, size)
             self.groups.announce_all()
@@ -111,7 +111,7 @@ class Session:
     def close(self, reason: str = "disable") -> None:
         """Finish every file and take everything away. Does nothing the second time.
 
-        In a process that dies the window comes last and has a limit: what tells why it dies is on disk by then.
+        In a process that dies the window comes last and has a limit: the reason is on disk by then.
         """
         if not self._close_once.acquire(blocking=False):
             return

@@ -90,5 +90,5 @@ def _text_of(error: BaseException) -> str:
     try:
         text = str(error)
     except Exception:
-        text = "its text cannot be made"
+        text = "its text is not available"
     return writable(f"{type(error).__name__}: {text}"[:_LONGEST_ERROR])

@@ -80,6 +80,6 @@ def uninstall() -> None:
 
 
 def leave_to_parent() -> None:
-    """In a forked child: take away what can be, and leave to the parent what is the parent's."""
+    """In a forked child: uninstall what belongs to it, and leave the rest to the parent."""
     for hook in reversed(HOOKS):
         (hook.in_child or hook.module.uninstall)()

@@ -4,7 +4,7 @@ The device is the one that the process group is bound to, or that the first tens
 device is neither before the script has called `set_device`, and then it is device 0 on every rank.
 
 A CUDA device is found in NVML by its UUID, never by its index: `CUDA_VISIBLE_DEVICES` renumbers devices for
-CUDA only. Without a driver everything here is None, which is said once at debug level.
+CUDA only. Without a driver everything here is None, which is logged at debug level.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from crossrank.errors import one_line
 
@@ -148,15 +151,11 @@ def cuda_is_in_use() -> bool:
     `torch.cuda.is_available` is not asked anywhere here: it initialises the driver, after which a forked child
     can no longer use CUDA.
     """
-    import torch
-
     return bool(torch.cuda.is_initialized())
 
 
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured on this thread's stream: what synchronises now would break it."""
-    import torch
-
     return cuda_is_in_use() and bool(torch.cuda.is_current_stream_capturing())
 
 
@@ -165,9 +164,6 @@ def bound_device() -> int | None:
 
     Device 0 is torch's default as well: it is that of the first rank of a node.
     """
-    import torch
-    import torch.distributed as dist
-
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
     if bound is not None:
         return bound.index if bound.type == "cuda" else None
@@ -180,8 +176,6 @@ def bound_device() -> int | None:
 
 def may_use_cuda() -> bool:
     """Whether a CUDA device may yet turn up in this process."""
-    import torch
-
     return torch.version.cuda is not None or torch.version.hip is not None
 
 
@@ -213,8 +207,6 @@ def _nccl_text(code: int) -> str:
 
 def _uuid_of(device: int) -> str | None:
     """UUID of a CUDA device as CUDA writes it. Makes no CUDA context."""
-    import torch
-
     try:
         return str(torch.cuda.get_device_properties(device).uuid)
     except Exception as error:
@@ -223,11 +215,11 @@ def _uuid_of(device: int) -> str | None:
 
 
 def _ask(question: Callable[[], Any]) -> Any:
-    """The answer, or None: boards differ in what they tell (a GeForce has no serial)."""
+    """The answer, or None: boards differ in what they answer (a GeForce has no serial)."""
     try:
         return question()
     except Exception as error:
-        log.debug("crossrank: NVML does not tell: %s", one_line(error))
+        log.debug("crossrank: NVML has no answer: %s", one_line(error))
         return None
 
 

@@ -93,7 +93,7 @@ class GroupTable:
                 try:
                     self.add(group)
                 except Exception as error:  # a subclass of somebody's may answer with anything
-                    log.debug("crossrank: a process group cannot be described: %s", one_line(error))
+                    log.debug("crossrank: a process group is not described: %s", one_line(error))
 
     def announce_all(self) -> None:
         """Announce what is known already once more: to a file that has just begun."""
@@ -156,7 +156,7 @@ def _timeout_of(group: dist.ProcessGroup) -> float | None:
             options = group._get_backend(device).options
             found.append(options._timeout.total_seconds())
         except Exception as error:  # a backend without options, or one that is loaded only when it is used
-            log.debug("crossrank: a process group does not tell its timeout: %s", one_line(error))
+            log.debug("crossrank: a process group has no timeout: %s", one_line(error))
     return min(found, default=None)
 
 

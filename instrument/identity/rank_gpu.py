@@ -24,7 +24,7 @@ class RankGpu:
         self._begun = False
         self._lock = threading.RLock()  # a signal handler may end the recording while its thread holds it
         self.is_open = False
-        """Whether the device is not known yet: the recorder tells the devices of tensors until it is."""
+        """Whether the device is not known yet: the recorder passes on the devices of tensors until it is."""
 
     @property
     def gpu(self) -> Gpu | None:

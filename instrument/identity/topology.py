@@ -5,7 +5,7 @@ collects the others' and publishes all of them under one key, which everybody re
 many ranks there are. No collective takes part, nothing waits for a rank, and a rank that does not record is simply
 unknown.
 
-A node is told apart by the kernel's boot id, which containers on one host share and host names in pods do not;
+A node is identified by the kernel's boot id, which containers on one host share and host names in pods do not;
 where there is none, by the host name. `TRACING_NODE` overrides both.
 """
 
@@ -47,7 +47,7 @@ Run = tuple[int, int, Place]
 
 
 def node_of_this_machine() -> str:
-    """What tells this machine from the others of the job."""
+    """An identifier of this machine within the job."""
     return boot_id() or socket.gethostname()
 
 
@@ -118,7 +118,7 @@ class Topology:
         self._stopped = True
 
     def locality(self, ranks: Iterable[int] | None) -> Locality:
-        """How far apart these global ranks are; `unknown` while one of them has not been heard of."""
+        """How far apart these global ranks are; `unknown` while one of them is not known yet."""
         if ranks is None:
             return "unknown"
         members = list(ranks)

@@ -20,6 +20,7 @@ import os
 import sys
 import sysconfig
 import weakref
+from dataclasses import dataclass, field
 from types import CodeType, FrameType
 
 import torch
@@ -69,16 +70,14 @@ CUT = "..."
 _WORKING_FOLDER = os.getcwd() + os.sep
 
 
+@dataclass(eq=False, slots=True)
 class Site:
     """One place in the user's code that communicates, with the API it calls there."""
 
-    __slots__ = ("_code", "_lasti", "_source", "api")
-
-    def __init__(self, api: str | None, code: CodeType | None, lasti: int) -> None:
-        self.api = api
-        self._code = code
-        self._lasti = lasti
-        self._source: str | None = None
+    api: str | None
+    _code: CodeType | None
+    _lasti: int
+    _source: str | None = None
 
     @property
     def source(self) -> str | None:
@@ -93,16 +92,14 @@ class Site:
         return self._source
 
 
+@dataclass(eq=False, slots=True)
 class _Code:
     """What a code object is. `alive` calls back when the object dies: its id may then become another's."""
 
-    __slots__ = ("alive", "kind", "name", "sites")
-
-    def __init__(self, alive: weakref.ref[CodeType], kind: int, name: str | None) -> None:
-        self.alive = alive
-        self.kind = kind
-        self.name = name
-        self.sites: dict[tuple[int, str | None], Site] = {}
+    alive: weakref.ref[CodeType]
+    kind: int
+    name: str | None
+    sites: dict[tuple[int, str | None], Site] = field(default_factory=dict)
 
 
 class CallSites:

@@ -6,6 +6,7 @@ changes from call to call, and therefore is no part of it: id, sequence number, 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -24,24 +25,22 @@ MAX_NUMBERS = 1 << 18
 """Extents and splits in all of them: a call of a large group has thousands, at about 75 bytes each."""
 
 
+@dataclass(eq=False, slots=True)
 class Descriptor:
     """One distinct call of one group: op, arguments, place in the user's code."""
 
-    __slots__ = ("_call", "_key", "_locality", "_reduce", "_tail", "emitted", "marker", "reader", "site", "state")
-
-    def __init__(self, reader: Reader, state: GroupState, site: Site, key: CallKey, reduce: str | None) -> None:
-        self.reader = reader
-        self.state = state
-        self.site = site
-        self._key = key
-        self._reduce = reduce
-        self._call: Call | None = None  # worked out by whoever needs it first, most often the writer's thread
-        self.marker: Any = None
-        """NVTX attributes of this call, once they are final."""
-        self.emitted: bool | None = None
-        """Whether markers of this call are wanted, once the topology has settled it."""
-        self._locality: Locality = "unknown"
-        self._tail: bytes | None = None
+    reader: Reader
+    state: GroupState
+    site: Site
+    _key: CallKey
+    _reduce: str | None
+    marker: Any = None
+    """NVTX attributes of this call, once they are final."""
+    emitted: bool | None = None
+    """Whether markers of this call are wanted, once the topology has settled it."""
+    _call: Call | None = None  # worked out by whoever needs it first, most often the writer's thread
+    _locality: Locality = "unknown"
+    _tail: bytes | None = None
 
     @property
     def numbers(self) -> int:
@@ -78,7 +77,7 @@ class Descriptor:
     def fields(self, *, sizes: bool = True, source: bool = True) -> dict[str, Any]:
         """The fields of the record that a repetition shares, without the locality.
 
-        First what tells one call from another: a list of markers shows little more than the begin of each.
+        First what distinguishes one call from another: a list of markers shows little more than the begin of each.
         """
         call = self.call
         fields: dict[str, Any] = {

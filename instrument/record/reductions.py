@@ -23,7 +23,7 @@ _ARGUMENT = "op"
 
 
 def name_of(reduce_op: Any) -> str | None:
-    """The reduction of the dispatcher's ReduceOp object; None where this torch does not tell it."""
+    """The reduction of the dispatcher's ReduceOp object; None where this torch does not say."""
     try:
         code: int = reduce_op._get_method("op")()
     except (AttributeError, RuntimeError):

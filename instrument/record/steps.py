@@ -40,7 +40,7 @@ class _Update:
 
 
 class StepBoundaries:
-    """Tells which optimizer steps end an iteration."""
+    """Decides which optimizer steps end an iteration."""
 
     def __init__(self, on_doubt: Callable[[], None] = lambda: None) -> None:
         self._on_doubt = on_doubt

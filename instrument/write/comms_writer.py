@@ -175,7 +175,7 @@ class CommsWriter:
                     if self._file >= 0:
                         self._drain(for_good=self._localities_are_final())
             except Exception as error:
-                self._fail("the writer stumbled", error)
+                self._fail("lines are missing in the comms file", error)
 
     def _localities_are_final(self) -> bool:
         return (
@@ -257,8 +257,8 @@ class CommsWriter:
         """Write lines as one complete frame, or nothing at all. If not `for_good`, the next frame takes its place.
 
         Behind it comes a frame with the `moment` up to which no call is missing, which the next frame always replaces:
-        it tells a rank that stands still from one whose file ends early. Where the disk refuses, the lines without
-        which later records cannot be read (header, groups) are owed, and go before the next ones.
+        it distinguishes a rank without progress from one whose file ends early. Where the disk refuses, the lines
+        without which later records cannot be read (header, groups) are owed, and go before the next ones.
         """
         content, context = lines
         frame = b""

@@ -61,7 +61,7 @@ class FlightDumps:
         self._writing = False
         self._watch: HangWatch | None = None
         self._calls_at_hang: int | None = None
-        self._voice: process_lock.ProcessLock | None = None
+        self._reporter: process_lock.ProcessLock | None = None  # held by the rank of this node that reports a hang
 
     def write(self, reason: str) -> None:
         """Write torch's flight recorder as it stands now."""
@@ -115,10 +115,10 @@ class FlightDumps:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Communication goes on: of the next silence another rank may speak."""
-        voice, self._voice = self._voice, None
-        if voice is not None:
-            voice.release()
+        """Communication goes on: another rank may report the next hang."""
+        reporter, self._reporter = self._reporter, None
+        if reporter is not None:
+            reporter.release()
 
     def _on_hang(self, seconds: float) -> None:
         session = self._session
@@ -126,9 +126,9 @@ class FlightDumps:
             return
         self.write("hang")
         folder = session.files.folder
-        # A long evaluation or checkpoint is silent as well, on every rank: one rank of a node says so, and once.
-        self._voice = process_lock.take(f"no communication in {folder}")
-        if self._voice is not None:
+        # A long evaluation or checkpoint is silent as well, on every rank: one rank of a node reports it, and once.
+        self._reporter = process_lock.take(f"no communication in {folder}")
+        if self._reporter is not None:
             log.warning(
                 "crossrank: no communication for %.3g s (rank %d): what every rank did last is in %s. If the job "
                 "hangs, `crossrank diagnose %s` says who waits for whom",
@@ -222,7 +222,7 @@ def _merged(contents: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _identity_of(entry: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells an entry from every other one of the process."""
+    """What distinguishes an entry from every other one of the process."""
     group = entry.get("process_group")
     return (
         entry.get("profiling_name"),

@@ -11,10 +11,10 @@ texts is distinct: with a tool attached that costs about 10 us and leaks about 1
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import socket
-import threading
 import time
 from importlib.metadata import version
 from typing import Any
@@ -63,7 +63,7 @@ class NvtxMarkers:
         self._domain.mark(message=shortened(text))
 
     def mark_identity(self, rank: int, world_size: int) -> None:
-        """Tell who this is inside the report, whatever its file is called."""
+        """Name this rank inside the report, whatever its file is called."""
         identity = {"rank": rank, "world_size": world_size, "host": socket.gethostname()}
         self.mark(orjson.dumps({"crossrank": crossrank.__version__} | identity).decode())
 
@@ -81,7 +81,10 @@ class NvtxMarkers:
         """Open the range of a call. Every push needs its `pop` on the same thread."""
         attributes = descriptor.marker
         if attributes is None:
-            attributes = self._attributes(descriptor, topology)
+            settled = topology.settled.is_set()
+            attributes = self._domain.get_event_attributes(message=self._message(descriptor, topology))
+            if settled:
+                descriptor.marker = attributes
         self._domain.push_range(attributes, payload=record_id)
 
     def push_batch(self, pg: str, batch: int) -> None:
@@ -91,13 +94,6 @@ class NvtxMarkers:
 
     def pop(self) -> None:
         self._domain.pop_range()
-
-    def _attributes(self, descriptor: Descriptor, topology: Topology) -> Any:
-        settled = topology.settled.is_set()
-        attributes = self._domain.get_event_attributes(message=self._message(descriptor, topology))
-        if settled:
-            descriptor.marker = attributes
-        return attributes
 
     def _message(self, descriptor: Descriptor, topology: Topology) -> str:
         """The text of a call, as detailed as there is room for."""
@@ -113,20 +109,9 @@ class NvtxMarkers:
         return shortened(descriptor.message(locality, sizes=False, source=False))
 
 
-_attaching = threading.Lock()
-_attached: list[Any] = []
-"""The domain, or None, once it is known. It is made once and never given back: NVTX destroys it with its object."""
-
-
+@functools.cache  # never given back: NVTX destroys a domain with its object
 def _domain_of_process() -> Any:
     """The domain of this process; None where no tool takes its ranges, which is logged if one is attached."""
-    with _attaching:
-        if not _attached:
-            _attached.append(_attach())
-        return _attached[0]
-
-
-def _attach() -> Any:
     tool = os.environ.get(_TOOL)
     attached = bool(tool) and tool != _NO_TOOL
     reason = "it takes no range of this domain; if nsys filters domains, name crossrank in --nvtx-domain-include"

@@ -110,7 +110,7 @@ class _Owner(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _job() -> str:
-    """What tells the job that this process belongs to from one that it may start."""
+    """An identifier of the job that this process belongs to, as opposed to one that it may start."""
     names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     return " ".join(os.environ.get(name, "") for name in names)
 

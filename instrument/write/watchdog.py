@@ -60,22 +60,22 @@ class HangWatch:
     def _watch(self) -> None:
         calls, since = self._calls(), time.monotonic()
         completed: int | None = None
-        told = False
+        reported = False
         while not self._stopped:
             patience = self._patience()
             time.sleep(min(patience / _LOOKS, _LONGEST_PAUSE))
             now = time.monotonic()
             if self._calls() != calls:
-                if told:
+                if reported:
                     self._on_end()
-                calls, since, completed, told = self._calls(), now, None, False
+                calls, since, completed, reported = self._calls(), now, None, False
                 continue
-            if told or now - since < patience / 2:
+            if reported or now - since < patience / 2:
                 continue
             over = self._completed()
             if completed is not None and over != completed:
                 since = now
             completed = over
             if now - since >= patience and not self._stopped:
-                told = True
+                reported = True
                 self._on_hang(now - since)

@@ -67,7 +67,7 @@ class WindowRecorder:
 
     def prepare(self) -> None:
         """Warm Kineto up, one iteration before a window opens: CUPTI takes its time at the first start."""
-        if self._nsys or self._kineto is not None or not has("Kineto") or _foreign_profiler():
+        if self._nsys or self._kineto is not None or not has("Kineto") or _profiler_of_user():
             return
         profiler = _kineto_profiler()
         profiler._prepare_trace()
@@ -110,7 +110,7 @@ class WindowRecorder:
         self._end_step()
         if not self.is_open:
             return
-        if self._kineto_runs or (self._observed is not None and has("Kineto") and not _foreign_profiler()):
+        if self._kineto_runs or (self._observed is not None and has("Kineto") and not _profiler_of_user()):
             self._step = autograd_profiler.record_function(f"ProfilerStep#{step}")
             self._step_thread = threading.get_ident()
             self._step.__enter__()
@@ -265,7 +265,7 @@ class WindowRecorder:
         log.warning("crossrank: window %d has no %s: %s", self.number, what, why)
 
 
-def _foreign_profiler() -> bool:
+def _profiler_of_user() -> bool:
     """Whether a profiler that is not ours runs. Asked only while ours does not."""
     return bool(autograd_profiler._is_profiler_enabled or torch.autograd._profiler_enabled())
 

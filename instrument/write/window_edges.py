@@ -184,7 +184,7 @@ class Windows:
 
 
 def _ends_within(seconds: float, work: Callable[[], None]) -> bool:
-    """Do `work` and tell whether it ended in time; if not, it is left alone."""
+    """Do `work`; returns whether it ended in time. If not, it is left to itself."""
     thread = threads.start("window", work)
     if thread is None:
         work()

@@ -630,7 +630,7 @@ loop.add_signal_handler(signal.SIGUSR2, lambda: None)
 @pytest.mark.parametrize(
     ("text", "noted"),
     [
-        ("raise RuntimeError", "Odd: its text cannot be made"),
+        ("raise RuntimeError", "Odd: its text is not available"),
         ("return '\\ud800 half'", "Odd: \\ud800 half"),
     ],
 )
