@@ -44,9 +44,19 @@ class _AfterImport:
         spec = next((spec for spec in (finder.find_spec(name, path, target) for finder in others) if spec), None)
         # Libraries also look for torch without importing it, so the action stays until it is imported.
         if spec is not None and spec.loader is not None:
-            loader: Any = _ActingLoader(spec.loader, lambda: self._act(name))
-            spec.loader = loader
+            self._act_after(spec.loader, name)
         return spec
+
+    def _act_after(self, loader: Any, name: str) -> None:
+        original = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            original(module)
+            if module.__name__ == name:
+                del loader.exec_module
+                self._act(name)
+
+        loader.exec_module = exec_module
 
     def _act(self, name: str) -> None:
         action = self._actions.pop(name, None)
@@ -58,21 +68,3 @@ class _AfterImport:
     def remove(self) -> None:
         if self in sys.meta_path:
             sys.meta_path.remove(self)
-
-
-class _ActingLoader:
-    """Loads a module as its own loader does, then acts."""
-
-    def __init__(self, loader: Any, action: Callable[[], None]) -> None:
-        self._loader = loader
-        self._action = action
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._loader, name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        self._action()

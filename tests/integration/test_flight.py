@@ -167,7 +167,7 @@ def test_a_hang_of_gloo_beside_nccl_is_in_the_dump(tmp_path: Path) -> None:
             "timeout_ms": 600000, "is_p2p": False, "frames": [],
         }]}
         torch._C._distributed_c10d._dump_nccl_trace = lambda *_: pickle.dumps(train)
-        flight.cuda_is_in_use = lambda: True
+        flight_dump.cuda_is_in_use = lambda: True
         crossrank.enable()
         dist.all_reduce(torch.ones(4))
         """,
