@@ -153,7 +153,7 @@ class Session:
     def _begin_topology(self) -> None:
         if self.topology is not None:
             self.topology.stop()
-        self.topology = Topology(self.rank, self.world_size, self.config.node or node_of_this_machine(), None)
+        self.topology = Topology(self.rank, self.world_size, (self.config.node or node_of_this_machine(), None))
         self.topology.start(self._store_of_world, self._epoch, self.gpu.nvlink_domain)
 
     def _store_of_world(self) -> dist.Store | None:
@@ -172,7 +172,7 @@ class Session:
             str(self.files.path(file_name(COMMS, self.rank))),
             topology=self.topology,
             ring_capacity=self.config.ring,
-            header=describe_rank(self, self.topology.node),
+            header=describe_rank(self, self.topology.places[self.rank][0]),
             on_tick=self._on_tick,
         )
         self.writer.start()

@@ -59,7 +59,6 @@ class GroupTable:
 
     def __init__(self, on_new: Callable[[GroupState], None]) -> None:
         self._states: dict[int, GroupState] = {}
-        self._references: dict[int, weakref.ref[dist.ProcessGroup]] = {}
         self._on_new = on_new
         self._lock = threading.RLock()  # training and the writer's thread both look for new groups
         self.by_id = self._states.get
@@ -72,14 +71,8 @@ class GroupTable:
             known = self._states.get(key)
             if known is not None:
                 return known
-            state = _read(group)
-
-            def forget(_: object) -> None:
-                self._states.pop(key, None)
-                self._references.pop(key, None)
-
-            self._references[key] = weakref.ref(group, forget)
-            self._states[key] = state
+            state = self._states[key] = _read(group)
+            weakref.finalize(group, self._states.pop, key, None).atexit = False
             self._on_new(state)
             return state
 

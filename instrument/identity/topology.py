@@ -54,13 +54,11 @@ def node_of_this_machine() -> str:
 class Topology:
     """Where the ranks are, filled in from the store while training goes on."""
 
-    def __init__(self, rank: int, world_size: int, node: str, nvlink_domain: str | None) -> None:
+    def __init__(self, rank: int, world_size: int, place: Place) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.node = node
-        self.nvlink_domain = nvlink_domain
-        self._nodes: dict[int, str] = {rank: node}
-        self._domains: dict[int, str | None] = {rank: nvlink_domain}
+        self.places = {rank: place}
+        """Where the ranks are that are known."""
         self._stopped = False
         self.settled = threading.Event()
         """Set when every rank is known, or when waiting for the rest was given up."""
@@ -84,35 +82,25 @@ class Topology:
         """
         try:
             if domain is not None:
-                self._domains[self.rank] = domain()
+                self.places[self.rank] = (self.places[self.rank][0], domain())
             exchange = _Exchange(self, find_store, f"crossrank/topology/{epoch}")
             exchange.publish()
             pause, started = max(_FIRST_PAUSE, self.world_size * _PAUSE_PER_RANK), time.monotonic()
-            while not (self._stopped or self._complete()) and time.monotonic() - started < _GIVE_UP_AFTER:
+            while self.missing() and not self._stopped and time.monotonic() - started < _GIVE_UP_AFTER:
                 time.sleep(pause)
                 if time.monotonic() - started > 0.2:
                     pause = min(pause * 1.5, _LONGEST_PAUSE)
                 exchange.collect()
-            if not (self._stopped or self._complete()):
-                silent = [rank for rank in range(self.world_size) if rank not in self._nodes]
+            if not self._stopped and (silent := self.missing()):
                 log.info("crossrank: ranks %s do not record; calls with them have locality unknown", silent)
         except Exception as error:
             log.info("crossrank: the nodes of the other ranks are not known: %s", one_line(error))
         finally:
             self.settled.set()
 
-    def _complete(self) -> bool:
-        return len(self._nodes) == self.world_size
-
-    def learn(self, places: dict[int, Place]) -> None:
-        """Take in where these ranks are."""
-        for rank, (node, nvlink_domain) in places.items():
-            self._domains[rank] = nvlink_domain
-            self._nodes[rank] = node
-
-    def places(self) -> dict[int, Place]:
-        """Where the ranks are that are known."""
-        return {rank: (node, self._domains.get(rank)) for rank, node in list(self._nodes.items())}
+    def missing(self) -> list[int]:
+        """The ranks that are not known yet."""
+        return [rank for rank in range(self.world_size) if rank not in self.places]
 
     def stop(self) -> None:
         self._stopped = True
@@ -121,15 +109,15 @@ class Topology:
         """How far apart these global ranks are; `unknown` while one of them is not known yet."""
         if ranks is None:
             return "unknown"
-        members = list(ranks)
-        nodes = {self._nodes.get(rank) for rank in members}
-        if None in nodes:
+        members = [self.places.get(rank) for rank in ranks]
+        nodes = {place[0] for place in members if place is not None}
+        if None in members:
             # Two known ranks on different nodes decide it, whatever the rest is, unless NVLink joins them.
-            known = nodes - {None}
-            return "cross_node" if len(known) > 1 and not any(self._domains.values()) else "unknown"
+            has_nvlink = any(domain for _, domain in list(self.places.values()))
+            return "cross_node" if len(nodes) > 1 and not has_nvlink else "unknown"
         if len(nodes) <= 1:
             return "intra_node"
-        domains = {self._domains.get(rank) for rank in members}
+        domains = {place[1] for place in members if place is not None}
         return "nvlink_domain" if len(domains) == 1 and None not in domains else "cross_node"
 
 
@@ -160,7 +148,7 @@ class _Exchange:
         if store is None:
             topology.stop()
             return
-        store.set(str(topology.rank), msgspec.json.encode(topology.places()[topology.rank]).decode())
+        store.set(str(topology.rank), msgspec.json.encode(topology.places[topology.rank]).decode())
         self._collects = store.add("published", 1) == 1
 
     def collect(self) -> None:
@@ -172,11 +160,11 @@ class _Exchange:
             self._gather(store)
         elif (known := store.add("known", 0)) > self._known:
             self._known, self._looks = known, 0
-            self._topology.learn(_from_runs(msgspec.json.decode(store.get("places"), type=list[Run])))
+            self._topology.places.update(_from_runs(msgspec.json.decode(store.get("places"), type=list[Run])))
         else:
             self._looks += 1
             if self._looks % _PATIENCE == 0:  # the collector may be gone
-                self._read(store, self._missing())
+                self._read(store, self._topology.missing())
 
     def _gather(self, store: Store) -> None:
         """Read the others once all have published, or no more come, and publish what is known."""
@@ -186,19 +174,15 @@ class _Exchange:
         self._published = published
         if published < topology.world_size and self._looks != _STANDSTILL:
             return
-        missing = self._missing()
+        missing = topology.missing()
         if not self._read(store, missing):
             # Somebody does not record, or has published twice: who is there is asked one by one.
             self._read(store, [rank for rank in missing if store.check([str(rank)])])
-        store.set("places", msgspec.json.encode(_to_runs(topology.places())).decode())
-        known = len(topology.places())
+        store.set("places", msgspec.json.encode(_to_runs(topology.places)).decode())
+        known = len(topology.places)
         if known > self._known:
             store.add("known", known - self._known)
             self._known = known
-
-    def _missing(self) -> list[int]:
-        known = self._topology.places()
-        return [rank for rank in range(self._topology.world_size) if rank not in known]
 
     def _read(self, store: Store, ranks: list[int]) -> bool:
         """Read where these ranks are if all have published: the store would wait for a key that is not there."""
@@ -206,7 +190,7 @@ class _Exchange:
         if not keys or not store.check(keys):
             return False
         places = zip(ranks, store.multi_get(keys), strict=True)
-        self._topology.learn({rank: msgspec.json.decode(place, type=Place) for rank, place in places})
+        self._topology.places.update({rank: msgspec.json.decode(place, type=Place) for rank, place in places})
         return True
 
 

@@ -1,13 +1,15 @@
 """Whatever a hook changes of torch or Python is as before when it is taken away again.
 
-The rule is checked on everything that can be looked at: attributes of all modules and their classes, what lists and
-dictionaries of modules hold, signal handlers, finalizers, the dispatcher's kernels and C++'s terminate handler.
+The rule is checked on all that can be looked at: attributes of every module of torch and Python and of their classes,
+what lists and dictionaries of modules hold, signal handlers, finalizers, the dispatcher's kernels and C++'s terminate
+handler.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import operator
 import signal
 import sys
 from multiprocessing import util
@@ -24,7 +26,8 @@ from crossrank.instrument.hooks import registry, spawn
 from crossrank.instrument.hooks.registry import HOOKS, Hook
 from crossrank.instrument.session import Session
 
-PASSED_OVER = ("crossrank", "tests", "_pytest", "pytest", "execnet", "xdist", "logging", "linecache", "warnings", "re")
+LOOKED_AT = {"torch"} | sys.stdlib_module_names - {"linecache", "logging", "re", "warnings"}
+"""Torch and Python, without what keeps what it has seen."""
 UNSTEADY = {("torch.utils.hooks", "RemovableHandle", "next_id"), ("threading", "_active", "content")}
 """A counter that only ever rises, and threads, which end in their own time."""
 NOTHING_TO_CHANGE = (spawn,)
@@ -33,7 +36,7 @@ NOTHING_TO_CHANGE = (spawn,)
 
 def modules() -> dict[str, ModuleType]:
     found = {name: module for name, module in list(sys.modules.items()) if type(module) is ModuleType}
-    return {name: module for name, module in found.items() if name.split(".")[0] not in PASSED_OVER}
+    return {name: module for name, module in found.items() if name.split(".")[0] in LOOKED_AT}
 
 
 def kernels() -> list[str]:
@@ -41,35 +44,47 @@ def kernels() -> list[str]:
     return [torch._C._dispatch_dump(name) for name in sorted(names)]
 
 
-def state() -> dict[object, object]:
-    """Everything by what it is called. Values are held, so that none of them is mistaken for another."""
-    found: dict[object, object] = {}
+State = dict[tuple[str, ...], dict[object, object]]
+
+
+def state() -> State:
+    """Everything by where it is. Values are held, so that none of them is mistaken for another."""
+    found: State = {}
     for name, module in modules().items():
+        found[name,] = {**vars(module)}
         for attribute, value in list(vars(module).items()):
-            found[name, attribute] = value
             if issubclass(type(value), type) and value.__module__ == name:
-                found |= {(name, attribute, inner): part for inner, part in list(vars(value).items())}
+                found[name, attribute] = {**vars(value)}
             elif issubclass(type(value), list | set | dict) and attribute not in ("__builtins__", "modules"):
-                found[name, attribute, "content"] = tuple(map(id, value.values() if isinstance(value, dict) else value))
-    found |= {("handler", number): signal.getsignal(number) for number in signal.valid_signals()}
+                content = list(value.values() if isinstance(value, dict) else value)
+                found[name, attribute, "content"] = dict(enumerate(content))
     wakeup = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
     terminate = ctypes.CDLL("libstdc++.so.6")["_ZSt13get_terminatev"]
     terminate.restype = ctypes.c_void_p
-    return found | {
+    found["process",] = {
         "wakeup": wakeup,
         "finalizers": len(util._finalizer_registry),  # type: ignore[attr-defined]
         "kernels": kernels(),
         "terminate": terminate(),
+        **{str(number): signal.getsignal(number) for number in signal.valid_signals()},
     }
+    return found
 
 
-def changed(before: dict[object, object], after: dict[object, object]) -> list[object]:
+def changed(before: State, after: State) -> list[tuple[object, ...]]:
+    """Where the two differ."""
+
     def same(one: object, other: object) -> bool:
         return one is other or (type(one) in (int, str, list, tuple) and one == other)
 
-    keys = (before.keys() | after.keys()) - UNSTEADY
-    return sorted((key for key in keys if not same(before.get(key), after.get(key))), key=str)
+    keys: list[tuple[object, ...]] = []
+    for where in before.keys() | after.keys():
+        one, other = before.get(where, {}), after.get(where, {})
+        if one.keys() != other.keys() or not all(map(operator.is_, one.values(), other.values())):
+            names = one.keys() | other.keys()
+            keys += [(*where, name) for name in names if not same(one.get(name), other.get(name))]
+    return sorted((key for key in keys if not any(key[: len(one)] == one for one in UNSTEADY)), key=str)
 
 
 @pytest.fixture

@@ -20,9 +20,7 @@ def exchanged(places: list[tuple[str, str | None] | None]) -> list[Topology | No
     """The topologies of all ranks after each that records has published; None is a rank that does not."""
     store = dist.HashStore()
     world = len(places)
-    topologies = [
-        None if place is None else Topology(rank, world, place[0], place[1]) for rank, place in enumerate(places)
-    ]
+    topologies = [None if place is None else Topology(rank, world, place) for rank, place in enumerate(places)]
     threads = [
         threading.Thread(target=topology.exchange, args=(lambda: store, 0))
         for topology in topologies
@@ -76,9 +74,8 @@ def test_a_rank_that_does_not_record_is_unknown_and_blocks_nobody() -> None:
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=6), st.data())
 def test_without_nvlink_a_group_crosses_nodes_exactly_if_it_has_two(nodes: list[str], data: st.DataObject) -> None:
-    topology = Topology(0, len(nodes), nodes[0], None)
-    topology._nodes = dict(enumerate(nodes))
-    topology._domains = dict.fromkeys(range(len(nodes)))
+    topology = Topology(0, len(nodes), (nodes[0], None))
+    topology.places = {rank: (node, None) for rank, node in enumerate(nodes)}
     ranks = data.draw(st.lists(st.integers(0, len(nodes) - 1), min_size=1))
     expected = "intra_node" if len({nodes[rank] for rank in ranks}) == 1 else "cross_node"
     assert topology.locality(ranks) == expected
@@ -100,7 +97,7 @@ def test_the_exchange_asks_the_store_a_few_times_per_rank_however_many_ranks_the
 
                 return ask
 
-        topologies = [Topology(rank, world, f"node {rank // 8}", None) for rank in range(world)]
+        topologies = [Topology(rank, world, (f"node {rank // 8}", None)) for rank in range(world)]
         exchanges = [_Exchange(topology, lambda: store, "x") for topology in topologies]
         for exchange in exchanges:
             exchange._store = Counted  # type: ignore[assignment]
@@ -108,7 +105,7 @@ def test_the_exchange_asks_the_store_a_few_times_per_rank_however_many_ranks_the
         for exchange in exchanges:
             exchange.collect()
         assert all(topology.locality([0, world - 1]) == "cross_node" for topology in topologies)
-        assert all(topology._complete() for topology in topologies)
+        assert all(not topology.missing() for topology in topologies)
         return requests / world
 
     assert requests_per_rank(512) <= requests_per_rank(16) <= 5
@@ -118,7 +115,7 @@ def _on_a_store(world: int) -> list[_Exchange]:
     """The exchanges of all ranks on a store that raises where one of TCP would wait for a key."""
     store = dist.HashStore()
     store.set_timeout(timedelta(milliseconds=1))
-    topologies = [Topology(rank, world, f"node {rank}", None) for rank in range(world)]
+    topologies = [Topology(rank, world, (f"node {rank}", None)) for rank in range(world)]
     return [_Exchange(topology, lambda: store, "x") for topology in topologies]
 
 
