@@ -17,10 +17,9 @@ from torch.distributed import distributed_c10d
 
 from crossrank.instrument.config import Config
 from crossrank.instrument.hooks import excepthook, registry, terminate
-from crossrank.instrument.identity.gpu import Gpu
+from crossrank.instrument.identity.gpu import Gpu, RankGpu
 from crossrank.instrument.identity.header import describe_rank
 from crossrank.instrument.identity.process_groups import GroupState, GroupTable
-from crossrank.instrument.identity.rank_gpu import RankGpu
 from crossrank.instrument.identity.topology import Topology, node_of_this_machine
 from crossrank.instrument.record.iterations import Iterations
 from crossrank.instrument.record.recorder import Recorder

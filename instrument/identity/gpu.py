@@ -1,4 +1,4 @@
-"""Which GPU this rank drives, and its cumulative counters, asked of the driver through NVML.
+"""Which GPU this rank drives, settled as soon as it is certain, and its cumulative counters, asked through NVML.
 
 The device is the one that the process group is bound to, or that the first tensor communicated is on. torch's current
 device is neither before the script has called `set_device`, and then it is device 0 on every rank.
@@ -13,6 +13,8 @@ import ctypes
 import logging
 import os
 import re
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +58,8 @@ _COUNTERS = {
     "NVML_FI_DEV_PCIE_COUNT_RX_BYTES": "pcie_rx_bytes",
     "NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION": "energy_mj",
 }
+_PATIENCE = 2.0
+"""Seconds for which the other ranks may wait to learn of this rank's NVLink domain."""
 _ALL_LINKS = 0xFFFFFFFF  # scope of the NVLink fields: the sum over all links
 _FABRIC_COMPLETED = 3
 _NCCL = re.compile(r"(/\S*(?:libnccl|librccl|libtorch_cuda|libtorch_hip)[^/\s]*\.so[^/\s]*)")
@@ -143,6 +147,60 @@ class GpuReader:
             return cluster, int(info.cliqueId)
 
         return _ask(ask) or (None, None)
+
+
+class RankGpu:
+    """The GPU of this rank. `on_late` is called with it where it becomes known after `begin`."""
+
+    def __init__(self, on_late: Callable[[Gpu], None]) -> None:
+        self._on_late = on_late
+        self._device: int | None = None
+        self._reader: GpuReader | None = None
+        self._begun = False
+        self._lock = threading.RLock()  # a signal handler may end the recording while its thread holds it
+        self.is_open = False
+        """Whether the device is not known yet: the recorder passes on the devices of tensors until it is."""
+
+    @property
+    def gpu(self) -> Gpu | None:
+        return self._reader.gpu if self._reader is not None else None
+
+    def begin(self) -> None:
+        """Take the device that the process group is bound to, or that is certain otherwise."""
+        if self._device is None:
+            self._device = bound_device()
+            self.is_open = self._device is None and may_use_cuda()
+        self.read()
+        self._begun = True
+
+    def settle(self, device: str | None) -> None:
+        """Take in the device of a tensor that is communicated, such as `cuda:1`."""
+        if device is None or not device.startswith("cuda"):
+            return
+        index = device.partition(":")[2]
+        self._device = int(index) if index else torch.cuda.current_device()
+        self.is_open = False
+
+    def read(self) -> None:
+        """Ask the driver once the device is known."""
+        with self._lock:
+            if self._reader is not None or self._device is None or not cuda_is_in_use():
+                return
+            self._reader = GpuReader(self._device)
+            if self._begun and self._reader.gpu is not None:
+                self._on_late(self._reader.gpu)
+
+    def nvlink_domain(self) -> str | None:
+        """The NVLink domain, waiting a moment for the device to be known."""
+        until = time.monotonic() + _PATIENCE
+        while self.is_open and time.monotonic() < until:
+            time.sleep(0.05)
+        self.read()
+        return self.gpu.nvlink_domain if self.gpu is not None else None
+
+    def counters(self) -> dict[str, int] | None:
+        """Cumulative counters of the GPU; None without one."""
+        return self._reader.counters() if self._reader is not None else None
 
 
 def cuda_is_in_use() -> bool:

@@ -242,13 +242,8 @@ class CommsWriter:
 
     def recent(self) -> list[orjson.Fragment]:
         """The last calls as they stand, or would stand, in the file."""
-        entries: list[Entry] = []
-        for _ in range(10):  # training, or the thread, may append at the same moment
-            try:
-                entries = [*self._recent, *(entry for entry in self.ring if isinstance(entry, tuple))][-_RECENT:]
-                break
-            except RuntimeError:
-                continue
+        # Each is copied in one step, in which nobody appends.
+        entries = [entry for entry in (*self._recent, *self.ring) if isinstance(entry, tuple)][-_RECENT:]
         # While the thread moves a call from the one to the other it may be met in both.
         once = {entry[1]: entry for entry in entries}
         return [orjson.Fragment(_record_line(entry, entry[0].locality(self.topology))) for entry in once.values()]

@@ -131,16 +131,6 @@ def test_a_backward_pass_that_fails_raises_what_it_would_without(watch: ModuleTy
     assert watch.began()
 
 
-def test_the_engine_is_put_back() -> None:
-    engine = Variable._execution_engine
-    backward.install()
-    assert Variable._execution_engine is not engine
-    assert isinstance(Variable._execution_engine, type(engine))
-    backward.uninstall()
-    backward.uninstall()
-    assert Variable._execution_engine is engine
-
-
 def test_an_engine_that_somebody_else_put_in_place_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     class Other(type(Variable._execution_engine)):  # type: ignore[misc]
         pass

@@ -15,6 +15,7 @@ import sys
 from multiprocessing import util
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -44,17 +45,17 @@ def kernels() -> list[str]:
     return [torch._C._dispatch_dump(name) for name in sorted(names)]
 
 
-State = dict[tuple[str, ...], dict[object, object]]
+State = dict[tuple[str, ...], dict[Any, object]]
 
 
 def state() -> State:
     """Everything by where it is. Values are held, so that none of them is mistaken for another."""
     found: State = {}
     for name, module in modules().items():
-        found[name,] = {**vars(module)}
+        found[name,] = dict(vars(module))
         for attribute, value in list(vars(module).items()):
             if issubclass(type(value), type) and value.__module__ == name:
-                found[name, attribute] = {**vars(value)}
+                found[name, attribute] = dict(vars(value))
             elif issubclass(type(value), list | set | dict) and attribute not in ("__builtins__", "modules"):
                 content = list(value.values() if isinstance(value, dict) else value)
                 found[name, attribute, "content"] = dict(enumerate(content))
