@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
-import fsspec
-
 from crossrank.errors import CrossrankError, one_line
 from crossrank.recording import is_url
 
@@ -32,6 +30,8 @@ def make_folder(folder: str) -> None:
     """Make a local folder or one at a URL, with those above it. Raises `CrossrankError` where that cannot be."""
     try:
         if is_url(folder):
+            import fsspec
+
             file_system, path = fsspec.core.url_to_fs(folder)
             file_system.makedirs(path, exist_ok=True)
         else:
@@ -54,6 +54,8 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     A URL gets the file when it is whole. Raises `OSError` where it cannot be put in place.
     """
     if is_url(str(path)):
+        import fsspec
+
         with tempfile.TemporaryDirectory(prefix="crossrank-") as folder:
             temporary = Path(folder) / str(path).rpartition("/")[2]
             yield temporary

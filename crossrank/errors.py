@@ -43,6 +43,10 @@ def unforeseen(error: BaseException) -> CrossrankError:
         return CrossrankError("there is not enough memory for it; try --jobs 1, or a larger machine")
     if isinstance(error, RecursionError):
         return CrossrankError("its content is nested deeper than can be read; name a genuine file")
+    if isinstance(error, ModuleNotFoundError) and (missing := (error.name or "").partition(".")[0]) != "crossrank":
+        extra = "cluster" if missing in ("dask", "distributed") else "tools"
+        package = "protobuf" if missing == "google" else missing
+        return CrossrankError(f"{package} is not installed; run: pip install 'crossrank[{extra}]'")
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
     return CrossrankError(f"stopped by an error that was not foreseen ({one_line(error)}{place}); please report it")

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, cast
 
-import fsspec
 import msgspec
 import zstandard
 
@@ -90,6 +89,8 @@ def is_url(path: str) -> bool:
 
 def is_folder(path: str) -> bool:
     """Whether there is a folder at a path or URL."""
+    if path and not is_url(path):
+        return os.path.isdir(path)
     file_system, local = _file_system(path)
     return bool(file_system.isdir(local))
 
@@ -183,6 +184,8 @@ def _whole(size: object) -> int:
 def _file_system(path: str) -> tuple[Any, str]:
     if not path:
         raise CrossrankError("the path is empty; name the folder given as TRACING_DIR")
+    import fsspec  # a training process has none: it reads and writes local files alone
+
     if not is_url(path):  # fsspec would read `::` in a name as a chain of URLs
         return fsspec.filesystem("file"), os.path.abspath(path)
     try:
@@ -194,7 +197,9 @@ def _file_system(path: str) -> tuple[Any, str]:
 def _size(path: str) -> int:
     """Bytes on disk of what is at a path or URL: of an archive's member, of the archive. 0 where it is not known."""
     try:
-        file_system, local = _file_system(path.rpartition("::")[2] if is_url(path) else path)
+        if not is_url(path):
+            return os.path.getsize(path)
+        file_system, local = _file_system(path.rpartition("::")[2])
         return int(file_system.size(local) or 0)
     except Exception:  # every kind of file system has errors of its own
         return 0
@@ -224,9 +229,9 @@ def read_chunks(path: str, damage: Damage, size: int = _CHUNK) -> Iterator[bytes
     Compression is told by the first bytes, not by the name. `size` bytes of a plain file are read at a time. Raises
     `BudgetError` where a small file has no end.
     """
-    file_system, local = _file_system(path)
+    file_system, local = _file_system(path) if is_url(path) or not path else (None, path)
     try:
-        source = file_system.open(local, "rb")
+        source = cast(BinaryIO, file_system.open(local, "rb")) if file_system else open(local, "rb")  # noqa: SIM115
     except Exception as error:  # every kind of file system has errors of its own
         reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
         damage.problems.append(f"cannot be opened: {reason}")
@@ -326,6 +331,13 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any] = {}
     blind_spots: list[str] = []
     """What this rank does that cannot be recorded."""
+    all_calls: bool = False
+    """The file holds calls inside a node too, whatever `TRACING` says is emitted. Older files do not with CROSSNODE."""
+
+    @property
+    def leaves_out_calls(self) -> bool:
+        """Whether calls inside a node may be missing in the file."""
+        return self.config.get("emit") == "CROSSNODE" and not self.all_calls
 
 
 class _Line(msgspec.Struct):

@@ -1,5 +1,6 @@
-"""The recorder: what runs inside every training process.
+"""In: a training process. Out: the files of one rank, and markers for Nsight Systems.
 
-`session` owns one recording from `enable()` to `disable()` and wires the parts below it; `interception` is
-the only module that touches torch's dispatcher. Nothing here raises into the training loop.
+Read `api` (what a script calls), `session` (the life of one recording), then `hooks/` (how it learns of calls),
+`record/` (one call, one row), `identity/` (who and where this rank is) and `write/` (files and markers). `runner`
+does all of it for a script that has no line of ours. Nothing here raises into the training loop.
 """

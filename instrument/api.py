@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from crossrank.errors import CrossrankError, one_line
 from crossrank.instrument import config as configuration
+from crossrank.instrument.hooks import fork
 
 if TYPE_CHECKING:
     from crossrank.instrument.session import Session
@@ -35,7 +36,7 @@ class Tracing:
     @property
     def active(self) -> bool:
         """Whether calls are being recorded."""
-        return self._session is not None and self._session.active
+        return self._session is not None and not self._session.closing
 
     def __enter__(self) -> Tracing:
         return self
@@ -105,19 +106,19 @@ def disable() -> None:
 
 def enabled() -> bool:
     """Whether calls are being recorded."""
-    return _current is not None and _current.active
+    return _current is not None and not _current.closing
 
 
 def step() -> None:
     """Say that an iteration has ended. Without it the optimizers' steps are counted."""
     if _current is not None:
-        _current.step()
+        _current.iterations.step()
 
 
 def window() -> contextlib.AbstractContextManager[None]:
     """A `with` block that is recorded as one window of ET and Kineto. Does nothing where tracing is off."""
     if _current is not None:
-        return _current.window()
+        return _current.windows.block()
     if not _asked:
         log.warning("crossrank: a window before enable() records nothing")
     return contextlib.nullcontext()
@@ -131,5 +132,4 @@ def _after_fork_in_child() -> None:
         session.abandon()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+fork.in_child.append(_after_fork_in_child)

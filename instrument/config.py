@@ -2,11 +2,11 @@
 
 | variable | values | meaning |
 |---|---|---|
-| `TRACING` | `CROSSNODE` (default), `ALL`, `NONE` | which communication is emitted; alias `TORCH_DISTRIBUTED_TRACING` |
-| `TRACING_DIR` | folder or fsspec URL, default `crossrank-recording` | where the files go |
+| `TRACING` | `CROSSNODE` (default), `ALL`, `NONE` | which calls are marked and printed; `NONE`: nothing is recorded |
+| `TRACING_DIR` | folder, default `crossrank-recording` | where the files go |
 | `TRACING_WINDOW` | `START:STOP` or `START:STOP:EVERY` | iterations with execution trace and Kineto |
 | `TRACING_NVTX` | `1` (default), `0`, `classic` | NVTX markers: on, off, one JSON text per call |
-| `TRACING_PRINT` | `0` (default), `1` | print each call; alias `TORCH_DISTRIBUTED_TRACING_PRINT` |
+| `TRACING_PRINT` | `0` (default), `1` | print each call that is emitted |
 | `TRACING_FLIGHT` | `1` (default), `0` | dump torch's flight recorder at window end, exit and SIGUSR1 |
 | `TRACING_HANG_SECONDS` | seconds, default 300, `0` = off | dump it when no communication began or ended for so long |
 | `TRACING_NSYS` | `0` (default), `1` | windows drive `nsys --capture-range=cudaProfilerApi` or `=nvtx` |
@@ -14,6 +14,7 @@
 | `TRACING_RING` | number of records, default 65536 | calls that may wait for the writer before some are dropped |
 | `GPU_SERIAL`, `VM_ID` | any text | written to the header as they stand |
 
+`TORCH_DISTRIBUTED_TRACING` and `TORCH_DISTRIBUTED_TRACING_PRINT` are older names of `TRACING` and `TRACING_PRINT`.
 An argument of `enable()` wins over its variable. A value that cannot be read raises `CrossrankError` with the
 variable, the value and the allowed set.
 """
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from crossrank.errors import CrossrankError
+from crossrank.recording import is_url
 
 Emit = Literal["CROSSNODE", "ALL", "NONE"]
 NvtxMode = Literal["1", "0", "classic"]
@@ -142,7 +144,7 @@ def load(arguments: Mapping[str, object], environment: Mapping[str, str]) -> Con
     modes: dict[str, NvtxMode] = {"1": "1", "0": "0", "classic": "classic"}
     return Config(
         emit=choice(TRACING, "tracing", "CROSSNODE", emits),
-        directory=directory[1] if directory else DEFAULT_DIR,
+        directory=_folder(*directory) if directory else DEFAULT_DIR,
         window=parse_window(*window) if window else None,
         nvtx=choice(TRACING_NVTX, "nvtx", "1", modes),
         print_calls=choice(TRACING_PRINT, "print_calls", False, on_off),
@@ -176,6 +178,12 @@ def parse_window(where: str, text: str) -> Window:
             f"{where}={text!r}: EVERY counts from START to the next START and must be at least {stop - start}"
         )
     return Window(start=start, stop=stop, every=every)
+
+
+def _folder(where: str, text: str) -> str:
+    if is_url(text):
+        raise CrossrankError(f"{where}={text!r} is a URL; name a folder, and copy it when the job has ended")
+    return text
 
 
 def _positive(where: str, text: str) -> int:

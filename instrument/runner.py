@@ -19,64 +19,12 @@ import io
 import os
 import runpy
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from importlib.machinery import ModuleSpec, SourceFileLoader
-from types import CodeType, ModuleType
-from typing import Any
+from importlib.machinery import SourceFileLoader
+from types import CodeType
 
-# Goes before the program of a spawned process, which may be unable to import crossrank and runs all the same.
-_FOLLOW = """try:
-    from crossrank.instrument import runner
-    runner.follow()
-except ImportError:
-    pass
-"""
+from crossrank.instrument.hooks import imports, spawn
+
 _USAGE = "usage: python -m crossrank.instrument [-m MODULE | SCRIPT] [ARGUMENT ...]"
-
-
-class _AfterImport:
-    """A finder that runs an action as soon as a module has been imported."""
-
-    def __init__(self, actions: Mapping[str, Callable[[], None]]) -> None:
-        self._actions = dict(actions)
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name not in self._actions:
-            return None
-        others = (finder for finder in list(sys.meta_path) if finder is not self)
-        spec = next((spec for spec in (finder.find_spec(name, path, target) for finder in others) if spec), None)
-        # Libraries also look for torch without importing it, so the action stays until it is imported.
-        if spec is not None and spec.loader is not None:
-            loader: Any = _ActingLoader(spec.loader, lambda: self._act(name))
-            spec.loader = loader
-        return spec
-
-    def _act(self, name: str) -> None:
-        action = self._actions.pop(name, None)
-        if not self._actions and self in sys.meta_path:
-            sys.meta_path.remove(self)
-        if action is not None:
-            action()
-
-
-class _ActingLoader:
-    """Loads a module as its own loader does, then acts."""
-
-    def __init__(self, loader: Any, action: Callable[[], None]) -> None:
-        self._loader = loader
-        self._action = action
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._loader, name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        self._action()
 
 
 def _enable() -> None:
@@ -89,64 +37,10 @@ def _enable() -> None:
         print(f"crossrank: tracing is off: {type(error).__name__}: {error}", file=sys.stderr)
 
 
-def _follow_spawned() -> None:
-    from multiprocessing import spawn
-
-    original = spawn.get_command_line
-
-    def get_command_line(**kwargs: object) -> list[str]:
-        command = list(original(**kwargs))
-        if "-c" in command:
-            program = command.index("-c") + 1
-            command[program] = _FOLLOW + command[program]
-        return command
-
-    spawn.get_command_line = get_command_line
-
-
-def _follow_subprocesses() -> None:
-    import functools
-    import subprocess
-
-    original = subprocess.Popen.__init__
-
-    @functools.wraps(original)
-    def start(self: Any, args: Any, *positional: Any, **named: Any) -> None:
-        followed = None
-        # With a shell, or a program to execute that is not the first word, `args` is no command line of Python.
-        if not positional[1:] and not named.get("executable") and not named.get("shell"):
-            followed = _follow_command(args, named.get("env"), named.get("cwd"))
-        original(self, args if followed is None else followed, *positional, **named)
-        self.args = args
-
-    subprocess.Popen.__init__ = start  # type: ignore[method-assign]
-
-
-def _follow_command(command: object, environment: Mapping[str, str] | None, folder: str | None) -> Any:
-    """Never fails: what is not understood is started as it is."""
-    try:
-        from crossrank.instrument.subprocesses import follow_command
-
-        return follow_command(command, environment, folder)
-    except Exception:
-        return None
-
-
-_ACTIONS = {"torch": _enable, "subprocess": _follow_subprocesses, "multiprocessing.spawn": _follow_spawned}
-_following = False
-
-
 def follow() -> None:
     """Have tracing enabled once torch is imported, here and in Python processes that are started from here."""
-    global _following
-    if _following:
-        return
-    _following = True
-    # A module that is there already, and one that nobody imports, both cost nothing.
-    sys.meta_path.insert(0, _AfterImport({name: act for name, act in _ACTIONS.items() if name not in sys.modules}))
-    for name, act in _ACTIONS.items():
-        if name in sys.modules:
-            act()
+    if spawn.follow():
+        imports.install({"torch": _enable})
 
 
 def _read_script(path: str) -> CodeType:

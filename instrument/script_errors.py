@@ -1,4 +1,4 @@
-"""Tells a failure of the recorder from an exception that the script raised through it.
+"""Distinguishes a failure of the recorder from an exception that the script raised through it.
 
 Python runs a script's signal handlers between any two bytecodes, also inside the recorder. What such a handler
 raises (a timeout by SIGALRM, say) belongs to the script and must reach it, while a failure of the recorder itself
@@ -7,14 +7,21 @@ must not.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import sysconfig
+from collections.abc import Iterator
 from types import TracebackType
 
-import fsspec
 import msgspec
+import orjson
 import torch
 import zstandard
+
+from crossrank.errors import one_line
+
+log = logging.getLogger("crossrank")
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _OURS = tuple(
@@ -22,11 +29,30 @@ _OURS = tuple(
     for path in (
         os.path.dirname(_HERE),  # the package, with its link to this folder
         os.path.realpath(_HERE),
-        *(os.path.dirname(os.path.abspath(module.__file__ or "")) for module in (torch, msgspec, zstandard, fsspec)),
+        *(os.path.dirname(os.path.abspath(module.__file__ or "")) for module in (torch, msgspec, orjson, zstandard)),
     )
 )
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE_PACKAGES = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
+
+
+class Failures:
+    """What has failed in the recorder of one session."""
+
+    def __init__(self) -> None:
+        self._reported: set[str] = set()
+
+    @contextlib.contextmanager
+    def reported(self, consequence: str) -> Iterator[None]:
+        """Log a failure of the block once, with what it means for the recording, and go on."""
+        try:
+            yield
+        except Exception as error:
+            if raised_by_script(error):
+                raise
+            if consequence not in self._reported:
+                self._reported.add(consequence)
+                log.warning("crossrank: %s: %s", consequence, one_line(error))
 
 
 def raised_by_script(error: BaseException) -> bool:

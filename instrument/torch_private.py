@@ -28,25 +28,25 @@ class Part:
     names: tuple[str, ...]
 
 
-_C10D = "torch.distributed.distributed_c10d:"
+def _in(module: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{module}:{name}" for name in names)
+
+
+_C10D = "torch.distributed.distributed_c10d"
+_PROFILER = "torch._C._profiler"
 
 PARTS: dict[str, Part] = {
     "interception": Part(
         lost="nothing can be recorded",
         names=(
-            "torch._C:_dispatch_keyset_full_after",
-            "torch._C:_dispatch_get_all_op_names",
-            "torch._C:DispatchKey.BackendSelect",
-            "torch.library:Library._destroy",
-            "torch.distributed:ProcessGroup.unbox",
+            *_in("torch._C", "_dispatch_keyset_full_after", "_dispatch_get_all_op_names", "DispatchKey.BackendSelect"),
+            *_in("torch.library", "Library._destroy"),
+            *_in("torch.distributed", "ProcessGroup.unbox"),
         ),
     ),
     "coalescing": Part(
         lost="the calls of one launch have no batch in common",
-        names=(
-            "torch.distributed:ProcessGroup._start_coalescing",
-            "torch.distributed:ProcessGroup._end_coalescing",
-        ),
+        names=_in("torch.distributed", "ProcessGroup._start_coalescing", "ProcessGroup._end_coalescing"),
     ),
     "tensor subclasses": Part(
         lost="traced and fake tensors are taken for real ones",
@@ -58,64 +58,42 @@ PARTS: dict[str, Part] = {
     ),
     "process groups": Part(
         lost="groups that do not communicate are missing",
-        names=(
-            _C10D + "_world",
-            _C10D + "_World.pg_map",
-            _C10D + "_World.pg_group_ranks",
-            _C10D + "_World.pg_names",
-            _C10D + "_World.pg_config_info",
+        names=_in(
+            _C10D, "_world", "_World.pg_map", "_World.pg_group_ranks", "_World.pg_names", "_World.pg_config_info"
         ),
     ),
-    "store": Part(lost="localities are unknown", names=(_C10D + "_get_default_store",)),
+    "store": Part(lost="localities are unknown", names=_in(_C10D, "_get_default_store")),
     "ranges": Part(
         lost="windows have no ranges around the calls",
-        names=(
-            "torch.autograd:_record_function_with_args_enter",
-            "torch.autograd:_record_function_with_args_exit",
-        ),
+        names=_in("torch.autograd", "_record_function_with_args_enter", "_record_function_with_args_exit"),
     ),
     "execution trace": Part(
         lost="windows have no execution trace",
-        names=(
-            "torch._C._profiler:_add_execution_trace_observer",
-            "torch._C._profiler:_enable_execution_trace_observer",
-            "torch._C._profiler:_disable_execution_trace_observer",
-            "torch._C._profiler:_remove_execution_trace_observer",
-        ),
+        names=tuple(f"{_PROFILER}:_{verb}_execution_trace_observer" for verb in ("add", "enable", "disable", "remove")),
     ),
     "Kineto": Part(
         lost="windows have no Kineto trace",
         names=(
-            "torch._C._profiler:_ExperimentalConfig",
-            "torch.autograd:_profiler_enabled",
-            "torch.autograd:_enable_profiler",
-            "torch.autograd:_disable_profiler",
-            "torch.autograd:_add_metadata_json",
-            "torch.autograd.profiler:_is_profiler_enabled",
-            "torch.autograd.profiler:_prepare_profiler",
-            "torch.autograd.profiler:_run_on_profiler_stop",
-            "torch.autograd.profiler:profile._prepare_trace",
-            "torch.autograd.profiler:profile._start_trace",
+            *_in(_PROFILER, "_ExperimentalConfig"),
+            *_in("torch.autograd", "_profiler_enabled", "_enable_profiler", "_disable_profiler", "_add_metadata_json"),
+            *_in("torch.autograd.profiler", "_is_profiler_enabled", "_prepare_profiler", "_run_on_profiler_stop"),
+            *_in("torch.autograd.profiler", "profile._prepare_trace", "profile._start_trace"),
         ),
     ),
     "Kineto's groups": Part(
-        lost="Kineto traces do not name the process groups",
-        names=(_C10D + "_get_all_pg_configs",),
+        lost="Kineto traces do not name the process groups", names=_in(_C10D, "_get_all_pg_configs")
     ),
     "timeouts": Part(
         lost="hangs are watched for without regard to the groups' timeouts",
-        names=("torch.distributed:ProcessGroup._get_backend", "torch.distributed:ProcessGroup._device_types"),
+        names=_in("torch.distributed", "ProcessGroup._get_backend", "ProcessGroup._device_types"),
     ),
     "backward passes": Part(
         lost="every optimizer step counts as one after a backward pass",
-        names=("torch.autograd:Variable._execution_engine.run_backward",),
+        names=_in("torch.autograd", "Variable._execution_engine.run_backward"),
     ),
     "flight recorder": Part(
         lost="dumps hold what crossrank knows itself, and nothing of torch's flight recorder",
-        names=(
-            "torch._C._distributed_c10d:_dump_fr_trace",
-            "torch._C._distributed_c10d:_dump_fr_trace_json",
-        ),
+        names=_in("torch._C._distributed_c10d", "_dump_fr_trace", "_dump_fr_trace_json"),
     ),
 }
 

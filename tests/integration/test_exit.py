@@ -353,8 +353,8 @@ STUCK_GPU = (
     jobs.ONE_RANK
     + """
 import torch.autograd.profiler
-from crossrank.instrument import session
-session._WINDOW_PATIENCE = 1.0
+from crossrank.instrument.write import window_edges
+window_edges._PATIENCE_DYING = 1.0
 torch.autograd.profiler.profile.__exit__ = lambda *_: time.sleep(600)
 crossrank.enable(window="0:1000000")
 dist.all_reduce(torch.ones(4))
@@ -388,15 +388,15 @@ def test_a_signal_that_comes_while_the_recording_ends_is_carried_out_when_it_has
         tmp_path,
         jobs.ONE_RANK
         + f"""
-from crossrank.instrument import flight
+from crossrank.instrument.write import flight_dump
 crossrank.enable()
 dist.all_reduce(torch.ones(4))
-dump = flight.dump
+dump = flight_dump.dump
 def slow(moment):
     print("ready", flush=True)
     time.sleep(1)
     return dump(moment)
-flight.dump = slow
+flight_dump.dump = slow
 {start}
 time.sleep(600)
 """,
@@ -416,14 +416,15 @@ def test_what_ends_too_slowly_on_another_thread_does_not_keep_the_process_alive(
         tmp_path,
         jobs.ONE_RANK
         + """
-from crossrank.instrument import exit_guard, flight
-exit_guard._LONGEST_END = 2.0
+from crossrank.instrument.hooks import signals
+from crossrank.instrument.write import flight_dump
+signals._LONGEST_END = 2.0
 crossrank.enable()
 dist.all_reduce(torch.ones(4))
 def stuck(moment):
     print("ready", flush=True)
     time.sleep(600)
-flight.dump = stuck
+flight_dump.dump = stuck
 threading.Thread(target=crossrank.disable, daemon=True).start()
 time.sleep(600)
 """,
@@ -540,7 +541,7 @@ def test_a_failure_at_exit_is_one_line_and_no_traceback(tmp_path: Path) -> None:
         crossrank.enable()
         dist.all_reduce(torch.ones(4))
         api._current.recorder.calls = None
-        api._current._close_window = None
+        api._current.windows.close = None
         """,
     )
     assert result.returncode == 0
@@ -629,7 +630,7 @@ loop.add_signal_handler(signal.SIGUSR2, lambda: None)
 @pytest.mark.parametrize(
     ("text", "noted"),
     [
-        ("raise RuntimeError", "Odd: its text cannot be made"),
+        ("raise RuntimeError", "Odd: its text is not available"),
         ("return '\\ud800 half'", "Odd: \\ud800 half"),
     ],
 )
@@ -715,10 +716,10 @@ def test_a_recording_whose_end_is_interrupted_is_taken_away_all_the_same(tmp_pat
         """
         crossrank.enable()
         dist.all_reduce(torch.ones(4))
-        from crossrank.instrument import flight
+        from crossrank.instrument.write import flight_dump
         def stop(moment):
             raise KeyboardInterrupt
-        flight.dump = stop
+        flight_dump.dump = stop
         try:
             crossrank.disable()
         except KeyboardInterrupt:

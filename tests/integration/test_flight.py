@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from crossrank.instrument import flight
+from crossrank.instrument.write import flight_dump
 from crossrank.tools.traces.flight_recorder import FlightDump, Moment, read_flight_dump
 from tests.integration import jobs
 
@@ -127,7 +127,7 @@ def test_the_recorders_of_nccl_and_gloo_become_one() -> None:
         "pg_config": {"": {"ranks": "[]"}},
         "pg_status": {"0": {"last_completed_collective": 1}},
     }
-    merged = flight._merged([train, checkpoint])
+    merged = flight_dump._merged([train, checkpoint])
     assert [(entry["process_group"][0], entry["collective_seq_id"]) for entry in merged["entries"]] == [
         ("train", 8),
         ("checkpoint", 1),
@@ -142,15 +142,15 @@ def test_the_recorders_of_nccl_and_gloo_become_one() -> None:
         "checkpoint": {"last_completed_collective": 1},
     }
     assert set(merged["pg_config"]) == {"train", ""}
-    assert flight._merged([checkpoint, train])["entries"] == [
+    assert flight_dump._merged([checkpoint, train])["entries"] == [
         entry | {"pg_id": 1 - entry["pg_id"]} for entry in merged["entries"]
     ]
 
 
 def test_one_recorder_that_has_two_names_is_taken_once() -> None:
     content = {"entries": [_entry(0, 0, "train", 1, 100)], "pg_status": {"0": {"last_completed_collective": 1}}}
-    assert flight._merged([content, content]) == content
-    assert flight._merged([{"entries": [], "pg_status": {}}, content]) == content
+    assert flight_dump._merged([content, content]) == content
+    assert flight_dump._merged([{"entries": [], "pg_status": {}}, content]) == content
 
 
 def test_a_hang_of_gloo_beside_nccl_is_in_the_dump(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_hang_of_gloo_beside_nccl_is_in_the_dump(tmp_path: Path) -> None:
         tmp_path,
         """
         import pickle
-        from crossrank.instrument import flight
+        from crossrank.instrument.write import flight_dump
         train = {"version": "2.10", "pg_config": {}, "pg_status": {}, "entries": [{
             "record_id": 0, "pg_id": 0, "process_group": ("9", "undefined"), "collective_seq_id": 1, "p2p_seq_id": 0,
             "op_id": 1, "profiling_name": "nccl:all_reduce", "time_created_ns": time.time_ns(), "state": "completed",
@@ -167,7 +167,7 @@ def test_a_hang_of_gloo_beside_nccl_is_in_the_dump(tmp_path: Path) -> None:
             "timeout_ms": 600000, "is_p2p": False, "frames": [],
         }]}
         torch._C._distributed_c10d._dump_nccl_trace = lambda *_: pickle.dumps(train)
-        flight.cuda_is_in_use = lambda: True
+        flight_dump.cuda_is_in_use = lambda: True
         crossrank.enable()
         dist.all_reduce(torch.ones(4))
         """,

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from crossrank.instrument import flight
+from crossrank.instrument.write import flight_dump
 from crossrank.recording import CommsFile
 from tests.integration import callers, jobs, names
 from tests.integration.world import Task, World
@@ -142,7 +142,7 @@ def _with_oracle(rank: int, caller: Task) -> int:
 
 
 def _flight_count() -> int:
-    dump = json.loads(flight.dump({}) or b"{}")
+    dump = json.loads(flight_dump.dump({}) or b"{}")
     return max((entry["record_id"] + 1 for entry in dump.get("entries", [])), default=0)
 
 

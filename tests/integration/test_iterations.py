@@ -173,17 +173,6 @@ def test_what_the_steps_do_not_tell_is_warned_of_once_for_the_job(two_ranks: Wor
     assert "call crossrank.step() at the end of every iteration" in warning
 
 
-def _engines(rank: int, directory: str) -> list[bool]:
-    before = Variable._execution_engine
-    with crossrank.enable(directory=directory):
-        during = Variable._execution_engine
-    return [during is before, Variable._execution_engine is before]
-
-
-def test_disable_takes_the_watch_for_backward_passes_away(two_ranks: World, tmp_path: Path, recording: Path) -> None:
-    assert two_ranks.run(_engines, tmp_path, str(recording), record=False) == [[False, True]] * 2
-
-
 def _without_the_engine(rank: int, directory: str) -> bool:
     engine = Variable._execution_engine
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from crossrank.instrument.marker_text import MAX_BYTES
+from crossrank.instrument.write.marker_text import MAX_BYTES
 from crossrank.tools import cli
 from tests.integration import jobs
 from tests.integration.test_interception import records_of
@@ -235,10 +235,10 @@ def test_texts_of_the_largest_size_arrive_whole(tmp_path: Path, nsys: Nsys) -> N
     script = jobs.write_script(
         tmp_path,
         "import json\n"
-        "from crossrank.instrument.marker_text import MAX_BYTES, shortened\n"
-        "from crossrank.instrument.nvtx_markers import NvtxMarkers\n"
-        "markers = NvtxMarkers()\n"
-        "assert markers.attached\n"
+        "from crossrank.instrument.write.marker_text import MAX_BYTES, shortened\n"
+        "from crossrank.instrument.write.nvtx_markers import attach\n"
+        "markers = attach()\n"
+        "assert markers is not None\n"
         "def group(desc, ranks):\n"
         "    return json.dumps({'group': {'pg': '1', 'size': len(ranks), 'ranks': ranks, 'desc': desc}})\n"
         "markers.mark(group('x' * (MAX_BYTES - len(group('', []))), []))\n"

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 import crossrank
 from crossrank.comm import CommRecord
 from crossrank.instrument import api
-from crossrank.instrument.reductions import ReductionReader
+from crossrank.instrument.record.reductions import ReductionReader
 from tests.integration.test_interception import records_of
 from tests.integration.world import World
 

@@ -130,8 +130,8 @@ def test_a_spawned_process_that_cannot_import_crossrank_runs_all_the_same(tmp_pa
 
         if __name__ == "__main__":
             from multiprocessing import spawn
-            runner = sys.modules["crossrank.instrument.runner"]
-            runner._FOLLOW = runner._FOLLOW.replace("crossrank", "nowhere_to_be_found")
+            from crossrank.instrument.hooks import spawn as followed
+            followed._FOLLOW = followed._FOLLOW.replace("crossrank", "nowhere_to_be_found")
             assert "nowhere_to_be_found" in str(spawn.get_command_line(pipe_handle=1))
             worker = multiprocessing.get_context("spawn").Process(target=work)
             worker.start()
@@ -245,12 +245,12 @@ def test_a_child_that_cannot_import_crossrank_runs_all_the_same(tmp_path: Path) 
         tmp_path,
         """
         import subprocess, sys
-        from crossrank.instrument import subprocesses
+        from crossrank.instrument.hooks import spawn
         if "--without" in sys.argv:
-            subprocesses._BOOTSTRAP = subprocesses._BOOTSTRAP.replace("crossrank", "nowhere_to_be_found")
+            spawn._BOOTSTRAP = spawn._BOOTSTRAP.replace("crossrank", "nowhere_to_be_found")
         for command in (["-Bu", "look.py", "x"], ["-W", "ignore", "-m", "look"], ["-c", "import sys; sys.exit(9)"]):
             words = [sys.executable, *command]
-            print(subprocesses.follow_command(words)[:1], subprocess.run(words, input="", text=True), flush=True)
+            print(spawn.follow_command(words)[:1], subprocess.run(words, input="", text=True), flush=True)
         """,
         "start.py",
     )

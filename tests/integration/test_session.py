@@ -41,20 +41,6 @@ def test_none_installs_nothing_and_writes_nothing(two_ranks: World, tmp_path: Pa
     assert two_ranks.run(_off, tmp_path, str(recording), record=False) == [False, False]
 
 
-def _on_and_off(rank: int, directory: str) -> list[bool]:
-    before = _registrations()
-    start = dist.ProcessGroup.__dict__["_start_coalescing"]
-    crossrank.enable(tracing="ALL", directory=directory)
-    during = _registrations()
-    crossrank.disable()
-    crossrank.disable()
-    return [during != before, _registrations() == before, dist.ProcessGroup.__dict__["_start_coalescing"] is start]
-
-
-def test_disable_restores_what_was_there(two_ranks: World, tmp_path: Path, recording: Path) -> None:
-    assert two_ranks.run(_on_and_off, tmp_path, str(recording), record=False) == [[True] * 3] * 2
-
-
 def _twice(rank: int, directory: str) -> bool:
     first = crossrank.enable(tracing="ALL", directory=directory)
     second = crossrank.enable(tracing="ALL", directory=directory + "-second")
@@ -158,16 +144,17 @@ class _LateDevice:
     """What is known of the GPU of a rank whose first call is made on the CPU, before `set_device`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-        from crossrank.instrument import c10d_ops, gpu, rank_gpu
+        from crossrank.instrument.identity import gpu
+        from crossrank.instrument.record import op_schema
 
         self.asked: list[int] = []
-        monkeypatch.setattr(rank_gpu, "bound_device", lambda: None)
-        monkeypatch.setattr(rank_gpu, "may_use_cuda", lambda: True)
-        monkeypatch.setattr(rank_gpu, "cuda_is_in_use", lambda: True)
-        monkeypatch.setattr(rank_gpu, "GpuReader", self._read)
-        plain = c10d_ops.Reader.device
+        monkeypatch.setattr(gpu, "bound_device", lambda: None)
+        monkeypatch.setattr(gpu, "may_use_cuda", lambda: True)
+        monkeypatch.setattr(gpu, "cuda_is_in_use", lambda: True)
+        monkeypatch.setattr(gpu, "GpuReader", self._read)
+        plain = op_schema.Reader.device
         monkeypatch.setattr(
-            c10d_ops.Reader,
+            op_schema.Reader,
             "device",
             lambda reader, args: "cpu" if reader.c10d == "barrier" else plain(reader, args) and f"cuda:{rank}",
         )
@@ -405,6 +392,10 @@ def test_a_failure_inside_the_recorder_is_counted_and_the_call_goes_through(two_
             {"TRACING_WINDOW": "ten"},
             "TRACING_WINDOW='ten' is not START:STOP or START:STOP:EVERY in iterations, for example 10:12 or 10:12:1000",
         ),
+        (
+            {"TRACING_DIR": "s3://bucket/run"},
+            "TRACING_DIR='s3://bucket/run' is a URL; name a folder, and copy it when the job has ended",
+        ),
         ({"TRACING_RING": "0"}, "TRACING_RING='0' is not a whole number above 0"),
     ],
 )
@@ -452,27 +443,6 @@ def test_the_store_may_be_gone(tmp_path: Path) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (0, "trained\n", "")
 
 
-def test_a_url_gets_the_whole_files(tmp_path: Path) -> None:
-    bucket = tmp_path / "bucket" / "run"
-    result = jobs.python(
-        tmp_path,
-        """
-        crossrank.enable(window="0:2")
-        dist.all_reduce(torch.ones(4))
-        """,
-        TRACING_DIR=f"file://{bucket}",
-        TMPDIR=str(tmp_path),
-    )
-    assert result.returncode == 0, result.stderr
-    assert sorted(os.listdir(bucket)) == [
-        "rank-0.comms.jsonl.zst",
-        "rank-0.et.json.zst",
-        "rank-0.flight.json.zst",
-        "rank-0.kineto.json.zst",
-    ]
-    assert [record.op for record in records_of(bucket, 0)] == ["all_reduce"]
-
-
 class _PythonGroup(dist.ProcessGroup):
     """A process group written in Python, as wrappers of people's own are."""
 
@@ -496,25 +466,18 @@ def test_groups_that_bypass_the_dispatcher_are_named(two_ranks: World, tmp_path:
     ]
 
 
-def test_nothing_recorded_is_told(tmp_path: Path) -> None:
-    result = jobs.python(tmp_path, "crossrank.enable(window=(5, 6)); dist.barrier()", TRACING="CROSSNODE")
-    assert result.stderr.splitlines() == [
-        "crossrank: no call of rank 0 left its node, so none is recorded (1 were counted); TRACING=ALL records them",
-        "crossrank: the window 5:6 never opened: the recording ended in iteration 0",
-    ]
+def test_crossnode_keeps_calls_inside_a_node_in_the_file(tmp_path: Path) -> None:
+    result = jobs.python(tmp_path, "crossrank.enable(print_calls=True); dist.barrier()", TRACING="CROSSNODE")
+    assert (result.stdout, result.stderr) == ("", "")
+    comms = CommsFile(str(tmp_path / "crossrank-recording" / "rank-0.comms.jsonl.zst"))
+    assert [(record.op, record.locality) for record in comms.records()] == [("barrier", "intra_node")]
+    assert comms.header is not None
+    assert (comms.header.config["emit"], comms.header.leaves_out_calls) == ("CROSSNODE", False)
 
 
-def test_a_url_that_cannot_be_reached_is_told_at_once(tmp_path: Path) -> None:
-    result = jobs.python(
-        tmp_path,
-        "crossrank.enable(); print('enabled', file=sys.stderr); dist.barrier()",
-        TRACING_DIR="nowhere://bucket/run",
-        TMPDIR=str(tmp_path),
-    )
-    first, second = result.stderr.splitlines()[:2]
-    assert first.startswith("crossrank: cannot upload to nowhere://bucket/run: ")
-    assert f"files will stay in {tmp_path}/crossrank-" in first
-    assert second == "enabled"
+def test_a_window_that_never_opened_is_reported(tmp_path: Path) -> None:
+    result = jobs.python(tmp_path, "crossrank.enable(window=(5, 6)); dist.barrier()")
+    assert result.stderr == "crossrank: the window 5:6 never opened: the recording ended in iteration 0\n"
 
 
 def _store_after_destroy(rank: int, directory: str) -> bool:

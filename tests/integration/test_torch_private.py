@@ -138,7 +138,7 @@ def test_every_private_name_that_is_used_stands_in_the_table() -> None:
     known = {word for part in PARTS.values() for name in part.names for word in name.rpartition(":")[2].split(".")}
     folder = Path(torch_private.__file__).resolve().parent
     used = {
-        (path.name, chain) for path in folder.glob("*.py") for chain in _private_chains(ast.parse(path.read_text()))
+        (path.name, chain) for path in folder.rglob("*.py") for chain in _private_chains(ast.parse(path.read_text()))
     }
     modules = {"_C", "_distributed_c10d", "_profiler"}
     assert len(used) > 20
@@ -147,7 +147,7 @@ def test_every_private_name_that_is_used_stands_in_the_table() -> None:
 
 def test_nothing_private_is_asked_of_torch_while_the_recorder_is_imported() -> None:
     folder = Path(torch_private.__file__).resolve().parent
-    for path in folder.glob("*.py"):
+    for path in folder.rglob("*.py"):
         tree = ast.parse(path.read_text())
         outside = [node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.ClassDef)]
         assert _private_chains(ast.Module(outside, [])) == set(), path.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -52,14 +53,21 @@ def test_a_replay_is_planned_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_only_interception_touches_the_dispatcher() -> None:
-    users = [
-        path.name
-        for path in sources("instrument")
-        if "torch.library" in path.read_text() or "_dispatch_" in path.read_text()
-        if path.name != "torch_private.py"  # names them, for everybody
-    ]
-    assert users == ["interception.py"]
+CHANGES = re.compile(
+    r"\bsetattr\(|signal\.signal\(|set_wakeup_fd\(|atexit\.register\(|register_at_fork\(|Finalize\(|excepthook = "
+    r"|meta_path\.|set_terminate|torch\.library|_dispatch_|register_\w+_hook\("
+)
+"""How a program changes Python and torch."""
+
+
+def test_only_hooks_change_torch_and_python() -> None:
+    changing = {path.relative_to(ROOT).parts[1] for path in sources("instrument") if CHANGES.search(path.read_text())}
+    assert changing == {"hooks", "torch_private.py"}  # which names what others use
+
+
+def test_only_one_hook_touches_the_dispatcher() -> None:
+    users = [path.name for path in sources("instrument/hooks") if "torch.library" in path.read_text()]
+    assert users == ["dispatcher.py"]
 
 
 def test_the_tools_start_without_torch() -> None:

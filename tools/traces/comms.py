@@ -42,7 +42,7 @@ def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | N
     trace.world_size = header.world_size if 0 < header.world_size <= MOST_RANKS else None
     trace.version = header.schema
     trace.host, trace.node, trace.clock = header.host, header.node, header.boot_id or header.host
-    trace.filtered = header.config.get("emit") == "CROSSNODE"
+    trace.filtered = header.leaves_out_calls
     trace.about = {name: version for name, version in header.versions.items() if version}
     trace.about["TRACING"] = str(header.config.get("emit", ""))
     trace.problems = file.damage.problems

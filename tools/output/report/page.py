@@ -27,7 +27,7 @@ def plotly_script() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise CrossrankError("the page needs plotly; install it with: pip install 'crossrank[report]'") from error
+        raise CrossrankError("the page needs plotly; install it with: pip install 'crossrank[tools]'") from error
     return str(get_plotlyjs())
 
 

@@ -1,0 +1,53 @@
+"""Whether a backward pass has begun.
+
+Every backward pass that Python starts goes through one attribute, `torch.autograd.Variable._execution_engine`:
+`Tensor.backward`, `torch.autograd.grad`, pipeline schedules, compiled autograd, and code that calls the engine
+itself, as Megatron does. While this is installed, the engine there is one of a derived class, so what looks at its
+type (torch.compile) finds what it knows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.autograd import Variable
+
+from crossrank.instrument.hooks.patches import Patches
+from crossrank.instrument.torch_private import has
+
+if TYPE_CHECKING:
+    from crossrank.instrument.session import Session
+
+_patches = Patches()
+_watching = False
+_began = False
+
+
+def install(_: Session | None = None) -> None:
+    """Begin to watch, unless this torch lacks the engine there."""
+    global _watching, _began
+    if not has("backward passes"):
+        return
+    engine: Any = type(Variable._execution_engine)
+
+    class WatchedEngine(engine):  # type: ignore[misc]
+        def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+            global _began
+            _began = True
+            return super().run_backward(*args, **kwargs)
+
+    _patches.replace(Variable, "_execution_engine", WatchedEngine())
+    _watching, _began = True, False
+
+
+def uninstall() -> None:
+    global _watching
+    _patches.undo()
+    _watching = False
+
+
+def began() -> bool:
+    """Whether a backward pass has begun since the last call of this; always true where it cannot be seen."""
+    global _began
+    result, _began = _began, False
+    return result or not _watching

@@ -1,0 +1,148 @@
+"""Kernels at torch's dispatcher; the only module that touches it.
+
+Every collective and P2P call, whoever makes it (a user, DDP's C++ reducer, FSDP, DTensor, compiled code), passes
+the dispatcher as a `c10d::*` op. A kernel at its `BackendSelect` key on each of these ops, found when tracing is
+enabled, records the call and passes it on to the kernel that would have run without it. No name in
+`torch.distributed` is replaced, so references taken earlier, `is` checks and signatures stay as they are.
+
+The inner edge is `Recorder.before(reader, args)` and `after(token)`; a compiled kernel could take the place of
+the Python one here without a change elsewhere.
+
+What does not pass the dispatcher is not seen: methods called on a Backend object, subclasses of ProcessGroup
+written in Python, torchcomms, symmetric memory, and replays of a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from crossrank.errors import CrossrankError, one_line
+from crossrank.instrument.record.op_schema import Reader
+from crossrank.instrument.record.recorder import Recorder
+from crossrank.instrument.script_errors import raised_by_script
+from crossrank.instrument.torch_private import require
+
+if TYPE_CHECKING:
+    from crossrank.instrument.session import Session
+
+_NAMESPACE = "c10d"
+_KEY = "BackendSelect"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kernels:
+    """Kernels in the dispatcher of this process."""
+
+    library: torch.library.Library
+    ops: tuple[str, ...]
+    record_to: Callable[[Recorder], None]
+    """Makes the kernels those of another recorder."""
+
+
+_kernels: _Kernels | None = None
+
+
+def ops() -> list[str]:
+    """Names of the ops that are recorded."""
+    return list(_kernels.ops) if _kernels is not None else []
+
+
+def install(session: Session) -> None:
+    """Put the kernels in place. Raises `CrossrankError`, with nothing installed, if torch lacks a part."""
+    global _kernels
+    require("interception")
+    if _kernels is not None:
+        _kernels.record_to(session.recorder)
+        return
+    try:
+        _kernels = _register(session.recorder)
+    except Exception as error:
+        raise CrossrankError(
+            f"torch {torch.__version__} does not let its c10d ops be recorded ({one_line(error)}); "
+            "crossrank is tested with torch 2.13"
+        ) from error
+
+
+def uninstall() -> None:
+    """Take them away again: no kernel is left and calls cost what they did."""
+    global _kernels
+    kernels, _kernels = _kernels, None
+    if kernels is not None:
+        kernels.library._destroy()
+
+
+def leave_to_next_install() -> None:
+    """In a forked child: the kernels stay, and record nothing until the next `install` takes them over.
+
+    Taking them away needs the dispatcher's lock, which a thread that does not exist in this process may hold.
+    """
+
+
+def _register(recorder: Recorder) -> _Kernels:
+    library = torch.library.Library(_NAMESPACE, "IMPL", _KEY)
+    make_kernel, record_to = _kernels_of(recorder)
+    ops = tuple(_c10d_ops())
+    try:
+        for name in ops:
+            overload = getattr(torch.ops.c10d, name).default
+            library.impl(name, make_kernel(overload, Reader(name, overload._schema)), with_keyset=True)
+    except Exception:
+        library._destroy()
+        raise
+    return _Kernels(library=library, ops=ops, record_to=record_to)
+
+
+def _kernels_of(
+    recorder: Recorder,
+) -> tuple[Callable[[Any, Reader], Callable[..., Any]], Callable[[Recorder], None]]:
+    """What makes the kernel of an op, and what makes all of them record to another recorder.
+
+    The kernels share variables instead of an object, because reading these costs least.
+    """
+    mask = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    before, after = recorder.before, recorder.after
+
+    def make_kernel(overload: Any, reader: Reader) -> Callable[..., Any]:
+        redispatch = overload._handle.redispatch_boxed
+
+        def kernel(keyset: Any, *args: Any) -> Any:
+            token = None
+            if recorder.active:
+                try:
+                    token = before(reader, args)
+                except Exception as error:
+                    if raised_by_script(error):
+                        raise
+                    recorder.failed(error)
+            if token is None:
+                return redispatch(keyset & mask, *args)
+            try:
+                return redispatch(keyset & mask, *args)
+            finally:
+                after(token)
+
+        return kernel
+
+    def record_to(other: Recorder) -> None:
+        nonlocal recorder, before, after
+        recorder, before, after = other, other.before, other.after
+
+    return make_kernel, record_to
+
+
+def _c10d_ops() -> list[str]:
+    """Names of all c10d ops of this torch that communicate, which are those with a group, without the namespace."""
+    prefix = _NAMESPACE + "::"
+    names = (name.removeprefix(prefix) for name in torch._C._dispatch_get_all_op_names() if name.startswith(prefix))
+    return sorted(
+        name
+        for name in names
+        if "." not in name
+        and any(
+            argument.name == "process_group" for argument in getattr(torch.ops.c10d, name).default._schema.arguments
+        )
+    )

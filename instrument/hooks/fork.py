@@ -1,0 +1,64 @@
+"""What happens when the process forks: functions that Python keeps for good, and that do nothing while they have to do
+nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable
+
+in_child: list[Callable[[], None]] = []
+"""Called in every forked child."""
+held_back: frozenset[signal.Signals] = frozenset()
+"""Signals that a forked child shall not get before `in_child` is through: it shares the parent's pipe until then, and
+the parent would carry them out."""
+_leaves_at_once = False
+
+_masks = threading.local()
+"""`before`: the signals that this thread had blocked before the fork that is under way."""
+
+
+def hold_back(signals: Iterable[signal.Signals]) -> None:
+    global held_back
+    held_back = frozenset(signals)
+
+
+def let_children_leave_at_once() -> None:
+    """Let forked children of this process exit, now that it has used Kineto.
+
+    Kineto leaves a static object behind whose destructor waits for a thread. A forked child does not have that
+    thread, so one that exits normally (not through `os._exit`, as those of multiprocessing do) would hang for
+    ever in its destructors. In such a child libc is told to leave by `_exit`, with the child's status, as the
+    first of its exit handlers; Python has flushed its own files by then.
+    """
+    global _leaves_at_once
+    _leaves_at_once = True
+
+
+def _before() -> None:
+    if held_back:
+        _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, held_back)
+
+
+def _unmask() -> None:
+    before = getattr(_masks, "before", None)
+    if before is not None:
+        _masks.before = None
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _in_child() -> None:
+    for action in in_child:
+        action()
+    _unmask()
+    if _leaves_at_once:
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "on_exit"):  # glibc
+            libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before, after_in_parent=_unmask, after_in_child=_in_child)

@@ -1,0 +1,85 @@
+"""Every hook of a session: installed in this order, uninstalled in the reverse one.
+
+`uninstall` is the exact opposite of `install` and may be called twice; what somebody else has put in place of ours
+since stays. One change to Python cannot be undone: `fork` registers functions that do nothing while no session records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from crossrank.instrument.hooks import (
+    backward,
+    coalescing,
+    dispatcher,
+    excepthook,
+    exits,
+    optimizer,
+    profiler,
+    signals,
+    spawn,
+    terminate,
+)
+
+if TYPE_CHECKING:
+    from crossrank.instrument.session import Session
+
+
+class Installable(Protocol):
+    """A module with two functions."""
+
+    def install(self, session: Session, /) -> None: ...
+
+    def uninstall(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One part of torch or Python that is changed while a session records."""
+
+    module: Installable
+    lost: str | None = None
+    """What is lost where it cannot be installed; None where nothing can be recorded then."""
+    in_child: Callable[[], None] | None = None
+    """What a forked child does in place of `uninstall`."""
+
+
+HOOKS = (
+    Hook(dispatcher, in_child=dispatcher.leave_to_next_install),
+    Hook(coalescing),
+    Hook(optimizer),
+    Hook(backward, lost="every optimizer step counts as one after a backward pass"),
+    Hook(profiler, lost="a profiler of yours must not run during a window"),
+    Hook(spawn, in_child=lambda: None),  # what a forked child starts is followed as well
+    Hook(exits),
+    Hook(terminate),
+    Hook(excepthook),
+    Hook(signals, in_child=signals.leave_to_parent),
+)
+
+
+def install(session: Session) -> None:
+    """Install all. Raises, with nothing installed, where one fails without which nothing can be recorded."""
+    try:
+        for hook in HOOKS:
+            if hook.lost is None:
+                hook.module.install(session)
+            else:
+                with session.failures.reported(hook.lost):
+                    hook.module.install(session)
+    except BaseException:
+        uninstall()
+        raise
+
+
+def uninstall() -> None:
+    for hook in reversed(HOOKS):
+        hook.module.uninstall()
+
+
+def leave_to_parent() -> None:
+    """In a forked child: uninstall what belongs to it, and leave the rest to the parent."""
+    for hook in reversed(HOOKS):
+        (hook.in_child or hook.module.uninstall)()

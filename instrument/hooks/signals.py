@@ -1,0 +1,205 @@
+"""Signals: the files are finished before the process dies of one, and the flight recorder is dumped on SIGUSR1.
+
+* SIGTERM and SIGINT, where nobody else handles them: the files are finished, then the process dies of the
+  signal as it would have. Where the script handles them, its handler is left alone.
+* SIGUSR1: the flight recorder is dumped, then the script's own handler runs, if it has one.
+
+A rank that hangs in a collective does not run Python handlers: its main thread sits in C++. So the signal's
+number is also written to a pipe, by the interpreter's C handler, and a thread reads it there: it dumps on
+SIGUSR1, and on SIGTERM it gives the main thread a moment and then finishes and dies in its place. It also sees to it
+that the process dies where finishing takes too long, on whichever thread that is. It needs Python's lock for that: a
+thread that keeps it for ever, in C code that never gives it up, keeps the process alive as well.
+
+Python changes handlers on the main thread only. Where a session ends on another one, ours stay until the next session:
+they do nothing but let the process die of its signal.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from crossrank.errors import one_line
+from crossrank.instrument import threads
+from crossrank.instrument.hooks import fork
+from crossrank.instrument.hooks.exits import close_quietly
+
+if TYPE_CHECKING:
+    from crossrank.instrument.session import Session
+
+log = logging.getLogger("crossrank")
+
+_PATIENCE = 1.0
+"""Seconds that the main thread has for its own handler before the signal thread acts for it."""
+_LONGEST_END = 25.0
+"""Seconds after a fatal signal in which the process dies, whatever is not finished: launchers kill after 30."""
+_FATAL = (signal.SIGTERM, signal.SIGINT)
+
+_session: Session | None = None  # the latest; its handlers may outlive it
+_previous: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
+"""What stood for each signal that is ours now."""
+_pipe: tuple[int, int] | None = None
+_pending: int | None = None
+"""A fatal signal that came while the files were being finished."""
+_main_acted = False  # a plain flag: an Event's lock may be held by what a signal interrupts
+
+
+def install(session: Session) -> None:
+    """Handle signals, where this is the main thread."""
+    global _session, _pending, _main_acted
+    _session, _pending, _main_acted = session, None, False
+    if threading.current_thread() is not threading.main_thread():
+        log.debug("crossrank: enabled outside the main thread, signals are not watched")
+        return
+    # Without the pipe a rank that hangs would not die of a signal that is handled. The first process of a container
+    # is not killed by a signal that nobody handles, and goes on.
+    watched = _pipe is not None or _watch()
+    for number in _FATAL if watched and os.getpid() != 1 else ():
+        if signal.getsignal(number) is signal.SIG_DFL:
+            _previous[number] = signal.signal(number, _on_fatal)
+    if session.config.flight and signal.getsignal(signal.SIGUSR1) not in (signal.SIG_IGN, _on_usr1):
+        _previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, _on_usr1)
+    fork.hold_back((*_FATAL, signal.SIGUSR1))
+
+
+def uninstall() -> None:
+    """Give back every handler that nobody has replaced since, and die of a signal that had to wait."""
+    global _pipe, _session
+    if threading.current_thread() is threading.main_thread():
+        _session = None
+        _give_back_handlers()
+        if _pipe is not None:
+            _give_back_wakeup(_pipe[1])
+            os.close(_pipe[1])  # ends the thread, which closes the other side
+            _pipe = None
+    if _pending is not None:
+        _die_of(_pending)
+
+
+def leave_to_parent() -> None:
+    """In a forked child: signals do what they did before."""
+    global _pipe
+    if _pipe is not None:
+        _give_back_wakeup(_pipe[1])
+        for end in _pipe:
+            os.close(end)
+        _pipe = None
+    _give_back_handlers()
+
+
+def keep_watching() -> None:
+    """To be called now and then: an event loop that was closed has taken the pipe away."""
+    if _pipe is not None and threading.current_thread() is threading.main_thread():
+        found = signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
+        if found not in (-1, _pipe[1]):
+            signal.set_wakeup_fd(found, warn_on_full_buffer=False)
+
+
+def _on_fatal(number: int, frame: FrameType | None) -> None:
+    global _main_acted, _pending
+    _main_acted = True
+    _pending = number  # before the look below: who finishes looks at it when through
+    if _session is not None:
+        if _session.closing and not _session.finished:
+            return  # this thread, which the handler has interrupted, or another one: it dies when through
+        _session.close(signal.Signals(number).name)
+    _die_of(number)
+
+
+def _on_usr1(number: int, frame: FrameType | None) -> None:
+    _dump()  # the signal thread does the same, and is the only one that can while this thread hangs
+    previous = _previous.get(number)
+    if callable(previous):
+        previous(number, frame)
+
+
+def _dump() -> None:
+    if _session is not None and not _session.finished:
+        _session.dumps.write("SIGUSR1")
+
+
+_OURS = dict.fromkeys(_FATAL, _on_fatal) | {signal.SIGUSR1: _on_usr1}
+
+
+def _is_ours(number: int) -> bool:
+    return number in _previous and signal.getsignal(number) is _OURS[signal.Signals(number)]
+
+
+def _give_back_handlers() -> None:
+    for number, previous in _previous.items():
+        if _is_ours(number):
+            signal.signal(number, previous)
+    _previous.clear()
+    fork.hold_back(())
+
+
+def _give_back_wakeup(ours: int) -> None:
+    found = signal.set_wakeup_fd(-1)
+    if found not in (-1, ours):  # somebody has put theirs in place since
+        signal.set_wakeup_fd(found, warn_on_full_buffer=False)
+
+
+def _watch() -> bool:
+    """Start the thread that signals reach while the main thread is stuck; False where an event loop is."""
+    global _pipe
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    taken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    if taken != -1:  # an event loop uses it
+        signal.set_wakeup_fd(taken, warn_on_full_buffer=False)
+        os.close(reader)
+        os.close(writer)
+        return False
+    _pipe = (reader, writer)
+    threads.start("signals", lambda: _listen(reader))
+    return True
+
+
+def _listen(reader: int) -> None:
+    try:
+        while numbers := os.read(reader, 64):
+            for number in numbers:
+                if not _is_ours(number):  # the script has set a handler of its own since
+                    continue
+                if number == signal.SIGUSR1:  # which may take long, and a fatal signal may follow
+                    threads.start("dump", _dump)
+                elif _session is not None:
+                    _see_to_the_end(_session, number)
+        os.close(reader)
+    except Exception as error:
+        log.warning("crossrank: signals are no longer watched: %s", one_line(error))
+
+
+def _see_to_the_end(session: Session, number: int) -> None:
+    """Have the process die of a fatal signal: by its main thread, else by this one; and in any case in time."""
+    started = time.monotonic()
+
+    def wait(seconds: float, while_: Callable[[], bool]) -> None:
+        while while_() and _is_ours(number) and time.monotonic() < started + seconds:
+            time.sleep(0.05)
+
+    wait(_PATIENCE, lambda: not _main_acted)
+    if not (_main_acted or session.closing) and _is_ours(number):
+        threads.start("end", lambda: close_quietly(session, signal.Signals(number).name))
+    wait(_LONGEST_END, lambda: not session.finished)
+    if _is_ours(number):
+        _die_of(number)
+
+
+def _die_of(number: int) -> None:
+    """End the process by this signal, so that its exit status is what it would have been without us.
+
+    libc is asked because `signal.signal` works on the main thread only.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    libc.signal.restype = ctypes.c_void_p
+    libc.signal(int(number), None)  # SIG_DFL is the null pointer
+    os.kill(os.getpid(), number)

@@ -1,0 +1,185 @@
+"""Python processes that a script starts under the runner, by multiprocessing's spawn or `subprocess`, are traced too.
+
+A followed child is started with a few lines before its program: they hand the program to the runner, or, where
+crossrank cannot be imported in the child, replace the process by the one that was asked for. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pkgutil
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import crossrank
+from crossrank.instrument.hooks import imports
+from crossrank.instrument.hooks.patches import Patches
+
+# Goes before the program of a spawned process, which may be unable to import crossrank and runs all the same.
+_FOLLOW = """try:
+    from crossrank.instrument import runner
+    runner.follow()
+except ImportError:
+    pass
+"""
+# `sys.path` must be as the child's own when the runner takes over, and crossrank be found where this one was.
+_BOOTSTRAP = """import os, sys
+sys.path.append({home!r})
+try:
+    from crossrank.instrument import runner
+except ImportError:
+    words = len(sys.orig_argv) - len(sys.argv) - 1
+    os.execv(sys.executable, [*sys.orig_argv[:words], *sys.orig_argv[words + 2:]])
+finally:
+    sys.path.pop()
+runner.main()
+"""
+_HOME = os.path.dirname(os.path.dirname(os.path.abspath(crossrank.__file__)))
+
+_PROGRAM_OPTIONS = "cm"
+_OPTIONS_WITH_VALUE = "WX"
+_OPTIONS_ALONE = "bBdEIOPqRsSuv"
+_COMPILE_WORKER = os.path.join("torch", "_inductor", "compile_worker", "")
+"""Processes that torch.compile keeps for itself: they import torch and are never ranks."""
+
+_patches = Patches()
+_wanted = False
+_installed = False
+
+
+def follow() -> bool:
+    """Follow what is started from here, until `uninstall` and again after the next `install`.
+
+    False where that was asked for before.
+    """
+    global _wanted
+    if _wanted:
+        return False
+    _wanted = True
+    install()
+    return True
+
+
+def install(_: object = None) -> None:
+    """Follow what is started from here, where the runner wants that."""
+    global _installed
+    if _wanted and not _installed:
+        _installed = True
+        imports.install({"subprocess": _patch_subprocess, "multiprocessing.spawn": _patch_spawn})
+
+
+def uninstall() -> None:
+    global _installed
+    _installed = False
+    imports.uninstall()
+    _patches.undo()
+
+
+def _patch_spawn() -> None:
+    from multiprocessing import spawn
+
+    original = spawn.get_command_line
+
+    def get_command_line(**kwargs: object) -> list[str]:
+        command = list(original(**kwargs))
+        if "-c" in command:
+            program = command.index("-c") + 1
+            command[program] = _FOLLOW + command[program]
+        return command
+
+    _patches.replace(spawn, "get_command_line", get_command_line)
+
+
+def _patch_subprocess() -> None:
+    import subprocess
+
+    original = subprocess.Popen.__init__
+
+    @functools.wraps(original)
+    def start(self: Any, args: Any, *positional: Any, **named: Any) -> None:
+        followed = None
+        # With a shell, or a program to execute that is not the first word, `args` is no command line of Python.
+        if not positional[1:] and not named.get("executable") and not named.get("shell"):
+            with contextlib.suppress(Exception):  # what is not understood is started as it is
+                followed = follow_command(args, named.get("env"), named.get("cwd"))
+        original(self, args if followed is None else followed, *positional, **named)
+        self.args = args
+
+    _patches.replace(subprocess.Popen, "__init__", start)
+
+
+def follow_command(
+    command: object, environment: Mapping[str, str] | None = None, folder: str | os.PathLike[str] | None = None
+) -> Sequence[Any] | None:
+    """What to start instead of `command` for its Python program to be followed; None where there is no such program.
+
+    `environment` and `folder` are those of the child, None where they are this process's.
+    """
+    if not isinstance(command, list | tuple) or not command:
+        return None
+    words = [os.fsdecode(word) for word in command]
+    if not _is_this_interpreter(words[0], environment):
+        return None
+    program = _find_program(words)
+    if program is None:
+        return None
+    options, rest = program
+    if rest[0] not in ("-c", "-m") and not _is_plain_script(os.path.join(folder or "", rest[0])):
+        return None
+    return [*options, "-c", _BOOTSTRAP.format(home=_HOME), *rest]
+
+
+def _is_this_interpreter(word: str, environment: Mapping[str, str] | None) -> bool:
+    """Whether `word` is this environment's Python, by whichever of its names."""
+    import shutil
+
+    if os.path.dirname(word):
+        path: str | None = word
+    else:
+        path = shutil.which(word, path=(os.environ if environment is None else environment).get("PATH", os.defpath))
+    if path is None or not sys.executable:
+        return False
+    same_folder = os.path.dirname(os.path.abspath(path)) == os.path.dirname(os.path.abspath(sys.executable))
+    return same_folder and os.path.exists(path) and os.path.samefile(path, sys.executable)
+
+
+def _find_program(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
+    """The words up to Python's own last option, and from `-c`, `-m` or the script on. None where neither is there.
+
+    >>> _find_program(["python", "-u", "-X", "dev", "train.py", "--lr", "1"])
+    (['python', '-u', '-X', 'dev'], ['train.py', '--lr', '1'])
+    >>> _find_program(["python", "-Bm", "package.train", "-c"])
+    (['python', '-B'], ['-m', 'package.train', '-c'])
+    """
+    index = 1
+    while index < len(words):
+        word = words[index]
+        if not word.startswith("-"):
+            return list(words[:index]), list(words[index:])
+        letters = word[1:]
+        flags = letters[: len(letters) - len(letters.lstrip(_OPTIONS_ALONE))]
+        option, value = letters[len(flags) : len(flags) + 1], letters[len(flags) + 1 :]
+        if option and option in _PROGRAM_OPTIONS:
+            before = [*words[:index], *([f"-{flags}"] if flags else [])]
+            after = [*([value] if value else []), *words[index + 1 :]]
+            return (before, [f"-{option}", *after]) if after else None
+        if option and option in _OPTIONS_WITH_VALUE:
+            index += 1 if value else 2
+        elif option or not flags:
+            return None
+        else:
+            index += 1
+    return None
+
+
+def _is_plain_script(path: str) -> bool:
+    """Whether Python would run this as source: no folder, no zip, no byte code, and nothing of torch.compile's."""
+    return (
+        os.path.isfile(path)
+        and not path.endswith(".pyc")
+        and pkgutil.get_importer(path) is None
+        and _COMPILE_WORKER not in path
+    )

@@ -1,0 +1,285 @@
+"""Which GPU this rank drives, settled as soon as it is certain, and its cumulative counters, asked through NVML.
+
+The device is the one that the process group is bound to, or that the first tensor communicated is on. torch's current
+device is neither before the script has called `set_device`, and then it is device 0 on every rank.
+
+A CUDA device is found in NVML by its UUID, never by its index: `CUDA_VISIBLE_DEVICES` renumbers devices for
+CUDA only. Without a driver everything here is None, which is logged at debug level.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from crossrank.errors import one_line
+
+log = logging.getLogger("crossrank")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """Identity of one GPU, or of one MIG instance of it. A field that the board or driver does not give is None."""
+
+    index: int | None = None
+    """Index of the board in NVML, which is that of nvidia-smi."""
+    name: str | None = None
+    uuid: str | None = None
+    serial: str | None = None
+    pci_bus_id: str | None = None
+    fabric_cluster: str | None = None
+    """UUID of the NVLink fabric; GPUs with equal cluster and clique reach each other over NVLink."""
+    fabric_clique: int | None = None
+    driver: str | None = None
+
+    @property
+    def nvlink_domain(self) -> str | None:
+        if self.fabric_cluster is None or self.fabric_clique is None:
+            return None
+        return f"{self.fabric_cluster}:{self.fabric_clique}"
+
+
+# Names of NVML's cumulative fields -> names of ours. Not every GPU has every field.
+_COUNTERS = {
+    "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX": "nvlink_tx_kib",
+    "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX": "nvlink_rx_kib",
+    "NVML_FI_DEV_PCIE_COUNT_TX_BYTES": "pcie_tx_bytes",
+    "NVML_FI_DEV_PCIE_COUNT_RX_BYTES": "pcie_rx_bytes",
+    "NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION": "energy_mj",
+}
+_PATIENCE = 2.0
+"""Seconds for which the other ranks may wait to learn of this rank's NVLink domain."""
+_ALL_LINKS = 0xFFFFFFFF  # scope of the NVLink fields: the sum over all links
+_FABRIC_COMPLETED = 3
+_NCCL = re.compile(r"(/\S*(?:libnccl|librccl|libtorch_cuda|libtorch_hip)[^/\s]*\.so[^/\s]*)")
+
+
+class GpuReader:
+    """Asks NVML about one CUDA device of this process, by its index there."""
+
+    def __init__(self, device: int) -> None:
+        self._handle: Any = None
+        self._board: Any = None
+        self._nvml: Any = None
+        self.gpu: Gpu | None = None
+        uuid = _uuid_of(device)
+        if uuid is None:
+            return
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            self._nvml = pynvml
+            self._find(uuid)
+        except Exception as error:
+            log.debug("crossrank: no NVML, GPU identity is null: %s", one_line(error))
+
+    def _find(self, uuid: str) -> None:
+        """Find the device, which may be a part of a GPU (MIG). CUDA does not say which of the two its UUID is."""
+        names = [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]
+        for name in names:
+            try:
+                self._handle = self._nvml.nvmlDeviceGetHandleByUUID(name)
+            except Exception:
+                if name == names[-1]:
+                    raise
+                continue
+            self._board = self._handle
+            if name.startswith("MIG-"):
+                self._board = self._nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self._handle)
+            self.gpu = self._identity(name)
+            return
+
+    def counters(self) -> dict[str, int] | None:
+        """Cumulative NVLink and PCIe traffic and energy of the board in the units of their names; None without one."""
+        if self._handle is None:
+            return None
+        nvml = self._nvml
+        wanted = [(getattr(nvml, field), name) for field, name in _COUNTERS.items() if hasattr(nvml, field)]
+        try:
+            request = [(field, _ALL_LINKS) if name.startswith("nvlink") else field for field, name in wanted]
+            values = nvml.nvmlDeviceGetFieldValues(self._board, request)
+        except Exception as error:
+            log.debug("crossrank: no GPU counters: %s", one_line(error))
+            return None
+        # The value is a union; every counter asked for here is an unsigned long long.
+        return {
+            name: int(value.value.ullVal)
+            for (_, name), value in zip(wanted, values, strict=True)
+            if value.nvmlReturn == nvml.NVML_SUCCESS
+        }
+
+    def _identity(self, uuid: str) -> Gpu:
+        nvml, board = self._nvml, self._board
+        cluster, clique = self._fabric()
+        return Gpu(
+            index=_ask(lambda: int(nvml.nvmlDeviceGetIndex(board))),
+            name=_ask(lambda: _text(nvml.nvmlDeviceGetName(self._handle))),
+            uuid=uuid,
+            serial=_ask(lambda: _text(nvml.nvmlDeviceGetSerial(board))),
+            pci_bus_id=_ask(lambda: _text(nvml.nvmlDeviceGetPciInfo_v3(board).busId)),
+            fabric_cluster=cluster,
+            fabric_clique=clique,
+            driver=_ask(lambda: _text(nvml.nvmlSystemGetDriverVersion())),
+        )
+
+    def _fabric(self) -> tuple[str | None, int | None]:
+        """Cluster UUID and clique where the GPU is part of a finished NVLink fabric (an NVL72, say)."""
+        nvml = self._nvml
+
+        def ask() -> tuple[str, int] | None:
+            info = nvml.c_nvmlGpuFabricInfo_v2_t()
+            nvml.nvmlDeviceGetGpuFabricInfoV(self._board, ctypes.byref(info))
+            cluster = bytes(bytearray(info.clusterUuid)).hex()
+            if info.state != _FABRIC_COMPLETED or not cluster.strip("0"):
+                return None
+            return cluster, int(info.cliqueId)
+
+        return _ask(ask) or (None, None)
+
+
+class RankGpu:
+    """The GPU of this rank. `on_late` is called with it where it becomes known after `begin`."""
+
+    def __init__(self, on_late: Callable[[Gpu], None]) -> None:
+        self._on_late = on_late
+        self._device: int | None = None
+        self._reader: GpuReader | None = None
+        self._begun = False
+        self._lock = threading.RLock()  # a signal handler may end the recording while its thread holds it
+        self.is_open = False
+        """Whether the device is not known yet: the recorder passes on the devices of tensors until it is."""
+
+    @property
+    def gpu(self) -> Gpu | None:
+        return self._reader.gpu if self._reader is not None else None
+
+    def begin(self) -> None:
+        """Take the device that the process group is bound to, or that is certain otherwise."""
+        if self._device is None:
+            self._device = bound_device()
+            self.is_open = self._device is None and may_use_cuda()
+        self.read()
+        self._begun = True
+
+    def settle(self, device: str | None) -> None:
+        """Take in the device of a tensor that is communicated, such as `cuda:1`."""
+        if device is None or not device.startswith("cuda"):
+            return
+        index = device.partition(":")[2]
+        self._device = int(index) if index else torch.cuda.current_device()
+        self.is_open = False
+
+    def read(self) -> None:
+        """Ask the driver once the device is known."""
+        with self._lock:
+            if self._reader is not None or self._device is None or not cuda_is_in_use():
+                return
+            self._reader = GpuReader(self._device)
+            if self._begun and self._reader.gpu is not None:
+                self._on_late(self._reader.gpu)
+
+    def nvlink_domain(self) -> str | None:
+        """The NVLink domain, waiting a moment for the device to be known."""
+        until = time.monotonic() + _PATIENCE
+        while self.is_open and time.monotonic() < until:
+            time.sleep(0.05)
+        self.read()
+        return self.gpu.nvlink_domain if self.gpu is not None else None
+
+    def counters(self) -> dict[str, int] | None:
+        """Cumulative counters of the GPU; None without one."""
+        return self._reader.counters() if self._reader is not None else None
+
+
+def cuda_is_in_use() -> bool:
+    """Whether this process has begun to use its GPU.
+
+    `torch.cuda.is_available` is not asked anywhere here: it initialises the driver, after which a forked child
+    can no longer use CUDA.
+    """
+    return bool(torch.cuda.is_initialized())
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured on this thread's stream: what synchronises now would break it."""
+    return cuda_is_in_use() and bool(torch.cuda.is_current_stream_capturing())
+
+
+def bound_device() -> int | None:
+    """The CUDA device that this process certainly uses: its process group's, the one it has set, or its only one.
+
+    Device 0 is torch's default as well: it is that of the first rank of a node.
+    """
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    if bound is not None:
+        return bound.index if bound.type == "cuda" else None
+    if not cuda_is_in_use():
+        return None
+    current = torch.cuda.current_device()
+    is_first = os.environ.get("LOCAL_RANK") == "0" or torch.cuda.device_count() == 1
+    return current if current != 0 or is_first else None
+
+
+def may_use_cuda() -> bool:
+    """Whether a CUDA device may yet turn up in this process."""
+    return torch.version.cuda is not None or torch.version.hip is not None
+
+
+def nccl_version() -> str | None:
+    """The version of the NCCL or RCCL that is loaded, which need not be the one that torch was built with."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    for path in dict.fromkeys(_NCCL.findall(maps)):
+        try:
+            code = ctypes.c_int()
+            if ctypes.CDLL(path).ncclGetVersion(ctypes.byref(code)) == 0:
+                return _nccl_text(code.value)
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
+def _nccl_text(code: int) -> str:
+    """NCCL's number of a version as text: X*10000 + Y*100 + Z, and X*1000 + Y*100 + Z before 2.9.
+
+    >>> _nccl_text(22803), _nccl_text(2804)
+    ('2.28.3', '2.8.4')
+    """
+    major = 10_000 if code >= 10_000 else 1000
+    return f"{code // major}.{code % major // 100}.{code % 100}"
+
+
+def _uuid_of(device: int) -> str | None:
+    """UUID of a CUDA device as CUDA writes it. Makes no CUDA context."""
+    try:
+        return str(torch.cuda.get_device_properties(device).uuid)
+    except Exception as error:
+        log.debug("crossrank: CUDA device %d has no UUID: %s", device, one_line(error))
+        return None
+
+
+def _ask(question: Callable[[], Any]) -> Any:
+    """The answer, or None: boards differ in what they answer (a GeForce has no serial)."""
+    try:
+        return question()
+    except Exception as error:
+        log.debug("crossrank: NVML has no answer: %s", one_line(error))
+        return None
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value

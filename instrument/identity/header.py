@@ -1,0 +1,53 @@
+"""The first line of a comms file: which rank wrote it, on what machine, with which versions and settings."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import crossrank
+from crossrank.instrument.hooks import dispatcher
+from crossrank.instrument.identity.gpu import nccl_version
+from crossrank.instrument.write.comms_writer import clock
+from crossrank.machine import boot_id
+from crossrank.recording import SCHEMA
+
+if TYPE_CHECKING:
+    from crossrank.instrument.session import Session
+
+
+def describe_rank(session: Session, node: str) -> dict[str, Any]:
+    """The header of this rank, in the fields of `crossrank.recording.Header`."""
+    local_rank = os.environ.get("LOCAL_RANK", "")
+    config, gpu = session.config, session.gpu.gpu
+    return {
+        "schema": SCHEMA,
+        "rank": session.rank,
+        "world_size": session.world_size,
+        "host": socket.gethostname(),
+        "boot_id": boot_id(),
+        "node": node,
+        "local_rank": int(local_rank) if local_rank.isdigit() else None,
+        "pid": os.getpid(),
+        "gpu": asdict(gpu) if gpu else None,
+        "gpu_serial": config.gpu_serial,
+        "vm_id": config.vm_id,
+        "clock": clock(),
+        "versions": {
+            "crossrank": crossrank.__version__,
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "cuda": torch.version.cuda,
+            "nccl": nccl_version(),
+            "driver": gpu.driver if gpu else None,
+        },
+        "config": asdict(config),
+        "all_calls": True,
+        "ops": dispatcher.ops(),
+        "blind_spots": session.groups.unseen_kinds(),
+    }

@@ -1,0 +1,203 @@
+"""Who called: the public API name and the user's line, from the frames above a dispatcher kernel.
+
+The stack is walked with bare frames (no source is read), and what each code object is gets decided once, so a
+walk costs a dictionary look-up per frame. A `Site` keeps the code object and the bytecode offset; the line
+number, which costs more than the walk, is worked out when the record is written, and the code is let go. Code that
+a program generates without end is forgotten when the program forgets it.
+
+Three kinds of frames matter, from the kernel outwards:
+
+* the communication API: `torch.distributed`'s own functions, the functional collectives,
+  `torch.distributed.nn.functional`. The outermost one of an unbroken run is what was called:
+  `broadcast_object_list`, not the two `broadcast`s inside it;
+* other frames of torch and crossrank, which are passed over;
+* anything else: the first such frame is the user's line.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import weakref
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+
+import torch
+import typing_extensions
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_DISTRIBUTED = _TORCH + "distributed" + os.sep
+_OURS = (
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+    os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep,
+)
+# Files whose functions are the communication API, and what stands before their names in `api`.
+_API_FILES = {
+    _DISTRIBUTED + "distributed_c10d.py": "",
+    _DISTRIBUTED + "_functional_collectives.py": "functional.",
+    _DISTRIBUTED + os.path.join("nn", "functional.py"): "nn.functional.",
+}
+# Frames that stand inside one API call without ending it: decorators, context managers, autograd functions.
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+_TRANSPARENT_FILES = frozenset(
+    (
+        _DISTRIBUTED + "c10d_logger.py",
+        _TORCH + os.path.join("autograd", "function.py"),
+        _TORCH + os.path.join("utils", "_contextlib.py"),
+        _TORCH + "_ops.py",
+        _STDLIB + "contextlib.py",
+        # torch marks its old names with it: `all_gather_into_tensor` is called through a function of this file.
+        os.path.abspath(typing_extensions.__file__),
+    )
+)
+# Generated code: inductor's output and names such as <eval_with_key>.1, called by torch and not by the user.
+_GENERATED = ("torchinductor_", os.sep + "inductor" + os.sep)
+# What runs the user's script and is no caller of it.
+_LAUNCHERS = (
+    _STDLIB + "runpy.py",
+    _STDLIB + "threading.py",
+    _STDLIB + "multiprocessing" + os.sep,
+    "<frozen ",
+)
+
+_USER, _API, _TRANSPARENT, _PASSED = range(4)
+
+MAX_SITES = 16_384
+MAX_PATH = 1000
+"""Characters of a path in `Site.source`; a longer one is shortened from the left, behind `CUT`."""
+CUT = "..."
+_WORKING_FOLDER = os.getcwd() + os.sep
+
+
+@dataclass(eq=False, slots=True)
+class Site:
+    """One place in the user's code that communicates, with the API it calls there."""
+
+    api: str | None
+    _code: CodeType | None
+    _lasti: int
+    _source: str | None = None
+
+    @property
+    def source(self) -> str | None:
+        """`file.py:line` of the user's frame, relative to the working folder where it lies in it.
+
+        None when no Python frame outside torch called.
+        """
+        code = self._code  # another thread may let it go meanwhile
+        if code is not None:
+            self._source = f"{_shown_path(code.co_filename)}:{_line_of(code, self._lasti)}"
+            self._code = None
+        return self._source
+
+
+@dataclass(eq=False, slots=True)
+class _Code:
+    """What a code object is. `alive` calls back when the object dies: its id may then become another's."""
+
+    alive: weakref.ref[CodeType]
+    kind: int
+    name: str | None
+    sites: dict[tuple[int, str | None], Site] = field(default_factory=dict)
+
+
+class CallSites:
+    """Finds the `Site` of the call that is under way on this thread."""
+
+    def __init__(self) -> None:
+        self._codes: dict[int, _Code] = {}
+        self._native: dict[str | None, Site] = {}
+        self._count = 0
+
+    def find(self, frame: FrameType | None, direct_api: str) -> tuple[Site, FrameType | None]:
+        """The site for a kernel entered from `frame`, and the frame of the outermost API function, if any.
+
+        `direct_api` names the call where user code stands right above the kernel: a ProcessGroup method.
+        """
+        codes = self._codes
+        api: str | None = None
+        api_frame: FrameType | None = None
+        direct = True  # no frame of torch between the kernel and the user: a method of ProcessGroup was called
+        running = True  # still inside the unbroken run of API frames
+        while frame is not None:
+            code = frame.f_code
+            entry = codes.get(id(code))
+            if entry is None:
+                entry = self._classify(code)
+            kind = entry.kind
+            if kind == _USER:
+                key = (frame.f_lasti, direct_api if direct else api)
+                site = entry.sites.get(key)
+                if site is None:
+                    site = self._add(entry.sites, key, Site(key[1], code, key[0]))
+                return site, api_frame
+            if kind == _API and running:
+                if entry.name is not None:
+                    api = entry.name
+                    api_frame = frame
+            elif kind == _PASSED and api is not None:
+                running = False
+            direct = False
+            frame = frame.f_back
+        site = self._native.get(api)
+        if site is None:
+            site = self._native[api] = Site(api, None, -1)
+        return site, api_frame
+
+    def _add(self, sites: dict[tuple[int, str | None], Site], key: tuple[int, str | None], site: Site) -> Site:
+        # A program with more places than any has by hand must not fill the memory.
+        if self._count >= MAX_SITES:
+            self._codes.clear()
+            self._count = 0
+        self._count += 1
+        sites[key] = site
+        return site
+
+    def _classify(self, code: CodeType) -> _Code:
+        codes, key = self._codes, id(code)
+        entry = _Code(weakref.ref(code, lambda _: self._forget(key)), *_kind_of(code))
+        codes[key] = entry
+        return entry
+
+    def _forget(self, key: int) -> None:
+        entry = self._codes.pop(key, None)
+        if entry is not None:
+            self._count -= len(entry.sites)
+
+
+def _kind_of(code: CodeType) -> tuple[int, str | None]:
+    path = code.co_filename
+    if path in _API_FILES:
+        # A method (an autograd Function's forward) or a nested function is part of an API call, not its name.
+        module = sys.modules.get(_module_of(path))
+        is_function = module is not None and hasattr(module, code.co_name)
+        return _API, _API_FILES[path] + code.co_name if is_function else None
+    if path in _TRANSPARENT_FILES:
+        return _TRANSPARENT, None
+    if path.startswith(_TORCH) or path.startswith(_OURS) or path.startswith(_LAUNCHERS):
+        return _PASSED, None
+    if path.startswith("<") or any(part in path for part in _GENERATED):
+        # `python -c` and notebooks run user code under such names as well: <string>, <stdin>, <ipython-…>.
+        generated = path.startswith(("<eval_with_key>", "<torch_package_")) or not path.startswith("<")
+        return (_PASSED, None) if generated else (_USER, None)
+    return _USER, None
+
+
+def _module_of(path: str) -> str:
+    return "torch." + path[len(_TORCH) : -len(".py")].replace(os.sep, ".")
+
+
+def _shown_path(path: str) -> str:
+    if path.startswith(_WORKING_FOLDER):
+        path = path[len(_WORKING_FOLDER) :]
+    return path if len(path) <= MAX_PATH else CUT + path[len(CUT) - MAX_PATH :]
+
+
+def _line_of(code: CodeType, lasti: int) -> int:
+    """The line of the instruction at byte offset `lasti`."""
+    line = code.co_firstlineno
+    for start, end, number in code.co_lines():
+        if start <= lasti < end and number is not None:
+            return number
+    return line

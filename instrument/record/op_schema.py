@@ -1,0 +1,275 @@
+"""What each c10d op does and where its arguments are, read from its schema.
+
+The dispatcher hands a kernel its arguments by position, without trailing defaults, and the lists differ
+between versions of torch. So `ROWS` says by argument *name* what an op means, and `Reader` turns that into
+positions for the schema that is installed. An op that torch has and `ROWS` lacks is still recorded: by its
+own name, with its tensors as they stand, without a root or a peer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from crossrank.comm import OPERATIONS, total_bytes
+from crossrank.instrument.torch_private import has
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One c10d op by the names of its schema's arguments. The first name that the schema has is taken."""
+
+    op: str
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    in_place: bool = False
+    """The inputs are the outputs as well."""
+
+
+ROWS: dict[str, Row] = {
+    "allreduce_": Row(op="all_reduce", inputs=("tensors",), in_place=True),
+    "allreduce_coalesced_": Row(op="all_reduce", inputs=("tensors",), in_place=True),
+    "reduce_": Row(op="reduce", inputs=("tensors",), in_place=True),
+    "broadcast_": Row(op="broadcast", inputs=("tensors",), in_place=True),
+    "allgather_": Row(op="all_gather", inputs=("input_tensors",), outputs=("output_tensors",)),
+    "_allgather_base_": Row(op="all_gather", inputs=("input_tensor",), outputs=("output_tensor",)),
+    "allgather_coalesced_": Row(op="all_gather", inputs=("input_list",), outputs=("output_lists",)),
+    "allgather_into_tensor_coalesced_": Row(op="all_gather", inputs=("inputs",), outputs=("outputs",)),
+    "reduce_scatter_": Row(op="reduce_scatter", inputs=("input_tensors",), outputs=("output_tensors",)),
+    "_reduce_scatter_base_": Row(op="reduce_scatter", inputs=("input_tensor",), outputs=("output_tensor",)),
+    "reduce_scatter_tensor_coalesced_": Row(op="reduce_scatter", inputs=("inputs",), outputs=("outputs",)),
+    "gather_": Row(op="gather", inputs=("input_tensors",), outputs=("output_tensors",)),
+    "gather_into_tensor_": Row(op="gather", inputs=("input_tensor", "input"), outputs=("output_tensor", "output")),
+    "scatter_": Row(op="scatter", inputs=("input_tensors",), outputs=("output_tensors",)),
+    "alltoall_": Row(op="all_to_all", inputs=("input_tensors",), outputs=("output_tensors",)),
+    "alltoall_base_": Row(op="all_to_all", inputs=("input",), outputs=("output",)),
+    "send": Row(op="send", inputs=("tensors",)),
+    "recv_": Row(op="recv", outputs=("tensors",)),
+    "recv_any_source_": Row(op="recv", outputs=("tensors",)),
+    # A barrier carries a dummy tensor, which is no payload.
+    "barrier": Row(op="barrier"),
+    "monitored_barrier_": Row(op="barrier"),
+}
+
+_PEER = {"send": "dst", "recv": "src"}
+
+Shapes = tuple[tuple[int, ...], ...]
+
+_Tensor = torch.Tensor
+# First in a key of any number of tensors; without it the key is of one argument or of a pair of tensors.
+_LONG = "long"
+
+# The key of everything in a call that is the same when the call is repeated with the same shapes.
+CallKey = tuple[Any, ...]
+
+
+class Reader:
+    """Reads the arguments of one c10d op as the dispatcher hands them over."""
+
+    def __init__(self, c10d: str, schema: torch.FunctionSchema) -> None:
+        names = [argument.name for argument in schema.arguments]
+        self._defaults = tuple(argument.default_value for argument in schema.arguments)
+        self.c10d = c10d
+        self.direct_api = "ProcessGroup." + c10d.rstrip("_")
+        row = ROWS.get(c10d)
+        if row is None:
+            tensors = tuple(a.name for a in schema.arguments if "Tensor" in str(a.type))
+            row = Row(op=c10d.strip("_"), inputs=tensors, in_place=True)
+            self.inputs = tuple(names.index(name) for name in tensors)
+        else:
+            self.inputs = _first(names, row.inputs)
+        self.row = row
+        self.op = row.op
+        self.operation = OPERATIONS.get(row.op)
+        self.is_p2p = self.operation is not None and self.operation.p2p
+        self.outputs = _first(names, row.outputs)
+        group = _first(names, ("process_group",))
+        if not group:
+            raise ValueError(f"c10d::{c10d} has no process_group argument")
+        self.group = group[0]
+        self._root = _position(names, "root_rank", "root")
+        self.peer = _position(names, _PEER.get(row.op, ""))
+        self.tag = _position(names, "tag")
+        self._async = _position(names, "async_op")
+        self.reduce = _position(names, "reduce_op")
+        self._in_split = _position(names, "input_split_sizes")
+        self._out_split = _position(names, "output_split_sizes")
+        self._keyed = tuple(p for p in (self._root, self.peer, self._async) if p >= 0)
+        # The common layouts are read without loops: one list of tensors, one input and one output tensor.
+        types = {argument.name: str(argument.type) for argument in schema.arguments}
+        self._tensors_at = self.inputs + self.outputs
+        self._dummy = _position(names, "tensor") if not self._tensors_at else -1
+        layout = [types[names[position]] for position in self._tensors_at]
+        one_value = len(self._keyed) == 1
+        self.key: Callable[[Sequence[Any]], CallKey | None]
+        """What distinguishes a call from others of the op on its group; None for fake and meta tensors."""
+        if layout == ["List[Tensor]"] and one_value:
+            self.key = self._key_of_list
+        elif layout == ["Tensor", "Tensor"] and one_value and self._in_split < 0:
+            self.key = self._key_of_pair
+        elif not layout and one_value and types.get(names[self._dummy]) == "Tensor":
+            self.key = self._key_of_dummy
+        else:
+            self.key = self._key_of_any
+
+    def _key_of_list(self, args: Sequence[Any]) -> CallKey | None:
+        tensors = args[self._tensors_at[0]]
+        if len(tensors) != 1:
+            return self._key_of_any(args)
+        tensor = tensors[0]
+        if (type(tensor) is not _Tensor and not _is_real(tensor)) or tensor.is_meta:
+            return None
+        position = self._keyed[0]
+        value = args[position] if position < len(args) else self._defaults[position]
+        return (tensor.shape, tensor.dtype, value)
+
+    def _key_of_pair(self, args: Sequence[Any]) -> CallKey | None:
+        at = self._tensors_at
+        first, second = args[at[0]], args[at[1]]
+        if (type(first) is not _Tensor and not _is_real(first)) or first.is_meta:
+            return None
+        if type(second) is not _Tensor and not _is_real(second):
+            return None
+        position = self._keyed[0]
+        value = args[position] if position < len(args) else self._defaults[position]
+        return (first.shape, second.shape, first.dtype, value)
+
+    def _key_of_dummy(self, args: Sequence[Any]) -> CallKey | None:
+        tensor = args[self._dummy]
+        if (type(tensor) is not _Tensor and not _is_real(tensor)) or tensor.is_meta:
+            return None
+        position = self._keyed[0]
+        return (None, args[position] if position < len(args) else self._defaults[position])
+
+    def _key_of_any(self, args: Sequence[Any]) -> CallKey | None:
+        key: list[Any] = [_LONG, *self._plain(args)]
+        for position in self._tensors_at:
+            if not _add_tensors(key, args[position]):
+                return None
+        if self._dummy >= 0 and not _add_tensors([], args[self._dummy]):
+            return None
+        if self._in_split >= 0:
+            key.append(tuple(args[self._in_split]))
+            key.append(tuple(args[self._out_split]))
+        return tuple(key)
+
+    def _plain(self, args: Sequence[Any]) -> list[Any]:
+        """The values among the arguments that belong to the key: root, peer, async_op."""
+        count = len(args)
+        return [args[p] if p < count else self._defaults[p] for p in self._keyed]
+
+    def call(self, key: CallKey, group_size: int, reduce: str | None) -> Call:
+        """The call that a key stands for. Slower than making the key, and needed once per distinct one."""
+        in_split: tuple[int, ...] = ()
+        out_split: tuple[int, ...] = ()
+        if key and key[0] is _LONG:
+            plain = dict(zip(self._keyed, key[1:], strict=False))
+            rest = list(key[1 + len(self._keyed) :])
+            if self._in_split >= 0:
+                out_split, in_split = rest.pop(), rest.pop()
+                out_split, in_split = tuple(out_split), tuple(in_split)
+            shapes, dtypes = _split_arguments(rest)
+        else:  # the shapes of the only argument or of both, then their dtype, then the one value
+            count = len(self._tensors_at)
+            shapes, dtypes = [(tuple(shape),) for shape in key[:count]], [(key[count],)] * count
+            plain = dict(zip(self._keyed, key[count + 1 :], strict=True))
+        in_shapes = tuple(shape for argument in shapes[: len(self.inputs)] for shape in argument)
+        out_shapes = tuple(shape for argument in shapes[len(self.inputs) :] for shape in argument)
+        if self.row.in_place:
+            out_shapes = in_shapes
+        sizes = [
+            sum(total_bytes([shape], dtype.itemsize) for shape, dtype in zip(*argument, strict=True))
+            for argument in zip(shapes, dtypes, strict=True)
+        ]
+        in_bytes, out_bytes = sum(sizes[: len(self.inputs)]), sum(sizes[len(self.inputs) :])
+        dtype = next((dtype for argument in dtypes for dtype in argument), None)
+        return Call(
+            inputs=in_shapes,
+            outputs=out_shapes,
+            in_split=in_split or None,
+            out_split=out_split or None,
+            dtype=str(dtype).removeprefix("torch.") if dtype is not None else None,  # the first, where they differ
+            bytes=self.operation.bytes(in_bytes, out_bytes, group_size) if self.operation else in_bytes,
+            reduce=reduce,
+            root=plain.get(self._root),
+            peer=plain.get(self.peer),
+            is_async=plain.get(self._async),
+        )
+
+    def device(self, args: Sequence[Any]) -> str | None:
+        """Device of the first tensor of a call."""
+        for position in self._tensors_at:
+            for tensor in _tensors(args[position]):
+                return str(tensor.device)
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call as its arguments describe it. `root` and `peer` are ranks within the group."""
+
+    inputs: Shapes
+    outputs: Shapes
+    in_split: tuple[int, ...] | None
+    out_split: tuple[int, ...] | None
+    dtype: str | None
+    bytes: int
+    reduce: str | None
+    root: int | None
+    peer: int | None
+    is_async: bool | None
+
+
+def _split_arguments(rest: list[Any]) -> tuple[list[Shapes], list[tuple[torch.dtype, ...]]]:
+    """Shapes and dtypes per argument, from what `_add_tensors` appended."""
+    shapes: list[Shapes] = []
+    dtypes: list[tuple[torch.dtype, ...]] = []
+    start = 0
+    for end, item in enumerate(rest):
+        if item is None:
+            shapes.append(tuple(tuple(shape) for shape in rest[start:end:2]))
+            dtypes.append(tuple(rest[start + 1 : end : 2]))
+            start = end + 1
+    return shapes, dtypes
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors of an argument: a tensor, a list of them, or a list of lists."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    found: list[torch.Tensor] = []
+    for item in value or ():
+        found.extend(_tensors(item))
+    return found
+
+
+def _add_tensors(key: list[Any], value: Any) -> bool:
+    """Append shapes and the dtype of an argument to `key`; False if a tensor is fake or meta."""
+    for tensor in _tensors(value):
+        if (type(tensor) is not _Tensor and not _is_real(tensor)) or tensor.is_meta:
+            return False
+        key.append(tensor.shape)
+        key.append(tensor.dtype)
+    key.append(None)  # ends the argument, so that (a, b), () and (a), (b) differ
+    return True
+
+
+def _is_real(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a subclass holds data: a Parameter does, a FakeTensor or a tracer's proxy does not."""
+    if not has("tensor subclasses"):
+        return True
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return not isinstance(tensor, FakeTensor | FunctionalTensor) and not torch._is_functional_tensor(tensor)
+
+
+def _first(names: list[str], wanted: tuple[str, ...]) -> tuple[int, ...]:
+    return tuple(names.index(name) for name in wanted if name in names)[:1]
+
+
+def _position(names: list[str], *wanted: str) -> int:
+    return next(iter(_first(names, wanted)), -1)

@@ -1,0 +1,205 @@
+"""Puts the files of one rank where they belong: whole, under their final name.
+
+A file is written under a temporary name beside its place and renamed when it is whole. Whatever a recording before
+this one, or somebody else, left under a name of this rank is moved to `earlier-K/`, never overwritten and never
+opened: a named pipe would block the one who opens it.
+
+The files of a rank belong to the process that began them. A process that it starts and that has its rank, or belongs
+to a job of its own (the one in which `torch.distributed.checkpoint.async_save` saves does both), records in
+`spawned-K/`, a recording of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from pathlib import Path
+
+import msgspec
+import zstandard
+
+from crossrank.errors import CrossrankError
+from crossrank.instrument.write import process_lock
+from crossrank.machine import boot_id
+from crossrank.recording import COMMS, CommsFile, file_name, rank_of, temporary_name
+
+log = logging.getLogger("crossrank")
+
+_LEVEL = 3
+_VARIABLE = "CROSSRANK_RECORDING"
+"""Holds the `_Owner` of the files for the processes that a rank starts."""
+_EARLIER = re.compile(r"earlier-(\d{1,9})")
+_SPAWNED = re.compile(r"spawned-\d+")
+
+
+class RankFiles:
+    """The folder of a recording as one rank writes it."""
+
+    def __init__(self, directory: str, rank: int, world_size: int) -> None:
+        place = os.path.realpath(os.path.expanduser(directory))
+        folder = Path(place)
+        self._lock: process_lock.ProcessLock | None = None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if _is_spawned(place, rank, world_size):
+                folder, self._lock = _take_part(folder, rank)
+            else:
+                self._lock = process_lock.take(_lock_name(place, rank))
+                _set_aside(folder, rank, world_size)
+        except OSError as error:
+            raise CrossrankError(
+                f"cannot write to {folder}: {error.strerror}; name another folder with TRACING_DIR"
+            ) from error
+        self.folder = folder
+        self._owner = _Owner(pid=os.getpid(), rank=rank, world_size=world_size, job=_job(), place=place)
+        self._inherited = msgspec.json.encode(self._owner).decode()
+        os.environ.setdefault(_VARIABLE, self._inherited)
+
+    def path(self, name: str) -> Path:
+        return self.folder / name
+
+    def temporary(self, name: str) -> Path:
+        """Where `name` grows until it is whole."""
+        return self.folder / temporary_name(name)
+
+    def finish(self, plain: Path, name: str) -> None:
+        """Compress the whole file `plain` to `name`, put it in place and remove `plain`."""
+        compressed = plain.with_name(plain.name + ".zst")
+        with plain.open("rb") as source, os.fdopen(create(compressed), "wb") as target:
+            zstandard.ZstdCompressor(level=_LEVEL).copy_stream(source, target)
+        os.replace(compressed, self.path(name))
+        plain.unlink()
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write `content` to `name` at once, compressed."""
+        temporary = self.temporary(name)
+        with os.fdopen(create(temporary), "wb") as target:
+            target.write(zstandard.ZstdCompressor(level=_LEVEL).compress(content))
+        os.replace(temporary, self.path(name))
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        if os.environ.get(_VARIABLE) == self._inherited:
+            del os.environ[_VARIABLE]
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Let go of the folder alone. In a forked child it stays the parent's."""
+        if self._lock is not None:
+            self._lock.release()
+
+
+def create(path: Path) -> int:
+    """A descriptor of a new, empty file at `path`, in place of whatever stands there. Never blocks.
+
+    Raises `OSError`.
+    """
+    path.unlink(missing_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+
+class _Owner(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose files of a rank are, as the processes that it starts inherit it."""
+
+    pid: int
+    rank: int
+    world_size: int
+    job: str
+    place: str
+
+
+def _job() -> str:
+    """An identifier of the job that this process belongs to, as opposed to one that it may start."""
+    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    return " ".join(os.environ.get(name, "") for name in names)
+
+
+def _lock_name(place: str, rank: int) -> str:
+    return f"records {place}/rank-{rank}"
+
+
+def _is_spawned(place: str, rank: int, world_size: int) -> bool:
+    """Whether a process that this one descends from records in `place`, and this one is not another rank of its job.
+
+    Ranks may start each other: Lightning's rank 0 starts the others of its node. A process of multiprocessing's fork
+    server may lack the variable; then the header of the rank's own file says whose it is, and a lock whether that one
+    still records.
+    """
+    ancestors = _ancestors()
+    try:
+        owner = msgspec.json.decode(os.environ.get(_VARIABLE, ""), type=_Owner)
+    except msgspec.MsgspecError:
+        owner = None
+    # A job's environment may outlive it, in what a batch system starts next.
+    if owner is not None and owner.place == place and owner.pid in ancestors:
+        return owner.rank == rank or (owner.world_size, owner.job) != (world_size, _job())
+    comms = CommsFile(os.path.join(place, file_name(COMMS, rank)))
+    if not os.path.isfile(comms.path):
+        return False
+    next(comms.records(), None)
+    header = comms.header
+    if header is None or header.boot_id != boot_id() or header.pid not in ancestors:
+        return False
+    lock = process_lock.take(_lock_name(place, rank))
+    if lock is not None:
+        lock.release()
+    return lock is None
+
+
+def _ancestors() -> set[int]:
+    """The processes that this one descends from; none where the system has no /proc."""
+    found: set[int] = set()
+    pid = os.getppid()
+    while pid > 1 and pid not in found:
+        found.add(pid)
+        try:
+            status = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            break
+        pid = int(status.rpartition(")")[2].split()[1])  # the name before it may hold spaces
+    return found
+
+
+def _take_part(folder: Path, rank: int) -> tuple[Path, process_lock.ProcessLock]:
+    """The first `spawned-K` in which nobody records this rank, nor has, and the lock that keeps it so."""
+    number = 1
+    while True:
+        part = f"spawned-{number}"
+        lock = process_lock.take(_lock_name(f"{folder}/{part}", rank))
+        if lock is not None and not (folder / part / file_name(COMMS, rank)).exists():
+            break
+        if lock is not None:
+            lock.release()
+        number += 1
+    (folder / part).mkdir(exist_ok=True)
+    log.warning(
+        "crossrank: process %d was started by one that records in %s: it records in %s of it", os.getpid(), folder, part
+    )
+    return folder / part, lock
+
+
+def _set_aside(folder: Path, rank: int, world_size: int) -> None:
+    """Move what an earlier recording left for this rank to an `earlier-K` that has none of it.
+
+    That is the latest one, which another rank of this job may just have begun, or a new one. Rank 0 also moves what
+    is left of ranks that this job does not have, and of spawned processes.
+    """
+
+    def is_left(name: str) -> bool:
+        owner = rank_of(name)
+        if owner is None:
+            return rank == 0 and _SPAWNED.fullmatch(name) is not None
+        return owner == rank or (rank == 0 and owner >= world_size)
+
+    names = os.listdir(folder)
+    left = [name for name in names if is_left(name)]
+    if not left:
+        return
+    latest = max((int(match[1]) for name in names if (match := _EARLIER.fullmatch(name))), default=1)
+    earlier = folder / f"earlier-{latest}"
+    if any(os.path.lexists(earlier / name) for name in left):
+        earlier = folder / f"earlier-{latest + 1}"
+    earlier.mkdir(exist_ok=True)
+    for name in left:
+        os.rename(folder / name, earlier / name)

@@ -1,0 +1,158 @@
+"""Every way in which a backward pass begins is seen, and nothing is left behind."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import Variable
+from torch.distributed.pipelining._backward import stage_backward
+from torch.utils.checkpoint import checkpoint
+
+from crossrank.instrument import torch_private
+from crossrank.instrument.hooks import backward
+
+
+@pytest.fixture
+def watch() -> Iterator[ModuleType]:
+    backward.install()
+    yield backward
+    backward.uninstall()
+
+
+def loss() -> torch.Tensor:
+    return torch.ones(3, requires_grad=True).sum()
+
+
+def of_a_tensor() -> None:
+    loss().backward()
+
+
+def of_a_function() -> None:
+    torch.autograd.backward(loss())
+
+
+def gradient_only() -> None:
+    inputs = torch.ones(3, requires_grad=True)
+    torch.autograd.grad(inputs.sum(), inputs)
+
+
+def functional_gradient() -> None:
+    torch.func.grad(torch.sum)(torch.ones(3))
+
+
+def engine_itself() -> None:
+    """As Megatron's pipeline schedules do."""
+    Variable._execution_engine.run_backward(
+        tensors=(loss(),),
+        grad_tensors=(torch.tensor(1.0),),
+        keep_graph=False,
+        create_graph=False,
+        inputs=(),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def pipeline_stage() -> None:
+    inputs = torch.ones(3, requires_grad=True)
+    stage_backward(inputs.sum(), None, [inputs])
+
+
+def on_a_thread() -> None:
+    thread = threading.Thread(target=of_a_tensor)
+    thread.start()
+    thread.join()
+
+
+def compiled() -> None:
+    torch.compile(lambda inputs: (inputs * 2).sum(), backend="aot_eager")(torch.ones(3, requires_grad=True)).backward()
+
+
+def under_compiled_autograd() -> None:
+    from torch._dynamo import compiled_autograd
+
+    # The name has changed between versions.
+    enable: Any = getattr(compiled_autograd, "_enable", None) or getattr(compiled_autograd, "enable")  # noqa: B009
+    with enable(torch.compile(backend="eager")):
+        of_a_tensor()
+
+
+def inside_an_optimizer() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+
+    def closure() -> float:
+        value = parameter.sum()
+        value.backward()
+        return value.item()
+
+    torch.optim.LBFGS([parameter]).step(closure)
+
+
+WAYS = [
+    of_a_tensor,
+    of_a_function,
+    gradient_only,
+    functional_gradient,
+    engine_itself,
+    pipeline_stage,
+    on_a_thread,
+    compiled,
+    under_compiled_autograd,
+    inside_an_optimizer,
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_backward_pass_is_seen_once(way: Callable[[], None], watch: ModuleType) -> None:
+    assert not watch.began()
+    way()
+    assert watch.began()
+    assert not watch.began()
+
+
+def test_what_is_no_backward_pass_is_none(watch: ModuleType) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    torch.optim.Adam([parameter]).step()
+    checkpoint(torch.sin, parameter, use_reentrant=True)
+    checkpoint(torch.sin, parameter, use_reentrant=False)
+    assert not watch.began()
+
+
+def test_a_backward_pass_that_fails_raises_what_it_would_without(watch: ModuleType) -> None:
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.ones(1).backward()
+    assert watch.began()
+
+
+def test_an_engine_that_somebody_else_put_in_place_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other(type(Variable._execution_engine)):  # type: ignore[misc]
+        pass
+
+    monkeypatch.setattr(Variable, "_execution_engine", Variable._execution_engine)
+    backward.install()
+    theirs = Variable._execution_engine = Other()
+    backward.uninstall()
+    assert Variable._execution_engine is theirs
+
+
+@pytest.mark.parametrize("engine", [None, object()])
+def test_without_the_engine_every_step_follows_a_backward_pass(
+    engine: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Variable, "_execution_engine", engine)
+    torch_private.has.cache_clear()
+    with caplog.at_level(logging.WARNING, "crossrank"):
+        backward.install()
+    torch_private.has.cache_clear()
+    (record,) = caplog.records
+    assert "has no torch.autograd.Variable._execution_engine.run_backward: every optimizer step" in record.getMessage()
+    assert Variable._execution_engine is engine
+    assert backward.began()
+    assert backward.began()

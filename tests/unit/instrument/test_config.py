@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import pytest
+
+from crossrank.errors import CrossrankError
+from crossrank.instrument.config import Config, Window, load
+
+
+def test_nothing_set_gives_the_defaults() -> None:
+    assert load({}, {}) == Config(
+        emit="CROSSNODE",
+        directory="crossrank-recording",
+        window=None,
+        nvtx="1",
+        print_calls=False,
+        flight=True,
+        nsys=False,
+        node=None,
+        ring=65_536,
+        gpu_serial=None,
+        vm_id=None,
+    )
+
+
+def test_every_variable_is_read() -> None:
+    variables = {
+        "TRACING": "ALL",
+        "TRACING_DIR": "/data/run1",
+        "TRACING_WINDOW": "10:12:100",
+        "TRACING_NVTX": "classic",
+        "TRACING_PRINT": "1",
+        "TRACING_FLIGHT": "0",
+        "TRACING_NSYS": "1",
+        "TRACING_NODE": "a",
+        "TRACING_RING": "7",
+        "GPU_SERIAL": "42",
+        "VM_ID": "vm",
+    }
+    assert load({}, variables) == Config(
+        emit="ALL",
+        directory="/data/run1",
+        window=Window(start=10, stop=12, every=100),
+        nvtx="classic",
+        print_calls=True,
+        flight=False,
+        nsys=True,
+        node="a",
+        ring=7,
+        gpu_serial="42",
+        vm_id="vm",
+    )
+
+
+def test_an_argument_wins_over_the_variable_and_the_new_name_over_the_alias() -> None:
+    variables = {"TRACING": "ALL", "TORCH_DISTRIBUTED_TRACING": "NONE", "TORCH_DISTRIBUTED_TRACING_PRINT": "1"}
+    assert load({}, variables).emit == "ALL"
+    assert load({"tracing": "CROSSNODE"}, variables).emit == "CROSSNODE"
+    assert load({}, variables).print_calls
+    assert not load({"print_calls": False}, variables).print_calls
+    assert load({}, {"TORCH_DISTRIBUTED_TRACING": "NONE"}).emit == "NONE"
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"TRACING": "some"}, "TRACING='some' is not one of CROSSNODE, ALL, NONE"),
+        (
+            {"TORCH_DISTRIBUTED_TRACING": "x"},
+            "TORCH_DISTRIBUTED_TRACING='x' is not one of CROSSNODE, ALL, NONE",
+        ),
+        ({"TRACING_NVTX": "yes"}, "TRACING_NVTX='yes' is not one of 1, 0, classic"),
+        (
+            {"TRACING_WINDOW": "12:10"},
+            "TRACING_WINDOW='12:10': STOP must be greater than START, for example 12:14",
+        ),
+        (
+            {"TRACING_WINDOW": "1:5:3"},
+            "TRACING_WINDOW='1:5:3': EVERY counts from START to the next START and must be at least 4",
+        ),
+        ({"TRACING_RING": "-1"}, "TRACING_RING='-1' is not a whole number above 0"),
+    ],
+)
+def test_a_bad_value_names_variable_value_and_allowed_set(variables: dict[str, str], message: str) -> None:
+    with pytest.raises(CrossrankError) as caught:
+        load({}, variables)
+    assert str(caught.value) == message
+
+
+def test_case_does_not_matter_and_true_is_1() -> None:
+    assert load({}, {"TRACING": "all"}).emit == "ALL"
+    assert load({}, {"TRACING_PRINT": "True", "TRACING_FLIGHT": "false"}) == Config(print_calls=True, flight=False)
+    assert load({"window": (1, 3), "nvtx": False, "nsys": True}, {}) == Config(
+        window=Window(start=1, stop=3), nvtx="0", nsys=True
+    )
+
+
+def test_a_bad_argument_is_named_as_one() -> None:
+    with pytest.raises(CrossrankError, match=r"enable\(tracing=\)='SOME' is not one of"):
+        load({"tracing": "SOME"}, {})

@@ -1,0 +1,229 @@
+"""The folder of a rank: what stands there already, whose it is, and what may block."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from crossrank.instrument.write.rank_files import RankFiles
+from crossrank.machine import boot_id
+from crossrank.recording import SCHEMA, Header
+
+COMMS = "rank-0.comms.jsonl.zst"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
+
+
+@pytest.fixture(autouse=True)
+def _no_recording_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CROSSRANK_RECORDING", raising=False)
+
+
+def _place(path: Path, kind: str) -> None:
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "link to nowhere":
+        path.symlink_to(path.with_name("nowhere"))
+    elif kind == "link to a device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_bytes(b"an earlier recording")
+
+
+@pytest.mark.parametrize("kind", ["file", "pipe", "folder", "link to nowhere", "link to a device"])
+@pytest.mark.timeout(20)
+def test_whatever_has_a_name_of_ours_is_moved_aside_unopened(kind: str, tmp_path: Path) -> None:
+    for name in (COMMS, "rank-0.flight.json.zst", ".rank-0.et.json.part", ".rank-0.flight.json.part"):
+        _place(tmp_path / name, kind)
+    files = RankFiles(str(tmp_path), 0, 2)
+    files.write("rank-0.flight.json.zst", b"{}")
+    files.close()
+    assert sorted(os.listdir(tmp_path)) == ["earlier-1", "rank-0.flight.json.zst"]
+    assert len(os.listdir(tmp_path / "earlier-1")) == 4
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_that_turns_up_during_the_recording_blocks_nothing(tmp_path: Path) -> None:
+    files = RankFiles(str(tmp_path), 0, 2)
+    for name in ("rank-0.flight.json.zst", ".rank-0.flight.json.part"):
+        os.mkfifo(tmp_path / name)
+    for name in ("rank-0.et.json.zst", ".rank-0.et.json.part.zst"):
+        os.mkfifo(tmp_path / name)
+    files.write("rank-0.flight.json.zst", b"{}")
+    whole = files.temporary("rank-0.et.json.zst")
+    whole.write_bytes(b"{}")
+    files.finish(whole, "rank-0.et.json.zst")
+    assert sorted(os.listdir(tmp_path)) == ["rank-0.et.json.zst", "rank-0.flight.json.zst"]
+    assert all(stat.S_ISREG((tmp_path / name).lstat().st_mode) for name in os.listdir(tmp_path))
+    files.close()
+
+
+def test_ranks_of_one_job_move_what_is_left_to_one_folder_and_later_jobs_to_later_ones(tmp_path: Path) -> None:
+    for job in range(3):
+        for rank in (1, 0, 2):
+            RankFiles(str(tmp_path), rank, 3).close()
+            (tmp_path / f"rank-{rank}.comms.jsonl.zst").write_bytes(b"job %d" % job)
+    for earlier, job in (("earlier-1", 0), ("earlier-2", 1)):
+        assert {path.name: path.read_bytes() for path in (tmp_path / earlier).iterdir()} == {
+            f"rank-{rank}.comms.jsonl.zst": b"job %d" % job for rank in range(3)
+        }
+
+
+def test_a_thousand_earlier_recordings_are_not_looked_through_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(1, 1001):
+        (tmp_path / f"earlier-{number}").mkdir()
+        (tmp_path / f"earlier-{number}" / COMMS).touch()
+    (tmp_path / COMMS).touch()
+    asked: list[Path] = []
+    lexists = os.path.lexists
+
+    def count(path: Path) -> bool:
+        asked.append(path)
+        return lexists(path)
+
+    monkeypatch.setattr(os.path, "lexists", count)
+    RankFiles(str(tmp_path), 0, 1).close()
+    assert (tmp_path / "earlier-1001" / COMMS).exists()
+    assert len(asked) == 1
+
+
+def _forked(work: object, *arguments: object) -> int:
+    """The exit status of a forked child that does `work`."""
+    assert callable(work)
+    child = os.fork()
+    if child == 0:
+        try:
+            work(*arguments)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _record(folder: Path, rank: int, world_size: int, expected: Path) -> None:
+    files = RankFiles(str(folder), rank, world_size)
+    assert files.folder == expected
+    (files.folder / f"rank-{rank}.comms.jsonl.zst").write_bytes(b"the child's")
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "part"),
+    [
+        (3, 8, "spawned-1"),  # the process in which async_save saves: the same rank of a job of the same size
+        (0, 1, "spawned-1"),  # a job of its own
+        (5, 8, ""),  # another rank of this job, started by this one
+    ],
+)
+def test_a_process_that_a_rank_starts_leaves_the_files_of_the_job_alone(
+    rank: int, world_size: int, part: str, tmp_path: Path
+) -> None:
+    files = RankFiles(str(tmp_path), 3, 8)
+    (tmp_path / "rank-3.comms.jsonl.zst").write_bytes(b"the parent's")
+    (tmp_path / "rank-0.comms.jsonl.zst").write_bytes(b"rank 0's")
+    assert _forked(_record, tmp_path, rank, world_size, tmp_path / part) == 0
+    assert names(tmp_path) == sorted(
+        ["rank-0.comms.jsonl.zst", "rank-3.comms.jsonl.zst", os.path.join(part, f"rank-{rank}.comms.jsonl.zst")]
+    )
+    files.close()
+    assert "CROSSRANK_RECORDING" not in os.environ
+
+
+def test_a_job_of_the_same_size_that_a_rank_starts_leaves_the_files_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    files = RankFiles(str(tmp_path), 0, 2)
+    (tmp_path / "rank-1.comms.jsonl.zst").write_bytes(b"rank 1's")
+    monkeypatch.setenv("MASTER_PORT", "29501")
+    assert _forked(_record, tmp_path, 1, 2, tmp_path / "spawned-1") == 0
+    assert names(tmp_path) == ["rank-1.comms.jsonl.zst", "spawned-1/rank-1.comms.jsonl.zst"]
+    files.close()
+
+
+def test_the_environment_of_a_job_that_is_gone_means_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = RankFiles(str(tmp_path), 0, 2)
+    theirs = os.environ["CROSSRANK_RECORDING"].replace(f'"pid":{os.getpid()}', '"pid":4194304')
+    monkeypatch.setenv("CROSSRANK_RECORDING", theirs)
+    assert _forked(_record, tmp_path, 0, 2, tmp_path) == 0
+    files.close()
+
+
+def test_processes_of_one_rank_that_begin_at_once_each_get_a_folder(tmp_path: Path) -> None:
+    files = RankFiles(str(tmp_path), 0, 1)
+    reader, writer = os.pipe()
+    children = []
+    for _ in range(4):
+        child = os.fork()
+        if child == 0:
+            os.close(writer)
+            os.read(reader, 1)  # until all are there: the end of the pipe
+            RankFiles(str(tmp_path), 0, 1).write(COMMS, b"the child's")
+            os._exit(0)
+        children.append(child)
+    os.close(reader)
+    os.close(writer)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
+    assert len({name for name in names(tmp_path) if name.endswith(COMMS)}) == 4
+    files.close()
+
+
+def test_a_second_process_of_a_rank_gets_a_folder_of_its_own_and_the_next_job_moves_both(tmp_path: Path) -> None:
+    files = RankFiles(str(tmp_path), 0, 1)
+    for number in (1, 2):
+        assert _forked(_record, tmp_path, 0, 1, tmp_path / f"spawned-{number}") == 0
+    files.close()
+    RankFiles(str(tmp_path), 0, 1).close()
+    assert names(tmp_path) == [f"earlier-1/spawned-{number}/{COMMS}" for number in (1, 2)]
+
+
+def test_without_the_variable_the_header_of_a_ranks_file_says_whose_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A process of multiprocessing's fork server has the environment of before the recording.
+    header = Header(schema=SCHEMA, rank=0, world_size=1, host="h", node="n", boot_id=boot_id(), pid=os.getpid())
+    files = RankFiles(str(tmp_path), 0, 1)
+    (tmp_path / COMMS).write_bytes(msgspec.json.encode({"header": header}) + b"\n")
+    monkeypatch.delenv("CROSSRANK_RECORDING")
+    assert _forked(_record, tmp_path, 0, 1, tmp_path / "spawned-1") == 0
+    assert names(tmp_path) == [COMMS, f"spawned-1/{COMMS}"]
+    # A driver that recorded something itself starts the job when it is through.
+    files.close()
+    assert _forked(_record, tmp_path, 0, 1, tmp_path) == 0
+    assert names(tmp_path) == [f"earlier-1/{COMMS}", f"earlier-1/spawned-1/{COMMS}", COMMS]
+
+
+def test_the_file_of_a_process_that_is_no_ancestor_is_an_earlier_recording(tmp_path: Path) -> None:
+    header = Header(schema=SCHEMA, rank=0, world_size=1, host="h", node="n", boot_id=boot_id(), pid=1 << 22)
+    (tmp_path / COMMS).write_bytes(msgspec.json.encode({"header": header}) + b"\n")
+    assert _forked(_record, tmp_path, 0, 1, tmp_path) == 0
+    assert names(tmp_path) == [f"earlier-1/{COMMS}", COMMS]
+
+
+def test_process_locks_are_held_by_one_and_end_with_it() -> None:
+    from crossrank.instrument.write import process_lock
+
+    name = f"a test of process {os.getpid()}, {time.monotonic_ns()}"
+    lock = process_lock.take(name)
+    assert lock is not None
+    assert process_lock.take(name) is None
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(process_lock.take(name)))
+    thread.start()
+    thread.join()
+    assert found == [None]
+    lock.release()
+    again = process_lock.take(name)
+    assert again is not None
+    again.release()

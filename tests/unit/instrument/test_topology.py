@@ -1,0 +1,139 @@
+"""Locality from what the ranks published: uneven nodes, odd placements, NVLink domains, silent ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossrank.comm import Locality
+from crossrank.instrument.identity.topology import _PATIENCE, Topology, _Exchange
+
+
+def exchanged(places: list[tuple[str, str | None] | None]) -> list[Topology | None]:
+    """The topologies of all ranks after each that records has published; None is a rank that does not."""
+    store = dist.HashStore()
+    world = len(places)
+    topologies = [None if place is None else Topology(rank, world, place) for rank, place in enumerate(places)]
+    threads = [
+        threading.Thread(target=topology.exchange, args=(lambda: store, 0))
+        for topology in topologies
+        if topology is not None
+    ]
+    for thread in threads:
+        thread.start()
+    for topology in topologies:
+        if topology is not None:
+            topology.settled.wait(1.0)
+            topology.stop()
+    for thread in threads:
+        thread.join()
+    return topologies
+
+
+@pytest.mark.parametrize(
+    ("places", "ranks", "expected"),
+    [
+        # Uneven nodes: three ranks on one, one on the other.
+        ([("a", None), ("a", None), ("a", None), ("b", None)], [0, 1, 2], "intra_node"),
+        ([("a", None), ("a", None), ("a", None), ("b", None)], [2, 3], "cross_node"),
+        # Round-robin placement, as mpirun does it.
+        ([("a", None), ("b", None), ("a", None), ("b", None)], [0, 2], "intra_node"),
+        ([("a", None), ("b", None), ("a", None), ("b", None)], [0, 1], "cross_node"),
+        # Two nodes of one NVLink domain, and a third outside it.
+        ([("a", "f:1"), ("b", "f:1"), ("c", "f:2")], [0, 1], "nvlink_domain"),
+        ([("a", "f:1"), ("b", "f:1"), ("c", "f:2")], [0, 1, 2], "cross_node"),
+        ([("a", "f:1"), ("b", None)], [0, 1], "cross_node"),
+        # A group of one.
+        ([("a", None), ("b", None)], [1], "intra_node"),
+    ],
+)
+def test_locality(places: list[tuple[str, str | None] | None], ranks: list[int], expected: Locality) -> None:
+    for topology in exchanged(places):
+        assert topology is not None
+        assert topology.settled.is_set()
+        assert topology.locality(ranks) == expected
+
+
+def test_a_rank_that_does_not_record_is_unknown_and_blocks_nobody() -> None:
+    first, silent, third = exchanged([("a", None), None, ("b", None)])
+    assert silent is None
+    assert first is not None
+    assert third is not None
+    assert first.locality([0, 1]) == "unknown"
+    assert first.locality([0, 2]) == "cross_node"
+    assert third.locality([0, 1, 2]) == "cross_node"  # whatever rank 1 is
+    assert first.locality(None) == "unknown"
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=6), st.data())
+def test_without_nvlink_a_group_crosses_nodes_exactly_if_it_has_two(nodes: list[str], data: st.DataObject) -> None:
+    topology = Topology(0, len(nodes), (nodes[0], None))
+    topology.places = {rank: (node, None) for rank, node in enumerate(nodes)}
+    ranks = data.draw(st.lists(st.integers(0, len(nodes) - 1), min_size=1))
+    expected = "intra_node" if len({nodes[rank] for rank in ranks}) == 1 else "cross_node"
+    assert topology.locality(ranks) == expected
+
+
+def test_the_exchange_asks_the_store_a_few_times_per_rank_however_many_ranks_there_are() -> None:
+    def requests_per_rank(world: int) -> float:
+        store = dist.HashStore()
+        requests = 0
+        counting = threading.Lock()
+
+        class Counted:
+            def __getattr__(self, name: str) -> Callable[..., Any]:
+                def ask(*arguments: Any) -> Any:
+                    nonlocal requests
+                    with counting:
+                        requests += 1
+                    return getattr(store, name)(*arguments)
+
+                return ask
+
+        topologies = [Topology(rank, world, (f"node {rank // 8}", None)) for rank in range(world)]
+        exchanges = [_Exchange(topology, lambda: store, "x") for topology in topologies]
+        for exchange in exchanges:
+            exchange._store = Counted  # type: ignore[assignment]
+            exchange.publish()
+        for exchange in exchanges:
+            exchange.collect()
+        assert all(topology.locality([0, world - 1]) == "cross_node" for topology in topologies)
+        assert all(not topology.missing() for topology in topologies)
+        return requests / world
+
+    assert requests_per_rank(512) <= requests_per_rank(16) <= 5
+
+
+def _on_a_store(world: int) -> list[_Exchange]:
+    """The exchanges of all ranks on a store that raises where one of TCP would wait for a key."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(milliseconds=1))
+    topologies = [Topology(rank, world, (f"node {rank}", None)) for rank in range(world)]
+    return [_Exchange(topology, lambda: store, "x") for topology in topologies]
+
+
+def test_a_rank_that_publishes_twice_makes_nobody_wait_for_one_that_does_not() -> None:
+    collector, twice, _ = _on_a_store(3)
+    collector.publish()
+    twice.publish()
+    twice.publish()
+    collector.collect()
+    assert collector._topology.locality([0, 1]) == "cross_node"
+    assert collector._topology.locality([2]) == "unknown"
+
+
+def test_a_collector_that_leaves_early_is_done_without() -> None:
+    collector, second, third = _on_a_store(3)
+    collector.publish()
+    second.publish()
+    third.publish()
+    for _ in range(_PATIENCE):
+        second.collect()
+    assert second._topology.locality([0, 2]) == "cross_node"
