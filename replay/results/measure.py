@@ -13,16 +13,21 @@ For one call of one pass, with arrivals a and ends e over the ranks that take pa
 from __future__ import annotations
 
 from array import array
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from crossrank.comm import OPERATIONS, CommRecord
 from crossrank.replay.plan.plan import Plan, launches
 from crossrank.replay.plan.schedule import Key, keys_of
 from crossrank.tools.analysis.buckets import bucket_of
+from crossrank.tools.traces.replayed import CheckFailure, Percentiles, Row
+
+if TYPE_CHECKING:
+    import polars as pl
 
 
 @dataclass
@@ -60,24 +65,6 @@ class Pass(msgspec.Struct, kw_only=True):
             start=times.start,
             end=times.end,
         )
-
-
-class CheckFailure(msgspec.Struct, kw_only=True):
-    """A result that is not what it must be."""
-
-    rank: int
-    call: int
-    """Id of the record."""
-    op: str
-    pg: str
-    tensor: int
-    """Which of the call's output tensors."""
-    element: int
-    """The first that is wrong."""
-    elements: int
-    """How many are."""
-    expected: float
-    got: float
 
 
 class RankResult(msgspec.Struct, kw_only=True):
@@ -182,92 +169,84 @@ def _columns(one: Pass, offset: int) -> tuple[array[int], ...]:
     return tuple(columns)
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of `values` lie, between two of them by proportion.
+def frame(measured: Sequence[Measured], plan: Plan) -> pl.DataFrame:
+    """One row per call, rank and pass; times in ns. `call` numbers calls over the ranks, `index` those of a rank.
 
-    >>> percentile([1, 2, 3, 4, 5], 0.5), percentile([10, 20], 0.95)
-    (3.0, 19.5)
+    `once` is set on one row of each call, `first` on one of each pass of it. `recorded` is null where the recording has
+    no duration.
     """
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return float(ordered[low] + (ordered[high] - ordered[low]) * (place - low))
+    import polars as pl
+
+    rows = []
+    for number, call in enumerate(measured):
+        size_from, size_to = bucket_of(call.bytes)
+        of_call = {
+            "call": number,
+            "op": call.op,
+            "record_op": call.record.op,
+            "pg": call.record.pg,
+            "size_from": size_from,
+            "size_to": size_to,
+            "bytes": call.bytes,
+            "members": len(call.records),
+            "has_rate": call.has_rate,
+            "late_end": call.late_end,
+            "releases_all": OPERATIONS[call.record.op].releases_all,
+            "time": call.time,
+        }
+        for place, (rank, (index, _)) in enumerate(call.records.items()):
+            own = {"issue": call.issue[rank], "completion": call.completion[rank], "waiting": call.waiting[rank]}
+            recorded = plan.ranks[rank].calls[index].took_ns or None
+            first = {"first": place == 0, "once": [place == 0] + [False] * (len(call.time) - 1)}
+            rows.append({**of_call, **own, **first, "rank": rank, "index": index, "recorded": recorded})
+    return pl.DataFrame(rows, schema_overrides={"recorded": pl.Int64}, infer_schema_length=1).explode(
+        "time", "issue", "completion", "waiting", "once"
+    )
 
 
 _SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 
 
-def percentiles_us(nanoseconds: Sequence[float]) -> dict[str, float]:
-    """p50, p95 and p99 in us."""
-    return {name: round(percentile(nanoseconds, share) / 1000, 3) for name, share in _SHARES.items()}
+def percentiles_us(nanoseconds: Sequence[float]) -> Percentiles:
+    """Percentiles in us."""
+    return Percentiles(**{name: round(float(np.quantile(nanoseconds, q)) / 1000, 3) for name, q in _SHARES.items()})
 
 
-class Row(msgspec.Struct, kw_only=True):
-    """Calls of one operation, size and group. Times in us, bandwidths in GB/s (1e9 bytes)."""
-
-    op: str
-    pg: str
-    ranks: int
-    """Members of the group."""
-    size_from: int
-    """Sizes of the bucket in bytes, S of nccl-tests; both ends belong to it."""
-    size_to: int
-    calls: int
-    bytes: int
-    """Of all calls of one pass."""
-    time_us: dict[str, float]
-    issue_us: dict[str, float]
-    completion_us: dict[str, float]
-    waiting_us: dict[str, float]
-    algbw_gb_per_s: dict[str, float] | None
-    """p50, p95 and p99 of the time, so a smaller bandwidth stands at p95; None where there is none: of a barrier, of
-    calls of a batch, of calls with a late end."""
-    busbw_gb_per_s: dict[str, float] | None
-    late_ends: int
-    """Calls of which only a wait tells when they were over: their times are upper bounds."""
-
-
-def table(measured: Sequence[Measured], plan: Plan) -> list[Row]:
+def table(times: pl.DataFrame, plan: Plan) -> list[Row]:
     """One row per operation, group and size bucket, the one that takes longest first."""
-    found: dict[tuple[str, str, tuple[int, int]], list[Measured]] = defaultdict(list)
-    for call in measured:
-        found[call.op, call.record.pg, bucket_of(call.bytes)].append(call)
-    rows = [_row(op, pg, size, calls, plan) for (op, pg, size), calls in found.items()]
-    return sorted(rows, key=lambda row: -row.time_us["p50"] * row.calls)
+    import polars as pl
 
+    def spread(values: pl.Expr) -> pl.Expr:
+        return pl.struct((values.quantile(q, "linear") / 1000).round(3).alias(name) for name, q in _SHARES.items())
 
-def _row(op: str, pg: str, size: tuple[int, int], calls: list[Measured], plan: Plan) -> Row:
-    members = len(plan.group(pg).ranks or ())
-    times = [time for call in calls for time in call.time]
-    rates = [call.bytes / max(time, 1) for call in calls if call.has_rate for time in call.time]  # bytes/ns is GB/s
-    factor = OPERATIONS[calls[0].record.op].bus_factor
-    algbw = busbw = None
-    if factor is not None and rates:
-        algbw = {name: percentile(rates, 1 - share) for name, share in _SHARES.items()}
-        busbw = {name: value * factor(members) for name, value in algbw.items()}
-    return Row(
-        op=op,
-        pg=pg,
-        ranks=members,
-        size_from=size[0],
-        size_to=size[1],
-        calls=len(calls),
-        bytes=sum(call.bytes for call in calls),
-        time_us=percentiles_us(times),
-        issue_us=percentiles_us(list(_flat(call.issue for call in calls))),
-        completion_us=percentiles_us(list(_flat(call.completion for call in calls))),
-        waiting_us=percentiles_us(list(_flat(call.waiting for call in calls))),
-        algbw_gb_per_s=algbw,
-        busbw_gb_per_s=busbw,
-        late_ends=sum(call.late_end for call in calls),
+    rate = (pl.col("bytes") / pl.col("time").clip(1)).filter(pl.col("first") & pl.col("has_rate"))  # bytes/ns is GB/s
+    rows = times.group_by("op", "pg", "size_from", "size_to", maintain_order=True).agg(
+        calls=pl.col("once").sum(),
+        bytes=pl.col("bytes").filter("once").sum(),
+        time_us=spread(pl.col("time").filter("first")),
+        issue_us=spread(pl.col("issue")),
+        completion_us=spread(pl.col("completion")),
+        waiting_us=spread(pl.col("waiting")),
+        late_ends=(pl.col("once") & pl.col("late_end")).sum(),
+        record_op=pl.col("record_op").first(),
+        rates=pl.struct(rate.quantile(1 - q, "linear").alias(name) for name, q in _SHARES.items()),
     )
+    found = [_row(plan, **row) for row in rows.to_dicts()]
+    return sorted(found, key=lambda row: -row.time_us.p50 * row.calls)
 
 
-def _flat(columns: Iterator[dict[int, list[int]]]) -> Iterator[int]:
-    for by_rank in columns:
-        for values in by_rank.values():
-            yield from values
+def _row(plan: Plan, *, record_op: str, rates: dict[str, float | None], **columns: Any) -> Row:
+    members = len(plan.group(columns["pg"]).ranks or ())
+    factor = OPERATIONS[record_op].bus_factor
+    known = {} if factor is None else {name: value for name, value in rates.items() if value is not None}
+    scale = factor(members) if factor is not None else 0.0
+    columns |= {name: Percentiles(**value) for name, value in columns.items() if name.endswith("_us")}
+    return Row(
+        ranks=members,
+        algbw_gb_per_s=Percentiles(**known) if known else None,
+        busbw_gb_per_s=Percentiles(**{name: value * scale for name, value in known.items()}) if known else None,
+        **columns,
+    )
 
 
 def end_to_end_ns(results: Sequence[RankResult]) -> list[int]:

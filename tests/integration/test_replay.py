@@ -22,9 +22,9 @@ from crossrank.replay.plan.plan import Plan
 from crossrank.replay.plan.sources import find, read
 from crossrank.replay.results.measure import measure
 from crossrank.replay.run.local import run_local
-from crossrank.replay.settings import Settings
 from crossrank.tools.cli import main
 from crossrank.tools.parallel import Fleet
+from crossrank.tools.traces.replayed import Settings
 from tests.integration import callers
 from tests.integration.test_link import train as train_with_everything
 from tests.integration.world import World

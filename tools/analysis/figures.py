@@ -13,11 +13,12 @@ import crossrank
 from crossrank.text import printable, rank_ranges
 from crossrank.tools.analysis.bandwidth import BY, Bandwidth, bandwidth
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
+from crossrank.tools.analysis.gather import Material
 from crossrank.tools.analysis.traffic import Traffic, traffic
 from crossrank.tools.analysis.waiting import Steps, Waiting, steps_of, waiting_of
 from crossrank.tools.job.collectives import Collectives, Group
 from crossrank.tools.job.rank_times import RankTimes
-from crossrank.tools.output.report.gather import Material, Replayed
+from crossrank.tools.traces.replayed import Report
 
 _MOST_CLASSES = 24
 _MOST_SOURCES = 20
@@ -80,7 +81,7 @@ class Figures(msgspec.Struct, kw_only=True):
     """What was linked -> [matched, of how many], over all ranks."""
     diagnosis: Diagnosis | None
     diagnosis_problem: str
-    replay: Replayed | None
+    replay: Report | None
     notes: list[str]
     skipped: list[str]
     schema: str = "crossrank-report 1"

@@ -8,17 +8,12 @@ import sys
 import msgspec
 
 from crossrank.errors import CrossrankError
-from crossrank.text import amount, printable
-from crossrank.tools.analysis.bandwidth import BY, KEYS, Bandwidth, Row, bandwidth, line_rates, summary_lines
-from crossrank.tools.analysis.buckets import size_text
+from crossrank.tools.analysis.bandwidth import BY, KEYS, bandwidth, line_rates
 from crossrank.tools.commands.measured import Measured, add_measured_arguments, read_measured
 from crossrank.tools.commands.options import write_output
 from crossrank.tools.job.from_replay import is_replay, read_replay
 from crossrank.tools.job.sources import CHOICES, LEFT_OUT
-from crossrank.tools.output.console import print_table
-
-_SHOWN = 24
-_NOTES = 8
+from crossrank.tools.output.bandwidth import print_bandwidth
 
 
 class BandwidthCommand:
@@ -80,7 +75,7 @@ class BandwidthCommand:
         if arguments.json:
             sys.stdout.write(content.decode())
         else:
-            _print(result)
+            print_bandwidth(result)
         return measured.complain()
 
 
@@ -91,83 +86,3 @@ def _of_replay(arguments: argparse.Namespace) -> Measured:
             raise CrossrankError(f"{arguments.path[0]}: is a replay, which --{name} is not for; leave it out")
     ranks, together = read_replay(arguments.path[0])
     return Measured(ranks, together, [], False)
-
-
-def _print(result: Bandwidth) -> None:
-    for line in summary_lines(result):
-        print(printable(line))
-    for title, counts in (
-        ("Kernels and other activities, by how they found their call", result.attributed),
-        ("Not attributed", result.unattributed),
-        ("Not compared across ranks", result.not_compared),
-    ):
-        if counts:
-            print(f"\n{title}")
-            for text, count in counts.items():
-                print(f"  {count:>9,}  {printable(text)}")
-    if result.unattributed_ms:
-        print(f"  {result.unattributed_ms:,.3f} ms of communication kernels belong to no known call")
-    shared = any(row.line_rate_share for row in result.rows)
-    bounds = any(row.upper_bounds for row in result.rows)
-    columns = [
-        *(_TITLES[name] for name in result.by),
-        "#collectives",
-        "#S in all",
-        "#time p50",
-        "#p95",
-        "#max us",
-        "#waiting p50",
-        "#p95 us",
-        "#algbw p50",
-        "#busbw p50",
-        "#p5 GB/s",
-    ]
-    columns += ["#of line rate"] if shared else []
-    columns += ["#upper bounds"] if bounds else []
-    rows = [_cells(row, result.by, shared=shared, bounds=bounds) for row in result.rows[:_SHOWN]]
-    print_table("Collectives and transfers, those that took longest in all first", columns, rows)
-    if len(result.rows) > _SHOWN:
-        print(f"  … and {len(result.rows) - _SHOWN} more: --json has all")
-    if bounds:
-        print("  upper bounds: not all members were seen, several calls shared a launch, or only a wait told the end")
-    notes = list(dict.fromkeys(result.notes))
-    for note in notes[:_NOTES]:
-        print(f"\nnote       {printable(note)}")
-    if len(notes) > _NOTES:
-        print(f"\n… and {len(notes) - _NOTES} more notes: --json has all")
-
-
-_TITLES = {"op": "operation", "group": "group", "size": "size", "locality": "locality", "source": "source"}
-
-
-def _cells(row: Row, by: list[str], *, shared: bool, bounds: bool) -> list[object]:
-    name = f"{row.pg} {row.desc or ''}".strip()
-    group = f"{name} ({row.ranks})" if name else "unknown"
-    said: dict[str, object] = {
-        "op": row.op,
-        "group": group if row.pg is not None else "-",
-        "size": size_text(row.size_to),
-        "locality": row.locality,
-        "source": row.source or "(C++)",
-    }
-    cells: list[object] = [said[name] for name in by]
-    waiting = row.waiting_us or {}
-    cells += [f"{row.collectives:,}", amount(row.bytes, row.unsized)]
-    cells += [microseconds(row.time_us[name]) for name in ("p50", "p95", "max")]
-    cells += [microseconds(waiting.get(name)) for name in ("p50", "p95")]
-    cells += [rate(row.algbw_gb_per_s, "p50"), rate(row.busbw_gb_per_s, "p50"), rate(row.busbw_gb_per_s, "p5")]
-    if shared:
-        cells.append(f"{row.line_rate_share['p50']:.1%}" if row.line_rate_share else "-")
-    if bounds:
-        cells.append(row.upper_bounds or "")
-    return cells
-
-
-def microseconds(value: float | None) -> str:
-    """A time in us, or a dash where there is none."""
-    return "-" if value is None else f"{value:,.1f}"
-
-
-def rate(figures: dict[str, float] | None, name: str) -> str:
-    """A rate in GB/s with three digits, or a dash where there is none."""
-    return "-" if figures is None else f"{figures[name]:.3g}"

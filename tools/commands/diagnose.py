@@ -10,10 +10,10 @@ from crossrank.errors import CrossrankError
 from crossrank.recording import is_folder
 from crossrank.text import rank_ranges
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
-from crossrank.tools.analysis.diagnosis.explain import Filter, print_diagnosis
 from crossrank.tools.analysis.diagnosis.inputs import find_candidates, read_evidence
 from crossrank.tools.analysis.diagnosis.job import Job
 from crossrank.tools.commands.options import add_fleet_arguments, complain, fleet_of, progress, rank_list, write_output
+from crossrank.tools.output.diagnosis.text import Filter, print_diagnosis
 
 _MOST_COMPLAINTS = 12
 _WORTH_PROCESSES = 8_000_000
@@ -86,11 +86,11 @@ class Diagnose:
         if arguments.output is not None:
             write_output(arguments.output, diagnosis.to_json())
         if arguments.html is not None:
-            from crossrank.tools.analysis.diagnosis.page import page
+            from crossrank.tools.output.diagnosis.page import diagnosis_page
 
-            write_output(arguments.html, page(diagnosis).encode())
+            write_output(arguments.html, diagnosis_page(diagnosis).html().encode())
         if arguments.database is not None:
-            from crossrank.tools.analysis.diagnosis.database import write_database
+            from crossrank.tools.output.diagnosis.database import write_database
 
             write_database(arguments.database, job, diagnosis)
         if arguments.json:
@@ -98,7 +98,7 @@ class Diagnose:
         else:
             print_diagnosis(diagnosis, Filter(ranks=arguments.ranks, groups=arguments.groups))
         if arguments.print_entries:
-            from crossrank.tools.analysis.diagnosis.entries import print_entries
+            from crossrank.tools.output.diagnosis.entries import print_entries
 
             print_entries(job, arguments.ranks, arguments.groups)
         for text in evidence.skipped[:_MOST_COMPLAINTS]:

@@ -11,9 +11,9 @@ from crossrank.atomic_file import join
 from crossrank.text import amount, printable
 from crossrank.tools.analysis.bandwidth import line_rates
 from crossrank.tools.analysis.figures import Figures, figures
+from crossrank.tools.analysis.gather import gather, plan
 from crossrank.tools.commands.options import add_fleet_arguments, complain, fleet_of, folder_of, progress, write_output
 from crossrank.tools.job.sources import CHOICES
-from crossrank.tools.output.report.gather import gather, plan
 
 _COMPLAINTS = 8
 
@@ -43,9 +43,7 @@ class Report:
         add_fleet_arguments(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from crossrank.tools.output.report.page import page, plotly_script
-
-        plotly = plotly_script()
+        from crossrank.tools.output.report import report_page
 
         paths: list[str] = arguments.path
         rates = line_rates(arguments.line_rate)
@@ -54,7 +52,7 @@ class Report:
         fleet = fleet_of(arguments, paths, reads=("source",))
         material = progress("reading", len(planned.items), lambda done: gather(planned, fleet, done))
         found = figures(material, rates)
-        content = page(found, plotly).encode()
+        content = report_page(found).html().encode()
         write_output(output, content)
         if arguments.json:
             sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")

@@ -6,10 +6,10 @@ import msgspec
 
 from crossrank.comm import CommRecord, Group
 from crossrank.tools.analysis.figures import Figures, figures
+from crossrank.tools.analysis.gather import Material
 from crossrank.tools.analysis.waiting import Last, Waiter
 from crossrank.tools.job.rank_times import RankTimes, TimesBuilder
 from crossrank.tools.job.side_by_side import lay_side_by_side
-from crossrank.tools.output.report.gather import Material
 from tests.unit.job.ranks import EPOCH, Rank
 
 
