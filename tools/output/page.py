@@ -158,7 +158,10 @@ class Page:
         # Nothing in the JSON ends the script element that it stands in.
         charts = orjson.dumps(self.charts).replace(b"<", b"\\u003c").decode()
         template = environment.from_string(_TEMPLATE.read_text())
-        return template.render(page=self, plotly=markupsafe.Markup(plotly), charts=markupsafe.Markup(charts)) + "\n"
+        return (
+            template.render(page=self, plotly=markupsafe.Markup(plotly), charts=markupsafe.Markup(charts)).strip()
+            + "\n"
+        )
 
 
 def _walk(blocks: Sequence[Block]) -> Iterator[Block]:
