@@ -149,7 +149,7 @@ def write_report(folder: str, report: Report, plan: Plan, times: pl.DataFrame) -
     contents = {
         JSON: indented(report),
         CSV: to_csv(plan, times).encode(),
-        HTML: replay_page(report).html().encode(),
+        HTML: replay_page(report).encode(),
     }
     paths = []
     try:

@@ -117,7 +117,7 @@ def test_names_from_a_recording_cannot_become_code(browser: Any, tmp_path: Path)
         one.node, one.notes, one.about = EVIL, [EVIL], {EVIL: EVIL}
     material = Material([EVIL], times, lay_side_by_side(times), None, EVIL, None, [EVIL])
     path = tmp_path / "evil.html"
-    path.write_text(report_page(figures(material)).html())
+    path.write_text(report_page(figures(material)))
     page = Page(browser, path)
     assert page.value("document.title").startswith("crossrank: 2 ranks")
     assert page.value("document.querySelectorAll('[onmouseover]').length") == 0

@@ -88,7 +88,7 @@ class Diagnose:
         if arguments.html is not None:
             from crossrank.tools.output.diagnosis.page import diagnosis_page
 
-            write_output(arguments.html, diagnosis_page(diagnosis).html().encode())
+            write_output(arguments.html, diagnosis_page(diagnosis).encode())
         if arguments.database is not None:
             from crossrank.tools.output.diagnosis.database import write_database
 

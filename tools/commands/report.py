@@ -52,7 +52,7 @@ class Report:
         fleet = fleet_of(arguments, paths, reads=("source",))
         material = progress("reading", len(planned.items), lambda done: gather(planned, fleet, done))
         found = figures(material, rates)
-        content = report_page(found).html().encode()
+        content = report_page(found).encode()
         write_output(output, content)
         if arguments.json:
             sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from crossrank.text import amount, microseconds, milliseconds, percent, plural, printable, significant, size_text
-from crossrank.tools.output.charts import Rate, bandwidth_chart
+from dataclasses import dataclass
+
+from crossrank.text import microseconds, milliseconds, percent, plural, printable, significant, size_text
+from crossrank.tools.output.charts import Chart, Rate, bandwidth_chart
 from crossrank.tools.output.console import Table, table_of
-from crossrank.tools.output.page import Block, Page, Points, Section, Text, Tile, Tiles
 from crossrank.tools.traces.replayed import JSON, Check, Comparison, Percentiles, Report, Row
 
 _ON_CONSOLE = 24
-_MOST_DAMAGES = 50
 
 
 def rows_table(rows: list[Row], limit: int) -> Table:
@@ -131,97 +131,46 @@ def print_report(report: Report) -> None:
 # --- pages -----------------------------------------------------------------------------------------------------------
 
 
-def replay_page(report: Report) -> Page:
-    settings = report.settings
-    hosts = ", ".join(f"{host} ({count})" for host, count in report.hosts.items())
-    parts = [
-        f"{report.world_size} ranks with {settings.backend} on {hosts}",
-        f"{settings.repeats} passes after {settings.warmup} to warm up, pace {settings.pace}",
-        f"torch {report.versions.get('torch', 'unknown')}, crossrank {report.crossrank}",
-        *(f"{name} {value}" for name, value in report.what_if.items()),
-        *(f"{name}={value}" for name, value in report.variables.items()),
-    ]
-    return Page(
-        title=f"Replay on {report.world_size} ranks",
-        heading=f"Replay of {report.source}",
-        subtitle="; ".join(parts),
-        sections=replay_sections(report, limit=200),
-    )
+@dataclass(frozen=True)
+class ShownReplay:
+    """A replay as the template `replay.html` takes it; of each table `limit` rows."""
+
+    report: Report
+    limit: int
+
+    @property
+    def rows(self) -> Table:
+        return rows_table(self.report.rows, self.limit)
+
+    @property
+    def compared(self) -> Table | None:
+        return comparison_table(self.report.comparison, self.limit) if self.report.comparison else None
+
+    @property
+    def failures(self) -> Table | None:
+        return failures_table(self.report.check, self.limit) if self.report.check else None
+
+    @property
+    def chart(self) -> Chart:
+        rates = [
+            Rate(
+                op=row.op,
+                size=row.bytes / row.calls,
+                low=row.busbw_gb_per_s.p95,  # at the p95 of the time
+                busbw=row.busbw_gb_per_s.p50,
+                high=row.busbw_gb_per_s.p50,
+                text=f"{row.op} on {row.pg} ({plural(row.ranks, 'rank')}), {size_text(row.size_to)}, "
+                + plural(row.calls, "call"),
+                is_bound=bool(row.late_ends),
+            )
+            for row in self.report.rows[: self.limit]
+            if row.busbw_gb_per_s is not None and row.busbw_gb_per_s.p50 > 0 and row.calls > 0 and row.bytes > 0
+        ]
+        return bandwidth_chart("replayed-sizes", rates)
 
 
-def replay_sections(report: Report, limit: int) -> list[Section]:
-    """What was replayed, how it differs, bandwidths, all rows, and the recording beside them."""
-    sections = [Section("Replay", [_tiles(report)], id="replay")]
-    if differences := _differences(report):
-        sections.append(Section("How it differs from the recording", [Points(differences)]))
-    rates = [
-        Rate(
-            op=row.op,
-            size=row.bytes / row.calls,
-            low=row.busbw_gb_per_s.p95,  # at the p95 of the time
-            busbw=row.busbw_gb_per_s.p50,
-            high=row.busbw_gb_per_s.p50,
-            text=f"{row.op} on {row.pg} ({plural(row.ranks, 'rank')}), {size_text(row.size_to)}, "
-            + plural(row.calls, "call"),
-            is_bound=bool(row.late_ends),
-        )
-        for row in report.rows[:limit]
-        if row.busbw_gb_per_s is not None and row.busbw_gb_per_s.p50 > 0 and row.calls > 0 and row.bytes > 0
-    ]
-    blocks: list[Block] = [bandwidth_chart("replayed-sizes", rates)] if rates else []
-    clocks = f" The ranks' clocks agree within {report.clock_error_us:.0f} us." if report.clock_error_us else ""
-    blocks += [
-        Text(
-            "Time is from the last rank's arrival to the last rank's end, waiting what a rank waits for the last to "
-            f"arrive. The chart has medians, down to the bandwidth at the p95 of the time.{clocks}",
-            "soft",
-        ),
-        rows_table(report.rows, limit),
-    ]
-    sections.append(Section("Replayed, by operation, group and size", blocks))
-    if report.comparison is not None:
-        text = (
-            "Completion: of each rank's call, waiting for others included. Collective: from the last arrival; in the "
-            "recording, the shortest completion among the ranks."
-        )
-        blocks = [Text(comparison_text(report.comparison) + "."), Text(text, "soft")]
-        sections.append(
-            Section("Replayed against recorded", [*blocks, comparison_table(report.comparison, limit)], id="comparison")
-        )
-    if report.check is not None and report.check.failures:
-        sections.append(Section("Wrong results", [failures_table(report.check, limit)]))
-    return sections
+def replay_page(report: Report) -> str:
+    from crossrank.tools.output.page import render
 
-
-def _tiles(report: Report) -> Tiles:
-    coverage = report.coverage
-    calls = f"of the calls replayed: {coverage.calls:,} of {coverage.recorded_calls:,}"
-    if report.calls_per_pass not in (0, coverage.calls):
-        calls += f", changed to {report.calls_per_pass:,}"
-    size = f"of the bytes: {amount(coverage.bytes)} of {amount(coverage.recorded_bytes, coverage.unsized)}"
-    if report.bytes_per_pass != coverage.bytes:
-        size += f", changed to {amount(report.bytes_per_pass)}"
-    end = report.end_to_end_us
-    tiles = [
-        Tile(percent(report.share_of_calls), calls),
-        Tile(percent(report.share_of_bytes), size),
-        Tile(milliseconds(end.p50 / 1000), f"end to end per pass, p95 {milliseconds(end.p95 / 1000)}"),
-    ]
-    if (comparison := report.comparison) is not None:
-        text = f"relative error of completions, p95 {percent(comparison.error_p95)}, over {comparison.calls:,} calls"
-        tiles.append(Tile(percent(comparison.error_p50), text))
-    if (check := report.check) is not None:
-        wrong = bool(check.failures)
-        text = f"{check.tensors:,} results checked"
-        tiles.append(Tile("wrong" if wrong else "all right", text, "bad" if wrong else "good"))
-    return Tiles(tiles)
-
-
-def _differences(report: Report) -> list[Text]:
-    reasons, substitutes = report.coverage.reasons.items(), report.substitutes.items()
-    return [
-        *(Text(f"left out: {count:,} call(s): {reason}", "bad") for reason, count in reasons),
-        *(Text(f"instead: {count:,} call(s): {text}") for text, count in substitutes),
-        *(Text(f"damaged: {text}", "bad") for text in report.damage[:_MOST_DAMAGES]),
-        *(Text(note) for note in report.notes),
-    ]
+    shown = ShownReplay(report, limit=200)
+    return render("replay.html", [shown.chart], shown=shown)

@@ -1,103 +1,159 @@
-"""A page: what each block becomes, whatever the texts are."""
+"""Pages: what they say, whatever the texts in it are, and what charts are drawn from."""
 
 from __future__ import annotations
 
 import json
 import re
 from html.parser import HTMLParser
+from typing import Any
 
+import msgspec
 import pytest
 
+from crossrank.replay.results.report import make_report
+from crossrank.tools.analysis.diagnosis.findings import Diagnosis, Finding, GroupStragglers, Place
 from crossrank.tools.output import page as pages
-from crossrank.tools.output.charts import Chart, Rate, bandwidth_chart, labels, line
-from crossrank.tools.output.console import Table, table_of
-from crossrank.tools.output.page import (
-    Block,
-    Cell,
-    Cells,
-    Columns,
-    Details,
-    Fact,
-    Facts,
-    Heading,
-    Page,
-    Points,
-    Section,
-    Stack,
-    Text,
-    Tile,
-    Tiles,
-    merge_cells,
-)
+from crossrank.tools.output.charts import Rate, bandwidth_chart, labels
+from crossrank.tools.output.console import table_of
+from crossrank.tools.output.diagnosis.page import Cell, diagnosis_page, merge_cells
+from crossrank.tools.output.replay import replay_page
+from crossrank.tools.output.report import report_page
+from crossrank.tools.traces.replayed import Check, CheckFailure, Report, Settings
+from tests.unit.analysis.test_figures import figures_of, late_job
+from tests.unit.replay.test_measure import job
 
 EVIL = "<b onclick=x>\x1b[2J</script>&"
 SHOWN = "<b onclick=x>\\x1b[2J</script>&"
+KEPT = ("kind", "verdict", "role", "schema")
+"""Fields whose texts are the program's own."""
 
 
 class Parsed(HTMLParser):
-    """Tags and texts of a page."""
+    """Tags, texts and attributes of a page."""
 
-    def __init__(self, page: Page) -> None:
+    def __init__(self, html: str) -> None:
         super().__init__()
         self.tags: list[str] = []
-        self.texts: list[str] = []
-        self.titles: list[str] = []
-        self.feed(page.html())
+        self.texts = ""
+        self.attributes: set[str] = set()
+        self.feed(html)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.titles += [value or "" for name, value in attrs if name == "title"]
+        self.attributes |= {name for name, _ in attrs}
 
     def handle_data(self, data: str) -> None:
-        self.texts.append(data.strip())
+        self.texts += data
 
 
-def page_of(*blocks: Block, text: str = "page") -> Page:
-    return Page(title=text, heading=text, subtitle=text, sections=[Section(text, blocks)])
+def spoiled(value: Any) -> Any:
+    """`value` with a hostile text in the place of every text, and in the names of dictionaries that come from files."""
+    if isinstance(value, dict):
+        return {name: one if name in KEPT else spoiled(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [spoiled(one) for one in value]
+    return EVIL if isinstance(value, str) else value
 
 
-TABLE = Table(columns=[EVIL, f"#{EVIL}"], rows=[[EVIL, 1]], more=EVIL)
+def a_diagnosis() -> Diagnosis:
+    place = Place(rank=1, role="culprit", what="its last call", frames=["step (train.py:1)"])
+    pg: dict[str, Any] = {"pg": ["0", "world"], "pg_ranks": [0, 1]}
+    root = Finding(kind="missing_rank", op="all_reduce", collective_seq_id=4, culprit_ranks=[1], places=[place], **pg)
+    waits = dict.fromkeys(("p50", "p95", "max", "total"), 1.0)
+    late = GroupStragglers(collectives=3, last_rank=1, last_share=2 / 3, max_rank=1, wait_ms=waits, late_ms={}, **pg)
+    return Diagnosis(
+        verdict="error",
+        world_size=2,
+        ranks=[0, 1],
+        suspect_ranks=[1],
+        findings=[root],
+        consequences=[Finding(kind="p2p_unmatched", op="recv", p2p_seq_id=2, waiting_ranks=[0], because_of=0, **pg)],
+        advisory=[Finding(kind="straggler", text="rank 1 comes last", **pg)],
+        stragglers=[late],
+        notes=["a note"],
+        counts={"collectives": 3, "calls": 6, "groups": 1},
+    )
 
 
-@pytest.mark.parametrize(
-    ("block", "times"),
-    [
-        (Text(EVIL), 1),
-        (Heading(EVIL), 1),
-        (Tiles([Tile(EVIL, EVIL)]), 2),
-        (Facts([Fact(EVIL, EVIL)]), 2),
-        (Points([Text(EVIL), Text(EVIL)]), 2),
-        (Stack(EVIL, "bad", EVIL, [EVIL]), 3),
-        (Details(EVIL, [Columns([Text(EVIL), Text(EVIL)])]), 3),
-        (TABLE, 4),
-    ],
-)
-def test_a_text_of_a_file_is_shown_as_it_is_in_every_block(block: Block, times: int) -> None:
-    parsed = Parsed(page_of(block, text=EVIL))
-    assert parsed.texts.count(SHOWN) == times + 4  # window, heading, subtitle, section
-    assert not {"b", "script"} & {*parsed.tags} - ({"b"} if isinstance(block, Tiles | Stack) else set())
+def a_report() -> Report:
+    plan, results = job()
+    plan.ranks[0].calls[0].took_ns = plan.ranks[1].calls[0].took_ns = 800
+    report, _ = make_report(plan, Settings(backend="gloo", device="cpu"), results, what_if={}, variables={"A": "1"})
+    wrong = CheckFailure(rank=0, call=1, op="all_reduce", pg="0", tensor=0, element=2, elements=3, expected=1, got=2)
+    report.check = Check(tensors=5, failures=[wrong])
+    report.substitutes, report.notes, report.damage = {EVIL: 2}, ["a note"], ["a torn file"]
+    return report
 
 
-def test_the_title_of_a_cell_is_escaped_too() -> None:
-    parsed = Parsed(page_of(Cells([Cell("0", "bad", EVIL)], [("bad", EVIL)])))
-    assert (parsed.titles, "script" in parsed.tags) == ([SHOWN], False)
+def hostile_pages() -> dict[str, str]:
+    diagnosis = msgspec.convert(spoiled(msgspec.to_builtins(a_diagnosis())), Diagnosis)
+    report = msgspec.convert(spoiled(msgspec.to_builtins(a_report())), Report)
+    figures = figures_of(*late_job())
+    figures.diagnosis, figures.replay = diagnosis, report
+    figures.notes, figures.about, figures.inputs = [EVIL], {EVIL: EVIL}, [EVIL]
+    figures.matrix.groups, figures.traffic.labels, figures.sources[0].source = [EVIL], [EVIL, "b"], EVIL
+    for row in figures.bandwidth.rows:
+        row.pg = row.op = EVIL
+    return {
+        "diagnosis": diagnosis_page(diagnosis),
+        "replay": replay_page(report),
+        "report": report_page(figures),
+    }
 
 
-def test_a_chart_brings_its_library_and_the_texts_in_it_are_no_html() -> None:
-    chart = Chart(id="c", height=100, traces=[line(EVIL, [1.0], [None], "us")])
-    html = page_of(chart).html()
-    data = re.search(r'<script type="application/json" id="charts">(.*?)</script>', html)
+def test_a_text_of_a_file_is_shown_as_it_is_on_every_page() -> None:
+    for name, html in hostile_pages().items():
+        parsed = Parsed(html)
+        assert parsed.texts.count(SHOWN) > 8, name
+        assert "\x1b" not in html, name
+        assert "onclick" not in parsed.attributes, name
+        assert parsed.tags.count("script") == {"diagnosis": 0}.get(name, 3), name
+
+
+def test_texts_in_charts_are_no_html() -> None:
+    data = re.search(r'<script type="application/json" id="charts">(.*?)</script>', hostile_pages()["report"])
     assert data is not None
-    (trace,) = json.loads(data[1])["c"]["traces"]
-    assert trace["name"] == "&lt;b onclick=x&gt;\\x1b[2J&lt;/script&gt;&amp;"
-    assert 'id="plotly"' in html
-    assert 'id="plotly"' not in page_of(TABLE).html()
+    charts = json.loads(data[1])
+    escaped = "&lt;b onclick=x&gt;\\x1b[2J&lt;/script&gt;&amp;"
+    assert charts["matrix"]["traces"][0]["x"] == [escaped]
+    assert charts["sizes"]["traces"][0]["name"] == escaped
+    assert charts["replayed-sizes"]["traces"][0]["name"] == escaped
 
 
-def test_without_plotly_a_line_stands_in_the_place_of_a_chart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_diagnosis_says_on_a_page_what_it_says_in_the_console() -> None:
+    texts = " ".join(Parsed(diagnosis_page(a_diagnosis())).texts.split())
+    for said in (
+        "Verdict: error 2 of 2 ranks read; 3 collectives, 6 calls on 1 group(s) compared. Suspects: rank 1.",
+        "1. missing_rank: a rank has not made a collective that the others wait in",
+        "call all_reduce #4 of group world [0] (rank 0-1)",
+        "culprit rank 1",
+        "rank 1, culprit its last call step (train.py:1)",
+        "1 more call(s) in which ranks wait because of it",
+        "recv p2p #2 world [0] 0 ?",
+        "straggler on world [0]: rank 1 comes last",
+        "world [0] 0-1 3 rank 1 66.6 % 1 ms 1 ms 1 ms 1 ms rank 1",
+    ):
+        assert said.replace(" ", "") in texts.replace(" ", ""), said
+
+
+def test_a_replay_says_on_a_page_how_much_was_replayed_and_what_was_wrong() -> None:
+    texts = " ".join(Parsed(replay_page(a_report())).texts.split())
+    for said in (
+        "2 ranks with gloo on host (2); 5 passes after 2 to warm up, pace fast; torch 2.13.0",
+        "100.0 % of the calls replayed: 2 of 2",
+        "wrong 5 results checked",
+        "damaged: a torn file",
+        "all_reduce 0 2 ≤4 KiB 1 1.0 1.0 1.0",
+        "Relative error over 2 calls: 31.2 % median",
+        "0 1 all_reduce 0 0 2 3 1 2",
+    ):
+        assert said.replace(" ", "") in texts.replace(" ", ""), said
+
+
+def test_without_plotly_a_page_says_that_it_has_no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "_plotly", lambda: "")
-    parsed = Parsed(page_of(Chart(id="c", height=100, traces=[])))
-    assert "A chart is missing: it needs plotly (pip install 'crossrank[report]')." in parsed.texts
+    parsed = Parsed(replay_page(a_report()))
+    assert "Charts are missing: they need plotly (pip install 'crossrank[report]')." in parsed.texts
     assert "script" not in parsed.tags
 
 
@@ -127,13 +183,8 @@ def test_bandwidths_are_one_series_per_operation_by_size() -> None:
     ]
     chart = bandwidth_chart("rates", rates, line_rates=[50.0])
     reduce, gather = chart.traces
-    assert (reduce["name"], reduce["x"], reduce["y"], reduce["text"]) == (
-        "all_reduce",
-        [1e6, 2e6],
-        [2, 3],
-        ["a<br>2 GB/s", "b<br>3 GB/s"],
-    )
+    assert (reduce["x"], reduce["y"], reduce["text"]) == ([1e6, 2e6], [2, 3], ["a<br>2 GB/s", "b<br>3 GB/s"])
     assert (reduce["error_y"]["array"], reduce["error_y"]["arrayminus"]) == ([0, 1], [0, 2])
     assert reduce["marker"]["symbol"] == ["circle", "circle-open"]
-    assert gather["name"] == "all_gather"
+    assert (reduce["name"], gather["name"]) == ("all_reduce", "all_gather")
     assert [shape["y0"] for shape in chart.layout["shapes"]] == [50.0]

@@ -1,98 +1,72 @@
-"""A diagnosis on a page: one of its own, and the section of the report."""
+"""A diagnosis on a page: one of its own, and sections of the report."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from crossrank.text import plural, rank_ranges
+from crossrank.text import rank_ranges
 from crossrank.tools.analysis.diagnosis.findings import KINDS, LACKS_EVIDENCE, Diagnosis, Finding, group_text
-from crossrank.tools.output.console import table_of
-from crossrank.tools.output.diagnosis.text import (
-    clocks_text,
-    compared_text,
-    facts,
-    finding_call,
-    finding_group,
-    stragglers_table,
-)
-from crossrank.tools.output.page import (
-    Block,
-    Cell,
-    Cells,
-    Columns,
-    Details,
-    Fact,
-    Facts,
-    Heading,
-    Page,
-    Points,
-    Section,
-    Stack,
-    Text,
-    merge_cells,
-)
+from crossrank.tools.output.console import Table, table_of
+from crossrank.tools.output.diagnosis.text import finding_call, stragglers_table
 
-VERDICT_TONES = {"ok": "good", "error": "bad", "incomplete": "none"}
-_ROLE_TONES = {"culprit": "bad", "waiting": "warn"}
-_LEGEND = (("bad", "culprit"), ("warn", "waits"), ("none", "no usable dump"), ("neither", "neither"))
+_MOST_CELLS = 1024
+"""Ranks up to which each has a cell of its own."""
 
 
-def diagnosis_page(diagnosis: Diagnosis) -> Page:
+class Cell(NamedTuple):
+    """A rank, the tone of its role, and what it does."""
+
+    text: str
+    tone: str
+    title: str
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A diagnosis as the template `diagnosis.html` takes it; of each list `limit` entries."""
+
+    diagnosis: Diagnosis
+    limit: int
+
+    @property
+    def tone(self) -> str:
+        return {"ok": "good", "error": "bad"}.get(self.diagnosis.verdict, "none")
+
+    @property
+    def cells(self) -> list[Cell]:
+        return merge_cells(list(_cells(self.diagnosis)))
+
+    @property
+    def stragglers(self) -> Table:
+        return stragglers_table(self.diagnosis.stragglers, self.limit)
+
+    @property
+    def following(self) -> list[Table | None]:
+        """By finding: the calls that wait because of it."""
+        consequences = self.diagnosis.consequences
+        of_root = [[one for one in consequences if one.because_of == n] for n in range(len(self.diagnosis.findings))]
+        return [_following(found, self.limit) if found else None for found in of_root]
+
+
+def diagnosis_page(diagnosis: Diagnosis) -> str:
     """The whole diagnosis."""
-    subtitle = f"{len(diagnosis.ranks)} of {diagnosis.world_size} ranks read; {compared_text(diagnosis)} compared."
-    if diagnosis.suspect_ranks:
-        subtitle += f" Suspects: rank {rank_ranges(diagnosis.suspect_ranks)}."
-    return Page(
-        title=f"{diagnosis.verdict}: diagnosis of {diagnosis.world_size} ranks",
-        heading=f"Verdict: {diagnosis.verdict}",
-        tone=VERDICT_TONES[diagnosis.verdict],
-        subtitle=subtitle,
-        sections=diagnosis_sections(diagnosis, limit=200),
-    )
+    from crossrank.tools.output.page import render
+
+    return render("diagnosis.html", shown=Shown(diagnosis, limit=200), kinds=KINDS)
 
 
-def diagnosis_sections(diagnosis: Diagnosis, limit: int) -> list[Section]:
-    """Ranks, findings, stragglers and notes; of each list `limit` entries."""
-    count = len(diagnosis.findings)
-    findings = [block for index in range(min(count, limit)) for block in _finding(diagnosis, index, limit)]
-    if count > limit:
-        findings.append(Text(f"… and {count - limit:,} more: crossrank diagnose --json has all", "soft"))
-    findings += [Text(f"{one.kind} on {finding_group(one)}: {one.text}") for one in diagnosis.advisory[:limit]]
-    sections = [Section("Diagnosis", findings or [Text("No fault was found.", "good")], id="diagnosis")]
-    cells = list(_cells(diagnosis))
-    if any(cell.tone for cell in cells):
-        sections.insert(0, Section("Ranks", [Cells(merge_cells(cells), _LEGEND)]))
-    if diagnosis.stragglers:
-        table = stragglers_table(diagnosis.stragglers, limit)
-        sections.append(Section("Who comes last", [table, Text(clocks_text(diagnosis), "soft")]))
-    notes = [*diagnosis.skipped, *diagnosis.notes][:limit]
-    return sections + ([Section("Notes", [Points([Text(note) for note in notes])])] if notes else [])
-
-
-def _finding(diagnosis: Diagnosis, index: int, limit: int) -> Iterator[Block]:
-    finding = diagnosis.findings[index]
-    yield Heading(f"{index + 1}. {finding.kind}: {KINDS[finding.kind].meaning}", "bad")
-    yield Facts([Fact(name, value) for name, value in facts(finding)])
-    if finding.places:
-        yield Columns(
-            [
-                Stack(f"rank {one.rank}, {one.role}", _ROLE_TONES.get(one.role, ""), one.what, one.frames)
-                for one in finding.places
-            ]
-        )
-    following = [one for one in diagnosis.consequences if one.because_of == index]
-    if following:
-        table = table_of(
-            following,
-            (
-                ("call", finding_call),
-                ("group", lambda one: group_text(one.pg)),
-                ("ranks that wait", lambda one: rank_ranges(one.waiting_ranks) or "?"),
-                ("for rank", lambda one: rank_ranges(one.culprit_ranks) or "?"),
-            ),
-            limit=limit,
-        )
-        yield Details(f"{plural(len(following), 'more call')} in which ranks wait because of it", [table])
+def merge_cells(cells: Sequence[Cell]) -> list[Cell]:
+    """Neighbours of one role and title as one cell, where a job has more ranks than a page has room for."""
+    merged: list[Cell] = []
+    for cell in cells:
+        last = merged[-1] if merged else None
+        if len(cells) > _MOST_CELLS and last is not None and last[1:] == cell[1:]:
+            merged[-1] = last._replace(text=f"{last.text.partition('-')[0]}-{cell.text}")
+        else:
+            merged.append(cell)
+    return merged
 
 
 def _cells(diagnosis: Diagnosis) -> Iterator[Cell]:
@@ -112,3 +86,16 @@ def _cells(diagnosis: Diagnosis) -> Iterator[Cell]:
             yield Cell(str(rank), "warn", f"waits in {finding_call(waits[rank])} of {group_text(waits[rank].pg)}")
         else:
             yield Cell(str(rank), "", "")
+
+
+def _following(found: list[Finding], limit: int) -> Table:
+    return table_of(
+        found,
+        (
+            ("call", finding_call),
+            ("group", lambda one: group_text(one.pg)),
+            ("ranks that wait", lambda one: rank_ranges(one.waiting_ranks) or "?"),
+            ("for rank", lambda one: rank_ranges(one.culprit_ranks) or "?"),
+        ),
+        limit=limit,
+    )
