@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from crossrank.comm import OPERATIONS
 from crossrank.replay.plan.plan import NOT_IN_STEPS, Plan
 from crossrank.replay.results.measure import RankResult, end_to_end_ns
 from crossrank.tools.traces.replayed import Compared, Comparison
@@ -23,18 +24,20 @@ if TYPE_CHECKING:
 
 
 def compare(plan: Plan, times: pl.DataFrame, results: Sequence[RankResult]) -> Comparison:
-    """Set the times of a replay, as `measure.frame` gives them, against those that `plan` has of its recording."""
+    """Set the times of a replay, as `measure` gives them, against those that `plan` has of its recording."""
     import polars as pl
 
     size = ("op", "size_from", "size_to")
     calls = times.group_by("call", "rank", maintain_order=True).agg(
-        pl.col(*size, "members", "releases_all", "recorded").first(),
+        pl.col(*size, "record_op", "recorded").first(),
         pl.col("completion").median().alias("replayed"),
         pl.col("time").median(),
     )
+    releasing = [name for name, row in OPERATIONS.items() if row.releases_all]
+    calls = calls.with_columns(members=pl.len().over("call"))
     timed = calls.filter(pl.col("recorded") > 0)
     whole = (
-        timed.filter("releases_all")
+        timed.filter(pl.col("record_op").is_in(releasing))
         .group_by("call", maintain_order=True)
         .agg(pl.col(*size, "members").first(), pl.len(), pl.col("recorded").min(), replayed=pl.col("time").first())
         .filter(pl.col("len") == pl.col("members"))

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from crossrank.comm import OPERATIONS, CommRecord
+from crossrank.comm import OPERATIONS
 from crossrank.replay.plan.plan import Plan, launches
 from crossrank.replay.plan.schedule import Key, keys_of
 from crossrank.tools.analysis.buckets import bucket_of
@@ -89,121 +89,77 @@ class RankResult(msgspec.Struct, kw_only=True):
     versions: dict[str, str]
 
 
-@dataclass
-class Measured:
-    """One call over its ranks and all passes. Times in ns; a call of another rank has its own `records`."""
+def measure(plan: Plan, results: Sequence[RankResult]) -> pl.DataFrame:
+    """One row per call, rank and pass; times in ns, on one clock.
 
-    key: Key
-    records: dict[int, tuple[int, CommRecord]] = field(default_factory=dict)
-    """Rank -> (index of the call, its record)."""
-    time: list[int] = field(default_factory=list)
-    """By pass."""
-    batched: bool = False
-    """It went out together with other calls: its times are those of all of them."""
-    late_end: bool = False
-    """On some rank only the wait tells when it was over: its times are upper bounds."""
-    completion: dict[int, list[int]] = field(default_factory=dict)
-    """By rank, by pass; so are the following."""
-    waiting: dict[int, list[int]] = field(default_factory=dict)
-    issue: dict[int, list[int]] = field(default_factory=dict)
+    `call` numbers calls over the ranks in the order in which rank 0 and the others make them, `index` those of a rank.
+    Of the whole call, and the same in all its rows, are `op` (with a word where it went out together with others, whose
+    times it then has), `bytes` (the largest of its ranks'), `has_rate` (its bytes and its time belong together) and
+    `late_end` (on some rank only the wait tells when it was over: its times are upper bounds). `first` marks the rows
+    of one of its ranks. `recorded` is null where the recording has no duration.
+    """
+    import polars as pl
 
-    @property
-    def record(self) -> CommRecord:
-        """Of its first rank."""
-        return next(iter(self.records.values()))[1]
-
-    @property
-    def op(self) -> str:
-        op = "send/recv" if self.key[0] == "p2p" else self.record.op
-        return f"{op}, batched" if self.batched else op
-
-    @property
-    def has_rate(self) -> bool:
-        """Whether its bytes and its time belong together."""
-        return self.bytes > 0 and not self.batched and not self.late_end
-
-    @property
-    def bytes(self) -> int:
-        """S of nccl-tests; of an uneven all_to_all the largest of its ranks'."""
-        return max(record.bytes for _, record in self.records.values())
+    calls = _calls(plan, results)
+    sizes = [(size, *bucket_of(size)) for size in calls["bytes"].unique()]
+    buckets = pl.DataFrame(sizes, schema=["bytes", "size_from", "size_to"], orient="row")
+    rows = calls.join(buckets, on="bytes", maintain_order="left").join(
+        _times(results), on=("rank", "index"), maintain_order="left"
+    )
+    last = pl.col("began").max().over("call", "pass")
+    completion = pl.col("completed") - pl.col("began")
+    return rows.with_columns(
+        issue=pl.col("issued") - pl.col("launched"),
+        completion=completion,
+        waiting=pl.min_horizontal(last - pl.col("began"), completion),
+        time=pl.col("completed").max().over("call", "pass") - last,
+    )
 
 
-def measure(plan: Plan, results: Sequence[RankResult]) -> list[Measured]:
-    """Put the ranks' times side by side, in the order in which rank 0 and the others make their calls."""
-    calls: dict[Key, Measured] = {}
-    columns = {result.rank: [_columns(one, result.offset_ns) for one in result.passes] for result in results}
+def _calls(plan: Plan, results: Sequence[RankResult]) -> pl.DataFrame:
+    """One row per call and rank."""
+    import polars as pl
+
     late = {result.rank: set(result.late_ends) for result in results}
+    numbers: dict[Key, int] = {}
+    rows = []
     for rank in plan.ranks:
         keys = keys_of(rank)
         for first, end in launches(rank.calls):
             for index in range(first, end):
-                measured = calls.setdefault(keys[index], Measured(keys[index]))
-                measured.records[rank.rank] = (index, rank.calls[index].record)
-                measured.batched |= end - first > 1
-                measured.late_end |= index in late[rank.rank]
-    passes = len(results[0].passes) if results else 0
-    for measured in calls.values():
-        for rank_number in measured.records:
-            measured.completion[rank_number], measured.waiting[rank_number] = [], []
-            measured.issue[rank_number] = []
-        for number in range(passes):
-            arrivals, ends = {}, {}
-            for rank_number, (index, _) in measured.records.items():
-                launched, issued, began, completed = columns[rank_number][number]
-                arrivals[rank_number], ends[rank_number] = began[index], completed[index]
-                measured.issue[rank_number].append(issued[index] - launched[index])
-            last = max(arrivals.values())
-            measured.time.append(max(ends.values()) - last)
-            for rank_number, arrival in arrivals.items():
-                completion = ends[rank_number] - arrival
-                measured.completion[rank_number].append(completion)
-                measured.waiting[rank_number].append(min(last - arrival, completion))
-    return list(calls.values())
-
-
-def _columns(one: Pass, offset: int) -> tuple[array[int], ...]:
-    columns = []
-    for data in (one.launched, one.issued, one.began, one.completed):
-        column = array("q", data)
-        columns.append(array("q", (value + offset for value in column)) if offset else column)
-    return tuple(columns)
-
-
-def frame(measured: Sequence[Measured], plan: Plan) -> pl.DataFrame:
-    """One row per call, rank and pass; times in ns. `call` numbers calls over the ranks, `index` those of a rank.
-
-    `once` is set on one row of each call, `first` on one of each pass of it. `recorded` is null where the recording has
-    no duration.
-    """
-    import polars as pl
-
-    rows = []
-    for number, call in enumerate(measured):
-        size_from, size_to = bucket_of(call.bytes)
-        of_call = {
-            "call": number,
-            "op": call.op,
-            "record_op": call.record.op,
-            "pg": call.record.pg,
-            "size_from": size_from,
-            "size_to": size_to,
-            "bytes": call.bytes,
-            "members": len(call.records),
-            "has_rate": call.has_rate,
-            "late_end": call.late_end,
-            "releases_all": OPERATIONS[call.record.op].releases_all,
-            "time": call.time,
-        }
-        for place, (rank, (index, _)) in enumerate(call.records.items()):
-            own = {"issue": call.issue[rank], "completion": call.completion[rank], "waiting": call.waiting[rank]}
-            recorded = plan.ranks[rank].calls[index].took_ns or None
-            first = {"first": place == 0, "once": [place == 0] + [False] * (len(call.time) - 1)}
-            rows.append({**of_call, **own, **first, "rank": rank, "index": index, "recorded": recorded})
-    return pl.DataFrame(rows, schema_overrides={"recorded": pl.Int64}, infer_schema_length=1).explode(
-        "time", "issue", "completion", "waiting", "once"
+                record, key = rank.calls[index].record, keys[index]
+                number = numbers.setdefault(key, len(numbers))
+                op = "send/recv" if key[0] == "p2p" else record.op
+                place = (number, rank.rank, index, rank.calls[index].took_ns or None, index in late[rank.rank])
+                rows.append((*place, op, record.op, record.pg, record.bytes, end - first > 1))
+    columns = ("call", "rank", "index", "recorded", "late_end", "op", "record_op", "pg", "bytes", "batched")
+    calls = pl.DataFrame(rows, schema=columns, schema_overrides={"recorded": pl.Int64}, orient="row")
+    calls = calls.with_columns(
+        pl.col("record_op", "pg").first().over("call"),
+        pl.col("bytes", "batched", "late_end").max().over("call"),
+        op=pl.col("op").first().over("call"),
+        first=pl.col("rank") == pl.col("rank").first().over("call"),
+    )
+    return calls.with_columns(
+        op=pl.when("batched").then(pl.col("op") + ", batched").otherwise("op"),
+        has_rate=(pl.col("bytes") > 0) & ~pl.col("batched") & ~pl.col("late_end"),
     )
 
 
+def _times(results: Sequence[RankResult]) -> pl.DataFrame:
+    """One row per rank, pass and index of a call, on rank 0's clock."""
+    import polars as pl
+
+    parts = []
+    for result in results:
+        for number, one in enumerate(result.passes):
+            columns = {name: np.frombuffer(getattr(one, name), np.int64) + result.offset_ns for name in _MOMENTS}
+            part = pl.DataFrame(columns).with_row_index("index")
+            parts.append(part.with_columns(pl.col("index").cast(pl.Int64), rank=result.rank, **{"pass": number}))
+    return pl.concat(parts).with_columns(pl.col("rank", "pass").cast(pl.Int64))
+
+
+_MOMENTS = ("launched", "issued", "began", "completed")
 _SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 
 
@@ -220,14 +176,15 @@ def table(times: pl.DataFrame, plan: Plan) -> list[Row]:
         return pl.struct((values.quantile(q, "linear") / 1000).round(3).alias(name) for name, q in _SHARES.items())
 
     rate = (pl.col("bytes") / pl.col("time").clip(1)).filter(pl.col("first") & pl.col("has_rate"))  # bytes/ns is GB/s
+    once = pl.col("first") & (pl.col("pass") == 0)
     rows = times.group_by("op", "pg", "size_from", "size_to", maintain_order=True).agg(
-        calls=pl.col("once").sum(),
-        bytes=pl.col("bytes").filter("once").sum(),
+        calls=once.sum(),
+        bytes=pl.col("bytes").filter(once).sum(),
         time_us=spread(pl.col("time").filter("first")),
         issue_us=spread(pl.col("issue")),
         completion_us=spread(pl.col("completion")),
         waiting_us=spread(pl.col("waiting")),
-        late_ends=(pl.col("once") & pl.col("late_end")).sum(),
+        late_ends=(once & pl.col("late_end")).sum(),
         record_op=pl.col("record_op").first(),
         rates=pl.struct(rate.quantile(1 - q, "linear").alias(name) for name, q in _SHARES.items()),
     )

@@ -18,7 +18,6 @@ from crossrank.replay.results.compare import compare
 from crossrank.replay.results.measure import (
     RankResult,
     end_to_end_ns,
-    frame,
     measure,
     percentiles_us,
     table,
@@ -40,8 +39,8 @@ def make_report(
     what_if: dict[str, str],
     variables: dict[str, str],
 ) -> tuple[Report, pl.DataFrame]:
-    """The report of one replay, and the `measure.frame` that it is made of."""
-    times = frame(measure(plan, results), plan)
+    """The report of one replay, and the table of `measure` that it is made of."""
+    times = measure(plan, results)
     coverage = plan.coverage()
     comparison = compare(plan, times, results)
     substitutes: Counter[str] = Counter()

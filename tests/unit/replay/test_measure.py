@@ -8,7 +8,7 @@ import pytest
 
 from crossrank.replay.plan.plan import Plan
 from crossrank.replay.results.compare import compare
-from crossrank.replay.results.measure import Pass, RankResult, Times, end_to_end_ns, frame, measure, table
+from crossrank.replay.results.measure import Pass, RankResult, Times, end_to_end_ns, measure, table
 from crossrank.replay.results.report import make_report, to_csv
 from crossrank.tools.traces.replayed import Percentiles, Settings
 from tests.unit.replay.plans import isend, plan_of, record, recv
@@ -58,17 +58,19 @@ def job() -> tuple[Plan, list[RankResult]]:
 
 def test_times_are_put_on_one_clock_and_told_apart() -> None:
     plan, results = job()
-    (call,) = measure(plan, results)
-    assert call.completion == {0: [1300, 1000], 1: [900, 1000]}
-    assert call.waiting == {0: [300, 0], 1: [0, 0]}
-    assert call.issue == {0: [100, 100], 1: [50, 50]}
-    assert call.time == [1000, 1000]
+    measured = measure(plan, results).select("rank", "pass", "completion", "waiting", "issue", "time")
+    assert measured.rows() == [
+        (0, 0, 1300, 300, 100, 1000),
+        (0, 1, 1000, 0, 100, 1000),
+        (1, 0, 900, 0, 50, 1000),
+        (1, 1, 1000, 0, 50, 1000),
+    ]
     assert end_to_end_ns(results) == [1300, 1000]
 
 
 def test_bandwidths_are_those_of_nccl_tests() -> None:
     plan, results = job()
-    (row,) = table(frame(measure(plan, results), plan), plan)
+    (row,) = table(measure(plan, results), plan)
     assert row.algbw_gb_per_s == Percentiles(p50=4.0, p95=4.0, p99=4.0)
     assert row.busbw_gb_per_s == Percentiles(p50=4.0, p95=4.0, p99=4.0)  # 2 (n - 1) / n = 1 for two ranks
     assert (row.calls, row.bytes, row.size_from, row.size_to) == (1, 4000, 1025, 4096)
@@ -78,14 +80,14 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
 def test_a_send_and_its_receive_are_one_row() -> None:
     plan = plan_of([isend(1)], [recv(0)])
     measured = measure(plan, [result(0, [(0, 10, 100)]), result(1, [(20, 30, 140)])])
-    rows = table(frame(measured, plan), plan)
+    rows = table(measured, plan)
     assert [(row.op, row.calls, row.bytes, row.time_us.p50) for row in rows] == [("send/recv", 1, 16, 0.12)]
 
 
 def test_a_barrier_has_no_bandwidth() -> None:
     plan = plan_of([record("barrier")], [record("barrier")])
     measured = measure(plan, [result(0, [(0, 1, 9)]), result(1, [(0, 1, 9)])])
-    (row,) = table(frame(measured, plan), plan)
+    (row,) = table(measured, plan)
     assert row.algbw_gb_per_s is row.busbw_gb_per_s is None
 
 
@@ -93,7 +95,7 @@ def test_a_replay_is_set_against_its_recording() -> None:
     plan, results = job()
     plan.ranks[0].calls[0].took_ns = 2300  # waited 1,500 for rank 1
     plan.ranks[1].calls[0].took_ns = 800
-    found = compare(plan, frame(measure(plan, results), plan), results)
+    found = compare(plan, measure(plan, results), results)
     assert (found.calls, found.without_time) == (2, 0)
     (row,) = found.rows
     assert (row.recorded_us, row.replayed_us) == (1.55, 1.05)
@@ -104,7 +106,7 @@ def test_a_replay_is_set_against_its_recording() -> None:
 def test_a_call_without_a_recorded_time_is_counted() -> None:
     plan, results = job()
     plan.ranks[1].calls[0].took_ns = 800
-    found = compare(plan, frame(measure(plan, results), plan), results)
+    found = compare(plan, measure(plan, results), results)
     assert (found.calls, found.without_time) == (1, 1)
     assert found.rows[0].collective_recorded_us is None
 
