@@ -80,8 +80,8 @@ class RankResult(msgspec.Struct, kw_only=True):
     cpu_s: float
     """Of all measured passes."""
     late_ends: list[int]
-    """Calls of which only the wait tells when they were over: at the latest then."""
-    said: dict[str, int]
+    """Calls whose end is known only from their wait: they were over at the latest then."""
+    substitutes: dict[str, int]
     """What differs from the recording -> calls."""
     check_failures: list[CheckFailure] | None
     """None where nothing was checked."""
@@ -95,7 +95,7 @@ def measure(plan: Plan, results: Sequence[RankResult]) -> pl.DataFrame:
     `call` numbers calls over the ranks in the order in which rank 0 and the others make them, `index` those of a rank.
     Of the whole call, and the same in all its rows, are `op` (with a word where it went out together with others, whose
     times it then has), `bytes` (the largest of its ranks'), `has_rate` (its bytes and its time belong together) and
-    `late_end` (on some rank only the wait tells when it was over: its times are upper bounds). `first` marks the rows
+    `late_end` (on some rank its end is known only from its wait: its times are upper bounds). `first` marks the rows
     of one of its ranks. `recorded` is null where the recording has no duration.
     """
     import polars as pl

@@ -45,7 +45,7 @@ def make_report(
     comparison = compare(plan, times, results)
     substitutes: Counter[str] = Counter()
     for result in results:
-        substitutes.update(result.said)
+        substitutes.update(result.substitutes)
     check = None
     if any(result.check_failures is not None for result in results):
         failures = [failure for result in results for failure in result.check_failures or ()]

@@ -135,7 +135,7 @@ def _replay(rank: int, local_rank: int, meeting: Meeting, errand: Errand, watch:
         passes=passes,
         cpu_s=cpu_s,
         late_ends=late_ends(program),
-        said=program.said,
+        substitutes=program.said,
         check_failures=checker.failures if checker is not None else None,
         checked=checker.checked if checker is not None else 0,
         versions={"torch": str(torch.__version__), "python": sys.version.split()[0]},

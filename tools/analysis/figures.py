@@ -129,13 +129,13 @@ def figures(material: Material, rates: dict[str, float] | None = None) -> Figure
 
 
 def _about(ranks: Sequence[RankTimes]) -> dict[str, str]:
-    said: dict[str, Counter[str]] = {}
+    given: dict[str, Counter[str]] = {}
     for one in ranks:
         for name, value in one.about.items():
-            said.setdefault(name, Counter())[value] += 1
+            given.setdefault(name, Counter())[value] += 1
     return {
         name: " / ".join(value for value, _ in values.most_common(3)) + (" / …" if len(values) > 3 else "")
-        for name, values in said.items()
+        for name, values in given.items()
     }
 
 

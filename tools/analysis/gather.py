@@ -61,7 +61,7 @@ def plan(paths: Sequence[str], replay: str | None, source: str | None = None) ->
         inputs=list(paths),
         times=found,
         candidates=candidates,
-        # Read at once: a wrong one is told before the work on the ranks.
+        # Read at once: a wrong one is reported before the work on the ranks.
         replay=read_report(folder) if folder is not None else None,
     )
 

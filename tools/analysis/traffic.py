@@ -1,4 +1,4 @@
-"""Who sends how much to whom, as far as calls tell: point-to-point calls and uneven all_to_alls exactly, other
+"""Who sends how much to whom, as far as it is recorded: point-to-point calls and uneven all_to_alls exactly, other
 collectives by the algorithm that moves the least over a ring.
 
 NCCL chooses rings, trees and others by size and topology and does not say which; the sum of what a rank sends is the
@@ -34,7 +34,7 @@ class Traffic(msgspec.Struct, kw_only=True):
     """Rows send to columns."""
 
     what: str
-    """What a row stands for: `rank`, `node`, or so many ranks."""
+    """What a row is: `rank`, `node`, or so many ranks."""
     labels: list[str]
     bytes: list[list[int]]
     """Over all calls recorded."""

@@ -41,7 +41,7 @@ class Waiting(msgspec.Struct, kw_only=True):
     """Who waits for whom, over the run."""
 
     measured: str
-    """What tells it: the device's times, or when hosts made their calls."""
+    """What it was measured by: the device's times, or when hosts made their calls."""
     axis: str
     """What a bin is: iterations, or ms since the begin."""
     bins: list[float]

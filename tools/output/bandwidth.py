@@ -10,7 +10,7 @@ from crossrank.tools.output.console import Table, table_of
 
 _SHOWN = 24
 _NOTES = 8
-BOUNDS = "upper bounds: not all members were seen, several calls shared a launch, or only a wait told the end"
+BOUNDS = "upper bounds: not all members were seen, several calls shared a launch, or the end is known only from a wait"
 
 
 Column = Callable[[Row], object]

@@ -59,7 +59,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table, for a terminal or a page. A column whose name starts with `#` is a number and stands to the right."""
+    """A table, for a terminal or a page. A column whose name starts with `#` is a number, aligned to the right."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[object]]
@@ -95,7 +95,7 @@ def table_of(
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A titled table. A column whose name starts with `#` is a number and stands to the right."""
+    """A titled table. A column whose name starts with `#` is a number, aligned to the right."""
     names = [column.removeprefix("#") for column in columns]
     right = [column.startswith("#") for column in columns]
     cells = [[printable(str(cell)) for cell in row] for row in rows]

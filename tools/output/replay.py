@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 from crossrank.text import microseconds, milliseconds, percent, plural, printable, significant, size_text
-from crossrank.tools.output.charts import Chart, Rate, bandwidth_chart
+from crossrank.tools.output.charts import Rate, bandwidth_chart
 from crossrank.tools.output.console import Table, table_of
 from crossrank.tools.traces.replayed import JSON, Check, Comparison, Percentiles, Report, Row
 
@@ -104,7 +104,9 @@ def print_report(report: Report) -> None:
     )
     late = sum(row.late_ends for row in report.rows)
     if late:
-        print(f"  of {late:,} call(s) only the wait tells the end: their times are upper bounds, and have no bandwidth")
+        print(
+            f"  {late:,} call(s) end where their wait does, at the latest: their times are upper bounds, without bandwidth"
+        )
     end = report.end_to_end_us
     print(
         f"\nEnd to end {milliseconds(end.p50 / 1000)} per pass (p95 {milliseconds(end.p95 / 1000)}); "
@@ -116,7 +118,7 @@ def print_report(report: Report) -> None:
             "Replayed against recorded: completion of each rank's calls, and the collectives themselves; medians"
         )
         if any(row.collective_recorded_us is None for row in report.comparison.rows):
-            print("  - where recorded times do not tell that of the collective: a root or a sender may end early")
+            print("  - where the recorded times do not give that of the collective: a root or a sender may end early")
         print(f"\n{comparison_text(report.comparison)}")
         print(f"The recording was made under a profiler or torch's watch, the replay at pace {settings.pace}")
     elif not report.what_if:
@@ -131,46 +133,33 @@ def print_report(report: Report) -> None:
 # --- pages -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ShownReplay:
-    """A replay as the template `replay.html` takes it; of each table `limit` rows."""
-
-    report: Report
-    limit: int
-
-    @property
-    def rows(self) -> Table:
-        return rows_table(self.report.rows, self.limit)
-
-    @property
-    def compared(self) -> Table | None:
-        return comparison_table(self.report.comparison, self.limit) if self.report.comparison else None
-
-    @property
-    def failures(self) -> Table | None:
-        return failures_table(self.report.check, self.limit) if self.report.check else None
-
-    @property
-    def chart(self) -> Chart:
-        rates = [
-            Rate(
-                op=row.op,
-                size=row.bytes / row.calls,
-                low=row.busbw_gb_per_s.p95,  # at the p95 of the time
-                busbw=row.busbw_gb_per_s.p50,
-                high=row.busbw_gb_per_s.p50,
-                text=f"{row.op} on {row.pg} ({plural(row.ranks, 'rank')}), {size_text(row.size_to)}, "
-                + plural(row.calls, "call"),
-                is_bound=bool(row.late_ends),
-            )
-            for row in self.report.rows[: self.limit]
-            if row.busbw_gb_per_s is not None and row.busbw_gb_per_s.p50 > 0 and row.calls > 0 and row.bytes > 0
-        ]
-        return bandwidth_chart("replayed-sizes", rates)
+def shown(report: Report, limit: int) -> dict[str, Any]:
+    """What the macro `replay_sections` takes; of each table `limit` rows."""
+    rates = [
+        Rate(
+            op=row.op,
+            size=row.bytes / row.calls,
+            low=row.busbw_gb_per_s.p95,  # at the p95 of the time
+            busbw=row.busbw_gb_per_s.p50,
+            high=row.busbw_gb_per_s.p50,
+            text=f"{row.op} on {row.pg} ({plural(row.ranks, 'rank')}), {size_text(row.size_to)}, "
+            + plural(row.calls, "call"),
+            is_bound=bool(row.late_ends),
+        )
+        for row in report.rows[:limit]
+        if row.busbw_gb_per_s is not None and row.busbw_gb_per_s.p50 > 0 and row.calls > 0 and row.bytes > 0
+    ]
+    return {
+        "report": report,
+        "chart": bandwidth_chart("replayed-sizes", rates),
+        "rows": rows_table(report.rows, limit),
+        "compared": comparison_table(report.comparison, limit) if report.comparison else None,
+        "failures": failures_table(report.check, limit) if report.check else None,
+    }
 
 
 def replay_page(report: Report) -> str:
     from crossrank.tools.output.page import render
 
-    shown = ShownReplay(report, limit=200)
-    return render("replay.html", [shown.chart], shown=shown)
+    parts = shown(report, limit=200)
+    return render("replay.html", [parts["chart"]], shown=parts)

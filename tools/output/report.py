@@ -7,17 +7,16 @@ from math import log10
 
 from crossrank.text import amount, milliseconds, plural, printable
 from crossrank.tools.analysis.bandwidth import Bandwidth
-from crossrank.tools.analysis.diagnosis.findings import KINDS
 from crossrank.tools.analysis.figures import Figures, Matrix
 from crossrank.tools.analysis.traffic import Traffic
 from crossrank.tools.analysis.waiting import Steps, Waiting
 from crossrank.tools.output import charts as draw
+from crossrank.tools.output import replay
 from crossrank.tools.output.bandwidth import KEYS, bandwidth_table
 from crossrank.tools.output.charts import CATEGORIES, Chart, axis, from_zero
 from crossrank.tools.output.console import Table, table_of
-from crossrank.tools.output.diagnosis.page import Shown
+from crossrank.tools.output.diagnosis import page as diagnosis
 from crossrank.tools.output.page import render
-from crossrank.tools.output.replay import ShownReplay
 
 _FINDINGS = 12
 _ROWS = 40
@@ -26,16 +25,15 @@ _ROWS = 40
 
 def report_page(figures: Figures) -> str:
     """The whole page."""
-    shown = figures.replay and ShownReplay(figures.replay, limit=_ROWS)
-    charts = [*_charts(figures), *([shown.chart] if shown else [])]
+    replayed = replay.shown(figures.replay, limit=_ROWS) if figures.replay is not None else None
+    charts = [*_charts(figures), *([replayed["chart"]] if replayed else [])]
     return render(
         "report.html",
         charts,
         figures=figures,
         tables=_tables(figures),
-        diagnosis=figures.diagnosis and Shown(figures.diagnosis, limit=_FINDINGS),
-        replay=shown,
-        kinds=KINDS,
+        diagnosis=figures.diagnosis and diagnosis.shown(figures.diagnosis, limit=_FINDINGS),
+        replay=replayed,
     )
 
 

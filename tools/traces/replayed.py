@@ -17,7 +17,7 @@ CSV, JSON = "replay.csv", "replay.json"
 
 
 class Percentiles(msgspec.Struct, kw_only=True, frozen=True):
-    """Of a bandwidth, that of the p50, p95 and p99 of the time: a smaller one stands at p95."""
+    """Of a bandwidth, that of the p50, p95 and p99 of the time: it is smaller at p95."""
 
     p50: float
     p95: float
@@ -92,7 +92,7 @@ class Row(msgspec.Struct, kw_only=True):
     """None where there is none: of a barrier, of calls of a batch, of calls with a late end."""
     busbw_gb_per_s: Percentiles | None
     late_ends: int = 0
-    """Calls of which only a wait tells when they were over: their times are upper bounds."""
+    """Calls whose end is known only from a wait: their times are upper bounds."""
 
 
 class CheckFailure(msgspec.Struct, kw_only=True):

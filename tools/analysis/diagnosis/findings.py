@@ -95,7 +95,7 @@ KINDS: dict[str, Kind] = {
         "a rank's dump holds neither calls nor progress",
         "rank {culprits} made no call, or its recorder was off (TORCH_FR_BUFFER_SIZE=0)",
     ),
-    "unreadable_dump": Kind("a rank's dump cannot be read", "take the dump of rank {culprits} again, or read its log"),
+    "unreadable_dump": Kind("a rank's dump is not readable", "take the dump of rank {culprits} again, or read its log"),
     "refused_dump": Kind(
         "a rank's dump asks for more than data and was not opened",
         "find out who wrote the dump of rank {culprits}: a genuine one holds data alone",
@@ -106,7 +106,7 @@ KINDS: dict[str, Kind] = {
 }
 
 LACKS_EVIDENCE = ("dump_missing", "no_entries", "unreadable_dump", "refused_dump")
-"""Kinds that say that a rank cannot be judged, not that something is wrong with it."""
+"""Kinds that mean missing evidence about a rank, not a fault of it."""
 
 
 def group_text(pg: Sequence[str]) -> str:
@@ -130,7 +130,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     role: str
-    """`culprit` or `waiting`; `sender` or `receiver` where neither can be told."""
+    """`culprit` or `waiting`; `sender` or `receiver` where it is not known which of them."""
     what: str
     frames: list[str]
     """`function (file:line)`: those of the user's code, innermost first, then a few of the libraries that it is in."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from crossrank.text import rank_ranges
@@ -23,38 +22,28 @@ class Cell(NamedTuple):
     title: str
 
 
-@dataclass(frozen=True)
-class Shown:
-    """A diagnosis as the template `diagnosis.html` takes it; of each list `limit` entries."""
-
-    diagnosis: Diagnosis
-    limit: int
-
-    @property
-    def tone(self) -> str:
-        return {"ok": "good", "error": "bad"}.get(self.diagnosis.verdict, "none")
-
-    @property
-    def cells(self) -> list[Cell]:
-        return merge_cells(list(_cells(self.diagnosis)))
-
-    @property
-    def stragglers(self) -> Table:
-        return stragglers_table(self.diagnosis.stragglers, self.limit)
-
-    @property
-    def following(self) -> list[Table | None]:
-        """By finding: the calls that wait because of it."""
-        consequences = self.diagnosis.consequences
-        of_root = [[one for one in consequences if one.because_of == n] for n in range(len(self.diagnosis.findings))]
-        return [_following(found, self.limit) if found else None for found in of_root]
+def shown(diagnosis: Diagnosis, limit: int) -> dict[str, object]:
+    """What the macro `diagnosis_sections` takes; of each list `limit` entries."""
+    following: list[list[Finding]] = [[] for _ in diagnosis.findings]
+    for one in diagnosis.consequences:
+        if one.because_of is not None:
+            following[one.because_of].append(one)
+    return {
+        "diagnosis": diagnosis,
+        "limit": limit,
+        "kinds": KINDS,
+        "tone": {"ok": "good", "error": "bad"}.get(diagnosis.verdict, "none"),
+        "cells": merge_cells(list(_cells(diagnosis))),
+        "stragglers": stragglers_table(diagnosis.stragglers, limit),
+        "following": [_following(found, limit) for found in following],
+    }
 
 
 def diagnosis_page(diagnosis: Diagnosis) -> str:
     """The whole diagnosis."""
     from crossrank.tools.output.page import render
 
-    return render("diagnosis.html", shown=Shown(diagnosis, limit=200), kinds=KINDS)
+    return render("diagnosis.html", shown=shown(diagnosis, limit=200))
 
 
 def merge_cells(cells: Sequence[Cell]) -> list[Cell]:
