@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from crossrank.atomic_file import join
 from crossrank.text import amount, printable
 from crossrank.tools.analysis.bandwidth import line_rates
-from crossrank.tools.analysis.figures import Figures, figures
 from crossrank.tools.analysis.gather import gather, plan
 from crossrank.tools.commands.options import add_fleet_arguments, complain, fleet_of, folder_of, progress, write_output
 from crossrank.tools.job.sources import CHOICES
+
+if TYPE_CHECKING:
+    from crossrank.tools.analysis.figures import Figures
 
 _COMPLAINTS = 8
 
@@ -43,6 +46,7 @@ class Report:
         add_fleet_arguments(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
+        from crossrank.tools.analysis.figures import figures
         from crossrank.tools.output.report import report_page
 
         paths: list[str] = arguments.path

@@ -104,9 +104,7 @@ def print_report(report: Report) -> None:
     )
     late = sum(row.late_ends for row in report.rows)
     if late:
-        print(
-            f"  {late:,} call(s) end where their wait does, at the latest: their times are upper bounds, without bandwidth"
-        )
+        print(f"  of {late:,} call(s) only the end of their wait is known: upper bounds of time, and no bandwidth")
     end = report.end_to_end_us
     print(
         f"\nEnd to end {milliseconds(end.p50 / 1000)} per pass (p95 {milliseconds(end.p95 / 1000)}); "
