@@ -14,65 +14,28 @@ from crossrank.tools.output import charts as draw
 from crossrank.tools.output import replay
 from crossrank.tools.output.bandwidth import KEYS, bandwidth_table
 from crossrank.tools.output.charts import CATEGORIES, Chart, axis, from_zero
-from crossrank.tools.output.console import Table, table_of
 from crossrank.tools.output.diagnosis import page as diagnosis
 from crossrank.tools.output.page import render
 
 _FINDINGS = 12
 _ROWS = 40
-"""Rows of tables; the JSON has all."""
+"""Rows of the tables of bandwidth; the JSON has all."""
 
 
 def report_page(figures: Figures) -> str:
     """The whole page."""
     replayed = replay.shown(figures.replay, limit=_ROWS) if figures.replay is not None else None
+    keys = [KEYS["op"], ("group", lambda row: row.pg), KEYS["locality"], KEYS["size"]]
+    more = "crossrank bandwidth has all"
     charts = [*_charts(figures), *([replayed["chart"]] if replayed else [])]
     return render(
         "report.html",
         charts,
         figures=figures,
-        tables=_tables(figures),
+        rows=bandwidth_table(figures.bandwidth, keys, _ROWS, more=more, id="size-table", choices=3),
         diagnosis=figures.diagnosis and diagnosis.shown(figures.diagnosis, limit=_FINDINGS),
         replay=replayed,
     )
-
-
-def _tables(figures: Figures) -> dict[str, Table]:
-    keys = [KEYS["op"], ("group", lambda row: row.pg), KEYS["locality"], KEYS["size"]]
-    more = "crossrank bandwidth has all"
-    return {
-        "bandwidth": bandwidth_table(figures.bandwidth, keys, _ROWS, more=more, id="size-table", choices=3),
-        "sources": table_of(
-            figures.sources,
-            (
-                ("source", lambda row: row.source),
-                ("operation", lambda row: row.op),
-                ("#calls", lambda row: f"{row.calls:,}"),
-                ("#bytes", lambda row: amount(row.bytes, row.unsized)),
-                ("#time", lambda row: milliseconds(row.time_ms)),
-                ("#waiting", lambda row: milliseconds(row.waiting_ms)),
-            ),
-            limit=_ROWS,
-        ),
-        "last": table_of(
-            figures.waiting.last if figures.waiting else [],
-            (
-                ("was waited for", lambda row: f"rank {row.rank}"),
-                ("#time", lambda row: milliseconds(row.cost_ms)),
-                ("#came last in", lambda row: f"{row.last:,}"),
-                ("#of", lambda row: f"{row.of:,}"),
-            ),
-            limit=_ROWS,
-        ),
-        "waiters": table_of(
-            figures.waiting.waiters if figures.waiting else [],
-            (
-                ("waited longest in all", lambda row: f"rank {row.rank}"),
-                ("#time", lambda row: milliseconds(row.waiting_ms)),
-            ),
-            limit=_ROWS,
-        ),
-    }
 
 
 def _charts(figures: Figures) -> Iterator[Chart]:

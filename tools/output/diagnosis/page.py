@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from crossrank.text import rank_ranges
 from crossrank.tools.analysis.diagnosis.findings import KINDS, LACKS_EVIDENCE, Diagnosis, Finding, group_text
-from crossrank.tools.output.console import Table, table_of
 from crossrank.tools.output.diagnosis.text import finding_call, stragglers_table
 
 _MOST_CELLS = 1024
@@ -35,7 +33,7 @@ def shown(diagnosis: Diagnosis, limit: int) -> dict[str, object]:
         "tone": {"ok": "good", "error": "bad"}.get(diagnosis.verdict, "none"),
         "cells": merge_cells(list(_cells(diagnosis))),
         "stragglers": stragglers_table(diagnosis.stragglers, limit),
-        "following": [_following(found, limit) for found in following],
+        "following": following,
     }
 
 
@@ -75,16 +73,3 @@ def _cells(diagnosis: Diagnosis) -> Iterator[Cell]:
             yield Cell(str(rank), "warn", f"waits in {finding_call(waits[rank])} of {group_text(waits[rank].pg)}")
         else:
             yield Cell(str(rank), "", "")
-
-
-def _following(found: list[Finding], limit: int) -> Table:
-    return table_of(
-        found,
-        (
-            ("call", finding_call),
-            ("group", lambda one: group_text(one.pg)),
-            ("ranks that wait", lambda one: rank_ranges(one.waiting_ranks) or "?"),
-            ("for rank", lambda one: rank_ranges(one.culprit_ranks) or "?"),
-        ),
-        limit=limit,
-    )
