@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -22,6 +23,65 @@ def amount(count: float, unknown: int = 0) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
         value /= 1000
     raise AssertionError("unreachable")
+
+
+def significant(value: float | None) -> str:
+    """A number with three digits, or all of those before the point; a dash where there is none.
+
+    >>> significant(0.01234), significant(99.96), significant(1234.5), significant(None)
+    ('0.0123', '100', '1,234', '-')
+    """
+    return "-" if value is None else f"{value:.3g}" if abs(value) < 99.95 else f"{value:,.0f}"
+
+
+def milliseconds(value: float | None) -> str:
+    """
+    >>> milliseconds(0.01234), milliseconds(None)
+    ('0.0123 ms', '-')
+    """
+    return "-" if value is None else f"{significant(value)} ms"
+
+
+def microseconds(value: float | None) -> str:
+    """For a column whose title has the unit.
+
+    >>> microseconds(1234.56), microseconds(None)
+    ('1,234.6', '-')
+    """
+    return "-" if value is None else f"{value:,.1f}"
+
+
+def percent(share: float | None) -> str:
+    """Never rounded up to what it is not.
+
+    >>> percent(0.57), percent(0.99999), percent(None)
+    ('57.0 %', '99.9 %', '-')
+    """
+    if share is None or not math.isfinite(1000 * share):
+        return "-"
+    return f"{math.floor(1000 * share + 1e-9) / 10:,.1f} %"
+
+
+def size_text(size_to: int | None) -> str:
+    """The bucket of sizes (`tools.analysis.buckets`) that ends with a size, in short.
+
+    >>> size_text(0), size_text(4096), size_text(1 << 30), size_text(None)
+    ('0', '≤4 KiB', '≤1 GiB', 'unknown')
+    """
+    if not size_to:
+        return "0" if size_to == 0 else "unknown"
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size_to >= unit:
+            return f"≤{size_to // unit:,} {name}"
+    return f"≤{size_to} B"
+
+
+def plural(count: int, word: str) -> str:
+    """
+    >>> plural(1, "rank"), plural(1024, "rank")
+    ('1 rank', '1,024 ranks')
+    """
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
 def rank_ranges(ranks: Sequence[int]) -> str:
@@ -47,9 +107,28 @@ def printable(text: str) -> str:
     >>> printable("a\\x1b[31mb")
     'a\\\\x1b[31mb'
     """
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def writable(text: str) -> str:
     """Text that every encoding of Unicode has: names of files need not be."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "'")
+
+
+def csv_text(value: object) -> object:
+    """A value for a CSV that no spreadsheet takes for a formula: text that could be one begins with `'`.
+
+    >>> csv_text("=1+1"), csv_text("sum"), csv_text(-1)
+    ("'=1+1", 'sum', -1)
+    """
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
+
+
+def from_csv_text(text: str) -> str:
+    """What `csv_text` was given."""
+    return text[1:] if text.startswith("'") else text

@@ -30,17 +30,17 @@ from crossrank.replay.plan.transform import (
     with_dtype,
 )
 from crossrank.replay.results.measure import RankResult
-from crossrank.replay.results.report import Report, make_report, plan_json, to_json, write_report
-from crossrank.replay.results.show import print_plan, print_report
+from crossrank.replay.results.report import indented, make_report, plan_json, write_report
+from crossrank.replay.results.show import print_plan
 from crossrank.replay.run.failure_report import Failed, print_states
 from crossrank.replay.run.launcher import Place, find_place
 from crossrank.replay.run.pacing import parse_pace
-from crossrank.replay.settings import Settings
 from crossrank.replay.sweep import Combination, finished, parse_sweeps, print_sweep, set_stamp, stamp, sweep_json
 from crossrank.text import amount
 from crossrank.tools.commands.options import complain, progress
 from crossrank.tools.parallel import Fleet
 from crossrank.tools.traces.discover import PLAN, look
+from crossrank.tools.traces.replayed import Report, Settings
 
 if TYPE_CHECKING:
     from crossrank.replay.run.launched import Lead
@@ -314,14 +314,16 @@ def _told(
         "--max-calls": str(given.max_calls) if given.max_calls is not None else None,
     }
     what_if = {name: value for name, value in changes.items() if value}
-    report, measured = make_report(plan, settings, results, what_if=what_if, variables=one.variables)
+    report, times = make_report(plan, settings, results, what_if=what_if, variables=one.variables)
     if given.json and not given.sweep:
-        sys.stdout.write(to_json(report).decode())
+        sys.stdout.write(indented(report).decode())
     elif not given.json:
+        from crossrank.tools.output.replay import print_report
+
         print_report(report)
     target = folder if folder is not None else given.output
     if target is not None:
-        paths = write_report(str(target), report, plan, measured)
+        paths = write_report(str(target), report, plan, times)
         print(f"wrote {', '.join(paths)}", file=sys.stderr if given.json else sys.stdout)
     wrong = report.check is not None and bool(report.check.failures)
     return int(wrong or (given.strict and not report.coverage.complete)), report

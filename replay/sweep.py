@@ -15,9 +15,10 @@ from pathlib import Path
 import msgspec
 
 from crossrank.errors import CrossrankError
-from crossrank.replay.results.report import JSON, Report, indented
-from crossrank.replay.results.show import microseconds
+from crossrank.replay.results.report import indented
+from crossrank.text import microseconds
 from crossrank.tools.output.console import print_table
+from crossrank.tools.traces.replayed import JSON, Report
 
 OPTIONS = ("scale-bytes", "dtype", "pace", "backend", "nproc", "ops", "pgs", "max-calls")
 """Options of the command that may be swept; any name in capitals is an environment variable."""
@@ -106,15 +107,15 @@ def print_sweep(results: list[tuple[Combination, Report | str]]) -> None:
             rows.append((*point, "-", "-", "-", "-", "-", report))
             continue
         top = report.rows[0] if report.rows else None
-        rates = [row.busbw_gb_per_s["p50"] for row in report.rows if row.busbw_gb_per_s is not None]
+        rates = [row.busbw_gb_per_s.p50 for row in report.rows if row.busbw_gb_per_s is not None]
         rows.append(
             (
                 *point,
-                f"{report.end_to_end_us['p50'] / 1000:,.2f}",
-                f"{report.end_to_end_us['p95'] / 1000:,.2f}",
+                f"{report.end_to_end_us.p50 / 1000:,.2f}",
+                f"{report.end_to_end_us.p95 / 1000:,.2f}",
                 f"{report.cpu_us_per_call:.1f}",
                 f"{max(rates, default=0):.3g}",
-                microseconds(top.time_us["p50"]) if top is not None else "-",
+                microseconds(top.time_us.p50) if top is not None else "-",
                 f"{top.op} on {top.pg}" if top is not None else "",
             )
         )

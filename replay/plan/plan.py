@@ -18,6 +18,7 @@ from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, is_p2p
 from crossrank.errors import CrossrankError, one_line
 from crossrank.recording import Damage, read_chunks
 from crossrank.replay.plan.shapes import BrokenError, LeftOutError, complete
+from crossrank.tools.traces.replayed import Coverage
 
 SCHEMA = "crossrank-plan 1"
 UNPLACED = -1
@@ -77,33 +78,6 @@ class RankPlan(msgspec.Struct, kw_only=True):
     """The file that it was read from."""
     is_copy: bool = False
     """It was not recorded, and does what another rank did: its calls are none of the recording's."""
-
-
-class Coverage(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of the recorded communication is replayed, over all recorded ranks."""
-
-    calls: Int
-    recorded_calls: Int
-    bytes: Int
-    recorded_bytes: Int
-    unsized: Int
-    """Recorded calls of which the bytes are not known; none of them is replayed."""
-    reasons: dict[str, Int]
-    """Why calls were left out -> how many."""
-    damaged: bool
-    """Parts of the files could not be read, so that there were more calls than are counted."""
-
-    @property
-    def share_of_calls(self) -> float:
-        return self.calls / self.recorded_calls if self.recorded_calls else 1.0
-
-    @property
-    def share_of_bytes(self) -> float:
-        return self.bytes / self.recorded_bytes if self.recorded_bytes else 1.0
-
-    @property
-    def complete(self) -> bool:
-        return not self.reasons and not self.damaged
 
 
 class Plan(msgspec.Struct, kw_only=True):

@@ -22,8 +22,8 @@ from crossrank.replay.plan.dtype_fallback import REDUCING
 from crossrank.replay.plan.plan import RankPlan
 from crossrank.replay.plan.schedule import keys_of
 from crossrank.replay.plan.shapes import GATHERED_WHOLE, parts
-from crossrank.replay.results.measure import CheckFailure
 from crossrank.replay.run.program import Program
+from crossrank.tools.traces.replayed import CheckFailure
 
 _PART = 5
 """By how much the numbers of one part of a call are ahead of those of the part before."""

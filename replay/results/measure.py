@@ -13,16 +13,21 @@ For one call of one pass, with arrivals a and ends e over the ranks that take pa
 from __future__ import annotations
 
 from array import array
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
-from crossrank.comm import OPERATIONS, CommRecord
+from crossrank.comm import OPERATIONS
 from crossrank.replay.plan.plan import Plan, launches
 from crossrank.replay.plan.schedule import Key, keys_of
 from crossrank.tools.analysis.buckets import bucket_of
+from crossrank.tools.traces.replayed import CheckFailure, Percentiles, Row
+
+if TYPE_CHECKING:
+    import polars as pl
 
 
 @dataclass
@@ -62,24 +67,6 @@ class Pass(msgspec.Struct, kw_only=True):
         )
 
 
-class CheckFailure(msgspec.Struct, kw_only=True):
-    """A result that is not what it must be."""
-
-    rank: int
-    call: int
-    """Id of the record."""
-    op: str
-    pg: str
-    tensor: int
-    """Which of the call's output tensors."""
-    element: int
-    """The first that is wrong."""
-    elements: int
-    """How many are."""
-    expected: float
-    got: float
-
-
 class RankResult(msgspec.Struct, kw_only=True):
     """What one rank hands in."""
 
@@ -93,8 +80,8 @@ class RankResult(msgspec.Struct, kw_only=True):
     cpu_s: float
     """Of all measured passes."""
     late_ends: list[int]
-    """Calls of which only the wait tells when they were over: at the latest then."""
-    said: dict[str, int]
+    """Calls whose end is known only from their wait: they were over at the latest then."""
+    substitutes: dict[str, int]
     """What differs from the recording -> calls."""
     check_failures: list[CheckFailure] | None
     """None where nothing was checked."""
@@ -102,172 +89,121 @@ class RankResult(msgspec.Struct, kw_only=True):
     versions: dict[str, str]
 
 
-@dataclass
-class Measured:
-    """One call over its ranks and all passes. Times in ns; a call of another rank has its own `records`."""
+def measure(plan: Plan, results: Sequence[RankResult]) -> pl.DataFrame:
+    """One row per call, rank and pass; times in ns, on one clock.
 
-    key: Key
-    records: dict[int, tuple[int, CommRecord]] = field(default_factory=dict)
-    """Rank -> (index of the call, its record)."""
-    time: list[int] = field(default_factory=list)
-    """By pass."""
-    batched: bool = False
-    """It went out together with other calls: its times are those of all of them."""
-    late_end: bool = False
-    """On some rank only the wait tells when it was over: its times are upper bounds."""
-    completion: dict[int, list[int]] = field(default_factory=dict)
-    """By rank, by pass; so are the following."""
-    waiting: dict[int, list[int]] = field(default_factory=dict)
-    issue: dict[int, list[int]] = field(default_factory=dict)
+    `call` numbers calls over the ranks in the order in which rank 0 and the others make them, `index` those of a rank.
+    Of the whole call, and the same in all its rows, are `op` (with a word where it went out together with others, whose
+    times it then has), `bytes` (the largest of its ranks'), `has_rate` (its bytes and its time belong together) and
+    `late_end` (on some rank its end is known only from its wait: its times are upper bounds). `first` marks the rows
+    of one of its ranks. `recorded` is null where the recording has no duration.
+    """
+    import polars as pl
 
-    @property
-    def record(self) -> CommRecord:
-        """Of its first rank."""
-        return next(iter(self.records.values()))[1]
-
-    @property
-    def op(self) -> str:
-        op = "send/recv" if self.key[0] == "p2p" else self.record.op
-        return f"{op}, batched" if self.batched else op
-
-    @property
-    def has_rate(self) -> bool:
-        """Whether its bytes and its time belong together."""
-        return self.bytes > 0 and not self.batched and not self.late_end
-
-    @property
-    def bytes(self) -> int:
-        """S of nccl-tests; of an uneven all_to_all the largest of its ranks'."""
-        return max(record.bytes for _, record in self.records.values())
+    calls = _calls(plan, results)
+    sizes = [(size, *bucket_of(size)) for size in calls["bytes"].unique()]
+    buckets = pl.DataFrame(sizes, schema=["bytes", "size_from", "size_to"], orient="row")
+    rows = calls.join(buckets, on="bytes", maintain_order="left").join(
+        _times(results), on=("rank", "index"), maintain_order="left"
+    )
+    last = pl.col("began").max().over("call", "pass")
+    completion = pl.col("completed") - pl.col("began")
+    return rows.with_columns(
+        issue=pl.col("issued") - pl.col("launched"),
+        completion=completion,
+        waiting=pl.min_horizontal(last - pl.col("began"), completion),
+        time=pl.col("completed").max().over("call", "pass") - last,
+    )
 
 
-def measure(plan: Plan, results: Sequence[RankResult]) -> list[Measured]:
-    """Put the ranks' times side by side, in the order in which rank 0 and the others make their calls."""
-    calls: dict[Key, Measured] = {}
-    columns = {result.rank: [_columns(one, result.offset_ns) for one in result.passes] for result in results}
+def _calls(plan: Plan, results: Sequence[RankResult]) -> pl.DataFrame:
+    """One row per call and rank."""
+    import polars as pl
+
     late = {result.rank: set(result.late_ends) for result in results}
+    numbers: dict[Key, int] = {}
+    rows = []
     for rank in plan.ranks:
         keys = keys_of(rank)
         for first, end in launches(rank.calls):
             for index in range(first, end):
-                measured = calls.setdefault(keys[index], Measured(keys[index]))
-                measured.records[rank.rank] = (index, rank.calls[index].record)
-                measured.batched |= end - first > 1
-                measured.late_end |= index in late[rank.rank]
-    passes = len(results[0].passes) if results else 0
-    for measured in calls.values():
-        for rank_number in measured.records:
-            measured.completion[rank_number], measured.waiting[rank_number] = [], []
-            measured.issue[rank_number] = []
-        for number in range(passes):
-            arrivals, ends = {}, {}
-            for rank_number, (index, _) in measured.records.items():
-                launched, issued, began, completed = columns[rank_number][number]
-                arrivals[rank_number], ends[rank_number] = began[index], completed[index]
-                measured.issue[rank_number].append(issued[index] - launched[index])
-            last = max(arrivals.values())
-            measured.time.append(max(ends.values()) - last)
-            for rank_number, arrival in arrivals.items():
-                completion = ends[rank_number] - arrival
-                measured.completion[rank_number].append(completion)
-                measured.waiting[rank_number].append(min(last - arrival, completion))
-    return list(calls.values())
-
-
-def _columns(one: Pass, offset: int) -> tuple[array[int], ...]:
-    columns = []
-    for data in (one.launched, one.issued, one.began, one.completed):
-        column = array("q", data)
-        columns.append(array("q", (value + offset for value in column)) if offset else column)
-    return tuple(columns)
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of `values` lie, between two of them by proportion.
-
-    >>> percentile([1, 2, 3, 4, 5], 0.5), percentile([10, 20], 0.95)
-    (3.0, 19.5)
-    """
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return float(ordered[low] + (ordered[high] - ordered[low]) * (place - low))
-
-
-_SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
-
-
-def percentiles_us(nanoseconds: Sequence[float]) -> dict[str, float]:
-    """p50, p95 and p99 in us."""
-    return {name: round(percentile(nanoseconds, share) / 1000, 3) for name, share in _SHARES.items()}
-
-
-class Row(msgspec.Struct, kw_only=True):
-    """Calls of one operation, size and group. Times in us, bandwidths in GB/s (1e9 bytes)."""
-
-    op: str
-    pg: str
-    ranks: int
-    """Members of the group."""
-    size_from: int
-    """Sizes of the bucket in bytes, S of nccl-tests; both ends belong to it."""
-    size_to: int
-    calls: int
-    bytes: int
-    """Of all calls of one pass."""
-    time_us: dict[str, float]
-    issue_us: dict[str, float]
-    completion_us: dict[str, float]
-    waiting_us: dict[str, float]
-    algbw_gb_per_s: dict[str, float] | None
-    """p50, p95 and p99 of the time, so a smaller bandwidth stands at p95; None where there is none: of a barrier, of
-    calls of a batch, of calls with a late end."""
-    busbw_gb_per_s: dict[str, float] | None
-    late_ends: int
-    """Calls of which only a wait tells when they were over: their times are upper bounds."""
-
-
-def table(measured: Sequence[Measured], plan: Plan) -> list[Row]:
-    """One row per operation, group and size bucket, the one that takes longest first."""
-    found: dict[tuple[str, str, tuple[int, int]], list[Measured]] = defaultdict(list)
-    for call in measured:
-        found[call.op, call.record.pg, bucket_of(call.bytes)].append(call)
-    rows = [_row(op, pg, size, calls, plan) for (op, pg, size), calls in found.items()]
-    return sorted(rows, key=lambda row: -row.time_us["p50"] * row.calls)
-
-
-def _row(op: str, pg: str, size: tuple[int, int], calls: list[Measured], plan: Plan) -> Row:
-    members = len(plan.group(pg).ranks or ())
-    times = [time for call in calls for time in call.time]
-    rates = [call.bytes / max(time, 1) for call in calls if call.has_rate for time in call.time]  # bytes/ns is GB/s
-    factor = OPERATIONS[calls[0].record.op].bus_factor
-    algbw = busbw = None
-    if factor is not None and rates:
-        algbw = {name: percentile(rates, 1 - share) for name, share in _SHARES.items()}
-        busbw = {name: value * factor(members) for name, value in algbw.items()}
-    return Row(
-        op=op,
-        pg=pg,
-        ranks=members,
-        size_from=size[0],
-        size_to=size[1],
-        calls=len(calls),
-        bytes=sum(call.bytes for call in calls),
-        time_us=percentiles_us(times),
-        issue_us=percentiles_us(list(_flat(call.issue for call in calls))),
-        completion_us=percentiles_us(list(_flat(call.completion for call in calls))),
-        waiting_us=percentiles_us(list(_flat(call.waiting for call in calls))),
-        algbw_gb_per_s=algbw,
-        busbw_gb_per_s=busbw,
-        late_ends=sum(call.late_end for call in calls),
+                record, key = rank.calls[index].record, keys[index]
+                number = numbers.setdefault(key, len(numbers))
+                op = "send/recv" if key[0] == "p2p" else record.op
+                place = (number, rank.rank, index, rank.calls[index].took_ns or None, index in late[rank.rank])
+                rows.append((*place, op, record.op, record.pg, record.bytes, end - first > 1))
+    columns = ("call", "rank", "index", "recorded", "late_end", "op", "record_op", "pg", "bytes", "batched")
+    calls = pl.DataFrame(rows, schema=columns, schema_overrides={"recorded": pl.Int64}, orient="row")
+    calls = calls.with_columns(
+        pl.col("record_op", "pg").first().over("call"),
+        pl.col("bytes", "batched", "late_end").max().over("call"),
+        op=pl.col("op").first().over("call"),
+        first=pl.col("rank") == pl.col("rank").first().over("call"),
+    )
+    return calls.with_columns(
+        op=pl.when("batched").then(pl.col("op") + ", batched").otherwise("op"),
+        has_rate=(pl.col("bytes") > 0) & ~pl.col("batched") & ~pl.col("late_end"),
     )
 
 
-def _flat(columns: Iterator[dict[int, list[int]]]) -> Iterator[int]:
-    for by_rank in columns:
-        for values in by_rank.values():
-            yield from values
+def _times(results: Sequence[RankResult]) -> pl.DataFrame:
+    """One row per rank, pass and index of a call, on rank 0's clock."""
+    import polars as pl
+
+    parts = []
+    for result in results:
+        for number, one in enumerate(result.passes):
+            columns = {name: np.frombuffer(getattr(one, name), np.int64) + result.offset_ns for name in _MOMENTS}
+            part = pl.DataFrame(columns).with_row_index("index")
+            parts.append(part.with_columns(pl.col("index").cast(pl.Int64), rank=result.rank, **{"pass": number}))
+    return pl.concat(parts).with_columns(pl.col("rank", "pass").cast(pl.Int64))
+
+
+_MOMENTS = ("launched", "issued", "began", "completed")
+_SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+
+
+def percentiles_us(nanoseconds: Sequence[float]) -> Percentiles:
+    """Percentiles in us."""
+    return Percentiles(**{name: round(float(np.quantile(nanoseconds, q)) / 1000, 3) for name, q in _SHARES.items()})
+
+
+def table(times: pl.DataFrame, plan: Plan) -> list[Row]:
+    """One row per operation, group and size bucket, the one that takes longest first."""
+    import polars as pl
+
+    def spread(values: pl.Expr) -> pl.Expr:
+        return pl.struct((values.quantile(q, "linear") / 1000).round(3).alias(name) for name, q in _SHARES.items())
+
+    rate = (pl.col("bytes") / pl.col("time").clip(1)).filter(pl.col("first") & pl.col("has_rate"))  # bytes/ns is GB/s
+    once = pl.col("first") & (pl.col("pass") == 0)
+    rows = times.group_by("op", "pg", "size_from", "size_to", maintain_order=True).agg(
+        calls=once.sum(),
+        bytes=pl.col("bytes").filter(once).sum(),
+        time_us=spread(pl.col("time").filter("first")),
+        issue_us=spread(pl.col("issue")),
+        completion_us=spread(pl.col("completion")),
+        waiting_us=spread(pl.col("waiting")),
+        late_ends=(once & pl.col("late_end")).sum(),
+        record_op=pl.col("record_op").first(),
+        rates=pl.struct(rate.quantile(1 - q, "linear").alias(name) for name, q in _SHARES.items()),
+    )
+    found = [_row(plan, **row) for row in rows.to_dicts()]
+    return sorted(found, key=lambda row: -row.time_us.p50 * row.calls)
+
+
+def _row(plan: Plan, *, record_op: str, rates: dict[str, float | None], **columns: Any) -> Row:
+    members = len(plan.group(columns["pg"]).ranks or ())
+    factor = OPERATIONS[record_op].bus_factor
+    known = {} if factor is None else {name: value for name, value in rates.items() if value is not None}
+    scale = factor(members) if factor is not None else 0.0
+    columns |= {name: Percentiles(**value) for name, value in columns.items() if name.endswith("_us")}
+    return Row(
+        ranks=members,
+        algbw_gb_per_s=Percentiles(**known) if known else None,
+        busbw_gb_per_s=Percentiles(**{name: value * scale for name, value in known.items()}) if known else None,
+        **columns,
+    )
 
 
 def end_to_end_ns(results: Sequence[RankResult]) -> list[int]:

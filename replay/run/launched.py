@@ -18,7 +18,7 @@ from crossrank.replay.run.failure_report import Failed, State, print_states
 from crossrank.replay.run.launcher import Place
 from crossrank.replay.run.rendezvous import FINISHED, Meeting, RefusedError, connect, host_store
 from crossrank.replay.run.worker import leave, run_rank
-from crossrank.replay.settings import Settings
+from crossrank.tools.traces.replayed import Settings
 
 _REFUSAL_S = 2.0
 """How long rank 0 stays to be heard when it has nothing to replay."""

@@ -25,7 +25,7 @@ from crossrank.replay.plan.plan import Plan
 from crossrank.replay.results.measure import RankResult
 from crossrank.replay.run.failure_report import Failed, State
 from crossrank.replay.run.rendezvous import FINISHED, Meeting, listen
-from crossrank.replay.settings import Settings
+from crossrank.tools.traces.replayed import Settings
 
 _TELL_S = 10.0
 _GRACE_S = 3.0

@@ -24,7 +24,7 @@ from crossrank.replay.plan.plan import Call, Plan
 from crossrank.replay.results.measure import RankResult
 from crossrank.replay.run.failure_report import State
 from crossrank.replay.run.launcher import Place
-from crossrank.replay.settings import Settings
+from crossrank.tools.traces.replayed import Settings
 
 ABORT = "abort"
 _POLL_S = 0.05

@@ -37,8 +37,8 @@ from crossrank.replay.run.failure_report import State
 from crossrank.replay.run.pacing import Pacer, idle, make_busy, parse_pace
 from crossrank.replay.run.program import FILL, Program, late_ends, prepare
 from crossrank.replay.run.rendezvous import FINISHED, Errand, Meeting, RefusedError
-from crossrank.replay.settings import Settings
 from crossrank.text import printable
+from crossrank.tools.traces.replayed import Settings
 
 _BACKEND_GRACE_S = 30.0
 _NO_BACKENDS = ("undefined", "fake")
@@ -135,7 +135,7 @@ def _replay(rank: int, local_rank: int, meeting: Meeting, errand: Errand, watch:
         passes=passes,
         cpu_s=cpu_s,
         late_ends=late_ends(program),
-        said=program.said,
+        substitutes=program.said,
         check_failures=checker.failures if checker is not None else None,
         checked=checker.checked if checker is not None else 0,
         versions={"torch": str(torch.__version__), "python": sys.version.split()[0]},

@@ -17,7 +17,7 @@ from crossrank.comm import CommRecord, Group
 from crossrank.replay.plan.plan import Call, Plan, RankPlan, save_plan
 from crossrank.replay.run.failure_report import Failed
 from crossrank.replay.run.local import run_local
-from crossrank.replay.settings import Settings
+from crossrank.tools.traces.replayed import Settings
 from tests.integration import callers
 from tests.integration.test_replay import plan_of_recording, record_job
 from tests.integration.world import World

@@ -85,18 +85,18 @@ def test_its_controls_work(browser: Any, report: Path) -> None:
     page = Page(browser, report)
     matrix = "JSON.stringify(document.getElementById('matrix').data[0].z)"
     of_bytes = page.value(matrix)
-    page.page.click("#matrix-unit button[data-unit=calls]")
-    assert page.value(matrix) == page.value("JSON.stringify(data.matrix.calls)") != of_bytes
-    assert page.value("document.querySelector('#matrix-unit [aria-pressed=true]').textContent") == "Calls"
-    page.page.click("#traffic-scale button[data-scale=log]")
+    page.page.click("[data-views=matrix] button:text-is('Calls')")
+    assert page.value(matrix) == page.value("JSON.stringify(charts.matrix.views.Calls.z)") != of_bytes
+    assert page.value("document.querySelector('[data-views=matrix] [aria-pressed=true]').textContent") == "Calls"
+    page.page.click("[data-views=traffic-map] button:text-is('Logarithmic')")
     assert page.value("document.getElementById('traffic-map').data[0].z[0][1]") == pytest.approx(
-        page.value("Math.log10(data.traffic.bytes[0][1])")
+        page.value("Math.log10(charts['traffic-map'].views.Linear.z[0][1])")
     )
-    shown = "[...document.querySelectorAll('#size-table tr[data-op]')].filter((row) => !row.hidden)"
-    rows = f"{shown}.map((row) => row.dataset.op)"
+    shown = "[...document.querySelectorAll('#size-table tbody tr')].filter((row) => !row.hidden)"
+    rows = f"{shown}.map((row) => row.cells[0].textContent)"
     everything = page.value(rows)
     chosen = everything[-1]
-    page.page.select_option("#size-op", chosen)
+    page.page.select_option("[data-choices=size-table] select", chosen)
     assert page.value(rows) == [op for op in everything if op == chosen] != everything
     assert page.value("document.getElementById('sizes').data.map((trace) => trace.name)") in ([], [chosen])
     page.page.select_option("#theme", "dark")
@@ -106,11 +106,10 @@ def test_its_controls_work(browser: Any, report: Path) -> None:
 
 def test_names_from_a_recording_cannot_become_code(browser: Any, tmp_path: Path) -> None:
     from crossrank.tools.analysis.figures import figures
+    from crossrank.tools.analysis.gather import Material
     from crossrank.tools.job.collectives import match_collectives
     from crossrank.tools.job.job import Job
-    from crossrank.tools.output.report.gather import Material
-    from crossrank.tools.output.report.page import page as make_page
-    from crossrank.tools.output.report.page import plotly_script
+    from crossrank.tools.output.report import report_page
     from tests.unit.job.ranks import Rank
 
     ranks = [Rank(rank).call(100, 200, source=f"{EVIL}.py:1", op=f"all_{EVIL}").call(300, 400) for rank in range(2)]
@@ -119,7 +118,7 @@ def test_names_from_a_recording_cannot_become_code(browser: Any, tmp_path: Path)
         one.node, one.notes, one.about = EVIL, [EVIL], {EVIL: EVIL}
     material = Material([EVIL], times, match_collectives(Job.match(times)), None, EVIL, None, [EVIL])
     path = tmp_path / "evil.html"
-    path.write_text(make_page(figures(material), plotly_script()))
+    path.write_text(report_page(figures(material)))
     page = Page(browser, path)
     assert page.value("document.title").startswith("crossrank: 2 ranks")
     assert page.value("document.querySelectorAll('[onmouseover]').length") == 0

@@ -12,9 +12,10 @@ import msgspec
 import pytest
 
 from crossrank.replay.results.report import make_report, to_csv
-from crossrank.replay.settings import Settings
+from crossrank.text import csv_text, from_csv_text
 from crossrank.tools.cli import main
-from crossrank.tools.output.console import Printable, csv_text, from_csv_text
+from crossrank.tools.output.console import Printable
+from crossrank.tools.traces.replayed import Settings
 from tests.unit.replay.test_measure import job
 
 MARKUP = "</script><script>alert(1)</script>\"'><img src=x onerror=alert(2)>"

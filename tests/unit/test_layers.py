@@ -16,6 +16,10 @@ FORBIDDEN = {
     "tools": ("crossrank.instrument", "crossrank.replay", "torch"),
     "instrument": ("crossrank.tools", "crossrank.replay"),
     "replay": ("crossrank.instrument",),
+    "tools/analysis": ("crossrank.tools.output", "crossrank.tools.commands"),
+    "tools/job": ("crossrank.tools.analysis", "crossrank.tools.output", "crossrank.tools.commands"),
+    "tools/traces": ("crossrank.tools.analysis", "crossrank.tools.output"),
+    "tools/output": ("crossrank.tools.commands",),
 }
 # The package resolves enable() and the rest when they are first used, and `python -m crossrank` is the tools' command.
 LAZY = {("crossrank/__init__.py", "crossrank.instrument.api"), ("crossrank/__main__.py", "crossrank.tools.cli")}

@@ -8,17 +8,19 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+import polars as pl
 
 import crossrank
 from crossrank.text import printable, rank_ranges
 from crossrank.tools.analysis.bandwidth import BY, Bandwidth, bandwidth
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
+from crossrank.tools.analysis.gather import Material
 from crossrank.tools.analysis.traffic import Traffic, traffic
 from crossrank.tools.analysis.waiting import Steps, Waiting, steps_of, waiting_of
 from crossrank.tools.job.collectives import Collectives
 from crossrank.tools.job.groups import ProcessGroup
-from crossrank.tools.output.report.gather import Material, Replayed
 from crossrank.tools.traces.rank_trace import RankTrace
+from crossrank.tools.traces.replayed import Report
 
 _MOST_CLASSES = 24
 _MOST_SOURCES = 20
@@ -81,7 +83,7 @@ class Figures(msgspec.Struct, kw_only=True):
     """What was linked -> [matched, of how many], over all ranks."""
     diagnosis: Diagnosis | None
     diagnosis_problem: str
-    replay: Replayed | None
+    replay: Report | None
     notes: list[str]
     skipped: list[str]
     schema: str = "crossrank-report 1"
@@ -91,40 +93,34 @@ class Figures(msgspec.Struct, kw_only=True):
 def figures(material: Material, rates: dict[str, float] | None = None) -> Figures:
     """All figures of a run."""
     found, ranks = material.together, material.ranks
-    sizes = np.array([kind.recorded for kind in found.kinds] or [0], np.int64)
-    by_kind = np.bincount(found.kind, minlength=len(found.kinds)).astype(np.int64)
-    localities: Counter[str] = Counter()
-    for kind, count in zip(found.kinds, by_kind.tolist(), strict=False):
-        localities[kind.locality] += kind.recorded * count
-    present = set(found.ranks)
     classes = _classes(found)
+    kinds = _kinds(found, classes)
+    localities = kinds.group_by("locality", maintain_order=True).agg(pl.sum("bytes"))
     table = bandwidth(
         ranks, _by_class(found, classes), inputs=material.inputs, by=BY, rates=rates, skipped=material.skipped
     )
-    matched: Counter[str] = Counter()
-    total: Counter[str] = Counter()
+    matched: dict[str, list[int]] = {}
     for one in ranks:
-        for what, (count, of) in one.matched.items():
-            matched[what] += count
-            total[what] += of
+        for what, counts in one.matched.items():
+            matched[what] = [sum(pair) for pair in zip(counts, matched.get(what, (0, 0)), strict=True)]
     return Figures(
         inputs=material.inputs,
         world_size=found.world_size,
         ranks=len(found.ranks),
-        missing_ranks=rank_ranges([rank for rank in range(found.world_size) if rank not in present]),
+        missing_ranks=rank_ranges(table.missing_ranks),
         nodes=len({one.node for one in ranks if one.node}),
         about=_about(ranks),
-        calls=int(found.calls.sum()),
-        bytes=int((sizes[: len(by_kind)] * by_kind).sum()),
-        unsized=int(found.unsized_calls.sum()),
-        by_locality=dict(localities.most_common()),
-        matrix=_matrix(found, classes),
+        calls=table.calls,
+        bytes=int(kinds["bytes"].sum()),
+        unsized=int(kinds["unsized"].sum()),
+        by_locality=dict(localities.sort("bytes", descending=True, maintain_order=True).iter_rows()),
+        matrix=_matrix(kinds),
         traffic=traffic(found, ranks),
-        sources=_sources(found),
+        sources=_sources(found, kinds),
         bandwidth=table,
         waiting=waiting_of(found, ranks),
         steps=steps_of(ranks),
-        matched={what: [matched[what], of] for what, of in total.items()},
+        matched=matched,
         diagnosis=material.diagnosis,
         diagnosis_problem=material.diagnosis_problem,
         replay=material.replay,
@@ -134,17 +130,36 @@ def figures(material: Material, rates: dict[str, float] | None = None) -> Figure
 
 
 def _about(ranks: Sequence[RankTrace]) -> dict[str, str]:
-    said: dict[str, Counter[str]] = {}
+    given: dict[str, Counter[str]] = {}
     for one in ranks:
         for name, value in one.about.items():
-            said.setdefault(name, Counter())[value] += 1
+            given.setdefault(name, Counter())[value] += 1
     return {
         name: " / ".join(value for value, _ in values.most_common(3)) + (" / …" if len(values) > 3 else "")
-        for name, values in said.items()
+        for name, values in given.items()
     }
 
 
-# --- classes of groups ------------------------------------------------------------------------------------------------
+def _kinds(found: Collectives, classes: Sequence[str]) -> pl.DataFrame:
+    """One row per kind of call, with the sums over its calls."""
+    kinds, count = found.kinds, len(found.kinds)
+    rows = np.bincount(found.kind, minlength=count)
+    calls = rows * np.array([one.calls for one in kinds], np.int64)
+    return pl.DataFrame(
+        {
+            "kind": np.arange(count),
+            "op": [one.label for one in kinds],
+            "group": [classes[one.group] for one in kinds],
+            "source": [one.source or "(C++)" for one in kinds],
+            "locality": [one.locality for one in kinds],
+            "bytes": rows * np.array([one.recorded for one in kinds], np.int64),
+            "calls": calls,
+            "unsized": np.where([one.sized for one in kinds], 0, calls),
+            "time_ms": np.bincount(found.of_kind, np.maximum(found.time, 0), count) / 1e6,
+            "waiting_ms": np.bincount(found.kind, np.maximum(found.waiting, 0), count) / 1e6,
+        },
+        schema_overrides=dict.fromkeys(("op", "group", "source", "locality"), pl.String),
+    )
 
 
 def _classes(found: Collectives) -> list[str]:
@@ -187,73 +202,40 @@ def _by_class(found: Collectives, classes: Sequence[str]) -> Collectives:
     return dataclasses.replace(found, groups=groups, kinds=kinds)
 
 
-def _matrix(found: Collectives, classes: Sequence[str]) -> Matrix:
-    labels = [kind.label for kind in found.kinds]
-    volume: Counter[str] = Counter()
-    by_kind = np.bincount(found.kind, minlength=len(found.kinds)).tolist()
-    for kind, count in zip(found.kinds, by_kind, strict=False):
-        volume[classes[kind.group]] += kind.recorded * count
-    groups = [name for name, _ in volume.most_common(_MOST_CLASSES)]
-    if len(volume) > _MOST_CLASSES:
-        groups.append("others")
-    ops = list(dict.fromkeys(labels))
-    shape = (len(ops), len(groups))
-    place = [
-        (ops.index(label), groups.index(name) if (name := classes[kind.group]) in groups else len(groups) - 1)
-        for kind, label in zip(found.kinds, labels, strict=True)
-    ]
-    sizes, unsized, calls = (np.zeros(shape, np.int64) for _ in range(3))
-    for (row, column), kind, count in zip(place, found.kinds, by_kind, strict=False):
-        sizes[row, column] += kind.recorded * count
-        calls[row, column] += count * kind.calls
-        unsized[row, column] += 0 if kind.sized else count * kind.calls
-    time, waiting = np.zeros(shape), np.zeros(shape)
-    rows, columns = (np.array([one[i] for one in place] or [0]) for i in range(2))
-    timed = np.flatnonzero(found.timed)
-    np.add.at(time, (rows[found.of_kind[timed]], columns[found.of_kind[timed]]), found.time[timed] / 1e6)
-    waits = np.flatnonzero(found.waiting >= 0)
-    np.add.at(waiting, (rows[found.kind[waits]], columns[found.kind[waits]]), found.waiting[waits] / 1e6)
-    return Matrix(
-        ops=ops,
-        groups=groups,
-        bytes=sizes.tolist(),
-        unsized=unsized.tolist(),
-        calls=calls.tolist(),
-        time_ms=np.round(time, 3).tolist(),
-        waiting_ms=np.round(waiting, 3).tolist(),
-    )
-
-
-def _sources(found: Collectives) -> list[Source]:
-    """Lines by the time that they cost; a collective that ranks call from several lines counts for each of them."""
-    numbers: dict[tuple[str, str], int] = {}
-    of_kind = np.array(
-        [numbers.setdefault((kind.source or "(C++)", kind.label), len(numbers)) for kind in found.kinds] or [0],
-        np.int64,
-    )
-    count = max(len(numbers), 1)
-    calls, size, unsized, time, waiting = (np.zeros(count) for _ in range(5))
-    sizes = np.array([kind.recorded for kind in found.kinds] or [0], np.int64)
-    line = of_kind[found.kind]
-    np.add.at(calls, line, found.calls)
-    np.add.at(size, line, sizes[found.kind])
-    np.add.at(unsized, line, found.unsized_calls)
-    pairs = np.unique(found.collective * count + line)
-    collective = pairs // count
-    timed = found.timed[collective]
-    np.add.at(time, (pairs % count)[timed], found.time[collective[timed]] / 1e6)
-    waits = np.flatnonzero(found.waiting >= 0)
-    np.add.at(waiting, line[waits], found.waiting[waits] / 1e6)
-    rows = [
-        Source(
-            source=printable(source),
-            op=op,
-            calls=int(calls[number]),
-            bytes=int(size[number]),
-            unsized=int(unsized[number]),
-            time_ms=round(float(time[number]), 3) if time[number] else None,
-            waiting_ms=round(float(waiting[number]), 3) if waiting[number] else None,
+def _matrix(kinds: pl.DataFrame) -> Matrix:
+    volume = kinds.group_by("group", maintain_order=True).agg(pl.sum("bytes"))
+    groups = volume.sort("bytes", descending=True, maintain_order=True)["group"].to_list()
+    if len(groups) > _MOST_CLASSES:
+        shown = groups[:_MOST_CLASSES]
+        kinds = kinds.with_columns(
+            group=pl.when(pl.col("group").is_in(shown)).then("group").otherwise(pl.lit("others"))
         )
-        for (source, op), number in numbers.items()
+        groups = [*shown, "others"]
+    ops = kinds["op"].unique(maintain_order=True).to_list()
+    names = ("bytes", "unsized", "calls", "time_ms", "waiting_ms")
+    cells = kinds.group_by("op", "group").agg(pl.sum(*names)).rows_by_key(("op", "group"), named=True, unique=True)
+    none = dict.fromkeys(names, 0)
+    columns = {name: [[cells.get((op, group), none)[name] for group in groups] for op in ops] for name in names}
+    for name in names[3:]:
+        columns[name] = [[round(float(value), 3) for value in row] for row in columns[name]]
+    return Matrix(ops=ops, groups=groups, **columns)
+
+
+def _sources(found: Collectives, kinds: pl.DataFrame) -> list[Source]:
+    """Lines by the time that they cost; a collective that ranks call from several lines counts for each of them."""
+    line = ("source", "op")
+    calls = pl.DataFrame({"collective": found.collective, "kind": found.kind, "time": found.time[found.collective]})
+    calls = calls.filter(pl.col("time") >= 0).join(kinds.select("kind", *line), on="kind").unique(("collective", *line))
+    times = calls.group_by(line).agg(time_ms=pl.sum("time") / 1e6)
+    lines = kinds.group_by(line, maintain_order=True).agg(pl.sum("calls", "bytes", "unsized", "waiting_ms"))
+    lines = lines.join(times, on=line, how="left").fill_null(0)
+    lines = lines.with_columns(pl.col("time_ms", "waiting_ms").round(3))
+    lines = lines.sort(["time_ms", "bytes", "source"], descending=[True, True, False], maintain_order=True)
+    return [
+        Source(
+            **row
+            | {"source": printable(row["source"])}
+            | {name: row[name] or None for name in ("time_ms", "waiting_ms")}
+        )
+        for row in lines.head(_MOST_SOURCES).to_dicts()
     ]
-    return sorted(rows, key=lambda row: (-(row.time_ms or 0), -row.bytes, row.source))[:_MOST_SOURCES]

@@ -1,4 +1,4 @@
-"""Who sends how much to whom, as far as calls tell: point-to-point calls and uneven all_to_alls exactly, other
+"""Who sends how much to whom, as far as it is recorded: point-to-point calls and uneven all_to_alls exactly, other
 collectives by the algorithm that moves the least over a ring.
 
 NCCL chooses rings, trees and others by size and topology and does not say which; the sum of what a rank sends is the
@@ -12,8 +12,7 @@ same for all that are bandwidth-optimal, to whom it goes is not. With n members 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -21,7 +20,8 @@ from numpy.typing import NDArray
 
 from crossrank.text import rank_ranges
 from crossrank.tools.job.collectives import Collectives
-from crossrank.tools.job.launches import SEND_RECV
+from crossrank.tools.job.groups import ProcessGroup
+from crossrank.tools.job.launches import SEND_RECV, CallKind
 from crossrank.tools.traces.rank_trace import RankTrace
 
 _EACH = 64
@@ -36,7 +36,7 @@ class Traffic(msgspec.Struct, kw_only=True):
     """Rows send to columns."""
 
     what: str
-    """What a row stands for: `rank`, `node`, or so many ranks."""
+    """What a row is: `rank`, `node`, or so many ranks."""
     labels: list[str]
     bytes: list[list[int]]
     """Over all calls recorded."""
@@ -49,97 +49,36 @@ class Traffic(msgspec.Struct, kw_only=True):
     """Why."""
 
 
-@dataclass(frozen=True)
-class _Sent:
-    """What one member of a group sends in one call: bytes to each of some members, by their places."""
-
-    to: Ints
-    bytes: float
-
-
-def _next(place: int, n: int, size: float) -> _Sent:
-    return _Sent(np.array([(place + 1) % n]), size)
-
-
-def _from_root(place: int, n: int, root: int, size: float) -> _Sent:
-    last = (place - root) % n == n - 1
-    return _Sent(np.array([(place + 1) % n]), 0.0 if last else size)
-
-
-def _to_root(place: int, n: int, root: int, size: float) -> _Sent:
-    return _Sent(np.array([(place - 1) % n]), 0.0 if place == root else size)
-
-
 def _others(place: int, n: int) -> Ints:
     return np.delete(np.arange(n), place)
 
 
-# operation -> (place, members, place of the root, S) -> what the member sends
-_PATTERNS: dict[str, Callable[[int, int, int, int], _Sent]] = {
-    "all_reduce": lambda place, n, root, size: _next(place, n, 2 * (n - 1) / n * size),
-    "all_gather": lambda place, n, root, size: _next(place, n, (n - 1) / n * size),
-    "reduce_scatter": lambda place, n, root, size: _next(place, n, (n - 1) / n * size),
-    "broadcast": lambda place, n, root, size: _from_root(place, n, root, size),
-    "reduce": lambda place, n, root, size: _to_root(place, n, root, size),
-    "gather": lambda place, n, root, size: _Sent(np.array([root]), 0.0 if place == root else size / n),
-    "scatter": lambda place, n, root, size: _Sent(_others(place, n), size / n if place == root else 0.0),
-    "all_to_all": lambda place, n, root, size: _Sent(_others(place, n), size / n),
+# operation -> (place, members, place of the root, S) -> what the member sends: to which places, how much to each
+_PATTERNS: dict[str, Callable[[int, int, int, int], tuple[Sequence[int] | Ints, float]]] = {
+    "all_reduce": lambda place, n, root, size: ([(place + 1) % n], 2 * (n - 1) / n * size),
+    "all_gather": lambda place, n, root, size: ([(place + 1) % n], (n - 1) / n * size),
+    "reduce_scatter": lambda place, n, root, size: ([(place + 1) % n], (n - 1) / n * size),
+    "broadcast": lambda place, n, root, size: ([(place + 1) % n], size if (place - root) % n < n - 1 else 0),
+    "reduce": lambda place, n, root, size: ([(place - 1) % n], size if place != root else 0),
+    "gather": lambda place, n, root, size: ([root], size / n if place != root else 0),
+    "scatter": lambda place, n, root, size: (_others(place, n), size / n if place == root else 0),
+    "all_to_all": lambda place, n, root, size: (_others(place, n), size / n),
 }
+_ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
 def traffic(found: Collectives, ranks: Sequence[RankTrace]) -> Traffic:
     """The map of a job, of at most 128 rows."""
     world = found.world_size
     row_of, labels, what = _rows(world, ranks)
-    size = len(labels)
-    matrix = np.zeros((size, size))
+    matrix = np.zeros((len(labels), len(labels)))
     node_of = _nodes(world, ranks)
     between = 0.0
-    present = set(found.ranks)
     lost: Counter[str] = Counter()
-
-    def add(source: int, targets: Ints, amount: float) -> None:
-        nonlocal between
+    for source, targets, amount in _sent(found, ranks, lost):
         np.add.at(matrix[row_of[source]], row_of[targets], amount)
         if node_of is not None:
             between += amount * int((node_of[targets] != node_of[source]).sum())
-
-    # Calls of one kind on one rank send the same: each combination is looked at once.
-    pairs, counts = np.unique(found.rank * max(len(found.kinds), 1) + found.kind, return_counts=True)
-    for pair, count in zip(pairs.tolist(), counts.tolist(), strict=True):
-        rank, number = divmod(pair, max(len(found.kinds), 1))
-        kind = found.kinds[number]
-        group = found.groups[kind.group]
-        if kind.ends is not None:
-            sender, receiver = kind.ends
-            # A receive counts where its sender left no file.
-            if (kind.op == "send" or sender not in present) and 0 <= sender < world and 0 <= receiver < world:
-                add(sender, np.array([receiver]), kind.bytes * count)
-            continue
-        pattern = _PATTERNS.get(kind.op)
-        n = len(group.members)
-        if kind.op == SEND_RECV or kind.moved >= 0 or n < 2 or not kind.bytes:
-            continue  # batches and uneven all_to_alls stand in `sent`
-        if pattern is None:
-            lost["operations that are not known"] += kind.bytes * count
-            continue
-        if group.guessed or rank not in group.members or max(group.members) >= world:
-            lost["groups whose members are not known"] += kind.bytes * count
-            continue
-        if kind.root not in group.members and kind.op in ("broadcast", "reduce", "gather", "scatter"):
-            lost["calls whose root is not known"] += kind.bytes * count
-            continue
-        place = group.members.index(rank)
-        root = group.members.index(kind.root) if kind.root in group.members else 0
-        sent = pattern(place, n, root, kind.bytes)
-        if sent.bytes:
-            add(rank, np.array(group.members)[sent.to], sent.bytes * count)
-    if found.not_placed:
-        lost["batches and uneven all_to_alls without known ends"] += found.not_placed
-    for rank, sent_to in found.sent.items():
-        for to, size in sent_to.items():
-            if 0 <= to < world:
-                add(rank, np.array([to]), size)
     return Traffic(
         what=what,
         labels=labels,
@@ -149,6 +88,50 @@ def traffic(found: Collectives, ranks: Sequence[RankTrace]) -> Traffic:
         not_placed=sum(lost.values()),
         reasons=list(lost),
     )
+
+
+def _sent(
+    found: Collectives, ranks: Sequence[RankTrace], lost: Counter[str]
+) -> Iterator[tuple[int, Sequence[int] | Ints, float]]:
+    """(from, to, bytes to each) over all calls; `lost` gets the S of those of which it is not known, by reason."""
+    present = set(found.ranks)
+    # Calls of one kind on one rank send the same: each combination is looked at once.
+    pairs, counts = np.unique(np.stack([found.rank, found.kind]), axis=1, return_counts=True)
+    for (rank, number), count in zip(pairs.T.tolist(), counts.tolist(), strict=True):
+        kind = found.kinds[number]
+        if kind.ends is None:
+            sent = _of_collective(kind, found.groups[kind.group], rank, found.world_size)
+            if isinstance(sent, str):
+                lost[sent] += kind.bytes * count
+            elif sent[1]:
+                yield rank, sent[0], sent[1] * count
+        # A receive counts where its sender left no file.
+        elif (kind.op == "send" or kind.ends[0] not in present) and all(
+            0 <= end < found.world_size for end in kind.ends
+        ):
+            yield kind.ends[0], [kind.ends[1]], kind.bytes * count
+    if found.not_placed:
+        lost["batches and uneven all_to_alls without known ends"] += found.not_placed
+    for rank, sent_to in found.sent.items():
+        yield from ((rank, [to], size) for to, size in sent_to.items() if 0 <= to < found.world_size)
+
+
+def _of_collective(
+    kind: CallKind, group: ProcessGroup, rank: int, world: int
+) -> str | tuple[Sequence[int] | Ints, float]:
+    """What a rank sends in a call, (to, bytes to each), or why that is not known."""
+    n = len(group.members)
+    if kind.op == SEND_RECV or kind.moved >= 0 or n < 2 or not kind.bytes:
+        return [], 0.0  # batches and uneven all_to_alls stand in `sent`
+    if kind.op not in _PATTERNS:
+        return "operations that are not known"
+    if group.guessed or rank not in group.members or max(group.members) >= world:
+        return "groups whose members are not known"
+    if kind.root not in group.members and kind.op in _ROOTED:
+        return "calls whose root is not known"
+    root = group.members.index(kind.root) if kind.root in group.members else 0
+    places, size = _PATTERNS[kind.op](group.members.index(rank), n, root, kind.bytes)
+    return np.array(group.members)[places], size
 
 
 def _nodes(world: int, ranks: Sequence[RankTrace]) -> Ints | None:

@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
+import polars as pl
 
 from crossrank.tools.job.collectives import Collectives
-from crossrank.tools.job.split import split_by
 from crossrank.tools.traces.rank_trace import RankTrace
 
 _MOST_BINS = 120
 _MOST_ROWS = 128
+_MOST_STEPS = 2000
 _MOST_RANKS = 16
 """Ranks that are listed by name."""
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 class Last(msgspec.Struct, kw_only=True):
@@ -45,7 +41,7 @@ class Waiting(msgspec.Struct, kw_only=True):
     """Who waits for whom, over the run."""
 
     measured: str
-    """What tells it: the device's times, or when hosts made their calls."""
+    """What it was measured by: the device's times, or when hosts made their calls."""
     axis: str
     """What a bin is: iterations, or ms since the begin."""
     bins: list[float]
@@ -75,145 +71,131 @@ class Steps(msgspec.Struct, kw_only=True):
 
 def waiting_of(found: Collectives, ranks: Sequence[RankTrace]) -> Waiting | None:
     """Who waits for whom; None where no rank can be compared with another."""
-    waits, moments = found.waiting, found.began
+    calls = pl.DataFrame(
+        {
+            "collective": found.collective,
+            "rank": found.rank,
+            "step": found.step,
+            "wait": found.waiting,
+            "moment": found.began,
+            "last_rank": found.last_rank[found.collective],
+            "expected": found.expected[found.collective],
+        }
+    ).with_columns(members=pl.len().over("collective"))
     placed = all(one.placed for one in ranks)
     measured = "the begin and end of communication on the device" if placed else "how long it took on each rank"
-    last = found.last_rank
-    if not (waits >= 0).any():
-        waits, last = _by_calls(found)
-        moments, measured = found.called, "the moments at which the hosts made their calls"
-    rows = np.flatnonzero((waits >= 0) & (moments > 0))
-    if not len(rows):
+    if not (found.waiting >= 0).any():
+        calls, measured = _by_calls(calls, found), "the moments at which the hosts made their calls"
+    waits = calls.filter(pl.col("wait") >= 0)
+    shown = waits.filter(pl.col("moment") > 0)
+    if not len(shown):
         return None
-    bin_of, begins, axis = _bins(found, moments, rows)
-    count = len(begins)
+    shown, begins, axis = _bins(shown)
     width = -(-(max(found.ranks) + 1) // _MOST_ROWS)
-    blocks = list(range(0, max(found.ranks) + 1, width))
-    names = [f"rank {first}" if width == 1 else f"rank {first}-{first + width - 1}" for first in blocks]
-    sums, numbers = np.zeros((len(blocks), count)), np.zeros((len(blocks), count))
-    np.add.at(sums, (found.rank[rows] // width, bin_of), waits[rows] / 1000)
-    np.add.at(numbers, (found.rank[rows] // width, bin_of), 1)
-    p50, p95, most = _percentiles(bin_of, waits[rows] / 1000, count)
-    with np.errstate(invalid="ignore"):
-        mean = sums / np.where(numbers > 0, numbers, np.nan)
+    blocks = range(0, max(found.ranks) + 1, width)
+    us = pl.col("wait") / 1000
+    spread = {"p50": us.median(), "p95": us.quantile(0.95, "linear"), "max": us.max()}
+    by_bin = {row.pop("bin"): row for row in shown.group_by("bin").agg(**spread).to_dicts()}
+    means = shown.group_by(pl.col("rank") // width, "bin").agg(us.mean())
+    mean_of = {(block, place): round(mean, 1) for block, place, mean in means.iter_rows()}
+
+    def of_bins(name: str) -> list[float | None]:
+        return [round(by_bin[place][name], 1) if place in by_bin else None for place in range(len(begins))]
+
     return Waiting(
         measured=measured,
         axis=axis,
         bins=begins,
-        p50_us=p50,
-        p95_us=p95,
-        max_us=most,
-        rows=names,
-        mean_us=[[None if np.isnan(value) else round(float(value), 1) for value in row] for row in mean],
-        last=_last(found, last, waits, moments),
-        waiters=_waiters(found, waits, moments),
+        p50_us=of_bins("p50"),
+        p95_us=of_bins("p95"),
+        max_us=of_bins("max"),
+        rows=[f"rank {first}" if width == 1 else f"rank {first}-{first + width - 1}" for first in blocks],
+        mean_us=[[mean_of.get((block, place)) for place in range(len(begins))] for block in range(len(blocks))],
+        last=_last(waits, calls),
+        waiters=[
+            Waiter(rank=rank, waiting_ms=covered)
+            for rank, covered in _covered(waits, "rank", pl.col("moment"), pl.col("moment") + pl.col("wait"))
+        ],
     )
 
 
-def _by_calls(found: Collectives) -> tuple[Ints, Ints]:
-    """(waiting of each call, who came last to each collective) by when hosts made their calls; needs one clock."""
-    count = len(found.of_kind)
-    waits = np.full(len(found.rank), -1, np.int64)
-    last_rank = np.full(count, -1, np.int64)
+def _by_calls(calls: pl.DataFrame, found: Collectives) -> pl.DataFrame:
+    """The calls with waits by when hosts made them, which needs one clock."""
+    releases = pl.Series([kind.releases_all for kind in found.kinds], dtype=pl.Boolean).gather(found.kind)
+    made = calls.with_columns(moment=pl.Series(found.called), releases=releases)
     if found.clocks.count > 1:
-        return waits, last_rank
-    releasing = np.array([kind.releases_all for kind in found.kinds] or [False])
-    members = np.bincount(found.collective, minlength=count)
-    rows = np.flatnonzero((found.called > 0) & releasing[found.kind] & (members[found.collective] > 1))
-    last = np.zeros(count, np.int64)
-    np.maximum.at(last, found.collective[rows], found.called[rows])
-    waits[rows] = last[found.collective[rows]] - found.called[rows]
-    latest = rows[waits[rows] == 0]
-    last_rank[found.collective[latest]] = found.rank[latest]
-    return waits, last_rank
+        return made.with_columns(wait=-1)
+    usable = pl.col("releases") & (pl.col("moment") > 0) & (pl.col("members") > 1)
+    last = pl.col("moment").filter(usable).max().over("collective")
+    made = made.with_columns(wait=pl.when(usable).then(last - pl.col("moment")).otherwise(-1))
+    came_last = pl.col("rank").filter(pl.col("wait") == 0).last().over("collective")
+    return made.with_columns(last_rank=came_last.fill_null(-1))
 
 
-def _bins(found: Collectives, moments: Ints, rows: Ints) -> tuple[Ints, list[float], str]:
-    """(bin of each row, where bins begin, what they are): iterations where they are known, else time."""
-    steps = found.step[rows]
-    if int(steps.max()) >= 2:
-        low, high = int(steps.min()), int(steps.max())
+def _bins(shown: pl.DataFrame) -> tuple[pl.DataFrame, list[float], str]:
+    """(the calls with their `bin`, where bins begin, what they are): iterations where they are known, else time."""
+    ends = [function(name) for name in ("step", "moment") for function in (pl.min, pl.max)]
+    low, high, first, last = shown.select(one.alias(str(number)) for number, one in enumerate(ends)).row(0)
+    if high >= 2:
         width = -(-(high - low + 1) // _MOST_BINS)
         count = (high - low) // width + 1
-        return (steps - low) // width, [float(low + width * number) for number in range(count)], "iteration"
-    first, last = int(moments[rows].min()), int(moments[rows].max())
-    count = min(_MOST_BINS, max(1, len(rows) // 8))
+        begins = [float(low + width * number) for number in range(count)]
+        return shown.with_columns(bin=(pl.col("step") - low) // width), begins, "iteration"
+    count = min(_MOST_BINS, max(1, len(shown) // 8))
     width = max(1, -(-(last - first + 1) // count))
     begins = [round(number * width / 1e6, 3) for number in range(count)]
-    return np.minimum((moments[rows] - first) // width, count - 1), begins, "ms since the begin"
+    return (
+        shown.with_columns(bin=((pl.col("moment") - first) // width).clip(0, count - 1)),
+        begins,
+        "ms since the begin",
+    )
 
 
-def _percentiles(bin_of: Ints, values: Floats, count: int) -> tuple[list[float | None], ...]:
-    columns: list[list[float | None]] = [[], [], []]
-    for own in split_by(bin_of, values, count):
-        found = [round(float(value), 1) for value in np.percentile(own, (50, 95, 100))] if len(own) else [None] * 3
-        for column, value in zip(columns, found, strict=True):
-            column.append(value)
-    return tuple(columns)
+def _last(waits: pl.DataFrame, calls: pl.DataFrame) -> list[Last]:
+    """How long others waited for each rank, and how often it came last, where all members are known."""
+    known = (pl.col("last_rank") >= 0) & (pl.col("members") >= pl.col("expected"))
+    calls, waits = calls.filter(known), waits.filter(known)
+    took_part = dict(calls.group_by("rank").len().iter_rows())
+    collectives = calls.unique("collective").select("collective", "last_rank")
+    times = dict(collectives.group_by("last_rank").len().iter_rows())
+    spans = (
+        waits.group_by("collective")
+        .agg(longest=pl.max("wait"), arrival=pl.max("moment"))
+        .join(collectives, on="collective")
+    )
+    cost = _covered(spans, "last_rank", pl.col("arrival") - pl.col("longest"), pl.col("arrival"))
+    return [Last(rank=rank, last=times[rank], of=took_part.get(rank, 0), cost_ms=covered) for rank, covered in cost]
 
 
-def _last(found: Collectives, last_rank: Ints, waits: Ints, moments: Ints) -> list[Last]:
-    """How long others waited for each rank, and how often it came last."""
-    count = len(found.of_kind)
-    longest, arrival = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    rows = np.flatnonzero(waits >= 0)
-    np.maximum.at(longest, found.collective[rows], waits[rows])
-    np.maximum.at(arrival, found.collective[rows], moments[rows])
-    members = np.bincount(found.collective, minlength=count)
-    known = np.flatnonzero((last_rank >= 0) & (members >= found.expected))
-    most = max(found.ranks) + 1
-    mine = np.isin(found.collective, known)
-    took_part = np.bincount(found.rank[mine], minlength=most)
-    times = np.bincount(last_rank[known], minlength=most)
-    cost = _union(last_rank[known], (arrival - longest)[known], arrival[known], most)
-    order = np.lexsort((np.arange(most), -cost))[:_MOST_RANKS]
+def _covered(spans: pl.DataFrame, rank: str, begin: pl.Expr, end: pl.Expr) -> list[tuple[int, float]]:
+    """(rank, ms that its spans cover, what overlaps once), of those with the most."""
+    # A span adds what lies behind the end of all that began before it.
+    behind = pl.max_horizontal("begin", pl.col("end").cum_max().shift(1).over(rank))
     return [
-        Last(rank=rank, last=int(times[rank]), of=int(took_part[rank]), cost_ms=round(float(cost[rank]) / 1e6, 3))
-        for rank in order.tolist()
-        if cost[rank] > 0
+        (number, round(covered / 1e6, 3))
+        for number, covered in spans.select(rank, begin=begin, end=end)
+        .sort(rank, "begin")
+        .with_columns(covered=(pl.col("end") - behind).clip(0))
+        .group_by(rank)
+        .agg(pl.sum("covered"))
+        .filter(pl.col("covered") > 0)
+        .sort(["covered", rank], descending=[True, False])
+        .head(_MOST_RANKS)
+        .iter_rows()
     ]
-
-
-def _waiters(found: Collectives, waits: Ints, moments: Ints) -> list[Waiter]:
-    rows = np.flatnonzero(waits > 0)
-    total = _union(found.rank[rows], moments[rows], moments[rows] + waits[rows], max(found.ranks) + 1)
-    order = np.lexsort((np.arange(len(total)), -total))[:_MOST_RANKS]
-    return [
-        Waiter(rank=rank, waiting_ms=round(float(total[rank]) / 1e6, 3)) for rank in order.tolist() if total[rank] > 0
-    ]
-
-
-def _union(rank: Ints, begin: Ints, end: Ints, ranks: int) -> Ints:
-    """ns that the spans of each rank cover; what overlaps counts once."""
-    covered = np.zeros(ranks, np.int64)
-    order = np.lexsort((begin, rank))
-    rank, begin, end = rank[order], begin[order], end[order]
-    if not len(rank):
-        return covered
-    # Each rank's spans are laid behind those of the one before, so that one running maximum serves all.
-    span = int(end.max() - begin.min()) + 1
-    shift = rank * span - begin.min()
-    begin, end = begin + shift, end + shift
-    reach = np.maximum.accumulate(end)
-    before = np.concatenate(([begin[0]], reach[:-1]))
-    np.add.at(covered, rank, np.maximum(end - np.maximum(begin, before), 0))
-    return covered
 
 
 def steps_of(ranks: Sequence[RankTrace]) -> Steps | None:
     """Durations of iterations; the last one has no end and is left out."""
-    durations: dict[int, list[float]] = {}
-    for one in ranks:
-        for (step, begin), (_, end) in zip(one.steps, one.steps[1:], strict=False):
-            durations.setdefault(step, []).append((end - begin) / 1e6)
-    if not durations:
+    rows = [
+        (step, (end - begin) / 1e6)
+        for one in ranks
+        for (step, begin), (_, end) in zip(one.steps, one.steps[1:], strict=False)
+    ]
+    if not rows:
         return None
-    steps = sorted(durations)
-    stride = -(-len(steps) // 2000)
-    steps = steps[::stride]
-    return Steps(
-        step=steps,
-        p50_ms=[round(float(np.median(durations[step])), 3) for step in steps],
-        least_ms=[round(min(durations[step]), 3) for step in steps],
-        most_ms=[round(max(durations[step]), 3) for step in steps],
-    )
+    ms = pl.col("ms")
+    steps = pl.DataFrame(rows, schema={"step": pl.Int64, "ms": pl.Float64}, orient="row").group_by("step")
+    found = steps.agg(p50_ms=ms.median(), least_ms=ms.min(), most_ms=ms.max()).sort("step")
+    found = found.gather_every(-(-len(found) // _MOST_STEPS)).with_columns(pl.exclude("step").round(3))
+    return Steps(**found.to_dict(as_series=False))

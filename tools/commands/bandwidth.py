@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
 
 from crossrank.errors import CrossrankError
-from crossrank.text import amount, printable
-from crossrank.tools.analysis.bandwidth import BY, KEYS, Bandwidth, Row, bandwidth, line_rates, summary_lines
-from crossrank.tools.analysis.buckets import size_text
+from crossrank.tools.analysis.bandwidth import BY, KEYS, Bandwidth, bandwidth, line_rates
 from crossrank.tools.commands.measured import Measured, add_measured_arguments, read_measured
 from crossrank.tools.commands.options import add_json_argument, add_line_rate_argument, write_output
 from crossrank.tools.job.from_replay import is_replay, read_replay
 from crossrank.tools.job.launches import LEFT_OUT
 from crossrank.tools.job.sources import CHOICES
-from crossrank.tools.output.console import as_json, print_counts, print_rows
-
-_SHOWN = 24
-_NOTES = 8
+from crossrank.tools.output.bandwidth import print_bandwidth
+from crossrank.tools.output.console import as_json
 
 
 class BandwidthCommand:
@@ -56,7 +51,7 @@ class BandwidthCommand:
         if arguments.json:
             print(content, end="")
         else:
-            _print(result)
+            print_bandwidth(result)
         return measured.complain()
 
 
@@ -85,68 +80,3 @@ def _why_none(result: Bandwidth, measured: Measured) -> str:
         step = "name a recording with a window (TRACING_WINDOW=START:STOP); beside exports: --source kineto"
     why = "".join(f" ({note})" for note in result.notes[:2])
     return f"{result.calls:,} calls, but nothing says how long one took{why}; {step}"
-
-
-def _print(result: Bandwidth) -> None:
-    for line in summary_lines(result):
-        print(printable(line))
-    print_counts("Kernels and other activities, by how they found their call", result.attributed.items())
-    print_counts("Not attributed", result.unattributed.items())
-    print_counts("Not compared across ranks", result.not_compared.items())
-    if result.unattributed_ms:
-        print(f"  {result.unattributed_ms:,.3f} ms of communication kernels belong to no known call")
-    bounds = any(row.upper_bounds for row in result.rows)
-    columns = [*(_KEY_COLUMNS[name] for name in result.by), *_COLUMNS]
-    if any(row.line_rate_share for row in result.rows):
-        columns.append(("#of line rate", lambda row: _share(row.line_rate_share)))
-    if bounds:
-        columns.append(("#upper bounds", lambda row: row.upper_bounds or ""))
-    title = "Collectives and transfers, those that took longest in all first"
-    print_rows(title, columns, result.rows, most=_SHOWN)
-    if bounds:
-        print("  upper bounds: not all members were seen, several calls shared a launch, or only a wait shows the end")
-    notes = list(dict.fromkeys(result.notes))
-    for note in notes[:_NOTES]:
-        print(f"\nnote       {printable(note)}")
-    if len(notes) > _NOTES:
-        print(f"\n… and {len(notes) - _NOTES} more notes: --json has all")
-
-
-def _group(row: Row) -> str:
-    name = f"{row.pg} {row.desc or ''}".strip()
-    return "-" if row.pg is None else f"{name} ({row.ranks})" if name else "unknown"
-
-
-def _microseconds(figures: dict[str, float] | None, name: str) -> str:
-    return f"{figures[name]:,.1f}" if figures else "-"
-
-
-def _rate(figures: dict[str, float] | None, name: str) -> str:
-    """In GB/s with three digits."""
-    return f"{figures[name]:.3g}" if figures else "-"
-
-
-def _share(figures: dict[str, float] | None) -> str:
-    return f"{figures['p50']:.1%}" if figures else "-"
-
-
-_Column = tuple[str, Callable[[Row], object]]
-_KEY_COLUMNS: dict[str, _Column] = {
-    "op": ("operation", lambda row: row.op),
-    "group": ("group", _group),
-    "size": ("size", lambda row: size_text(row.size_to)),
-    "locality": ("locality", lambda row: row.locality),
-    "source": ("source", lambda row: row.source or "(C++)"),
-}
-_COLUMNS: Sequence[_Column] = (
-    ("#collectives", lambda row: f"{row.collectives:,}"),
-    ("#S in all", lambda row: amount(row.bytes, row.unsized)),
-    ("#time p50", lambda row: _microseconds(row.time_us, "p50")),
-    ("#p95", lambda row: _microseconds(row.time_us, "p95")),
-    ("#max us", lambda row: _microseconds(row.time_us, "max")),
-    ("#waiting p50", lambda row: _microseconds(row.waiting_us, "p50")),
-    ("#p95 us", lambda row: _microseconds(row.waiting_us, "p95")),
-    ("#algbw p50", lambda row: _rate(row.algbw_gb_per_s, "p50")),
-    ("#busbw p50", lambda row: _rate(row.busbw_gb_per_s, "p50")),
-    ("#p5 GB/s", lambda row: _rate(row.busbw_gb_per_s, "p5")),
-)

@@ -10,7 +10,6 @@ from crossrank.errors import CrossrankError
 from crossrank.recording import is_folder
 from crossrank.text import rank_ranges
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
-from crossrank.tools.analysis.diagnosis.explain import Filter, print_diagnosis
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
 from crossrank.tools.analysis.diagnosis.inputs import Evidence, find_candidates, read_evidence
 from crossrank.tools.analysis.diagnosis.job_state import JobState
@@ -23,6 +22,7 @@ from crossrank.tools.commands.options import (
     progress,
     write_output,
 )
+from crossrank.tools.output.diagnosis.text import Filter, print_diagnosis
 
 _MOST_COMPLAINTS = 12
 
@@ -75,7 +75,7 @@ class Diagnose:
         else:
             print_diagnosis(diagnosis, Filter(ranks=arguments.ranks, groups=arguments.groups))
         if arguments.print_entries:
-            from crossrank.tools.analysis.diagnosis.entries import print_entries
+            from crossrank.tools.output.diagnosis.entries import print_entries
 
             print_entries(job, arguments.ranks, arguments.groups)
         complain(*evidence.skipped[:_MOST_COMPLAINTS])
@@ -108,11 +108,11 @@ def _write(arguments: argparse.Namespace, diagnosis: Diagnosis, job: JobState) -
     if arguments.output is not None:
         write_output(arguments.output, diagnosis.to_json())
     if arguments.html is not None:
-        from crossrank.tools.analysis.diagnosis.page import page
+        from crossrank.tools.output.diagnosis.page import diagnosis_page
 
-        write_output(arguments.html, page(diagnosis).encode())
+        write_output(arguments.html, diagnosis_page(diagnosis).encode())
     if arguments.database is not None:
-        from crossrank.tools.analysis.diagnosis.database import write_database
+        from crossrank.tools.output.diagnosis.database import write_database
 
         write_database(arguments.database, job, diagnosis)
 

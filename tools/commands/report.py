@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from crossrank.atomic_file import join
 from crossrank.text import amount, printable
 from crossrank.tools.analysis.bandwidth import line_rates
-from crossrank.tools.analysis.figures import Figures, figures
+from crossrank.tools.analysis.gather import gather, plan
 from crossrank.tools.commands.options import (
     add_fleet_arguments,
     add_json_argument,
@@ -20,7 +21,9 @@ from crossrank.tools.commands.options import (
 )
 from crossrank.tools.job.sources import CHOICES
 from crossrank.tools.output.console import print_json
-from crossrank.tools.output.report.gather import gather, plan
+
+if TYPE_CHECKING:
+    from crossrank.tools.analysis.figures import Figures
 
 _COMPLAINTS = 8
 
@@ -43,9 +46,8 @@ class Report:
         add_fleet_arguments(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from crossrank.tools.output.report.page import page, plotly_script
-
-        plotly = plotly_script()
+        from crossrank.tools.analysis.figures import figures
+        from crossrank.tools.output.report import report_page
 
         rates = line_rates(arguments.line_rate)
         output = arguments.output or join(folder_of(arguments.path[0]), "report.html")
@@ -53,7 +55,7 @@ class Report:
         fleet = fleet_of(arguments)
         material = progress("reading", len(planned.items), lambda done: gather(planned, fleet, done))
         found = figures(material, rates)
-        content = page(found, plotly).encode()
+        content = report_page(found).encode()
         write_output(output, content)
         if arguments.json:
             print_json(found)

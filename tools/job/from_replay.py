@@ -18,14 +18,14 @@ from crossrank.atomic_file import join
 from crossrank.comm import MOST_RANKS, Int, ends_of
 from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.recording import Damage, list_recording, read_chunks
+from crossrank.text import from_csv_text
 from crossrank.tools.job.clocks import Clocks
 from crossrank.tools.job.collectives import Collectives
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.job.launches import TIMED_BY, CallKind
-from crossrank.tools.output.console import from_csv_text
 from crossrank.tools.traces.rank_trace import RankTrace
+from crossrank.tools.traces.replayed import CSV, JSON
 
-CSV, JSON = "replay.csv", "replay.json"
 _LONGEST_US = 1e12
 
 

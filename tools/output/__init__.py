@@ -1,4 +1,5 @@
 """In: what an analysis found. Out: what a person or a program reads.
 
-`console` (tables), `report` (the page of a run), `timeline` (all ranks for Perfetto).
+Read `console` (tables) and `page` (an HTML file of the templates in `pages`, with `charts`) first; then what they show:
+`report` (a run), `diagnosis`, `replay`, `bandwidth`. `timeline` writes for Perfetto.
 """

@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TextIO, TypeVar
 
 from crossrank.text import printable
@@ -55,21 +56,44 @@ def terminal(stream: TextIO) -> TextIO:
     return stream.plain if isinstance(stream, Printable) else stream
 
 
-def csv_text(value: object) -> object:
-    """A value for a CSV that no spreadsheet takes for a formula: text that could be one begins with `'`.
-
-    >>> csv_text("=1+1"), csv_text("sum"), csv_text(-1)
-    ("'=1+1", 'sum', -1)
-    """
-    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
+Item = TypeVar("Item")
 
 
-def from_csv_text(text: str) -> str:
-    """What `csv_text` was given."""
-    return text[1:] if text.startswith("'") else text
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table, for a terminal or a page. A column whose name starts with `#` is a number, aligned to the right."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    more: str = ""
+    """Says how many rows are left out, and what has them."""
+    id: str = ""
+    choices: int = 0
+    """On a page, so many of the first columns are what the reader may choose rows by."""
+
+    def print(self, title: str) -> None:
+        print_table(title, self.columns, self.rows)
+        if self.more:
+            print(f"  {self.more}")
 
 
-_FORMULA = ("=", "+", "-", "@", "\t", "\r", "'")
+def table_of(
+    items: Sequence[Item],
+    columns: Sequence[tuple[str, Callable[[Item], object]]],
+    *,
+    limit: int,
+    more: str = "--json has all",
+    id: str = "",
+    choices: int = 0,
+) -> Table:
+    """One row per item, of which the first `limit` are shown; columns are names and what they show of an item."""
+    return Table(
+        columns=[name for name, _ in columns],
+        rows=[[cell(item) for _, cell in columns] for item in items[:limit]],
+        more=f"… and {len(items) - limit:,} more: {more}" if len(items) > limit else "",
+        id=id,
+        choices=choices,
+    )
 
 
 def as_json(value: object) -> str:

@@ -8,10 +8,10 @@ import msgspec
 
 from crossrank.comm import CommRecord, Group
 from crossrank.tools.analysis.figures import Figures, figures
+from crossrank.tools.analysis.gather import Material
 from crossrank.tools.analysis.waiting import Last, Waiter
 from crossrank.tools.job.collectives import match_collectives
 from crossrank.tools.job.job import Job
-from crossrank.tools.output.report.gather import Material
 from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder
 from tests.unit.job.ranks import EPOCH, Rank
 

@@ -66,6 +66,21 @@ def test_a_send_counts_once_and_a_receive_only_where_its_sender_is_missing() -> 
     assert both.bytes == alone.bytes == [[0, SIZE], [0, 0]]
 
 
+@pytest.mark.parametrize(
+    ("op", "said", "reason"),
+    [
+        ("tree_reduce", {}, "operations that are not known"),
+        ("broadcast", {}, "calls whose root is not known"),
+        ("broadcast", {"root": 9}, "calls whose root is not known"),
+    ],
+)
+def test_bytes_of_which_nobody_knows_the_way_are_counted_with_the_reason(
+    op: str, said: dict[str, Any], reason: str
+) -> None:
+    found = job(op, **said)
+    assert (found.total, found.not_placed, found.reasons) == (0, 4 * SIZE, [reason])
+
+
 def test_nodes_tell_what_crosses_them() -> None:
     ranks = [Rank(rank, 4).call(0, 0, "all_reduce", bytes=SIZE) for rank in range(4)]
     assert map_of(*ranks).between_nodes is None

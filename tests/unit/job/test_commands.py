@@ -46,7 +46,7 @@ Kernels and other activities, by how they found their call
 
 Collectives and transfers, those that took longest in all first
   operation   group             size    locality    collectives  S in all  time p50    p95  max us  waiting p50  p95 us  algbw p50  busbw p50  p5 GB/s  of line rate
-  all_reduce  0 default_pg (2)  ≤4 MiB  cross_node            2      8 MB     100.0  100.0   100.0         25.0    50.0         40         40       40         50.0%
+  all_reduce  0 default_pg (2)  ≤4 MiB  cross_node            2      8 MB     100.0  100.0   100.0         25.0    50.0         40         40       40        50.0 %
 """  # noqa: E501
     )
 

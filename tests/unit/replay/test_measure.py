@@ -10,7 +10,7 @@ from crossrank.replay.plan.plan import Plan
 from crossrank.replay.results.compare import compare
 from crossrank.replay.results.measure import Pass, RankResult, Times, end_to_end_ns, measure, table
 from crossrank.replay.results.report import make_report, to_csv
-from crossrank.replay.settings import Settings
+from crossrank.tools.traces.replayed import Percentiles, Settings
 from tests.unit.replay.plans import isend, plan_of, record, recv
 
 
@@ -38,7 +38,7 @@ def result(rank: int, *passes: list[tuple[int, int, int]], offset: int = 0) -> R
         passes=columns,
         cpu_s=0.0,
         late_ends=[],
-        said={},
+        substitutes={},
         check_failures=None,
         checked=0,
         versions={"torch": "2.13.0"},
@@ -58,32 +58,36 @@ def job() -> tuple[Plan, list[RankResult]]:
 
 def test_times_are_put_on_one_clock_and_told_apart() -> None:
     plan, results = job()
-    (call,) = measure(plan, results)
-    assert call.completion == {0: [1300, 1000], 1: [900, 1000]}
-    assert call.waiting == {0: [300, 0], 1: [0, 0]}
-    assert call.issue == {0: [100, 100], 1: [50, 50]}
-    assert call.time == [1000, 1000]
+    measured = measure(plan, results).select("rank", "pass", "completion", "waiting", "issue", "time")
+    assert measured.rows() == [
+        (0, 0, 1300, 300, 100, 1000),
+        (0, 1, 1000, 0, 100, 1000),
+        (1, 0, 900, 0, 50, 1000),
+        (1, 1, 1000, 0, 50, 1000),
+    ]
     assert end_to_end_ns(results) == [1300, 1000]
 
 
 def test_bandwidths_are_those_of_nccl_tests() -> None:
     plan, results = job()
     (row,) = table(measure(plan, results), plan)
-    assert row.algbw_gb_per_s == {"p50": 4.0, "p95": 4.0, "p99": 4.0}
-    assert row.busbw_gb_per_s == {"p50": 4.0, "p95": 4.0, "p99": 4.0}  # 2 (n - 1) / n = 1 for two ranks
+    assert row.algbw_gb_per_s == Percentiles(p50=4.0, p95=4.0, p99=4.0)
+    assert row.busbw_gb_per_s == Percentiles(p50=4.0, p95=4.0, p99=4.0)  # 2 (n - 1) / n = 1 for two ranks
     assert (row.calls, row.bytes, row.size_from, row.size_to) == (1, 4000, 1025, 4096)
-    assert row.time_us == {"p50": 1.0, "p95": 1.0, "p99": 1.0}
+    assert row.time_us == Percentiles(p50=1.0, p95=1.0, p99=1.0)
 
 
 def test_a_send_and_its_receive_are_one_row() -> None:
     plan = plan_of([isend(1)], [recv(0)])
-    rows = table(measure(plan, [result(0, [(0, 10, 100)]), result(1, [(20, 30, 140)])]), plan)
-    assert [(row.op, row.calls, row.bytes, row.time_us["p50"]) for row in rows] == [("send/recv", 1, 16, 0.12)]
+    measured = measure(plan, [result(0, [(0, 10, 100)]), result(1, [(20, 30, 140)])])
+    rows = table(measured, plan)
+    assert [(row.op, row.calls, row.bytes, row.time_us.p50) for row in rows] == [("send/recv", 1, 16, 0.12)]
 
 
 def test_a_barrier_has_no_bandwidth() -> None:
     plan = plan_of([record("barrier")], [record("barrier")])
-    (row,) = table(measure(plan, [result(0, [(0, 1, 9)]), result(1, [(0, 1, 9)])]), plan)
+    measured = measure(plan, [result(0, [(0, 1, 9)]), result(1, [(0, 1, 9)])])
+    (row,) = table(measured, plan)
     assert row.algbw_gb_per_s is row.busbw_gb_per_s is None
 
 

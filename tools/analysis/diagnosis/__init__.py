@@ -11,5 +11,5 @@ From Python:
 In the order in which they work: `inputs` finds files and has them read (`from_flight`, `from_comms`) into `evidence`;
 `job` puts the ranks side by side; `collectives` and `p2p` match their calls; `waiting` finds what each rank is stuck
 in; `causes` (with `deadlocks`, `absences`, `consequences`, `habits`) tells root causes from what follows;
-`stragglers` measures who is late. `findings` is what comes out, and `explain`, `page`, `database`, `entries` show it.
+`stragglers` measures who is late. `findings` is what comes out; `tools.output.diagnosis` shows it.
 """

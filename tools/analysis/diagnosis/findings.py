@@ -7,37 +7,106 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
-KINDS: dict[str, str] = {
+
+class Kind(NamedTuple):
+    """A kind of finding."""
+
+    meaning: str
+    next_step: str = ""
+    """What a person looks at next, with `{culprits}` for their ranks."""
+    without_gpu: str = ""
+    """The same where nothing says that a GPU is at fault: on gloo."""
+
+
+KINDS: dict[str, Kind] = {
     # root causes and consequences
-    "missing_rank": "a rank has not made a collective that the others wait in",
-    "extra_collective": "a rank has made a collective that the majority has not",
-    "type_mismatch": "ranks made different operations as one collective",
-    "size_mismatch": "ranks made a collective with different numbers of elements",
-    "dtype_mismatch": "ranks made a collective with different types",
-    "root_mismatch": "ranks made a collective with different roots",
-    "reduce_op_mismatch": "ranks made a collective with different reductions",
-    "opposite_order": "ranks entered groups in an order in which each waits for the other",
-    "not_started": "all ranks made the collective, and on some it never began to run",
-    "not_completed": "the collective is over on other ranks, and on some it does not end",
-    "all_joined_not_completed": "all ranks joined the call and it does not end",
-    "p2p_unmatched": "a send or receive that the other rank does not answer",
-    "p2p_size_mismatch": "a send and its receive have different numbers of elements or types",
-    "p2p_wait_cycle": "ranks wait for each other's sends and receives in a circle",
-    "raised": "a rank ended with an exception, and no call shows who waits for whom",
-    "dump_missing": "a rank left no dump",
-    "no_entries": "a rank's dump holds neither calls nor progress",
-    "unreadable_dump": "a rank's dump cannot be read",
-    "refused_dump": "a rank's dump asks for more than data and was not opened",
+    "missing_rank": Kind(
+        "a rank has not made a collective that the others wait in",
+        "look at what rank {culprits} does instead: its log, its stack (py-spy dump), its GPU (dmesg, Xid)",
+        "look at what rank {culprits} does instead: its log, its stack (py-spy dump)",
+    ),
+    "extra_collective": Kind(
+        "a rank has made a collective that the majority has not",
+        "look for a call that only rank {culprits} reaches: `if rank == …`, an exception that was handled, a loop "
+        "with one more turn",
+    ),
+    "type_mismatch": Kind(
+        "ranks made different operations as one collective",
+        "look for a branch that makes rank {culprits} call something else",
+    ),
+    "size_mismatch": Kind(
+        "ranks made a collective with different numbers of elements",
+        "compare shapes at that line: uneven batches, a last batch, padding",
+    ),
+    "dtype_mismatch": Kind(
+        "ranks made a collective with different types",
+        "compare types at that line: autocast, a checkpoint loaded in another precision",
+    ),
+    "root_mismatch": Kind(
+        "ranks made a collective with different roots",
+        "compare src= or dst= at that line; they are global ranks",
+    ),
+    "reduce_op_mismatch": Kind("ranks made a collective with different reductions", "compare op= at that line"),
+    "opposite_order": Kind(
+        "ranks entered groups in an order in which each waits for the other",
+        "make every rank enter these groups in one order, or put the calls on one stream",
+    ),
+    "not_started": Kind(
+        "all ranks made the collective, and on some it never began to run",
+        "look at rank {culprits}: its GPU is busy with, or stuck in, what it was given before",
+        "look at what rank {culprits} does: its log, its stack (py-spy dump)",
+    ),
+    "not_completed": Kind(
+        "the collective is over on other ranks, and on some it does not end",
+        "look at the GPU and the driver of rank {culprits} (dmesg, Xid, nvidia-smi -q)",
+        "look at what rank {culprits} does: its log, its stack (py-spy dump), its network",
+    ),
+    "all_joined_not_completed": Kind(
+        "all ranks joined the call and it does not end",
+        "a fault of the fabric or the library: NCCL_DEBUG=INFO, link counters, switch logs. "
+        "TORCH_NCCL_ENABLE_TIMING=1 would show which rank began",
+        "look at the logs of these ranks, and at the network between them",
+    ),
+    "p2p_unmatched": Kind(
+        "a send or receive that the other rank does not answer",
+        "look for the send or receive that rank {culprits} did not make, or made in another order",
+    ),
+    "p2p_size_mismatch": Kind(
+        "a send and its receive have different numbers of elements or types",
+        "compare the shapes that both ends of the pipeline agree on",
+    ),
+    "p2p_wait_cycle": Kind(
+        "ranks wait for each other's sends and receives in a circle",
+        "see that every send goes to the rank that receives it; else let one side send first, or use batch_isend_irecv",
+    ),
+    "raised": Kind(
+        "a rank ended with an exception, and no call shows who waits for whom",
+        "look at the log of rank {culprits}: the first exception is the cause of the others",
+    ),
+    "dump_missing": Kind(
+        "a rank left no dump",
+        "rank {culprits} died or could not write: look at its log and its exit code",
+    ),
+    "no_entries": Kind(
+        "a rank's dump holds neither calls nor progress",
+        "rank {culprits} made no call, or its recorder was off (TORCH_FR_BUFFER_SIZE=0)",
+    ),
+    "unreadable_dump": Kind("a rank's dump is not readable", "take the dump of rank {culprits} again, or read its log"),
+    "refused_dump": Kind(
+        "a rank's dump asks for more than data and was not opened",
+        "find out who wrote the dump of rank {culprits}: a genuine one holds data alone",
+    ),
     # advisory
-    "in_progress": "a call that was under way when the dumps were taken",
-    "straggler": "a rank that the others of a group often wait for",
+    "in_progress": Kind("a call that was under way when the dumps were taken"),
+    "straggler": Kind("a rank that the others of a group often wait for"),
 }
 
 LACKS_EVIDENCE = ("dump_missing", "no_entries", "unreadable_dump", "refused_dump")
-"""Kinds that say that a rank cannot be judged, not that something is wrong with it."""
+"""Kinds that mean missing evidence about a rank, not a fault of it."""
 
 
 def group_text(pg: Sequence[str]) -> str:
@@ -61,7 +130,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     role: str
-    """`culprit` or `waiting`; `sender` or `receiver` where neither can be told."""
+    """`culprit` or `waiting`; `sender` or `receiver` where it is not known which of them."""
     what: str
     frames: list[str]
     """`function (file:line)`: those of the user's code, innermost first, then a few of the libraries that it is in."""

@@ -1,4 +1,4 @@
-"""Every call of every rank, side by side: one line per call, one column per rank."""
+"""Every call of every rank: one line per call, one column per rank."""
 
 from __future__ import annotations
 

@@ -13,8 +13,9 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -52,59 +53,46 @@ def write_database(name: str, job: JobState, diagnosis: Diagnosis) -> None:
             temporary.unlink(missing_ok=True)
             with closing(sqlite3.connect(temporary)) as connection, connection:
                 connection.executescript(_SCHEMA)
-                _fill(connection, job, diagnosis)
+                for table, rows in _tables(job, diagnosis):
+                    columns = connection.execute(f"SELECT * FROM {table}").description
+                    connection.executemany(f"INSERT INTO {table} VALUES ({', '.join('?' * len(columns))})", rows)
     except (OSError, sqlite3.Error) as error:
         raise CrossrankError(f"{name}: the database cannot be written ({error}); name another file") from error
 
 
-def _fill(connection: sqlite3.Connection, job: JobState, diagnosis: Diagnosis) -> None:
-    insert = connection.executemany
-    insert(
-        "INSERT INTO ranks VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            (
-                one.rank,
-                one.path,
-                one.source,
-                one.host,
-                one.version,
-                one.ending.taken_at,
-                one.ending.reason,
-                one.ending.error,
-            )
-            for one in job.ranks.values()
-        ),
+Rows = Iterable[tuple[Any, ...]]
+
+
+def _tables(job: JobState, diagnosis: Diagnosis) -> Iterator[tuple[str, Rows]]:
+    """The rows of each table, which are taken in this order."""
+    facts = attrgetter(
+        *("rank", "path", "source", "host", "version", "ending.taken_at", "ending.reason", "ending.error")
     )
-    insert(
-        "INSERT INTO groups VALUES (?, ?, ?, ?, ?)",
-        ((group.index, group.name, group.desc, len(group.ranks), group.inferred) for group in job.groups),
-    )
-    insert(
-        "INSERT INTO memberships VALUES (?, ?)",
-        ((group.index, rank) for group in job.groups for rank in group.ranks),
-    )
+    yield "ranks", map(facts, job.ranks.values())
+    yield "groups", ((one.index, one.name, one.desc, len(one.ranks), one.inferred) for one in job.groups)
+    yield "memberships", ((group.index, rank) for group in job.groups for rank in group.ranks)
     collective_of: dict[tuple[int, int], int] = {}
-    insert("INSERT INTO collectives VALUES (?, ?, ?, ?, ?, ?, ?)", _collectives(job, collective_of))
-    insert(f"INSERT INTO calls VALUES ({', '.join('?' * 21)})", _calls(job, collective_of))
-    insert(
-        "INSERT INTO tracebacks VALUES (?, ?, ?, ?, ?)",
+    yield "collectives", _collectives(job, collective_of)
+    yield "calls", _calls(job, collective_of)
+    yield (
+        "tracebacks",
         (
             (number, depth, frame.name, frame.filename, frame.line)
             for number, stack in enumerate(job.stacks)
             for depth, frame in enumerate(stack)
         ),
     )
-    for role in ("findings", "consequences", "advisory"):
-        insert(
-            "INSERT INTO findings VALUES (?, ?, ?, ?)",
-            (
-                (position, role, finding.kind, msgspec.json.encode(finding).decode())
-                for position, finding in enumerate(getattr(diagnosis, role))
-            ),
-        )
+    yield (
+        "findings",
+        (
+            (position, role, finding.kind, msgspec.json.encode(finding).decode())
+            for role in ("findings", "consequences", "advisory")
+            for position, finding in enumerate(getattr(diagnosis, role))
+        ),
+    )
 
 
-def _collectives(job: JobState, collective_of: dict[tuple[int, int], int]) -> Iterator[tuple[Any, ...]]:
+def _collectives(job: JobState, collective_of: dict[tuple[int, int], int]) -> Rows:
     meanings = [meaning(signature) for signature in job.signatures]
     for group in job.groups:
         first: dict[int, tuple[int, int, bool]] = {}  # seq -> signature, ranks that made it, whether they fit
@@ -124,35 +112,21 @@ def _collectives(job: JobState, collective_of: dict[tuple[int, int], int]) -> It
             yield key, group.index, seq, job.signatures[number].op, len(group.ranks), made_by, fit
 
 
-def _calls(job: JobState, collective_of: dict[tuple[int, int], int]) -> Iterator[tuple[Any, ...]]:
+def _calls(job: JobState, collective_of: dict[tuple[int, int], int]) -> Rows:
     encode = msgspec.json.encode
-    texts = [(encode(one.inputs).decode(), encode(one.outputs).decode()) for one in job.signatures]
+    facts = attrgetter("op", "c10d", "peer", "root", "reduce", "tag")
+    of_signature = [
+        (*facts(one), encode(one.inputs).decode(), encode(one.outputs).decode(), one.dtype) for one in job.signatures
+    ]
     number = 0
     for rank, evidence in job.ranks.items():
         calls = evidence.calls
         for row in range(len(calls)):
-            signature = job.signatures[calls.signature[row]]
-            group = job.group_at(rank, row).index
+            group, seq, signature = job.group_at(rank, row).index, calls.number[row], calls.signature[row]
             yield (
-                number,
-                rank,
-                row,
-                calls.id[row],
-                group,
-                calls.number[row],
-                signature.op,
-                signature.c10d,
-                signature.peer,
-                signature.root,
-                signature.reduce,
-                signature.tag,
-                *texts[calls.signature[row]],
-                signature.dtype,
-                STATES[calls.state[row]],
-                calls.called[row] or None,
-                calls.began[row] or None,
-                calls.ended[row] or None,
+                *(number, rank, row, calls.id[row], group, seq, *of_signature[signature], STATES[calls.state[row]]),
+                *(calls.called[row] or None, calls.began[row] or None, calls.ended[row] or None),
                 calls.stack[row] or None,
-                None if is_p2p(signature) else collective_of.get((group, calls.number[row])),
+                None if is_p2p(job.signatures[signature]) else collective_of.get((group, seq)),
             )
             number += 1

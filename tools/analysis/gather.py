@@ -4,76 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import msgspec
-
-from crossrank.atomic_file import join
 from crossrank.errors import CrossrankError
-from crossrank.recording import COMMS, FLIGHT, Damage, list_recording, read_chunks
+from crossrank.recording import COMMS, FLIGHT, list_recording
 from crossrank.tools.analysis.diagnosis import inputs as diagnosis_inputs
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
 from crossrank.tools.analysis.diagnosis.inputs import Candidate, Failure, find_candidates
 from crossrank.tools.job import sources
 from crossrank.tools.job.collectives import Collectives, match_collectives
-from crossrank.tools.job.from_replay import JSON
 from crossrank.tools.job.job import Job
 from crossrank.tools.job.sources import Found, Task
 from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.traces.discover import discover
 from crossrank.tools.traces.rank_trace import RankTrace
-
-
-class Percentiles(msgspec.Struct, kw_only=True):
-    """Over the passes."""
-
-    p50: float
-    p95: float
-
-
-class ReplayedRow(msgspec.Struct, kw_only=True):
-    """Calls of one operation, group and size, as the replay measured them."""
-
-    op: str
-    pg: str
-    ranks: int
-    size_to: int
-    calls: int
-    time_us: Percentiles
-    waiting_us: Percentiles
-    busbw_gb_per_s: Percentiles | None = None
-
-
-class ReplayedCheck(msgspec.Struct, kw_only=True):
-    """What `--check` found."""
-
-    tensors: int
-    failures: list[Any]
-
-
-class ReplayedComparison(msgspec.Struct, kw_only=True):
-    """The replay beside its recording."""
-
-    calls: int
-    without_time: int
-    replayed_end_to_end_us: float
-    error_p50: float | None = None
-    error_p95: float | None = None
-    recorded_end_to_end_us: float | None = None
-
-
-class Replayed(msgspec.Struct, kw_only=True):
-    """What the page shows of `replay.json`."""
-
-    schema: str
-    source: str
-    share_of_calls: float
-    devices: dict[str, int]
-    end_to_end_us: Percentiles
-    rows: list[ReplayedRow]
-    check: ReplayedCheck | None = None
-    comparison: ReplayedComparison | None = None
+from crossrank.tools.traces.replayed import JSON, Report, read_report
 
 
 @dataclass
@@ -86,7 +31,7 @@ class Material:
     diagnosis: Diagnosis | None
     """None where nothing could be diagnosed; then `diagnosis_problem` says why."""
     diagnosis_problem: str
-    replay: Replayed | None
+    replay: Report | None
     """Where a replay of the run is given."""
     skipped: list[str]
 
@@ -98,7 +43,7 @@ class Plan:
     inputs: list[str]
     times: Found
     candidates: list[Candidate]
-    replay: Replayed | None
+    replay: Report | None
 
     @property
     def items(self) -> list[Task | Candidate]:
@@ -115,8 +60,8 @@ def plan(paths: Sequence[str], replay: str | None, source: str | None = None) ->
         inputs=list(paths),
         times=found,
         candidates=candidates,
-        # Read at once: a wrong one is told before the work on the ranks.
-        replay=_replay(folder) if folder is not None else None,
+        # Read at once: a wrong one is reported before the work on the ranks.
+        replay=read_report(folder) if folder is not None else None,
     )
 
 
@@ -175,20 +120,3 @@ def _diagnose(candidates: list[Candidate], results: list[RankTrace | Failure]) -
         return diagnose(evidence)[0], ""
     except CrossrankError as error:
         return None, str(error)
-
-
-def _replay(folder: str) -> Replayed:
-    path = join(folder, JSON) if not folder.endswith(".json") else folder
-    damage = Damage(path)
-    content = b"".join(read_chunks(path, damage))
-    try:
-        if damage.problems:
-            raise msgspec.DecodeError(damage.problems[0])
-        replay = msgspec.json.decode(content, type=Replayed)
-        if not replay.schema.startswith("crossrank-replay"):
-            raise msgspec.DecodeError("no schema of a replay in it")
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CrossrankError(
-            f"{path}: is no result of crossrank replay ({error}); name the folder given to its -o"
-        ) from error
-    return replay

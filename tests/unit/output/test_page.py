@@ -1,0 +1,190 @@
+"""Pages: what they say, whatever the texts in it are, and what charts are drawn from."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import msgspec
+import pytest
+
+from crossrank.replay.results.report import make_report
+from crossrank.tools.analysis.diagnosis.findings import Diagnosis, Finding, GroupStragglers, Place
+from crossrank.tools.output import page as pages
+from crossrank.tools.output.charts import Rate, bandwidth_chart, labels
+from crossrank.tools.output.console import table_of
+from crossrank.tools.output.diagnosis.page import Cell, diagnosis_page, merge_cells
+from crossrank.tools.output.replay import replay_page
+from crossrank.tools.output.report import report_page
+from crossrank.tools.traces.replayed import Check, CheckFailure, Report, Settings
+from tests.unit.analysis.test_figures import figures_of, late_job
+from tests.unit.replay.test_measure import job
+
+EVIL = "<b onclick=x>\x1b[2J</script>&"
+SHOWN = "<b onclick=x>\\x1b[2J</script>&"
+KEPT = ("kind", "verdict", "role", "schema")
+"""Fields whose texts are the program's own."""
+
+
+class Parsed(HTMLParser):
+    """Tags, texts and attributes of a page."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.texts = ""
+        self.attributes: set[str] = set()
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+    def handle_data(self, data: str) -> None:
+        self.texts += data
+
+
+def spoiled(value: Any) -> Any:
+    """`value` with a hostile text in the place of every text, and in the names of dictionaries that come from files."""
+    if isinstance(value, dict):
+        return {name: one if name in KEPT else spoiled(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [spoiled(one) for one in value]
+    return EVIL if isinstance(value, str) else value
+
+
+def a_diagnosis() -> Diagnosis:
+    place = Place(rank=1, role="culprit", what="its last call", frames=["step (train.py:1)"])
+    pg: dict[str, Any] = {"pg": ["0", "world"], "pg_ranks": [0, 1]}
+    root = Finding(kind="missing_rank", op="all_reduce", collective_seq_id=4, culprit_ranks=[1], places=[place], **pg)
+    waits = dict.fromkeys(("p50", "p95", "max", "total"), 1.0)
+    late = GroupStragglers(collectives=3, last_rank=1, last_share=2 / 3, max_rank=1, wait_ms=waits, late_ms={}, **pg)
+    return Diagnosis(
+        verdict="error",
+        world_size=2,
+        ranks=[0, 1],
+        suspect_ranks=[1],
+        findings=[root],
+        consequences=[Finding(kind="p2p_unmatched", op="recv", p2p_seq_id=2, waiting_ranks=[0], because_of=0, **pg)],
+        advisory=[Finding(kind="straggler", text="rank 1 comes last", **pg)],
+        stragglers=[late],
+        notes=["a note"],
+        counts={"collectives": 3, "calls": 6, "groups": 1},
+    )
+
+
+def a_report() -> Report:
+    plan, results = job()
+    plan.ranks[0].calls[0].took_ns = plan.ranks[1].calls[0].took_ns = 800
+    report, _ = make_report(plan, Settings(backend="gloo", device="cpu"), results, what_if={}, variables={"A": "1"})
+    wrong = CheckFailure(rank=0, call=1, op="all_reduce", pg="0", tensor=0, element=2, elements=3, expected=1, got=2)
+    report.check = Check(tensors=5, failures=[wrong])
+    report.substitutes, report.notes, report.damage = {EVIL: 2}, ["a note"], ["a torn file"]
+    return report
+
+
+def hostile_pages() -> dict[str, str]:
+    diagnosis = msgspec.convert(spoiled(msgspec.to_builtins(a_diagnosis())), Diagnosis)
+    report = msgspec.convert(spoiled(msgspec.to_builtins(a_report())), Report)
+    figures = figures_of(*late_job())
+    figures.diagnosis, figures.replay = diagnosis, report
+    figures.notes, figures.about, figures.inputs = [EVIL], {EVIL: EVIL}, [EVIL]
+    figures.matrix.groups, figures.traffic.labels, figures.sources[0].source = [EVIL], [EVIL, "b"], EVIL
+    for row in figures.bandwidth.rows:
+        row.pg = row.op = EVIL
+    return {
+        "diagnosis": diagnosis_page(diagnosis),
+        "replay": replay_page(report),
+        "report": report_page(figures),
+    }
+
+
+def test_a_text_of_a_file_is_shown_as_it_is_on_every_page() -> None:
+    for name, html in hostile_pages().items():
+        parsed = Parsed(html)
+        assert parsed.texts.count(SHOWN) > 8, name
+        assert "\x1b" not in html, name
+        assert "onclick" not in parsed.attributes, name
+        assert parsed.tags.count("script") == {"diagnosis": 0}.get(name, 3), name
+
+
+def test_texts_in_charts_are_no_html() -> None:
+    data = re.search(r'<script type="application/json" id="charts">(.*?)</script>', hostile_pages()["report"])
+    assert data is not None
+    charts = json.loads(data[1])
+    escaped = "&lt;b onclick=x&gt;\\x1b[2J&lt;/script&gt;&amp;"
+    assert charts["matrix"]["traces"][0]["x"] == [escaped]
+    assert charts["sizes"]["traces"][0]["name"] == escaped
+    assert charts["replayed-sizes"]["traces"][0]["name"] == escaped
+
+
+def test_a_diagnosis_says_on_a_page_what_it_says_in_the_console() -> None:
+    texts = " ".join(Parsed(diagnosis_page(a_diagnosis())).texts.split())
+    for said in (
+        "Verdict: error 2 of 2 ranks read; 3 collectives, 6 calls on 1 group(s) compared. Suspects: rank 1.",
+        "1. missing_rank: a rank has not made a collective that the others wait in",
+        "call all_reduce #4 of group world [0] (rank 0-1)",
+        "culprit rank 1",
+        "rank 1, culprit its last call step (train.py:1)",
+        "1 more call(s) in which ranks wait because of it",
+        "recv p2p #2 world [0] 0 ?",
+        "straggler on world [0]: rank 1 comes last",
+        "world [0] 0-1 3 rank 1 66.6 % 1 ms 1 ms 1 ms 1 ms rank 1",
+    ):
+        assert said.replace(" ", "") in texts.replace(" ", ""), said
+
+
+def test_a_replay_says_on_a_page_how_much_was_replayed_and_what_was_wrong() -> None:
+    texts = " ".join(Parsed(replay_page(a_report())).texts.split())
+    for said in (
+        "2 ranks with gloo on host (2); 5 passes after 2 to warm up, pace fast; torch 2.13.0",
+        "100.0 % of the calls replayed: 2 of 2",
+        "wrong 5 results checked",
+        "damaged: a torn file",
+        "all_reduce 0 2 ≤4 KiB 1 1.0 1.0 1.0",
+        "Relative error over 2 calls: 31.2 % median",
+        "0 1 all_reduce 0 0 2 3 1 2",
+    ):
+        assert said.replace(" ", "") in texts.replace(" ", ""), said
+
+
+def test_without_plotly_a_page_says_that_it_has_no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "_plotly", lambda: "")
+    parsed = Parsed(replay_page(a_report()))
+    assert "Charts are missing: they need plotly (pip install 'crossrank[report]')." in parsed.texts
+    assert "script" not in parsed.tags
+
+
+def test_ranks_of_a_large_job_share_cells() -> None:
+    cells = [Cell(str(rank), "bad" if rank == 700 else "", "") for rank in range(1025)]
+    assert [cell.text for cell in merge_cells(cells)] == ["0-699", "700", "701-1024"]
+    assert merge_cells(cells[:1024]) == cells[:1024]
+
+
+def test_a_table_says_how_many_rows_it_leaves_out() -> None:
+    table = table_of([1, 2, 3], [("#n", lambda one: one)], limit=2)
+    assert (table.rows, table.more) == ([[1], [2]], "… and 1 more: --json has all")
+    assert table_of([1, 2], [("#n", lambda one: one)], limit=2).more == ""
+
+
+def test_labels_are_cut_short_unless_two_would_be_the_same() -> None:
+    long = "x" * 40
+    assert labels([long, "y"]) == ["x" * 33 + "…", "y"]
+    assert labels([f"{long}1", f"{long}2"]) == [f"{long}1", f"{long}2"]
+
+
+def test_bandwidths_are_one_series_per_operation_by_size() -> None:
+    rates = [
+        Rate("all_reduce", 2e6, low=1, busbw=3, high=4, text="b", is_bound=True),
+        Rate("all_gather", 1e3, low=1, busbw=2, high=2, text="c", is_bound=False),
+        Rate("all_reduce", 1e6, low=2, busbw=2, high=2, text="a", is_bound=False),
+    ]
+    chart = bandwidth_chart("rates", rates, line_rates=[50.0])
+    reduce, gather = chart.traces
+    assert (reduce["x"], reduce["y"], reduce["text"]) == ([1e6, 2e6], [2, 3], ["a<br>2 GB/s", "b<br>3 GB/s"])
+    assert (reduce["error_y"]["array"], reduce["error_y"]["arrayminus"]) == ([0, 1], [0, 2])
+    assert reduce["marker"]["symbol"] == ["circle", "circle-open"]
+    assert (reduce["name"], gather["name"]) == ("all_reduce", "all_gather")
+    assert [shape["y0"] for shape in chart.layout["shapes"]] == [50.0]

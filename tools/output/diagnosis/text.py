@@ -1,0 +1,194 @@
+"""A diagnosis as text for people: what happened, who, where in the code, and what to look at next."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from crossrank.text import milliseconds, percent, printable, rank_ranges
+from crossrank.tools.analysis.diagnosis.findings import (
+    KINDS,
+    Diagnosis,
+    Finding,
+    GroupStragglers,
+    Place,
+    call_text,
+    group_text,
+)
+from crossrank.tools.output.console import Table, table_of
+
+_ROWS = 12
+_FRAMES = 16
+_AFTER_EXCEPTION = "look at the log of rank {culprits}: the exception there is the cause"
+_VERDICTS = {
+    "ok": "no fault found",
+    "error": "a fault was found",
+    "incomplete": "ranks without a usable dump; the others show no other fault",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filter:
+    """Which ranks and groups, by name or description, are shown; None = all."""
+
+    ranks: Collection[int] | None = None
+    groups: Collection[str] | None = None
+
+    def takes(self, pg: Sequence[str], ranks: Collection[int]) -> bool:
+        """Whether something that is about a group and these ranks is shown."""
+        return (self.ranks is None or not set(self.ranks).isdisjoint(ranks)) and (
+            self.groups is None or not set(self.groups).isdisjoint(pg)
+        )
+
+    def takes_finding(self, finding: Finding) -> bool:
+        ranks = {*finding.culprit_ranks, *finding.waiting_ranks, *(place.rank for place in finding.places)}
+        return self.takes(finding.pg, ranks)
+
+    @property
+    def text(self) -> str:
+        ranks = [f"rank {rank_ranges(sorted(self.ranks))}"] if self.ranks is not None else []
+        return " and ".join(ranks + ([f"group {', '.join(self.groups)}"] if self.groups is not None else []))
+
+
+# --- what the console and the page have in common --------------------------------------------------------------------
+
+
+def facts(finding: Finding) -> Iterator[tuple[str, str]]:
+    """(name, value): the call, who is the culprit, who waits, what happened, what to do next."""
+    yield "call", f"{finding_call(finding)} of group {finding_group(finding)}"
+    if finding.culprit_ranks:
+        yield "culprit", f"rank {rank_ranges(finding.culprit_ranks)}"
+    elif finding.kind not in ("raised", "all_joined_not_completed", "p2p_size_mismatch", "p2p_wait_cycle"):
+        yield "culprit", "nobody: there is no majority to say who is the odd one"
+    if finding.waiting_ranks:
+        yield "waiting", f"rank {rank_ranges(finding.waiting_ranks)}"
+    if finding.text:
+        yield "what", finding.text
+    yield "next", next_step(finding)
+
+
+def next_step(finding: Finding) -> str:
+    """What a person does next about a finding."""
+    kind = KINDS[finding.kind]
+    step = kind.next_step
+    if kind.without_gpu and finding.exception is not None:
+        step = _AFTER_EXCEPTION
+    elif kind.without_gpu and "nccl" not in finding.backend:
+        step = kind.without_gpu
+    return step.format(culprits=rank_ranges(finding.culprit_ranks or finding.waiting_ranks) or "in question")
+
+
+def finding_call(finding: Finding) -> str:
+    """`all_reduce #4`, `send p2p #4`."""
+    if finding.collective_seq_id is None and finding.p2p_seq_id is not None:
+        return f"{finding.op} p2p #{finding.p2p_seq_id}".strip()
+    return call_text(finding.op, finding.collective_seq_id).strip() or "none in particular"
+
+
+def finding_group(finding: Finding) -> str:
+    return f"{group_text(finding.pg)} (rank {rank_ranges(finding.pg_ranks)})"
+
+
+def compared_text(diagnosis: Diagnosis) -> str:
+    counts = diagnosis.counts
+    return f"{counts['collectives']:,} collectives, {counts['calls']:,} calls on {counts['groups']} group(s)"
+
+
+def clocks_text(diagnosis: Diagnosis) -> str:
+    """What the waits in the table of stragglers rest on."""
+    text = "wait: from the first rank's call to the last's, by when the CPUs made the calls"
+    if diagnosis.clocks is None:
+        return text
+    residual = diagnosis.clocks.residual_ms
+    return f"{text}; {diagnosis.clocks.note}" + (f"; at worst {milliseconds(residual)} contradict" if residual else "")
+
+
+def stragglers_table(rows: Sequence[GroupStragglers], limit: int) -> Table:
+    return table_of(
+        rows,
+        (
+            ("group", lambda row: group_text(row.pg)),
+            ("ranks", lambda row: rank_ranges(row.pg_ranks)),
+            ("#collectives", lambda row: row.collectives),
+            ("last most often", lambda row: f"rank {row.last_rank}"),
+            ("#of them", lambda row: percent(row.last_share)),
+            ("#wait p50", lambda row: milliseconds(row.wait_ms["p50"])),
+            ("#p95", lambda row: milliseconds(row.wait_ms["p95"])),
+            ("#total", lambda row: milliseconds(row.wait_ms["total"])),
+            ("#max", lambda row: milliseconds(row.wait_ms["max"])),
+            ("by", lambda row: f"rank {row.max_rank}"),
+        ),
+        limit=limit,
+    )
+
+
+# --- the console -----------------------------------------------------------------------------------------------------
+
+
+def print_diagnosis(diagnosis: Diagnosis, chosen: Filter | None = None) -> None:
+    """Print what `chosen` takes: a finding with all that follows from it, where it or any of that is taken."""
+    chosen = chosen or Filter()
+    print(f"verdict    {diagnosis.verdict}: {_VERDICTS[diagnosis.verdict]}")
+    print(f"ranks      {len(diagnosis.ranks)} of {diagnosis.world_size} read ({rank_ranges(diagnosis.ranks)})")
+    print(f"compared   {compared_text(diagnosis)}")
+    if diagnosis.suspect_ranks:
+        print(f"suspects   rank {rank_ranges(diagnosis.suspect_ranks)}")
+    shown = {index for index, finding in enumerate(diagnosis.findings) if chosen.takes_finding(finding)}
+    shown |= {
+        one.because_of for one in diagnosis.consequences if one.because_of is not None and chosen.takes_finding(one)
+    }
+    for index in sorted(shown):
+        _print_root(index, diagnosis.findings[index], diagnosis)
+    if len(shown) < len(diagnosis.findings):
+        print(f"\n{len(diagnosis.findings) - len(shown)} finding(s) are not about {printable(chosen.text)}")
+    for finding in list(filter(chosen.takes_finding, diagnosis.advisory))[:_ROWS]:
+        print(f"\nnote       {finding.kind} on {printable(finding_group(finding))}: {printable(finding.text)}")
+    stragglers = [row for row in diagnosis.stragglers if chosen.takes(row.pg, row.pg_ranks)]
+    if stragglers:
+        stragglers_table(stragglers, _ROWS).print("Who comes last")
+        print(f"  {clocks_text(diagnosis)}")
+    for note in diagnosis.notes[:_ROWS]:
+        print(f"\nnote       {printable(note)}")
+    if len(diagnosis.notes) > _ROWS:
+        print(f"\n… and {len(diagnosis.notes) - _ROWS} more notes: --json has all")
+
+
+def _print_root(index: int, finding: Finding, diagnosis: Diagnosis) -> None:
+    print(f"\n{index + 1}. {finding.kind}: {KINDS[finding.kind].meaning}")
+    for name, text in facts(finding):
+        print(f"   {name:<12} {printable(text)}")
+    _print_places(finding.places)
+    follow = [one for one in diagnosis.consequences if one.because_of == index]
+    if not follow:
+        return
+    waiting = sorted({rank for one in follow for rank in one.waiting_ranks})
+    print(f"   {'follows':<12} {len(follow)} more call(s) in which rank {rank_ranges(waiting)} wait because of it:")
+    for one in follow[:_ROWS]:
+        print(
+            f"   {'':<12} rank {rank_ranges(one.waiting_ranks)} in {printable(finding_call(one))} of "
+            f"{printable(finding_group(one))}, for rank {rank_ranges(one.culprit_ranks) or '?'}"
+        )
+    if len(follow) > _ROWS:
+        print(f"   {'':<12} … and {len(follow) - _ROWS} more: --json has all")
+
+
+def _print_places(places: Sequence[Place]) -> None:
+    """Stacks side by side where the terminal is wide enough, below each other otherwise."""
+    if not places:
+        return
+    width = shutil.get_terminal_size((160, 24)).columns if sys.stdout.isatty() else 160
+    columns = [[f"rank {place.rank}, {place.role}: {place.what}", *place.frames[:_FRAMES]] for place in places]
+    columns = [[printable(line) for line in column] for column in columns]
+    half = (width - 3) // 2 - 2
+    if len(columns) == 2 and max(map(len, columns[0])) <= half:
+        left = max(map(len, columns[0]))
+        for one, other in zip_longest(*columns, fillvalue=""):
+            print(f"   {one:<{left}}   {other}".rstrip())
+        return
+    for column in columns:
+        print(f"   {column[0]}")
+        for line in column[1:]:
+            print(f"     {line}")

@@ -1,0 +1,67 @@
+"""One HTML file that works from disk without a network, filled into a template of `pages/`.
+
+Texts may come from files: all are escaped, and what is not printable is shown as an escape.
+"""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import jinja2
+import markupsafe
+import orjson
+
+from crossrank.text import amount, microseconds, milliseconds, percent, printable, rank_ranges
+from crossrank.tools.analysis.diagnosis.findings import group_text
+from crossrank.tools.output.charts import Chart
+from crossrank.tools.output.diagnosis.text import clocks_text, compared_text, facts, finding_call
+from crossrank.tools.output.replay import comparison_text
+
+_TEMPLATES = Path(__file__).with_name("pages")
+_FILTERS = {
+    "amount": amount,
+    "call": finding_call,
+    "clocks": clocks_text,
+    "compared": compared_text,
+    "comparison": comparison_text,
+    "facts": facts,
+    "group": group_text,
+    "ms": milliseconds,
+    "number": lambda count: f"{count:,}",
+    "percent": percent,
+    "ranks": rank_ranges,
+    "us": microseconds,
+}
+
+
+def render(template: str, charts: Sequence[Chart] = (), **shown: object) -> str:
+    """The whole file. Without plotly it has no charts, and says so."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: printable(value) if type(value) is str else value,
+    )
+    environment.filters.update(_FILTERS)
+    by_id = {chart.id: chart for chart in charts}
+    # Nothing in the JSON ends the script element that it stands in.
+    data = orjson.dumps(by_id).replace(b"<", b"\\u003c").decode()
+    scripts = {"plotly": _plotly() if charts else "", "data": data}
+    shown |= {name: markupsafe.Markup(text) for name, text in scripts.items()}
+    return environment.get_template(template).render(charts=by_id, **shown) + "\n"
+
+
+@lru_cache
+def _plotly() -> str:
+    """The library that draws the charts, deflated, in base64; empty where it is not installed."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        return ""
+    return base64.b64encode(zlib.compress(get_plotlyjs().encode())).decode()

@@ -1,0 +1,163 @@
+"""What a replay measured: tables for the console and pages, a page of its own, and the sections of the report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from crossrank.text import microseconds, milliseconds, percent, plural, printable, significant, size_text
+from crossrank.tools.output.charts import Rate, bandwidth_chart
+from crossrank.tools.output.console import Table, table_of
+from crossrank.tools.traces.replayed import JSON, Check, Comparison, Percentiles, Report, Row
+
+_ON_CONSOLE = 24
+
+
+def rows_table(rows: list[Row], limit: int) -> Table:
+    return table_of(
+        rows,
+        (
+            ("operation", lambda row: row.op),
+            ("group", lambda row: row.pg),
+            ("#ranks", lambda row: row.ranks),
+            ("size", lambda row: size_text(row.size_to)),
+            ("#calls", lambda row: row.calls),
+            ("#time p50", lambda row: microseconds(row.time_us.p50)),
+            ("#p95", lambda row: microseconds(row.time_us.p95)),
+            ("#p99 us", lambda row: microseconds(row.time_us.p99)),
+            ("#issue us", lambda row: microseconds(row.issue_us.p50)),
+            ("#waiting us", lambda row: microseconds(row.waiting_us.p50)),
+            ("#algbw", lambda row: _median(row.algbw_gb_per_s)),
+            ("#busbw GB/s", lambda row: _median(row.busbw_gb_per_s)),
+        ),
+        limit=limit,
+        more=f"{JSON} has all (-o)",
+    )
+
+
+def _median(rates: Percentiles | None) -> str:
+    return significant(None if rates is None else rates.p50)
+
+
+def comparison_table(comparison: Comparison, limit: int) -> Table:
+    return table_of(
+        comparison.rows,
+        (
+            ("operation", lambda row: row.op),
+            ("size", lambda row: size_text(row.size_to)),
+            ("#calls", lambda row: row.calls),
+            ("#recorded us", lambda row: microseconds(row.recorded_us)),
+            ("#replayed us", lambda row: microseconds(row.replayed_us)),
+            ("#ratio", lambda row: f"{row.ratio:.2f}"),
+            ("#error p50", lambda row: percent(row.error_p50)),
+            ("#p95", lambda row: percent(row.error_p95)),
+            ("#collective recorded us", lambda row: microseconds(row.collective_recorded_us)),
+            ("#replayed us", lambda row: microseconds(row.collective_replayed_us)),
+            ("#error p50", lambda row: percent(row.collective_error_p50)),
+        ),
+        limit=limit,
+        more=f"{JSON} has all (-o)",
+    )
+
+
+def failures_table(check: Check, limit: int) -> Table:
+    return table_of(
+        check.failures,
+        (
+            ("#rank", lambda one: one.rank),
+            ("#call id", lambda one: one.call),
+            ("operation", lambda one: one.op),
+            ("group", lambda one: one.pg),
+            ("#tensor", lambda one: one.tensor),
+            ("#first element", lambda one: one.element),
+            ("#wrong", lambda one: one.elements),
+            ("#expected", lambda one: f"{one.expected:g}"),
+            ("#got", lambda one: f"{one.got:g}"),
+        ),
+        limit=limit,
+        more=f"{JSON} has all (-o)",
+    )
+
+
+def comparison_text(comparison: Comparison) -> str:
+    text = (
+        f"Relative error over {comparison.calls:,} calls: {percent(comparison.error_p50)} median, "
+        f"{percent(comparison.error_p95)} at p95; {comparison.without_time:,} call(s) have no recorded time"
+    )
+    if comparison.recorded_end_to_end_us is None:
+        return text
+    recorded, replayed = comparison.recorded_end_to_end_us, comparison.replayed_end_to_end_us
+    return f"{text}. End to end {milliseconds(recorded / 1000)} recorded (with computation), " + (
+        f"{milliseconds(replayed / 1000)} replayed"
+    )
+
+
+# --- the console -----------------------------------------------------------------------------------------------------
+
+
+def print_report(report: Report) -> None:
+    """The tables of one replay."""
+    for text, count in report.substitutes.items():
+        print(f"  instead: {count:,} call(s): {printable(text)}")
+    settings = report.settings
+    rows_table(report.rows, _ON_CONSOLE).print(
+        f"Replayed with {settings.backend}, {settings.repeats} passes after {settings.warmup} to warm up"
+    )
+    late = sum(row.late_ends for row in report.rows)
+    if late:
+        print(f"  of {late:,} call(s) only the end of their wait is known: upper bounds of time, and no bandwidth")
+    end = report.end_to_end_us
+    print(
+        f"\nEnd to end {milliseconds(end.p50 / 1000)} per pass (p95 {milliseconds(end.p95 / 1000)}); "
+        f"{report.cpu_us_per_call:.1f} us CPU per call and rank; time is from the last arrival to the last end"
+        + (f"; clocks agree within {report.clock_error_us:.0f} us" if report.clock_error_us else "")
+    )
+    if report.comparison is not None:
+        comparison_table(report.comparison, _ON_CONSOLE).print(
+            "Replayed against recorded: completion of each rank's calls, and the collectives themselves; medians"
+        )
+        if any(row.collective_recorded_us is None for row in report.comparison.rows):
+            print("  - where the recorded times do not give that of the collective: a root or a sender may end early")
+        print(f"\n{comparison_text(report.comparison)}")
+        print(f"The recording was made under a profiler or torch's watch, the replay at pace {settings.pace}")
+    elif not report.what_if:
+        print("The recording has no durations to compare with; `crossrank link` gives them to the calls of a window")
+    if report.check is not None and report.check.failures:
+        title = f"Wrong results ({len(report.check.failures)} of {report.check.tensors:,} checked)"
+        failures_table(report.check, _ON_CONSOLE).print(title)
+    elif report.check is not None:
+        print(f"\nChecked: all {report.check.tensors:,} results are right")
+
+
+# --- pages -----------------------------------------------------------------------------------------------------------
+
+
+def shown(report: Report, limit: int) -> dict[str, Any]:
+    """What the macro `replay_sections` takes; of each table `limit` rows."""
+    rates = [
+        Rate(
+            op=row.op,
+            size=row.bytes / row.calls,
+            low=row.busbw_gb_per_s.p95,  # at the p95 of the time
+            busbw=row.busbw_gb_per_s.p50,
+            high=row.busbw_gb_per_s.p50,
+            text=f"{row.op} on {row.pg} ({plural(row.ranks, 'rank')}), {size_text(row.size_to)}, "
+            + plural(row.calls, "call"),
+            is_bound=bool(row.late_ends),
+        )
+        for row in report.rows[:limit]
+        if row.busbw_gb_per_s is not None and row.busbw_gb_per_s.p50 > 0 and row.calls > 0 and row.bytes > 0
+    ]
+    return {
+        "report": report,
+        "chart": bandwidth_chart("replayed-sizes", rates),
+        "rows": rows_table(report.rows, limit),
+        "compared": comparison_table(report.comparison, limit) if report.comparison else None,
+        "failures": failures_table(report.check, limit) if report.check else None,
+    }
+
+
+def replay_page(report: Report) -> str:
+    from crossrank.tools.output.page import render
+
+    parts = shown(report, limit=200)
+    return render("replay.html", [parts["chart"]], shown=parts)

@@ -1,0 +1,131 @@
+"""The page of `crossrank report`: charts and tables of its figures, for the template `report.html`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import log10
+
+from crossrank.text import amount, milliseconds, plural, printable
+from crossrank.tools.analysis.bandwidth import Bandwidth
+from crossrank.tools.analysis.figures import Figures, Matrix
+from crossrank.tools.analysis.traffic import Traffic
+from crossrank.tools.analysis.waiting import Steps, Waiting
+from crossrank.tools.output import charts as draw
+from crossrank.tools.output import replay
+from crossrank.tools.output.bandwidth import KEYS, bandwidth_table
+from crossrank.tools.output.charts import CATEGORIES, Chart, axis, from_zero
+from crossrank.tools.output.diagnosis import page as diagnosis
+from crossrank.tools.output.page import render
+
+_FINDINGS = 12
+_ROWS = 40
+"""Rows of the tables of bandwidth; the JSON has all."""
+
+
+def report_page(figures: Figures) -> str:
+    """The whole page."""
+    replayed = replay.shown(figures.replay, limit=_ROWS) if figures.replay is not None else None
+    keys = [KEYS["op"], ("group", lambda row: row.pg), KEYS["locality"], KEYS["size"]]
+    more = "crossrank bandwidth has all"
+    charts = [*_charts(figures), *([replayed["chart"]] if replayed else [])]
+    return render(
+        "report.html",
+        charts,
+        figures=figures,
+        rows=bandwidth_table(figures.bandwidth, keys, _ROWS, more=more, id="size-table", choices=3),
+        diagnosis=figures.diagnosis and diagnosis.shown(figures.diagnosis, limit=_FINDINGS),
+        replay=replayed,
+    )
+
+
+def _charts(figures: Figures) -> Iterator[Chart]:
+    is_timed = bool(figures.bandwidth.timed_collectives)
+    yield _matrix(figures.matrix, is_timed)
+    yield _traffic(figures.traffic)
+    if is_timed:
+        yield _bandwidth(figures.bandwidth)
+    if figures.waiting is not None:
+        yield from _waiting(figures.waiting)
+    if figures.steps is not None:
+        yield _steps(figures.steps)
+
+
+def _matrix(matrix: Matrix, is_timed: bool) -> Chart:
+    def in_ms(values: list[list[float]]) -> draw.Trace:
+        return from_zero(values) | {"text": [[milliseconds(one) if one else "" for one in row] for row in values]}
+
+    sizes = [
+        [amount(size, unsized) if size or unsized else "" for size, unsized in zip(*rows, strict=True)]
+        for rows in zip(matrix.bytes, matrix.unsized, strict=True)
+    ]
+    counts = [[f"{count:,}" if count else "" for count in row] for row in matrix.calls]
+    views = {"Bytes": from_zero(matrix.bytes) | {"text": sizes}, "Calls": from_zero(matrix.calls) | {"text": counts}}
+    if is_timed:
+        views |= {"Time": in_ms(matrix.time_ms), "Waiting": in_ms(matrix.waiting_ms)}
+    groups, hover = draw.labels(matrix.groups), "%{y}, %{x}<br>%{text}"
+    cells = "%{text}" if len(groups) <= 12 else ""
+    trace = draw.heatmap(groups, matrix.ops, hover, texttemplate=cells, showscale=False)
+    # Names that are too long to stand side by side are turned.
+    height = 110 + 34 * len(matrix.ops) + (110 if sum(map(len, groups)) > 150 else 0)
+    return Chart(id="matrix", height=height, traces=[trace], layout=CATEGORIES, views=views)
+
+
+def _traffic(traffic: Traffic) -> Chart:
+    logarithms = [[log10(one) if one > 0 else None for one in row] for row in traffic.bytes]
+    names, texts = draw.labels(traffic.labels), [[amount(one) for one in row] for row in traffic.bytes]
+    return Chart(
+        id="traffic-map",
+        height=max(320, min(640, 160 + 14 * len(names))),
+        traces=[draw.heatmap(names, traffic.labels, "%{y} → %{x}<br>%{text}", text=texts, showscale=False)],
+        layout={"xaxis": axis("to", type="category"), "yaxis": CATEGORIES["yaxis"] | axis("from")},
+        views={"Linear": from_zero(traffic.bytes), "Logarithmic": {"z": logarithms, "zmin": None, "zmax": None}},
+    )
+
+
+def _bandwidth(result: Bandwidth) -> Chart:
+    rates = [
+        draw.Rate(
+            op=row.op or "",
+            size=row.bytes / row.collectives,
+            low=row.busbw_gb_per_s["p5"],
+            busbw=row.busbw_gb_per_s["p50"],
+            high=row.busbw_gb_per_s["p95"],
+            text=f"{row.op}, {row.pg}, {amount(row.bytes / row.collectives)} each, "
+            + plural(row.collectives, "collective")
+            + (f", {plural(row.upper_bounds, 'upper bound')} of time" if row.upper_bounds else ""),
+            is_bound=bool(row.upper_bounds),
+            choices=[printable(str(one)) for one in (row.op, row.pg, row.locality)],
+        )
+        for row in result.rows
+        if row.busbw_gb_per_s is not None and row.bytes
+    ]
+    line_rates = sorted({row.line_rate_gb_per_s for row in result.rows if row.line_rate_gb_per_s})
+    return draw.bandwidth_chart("sizes", rates, "size-table", line_rates)
+
+
+def _waiting(waiting: Waiting) -> Iterator[Chart]:
+    few = {"dtick": 1} if len(waiting.bins) < 12 else {}
+    bins = axis(waiting.axis, **({"tickformat": "d", **few} if waiting.axis == "iteration" else {}))
+    lines = [
+        draw.line("p50", waiting.bins, waiting.p50_us, "us"),
+        draw.line("p95", waiting.bins, waiting.p95_us, "us"),
+        draw.line("max", waiting.bins, waiting.max_us, "us", dash="dot"),
+    ]
+    layout = {"xaxis": bins, "yaxis": axis("waiting, us", rangemode="tozero")}
+    yield Chart(id="waiting-lines", height=280, traces=lines, layout=layout)
+    cells = draw.heatmap(waiting.bins, waiting.rows, "%{y}, %{x}<br>%{z:,.1f} us", z=waiting.mean_us, zmin=0)
+    cells["colorbar"] = {"title": {"text": "mean, us"}}
+    height = max(200, min(640, 130 + 16 * len(waiting.rows)))
+    yield Chart(id="waiting-map", height=height, traces=[cells], layout=CATEGORIES | {"xaxis": bins})
+
+
+def _steps(steps: Steps) -> Chart:
+    band = {"type": "scatter", "mode": "lines", "x": steps.step, "line": {"width": 0}, "hoverinfo": "skip"}
+    fill = {"fill": "tonexty", "fillcolor": "rgba(80, 130, 210, 0.25)", "name": "fastest to slowest rank"}
+    traces = [
+        draw.line("median", steps.step, steps.p50_ms, "ms"),
+        band | {"y": steps.most_ms, "showlegend": False},
+        band | {"y": steps.least_ms} | fill,
+    ]
+    layout = {"xaxis": axis("iteration", tickformat="d"), "yaxis": axis("ms", rangemode="tozero")}
+    return Chart(id="steps-chart", height=280, traces=traces, layout=layout)

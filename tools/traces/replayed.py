@@ -1,0 +1,222 @@
+"""The form of `replay.json`: what a replay was asked to do, and what it measured; `replay.csv` has every call.
+
+Durations of rows are in us, bandwidths in GB/s (1e9 bytes), sizes are S of nccl-tests.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+import crossrank
+from crossrank.atomic_file import join
+from crossrank.comm import Int
+from crossrank.errors import CrossrankError
+from crossrank.recording import Damage, read_chunks
+
+CSV, JSON = "replay.csv", "replay.json"
+
+
+class Percentiles(msgspec.Struct, kw_only=True, frozen=True):
+    """Of a bandwidth, that of the p50, p95 and p99 of the time: it is smaller at p95."""
+
+    p50: float
+    p95: float
+    p99: float
+
+
+class Settings(msgspec.Struct, kw_only=True, frozen=True):
+    """How a plan is run."""
+
+    backend: str
+    device: str
+    """`cpu` or `cuda`."""
+    warmup: int = 2
+    """Passes that are not measured."""
+    repeats: int = 5
+    """Passes that are measured."""
+    pace: str = "fast"
+    check: bool = False
+    timeout_s: float = 120.0
+    """After this long without progress a rank is taken to hang."""
+    slack_s: float = 0.0
+    """How long the ranks of this plan may wait for each other in its gaps, beside that."""
+    record: str | None = None
+    """Folder for a recording of the replay."""
+
+
+class Coverage(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of the recorded communication is replayed, over all recorded ranks."""
+
+    calls: Int
+    recorded_calls: Int
+    bytes: Int
+    recorded_bytes: Int
+    unsized: Int
+    """Recorded calls of which the bytes are not known; none of them is replayed."""
+    reasons: dict[str, Int]
+    """Why calls were left out -> how many."""
+    damaged: bool
+    """Parts of the files could not be read, so that there were more calls than are counted."""
+
+    @property
+    def share_of_calls(self) -> float:
+        return self.calls / self.recorded_calls if self.recorded_calls else 1.0
+
+    @property
+    def share_of_bytes(self) -> float:
+        return self.bytes / self.recorded_bytes if self.recorded_bytes else 1.0
+
+    @property
+    def complete(self) -> bool:
+        return not self.reasons and not self.damaged
+
+
+class Row(msgspec.Struct, kw_only=True):
+    """Calls of one operation, size bucket and group."""
+
+    op: str
+    pg: str
+    ranks: int
+    """Members of the group."""
+    size_from: int
+    """Sizes of the bucket in bytes; both ends belong to it."""
+    size_to: int
+    calls: int
+    bytes: int
+    """Of all calls of one pass."""
+    time_us: Percentiles
+    issue_us: Percentiles
+    completion_us: Percentiles
+    waiting_us: Percentiles
+    algbw_gb_per_s: Percentiles | None
+    """None where there is none: of a barrier, of calls of a batch, of calls with a late end."""
+    busbw_gb_per_s: Percentiles | None
+    late_ends: int = 0
+    """Calls whose end is known only from a wait: their times are upper bounds."""
+
+
+class CheckFailure(msgspec.Struct, kw_only=True):
+    """A result that is not what it must be."""
+
+    rank: int
+    call: int
+    """Id of the record."""
+    op: str
+    pg: str
+    tensor: int
+    """Which of the call's output tensors."""
+    element: int
+    """The first that is wrong."""
+    elements: int
+    """How many are."""
+    expected: float
+    got: float
+
+
+class Check(msgspec.Struct, kw_only=True):
+    """What `--check` found."""
+
+    tensors: int
+    """Output tensors that were compared, over all ranks and passes."""
+    failures: list[CheckFailure]
+
+
+class Compared(msgspec.Struct, kw_only=True):
+    """Calls of one operation and size bucket, replayed and recorded."""
+
+    op: str
+    size_from: int
+    size_to: int
+    calls: int
+    """Calls of single ranks with a recorded time."""
+    recorded_us: float
+    """Median completion."""
+    replayed_us: float
+    ratio: float
+    """Median of replayed / recorded: below 1, the replay was faster."""
+    error_p50: float
+    """Relative error of the completion, median and 95th percentile over the calls."""
+    error_p95: float
+    collective_recorded_us: float | None
+    """Median of the collectives of which every rank's time is recorded; None where there is none."""
+    collective_replayed_us: float | None
+    collective_error_p50: float | None
+    collective_error_p95: float | None
+
+
+class Comparison(msgspec.Struct, kw_only=True):
+    """A replay beside its recording."""
+
+    calls: int
+    """Calls of single ranks that could be compared."""
+    without_time: int
+    """Replayed calls whose duration is not recorded."""
+    error_p50: float | None
+    """Relative error of the completions over all compared calls."""
+    error_p95: float | None
+    collective_error_p50: float | None
+    collective_error_p95: float | None
+    recorded_end_to_end_us: float | None
+    """From a rank's first launch to its last call's launch or end, the longest of all ranks; None without times."""
+    replayed_end_to_end_us: float
+    """Median over the passes."""
+    rows: list[Compared]
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """`replay.json`."""
+
+    source: str
+    kind: str
+    world_size: int
+    settings: Settings
+    variables: dict[str, str]
+    """Environment variables that a sweep set."""
+    what_if: dict[str, str]
+    """How the plan differs from the recording: option -> value."""
+    coverage: Coverage
+    share_of_calls: float
+    share_of_bytes: float
+    bytes_per_pass: int
+    """Summed over calls and ranks, as replayed; `coverage` counts as recorded."""
+    calls_per_pass: int = 0
+    """Calls over all ranks, as replayed; `coverage` counts as recorded. 0 in reports of older versions."""
+    notes: list[str]
+    damage: list[str]
+    """What of the trace could not be read."""
+    substitutes: dict[str, int]
+    """What the backend could not do as recorded, and what it did instead -> calls, over all ranks."""
+    hosts: dict[str, int]
+    """Host -> ranks."""
+    devices: dict[str, int]
+    versions: dict[str, str]
+    clock_error_us: float
+    """By how much the ranks' clocks may be apart, at worst: what "waiting" and "time" may be wrong by."""
+    end_to_end_us: Percentiles
+    """Over the passes, from the first rank's start to the last rank's end."""
+    cpu_us_per_call: float
+    """CPU time of the process per launch-and-wait, all threads, mean over the ranks."""
+    rows: list[Row]
+    comparison: Comparison | None
+    """None where the recording has no durations."""
+    check: Check | None
+    schema: str = "crossrank-replay 1"
+    crossrank: str = crossrank.__version__
+
+
+def read_report(folder: str) -> Report:
+    """The report in the folder of a replay, or in the file `….json`. Raises `CrossrankError` where it is none."""
+    path = folder if folder.endswith(".json") else join(folder, JSON)
+    damage = Damage(path)
+    content = b"".join(read_chunks(path, damage))
+    try:
+        if damage.problems:
+            raise msgspec.DecodeError(damage.problems[0])
+        report = msgspec.json.decode(content, type=Report)
+        if not report.schema.startswith("crossrank-replay"):
+            raise msgspec.DecodeError("its schema is not that of a replay")
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CrossrankError(
+            f"{path}: is no result of crossrank replay ({error}); name the folder given to its -o"
+        ) from error
+    return report
