@@ -234,9 +234,9 @@ class _Comparison:
 
     def _calls_at(self, seq: int) -> dict[int, Meaning]:
         calls = {}
-        for rank in self._group.ranks:
-            lane = self._group.lanes.get(rank)
-            index = lane.index(seq) if lane is not None else None
+        # A broken file may have calls of a rank that its group does not list.
+        for rank, lane in sorted(self._group.lanes.items()):
+            index = lane.index(seq)
             if index is not None:
                 calls[rank] = self._meanings[self._columns[rank][index]]
         return calls
