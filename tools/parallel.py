@@ -15,7 +15,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, as_completed
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -68,33 +68,24 @@ def map_ranks(
     failures: Counter[int] = Counter()
     batches = [list(range(len(work)))]
     workers = max(1, min(fleet.jobs, len(work)))
-    with _executor(fleet, workers) as executor:
-        while batches:
-            again: list[int] = []
-            batch = [(index, work[index]) for index in batches.pop(0)]
-            if executor is not None:
-                # A task costs Dask's scheduler 3 ms, more than a small rank takes.
-                size = min(16, len(batch) // 64) if fleet.executor is None else 1
-                outcomes = _submit(function, batch, executor, size)
-            elif workers > 1:
-                outcomes = _in_processes(function, batch, workers)
+    while batches:
+        again: list[int] = []
+        batch = [(index, work[index]) for index in batches.pop(0)]
+        for index, outcome in _outcomes(function, batch, fleet, workers):
+            if not isinstance(outcome, _Failure):
+                results[index] = outcome
+                done()
+                continue
+            failures[index] += outcome.was_begun
+            if failures[index] == 2:
+                errors[index] = outcome.error
+                done()
+            elif outcome.was_killed and outcome.was_begun:
+                batches.append([index])  # alone, for it may take what runs beside it along once more
             else:
-                outcomes = ((index, _try(function, item)) for index, item in batch)
-            for index, outcome in outcomes:
-                if not isinstance(outcome, _Failure):
-                    results[index] = outcome
-                    done()
-                    continue
-                failures[index] += outcome.was_begun
-                if failures[index] == 2:
-                    errors[index] = outcome.error
-                    done()
-                elif outcome.was_killed and outcome.was_begun:
-                    batches.append([index])  # alone, for it may take what runs beside it along once more
-                else:
-                    again.append(index)
-            if again:
-                batches.append(again)
+                again.append(index)
+        if again:
+            batches.append(again)
     for index in sorted(errors):
         if failed is None:
             raise errors[index]
@@ -102,11 +93,18 @@ def map_ranks(
     return [results[index] for index in range(len(work))]
 
 
-def _executor(fleet: Fleet, workers: int) -> AbstractContextManager[Executor | None]:
-    """What outlives a batch, as a pool of local processes does not."""
-    if fleet.executor is None and fleet.cluster is not None:
-        return dask_executor(fleet.cluster, workers)
-    return nullcontext(fleet.executor)
+def _outcomes(function: _Function, batch: _Batch, fleet: Fleet, workers: int) -> _Outcomes:
+    """The results of a batch. Its workers are its own: those of a batch that killed some may not all come back."""
+    if fleet.executor is not None:
+        yield from _submit(function, batch, fleet.executor)
+    elif fleet.cluster is not None:
+        with dask_executor(fleet.cluster, workers) as executor:
+            # A task costs Dask's scheduler 3 ms, more than a small rank takes.
+            yield from _submit(function, batch, executor, size=min(16, len(batch) // 64))
+    elif workers > 1:
+        yield from _in_processes(function, batch, workers)
+    else:
+        yield from ((index, _try(function, item)) for index, item in batch)
 
 
 def _in_processes(function: _Function, batch: _Batch, workers: int) -> _Outcomes:
@@ -160,10 +158,11 @@ def _submit(function: _Function, batch: _Batch, executor: Executor, size: int = 
         else:
             futures[future] = indices
     for future in as_completed(futures):
-        outcomes = _try(Future.result, future)
+        indices, outcomes = futures.pop(future), _try(Future.result, future)
+        del future  # Dask computes what it has a future of once more when the worker that has the result is killed
         if isinstance(outcomes, _Failure):
-            outcomes = [outcomes] * len(futures[future])
-        yield from zip(futures[future], outcomes, strict=True)
+            outcomes = [outcomes] * len(indices)
+        yield from zip(indices, outcomes, strict=True)
 
 
 def _each(function: _Function, items: Sequence[Any]) -> list[Any]:

@@ -16,7 +16,7 @@ import pytest
 from crossrank.budget import BudgetError
 from crossrank.errors import CrossrankError
 from crossrank.tools.cli import main
-from crossrank.tools.parallel import Fleet, dask_executor, map_ranks
+from crossrank.tools.parallel import Fleet, map_ranks
 from tests.unit.graph.linking.test_link_command import rank_trace
 
 
@@ -110,14 +110,12 @@ def test_results_larger_than_a_pipe_come_whole_and_leave_nothing_behind(
 
 
 def test_a_dask_cluster_survives_killed_workers(tmp_path: Path) -> None:
-    with dask_executor("local", 2) as executor:
-        fleet = Fleet(executor=executor)
-        assert map_ranks(square, [Work(tmp_path, number) for number in range(5)], fleet) == [0, 1, 4, 9, 16]
-        once = [Work(tmp_path, 10 + number, deaths=number == 1) for number in range(3)]
-        assert map_ranks(square, once, fleet) == [100, 121, 144]
-        always = [Work(tmp_path, 20 + number, deaths=99 * (number == 1)) for number in range(2)]
-        killed = "21: its process was killed, most often for lack of memory; try --jobs 1"
-        assert map_ranks(square, always, fleet, failed=lost) == [400, killed]
+    fleet = Fleet(jobs=2, cluster="local")
+    once = [Work(tmp_path, 10 + number, deaths=number == 1) for number in range(3)]
+    assert map_ranks(square, once, fleet) == [100, 121, 144]
+    always = [Work(tmp_path, 20 + number, deaths=99 * (number == 1)) for number in range(2)]
+    killed = "21: its process was killed, most often for lack of memory; try --jobs 1"
+    assert map_ranks(square, always, fleet, failed=lost) == [400, killed]
 
 
 def test_tasks_of_several_ranks_lose_none_with_a_killed_worker(tmp_path: Path) -> None:
