@@ -57,14 +57,8 @@ class Pass(msgspec.Struct, kw_only=True):
 
     @classmethod
     def of(cls, times: Times) -> Pass:
-        return cls(
-            launched=times.launched.tobytes(),
-            issued=times.issued.tobytes(),
-            began=times.began.tobytes(),
-            completed=times.completed.tobytes(),
-            start=times.start,
-            end=times.end,
-        )
+        columns = {name: getattr(times, name).tobytes() for name in _MOMENTS}
+        return cls(**columns, start=times.start, end=times.end)
 
 
 class RankResult(msgspec.Struct, kw_only=True):
