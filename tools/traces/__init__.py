@@ -2,5 +2,5 @@
 
 Start with `discover` (which files a path holds, of what kind, of which rank). Each format has its module:
 `execution_trace`, `kineto`, `flight_recorder`, `param_basic`, `nsight`; `json_document` and `safe_pickle` open what
-nobody vouches for, and `param_comms` and `kernels` know how torch and the libraries name communication.
+nobody vouches for; `param_comms`, `group_config` and `kernels` know how torch and the libraries describe communication.
 """

@@ -28,7 +28,8 @@ FIRST_NESTED_SCHEMA = "1.0.2-chakra.0.0.4"
 KNOWN_SCHEMAS = (FLAT_SCHEMA, "1.0.2", "1.0.3", "1.0.4", "1.1.0", "1.1.1")
 
 _EMPTY_LIST = msgspec.Raw(b"[]")
-_NOTHING = msgspec.Raw(b'{"values":[],"shapes":[],"types":[]}')
+_NO_IO = b'{"values":[],"shapes":[],"types":[]}'
+_NOTHING = msgspec.Raw(_NO_IO)
 _NO_ATTRIBUTES = msgspec.Raw(b"")
 _NO_SCHEMA = msgspec.Raw(b'""')
 
@@ -263,11 +264,9 @@ def _flat(node: _Node) -> HostNode:
     )
 
 
-def _io_text(*texts: msgspec.Raw) -> msgspec.Raw:
-    values, shapes, types = map(bytes, texts)
-    if values == shapes == types == b"[]":
-        return _NOTHING
-    return msgspec.Raw(b'{"values":%b,"shapes":%b,"types":%b}' % (values, shapes, types))
+def _io_text(values: msgspec.Raw, shapes: msgspec.Raw, types: msgspec.Raw) -> msgspec.Raw:
+    text = b'{"values":%b,"shapes":%b,"types":%b}' % (values, shapes, types)
+    return _NOTHING if text == _NO_IO else msgspec.Raw(text)
 
 
 def _nested(node: _Node, odd: list[int]) -> HostNode:

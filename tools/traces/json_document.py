@@ -103,10 +103,11 @@ class _Reader(Generic[Content]):
         self._hand_on = take
         self._count = 0
         self._head = b""
-        """Up to the bracket that opens the list."""
+        """Up to the list."""
         self._closing = b""
         """What a bare list lacks at its end."""
         self._rest = bytearray()
+        """From the bracket before the first row that was not handed on."""
         self._boundary: re.Pattern[bytes] | None = None
         """Between two rows."""
         self._streams = True
@@ -150,7 +151,7 @@ class _Reader(Generic[Content]):
             self._rest += chunk
             if not self._head:
                 self._find_list(searched)
-            if self._head and self._boundary is None and (key := _FIRST_KEY.match(self._rest)):
+            if self._head and self._boundary is None and (key := _FIRST_KEY.match(self._rest, 1)):
                 self._boundary = re.compile(rb"\}\s*,\s*(?=\{\s*" + re.escape(key[1]) + rb"\s*:)")
             if self._streams and self._boundary is not None and len(self._rest) >= _BATCH:
                 self._decode_batch(self._boundary)
@@ -158,25 +159,30 @@ class _Reader(Generic[Content]):
     def _find_list(self, searched: int) -> None:
         rows = self._shape.rows.encode()
         if self._shape.bare_list and self._rest.lstrip()[:1] == b"[":
-            self._head, self._closing = b'{"%b":[' % rows, b"}"
-            del self._rest[: self._rest.index(b"[") + 1]
+            self._head, self._closing = b'{"%b":' % rows, b"}"
+            del self._rest[: self._rest.index(b"[")]
         elif (start := re.compile(rb'"%b"\s*:\s*\[' % rows).search(self._rest, searched)) is not None:
-            self._head = bytes(self._rest[: start.end()])
-            del self._rest[: start.end()]
+            self._head = bytes(self._rest[: start.end() - 1])
+            del self._rest[: start.end() - 1]
 
     def _decode_batch(self, boundary: re.Pattern[bytes]) -> None:
         cut = _last(boundary, self._rest)
         if cut is None:
             self._streams = len(self._rest) <= _LONGEST_ROW
             return
+        end, start = cut.start() + 1, cut.end() - 1
+        del cut  # which would keep `_rest` from changing its size
+        after = self._rest[end]
+        self._rest[end] = ord("]")
         try:
-            text = b"[" + self._rest[: cut.start() + 1] + b"]"
-            rows = msgspec.json.decode(text, type=list[self._shape.row])  # type: ignore[name-defined]
+            rows = msgspec.json.decode(bytes(self._rest[: end + 1]), type=list[self._shape.row])  # type: ignore[name-defined]
         except BROKEN:
             self._streams = False
+            self._rest[end] = after
             return
         self._take(rows)
-        del self._rest[: cut.end()]
+        del self._rest[:start]
+        self._rest[0] = ord("[")
 
     def _take(self, rows: list[Any]) -> None:
         self.damage.budget.spend(ROWS, len(rows))
@@ -186,7 +192,7 @@ class _Reader(Generic[Content]):
     def _salvage(self) -> Content | None:
         """Read row by row what does not decode as a whole. None where there is no row."""
         problems = self.damage.problems
-        text = self._rest.decode(errors="replace")
+        text = self._rest[1:].decode(errors="replace")
         decoder = msgspec.json.Decoder(self._shape.row, strict=False)
         rows, unusable, first = [], 0, ""
         found, end = _split(text)
@@ -208,7 +214,7 @@ class _Reader(Generic[Content]):
             if not total:
                 return None
         self._take(rows)
-        return self._salvage_head(self._head.decode(errors="replace"), after + self._closing.decode())
+        return self._salvage_head(self._head.decode(errors="replace") + "[", after + self._closing.decode())
 
     def _salvage_head(self, before: str, after: str) -> Content:
         """The other fields of the object: all, or those before the list, or their defaults."""

@@ -212,9 +212,11 @@ def read_kineto(path: str) -> KinetoTrace:
 
 
 def _nanoseconds(us: float) -> int:
+    if type(us) is int:
+        return us * 1000
     # The product of the whole number would be rounded once more.
     whole = int(us)
-    return whole * 1000 + round((us - whole) * 1000) if whole != us else whole * 1000
+    return whole * 1000 + round((us - whole) * 1000)
 
 
 def _is_within(us: float, least: float) -> bool:

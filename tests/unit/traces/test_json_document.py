@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossrank.errors import CrossrankError
+from crossrank.recording import read_chunks
 from crossrank.tools.traces import json_document
 from crossrank.tools.traces.json_document import Shape, read_document
 
@@ -42,6 +44,24 @@ def read(path: Path, content: bytes) -> tuple[list[int], str, tuple[str, ...]]:
 @pytest.mark.parametrize("compress", [bytes, gzip.compress, zstandard.ZstdCompressor().compress])
 def test_a_whole_file_is_read_however_it_is_compressed(tmp_path: Path, compress: type[bytes]) -> None:
     assert read(tmp_path / "f", compress(WHOLE)) == (list(range(20)), "1", ())
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.integers(1, 400), st.integers(1, 400), st.sampled_from(["{}", '{"a": NaN}', '{"a": 9}', "cut"]), st.booleans()
+)
+def test_pieces_of_any_size_give_what_the_whole_gives(
+    tmp_path_factory: pytest.TempPathFactory, batch: int, chunk: int, row: str, bare: bool
+) -> None:
+    path = tmp_path_factory.mktemp("pieces") / "f"
+    rows = json.dumps(ROWS).replace('{"a": 9,', row + ', {"a": 9,') if row != "cut" else json.dumps(ROWS)[:-100]
+    content = (rows if bare else f'{{"version": "1", "rows": {rows}, "other": [{{"a": 1}}]}}').encode()
+    whole = read(path, content)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(json_document, "_BATCH", batch)
+        patched.setattr(json_document, "read_chunks", partial(read_chunks, size=chunk))
+        assert read(path, content) == whole
+    assert len(whole[0]) == {"{}": 20, '{"a": NaN}': 20, '{"a": 9}': 21, "cut": len(whole[0])}[row]
 
 
 def test_the_list_alone_is_read(tmp_path: Path) -> None:

@@ -149,3 +149,9 @@ def test_a_bare_list_of_events_and_groups_by_name_are_read(tmp_path: Path) -> No
 def test_a_trace_without_events_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CrossrankError, match=r"k\.json: holds no events at all"):
         read(tmp_path, {"traceEvents": []})
+
+
+def test_arguments_of_a_host_event_are_kept_where_they_describe_a_collective(tmp_path: Path) -> None:
+    collective = {"Record function id": 6, "Collective name": "allreduce"}
+    events = [event("cpu_op", args={"Record function id": 5}), event("cpu_op", args=collective)]
+    assert [json.loads(bytes(host.args)) for host in read(tmp_path, {"traceEvents": events}).host] == [{}, collective]

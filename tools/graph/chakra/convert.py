@@ -24,6 +24,7 @@ from crossrank.tools.graph.chakra.steps import (
 from crossrank.tools.graph.chakra.thread_waits import USER_SCOPE, wait_for_threads
 from crossrank.tools.graph.chakra.write import write_chakra
 from crossrank.tools.graph.linking import LinkedTrace
+from crossrank.tools.graph.paused_gc import paused_gc
 
 
 @dataclass(kw_only=True)
@@ -55,6 +56,7 @@ class Converted:
 _DEFAULT = Options()
 
 
+@paused_gc()
 def convert(
     trace: LinkedTrace,
     path: str | Path,

@@ -10,7 +10,7 @@ from itertools import zip_longest
 import msgspec
 
 from crossrank.atomic_file import join, whole_file
-from crossrank.errors import CrossrankError, one_line
+from crossrank.errors import CrossrankError
 from crossrank.recording import LINKED, file_name
 from crossrank.tools.graph.chakra.convert import Converted, convert
 from crossrank.tools.graph.chakra.graph import Options
@@ -21,6 +21,7 @@ from crossrank.tools.graph.linking import link
 from crossrank.tools.graph.linking.inputs import RankInput
 from crossrank.tools.graph.linking.linked_file import write_linked
 from crossrank.tools.graph.linking.read_linked import read_linked
+from crossrank.tools.graph.rank_output import RankOutput, writing
 from crossrank.tools.parallel import Fleet, map_ranks
 
 GROUPS = "comm_groups.json"
@@ -38,24 +39,15 @@ class Task:
 
 
 @dataclass(kw_only=True)
-class RankResult:
+class RankResult(RankOutput):
     """What converting one rank gave."""
 
-    rank: int | None
-    window: int
-    output: str | None = None
     size: int = 0
     """Bytes of the output."""
-    error: str | None = None
     converted: Converted = field(default_factory=Converted)
     damage: list[str] = field(default_factory=list)
     host_rate: float = 0.0
     activity_rate: float = 0.0
-
-    @property
-    def name(self) -> str:
-        rank = "one pair" if self.rank is None else f"rank {self.rank}"
-        return rank if self.window == 1 else f"{rank}, window {self.window}"
 
 
 def chakra_name(rank: int, window: int) -> str:
@@ -86,12 +78,10 @@ def _convert_one(task: Task) -> RankResult:
     if given.rank is not None and given.rank != rank:
         raise CrossrankError(f"{given.linked or given.et}: is of rank {rank} by its content; name it rank-{rank}.…")
     path = join(task.folder, chakra_name(rank, given.window))
-    try:
+    with writing(path):
         if task.keep_linked:
             write_linked(trace, join(task.folder, file_name(LINKED, rank, given.window)))
         converted = convert(trace, path, task.options, keep_graph=task.keep_graph)
-    except OSError as error:
-        raise _cannot_write(path, error) from error
     return RankResult(
         rank=rank,
         window=given.window,
@@ -108,11 +98,8 @@ def write_groups(results: Sequence[RankResult], folder: str) -> str:
     """Write `comm_groups.json` of all ranks that were converted: `{"1": [0, 1], …}`, without the world."""
     groups = merge(result.converted.groups for result in results)
     path = join(folder, GROUPS)
-    try:
-        with whole_file(path) as temporary:
-            temporary.write_bytes(msgspec.json.encode(groups) + b"\n")
-    except OSError as error:
-        raise _cannot_write(path, error) from error
+    with writing(path), whole_file(path) as temporary:
+        temporary.write_bytes(msgspec.json.encode(groups) + b"\n")
     return path
 
 
@@ -129,16 +116,9 @@ def delay_starts(results: Sequence[RankResult]) -> list[int]:
             apart.append(window)
         for rank, late_ns in zip(ranks, late, strict=True):
             assert rank.output is not None
-            try:
+            with writing(rank.output):
                 delay_start(rank.output, late_ns)
-            except OSError as error:
-                raise _cannot_write(rank.output, error) from error
     return apart
-
-
-def _cannot_write(path: str, error: OSError) -> CrossrankError:
-    reason = error.strerror or one_line(error)
-    return CrossrankError(f"{path}: cannot be written ({reason}); name another folder with -o")
 
 
 def disagreements(results: Sequence[RankResult]) -> list[str]:

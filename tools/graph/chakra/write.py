@@ -50,6 +50,7 @@ COLLECTIVE_TYPES = {
 P2P_TYPES = {"send": pb.COMM_SEND_NODE, "recv": pb.COMM_RECV_NODE}
 # Operations whose S of nccl-tests counts every member's part, while a simulator wants one rank's.
 _PER_MEMBER = frozenset(("all_gather", "gather", "scatter"))
+_CALLER = frozenset(("caller",))
 _ORDER_KINDS = frozenset(("caller", "program_order"))
 
 
@@ -149,19 +150,19 @@ def _encode(node: ChakraNode, trace: LinkedTrace, mode: Literal["all", "data"], 
     """One node as a message. With mode "all" `data_deps` hold every dependency and `ctrl_deps` the caller; with
     "data" what is only the order of a thread stands in `ctrl_deps` alone. `start` is what a node without dependencies
     waits for."""
-    deps: tuple[list[int], list[int]] = [], []
+    in_order = _ORDER_KINDS if mode == "data" else _CALLER
+    ctrl_deps: list[int] = []
+    data_deps: list[int] = [] if start is None or node.dependencies else [start]
     for dependency in node.dependencies:
-        in_order = dependency.kind == "caller" or (mode == "data" and dependency.kind in _ORDER_KINDS)
-        if dependency.source not in deps[in_order]:
-            deps[in_order].append(dependency.source)
-    if start is not None and not node.dependencies:
-        deps[0].append(start)
+        deps = ctrl_deps if dependency.kind in in_order else data_deps
+        if dependency.source not in deps:
+            deps.append(dependency.source)
     message = pb.Node(
         id=node.id,
         name=node.name,
         type=pb.COMP_NODE if node.comm is None else P2P_TYPES.get(node.comm.record.op, pb.COMM_COLL_NODE),
-        ctrl_deps=deps[1],
-        data_deps=deps[0],
+        ctrl_deps=ctrl_deps,
+        data_deps=data_deps,
         start_time_micros=max(0, trace.base_ns + node.start_ns) // 1000,
         duration_micros=(node.duration_ns + 500) // 1000,
     )

@@ -6,6 +6,9 @@ from crossrank.tools.graph.linking import link
 trace = link("rank-0.et.json.zst", "rank-0.kineto.json.zst", "rank-0.comms.jsonl.zst")
 print(trace.report.host_rate, len(trace.communications), trace.report.edges)
 ```
+
+Read `graph` (the result), `link` (the steps in their order), `matching` and `nesting` (which event is which node, and
+what runs inside what), `communications`, then `dependencies`, `synchronisation` and `stream_waits` (the edges).
 """
 
 from crossrank.tools.graph.linking.graph import (

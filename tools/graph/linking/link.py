@@ -24,6 +24,7 @@ from crossrank.tools.graph.linking.nesting import is_work, nest
 from crossrank.tools.graph.linking.ordered import ordered_by
 from crossrank.tools.graph.linking.stream_waits import WAIT_EVENT, Surroundings, infer_stream_waits
 from crossrank.tools.graph.linking.synchronisation import CLOCK_NS, Waits, find_waits
+from crossrank.tools.graph.paused_gc import paused_gc
 from crossrank.tools.traces.execution_trace import ExecutionTrace, read_execution_trace
 from crossrank.tools.traces.kernels import communication_kernel
 from crossrank.tools.traces.kineto import KinetoTrace, read_kineto
@@ -31,6 +32,7 @@ from crossrank.tools.traces.kineto import KinetoTrace, read_kineto
 _NAMES = 5
 
 
+@paused_gc()
 def link(
     et: str | os.PathLike[str] | ExecutionTrace,
     kineto: str | os.PathLike[str] | KinetoTrace,

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 
 from crossrank.atomic_file import join
 from crossrank.comm import is_p2p
-from crossrank.errors import CrossrankError, one_line
+from crossrank.errors import CrossrankError
 from crossrank.recording import LINKED, file_name
 from crossrank.tools.graph.linking.communications import named_by_address
 from crossrank.tools.graph.linking.graph import LinkedTrace, MatchReport
 from crossrank.tools.graph.linking.inputs import RankInput
 from crossrank.tools.graph.linking.link import link
 from crossrank.tools.graph.linking.linked_file import Compression, write_linked
+from crossrank.tools.graph.rank_output import RankOutput, writing
 from crossrank.tools.parallel import Fleet, map_ranks
 
 EXTENSIONS: dict[Compression, str] = {"zst": ".zst", "gz": ".gz", "none": ""}
@@ -38,23 +39,13 @@ class GroupKey:
 
 
 @dataclass(kw_only=True)
-class RankResult:
+class RankResult(RankOutput):
     """What linking one rank and window gave."""
 
-    rank: int | None
-    window: int
-    output: str | None = None
-    error: str | None = None
-    """Why there is no output."""
     nodes: int = 0
     report: MatchReport = field(default_factory=MatchReport)
     collectives: dict[GroupKey, int] = field(default_factory=dict)
     p2p: dict[GroupKey, int] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        rank = "one pair" if self.rank is None else f"rank {self.rank}"
-        return rank if self.window == 1 else f"{rank}, window {self.window}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +82,8 @@ def _link_one(task: Task) -> RankResult:
     rank = trace.rank if given.rank is None else given.rank
     name = file_name(LINKED, rank or 0, given.window).removesuffix(".zst") + EXTENSIONS[task.compression]
     path = join(task.folder, name)
-    try:
+    with writing(path):
         write_linked(trace, path, task.compression)
-    except OSError as error:
-        raise CrossrankError(
-            f"{path}: cannot be written ({error.strerror or one_line(error)}); name another folder with -o"
-        ) from error
     result = RankResult(
         rank=rank,
         window=given.window,
