@@ -51,7 +51,7 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
     recorded_calls: Int
     bytes: Int
     recorded_bytes: Int
-    unsized: Int
+    unsized: Int = 0
     """Recorded calls of which the bytes are not known; none of them is replayed."""
     reasons: dict[str, Int]
     """Why calls were left out -> how many."""
