@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, get_args
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 import crossrank
 from crossrank.comm import Locality
@@ -21,16 +19,17 @@ from crossrank.tools.analysis.buckets import bucket_of
 from crossrank.tools.job.clocks import Clocks
 from crossrank.tools.job.collectives import Collectives
 from crossrank.tools.job.launches import TIMED_BY
-from crossrank.tools.job.split import split_by
 from crossrank.tools.traces.rank_trace import RankTrace
+
+if TYPE_CHECKING:
+    import polars as pl
 
 KEYS = ("op", "group", "size", "locality", "source")
 """What rows may be grouped by."""
 BY = ("op", "group", "size", "locality")
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 Spread = dict[str, float]
+_OF_TIMES, _OF_RATES = ("p50", "p95", "max", "total"), ("p5", "p50", "p95", "max")
 
 
 class Row(msgspec.Struct, kw_only=True):
@@ -167,101 +166,90 @@ def bandwidth(
 
 def make_rows(found: Collectives, by: Sequence[str], rates: dict[str, float]) -> list[Row]:
     """One row per combination of what is grouped by; the one that takes longest first."""
-    timed = np.flatnonzero(found.timed)
-    if not len(timed):
-        return []
-    keys: dict[tuple[Any, ...], int] = {}
-    sizes = found.bytes[timed]
-    kinds = found.of_kind[timed]
-    # Collectives are many, kinds and sizes few: each combination is looked at once.
-    pairs, inverse = np.unique(np.stack([kinds, sizes]), axis=1, return_inverse=True)
-    row_of_pair = [
-        keys.setdefault(tuple(_KEY[name](found, kind, size) for name in by), len(keys))
-        for kind, size in pairs.T.tolist()
-    ]
-    row = np.array(row_of_pair, np.int64)[inverse.reshape(-1)]
-    row_of_collective = np.full(len(found.of_kind), -1, np.int64)
-    row_of_collective[timed] = row
-    calls = np.flatnonzero((found.ended > 0) & (row_of_collective[found.collective] >= 0))
-    row_of_call = row_of_collective[found.collective[calls]]
-    algbw, busbw = found.algbw(), found.busbw()
-    by_row = split_by(row, timed, len(keys))
-    calls_by_row = split_by(row_of_call, calls, len(keys))
+    import polars as pl
+
+    from crossrank.tools.job.frames import calls_frame, collectives_frame
+
+    keys = [column for name in by for column in _COLUMNS[name]]
+    collectives = collectives_frame(found).with_row_index("collective").drop_nulls("time")
+    sizes = collectives["bytes"].unique(maintain_order=True)
+    for place, name in enumerate(_COLUMNS["size"]):
+        of_size = [None if size is None else bucket_of(size)[place] for size in sizes.to_list()]
+        bucket = pl.col("bytes").replace_strict(sizes, pl.Series(of_size, dtype=pl.Int64), return_dtype=pl.Int64)
+        collectives = collectives.with_columns(bucket.alias(name))
+    calls = calls_frame(found).filter(pl.col("ended") > 0).drop(*_COLUMNS["op"], "group", "locality", "source")
+    of_row = collectives.select("collective", *keys)
+    calls = calls.with_columns(pl.col("collective").cast(pl.UInt32)).join(of_row, on="collective")
+    if not keys:
+        keys = ["all"]
+        collectives, calls = collectives.with_columns(all=0), calls.with_columns(all=0)
+    of_collectives = collectives.group_by(keys, maintain_order=True).agg(
+        pl.len().alias("collectives"),
+        pl.col("bytes", "unsized", "bound").sum(),
+        pl.col("locality").unique().alias("localities"),
+        *_spread("time", _OF_TIMES),
+        *_spread("algbw", _OF_RATES),
+        *_spread("busbw", _OF_RATES),
+    )
+    of_calls = (
+        calls.with_columns(kernel=pl.col("ended") - pl.col("began"))
+        .group_by(keys)
+        .agg(pl.col("calls").sum(), *_spread("kernel", _OF_TIMES), *_spread("waiting", _OF_TIMES))
+    )
     rows = []
-    for key, number in keys.items():
-        mine, own = by_row[number], calls_by_row[number]
-        given = dict(zip(by, key, strict=True))
-        rows.append(_row(found, given, mine, own, algbw[mine], busbw[mine], rates))
+    for one in of_collectives.join(of_calls, on=keys, nulls_equal=True, maintain_order="left").iter_rows(named=True):
+        group = found.groups[one["group"]] if "group" in by else None
+        places = one["localities"]
+        rate = rates.get(places[0] if len(places) == 1 else "", rates.get(_ANY))
+        busbw = _rates(one, "busbw")
+        spreads: dict[str, Any] = {f"{name}_us": _microseconds(one, name) for name in ("time", "kernel", "waiting")}
+        row = Row(
+            **{name: one[name] for name in keys if name not in ("group", "all")},
+            pg=group.name if group else None,
+            desc=group.desc if group else None,
+            ranks=group.size if group else None,
+            **{name: one[name] for name in ("collectives", "calls", "bytes", "unsized")},
+            **spreads,
+            algbw_gb_per_s=_rates(one, "algbw"),
+            busbw_gb_per_s=busbw,
+            line_rate_gb_per_s=rate,
+            line_rate_share={name: round(value / rate, 4) for name, value in busbw.items()} if busbw and rate else None,
+            upper_bounds=one["bound"],
+        )
+        rows.append(row)
     return sorted(rows, key=lambda one: (-one.time_us["total"], one.op or "", one.pg or ""))
 
 
-_KEY: dict[str, Callable[[Collectives, int, int], Any]] = {
-    "op": lambda found, kind, size: found.kinds[kind].label,
-    "group": lambda found, kind, size: found.kinds[kind].group,
-    "size": lambda found, kind, size: bucket_of(size) if size or found.kinds[kind].sized else (None, None),
-    "locality": lambda found, kind, size: found.kinds[kind].locality,
-    "source": lambda found, kind, size: found.kinds[kind].source,
+_COLUMNS = {
+    "op": ("op",),
+    "group": ("group",),
+    "size": ("size_from", "size_to"),
+    "locality": ("locality",),
+    "source": ("source",),
 }
+"""What rows may be grouped by -> the columns that it is."""
 
 
-def _row(
-    found: Collectives,
-    given: dict[str, Any],
-    mine: Ints,
-    calls: Ints,
-    algbw: Floats,
-    busbw: Floats,
-    rates: dict[str, float],
-) -> Row:
-    group = found.groups[given["group"]] if "group" in given else None
-    low, high = given.get("size", (None, None))
-    waiting = found.waiting[calls]
-    waiting = waiting[waiting >= 0]
-    bus = _rates(busbw)
-    locality = given.get("locality")
-    if locality is None and rates:
-        places = {found.kinds[kind].locality for kind in np.unique(found.of_kind[mine]).tolist()}
-        locality = places.pop() if len(places) == 1 else None
-    rate = rates.get(locality or "", rates.get(_ANY))
-    return Row(
-        op=given.get("op"),
-        pg=group.name if group else None,
-        desc=group.desc if group else None,
-        ranks=group.size if group else None,
-        size_from=low,
-        size_to=high,
-        locality=given.get("locality"),
-        source=given.get("source"),
-        collectives=len(mine),
-        calls=int(found.calls[calls].sum()),
-        bytes=int(found.bytes[mine].sum()),
-        unsized=int(found.unsized[mine].sum()),
-        time_us=spread_us(found.time[mine]),
-        kernel_us=spread_us((found.ended - found.began)[calls]),
-        waiting_us=spread_us(waiting) if len(waiting) else None,
-        algbw_gb_per_s=_rates(algbw),
-        busbw_gb_per_s=bus,
-        line_rate_gb_per_s=rate,
-        line_rate_share={name: round(value / rate, 4) for name, value in bus.items()} if bus and rate else None,
-        upper_bounds=int(found.bound[mine].sum()),
-    )
+def _spread(column: str, names: Sequence[str]) -> list[pl.Expr]:
+    """Percentiles, `max` and `total` of a column, as `column.name`."""
+    import polars as pl
+
+    of = pl.col(column)
+    whole = {"max": of.max(), "total": of.sum()}
+    made = {name: whole[name] if name in whole else of.quantile(int(name[1:]) / 100, "linear") for name in names}
+    return [expression.alias(f"{column}.{name}") for name, expression in made.items()]
 
 
-def spread_us(nanoseconds: Ints) -> Spread:
-    """p50, p95, max and total in us."""
-    p50, p95 = np.percentile(nanoseconds, (50, 95))
-    figures = {"p50": p50, "p95": p95, "max": nanoseconds.max(), "total": nanoseconds.sum()}
-    return {name: round(float(value) / 1000, 3) for name, value in figures.items()}
-
-
-def _rates(rates: Floats) -> Spread | None:
-    known = rates[~np.isnan(rates)]
-    if not len(known):
+def _microseconds(one: dict[str, Any], column: str) -> Spread | None:
+    if one[f"{column}.p50"] is None:
         return None
-    p5, p50, p95 = np.percentile(known, (5, 50, 95))
-    return {
-        name: float(f"{value:.4g}") for name, value in (("p5", p5), ("p50", p50), ("p95", p95), ("max", known.max()))
-    }
+    return {name: round(one[f"{column}.{name}"] / 1000, 3) for name in _OF_TIMES}
+
+
+def _rates(one: dict[str, Any], column: str) -> Spread | None:
+    if one[f"{column}.p50"] is None:
+        return None
+    return {name: float(f"{one[f'{column}.{name}']:.4g}") for name in _OF_RATES}
 
 
 def summary_lines(result: Bandwidth) -> list[str]:

@@ -13,8 +13,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from crossrank.tools.job.split import split_by
-
 Ints = NDArray[np.int64]
 _UNKNOWN = np.iinfo(np.int64).min
 _MOST_LISTED = 1024
@@ -58,7 +56,8 @@ def align(names: Sequence[str], clock: Ints, collective: Ints, ended: Ints, coun
         return offsets, Clocks(count=len(names), note="all ranks are on one clock", residual_us=residual)
     offsets[:] = _UNKNOWN
     reference = np.full(count, _UNKNOWN)
-    rows_of = split_by(clock, np.arange(len(clock)), len(names))
+    order = np.argsort(clock, kind="stable")
+    rows_of = np.split(order, np.searchsorted(clock[order], np.arange(1, len(names))))
     shared = np.zeros(len(names), np.int64)
     first = max(range(len(names)), key=lambda index: (len(rows_of[index]), -index))
     offsets[first] = 0
