@@ -6,7 +6,7 @@ STAMP := $(VENV)/installed
 DEMO := demo-recording
 WORKERS ?= 2
 
-.PHONY: demo test lint bench proto clean
+.PHONY: mutate demo test lint bench proto clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "crossrank needs Python 3.10 or newer: make PYTHON=python3.x")'
@@ -45,6 +45,10 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Samples mutations of the offline code; says which of them no unit test notices.
+mutate: $(STAMP)
+	$(BIN)/python -m tests.mutation
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py

@@ -1,0 +1,129 @@
+"""Samples mutations of the offline code and counts how many the unit tests notice: `python -m tests.mutation`.
+
+The tests that run a line are found once with coverage.py; a mutation of the line runs those alone, in a copy of the
+tree. One that no test runs is not noticed; one that makes a test hang is. `equivalent.txt` lists mutations that change
+nothing that can be seen, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from coverage.numbits import numbits_to_nums
+
+from tests.mutation.sites import Site, sites
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("tools/traces", "tools/job", "tools/graph", "tools/analysis", "replay/plan", "replay/results")
+TESTS = ("tests/unit/traces", "tests/unit/job", "tests/unit/graph", "tests/unit/analysis", "tests/unit/replay")
+_EQUIVALENT = Path(__file__).with_name("equivalent.txt")
+_MOST_TESTS = 60
+_PATIENCE_S = 300
+
+Tests = dict[tuple[str, int], list[str]]
+"""(file, line) -> the tests that run it."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--only", default="", help="a part of the paths to take mutations from")
+    arguments = parser.parse_args()
+    equivalent = {line.split("  ", 1)[0] for line in _EQUIVALENT.read_text().splitlines() if line}
+    every = [
+        site
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if "_pb2" not in path.name and arguments.only in str(path)
+        for site in sites(str(path.relative_to(ROOT)), path.read_text())
+    ]
+    chosen = random.Random(arguments.seed).sample(every, min(arguments.samples, len(every)))
+    with tempfile.TemporaryDirectory(prefix="crossrank-mutation-") as folder:
+        tests = _tests_by_line(Path(folder))
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            noticed = list(
+                pool.map(lambda one: _is_noticed(one[1], tests, Path(folder) / str(one[0])), enumerate(chosen))
+            )
+    _report(chosen, noticed, equivalent)
+
+
+def _tests_by_line(folder: Path) -> Tests:
+    """Run all unit tests once, and note which lines each of them runs."""
+    data = folder / "coverage"
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--cov=.", "--cov-context=test"]
+    environment = _environment(ROOT) | {"COVERAGE_FILE": str(data)}
+    subprocess.run([*words, "--cov-report=", *TESTS], cwd=ROOT, env=environment, check=True, stdout=sys.stderr)
+    found: Tests = {}
+    with sqlite3.connect(data) as connection:
+        rows = connection.execute(
+            "SELECT file.path, context.context, line_bits.numbits FROM line_bits "
+            "JOIN file ON file.id = line_bits.file_id JOIN context ON context.id = line_bits.context_id "
+            "WHERE context.context != ''"
+        )
+        for path, context, numbits in rows:
+            name = str(Path(path).resolve().relative_to(ROOT))
+            for line in numbits_to_nums(numbits):
+                found.setdefault((name, line), []).append(context.partition("|")[0])
+    return found
+
+
+def _is_noticed(site: Site, tests: Tests, copy: Path) -> bool:
+    """Whether a test fails with the mutation."""
+    of_line = tests.get((site.path, site.line)) or tests.get((site.path, site.statement)) or []
+    chosen = sorted(set(of_line), key=len)[:_MOST_TESTS]
+    if not chosen:
+        return False
+    ignored = shutil.ignore_patterns(".venv", ".git", "__pycache__", ".*_cache", "demo*")
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
+    mutated = copy / site.path
+    mutated.write_text(site.apply(mutated.read_text()))
+    words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *chosen]
+    try:
+        done = subprocess.run(
+            words, cwd=copy, env=_environment(copy), capture_output=True, timeout=_PATIENCE_S, check=False
+        )
+        return done.returncode != 0
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        shutil.rmtree(copy)
+
+
+def _environment(root: Path) -> dict[str, str]:
+    return dict(os.environ) | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def _report(chosen: Sequence[Site], noticed: Sequence[bool], equivalent: set[str]) -> None:
+    total: Counter[str] = Counter()
+    good: Counter[str] = Counter()
+    for site, is_noticed in zip(chosen, noticed, strict=True):
+        folder = next(folder for folder in FOLDERS if site.path.startswith(folder))
+        text = (
+            f"{site.path}: {(ROOT / site.path).read_text().splitlines()[site.line - 1].strip()} [{site.old}→{site.new}]"
+        )
+        if not is_noticed and text in equivalent:
+            continue
+        total[folder] += 1
+        good[folder] += is_noticed
+        if not is_noticed:
+            print(f"not noticed  {site.path}:{site.line}  {text.partition(': ')[2]}")
+    for folder in total:
+        print(f"{folder:<16} {good[folder]:>4} of {total[folder]:>4} noticed, {good[folder] / total[folder]:.0%}")
+    print(f"{'all':<16} {good.total():>4} of {total.total():>4} noticed, {good.total() / max(total.total(), 1):.0%}")
+
+
+if __name__ == "__main__":
+    main()
