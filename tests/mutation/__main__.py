@@ -15,9 +15,9 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from coverage.numbits import numbits_to_nums
@@ -54,10 +54,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="crossrank-mutation-") as folder:
         tests = _tests_by_line(Path(folder))
         with ThreadPoolExecutor(arguments.jobs) as pool:
-            noticed = list(
-                pool.map(lambda one: _is_noticed(one[1], tests, Path(folder) / str(one[0])), enumerate(chosen))
-            )
-    _report(chosen, noticed, equivalent)
+            copies = [Path(folder) / str(number) for number in range(len(chosen))]
+            noticed = []
+            for site, one in zip(chosen, pool.map(partial(_is_noticed, tests), chosen, copies), strict=True):
+                noticed.append(one or _text(site) in equivalent)
+                if not noticed[-1]:
+                    print(f"not noticed  {site.path}:{site.line}  {_text(site).partition(': ')[2]}", flush=True)
+    _report(chosen, noticed)
+
+
+def _text(site: Site) -> str:
+    """A mutation as `equivalent.txt` names it, whatever line it stands on."""
+    line = (ROOT / site.path).read_text().splitlines()[site.line - 1].strip()
+    return f"{site.path}: {line} [{site.old}→{site.new}]"
 
 
 def _tests_by_line(folder: Path) -> Tests:
@@ -80,7 +89,7 @@ def _tests_by_line(folder: Path) -> Tests:
     return found
 
 
-def _is_noticed(site: Site, tests: Tests, copy: Path) -> bool:
+def _is_noticed(tests: Tests, site: Site, copy: Path) -> bool:
     """Whether a test fails with the mutation."""
     of_line = tests.get((site.path, site.line)) or tests.get((site.path, site.statement)) or []
     chosen = sorted(set(of_line), key=len)[:_MOST_TESTS]
@@ -106,23 +115,12 @@ def _environment(root: Path) -> dict[str, str]:
     return dict(os.environ) | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def _report(chosen: Sequence[Site], noticed: Sequence[bool], equivalent: set[str]) -> None:
-    total: Counter[str] = Counter()
-    good: Counter[str] = Counter()
-    for site, is_noticed in zip(chosen, noticed, strict=True):
-        folder = next(folder for folder in FOLDERS if site.path.startswith(folder))
-        text = (
-            f"{site.path}: {(ROOT / site.path).read_text().splitlines()[site.line - 1].strip()} [{site.old}→{site.new}]"
-        )
-        if not is_noticed and text in equivalent:
-            continue
-        total[folder] += 1
-        good[folder] += is_noticed
-        if not is_noticed:
-            print(f"not noticed  {site.path}:{site.line}  {text.partition(': ')[2]}")
-    for folder in total:
-        print(f"{folder:<16} {good[folder]:>4} of {total[folder]:>4} noticed, {good[folder] / total[folder]:.0%}")
-    print(f"{'all':<16} {good.total():>4} of {total.total():>4} noticed, {good.total() / max(total.total(), 1):.0%}")
+def _report(chosen: Sequence[Site], noticed: Sequence[bool]) -> None:
+    for folder in (*FOLDERS, ""):
+        of_folder = [one for site, one in zip(chosen, noticed, strict=True) if site.path.startswith(folder)]
+        if of_folder:
+            share = sum(of_folder) / len(of_folder)
+            print(f"{folder or 'all':<16} {sum(of_folder):>4} of {len(of_folder):>4} noticed, {share:.0%}")
 
 
 if __name__ == "__main__":
