@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from crossrank.comm import MOST_RANKS, Group
+from crossrank.comm import MOST_RANKS, Group, Locality
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, KINDS, CommsFile, Header, list_recording
 from crossrank.tools.parallel import Fleet, map_ranks
@@ -24,11 +25,17 @@ class Tally(msgspec.Struct):
     unknown_bytes: int = 0
     """Bytes of the calls whose locality is not known."""
 
-    def add(self, other: Tally) -> None:
-        self.calls += other.calls
-        self.bytes += other.bytes
-        self.cross_node_bytes += other.cross_node_bytes
-        self.unknown_bytes += other.unknown_bytes
+
+class CallKey(NamedTuple):
+    """What calls are counted by."""
+
+    op: str
+    api: str
+    """`(C++)` where no Python frame called; so is `source`."""
+    pg: str
+    source: str
+    locality: Locality
+    bytes: int
 
 
 class RankSummary(msgspec.Struct):
@@ -37,15 +44,11 @@ class RankSummary(msgspec.Struct):
     rank: int
     path: str
     problems: list[str]
-    header: Header | None
-    groups: list[Group]
-    end: dict[str, Any] | None
-    by_op: dict[tuple[str, str], Tally]
-    """(operation, API) -> calls"""
-    by_group: dict[str, Tally]
-    by_source: dict[tuple[str, str], Tally]
-    """(source line, operation) -> calls; `(C++)` where no Python frame called"""
-    steps: int
+    header: Header | None = None
+    groups: list[Group] = []
+    end: dict[str, Any] | None = None
+    calls: Counter[CallKey] = msgspec.field(default_factory=Counter)
+    steps: int = 0
     """Iterations that ended."""
 
 
@@ -110,33 +113,18 @@ def summarise_rank(file: FoundFile) -> RankSummary:
     """Read one rank's comms file, as far as it can be read."""
     assert file.rank is not None
     comms = CommsFile(file.path, file.rank)
-    by_op: dict[tuple[str, str], Tally] = {}
-    by_group: dict[str, Tally] = {}
-    by_source: dict[tuple[str, str], Tally] = {}
-    for record in comms.records():
-        size = record.bytes
-        crosses = size if record.locality in ("cross_node", "nvlink_domain") else 0
-        unknown = size if record.locality == "unknown" else 0
-        for tally in (
-            by_op.setdefault((record.op, record.api or "(C++)"), Tally()),
-            by_group.setdefault(record.pg, Tally()),
-            by_source.setdefault((record.source or "(C++)", record.op), Tally()),
-        ):
-            tally.calls += 1
-            tally.bytes += size
-            tally.cross_node_bytes += crosses
-            tally.unknown_bytes += unknown
-    header = comms.header
+    calls = Counter(
+        CallKey(one.op, one.api or "(C++)", one.pg, one.source or "(C++)", one.locality, one.bytes)
+        for one in comms.records()
+    )
     return RankSummary(
         rank=file.rank,
         path=file.path,
         problems=comms.damage.problems,
-        header=header,
+        header=comms.header,
         groups=comms.groups,
         end=comms.end,
-        by_op=by_op,
-        by_group=by_group,
-        by_source=by_source,
+        calls=calls,
         steps=comms.steps[-1].get("step", 0) if comms.steps else 0,
     )
 
@@ -144,18 +132,25 @@ def summarise_rank(file: FoundFile) -> RankSummary:
 def _failed(file: FoundFile, error: CrossrankError) -> RankSummary:
     """What stands for a rank whose file no worker could read: it does not end the others."""
     assert file.rank is not None
-    return RankSummary(
-        rank=file.rank,
-        path=file.path,
-        problems=[str(error).removeprefix(f"{file.path}: ")],
-        header=None,
-        groups=[],
-        end=None,
-        by_op={},
-        by_group={},
-        by_source={},
-        steps=0,
-    )
+    return RankSummary(file.rank, file.path, [str(error).removeprefix(f"{file.path}: ")])
+
+
+def _tallies(calls: Counter[CallKey], *names: str) -> dict[tuple[str, ...], Tally]:
+    """Calls by some of what they are counted by, those of most bytes first."""
+    found: dict[tuple[str, ...], Tally] = {}
+    for key, count in calls.items():
+        tally = found.setdefault(tuple(getattr(key, name) for name in names), Tally())
+        size = key.bytes * count
+        tally.calls += count
+        tally.bytes += size
+        tally.cross_node_bytes += size if key.locality in ("cross_node", "nvlink_domain") else 0
+        tally.unknown_bytes += size if key.locality == "unknown" else 0
+    return dict(sorted(found.items(), key=lambda item: (-item[1].bytes, item[0])))
+
+
+def _table(calls: Counter[CallKey], *names: str) -> list[dict[str, Any]]:
+    tallies = _tallies(calls, *names).items()
+    return [dict(zip(names, key, strict=True)) | msgspec.to_builtins(tally) for key, tally in tallies]
 
 
 def _merge(path: str, found: Sequence[FoundFile], ranks: list[RankSummary], problems: list[str]) -> Summary:
@@ -168,10 +163,9 @@ def _merge(path: str, found: Sequence[FoundFile], ranks: list[RankSummary], prob
     nodes: dict[str, list[int]] = {}
     for header in headers:
         nodes.setdefault(header.node, []).append(header.rank)
-    by_op = _sum(rank.by_op for rank in ranks)
-    total = Tally()
-    for tally in by_op.values():
-        total.add(tally)
+    calls: Counter[CallKey] = Counter()
+    for rank in ranks:
+        calls.update(rank.calls)
     counts: dict[str, int] = {}
     for rank in ranks:
         for name, value in (rank.end or {}).items():
@@ -195,19 +189,11 @@ def _merge(path: str, found: Sequence[FoundFile], ranks: list[RankSummary], prob
         versions=headers[0].versions if headers else {},
         emit=headers[0].config.get("emit") if headers else None,
         steps=max((rank.steps for rank in ranks), default=0),
-        calls=total,
+        calls=_tallies(calls).get((), Tally()),
         counts=counts,
-        by_op=[
-            {"op": op, "api": api} | msgspec.to_builtins(tally)
-            for (op, api), tally in sorted(by_op.items(), key=lambda item: (-item[1].bytes, item[0]))
-        ],
+        by_op=_table(calls, "op", "api"),
         groups=_groups(ranks),
-        sources=[
-            {"source": source, "op": op} | msgspec.to_builtins(tally)
-            for (source, op), tally in sorted(
-                _sum(rank.by_source for rank in ranks).items(), key=lambda item: (-item[1].bytes, item[0])
-            )
-        ],
+        sources=_table(calls, "source", "op"),
         files=files,
         unfinished_ranks=[rank.rank for rank in ranks if rank.end is None],
         endings=_endings(ranks),
@@ -224,14 +210,6 @@ def _merge(path: str, found: Sequence[FoundFile], ranks: list[RankSummary], prob
 def _texts(value: object) -> list[str]:
     """The texts of a list in a line whose fields are not checked; empty for anything else."""
     return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
-
-
-def _sum(tables: Iterable[dict[Any, Tally]]) -> dict[Any, Tally]:
-    total: dict[Any, Tally] = {}
-    for table in tables:
-        for key, tally in table.items():
-            total.setdefault(key, Tally()).add(tally)
-    return total
 
 
 def _groups(ranks: list[RankSummary]) -> list[dict[str, Any]]:
@@ -257,7 +235,7 @@ def _groups(ranks: list[RankSummary]) -> list[dict[str, Any]]:
             if entry["locality"] == "unknown":
                 entry["locality"] = group.locality
             of_name[group.pg] = entry
-        for name, tally in rank.by_group.items():
+        for (name,), tally in _tallies(rank.calls, "pg").items():
             if name in of_name:
                 of_name[name]["calls"] += tally.calls
                 of_name[name]["bytes"] += tally.bytes
