@@ -6,7 +6,7 @@ The way of a replay, a module each:
   groups, calls and waits of all ranks fit together, or says what does not.
 * `transform` and `resize` change a plan: sizes, types, operations, ranks.
 * `local` starts the processes, or `launched` takes those that a launcher started; in each of them `worker` joins the
-  others over a `meeting`, and `executor` makes its calls.
+  others over a `rendezvous`, and `executor` makes its calls.
 * `results` puts the times of all ranks side by side, `compare` sets them against the recorded ones, `report` keeps
   both and `show` prints them.
 

@@ -33,7 +33,7 @@ from crossrank.replay.results.measure import RankResult
 from crossrank.replay.results.report import indented, make_report, plan_json, write_report
 from crossrank.replay.results.show import print_plan
 from crossrank.replay.run.failure_report import Failed, print_states
-from crossrank.replay.run.launcher import Place, find_place
+from crossrank.replay.run.launcher import RankInfo, detect_launcher
 from crossrank.replay.run.pacing import parse_pace
 from crossrank.replay.sweep import Combination, finished, parse_sweeps, print_sweep, set_stamp, stamp, sweep_json
 from crossrank.text import amount
@@ -63,7 +63,7 @@ class Replay:
 
     def run(self, arguments: argparse.Namespace) -> int:
         options.check(arguments)
-        place = find_place(os.environ, arguments.master_ip, arguments.master_port)
+        place = detect_launcher(os.environ, arguments.master_ip, arguments.master_port)
         if place is not None and place.world_size == 1:
             place = None
         combinations = parse_sweeps(arguments.sweep) or [Combination({}, {})]
@@ -83,7 +83,7 @@ class Replay:
             return 2
 
 
-def _check_launched(arguments: argparse.Namespace, combinations: list[Combination], place: Place) -> None:
+def _check_launched(arguments: argparse.Namespace, combinations: list[Combination], place: RankInfo) -> None:
     if arguments.nproc is not None and arguments.nproc != place.world_size:
         raise CrossrankError(
             f"--nproc {arguments.nproc}, but {place.launcher} started {place.world_size} ranks; leave --nproc out"

@@ -73,22 +73,24 @@ class Substitute:
     elements: int = 1
     """Elements of `dtype` for each recorded one."""
     reduce: str | None = None
-    said: tuple[str, ...] = ()
+    differences: tuple[str, ...] = ()
     """What differs from the recording, for people."""
 
 
 def substitute(record: CommRecord, backend: str) -> Substitute:
-    """What `backend` communicates for `record`; with nothing `said` where that is what was recorded.
+    """What `backend` communicates for `record`; without `differences` where that is what was recorded.
 
     >>> call = CommRecord(id=0, op="all_gather", c10d="_allgather_base_", pg="0", bytes=8, t=0, dtype="complex128")
-    >>> substitute(call, "gloo").said
+    >>> substitute(call, "gloo").differences
     ('all_gather of complex128 as twice as many float64',)
     """
     row = BACKENDS.get(backend)
     dtype = record.dtype or "uint8"
-    said: list[str] = []
+    differences: list[str] = []
     if record.c10d == _MONITORED and backend != "gloo":
-        return Substitute(c10d="barrier", dtype=dtype, said=("monitored_barrier, which gloo alone has, as barrier",))
+        return Substitute(
+            c10d="barrier", dtype=dtype, differences=("monitored_barrier, which gloo alone has, as barrier",)
+        )
     if row is None or record.op == "barrier":
         return Substitute(c10d=record.c10d, dtype=dtype, reduce=record.reduce)
     reducing = record.op in REDUCING
@@ -102,10 +104,10 @@ def substitute(record: CommRecord, backend: str) -> Substitute:
     if able is not None and dtype not in able:
         if dtype in _TWICE:
             instead, elements = _TWICE[dtype], 2
-            said.append(f"{record.op} of {dtype} as twice as many {instead}")
+            differences.append(f"{record.op} of {dtype} as twice as many {instead}")
         else:
             instead = _STAND_INS.get(dtype, "uint8")
-            said.append(f"{record.op} of {dtype} as {instead}, of the same size")
+            differences.append(f"{record.op} of {dtype} as {instead}, of the same size")
         dtype = instead
     if reducing:
         asked = (reduce or "").lower()
@@ -119,6 +121,6 @@ def substitute(record: CommRecord, backend: str) -> Substitute:
         elif asked == "avg" and dtype in _INTEGERS:
             reason = f"for there is no avg of {dtype}"
         if reason is not None:
-            said.append(f"{record.op} as sum, {reason}")
+            differences.append(f"{record.op} as sum, {reason}")
         reduce = "sum" if reason is not None else asked
-    return Substitute(c10d=record.c10d, dtype=dtype, elements=elements, reduce=reduce, said=tuple(said))
+    return Substitute(c10d=record.c10d, dtype=dtype, elements=elements, reduce=reduce, differences=tuple(differences))

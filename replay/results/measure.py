@@ -12,9 +12,7 @@ For one call of one pass, with arrivals a and ends e over the ranks that take pa
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -30,35 +28,19 @@ if TYPE_CHECKING:
     import polars as pl
 
 
-@dataclass
-class Times:
-    """One pass of one rank. All are nanoseconds of the monotonic clock, by call; calls of one launch share them."""
-
-    launched: array[int]
-    """The host made the call."""
-    issued: array[int]
-    """The launch had returned: the host could go on."""
-    began: array[int]
-    """As `launched`, but on a GPU when its stream came to the call."""
-    completed: array[int]
-    start: int
-    end: int
-
-
 class Pass(msgspec.Struct, kw_only=True):
-    """The times of one rank in one pass, in ns of its monotonic clock; columns of int64 in the machine's order."""
+    """The times of one rank in one pass, in ns of its monotonic clock; columns of int64 in the machine's order, by
+    call. Calls of one launch share them."""
 
     launched: bytes
+    """The host made the call."""
     issued: bytes
+    """The launch had returned: the host could go on."""
     began: bytes
+    """As `launched`, but on a GPU when its stream came to the call."""
     completed: bytes
     start: int
     end: int
-
-    @classmethod
-    def of(cls, times: Times) -> Pass:
-        columns = {name: getattr(times, name).tobytes() for name in _MOMENTS}
-        return cls(**columns, start=times.start, end=times.end)
 
 
 class RankResult(msgspec.Struct, kw_only=True):

@@ -1,7 +1,7 @@
 """Makes one rank's calls, over and over, and notes when each was launched, issued and over.
 
 On the CPU a call is over when its Work says so: when the wait for it returns, or, for a call that runs while the rank
-goes on, when its future completes. For CUDA see `cuda_executor`.
+goes on, when its future completes. For CUDA see `cuda`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from heapq import heapreplace
 from itertools import chain, repeat
 from typing import Any, Protocol
 
-from crossrank.replay.results.measure import Times
+from crossrank.replay.results.measure import Pass
 from crossrank.replay.run.pacing import Pacer
 from crossrank.replay.run.program import Program
 
@@ -28,7 +28,7 @@ class Executor(Protocol):
 
     progress: list[int]
 
-    def run(self, before: Hook | None = None, after: Hook | None = None) -> Times:
+    def run(self, before: Hook | None = None, after: Hook | None = None) -> Pass:
         """One pass: before each launch its gap passes, then comes what is waited for before it. For checks, `before`
         is called before each launch with its position, `after` once it is over."""
 
@@ -50,7 +50,7 @@ class CpuExecutor:
         self.progress = [IDLE]
         self._pacer = pacer
 
-    def run(self, before: Hook | None = None, after: Hook | None = None) -> Times:
+    def run(self, before: Hook | None = None, after: Hook | None = None) -> Pass:
         program = self.program
         count = len(program.bound)
         launched, issued, waited, signalled = (array("q", bytes(8 * count)) for _ in range(4))
@@ -60,8 +60,7 @@ class CpuExecutor:
         def wait(others: Sequence[int]) -> None:
             for other in others:
                 progress[0] = program.bound[other].first
-                work = works[other]
-                works[other] = None
+                work, works[other] = works[other], None
                 if work is not None:
                     work.wait()
                 waited[other] = now()
@@ -78,33 +77,48 @@ class CpuExecutor:
                 before(position)
             progress[0] = bound.first
             launched[position] = now()
-            work = bound.launch()
+            work = works[position] = bound.launch()
             issued[position] = now()
-            if not bound.blocking:
-                works[position] = work
-                if bound.has_future and work is not None:
-                    _note_end(work, signalled, position)
-            else:
-                if work is not None:
-                    work.wait()
-                waited[position] = now()
-                if after is not None:
-                    after(position)
+            if bound.blocking:
+                wait((position,))
+            elif bound.has_future and work is not None:
+                _note_end(work, signalled, position)
             if pacer is not None:
                 pacer.returned(now())
         wait(program.last_waits)
         end = now()
         progress[0] = IDLE
         completed = array("q", map(_earlier, waited, signalled))
-        began = begins(program, launched, completed)
-        return Times(
-            by_call(program, launched), by_call(program, issued), by_call(program, began), by_call(program, completed),
-            start, end,
-        )  # fmt: skip
+        return make_pass(program, start, end, launched, issued, completed)
 
 
 def _earlier(by_wait: int, by_signal: int) -> int:
     return min(by_wait, by_signal or by_wait)
+
+
+def make_pass(
+    program: Program,
+    start: int,
+    end: int,
+    launched: array[int],
+    issued: array[int],
+    completed: array[int],
+    ready: array[int] | None = None,
+) -> Pass:
+    """A pass from columns by launch; `ready`: when the device came to each, where that is not when it was launched."""
+
+    def by_call(column: array[int]) -> bytes:
+        spread = (repeat(value, bound.count) for value, bound in zip(column, program.bound, strict=True))
+        return array("q", chain.from_iterable(spread)).tobytes()
+
+    return Pass(
+        launched=by_call(launched),
+        issued=by_call(issued),
+        began=by_call(begins(program, launched if ready is None else ready, completed)),
+        completed=by_call(completed),
+        start=start,
+        end=end,
+    )
 
 
 def begins(program: Program, launched: array[int], completed: array[int]) -> array[int]:
@@ -116,12 +130,6 @@ def begins(program: Program, launched: array[int], completed: array[int]) -> arr
         began[position] = min(max(launched[position], ends[0]), completed[position])
         heapreplace(ends, completed[position])
     return began
-
-
-def by_call(program: Program, by_launch: array[int]) -> array[int]:
-    """A column with one entry per call from one with an entry per launch."""
-    spread = (repeat(value, bound.count) for value, bound in zip(by_launch, program.bound, strict=True))
-    return array("q", chain.from_iterable(spread))
 
 
 def _note_end(work: Any, signalled: array[int], position: int) -> None:

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from crossrank.errors import CrossrankError
-from crossrank.replay.results.measure import Times
-from crossrank.replay.run.cpu import IDLE, Hook, begins, by_call
+from crossrank.replay.results.measure import Pass
+from crossrank.replay.run.cpu import IDLE, Hook, make_pass
 from crossrank.replay.run.pacing import Pacer
 from crossrank.replay.run.program import Program
 
@@ -42,7 +42,7 @@ class CudaExecutor:
         self._base = torch.cuda.Event(enable_timing=True)
         self._side = {bound.lane: torch.cuda.Stream(program.device, priority=-1) for bound in program.bound}
 
-    def run(self, before: Hook | None = None, after: Hook | None = None) -> Times:
+    def run(self, before: Hook | None = None, after: Hook | None = None) -> Pass:
         program, progress, pacer, now = self._program, self.progress, self._pacer, time.monotonic_ns
         stream = torch.cuda.current_stream(program.device)
         launched_at, issued_at = array("q"), array("q")
@@ -92,23 +92,19 @@ class CudaExecutor:
                 pacer.returned(now())
         wait(program.last_waits)
         for position, bound in enumerate(program.bound):
-            # Seen by the watch: a host that is ahead of its GPU would stand still in one synchronisation.
+            # Seen by the watch: a host that is ahead of its GPU would make no progress in one synchronisation.
             progress[0] = bound.first
             while not self._ended[position].query():
                 time.sleep(_POLL_S)
         torch.cuda.synchronize(program.device)
         end = now()
         progress[0] = IDLE
-        launched, completed = event_times(
+        ready, completed = event_times(
             start,
             (earlier.elapsed_time(later) for earlier, later in pairwise([self._base, *self._began])),
             (began.elapsed_time(ended) for began, ended in zip(self._began, self._ended, strict=True)),
         )
-        began = begins(program, launched, completed)
-        return Times(
-            by_call(program, launched_at), by_call(program, issued_at), by_call(program, began),
-            by_call(program, completed), start, end,
-        )  # fmt: skip
+        return make_pass(program, start, end, launched_at, issued_at, completed, ready)
 
 
 def event_times(start: int, after_ms: Iterable[float], took_ms: Iterable[float]) -> tuple[array[int], array[int]]:

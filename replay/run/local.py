@@ -24,12 +24,12 @@ from torch.distributed import TCPStore
 from crossrank.replay.plan.plan import Plan
 from crossrank.replay.results.measure import RankResult
 from crossrank.replay.run.failure_report import Failed, State
-from crossrank.replay.run.rendezvous import FINISHED, Meeting, listen
+from crossrank.replay.run.rendezvous import FINISHED, Rendezvous, listen
 from crossrank.tools.traces.replayed import Settings
 
-_TELL_S = 10.0
+_REPORT_S = 10.0
 _GRACE_S = 3.0
-"""How long the other ranks have to tell where they are, after one has failed."""
+"""How long the other ranks have to report where they are, after one has failed."""
 
 
 def run_local(plan: Plan, settings: Settings, environment: Mapping[str, str] | None = None) -> list[RankResult]:
@@ -38,27 +38,22 @@ def run_local(plan: Plan, settings: Settings, environment: Mapping[str, str] | N
     Raises `Failed` with the state of every rank where one of them died, failed or hung.
     """
     store = listen("127.0.0.1", 0, settings.timeout_s)
-    meeting = Meeting(store, plan.world_size)
-    meeting.send_plan(plan, settings)
+    rendezvous = Rendezvous(store, plan.world_size)
+    rendezvous.send_plan(plan, settings)
     # Variables that torch reads when it is imported need processes that import it anew.
     context: Any = multiprocessing.get_context("spawn" if environment else "forkserver")
     if not environment:
         context.set_forkserver_preload(["crossrank.replay.run.worker"])
         _start_fork_server()
-    processes: list[BaseProcess] = [
-        context.Process(
-            target=_rank,
-            args=(rank, plan.world_size, store.port, settings.timeout_s),
-            name=f"rank {rank}",
-            daemon=True,
-        )
-        for rank in range(plan.world_size)
-    ]
+    processes: list[BaseProcess] = []
+    for rank in range(plan.world_size):
+        arguments = (rank, plan.world_size, store.port, settings.timeout_s)
+        processes.append(context.Process(target=_rank, args=arguments, name=f"rank {rank}", daemon=True))
     try:
         with _variables(environment or {}):
             for process in processes:
                 process.start()
-        return _results(meeting, processes)
+        return _results(rendezvous, processes)
     finally:
         for process in processes:
             if process.is_alive():
@@ -69,7 +64,7 @@ def run_local(plan: Plan, settings: Settings, environment: Mapping[str, str] | N
 
 
 def _start_fork_server() -> None:
-    """Start it without an ear for Ctrl-C: it would complain of it while it imports torch. This process ends all."""
+    """Start it with SIGINT ignored: Ctrl-C while it imports torch would print a traceback. This process ends all."""
     if threading.current_thread() is not threading.main_thread():
         return  # where signals cannot be set; it starts with the first process
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -91,41 +86,41 @@ def _variables(variables: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _results(meeting: Meeting, processes: list[BaseProcess]) -> list[RankResult]:
-    told = time.monotonic()
+def _results(rendezvous: Rendezvous, processes: list[BaseProcess]) -> list[RankResult]:
+    reported = time.monotonic()
     while True:
         ended = wait([process.sentinel for process in processes], timeout=0.05)
-        if time.monotonic() - told > _TELL_S:
-            told = time.monotonic()
-            state = meeting.states().get(0)
+        if time.monotonic() - reported > _REPORT_S:
+            reported = time.monotonic()
+            state = rendezvous.states().get(0)
             print(f"crossrank: rank 0 is {state.phase if state is not None else 'starting'}", file=sys.stderr)
-        if meeting.has_all_results():
-            results = meeting.results()
-            meeting.store.set(FINISHED, "1")
+        if rendezvous.has_all_results():
+            results = rendezvous.results()
+            rendezvous.store.set(FINISHED, "1")
             deadline = time.monotonic() + _GRACE_S
             for process in processes:
                 process.join(max(0.0, deadline - time.monotonic()))
             return results
         if ended:
-            _fail(meeting, processes)
+            _fail(rendezvous, processes)
 
 
-def _fail(meeting: Meeting, processes: list[BaseProcess]) -> NoReturn:
+def _fail(rendezvous: Rendezvous, processes: list[BaseProcess]) -> NoReturn:
     """Collect where every rank is, and raise."""
-    meeting.abort()
+    rendezvous.abort()
     deadline = time.monotonic() + _GRACE_S
     while time.monotonic() < deadline and any(process.is_alive() for process in processes):
         wait([process.sentinel for process in processes if process.is_alive()], timeout=0.1)
-    states = meeting.states()
+    states = rendezvous.states()
     for rank, process in enumerate(processes):
         state = states.setdefault(rank, State(phase="starting"))
         code = process.exitcode
-        if code is not None and code < 0 and not state.error:
+        if state.error:
+            continue
+        if code is not None and code < 0:
             state.error = f"killed by signal {-code}"
-        elif code and not state.error and not state.told_to_end:
-            state.error = f"exited with {code}"
-        elif not state.error and not state.told_to_end:
-            state.error = "stands still"
+        elif not state.asked_to_end:
+            state.error = f"exited with {code}" if code else "made no progress"
     raise Failed(states)
 
 
@@ -140,7 +135,7 @@ def _rank(rank: int, world_size: int, port: int, timeout_s: float) -> None:
     )
     timeout = timedelta(seconds=timeout_s)
     first, second = (TCPStore("127.0.0.1", port, is_master=False, timeout=timeout) for _ in range(2))
-    code, _ = run_rank(rank, rank, Meeting(first, world_size), Meeting(second, world_size))
+    code, _ = run_rank(rank, rank, Rendezvous(first, world_size), Rendezvous(second, world_size))
     leave(code)
 
 

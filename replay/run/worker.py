@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -36,7 +37,7 @@ from crossrank.replay.run.cpu import Executor, make_executor
 from crossrank.replay.run.failure_report import State
 from crossrank.replay.run.pacing import Pacer, idle, make_busy, parse_pace
 from crossrank.replay.run.program import FILL, Program, late_ends, prepare
-from crossrank.replay.run.rendezvous import FINISHED, Errand, Meeting, RefusedError
+from crossrank.replay.run.rendezvous import FINISHED, RefusedError, Rendezvous, WorkItem
 from crossrank.text import printable
 from crossrank.tools.traces.replayed import Settings
 
@@ -47,41 +48,41 @@ _LOOK_S = 0.1
 """Between two looks whether all have to end; longer where thousands would keep the store busy."""
 _LONGEST_LOOK_S = 0.5
 _BEAT_S = 0.5
-_LAST_WORDS_S = 0.25
+_FINAL_REPORT_S = 0.25
 """How long a rank that has to end waits for the others to tell where they are."""
 
 
 def run_rank(
     rank: int,
     local_rank: int,
-    meeting: Meeting,
-    second: Meeting,
-    last_words: Callable[[], None] = lambda: None,
+    rendezvous: Rendezvous,
+    second: Rendezvous,
+    final_report: Callable[[], None] = lambda: None,
     *,
     term: int | None = None,
     leads: bool = False,
 ) -> tuple[int, RankResult | None]:
     """Replay as `rank`; returns the exit code and the result, None where there was no more to do or it failed.
 
-    `second` is the meeting over a connection of its own, for the watch, which calls `last_words` before it ends the
+    `second` is the rendezvous over a connection of its own, for the watch, which calls `final_report` before it ends
     process. `term` is a file that can be read when the launcher asks the process to end. Who `leads` gathers the
     results and does not wait for that. Raises `RefusedError` where rank 0 has nothing to replay.
     """
-    errand = meeting.errand(rank)
-    if errand.ends:
+    work = rendezvous.work_item(rank)
+    if work.ends:
         return 0, None
-    settings = errand.settings
-    watch = Watch(rank, second, last_words, term, settings.timeout_s + settings.slack_s)
+    settings = work.settings
+    watch = Watch(rank, second, final_report, term, settings.timeout_s + settings.slack_s)
     watch.start()
     try:
-        result = _replay(rank, local_rank, meeting, errand, watch)
-        meeting.put_result(rank, result)
+        result = _replay(rank, local_rank, rendezvous, work, watch)
+        rendezvous.put(f"result/{rank}", result)
         watch.phase("done")
         if not leads:
-            meeting.wait_for(FINISHED)
+            rendezvous.wait_for(FINISHED)
         watch.stop()
     except RefusedError:
-        time.sleep(2 * _LAST_WORDS_S)  # the watch ends the process
+        time.sleep(2 * _FINAL_REPORT_S)  # the watch ends the process
         return 1, None
     except Exception as error:
         watch.fail(one_line(error))
@@ -89,40 +90,40 @@ def run_rank(
     return 0, result
 
 
-def _replay(rank: int, local_rank: int, meeting: Meeting, errand: Errand, watch: Watch) -> RankResult:
-    settings = errand.settings
+def _replay(rank: int, local_rank: int, rendezvous: Rendezvous, work: WorkItem, watch: Watch) -> RankResult:
+    settings = work.settings
     device = _device(settings, local_rank)
     # Longer than the watch's, which tells more than the error of a backend does.
     timeout = timedelta(seconds=settings.timeout_s + settings.slack_s + _BACKEND_GRACE_S)
     if settings.backend == "nccl":
         gpu = getattr(torch.cuda.get_device_properties(device), "uuid", None)
         if gpu is not None:  # some builds for ROCm do not tell
-            claim_gpu(meeting, rank, f"{boot_id() or socket.gethostname()}/{gpu}")
-    world = next((group for group in errand.groups if _is_world(group, errand)), None)
+            claim_gpu(rendezvous, rank, f"{boot_id() or socket.gethostname()}/{gpu}")
+    world = next((group for group in work.groups if _is_world(group, work)), None)
     dist.init_process_group(
         settings.backend,
-        store=dist.PrefixStore("torch", meeting.store),
+        store=dist.PrefixStore("torch", rendezvous.store),
         rank=rank,
-        world_size=errand.world_size,
+        world_size=work.world_size,
         timeout=timeout,
         device_id=bound_device(world, device),
     )
-    groups = _make_groups(errand, rank, device, timeout, watch)
+    groups = _make_groups(work, rank, device, timeout, watch)
     watch.phase("comparing clocks")
-    clock = measure_offset(meeting, rank, "start")
+    clock = measure_offset(rendezvous, rank, "start")
     watch.phase("binding its calls")
-    program = prepare(errand.calls, rank=rank, groups=groups, backend=settings.backend, device=device, timeout=timeout)
+    program = prepare(work.calls, rank=rank, groups=groups, backend=settings.backend, device=device, timeout=timeout)
     pace = parse_pace(settings.pace)
     pacer = None
     if pace.scale:
         queues = pace.busy and device.type == "cuda"
-        pacer = Pacer(errand.calls, pace, make_busy(device) if pace.busy else idle, queues=queues)
+        pacer = Pacer(work.calls, pace, make_busy(device) if pace.busy else idle, queues=queues)
     executor = make_executor(program, pacer)
     watch.follow(executor)
     checker = Checker(program, rank) if settings.check else None
     passes, cpu_s = _passes(executor, program, settings, watch, checker)
     watch.phase("comparing clocks again")
-    offset, error = between(clock, measure_offset(meeting, rank, "end"))
+    offset, error = between(clock, measure_offset(rendezvous, rank, "end"))
     watch.phase("leaving its process groups")
     # Not after a failure: groups whose other ends are gone may not let go.
     dist.destroy_process_group()
@@ -135,7 +136,7 @@ def _replay(rank: int, local_rank: int, meeting: Meeting, errand: Errand, watch:
         passes=passes,
         cpu_s=cpu_s,
         late_ends=late_ends(program),
-        substitutes=program.said,
+        substitutes=Counter(text for one in program.substitutes for text in one.differences),
         check_failures=checker.failures if checker is not None else None,
         checked=checker.checked if checker is not None else 0,
         versions={"torch": str(torch.__version__), "python": sys.version.split()[0]},
@@ -156,10 +157,10 @@ def _device(settings: Settings, local_rank: int) -> torch.device:
     return device
 
 
-def claim_gpu(meeting: Meeting, rank: int, gpu: str) -> None:
+def claim_gpu(rendezvous: Rendezvous, rank: int, gpu: str) -> None:
     """Say that `rank` uses the GPU of this name, unique over all machines. Raises `CrossrankError` where another rank
     does already: NCCL would not start, or say why in words of its own."""
-    holder = meeting.holder(f"gpu/{gpu}", rank)
+    holder = rendezvous.holder(f"gpu/{gpu}", rank)
     if holder != rank:
         raise CrossrankError(
             f"shares a GPU with rank {holder}, and NCCL wants one for each; start fewer ranks there, or use "
@@ -176,21 +177,21 @@ def bound_device(group: Group | None, device: torch.device) -> torch.device | No
     return device if group is not None and group.eager and device.type == "cuda" else None
 
 
-def _is_world(group: Group, errand: Errand) -> bool:
-    return group.ranks == list(range(errand.world_size))
+def _is_world(group: Group, work: WorkItem) -> bool:
+    return group.ranks == list(range(work.world_size))
 
 
 def _make_groups(
-    errand: Errand, rank: int, device: torch.device, timeout: timedelta, watch: Watch
+    work: WorkItem, rank: int, device: torch.device, timeout: timedelta, watch: Watch
 ) -> dict[str, tuple[Group, ProcessGroup]]:
     """The groups of which this rank is a member. All ranks make all groups, in the order of the plan: torch names a
     group by how many there are, so ranks that made their own alone would wait for each other under different names."""
     groups: dict[str, tuple[Group, ProcessGroup]] = {}
     world_is_taken = False
-    for number, group in enumerate(errand.groups):
-        watch.phase(f"making process group {number + 1} of {len(errand.groups)}")
+    for number, group in enumerate(work.groups):
+        watch.phase(f"making process group {number + 1} of {len(work.groups)}")
         ranks = group.ranks or []
-        if _is_world(group, errand) and not world_is_taken:
+        if _is_world(group, work) and not world_is_taken:
             world_is_taken = True
             made = c10d._get_default_group()
         else:
@@ -209,7 +210,7 @@ def _make_groups(
 def _passes(
     executor: Executor, program: Program, settings: Settings, watch: Watch, checker: Checker | None
 ) -> tuple[list[Pass], float]:
-    # Asked of the backend itself, so that the ranks' meeting before a pass is not part of what is recorded.
+    # Asked of the backend itself, so that the ranks' rendezvous before a pass is not part of what is recorded.
     backend: Any = c10d._get_default_group()._get_backend(program.device)
 
     def barrier() -> None:
@@ -235,9 +236,8 @@ def _passes(
             watch.phase(f"in pass {number + 1}")
             meet()
             spent = _cpu_seconds()
-            times = executor.run()
+            passes.append(executor.run())
             cpu_s += _cpu_seconds() - spent
-            passes.append(Pass.of(times))
             if settings.record is not None:
                 crossrank.step()
     watch.phase("waiting for the others to end")
@@ -254,20 +254,20 @@ class Watch(threading.Thread):
     """Tells the store where the rank is, and ends the process where it cannot go on."""
 
     def __init__(
-        self, rank: int, meeting: Meeting, last_words: Callable[[], None], term: int | None, limit_s: float
+        self, rank: int, rendezvous: Rendezvous, final_report: Callable[[], None], term: int | None, limit_s: float
     ) -> None:
         """After `limit_s` without progress the process ends, and when `term` can be read."""
         super().__init__(name="crossrank-watch", daemon=True)
         self._rank = rank
-        self._meeting = meeting
-        self._last_words = last_words
+        self._rendezvous = rendezvous
+        self._last_words = final_report
         self._term = term
         self._limit_s = limit_s
         self._state = State(phase="joining")
         self._executor: Executor | None = None
         self._since = time.monotonic()
         self._over = threading.Event()
-        self._look_s = min(_LOOK_S * max(1.0, meeting.world_size / 64), _LONGEST_LOOK_S)
+        self._look_s = min(_LOOK_S * max(1.0, rendezvous.world_size / 64), _LONGEST_LOOK_S)
 
     def phase(self, text: str) -> None:
         """Say what the rank does from now on."""
@@ -287,7 +287,7 @@ class Watch(threading.Thread):
         self.stop()
         try:
             self._tell(error=error)
-            self._meeting.abort()
+            self._rendezvous.abort()
         except RuntimeError:  # the store is gone with its host
             print(
                 printable(f"crossrank: rank {self._rank} was {self._state.phase}: {error}"), file=sys.stderr, flush=True
@@ -307,11 +307,11 @@ class Watch(threading.Thread):
                     self._tell()
                     last_told = now
                 if now - self._since > self._limit_s and self._state.phase != "done":
-                    self._tell(error=f"no progress for {now - self._since:.0f} s")
-                    self._meeting.abort()
+                    self._tell(error=f"made no progress for {now - self._since:.0f} s")
+                    self._rendezvous.abort()
                     self._end()
-                if ended or self._meeting.aborted():
-                    self._tell(told_to_end=True)
+                if ended or self._rendezvous.aborted():
+                    self._tell(asked_to_end=True)
                     self._end()
             except RuntimeError:  # the store is gone, and with it the replay
                 if self._over.is_set():
@@ -330,16 +330,14 @@ class Watch(threading.Thread):
         self._over.wait(self._look_s)
         return False
 
-    def _tell(self, *, error: str = "", told_to_end: bool = False) -> None:
-        self._meeting.put_state(
-            self._rank,
-            msgspec.structs.replace(self._state, call=self._call(), error=error, told_to_end=told_to_end),
-        )
+    def _tell(self, *, error: str = "", asked_to_end: bool = False) -> None:
+        state = msgspec.structs.replace(self._state, call=self._call(), error=error, asked_to_end=asked_to_end)
+        self._rendezvous.put(f"state/{self._rank}", state)
 
     def _end(self) -> None:
         if self._over.is_set():
             return  # the rank's own failure is being told
-        time.sleep(_LAST_WORDS_S)
+        time.sleep(_FINAL_REPORT_S)
         self._last_words()
         os._exit(1)
 

@@ -17,7 +17,7 @@ from tests.unit.replay.plans import record
 def test_a_stand_in_has_the_same_bytes(backend: str, op: str, dtype: str) -> None:
     instead = substitute(record(op, dtype=dtype, peer=1 if op == "send" else None), backend)
     assert DTYPES[instead.dtype].size * instead.elements == DTYPES[dtype].size
-    assert (instead.dtype != dtype) == bool(instead.said)
+    assert (instead.dtype != dtype) == bool(instead.differences)
 
 
 @pytest.mark.parametrize(
@@ -33,8 +33,8 @@ def test_a_stand_in_has_the_same_bytes(backend: str, op: str, dtype: str) -> Non
 )
 def test_reductions(fields: dict[str, Any], backend: str, reduce: str, said: tuple[str, ...]) -> None:
     instead = substitute(record("all_reduce", **fields), backend)
-    assert (instead.reduce, instead.said) == (reduce, said)
+    assert (instead.reduce, instead.differences) == (reduce, said)
 
 
 def test_a_backend_that_is_not_known_gets_the_call_as_it_was() -> None:
-    assert substitute(record("all_reduce", dtype="float8_e5m2"), "ucc").said == ()
+    assert substitute(record("all_reduce", dtype="float8_e5m2"), "ucc").differences == ()

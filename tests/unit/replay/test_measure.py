@@ -8,7 +8,7 @@ import pytest
 
 from crossrank.replay.plan.plan import Plan
 from crossrank.replay.results.compare import compare
-from crossrank.replay.results.measure import Pass, RankResult, Times, end_to_end_ns, measure, table
+from crossrank.replay.results.measure import Pass, RankResult, end_to_end_ns, measure, table
 from crossrank.replay.results.report import make_report, to_csv
 from crossrank.tools.traces.replayed import Percentiles, Settings
 from tests.unit.replay.plans import isend, plan_of, record, recv
@@ -17,15 +17,13 @@ from tests.unit.replay.plans import isend, plan_of, record, recv
 def result(rank: int, *passes: list[tuple[int, int, int]], offset: int = 0) -> RankResult:
     """What a rank hands in: (launched, issued, completed) of every call of every pass, in ns."""
     columns = [
-        Pass.of(
-            Times(
-                array("q", [call[0] for call in calls]),
-                array("q", [call[1] for call in calls]),
-                array("q", [call[0] for call in calls]),
-                array("q", [call[2] for call in calls]),
-                start=calls[0][0],
-                end=calls[-1][2],
-            )
+        Pass(
+            **{
+                name: array("q", [call[place] for call in calls]).tobytes()
+                for name, place in (("launched", 0), ("issued", 1), ("began", 0), ("completed", 2))
+            },
+            start=calls[0][0],
+            end=calls[-1][2],
         )
         for calls in passes
     ]
