@@ -65,7 +65,7 @@ def run_rank(
     """Replay as `rank`; returns the exit code and the result, None where there was no more to do or it failed.
 
     `second` is the rendezvous over a connection of its own, for the watch, which calls `final_report` before it ends
-    process. `term` is a file that can be read when the launcher asks the process to end. Who `leads` gathers the
+    the process. `term` is a file that can be read when the launcher asks the process to end. Who `leads` gathers the
     results and does not wait for that. Raises `RefusedError` where rank 0 has nothing to replay.
     """
     work = rendezvous.work_item(rank)
