@@ -24,11 +24,9 @@ from crossrank.tools.output.console import print_table
 from crossrank.tools.traces.replayed import JSON, Report
 
 OPTIONS: dict[str, Callable[[str], object]] = {
-    **dict.fromkeys(("scale-bytes",), float),
-    **dict.fromkeys(("dtype", "pace", "backend"), str),
-    **dict.fromkeys(("nproc", "max-calls"), int),
-    **dict.fromkeys(("ops", "pgs"), str),
-}
+    "scale-bytes": float, "dtype": str, "pace": str, "backend": str,
+    "nproc": int, "ops": str, "pgs": str, "max-calls": int,
+}  # fmt: skip
 """Options of the command that may be swept; any name in capitals is an environment variable."""
 _WITHOUT_EFFECT = ("output", "json", "run", "command", "sweep", "jobs", "save_plan", "dry_run", "strict")
 """Options that change no result."""
