@@ -14,8 +14,7 @@ from crossrank.atomic_file import whole_file
 from crossrank.errors import CrossrankError, one_line
 from crossrank.replay.plan.memory_plan import bytes_needed
 from crossrank.replay.plan.plan import Plan, number_of
-from crossrank.replay.results.compare import compare
-from crossrank.replay.results.measure import RankResult, end_to_end_ns, measure, percentiles_us, table
+from crossrank.replay.results.measure import RankResult, compare, end_to_end_ns, measure, percentiles_us, table
 from crossrank.text import amount, csv_text, percent, printable
 from crossrank.tools.traces.replayed import CSV, JSON, Check, Report, Settings
 

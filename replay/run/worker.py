@@ -32,7 +32,7 @@ from crossrank.replay.results.check import Checker
 from crossrank.replay.results.measure import Pass, RankResult
 from crossrank.replay.run.c10d_calls import barrier_options
 from crossrank.replay.run.clocks import between, measure_offset
-from crossrank.replay.run.cpu import IDLE, Executor, make_executor
+from crossrank.replay.run.executor import IDLE, Executor, make_executor
 from crossrank.replay.run.failure_report import State
 from crossrank.replay.run.pacing import make_pacer, parse_pace
 from crossrank.replay.run.program import FILL, Program, late_ends, prepare

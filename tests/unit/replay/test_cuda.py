@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from crossrank.replay.run.cuda import CudaExecutor
+from crossrank.replay.run.executor import CudaExecutor
 from crossrank.replay.run.program import Bound, Program, late_ends
 
 LOG: list[str] = []
