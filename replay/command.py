@@ -15,36 +15,19 @@ import msgspec
 from crossrank.atomic_file import make_folder
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, is_url
-from crossrank.replay import options
-from crossrank.replay.plan import sources
+from crossrank.replay import options, sweep
+from crossrank.replay.plan import sources, transform
 from crossrank.replay.plan.build import build, settle
 from crossrank.replay.plan.memory_plan import bytes_needed
 from crossrank.replay.plan.one_trace import spread
 from crossrank.replay.plan.plan import Plan, load_plan, save_plan
 from crossrank.replay.plan.resize import resize
-from crossrank.replay.plan.transform import (
-    first_calls,
-    for_backend,
-    only_groups,
-    only_operations,
-    scale_bytes,
-    with_dtype,
-)
 from crossrank.replay.results.measure import RankResult
 from crossrank.replay.results.report import indented, make_report, plan_json, print_plan, write_report
 from crossrank.replay.run.failure_report import Failed, print_states
 from crossrank.replay.run.launcher import RankInfo, detect_launcher
 from crossrank.replay.run.pacing import parse_pace
-from crossrank.replay.sweep import (
-    Combination,
-    finished,
-    parse_sweeps,
-    print_sweep,
-    set_stamp,
-    stamp,
-    sweep_json,
-    with_values,
-)
+from crossrank.replay.sweep import Combination
 from crossrank.text import amount
 from crossrank.tools.commands.options import complain, progress
 from crossrank.tools.parallel import Fleet
@@ -52,7 +35,7 @@ from crossrank.tools.traces.discover import PLAN, look
 from crossrank.tools.traces.replayed import Report, Settings
 
 if TYPE_CHECKING:
-    from crossrank.replay.run.launched import Lead
+    from crossrank.replay.run.processes import Lead
 
 _WORTH_PROCESSES = 20_000_000
 """Bytes of traces below which starting processes takes longer than reading."""
@@ -75,11 +58,11 @@ class Replay:
         place = detect_launcher(os.environ, arguments.master_ip, arguments.master_port)
         if place is not None and place.world_size == 1:
             place = None
-        combinations = parse_sweeps(arguments.sweep) or [Combination({}, {})]
+        combinations = sweep.parse_sweeps(arguments.sweep) or [Combination({}, {})]
         if place is None or arguments.dry_run:
             return _lead(arguments, combinations, None) if place is None or place.rank == 0 else 0
         _check_launched(arguments, combinations, place)
-        from crossrank.replay.run.launched import Lead, serve
+        from crossrank.replay.run.processes import Lead, serve
 
         if place.rank > 0:
             return serve(place, arguments.timeout)
@@ -114,18 +97,18 @@ def _lead(arguments: argparse.Namespace, combinations: list[Combination], lead: 
     outcomes: list[tuple[Combination, Report | str]] = []
     codes = [0]
     for number, one in enumerate(combinations):
-        given = with_values(arguments, one.options)
+        given = sweep.with_values(arguments, one.options)
         given.save_plan = arguments.save_plan if number == 0 else None
         folder = Path(arguments.output, one.name) if keeps else None
-        made_of = stamp(given, one, digest)
-        report: Report | str | None = finished(folder, made_of) if folder is not None else None
+        made_of = sweep.stamp(given, one, digest)
+        report: Report | str | None = sweep.finished(folder, made_of) if folder is not None else None
         if report is not None:
             print(f"{one.name}: done before, in {folder}", file=sys.stderr)
         else:
             try:
                 code, report = _replay(recorded, given, one, folder, lead)
                 if folder is not None and report is not None:
-                    set_stamp(folder, made_of)
+                    (folder / sweep.STAMP).write_text(made_of)
             except CrossrankError as error:
                 if not swept or lead is not None:
                     raise
@@ -143,9 +126,9 @@ def _lead(arguments: argparse.Namespace, combinations: list[Combination], lead: 
     if lead is not None:
         lead.end()
     if outcomes and swept and arguments.json:
-        sys.stdout.write(sweep_json(outcomes).decode())
+        sys.stdout.write(sweep.sweep_json(outcomes).decode())
     elif outcomes and swept:
-        print_sweep(outcomes)
+        sweep.print_sweep(outcomes)
     return max(codes)
 
 
@@ -167,7 +150,7 @@ def _replay(
             print_plan(plan)
         return int(given.strict and not plan.coverage().complete), None
     settings = _settings(given, plan, launched=lead is not None)
-    plan = for_backend(plan, settings.backend)
+    plan = transform.for_backend(plan, settings.backend)
     target = str(folder) if folder is not None else given.output
     _make_folders(given, target)
     if not given.json:
@@ -225,11 +208,11 @@ def _read(arguments: argparse.Namespace) -> Plan:
 
 
 _CHANGES: dict[str, Callable[[Plan, Any], Plan]] = {
-    "ops": lambda plan, names: only_operations(plan, names.split(",")),
-    "pgs": lambda plan, names: only_groups(plan, names.split(",")),
-    "max_calls": first_calls,
-    "dtype": with_dtype,
-    "scale_bytes": scale_bytes,
+    "ops": lambda plan, names: transform.only_operations(plan, names.split(",")),
+    "pgs": lambda plan, names: transform.only_groups(plan, names.split(",")),
+    "max_calls": transform.first_calls,
+    "dtype": transform.with_dtype,
+    "scale_bytes": transform.scale_bytes,
 }
 """Options that change what is replayed, in the order in which they do."""
 
@@ -317,6 +300,6 @@ def _run_here(plan: Plan, settings: Settings, variables: Mapping[str, str]) -> l
             f"{plan.world_size} ranks need {amount(needed)} for their tensors, and {amount(free)} are free; "
             "make messages smaller with --scale-bytes, or choose fewer calls or ranks"
         )
-    from crossrank.replay.run.local import run_local
+    from crossrank.replay.run.processes import run_local
 
     return run_local(plan, settings, variables)

@@ -32,7 +32,7 @@ _WITHOUT_EFFECT = ("output", "json", "run", "command", "sweep", "jobs", "save_pl
 """Options that change no result."""
 
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
-_STAMP = "settings.txt"
+STAMP = "settings.txt"
 
 
 @dataclass(frozen=True)
@@ -95,15 +95,11 @@ def stamp(given: argparse.Namespace, one: Combination, plan_digest: str) -> str:
 def finished(folder: Path, expected: str) -> Report | None:
     """The report that an earlier run left in `folder`, if it was made of the same."""
     try:
-        if (folder / _STAMP).read_text() != expected:
+        if (folder / STAMP).read_text() != expected:
             return None
         return msgspec.json.decode((folder / JSON).read_bytes(), type=Report)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
-
-
-def set_stamp(folder: Path, text: str) -> None:
-    (folder / _STAMP).write_text(text)
 
 
 def sweep_json(results: list[tuple[Combination, Report | str]]) -> bytes:

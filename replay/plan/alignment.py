@@ -55,9 +55,13 @@ def align(ranks: list[Rank], groups: dict[str, Group], broken: list[str], partia
     numbered = all(rank.source.numbered for rank in ranks)
     for lane in _lanes(by_rank, groups):
         late = {member for member in lane if by_rank[member].source.starts_late}
-        use_numbers = numbered and all(_rising(calls) for calls in lane.values())
+        numbers = [[number for number, _ in calls] for calls in lane.values()]
+        use_numbers = numbered and all(None not in one and len(set(one)) == len(one) for one in numbers)
         if not use_numbers:
-            _number_by_order(lane, late)
+            # From the first call on, or, where beginnings are lost, from the last one.
+            for calls in lane.values():
+                shift = -len(calls) if late else 0
+                calls[:] = [(place + shift, index) for place, (_, index) in enumerate(calls)]
         guessed += _give_parts(lane, by_rank, broken)
         if use_numbers and not partial:
             broken += _gaps(lane, by_rank)
@@ -78,18 +82,6 @@ def _lanes(ranks: dict[int, Rank], groups: dict[str, Group]) -> Collection[Lane]
                 lanes[key] = {member: [] for member in members if member is not None}
             lanes[key].setdefault(rank.rank, []).append((number_of(record), index))
     return lanes.values()
-
-
-def _rising(calls: list[tuple[int | None, int]]) -> bool:
-    numbers = [number for number, _ in calls]
-    return None not in numbers and len(set(numbers)) == len(numbers)
-
-
-def _number_by_order(lane: Lane, late: Collection[int]) -> None:
-    """Number calls from the first one, or, where beginnings are lost, from the last one."""
-    for calls in lane.values():
-        shift = -len(calls) if late else 0
-        calls[:] = [(place + shift, index) for place, (_, index) in enumerate(calls)]
 
 
 def _gaps(lane: Lane, ranks: dict[int, Rank]) -> list[str]:
@@ -150,10 +142,15 @@ def _give_parts(lane: Lane, ranks: dict[int, Rank], broken: list[str]) -> int:
     given = 0
     for number, sides in exchanges.items():
         records = [sides[member][1] for member in lane if member in sides]
-        if len(records) < len(lane) or not _lacks_parts(records):
+        if len(records) < len(lane) or any(
+            one.c10d != "alltoall_base_" or one.in_split or one.out_split for one in records
+        ):
             continue
-        sent, received = ([_rows(shapes[0]) for shapes in side] for side in zip(*map(_sides, records), strict=True))
-        widths = {prod(shape[1:]) for one in records for shape in (one.inputs[0], one.outputs[0]) if shape}
+        sides_of = [(one.inputs[0], one.outputs[0]) for one in records]
+        sent, received = ([shape[0] if shape else 1 for shape in side] for side in zip(*sides_of, strict=True))
+        if len({*sent, *received}) == 1 and sent[0] % len(lane) == 0:
+            continue  # even parts
+        widths = {prod(shape[1:]) for pair in sides_of for shape in pair if shape}
         parts = fit(sent, received) if sum(sent) == sum(received) and len(widths) <= 1 else None
         given += parts is not None
         for place, member in enumerate(lane):
@@ -168,22 +165,6 @@ def _give_parts(lane: Lane, ranks: dict[int, Rank], broken: list[str]) -> int:
                 "its ranks send is not what they receive"
             )
     return given
-
-
-def _lacks_parts(records: Sequence[CommRecord]) -> bool:
-    """Whether the calls of all ranks have one tensor per side, and parts that are neither even nor recorded."""
-    if any(one.c10d != "alltoall_base_" or one.in_split or one.out_split for one in records):
-        return False
-    sizes = {_rows(side[0]) for one in records for side in _sides(one)}
-    return len(sizes) > 1 or sizes.pop() % len(records) != 0
-
-
-def _sides(record: CommRecord) -> tuple[list[list[int]], list[list[int]]]:
-    return record.inputs, record.outputs
-
-
-def _rows(shape: Sequence[int]) -> int:
-    return shape[0] if shape else 1
 
 
 def fit(rows: Sequence[int], columns: Sequence[int]) -> list[list[int]]:

@@ -20,10 +20,9 @@ from crossrank.replay.plan.match import mismatches
 from crossrank.replay.plan.plan import NOT_IN_STEPS, UNPLACED, Call, Plan, RankPlan, launches, leave_out, number_of
 from crossrank.replay.plan.schedule import place_waits, returns_early
 from crossrank.replay.plan.shapes import BrokenError, LeftOutError, complete
-from crossrank.replay.plan.sources import KINDS, missing_ranks
+from crossrank.replay.plan.sources import KINDS
 from crossrank.text import rank_ranges
 from crossrank.tools.analysis.diagnosis.findings import call_text
-from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.job.job import Job
 from crossrank.tools.traces.rank_trace import GLOO, RankTrace, with_members
 
@@ -39,7 +38,12 @@ def build(
     _add_idle_ranks(sources, size)
     any_source = name_sources(sources)
     _check_ranks(sources, path, size)
-    damage = _damage(sources)
+    damage = [f"{source.path}: {problem}" for source in sources for problem in source.problems]
+    damage += [
+        f"{source.path}: its recorder could not keep {source.dropped} calls (TRACING_RING)"
+        for source in sources
+        if source.dropped
+    ]
     if damage and not partial:
         raise CrossrankError(_listed(damage, "record it again, or replay what is left of it with --partial"))
     _refuse_different_runs(sources)
@@ -47,7 +51,17 @@ def build(
         _refuse_invalid_members(sources, size)
     job = Job.match(sources, size)
     labels = _labels(job)
-    groups = {label: _group(job.groups[index], label) for index, label in labels.items()}
+    groups = {
+        label: Group(
+            pg=label,
+            size=len(group.members),
+            ranks=list(group.members),
+            desc=group.desc,
+            backend=group.backend,
+            eager=group.eager,
+        )
+        for label, group in ((label, job.groups[index]) for index, label in labels.items())
+    }
     broken: list[str] = []
     ranks = [_completed(job, number, labels, groups, broken) for number in sorted(job.ranks)]
     guessed = align(ranks, groups, broken, partial) if partial or not broken else 0
@@ -125,22 +139,12 @@ def _check_ranks(sources: list[RankTrace], path: str, size: int) -> None:
         if rank >= size:
             raise CrossrankError(f"{source.path}: rank {rank} is outside the job of {size} ranks; name one job's files")
         found[rank] = source
-    missing = missing_ranks(found, size)
+    missing = sorted(set(range(size)) - found.keys())
     if missing:
         raise CrossrankError(
-            f"{path}: has no file of rank {missing} of {size}; add it, or let one rank's file stand for all "
-            "(--one-trace)"
+            f"{path}: has no file of rank {rank_ranges(missing)} of {size}; add it, or let one rank's file stand for "
+            "all (--one-trace)"
         )
-
-
-def _damage(sources: list[RankTrace]) -> list[str]:
-    """What of the files could not be read, or was never written."""
-    damage = [f"{source.path}: {problem}" for source in sources for problem in source.problems]
-    return damage + [
-        f"{source.path}: its recorder could not keep {source.dropped} calls (TRACING_RING)"
-        for source in sources
-        if source.dropped
-    ]
 
 
 def _add_idle_ranks(sources: list[RankTrace], size: int) -> None:
@@ -209,17 +213,6 @@ def _labels(job: Job) -> dict[int, str]:
     }
 
 
-def _group(group: ProcessGroup, label: str) -> Group:
-    return Group(
-        pg=label,
-        size=len(group.members),
-        ranks=list(group.members),
-        desc=group.desc,
-        backend=group.backend,
-        eager=group.eager,
-    )
-
-
 def _completed(job: Job, number: int, labels: dict[int, str], groups: dict[str, Group], broken: list[str]) -> Rank:
     """The calls of a rank, completed; those that contradict themselves are added to `broken`."""
     source, group_of = job.ranks[number], job.group_of[number]
@@ -263,7 +256,12 @@ def _rank_plan(rank: Rank) -> RankPlan:
             )
         )
         rows.append(row)
-    _whole_batches(plan.calls)
+    for first, end in launches(plan.calls):  # calls of one launch are waited for together
+        batch = plan.calls[first:end]
+        if len(batch) > 1 and any(call.wait_before >= 0 for call in batch):
+            latest = max(end, *(call.wait_before for call in batch))
+            for call in batch:
+                call.wait_before = latest
     if source.timed:
         _set_gaps(plan.calls, source, rows)
     return plan
@@ -293,15 +291,6 @@ def _went_on(source: RankTrace, row: int, blocking: bool) -> int | None:
         return returned
     began, took = source.calls.began[row], source.took(row)
     return max(returned, began + took) if began and took is not None else None
-
-
-def _whole_batches(calls: list[Call]) -> None:
-    """Calls of one launch are waited for together."""
-    for first, end in launches(calls):
-        if end - first > 1 and any(calls[index].wait_before >= 0 for index in range(first, end)):
-            latest = max(end, *(calls[index].wait_before for index in range(first, end)))
-            for index in range(first, end):
-                calls[index].wait_before = latest
 
 
 def used_groups(ranks: Iterable[RankPlan], groups: Iterable[Group]) -> list[Group]:

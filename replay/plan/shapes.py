@@ -13,6 +13,7 @@ import msgspec
 
 from crossrank.comm import OPERATIONS, CommRecord, Group, total_bytes
 from crossrank.dtypes import DTYPES
+from crossrank.text import rank_ranges
 
 # Operation -> the c10d op that makes it from one tensor per side, and the one with a list of tensors on a side.
 _ONE_TENSOR = {
@@ -69,7 +70,7 @@ def complete(record: CommRecord, group: Group | None, rank: int) -> CommRecord:
     if group is None or group.ranks is None:
         raise BrokenError(f"its group {record.pg!r} is defined nowhere")
     if rank not in group.ranks:
-        raise BrokenError(f"rank {rank} is no member of its group {record.pg!r} (ranks {_short(group.ranks)})")
+        raise BrokenError(f"rank {rank} is no member of its group {record.pg!r} (ranks {rank_ranges(group.ranks)})")
     if record.op == "barrier":
         name = record.c10d if record.c10d == "monitored_barrier_" else "barrier"
         return msgspec.structs.replace(record, c10d=name, inputs=[], outputs=[], dtype=None, bytes=0)
@@ -98,10 +99,6 @@ def complete(record: CommRecord, group: Group | None, rank: int) -> CommRecord:
     if any(prod(shape) > _MOST_ELEMENTS for shape in (*whole.inputs, *whole.outputs)):
         raise BrokenError("a tensor of it has more elements than any memory holds")
     return sized(whole, group)
-
-
-def _short(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
 
 
 def _with_tensors(record: CommRecord, n: int, item: int, rank: int) -> CommRecord:
@@ -159,7 +156,7 @@ def _one_to_many(
     if not large:
         large = [[n * prod(shape)] for shape in small]
     if not small:
-        if len(large) == n and _bare(record.c10d) in _LIST_NAMES:
+        if len(large) == n and "".join(filter(str.isalpha, record.c10d)).lower() in _LIST_NAMES:
             raise LeftOutError(f"{op} of a list without this rank's own part")
         if any(prod(shape) % n for shape in large):
             raise BrokenError(f"{prod(large[0])} elements cannot be shared out among {n} ranks")
@@ -225,10 +222,6 @@ def _check_split(name: str, split: list[int] | None, shape: list[int], n: int) -
         raise BrokenError(f"{name} {split[:8]} is not one number for each of {n} ranks")
     if sum(split) != rows:
         raise BrokenError(f"{name} adds up to {sum(split)}, but the tensor has {rows} rows")
-
-
-def _bare(name: str) -> str:
-    return "".join(filter(str.isalpha, name)).lower()
 
 
 def sized(record: CommRecord, group: Group) -> CommRecord:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED, is_url
-from crossrank.text import rank_ranges
 from crossrank.tools.job.read_rank import READERS, RankFiles
 from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.traces.discover import BASIC, WHAT, FoundFile, discover
@@ -93,8 +92,3 @@ def read(
     count = len(found.inputs) if len(found.inputs) > 1 else None
     inputs = [replace(one, world_size=count, steps=steps) for one in found.inputs]
     return map_ranks(READERS[found.kind], inputs, fleet, done=done)
-
-
-def missing_ranks(ranks: Collection[int], world_size: int) -> str:
-    """The ranks that are not there, in short; empty where none is missing."""
-    return rank_ranges(sorted(set(range(world_size)) - set(ranks)))

@@ -34,33 +34,26 @@ def measure_offset(rendezvous: Rendezvous, rank: int, when: str) -> Offset:
     if rank == 0:
         store.get(f"{when}/all")
         for number in range(1, store.add(f"{when}/machines", 0) + 1):
-            _answer(rendezvous, f"{when}/{store.get(f'{when}/machines/{number}').decode()}")
+            asker = f"{when}/{store.get(f'{when}/machines/{number}').decode()}"
+            for trip in range(_ROUNDS):
+                store.get(f"{asker}/ping/{trip}")
+                store.set(f"{asker}/pong/{trip}", str(time.monotonic_ns()))
         store.set(f"{when}/offset/0", "0 0")
         return 0, 0
     if leader == rank:
-        _ask(rendezvous, f"{when}/{rank}", f"{when}/offset/{rank}")
+        trips = []
+        for trip in range(_ROUNDS):
+            sent = time.monotonic_ns()
+            store.set(f"{when}/{rank}/ping/{trip}", "1")
+            there = int(store.get(f"{when}/{rank}/pong/{trip}"))
+            back = time.monotonic_ns()
+            trips.append(((back - sent) // 2, there - (sent + back) // 2))
+        error, offset = min(trips)
+        store.set(f"{when}/offset/{rank}", f"{offset} {error}")
     if leader == 0:
         return 0, 0
-    offset, error = store.get(f"{when}/offset/{leader}").split(b" ")
-    return int(offset), int(error)
-
-
-def _answer(rendezvous: Rendezvous, prefix: str) -> None:
-    for number in range(_ROUNDS):
-        rendezvous.store.get(f"{prefix}/ping/{number}")
-        rendezvous.store.set(f"{prefix}/pong/{number}", str(time.monotonic_ns()))
-
-
-def _ask(rendezvous: Rendezvous, prefix: str, result: str) -> None:
-    trips = []
-    for number in range(_ROUNDS):
-        sent = time.monotonic_ns()
-        rendezvous.store.set(f"{prefix}/ping/{number}", "1")
-        there = int(rendezvous.store.get(f"{prefix}/pong/{number}"))
-        back = time.monotonic_ns()
-        trips.append(((back - sent) // 2, there - (sent + back) // 2))
-    error, offset = min(trips)
-    rendezvous.store.set(result, f"{offset} {error}")
+    offset, error = map(int, store.get(f"{when}/offset/{leader}").split(b" "))
+    return offset, error
 
 
 def between(start: Offset, end: Offset) -> Offset:

@@ -17,6 +17,7 @@ import os
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from heapq import heapreplace
 from itertools import accumulate, chain, pairwise, repeat
 from typing import Any, Protocol
@@ -66,6 +67,9 @@ class CpuExecutor:
         works: list[Any] = [None] * count
         progress, pacer, now = self.progress, self._pacer, time.monotonic_ns
 
+        def note_end(position: int, _: Any) -> None:
+            signalled[position] = now()
+
         def wait(others: Sequence[int]) -> None:
             for other in others:
                 progress[0] = program.bound[other].first
@@ -91,18 +95,14 @@ class CpuExecutor:
             if bound.blocking:
                 wait((position,))
             elif bound.has_future and work is not None:
-                _note_end(work, signalled, position)
+                work.get_future().add_done_callback(partial(note_end, position))
             if pacer is not None:
                 pacer.returned(now())
         wait(program.last_waits)
         end = now()
         progress[0] = IDLE
-        completed = array("q", map(_earlier, waited, signalled))
+        completed = array("q", (min(wait, signal or wait) for wait, signal in zip(waited, signalled, strict=True)))
         return make_pass(program, start, end, launched, issued, completed)
-
-
-def _earlier(by_wait: int, by_signal: int) -> int:
-    return min(by_wait, by_signal or by_wait)
 
 
 def make_pass(
@@ -139,13 +139,6 @@ def begins(program: Program, launched: array[int], completed: array[int]) -> arr
         began[position] = min(max(launched[position], ends[0]), completed[position])
         heapreplace(ends, completed[position])
     return began
-
-
-def _note_end(work: Any, signalled: array[int], position: int) -> None:
-    def note(_: Any) -> None:
-        signalled[position] = time.monotonic_ns()
-
-    work.get_future().add_done_callback(note)
 
 
 class CudaExecutor:

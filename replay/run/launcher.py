@@ -47,12 +47,16 @@ def detect_launcher(
 
     Raises `CrossrankError` where a launcher's variables are not numbers, or nothing says where rank 0 is.
     """
+    has_agent, is_given = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True", bool(host or port)
     for launcher, (rank_name, size_name, local_name, tasks_name) in LAUNCHERS.items():
         if not environment.get(rank_name) or not environment.get(size_name):
             continue
         rank, size = _number(environment, rank_name), _number(environment, size_name)
         if rank >= size:
             raise CrossrankError(f"{rank_name}={rank} is not below {size_name}={size}; start all ranks alike")
+        port = port or _number(environment, "MASTER_PORT", DEFAULT_PORT)
+        if not 0 < port < 1 << 16:
+            raise CrossrankError(f"MASTER_PORT={port} is not a port from 1 to 65535; set it to a free one")
         # Slurm writes "4(x2)" or "4,2" where there are several nodes.
         alone = size == 1 or environment.get(tasks_name) == str(size)
         return RankInfo(
@@ -61,9 +65,9 @@ def detect_launcher(
             local_rank=_number(environment, local_name, rank),
             launcher=launcher,
             host=host or environment.get("MASTER_ADDR") or _first_host(environment, launcher, alone),
-            port=port or _port(environment),
+            port=port,
             attempt="/".join(environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RUN_ID", "RESTART_COUNT")),
-            agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and host is None and port is None,
+            agent_store=has_agent and not is_given,
         )
     return None
 
@@ -73,13 +77,6 @@ def _number(environment: Mapping[str, str], name: str, default: int = 0) -> int:
     if not (text.isascii() and text.isdecimal()):
         raise CrossrankError(f"{name}={text!r} is not a number; start with torchrun, srun or mpirun, or unset it")
     return int(text)
-
-
-def _port(environment: Mapping[str, str]) -> int:
-    port = _number(environment, "MASTER_PORT", DEFAULT_PORT)
-    if not 0 < port < 1 << 16:
-        raise CrossrankError(f"MASTER_PORT={port} is not a port from 1 to 65535; set it to a free one")
-    return port
 
 
 def _first_host(environment: Mapping[str, str], launcher: str, alone: bool) -> str:

@@ -21,7 +21,7 @@ from crossrank.replay.plan.build import build, settle
 from crossrank.replay.plan.plan import Plan
 from crossrank.replay.plan.sources import find, read
 from crossrank.replay.results.measure import measure
-from crossrank.replay.run.local import run_local
+from crossrank.replay.run.processes import run_local
 from crossrank.tools.cli import main
 from crossrank.tools.parallel import Fleet
 from crossrank.tools.traces.replayed import Settings

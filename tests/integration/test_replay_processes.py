@@ -16,7 +16,7 @@ import pytest
 from crossrank.comm import CommRecord, Group
 from crossrank.replay.plan.plan import Call, Plan, RankPlan, save_plan
 from crossrank.replay.run.failure_report import Failed
-from crossrank.replay.run.local import run_local
+from crossrank.replay.run.processes import run_local
 from crossrank.tools.traces.replayed import Settings
 from tests.integration import callers
 from tests.integration.test_replay import plan_of_recording, record_job
