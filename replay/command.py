@@ -149,7 +149,23 @@ def _replay(
         else:
             print_plan(plan)
         return int(given.strict and not plan.coverage().complete), None
-    settings = _settings(given, plan, launched=lead is not None)
+    from crossrank.replay.run.worker import check_backend
+
+    backend, device = check_backend(given.backend, given.device, None if lead is not None else plan.world_size)
+    gap_ns = max(sum(call.gap_ns for call in rank.calls) for rank in plan.ranks)
+    settings = Settings(
+        backend=backend,
+        device=device,
+        warmup=given.warmup,
+        repeats=given.repeat,
+        pace=given.pace,
+        check=given.check,
+        timeout_s=given.timeout,
+        slack_s=max(sum(call.gap_ns for call in rank.calls) for rank in plan.ranks)
+        * parse_pace(given.pace).scale
+        / 1e9,
+        record=given.record,
+    )
     plan = transform.for_backend(plan, settings.backend)
     target = str(folder) if folder is not None else given.output
     _make_folders(given, target)
@@ -234,8 +250,11 @@ def _changed(recorded: Plan, given: argparse.Namespace, launched: int | None) ->
         if getattr(given, name) is not None:
             plan = change(plan, getattr(given, name))
     ranks = given.nproc or launched or plan.world_size
-    if launched is None and ranks > _MOST_LOCAL and ranks != plan.world_size:
-        raise CrossrankError(_too_many(ranks))
+    if launched is None and ranks > _MOST_LOCAL and (ranks != plan.world_size or not given.dry_run):
+        raise CrossrankError(
+            f"{ranks} ranks are too many processes for one machine; start them with torchrun, srun or mpirun, or "
+            "choose fewer with --nproc"
+        )
     plan = resize(plan, ranks)
     gaps = [call.gap_ns for rank in plan.ranks for call in rank.calls]
     if not gaps:
@@ -265,34 +284,7 @@ def _make_folders(given: argparse.Namespace, target: str | None) -> None:
             raise CrossrankError(f"{path}: cannot be written to; name another folder")
 
 
-def _settings(given: argparse.Namespace, plan: Plan, *, launched: bool) -> Settings:
-    from crossrank.replay.run.worker import check_backend
-
-    backend, device = check_backend(given.backend, given.device, None if launched else plan.world_size)
-    scale = parse_pace(given.pace).scale
-    return Settings(
-        backend=backend,
-        device=device,
-        warmup=given.warmup,
-        repeats=given.repeat,
-        pace=given.pace,
-        check=given.check,
-        timeout_s=given.timeout,
-        slack_s=max(sum(call.gap_ns for call in rank.calls) for rank in plan.ranks) * scale / 1e9,
-        record=given.record,
-    )
-
-
-def _too_many(ranks: int) -> str:
-    return (
-        f"{ranks} ranks are too many processes for one machine; start them with torchrun, srun or mpirun, or choose "
-        "fewer with --nproc"
-    )
-
-
 def _run_here(plan: Plan, settings: Settings, variables: Mapping[str, str]) -> list[RankResult]:
-    if plan.world_size > _MOST_LOCAL:
-        raise CrossrankError(_too_many(plan.world_size))
     needed = sum(bytes_needed(rank.calls) for rank in plan.ranks)
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if settings.device == "cpu" and needed > free:

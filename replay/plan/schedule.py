@@ -62,10 +62,6 @@ def _until_next_blocking(calls: list[Call]) -> None:
     _place(calls, ends)
 
 
-def _until_end(calls: list[Call]) -> None:
-    _wait_before(len(calls), (call for call in calls if call.wait_before == UNPLACED))
-
-
 def _all_p2p_until_end(calls: list[Call]) -> None:
     for call in calls:
         if call.wait_before == UNPLACED or is_p2p(call.record):
@@ -75,7 +71,7 @@ def _all_p2p_until_end(calls: list[Call]) -> None:
 POLICIES: dict[str, Callable[[list[Call]], None]] = {
     "before the rank's next blocking call, or the end of its step": _until_next_blocking,
     "at the end of its step": lambda calls: _place(calls, lambda open_calls, call: False),
-    "at the end": _until_end,
+    "at the end": lambda calls: _wait_before(len(calls), (one for one in calls if one.wait_before == UNPLACED)),
     "at the end, and so are all sends and receives, for some block each other otherwise": _all_p2p_until_end,
 }
 """Where waits that are not recorded (`UNPLACED`) are placed -> what sets `wait_before` of such calls."""

@@ -19,7 +19,7 @@ from datetime import timedelta
 from itertools import zip_longest
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from torch.distributed import Store, TCPStore
 
@@ -97,6 +97,7 @@ def _variables(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _results(rendezvous: Rendezvous, processes: list[BaseProcess]) -> list[RankResult]:
+    """Wait for all; where a process ends before it has its result, collect where every rank is, and raise."""
     reported = time.monotonic()
     while True:
         ended = wait([process.sentinel for process in processes], timeout=0.05)
@@ -112,16 +113,11 @@ def _results(rendezvous: Rendezvous, processes: list[BaseProcess]) -> list[RankR
                 process.join(max(0.0, deadline - time.monotonic()))
             return results
         if ended:
-            _fail(rendezvous, processes)
-
-
-def _fail(rendezvous: Rendezvous, processes: list[BaseProcess]) -> NoReturn:
-    """Collect where every rank is, and raise."""
-    rendezvous.abort()
-    deadline = time.monotonic() + _GRACE_S
-    while time.monotonic() < deadline and any(process.is_alive() for process in processes):
-        wait([process.sentinel for process in processes if process.is_alive()], timeout=0.1)
-    raise Failed(_last_states(rendezvous, [process.exitcode for process in processes]))
+            rendezvous.abort()
+            deadline = time.monotonic() + _GRACE_S
+            while time.monotonic() < deadline and any(process.is_alive() for process in processes):
+                wait([process.sentinel for process in processes if process.is_alive()], timeout=0.1)
+            raise Failed(_last_states(rendezvous, [process.exitcode for process in processes]))
 
 
 def _rank(rank: int, world_size: int, port: int, timeout_s: float) -> None:
