@@ -161,9 +161,7 @@ def _replay(
         pace=given.pace,
         check=given.check,
         timeout_s=given.timeout,
-        slack_s=max(sum(call.gap_ns for call in rank.calls) for rank in plan.ranks)
-        * parse_pace(given.pace).scale
-        / 1e9,
+        slack_s=gap_ns * parse_pace(given.pace).scale / 1e9,
         record=given.record,
     )
     plan = transform.for_backend(plan, settings.backend)

@@ -7,7 +7,7 @@ counterpart on another rank, is refused, unless a partial replay is wanted: then
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 import msgspec
@@ -37,18 +37,14 @@ def build(
     size = _world_size(sources, path, world_size)
     _add_idle_ranks(sources, size)
     any_source = name_sources(sources)
-    _check_ranks(sources, path, size)
     damage = [f"{source.path}: {problem}" for source in sources for problem in source.problems]
     damage += [
         f"{source.path}: its recorder could not keep {source.dropped} calls (TRACING_RING)"
         for source in sources
         if source.dropped
     ]
-    if damage and not partial:
-        raise CrossrankError(_listed(damage, "record it again, or replay what is left of it with --partial"))
-    _refuse_different_runs(sources)
-    if not partial:
-        _refuse_invalid_members(sources, size)
+    for problem in _problems(sources, path, size, damage, partial):
+        raise CrossrankError(problem)
     job = Job.match(sources, size)
     labels = _labels(job)
     groups = {
@@ -123,28 +119,45 @@ def _world_size(sources: list[RankTrace], path: str, given: int | None) -> int:
     return size
 
 
-def _check_ranks(sources: list[RankTrace], path: str, size: int) -> None:
-    """Every rank of the job is there, and once."""
+def _problems(sources: list[RankTrace], path: str, size: int, damage: list[str], partial: bool) -> Iterator[str]:
+    """Why the files are not those of all ranks of one job, each once."""
     found: dict[int, RankTrace] = {}
     for source in sources:
         if source.rank is None and len(sources) == 1:
             source.rank = 0
         rank = source.rank
         if rank is None:
-            raise CrossrankError(f"{source.path}: neither its name nor its content tells its rank; call it rank-N")
+            yield f"{source.path}: neither its name nor its content gives its rank; call it rank-N"
+            continue
         if rank < 0:
-            raise CrossrankError(f"{source.path}: rank {rank} is not valid; record it again")
+            yield f"{source.path}: rank {rank} is not valid; record it again"
         if rank in found:
-            raise CrossrankError(f"{source.path} and {found[rank].path} are both of rank {rank}; name one job")
+            yield f"{source.path} and {found[rank].path} are both of rank {rank}; name one job"
         if rank >= size:
-            raise CrossrankError(f"{source.path}: rank {rank} is outside the job of {size} ranks; name one job's files")
+            yield f"{source.path}: rank {rank} is outside the job of {size} ranks; name one job's files"
         found[rank] = source
-    missing = sorted(set(range(size)) - found.keys())
+    missing = rank_ranges(sorted(set(range(size)) - found.keys()))
     if missing:
-        raise CrossrankError(
-            f"{path}: has no file of rank {rank_ranges(missing)} of {size}; add it, or let one rank's file stand for "
-            "all (--one-trace)"
+        yield (
+            f"{path}: has no file of rank {missing} of {size}; add it, or let one rank's file stand for all "
+            "(--one-trace)"
         )
+    if damage and not partial:
+        yield _listed(damage, "record it again, or replay what is left of it with --partial")
+    spans = [(*source.span, source.path) for source in sources if source.span is not None]
+    if spans:
+        _, end, early = min(spans, key=lambda span: span[1])
+        start, _, late = max(spans, key=lambda span: span[0])
+        if start > end:  # not one job, whatever their names
+            apart = f"{(start - end) / 1e9:.0f} s"
+            yield f"{early} ended {apart} before {late} began: they are of different runs; name the files of one"
+    for owner, group in ((source.path, one.group) for source in sources for one in source.groups):
+        ranks = group.ranks or []
+        if not partial and (len(set(ranks)) < len(ranks) or not all(0 <= rank < size for rank in ranks)):
+            yield (
+                f"{owner}: group {group.pg!r} has a member twice, or outside the {size} ranks ({ranks[:8]}); "
+                "record it again, or leave its calls out with --partial"
+            )
 
 
 def _add_idle_ranks(sources: list[RankTrace], size: int) -> None:
@@ -171,31 +184,6 @@ def _add_idle_ranks(sources: list[RankTrace], size: int) -> None:
         *sources[0].notes,
         f"rank {rank_ranges(absent)} has no file and no part in the others' calls: taken to have made none",
     ]
-
-
-def _refuse_different_runs(sources: list[RankTrace]) -> None:
-    """Runs that were over before another began are not one job, whatever their names."""
-    spans = [(source.span, source) for source in sources if source.span is not None]
-    if not spans:
-        return
-    (_, first_end), early = min(spans, key=lambda entry: entry[0][1])
-    (last_start, _), late = max(spans, key=lambda entry: entry[0][0])
-    if last_start > first_end:
-        raise CrossrankError(
-            f"{early.path} ended {(last_start - first_end) / 1e9:.0f} s before {late.path} began: they are of "
-            "different runs; name the files of one"
-        )
-
-
-def _refuse_invalid_members(sources: list[RankTrace], size: int) -> None:
-    for source in sources:
-        for one in source.groups:
-            ranks = one.group.ranks or []
-            if len(set(ranks)) < len(ranks) or not all(0 <= rank < size for rank in ranks):
-                raise CrossrankError(
-                    f"{source.path}: group {one.group.pg!r} has a member twice, or outside the {size} ranks "
-                    f"({ranks[:8]}); record it again, or leave its calls out with --partial"
-                )
 
 
 def _labels(job: Job) -> dict[int, str]:

@@ -108,12 +108,10 @@ def _with_tensors(record: CommRecord, n: int, item: int, rank: int) -> CommRecor
     elements = record.bytes // item
     if op in _IN_PLACE:
         inputs = inputs or outputs or [[elements]]
-        many = len(inputs) > 1
-        if many and op != "all_reduce":
+        if len(inputs) > 1 and op != "all_reduce":
             raise LeftOutError(f"{op} of several tensors at once")
-        name = record.c10d if record.c10d == "allreduce_coalesced_" or not many else _LISTS[op]
-        name = name if name in _KNOWN else _ONE_TENSOR[op]
-        return _replace(record, name, inputs, inputs)
+        in_list = len(inputs) > 1 or record.c10d == "allreduce_coalesced_"
+        return _replace(record, (_LISTS if in_list else _ONE_TENSOR)[op], inputs, inputs)
     if op == "send":
         return _replace(record, "send", inputs or outputs or [[elements]], [])
     if op == "recv":
@@ -139,9 +137,7 @@ def _of_all(given: list[list[int]], mine: list[list[int]], n: int) -> list[list[
     """What the root holds: one tensor for each member."""
     if len(given) == n:
         return given
-    if len(given) == 1 and prod(given[0]) == n * prod(mine[0]):
-        return [mine[0]] * n
-    if given and len(given) != 1:
+    if len(given) > 1:
         raise BrokenError(f"its root holds {len(given)} tensors for {n} ranks")
     return [mine[0]] * n
 
@@ -203,7 +199,7 @@ def _all_to_all(record: CommRecord, n: int, elements: int) -> CommRecord:
         outputs = [[sum(record.out_split), *inputs[0][1:]]] if record.out_split else [list(inputs[0])]
     row = prod(inputs[0][1:])
     if not record.in_split and not record.out_split and record.outputs:
-        # Dumps say what is sent and received in total. `exchanges` finds parts that give it.
+        # Dumps say what is sent and received in total. `alignment` finds parts that give it.
         return _replace(record, "alltoall_base_", inputs, outputs)
     _check_split("in_split", record.in_split, inputs[0], n)
     _check_split("out_split", record.out_split, outputs[0], n)
