@@ -1,4 +1,4 @@
-"""What is replayed: the calls of every rank with their waits and gaps, and what of the recording cannot be.
+"""What is replayed: the calls of every rank with their waits and gaps, and what of the recording is left out.
 
 A plan is data: it is made by `build`, changed by `transform` and `resize`, saved and loaded here, run by `worker`.
 Nothing in it needs torch. On disk it is JSON, zstd-compressed where the name ends with `.zst`.
@@ -173,7 +173,7 @@ def waited_before(calls: Sequence[Call], spans: Sequence[tuple[int, int]]) -> li
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
-    """Write `plan` to `path`. Raises `CrossrankError` where that cannot be."""
+    """Write `plan` to `path`. Raises `CrossrankError` where that fails."""
     data = msgspec.json.encode(plan)
     if str(path).endswith(".zst"):
         data = zstandard.compress(data)

@@ -55,8 +55,12 @@ def resize(plan: Plan, world_size: int) -> Plan:
     groups: dict[str, Group] = {}
     for number in range(world_size):
         template = plan.ranks[number % old]
-        own = {name: _group_at(one, number, number - template.rank) for name, one in mapped.items()}
-        groups |= {own[name].pg: own[name] for name, one in mapped.items() if template.rank in (one.group.ranks or ())}
+        own = {
+            name: _group_at(one, number, number - template.rank)
+            for name, one in mapped.items()
+            if template.rank in (one.group.ranks or ())
+        }
+        groups |= {group.pg: group for group in own.values()}
         calls = [
             _moved(call, mapped[call.record.pg], own[call.record.pg], number, old, sent.get(key, {}))
             for call, key in zip(template.calls, keys[template.rank], strict=True)

@@ -46,7 +46,7 @@ SCATTERED_WHOLE = frozenset((_ONE_TENSOR["reduce_scatter"], _COALESCED["reduce_s
 """c10d ops with one tensor for all members on the large side, part after part."""
 _IN_PLACE = ("all_reduce", "reduce", "broadcast")
 _LIST_NAMES = frozenset(("allgather", "reducescatter", "alltoall"))
-"""What traces call the ops with a list of tensors, in letters alone. `alltoall` is also said of one tensor."""
+"""What traces call the ops with a list of tensors, in letters alone. `alltoall` also names the op with one tensor."""
 
 
 _MOST_ELEMENTS = 1 << 44
@@ -61,7 +61,7 @@ class BrokenError(Exception):
 
 
 def complete(record: CommRecord, group: Group | None, rank: int) -> CommRecord:
-    """`record` with all that the executor needs. Raises `LeftOutError` or `BrokenError` where that cannot be."""
+    """`record` with all that the executor needs. Raises `LeftOutError` or `BrokenError` where that is not possible."""
     operation = OPERATIONS.get(record.op)
     if operation is None:
         raise LeftOutError(f"{record.op} is no operation that is known")
@@ -238,5 +238,5 @@ def parts(shape: list[int], split: list[int] | None, n: int) -> list[int]:
 
 
 def tensors(record: CommRecord) -> list[list[list[int]]]:
-    """Shapes of the tensors that a call needs memory for, side by side: inputs and outputs, or both in one."""
+    """Shapes of the tensors that a call needs memory for, of one side or two: inputs and outputs, or both in one."""
     return [record.inputs] if record.op in _IN_PLACE else [record.inputs, record.outputs]

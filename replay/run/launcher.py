@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from crossrank.errors import CrossrankError
 
 DEFAULT_PORT = 29500
-"""What torch and PARAM use where nothing else is said."""
+"""What torch and PARAM use where no other is given."""
 
 
 # Launcher -> its variables for rank, world size, rank on the node and ranks of the node. The first whose rank and size

@@ -38,7 +38,7 @@ _GRACE_S = 3.0
 _REFUSAL_S = 2.0
 """How long rank 0 stays reachable when it has nothing to replay."""
 _ANSWER_S = 0.3
-"""Within this time a rank that is alive has seen that all have to end, and said where it is. Open MPI kills
+"""Within this time a rank that is alive has seen that all have to end, and reported where it is. Open MPI kills
 all a second after one has died."""
 
 

@@ -3,7 +3,7 @@
 The store is torch's TCPStore. Of a replay on one machine the process that the user started hosts it, under torchrun
 the agent does, elsewhere rank 0. Whoever can connect to it can change what is replayed, so where the ranks meet on the
 loopback interface it listens there alone; torch's own server listens on every interface. Each rank keeps its state
-there, so that one that dies or hangs can be told of.
+there, so that one that dies or hangs can be reported.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RefusedError(Exception):
 
 
 def host_store(place: RankInfo, timeout_s: float) -> Store:
-    """The store, hosted by this process where it is rank 0. Raises `CrossrankError` where that cannot be."""
+    """The store, hosted by this process where it is rank 0. Raises `CrossrankError` where that fails."""
     hosting = place.rank == 0 and not place.agent_store
     # Rank 0 hosts the store when it has read and matched everything: the others are patient.
     patience_s = timeout_s if place.rank == 0 else max(timeout_s, _PATIENCE_S)

@@ -113,7 +113,7 @@ def test_the_store_of_a_replay_on_one_machine_takes_connections_from_it_alone(lo
     assert found == ["0100007F"]  # 127.0.0.1
 
 
-def test_a_rank_that_dies_ends_all_and_it_is_told_where_each_was(long_plan: Path) -> None:
+def test_a_rank_that_dies_ends_all_and_it_is_reported_where_each_was(long_plan: Path) -> None:
     process, ranks = _started([str(long_plan), "--timeout", "20"])
     os.kill(ranks[0], signal.SIGKILL)
     output, _ = process.communicate(timeout=30)
@@ -219,7 +219,7 @@ def test_a_port_in_use_is_named_with_what_to_do(two_ranks: World, tmp_path: Path
     assert f"port {port} of 127.0.0.1 is in use; set MASTER_PORT" in error
 
 
-def test_what_rank_0_refuses_ends_all_ranks_of_a_launcher_and_is_told_once(tmp_path: Path) -> None:
+def test_what_rank_0_refuses_ends_all_ranks_of_a_launcher_and_is_reported_once(tmp_path: Path) -> None:
     port = str(_free_port())
     processes = [
         _launch(tmp_path, {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port})

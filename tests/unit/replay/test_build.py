@@ -96,7 +96,7 @@ def test_calls_before_the_beginning_of_another_ranks_ring_are_left_out() -> None
     assert plan.coverage().reasons == {"another rank's dump no longer has it": 3}
 
 
-def test_ranks_that_do_not_fit_together_are_told_in_the_words_of_a_diagnosis() -> None:
+def test_ranks_that_do_not_fit_together_are_refused_in_the_words_of_a_diagnosis() -> None:
     with pytest.raises(CrossrankError) as refused:
         plan_of([record("all_reduce"), record("barrier")], [record("all_reduce")])
     assert str(refused.value).startswith(

@@ -1,6 +1,6 @@
 """The order in which a pass on CUDA launches, waits and notes ends, on streams that write down what is asked of them.
 
-No GPU is needed, and nothing is said of one: only of what the host does when.
+No GPU is needed, and none is simulated: only what the host does when.
 """
 
 from __future__ import annotations

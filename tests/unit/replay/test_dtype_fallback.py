@@ -21,7 +21,7 @@ def test_a_stand_in_has_the_same_bytes(backend: str, op: str, dtype: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("fields", "backend", "reduce", "said"),
+    ("fields", "backend", "reduce", "differences"),
     [
         ({"reduce": "avg"}, "gloo", "avg", ()),
         ({"reduce": None}, "gloo", "sum", ("all_reduce as sum, for the recording does not say the reduction",)),
@@ -31,9 +31,9 @@ def test_a_stand_in_has_the_same_bytes(backend: str, op: str, dtype: str) -> Non
         ({"reduce": "avg", "dtype": "int64"}, "gloo", "sum", ("all_reduce as sum, for there is no avg of int64",)),
     ],
 )
-def test_reductions(fields: dict[str, Any], backend: str, reduce: str, said: tuple[str, ...]) -> None:
+def test_reductions(fields: dict[str, Any], backend: str, reduce: str, differences: tuple[str, ...]) -> None:
     instead = substitute(record("all_reduce", **fields), backend)
-    assert (instead.reduce, instead.differences) == (reduce, said)
+    assert (instead.reduce, instead.differences) == (reduce, differences)
 
 
 def test_a_backend_that_is_not_known_gets_the_call_as_it_was() -> None:

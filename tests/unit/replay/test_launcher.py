@@ -87,6 +87,6 @@ def test_the_agent_of_torchrun_hosts_the_store() -> None:
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
     ],
 )
-def test_variables_that_cannot_be_are_told(environment: dict[str, str], message: str) -> None:
+def test_invalid_variables_are_refused(environment: dict[str, str], message: str) -> None:
     with pytest.raises(CrossrankError, match=message):
         detect_launcher(environment)

@@ -53,7 +53,7 @@ def job() -> tuple[Plan, list[RankResult]]:
     ]
 
 
-def test_times_are_put_on_one_clock_and_told_apart() -> None:
+def test_times_are_put_on_one_clock_and_distinguished() -> None:
     plan, results = job()
     measured = measure(plan, results).select("rank", "pass", "completion", "waiting", "issue", "time")
     assert measured.rows() == [
