@@ -6,36 +6,28 @@ import argparse
 import hashlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from crossrank.atomic_file import make_folder
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, is_url
-from crossrank.replay import options
-from crossrank.replay.plan import sources
+from crossrank.replay import options, sweep
+from crossrank.replay.plan import sources, transform
 from crossrank.replay.plan.build import build, settle
 from crossrank.replay.plan.memory_plan import bytes_needed
 from crossrank.replay.plan.one_trace import spread
 from crossrank.replay.plan.plan import Plan, load_plan, save_plan
 from crossrank.replay.plan.resize import resize
-from crossrank.replay.plan.transform import (
-    first_calls,
-    for_backend,
-    only_groups,
-    only_operations,
-    scale_bytes,
-    with_dtype,
-)
 from crossrank.replay.results.measure import RankResult
-from crossrank.replay.results.report import indented, make_report, plan_json, write_report
-from crossrank.replay.results.show import print_plan
+from crossrank.replay.results.report import indented, make_report, plan_json, print_plan, write_report
 from crossrank.replay.run.failure_report import Failed, print_states
-from crossrank.replay.run.launcher import Place, find_place
+from crossrank.replay.run.launcher import RankInfo, detect_launcher
 from crossrank.replay.run.pacing import parse_pace
-from crossrank.replay.sweep import Combination, finished, parse_sweeps, print_sweep, set_stamp, stamp, sweep_json
+from crossrank.replay.sweep import Combination
 from crossrank.text import amount
 from crossrank.tools.commands.options import complain, progress
 from crossrank.tools.parallel import Fleet
@@ -43,7 +35,7 @@ from crossrank.tools.traces.discover import PLAN, look
 from crossrank.tools.traces.replayed import Report, Settings
 
 if TYPE_CHECKING:
-    from crossrank.replay.run.launched import Lead
+    from crossrank.replay.run.processes import Lead
 
 _WORTH_PROCESSES = 20_000_000
 """Bytes of traces below which starting processes takes longer than reading."""
@@ -56,21 +48,21 @@ class Replay:
     """Replay the communication of a recording, a trace or a plan with torch.distributed, without the model, and
     measure it: on this machine with one process per rank, or under torchrun, srun or mpirun as
     `torchrun … -m crossrank.replay TRACE`. Exit code 0: done. 1: a rank failed, a result is wrong, or --strict and
-    something was left out. 2: the input could not be used, told before any process is started."""
+    something was left out. 2: the input could not be used; reported before any process is started."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         options.add_arguments(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
         options.check(arguments)
-        place = find_place(os.environ, arguments.master_ip, arguments.master_port)
+        place = detect_launcher(os.environ, arguments.master_ip, arguments.master_port)
         if place is not None and place.world_size == 1:
             place = None
-        combinations = parse_sweeps(arguments.sweep) or [Combination({}, {})]
+        combinations = sweep.parse_sweeps(arguments.sweep) or [Combination({}, {})]
         if place is None or arguments.dry_run:
             return _lead(arguments, combinations, None) if place is None or place.rank == 0 else 0
         _check_launched(arguments, combinations, place)
-        from crossrank.replay.run.launched import Lead, serve
+        from crossrank.replay.run.processes import Lead, serve
 
         if place.rank > 0:
             return serve(place, arguments.timeout)
@@ -83,7 +75,7 @@ class Replay:
             return 2
 
 
-def _check_launched(arguments: argparse.Namespace, combinations: list[Combination], place: Place) -> None:
+def _check_launched(arguments: argparse.Namespace, combinations: list[Combination], place: RankInfo) -> None:
     if arguments.nproc is not None and arguments.nproc != place.world_size:
         raise CrossrankError(
             f"--nproc {arguments.nproc}, but {place.launcher} started {place.world_size} ranks; leave --nproc out"
@@ -97,76 +89,104 @@ def _check_launched(arguments: argparse.Namespace, combinations: list[Combinatio
 
 
 def _lead(arguments: argparse.Namespace, combinations: list[Combination], lead: Lead | None) -> int:
-    """Read, plan, run and report; everything but the work of the other ranks under a launcher."""
+    """Read the trace, and replay every combination; everything but the work of the other ranks under a launcher."""
     recorded = _read(arguments)
-    keeps = bool(arguments.sweep) and arguments.output is not None
+    swept = bool(arguments.sweep)
+    keeps = swept and arguments.output is not None
     digest = hashlib.sha256(msgspec.json.encode(recorded)).hexdigest() if keeps else ""
     outcomes: list[tuple[Combination, Report | str]] = []
-    codes = []
-    swept, failed_ranks = bool(arguments.sweep), False
+    codes = [0]
     for number, one in enumerate(combinations):
-        given = options.with_values(arguments, one.options)
+        given = sweep.with_values(arguments, one.options)
+        given.save_plan = arguments.save_plan if number == 0 else None
         folder = Path(arguments.output, one.name) if keeps else None
-        made_of = stamp(_words(given, one), digest)
-        known = finished(folder, made_of) if folder is not None else None
-        if known is not None:
-            outcomes.append((one, known))
+        made_of = sweep.stamp(given, one, digest)
+        report: Report | str | None = sweep.finished(folder, made_of) if folder is not None else None
+        if report is not None:
             print(f"{one.name}: done before, in {folder}", file=sys.stderr)
-            continue
-        try:
-            if given.backend is not None:
-                from crossrank.replay.run.worker import check_backend_name
-
-                check_backend_name(given.backend)
-            plan = _planned(recorded, given, lead.place.world_size if lead is not None else None)
-            if arguments.save_plan is not None and number == 0:
-                save_plan(plan, arguments.save_plan)
-            if arguments.dry_run:
-                if arguments.json:
-                    sys.stdout.write(plan_json(plan).decode())
-                else:
-                    print_plan(plan)
-                codes.append(1 if arguments.strict and not plan.coverage().complete else 0)
-                continue
-            settings = _settings(given, plan, launched=lead is not None)
-            plan = for_backend(plan, settings.backend)
-            _check_folders(given, folder)
-            if not arguments.json:
-                print_plan(plan)
-            results = _run(plan, settings, one.variables, lead)
-        except CrossrankError as error:
-            if not swept or lead is not None:
-                raise
-            complain(f"{one.name}: {error}")
-            outcomes.append((one, str(error)))
-            codes.append(2)
-            continue
-        except Failed as failed:
-            complain(f"{failed}: {failed.summary()}")
-            print_states(failed.states, plan)
-            outcomes.append((one, failed.summary()))
-            codes.append(1)
-            failed_ranks = True
-            if lead is not None:
-                break
-            continue
-        code, report = _told(plan, settings, results, given, one, folder)
-        codes.append(code)
-        if folder is not None:
-            set_stamp(folder, made_of)
-        outcomes.append((one, report))
-    if lead is not None:
-        if failed_ranks:
-            from crossrank.replay.run.worker import leave
-
-            leave(1)
-        lead.end()
-    if swept and not arguments.dry_run:
-        if arguments.json:
-            sys.stdout.write(sweep_json(outcomes).decode())
         else:
-            print_sweep(outcomes)
-    return max(codes, default=0)
+            try:
+                code, report = _replay(recorded, given, one, folder, lead)
+                if folder is not None and report is not None:
+                    (folder / sweep.STAMP).write_text(made_of)
+            except CrossrankError as error:
+                if not swept or lead is not None:
+                    raise
+                complain(f"{one.name}: {error}")
+                code, report = 2, str(error)
+            except Failed as failed:
+                if lead is not None:
+                    from crossrank.replay.run.worker import leave
+
+                    leave(1)
+                code, report = 1, failed.summary()
+            codes.append(code)
+        if report is not None:
+            outcomes.append((one, report))
+    if lead is not None:
+        lead.end()
+    if outcomes and swept and arguments.json:
+        sys.stdout.write(sweep.sweep_json(outcomes).decode())
+    elif outcomes and swept:
+        sweep.print_sweep(outcomes)
+    return max(codes)
+
+
+def _replay(
+    recorded: Plan, given: argparse.Namespace, one: Combination, folder: Path | None, lead: Lead | None
+) -> tuple[int, Report | None]:
+    """(exit code, report) of one replay, printed and written; of a dry run there is no report."""
+    if given.backend is not None:
+        from crossrank.replay.run.worker import check_backend_name
+
+        check_backend_name(given.backend)
+    plan = _changed(recorded, given, lead.place.world_size if lead is not None else None)
+    if given.save_plan is not None:
+        save_plan(plan, given.save_plan)
+    if given.dry_run:
+        if given.json:
+            sys.stdout.write(plan_json(plan).decode())
+        else:
+            print_plan(plan)
+        return int(given.strict and not plan.coverage().complete), None
+    from crossrank.replay.run.worker import check_backend
+
+    backend, device = check_backend(given.backend, given.device, None if lead is not None else plan.world_size)
+    gap_ns = max(sum(call.gap_ns for call in rank.calls) for rank in plan.ranks)
+    settings = Settings(
+        backend=backend,
+        device=device,
+        warmup=given.warmup,
+        repeats=given.repeat,
+        pace=given.pace,
+        check=given.check,
+        timeout_s=given.timeout,
+        slack_s=gap_ns * parse_pace(given.pace).scale / 1e9,
+        record=given.record,
+    )
+    plan = transform.for_backend(plan, settings.backend)
+    target = str(folder) if folder is not None else given.output
+    _make_folders(given, target)
+    if not given.json:
+        print_plan(plan)
+    try:
+        results = lead.run(plan, settings) if lead is not None else _run_here(plan, settings, one.variables)
+    except Failed as failed:
+        complain(f"{failed}: {failed.summary()}")
+        print_states(failed.states, plan)
+        raise
+    report, times = make_report(plan, settings, results, what_if=_what_if(given), variables=one.variables)
+    if given.json and not given.sweep:
+        sys.stdout.write(indented(report).decode())
+    elif not given.json:
+        from crossrank.tools.output.replay import print_report
+
+        print_report(report)
+    if target is not None:
+        paths = write_report(target, report, plan, times)
+        print(f"wrote {', '.join(paths)}", file=sys.stderr if given.json else sys.stdout)
+    wrong = report.check is not None and bool(report.check.failures)
+    return int(wrong or (given.strict and not report.coverage.complete)), report
 
 
 def _read(arguments: argparse.Namespace) -> Plan:
@@ -201,37 +221,48 @@ def _read(arguments: argparse.Namespace) -> Plan:
     return plan
 
 
-def _words(arguments: argparse.Namespace, one: Combination) -> list[str]:
-    """What of the command line a result depends on."""
-    ignored = ("output", "json", "run", "command", "sweep", "jobs", "save_plan", "dry_run", "strict")
-    words = [f"{name}={value}" for name, value in sorted(vars(arguments).items()) if name not in ignored]
-    return words + [f"{name}={value}" for name, value in sorted(one.variables.items())]
+_CHANGES: dict[str, Callable[[Plan, Any], Plan]] = {
+    "ops": lambda plan, names: transform.only_operations(plan, names.split(",")),
+    "pgs": lambda plan, names: transform.only_groups(plan, names.split(",")),
+    "max_calls": transform.first_calls,
+    "dtype": transform.with_dtype,
+    "scale_bytes": transform.scale_bytes,
+}
+"""Options that change what is replayed, in the order in which they do."""
 
 
-def _planned(recorded: Plan, given: argparse.Namespace, launched: int | None) -> Plan:
+def _what_if(given: argparse.Namespace) -> dict[str, str]:
+    """The options that change what is replayed, as they were given."""
+    values = {name: getattr(given, name) for name in ("nproc", "scale_bytes", "dtype", "ops", "pgs", "max_calls")}
+    return {
+        f"--{name.replace('_', '-')}": f"{value:g}" if isinstance(value, float) else str(value)
+        for name, value in values.items()
+        if value and (name, value) != ("scale_bytes", 1)
+    }
+
+
+def _changed(recorded: Plan, given: argparse.Namespace, launched: int | None) -> Plan:
     """The plan with all that was asked for done to it, settled."""
     plan = msgspec.json.decode(msgspec.json.encode(recorded), type=Plan)
-    if given.ops is not None:
-        plan = only_operations(plan, given.ops.split(","))
-    if given.pgs is not None:
-        plan = only_groups(plan, given.pgs.split(","))
-    if given.max_calls is not None:
-        plan = first_calls(plan, given.max_calls)
-    if given.dtype:
-        plan = with_dtype(plan, given.dtype)
-    plan = scale_bytes(plan, given.scale_bytes)
+    for name, change in _CHANGES.items():
+        if getattr(given, name) is not None:
+            plan = change(plan, getattr(given, name))
     ranks = given.nproc or launched or plan.world_size
-    if launched is None and ranks > _MOST_LOCAL and ranks != plan.world_size:
-        raise CrossrankError(_too_many(ranks))
+    if launched is None and ranks > _MOST_LOCAL and (ranks != plan.world_size or not given.dry_run):
+        raise CrossrankError(
+            f"{ranks} ranks are too many processes for one machine; start them with torchrun, srun or mpirun, or "
+            "choose fewer with --nproc"
+        )
     plan = resize(plan, ranks)
-    if not any(rank.calls for rank in plan.ranks):
+    gaps = [call.gap_ns for rank in plan.ranks for call in rank.calls]
+    if not gaps:
         reasons = ", ".join(f"{count} call(s) {reason}" for reason, count in plan.coverage().reasons.items())
         raise CrossrankError(f"{plan.source}: nothing is left to replay ({reasons})")
     scale = parse_pace(given.pace).scale
-    longest = max(call.gap_ns for rank in plan.ranks for call in rank.calls) * scale / 1e9
+    longest = max(gaps) * scale / 1e9
     if longest > _LONGEST_GAP_S:
         raise CrossrankError(f"--pace {given.pace}: a gap would be {longest:.3g} s; choose a factor, or --pace fast")
-    if scale and not any(call.gap_ns for rank in plan.ranks for call in rank.calls):
+    if scale and not any(gaps):
         raise CrossrankError(
             f"--pace {given.pace}: {plan.source} has no times to keep; replay a recording, Kineto or linked traces"
         )
@@ -239,51 +270,19 @@ def _planned(recorded: Plan, given: argparse.Namespace, launched: int | None) ->
     return plan
 
 
-def _check_folders(given: argparse.Namespace, folder: Path | None) -> None:
+def _make_folders(given: argparse.Namespace, target: str | None) -> None:
     """Make the folders that results go to, before time is spent on them."""
     if given.record is not None and os.path.realpath(given.record) == os.path.realpath(given.trace):
         raise CrossrankError(f"--record {given.record}: is the recording that is replayed; name another folder")
-    for path in (str(folder) if folder is not None else given.output, given.record):
+    for path in (target, given.record):
         if path is None or is_url(path):
             continue
-        try:
-            Path(path).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CrossrankError(f"{path}: no folder can be made there ({error.strerror}); name another") from error
+        make_folder(path)
         if not os.access(path, os.W_OK):
             raise CrossrankError(f"{path}: cannot be written to; name another folder")
 
 
-def _settings(given: argparse.Namespace, plan: Plan, *, launched: bool) -> Settings:
-    from crossrank.replay.run.worker import check_backend
-
-    backend, device = check_backend(given.backend, given.device, None if launched else plan.world_size)
-    scale = parse_pace(given.pace).scale
-    return Settings(
-        backend=backend,
-        device=device,
-        warmup=given.warmup,
-        repeats=given.repeat,
-        pace=given.pace,
-        check=given.check,
-        timeout_s=given.timeout,
-        slack_s=max(sum(call.gap_ns for call in rank.calls) for rank in plan.ranks) * scale / 1e9,
-        record=given.record,
-    )
-
-
-def _too_many(ranks: int) -> str:
-    return (
-        f"{ranks} ranks are too many processes for one machine; start them with torchrun, srun or mpirun, or choose "
-        "fewer with --nproc"
-    )
-
-
-def _run(plan: Plan, settings: Settings, variables: Mapping[str, str], lead: Lead | None) -> list[RankResult]:
-    if lead is not None:
-        return lead.run(plan, settings)
-    if plan.world_size > _MOST_LOCAL:
-        raise CrossrankError(_too_many(plan.world_size))
+def _run_here(plan: Plan, settings: Settings, variables: Mapping[str, str]) -> list[RankResult]:
     needed = sum(bytes_needed(rank.calls) for rank in plan.ranks)
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if settings.device == "cpu" and needed > free:
@@ -291,39 +290,6 @@ def _run(plan: Plan, settings: Settings, variables: Mapping[str, str], lead: Lea
             f"{plan.world_size} ranks need {amount(needed)} for their tensors, and {amount(free)} are free; "
             "make messages smaller with --scale-bytes, or choose fewer calls or ranks"
         )
-    from crossrank.replay.run.local import run_local
+    from crossrank.replay.run.processes import run_local
 
     return run_local(plan, settings, variables)
-
-
-def _told(
-    plan: Plan,
-    settings: Settings,
-    results: list[RankResult],
-    given: argparse.Namespace,
-    one: Combination,
-    folder: Path | None,
-) -> tuple[int, Report]:
-    """(exit code, report) of a replay that came to its end; prints and writes it."""
-    changes = {
-        "--nproc": str(given.nproc) if given.nproc else None,
-        "--scale-bytes": f"{given.scale_bytes:g}" if given.scale_bytes != 1 else None,
-        "--dtype": given.dtype,
-        "--ops": given.ops,
-        "--pgs": given.pgs,
-        "--max-calls": str(given.max_calls) if given.max_calls is not None else None,
-    }
-    what_if = {name: value for name, value in changes.items() if value}
-    report, times = make_report(plan, settings, results, what_if=what_if, variables=one.variables)
-    if given.json and not given.sweep:
-        sys.stdout.write(indented(report).decode())
-    elif not given.json:
-        from crossrank.tools.output.replay import print_report
-
-        print_report(report)
-    target = folder if folder is not None else given.output
-    if target is not None:
-        paths = write_report(str(target), report, plan, times)
-        print(f"wrote {', '.join(paths)}", file=sys.stderr if given.json else sys.stdout)
-    wrong = report.check is not None and bool(report.check.failures)
-    return int(wrong or (given.strict and not report.coverage.complete)), report

@@ -64,11 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--repeat", "--num-replays", type=int, default=5, metavar="N", help="passes measured (5)")
     run.add_argument("--check", action="store_true", help="verify every result, in a pass of its own")
     run.add_argument(
-        "--timeout",
-        type=float,
-        default=120.0,
-        metavar="S",
-        help="end when a rank makes no progress for S s (120)",
+        "--timeout", type=float, default=120.0, metavar="S", help="end when a rank makes no progress for S s (120)"
     )
     run.add_argument("--record", metavar="DIR", help="record the measured passes with crossrank into DIR")
     run.add_argument("--master-ip", metavar="HOST", help="where rank 0 is, where the launcher does not say it")
@@ -76,11 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--jobs", type=int, default=0, metavar="N", help="processes that read (default: one per core)")
     out = parser.add_argument_group("what is written")
     out.add_argument(
-        "-o",
-        "--output",
-        "--output-path",
-        metavar="DIR",
-        help="write replay.json, .csv and .html into DIR",
+        "-o", "--output", "--output-path", metavar="DIR", help="write replay.json, .csv and .html into DIR"
     )
     out.add_argument("--json", action="store_true", help="print the report as JSON")
     out.add_argument("--save-plan", metavar="FILE", help="write the plan, which can be replayed in place of the trace")
@@ -88,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Refuse values that cannot be, and give both names of the trace one meaning."""
+    """Refuse invalid values, and give both names of the trace one meaning."""
     path = arguments.trace or arguments.trace_path
     if path is None or (arguments.trace and arguments.trace_path):
         raise CrossrankError("name one trace: a recording, a folder of traces, a file or a plan")
@@ -101,7 +93,8 @@ def check(arguments: argparse.Namespace) -> None:
         raise CrossrankError(f"--timeout {arguments.timeout:g} is not a number of seconds from 1 on")
     if arguments.master_port is not None and not 0 < arguments.master_port < 1 << 16:
         raise CrossrankError(f"--master-port {arguments.master_port} is not a port from 1 to 65535")
-    _check_pace(arguments)
+    arguments.pace = arguments.pace or "fast"
+    parse_pace(arguments.pace)
 
 
 def steps_of(text: str | None) -> tuple[int, int] | None:
@@ -116,23 +109,3 @@ def steps_of(text: str | None) -> tuple[int, int] | None:
     if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
         raise CrossrankError(f"--steps {text!r} is not START:STOP, two numbers of which the second is larger")
     return int(first), int(last)
-
-
-def with_values(arguments: argparse.Namespace, values: dict[str, str]) -> argparse.Namespace:
-    """`arguments` with the values that a sweep gives. Raises `CrossrankError` for one that cannot be."""
-    given = argparse.Namespace(**vars(arguments))
-    for name, value in values.items():
-        try:
-            setattr(given, name.replace("-", "_"), _NUMBERS.get(name, str)(value))
-        except ValueError:
-            raise CrossrankError(f"--sweep {name}: {value!r} is no number") from None
-    check(given)
-    return given
-
-
-_NUMBERS: dict[str, type[float] | type[int]] = {"scale-bytes": float, "nproc": int, "max-calls": int}
-
-
-def _check_pace(arguments: argparse.Namespace) -> None:
-    arguments.pace = arguments.pace or "fast"
-    parse_pace(arguments.pace)

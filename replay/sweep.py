@@ -6,25 +6,33 @@ the same settings is not run again, so a sweep that was ended goes on where it s
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import itertools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from crossrank.errors import CrossrankError
+from crossrank.replay.options import check
 from crossrank.replay.results.report import indented
 from crossrank.text import microseconds
 from crossrank.tools.output.console import print_table
 from crossrank.tools.traces.replayed import JSON, Report
 
-OPTIONS = ("scale-bytes", "dtype", "pace", "backend", "nproc", "ops", "pgs", "max-calls")
+OPTIONS: dict[str, Callable[[str], object]] = {
+    "scale-bytes": float, "dtype": str, "pace": str, "backend": str,
+    "nproc": int, "ops": str, "pgs": str, "max-calls": int,
+}  # fmt: skip
 """Options of the command that may be swept; any name in capitals is an environment variable."""
+_WITHOUT_EFFECT = ("output", "json", "run", "command", "sweep", "jobs", "save_plan", "dry_run", "strict")
+"""Options that change no result."""
 
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
-_STAMP = "settings.txt"
+STAMP = "settings.txt"
 
 
 @dataclass(frozen=True)
@@ -53,37 +61,45 @@ def parse_sweeps(texts: list[str]) -> list[Combination]:
                 "or an environment variable in capitals"
             )
         axes.append([(name, value.strip()) for value in values.split(",")])
-    combinations = []
-    for point in itertools.product(*axes):
-        combinations.append(
-            Combination(
-                options={name: value for name, value in point if name in OPTIONS},
-                variables={name: value for name, value in point if name not in OPTIONS},
-            )
+    combinations = [
+        Combination(
+            options={name: value for name, value in point if name in OPTIONS},
+            variables={name: value for name, value in point if name not in OPTIONS},
         )
-    names = [one.name for one in combinations]
-    if len(set(names)) < len(names):
+        for point in itertools.product(*axes)
+    ]
+    if len({one.name for one in combinations}) < len(combinations):
         raise CrossrankError(f"--sweep {' '.join(texts)!r} names one combination twice")
     return combinations
 
 
-def stamp(words: list[str], plan_digest: str) -> str:
+def with_values(arguments: argparse.Namespace, values: dict[str, str]) -> argparse.Namespace:
+    """`arguments` with the values that a sweep gives. Raises `CrossrankError` for an invalid one."""
+    given = argparse.Namespace(**vars(arguments))
+    for name, value in values.items():
+        try:
+            setattr(given, name.replace("-", "_"), OPTIONS[name](value))
+        except ValueError:
+            raise CrossrankError(f"--sweep {name}: {value!r} is not a number") from None
+    check(given)
+    return given
+
+
+def stamp(given: argparse.Namespace, one: Combination, plan_digest: str) -> str:
     """What a result was made of: it is used again only where this is the same."""
+    values = {name: value for name, value in vars(given).items() if name not in _WITHOUT_EFFECT}
+    words = [f"{name}={value}" for part in (values, one.variables) for name, value in sorted(part.items())]
     return hashlib.sha256("\0".join([*words, plan_digest]).encode()).hexdigest() + "\n"
 
 
 def finished(folder: Path, expected: str) -> Report | None:
     """The report that an earlier run left in `folder`, if it was made of the same."""
     try:
-        if (folder / _STAMP).read_text() != expected:
+        if (folder / STAMP).read_text() != expected:
             return None
         return msgspec.json.decode((folder / JSON).read_bytes(), type=Report)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
-
-
-def set_stamp(folder: Path, text: str) -> None:
-    (folder / _STAMP).write_text(text)
 
 
 def sweep_json(results: list[tuple[Combination, Report | str]]) -> bytes:
@@ -98,37 +114,24 @@ def sweep_json(results: list[tuple[Combination, Report | str]]) -> bytes:
 
 def print_sweep(results: list[tuple[Combination, Report | str]]) -> None:
     """One table over all combinations; a text in the place of a report says why there is none."""
-    names = list(dict.fromkeys(name for one, _ in results for name in {**one.options, **one.variables}))
-    rows = []
-    for one, report in results:
-        values = {**one.options, **one.variables}
-        point = [values.get(name, "") for name in names]
-        if isinstance(report, str):
-            rows.append((*point, "-", "-", "-", "-", "-", report))
-            continue
-        top = report.rows[0] if report.rows else None
-        rates = [row.busbw_gb_per_s.p50 for row in report.rows if row.busbw_gb_per_s is not None]
-        rows.append(
-            (
-                *point,
-                f"{report.end_to_end_us.p50 / 1000:,.2f}",
-                f"{report.end_to_end_us.p95 / 1000:,.2f}",
-                f"{report.cpu_us_per_call:.1f}",
-                f"{max(rates, default=0):.3g}",
-                microseconds(top.time_us.p50) if top is not None else "-",
-                f"{top.op} on {top.pg}" if top is not None else "",
-            )
-        )
-    print_table(
-        "Sweep: each combination, per pass",
-        (
-            *names,
-            "#end to end ms p50",
-            "#p95",
-            "#CPU us/call",
-            "#best busbw GB/s",
-            "#longest row us",
-            "which",
-        ),
-        rows,
+    values = [{**one.options, **one.variables} for one, _ in results]
+    names = list(dict.fromkeys(name for one in values for name in one))
+    rows = [
+        (*(one.get(name, "") for name in names), *_summary(report))
+        for one, (_, report) in zip(values, results, strict=True)
+    ]
+    measured = ("#end to end ms p50", "#p95", "#CPU us/call", "#best busbw GB/s", "#longest row us", "which")
+    print_table("Sweep: each combination, per pass", (*names, *measured), rows)
+
+
+def _summary(report: Report | str) -> tuple[str, ...]:
+    if isinstance(report, str):
+        return "-", "-", "-", "-", "-", report
+    rates = [row.busbw_gb_per_s.p50 for row in report.rows if row.busbw_gb_per_s is not None]
+    return (
+        f"{report.end_to_end_us.p50 / 1000:,.2f}",
+        f"{report.end_to_end_us.p95 / 1000:,.2f}",
+        f"{report.cpu_us_per_call:.1f}",
+        f"{max(rates, default=0):.3g}",
+        *next(((microseconds(row.time_us.p50), f"{row.op} on {row.pg}") for row in report.rows), ("-", "")),
     )

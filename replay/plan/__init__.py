@@ -2,5 +2,5 @@
 
 `sources` finds and reads the files; `build` makes the plan, with `shapes` (the tensors of a call), `alignment` (which
 calls are one), `schedule` (where a rank waits) and `match` (whether the ranks fit together). `transform`, `resize`,
-`one_trace`, `alltoall_splits` and `dtype_fallback` change what is replayed; `memory_plan` says what it needs.
+`one_trace` and `dtype_fallback` change what is replayed; `memory_plan` says what it needs.
 """

@@ -1,20 +1,23 @@
-"""Lays the calls of all ranks side by side, group by group, and leaves out what has no counterpart.
+"""Joins the calls of all ranks, group by group, and leaves out what has no counterpart.
 
 By their recorded numbers where all files have them; else by their order, from the first call on, or, where the
-beginnings are lost (rings), from the last.
+beginnings are lost (rings), from the last. What the members of a group say together completes a call: an uneven
+all_to_all of which the flight recorder notes the shapes and not the splits gets parts that add up on both sides, as
+proportional to both as whole rows can be.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import msgspec
 
 from crossrank.comm import CommRecord, Group, ends_of, is_p2p
-from crossrank.replay.plan.alltoall_splits import lacks_parts, with_parts
 from crossrank.replay.plan.plan import number_of
+from crossrank.replay.plan.schedule import Key, lane_of
 from crossrank.tools.traces.rank_trace import RankTrace, Signatures
 
 _OUT_OF_RING = "another rank's dump no longer has it"
@@ -44,33 +47,21 @@ Lane = dict[int, list[tuple["int | None", int]]]
 def align(ranks: list[Rank], groups: dict[str, Group], broken: list[str], partial: bool) -> int:
     """Leave out, on all ranks, what is left out on one, and what has no counterpart.
 
-    What contradicts itself over several ranks is added to `broken`. Returns how many uneven exchanges got parts that
+    What contradicts itself over several ranks is added to `broken`. Returns how many uneven all_to_alls got parts that
     are not recorded.
     """
     guessed = 0
-    numbered = all(rank.source.numbered for rank in ranks)
     by_rank = {rank.rank: rank for rank in ranks}
-    lanes: dict[tuple[object, ...], Lane] = {}
-    for rank in ranks:
-        for index, (record, label) in enumerate(zip(rank.recorded, rank.labels, strict=True)):
-            # A call that is left out still takes its place among the others.
-            if label is None:
-                continue  # a group that nobody defined: the call is left out already
-            number, members = number_of(record), groups[label].ranks or []
-            key: tuple[object, ...] = (label,)
-            if is_p2p(record):
-                if record.peer is None or record.peer not in by_rank:
-                    continue  # left out, or refused, already
-                members = [rank.rank, record.peer]
-                key = (label, *ends_of(record.op, rank.rank, record.peer), record.tag or 0)
-            # A member without a call has an empty list.
-            lane = lanes.setdefault(key, {member: [] for member in members})
-            lane.setdefault(rank.rank, []).append((number, index))
-    for lane in lanes.values():
+    numbered = all(rank.source.numbered for rank in ranks)
+    for lane in _lanes(by_rank, groups):
         late = {member for member in lane if by_rank[member].source.starts_late}
-        use_numbers = numbered and all(_rising(calls) for calls in lane.values())
+        numbers = [[number for number, _ in calls] for calls in lane.values()]
+        use_numbers = numbered and all(None not in one and len(set(one)) == len(one) for one in numbers)
         if not use_numbers:
-            _number_by_order(lane, late)
+            # From the first call on, or, where beginnings are lost, from the last one.
+            for calls in lane.values():
+                shift = -len(calls) if late else 0
+                calls[:] = [(place + shift, index) for place, (_, index) in enumerate(calls)]
         guessed += _give_parts(lane, by_rank, broken)
         if use_numbers and not partial:
             broken += _gaps(lane, by_rank)
@@ -78,16 +69,19 @@ def align(ranks: list[Rank], groups: dict[str, Group], broken: list[str], partia
     return guessed
 
 
-def _rising(calls: list[tuple[int | None, int]]) -> bool:
-    numbers = [number for number, _ in calls]
-    return None not in numbers and len(set(numbers)) == len(numbers)
-
-
-def _number_by_order(lane: Lane, late: Collection[int]) -> None:
-    """Number calls from the first one, or, where beginnings are lost, from the last one."""
-    for calls in lane.values():
-        shift = -len(calls) if late else 0
-        calls[:] = [(place + shift, index) for place, (_, index) in enumerate(calls)]
+def _lanes(ranks: dict[int, Rank], groups: dict[str, Group]) -> Collection[Lane]:
+    lanes: dict[Key, Lane] = {}
+    for rank in ranks.values():
+        for index, (record, label) in enumerate(zip(rank.recorded, rank.labels, strict=True)):
+            p2p = is_p2p(record)
+            if label is None or (p2p and record.peer not in ranks):
+                continue  # left out, or refused, already; any other call takes its place, left out or not
+            key = lane_of(record, rank.rank, label)
+            if key not in lanes:  # a member without a call has an empty list
+                members = (rank.rank, record.peer) if p2p else groups[label].ranks or ()
+                lanes[key] = {member: [] for member in members if member is not None}
+            lanes[key].setdefault(rank.rank, []).append((number_of(record), index))
+    return lanes.values()
 
 
 def _gaps(lane: Lane, ranks: dict[int, Rank]) -> list[str]:
@@ -138,7 +132,7 @@ def name_sources(sources: list[RankTrace]) -> int:
 
 
 def _give_parts(lane: Lane, ranks: dict[int, Rank], broken: list[str]) -> int:
-    """Find parts for the uneven all_to_alls of a lane of which only totals are recorded."""
+    """Find parts for the uneven all_to_alls of a lane of which only totals are recorded; how many got some."""
     exchanges: dict[int | None, dict[int, tuple[int, CommRecord]]] = defaultdict(dict)
     for member, calls in lane.items():
         for number, index in calls:
@@ -146,23 +140,54 @@ def _give_parts(lane: Lane, ranks: dict[int, Rank], broken: list[str]) -> int:
             if record is not None and record.op == "all_to_all":
                 exchanges[number][member] = index, record
     given = 0
-    members = sorted(lane)
     for number, sides in exchanges.items():
-        records = {member: record for member, (_, record) in sides.items()}
-        if not lacks_parts(records, members):
+        records = [sides[member][1] for member in lane if member in sides]
+        if len(records) < len(lane) or any(
+            one.c10d != "alltoall_base_" or one.in_split or one.out_split for one in records
+        ):
             continue
-        found = with_parts(records, members)
-        given += found is not None
-        for member, (index, record) in sides.items():
-            if found is not None:
-                ranks[member].records[index] = found[member]
+        sides_of = [(one.inputs[0], one.outputs[0]) for one in records]
+        sent, received = ([shape[0] if shape else 1 for shape in side] for side in zip(*sides_of, strict=True))
+        if len({*sent, *received}) == 1 and sent[0] % len(lane) == 0:
+            continue  # even parts
+        widths = {prod(shape[1:]) for pair in sides_of for shape in pair if shape}
+        parts = fit(sent, received) if sum(sent) == sum(received) and len(widths) <= 1 else None
+        given += parts is not None
+        for place, member in enumerate(lane):
+            rank, (index, record) = ranks[member], sides[member]
+            if parts is not None:
+                splits = {"in_split": parts[place], "out_split": [row[place] for row in parts]}
+                rank.records[index] = msgspec.structs.replace(record, **splits)
                 continue
-            ranks[member].records[index], ranks[member].reasons[index] = None, BROKEN
+            rank.records[index], rank.reasons[index] = None, BROKEN
             broken.append(
-                f"{ranks[member].source.path}: rank {member}, call {record.id} (all_to_all #{number} on "
-                f"{record.pg!r}): what its ranks send is not what they receive"
+                f"{rank.source.path}: rank {member}, call {record.id} (all_to_all #{number} on {record.pg!r}): what "
+                "its ranks send is not what they receive"
             )
     return given
+
+
+def fit(rows: Sequence[int], columns: Sequence[int]) -> list[list[int]]:
+    """A table of whole numbers with these sums of rows and columns, which are equal in total.
+
+    >>> fit([4, 2], [3, 3])
+    [[2, 2], [1, 1]]
+    """
+    total = sum(rows) or 1
+    table = [[row * column // total for column in columns] for row in rows]
+    left = [row - sum(cells) for row, cells in zip(rows, table, strict=True)]
+    wanted = [column - sum(cells[at] for cells in table) for at, column in enumerate(columns)]
+    i = j = 0
+    while i < len(left) and j < len(wanted):
+        more = min(left[i], wanted[j])
+        table[i][j] += more
+        left[i] -= more
+        wanted[j] -= more
+        if not left[i]:
+            i += 1
+        else:
+            j += 1
+    return table
 
 
 def _leave_out_unmatched(lane: Lane, ranks: dict[int, Rank], late: Collection[int], partial: bool) -> None:

@@ -7,12 +7,12 @@ counterpart on another rank, is refused, unless a partial replay is wanted: then
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 import msgspec
 
-from crossrank.comm import MOST_RANKS, CommRecord, Group, has_size
+from crossrank.comm import MOST_RANKS, Group, has_size
 from crossrank.errors import CrossrankError
 from crossrank.recording import FLIGHT
 from crossrank.replay.plan.alignment import BROKEN, Rank, align, name_sources
@@ -20,10 +20,9 @@ from crossrank.replay.plan.match import mismatches
 from crossrank.replay.plan.plan import NOT_IN_STEPS, UNPLACED, Call, Plan, RankPlan, launches, leave_out, number_of
 from crossrank.replay.plan.schedule import place_waits, returns_early
 from crossrank.replay.plan.shapes import BrokenError, LeftOutError, complete
-from crossrank.replay.plan.sources import KINDS, missing_ranks
+from crossrank.replay.plan.sources import KINDS
 from crossrank.text import rank_ranges
 from crossrank.tools.analysis.diagnosis.findings import call_text
-from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.job.job import Job
 from crossrank.tools.traces.rank_trace import GLOO, RankTrace, with_members
 
@@ -38,59 +37,45 @@ def build(
     size = _world_size(sources, path, world_size)
     _add_idle_ranks(sources, size)
     any_source = name_sources(sources)
-    _check_ranks(sources, path, size)
-    damage = _damage(sources)
-    if damage and not partial:
-        raise CrossrankError(_listed(damage, "record it again, or replay what is left of it with --partial"))
-    _refuse_different_runs(sources)
-    if not partial:
-        _refuse_invalid_members(sources, size)
+    damage = [f"{source.path}: {problem}" for source in sources for problem in source.problems]
+    damage += [
+        f"{source.path}: its recorder could not keep {source.dropped} calls (TRACING_RING)"
+        for source in sources
+        if source.dropped
+    ]
+    for problem in _problems(sources, path, size, damage, partial):
+        raise CrossrankError(problem)
     job = Job.match(sources, size)
     labels = _labels(job)
-    groups = {label: _group(job.groups[index], label) for index, label in labels.items()}
+    groups = {
+        label: Group(
+            pg=label,
+            size=len(group.members),
+            ranks=list(group.members),
+            desc=group.desc,
+            backend=group.backend,
+            eager=group.eager,
+        )
+        for label, group in ((label, job.groups[index]) for index, label in labels.items())
+    }
     broken: list[str] = []
-    ranks = []
-    for number, source in sorted(job.ranks.items()):
-        of_group = [labels.get(index) for index in job.group_of[number]]
-        rank = Rank(source, number, list(source.records()), [of_group[local] for local in source.calls.group])
-        for index, (record, label) in enumerate(zip(rank.recorded, rank.labels, strict=True)):
-            rank.records.append(_completed(rank, index, record, label, groups, broken))
-        ranks.append(rank)
+    ranks = [_completed(job, number, labels, groups, broken) for number in sorted(job.ranks)]
+    guessed = align(ranks, groups, broken, partial) if partial or not broken else 0
     if broken and not partial:
         raise CrossrankError(_listed(broken, "--partial leaves such calls out"))
-    guessed = align(ranks, groups, broken, partial)
-    if broken and not partial:
-        raise CrossrankError(_listed(broken, "--partial leaves such calls out"))
+    plans = [_rank_plan(rank) for rank in ranks]
     plan = Plan(
         source=path,
         kind=kind,
         world_size=size,
         damage=damage,
-        groups=[],
-        ranks=[_rank_plan(rank) for rank in ranks],
+        groups=used_groups(plans, groups.values()),
+        ranks=plans,
+        notes=list(_notes(sources, ranks, kind, any_source, guessed)),
     )
-    plan.groups = used_groups(plan.ranks, groups.values())
-    plan.notes = list(_notes(sources, plan))
-    rootless = sum(
-        1
-        for rank in ranks
-        for recorded, record in zip(rank.recorded, rank.records, strict=True)
-        if record is not None and record.root is not None and recorded.root is None
-    )
-    if any_source:
-        plan.notes.append(
-            f"{any_source} receive(s) from any source are made from a rank whose send has no other receive"
-        )
-    if rootless:
-        plan.notes.append(f"{rootless} call(s) have no recorded root: the first member of their group stands in")
-    if guessed:
-        plan.notes.append(
-            f"{guessed} uneven all_to_all(s) have no recorded splits: parts were chosen that give what each rank sends "
-            "and receives in total"
-        )
-    if partial and broken:
+    if broken:
         plan.notes.append(_listed(broken, "left out"))
-    if not any(rank.calls for rank in plan.ranks):
+    if not any(rank.calls for rank in plans):
         raise CrossrankError(_nothing_left(path, kind, sources, plan))
     return plan
 
@@ -116,58 +101,63 @@ def _listed(found: list[str], step: str) -> str:
 
 
 def _world_size(sources: list[RankTrace], path: str, given: int | None) -> int:
-    said = {source.world_size for source in sources if source.world_size}
-    if len(said) > 1:
+    recorded = {source.world_size for source in sources if source.world_size}
+    if len(recorded) > 1:
+        sizes = ", ".join(map(str, sorted(recorded)))
+        raise CrossrankError(f"{path}: the ranks are of jobs of {sizes} ranks; name the folder of one job")
+    size = recorded.pop() if recorded else given
+    if given not in (None, size):
+        raise CrossrankError(f"--world-size {given}, but the files are of a job of {size} ranks; leave it out")
+    if size is None:
+        members = [rank for source in sources for one in source.groups for rank in one.group.ranks or ()]
+        size = max([0, *(source.rank or 0 for source in sources), *members]) + 1
+    if not 1 <= size <= MOST_RANKS:
         raise CrossrankError(
-            f"{path}: the ranks are of jobs of {', '.join(map(str, sorted(said)))} ranks; name the folder of one job"
+            f"{path}: {size} is not a number of ranks from 1 to {MOST_RANKS}; record it again, or give it with "
+            "--world-size"
         )
-    if said and given is not None and said != {given}:
-        raise CrossrankError(f"--world-size {given}, but the files are of a job of {said.pop()} ranks; leave it out")
-    size = said.pop() if said else given
-    if size is not None:
-        if not 1 <= size <= MOST_RANKS:
-            raise CrossrankError(f"{path}: {size} is no number of ranks; record it again, or give it with --world-size")
-        return size
-    highest = max((source.rank or 0 for source in sources), default=0)
-    members = [rank for source in sources for one in source.groups for rank in one.group.ranks or ()]
-    size = max([highest, *members], default=0) + 1
-    if size > MOST_RANKS:
-        raise CrossrankError(f"{path}: a group has a rank above {MOST_RANKS - 1}, which is a mistake; record it again")
     return size
 
 
-def _check_ranks(sources: list[RankTrace], path: str, size: int) -> None:
-    """Every rank of the job is there, and once."""
+def _problems(sources: list[RankTrace], path: str, size: int, damage: list[str], partial: bool) -> Iterator[str]:
+    """Why the files are not those of all ranks of one job, each once."""
     found: dict[int, RankTrace] = {}
     for source in sources:
         if source.rank is None and len(sources) == 1:
             source.rank = 0
         rank = source.rank
         if rank is None:
-            raise CrossrankError(f"{source.path}: neither its name nor its content tells its rank; call it rank-N")
+            yield f"{source.path}: neither its name nor its content gives its rank; call it rank-N"
+            continue
         if rank < 0:
-            raise CrossrankError(f"{source.path}: rank {rank} is not valid; record it again")
+            yield f"{source.path}: rank {rank} is not valid; record it again"
         if rank in found:
-            raise CrossrankError(f"{source.path} and {found[rank].path} are both of rank {rank}; name one job")
+            yield f"{source.path} and {found[rank].path} are both of rank {rank}; name one job"
         if rank >= size:
-            raise CrossrankError(f"{source.path}: rank {rank} is outside the job of {size} ranks; name one job's files")
+            yield f"{source.path}: rank {rank} is outside the job of {size} ranks; name one job's files"
         found[rank] = source
-    missing = missing_ranks(found, size)
+    missing = rank_ranges(sorted(set(range(size)) - found.keys()))
     if missing:
-        raise CrossrankError(
+        yield (
             f"{path}: has no file of rank {missing} of {size}; add it, or let one rank's file stand for all "
             "(--one-trace)"
         )
-
-
-def _damage(sources: list[RankTrace]) -> list[str]:
-    """What of the files could not be read, or was never written."""
-    damage = [f"{source.path}: {problem}" for source in sources for problem in source.problems]
-    return damage + [
-        f"{source.path}: its recorder could not keep {source.dropped} calls (TRACING_RING)"
-        for source in sources
-        if source.dropped
-    ]
+    if damage and not partial:
+        yield _listed(damage, "record it again, or replay what is left of it with --partial")
+    spans = [(*source.span, source.path) for source in sources if source.span is not None]
+    if spans:
+        _, end, early = min(spans, key=lambda span: span[1])
+        start, _, late = max(spans, key=lambda span: span[0])
+        if start > end:  # not one job, whatever their names
+            apart = f"{(start - end) / 1e9:.0f} s"
+            yield f"{early} ended {apart} before {late} began: they are of different runs; name the files of one"
+    for owner, group in ((source.path, one.group) for source in sources for one in source.groups):
+        ranks = group.ranks or []
+        if not partial and (len(set(ranks)) < len(ranks) or not all(0 <= rank < size for rank in ranks)):
+            yield (
+                f"{owner}: group {group.pg!r} has a member twice, or outside the {size} ranks ({ranks[:8]}); "
+                "record it again, or leave its calls out with --partial"
+            )
 
 
 def _add_idle_ranks(sources: list[RankTrace], size: int) -> None:
@@ -196,31 +186,6 @@ def _add_idle_ranks(sources: list[RankTrace], size: int) -> None:
     ]
 
 
-def _refuse_different_runs(sources: list[RankTrace]) -> None:
-    """Runs that were over before another began are not one job, whatever their names."""
-    spans = [(source.span, source) for source in sources if source.span is not None]
-    if not spans:
-        return
-    (_, first_end), early = min(spans, key=lambda entry: entry[0][1])
-    (last_start, _), late = max(spans, key=lambda entry: entry[0][0])
-    if last_start > first_end:
-        raise CrossrankError(
-            f"{early.path} ended {(last_start - first_end) / 1e9:.0f} s before {late.path} began: they are of "
-            "different runs; name the files of one"
-        )
-
-
-def _refuse_invalid_members(sources: list[RankTrace], size: int) -> None:
-    for source in sources:
-        for one in source.groups:
-            ranks = one.group.ranks or []
-            if len(set(ranks)) < len(ranks) or not all(0 <= rank < size for rank in ranks):
-                raise CrossrankError(
-                    f"{source.path}: group {one.group.pg!r} has a member twice, or outside the {size} ranks "
-                    f"({ranks[:8]}); record it again, or leave its calls out with --partial"
-                )
-
-
 def _labels(job: Job) -> dict[int, str]:
     """Index of a group -> its name in the plan: torch lets different ranks use one name for different groups.
 
@@ -236,32 +201,23 @@ def _labels(job: Job) -> dict[int, str]:
     }
 
 
-def _group(group: ProcessGroup, label: str) -> Group:
-    return Group(
-        pg=label,
-        size=len(group.members),
-        ranks=list(group.members),
-        desc=group.desc,
-        backend=group.backend,
-        eager=group.eager,
-    )
-
-
-def _completed(
-    rank: Rank, index: int, record: CommRecord, label: str | None, groups: dict[str, Group], broken: list[str]
-) -> CommRecord | None:
-    try:
-        whole = complete(record, groups.get(label) if label is not None else None, rank.rank)
-    except LeftOutError as error:
-        rank.reasons[index] = str(error)
-        return None
-    except BrokenError as error:
-        what = f"call {record.id} ({call_text(record.op, number_of(record))} on {record.pg!r})"
-        broken.append(f"{rank.source.path}: rank {rank.rank}, {what}: {error}")
-        rank.reasons[index] = BROKEN
-        return None
-    assert label is not None
-    return msgspec.structs.replace(whole, pg=label)
+def _completed(job: Job, number: int, labels: dict[int, str], groups: dict[str, Group], broken: list[str]) -> Rank:
+    """The calls of a rank, completed; those that contradict themselves are added to `broken`."""
+    source, group_of = job.ranks[number], job.group_of[number]
+    rank = Rank(source, number, list(source.records()), [labels.get(group_of[local]) for local in source.calls.group])
+    for index, (record, label) in enumerate(zip(rank.recorded, rank.labels, strict=True)):
+        whole = None
+        try:
+            group = groups[label] if label is not None else None
+            whole = msgspec.structs.replace(complete(record, group, number), pg=label)
+        except LeftOutError as error:
+            rank.reasons[index] = str(error)
+        except BrokenError as error:
+            what = f"call {record.id} ({call_text(record.op, number_of(record))} on {record.pg!r})"
+            broken.append(f"{source.path}: rank {number}, {what}: {error}")
+            rank.reasons[index] = BROKEN
+        rank.records.append(whole)
+    return rank
 
 
 def _rank_plan(rank: Rank) -> RankPlan:
@@ -288,7 +244,12 @@ def _rank_plan(rank: Rank) -> RankPlan:
             )
         )
         rows.append(row)
-    _whole_batches(plan.calls)
+    for first, end in launches(plan.calls):  # calls of one launch are waited for together
+        batch = plan.calls[first:end]
+        if len(batch) > 1 and any(call.wait_before >= 0 for call in batch):
+            latest = max(end, *(call.wait_before for call in batch))
+            for call in batch:
+                call.wait_before = latest
     if source.timed:
         _set_gaps(plan.calls, source, rows)
     return plan
@@ -320,45 +281,44 @@ def _went_on(source: RankTrace, row: int, blocking: bool) -> int | None:
     return max(returned, began + took) if began and took is not None else None
 
 
-def _whole_batches(calls: list[Call]) -> None:
-    """Calls of one launch are waited for together."""
-    for first, end in launches(calls):
-        if end - first > 1 and any(calls[index].wait_before >= 0 for index in range(first, end)):
-            latest = max(end, *(calls[index].wait_before for index in range(first, end)))
-            for index in range(first, end):
-                calls[index].wait_before = latest
-
-
 def used_groups(ranks: Iterable[RankPlan], groups: Iterable[Group]) -> list[Group]:
     """Those of `groups` that a call names; the world first, then as they are used."""
     used = {call.record.pg for rank in ranks for call in rank.calls}
     return sorted((group for group in groups if group.pg in used), key=lambda group: (-group.size, group.ranks or []))
 
 
-def _notes(sources: list[RankTrace], plan: Plan) -> Iterable[str]:
+def _notes(sources: list[RankTrace], ranks: list[Rank], kind: str, any_source: int, guessed: int) -> Iterable[str]:
     for text, count in Counter(note for source in sources for note in source.notes).items():
         yield text if count == 1 else f"{text} ({count} times)"
-    recorded = [source.waits for source in sources if source.waits is not None and not source.is_copy]
-    lost = sum(waits.without_call for waits in recorded)
-    if lost:
+    waits = [source.waits for source in sources if source.waits is not None and not source.is_copy]
+    if lost := sum(one.without_call for one in waits):
         yield f"{lost} recorded wait(s) are for calls from before the trace and are not replayed"
-    kept = sum(waits.recorded for waits in recorded)
-    if kept:
+    if kept := sum(one.recorded for one in waits):
         yield f"{kept} recorded wait(s) stand where they were"
     if any(source.filtered for source in sources):
         yield "the recording holds only what crosses nodes; record with TRACING=ALL to have the rest"
     if not all(source.timed for source in sources):
-        yield f"{KINDS[plan.kind]} have no times: there are no gaps to keep"
+        yield f"{KINDS[kind]} have no times: there are no gaps to keep"
+    if any_source:
+        yield f"{any_source} receive(s) from any source are made from a rank whose send has no other receive"
+    pairs = [pair for rank in ranks for pair in zip(rank.recorded, rank.records, strict=True)]
+    if rootless := sum(
+        recorded.root is None and made is not None and made.root is not None for recorded, made in pairs
+    ):
+        yield f"{rootless} call(s) have no recorded root: the first member of their group stands in"
+    if guessed:
+        yield (
+            f"{guessed} uneven all_to_all(s) have no recorded splits: parts were chosen that give what each rank sends "
+            "and receives in total"
+        )
 
 
 def _nothing_left(path: str, kind: str, sources: list[RankTrace], plan: Plan) -> str:
     coverage = plan.coverage()
     if not coverage.recorded_calls:
-        tail = (
-            "record with TRACING=ALL to have what stays inside a node"
-            if any(s.filtered for s in sources)
-            else ("was the window long enough, and did the job communicate?")
-        )
+        is_filtered = any(source.filtered for source in sources)
+        inside = "record with TRACING=ALL to have what stays inside a node"
+        tail = inside if is_filtered else "was the window long enough, and did the job communicate?"
         return f"{path}: the {KINDS[kind]} hold no communication; {tail}"
     reasons = ", ".join(f"{count} for {reason}" for reason, count in coverage.reasons.items())
     return f"{path}: none of {coverage.recorded_calls} calls can be replayed ({reasons})"

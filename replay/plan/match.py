@@ -1,17 +1,18 @@
 """Whether the calls of all ranks fit together, in the words of `crossrank diagnose`, before any process is started.
 
-The plan is walked through; what every rank would then have left behind is handed to the diagnosis: calls
-that can end are over, those that cannot are open, and what a stuck rank would have done next it has not done.
+What every rank would have left behind where the walk through its plan ends goes to the diagnosis: calls that can end
+are over, those that cannot are open.
 """
 
 from __future__ import annotations
 
+from itertools import product
 from math import prod
 
 from crossrank.comm import is_p2p
 from crossrank.recording import COMMS
 from crossrank.replay.plan.plan import Plan, RankPlan
-from crossrank.replay.plan.schedule import Key, Walk
+from crossrank.replay.plan.schedule import Walk, calls_by_key
 from crossrank.replay.plan.shapes import parts
 from crossrank.text import rank_ranges
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
@@ -32,12 +33,12 @@ def mismatches(plan: Plan, walk: Walk) -> list[str]:
     found = [_line(finding, files) for finding in diagnosis.findings]
     found += _split_mismatches(plan, walk)
     if not found and not walk.ends:
-        stuck = {rank: at for rank, at in walk.reached.items() if at < len(plan.ranks[rank].calls)}
-        rank, at = next(iter(stuck.items()))
-        record = plan.ranks[rank].calls[at].record
+        stuck = [rank for rank in plan.ranks if walk.reached[rank.rank] < len(rank.calls)]
+        first = stuck[0]
+        record = first.calls[walk.reached[first.rank]].record
         found.append(
-            f"rank {rank_ranges(sorted(stuck))} wait(s) for ever, rank {rank} in {record.op} (call {record.id}) "
-            f"on {record.pg} of {files[rank]}"
+            f"rank {rank_ranges([rank.rank for rank in stuck])} wait(s) for ever, rank {first.rank} in {record.op} "
+            f"(call {record.id}) on {record.pg} of {first.source}"
         )
     return found
 
@@ -78,33 +79,27 @@ def _trace(plan: Plan, rank: RankPlan, walk: Walk) -> RankTrace:
 
 def _split_mismatches(plan: Plan, walk: Walk) -> list[str]:
     """all_to_alls in which what one rank sends to another is not what that one expects from it."""
-    groups = {group.pg: group for group in plan.groups}
-    sent: dict[Key, dict[int, tuple[list[int], list[int], int]]] = {}
-    for rank in plan.ranks:
-        for call, key in zip(rank.calls, walk.keys[rank.rank], strict=True):
-            record = call.record
-            if record.op != "all_to_all":
-                continue
-            n = len(groups[record.pg].ranks or ())
-            sides = (
-                _elements_per_member(record.inputs, record.in_split, n),
-                _elements_per_member(record.outputs, record.out_split, n),
-            )
-            sent.setdefault(key, {})[rank.rank] = (*sides, record.id)
     found = []
-    for key, by_rank in sent.items():
-        group = groups[str(key[1])]
-        for i, sender in enumerate(group.ranks or ()):
-            for j, receiver in enumerate(group.ranks or ()):
-                if sender in by_rank and receiver in by_rank:
-                    sends, expects = by_rank[sender][0][j], by_rank[receiver][1][i]
-                    if sends != expects:
-                        found.append(
-                            f"size_mismatch: all_to_all on {group_text([group.pg, group.desc])}: rank {sender} sends "
-                            f"{sends} elements to rank {receiver} (call {by_rank[sender][2]} of "
-                            f"{plan.ranks[sender].source}), which expects {expects} (call {by_rank[receiver][2]} of "
-                            f"{plan.ranks[receiver].source})"
-                        )
+    for key, calls in calls_by_key(plan, walk.keys, "all_to_all").items():
+        group = plan.group(str(key[1]))
+        ranks = group.ranks or []
+        sides = {
+            rank: (
+                _elements_per_member(record.inputs, record.in_split, len(ranks)),
+                _elements_per_member(record.outputs, record.out_split, len(ranks)),
+            )
+            for rank, record in calls.items()
+        }
+        for (i, sender), (j, receiver) in product(enumerate(ranks), repeat=2):
+            if sender not in sides or receiver not in sides:
+                continue
+            sends, expects = sides[sender][0][j], sides[receiver][1][i]
+            if sends != expects:
+                found.append(
+                    f"size_mismatch: all_to_all on {group_text([group.pg, group.desc])}: rank {sender} sends "
+                    f"{sends} elements to rank {receiver} (call {calls[sender].id} of {plan.ranks[sender].source}), "
+                    f"which expects {expects} (call {calls[receiver].id} of {plan.ranks[receiver].source})"
+                )
     return found
 
 

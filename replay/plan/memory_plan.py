@@ -56,10 +56,10 @@ def _bytes(record: CommRecord) -> int:
     return sum(total_bytes(side, item) for side in tensors(record))
 
 
-def lay_out(needs: Sequence[Need]) -> Layout:
+def assign_offsets(needs: Sequence[Need]) -> Layout:
     """Offsets for `needs`, which are ordered by their first use: each takes the lowest gap that is large enough.
 
-    >>> lay_out([Need(512, 0, 1), Need(512, 1, 3), Need(100, 2, 3)])
+    >>> assign_offsets([Need(512, 0, 1), Need(512, 1, 3), Need(100, 2, 3)])
     Layout(offsets=[0, 0, 512], size=1024)
     """
     layout = Layout()

@@ -7,7 +7,7 @@ together tile the ranks. The file of one rank says the form, so every other rank
 from __future__ import annotations
 
 from array import array
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,8 +63,7 @@ def spread(source: RankTrace, world_size: int | None = None) -> list[RankTrace]:
     if home >= size:
         raise CrossrankError(f"{source.path}: is of rank {home}, which is not among {size} ranks")
     forms: dict[str, Form] = {}
-    for one in source.groups:
-        group = one.group
+    for group in (one.group for one in source.groups):
         ranks = group.ranks or (list(range(size)) if group.size in (0, size) else [])
         if home not in ranks:
             continue
@@ -76,33 +75,7 @@ def spread(source: RankTrace, world_size: int | None = None) -> list[RankTrace]:
             )
         forms[group.pg] = form
     whole, added = _with_both_ends(source, forms, home)
-    made = []
-    for rank in range(size):
-        moved = Signatures()
-        numbers = [
-            moved.number(_moved(call, home, rank, forms[call.pg]) if call.pg in forms else call)
-            for call in whole.signatures
-        ]
-        groups = [
-            RankGroup(msgspec.structs.replace(one.group, ranks=form.members(rank), size=form.size))
-            if (form := forms.get(one.group.pg)) is not None
-            else one
-            for one in whole.groups
-        ]
-        made.append(
-            replace(
-                whole,
-                rank=rank,
-                world_size=size,
-                calls=replace(whole.calls, signature=array("I", map(numbers.__getitem__, whole.calls.signature))),
-                signatures=moved.rows,
-                groups=groups,
-                numbered=False,
-                starts_late=False,
-                # What is known of the file is reported once.
-                **{} if rank == home else _OF_A_COPY,
-            )
-        )
+    made = [_copy(whole, home, rank, size, forms) for rank in range(size)]
     made[home].notes = [
         *source.notes,
         f"the file of rank {home} stands for all {size} ranks (--one-trace); groups that it is not in are not known",
@@ -110,6 +83,33 @@ def spread(source: RankTrace, world_size: int | None = None) -> list[RankTrace]:
     if added:
         made[home].notes.append(f"{added} sends or receives have no other end in it, which was added on every rank")
     return made
+
+
+def _copy(whole: RankTrace, home: int, rank: int, size: int, forms: dict[str, Form]) -> RankTrace:
+    """What `rank` does where `home` does what is in `whole`."""
+    moved = Signatures()
+    numbers = [
+        moved.number(_moved(call, home, rank, forms[call.pg]) if call.pg in forms else call)
+        for call in whole.signatures
+    ]
+    groups = [
+        RankGroup(msgspec.structs.replace(one.group, ranks=form.members(rank), size=form.size))
+        if (form := forms.get(one.group.pg)) is not None
+        else one
+        for one in whole.groups
+    ]
+    return replace(
+        whole,
+        rank=rank,
+        world_size=size,
+        calls=replace(whole.calls, signature=array("I", map(numbers.__getitem__, whole.calls.signature))),
+        signatures=moved.rows,
+        groups=groups,
+        numbered=False,
+        starts_late=False,
+        # What is known of the file is reported once.
+        **{} if rank == home else _OF_A_COPY,
+    )
 
 
 _OF_A_COPY: dict[str, Any] = {"is_copy": True, "dropped": 0, "problems": [], "notes": []}
@@ -139,50 +139,47 @@ def _moved(record: CommRecord, home: int, rank: int, form: Form) -> CommRecord:
 def _with_both_ends(source: RankTrace, forms: dict[str, Form], home: int) -> tuple[RankTrace, int]:
     """The calls with a receive beside every send without one from as far on the other side, and the reverse; how many
     were added."""
-    ends: dict[tuple[object, ...], Counter[str]] = defaultdict(Counter)
     records = list(source.records())
-    keys = [_distance_key(record, forms, home) for record in records]
-    for record, key in zip(records, keys, strict=True):
-        if key is not None:
-            ends[key][record.op] += 1
-    surplus = {key: counts["send"] - counts["recv"] for key, counts in ends.items()}
+    ways = [_way(record, forms, home) for record in records]
+    surplus: Counter[Way] = Counter()
+    for record, way in zip(records, ways, strict=True):
+        if way is not None:
+            surplus[way] += _SIGN[record.op]
     if not any(surplus.values()):
         return source, 0
     next_id = max(source.calls.id, default=0) + 1
     made: list[tuple[CommRecord, int]] = []
-    for row, (record, key) in enumerate(zip(records, keys, strict=True)):
-        if key is not None and surplus[key] * (1 if record.op == "send" else -1) > 0:
-            surplus[key] -= 1 if record.op == "send" else -1
-            batch = record.batch if record.batch is not None else record.id
-            made.append((msgspec.structs.replace(record, batch=batch), row))
-            made.append((_other_end(record, forms, home, next_id, batch), row))
-            next_id += 1
-        else:
+    for row, (record, way) in enumerate(zip(records, ways, strict=True)):
+        if way is None or surplus[way] * _SIGN[record.op] <= 0:
             made.append((record, row))
+            continue
+        surplus[way] -= _SIGN[record.op]
+        batch = record.batch if record.batch is not None else record.id
+        members = forms[record.pg].members(home)
+        behind = members[(members.index(home) - way[1] * _SIGN[record.op]) % len(members)]
+        other = msgspec.structs.replace(
+            record,
+            id=next_id,
+            op="recv" if record.op == "send" else "send",
+            c10d="recv_" if record.op == "send" else "send",
+            inputs=record.outputs,
+            outputs=record.inputs,
+            peer=behind,
+            batch=batch,
+        )
+        made += [(msgspec.structs.replace(record, batch=batch), row), (other, row)]
+        next_id += 1
     return with_records(source, made), len(made) - len(records)
 
 
-def _distance_key(record: CommRecord, forms: dict[str, Form], home: int) -> tuple[object, ...] | None:
-    """What a send and the receive that answers it elsewhere have in common: how far the message goes."""
+_SIGN = {"send": 1, "recv": -1}
+Way = tuple[str, int, int]
+"""What a send and the receive that answers it elsewhere have in common: group, how far the message goes, tag."""
+
+
+def _way(record: CommRecord, forms: dict[str, Form], home: int) -> Way | None:
     form = forms.get(record.pg)
-    if form is None or not is_p2p(record) or record.peer not in form.members(home):
+    if form is None or not is_p2p(record) or record.peer not in (members := form.members(home)):
         return None
-    members = form.members(home)
-    distance = members.index(record.peer) - members.index(home)
-    return record.pg, (distance if record.op == "send" else -distance) % form.size, record.tag or 0
-
-
-def _other_end(record: CommRecord, forms: dict[str, Form], home: int, number: int, batch: int) -> CommRecord:
-    members = forms[record.pg].members(home)
-    assert record.peer is not None
-    distance = members.index(record.peer) - members.index(home)
-    return msgspec.structs.replace(
-        record,
-        id=number,
-        op="recv" if record.op == "send" else "send",
-        c10d="recv_" if record.op == "send" else "send",
-        inputs=record.outputs,
-        outputs=record.inputs,
-        peer=members[(members.index(home) - distance) % len(members)],
-        batch=batch,
-    )
+    distance = (members.index(record.peer) - members.index(home)) * _SIGN[record.op]
+    return record.pg, distance % form.size, record.tag or 0

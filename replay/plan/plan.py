@@ -1,4 +1,4 @@
-"""What is replayed: the calls of every rank with their waits and gaps, and what of the recording cannot be.
+"""What is replayed: the calls of every rank with their waits and gaps, and what of the recording is left out.
 
 A plan is data: it is made by `build`, changed by `transform` and `resize`, saved and loaded here, run by `worker`.
 Nothing in it needs torch. On disk it is JSON, zstd-compressed where the name ends with `.zst`.
@@ -7,14 +7,15 @@ Nothing in it needs torch. On disk it is JSON, zstd-compressed where the name en
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import zstandard
 
 from crossrank.atomic_file import whole_file
-from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, is_p2p
+from crossrank.comm import MOST_RANKS, CommRecord, Count, Group, Int, is_p2p
 from crossrank.errors import CrossrankError, one_line
 from crossrank.recording import Damage, read_chunks
 from crossrank.replay.plan.shapes import BrokenError, LeftOutError, complete
@@ -35,14 +36,14 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     calls = at the end, `UNPLACED` = not recorded, to be placed by `schedule.place_waits`."""
     blocking: bool = False
     """The rank does not go on before the call is over; `wait_before` is then the next launch."""
-    recorded_bytes: Int = 0
+    recorded_bytes: Count = 0
     """`record.bytes` as recorded, whatever a what-if made of them: what coverage counts."""
-    gap_ns: Int = 0
+    gap_ns: Count = 0
     """Recorded time before this launch, in ns, from the launch before; 0 within a batch."""
     gap_from_return: bool = False
     """The gap counts from when the rank could go on after the launch before: with no communication in it that the rank
     waited for there."""
-    exposed_ns: Int = 0
+    exposed_ns: Count = 0
     """Of a gap that counts from the launch before, the communication for which the rank waited in it, as far as its
     duration is recorded. What a device computed in the gap is at most the rest."""
     took_ns: Int | None = None
@@ -52,10 +53,10 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
 class LeftOut(msgspec.Struct, kw_only=True):
     """Recorded calls that are not replayed, for one reason."""
 
-    calls: Int = 0
-    bytes: Int = 0
+    calls: Count = 0
+    bytes: Count = 0
     """As far as they are known."""
-    unsized: Int = 0
+    unsized: Count = 0
     """Calls of which the bytes are not known."""
 
 
@@ -88,7 +89,7 @@ class Plan(msgspec.Struct, kw_only=True):
     """The path that was given."""
     kind: str
     """What was read: a key of `sources.KINDS`."""
-    world_size: Int
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
     groups: list[Group]
     """Every group that is used, once. All ranks make them in this order."""
     ranks: list[RankPlan]
@@ -102,17 +103,16 @@ class Plan(msgspec.Struct, kw_only=True):
 
     def coverage(self) -> Coverage:
         recorded = [rank for rank in self.ranks if not rank.is_copy]
-        calls = sum(len(rank.calls) for rank in recorded)
-        size = sum(call.recorded_bytes for rank in recorded for call in rank.calls)
+        kept = [call.recorded_bytes for rank in recorded for call in rank.calls]
         left = [row for rows in (self.left_out, *(rank.left_out for rank in recorded)) for row in rows.items()]
         reasons: Counter[str] = Counter()
         for reason, row in left:
             reasons[reason] += row.calls
         return Coverage(
-            calls=calls,
-            recorded_calls=calls + sum(row.calls for _, row in left),
-            bytes=size,
-            recorded_bytes=size + sum(row.bytes for _, row in left),
+            calls=len(kept),
+            recorded_calls=len(kept) + reasons.total(),
+            bytes=sum(kept),
+            recorded_bytes=sum(kept) + sum(row.bytes for _, row in left),
             unsized=sum(row.unsized for _, row in left),
             reasons=dict(reasons.most_common()),
             damaged=bool(self.damage),
@@ -173,7 +173,7 @@ def waited_before(calls: Sequence[Call], spans: Sequence[tuple[int, int]]) -> li
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
-    """Write `plan` to `path`. Raises `CrossrankError` where that cannot be."""
+    """Write `plan` to `path`. Raises `CrossrankError` where that fails."""
     data = msgspec.json.encode(plan)
     if str(path).endswith(".zst"):
         data = zstandard.compress(data)
@@ -202,35 +202,30 @@ def load_plan(path: str) -> Plan:
 
 def check_plan(plan: Plan, path: str) -> None:
     """Raise `CrossrankError` where `plan`, which may have been written by hand, contradicts itself."""
+    for problem in _contradictions(plan):
+        raise CrossrankError(f"{path}: {problem}; make the plan anew")
 
-    def wrong(what: str) -> CrossrankError:
-        return CrossrankError(f"{path}: {what}; make the plan anew")
 
-    if not 1 <= plan.world_size <= MOST_RANKS:
-        raise wrong(f"{plan.world_size} is no number of ranks")
+def _contradictions(plan: Plan) -> Iterator[str]:
     members: dict[str, Group] = {}
     for group in plan.groups:
+        ranks = group.ranks or []
         if group.pg in members:
-            raise wrong(f"group {group.pg!r} stands twice")
-        if not group.ranks or len(set(group.ranks)) != len(group.ranks):
-            raise wrong(f"group {group.pg!r} has no members, or one of them twice")
-        if not all(0 <= rank < plan.world_size for rank in group.ranks):
-            raise wrong(f"group {group.pg!r} has a member outside the {plan.world_size} ranks")
+            yield f"group {group.pg!r} stands twice"
+        if not ranks or len(set(ranks)) != len(ranks):
+            yield f"group {group.pg!r} has no members, or one of them twice"
+        if not all(0 <= rank < plan.world_size for rank in ranks):
+            yield f"group {group.pg!r} has a member outside the {plan.world_size} ranks"
         members[group.pg] = group
-    if len(plan.ranks) != plan.world_size or [rank.rank for rank in plan.ranks] != list(range(plan.world_size)):
-        raise wrong(f"its ranks are not 0 to {plan.world_size - 1}")
+    if len(plan.ranks) != plan.world_size or any(rank.rank != number for number, rank in enumerate(plan.ranks)):
+        yield f"its ranks are not 0 to {plan.world_size - 1}"
     for rank in plan.ranks:
-        if any(row.calls < 0 or row.bytes < 0 for row in rank.left_out.values()):
-            raise wrong(f"rank {rank.rank} has left out fewer calls than none")
         for index, call in enumerate(rank.calls):
             what = f"call {index} of rank {rank.rank} ({call.record.op})"
             try:
-                whole = complete(call.record, members.get(call.record.pg), rank.rank)
+                if complete(call.record, members.get(call.record.pg), rank.rank) != call.record:
+                    yield f"{what} does not say all of its tensors, or other bytes than they have"
             except (LeftOutError, BrokenError) as error:
-                raise wrong(f"{what}: {error}") from error
-            if whole != call.record:
-                raise wrong(f"{what} does not say all of its tensors, or other bytes than they have")
-            if min(call.gap_ns, call.exposed_ns, call.recorded_bytes) < 0:
-                raise wrong(f"{what} has a gap or bytes below 0")
+                yield f"{what}: {error}"
             if call.wait_before != UNPLACED and not index < call.wait_before <= len(rank.calls):
-                raise wrong(f"{what} is waited for before call {call.wait_before}, which cannot be")
+                yield f"{what} is waited for before call {call.wait_before}, which is not after it"

@@ -16,8 +16,8 @@ import msgspec
 from crossrank.comm import CommRecord, Group, is_p2p
 from crossrank.errors import CrossrankError
 from crossrank.replay.plan.one_trace import Form, form_of
-from crossrank.replay.plan.plan import Call, LeftOut, Plan, RankPlan, leave_out
-from crossrank.replay.plan.schedule import Key, keys_of
+from crossrank.replay.plan.plan import Call, LeftOut, Plan, leave_out
+from crossrank.replay.plan.schedule import calls_by_key, keys_of
 from crossrank.replay.plan.shapes import GATHERED_WHOLE, SCATTERED_WHOLE, sized
 from crossrank.replay.plan.transform import copy_left_out, with_calls
 from crossrank.text import rank_ranges
@@ -47,38 +47,36 @@ def resize(plan: Plan, world_size: int) -> Plan:
         raise CrossrankError(f"{world_size} ranks cannot replay anything")
     mapped = {group.pg: _map(group, old, world_size) for group in plan.groups}
     keys = {rank.rank: keys_of(rank) for rank in plan.ranks}
-    sent = _sent(plan, keys)
+    sent = {
+        key: {rank: sum(map(prod, record.inputs)) for rank, record in calls.items()}
+        for key, calls in calls_by_key(plan, keys, "all_to_all").items()
+    }
     ranks = []
+    groups: dict[str, Group] = {}
     for number in range(world_size):
         template = plan.ranks[number % old]
-        shift = number - template.rank
-        rank = RankPlan(
-            rank=number,
-            calls=[],
-            left_out=copy_left_out(template.left_out),
-            source=template.source,
-            is_copy=number >= old or template.is_copy,
-        )
-        for call, key in zip(template.calls, keys[template.rank], strict=True):
-            moved = _moved(call, mapped[call.record.pg], number, shift, old, sent.get(key, {}))
-            rank.calls.append(moved)
-        ranks.append(rank)
-    groups = {
-        name: group
-        for number in range(world_size)
-        for one in mapped.values()
-        if (number % old) in (one.group.ranks or ())
-        for name, group in [_group_at(one, number, number - number % old)]
-    }
+        own = {
+            name: _group_at(one, number, number - template.rank)
+            for name, one in mapped.items()
+            if template.rank in (one.group.ranks or ())
+        }
+        groups |= {group.pg: group for group in own.values()}
+        calls = [
+            _moved(call, mapped[call.record.pg], own[call.record.pg], number, old, sent.get(key, {}))
+            for call, key in zip(template.calls, keys[template.rank], strict=True)
+        ]
+        is_copy = number >= old or template.is_copy
+        ranks.append(msgspec.structs.replace(template, rank=number, calls=calls, is_copy=is_copy))
     changed = msgspec.structs.replace(
-        plan, world_size=world_size, groups=list(groups.values()), ranks=ranks, left_out=_without(plan, world_size)
+        plan,
+        world_size=world_size,
+        groups=list(groups.values()),
+        ranks=ranks,
+        left_out=_without(plan, world_size),
+        notes=[*plan.notes, _change_text(mapped, old, world_size)],
     )
-    changed.notes = [*plan.notes, _said(mapped, old, world_size)]
     return with_calls(
-        changed,
-        lambda rank, index, call: (
-            BEYOND if call.record.peer is not None and call.record.peer >= world_size else call.record
-        ),
+        changed, lambda rank, index, call: BEYOND if (call.record.peer or 0) >= world_size else call.record
     )
 
 
@@ -115,34 +113,22 @@ def _map(group: Group, old: int, new: int) -> _Mapped:
     return _Mapped(group=group, form=form, spans=spans, size=form.size * new // old if spans else form.size)
 
 
-def _group_at(one: _Mapped, rank: int, shift: int) -> tuple[str, Group]:
-    """(name, group) that stands for `one` around `rank`."""
+def _group_at(one: _Mapped, rank: int, shift: int) -> Group:
+    """The group that stands for `one` around `rank`, which is `shift` beyond the recorded rank that it follows."""
     if one.spans:
-        ranks = Form(one.form.stride, one.size).members(rank)
-        return one.group.pg, msgspec.structs.replace(one.group, ranks=ranks, size=one.size)
+        return msgspec.structs.replace(one.group, ranks=Form(one.form.stride, one.size).members(rank), size=one.size)
     name = one.group.pg if shift == 0 else f"{one.group.pg} +{shift}"
-    return name, msgspec.structs.replace(one.group, pg=name, ranks=[member + shift for member in one.group.ranks or ()])
+    return msgspec.structs.replace(one.group, pg=name, ranks=[member + shift for member in one.group.ranks or ()])
 
 
-def _sent(plan: Plan, keys: dict[int, list[Key]]) -> dict[Key, dict[int, int]]:
-    """Elements that each rank sends in every all_to_all."""
-    sent: dict[Key, dict[int, int]] = {}
-    for rank in plan.ranks:
-        for call, key in zip(rank.calls, keys[rank.rank], strict=True):
-            if call.record.op == "all_to_all":
-                sent.setdefault(key, {})[rank.rank] = sum(map(prod, call.record.inputs))
-    return sent
-
-
-def _moved(call: Call, one: _Mapped, rank: int, shift: int, old: int, sent: dict[int, int]) -> Call:
+def _moved(call: Call, one: _Mapped, group: Group, rank: int, old: int, sent: dict[int, int]) -> Call:
     record = call.record
-    name, group = _group_at(one, rank, shift)
     members, before = group.ranks or [], one.group.ranks or []
     root = record.root
     if root is not None:
         root = members[before.index(root) % len(members)]
-    peer = record.peer + shift if record.peer is not None else None
-    record = msgspec.structs.replace(record, pg=name, root=root, peer=peer)
+    peer = record.peer + rank - rank % old if record.peer is not None else None
+    record = msgspec.structs.replace(record, pg=group.pg, root=root, peer=peer)
     if len(members) != len(before) and not is_p2p(record):
         record = sized(_reshared(record, group, sent, rank, old), group)
     return msgspec.structs.replace(call, record=record, took_ns=None)
@@ -183,7 +169,7 @@ def _reshared(record: CommRecord, group: Group, sent: dict[int, int], rank: int,
     return msgspec.structs.replace(record, inputs=inputs, outputs=outputs, in_split=in_split, out_split=out_split)
 
 
-def _said(mapped: dict[str, _Mapped], old: int, new: int) -> str:
+def _change_text(mapped: dict[str, _Mapped], old: int, new: int) -> str:
     spans = sorted({(one.form.size, one.size, one.form.stride) for one in mapped.values() if one.spans})
     inner = sorted({(one.form.size, one.form.stride) for one in mapped.values() if not one.spans})
     text = f"{new} ranks for the {old} recorded: " + (

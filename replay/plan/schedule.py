@@ -11,11 +11,11 @@ less of a program that has to end on all of them.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from crossrank.comm import CommRecord, ends_of, is_p2p
-from crossrank.replay.plan.plan import UNPLACED, Call, RankPlan, launches, waited_before
+from crossrank.replay.plan.plan import UNPLACED, Call, Plan, RankPlan, launches, waited_before
 
 _PREFETCHED = ("all_gather", "reduce_scatter")
 """What sharded training has two of under way: the one that is used, and the next one."""
@@ -23,15 +23,6 @@ _PREFETCHES = 2
 _BLOCKING_APIS = ("send", "recv")
 
 Key = tuple[object, ...]
-
-
-@dataclass(frozen=True)
-class Policy:
-    """Where waits that are not recorded are placed."""
-
-    text: str
-    place: Callable[[list[Call]], None]
-    """Sets `wait_before` of calls that have none (`UNPLACED`)."""
 
 
 def returns_early(record: CommRecord) -> bool:
@@ -44,18 +35,31 @@ def returns_early(record: CommRecord) -> bool:
     return record.api is not None or record.op == "all_reduce"
 
 
-def _until_next_blocking(calls: list[Call]) -> None:
-    _place(calls, lambda open_calls, call: call.blocking or _enough(calls, open_calls, call))
+def _place(calls: list[Call], ends: Callable[[Sequence[Call], Call], bool]) -> None:
+    """Wait for open calls before one for which `ends`, and before the first of another step."""
+    open_calls: list[Call] = []
+    for first, end in launches(calls):
+        call = calls[first]
+        if open_calls and (open_calls[0].record.step != call.record.step or ends(open_calls, call)):
+            _wait_before(first, open_calls)
+            open_calls = []
+        open_calls += [one for one in calls[first:end] if one.wait_before == UNPLACED]
+    _wait_before(len(calls), open_calls)
 
 
-def _until_step(calls: list[Call]) -> None:
-    _place(calls, lambda open_calls, call: False)
-
-
-def _until_end(calls: list[Call]) -> None:
+def _wait_before(index: int, calls: Iterable[Call]) -> None:
     for call in calls:
-        if call.wait_before == UNPLACED:
-            call.wait_before = len(calls)
+        call.wait_before = index
+
+
+def _until_next_blocking(calls: list[Call]) -> None:
+    def ends(open_calls: Sequence[Call], call: Call) -> bool:
+        """Before one that blocks, and where as many of its kind are under way as a prefetching caller has."""
+        kind = (call.record.pg, call.record.op)
+        under_way = sum((one.record.pg, one.record.op) == kind for one in open_calls)
+        return call.blocking or (call.record.op in _PREFETCHED and under_way >= _PREFETCHES)
+
+    _place(calls, ends)
 
 
 def _all_p2p_until_end(calls: list[Call]) -> None:
@@ -64,36 +68,13 @@ def _all_p2p_until_end(calls: list[Call]) -> None:
             call.wait_before, call.blocking = len(calls), False
 
 
-def _enough(calls: list[Call], open_calls: Sequence[int], call: Call) -> bool:
-    """Whether as many of the call's kind are under way as a prefetching caller has."""
-    record = call.record
-    if record.op not in _PREFETCHED:
-        return False
-    same = sum(1 for at in open_calls if (calls[at].record.pg, calls[at].record.op) == (record.pg, record.op))
-    return same >= _PREFETCHES
-
-
-def _place(calls: list[Call], ends: Callable[[Sequence[int], Call], bool]) -> None:
-    """Wait for open calls before one for which `ends`, and before the first of another step."""
-    open_calls: list[int] = []
-    for first, end in launches(calls):
-        call = calls[first]
-        step = calls[open_calls[0]].record.step if open_calls else call.record.step
-        if step != call.record.step or ends(open_calls, call):
-            for at in open_calls:
-                calls[at].wait_before = first
-            open_calls = []
-        open_calls += [index for index in range(first, end) if calls[index].wait_before == UNPLACED]
-    for at in open_calls:
-        calls[at].wait_before = len(calls)
-
-
-POLICIES = (
-    Policy("before the rank's next blocking call, or the end of its step", _until_next_blocking),
-    Policy("at the end of its step", _until_step),
-    Policy("at the end", _until_end),
-    Policy("at the end, and so are all sends and receives, for some block each other otherwise", _all_p2p_until_end),
-)
+POLICIES: dict[str, Callable[[list[Call]], None]] = {
+    "before the rank's next blocking call, or the end of its step": _until_next_blocking,
+    "at the end of its step": lambda calls: _place(calls, lambda open_calls, call: False),
+    "at the end": lambda calls: _wait_before(len(calls), (one for one in calls if one.wait_before == UNPLACED)),
+    "at the end, and so are all sends and receives, for some block each other otherwise": _all_p2p_until_end,
+}
+"""Where waits that are not recorded (`UNPLACED`) are placed -> what sets `wait_before` of such calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,29 +100,27 @@ def place_waits(ranks: list[RankPlan], members: dict[str, list[int]]) -> tuple[s
     """
     for rank in ranks:
         for first, end in launches(rank.calls):
-            for call in rank.calls[first:end]:
-                if call.blocking:
-                    call.wait_before = end
-    missing = any(call.wait_before == UNPLACED for rank in ranks for call in rank.calls)
-    as_recorded = walk(ranks, members) if not missing else None
-    if as_recorded is not None and as_recorded.ends:
-        return None, as_recorded
+            _wait_before(end, (call for call in rank.calls[first:end] if call.blocking))
+    best: tuple[str | None, Walk] | None = None
+    if not any(call.wait_before == UNPLACED for rank in ranks for call in rank.calls):
+        best = None, walk(ranks, members)
+        if best[1].ends:
+            return best
     recorded = [[(call.wait_before, call.blocking) for call in rank.calls] for rank in ranks]
 
-    def place(policy: Policy) -> None:
+    def place(policy: Callable[[list[Call]], None]) -> None:
         for rank, waits in zip(ranks, recorded, strict=True):
             for call, (wait, blocking) in zip(rank.calls, waits, strict=True):
                 call.wait_before, call.blocking = wait, blocking
-            policy.place(rank.calls)
+            policy(rank.calls)
 
-    best: tuple[str | None, Walk] | None = (None, as_recorded) if as_recorded is not None else None
-    for policy in POLICIES:
+    for text, policy in POLICIES.items():
         place(policy)
-        tried = walk(ranks, members)
-        if tried.ends:
-            return policy.text, tried
-        best = best or (policy.text, tried)
-    place(POLICIES[0])
+        found = walk(ranks, members)
+        if found.ends:
+            return text, found
+        best = best or (text, found)
+    place(next(iter(POLICIES.values())))
     assert best is not None
     return best
 
@@ -149,7 +128,7 @@ def place_waits(ranks: list[RankPlan], members: dict[str, list[int]]) -> tuple[s
 def walk(ranks: list[RankPlan], members: dict[str, list[int]]) -> Walk:
     """Let every rank make its calls and wait as its plan says. Linear in the number of calls."""
     keys = {rank.rank: keys_of(rank) for rank in ranks}
-    needed: dict[Key, int] = {}
+    needed = {key: takers(key, members) for mine in keys.values() for key in mine}
     arrived: Counter[Key] = Counter()
     blocked: dict[Key, list[int]] = defaultdict(list)
     programs = {rank.rank: _program(rank.calls) for rank in ranks}
@@ -162,42 +141,53 @@ def walk(ranks: list[RankPlan], members: dict[str, list[int]]) -> Walk:
         while at[rank] < len(program):
             index, is_wait = program[at[rank]]
             key = mine[index]
-            if key not in needed:
-                needed[key] = 2 if key[0] == "p2p" else len(members[str(key[1])])
-            if is_wait:
-                if arrived[key] < needed[key]:
-                    blocked[key].append(rank)
-                    reached[rank] = index
-                    break
-            else:
+            if not is_wait:
                 arrived[key] += 1
                 if arrived[key] == needed[key]:
                     for other in blocked.pop(key, ()):
                         reached[other] = len(keys[other])
                         todo.append(other)
+            elif arrived[key] < needed[key]:
+                blocked[key].append(rank)
+                reached[rank] = index
+                break
             at[rank] += 1
-    return Walk(
-        reached=reached,
-        keys=keys,
-        over={rank: bytearray(arrived[key] >= needed.get(key, 1) for key in mine) for rank, mine in keys.items()},
-    )
+    over = {rank: bytearray(arrived[key] >= needed[key] for key in mine) for rank, mine in keys.items()}
+    return Walk(reached=reached, keys=keys, over=over)
+
+
+def lane_of(record: CommRecord, rank: int, pg: str) -> Key:
+    """What a rank's call is counted among on all ranks that take part in it: the collectives of its group, or the
+    messages from one rank to another with one tag."""
+    if is_p2p(record):
+        return "p2p", pg, *ends_of(record.op, rank, record.peer), record.tag or 0
+    return "collective", pg
+
+
+def calls_by_key(plan: Plan, keys: Mapping[int, list[Key]], op: str) -> dict[Key, dict[int, CommRecord]]:
+    """The calls of one operation: key -> rank -> its call."""
+    found: dict[Key, dict[int, CommRecord]] = defaultdict(dict)
+    for rank in plan.ranks:
+        for call, key in zip(rank.calls, keys[rank.rank], strict=True):
+            if call.record.op == op:
+                found[key][rank.rank] = call.record
+    return found
 
 
 def keys_of(rank: RankPlan) -> list[Key]:
-    """What each call of a rank is on all ranks that take part in it: the n-th collective of a group, or the n-th
-    message from one rank to another with one tag."""
+    """What each call of a rank is on all ranks: the n-th of its lane."""
     counts: Counter[Key] = Counter()
     keys: list[Key] = []
     for call in rank.calls:
-        record = call.record
-        lane: Key
-        if is_p2p(record):
-            lane = ("p2p", record.pg, *ends_of(record.op, rank.rank, record.peer), record.tag or 0)
-        else:
-            lane = ("collective", record.pg)
+        lane = lane_of(call.record, rank.rank, call.record.pg)
         keys.append((*lane, counts[lane]))
         counts[lane] += 1
     return keys
+
+
+def takers(key: Key, members: dict[str, list[int]]) -> int:
+    """How many ranks make the call of that key."""
+    return 2 if key[0] == "p2p" else len(members[str(key[1])])
 
 
 def _program(calls: list[Call]) -> list[tuple[int, bool]]:
@@ -207,8 +197,7 @@ def _program(calls: list[Call]) -> list[tuple[int, bool]]:
     for (first, end), until in zip(spans, waited_before(calls, spans), strict=True):
         waits[until] += range(first, end)
     program = []
-    for (first, end), before in zip(spans, waits, strict=False):
+    for (first, end), before in zip([*spans, (0, 0)], waits, strict=True):
         program += [(other, True) for other in before]
         program += [(index, False) for index in range(first, end)]
-    program += [(other, True) for other in waits[-1]]
     return program

@@ -13,6 +13,7 @@ import msgspec
 
 from crossrank.comm import OPERATIONS, CommRecord, Group, total_bytes
 from crossrank.dtypes import DTYPES
+from crossrank.text import rank_ranges
 
 # Operation -> the c10d op that makes it from one tensor per side, and the one with a list of tensors on a side.
 _ONE_TENSOR = {
@@ -45,7 +46,7 @@ SCATTERED_WHOLE = frozenset((_ONE_TENSOR["reduce_scatter"], _COALESCED["reduce_s
 """c10d ops with one tensor for all members on the large side, part after part."""
 _IN_PLACE = ("all_reduce", "reduce", "broadcast")
 _LIST_NAMES = frozenset(("allgather", "reducescatter", "alltoall"))
-"""What traces call the ops with a list of tensors, in letters alone. `alltoall` is also said of one tensor."""
+"""What traces call the ops with a list of tensors, in letters alone. `alltoall` also names the op with one tensor."""
 
 
 _MOST_ELEMENTS = 1 << 44
@@ -60,7 +61,7 @@ class BrokenError(Exception):
 
 
 def complete(record: CommRecord, group: Group | None, rank: int) -> CommRecord:
-    """`record` with all that the executor needs. Raises `LeftOutError` or `BrokenError` where that cannot be."""
+    """`record` with all that the executor needs. Raises `LeftOutError` or `BrokenError` where that is not possible."""
     operation = OPERATIONS.get(record.op)
     if operation is None:
         raise LeftOutError(f"{record.op} is no operation that is known")
@@ -69,7 +70,7 @@ def complete(record: CommRecord, group: Group | None, rank: int) -> CommRecord:
     if group is None or group.ranks is None:
         raise BrokenError(f"its group {record.pg!r} is defined nowhere")
     if rank not in group.ranks:
-        raise BrokenError(f"rank {rank} is no member of its group {record.pg!r} (ranks {_short(group.ranks)})")
+        raise BrokenError(f"rank {rank} is no member of its group {record.pg!r} (ranks {rank_ranges(group.ranks)})")
     if record.op == "barrier":
         name = record.c10d if record.c10d == "monitored_barrier_" else "barrier"
         return msgspec.structs.replace(record, c10d=name, inputs=[], outputs=[], dtype=None, bytes=0)
@@ -100,10 +101,6 @@ def complete(record: CommRecord, group: Group | None, rank: int) -> CommRecord:
     return sized(whole, group)
 
 
-def _short(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-
-
 def _with_tensors(record: CommRecord, n: int, item: int, rank: int) -> CommRecord:
     inputs, outputs = record.inputs, record.outputs
     op = record.op
@@ -111,12 +108,10 @@ def _with_tensors(record: CommRecord, n: int, item: int, rank: int) -> CommRecor
     elements = record.bytes // item
     if op in _IN_PLACE:
         inputs = inputs or outputs or [[elements]]
-        many = len(inputs) > 1
-        if many and op != "all_reduce":
+        if len(inputs) > 1 and op != "all_reduce":
             raise LeftOutError(f"{op} of several tensors at once")
-        name = record.c10d if record.c10d == "allreduce_coalesced_" or not many else _LISTS[op]
-        name = name if name in _KNOWN else _ONE_TENSOR[op]
-        return _replace(record, name, inputs, inputs)
+        in_list = len(inputs) > 1 or record.c10d == "allreduce_coalesced_"
+        return _replace(record, (_LISTS if in_list else _ONE_TENSOR)[op], inputs, inputs)
     if op == "send":
         return _replace(record, "send", inputs or outputs or [[elements]], [])
     if op == "recv":
@@ -142,9 +137,7 @@ def _of_all(given: list[list[int]], mine: list[list[int]], n: int) -> list[list[
     """What the root holds: one tensor for each member."""
     if len(given) == n:
         return given
-    if len(given) == 1 and prod(given[0]) == n * prod(mine[0]):
-        return [mine[0]] * n
-    if given and len(given) != 1:
+    if len(given) > 1:
         raise BrokenError(f"its root holds {len(given)} tensors for {n} ranks")
     return [mine[0]] * n
 
@@ -159,7 +152,7 @@ def _one_to_many(
     if not large:
         large = [[n * prod(shape)] for shape in small]
     if not small:
-        if len(large) == n and _bare(record.c10d) in _LIST_NAMES:
+        if len(large) == n and "".join(filter(str.isalpha, record.c10d)).lower() in _LIST_NAMES:
             raise LeftOutError(f"{op} of a list without this rank's own part")
         if any(prod(shape) % n for shape in large):
             raise BrokenError(f"{prod(large[0])} elements cannot be shared out among {n} ranks")
@@ -206,7 +199,7 @@ def _all_to_all(record: CommRecord, n: int, elements: int) -> CommRecord:
         outputs = [[sum(record.out_split), *inputs[0][1:]]] if record.out_split else [list(inputs[0])]
     row = prod(inputs[0][1:])
     if not record.in_split and not record.out_split and record.outputs:
-        # Dumps say what is sent and received in total. `exchanges` finds parts that give it.
+        # Dumps say what is sent and received in total. `alignment` finds parts that give it.
         return _replace(record, "alltoall_base_", inputs, outputs)
     _check_split("in_split", record.in_split, inputs[0], n)
     _check_split("out_split", record.out_split, outputs[0], n)
@@ -227,10 +220,6 @@ def _check_split(name: str, split: list[int] | None, shape: list[int], n: int) -
         raise BrokenError(f"{name} adds up to {sum(split)}, but the tensor has {rows} rows")
 
 
-def _bare(name: str) -> str:
-    return "".join(filter(str.isalpha, name)).lower()
-
-
 def sized(record: CommRecord, group: Group) -> CommRecord:
     """`record` with `bytes` as its tensors now have it."""
     operation = OPERATIONS[record.op]
@@ -249,5 +238,5 @@ def parts(shape: list[int], split: list[int] | None, n: int) -> list[int]:
 
 
 def tensors(record: CommRecord) -> list[list[list[int]]]:
-    """Shapes of the tensors that a call needs memory for, side by side: inputs and outputs, or both in one."""
+    """Shapes of the tensors that a call needs memory for, of one side or two: inputs and outputs, or both in one."""
     return [record.inputs] if record.op in _IN_PLACE else [record.inputs, record.outputs]

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED, is_url
-from crossrank.text import rank_ranges
 from crossrank.tools.job.read_rank import READERS, RankFiles
 from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.traces.discover import BASIC, WHAT, FoundFile, discover
@@ -47,44 +46,40 @@ def find(path: str, kind: str | None = None) -> Found:
     """
     parts = [path] if os.path.exists(path) or is_url(path) else [part for part in path.split(",") if part]
     by_kind: dict[str, dict[int | None, list[FoundFile]]] = defaultdict(lambda: defaultdict(list))
-    files = discover(parts)
-    skipped = [f"{file.path}: {file.problem}" for file in files if file.problem]
-    skipped += [f"{file.path}: is {WHAT[file.kind]}" for file in files if file.path in parts and file.kind not in KINDS]
-    for file in (file for file in files if file.kind in KINDS and not file.problem):
-        by_kind[file.kind][file.rank].append(file)
+    skipped = []
+    for file in discover(parts):
+        if file.problem:
+            skipped.append(f"{file.path}: {file.problem}")
+        elif file.kind in KINDS:
+            by_kind[file.kind][file.rank].append(file)
+        elif file.path in parts:
+            skipped.append(f"{file.path}: is {WHAT[file.kind]}")
     chosen = kind or next((name for name in KINDS if name in by_kind), None)
     if chosen is None or chosen not in by_kind:
-        wanted = KINDS[chosen] if chosen else "no trace that can be replayed"
+        wanted = f"no {KINDS[chosen]}" if chosen else "no trace that can be replayed"
         holds = ", ".join(KINDS[name] for name in by_kind) or "; ".join(skipped[:3])
         raise CrossrankError(
-            f"{path}: holds {'no ' if chosen else ''}{wanted}{f' ({holds})' if holds else ''}; "
+            f"{path}: holds {wanted}{f' ({holds})' if holds else ''}; "
             "name a recording, a folder of traces of all ranks, or a plan"
         )
-    ranks = by_kind[chosen]
     inputs = []
-    for rank, found in sorted(ranks.items(), key=lambda item: (item[0] is None, item[0] or 0)):
-        found.sort(key=lambda one: (one.window, one.path))
-        if len({one.window for one in found}) < len(found):
-            names = ", ".join(PurePosixPath(one.path).name for one in found[:3])
+    for rank, found in sorted(by_kind[chosen].items(), key=lambda item: (item[0] is None, item[0] or 0)):
+        one, *later = sorted(found, key=lambda file: (file.window, file.path))
+        if len({file.window for file in found}) < len(found):
+            names = ", ".join(PurePosixPath(file.path).name for file in (one, *later[:2]))
+            of = f"of rank {rank}" if rank is not None else "without a rank in their names"
             raise CrossrankError(
-                f"{path}: {names} are {'all' if len(found) > 2 else 'both'} "
-                f"{'of rank ' + str(rank) if rank is not None else 'without a rank in their names'}; "
-                "name the folder of one job"
+                f"{path}: {names} are {'all' if len(found) > 2 else 'both'} {of}; name the folder of one job"
             )
-        inputs.append(_with_timings(found[0], by_kind))
-        skipped += [f"{one.path}: a later window of rank {rank}; name it to replay it" for one in found[1:]]
+        # Beside a comms file, a linked trace or a dump of the same rank says how long its calls took.
+        linked, flight = (
+            [file.path for file in by_kind.get(beside, {}).get(rank, ()) if file is not one]
+            for beside in (LINKED, FLIGHT)
+        )
+        flight_dump = flight[0] if flight else None
+        inputs.append(RankFiles(path=one.path, rank=rank, window=one.window, linked=tuple(linked), flight=flight_dump))
+        skipped += [f"{file.path}: a later window of rank {rank}; name it to replay it" for file in later]
     return Found(kind=chosen, inputs=inputs, skipped=skipped)
-
-
-def _with_timings(one: FoundFile, by_kind: dict[str, dict[int | None, list[FoundFile]]]) -> RankFiles:
-    """Beside a comms file, a linked trace or a dump of the same rank says how long its calls took."""
-    return RankFiles(
-        path=one.path,
-        rank=one.rank,
-        window=one.window,
-        linked=tuple(other.path for other in by_kind.get(LINKED, {}).get(one.rank, ()) if other is not one),
-        flight=next((other.path for other in by_kind.get(FLIGHT, {}).get(one.rank, ()) if other is not one), None),
-    )
 
 
 def read(
@@ -97,8 +92,3 @@ def read(
     count = len(found.inputs) if len(found.inputs) > 1 else None
     inputs = [replace(one, world_size=count, steps=steps) for one in found.inputs]
     return map_ranks(READERS[found.kind], inputs, fleet, done=done)
-
-
-def missing_ranks(ranks: Collection[int], world_size: int) -> str:
-    """The ranks that are not there, in short; empty where none is missing."""
-    return rank_ranges(sorted(set(range(world_size)) - set(ranks)))

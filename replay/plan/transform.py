@@ -6,6 +6,7 @@ the recording is replayed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection
 from math import prod
 
@@ -16,7 +17,7 @@ from crossrank.dtypes import DTYPES, dtype_of
 from crossrank.errors import CrossrankError
 from crossrank.replay.plan.build import used_groups
 from crossrank.replay.plan.plan import UNPLACED, Call, LeftOut, Plan, RankPlan, leave_out
-from crossrank.replay.plan.schedule import keys_of
+from crossrank.replay.plan.schedule import calls_by_key, keys_of, takers
 from crossrank.replay.plan.shapes import GATHERED_WHOLE, SCATTERED_WHOLE, parts, sized
 
 
@@ -25,21 +26,18 @@ def with_calls(plan: Plan, change: Callable[[RankPlan, int, Call], CommRecord | 
     ranks = []
     for rank in plan.ranks:
         kept_before = [0]
-        kept: list[tuple[Call, CommRecord]] = []
-        changed = msgspec.structs.replace(rank, calls=[], left_out=copy_left_out(rank.left_out))
+        kept: list[Call] = []
+        changed = msgspec.structs.replace(rank, calls=kept, left_out=copy_left_out(rank.left_out))
         for index, call in enumerate(rank.calls):
             record = change(rank, index, call)
             if isinstance(record, str):
                 leave_out(changed.left_out, record, 1, call.recorded_bytes)
             else:
-                kept.append((call, record))
+                kept.append(msgspec.structs.replace(call, record=record))
             kept_before.append(len(kept))
-        for position, (call, record) in enumerate(kept):
-            # Waits that are still to be placed stay so.
-            wait = (
-                call.wait_before if call.wait_before == UNPLACED else max(kept_before[call.wait_before], position + 1)
-            )
-            changed.calls.append(msgspec.structs.replace(call, record=record, wait_before=wait))
+        for position, call in enumerate(kept):
+            if call.wait_before != UNPLACED:
+                call.wait_before = max(kept_before[call.wait_before], position + 1)
         ranks.append(changed)
     return msgspec.structs.replace(plan, ranks=ranks, groups=used_groups(ranks, plan.groups), notes=list(plan.notes))
 
@@ -77,16 +75,12 @@ def only_groups(plan: Plan, names: Collection[str]) -> Plan:
 def first_calls(plan: Plan, count: int) -> Plan:
     """The first `count` calls of every rank, without those whose counterparts on other ranks come later."""
     keys = {rank.rank: keys_of(rank) for rank in plan.ranks}
-    members = {group.pg: len(group.ranks or ()) for group in plan.groups}
-    within: dict[object, int] = {}
-    for mine in keys.values():
-        for key in mine[:count]:
-            within[key] = within.get(key, 0) + 1
+    members = {group.pg: group.ranks or [] for group in plan.groups}
+    within = Counter(key for mine in keys.values() for key in mine[:count])
 
     def change(rank: RankPlan, index: int, call: Call) -> CommRecord | str:
         key = keys[rank.rank][index]
-        needed = 2 if key[0] == "p2p" else members[str(key[1])]
-        return call.record if index < count and within[key] == needed else "beyond --max-calls"
+        return call.record if index < count and within[key] == takers(key, members) else "beyond --max-calls"
 
     return with_calls(plan, change)
 
@@ -97,15 +91,10 @@ def with_dtype(plan: Plan, name: str) -> Plan:
     if dtype is None:
         raise CrossrankError(f"--dtype {name!r} is not known; choose from {', '.join(DTYPES)}")
 
-    groups = {group.pg: group for group in plan.groups}
+    def change(record: CommRecord, group: Group) -> CommRecord:
+        return record if record.dtype is None else sized(msgspec.structs.replace(record, dtype=dtype.name), group)
 
-    def change(rank: RankPlan, index: int, call: Call) -> CommRecord:
-        record = call.record
-        if record.dtype is None:
-            return record
-        return sized(msgspec.structs.replace(record, dtype=dtype.name), groups[record.pg])
-
-    return untimed(with_calls(plan, change))
+    return _resized(plan, change)
 
 
 def scale_bytes(plan: Plan, factor: float) -> Plan:
@@ -115,10 +104,17 @@ def scale_bytes(plan: Plan, factor: float) -> Plan:
     """
     if not 0 < factor <= 1e6:
         raise CrossrankError(f"--scale-bytes {factor:g} is not above 0 and up to 1,000,000")
-    if factor == 1:
-        return plan
+    return plan if factor == 1 else _resized(plan, lambda record, group: _scaled(record, group, factor))
+
+
+def _resized(plan: Plan, change: Callable[[CommRecord, Group], CommRecord]) -> Plan:
+    """`plan` with other sizes, without recorded durations: calls of another size took another time."""
     groups = {group.pg: group for group in plan.groups}
-    return untimed(with_calls(plan, lambda rank, index, call: _scaled(call.record, groups[call.record.pg], factor)))
+    changed = with_calls(plan, lambda rank, index, call: change(call.record, groups[call.record.pg]))
+    for rank in changed.ranks:
+        for call in rank.calls:
+            call.took_ns = None
+    return changed
 
 
 def _scale(elements: int, factor: float) -> int:
@@ -152,11 +148,10 @@ def for_backend(plan: Plan, backend: str) -> Plan:
         return plan
     keys = {rank.rank: keys_of(rank) for rank in plan.ranks}
     uneven = {
-        keys[rank.rank][index]
-        for rank in plan.ranks
-        for index, call in enumerate(rank.calls)
-        if call.record.c10d == "alltoall_"
-        and len({prod(shape) for shape in (*call.record.inputs, *call.record.outputs)}) > 1
+        key
+        for key, calls in calls_by_key(plan, keys, "all_to_all").items()
+        for record in calls.values()
+        if record.c10d == "alltoall_" and len({prod(shape) for shape in (*record.inputs, *record.outputs)}) > 1
     }
     if not uneven:
         return plan
@@ -165,26 +160,12 @@ def for_backend(plan: Plan, backend: str) -> Plan:
         record = call.record
         if keys[rank.rank][index] not in uneven:
             return record
-        sides = [[prod(shape) for shape in shapes] for shapes in (record.inputs, record.outputs)]
-        return msgspec.structs.replace(
-            record,
-            c10d="alltoall_base_",
-            inputs=[[sum(sides[0])]],
-            outputs=[[sum(sides[1])]],
-            in_split=sides[0],
-            out_split=sides[1],
-        )
+        sends, receives = ([prod(shape) for shape in shapes] for shapes in (record.inputs, record.outputs))
+        tensors = {"inputs": [[sum(sends)]], "outputs": [[sum(receives)]], "in_split": sends, "out_split": receives}
+        return msgspec.structs.replace(record, c10d="alltoall_base_", **tensors)
 
     changed = with_calls(plan, change)
     changed.notes.append(
         f"{len(uneven)} all_to_all(s) of lists of uneven tensors are made of one tensor each, for gloo"
     )
     return changed
-
-
-def untimed(plan: Plan) -> Plan:
-    """`plan` without recorded durations: calls of another size or among other ranks took another time."""
-    for rank in plan.ranks:
-        for call in rank.calls:
-            call.took_ns = None
-    return plan

@@ -6,7 +6,7 @@ import csv
 import io
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -14,21 +14,15 @@ from crossrank.atomic_file import whole_file
 from crossrank.errors import CrossrankError, one_line
 from crossrank.replay.plan.memory_plan import bytes_needed
 from crossrank.replay.plan.plan import Plan, number_of
-from crossrank.replay.results.compare import compare
-from crossrank.replay.results.measure import (
-    RankResult,
-    end_to_end_ns,
-    measure,
-    percentiles_us,
-    table,
-)
-from crossrank.text import csv_text
+from crossrank.replay.results.measure import RankResult, compare, end_to_end_ns, measure, percentiles_us, table
+from crossrank.text import amount, csv_text, percent, printable
 from crossrank.tools.traces.replayed import CSV, JSON, Check, Report, Settings
 
 if TYPE_CHECKING:
     import polars as pl
 
 HTML = "replay.html"
+_MOST_PROBLEMS = 5
 
 
 def make_report(
@@ -41,7 +35,6 @@ def make_report(
 ) -> tuple[Report, pl.DataFrame]:
     """The report of one replay, and the table of `measure` that it is made of."""
     times = measure(plan, results)
-    coverage = plan.coverage()
     comparison = compare(plan, times, results)
     substitutes: Counter[str] = Counter()
     for result in results:
@@ -51,34 +44,28 @@ def make_report(
         failures = [failure for result in results for failure in result.check_failures or ()]
         check = Check(tensors=sum(result.checked for result in results), failures=failures)
     calls = plan.calls * max(settings.repeats, 1)
-    return (
-        Report(
-            source=plan.source,
-            kind=plan.kind,
-            world_size=plan.world_size,
-            settings=settings,
-            variables=variables,
-            what_if=what_if,
-            coverage=coverage,
-            share_of_calls=coverage.share_of_calls,
-            share_of_bytes=coverage.share_of_bytes,
-            bytes_per_pass=plan.bytes,
-            calls_per_pass=plan.calls,
-            notes=plan.notes,
-            damage=plan.damage,
-            substitutes=dict(substitutes),
-            hosts=dict(Counter(result.host for result in results)),
-            devices=dict(Counter(result.device for result in results)),
-            versions=results[0].versions,
-            clock_error_us=max(result.offset_error_ns for result in results) / 1000,
-            end_to_end_us=percentiles_us(end_to_end_ns(results)),
-            cpu_us_per_call=sum(result.cpu_s for result in results) * 1e6 / calls if calls else 0.0,
-            rows=table(times, plan),
-            comparison=comparison if comparison.calls else None,
-            check=check,
-        ),
-        times,
+    report = Report(
+        source=plan.source,
+        kind=plan.kind,
+        world_size=plan.world_size,
+        settings=settings,
+        variables=variables,
+        what_if=what_if,
+        **_figures(plan),
+        notes=plan.notes,
+        damage=plan.damage,
+        substitutes=dict(substitutes),
+        hosts=dict(Counter(result.host for result in results)),
+        devices=dict(Counter(result.device for result in results)),
+        versions=results[0].versions,
+        clock_error_us=max(result.offset_error_ns for result in results) / 1000,
+        end_to_end_us=percentiles_us(end_to_end_ns(results)),
+        cpu_us_per_call=sum(result.cpu_s for result in results) * 1e6 / calls if calls else 0.0,
+        rows=table(times, plan),
+        comparison=comparison if comparison.calls else None,
+        check=check,
     )
+    return report, times
 
 
 def indented(content: object) -> bytes:
@@ -87,23 +74,50 @@ def indented(content: object) -> bytes:
 
 
 def plan_json(plan: Plan) -> bytes:
-    """What `show.print_plan` prints, as JSON."""
+    """What `print_plan` prints, as JSON."""
+    facts = {name: getattr(plan, name) for name in ("source", "kind", "world_size", "groups", "notes", "damage")}
+    return indented(facts | _figures(plan) | {"memory_per_rank": _memory_per_rank(plan)})
+
+
+def _figures(plan: Plan) -> dict[str, Any]:
+    """What is counted of a plan, as both its JSON and the report of its replay have it."""
     coverage = plan.coverage()
-    facts = {
-        "source": plan.source,
-        "kind": plan.kind,
-        "world_size": plan.world_size,
-        "groups": plan.groups,
+    return {
         "coverage": coverage,
         "share_of_calls": coverage.share_of_calls,
         "share_of_bytes": coverage.share_of_bytes,
         "bytes_per_pass": plan.bytes,
         "calls_per_pass": plan.calls,
-        "memory_per_rank": max(bytes_needed(rank.calls) for rank in plan.ranks),
-        "notes": plan.notes,
-        "damage": plan.damage,
     }
-    return indented(facts)
+
+
+def _memory_per_rank(plan: Plan) -> int:
+    return max(bytes_needed(rank.calls) for rank in plan.ranks)
+
+
+def print_plan(plan: Plan) -> None:
+    """Coverage, notes, and what the plan consists of."""
+    coverage = plan.coverage()
+    print(
+        f"{printable(plan.source)}: {coverage.calls:,} of {coverage.recorded_calls:,} recorded calls "
+        f"({percent(coverage.share_of_calls)}) and {amount(coverage.bytes)} of "
+        f"{amount(coverage.recorded_bytes, coverage.unsized)} "
+        f"({percent(coverage.share_of_bytes)}) are replayed, on {plan.world_size} rank(s) "
+        f"and {len(plan.groups)} group(s)"
+    )
+    changed = [f"{plan.calls:,} calls"] * (plan.calls != coverage.calls)
+    changed += [amount(plan.bytes)] * (plan.bytes != coverage.bytes)
+    if changed:
+        print(f"  changed to {' and '.join(changed)} per pass")
+    print(f"  memory for tensors: up to {amount(_memory_per_rank(plan))} per rank")
+    for reason, count in coverage.reasons.items():
+        print(f"  left out: {count:,} call(s): {printable(reason)}")
+    for problem in plan.damage[:_MOST_PROBLEMS]:
+        print(f"  damaged: {printable(problem)}; calls may be missing that nobody counts")
+    if len(plan.damage) > _MOST_PROBLEMS:
+        print(f"  damaged: and {len(plan.damage) - _MOST_PROBLEMS} more")
+    for note in plan.notes:
+        print(f"  {printable(note)}")
 
 
 _RECORD_COLUMNS = ("op", "pg", "seq", "peer", "bytes", "dtype", "source")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 
 from crossrank.machine import boot_id
-from crossrank.replay.run.rendezvous import Meeting
+from crossrank.replay.run.rendezvous import Rendezvous
 
 _ROUNDS = 16
 
@@ -18,9 +18,9 @@ Offset = tuple[int, int]
 """(ns to add to this rank's clock to have rank 0's, largest error in ns)"""
 
 
-def measure_offset(meeting: Meeting, rank: int, when: str) -> Offset:
+def measure_offset(rendezvous: Rendezvous, rank: int, when: str) -> Offset:
     """The offset of this rank's clock. All ranks call it together; `when` names the occasion."""
-    store = meeting.store
+    store = rendezvous.store
     machine = boot_id() or f"rank {rank}"
     if rank == 0:
         store.set(f"{when}/home", machine)
@@ -29,38 +29,31 @@ def measure_offset(meeting: Meeting, rank: int, when: str) -> Offset:
     if leader == rank and rank:
         store.set(f"{when}/machines/{store.add(f'{when}/machines', 1)}", str(rank))
     # Whoever counts last knows that all machines have been counted.
-    if store.add(f"{when}/counted", 1) == meeting.world_size:
+    if store.add(f"{when}/counted", 1) == rendezvous.world_size:
         store.set(f"{when}/all", "1")
     if rank == 0:
         store.get(f"{when}/all")
         for number in range(1, store.add(f"{when}/machines", 0) + 1):
-            _answer(meeting, f"{when}/{store.get(f'{when}/machines/{number}').decode()}")
+            asker = f"{when}/{store.get(f'{when}/machines/{number}').decode()}"
+            for trip in range(_ROUNDS):
+                store.get(f"{asker}/ping/{trip}")
+                store.set(f"{asker}/pong/{trip}", str(time.monotonic_ns()))
         store.set(f"{when}/offset/0", "0 0")
         return 0, 0
     if leader == rank:
-        _ask(meeting, f"{when}/{rank}", f"{when}/offset/{rank}")
+        trips = []
+        for trip in range(_ROUNDS):
+            sent = time.monotonic_ns()
+            store.set(f"{when}/{rank}/ping/{trip}", "1")
+            there = int(store.get(f"{when}/{rank}/pong/{trip}"))
+            back = time.monotonic_ns()
+            trips.append(((back - sent) // 2, there - (sent + back) // 2))
+        error, offset = min(trips)
+        store.set(f"{when}/offset/{rank}", f"{offset} {error}")
     if leader == 0:
         return 0, 0
-    offset, error = store.get(f"{when}/offset/{leader}").split(b" ")
-    return int(offset), int(error)
-
-
-def _answer(meeting: Meeting, prefix: str) -> None:
-    for number in range(_ROUNDS):
-        meeting.store.get(f"{prefix}/ping/{number}")
-        meeting.store.set(f"{prefix}/pong/{number}", str(time.monotonic_ns()))
-
-
-def _ask(meeting: Meeting, prefix: str, result: str) -> None:
-    trips = []
-    for number in range(_ROUNDS):
-        sent = time.monotonic_ns()
-        meeting.store.set(f"{prefix}/ping/{number}", "1")
-        there = int(meeting.store.get(f"{prefix}/pong/{number}"))
-        back = time.monotonic_ns()
-        trips.append(((back - sent) // 2, there - (sent + back) // 2))
-    error, offset = min(trips)
-    meeting.store.set(result, f"{offset} {error}")
+    offset, error = map(int, store.get(f"{when}/offset/{leader}").split(b" "))
+    return offset, error
 
 
 def between(start: Offset, end: Offset) -> Offset:

@@ -1,4 +1,4 @@
-"""Where every rank of a replay is: what is told when one dies, fails or hangs."""
+"""Where every rank of a replay is: what is reported when one dies, fails or hangs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class State(msgspec.Struct, kw_only=True):
     """Index of the call it is in; -1 between calls."""
     error: str = ""
     """What ended it."""
-    told_to_end: bool = False
+    asked_to_end: bool = False
     """It ended because another rank had failed."""
 
 
-ENDED = ("killed", "exited", "is not heard", "stands still", "no progress")
+ENDED = ("killed", "exited", "lost contact", "made no progress")
 """How errors begin that are no consequence of another rank's."""
 _LONGEST = 110
 
@@ -54,11 +54,11 @@ class Failed(Exception):
             if state.error:
                 causes.setdefault(short(state.error), []).append(rank)
         first = {error: ranks for error, ranks in causes.items() if error.startswith(ENDED)}
-        told = [f"rank {rank_ranges(ranks)} {error}" for error, ranks in (first or causes).items()]
+        texts = [f"rank {rank_ranges(ranks)} {error}" for error, ranks in (first or causes).items()]
         if first and len(causes) > len(first):
             others = [rank for error, ranks in causes.items() if error not in first for rank in ranks]
-            told.append(f"rank {rank_ranges(others)} lost the others")
-        return "; ".join(told[:4]) or "no rank says why"
+            texts.append(f"rank {rank_ranges(others)} lost the others")
+        return "; ".join(texts[:4]) or "no rank says why"
 
 
 def print_states(states: dict[int, State], plan: Plan) -> None:
@@ -66,14 +66,12 @@ def print_states(states: dict[int, State], plan: Plan) -> None:
     rows = []
     for rank in plan.ranks:
         state = states.get(rank.rank, State(phase="never seen"))
-        calls = rank.calls
         where = "between calls"
-        if 0 <= state.call < len(calls):
-            record = calls[state.call].record
+        if 0 <= state.call < len(rank.calls):
+            record = rank.calls[state.call].record
             peer = f" with rank {record.peer}" if record.peer is not None else ""
             what = call_text(record.op + peer, number_of(record))
-            where = f"call {state.call} of {len(calls)}: {what} on {record.pg} (id {record.id})"
+            where = f"call {state.call} of {len(rank.calls)}: {what} on {record.pg} (id {record.id})"
         rows.append((rank.rank, state.phase, where, short(state.error) or "was waiting for others"))
-    print_table(
-        "Where each rank was, as it last told (twice a second)", ("#rank", "doing", "call", "what ended it"), rows
-    )
+    title = "Where each rank was, as it last reported (twice a second)"
+    print_table(title, ("#rank", "doing", "call", "what ended it"), rows)

@@ -9,45 +9,23 @@ from dataclasses import dataclass
 from crossrank.errors import CrossrankError
 
 DEFAULT_PORT = 29500
-"""What torch and PARAM use where nothing else is said."""
+"""What torch and PARAM use where no other is given."""
 
 
-@dataclass(frozen=True)
-class Variables:
-    """How one launcher tells a process its place."""
-
-    launcher: str
-    rank: str
-    world_size: str
-    local_rank: str
-    local_size: str
-
-
-# The first whose rank and size are both set is taken. torchrun comes first: it runs inside the others' steps. Slurm's
-# size is that of the step: a batch script, which is no step, has SLURM_PROCID=0 as well.
-LAUNCHERS = (
-    Variables("torchrun, or plain variables", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    Variables(
-        "Open MPI",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    Variables(
-        "MVAPICH",
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
-    ),
-    Variables("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    Variables("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-)
+# Launcher -> its variables for rank, world size, rank on the node and ranks of the node. The first whose rank and size
+# are both set is taken. torchrun comes first: it runs inside the others' steps. Slurm's size is that of the step: a
+# batch script, which is no step, has SLURM_PROCID=0 as well.
+LAUNCHERS = {
+    "torchrun, or plain variables": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "Open MPI": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    "MVAPICH": tuple(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankInfo:
     """One process among those that replay."""
 
     rank: int
@@ -62,54 +40,43 @@ class Place:
     """What tells this start of the processes from an earlier one that used the same store."""
 
 
-def find_place(environment: Mapping[str, str], host: str | None = None, port: int | None = None) -> Place | None:
-    """This process's place, or None where no launcher started it. `host` and `port` win over the variables.
+def detect_launcher(
+    environment: Mapping[str, str], host: str | None = None, port: int | None = None
+) -> RankInfo | None:
+    """Which rank this process is, or None where no launcher started it. `host` and `port` win over the variables.
 
-    Raises `CrossrankError` where a launcher's variables are no numbers, or nothing says where rank 0 is.
+    Raises `CrossrankError` where a launcher's variables are not numbers, or nothing says where rank 0 is.
     """
-    for row in LAUNCHERS:
-        if not environment.get(row.rank) or not environment.get(row.world_size):
+    has_agent, is_given = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True", bool(host or port)
+    for launcher, (rank_name, size_name, local_name, tasks_name) in LAUNCHERS.items():
+        if not environment.get(rank_name) or not environment.get(size_name):
             continue
-        rank, size = _number(environment, row.rank), _number(environment, row.world_size)
+        rank, size = _number(environment, rank_name), _number(environment, size_name)
         if rank >= size:
-            raise CrossrankError(f"{row.rank}={rank} is not below {row.world_size}={size}; start all ranks alike")
-        local = _number(environment, row.local_rank) if environment.get(row.local_rank) else rank
-        alone = _tasks_here(environment.get(row.local_size, "")) == size or size == 1
-        return Place(
+            raise CrossrankError(f"{rank_name}={rank} is not below {size_name}={size}; start all ranks alike")
+        port = port or _number(environment, "MASTER_PORT", DEFAULT_PORT)
+        if not 0 < port < 1 << 16:
+            raise CrossrankError(f"MASTER_PORT={port} is not a port from 1 to 65535; set it to a free one")
+        # Slurm writes "4(x2)" or "4,2" where there are several nodes.
+        alone = size == 1 or environment.get(tasks_name) == str(size)
+        return RankInfo(
             rank=rank,
             world_size=size,
-            local_rank=local,
-            launcher=row.launcher,
-            host=host or environment.get("MASTER_ADDR") or _first_host(environment, row.launcher, alone),
-            port=port or _port(environment),
-            attempt=_attempt(environment),
-            agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and host is None and port is None,
+            local_rank=_number(environment, local_name, rank),
+            launcher=launcher,
+            host=host or environment.get("MASTER_ADDR") or _first_host(environment, launcher, alone),
+            port=port,
+            attempt="/".join(environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RUN_ID", "RESTART_COUNT")),
+            agent_store=has_agent and not is_given,
         )
     return None
 
 
-def _attempt(environment: Mapping[str, str]) -> str:
-    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-    return "/".join(environment.get(name, "0") for name in names)
-
-
-def _number(environment: Mapping[str, str], name: str) -> int:
-    text = environment[name]
+def _number(environment: Mapping[str, str], name: str, default: int = 0) -> int:
+    text = environment.get(name) or str(default)
     if not (text.isascii() and text.isdecimal()):
-        raise CrossrankError(f"{name}={text!r} is no number; start with torchrun, srun or mpirun, or unset it")
+        raise CrossrankError(f"{name}={text!r} is not a number; start with torchrun, srun or mpirun, or unset it")
     return int(text)
-
-
-def _port(environment: Mapping[str, str]) -> int:
-    port = _number(environment, "MASTER_PORT") if environment.get("MASTER_PORT") else DEFAULT_PORT
-    if not 0 < port < 1 << 16:
-        raise CrossrankError(f"MASTER_PORT={port} is not a port from 1 to 65535; set it to a free one")
-    return port
-
-
-def _tasks_here(text: str) -> int | None:
-    """Processes of this node, where all nodes have as many: Slurm writes "4(x2)" or "4,2"."""
-    return int(text) if text.isascii() and text.isdecimal() else None
 
 
 def _first_host(environment: Mapping[str, str], launcher: str, alone: bool) -> str:

@@ -34,35 +34,42 @@ class Pace:
     """Fill them with matrix products on the device rather than with idling."""
 
 
+_NAMED = {"fast": Pace(), "recorded": Pace(scale=1.0), "compute": Pace(scale=1.0, busy=True)}
+
+
 def parse_pace(text: str) -> Pace:
     """A pace from `fast`, `recorded`, `compute` or a factor. Raises `CrossrankError` for anything else.
 
     >>> parse_pace("0.5"), parse_pace("compute")
     (Pace(scale=0.5, busy=False), Pace(scale=1.0, busy=True))
     """
-    named = {"fast": Pace(), "recorded": Pace(scale=1.0), "compute": Pace(scale=1.0, busy=True)}
-    if text in named:
-        return named[text]
     try:
-        scale = float(text)
+        pace = _NAMED.get(text) or Pace(scale=float(text))
     except ValueError:
-        scale = -1.0
-    if not 0 <= scale <= 1e6:
+        pace = Pace(scale=-1.0)
+    if not 0 <= pace.scale <= 1e6:
         raise CrossrankError(f"--pace {text!r} is not fast, recorded, compute, or a factor on the recorded gaps")
-    return Pace(scale=scale)
+    return pace
+
+
+def make_pacer(calls: list[Call], pace: Pace, device: torch.device) -> Pacer | None:
+    """What leaves the gaps between `calls` on `device`; None where they follow each other as fast as they can."""
+    if not pace.scale:
+        return None
+    first = [calls[start] for start, _ in launches(calls)]
+    queues = pace.busy and device.type == "cuda"
+    gaps = computed_ns(first) if queues else [call.gap_ns for call in first]
+    fill = make_busy(device) if pace.busy else idle
+    return Pacer([round(gap * pace.scale) for gap in gaps], [call.gap_from_return for call in first], fill)
 
 
 class Pacer:
     """Waits before each launch of one rank's program."""
 
-    def __init__(self, calls: list[Call], pace: Pace, fill: Callable[[int], None], *, queues: bool = False) -> None:
-        """`fill` takes the given number of nanoseconds, at once or, where it `queues` work on the device, behind the
-        calls that the device waits for."""
-        first = [calls[start] for start, _ in launches(calls)]
-        gaps = computed_ns(first) if queues else [call.gap_ns for call in first]
-        self._gaps = [round(gap * pace.scale) for gap in gaps]
-        self._from_return = [call.gap_from_return for call in first]
-        self._fill = fill
+    def __init__(self, gaps: list[int], from_return: list[bool], fill: Callable[[int], None]) -> None:
+        """By launch: ns, and whether they count from when the rank could go on. `fill` takes the given number of ns,
+        at once or, where it queues work on the device, behind the calls that the device waits for."""
+        self._gaps, self._from_return, self._fill = gaps, from_return, fill
         self._launched = self._returned = 0
 
     def pace(self, position: int) -> None:
@@ -120,13 +127,11 @@ def make_busy(device: torch.device) -> Callable[[int], None]:
             torch.cuda.synchronize(device)
 
     multiply(3)
-    rounds, spent = 0, 0.0
-    start = time.perf_counter()
-    while spent < _CALIBRATION_S:
+    rounds, start = 0, time.perf_counter()
+    while time.perf_counter() - start < _CALIBRATION_S:
         multiply(10)
         rounds += 10
-        spent = time.perf_counter() - start
-    each_ns = spent * 1e9 / rounds
+    each_ns = (time.perf_counter() - start) * 1e9 / rounds
 
     def busy(nanoseconds: int) -> None:
         if device.type == "cuda":

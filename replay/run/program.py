@@ -6,7 +6,7 @@ the clock: per call it costs less than torch's own public functions do.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
 from typing import Any
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup, ReduceOp
 
-from crossrank.comm import CommRecord, Group
+from crossrank.comm import Group
 from crossrank.dtypes import DTYPES
 from crossrank.errors import CrossrankError
 from crossrank.replay.plan.dtype_fallback import Substitute, substitute
-from crossrank.replay.plan.memory_plan import Need, lay_out
+from crossrank.replay.plan.memory_plan import Need, assign_offsets
 from crossrank.replay.plan.plan import Call, launches, waited_before
 from crossrank.replay.plan.shapes import tensors
 from crossrank.replay.run.c10d_calls import Arguments, Launch, bind
@@ -68,8 +68,6 @@ class Program:
     """The memory of all tensors."""
     width: int
     """Launches of one lane that a backend runs at once."""
-    said: dict[str, int] = field(default_factory=dict)
-    """What differs from the recording -> calls."""
 
 
 def prepare(
@@ -89,9 +87,12 @@ def prepare(
         Need(size, position, until[position])
         for position, (first, end) in enumerate(spans)
         for index in range(first, end)
-        for size in _sizes(calls[index].record, substitutes[index])
+        for side in tensors(calls[index].record)
+        for size in (
+            prod(shape) * DTYPES[substitutes[index].dtype].size * substitutes[index].elements for shape in side
+        )
     ]
-    layout = lay_out(needs)
+    layout = assign_offsets(needs)
     try:
         block = torch.full((max(layout.size, 1),), FILL, dtype=torch.uint8, device=device)
     except RuntimeError as error:
@@ -105,29 +106,37 @@ def prepare(
         if not calls[first].blocking:
             waits[until[position]].append(position)
     bound = []
-    said: dict[str, int] = {}
     for position, (first, end) in enumerate(spans):
+        record, blocking = calls[first].record, calls[first].blocking
         members = []
-        is_async = not calls[first].blocking
         for index in range(first, end):
-            for text in substitutes[index].said:
-                said[text] = said.get(text, 0) + 1
-            group, pg = groups[calls[index].record.pg]
-            arguments = _arguments(
-                calls[index].record, views[index], substitutes[index], group, pg, is_async, timeout, device
+            one, instead, (inputs, outputs) = calls[index].record, substitutes[index], views[index]
+            group, pg = groups[one.pg]
+            ranks = group.ranks or []
+            arguments = Arguments(
+                pg=pg,
+                inputs=inputs,
+                outputs=outputs,
+                reduce=getattr(ReduceOp, (instead.reduce or "sum").upper()),
+                is_async=not blocking,
+                root=ranks.index(one.root) if one.root is not None else 0,
+                peer=ranks.index(one.peer) if one.peer is not None else 0,
+                tag=one.tag or 0,
+                in_split=one.in_split or [],
+                out_split=one.out_split or [],
+                timeout=timeout,
+                device=device,
             )
-            members.append(bind(calls[index].record, substitutes[index].c10d, arguments))
-        record = calls[first].record
-        launch = members[0] if len(members) == 1 else _together(members, groups, record, device)
-        has_future = record.peer is None and len(members) == 1 and not (backend == "gloo" and record.op in _NO_FUTURE)
+            members.append(bind(one, instead.c10d, arguments))
+        single = len(members) == 1
         bound.append(
             Bound(
                 first=first,
                 count=end - first,
-                launch=launch,
+                launch=members[0] if single else _together(members, groups[record.pg][1], device),
                 waits=tuple(waits[position]),
-                blocking=not is_async,
-                has_future=has_future,
+                blocking=blocking,
+                has_future=record.peer is None and single and not (backend == "gloo" and record.op in _NO_FUTURE),
                 holds_host=record.op == "barrier",
                 lane=record.pg if record.peer is None else f"{record.pg} {record.peer} {record.op}",
             )
@@ -142,7 +151,6 @@ def prepare(
         last_waits=tuple(waits[-1]),
         block=block,
         width=_WIDTH.get(backend, 1),
-        said=said,
     )
 
 
@@ -155,11 +163,6 @@ def late_ends(program: Program) -> list[int]:
         if not bound.blocking and (bound.holds_host if on_gpu else not bound.has_future)
         for index in range(bound.first, bound.first + bound.count)
     ]
-
-
-def _sizes(record: CommRecord, instead: Substitute) -> list[int]:
-    item = DTYPES[instead.dtype].size * instead.elements
-    return [prod(shape) * item for side in tensors(record) for shape in side]
 
 
 def _tensors(
@@ -187,53 +190,17 @@ def _tensors(
     return made
 
 
-def _arguments(
-    record: CommRecord,
-    tensors: tuple[list[torch.Tensor], list[torch.Tensor]],
-    instead: Substitute,
-    group: Group,
-    pg: ProcessGroup,
-    is_async: bool,
-    timeout: timedelta,
-    device: torch.device,
-) -> Arguments:
-    ranks = group.ranks or []
-    return Arguments(
-        pg=pg,
-        inputs=tensors[0],
-        outputs=tensors[1],
-        reduce=getattr(ReduceOp, (instead.reduce or "sum").upper()),
-        is_async=is_async,
-        root=ranks.index(record.root) if record.root is not None else 0,
-        peer=ranks.index(record.peer) if record.peer is not None else 0,
-        tag=record.tag or 0,
-        in_split=record.in_split or [],
-        out_split=record.out_split or [],
-        timeout=timeout,
-        device=device,
-    )
-
-
-def _together(
-    members: list[Launch], groups: dict[str, tuple[Group, ProcessGroup]], record: CommRecord, device: torch.device
-) -> Launch:
+def _together(members: list[Launch], pg: ProcessGroup, device: torch.device) -> Launch:
     """Several calls as one launch: coalesced where the backend can, else one after the other without a wait."""
-    pg = groups[record.pg][1]
     backend: Any = pg._get_backend(device)
-    if getattr(backend, "supports_coalescing", False):
 
-        def coalesced() -> Any:
-            pg._start_coalescing(device)
-            for member in members:
-                member()
-            return pg._end_coalescing(device)
+    def coalesced() -> Any:
+        pg._start_coalescing(device)
+        for member in members:
+            member()
+        return pg._end_coalescing(device)
 
-        return coalesced
-
-    def one_by_one() -> Any:
-        return _Works([member() for member in members])
-
-    return one_by_one
+    return coalesced if getattr(backend, "supports_coalescing", False) else lambda: _Works([one() for one in members])
 
 
 class _Works:

@@ -3,7 +3,7 @@
 The store is torch's TCPStore. Of a replay on one machine the process that the user started hosts it, under torchrun
 the agent does, elsewhere rank 0. Whoever can connect to it can change what is replayed, so where the ranks meet on the
 loopback interface it listens there alone; torch's own server listens on every interface. Each rank keeps its state
-there, so that one that dies or hangs can be told of.
+there, so that one that dies or hangs can be reported.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import socket
 import time
 from datetime import timedelta
 from ipaddress import ip_address
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import zstandard
@@ -23,7 +23,7 @@ from crossrank.errors import CrossrankError, one_line
 from crossrank.replay.plan.plan import Call, Plan
 from crossrank.replay.results.measure import RankResult
 from crossrank.replay.run.failure_report import State
-from crossrank.replay.run.launcher import Place
+from crossrank.replay.run.launcher import RankInfo
 from crossrank.tools.traces.replayed import Settings
 
 ABORT = "abort"
@@ -35,7 +35,7 @@ FINISHED = "finished"
 Content = TypeVar("Content")
 
 
-class Errand(msgspec.Struct, kw_only=True):
+class WorkItem(msgspec.Struct, kw_only=True):
     """What one rank is sent."""
 
     settings: Settings = Settings(backend="", device="")
@@ -48,16 +48,18 @@ class Errand(msgspec.Struct, kw_only=True):
 
 
 class RefusedError(Exception):
-    """Rank 0 has told why there is nothing to replay; the other ranks go without a word."""
+    """Rank 0 has reported why there is nothing to replay; the other ranks end without a word."""
 
 
-def host_store(place: Place, timeout_s: float) -> Store:
-    """The store, hosted by this process where it is rank 0. Raises `CrossrankError` where that cannot be."""
+def host_store(place: RankInfo, timeout_s: float) -> Store:
+    """The store, hosted by this process where it is rank 0. Raises `CrossrankError` where that fails."""
     hosting = place.rank == 0 and not place.agent_store
     # Rank 0 hosts the store when it has read and matched everything: the others are patient.
     patience_s = timeout_s if place.rank == 0 else max(timeout_s, _PATIENCE_S)
     try:
-        store = listen(place.host, place.port, patience_s) if hosting else _connected(place, patience_s)
+        if not hosting:
+            return connect(place, patience_s)
+        return PrefixStore(place.attempt, listen(place.host, place.port, patience_s))
     except (RuntimeError, OSError) as error:
         text = one_line(error)
         if hosting and ("in use" in text.lower() or "EADDRINUSE" in text):
@@ -68,28 +70,21 @@ def host_store(place: Place, timeout_s: float) -> Store:
             f"rank {place.rank} found no rank 0 at {place.host}:{place.port} within {patience_s:g} s; "
             "see what rank 0 says, or set MASTER_ADDR and MASTER_PORT"
         ) from error
-    return PrefixStore(place.attempt, store)
 
 
 def listen(host: str, port: int, timeout_s: float) -> TCPStore:
     """A store that this process hosts, at a free port where `port` is 0. It listens on the loopback interface alone
     where `host` is an address of it or `localhost`, else on all: what other machines call `host` need not be the name
     of an interface here. Raises `OSError` or `RuntimeError` where it cannot."""
+    own: dict[str, Any] = {}
+    if _is_loopback(host):
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address[:2], family=family)
+        port = listener.getsockname()[1]
+        # libuv takes no listening socket in torch 2.4.
+        own = {"master_listen_fd": listener.detach(), "use_libuv": False}
     timeout = timedelta(seconds=timeout_s)
-    if not _is_loopback(host):
-        return TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False)
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.create_server(address[:2], family=family)
-    port = listener.getsockname()[1]
-    return TCPStore(
-        host,
-        port,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-        use_libuv=False,  # which takes no listening socket in torch 2.4
-    )
+    return TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False, **own)
 
 
 def _is_loopback(host: str) -> bool:
@@ -100,17 +95,14 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _connected(place: Place, timeout_s: float) -> TCPStore:
+def connect(place: RankInfo, timeout_s: float) -> Store:
+    """A connection to the store that rank 0 hosts."""
     timeout = timedelta(seconds=timeout_s)
-    return TCPStore(place.host, place.port, is_master=False, timeout=timeout, wait_for_workers=False)
+    store = TCPStore(place.host, place.port, is_master=False, timeout=timeout, wait_for_workers=False)
+    return PrefixStore(place.attempt, store)
 
 
-def connect(place: Place, timeout_s: float) -> Store:
-    """A further connection to a store that is there."""
-    return PrefixStore(place.attempt, _connected(place, timeout_s))
-
-
-class Meeting:
+class Rendezvous:
     """The store with the names that a replay uses in it."""
 
     def __init__(self, store: Store, world_size: int, turn: int = 0) -> None:
@@ -121,18 +113,18 @@ class Meeting:
     def send_plan(self, plan: Plan, settings: Settings) -> None:
         """Give every rank its part."""
         for rank in plan.ranks:
-            errand = Errand(settings=settings, groups=plan.groups, calls=rank.calls, world_size=plan.world_size)
-            self._put(f"errand/{rank.rank}", errand)
+            item = WorkItem(settings=settings, groups=plan.groups, calls=rank.calls, world_size=plan.world_size)
+            self.put(f"work/{rank.rank}", item)
 
     def send_end(self) -> None:
         """Tell every rank but 0 that there is nothing more to do."""
         for rank in range(1, self.world_size):
-            self._put(f"errand/{rank}", Errand(ends=True))
+            self.put(f"work/{rank}", WorkItem(ends=True))
 
-    def errand(self, rank: int) -> Errand:
+    def work_item(self, rank: int) -> WorkItem:
         """What `rank` has to do; waits for it as long as rank 0 is there. Raises `RefusedError` where it has none."""
-        self.wait_for(f"errand/{rank}")
-        return self._get(f"errand/{rank}", Errand)
+        self.wait_for(f"work/{rank}")
+        return self._get(f"work/{rank}", WorkItem)
 
     def wait_for(self, key: str) -> None:
         """Wait until `key` is there, however long that takes. Raises `RefusedError` when all have to end."""
@@ -145,19 +137,10 @@ class Meeting:
         """The first rank that asked for `key`: `rank` itself, or who was before it."""
         return int(self.store.compare_set(key, "", str(rank)))
 
-    def put_state(self, rank: int, state: State) -> None:
-        self._put(f"state/{rank}", state)
-
     def states(self) -> dict[int, State]:
-        """The last state of every rank that has told one."""
-        return {
-            rank: self._get(f"state/{rank}", State)
-            for rank in range(self.world_size)
-            if self.store.check([f"state/{rank}"])
-        }
-
-    def put_result(self, rank: int, result: RankResult) -> None:
-        self._put(f"result/{rank}", result)
+        """The last state of every rank that has reported one."""
+        keys = {rank: f"state/{rank}" for rank in range(self.world_size)}
+        return {rank: self._get(key, State) for rank, key in keys.items() if self.store.check([key])}
 
     def results(self) -> list[RankResult]:
         """The results of all ranks; waits for them."""
@@ -173,7 +156,7 @@ class Meeting:
     def aborted(self) -> bool:
         return self.store.check([ABORT])
 
-    def _put(self, key: str, value: object) -> None:
+    def put(self, key: str, value: object) -> None:
         self.store.set(key, zstandard.compress(msgspec.msgpack.encode(value)))  # type: ignore[arg-type]
 
     def _get(self, key: str, content: type[Content]) -> Content:

@@ -7,12 +7,12 @@ another one has failed: a collective that waits for a dead rank cannot be left i
 from __future__ import annotations
 
 import os
-import resource
 import select
 import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -32,11 +32,11 @@ from crossrank.replay.results.check import Checker
 from crossrank.replay.results.measure import Pass, RankResult
 from crossrank.replay.run.c10d_calls import barrier_options
 from crossrank.replay.run.clocks import between, measure_offset
-from crossrank.replay.run.cpu import Executor, make_executor
+from crossrank.replay.run.executor import IDLE, Executor, make_executor
 from crossrank.replay.run.failure_report import State
-from crossrank.replay.run.pacing import Pacer, idle, make_busy, parse_pace
+from crossrank.replay.run.pacing import make_pacer, parse_pace
 from crossrank.replay.run.program import FILL, Program, late_ends, prepare
-from crossrank.replay.run.rendezvous import FINISHED, Errand, Meeting, RefusedError
+from crossrank.replay.run.rendezvous import FINISHED, RefusedError, Rendezvous, WorkItem
 from crossrank.text import printable
 from crossrank.tools.traces.replayed import Settings
 
@@ -47,41 +47,41 @@ _LOOK_S = 0.1
 """Between two looks whether all have to end; longer where thousands would keep the store busy."""
 _LONGEST_LOOK_S = 0.5
 _BEAT_S = 0.5
-_LAST_WORDS_S = 0.25
+_FINAL_REPORT_S = 0.25
 """How long a rank that has to end waits for the others to tell where they are."""
 
 
 def run_rank(
     rank: int,
     local_rank: int,
-    meeting: Meeting,
-    second: Meeting,
-    last_words: Callable[[], None] = lambda: None,
+    rendezvous: Rendezvous,
+    second: Rendezvous,
+    final_report: Callable[[], None] = lambda: None,
     *,
     term: int | None = None,
     leads: bool = False,
 ) -> tuple[int, RankResult | None]:
     """Replay as `rank`; returns the exit code and the result, None where there was no more to do or it failed.
 
-    `second` is the meeting over a connection of its own, for the watch, which calls `last_words` before it ends the
-    process. `term` is a file that can be read when the launcher asks the process to end. Who `leads` gathers the
+    `second` is the rendezvous over a connection of its own, for the watch, which calls `final_report` before it ends
+    the process. `term` is a file that can be read when the launcher asks the process to end. Who `leads` gathers the
     results and does not wait for that. Raises `RefusedError` where rank 0 has nothing to replay.
     """
-    errand = meeting.errand(rank)
-    if errand.ends:
+    work = rendezvous.work_item(rank)
+    if work.ends:
         return 0, None
-    settings = errand.settings
-    watch = Watch(rank, second, last_words, term, settings.timeout_s + settings.slack_s)
+    settings = work.settings
+    watch = Watch(rank, second, final_report, term, settings.timeout_s + settings.slack_s)
     watch.start()
     try:
-        result = _replay(rank, local_rank, meeting, errand, watch)
-        meeting.put_result(rank, result)
+        result = _replay(rank, local_rank, rendezvous, work, watch)
+        rendezvous.put(f"result/{rank}", result)
         watch.phase("done")
         if not leads:
-            meeting.wait_for(FINISHED)
+            rendezvous.wait_for(FINISHED)
         watch.stop()
     except RefusedError:
-        time.sleep(2 * _LAST_WORDS_S)  # the watch ends the process
+        time.sleep(2 * _FINAL_REPORT_S)  # the watch ends the process
         return 1, None
     except Exception as error:
         watch.fail(one_line(error))
@@ -89,40 +89,35 @@ def run_rank(
     return 0, result
 
 
-def _replay(rank: int, local_rank: int, meeting: Meeting, errand: Errand, watch: Watch) -> RankResult:
-    settings = errand.settings
+def _replay(rank: int, local_rank: int, rendezvous: Rendezvous, work: WorkItem, watch: Watch) -> RankResult:
+    settings = work.settings
     device = _device(settings, local_rank)
     # Longer than the watch's, which tells more than the error of a backend does.
     timeout = timedelta(seconds=settings.timeout_s + settings.slack_s + _BACKEND_GRACE_S)
     if settings.backend == "nccl":
         gpu = getattr(torch.cuda.get_device_properties(device), "uuid", None)
         if gpu is not None:  # some builds for ROCm do not tell
-            claim_gpu(meeting, rank, f"{boot_id() or socket.gethostname()}/{gpu}")
-    world = next((group for group in errand.groups if _is_world(group, errand)), None)
+            claim_gpu(rendezvous, rank, f"{boot_id() or socket.gethostname()}/{gpu}")
+    world = next((group for group in work.groups if group.ranks == list(range(work.world_size))), None)
     dist.init_process_group(
         settings.backend,
-        store=dist.PrefixStore("torch", meeting.store),
+        store=dist.PrefixStore("torch", rendezvous.store),
         rank=rank,
-        world_size=errand.world_size,
+        world_size=work.world_size,
         timeout=timeout,
         device_id=bound_device(world, device),
     )
-    groups = _make_groups(errand, rank, device, timeout, watch)
+    groups = _make_groups(work, world, rank, device, timeout, watch)
     watch.phase("comparing clocks")
-    clock = measure_offset(meeting, rank, "start")
+    clock = measure_offset(rendezvous, rank, "start")
     watch.phase("binding its calls")
-    program = prepare(errand.calls, rank=rank, groups=groups, backend=settings.backend, device=device, timeout=timeout)
-    pace = parse_pace(settings.pace)
-    pacer = None
-    if pace.scale:
-        queues = pace.busy and device.type == "cuda"
-        pacer = Pacer(errand.calls, pace, make_busy(device) if pace.busy else idle, queues=queues)
-    executor = make_executor(program, pacer)
+    program = prepare(work.calls, rank=rank, groups=groups, backend=settings.backend, device=device, timeout=timeout)
+    executor = make_executor(program, make_pacer(work.calls, parse_pace(settings.pace), device))
     watch.follow(executor)
     checker = Checker(program, rank) if settings.check else None
     passes, cpu_s = _passes(executor, program, settings, watch, checker)
     watch.phase("comparing clocks again")
-    offset, error = between(clock, measure_offset(meeting, rank, "end"))
+    offset, error = between(clock, measure_offset(rendezvous, rank, "end"))
     watch.phase("leaving its process groups")
     # Not after a failure: groups whose other ends are gone may not let go.
     dist.destroy_process_group()
@@ -135,7 +130,7 @@ def _replay(rank: int, local_rank: int, meeting: Meeting, errand: Errand, watch:
         passes=passes,
         cpu_s=cpu_s,
         late_ends=late_ends(program),
-        substitutes=program.said,
+        substitutes=Counter(text for one in program.substitutes for text in one.differences),
         check_failures=checker.failures if checker is not None else None,
         checked=checker.checked if checker is not None else 0,
         versions={"torch": str(torch.__version__), "python": sys.version.split()[0]},
@@ -156,10 +151,10 @@ def _device(settings: Settings, local_rank: int) -> torch.device:
     return device
 
 
-def claim_gpu(meeting: Meeting, rank: int, gpu: str) -> None:
-    """Say that `rank` uses the GPU of this name, unique over all machines. Raises `CrossrankError` where another rank
+def claim_gpu(rendezvous: Rendezvous, rank: int, gpu: str) -> None:
+    """Note that `rank` uses the GPU of this name, unique over all machines. Raises `CrossrankError` where another rank
     does already: NCCL would not start, or say why in words of its own."""
-    holder = meeting.holder(f"gpu/{gpu}", rank)
+    holder = rendezvous.holder(f"gpu/{gpu}", rank)
     if holder != rank:
         raise CrossrankError(
             f"shares a GPU with rank {holder}, and NCCL wants one for each; start fewer ranks there, or use "
@@ -176,29 +171,24 @@ def bound_device(group: Group | None, device: torch.device) -> torch.device | No
     return device if group is not None and group.eager and device.type == "cuda" else None
 
 
-def _is_world(group: Group, errand: Errand) -> bool:
-    return group.ranks == list(range(errand.world_size))
-
-
 def _make_groups(
-    errand: Errand, rank: int, device: torch.device, timeout: timedelta, watch: Watch
+    work: WorkItem, world: Group | None, rank: int, device: torch.device, timeout: timedelta, watch: Watch
 ) -> dict[str, tuple[Group, ProcessGroup]]:
     """The groups of which this rank is a member. All ranks make all groups, in the order of the plan: torch names a
     group by how many there are, so ranks that made their own alone would wait for each other under different names."""
     groups: dict[str, tuple[Group, ProcessGroup]] = {}
-    world_is_taken = False
-    for number, group in enumerate(errand.groups):
-        watch.phase(f"making process group {number + 1} of {len(errand.groups)}")
+    default = c10d._get_default_group()
+    for number, group in enumerate(work.groups):
+        watch.phase(f"making process group {number + 1} of {len(work.groups)}")
         ranks = group.ranks or []
-        if _is_world(group, errand) and not world_is_taken:
-            world_is_taken = True
-            made = c10d._get_default_group()
+        if group is world:
+            made = default
         else:
             # Splits and lists go by the place in the group, which is not always by rank.
             options: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
             bound = bound_device(group, device)
             # A group takes it over from the first one; before 2.6 torch lets it have none else.
-            if bound is not None and c10d._get_default_group().bound_device_id is None:
+            if bound is not None and default.bound_device_id is None:
                 options["device_id"] = bound
             made = dist.new_group(ranks, timeout=timeout, group_desc=group.desc or None, **options)
         if rank in ranks:
@@ -209,7 +199,7 @@ def _make_groups(
 def _passes(
     executor: Executor, program: Program, settings: Settings, watch: Watch, checker: Checker | None
 ) -> tuple[list[Pass], float]:
-    # Asked of the backend itself, so that the ranks' meeting before a pass is not part of what is recorded.
+    # Asked of the backend itself, so that the ranks' rendezvous before a pass is not part of what is recorded.
     backend: Any = c10d._get_default_group()._get_backend(program.device)
 
     def barrier() -> None:
@@ -234,10 +224,9 @@ def _passes(
         for number in range(settings.repeats):
             watch.phase(f"in pass {number + 1}")
             meet()
-            spent = _cpu_seconds()
-            times = executor.run()
-            cpu_s += _cpu_seconds() - spent
-            passes.append(Pass.of(times))
+            spent = time.process_time()
+            passes.append(executor.run())
+            cpu_s += time.process_time() - spent
             if settings.record is not None:
                 crossrank.step()
     watch.phase("waiting for the others to end")
@@ -245,32 +234,26 @@ def _passes(
     return passes, cpu_s
 
 
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
 class Watch(threading.Thread):
-    """Tells the store where the rank is, and ends the process where it cannot go on."""
+    """Reports to the store where the rank is, and ends the process where it cannot go on."""
 
     def __init__(
-        self, rank: int, meeting: Meeting, last_words: Callable[[], None], term: int | None, limit_s: float
+        self, rank: int, rendezvous: Rendezvous, final_report: Callable[[], None], term: int | None, limit_s: float
     ) -> None:
         """After `limit_s` without progress the process ends, and when `term` can be read."""
         super().__init__(name="crossrank-watch", daemon=True)
         self._rank = rank
-        self._meeting = meeting
-        self._last_words = last_words
+        self._rendezvous = rendezvous
+        self._final_report = final_report
         self._term = term
         self._limit_s = limit_s
-        self._state = State(phase="joining")
         self._executor: Executor | None = None
-        self._since = time.monotonic()
         self._over = threading.Event()
-        self._look_s = min(_LOOK_S * max(1.0, meeting.world_size / 64), _LONGEST_LOOK_S)
+        self._look_s = min(_LOOK_S * max(1.0, rendezvous.world_size / 64), _LONGEST_LOOK_S)
+        self.phase("joining")
 
     def phase(self, text: str) -> None:
-        """Say what the rank does from now on."""
+        """Note what the rank does from now on."""
         self._state = State(phase=text)
         self._since = time.monotonic()
 
@@ -283,44 +266,38 @@ class Watch(threading.Thread):
         self.join()
 
     def fail(self, error: str) -> None:
-        """Tell what ended the rank, and that all have to end."""
+        """Report what ended the rank, and that all have to end."""
         self.stop()
         try:
-            self._tell(error=error)
-            self._meeting.abort()
+            self._report(error=error)
+            self._rendezvous.abort()
         except RuntimeError:  # the store is gone with its host
-            print(
-                printable(f"crossrank: rank {self._rank} was {self._state.phase}: {error}"), file=sys.stderr, flush=True
-            )
+            text = printable(f"crossrank: rank {self._rank} was {self._state.phase}: {error}")
+            print(text, file=sys.stderr, flush=True)
 
     def run(self) -> None:
-        last_call = -2
-        last_told = 0.0
+        last_call, last_report = -2, 0.0
         while not self._over.is_set():
             ended = self._wait()
-            now = time.monotonic()
-            call = self._call()
+            now, call = time.monotonic(), self._call()
             if call != last_call:
                 last_call, self._since = call, now
             try:
-                if now - last_told > _BEAT_S:
-                    self._tell()
-                    last_told = now
+                if now - last_report > _BEAT_S:
+                    self._report()
+                    last_report = now
                 if now - self._since > self._limit_s and self._state.phase != "done":
-                    self._tell(error=f"no progress for {now - self._since:.0f} s")
-                    self._meeting.abort()
+                    self._report(error=f"made no progress for {now - self._since:.0f} s")
+                    self._rendezvous.abort()
                     self._end()
-                if ended or self._meeting.aborted():
-                    self._tell(told_to_end=True)
+                if ended or self._rendezvous.aborted():
+                    self._report(asked_to_end=True)
                     self._end()
             except RuntimeError:  # the store is gone, and with it the replay
                 if self._over.is_set():
                     return
-                print(
-                    f"crossrank: rank {self._rank} lost the others while {self._state.phase}, in call {call}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                text = f"crossrank: rank {self._rank} lost the others while {self._state.phase}, in call {call}"
+                print(text, file=sys.stderr, flush=True)
                 os._exit(1)
 
     def _wait(self) -> bool:
@@ -330,21 +307,19 @@ class Watch(threading.Thread):
         self._over.wait(self._look_s)
         return False
 
-    def _tell(self, *, error: str = "", told_to_end: bool = False) -> None:
-        self._meeting.put_state(
-            self._rank,
-            msgspec.structs.replace(self._state, call=self._call(), error=error, told_to_end=told_to_end),
-        )
+    def _report(self, *, error: str = "", asked_to_end: bool = False) -> None:
+        state = msgspec.structs.replace(self._state, call=self._call(), error=error, asked_to_end=asked_to_end)
+        self._rendezvous.put(f"state/{self._rank}", state)
 
     def _end(self) -> None:
         if self._over.is_set():
-            return  # the rank's own failure is being told
-        time.sleep(_LAST_WORDS_S)
-        self._last_words()
+            return  # the rank's own failure is being reported
+        time.sleep(_FINAL_REPORT_S)
+        self._final_report()
         os._exit(1)
 
     def _call(self) -> int:
-        return self._executor.progress[0] if self._executor is not None else -1
+        return self._executor.progress[0] if self._executor is not None else IDLE
 
 
 def leave(code: int) -> NoReturn:
@@ -371,24 +346,31 @@ def check_backend(backend: str | None, device: str | None, ranks_here: int | Non
     """
     if backend is not None:
         check_backend_name(backend)
-    gpu = torch.cuda.is_available()
-    device = device or ("cuda" if gpu and backend != "gloo" else "cpu")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = device or ("cuda" if gpus and backend != "gloo" else "cpu")
     backend = backend or ("nccl" if device == "cuda" and dist.is_nccl_available() else "gloo")
-    if device not in ("cpu", "cuda"):
-        raise CrossrankError(f"--device {device!r} is neither cpu nor cuda")
-    if not dist.is_backend_available(backend):
-        has = [name for name in _backends() if dist.is_backend_available(name)]
-        raise CrossrankError(
-            f"backend {backend!r} is not built into torch {torch.__version__}, which has {', '.join(has)}; "
-            "choose one with --backend"
-        )
-    if device == "cuda" and not gpu:
-        raise CrossrankError("--device cuda, but torch sees no GPU; use --device cpu with --backend gloo")
-    if backend == "nccl" and device != "cuda":
-        raise CrossrankError("backend nccl needs GPUs; use --backend gloo, or a machine that has them")
-    if backend == "nccl" and ranks_here is not None and ranks_here > torch.cuda.device_count():
-        raise CrossrankError(
-            f"{ranks_here} ranks and {torch.cuda.device_count()} GPU(s): NCCL wants one for each; start them on more "
-            "machines with torchrun, srun or mpirun, choose fewer with --nproc, or use --backend gloo --device cpu"
-        )
+    has = ", ".join(name for name in _backends() if dist.is_backend_available(name))
+    for is_wrong, text in (
+        (device not in ("cpu", "cuda"), f"--device {device!r} is neither cpu nor cuda"),
+        (
+            not dist.is_backend_available(backend),
+            f"backend {backend!r} is not built into torch {torch.__version__}, which has {has}; choose one with "
+            "--backend",
+        ),
+        (
+            device == "cuda" and not gpus,
+            "--device cuda, but torch sees no GPU; use --device cpu with --backend gloo",
+        ),
+        (
+            backend == "nccl" and device != "cuda",
+            "backend nccl needs GPUs; use --backend gloo, or a machine that has them",
+        ),
+        (
+            backend == "nccl" and ranks_here is not None and ranks_here > gpus,
+            f"{ranks_here} ranks and {gpus} GPU(s): NCCL wants one for each; start them on more machines with "
+            "torchrun, srun or mpirun, choose fewer with --nproc, or use --backend gloo --device cpu",
+        ),
+    ):
+        if is_wrong:
+            raise CrossrankError(text)
     return backend, device

@@ -21,7 +21,7 @@ from crossrank.replay.plan.build import build, settle
 from crossrank.replay.plan.plan import Plan
 from crossrank.replay.plan.sources import find, read
 from crossrank.replay.results.measure import measure
-from crossrank.replay.run.local import run_local
+from crossrank.replay.run.processes import run_local
 from crossrank.tools.cli import main
 from crossrank.tools.parallel import Fleet
 from crossrank.tools.traces.replayed import Settings
@@ -301,7 +301,9 @@ def plan_of_recording(recorded: Path) -> Plan:
     return plan
 
 
-def test_what_a_wait_for_another_rank_costs_is_told_apart_from_the_collective(two_ranks: World, tmp_path: Path) -> None:
+def test_what_a_wait_for_another_rank_costs_is_distinguished_from_the_collective(
+    two_ranks: World, tmp_path: Path
+) -> None:
     plan = plan_of_recording(record_job(two_ranks, callers.all_reduce, tmp_path))
     plan.ranks[1].calls[0].gap_ns = 400_000_000
     results = run_local(plan, Settings(backend="gloo", device="cpu", warmup=1, repeats=1, pace="recorded"))

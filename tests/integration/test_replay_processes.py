@@ -16,7 +16,7 @@ import pytest
 from crossrank.comm import CommRecord, Group
 from crossrank.replay.plan.plan import Call, Plan, RankPlan, save_plan
 from crossrank.replay.run.failure_report import Failed
-from crossrank.replay.run.local import run_local
+from crossrank.replay.run.processes import run_local
 from crossrank.tools.traces.replayed import Settings
 from tests.integration import callers
 from tests.integration.test_replay import plan_of_recording, record_job
@@ -113,7 +113,7 @@ def test_the_store_of_a_replay_on_one_machine_takes_connections_from_it_alone(lo
     assert found == ["0100007F"]  # 127.0.0.1
 
 
-def test_a_rank_that_dies_ends_all_and_it_is_told_where_each_was(long_plan: Path) -> None:
+def test_a_rank_that_dies_ends_all_and_it_is_reported_where_each_was(long_plan: Path) -> None:
     process, ranks = _started([str(long_plan), "--timeout", "20"])
     os.kill(ranks[0], signal.SIGKILL)
     output, _ = process.communicate(timeout=30)
@@ -132,7 +132,7 @@ def test_a_rank_that_stands_still_ends_all_within_the_timeout(long_plan: Path) -
     assert process.returncode == 1
     assert time.monotonic() - begin < 15
     assert "Where each rank was" in output
-    assert "stands still" in output
+    assert "made no progress" in output
     assert _gone(process.pid)
 
 
@@ -219,7 +219,7 @@ def test_a_port_in_use_is_named_with_what_to_do(two_ranks: World, tmp_path: Path
     assert f"port {port} of 127.0.0.1 is in use; set MASTER_PORT" in error
 
 
-def test_what_rank_0_refuses_ends_all_ranks_of_a_launcher_and_is_told_once(tmp_path: Path) -> None:
+def test_what_rank_0_refuses_ends_all_ranks_of_a_launcher_and_is_reported_once(tmp_path: Path) -> None:
     port = str(_free_port())
     processes = [
         _launch(tmp_path, {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port})

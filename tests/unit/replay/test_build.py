@@ -5,10 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from crossrank.comm import Group
+from crossrank.comm import CommRecord, Group
 from crossrank.errors import CrossrankError
 from crossrank.replay.plan.build import build, settle
 from crossrank.replay.plan.plan import check_plan, load_plan, save_plan
+from crossrank.tools.traces.rank_trace import RankTrace
 from tests.unit.replay.plans import built, isend, ops, plan_of, rank_trace, record, recv, send
 
 
@@ -75,28 +76,6 @@ def test_what_cannot_be_made_again_is_left_out_on_all_ranks_with_its_reason() ->
     assert ops(plan) == ["all_reduce"]
 
 
-def test_a_missing_rank_is_named() -> None:
-    with pytest.raises(CrossrankError, match="job: has no file of rank 1 of 2; add it"):
-        build([rank_trace(0, [record("barrier")])], "job", "comms")
-
-
-def test_two_files_of_one_rank_are_refused() -> None:
-    with pytest.raises(CrossrankError, match="rank-0 and rank-0 are both of rank 0"):
-        build([rank_trace(0, []), rank_trace(0, [])], "job", "comms")
-
-
-def test_ranks_of_jobs_of_different_sizes_are_refused() -> None:
-    with pytest.raises(CrossrankError, match="the ranks are of jobs of 2, 4 ranks"):
-        build([rank_trace(0, [], world=2), rank_trace(1, [], world=4)], "job", "comms")
-
-
-def test_ranks_of_different_runs_are_refused() -> None:
-    early = rank_trace(0, [record("barrier")], span=(0, 5_000_000_000))
-    late = rank_trace(1, [record("barrier")], span=(65_000_000_000, 70_000_000_000))
-    with pytest.raises(CrossrankError, match="rank-0 ended 60 s before rank-1 began: they are of different runs"):
-        build([early, late], "job", "comms")
-
-
 def test_a_damaged_file_is_refused_and_may_be_replayed_in_part() -> None:
     torn = rank_trace(0, [record("barrier")], problems=["the last zstd frame is cut off"])
     whole = rank_trace(1, [record("barrier"), record("barrier")])
@@ -108,11 +87,6 @@ def test_a_damaged_file_is_refused_and_may_be_replayed_in_part() -> None:
     assert plan.coverage().reasons == {"another rank of its group has no such call": 1}
 
 
-def test_calls_that_a_recorder_could_not_keep_are_damage() -> None:
-    with pytest.raises(CrossrankError, match="its recorder could not keep 3 calls"):
-        build([rank_trace(0, [record("barrier")], dropped=3), rank_trace(1, [record("barrier")])], "job", "comms")
-
-
 def test_calls_before_the_beginning_of_another_ranks_ring_are_left_out() -> None:
     whole = rank_trace(0, [record("barrier")] * 4)
     ring = rank_trace(1, [record("barrier")] * 4, starts_late=True)
@@ -122,57 +96,12 @@ def test_calls_before_the_beginning_of_another_ranks_ring_are_left_out() -> None
     assert plan.coverage().reasons == {"another rank's dump no longer has it": 3}
 
 
-def test_a_trace_without_communication_is_no_success() -> None:
-    with pytest.raises(CrossrankError, match="job: the execution traces hold no communication; was the window long"):
-        build([rank_trace(0, []), rank_trace(1, [])], "job", "et")
-
-
-def test_ranks_that_do_not_fit_together_are_told_in_the_words_of_a_diagnosis() -> None:
+def test_ranks_that_do_not_fit_together_are_refused_in_the_words_of_a_diagnosis() -> None:
     with pytest.raises(CrossrankError) as refused:
         plan_of([record("all_reduce"), record("barrier")], [record("all_reduce")])
     assert str(refused.value).startswith(
         "the ranks do not fit together: missing_rank: barrier #2 on 0, rank 1 (rank-1): "
     )
-
-
-@pytest.mark.parametrize(
-    ("other", "kind"),
-    [
-        (record("broadcast", root=0), "type_mismatch"),
-        (record("all_reduce", inputs=[[5]], outputs=[[5]]), "size_mismatch"),
-        (record("all_reduce", dtype="int32"), "dtype_mismatch"),
-        (record("all_reduce", reduce="max"), "reduce_op_mismatch"),
-    ],
-)
-def test_a_call_that_differs_between_ranks_is_a_mismatch(other: object, kind: str) -> None:
-    with pytest.raises(CrossrankError, match=f"the ranks do not fit together: {kind}: "):
-        plan_of([record("all_reduce")], [record("all_reduce")], [other])  # type: ignore[list-item]
-
-
-def test_groups_entered_in_opposite_order_are_a_deadlock() -> None:
-    groups = {"a": [0, 1], "b": [0, 1]}
-    a, b = record("all_reduce", pg="a", is_async=False), record("all_reduce", pg="b", is_async=False)
-    with pytest.raises(CrossrankError, match="opposite_order"):
-        plan_of([a, b], [b, a], groups=groups)
-
-
-def test_a_send_without_a_receive_is_told() -> None:
-    with pytest.raises(CrossrankError, match="p2p_unmatched: send"):
-        plan_of([send(1), record("barrier")], [record("barrier")])
-
-
-def test_a_send_and_its_receive_must_be_of_one_size() -> None:
-    with pytest.raises(CrossrankError, match="p2p_size_mismatch"):
-        plan_of([send(1)], [recv(0, outputs=[[5]])])
-
-
-def test_parts_of_an_all_to_all_must_be_what_the_other_rank_expects() -> None:
-    sender = record("all_to_all", inputs=[[6]], outputs=[[6]], in_split=[2, 4], out_split=[2, 4])
-    receiver = record("all_to_all", inputs=[[6]], outputs=[[6]], in_split=[3, 3], out_split=[3, 3])
-    with pytest.raises(
-        CrossrankError, match=r"rank 0 sends 4 elements to rank 1 \(call 0 of rank-0\), which expects 3"
-    ):
-        plan_of([sender], [receiver])
 
 
 def test_a_saved_plan_is_the_same_when_it_is_loaded(tmp_path: object) -> None:
@@ -208,20 +137,6 @@ def test_a_receive_from_any_source_is_made_from_who_sent() -> None:
     assert plan.notes == ["1 receive(s) from any source are made from a rank whose send has no other receive"]
 
 
-def test_a_call_that_a_rank_lacks_in_the_middle_is_named_by_its_number() -> None:
-    whole, holed = rank_trace(0, [record("barrier")] * 4), rank_trace(1, [record("barrier")] * 4)
-    holed.calls = holed.calls.take([0, 1, 3])
-    with pytest.raises(
-        CrossrankError, match=r"missing_rank: barrier #3 on '0': rank-1 of rank 1 lacks it and has later"
-    ):
-        build([whole, holed], "job", "comms")
-
-
-def test_a_group_with_a_member_that_cannot_be_is_refused() -> None:
-    with pytest.raises(CrossrankError, match="rank-0: group 'x' has a member twice, or outside the 2 ranks"):
-        build([rank_trace(0, [record("barrier", pg="x")], {"x": [0, 5]}), rank_trace(1, [])], "job", "comms")
-
-
 def test_damage_counts_against_the_coverage() -> None:
     plan = build(
         [rank_trace(0, [record("barrier")], world=1, problems=["line 3 is no record"])], "j", "comms", partial=True
@@ -230,6 +145,77 @@ def test_damage_counts_against_the_coverage() -> None:
     assert not plan.coverage().complete
 
 
-def test_a_world_size_that_the_files_deny_is_refused() -> None:
-    with pytest.raises(CrossrankError, match="--world-size 4, but the files are of a job of 1 ranks"):
-        build([rank_trace(0, [record("barrier")], world=1)], "job", "comms", world_size=4)
+BARRIER, SUM = record("barrier"), record("all_reduce")
+LATE = (65_000_000_000, 70_000_000_000)
+HOLED = rank_trace(1, [BARRIER] * 4)
+HOLED.calls = HOLED.calls.take([0, 1, 3])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ([rank_trace(0, [BARRIER])], "job: has no file of rank 1 of 2; add it"),
+        ([rank_trace(0, []), rank_trace(0, [])], "rank-0 and rank-0 are both of rank 0"),
+        ([rank_trace(0, [], world=2), rank_trace(1, [], world=4)], "the ranks are of jobs of 2, 4 ranks"),
+        (
+            [rank_trace(0, [BARRIER], span=(0, 5_000_000_000)), rank_trace(1, [BARRIER], span=LATE)],
+            "rank-0 ended 60 s before rank-1 began: they are of different runs",
+        ),
+        (
+            [rank_trace(0, [BARRIER], dropped=3), rank_trace(1, [BARRIER])],
+            "its recorder could not keep 3 calls",
+        ),
+        (
+            [rank_trace(0, []), rank_trace(1, [])],
+            "job: the execution traces hold no communication; was the window long",
+        ),
+        (
+            [rank_trace(0, [record("barrier", pg="x")], {"x": [0, 5]}), rank_trace(1, [])],
+            "rank-0: group 'x' has a member twice, or outside the 2 ranks",
+        ),
+        (
+            [rank_trace(0, [BARRIER] * 4), HOLED],
+            r"missing_rank: barrier #3 on '0': rank-1 of rank 1 lacks it and has later",
+        ),
+    ],
+)
+def test_files_that_are_not_those_of_one_job_are_refused(ranks: list[RankTrace], message: str) -> None:
+    with pytest.raises(CrossrankError, match=message):
+        build(ranks, "job", "et")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (4, "--world-size 4, but the files are of a job of 1 ranks"),
+        (None, "job: 2000000 is not a number of ranks from 1 to "),
+    ],
+)
+def test_an_invalid_number_of_ranks_is_refused(given: int | None, message: str) -> None:
+    with pytest.raises(CrossrankError, match=message):
+        build([rank_trace(0, [BARRIER], world=1 if given else 2_000_000)], "job", "comms", world_size=given)
+
+
+_A, _B = (record("all_reduce", pg=pg, is_async=False) for pg in "ab")
+_UNEVEN, _EVEN = (
+    record("all_to_all", inputs=[[6]], outputs=[[6]], in_split=split, out_split=split) for split in ([2, 4], [3, 3])
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ([[SUM], [SUM], [record("broadcast", root=0)]], "the ranks do not fit together: type_mismatch: "),
+        ([[SUM], [SUM], [record("all_reduce", inputs=[[5]], outputs=[[5]])]], "together: size_mismatch: "),
+        ([[SUM], [SUM], [record("all_reduce", dtype="int32")]], "together: dtype_mismatch: "),
+        ([[SUM], [SUM], [record("all_reduce", reduce="max")]], "together: reduce_op_mismatch: "),
+        ([[_A, _B], [_B, _A]], "opposite_order"),
+        ([[send(1), BARRIER], [BARRIER]], "p2p_unmatched: send"),
+        ([[send(1)], [recv(0, outputs=[[5]])]], "p2p_size_mismatch"),
+        ([[_UNEVEN], [_EVEN]], r"rank 0 sends 4 elements to rank 1 \(call 0 of rank-0\), which expects 3"),
+    ],
+)
+def test_ranks_that_do_not_fit_together_are_refused(ranks: list[list[CommRecord]], message: str) -> None:
+    everyone = list(range(len(ranks)))
+    with pytest.raises(CrossrankError, match=message):
+        plan_of(*ranks, groups={"0": everyone, "a": everyone, "b": everyone})

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore
 
 from crossrank.replay.run import clocks
-from crossrank.replay.run.rendezvous import Meeting
+from crossrank.replay.run.rendezvous import Rendezvous
 
 
 @pytest.mark.parametrize("machines", [["a"], ["a", "a", "a"], ["a", "b"], ["a", "b", "b", "c", "a", "b"], ["", "", ""]])
@@ -22,7 +22,7 @@ def test_every_rank_gets_the_offset_of_its_machine(machines: list[str], monkeypa
 
     def measure(rank: int) -> clocks.Offset:
         here.machine = machines[rank]
-        return clocks.measure_offset(Meeting(store, len(machines)), rank, "start")
+        return clocks.measure_offset(Rendezvous(store, len(machines)), rank, "start")
 
     with ThreadPoolExecutor(len(machines)) as pool:
         found = list(pool.map(measure, range(len(machines))))

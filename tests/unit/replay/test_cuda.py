@@ -1,6 +1,6 @@
 """The order in which a pass on CUDA launches, waits and notes ends, on streams that write down what is asked of them.
 
-No GPU is needed, and nothing is said of one: only of what the host does when.
+No GPU is needed, and none is simulated: only what the host does when.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from crossrank.replay.run.cuda import CudaExecutor
+from crossrank.replay.run.executor import CudaExecutor
 from crossrank.replay.run.program import Bound, Program, late_ends
 
 LOG: list[str] = []

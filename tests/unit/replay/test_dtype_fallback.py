@@ -17,11 +17,11 @@ from tests.unit.replay.plans import record
 def test_a_stand_in_has_the_same_bytes(backend: str, op: str, dtype: str) -> None:
     instead = substitute(record(op, dtype=dtype, peer=1 if op == "send" else None), backend)
     assert DTYPES[instead.dtype].size * instead.elements == DTYPES[dtype].size
-    assert (instead.dtype != dtype) == bool(instead.said)
+    assert (instead.dtype != dtype) == bool(instead.differences)
 
 
 @pytest.mark.parametrize(
-    ("fields", "backend", "reduce", "said"),
+    ("fields", "backend", "reduce", "differences"),
     [
         ({"reduce": "avg"}, "gloo", "avg", ()),
         ({"reduce": None}, "gloo", "sum", ("all_reduce as sum, for the recording does not say the reduction",)),
@@ -31,10 +31,10 @@ def test_a_stand_in_has_the_same_bytes(backend: str, op: str, dtype: str) -> Non
         ({"reduce": "avg", "dtype": "int64"}, "gloo", "sum", ("all_reduce as sum, for there is no avg of int64",)),
     ],
 )
-def test_reductions(fields: dict[str, Any], backend: str, reduce: str, said: tuple[str, ...]) -> None:
+def test_reductions(fields: dict[str, Any], backend: str, reduce: str, differences: tuple[str, ...]) -> None:
     instead = substitute(record("all_reduce", **fields), backend)
-    assert (instead.reduce, instead.said) == (reduce, said)
+    assert (instead.reduce, instead.differences) == (reduce, differences)
 
 
 def test_a_backend_that_is_not_known_gets_the_call_as_it_was() -> None:
-    assert substitute(record("all_reduce", dtype="float8_e5m2"), "ucc").said == ()
+    assert substitute(record("all_reduce", dtype="float8_e5m2"), "ucc").differences == ()

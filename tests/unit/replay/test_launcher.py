@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from crossrank.errors import CrossrankError
-from crossrank.replay.run.launcher import Place, find_place, first_node
+from crossrank.replay.run.launcher import RankInfo, detect_launcher, first_node
 
 _PLAIN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}
 _OMPI = {
@@ -16,8 +16,8 @@ _OMPI = {
 }
 
 
-def place(environment: dict[str, str], **given: object) -> Place:
-    found = find_place(environment, **given)  # type: ignore[arg-type]
+def place(environment: dict[str, str], **given: object) -> RankInfo:
+    found = detect_launcher(environment, **given)  # type: ignore[arg-type]
     assert found is not None
     return found
 
@@ -64,8 +64,8 @@ def test_the_first_node_of_a_slurm_list_is_a_host(nodes: str, first: str) -> Non
 
 
 def test_a_batch_script_of_slurm_is_no_rank() -> None:
-    assert find_place({"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_NODELIST": "gpu[07-08]"}) is None
-    assert find_place({}) is None
+    assert detect_launcher({"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_NODELIST": "gpu[07-08]"}) is None
+    assert detect_launcher({}) is None
 
 
 def test_what_the_command_line_says_wins_over_the_variables() -> None:
@@ -83,10 +83,10 @@ def test_the_agent_of_torchrun_hosts_the_store() -> None:
     ("environment", "message"),
     [
         (_OMPI, "Open MPI does not say where rank 0 is; set MASTER_ADDR on all ranks"),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' is no number"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' is not a number"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
     ],
 )
-def test_variables_that_cannot_be_are_told(environment: dict[str, str], message: str) -> None:
+def test_invalid_variables_are_refused(environment: dict[str, str], message: str) -> None:
     with pytest.raises(CrossrankError, match=message):
-        find_place(environment)
+        detect_launcher(environment)

@@ -7,8 +7,7 @@ from array import array
 import pytest
 
 from crossrank.replay.plan.plan import Plan
-from crossrank.replay.results.compare import compare
-from crossrank.replay.results.measure import Pass, RankResult, Times, end_to_end_ns, measure, table
+from crossrank.replay.results.measure import Pass, RankResult, compare, end_to_end_ns, measure, table
 from crossrank.replay.results.report import make_report, to_csv
 from crossrank.tools.traces.replayed import Percentiles, Settings
 from tests.unit.replay.plans import isend, plan_of, record, recv
@@ -17,15 +16,13 @@ from tests.unit.replay.plans import isend, plan_of, record, recv
 def result(rank: int, *passes: list[tuple[int, int, int]], offset: int = 0) -> RankResult:
     """What a rank hands in: (launched, issued, completed) of every call of every pass, in ns."""
     columns = [
-        Pass.of(
-            Times(
-                array("q", [call[0] for call in calls]),
-                array("q", [call[1] for call in calls]),
-                array("q", [call[0] for call in calls]),
-                array("q", [call[2] for call in calls]),
-                start=calls[0][0],
-                end=calls[-1][2],
-            )
+        Pass(
+            **{
+                name: array("q", [call[place] for call in calls]).tobytes()
+                for name, place in (("launched", 0), ("issued", 1), ("began", 0), ("completed", 2))
+            },
+            start=calls[0][0],
+            end=calls[-1][2],
         )
         for calls in passes
     ]
@@ -56,7 +53,7 @@ def job() -> tuple[Plan, list[RankResult]]:
     ]
 
 
-def test_times_are_put_on_one_clock_and_told_apart() -> None:
+def test_times_are_put_on_one_clock_and_distinguished() -> None:
     plan, results = job()
     measured = measure(plan, results).select("rank", "pass", "completion", "waiting", "issue", "time")
     assert measured.rows() == [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossrank.replay.plan.memory_plan import Need, lay_out
+from crossrank.replay.plan.memory_plan import Need, assign_offsets
 
 
 @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 3), st.integers(1, 6)), max_size=40))
@@ -15,7 +15,7 @@ def test_pieces_that_live_at_once_do_not_overlap(given_needs: list[tuple[int, in
     for size, later, length in given_needs:
         first += later
         needs.append(Need(size, first, first + length))
-    layout = lay_out(needs)
+    layout = assign_offsets(needs)
     assert len(layout.offsets) == len(needs)
     for i, (one, at) in enumerate(zip(needs, layout.offsets, strict=True)):
         assert at % 512 == 0
@@ -27,6 +27,6 @@ def test_pieces_that_live_at_once_do_not_overlap(given_needs: list[tuple[int, in
 
 
 def test_calls_one_after_the_other_share_their_memory() -> None:
-    layout = lay_out([Need(1 << 20, number, number + 1) for number in range(100)])
+    layout = assign_offsets([Need(1 << 20, number, number + 1) for number in range(100)])
     assert layout.size == 1 << 20
     assert set(layout.offsets) == {0}

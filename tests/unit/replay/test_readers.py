@@ -193,7 +193,7 @@ def test_flight_dumps_of_healthy_jobs_are_replayed_whole(case: str, calls: int) 
 
 
 @needs_traces
-def test_a_dump_of_a_job_that_hung_is_told_and_replayed_up_to_there() -> None:
+def test_a_dump_of_a_job_that_hung_is_noted_and_replayed_up_to_there() -> None:
     with pytest.raises(CrossrankError, match="missing_rank: all_reduce #4 on default_pg"):
         plan_at(public("flight/missing_one"))
     coverage = plan_at(public("flight/missing_one"), partial=True).coverage()

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from crossrank.replay.run.launcher import Place
+from crossrank.replay.run.launcher import RankInfo
 from crossrank.replay.run.rendezvous import connect, host_store, listen
 
 _ELSEWHERE = "127.0.0.2"
@@ -37,7 +37,7 @@ def test_a_store_for_other_machines_listens_where_they_find_it() -> None:
 def test_rank_0_of_a_launcher_on_one_machine_hosts_its_store_there_alone() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
-    place = Place(rank=0, world_size=2, local_rank=0, launcher="plain variables", host="127.0.0.1", port=port)
+    place = RankInfo(rank=0, world_size=2, local_rank=0, launcher="plain variables", host="127.0.0.1", port=port)
     store = host_store(place, 5)
     connect(place, 5).set("a", "b")
     assert store.get("a") == b"b"

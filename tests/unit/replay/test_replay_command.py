@@ -146,7 +146,7 @@ def test_names_that_param_uses_are_known(plan: str, capsys: pytest.CaptureFixtur
     assert run(capsys, *words, "--max-msg-cnt", "2", "--dry-run")[0] == 0
 
 
-def test_memory_that_the_machine_lacks_is_told_beforehand(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_that_the_machine_lacks_is_reported_beforehand(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "memory for tensors: up to 16 MB per rank\n" in run(capsys, plan, "--dry-run", "--scale-bytes", "1e6")[1]
     grown = str(Path(plan).with_name("grown.json"))
     assert run(capsys, plan, "--dry-run", "--scale-bytes", "1e6", "--save-plan", grown)[0] == 0
@@ -156,5 +156,5 @@ def test_memory_that_the_machine_lacks_is_told_beforehand(plan: str, capsys: pyt
 
 def test_a_dry_run_says_the_same_as_json(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, plan, "--dry-run", "--json")
-    said = json.loads(out)
-    assert (code, said["world_size"], said["coverage"]["calls"], said["memory_per_rank"]) == (0, 2, 4, 16)
+    answer = json.loads(out)
+    assert (code, answer["world_size"], answer["coverage"]["calls"], answer["memory_per_rank"]) == (0, 2, 4, 16)

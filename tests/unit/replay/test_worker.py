@@ -9,9 +9,9 @@ from torch.distributed import HashStore
 from crossrank.comm import Group
 from crossrank.errors import CrossrankError, one_line
 from crossrank.replay.plan.build import build
-from crossrank.replay.run.cuda import event_times
+from crossrank.replay.run.executor import event_times
 from crossrank.replay.run.failure_report import Failed, State
-from crossrank.replay.run.rendezvous import Meeting
+from crossrank.replay.run.rendezvous import Rendezvous
 from crossrank.replay.run.worker import bound_device, check_backend, claim_gpu
 from crossrank.tools.traces.rank_trace import RankGroup
 from tests.unit.replay.plans import built, rank_trace, record
@@ -36,18 +36,18 @@ def test_a_plan_keeps_that_a_group_was_bound() -> None:
 
 
 def test_ranks_with_a_gpu_each_all_have_theirs_whatever_number_it_has_there() -> None:
-    meeting = Meeting(HashStore(), 4)
+    rendezvous = Rendezvous(HashStore(), 4)
     for rank, gpu in enumerate(("node-0/a", "node-0/b", "node-1/a", "node-1/b")):
-        claim_gpu(meeting, rank, gpu)
+        claim_gpu(rendezvous, rank, gpu)
 
 
 def test_more_ranks_than_gpus_are_refused_with_the_two_that_share_one() -> None:
-    meeting = Meeting(HashStore(), 3)
-    claim_gpu(meeting, 0, "node-0/a")
-    claim_gpu(meeting, 1, "node-0/b")
+    rendezvous = Rendezvous(HashStore(), 3)
+    claim_gpu(rendezvous, 0, "node-0/a")
+    claim_gpu(rendezvous, 1, "node-0/b")
     with pytest.raises(CrossrankError) as refused:
-        claim_gpu(meeting, 2, "node-0/a")
-    states = {rank: State(phase="joining", told_to_end=rank < 2) for rank in range(3)}
+        claim_gpu(rendezvous, 2, "node-0/a")
+    states = {rank: State(phase="joining", asked_to_end=rank < 2) for rank in range(3)}
     states[2].error = one_line(refused.value)
     assert Failed(states).summary() == (
         "rank 2 shares a GPU with rank 0, and NCCL wants one for each; start fewer ranks there, or use --backend gloo"
