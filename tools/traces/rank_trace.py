@@ -301,8 +301,10 @@ class RankTrace:
 
 
 def launch_of(records: Sequence[CommRecord]) -> CommRecord:
-    """Several calls that went out together, as one."""
+    """Several calls that went out together, as one; a single one is its own launch."""
     first = records[0]
+    if len(records) == 1:
+        return first
     return msgspec.structs.replace(first, bytes=sum(one.bytes for one in records), members=list(records))
 
 
