@@ -20,7 +20,7 @@ from crossrank.tools.graph.linking.communications import C10D, FUNCTIONAL, MARKE
 from crossrank.tools.graph.linking.nesting import Nesting, nest
 from crossrank.tools.traces.kernels import communication_kernel
 from crossrank.tools.traces.kineto import DeviceEvent, HostEvent, KinetoTrace, read_kineto
-from crossrank.tools.traces.param_comms import ParamComms, from_kineto, to_record
+from crossrank.tools.traces.param_comms import ParamComms, from_kineto, shapes_from_elements, to_record
 from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder
 
 HALF_HOUR = 1_800_000_000_000
@@ -138,13 +138,3 @@ def _of_host(trace: KinetoTrace) -> list[_Row]:
         if described is not None and (operation_of(described.name) is not None or described.name not in MARKERS):
             found.append((event.start, event, described))
     return found
-
-
-def shapes_from_elements(comms: ParamComms) -> None:
-    """Kineto counts elements: one tensor of that many, on each side that has any."""
-    if not comms.inputs and comms.in_elements:
-        comms.inputs = [[comms.in_elements]]
-    if not comms.outputs and comms.out_elements:
-        comms.outputs = [[comms.out_elements]]
-    if not comms.inputs and not comms.outputs and comms.in_elements == 0:
-        comms.inputs = [[0]]  # known to be empty

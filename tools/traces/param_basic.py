@@ -7,9 +7,8 @@ from array import array
 import msgspec
 
 from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, operation_of
-from crossrank.tools.job.kineto_calls import shapes_from_elements
 from crossrank.tools.traces.json_document import Shape, read_document
-from crossrank.tools.traces.param_comms import ParamComms, to_record
+from crossrank.tools.traces.param_comms import ParamComms, shapes_from_elements, to_record
 from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder, Waits
 
 
