@@ -38,8 +38,6 @@ from crossrank.tools.traces.rank_trace import (
     SCHEDULED,
     STARTED,
     RankTrace,
-    Signatures,
-    Table,
     TraceBuilder,
     sort_by_time,
 )
@@ -90,7 +88,7 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False) 
     reading.read()
     reading.join_progress()
     if moment is not None:
-        _add_roots(trace, moment)
+        _add_roots(reading.builder, moment)
         if not any(map(is_p2p, trace.signatures)):
             _add_p2p(trace, moment)
         # Our dump without an entry is that of a rank that made no call: the recorder was asked.
@@ -105,8 +103,8 @@ def _offset(moment: Moment) -> int:
 
 def _backends(dump: FlightDump) -> list[str]:
     """What the calls of a dump were made by, in order: crossrank's dumps hold the recorders of all backends."""
-    names = dict.fromkeys(entry.profiling_name for entry in dump.entries)
-    return list(dict.fromkeys(whole(backend) for backend, colon, _ in (name.partition(":") for name in names) if colon))
+    names = (name.partition(":") for name in dict.fromkeys(entry.profiling_name for entry in dump.entries))
+    return list(dict.fromkeys(whole(backend) for backend, colon, _ in names if colon))
 
 
 def _dtype(name: str) -> str:
@@ -146,7 +144,7 @@ class _Reading:
         known = dump.groups + (dump.moment.groups if dump.moment is not None else [])
         self._known = {group.pg: group for group in known}
         self._is_mixed = trace.backend != GLOO and GLOO in _backends(dump)
-        self._builder = TraceBuilder(trace)
+        self.builder = TraceBuilder(trace)
         self._stack_of: dict[tuple[int, ...], int] = {}
         self._pg_ids: dict[int, int] = {}
         for group in known:
@@ -157,7 +155,7 @@ class _Reading:
 
     def read(self) -> None:
         """Every call of the dump, in order."""
-        entries, trace, signatures = self._dump.entries, self._trace, self._builder.signatures
+        entries, trace, signatures = self._dump.entries, self._trace, self.builder.signatures
         runs = _runs(entries)
         members_of = _launches(entries, runs)
         closed_by = {member: last for last, members in members_of.items() for member in members if member != last}
@@ -263,7 +261,7 @@ class _Reading:
         known = self._known.get(name) or Group(pg=name, size=0)
         desc = known.desc if desc in ("", "undefined") else desc
         group = msgspec.structs.replace(known, pg=name, desc="" if desc == "undefined" else desc)
-        return self._builder.define(group, apart)
+        return self.builder.define(group, apart)
 
     def _record(self, entry: Entry, group: int) -> CommRecord:
         name = whole(entry.profiling_name.partition(":")[2] or entry.profiling_name)
@@ -296,7 +294,7 @@ class _Reading:
         key = tuple(map(id, frames[:MOST_FRAMES]))
         found = self._stack_of.get(key)
         if found is None:
-            found = self._stack_of[key] = self._builder.stacks.number(frames_of(frames))
+            found = self._stack_of[key] = self.builder.stacks.number(frames_of(frames))
         return found
 
 
@@ -371,13 +369,14 @@ def _root(op: str, entry: Entry, rank: int | None, members: Sequence[int] | None
 # --- what our own dumps carry beside torch's entries ------------------------------------------------------------------
 
 
-def _add_roots(trace: RankTrace, moment: Moment) -> None:
+def _add_roots(builder: TraceBuilder, moment: Moment) -> None:
     """Add what torch's recorder does not note of a collective to the calls of a dump: root, reduction, source line.
 
     torch counts from the start of the process, the records from `enable()`: the last call of a group, which must be the
     same operation at the same time, tells by how many they differ.
     """
-    calls, signatures = trace.calls, Signatures(*trace.signatures)
+    trace, signatures = builder.trace, builder.signatures
+    calls, recorded_from = trace.calls, trace.dump.recorded_from
     by_number: dict[tuple[str, int], int] = {}
     last: dict[str, int] = {}
     for row, (group, number) in enumerate(zip(calls.group, calls.number, strict=True)):
@@ -394,20 +393,15 @@ def _add_roots(trace: RankTrace, moment: Moment) -> None:
         # gloo makes a reduce_scatter of an all_reduce, and torch's recorder notes what gloo makes
         same = op == record.op or (op, record.op) == ("all_reduce", "reduce_scatter")
         if same and abs(calls.called[row] - record.t - _offset(moment)) < SAME_TIME:
-            trace.dump.recorded_from[record.pg] = calls.number[row] - record.seq
-    stacks = Table(*trace.stacks)
+            recorded_from[record.pg] = calls.number[row] - record.seq
     for record in collectives:
-        before = trace.dump.recorded_from.get(record.pg)
-        if before is None or record.seq is None:
-            continue
-        row = by_number.get((record.pg, record.seq + before), -1)
-        if row < 0:
+        row = by_number.get((record.pg, (record.seq or 0) + recorded_from.get(record.pg, 0)), -1)
+        if row < 0 or record.pg not in recorded_from:
             continue
         known = signatures.rows[calls.signature[row]]
         calls.signature[row] = signatures.of(msgspec.structs.replace(known, root=record.root, reduce=record.reduce))
         if not calls.stack[row]:
-            calls.stack[row] = stacks.number(stack_of(record))
-    trace.signatures, trace.stacks = signatures.rows, stacks.rows
+            calls.stack[row] = builder.stacks.number(stack_of(record))
 
 
 def _add_p2p(trace: RankTrace, moment: Moment) -> None:

@@ -43,7 +43,12 @@ _META_DATA = ("META_DATA_EXPORT", "EXPORT_META_DATA")
 """Names of the table with the version; the second is that of 2022."""
 _SIGNS = (NVTX, RUNTIME, KERNEL, *_META_DATA, "TARGET_INFO_SESSION_START_TIME", "ANALYSIS_DETAILS")
 _READ = (*_SIGNS, MEMCPY, GRAPH_TRACE, *GRAPH_NODES, STRINGS)
-_EXPORT_TABLES = "NVTX_EVENTS, CUPTI_ACTIVITY_KIND_KERNEL, CUPTI_ACTIVITY_KIND_RUNTIME"
+_NEEDED = {
+    NVTX: ("start", "end", "eventType", "globalTid"),
+    KERNEL: ("start", "end", "globalPid", "correlationId"),
+    RUNTIME: ("start", "globalTid", "correlationId"),
+}
+"""Columns without which a table says nothing."""
 _ROWS = 1 << 16
 _TICK = 10_000
 """Instructions of SQLite's machine between two looks at the time."""
@@ -99,8 +104,18 @@ class Export:
         row = self._connection.execute(query, (name,) if where else ()).fetchone()
         return row[0] if row is not None else None
 
-    def read(self, table: str, columns: Sequence[str], where: str = "") -> Iterator[list[Column]]:
-        """The columns of a table as integers, some ten thousand rows at a time."""
+    def all(
+        self, table: str, columns: Sequence[str], where: str = "", keep: Callable[[list[Column]], Mask] | None = None
+    ) -> list[Column]:
+        """The whole columns as integers, of those rows that `keep` marks, which is asked of some ten thousand at a
+        time; empty ones where the table is not there."""
+        parts = [[np.empty(0, np.int64)] * len(columns)]
+        for part in self._parts(table, columns, where) if table in self._tables else ():
+            rows = slice(None) if keep is None else keep(part)
+            parts.append([column[rows] for column in part])
+        return [np.concatenate(column) for column in zip(*parts, strict=True)]
+
+    def _parts(self, table: str, columns: Sequence[str], where: str) -> Iterator[list[Column]]:
         there = self.columns(table) | {"rowid"}
         select = ", ".join(f'COALESCE("{name}", {NONE})' if name in there else str(NONE) for name in columns)
         cursor = self._connection.execute(f'SELECT {select} FROM "{table}" {where}')
@@ -117,37 +132,14 @@ class Export:
                 # One row at a time: what stands where a number belongs may be large.
                 flat = np.fromiter(chain.from_iterable(islice(given, _ROWS)), np.int64)
             except (ValueError, TypeError, OverflowError) as error:
-                raise self._no_number(columns, row, table) from error
+                named = zip(columns, row, strict=True)
+                wrong = [f".{name} holds {str(value)[:40]!r}" for name, value in named if not isinstance(value, int)]
+                what = f"{wrong[0]} where a number belongs" if wrong else " holds numbers that are too large"
+                raise CrossrankError(f"{self.path}: {table}{what}; export it anew") from error
             if not len(flat):
                 return
             self._budget.spend(ROWS, len(flat) // len(columns))
             yield list(flat.reshape(-1, len(columns)).T)
-
-    def _no_number(self, columns: Sequence[str], row: Sequence[object], table: str) -> CrossrankError:
-        for name, value in zip(columns, row, strict=True):
-            if not isinstance(value, int):
-                return CrossrankError(
-                    f"{self.path}: {table}.{name} holds {str(value)[:40]!r} where a number belongs; export it anew"
-                )
-        return CrossrankError(f"{self.path}: {table} holds numbers that are too large; export it anew")
-
-    def require(self, table: str, columns: Sequence[str]) -> None:
-        """Raises `CrossrankError` where a table is there without columns that are indispensable."""
-        lacking = [name for name in columns if name not in self.columns(table)]
-        if self.has(table) and lacking:
-            raise CrossrankError(
-                f"{self.path}: {table} has no column {', '.join(lacking)}; export it with a version of Nsight Systems "
-                "whose schema is 3.0 to 3.28 (2022.4 to 2026.4)"
-            )
-
-    def all(
-        self, table: str, columns: Sequence[str], where: str = "", keep: Callable[[list[Column]], Mask] | None = None
-    ) -> list[Column]:
-        """The whole columns, of those rows that `keep` marks; empty ones where the table is not there."""
-        parts = [[np.empty(0, np.int64)] * len(columns)]
-        for part in self.read(table, columns, where) if table in self._tables else ():
-            parts.append(part if keep is None else [column[mask] for mask in (keep(part),) for column in part])
-        return [np.concatenate(column) for column in zip(*parts, strict=True)]
 
     def rows(self, query: str, parameters: Sequence[object] = ()) -> Iterator[tuple[object, ...]]:
         """The rows of a query over tables and columns that are known to be there."""
@@ -302,12 +294,15 @@ def open_export(path: str) -> Iterator[Export]:
 
 def require_tables(export: Export) -> None:
     """Raises `CrossrankError` where the export cannot have what is needed, naming what was not recorded."""
-    export.require(NVTX, ("start", "end", "eventType", "globalTid"))
-    export.require(KERNEL, ("start", "end", "globalPid", "correlationId"))
-    export.require(RUNTIME, ("start", "globalTid", "correlationId"))
-    lacking = [table for table in (NVTX, KERNEL, RUNTIME) if not export.has(table)]
-    if KERNEL in lacking and NVTX in lacking:
+    for table, columns in _NEEDED.items():
+        lacking = [name for name in columns if name not in export.columns(table)]
+        if export.has(table) and lacking:
+            raise CrossrankError(
+                f"{export.path}: {table} has no column {', '.join(lacking)}; export it with a version of Nsight "
+                "Systems whose schema is 3.0 to 3.28 (2022.4 to 2026.4)"
+            )
+    if not export.has(KERNEL) and not export.has(NVTX):
         raise CrossrankError(
             f"{export.path}: has neither NVTX ranges nor CUDA kernels; record with --trace=cuda,nvtx and export "
-            f"the tables {_EXPORT_TABLES}"
+            f"the tables {', '.join(_NEEDED)}"
         )

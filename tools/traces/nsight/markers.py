@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, Locality, operation_of
+from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, operation_of
 from crossrank.rank_runs import Run, from_runs
 from crossrank.text import rank_ranges
 from crossrank.tools.traces.nsight.database import NONE, NVTX, Column, Columns, Export, Mask, at, lookup
@@ -63,24 +63,18 @@ class _MarkedGroup(Group, frozen=True, kw_only=True):
     left_out: dict[str, int] = msgspec.field(default_factory=dict)
 
 
-class _Text(msgspec.Struct):
-    """Every key that any of the texts may have."""
+_ABSENT = "\0"
 
-    op: str | None = None
-    api: str | None = None
+
+class _Text(CommRecord, frozen=True, kw_only=True):
+    """Every key that any of the texts may have: those of a call, and others."""
+
+    id: Int = 0
+    t: Int = 0
+    op: str = _ABSENT
     c10d: str = ""
-    pg: str | None = None
-    inputs: list[list[Int]] = msgspec.field(name="in", default_factory=list)
-    outputs: list[list[Int]] = msgspec.field(name="out", default_factory=list)
-    in_split: list[Int] | None = None
-    out_split: list[Int] | None = None
-    dtype: str | None = None
-    reduce: str | None = None
-    bytes: Int | None = None
-    root: Int | None = None
-    peer: Int | None = None
-    source: str | None = None
-    locality: Locality = "unknown"
+    pg: str = _ABSENT
+    bytes: Int = -1
     crossrank: str | None = None
     rank: Int | None = None
     world_size: Int | None = None
@@ -97,6 +91,10 @@ class _Text(msgspec.Struct):
     source_line: str | None = None
 
 
+_OF_CALL = (
+    *("op", "api", "c10d", "pg", "inputs", "outputs", "in_split", "out_split"),
+    *("dtype", "reduce", "root", "peer", "source", "locality"),
+)
 _decode = msgspec.json.Decoder(_Text).decode
 
 
@@ -110,13 +108,12 @@ def meaning_of(text: str) -> Meaning | None:
         marked = _decode(text)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    if marked.op is not None and marked.pg is not None:
-        record = CommRecord(id=0, op=marked.op, c10d="", pg=marked.pg, bytes=0, t=0)
+    if _ABSENT not in (marked.op, marked.pg):
         if marked.op == "coalesced":
-            return Meaning(BATCH, record=record)
+            return Meaning(BATCH, record=CommRecord(id=0, op=marked.op, c10d="", pg=marked.pg, bytes=0, t=0))
         same = {name: getattr(marked, name) for name in _OF_CALL}
-        record = msgspec.structs.replace(record, bytes=max(marked.bytes or 0, 0), **same)
-        return Meaning(CALL, record=record, sizeless=marked.bytes is None, left_out=bool(marked.left_out))
+        record = CommRecord(id=0, t=0, bytes=max(marked.bytes, 0), **same)
+        return Meaning(CALL, record=record, sizeless=marked.bytes < 0, left_out=bool(marked.left_out))
     if marked.crossrank is not None and marked.rank is not None and 0 <= marked.rank < MOST_RANKS:
         return Meaning(IDENTITY, rank=marked.rank, world_size=marked.world_size, host=marked.host)
     if marked.group is not None:
@@ -124,13 +121,6 @@ def meaning_of(text: str) -> Meaning | None:
     if marked.name is not None and marked.message_size is not None:
         return _old(marked)
     return None
-
-
-_OF_CALL = (
-    *("api", "c10d", "inputs", "outputs", "in_split", "out_split"),
-    *("dtype", "reduce", "root", "peer", "source", "locality"),
-)
-"""Fields of a record that a text has under the same name."""
 
 
 def _group(marked: _MarkedGroup) -> Meaning:
