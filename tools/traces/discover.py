@@ -89,7 +89,7 @@ _NUMBERED = re.compile(r"(?<![a-z])(?:worker|dump|trace|et|kineto|flight|device)
 _DATE = re.compile(r"(?<!\d)20\d\d([-_.]?)[01]\d\1[0-3]\d(?!\d)")
 _NUMBER = re.compile(r"(\d+)(?![\da-z])", re.I)
 _PROCESS = re.compile(r"_\d+\.\d{13,}(?:\.pt\.trace\.json|\Z)")
-"""How torch's tensorboard_trace_handler ends the name of a file, unless told otherwise: process and time."""
+"""How torch's tensorboard_trace_handler ends the name of a file by default: process and time."""
 _RANK_IN_HEAD = {
     KINETO: re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d+)'),
     COMMS: re.compile(rb'\A\s*\{"header"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d+)'),

@@ -1,7 +1,7 @@
 """Execution traces of PyTorch (`torch.profiler.ExecutionTraceObserver`), schemas 1.0.1 to 1.1.1.
 
 Up to 1.0.1 a node is flat (`parent`, `rf_id`, `input_shapes`, …); from 1.0.2 on it has `ctrl_deps`, `inputs`,
-`outputs` and a list `attrs`. Its fields tell which of the two a node is. Inputs, outputs and attributes are
+`outputs` and a list `attrs`. A node's fields show which of the two it is. Inputs, outputs and attributes are
 kept as JSON text, because most of them are passed on unread.
 """
 

@@ -373,7 +373,7 @@ def _add_roots(builder: TraceBuilder, moment: Moment) -> None:
     """Add what torch's recorder does not note of a collective to the calls of a dump: root, reduction, source line.
 
     torch counts from the start of the process, the records from `enable()`: the last call of a group, which must be the
-    same operation at the same time, tells by how many they differ.
+    same operation at the same time, shows by how many they differ.
     """
     trace, signatures = builder.trace, builder.signatures
     calls, recorded_from = trace.calls, trace.dump.recorded_from

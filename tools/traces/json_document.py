@@ -108,7 +108,7 @@ class _Reader(Generic[Content]):
         self._boundary: re.Pattern[bytes] | None = None
         """Between two rows."""
         self._streams = True
-        """Whether rows can be told apart without decoding."""
+        """Whether the end of a row is found without decoding."""
 
     def read(self) -> Content:
         try:

@@ -46,7 +46,7 @@ class HostEvent(msgspec.Struct, gc=False):
 
 
 class Call(msgspec.Struct, gc=False):
-    """A call of the GPU's runtime or driver API. Any of them may launch; its correlation id tells."""
+    """A call of the GPU's runtime or driver API. Any of them may launch; its correlation id shows which did."""
 
     name: str
     pid: Id

@@ -1,6 +1,6 @@
 """What NVTX ranges say: ours, the older shim's, and NCCL's own.
 
-Ours have the JSON of a call as text and its id as payload; their process tells its rank and groups in markers of the
+Ours have the JSON of a call as text and its id as payload; the rank and groups of their process stand in markers of the
 same domain. One that would be too long for a tool writes ranks as runs, and counts in `left_out` what it lacks.
 The older shim wrote one JSON text per call, with `name`, `message_size` and `group_ranks` and no id.
 NCCL's have the name of a function as text and its arguments as an extended payload.

@@ -355,7 +355,7 @@ class _Process:
 
 
 def _kernel_of(op: str) -> str:
-    """What NCCL's kernel for an operation is called, as far as kernels tell operations apart."""
+    """What NCCL's kernel for an operation is called, as far as operations have kernels of their own."""
     if op in _SEND_RECV_KERNEL:
         return _SEND_RECV
     return "all_reduce" if op == "barrier" else op
