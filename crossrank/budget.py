@@ -35,7 +35,6 @@ OBJECTS = Limit("JSON objects", 2_000_000, 64)
 """In rows that are decoded into structs, counted before anything is known of them but their brackets."""
 VALUES = Limit("values", 3_000_000, 64)
 """Of content that is decoded into whatever it holds."""
-OPCODES = Limit("bytes of a pickle that torch did not write", 8 << 20, 8)
 QUERIES = Limit("microseconds of queries", 3_000_000, 1)
 """Of a processor, within SQLite; a genuine export takes a twentieth of it."""
 MEMBERS = Limit("members of groups", 1 << 20, 4)

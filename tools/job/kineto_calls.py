@@ -20,7 +20,7 @@ from crossrank.tools.graph.linking.communications import C10D, FUNCTIONAL, MARKE
 from crossrank.tools.graph.linking.nesting import Nesting, nest
 from crossrank.tools.traces.kernels import communication_kernel
 from crossrank.tools.traces.kineto import DeviceEvent, HostEvent, KinetoTrace, read_kineto
-from crossrank.tools.traces.param_comms import ParamComms, from_kineto, to_record
+from crossrank.tools.traces.param_comms import ParamComms, from_kineto, shapes_from_elements, to_record
 from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder
 
 HALF_HOUR = 1_800_000_000_000
@@ -63,13 +63,9 @@ def read_kineto_trace(path: str, rank: int | None = None) -> RankTrace:
         shapes_from_elements(described)
         called = start + kineto.base_ns
         record = to_record(described, group, number=number, time=called, c10d="")
-        began, ended = (source.start, source.end) if isinstance(source, DeviceEvent) else (None, None)
-        builder.add(
-            record,
-            called=called,
-            began=0 if began is None else began + kineto.base_ns,
-            ended=0 if ended is None else ended + kineto.base_ns,
-        )
+        timed = isinstance(source, DeviceEvent)
+        began, ended = (source.start + kineto.base_ns, source.end + kineto.base_ns) if timed else (0, 0)
+        builder.add(record, called=called, began=began, ended=ended)
     if NOTHING in described_by:
         trace.unattributed[NOTHING] = described_by.pop(NOTHING)
     trace.attributed = described_by
@@ -82,9 +78,9 @@ _Row = tuple[int, DeviceEvent | HostEvent, ParamComms]
 
 def _of_kernels(trace: KinetoTrace, described_by: Counter[str]) -> list[_Row]:
     launches = {call.correlation: index for index, call in enumerate(trace.calls) if call.correlation is not None}
-    saying = [event for event in trace.host if event.name == _RECORD or event.name.startswith(_RANGES)]
-    nesting = nest(saying, trace.calls)
-    said = _said(saying, nesting)
+    naming = [event for event in trace.host if event.name == _RECORD or event.name.startswith(_RANGES)]
+    nesting = nest(naming, trace.calls)
+    around_of = _descriptions(naming, nesting)
     rows: list[_Row] = []
     for event in trace.device:
         if event.category != "kernel":
@@ -98,7 +94,7 @@ def _of_kernels(trace: KinetoTrace, described_by: Counter[str]) -> list[_Row]:
             described_by[ARGUMENTS] += 1
             rows.append((start, event, described))
             continue
-        around = said.get(nesting.around_call[index]) if index is not None else None
+        around = around_of.get(nesting.around_call[index]) if index is not None else None
         op = known[1] if known is not None else None
         if around is not None:
             described_by[RANGE] += 1
@@ -111,7 +107,7 @@ def _of_kernels(trace: KinetoTrace, described_by: Counter[str]) -> list[_Row]:
     return rows
 
 
-def _said(events: Sequence[HostEvent], nesting: Nesting) -> dict[int, ParamComms]:
+def _descriptions(events: Sequence[HostEvent], nesting: Nesting) -> dict[int, ParamComms]:
     """What each of `events` and those around it say of what is launched inside it, the innermost first; the arguments
     of one say more than a name. Those that say nothing are not there."""
     described: dict[int, ParamComms] = {}
@@ -138,13 +134,3 @@ def _of_host(trace: KinetoTrace) -> list[_Row]:
         if described is not None and (operation_of(described.name) is not None or described.name not in MARKERS):
             found.append((event.start, event, described))
     return found
-
-
-def shapes_from_elements(comms: ParamComms) -> None:
-    """Kineto counts elements: one tensor of that many, on each side that has any."""
-    if not comms.inputs and comms.in_elements:
-        comms.inputs = [[comms.in_elements]]
-    if not comms.outputs and comms.out_elements:
-        comms.outputs = [[comms.out_elements]]
-    if not comms.inputs and not comms.outputs and comms.in_elements == 0:
-        comms.inputs = [[0]]  # known to be empty

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
+from contextlib import suppress
 
 import msgspec
 
 from crossrank.comm import MOST_RANKS, CommRecord, is_p2p
-from crossrank.errors import CrossrankError
+from crossrank.errors import BROKEN, CrossrankError
 from crossrank.recording import CommsFile
 from crossrank.tools.traces.ending import CUT_SHORT
 from crossrank.tools.traces.flight_recorder import Frame, Raised
@@ -139,10 +140,9 @@ def _count(value: object) -> int:
 
 
 def _exceptions(value: object) -> list[Raised]:
-    try:
+    with suppress(*BROKEN):
         return msgspec.convert(value or [], list[Raised], strict=False)
-    except (msgspec.MsgspecError, ValueError):
-        return []
+    return []
 
 
 def stack_of(record: CommRecord) -> tuple[Frame, ...]:

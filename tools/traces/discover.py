@@ -89,7 +89,7 @@ _NUMBERED = re.compile(r"(?<![a-z])(?:worker|dump|trace|et|kineto|flight|device)
 _DATE = re.compile(r"(?<!\d)20\d\d([-_.]?)[01]\d\1[0-3]\d(?!\d)")
 _NUMBER = re.compile(r"(\d+)(?![\da-z])", re.I)
 _PROCESS = re.compile(r"_\d+\.\d{13,}(?:\.pt\.trace\.json|\Z)")
-"""How torch's tensorboard_trace_handler ends the name of a file, unless told otherwise: process and time."""
+"""How torch's tensorboard_trace_handler ends the name of a file by default: process and time."""
 _RANK_IN_HEAD = {
     KINETO: re.compile(rb'"distributedInfo"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d+)'),
     COMMS: re.compile(rb'\A\s*\{"header"\s*:\s*\{[^{}]*?"rank"\s*:\s*(\d+)'),
@@ -137,27 +137,21 @@ def rank_in_name(name: str) -> int | None:
 
 def _named_rank(name: str) -> int | None:
     """The last number that is called a rank of the job."""
-    found = [one for one in _RANK.finditer(name) if one["of"].lower() not in {*_NOT_GLOBAL, "local"}]
-    return _possible(found[-1]["number"]) if found else None
+    found = [one["number"] for one in _RANK.finditer(name) if one["of"].lower() not in {*_NOT_GLOBAL, "local"}]
+    return _valid(found[-1]) if found else None
 
 
 def _numbered_rank(name: str) -> int | None:
     """The number of what a rank writes one of, else the last number that is no part of a word, a date or a time."""
     if _PROCESS.search(name):
         return None
-    stem = _DATE.sub(" ", _RANK.sub(_without_parts, _SUFFIX.sub("", name)))
-    for pattern in (_NUMBERED, _NUMBER):
-        ranks = [rank for text in pattern.findall(stem) if (rank := _possible(text)) is not None]
-        if ranks:
-            return ranks[-1]
-    return None
+    stem = _RANK.sub(lambda one: " " if one["of"].lower() in _NOT_GLOBAL else one[0], _SUFFIX.sub("", name))
+    numbers = (pattern.findall(_DATE.sub(" ", stem)) for pattern in (_NUMBERED, _NUMBER))
+    ranks = ([rank for rank in map(_valid, found) if rank is not None] for found in numbers)
+    return next((found[-1] for found in ranks if found), None)
 
 
-def _without_parts(match: re.Match[str]) -> str:
-    return " " if match["of"].lower() in _NOT_GLOBAL else match[0]
-
-
-def _possible(text: str) -> int | None:
+def _valid(text: str | bytes) -> int | None:
     return int(text) if len(text) <= 7 and int(text) < MOST_RANKS else None
 
 
@@ -178,12 +172,10 @@ def look(path: str) -> FoundFile:
     kind = kind or next((kind for suffix, kind in _BY_NAME.items() if name.endswith(suffix)), "")
     rank = _named_rank(name)
     if rank is None and kind in _RANK_IN_HEAD and (found := _RANK_IN_HEAD[kind].search(head)):
-        rank = _possible(found[1].decode())
+        rank = _valid(found[1])
     if rank is None:
         rank = _numbered_rank(name)
-    problem = ""
-    if not head:
-        problem = damage.problems[0] if damage.problems else "is empty"
+    problem = "" if head else [*damage.problems, "is empty"][0]
     return FoundFile(path=path, kind=kind, rank=rank, problem=problem)
 
 
@@ -207,35 +199,30 @@ def _walk(path: str, depth: int) -> Iterator[FoundFile]:
             raise
         yield FoundFile(path=path, kind="", rank=None, problem=str(error).removeprefix(f"{path}: "))
         return
-    alone = not is_folder(path)
+    folder = f"{path.rstrip('/')}/"
     for file in listing.files:
-        problem = "" if file.rank < MOST_RANKS else f"rank {file.rank} cannot be; a job has at most {MOST_RANKS} ranks"
+        valid = file.rank < MOST_RANKS
         yield FoundFile(
             path=file.path,
             kind=file.kind,
-            rank=None if problem else file.rank,
+            rank=file.rank if valid else None,
             window=file.window,
             size=file.size,
             depth=depth,
-            problem=problem,
+            problem="" if valid else f"invalid rank {file.rank}; a job has at most {MOST_RANKS} ranks",
         )
     for name in listing.foreign:
-        whole = path if alone else f"{path.rstrip('/')}/{name}"
-        size = os.path.getsize(whole) if os.path.isfile(whole) else 0
-        yield replace(look(whole), size=size, depth=depth)
-    for names, problem in (
-        (listing.torn, "was cut off while it was written"),
-        (listing.special, "is neither a file nor a folder"),
-    ):
+        whole = folder + name if is_folder(path) else path
+        yield replace(look(whole), size=os.path.getsize(whole) if os.path.isfile(whole) else 0, depth=depth)
+    useless = FoundFile(path="", kind="", rank=None, depth=depth, problem="is neither a file nor a folder")
+    torn = replace(useless, problem="was cut off while it was written", torn=True)
+    for like, names in ((torn, listing.torn), (useless, listing.special)):
         for name in names:
-            whole = f"{path.rstrip('/')}/{name}"
-            torn = names is listing.torn
-            rank = rank_in_name(name)
-            yield FoundFile(path=whole, kind="", rank=rank, depth=depth, problem=problem, torn=torn)
+            yield replace(like, path=folder + name, rank=rank_in_name(name))
     if depth < _DEEPEST:
         for name in listing.folders:
             if not _OTHER_JOBS.fullmatch(name) and not name.startswith("."):
-                yield from _walk(f"{path.rstrip('/')}/{name}", depth + 1)
+                yield from _walk(folder + name, depth + 1)
 
 
 def _adopted(files: list[FoundFile]) -> list[FoundFile]:

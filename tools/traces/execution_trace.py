@@ -1,7 +1,7 @@
 """Execution traces of PyTorch (`torch.profiler.ExecutionTraceObserver`), schemas 1.0.1 to 1.1.1.
 
 Up to 1.0.1 a node is flat (`parent`, `rf_id`, `input_shapes`, …); from 1.0.2 on it has `ctrl_deps`, `inputs`,
-`outputs` and a list `attrs`. Its fields tell which of the two a node is. Inputs, outputs and attributes are
+`outputs` and a list `attrs`. A node's fields show which of the two it is. Inputs, outputs and attributes are
 kept as JSON text, because most of them are passed on unread.
 """
 
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -99,8 +101,8 @@ class _Node(msgspec.Struct, gc=False):
     name: str
     ctrl_deps: Int | None = None
     attrs: msgspec.Raw = _NO_ATTRIBUTES
-    inputs: msgspec.Raw = _EMPTY_LIST
-    outputs: msgspec.Raw = _EMPTY_LIST
+    inputs: msgspec.Raw = _NOTHING
+    outputs: msgspec.Raw = _NOTHING
     parent: Int | None = None
     rf_id: int = 0
     fw_parent: int = 0
@@ -133,6 +135,7 @@ _FLAT_ATTRIBUTES = (
     b'{"name":"tid","type":"uint64","value":%d},{"name":"fw_tid","type":"uint64","value":%d},'
     b'{"name":"op_schema","type":"string","value":%b}]'
 )
+_id_of = attrgetter("id")
 _decode_attributes = msgspec.json.Decoder(list[_Attribute]).decode
 
 
@@ -150,7 +153,7 @@ def read_execution_trace(path: str, keeps: Callable[[str], bool] | None = None) 
     damage = list(document.damage)
     if nodes.odd:
         damage.append(f"{len(nodes.odd)} attribute(s) are not as the schema has them (first: of node {nodes.odd[0]})")
-    warnings = schema_warnings(file.schema) + _repair(nodes.kept())
+    warnings = _schema_warnings(file.schema) + _repair(nodes.kept())
     return ExecutionTrace(
         path=path,
         sha256=document.sha256,
@@ -160,7 +163,7 @@ def read_execution_trace(path: str, keeps: Callable[[str], bool] | None = None) 
         start_ts=file.start_ts,
         finish_ts=file.finish_ts,
         nodes=nodes.nodes,
-        groups=tuple(groups_of(nodes.nodes, document.budget)),
+        groups=_groups_of(nodes.nodes, document.budget),
         warnings=tuple(warnings),
         damage=tuple(damage),
     )
@@ -185,27 +188,69 @@ class _Nodes:
                 self._parents[row.id] = _parent(row)
                 if not self._keeps(row.name):
                     continue
-            if row.attrs is not _NO_ATTRIBUTES:
-                node = _nested(row, self.odd)
-            else:
-                node = _flat(row)
-                node.attributes = self._schemas.setdefault(bytes(row.op_schema), node.attributes)
+            node = _host_node(row)
+            if row.attrs is _NO_ATTRIBUTES:
+                node.attributes = self._schemas.setdefault(bytes(row.op_schema), row.op_schema.copy())
+            elif not read_attributes(node):
+                self.odd.append(node.id)
             if self._keeps is not None:  # as they come, the texts are views that keep all the text around them
                 node.inputs, node.outputs = node.inputs.copy(), node.outputs.copy()
                 node.attributes = node.attributes.copy()
             self.nodes.append(node)
 
     def kept(self) -> list[HostNode]:
-        if self._keeps is not None:
-            ids = {node.id for node in self.nodes}
-            for node in self.nodes:
-                for _ in range(_DEEPEST):  # ids may run in a circle in a broken file
-                    if node.parent in ids or not node.parent:
-                        break
-                    node.parent = self._parents.get(node.parent, 0)
-                else:
-                    node.parent = 0
+        ids = {node.id for node in self.nodes} if self._keeps is not None else set()
+        for node in self.nodes if self._keeps is not None else ():
+            for _ in range(_DEEPEST):  # ids may run in a circle in a broken file
+                if node.parent in ids or not node.parent:
+                    break
+                node.parent = self._parents.get(node.parent, 0)
+            else:
+                node.parent = 0
         return self.nodes
+
+
+def _parent(node: _Node) -> int:
+    parent = (node.parent if node.parent is not None else node.ctrl_deps) or 0
+    return 0 if parent == node.id else parent  # torch's own root is its own parent
+
+
+def _host_node(node: _Node) -> HostNode:
+    nested = node.attrs is not _NO_ATTRIBUTES
+    return HostNode(
+        id=node.id,
+        name=sys.intern(node.name),
+        parent=_parent(node),
+        rf_id=node.rf_id,
+        tid=node.tid,
+        seq_id=node.seq_id,
+        fw_parent=node.fw_parent,
+        fw_tid=node.fw_tid,
+        scope=node.scope,
+        inputs=node.inputs if nested else _io_text(node.inputs, node.input_shapes, node.input_types),
+        outputs=node.outputs if nested else _io_text(node.outputs, node.output_shapes, node.output_types),
+        attributes=node.attrs,
+    )
+
+
+def _io_text(values: msgspec.Raw, shapes: msgspec.Raw, types: msgspec.Raw) -> msgspec.Raw:
+    if values is _NOTHING or bytes(values) == bytes(shapes) == bytes(types) == b"[]":
+        return _NOTHING
+    return msgspec.Raw(b'{"values":%b,"shapes":%b,"types":%b}' % (values, shapes, types))
+
+
+def read_attributes(node: HostNode) -> bool:
+    """Set the fields that nested nodes have as attributes; False where one is not as the schema has it."""
+    try:
+        given = _decode_attributes(node.attributes)
+    except BROKEN:
+        node.attributes = _EMPTY_LIST
+        return False
+    numbers = [attribute for attribute in given if attribute.name in _NUMBERS]
+    good = [one for one in numbers if isinstance(one.value, int) and abs(one.value) < 1 << 64]
+    for attribute in good:
+        setattr(node, attribute.name, attribute.value)
+    return len(good) == len(numbers)
 
 
 def attributes(node: HostNode) -> dict[str, Any]:
@@ -228,78 +273,9 @@ def io_texts(text: msgspec.Raw) -> tuple[str, str, str]:
     """Values, shapes and types of `inputs` or `outputs`, each as JSON text."""
     if text is _NOTHING:
         return "[]", "[]", "[]"
-    try:
-        given = _decode_texts(text)
-    except BROKEN:
-        given = _Texts()
-    return _text(given.values), _text(given.shapes), _text(given.types)
-
-
-def _text(raw: msgspec.Raw) -> str:
-    return bytes(raw).decode(errors="replace")
-
-
-_decode_texts = msgspec.json.Decoder(_Texts, strict=False).decode
-
-
-def _parent(node: _Node) -> int:
-    parent = (node.parent if node.parent is not None else node.ctrl_deps) or 0
-    return 0 if parent == node.id else parent  # torch's own root is its own parent
-
-
-def _flat(node: _Node) -> HostNode:
-    return HostNode(
-        id=node.id,
-        name=sys.intern(node.name),
-        parent=_parent(node),
-        rf_id=node.rf_id,
-        tid=node.tid,
-        seq_id=node.seq_id,
-        fw_parent=node.fw_parent,
-        fw_tid=node.fw_tid,
-        scope=node.scope,
-        inputs=_io_text(node.inputs, node.input_shapes, node.input_types),
-        outputs=_io_text(node.outputs, node.output_shapes, node.output_types),
-        attributes=node.op_schema.copy(),
-    )
-
-
-def _io_text(values: msgspec.Raw, shapes: msgspec.Raw, types: msgspec.Raw) -> msgspec.Raw:
-    text = b'{"values":%b,"shapes":%b,"types":%b}' % (values, shapes, types)
-    return _NOTHING if text == _NO_IO else msgspec.Raw(text)
-
-
-def _nested(node: _Node, odd: list[int]) -> HostNode:
-    host = HostNode(
-        id=node.id,
-        name=sys.intern(node.name),
-        parent=_parent(node),
-        rf_id=0,
-        tid=0,
-        inputs=node.inputs if node.inputs is not _EMPTY_LIST else _NOTHING,
-        outputs=node.outputs if node.outputs is not _EMPTY_LIST else _NOTHING,
-        attributes=node.attrs,
-    )
-    if not read_attributes(host):
-        odd.append(node.id)
-    return host
-
-
-def read_attributes(node: HostNode) -> bool:
-    """Set the fields that nested nodes have as attributes; False where one is not as the schema has it."""
-    try:
-        given = _decode_attributes(node.attributes)
-    except BROKEN:
-        node.attributes = _EMPTY_LIST
-        return False
-    good = True
-    for attribute in given:
-        if attribute.name in _NUMBERS:
-            if isinstance(attribute.value, int) and abs(attribute.value) < 1 << 64:
-                setattr(node, attribute.name, attribute.value)
-            else:
-                good = False
-    return good
+    given = parse(text, _Texts) or _Texts()
+    values, shapes, types = (bytes(raw).decode(errors="replace") for raw in (given.values, given.shapes, given.types))
+    return values, shapes, types
 
 
 def attribute_text(node: HostNode) -> msgspec.Raw:
@@ -315,7 +291,7 @@ def attribute_text(node: HostNode) -> msgspec.Raw:
 _NUMBERS = frozenset(("rf_id", "tid", "seq_id", "fw_parent", "fw_tid", "scope"))
 
 
-def schema_warnings(schema: str) -> list[str]:
+def _schema_warnings(schema: str) -> list[str]:
     """The warning for an unknown schema."""
     version = re.match(r"\d+\.\d+\.\d+", schema)
     if version is None:
@@ -329,24 +305,20 @@ def _repair(nodes: list[HostNode]) -> list[str]:
     """Make ids unique and let every parent exist, in place, and say what was changed."""
     warnings = []
     nodes.sort(key=_id_of)
-    seen: set[int] = set()
-    doubled = []
-    for node in nodes:
-        if node.id in seen:
-            doubled.append(node)
-        seen.add(node.id)
-    if doubled:
-        ids = ", ".join(str(node.id) for node in doubled[:3])
+    ids = {node.id for node in nodes}
+    if len(ids) < len(nodes):
+        doubled = [node for before, node in pairwise(nodes) if node.id == before.id]
+        named = ", ".join(str(node.id) for node in doubled[:3])
         first = nodes[-1].id + 1
         for fresh, node in enumerate(doubled, start=first):
             node.id = fresh
-        seen.update(range(first, first + len(doubled)))
+            ids.add(fresh)
         warnings.append(
-            f"{len(doubled)} node(s) have an id that another node has ({ids}{', …' if len(doubled) > 3 else ''}); "
+            f"{len(doubled)} node(s) have an id that another node has ({named}{', …' if len(doubled) > 3 else ''}); "
             f"the later ones are numbered from {first} on"
         )
         nodes.sort(key=_id_of)
-    lost = [node for node in nodes if node.parent and node.parent not in seen]
+    lost = [node for node in nodes if node.parent and node.parent not in ids]
     if lost:
         threads = {node.tid: node.id for node in reversed(nodes) if is_thread_root(node)}
         for node in lost:
@@ -390,16 +362,9 @@ def is_group_node(name: str) -> bool:
     return "process_group:init" in name
 
 
-def _id_of(node: HostNode) -> int:
-    return node.id
-
-
-def groups_of(nodes: Iterable[HostNode], budget: Budget) -> list[Group]:
+def _groups_of(nodes: list[HostNode], budget: Budget) -> tuple[Group, ...]:
     """The groups that `## process_group:init ##` nodes list. Raises `BudgetError` where their members are too many."""
-    groups: dict[str, Group] = {}
-    for node in nodes:
-        if is_group_node(node.name):
-            # A text may be cut short by the observer's limit on strings, or be of another make.
-            for value in io(node.inputs).values:
-                groups |= {group.pg: group for group in read_groups(parse(value, list[Any]), budget)}
-    return list(groups.values())
+    # A text may be cut short by the observer's limit on strings, or be of another make.
+    configs = (value for node in nodes if is_group_node(node.name) for value in io(node.inputs).values)
+    groups = (group for config in configs for group in read_groups(parse(config, list[Any]), budget))
+    return tuple({group.pg: group for group in groups}.values())

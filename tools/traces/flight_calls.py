@@ -12,6 +12,7 @@ Rules of the recorder (measured on torch 2.13 and read in FlightRecorder.hpp) th
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -37,14 +38,13 @@ from crossrank.tools.traces.rank_trace import (
     SCHEDULED,
     STARTED,
     RankTrace,
-    Signatures,
-    Table,
     TraceBuilder,
     sort_by_time,
 )
 
 _STATES = {"scheduled": SCHEDULED, "started": STARTED, "completed": COMPLETED}
 _P2P = re.compile(r"(?P<op>send|recv) \d{1,8}(?:->|<-)(?P<peer>\d{1,8})")
+_NUMBER = re.compile(r"[0-9]{1,9}")
 _CLOSING = "coalesced"
 _OF_GLOO = f"{GLOO}:"
 SAME_TIME = 50_000_000
@@ -88,7 +88,7 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False) 
     reading.read()
     reading.join_progress()
     if moment is not None:
-        _add_roots(trace, moment)
+        _add_roots(reading.builder, moment)
         if not any(map(is_p2p, trace.signatures)):
             _add_p2p(trace, moment)
         # Our dump without an entry is that of a rank that made no call: the recorder was asked.
@@ -103,17 +103,13 @@ def _offset(moment: Moment) -> int:
 
 def _backends(dump: FlightDump) -> list[str]:
     """What the calls of a dump were made by, in order: crossrank's dumps hold the recorders of all backends."""
-    names = dict.fromkeys(entry.profiling_name for entry in dump.entries)
-    return list(dict.fromkeys(whole(backend) for backend, colon, _ in (name.partition(":") for name in names) if colon))
+    names = (name.partition(":") for name in dict.fromkeys(entry.profiling_name for entry in dump.entries))
+    return list(dict.fromkeys(whole(backend) for backend, colon, _ in names if colon))
 
 
 def _dtype(name: str) -> str:
     known = dtype_of(name)
     return known.name if known is not None else whole(name)
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit()
 
 
 def _is_active_only(dump: FlightDump, backend: str) -> bool:
@@ -148,7 +144,7 @@ class _Reading:
         known = dump.groups + (dump.moment.groups if dump.moment is not None else [])
         self._known = {group.pg: group for group in known}
         self._is_mixed = trace.backend != GLOO and GLOO in _backends(dump)
-        self._builder = TraceBuilder(trace)
+        self.builder = TraceBuilder(trace)
         self._stack_of: dict[tuple[int, ...], int] = {}
         self._pg_ids: dict[int, int] = {}
         for group in known:
@@ -159,18 +155,12 @@ class _Reading:
 
     def read(self) -> None:
         """Every call of the dump, in order."""
-        entries, trace, signatures = self._dump.entries, self._trace, self._builder.signatures
-        append = trace.calls.append
+        entries, trace, signatures = self._dump.entries, self._trace, self.builder.signatures
+        runs = _runs(entries)
+        members_of = _launches(entries, runs)
+        closed_by = {member: last for last, members in members_of.items() for member in members if member != last}
         retired_is_done = self._retired_is_done()
-        closed_by, members_of = _launches(entries)
-        batch_of = {
-            member: entries[members[0]].record_id
-            for members in members_of.values()
-            if len(members) > 1
-            for member in members
-        }
-        over = _over(self._dump) if trace.dump.active_only else set()
-        cut = 0 if trace.dump.wrapped else -1  # the launch that holds this entry may have lost its first members
+        over = _over(self._dump, runs) if trace.dump.active_only else set()
         groups: dict[tuple[object, ...], int] = {}
         known: dict[tuple[object, ...], tuple[int, bool]] = {}
         seen, with_p2p = trace.dump.collectives_seen, trace.dump.with_p2p
@@ -181,8 +171,7 @@ class _Reading:
             group = groups.get(key)
             if group is None:
                 group = groups[key] = self._group(entry.process_group, GLOO if on_gloo else "")
-            if entry.pg_id not in self._pg_ids:
-                self._pg_ids[entry.pg_id] = group
+            self._pg_ids.setdefault(entry.pg_id, group)
             seen[group] = max(seen.get(group, 0), entry.collective_seq_id)
             if entry.p2p_seq_id:
                 with_p2p.add(group)
@@ -192,33 +181,24 @@ class _Reading:
                 record = self._record(entry, group)
                 found = known[text] = signatures.of(record), is_p2p(record)
             signature, p2p = found
-            closing = entry
-            if closed_by or members_of:
-                if index in closed_by:
-                    if not p2p:
-                        continue  # it is a member of a collective that comes later
-                    closing = entries[closed_by[index]]
-                elif index in members_of:
-                    if index == cut and entry.profiling_name.endswith(f":{_CLOSING}"):
-                        continue  # of what, the ring no longer knows
-                    members = [self._record(entries[member], group) for member in members_of[index]]
-                    if members and all(map(is_p2p, members)):
-                        continue  # its state has gone to its members
-                    launch = _coalesced(self._record(entry, group), members)
-                    if members_of[index][:1] == [cut]:
-                        launch = msgspec.structs.replace(launch, members=[])
-                    signature = signatures.of(launch)
+            last = closed_by.get(index, index)
+            if last != index and not p2p:
+                continue  # it is a member of a collective that comes later
+            if index in members_of:
+                launch = self._launch(index, members_of[index], group)
+                if launch is None:
+                    continue
+                signature = signatures.of(launch)
+            closing = entries[last]
             state = _STATES.get(closing.state, SCHEDULED)
             if (retired_is_done or on_gloo) and closing.retired and state != COMPLETED:
                 state = RETIRED
-            if index in over:
-                state = COMPLETED
-            append(
+            trace.calls.append(
                 group=group,
                 number=entry.p2p_seq_id if p2p else entry.collective_seq_id,
                 signature=signature,
-                batch=batch_of.get(index, -1) if p2p else -1,
-                state=state,
+                batch=entries[members_of[last][0]].record_id if p2p and len(members_of.get(last, ())) > 1 else -1,
+                state=COMPLETED if index in over else state,
                 called=entry.time_created_ns,
                 began=closing.time_discovered_started_ns or 0,
                 ended=closing.time_discovered_completed_ns or 0,
@@ -227,15 +207,37 @@ class _Reading:
                 id=entry.record_id,
             )
 
+    def _launch(self, closing: int, members: Sequence[int], group: int) -> CommRecord | None:
+        """The coalesced collectives that an entry closes, as one call. None for a batch of P2P, whose state has gone to
+        its members, and for one of whose members the ring no longer knows any."""
+        entries = self._dump.entries
+        cut = 0 if self._trace.dump.wrapped else -1  # the launch that holds this entry may have lost its first members
+        if closing == cut and entries[closing].profiling_name.endswith(f":{_CLOSING}"):
+            return None
+        launch, records = (
+            self._record(entries[closing], group),
+            [self._record(entries[one], group) for one in members],
+        )
+        if records and all(map(is_p2p, records)):
+            return None
+        ops = {record.op for record in records}
+        return msgspec.structs.replace(
+            launch,
+            op=ops.pop() if launch.op not in OPERATIONS and len(ops) == 1 else launch.op,
+            bytes=sum(record.bytes for record in records),
+            inputs=[],
+            outputs=[],
+            members=[] if cut in members[:1] else records,
+        )
+
     def join_progress(self) -> None:
         """Find the group that each `pg_id` of the status stands for."""
         groups, status = self._trace.groups, self._dump.status
         joined = dict(self._pg_ids)
         names = [one.group.pg for one in groups]
-        numeric = [index for index, name in enumerate(names) if len(name) < 10 and _is_number(name)]
         by_order: dict[int, int] = {}
-        if not self._is_mixed and numeric and len(numeric) == len(groups):
-            by_name = sorted(numeric, key=lambda index: int(names[index]))
+        if not self._is_mixed and names and all(map(_NUMBER.fullmatch, names)):
+            by_name = sorted(range(len(names)), key=lambda index: int(names[index]))
             if len(groups) == len(status):
                 by_order = dict(zip(sorted(status), by_name, strict=True))
             elif status and max(status) < len(groups):
@@ -259,7 +261,7 @@ class _Reading:
         known = self._known.get(name) or Group(pg=name, size=0)
         desc = known.desc if desc in ("", "undefined") else desc
         group = msgspec.structs.replace(known, pg=name, desc="" if desc == "undefined" else desc)
-        return self._builder.define(group, apart)
+        return self.builder.define(group, apart)
 
     def _record(self, entry: Entry, group: int) -> CommRecord:
         name = whole(entry.profiling_name.partition(":")[2] or entry.profiling_name)
@@ -292,11 +294,36 @@ class _Reading:
         key = tuple(map(id, frames[:MOST_FRAMES]))
         found = self._stack_of.get(key)
         if found is None:
-            found = self._stack_of[key] = self._builder.stacks.number(frames_of(frames))
+            found = self._stack_of[key] = self.builder.stacks.number(frames_of(frames))
         return found
 
 
-def _over(dump: FlightDump) -> set[int]:
+def _runs(entries: Sequence[Entry]) -> list[list[int]]:
+    """Entries of one group with one pair of sequence numbers: a single call, or the members of a launch and its
+    closing entry."""
+    runs: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+    for index, entry in enumerate(entries):
+        runs[entry.pg_id, entry.collective_seq_id, entry.p2p_seq_id].append(index)
+    return list(runs.values())
+
+
+def _launches(entries: Sequence[Entry], runs: list[list[int]]) -> dict[int, list[int]]:
+    """Closing entry of each launch -> its members. A launch of collectives that is still being made has no closing
+    entry; its last member then closes it."""
+    members_of: dict[int, list[int]] = {}
+    for run in runs:
+        members: list[int] = []
+        for index in run:
+            if is_closing(entries[index]):
+                members_of[index], members = members, []
+            else:
+                members.append(index)
+        if len(members) > 1 and not entries[members[0]].is_p2p:
+            members_of[members[-1]] = members
+    return members_of
+
+
+def _over(dump: FlightDump, runs: list[list[int]]) -> set[int]:
     """Entries of a dump of active calls that are over: members of a batch never say so, and what did is left out.
 
     A batch is over where the status of its group has its number, or where its closing entry is not there although
@@ -310,10 +337,7 @@ def _over(dump: FlightDump) -> set[int]:
     for entry in entries:
         if entry.is_p2p:
             newest[entry.pg_id] = max(newest.get(entry.pg_id, 0), entry.p2p_seq_id)
-    runs: dict[tuple[int, int, int], list[int]] = {}
-    for index, entry in enumerate(entries):
-        runs.setdefault((entry.pg_id, entry.collective_seq_id, entry.p2p_seq_id), []).append(index)
-    for run in runs.values():
+    for run in runs:
         first, last = entries[run[0]], entries[run[-1]]
         if is_closing(last):
             continue
@@ -329,56 +353,9 @@ def _over(dump: FlightDump) -> set[int]:
     return found
 
 
-def _launches(entries: Sequence[Entry]) -> tuple[dict[int, int], dict[int, list[int]]]:
-    """Which entries are one launch: member -> its closing entry, and closing entry -> its members.
-
-    The members of a launch stand in a row, with one pair of sequence numbers. A launch that is still being made has
-    no closing entry; its last member then closes it.
-    """
-    closed_by: dict[int, int] = {}
-    members_of: dict[int, list[int]] = {}
-    runs: dict[int, list[int]] = {}
-
-    def close(run: list[int], closing: int) -> None:
-        members_of[closing] = run
-        closed_by.update((member, closing) for member in run if member != closing)
-
-    def close_unfinished(run: list[int]) -> None:
-        if len(run) > 1 and not entries[run[0]].is_p2p:
-            close(run, run[-1])
-
-    for index, entry in enumerate(entries):
-        run = runs.get(entry.pg_id)
-        if run is not None:
-            first = entries[run[0]]
-            same = first.collective_seq_id == entry.collective_seq_id and first.p2p_seq_id == entry.p2p_seq_id
-            if same and is_closing(entry):
-                close(runs.pop(entry.pg_id), index)
-                continue
-            if same:
-                run.append(index)
-                continue
-            close_unfinished(run)
-        if is_closing(entry):
-            members_of[index] = []
-        else:
-            runs[entry.pg_id] = [index]
-    for run in runs.values():
-        close_unfinished(run)
-    return closed_by, members_of
-
-
 def is_closing(entry: Entry) -> bool:
     """Whether an entry stands for the launch of a batch, whose members have entries of their own without times."""
     return _CLOSING in entry.profiling_name and not entry.input_sizes and not entry.output_sizes
-
-
-def _coalesced(closing: CommRecord, members: list[CommRecord]) -> CommRecord:
-    ops = {member.op for member in members}
-    op = ops.pop() if closing.op not in OPERATIONS and len(ops) == 1 else closing.op
-    return msgspec.structs.replace(
-        closing, op=op, bytes=sum(one.bytes for one in members), inputs=[], outputs=[], members=members
-    )
 
 
 def _root(op: str, entry: Entry, rank: int | None, members: Sequence[int] | None) -> int | None:
@@ -392,13 +369,14 @@ def _root(op: str, entry: Entry, rank: int | None, members: Sequence[int] | None
 # --- what our own dumps carry beside torch's entries ------------------------------------------------------------------
 
 
-def _add_roots(trace: RankTrace, moment: Moment) -> None:
+def _add_roots(builder: TraceBuilder, moment: Moment) -> None:
     """Add what torch's recorder does not note of a collective to the calls of a dump: root, reduction, source line.
 
     torch counts from the start of the process, the records from `enable()`: the last call of a group, which must be the
-    same operation at the same time, tells by how many they differ.
+    same operation at the same time, shows by how many they differ.
     """
-    calls, signatures = trace.calls, Signatures(*trace.signatures)
+    trace, signatures = builder.trace, builder.signatures
+    calls, recorded_from = trace.calls, trace.dump.recorded_from
     by_number: dict[tuple[str, int], int] = {}
     last: dict[str, int] = {}
     for row, (group, number) in enumerate(zip(calls.group, calls.number, strict=True)):
@@ -415,20 +393,15 @@ def _add_roots(trace: RankTrace, moment: Moment) -> None:
         # gloo makes a reduce_scatter of an all_reduce, and torch's recorder notes what gloo makes
         same = op == record.op or (op, record.op) == ("all_reduce", "reduce_scatter")
         if same and abs(calls.called[row] - record.t - _offset(moment)) < SAME_TIME:
-            trace.dump.recorded_from[record.pg] = calls.number[row] - record.seq
-    stacks = Table(*trace.stacks)
+            recorded_from[record.pg] = calls.number[row] - record.seq
     for record in collectives:
-        before = trace.dump.recorded_from.get(record.pg)
-        if before is None or record.seq is None:
-            continue
-        row = by_number.get((record.pg, record.seq + before), -1)
-        if row < 0:
+        row = by_number.get((record.pg, (record.seq or 0) + recorded_from.get(record.pg, 0)), -1)
+        if row < 0 or record.pg not in recorded_from:
             continue
         known = signatures.rows[calls.signature[row]]
         calls.signature[row] = signatures.of(msgspec.structs.replace(known, root=record.root, reduce=record.reduce))
         if not calls.stack[row]:
-            calls.stack[row] = stacks.number(stack_of(record))
-    trace.signatures, trace.stacks = signatures.rows, stacks.rows
+            calls.stack[row] = builder.stacks.number(stack_of(record))
 
 
 def _add_p2p(trace: RankTrace, moment: Moment) -> None:

@@ -30,10 +30,13 @@ from crossrank.budget import EXTENTS, MEMBERS, ROWS, VALUES, Budget, BudgetError
 from crossrank.comm import MOST_RANKS, CommRecord, Group, Int
 from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.recording import Damage, read_chunks
+from crossrank.tools.traces.json_document import parse
 from crossrank.tools.traces.safe_pickle import RefusedError, load_data
 
 MOST_FRAMES = 256
 _LIST = (list, tuple)
+_PICKLE = b"\x80"
+_PG_ID = re.compile(r"[0-9]{1,9}")
 _MANY = msgspec.Meta(max_length=1 << 16)
 
 WorldSize = Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
@@ -41,6 +44,7 @@ Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Shape = Annotated[tuple[Int, ...], msgspec.Meta(max_length=32)]
 Shapes = Annotated[tuple[Shape, ...], _MANY]
 Dtypes = Annotated[tuple[Text, ...], _MANY]
+Ranks = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]], msgspec.Meta(max_length=MOST_RANKS)]
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -62,7 +66,6 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     pg_id: Int = -1
     collective_seq_id: Int = 0
     p2p_seq_id: Int = 0
-    op_id: Int = 0
     time_created_ns: Int = 0
     input_sizes: Shapes = ()
     input_dtypes: Dtypes = ()
@@ -75,7 +78,6 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     retired: bool = False
     is_p2p: bool | None = None
     """None in dumps that do not say."""
-    thread_name: Text = ""
     frames: Any = ()
     """Innermost first, as decoded: `frames_of` checks them, once per stack."""
 
@@ -183,64 +185,52 @@ def decode_flight_dump(path: str, data: bytes, problems: list[str], budget: Budg
     """
     if not data:
         raise NoDumpError(f"{path}: {'; '.join(['is empty', *problems])}")
-    is_json = data[:1] != b"\x80"
     content = _decode(path, data, budget)
     if not isinstance(content, dict) or not any(name in content for name in ("version", "pg_config", "entries")):
         raise NoDumpError(f"{path}: is no flight-recorder dump: it lacks version, pg_config and entries", foreign=True)
+
+    def convert(value: Any, into: Any, what: str) -> Any:
+        """`value` as `into`, or None and a problem."""
+        try:
+            return msgspec.convert(value, into, strict=False)
+        except BROKEN as error:
+            problems.append(f"{what} is unusable ({one_line(error)[:200]}) and was left out")
+            return None
+
+    def rows(name: str, row: Any) -> dict[str, Any]:
+        """The rows of a dictionary, each by itself: one that is broken does not cost the others."""
+        given = content.get(name) or {}
+        if not isinstance(given, dict):
+            problems.append(f"{name} is no dictionary and was left out")
+            return {}
+        budget.spend(ROWS, len(given))
+        found = {key: convert(value, row, f"an entry of {name}") for key, value in given.items()}
+        return {key: value for key, value in found.items() if value is not None and isinstance(key, str)}
+
     entries = content.get("entries") or []
     if not isinstance(entries, list):
         problems.append("entries is no list")
         entries = []
     moment = None
-    if is_json and content.get("crossrank") is not None:
-        moment = _convert(content["crossrank"], Moment, "crossrank", problems)
+    if data[:1] != _PICKLE and content.get("crossrank") is not None:
+        moment = convert(content["crossrank"], Moment, "crossrank")
     return FlightDump(
         path=path,
-        version=whole(_convert(content.get("version", ""), Text, "version", problems) or ""),
-        groups=_groups(_rows(content, "pg_config", GroupConfig, problems, budget), problems, budget),
-        status={
-            int(key): value
-            for key, value in _rows(content, "pg_status", Progress, problems, budget).items()
-            if key.isascii() and key.isdigit() and len(key) < 10
-        },
+        version=whole(convert(content.get("version", ""), Text, "version") or ""),
+        groups=_groups(rows("pg_config", GroupConfig), problems, budget),
+        status={int(key): value for key, value in rows("pg_status", Progress).items() if _PG_ID.fullmatch(key)},
         entries=_entries(entries, problems, budget),
         moment=moment,
-        rank=moment.rank if moment is not None else _convert(content.get("rank"), int | None, "rank", problems),
+        rank=moment.rank if moment is not None else convert(content.get("rank"), int | None, "rank"),
         problems=problems,
     )
 
 
-def _convert(value: Any, into: Any, what: str, problems: list[str]) -> Any:
-    """`value` as `into`, or None and a problem."""
-    try:
-        return msgspec.convert(value, into, strict=False)
-    except BROKEN as error:
-        problems.append(f"{what} is unusable ({one_line(error)[:200]}) and was left out")
-        return None
-
-
-def _rows(content: dict[str, Any], name: str, row: Any, problems: list[str], budget: Budget) -> dict[str, Any]:
-    """The rows of a dictionary of the dump, each by itself: one that is broken does not cost the others."""
-    rows = content.get(name) or {}
-    if not isinstance(rows, dict):
-        problems.append(f"{name} is no dictionary and was left out")
-        return {}
-    budget.spend(ROWS, len(rows))
-    found = {}
-    for key, value in rows.items():
-        converted = _convert(value, row, f"an entry of {name}", problems)
-        if converted is not None and isinstance(key, str):
-            found[key] = converted
-    return found
-
-
 def _groups(configs: dict[str, GroupConfig], problems: list[str], budget: Budget) -> list[Group]:
     groups = []
-    known: dict[str, list[int] | None] = {}
+    ranks_in = lru_cache(_ranks_in)  # groups that have the same members share the text
     for config in configs.values():
-        if config.ranks not in known:
-            known[config.ranks] = rank_text(config.ranks)
-        ranks = known[config.ranks]
+        ranks = ranks_in(config.ranks)
         budget.spend(MEMBERS, len(ranks or ()))
         if ranks is None:
             problems.append(f"the ranks of group {config.name[:60]!r} are unusable: {config.ranks[:60]!r}")
@@ -252,19 +242,10 @@ def _groups(configs: dict[str, GroupConfig], problems: list[str], budget: Budget
     return groups
 
 
-def rank_text(text: str) -> list[int] | None:
-    """The ranks in "[0, 1]"; None for any other text. Nothing is evaluated.
-
-    >>> rank_text("[0, 4]"), rank_text("[]"), rank_text("__import__('os')")
-    ([0, 4], [], None)
-    """
-    if text.count(",") >= MOST_RANKS or re.fullmatch(r"\s*\[[\d,\s]*\]\s*", text, re.ASCII) is None:
-        return None
-    numbers = re.findall(r"\d+", text)
-    if any(len(number) > 8 or int(number) >= MOST_RANKS for number in numbers):
-        return None
-    ranks = list(map(int, numbers))
-    return ranks if len(set(ranks)) == len(ranks) else None
+def _ranks_in(text: str) -> list[int] | None:
+    """The ranks in "[0, 1]"; None for any other text."""
+    ranks = parse(text, Ranks)
+    return ranks if ranks is not None and len(set(ranks)) == len(ranks) else None
 
 
 @lru_cache(maxsize=1024)  # a pickle may name one long text a million times
@@ -280,10 +261,11 @@ def whole(text: str) -> str:
 def frames_of(frames: Any) -> tuple[Frame, ...]:
     """The frames of one entry, innermost first; those that are broken are left out."""
     known = []
-    for frame in frames[:MOST_FRAMES] if isinstance(frames, _LIST) else ():
+    for one in frames[:MOST_FRAMES] if isinstance(frames, _LIST) else ():
         with contextlib.suppress(*BROKEN):
-            known.append(msgspec.convert(frame, Frame, strict=False))
-    return tuple(Frame(whole(frame.name), whole(frame.filename), frame.line) for frame in known)
+            frame = msgspec.convert(one, Frame, strict=False)
+            known.append(Frame(whole(frame.name), whole(frame.filename), frame.line))
+    return tuple(known)
 
 
 def _entries(rows: list[Any], problems: list[str], budget: Budget) -> list[Entry]:
@@ -335,17 +317,18 @@ def _of_literal(row: dict[str, Any], group_ids: dict[str, int]) -> dict[str, Any
 
 
 def _decode(path: str, data: bytes, budget: Budget) -> Any:
-    if data[:1] == b"\x80":
+    if data[:1] == _PICKLE:
         try:
             return load_data(data, budget)
         except RefusedError as error:
             step = "take the dump again" if error.cut_off else "a genuine dump holds data alone"
             refused = "" if error.cut_off else "is refused: "
             raise NoDumpError(f"{path}: {refused}the pickle {error}; {step}", refused=not error.cut_off) from error
-    if data.lstrip()[:1] == b"{":
-        budget.spend(VALUES, data.count(b"{") + data.count(b"[") + data.count(b","))
-        try:
-            return orjson.loads(data)
-        except BROKEN as error:
-            raise NoDumpError(f"{path}: is no whole JSON ({one_line(error)[:200]}); take the dump again") from error
-    raise NoDumpError(f"{path}: is no flight-recorder dump: it starts neither as a pickle nor as JSON", foreign=True)
+    if data.lstrip()[:1] != b"{":
+        lacks = "it starts neither as a pickle nor as JSON"
+        raise NoDumpError(f"{path}: is no flight-recorder dump: {lacks}", foreign=True)
+    budget.spend(VALUES, data.count(b"{") + data.count(b"[") + data.count(b","))
+    try:
+        return orjson.loads(data)
+    except BROKEN as error:
+        raise NoDumpError(f"{path}: is no whole JSON ({one_line(error)[:200]}); take the dump again") from error

@@ -13,6 +13,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
@@ -38,7 +39,6 @@ _NEXT_ROW = re.compile(r"\}\s*,\s*\{")
 class Document(Generic[Content]):
     """What could be read of one file."""
 
-    path: str
     content: Content
     sha256: str
     """Of the uncompressed content."""
@@ -82,13 +82,11 @@ def read_document(
     reader = _Reader(path, shape, take or rows.extend)
     content = reader.read()
     setattr(content, shape.rows, rows)
-    damage = reader.damage
     return Document(
-        path=path,
         content=content,
         sha256=reader.digest.hexdigest(),
-        budget=damage.budget,
-        damage=tuple(damage.problems),
+        budget=reader.damage.budget,
+        damage=tuple(reader.damage.problems),
     )
 
 
@@ -111,7 +109,7 @@ class _Reader(Generic[Content]):
         self._boundary: re.Pattern[bytes] | None = None
         """Between two rows."""
         self._streams = True
-        """Whether rows can be told apart without decoding."""
+        """Whether the end of a row is found without decoding."""
 
     def read(self) -> Content:
         try:
@@ -191,25 +189,23 @@ class _Reader(Generic[Content]):
 
     def _salvage(self) -> Content | None:
         """Read row by row what does not decode as a whole. None where there is no row."""
-        problems = self.damage.problems
+        problems, name = self.damage.problems, self._shape.rows
         text = self._rest[1:].decode(errors="replace")
         decoder = msgspec.json.Decoder(self._shape.row, strict=False)
-        rows, unusable, first = [], 0, ""
+        rows, broken = [], []
         found, end = _split(text)
         for number, row in enumerate(found, start=self._count + 1):
             try:
                 # Encoding turns NaN and Infinity, which JSON lacks, into null.
                 rows.append(decoder.decode(msgspec.json.encode(row)))
             except BROKEN as error:
-                unusable += 1
-                first = first or f"first: number {number}, {one_line(error)}"
+                broken.append(f"number {number}, {one_line(error)}")
         total = self._count + len(rows)
-        name = self._shape.rows
-        if unusable:
-            problems.append(f"{unusable} of {unusable + total} {name} are unusable ({first})")
+        if broken:
+            problems.append(f"{len(broken)} of {len(broken) + total} {name} are unusable (first: {broken[0]})")
         after = text[end:].lstrip()
         if not after.startswith("]"):
-            problems.append(f"cut off or broken after {unusable + total} {name}; {total} whole {name} were read")
+            problems.append(f"cut off or broken after {len(broken) + total} {name}; {total} whole {name} were read")
             after = "]}"
             if not total:
                 return None
@@ -219,17 +215,16 @@ class _Reader(Generic[Content]):
     def _salvage_head(self, before: str, after: str) -> Content:
         """The other fields of the object: all, or those before the list, or their defaults."""
         name = self._shape.rows
+        fields: dict[str, Any] = {}
         for candidate, problem in (
             (before + after, ""),
             (before + "]}", f"what follows the {name} is broken and was left out"),
-            (f'{{"{name}":[]}}', f"what stands around the {name} is broken and was left out"),
+            ("{}", f"what stands around the {name} is broken and was left out"),
         ):
-            try:
+            with suppress(ValueError, RecursionError):
                 fields = json.loads(candidate)
-            except (ValueError, RecursionError):
-                continue
-            self.damage.problems += [problem] if problem else []
-            break
+                self.damage.problems += [problem] if problem else []
+                break
         good: dict[str, Any] = {name: []}
         for field in self._shape.content.__struct_encode_fields__:  # type: ignore[attr-defined]
             if field in fields and field != name:
@@ -245,10 +240,9 @@ class _Reader(Generic[Content]):
 def _last(boundary: re.Pattern[bytes], text: bytearray) -> re.Match[bytes] | None:
     window = 1 << 14
     while True:
-        at = max(0, len(text) - window)
-        found = list(boundary.finditer(text, at))
-        if found or at == 0:
-            return found[-1] if found else None
+        *_, found = (None, *boundary.finditer(text, max(0, len(text) - window)))
+        if found is not None or window >= len(text):
+            return found
         window *= 8
 
 

@@ -11,7 +11,7 @@ from crossrank.comm import operation_of
 
 @dataclass(frozen=True)
 class KernelFamily:
-    """Kernels of one library. A group `op` in the pattern names the operation, where the name tells it."""
+    """Kernels of one library. A group `op` in the pattern names the operation, where the name has it."""
 
     library: str
     pattern: re.Pattern[str]
@@ -46,7 +46,7 @@ FAMILIES = (
 
 @lru_cache(maxsize=65536)
 def communication_kernel(name: str) -> tuple[str, str | None] | None:
-    """(library, operation) of a kernel that communicates; the operation is None where its name does not tell.
+    """(library, operation) of a kernel that communicates; the operation is None where its name does not say.
 
     >>> communication_kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*)")
     ('nccl', 'all_reduce')

@@ -46,7 +46,7 @@ class HostEvent(msgspec.Struct, gc=False):
 
 
 class Call(msgspec.Struct, gc=False):
-    """A call of the GPU's runtime or driver API. Any of them may launch; its correlation id tells."""
+    """A call of the GPU's runtime or driver API. Any of them may launch; its correlation id shows which did."""
 
     name: str
     pid: Id
@@ -158,13 +158,7 @@ class _DeviceArgs(msgspec.Struct, gc=False):
     stream: Id = None
     correlation: Int | None = None
     external_id: Int | None = msgspec.field(name="External id", default=None)
-
-
-class _SyncArgs(msgspec.Struct, gc=False):
     kind: str = msgspec.field(name="cuda_sync_kind", default="")
-    device: Id = None
-    stream: Id = None
-    correlation: Int | None = None
     wait_on_stream: Id = None
     record_correlation: Int | None = msgspec.field(name="wait_on_cuda_event_record_corr_id", default=None)
 
@@ -177,7 +171,6 @@ _EXACT_FROM = float(1 << 43)
 
 _host_args = msgspec.json.Decoder(_HostArgs, strict=False).decode
 _device_args = msgspec.json.Decoder(_DeviceArgs, strict=False).decode
-_sync_args = msgspec.json.Decoder(_SyncArgs, strict=False).decode
 
 
 def read_kineto(path: str) -> KinetoTrace:
@@ -282,10 +275,10 @@ class _Events:
             args = event.args.copy()
             self.device.append(DeviceEvent(name, category, device, of.context, stream, start, end, *ids, args))
         elif category == SYNC_CATEGORY:
-            sync = _sync_args(event.args)
-            device = event.pid if sync.device is None else sync.device
-            waits_for = sync.correlation, sync.wait_on_stream, sync.record_correlation
-            self.syncs.append(SyncEvent(sync.kind or name, device, sync.stream, start, end, *waits_for))
+            of = _device_args(event.args)
+            device = event.pid if of.device is None else of.device
+            waits_for = of.correlation, of.wait_on_stream, of.record_correlation
+            self.syncs.append(SyncEvent(of.kind or name, device, of.stream, start, end, *waits_for))
         else:
             self.unread[category or "(none)"] += 1
 

@@ -7,9 +7,8 @@ from array import array
 import msgspec
 
 from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, operation_of
-from crossrank.tools.job.kineto_calls import shapes_from_elements
 from crossrank.tools.traces.json_document import Shape, read_document
-from crossrank.tools.traces.param_comms import ParamComms, to_record
+from crossrank.tools.traces.param_comms import ParamComms, shapes_from_elements, to_record
 from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder, Waits
 
 
@@ -34,11 +33,16 @@ class _Basic(msgspec.Struct):
     startTime_ns: Int | None = None
 
 
+class _BasicFile(msgspec.Struct):
+    calls: list[_Basic]
+
+
+_SHAPE = Shape(what="a PARAM basic trace", content=_BasicFile, rows="calls", row=_Basic, bare_list=True)
+
+
 def read_basic(path: str, rank: int | None = None) -> RankTrace:
     """PARAM's basic trace: a list of calls, of groups (`init`), of waits and of computations."""
-    document = read_document(
-        path, Shape(what="a PARAM basic trace", content=_BasicFile, rows="calls", row=_Basic, bare_list=True)
-    )
+    document = read_document(path, _SHAPE)
     trace = RankTrace(rank=rank, path=path, source="basic", numbered=False, problems=list(document.damage))
     builder, waits = TraceBuilder(trace), Waits()
     groups: dict[str, Group] = {}
@@ -84,24 +88,21 @@ def read_basic(path: str, rank: int | None = None) -> RankTrace:
 
 def _basic_record(row: _Basic, name: str, pg: str, group: Group | None, number: int, batch: int) -> CommRecord:
     operation = operation_of(name)
+    place = row.root
+    if operation is not None and operation.p2p:
+        place = row.dst_rank if operation.name == "send" else row.src_rank
+    elif operation is not None and operation.rooted and row.root is None:
+        place = row.src_rank
     comms = ParamComms(
         name=name,
         pg=pg,
-        global_rank=row.root,
+        global_rank=place,
         in_elements=row.in_msg_size,
         out_elements=row.out_msg_size,
         dtype=row.dtype,
         in_split=row.in_split or None,
         out_split=row.out_split or None,
     )
-    if operation is not None and operation.p2p:
-        comms.global_rank = row.dst_rank if operation.name == "send" else row.src_rank
-    elif operation is not None and operation.rooted and row.root is None:
-        comms.global_rank = row.src_rank
     shapes_from_elements(comms)
     record = to_record(comms, group, number=number, time=row.startTime_ns or 0, c10d="")
     return msgspec.structs.replace(record, batch=batch if row.use_batch else None)
-
-
-class _BasicFile(msgspec.Struct):
-    calls: list[_Basic]

@@ -11,7 +11,7 @@ ops say it by the arguments of their schema.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -71,6 +71,7 @@ class _KinetoArgs(msgspec.Struct):
 
 
 _TENSOR_TYPE = re.compile(r"Tensor\(([^()]+)\)")
+_SCHEMA = re.compile(r"\((.*)\) ->", re.DOTALL)
 _ARGUMENT = re.compile(r"[\w\])?!] (\w+)(?:=[^,]*)?$")
 
 
@@ -83,9 +84,9 @@ def from_node(node: HostNode) -> ParamComms | None:
         return None
     seq, group, rest = values[at - 3], values[at - 2], values[at + 1 :]
     pair = group if isinstance(group, list) else [group]
-    inputs, dtype = _tensors(given.values[: at - 3], given.shapes, given.types)
-    outputs, out_dtype = _tensors(result.values, result.shapes, result.types)
-    start, stride, size = (rest[2:5] + [None] * 3)[:3] if len(rest) >= 5 else (None, None, None)
+    inputs, dtype = _shapes(given.values[: at - 3], given.shapes, given.types)
+    outputs, out_dtype = _shapes(result.values, result.shapes, result.types)
+    start, stride, size = map(_int, rest[2:5] if len(rest) >= 5 else (None, None, None))
     comms = ParamComms(
         name=values[at],
         pg=str(pair[0]) if pair else "",
@@ -98,26 +99,15 @@ def from_node(node: HostNode) -> ParamComms | None:
         dtype=dtype or out_dtype,
         in_split=_ints(rest[0]) if rest else None,
         out_split=_ints(rest[1]) if len(rest) > 1 else None,
-        group_size=_int(size) or 0,
-        ranks=_strided(_int(start), _int(stride), _int(size)),
+        group_size=size or 0,
+        ranks=_strided(start, stride, size),
     )
-    _add_attributes(comms, attributes(node))
-    return comms
-
-
-def _add_attributes(comms: ParamComms, named: Mapping[str, Any]) -> None:
-    """The attributes of schema 1.1.0 and later; what they say by name is surer than a position."""
-    comms.name = _text(named.get("collective_name")) or comms.name
-    comms.pg = _text(named.get("pg_name")) or comms.pg
-    comms.desc = _text(named.get("pg_desc")) or comms.desc
-    comms.dtype = _text(named.get("dtype")) or comms.dtype
-    comms.group_size = _int(named.get("pg_size")) or comms.group_size
-    comms.in_elements = _int(named.get("in_msg_nelems"))
-    comms.out_elements = _int(named.get("out_msg_nelems"))
-    comms.in_split = _ints(named.get("in_split_size")) or comms.in_split
-    comms.out_split = _ints(named.get("out_split_size")) or comms.out_split
+    named = attributes(node)  # what they say by name is surer than a position
+    for name, value in named.items():
+        _set(comms, _ATTRIBUTES.get(name), value)
     start, stride = _int(named.get("global_rank_start")), _int(named.get("global_rank_stride"))
     comms.ranks = comms.ranks or _strided(start, stride, comms.group_size)
+    return comms
 
 
 def from_kineto(args: msgspec.Raw) -> ParamComms | None:
@@ -126,52 +116,52 @@ def from_kineto(args: msgspec.Raw) -> ParamComms | None:
     if given is None or not given.collective:
         return None
     operation = operation_of(given.collective)
-    peer = None
-    if operation is not None and operation.p2p:
-        peer = given.target_rank if operation.name == "send" else given.source_rank
+    p2p = operation is not None and operation.p2p
+    same = ("pg", "desc", "group_size", "seq", "in_elements", "out_elements", "dtype", "is_async")
     return ParamComms(
         name=given.collective,
-        pg=given.pg,
-        desc=given.desc,
         ranks=_ints(given.ranks) or _strided(given.start, given.stride, given.group_size),
-        group_size=given.group_size,
-        seq=given.seq,
-        is_p2p=operation is not None and operation.p2p,
-        rank=peer,
-        in_elements=given.in_elements,
-        out_elements=given.out_elements,
-        dtype=given.dtype,
+        is_p2p=p2p,
+        rank=(given.target_rank if operation is OPERATIONS["send"] else given.source_rank) if p2p else None,
         in_split=_ints(given.in_split),
         out_split=_ints(given.out_split),
-        is_async=given.is_async,
+        **{name: getattr(given, name) for name in same},
     )
 
 
 def from_op(node: HostNode) -> ParamComms | None:
     """What a `c10d::` or functional op says by the arguments of its schema; None without a schema."""
     given, result = io(node.inputs), io(node.outputs)
-    schema = str(attributes(node).get("op_schema") or "")
-    names = _argument_names(schema)
+    schema = _SCHEMA.search(str(attributes(node).get("op_schema") or ""))
+    names = [match[1] for one in schema[1].split(", ") if (match := _ARGUMENT.search(one))] if schema else []
     if not names:
         return None
     comms = ParamComms(name=node.name)
     dtypes: dict[bool, str | None] = {}
     for i, (name, value) in enumerate(zip(names, given.values, strict=False)):
         if i < len(given.types) and "Tensor" in given.types[i]:
-            shapes, dtype = _tensors([value], given.shapes[i : i + 1], given.types[i : i + 1])
+            shapes, dtype = _shapes([value], given.shapes[i : i + 1], given.types[i : i + 1])
             is_output = name.startswith("output") or name == "out"
             (comms.outputs if is_output else comms.inputs).extend(shapes)
             dtypes[is_output] = dtypes.get(is_output) or dtype
-        elif name in _OP_ARGUMENTS:
-            field, read = _OP_ARGUMENTS[name]
-            setattr(comms, field, read(value))
+        else:
+            _set(comms, _OP_ARGUMENTS.get(name), value)
     if not comms.outputs:
-        comms.outputs, _ = _tensors(result.values, result.shapes, result.types)
+        comms.outputs, _ = _shapes(result.values, result.shapes, result.types)
     comms.dtype = dtypes.get(False) or dtypes.get(True)
-    operation = operation_of(node.name)
-    if operation is not None and operation.name == "recv" and not node.name.startswith("_"):
+    if operation_of(node.name) is OPERATIONS["recv"] and not node.name.startswith("_"):
         comms.outputs, comms.inputs = comms.inputs or comms.outputs, []
     return comms
+
+
+def shapes_from_elements(comms: ParamComms) -> None:
+    """Kineto and PARAM count elements: one tensor of that many, on each side that has any."""
+    if not comms.inputs and comms.in_elements:
+        comms.inputs = [[comms.in_elements]]
+    if not comms.outputs and comms.out_elements:
+        comms.outputs = [[comms.out_elements]]
+    if not comms.inputs and not comms.outputs and comms.in_elements == 0:
+        comms.inputs = [[0]]  # known to be empty
 
 
 def to_record(comms: ParamComms, group: Group | None, *, number: int, time: int, c10d: str) -> CommRecord:
@@ -215,48 +205,32 @@ def to_record(comms: ParamComms, group: Group | None, *, number: int, time: int,
     )
 
 
-def _tensors(values: Sequence[Any], shapes: Sequence[Any], types: Sequence[str]) -> tuple[list[list[int]], str | None]:
-    """Shapes of all tensors in `values`, however deep in lists, and the element type of the first."""
-    found: list[list[int]] = []
+def _tensors(values: Sequence[Any], shapes: Sequence[Any]) -> Iterator[tuple[list[Any], Any]]:
+    """Every tensor in `values`, however deep in lists, with what stands in its place in `shapes`."""
     todo = list(zip(values, shapes, strict=False))[::-1]
     while todo:
         value, shape = todo.pop()
         if _is_tensor(value):
-            found.append([extent for extent in shape if _is_int(extent)] if isinstance(shape, list) else [])
+            yield value, shape
         elif isinstance(value, list) and isinstance(shape, list):
             todo.extend(list(zip(value, shape, strict=False))[::-1])
+
+
+def _shapes(values: Sequence[Any], shapes: Sequence[Any], types: Sequence[str]) -> tuple[list[list[int]], str | None]:
+    """Shapes of all tensors in `values`, and the element type of the first."""
+    lists = (shape if isinstance(shape, list) else [] for _, shape in _tensors(values, shapes))
     dtype = next((match[1] for text in types[: len(values)] if (match := _TENSOR_TYPE.search(text))), None)
-    return found, dtype
+    return [list(filter(_is_int, shape)) for shape in lists], dtype
 
 
 def tensor_bytes(values: Sequence[Any]) -> int:
     """Bytes of all tensors in `values`, however deep in lists, by their number of elements."""
-    total = 0
-    todo = list(values)
-    while todo:
-        value = todo.pop()
-        if _is_tensor(value):
-            total += value[3] * value[4] if _is_int(value[4]) else 0
-        elif isinstance(value, list):
-            todo.extend(value)
-    return total
+    return sum(tensor[3] * tensor[4] for tensor, _ in _tensors(values, values) if _is_int(tensor[4]))
 
 
 def _is_tensor(value: Any) -> bool:
     """A tensor is [id, storage, offset, elements, bytes per element, device]."""
     return isinstance(value, list) and len(value) == 6 and isinstance(value[5], str) and _is_int(value[3])
-
-
-def _argument_names(schema: str) -> list[str]:
-    start, end = schema.find("("), schema.rfind(") ->")
-    if start < 0 or end < 0:
-        return []
-    names = []
-    for argument in schema[start + 1 : end].split(", "):
-        match = _ARGUMENT.search(argument)
-        if match:
-            names.append(match[1])
-    return names
 
 
 def _strided(start: int | None, stride: int | None, size: int | None) -> range | None:
@@ -276,8 +250,12 @@ def _ints(value: Any) -> list[int] | None:
     return None
 
 
-def _text(value: Any) -> str:
-    return str(value) if isinstance(value, str | int) else ""
+def _text(value: Any) -> str | None:
+    return str(value) or None if isinstance(value, str | int) else None
+
+
+def _reduction(value: Any) -> str | None:
+    return value if isinstance(value, str) and not value.startswith("<") else None
 
 
 def _int(value: Any) -> int | None:
@@ -288,13 +266,34 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-# Argument of an op's schema -> the field of `ParamComms` that it is, and how its value is read.
-_OP_ARGUMENTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+_Field = tuple[str, Callable[[Any], Any]]
+"""A field of `ParamComms`, and how its value is read; None = it is not known."""
+
+
+def _set(comms: ParamComms, field: _Field | None, value: Any) -> None:
+    if field is not None and (known := field[1](value)) is not None:
+        setattr(comms, field[0], known)
+
+
+# Attribute of a node of schema 1.1.0 and later.
+_ATTRIBUTES: dict[str, _Field] = {
+    "collective_name": ("name", _text),
+    "pg_name": ("pg", _text),
+    "pg_desc": ("desc", _text),
+    "dtype": ("dtype", _text),
+    "pg_size": ("group_size", lambda value: _int(value) or None),
+    "in_msg_nelems": ("in_elements", _int),
+    "out_msg_nelems": ("out_elements", _int),
+    "in_split_size": ("in_split", _ints),
+    "out_split_size": ("out_split", _ints),
+}
+# Argument of an op's schema.
+_OP_ARGUMENTS: dict[str, _Field] = {
     **dict.fromkeys(("root_rank", "src", "dst", "root"), ("rank", _int)),
-    "group_name": ("pg", lambda value: value if isinstance(value, str) else ""),
+    "group_name": ("pg", lambda value: value if isinstance(value, str) else None),
     "tag": ("tag", _int),
-    "group_size": ("group_size", lambda value: _int(value) or 0),
-    "reduce_op": ("reduce", lambda value: value if isinstance(value, str) and not value.startswith("<") else None),
+    "group_size": ("group_size", _int),
+    "reduce_op": ("reduce", _reduction),
     "async_op": ("is_async", lambda value: value if isinstance(value, bool) else None),
     "input_split_sizes": ("in_split", _ints),
     "output_split_sizes": ("out_split", _ints),

@@ -1,4 +1,4 @@
-"""One rank, whatever file told of it: its calls in columns, its groups, how far it came, what could not be read.
+"""One rank, from any kind of file: its calls in columns, its groups, how far it came, what could not be read.
 
 A job has millions of calls. What calls have in common (operation, sizes, peer, source line) stands once, as a
 `CommRecord` without number and times; a call is a row over arrays. Readers make a `RankTrace` in a worker process and
@@ -127,7 +127,7 @@ class Table(Generic[Thing]):
 
 
 class Signatures(Table[CommRecord]):
-    """Records without what differs between equal calls. They hold lists, so they are told apart as encoded."""
+    """Records without what differs between equal calls. They hold lists, so they are compared as encoded."""
 
     def key(self, thing: CommRecord) -> Hashable:
         return _encode(thing)
@@ -301,8 +301,10 @@ class RankTrace:
 
 
 def launch_of(records: Sequence[CommRecord]) -> CommRecord:
-    """Several calls that went out together, as one."""
+    """Several calls that went out together, as one; a single one is its own launch."""
     first = records[0]
+    if len(records) == 1:
+        return first
     return msgspec.structs.replace(first, bytes=sum(one.bytes for one in records), members=list(records))
 
 

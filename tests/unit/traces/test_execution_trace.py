@@ -57,15 +57,8 @@ def test_flat_and_nested_nodes_say_the_same(tmp_path: Path) -> None:
     )
     for trace in (flat, nested):
         node = trace.nodes[1]
-        assert (node.id, node.parent, node.rf_id, node.tid, node.seq_id, node.scope, node.fw_tid) == (
-            7,
-            1,
-            3,
-            2,
-            9,
-            1,
-            1,
-        )
+        numbers = (node.id, node.parent, node.rf_id, node.tid, node.seq_id, node.scope, node.fw_tid)
+        assert numbers == (7, 1, 3, 2, 9, 1, 1)
         assert io(node.inputs).values == [tensor]
         assert io(node.inputs).shapes == [[2, 3]]
         assert io(node.outputs).values == []
@@ -155,31 +148,15 @@ def test_the_size_of_a_group_is_not_trusted_blindly(tmp_path: Path) -> None:
 
 
 def test_process_groups_are_read_and_the_world_has_its_ranks(tmp_path: Path) -> None:
-    config = json.dumps(
-        [
-            {
-                "pg_name": "0",
-                "pg_desc": "default_pg",
-                "backend_config": "cuda:nccl",
-                "ranks": [],
-                "group_size": 3,
-                "group_count": 2,
-            },
-            {
-                "pg_name": "7",
-                "pg_desc": "late",
-                "backend_config": "cuda:nccl",
-                "ranks": [0, 2],
-                "group_size": 2,
-                "group_count": 2,
-            },
-        ]
-    )
-    node = nested_node(
-        3, "## process_group:init ##", 0, inputs={"values": [config], "shapes": [[]], "types": ["String"]}
-    )
-    cut_short = nested_node(
-        4, "## process_group:init ##", 0, inputs={"values": [config[:50], 3], "shapes": [[]], "types": ["String"]}
+    same = {"backend_config": "cuda:nccl", "group_count": 2}
+    world = {"pg_name": "0", "pg_desc": "default_pg", "ranks": [], "group_size": 3}
+    late = {"pg_name": "7", "pg_desc": "late", "ranks": [0, 2], "group_size": 2}
+    config = json.dumps([world | same, late | same])
+    node, cut_short = (
+        nested_node(
+            number, "## process_group:init ##", 0, inputs={"values": values, "shapes": [[]], "types": ["String"]}
+        )
+        for number, values in ((3, [config]), (4, [config[:50], 3]))
     )
     assert read(tmp_path, [node, cut_short]).groups == (
         Group(pg="0", size=3, ranks=[0, 1, 2], desc="default_pg", backend="cuda:nccl"),

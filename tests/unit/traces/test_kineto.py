@@ -44,15 +44,13 @@ def test_times_keep_every_nanosecond(tmp_path: Path, ts: str, dur: str, start: i
 
 
 def test_events_are_sorted_by_what_they_are(tmp_path: Path) -> None:
+    sync_args = {"cuda_sync_kind": "Stream Wait Event", "device": 0, "stream": 20, "wait_on_stream": 7}
+    sync_args |= {"correlation": 3, "wait_on_cuda_event_record_corr_id": 2}
     trace = read(
         tmp_path,
         {
             "baseTimeNanoseconds": 7,
-            "distributedInfo": {
-                "rank": 3,
-                "world_size": 8,
-                "pg_config": [{"pg_name": "0", "pg_size": 2, "ranks": [0, 1]}],
-            },
+            "distributedInfo": {"rank": 3, "world_size": 8, "pg_config": [{"pg_name": "0", "ranks": [0, 1]}]},
             "traceEvents": [
                 event("cpu_op", args={"Record function id": 5, "External id": 6, "Sequence number": 9}),
                 event("user_annotation", args={"External id": "12"}),
@@ -61,17 +59,7 @@ def test_events_are_sorted_by_what_they_are(tmp_path: Path) -> None:
                 event("cuda_runtime", name="hipLaunchKernel", args={"correlation": 10}),
                 event("kernel", args={"device": 1, "stream": 7, "context": 2, "correlation": 8, "External id": 6}),
                 event("gpu_memset", pid=4, tid=20, args={"correlation": 11}),
-                event(
-                    "cuda_sync",
-                    args={
-                        "cuda_sync_kind": "Stream Wait Event",
-                        "stream": 20,
-                        "wait_on_stream": 7,
-                        "correlation": 3,
-                        "wait_on_cuda_event_record_corr_id": 2,
-                        "device": 0,
-                    },
-                ),
+                event("cuda_sync", args=sync_args),
                 event("python_function"),
                 event("cpu_op", ph="B"),
                 event("gpu_user_annotation"),
@@ -94,11 +82,7 @@ def test_events_are_sorted_by_what_they_are(tmp_path: Path) -> None:
     assert (sync.kind, sync.stream, sync.wait_on_stream, sync.record_correlation) == ("Stream Wait Event", 20, 7, 2)
     assert (trace.base_ns, trace.rank, trace.world_size) == (7, 3, 8)
     assert trace.groups == (Group(pg="0", size=2, ranks=[0, 1]),)
-    assert trace.unread == {
-        "cpu_op, phase 'B'": 1,
-        "gpu_user_annotation": 1,
-        "python_function": 1,
-    }
+    assert trace.unread == {"cpu_op, phase 'B'": 1, "gpu_user_annotation": 1, "python_function": 1}
     assert trace.warnings == ()
 
 

@@ -7,10 +7,7 @@ import io
 import itertools
 import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +18,6 @@ from crossrank.budget import Budget, BudgetError
 from crossrank.tools.traces import safe_pickle
 from crossrank.tools.traces.safe_pickle import RefusedError, load_data
 
-SEEDS = Path(__file__).parents[2] / "fuzz/seeds"
 TEXT = st.text(max_size=8)
 LEAVES = st.none() | st.booleans() | st.integers(-(1 << 62), 1 << 62) | st.floats(allow_nan=False) | TEXT
 DATA = st.recursive(
@@ -36,23 +32,18 @@ def test_data_is_read_as_pickle_reads_it(thing: Any, protocol: int) -> None:
     assert load_data(pickle.dumps(thing, protocol), Budget("dump")) == thing
 
 
-@given(DATA)
-def test_what_torch_writes_is_read_by_the_fast_way(thing: Any) -> None:
-    dump = {"version": "2.10", "entries": [{"process_group": ("0", "default_pg"), "time": 1 << 60, "thing": thing}]}
-    content = pickle.dumps(dump, 2)
+class _Witness(pickle._Unpickler):
+    """Unpickles in Python, and looks at every pair."""
 
-    if b"\x8a\x01" not in content:  # numbers of an odd number of bytes, which torch does not write
-        assert safe_pickle._is_as_torch_writes(content)
+    stack: list[Any]
 
-
-def test_dumps_of_torch_go_the_fast_way() -> None:
-    for rank in range(2):
-        assert safe_pickle._is_as_torch_writes((SEEDS / f"flight/rank_{rank}").read_bytes())
-
-
-class _Witness(safe_pickle._Careful):
-    def _check_tuple(self) -> None:
+    def load_pair(self) -> None:
+        _DISPATCH[pickle.TUPLE2[0]](self)
         assert not any(type(part) is tuple for part in self.stack[-1])
+
+
+_DISPATCH: dict[int, Any] = pickle._Unpickler.dispatch
+_Witness.dispatch = _DISPATCH | {pickle.TUPLE2[0]: _Witness.load_pair}
 
 
 FRAGMENTS = [
@@ -62,15 +53,19 @@ FRAGMENTS = [
 ]
 
 
-def test_no_order_of_opcodes_that_goes_the_fast_way_makes_a_tuple_of_tuples() -> None:
-    fast = 0
-    for fragments in itertools.product(FRAGMENTS, repeat=4):
-        content = b"\x80\x02X\1\0\0\0aq\x00h\x00" + b"".join(fragments) + b"."
-        if safe_pickle._is_as_torch_writes(content):
-            fast += 1
-            with contextlib.suppress(IndexError, KeyError, pickle.UnpicklingError, TypeError):
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_no_order_of_opcodes_that_is_read_makes_a_tuple_of_tuples(protocol: int) -> None:
+    read = 0
+    put = b"q\x00" if protocol == 2 else b"\x94"
+    fragments = [one if protocol == 2 else one.replace(b"q\x01", b"\x94") for one in FRAGMENTS]
+    for four in itertools.product(fragments, repeat=4):
+        content = b"\x80%cX\1\0\0\0a%sh\x00" % (protocol, put) + b"".join(four) + b"."
+        with contextlib.suppress(RefusedError):
+            safe_pickle._check(content)
+            read += 1
+            with contextlib.suppress(IndexError, KeyError, pickle.UnpicklingError, TypeError, AttributeError):
                 _Witness(io.BytesIO(content)).load()
-    assert fast > 10_000
+    assert read > 5_000
 
 
 class _RunsCode:
@@ -109,11 +104,11 @@ def _doubled(levels: int, between: bytes = b"") -> bytes:
             "tuple",
             id="deep-key-that-begins-with-a-get",
         ),
-        pytest.param(_nested(b")\x86", 200_000), "tuple", id="deep-key-of-empty-tuples"),
-        pytest.param(_nested(b"h\x00\x86", 5), "is no sound pickle", id="pairs-as-key"),
+        pytest.param(_nested(b")\x86", 200_000), "order", id="deep-key-of-empty-tuples"),
+        pytest.param(_nested(b"h\x00\x86", 5), "order", id="pairs-as-key"),
         pytest.param(_doubled(60), "tuple", id="exponential-hash"),
-        pytest.param(_doubled(60, b"q\xff"), "tuple", id="exponential-hash-by-a-second-index"),
-        pytest.param(_doubled(60, b"(u"), "tuple", id="exponential-hash-behind-an-empty-update"),
+        pytest.param(_doubled(60, b"q\xff"), "order", id="exponential-hash-by-a-second-index"),
+        pytest.param(_doubled(60, b"(u"), "order", id="exponential-hash-behind-an-empty-update"),
         pytest.param(b"\x80\x02" + b"X\xff\xff\xff\xff" + b"a" * 99 + b".", "cut off", id="string-without-end"),
         pytest.param(b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7fa.", "opcode", id="bytes-without-end"),
     ],
@@ -123,34 +118,15 @@ def test_a_pickle_that_is_more_than_data_is_refused(content: bytes, reason: str)
         load_data(content, Budget("dump"))
 
 
-@pytest.mark.parametrize(
-    ("content", "printed"),
-    [
-        pytest.param(b"]r\xff\xff\xff\x7f", "[]", id="container"),
-        pytest.param(b"X\x01\x00\x00\x00ar\xff\xff\xff\x7f", "'a'", id="string"),
-        pytest.param(b"K\x07r\xff\xff\xff\x7f", "7", id="number"),
-    ],
-)
-def test_a_memo_index_allocates_nothing(content: bytes, printed: str) -> None:
-    program = (
-        "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))\n"
-        "from crossrank.budget import Budget; from crossrank.tools.traces.safe_pickle import load_data\n"
-        rf"print(load_data(b'\x80\x02' + {content!r} + b'.', Budget('dump')).__repr__())"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == f"{printed}\n"
+@pytest.mark.parametrize("content", [b"]", b"X\x01\x00\x00\x00a", b"K\x07"])
+def test_a_memo_index_allocates_nothing(content: bytes) -> None:
+    with pytest.raises(RefusedError, match=r"memo index|order"):
+        load_data(b"\x80\x02" + content + b"r\xff\xff\xff\x7f.", Budget("dump"))
 
 
-@pytest.mark.parametrize(
-    ("content", "what"),
-    [
-        pytest.param(b"\x80\x02" + b"]" * 3_000_001 + b".", "values", id="containers"),
-        pytest.param(b"\x80\x04" + b"K\x01" * (4 << 20) + b"\x94.", "a pickle that torch did not write", id="slow"),
-    ],
-)
-def test_a_pickle_that_is_larger_than_any_dump_is_refused(content: bytes, what: str) -> None:
-    with pytest.raises(BudgetError, match=f"more than [0-9,]+ .*{what}"):
-        load_data(content, Budget("dump"))
+def test_a_pickle_with_more_values_than_any_dump_is_refused() -> None:
+    with pytest.raises(BudgetError, match=r"more than [0-9,]+ values"):
+        load_data(b"\x80\x02" + b"]" * 3_000_001 + b".", Budget("dump"))
 
 
 @given(DATA, st.sampled_from([2, 4]), st.data())

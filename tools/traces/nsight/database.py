@@ -6,11 +6,12 @@ import os
 import sqlite3
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import fsspec
@@ -21,7 +22,11 @@ from crossrank.budget import BYTES, QUERIES, ROWS, Budget
 from crossrank.errors import CrossrankError, one_line
 from crossrank.recording import is_url
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 Column = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 NVTX = "NVTX_EVENTS"
 RUNTIME = "CUPTI_ACTIVITY_KIND_RUNTIME"
@@ -29,16 +34,21 @@ KERNEL = "CUPTI_ACTIVITY_KIND_KERNEL"
 MEMCPY = "CUPTI_ACTIVITY_KIND_MEMCPY"
 GRAPH_TRACE = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
 GRAPH_NODES = ("CUDA_GRAPH_NODE_EVENTS", "CUDA_GRAPH_EVENTS")
-"""Names of the table that tells when the nodes of CUDA graphs were made; the second is that of 2022.4 and 2023.4."""
+"""Names of the table of the times at which nodes of CUDA graphs were made; the second is that of 2022.4 and 2023.4."""
 STRINGS = "StringIds"
 
 _KNOWN = ((3, 0), (3, 28))
 """Schema versions, major and minor, between which the columns read here are documented: those of 2022.4 to 2026.4."""
 _META_DATA = ("META_DATA_EXPORT", "EXPORT_META_DATA")
-"""Names of the table that tells the version; the second is that of 2022."""
+"""Names of the table with the version; the second is that of 2022."""
 _SIGNS = (NVTX, RUNTIME, KERNEL, *_META_DATA, "TARGET_INFO_SESSION_START_TIME", "ANALYSIS_DETAILS")
 _READ = (*_SIGNS, MEMCPY, GRAPH_TRACE, *GRAPH_NODES, STRINGS)
-_EXPORT_TABLES = "NVTX_EVENTS, CUPTI_ACTIVITY_KIND_KERNEL, CUPTI_ACTIVITY_KIND_RUNTIME"
+_NEEDED = {
+    NVTX: ("start", "end", "eventType", "globalTid"),
+    KERNEL: ("start", "end", "globalPid", "correlationId"),
+    RUNTIME: ("start", "globalTid", "correlationId"),
+}
+"""Columns without which a table says nothing."""
 _ROWS = 1 << 16
 _TICK = 10_000
 """Instructions of SQLite's machine between two looks at the time."""
@@ -71,31 +81,41 @@ class Export:
         if not self._tables:
             raise CrossrankError(f"{path}: is an empty database; export the report anew")
         if not any(sign in self._tables for sign in _SIGNS):
-            told = ", ".join(sorted(self._tables)[:4])
-            raise CrossrankError(f"{path}: is a database, but no export of Nsight Systems (it has the tables {told})")
+            names = ", ".join(sorted(self._tables)[:4])
+            raise CrossrankError(f"{path}: is a database, but no export of Nsight Systems (it has the tables {names})")
         self._check_version()
 
     def has(self, table: str) -> bool:
         return table in self._tables
 
-    def has_rows(self, table: str) -> bool:
-        """Whether a table is there and has rows: `--lazy false` writes empty ones."""
-        if table not in self._tables:
-            return False
-        return self._connection.execute(f'SELECT 1 FROM "{table}" LIMIT 1').fetchone() is not None
-
     def columns(self, table: str) -> set[str]:
         """Names of the columns of a table; empty where it is not there."""
-        found = self._columns.get(table)
-        if found is None:
-            found = set()
-            if table in self._tables:
-                found = {str(row[1]) for row in self._connection.execute(f'PRAGMA table_info("{table}")')}
-            self._columns[table] = found
-        return found
+        if table not in self._columns:
+            rows = self._connection.execute(f'PRAGMA table_info("{table}")') if table in self._tables else ()
+            self._columns[table] = {str(row[1]) for row in rows}
+        return self._columns[table]
 
-    def read(self, table: str, columns: Sequence[str], where: str = "") -> Iterator[list[Column]]:
-        """The columns of a table as integers, some ten thousand rows at a time."""
+    def value(self, table: str, column: str, name: str | None = None, *, select: str = "") -> object:
+        """The first value of a column, or that of the row of a `name`; None where the export does not have it."""
+        where = "" if name is None else "WHERE name = ?"
+        if not {column} | ({"name"} if where else set()) <= self.columns(table):
+            return None
+        query = f'SELECT {select or column} FROM "{table}" {where}'
+        row = self._connection.execute(query, (name,) if where else ()).fetchone()
+        return row[0] if row is not None else None
+
+    def all(
+        self, table: str, columns: Sequence[str], where: str = "", keep: Callable[[list[Column]], Mask] | None = None
+    ) -> list[Column]:
+        """The whole columns as integers, of those rows that `keep` marks, which is asked of some ten thousand at a
+        time; empty ones where the table is not there."""
+        parts = [[np.empty(0, np.int64)] * len(columns)]
+        for part in self._parts(table, columns, where) if table in self._tables else ():
+            rows = slice(None) if keep is None else keep(part)
+            parts.append([column[rows] for column in part])
+        return [np.concatenate(column) for column in zip(*parts, strict=True)]
+
+    def _parts(self, table: str, columns: Sequence[str], where: str) -> Iterator[list[Column]]:
         there = self.columns(table) | {"rowid"}
         select = ", ".join(f'COALESCE("{name}", {NONE})' if name in there else str(NONE) for name in columns)
         cursor = self._connection.execute(f'SELECT {select} FROM "{table}" {where}')
@@ -112,37 +132,14 @@ class Export:
                 # One row at a time: what stands where a number belongs may be large.
                 flat = np.fromiter(chain.from_iterable(islice(given, _ROWS)), np.int64)
             except (ValueError, TypeError, OverflowError) as error:
-                raise self._no_number(columns, row, table) from error
+                named = zip(columns, row, strict=True)
+                wrong = [f".{name} holds {str(value)[:40]!r}" for name, value in named if not isinstance(value, int)]
+                what = f"{wrong[0]} where a number belongs" if wrong else " holds numbers that are too large"
+                raise CrossrankError(f"{self.path}: {table}{what}; export it anew") from error
             if not len(flat):
                 return
             self._budget.spend(ROWS, len(flat) // len(columns))
             yield list(flat.reshape(-1, len(columns)).T)
-
-    def _no_number(self, columns: Sequence[str], row: Sequence[object], table: str) -> CrossrankError:
-        for name, value in zip(columns, row, strict=True):
-            if not isinstance(value, int):
-                return CrossrankError(
-                    f"{self.path}: {table}.{name} holds {str(value)[:40]!r} where a number belongs; export it anew"
-                )
-        return CrossrankError(f"{self.path}: {table} holds numbers that are too large; export it anew")
-
-    def require(self, table: str, columns: Sequence[str]) -> None:
-        """Raises `CrossrankError` where a table is there without columns that nothing can be told without."""
-        lacking = [name for name in columns if name not in self.columns(table)]
-        if self.has(table) and lacking:
-            raise CrossrankError(
-                f"{self.path}: {table} has no column {', '.join(lacking)}; export it with a version of Nsight Systems "
-                "whose schema is 3.0 to 3.28 (2022.4 to 2026.4)"
-            )
-
-    def all(self, table: str, columns: Sequence[str], where: str = "") -> list[Column]:
-        """The whole columns; empty ones where the table is not there."""
-        if table not in self._tables:
-            return [np.empty(0, np.int64) for _ in columns]
-        parts = list(self.read(table, columns, where))
-        if not parts:
-            return [np.empty(0, np.int64) for _ in columns]
-        return [np.concatenate([part[index] for part in parts]) for index in range(len(columns))]
 
     def rows(self, query: str, parameters: Sequence[object] = ()) -> Iterator[tuple[object, ...]]:
         """The rows of a query over tables and columns that are known to be there."""
@@ -169,54 +166,66 @@ class Export:
     def epoch_ns(self) -> int:
         """ns since 1970 at time 0 of the export; 0 where it does not say, and where that is 1970: its times were
         normalised (`--ts-normalize true`)."""
-        latest = max(self._latest(table) for table in (NVTX, KERNEL, RUNTIME))
-        if latest > _LONGEST:
+        latest = (self.value(table, "start", select="MAX(start)") for table in (NVTX, KERNEL, RUNTIME))
+        if any(isinstance(start, int) and start > _LONGEST for start in latest):
             return 0
-        table = "TARGET_INFO_SESSION_START_TIME"
-        if "utcEpochNs" in self.columns(table):
-            row = self._connection.execute(f"SELECT utcEpochNs FROM {table}").fetchone()
-            if row is not None and isinstance(row[0], int) and 0 < row[0] < LATEST:
-                return row[0]
+        epoch = self.value("TARGET_INFO_SESSION_START_TIME", "utcEpochNs")
+        if isinstance(epoch, int) and 0 < epoch < LATEST:
+            return epoch
         self.notes.append("does not say when its session began: its times are aligned by collectives alone")
         return 0
 
-    def _latest(self, table: str) -> int:
-        """The latest start in a table."""
-        if "start" not in self.columns(table):
-            return 0
-        row = self._connection.execute(f'SELECT MAX(start) FROM "{table}"').fetchone()
-        return row[0] if row is not None and isinstance(row[0], int) else 0
-
     def host(self) -> str:
         """Name of the machine; empty where it does not say."""
-        if {"name", "value"} <= self.columns("TARGET_INFO_SYSTEM_ENV"):
-            query = "SELECT value FROM TARGET_INFO_SYSTEM_ENV WHERE name = 'Hostname'"
-            row = self._connection.execute(query).fetchone()
-            return str(row[0]) if row is not None else ""
-        return ""
+        name = self.value("TARGET_INFO_SYSTEM_ENV", "value", "Hostname")
+        return "" if name is None else str(name)
 
     def event_type(self, name: str, otherwise: int) -> int:
         """Number of an NVTX event type in this export."""
-        if {"id", "name"} <= self.columns("ENUM_NSYS_EVENT_TYPE"):
-            row = self._connection.execute("SELECT id FROM ENUM_NSYS_EVENT_TYPE WHERE name = ?", (name,)).fetchone()
-            if row is not None and isinstance(row[0], int):
-                return row[0]
-        return otherwise
+        number = self.value("ENUM_NSYS_EVENT_TYPE", "id", name)
+        return number if isinstance(number, int) else otherwise
 
     def _check_version(self) -> None:
         """Note a schema that is not known."""
-        table = next((name for name in _META_DATA if {"name", "value"} <= self.columns(name)), None)
-        if table is None:
-            return
-        query = f"SELECT value FROM {table} WHERE name = 'EXPORT_SCHEMA_VERSION'"
-        row = self._connection.execute(query).fetchone()
-        version = str(row[0])[:_LONGEST_VERSION] if row is not None else ""
+        values = (self.value(table, "value", "EXPORT_SCHEMA_VERSION") for table in _META_DATA)
+        version = str(next((value for value in values if value is not None), ""))[:_LONGEST_VERSION]
         parts = version.split(".")
         number = tuple(int(part) for part in parts[:2]) if all(part.isdecimal() for part in parts[:2]) else ()
         if version and not _KNOWN[0] <= number <= _KNOWN[1]:
             self.notes.append(
                 f"has schema version {version}; 3.0 to 3.28 are known here: the columns it shares with them are read"
             )
+
+
+@dataclass
+class Columns:
+    """Rows over columns of one length; fields that are no arrays belong to all rows."""
+
+    start: Column
+    end: Column
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def take(self, rows: Column | Mask) -> Self:
+        """The rows at these indices, or of this mask."""
+        columns = {name: value[rows] for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        return replace(self, **columns)
+
+
+def lookup(ordered: Column, values: Column) -> Column:
+    """Index in `ordered` of each value, of equal ones the first; `NONE` where it is not there."""
+    if not len(ordered):
+        return np.full(len(values), NONE, np.int64)
+    at = np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)
+    return np.where(ordered[at] == values, at, NONE)
+
+
+def at(values: Column, index: Column, default: int = NONE) -> Column:
+    """The value at each index; `default` where that is negative."""
+    if not len(values):
+        return np.full(len(index), default, np.int64)
+    return np.where(index < 0, default, values[np.maximum(index, 0)])
 
 
 @dataclass
@@ -285,12 +294,15 @@ def open_export(path: str) -> Iterator[Export]:
 
 def require_tables(export: Export) -> None:
     """Raises `CrossrankError` where the export cannot have what is needed, naming what was not recorded."""
-    export.require(NVTX, ("start", "end", "eventType", "globalTid"))
-    export.require(KERNEL, ("start", "end", "globalPid", "correlationId"))
-    export.require(RUNTIME, ("start", "globalTid", "correlationId"))
-    lacking = [table for table in (NVTX, KERNEL, RUNTIME) if not export.has(table)]
-    if KERNEL in lacking and NVTX in lacking:
+    for table, columns in _NEEDED.items():
+        lacking = [name for name in columns if name not in export.columns(table)]
+        if export.has(table) and lacking:
+            raise CrossrankError(
+                f"{export.path}: {table} has no column {', '.join(lacking)}; export it with a version of Nsight "
+                "Systems whose schema is 3.0 to 3.28 (2022.4 to 2026.4)"
+            )
+    if not export.has(KERNEL) and not export.has(NVTX):
         raise CrossrankError(
             f"{export.path}: has neither NVTX ranges nor CUDA kernels; record with --trace=cuda,nvtx and export "
-            f"the tables {_EXPORT_TABLES}"
+            f"the tables {', '.join(_NEEDED)}"
         )

@@ -11,7 +11,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from crossrank.tools.traces.kernels import communication_kernel
-from crossrank.tools.traces.nsight.database import KERNEL, LATEST, MEMCPY, NONE, RUNTIME, Column, Export
+from crossrank.tools.traces.nsight.database import (
+    KERNEL,
+    LATEST,
+    MEMCPY,
+    NONE,
+    RUNTIME,
+    Column,
+    Columns,
+    Export,
+    at,
+    lookup,
+)
 from crossrank.tools.traces.nsight.markers import Ranges
 
 _FOREVER = np.iinfo(np.int64).max
@@ -20,46 +31,27 @@ _PEER_TO_PEER = 10
 
 
 @dataclass
-class Activities:
+class Activities(Columns):
     """Kernels, or copies between GPUs, in the order of the file."""
 
-    start: Column
-    end: Column
     process: Column
     """globalPid >> 24."""
     correlation: Column
     device: Column
     stream: Column
     graph_node: Column
+    """0 where no graph launched it."""
     op: Column
     """Index into `ops`."""
     ops: list[str | None]
-    """Operations that the names of kernels tell."""
+    """Operations that the names of kernels give."""
     thread: Column
     """globalTid of the launch; `NONE` where none was recorded."""
     launched: Column
     """When, like `start`."""
 
-    def __len__(self) -> int:
-        return len(self.start)
 
-    def take(self, rows: Column) -> Activities:
-        return Activities(
-            start=self.start[rows],
-            end=self.end[rows],
-            process=self.process[rows],
-            correlation=self.correlation[rows],
-            device=self.device[rows],
-            stream=self.stream[rows],
-            graph_node=self.graph_node[rows],
-            op=self.op[rows],
-            ops=self.ops,
-            thread=self.thread[rows],
-            launched=self.launched[rows],
-        )
-
-
-_KERNEL = ("start", "end", "globalPid", "correlationId", "deviceId", "streamId", "graphNodeId", "name")
+_ACTIVITY = ("start", "end", "globalPid", "correlationId", "deviceId", "streamId", "graphNodeId")
 
 
 def communication_kernels(export: Export) -> Activities:
@@ -69,24 +61,13 @@ def communication_kernels(export: Export) -> Activities:
     if name is None:
         return _activities(export, [np.empty(0, np.int64)] * 8, [])
     (distinct,) = export.all(KERNEL, [name], f'GROUP BY "{name}"')
-    ops: list[str | None] = []
-    of_name: dict[int, int] = {}
-    for number, text in export.strings(distinct).items():
-        known = communication_kernel(text)
-        if known is not None:
-            if known[1] not in ops:
-                ops.append(known[1])
-            of_name[number] = ops.index(known[1])
-    names = np.array(sorted(of_name), np.int64)
-    numbers = np.array([of_name[one] for one in sorted(of_name)], np.int64)
-    parts: list[list[Column]] = []
-    if len(names):
-        for part in export.read(KERNEL, (*_KERNEL[:-1], name)):
-            at = np.minimum(np.searchsorted(names, part[7]), len(names) - 1)
-            keep = np.flatnonzero(names[at] == part[7])
-            if len(keep):
-                parts.append([*(column[keep] for column in part[:7]), numbers[at[keep]]])
-    return _activities(export, _joined(parts, 8), ops)
+    known = {number: communication_kernel(text) for number, text in export.strings(distinct).items()}
+    op_of = {number: kernel[1] for number, kernel in sorted(known.items()) if kernel is not None}
+    ops = list(dict.fromkeys(op_of.values()))
+    names = np.array(list(op_of), np.int64)
+    columns = export.all(KERNEL, (*_ACTIVITY, name), keep=lambda part: lookup(names, part[-1]) != NONE)
+    columns[-1] = at(np.array([ops.index(op) for op in op_of.values()], np.int64), lookup(names, columns[-1]))
+    return _activities(export, columns, ops)
 
 
 def peer_copies(export: Export) -> Activities:
@@ -95,23 +76,14 @@ def peer_copies(export: Export) -> Activities:
     where = [f"copyKind = {_PEER_TO_PEER}"] if "copyKind" in there else []
     if {"srcDeviceId", "dstDeviceId"} <= there:
         where.append("(srcDeviceId IS NOT NULL AND dstDeviceId IS NOT NULL AND srcDeviceId != dstDeviceId)")
-    if not where:
-        return _activities(export, [np.empty(0, np.int64)] * 8, [])
-    columns = export.all(MEMCPY, _KERNEL[:-1], f"WHERE {' OR '.join(where)}")
+    columns = export.all(MEMCPY, _ACTIVITY, f"WHERE {' OR '.join(where) or 'FALSE'}")
     return _activities(export, [*columns, np.zeros(len(columns[0]), np.int64)], [None])
 
 
-def _joined(parts: list[list[Column]], count: int) -> list[Column]:
-    return [
-        np.concatenate([part[index] for part in parts]) if parts else np.empty(0, np.int64) for index in range(count)
-    ]
-
-
 def _activities(export: Export, columns: list[Column], ops: list[str | None]) -> Activities:
-    possible = np.flatnonzero((columns[0] >= 0) & (columns[1] > columns[0]) & (columns[1] < LATEST))
-    if len(possible) < len(columns[0]):
-        lost = len(columns[0]) - len(possible)
-        export.notes.append(f"{lost} communication kernels end before they begin, or at times that cannot be")
+    possible = (columns[0] >= 0) & (columns[1] > columns[0]) & (columns[1] < LATEST)
+    if lost := int((~possible).sum()):
+        export.notes.append(f"{lost} communication kernels end before they begin, or at impossible times")
     start, end, pid, correlation, device, stream, node, op = (column[possible] for column in columns)
     process = np.where(pid == NONE, NONE, pid >> 24)
     thread, launched = _launches(export, process, correlation)
@@ -120,38 +92,25 @@ def _activities(export: Export, columns: list[Column], ops: list[str | None]) ->
 
 def _launches(export: Export, process: Column, correlation: Column) -> tuple[Column, Column]:
     """(thread, time) of the launch of each activity."""
-    thread = np.full(len(process), NONE, np.int64)
-    launched = np.full(len(process), NONE, np.int64)
-    if not len(process) or not {"globalTid", "correlationId", "start"} <= export.columns(RUNTIME):
-        return thread, launched
+    needed = ("globalTid", "correlationId", "start")
+    if not len(process) or not {*needed} <= export.columns(RUNTIME):
+        return np.full(len(process), NONE, np.int64), np.full(len(process), NONE, np.int64)
     processes = np.unique(process)
-    keys = _key(processes, process, correlation)
-    order = np.argsort(keys, kind="stable")
-    wanted = keys[order]
-    found: list[list[Column]] = []
-    for tid, correlated, start in export.read(RUNTIME, ("globalTid", "correlationId", "start")):
-        owner = tid >> 24
-        mine = np.flatnonzero((correlated != NONE) & np.isin(owner, processes))
-        key = _key(processes, owner[mine], correlated[mine])
-        at = np.minimum(np.searchsorted(wanted, key), len(wanted) - 1)
-        hit = np.flatnonzero(wanted[at] == key)
-        if len(hit):
-            found.append([key[hit], tid[mine[hit]], start[mine[hit]]])
-    if not found:
-        return thread, launched
-    key, tid, start = _joined(found, 3)
+
+    def key(process: Column, correlation: Column) -> Column:
+        """One number for process and correlation id; `NONE` where an activity has no such process or id."""
+        place = lookup(processes, process)
+        return np.where((place == NONE) | (correlation == NONE), NONE, (place << 33) | (correlation & 0x1FFFFFFFF))
+
+    own = key(process, correlation)
+    wanted = np.unique(own[own != NONE])
+    columns = export.all(RUNTIME, needed, keep=lambda part: lookup(wanted, key(part[0] >> 24, part[1])) != NONE)
+    tid, correlated, start = columns
+    keys = key(tid >> 24, correlated)
     # The runtime's call and the driver's within it share the id: the outer one is the launch.
-    first = np.lexsort((start, key))
-    key, tid, start = key[first], tid[first], start[first]
-    at = np.minimum(np.searchsorted(key, keys), len(key) - 1)
-    hit = key[at] == keys
-    thread[hit], launched[hit] = tid[at[hit]], start[at[hit]]
-    return thread, launched
-
-
-def _key(processes: Column, process: Column, correlation: Column) -> Column:
-    """One number for process and correlation id."""
-    return (np.searchsorted(processes, process) << 33) | (correlation & 0x1FFFFFFFF)
+    first = np.lexsort((start, keys))
+    found = lookup(keys[first], own)
+    return at(tid[first], found), at(start[first], found)
 
 
 def innermost(ranges: Ranges, thread: Column, moment: Column) -> Column:

@@ -1,6 +1,6 @@
 """What NVTX ranges say: ours, the older shim's, and NCCL's own.
 
-Ours have the JSON of a call as text and its id as payload; their process tells its rank and groups in markers of the
+Ours have the JSON of a call as text and its id as payload; the rank and groups of their process stand in markers of the
 same domain. One that would be too long for a tool writes ranks as runs, and counts in `left_out` what it lacks.
 The older shim wrote one JSON text per call, with `name`, `message_size` and `group_ranks` and no id.
 NCCL's have the name of a function as text and its arguments as an extended payload.
@@ -8,17 +8,20 @@ NCCL's have the name of a function as text and its arguments as an extended payl
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, Locality, operation_of
-from crossrank.errors import CrossrankError
+from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, operation_of
 from crossrank.rank_runs import Run, from_runs
 from crossrank.text import rank_ranges
-from crossrank.tools.traces.nsight.database import NONE, NVTX, Column, Export
+from crossrank.tools.traces.nsight.database import NONE, NVTX, Column, Columns, Export, Mask, at, lookup
+from crossrank.tools.traces.rank_trace import Table
 
 MARK, PUSH_POP, START_END = ("NvtxMark", 34), ("NvtxPushPopRange", 59), ("NvtxStartEndRange", 60)
 
@@ -49,6 +52,8 @@ class Meaning(msgspec.Struct, frozen=True):
     """The text lacks lists that were too long for it: ranks of a group, splits or shapes of a call."""
     function: str = ""
     """Of NCCL."""
+    id: int = NONE
+    """Of the call, in the text of a marker of the older shim."""
 
 
 class _MarkedGroup(Group, frozen=True, kw_only=True):
@@ -58,24 +63,18 @@ class _MarkedGroup(Group, frozen=True, kw_only=True):
     left_out: dict[str, int] = msgspec.field(default_factory=dict)
 
 
-class _Text(msgspec.Struct):
-    """Every key that any of the texts may have."""
+_ABSENT = "\0"
 
-    op: str | None = None
-    api: str | None = None
+
+class _Text(CommRecord, frozen=True, kw_only=True):
+    """Every key that any of the texts may have: those of a call, and others."""
+
+    id: Int = 0
+    t: Int = 0
+    op: str = _ABSENT
     c10d: str = ""
-    pg: str | None = None
-    inputs: list[list[Int]] = msgspec.field(name="in", default_factory=list)
-    outputs: list[list[Int]] = msgspec.field(name="out", default_factory=list)
-    in_split: list[Int] | None = None
-    out_split: list[Int] | None = None
-    dtype: str | None = None
-    reduce: str | None = None
-    bytes: Int | None = None
-    root: Int | None = None
-    peer: Int | None = None
-    source: str | None = None
-    locality: Locality = "unknown"
+    pg: str = _ABSENT
+    bytes: Int = -1
     crossrank: str | None = None
     rank: Int | None = None
     world_size: Int | None = None
@@ -88,15 +87,15 @@ class _Text(msgspec.Struct):
     left_out: dict[str, int] = msgspec.field(default_factory=dict)
     peer_rank: int | None = None
     root_rank: int | None = None
+    correlation_id: Any = None
     source_line: str | None = None
 
 
-class _OldId(msgspec.Struct):
-    correlation_id: int | None = None
-
-
+_OF_CALL = (
+    *("op", "api", "c10d", "pg", "inputs", "outputs", "in_split", "out_split"),
+    *("dtype", "reduce", "root", "peer", "source", "locality"),
+)
 _decode = msgspec.json.Decoder(_Text).decode
-_decode_id = msgspec.json.Decoder(_OldId).decode
 
 
 def meaning_of(text: str) -> Meaning | None:
@@ -106,53 +105,27 @@ def meaning_of(text: str) -> Meaning | None:
     if not text.startswith("{"):
         return None
     try:
-        said = _decode(text)
+        marked = _decode(text)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    if not all(number is None or abs(number) < _MOST_ID for number in (said.bytes, said.root, said.peer)):
-        return None
-    if said.op == "coalesced" and said.pg is not None:
-        return Meaning(BATCH, record=CommRecord(id=0, op="coalesced", c10d="", pg=said.pg, bytes=0, t=0))
-    if said.op is not None and said.pg is not None:
-        record = CommRecord(
-            id=0,
-            op=said.op,
-            api=said.api,
-            c10d=said.c10d,
-            pg=said.pg,
-            bytes=max(said.bytes or 0, 0),
-            t=0,
-            inputs=said.inputs,
-            outputs=said.outputs,
-            in_split=said.in_split,
-            out_split=said.out_split,
-            dtype=said.dtype,
-            reduce=said.reduce,
-            root=said.root,
-            peer=said.peer,
-            source=said.source,
-            locality=said.locality,
-        )
-        return Meaning(CALL, record=record, sizeless=said.bytes is None, left_out=bool(said.left_out))
-    if said.crossrank is not None and said.rank is not None and 0 <= said.rank < MOST_RANKS:
-        return Meaning(IDENTITY, rank=said.rank, world_size=said.world_size, host=said.host)
-    if said.group is not None:
-        return _group(said.group)
-    if said.name is not None and said.message_size is not None:
-        return _old(said)
+    if _ABSENT not in (marked.op, marked.pg):
+        if marked.op == "coalesced":
+            return Meaning(BATCH, record=CommRecord(id=0, op=marked.op, c10d="", pg=marked.pg, bytes=0, t=0))
+        same = {name: getattr(marked, name) for name in _OF_CALL}
+        record = CommRecord(id=0, t=0, bytes=max(marked.bytes, 0), **same)
+        return Meaning(CALL, record=record, sizeless=marked.bytes < 0, left_out=bool(marked.left_out))
+    if marked.crossrank is not None and marked.rank is not None and 0 <= marked.rank < MOST_RANKS:
+        return Meaning(IDENTITY, rank=marked.rank, world_size=marked.world_size, host=marked.host)
+    if marked.group is not None:
+        return _group(marked.group)
+    if marked.name is not None and marked.message_size is not None:
+        return _old(marked)
     return None
 
 
 def _group(marked: _MarkedGroup) -> Meaning:
-    ranks = marked.ranks or from_runs(marked.rank_runs) or None
-    group = Group(
-        pg=marked.pg,
-        size=marked.size,
-        ranks=ranks,
-        desc=marked.desc,
-        backend=marked.backend,
-        locality=marked.locality,
-    )
+    same = {name: getattr(marked, name) for name in Group.__struct_fields__}
+    group = Group(**same | {"ranks": marked.ranks or from_runs(marked.rank_runs) or None})
     return Meaning(GROUP, group=group, left_out="ranks" in marked.left_out)
 
 
@@ -160,34 +133,36 @@ def _rank(number: int | None) -> int | None:
     return number if number is not None and 0 <= number < MOST_RANKS else None
 
 
-def _old(said: _Text) -> Meaning | None:
-    operation = operation_of(said.name or "")
-    ranks = [rank for rank in said.group_ranks or from_runs(said.rank_runs) or () if 0 <= rank < MOST_RANKS]
-    unnamed = said.left_out.get("ranks")
+def _old(marked: _Text) -> Meaning | None:
+    operation = operation_of(marked.name or "")
+    ranks = [rank for rank in marked.group_ranks or from_runs(marked.rank_runs) or () if 0 <= rank < MOST_RANKS]
+    unnamed = marked.left_out.get("ranks")
     pg = rank_ranges(ranks) if ranks else f"{unnamed} ranks" if unnamed else WORLD
     record = CommRecord(
         id=0,
-        op=operation.name if operation is not None else str(said.name),
-        api=said.name,
+        op=operation.name if operation is not None else str(marked.name),
+        api=marked.name,
         c10d="",
         pg=pg,
-        bytes=int(min(max(said.message_size or 0, 0), 1 << 60)),
+        bytes=int(min(max(marked.message_size or 0, 0), 1 << 60)),
         t=0,
-        root=_rank(said.root_rank),
-        peer=_rank(said.peer_rank),
-        source=said.source_line,
+        root=_rank(marked.root_rank),
+        peer=_rank(marked.peer_rank),
+        source=marked.source_line,
     )
     group = Group(pg=pg, size=len(ranks), ranks=ranks) if ranks else None
-    return Meaning(CALL, record=record, group=group, rank=_rank(said.rank), old=True)
+    own = marked.correlation_id
+    identity = own if isinstance(own, int) and 0 <= own < _MOST_ID else NONE
+    return Meaning(CALL, record=record, group=group, rank=_rank(marked.rank), old=True, id=identity)
 
 
 @dataclass
-class Ranges:
-    """Rows of NVTX_EVENTS that mean something here, in the order of their starts."""
+class Ranges(Columns):
+    """Rows of NVTX_EVENTS that mean something here, in the order of their starts.
 
-    start: Column
-    end: Column
-    """`NONE` for a range that was open at the end, and for a marker without an extent."""
+    `end` is `NONE` for a range that was open at the end, and for a marker without an extent.
+    """
+
     thread: Column
     """globalTid."""
     meaning: Column
@@ -196,11 +171,8 @@ class Ranges:
     """Id of the record; `NONE` where the marker has none."""
     row: Column
     """rowid, for what is looked up later."""
-    instant: np.ndarray[Any, np.dtype[np.bool_]]
+    instant: Mask
     meanings: list[Meaning] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.start)
 
     @property
     def process(self) -> Column:
@@ -209,121 +181,54 @@ class Ranges:
     def of(self, *what: int) -> Ranges:
         """Those that mean one of `what`."""
         kinds = np.array([meaning.what for meaning in self.meanings] or [NONE])
-        return self.take(np.flatnonzero(np.isin(kinds[self.meaning], what)))
-
-    def take(self, rows: Column) -> Ranges:
-        return Ranges(
-            start=self.start[rows],
-            end=self.end[rows],
-            thread=self.thread[rows],
-            meaning=self.meaning[rows],
-            id=self.id[rows],
-            row=self.row[rows],
-            instant=self.instant[rows],
-            meanings=self.meanings,
-        )
+        return self.take(np.isin(kinds[self.meaning], what))
 
 
-_COLUMNS = ("start", "end", "eventType", "globalTid", "textId", "int64Value", "uint64Value", "rowid")
+class _Meanings(Table[Meaning]):
+    def key(self, thing: Meaning) -> bytes:
+        return msgspec.msgpack.encode(msgspec.structs.replace(thing, id=NONE) if thing.old else thing)
+
+
+_COLUMNS = ("start", "end", "eventType", "globalTid", "int64Value", "uint64Value", "rowid")
 
 
 def read_ranges(export: Export) -> Ranges:
     """Every range and marker that means something here, of all processes."""
-    types = {export.event_type(*one): one for one in (MARK, PUSH_POP, START_END)}
-    mark = export.event_type(*MARK)
-    meanings: list[Meaning] = []
-    numbers: dict[bytes, int] = {}
-    parts: list[list[Column]] = []
-    if not export.has(NVTX):
-        return _ranges([], meanings, mark)
+    types = [export.event_type(*one) for one in (MARK, PUSH_POP, START_END)]
+    meanings = _Meanings()
+    parts = [[np.empty(0, np.int64)] * 7]
 
-    def number(text: str) -> int:
+    @lru_cache(maxsize=1 << 16)  # the older shim's texts are all different
+    def number(text: str) -> tuple[int, int] | None:
         meaning = meaning_of(text)
         if meaning is None:
-            return NONE
-        key = msgspec.msgpack.encode(meaning)
-        found = numbers.get(key)
-        if found is None:
-            found = numbers[key] = len(meanings)
-            meanings.append(meaning)
-        return found
+            return None
+        return meanings.number(meaning), meaning.id
 
-    columns = [name for name in _COLUMNS if name != "rowid"]
+    def take(key: str, where: str, texts: Iterable[tuple[Any, ...]]) -> None:
+        known = array("q")
+        for identity, text in texts:
+            if (found := number(str(text))) is not None:
+                known.extend((identity, *found))
+        table = np.frombuffer(known, np.int64).reshape(-1, 3)
+        keys, meaning, own = table[np.argsort(table[:, 0], kind="stable")].T
+        columns = export.all(NVTX, (*_COLUMNS, key), where, keep=lambda part: lookup(keys, part[-1]) != NONE)
+        start, end, kind, thread, signed, unsigned, row, named = columns
+        found_at = lookup(keys, named)
+        payload = np.where(signed != NONE, signed, unsigned)
+        payload = np.where(payload == NONE, at(own, found_at), payload)
+        parts.append([start, end, kind, thread, at(meaning, found_at), payload, row])
+
     there = export.columns(NVTX)
-    of_types = f"eventType IN ({','.join(map(str, types))})"
+    of_types = f"WHERE eventType IN ({','.join(map(str, types))})"
     if "textId" in there:
-        (distinct,) = export.all(NVTX, ["textId"], f"WHERE {of_types} AND textId IS NOT NULL GROUP BY textId")
-        known = {identity: found for identity, text in export.strings(distinct).items() if (found := number(text)) >= 0}
-        ids = np.array(sorted(known), np.int64)
-        of_id = np.array([known[identity] for identity in sorted(known)], np.int64)
-        if len(ids):
-            for part in export.read(NVTX, _COLUMNS, f"WHERE {of_types} AND textId IS NOT NULL"):
-                at = np.minimum(np.searchsorted(ids, part[4]), len(ids) - 1)
-                keep = np.flatnonzero(ids[at] == part[4])
-                meaning = of_id[at[keep]]
-                payload = np.where(part[5] != NONE, part[5], part[6])[keep]
-                kept = [part[0], part[1], part[2], part[3]]
-                parts.append([*(column[keep] for column in kept), meaning, payload, part[7][keep]])
-    if "text" in there:
-        parts += _spelled_out(export, columns, of_types, number)
-    return _ranges(parts, meanings, mark)
-
-
-def _spelled_out(export: Export, columns: list[str], of_types: str, number: Any) -> list[list[Column]]:
-    """The rows whose text stands in the row itself."""
-    there = export.columns(NVTX)
-    select = ", ".join(f'COALESCE("{name}", {NONE})' if name in there else str(NONE) for name in columns)
-    registered = "AND textId IS NULL" if "textId" in there else ""
-    query = (
-        f"SELECT {select}, rowid, text FROM {NVTX} WHERE {of_types} {registered} "
-        "AND (text LIKE '{%' OR text LIKE 'nccl%')"
-    )
-    known: dict[str, int] = {}
-    rows: list[tuple[int, ...]] = []
-    parts: list[list[Column]] = []
-
-    def flush() -> None:
-        if rows:
-            parts.append(list(np.array(rows, np.int64).T))
-            rows.clear()
-
-    for row in export.rows(query):
-        if not all(isinstance(value, int) for value in row[:-1]):
-            raise CrossrankError(f"{export.path}: {NVTX} holds text where a number belongs; export it anew")
-        start, end, kind, thread, _, payload, unsigned, rowid = (int(str(value)) for value in row[:-1])
-        text = str(row[-1])
-        found = known.get(text)
-        if found is None:
-            found = number(text)
-            if len(known) < 1 << 16:  # the older shim's texts are all different
-                known[text] = found
-        if found < 0:
-            continue
-        payload = payload if payload != NONE else unsigned
-        if payload == NONE and text.startswith("{"):
-            payload = _old_id(text)
-        rows.append((start, end, kind, thread, found, payload, rowid))
-        if len(rows) >= 1 << 16:
-            flush()
-    flush()
-    return parts
-
-
-def _old_id(text: str) -> int:
-    try:
-        found = _decode_id(text).correlation_id
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return NONE
-    return found if found is not None and 0 <= found < _MOST_ID else NONE
-
-
-def _ranges(parts: list[list[Column]], meanings: list[Meaning], mark: int) -> Ranges:
-    columns = [
-        np.concatenate([part[index] for part in parts]) if parts else np.empty(0, np.int64) for index in range(7)
-    ]
-    start, end, kind, thread, meaning, payload, row = columns
-    order = np.lexsort((row, start))
-    instant = (kind == mark)[order]
-    return Ranges(
-        start[order], end[order], thread[order], meaning[order], payload[order], row[order], instant, meanings
-    )
+        registered = f"{of_types} AND textId IS NOT NULL"
+        (distinct,) = export.all(NVTX, ["textId"], f"{registered} GROUP BY textId")
+        take("textId", registered, export.strings(distinct).items())
+    if "text" in there:  # texts in the rows themselves
+        of_types += " AND textId IS NULL" if "textId" in there else ""
+        spelled_out = f"{of_types} AND (text LIKE '{{%' OR text LIKE 'nccl%')"
+        take("rowid", spelled_out, export.rows(f"SELECT rowid, text FROM {NVTX} {spelled_out}"))
+    start, end, kind, thread, meaning, payload, row = map(np.concatenate, zip(*parts, strict=True))
+    ranges = Ranges(start, end, thread, meaning, payload, row, kind == types[0], meanings.rows)
+    return ranges.take(np.lexsort((row, start)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import msgspec
 import numpy as np
@@ -48,7 +49,7 @@ class NcclRanges:
     """Communicator -> rank of this process in it."""
     grouped: dict[int, list[int]] = field(default_factory=dict)
     """Range of an outermost `ncclGroupEnd` -> those of its thread since the group began, or the capture did."""
-    said: Counter[str] = field(default_factory=Counter)
+    unknown: Counter[str] = field(default_factory=Counter)
     """What is not known of calls -> calls."""
 
     def function(self, index: int) -> str:
@@ -66,9 +67,9 @@ class NcclRanges:
         name = _communicator(payload)
         size = self.sizes.get(name, 0)
         if payload.size is None:
-            self.said[NO_PAYLOAD] += 1
+            self.unknown[NO_PAYLOAD] += 1
         elif size == 0 and operation.name in _PER_MEMBER:
-            self.said["the size of the communicator is not known: its creation was not captured"] += 1
+            self.unknown["the size of the communicator is not known: its creation was not captured"] += 1
         scale = size if operation.name in _PER_MEMBER else 1
         message = (payload.size or 0) * scale
         return CommRecord(
@@ -137,7 +138,7 @@ def _communicator(payload: _Payload) -> str:
 
 def _payloads(export: Export, rows: Column) -> dict[int, _Payload]:
     there = export.columns(NVTX)
-    texts = [name for name in ("jsonText",) if name in there]
+    texts = ["jsonText"] if "jsonText" in there else []
     join = ""
     if "jsonTextId" in there and export.has(STRINGS):
         join = f"LEFT JOIN {STRINGS} AS s ON s.id = n.jsonTextId"
@@ -145,20 +146,16 @@ def _payloads(export: Export, rows: Column) -> dict[int, _Payload]:
     if not texts or not len(rows):
         return {}
     wanted = set(rows.tolist())
-    text = f"COALESCE({', '.join(texts)})" if len(texts) > 1 else texts[0]
-    query = f"SELECT n.rowid, {text} FROM {NVTX} AS n {join} WHERE {text} IS NOT NULL AND n.rowid BETWEEN ? AND ?"
-    found: dict[int, _Payload] = {}
-    known: dict[str, _Payload] = {}
-    for rowid, said in export.rows(query, (int(np.min(rows)), int(np.max(rows)))):
-        if not isinstance(rowid, int) or rowid not in wanted:
-            continue
-        payload = known.get(str(said))
-        if payload is None:
-            try:
-                payload = _decode(str(said))
-            except (msgspec.MsgspecError, UnicodeDecodeError):
-                continue
-            if len(known) < 1 << 16:
-                known[str(said)] = payload
-        found[rowid] = payload
-    return found
+    select = f"COALESCE({', '.join(texts)}, NULL)"
+    query = f"SELECT n.rowid, {select} FROM {NVTX} AS n {join} WHERE {select} IS NOT NULL AND n.rowid BETWEEN ? AND ?"
+
+    @lru_cache(maxsize=1 << 16)
+    def decoded(text: str) -> _Payload | None:
+        try:
+            return _decode(text)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return None
+
+    rowids = export.rows(query, (int(np.min(rows)), int(np.max(rows))))
+    found = ((row, decoded(str(text))) for row, text in rowids if isinstance(row, int) and row in wanted)
+    return {row: payload for row, payload in found if payload is not None}

@@ -18,6 +18,7 @@ from crossrank.tools.traces.nsight.database import (
     NONE,
     Column,
     Export,
+    at,
     open_export,
     require_tables,
 )
@@ -43,7 +44,7 @@ CAPTURED = "calls that were captured into a CUDA graph"
 
 _SEND_RECV = "send/recv"
 _SEND_RECV_KERNEL = ("send", "recv", _SEND_RECV, "all_to_all", "gather", "scatter")
-"""Operations that NCCL runs with one kernel, whose name does not tell which."""
+"""Operations that NCCL runs with one kernel, whose name does not say which."""
 
 
 def read_export(path: str, rank: int | None, comms: Mapping[int, str]) -> list[RankTrace]:
@@ -61,15 +62,12 @@ def read_export(path: str, rank: int | None, comms: Mapping[int, str]) -> list[R
         ours = set(ranges.of(CALL, BATCH).process.tolist())
         with_nccl = {*ranges.of(NCCL).process.tolist()} & {*kernels.process.tolist()}
         processes = [
-            _Process(export, process, ranges.take(np.flatnonzero(ranges.process == process)), epoch, comms)
+            _Process(export, process, ranges.take(ranges.process == process), epoch, comms)
             for process in sorted(ours | with_nccl)
         ]
         _give_ranks(path, processes, rank)
-        found = []
-        for process in processes:
-            mine = kernels.take(np.flatnonzero(kernels.process == process.number))
-            found.append(process.read(mine, comms))
-        _refuse_nothing(export, found, len(ranges.of(CALL, BATCH)), len(kernels))
+        found = [process.read(kernels.take(kernels.process == process.number), comms) for process in processes]
+        _check_attributed(export, found, len(ranges.of(CALL, BATCH)), len(kernels))
         strangers = ~np.isin(kernels.process, [process.number for process in processes])
         if strangers.any():
             count = len(np.unique(kernels.process[strangers]))
@@ -81,7 +79,7 @@ def read_export(path: str, rank: int | None, comms: Mapping[int, str]) -> list[R
 
 
 def _give_ranks(path: str, processes: list[_Process], named: int | None) -> None:
-    """Ranks of processes that no marker tells: by the file's name, by NCCL, else by their order."""
+    """Ranks of processes without a marker that names it: by the file's name, by NCCL, else by their order."""
     if len(processes) == 1 and processes[0].times.rank is None:
         processes[0].times.rank = named
     for process in processes:
@@ -100,7 +98,7 @@ def _give_ranks(path: str, processes: list[_Process], named: int | None) -> None
         )
 
 
-def _refuse_nothing(export: Export, found: list[RankTrace], calls: int, kernels: int) -> None:
+def _check_attributed(export: Export, found: list[RankTrace], calls: int, kernels: int) -> None:
     if any(one.attributed for one in found):
         return
     path = export.path
@@ -114,17 +112,15 @@ def _refuse_nothing(export: Export, found: list[RankTrace], calls: int, kernels:
             f"{path}: has {kernels} communication kernels, but no marker of ours, of the older shim or of NCCL; record "
             "with --trace=cuda,nvtx and crossrank.enable() in the job"
         )
-    if not kernels and not export.has_rows(GRAPH_TRACE):
+    if not kernels and export.value(GRAPH_TRACE, "start") is None:
         found[0].notes.append(
             f"{path}: {calls} calls are marked, but the export has no communication kernel to time them by: the job "
             f"communicated on CPUs (gloo), or was recorded without cuda in --trace, or exported without {KERNEL}"
         )
         return
-    told: Counter[str] = Counter()
-    for one in found:
-        told.update(one.unattributed)
-    why = "; ".join(f"{count} {text}" for text, count in told.most_common())
-    graphs = export.has(GRAPH_TRACE) or bool(told[GRAPHS])
+    reasons = sum((one.unattributed for one in found), Counter[str]())
+    why = "; ".join(f"{count} {text}" for text, count in reasons.most_common())
+    graphs = export.has(GRAPH_TRACE) or bool(reasons[GRAPHS])
     step = (
         "record with --cuda-graph-trace=node, or without the graph"
         if graphs
@@ -140,12 +136,12 @@ class _Process:
         self.number = number
         """globalPid >> 24."""
         self._export = export
-        self._ranges = ranges
         self._calls = ranges.of(CALL, BATCH)
         self._epoch = epoch
+        self._meanings = [ranges.meanings[index] for index in np.unique(ranges.meaning).tolist()]
         own = ranges.of(NCCL)
         self._nccl: NcclRanges | None = nccl_ranges(export, own) if len(own) else None
-        self.times = RankTrace(
+        self.times = times = RankTrace(
             rank=None,
             path=export.path,
             source="nsight",
@@ -157,18 +153,13 @@ class _Process:
         self._began: Column = np.empty(0, np.int64)
         """By row, on the clock of the export; so is `_ended`, 0 = no kernel."""
         self._ended: Column = np.empty(0, np.int64)
-        self._find_rank(comms)
-
-    def _find_rank(self, comms: Mapping[int, str]) -> None:
-        times = self.times
-        for index in np.unique(self._ranges.meaning).tolist():
-            meaning = self._ranges.meanings[index]
+        for meaning in self._meanings:
             if meaning.rank is not None and meaning.what in (IDENTITY, CALL):
                 times.rank = meaning.rank
                 times.world_size = meaning.world_size or times.world_size
                 times.node = times.node or meaning.host
         if times.rank is None:
-            times.rank = _rank_by_pid(self.number & 0xFFFFFF, comms)
+            times.rank = _rank_by_pid(number & 0xFFFFFF, comms)
 
     @property
     def largest(self) -> tuple[int, int] | None:
@@ -178,83 +169,70 @@ class _Process:
 
     def read(self, kernels: Activities, comms: Mapping[int, str]) -> RankTrace:
         """The times of the process, whose rank is known by now."""
-        times = self.times
-        meanings = [self._ranges.meanings[index] for index in np.unique(self._ranges.meaning).tolist()]
-        groups = (meaning.group for meaning in meanings if meaning.what in (CALL, GROUP))
-        unnamed = sum(meaning.what == GROUP and meaning.left_out for meaning in meanings)
+        times, calls, epoch = self.times, self._calls, self._epoch
+        unnamed = sum(meaning.what == GROUP and meaning.left_out for meaning in self._meanings)
         if unnamed:
             times.notes.append(
                 f"{times.path}: {unnamed} group(s) have more members than a marker holds; the recording names them"
             )
-        builder = TraceBuilder(times, (group for group in groups if group is not None))
+        builder = TraceBuilder(times, (meaning.group for meaning in self._meanings if meaning.group is not None))
         row_of = self._rows(kernels, builder, comms)
         self._began = np.full(len(times), np.iinfo(np.int64).max)
         self._ended = np.zeros(len(times), np.int64)
-        at = self._only_fitting(innermost(self._calls, kernels.thread, kernels.launched), kernels)
-        row = _rows(row_of, at)
-        old = any(meaning.old for meaning in meanings)
+        row = at(row_of, self._only_fitting(innermost(calls, kernels.thread, kernels.launched), kernels))
         hidden = row == FILTERED
         if hidden.any():
             times.attributed[NOT_EMITTED] += int(hidden.sum())
-            kernels, row = kernels.take(np.flatnonzero(~hidden)), row[~hidden]
-        left = self._give(row, kernels, IN_OLD if old else IN_OURS)
-        if len(self._calls) and (self._ended == 0).any():
+            kernels, row = kernels.take(~hidden), row[~hidden]
+        left = self._give(row, kernels, IN_OLD if any(meaning.old for meaning in self._meanings) else IN_OURS)
+        if len(calls) and (self._ended == 0).any():
             copies = peer_copies(self._export)
-            copies = copies.take(np.flatnonzero(copies.process == self.number))
-            row = _rows(row_of, innermost(self._calls, copies.thread, copies.launched))
-            idle = row >= 0
-            idle[idle] = self._ended[row[idle]] == 0
-            self._give(np.where(idle, row, NONE), copies, COPIES)
+            copies = copies.take(copies.process == self.number)
+            row = at(row_of, innermost(calls, copies.thread, copies.launched))
+            self._give(np.where(at(self._ended, row) == 0, row, NONE), copies, COPIES)
             left = self._in_order(left)
         known = self._ended > 0
-        times.calls.began = array("q", np.where(known, self._began + self._epoch, 0).tobytes())
-        times.calls.ended = array("q", np.where(known, self._ended + self._epoch, 0).tobytes())
+        times.calls.began = array("q", np.where(known, self._began + epoch, 0).tobytes())
+        times.calls.ended = array("q", np.where(known, self._ended + epoch, 0).tobytes())
         left, captured = self._by_graph_nodes(row_of, left)
         if self._nccl is not None and len(left):
             left = self._by_nccl(self._nccl, builder, left)
-        self._tell(int((~known).sum()) - captured, captured, left)
+        self._count_unattributed(int((~known).sum()) - captured, captured, left)
         return times
 
     def _rows(self, kernels: Activities, builder: TraceBuilder, comms: Mapping[int, str]) -> Column:
         """Makes the rows of all calls; returns the row of each range."""
-        times = self.times
+        times, calls = self.times, self._calls
         path = comms.get(times.rank) if times.rank is not None else None
-        if path is not None and (self._calls.id != NONE).any():
-            found = rows_of_comms(path, self._calls, builder, self._epoch)
+        if path is not None and (calls.id != NONE).any():
+            found = rows_of_comms(path, calls, builder, self._epoch)
             if found is not None:
-                batches = np.array([meaning.what == BATCH for meaning in self._calls.meanings])[self._calls.meaning]
+                batches = np.array([meaning.what == BATCH for meaning in calls.meanings])[calls.meaning]
                 found = np.where((found == NONE) & batches, FILTERED, found)
                 lost = int((found == NONE).sum())
                 if lost:
                     times.unattributed[f"markers whose id is not in {path}"] = lost
                 return found
             times.notes.append(f"{path}: is not of the run of {times.path}, and is not used")
-        return rows_of_markers(self._calls, kernels, builder, self._epoch)
+        return rows_of_markers(calls, kernels, builder, self._epoch)
 
-    def _only_fitting(self, at: Column, kernels: Activities) -> Column:
+    def _only_fitting(self, inside: Column, kernels: Activities) -> Column:
         """A marker without extent reaches to the next one, and so around launches that are none of its own: it gets the
         first that runs the kernel of its operation and is no graph's."""
         calls = self._calls
-        if not len(calls) or not calls.instant.any():
-            return at
-        inside = np.flatnonzero((at != NONE) & calls.instant[np.maximum(at, 0)])
-        marked = [None if one.record is None else _kernel_of(one.record.op) for one in calls.meanings]
-        fits = np.array(
-            [
-                kernels.graph_node[i] == 0
-                and marked[int(calls.meaning[at[i]])] == _kernel_of(kernels.ops[int(kernels.op[i])] or _SEND_RECV)
-                for i in inside.tolist()
-            ],
-            bool,
-        )
-        result: Column = at.copy()
-        result[inside[~fits]] = NONE
-        chosen = inside[fits]
-        order = chosen[np.lexsort((kernels.launched[chosen], at[chosen]))]
-        if len(order):
-            later = np.concatenate(([False], at[order][1:] == at[order][:-1]))
-            same = np.concatenate(([False], kernels.correlation[order][1:] == kernels.correlation[order][:-1]))
-            result[order[later & ~same]] = NONE
+        instant = inside != NONE
+        instant[instant] = calls.instant[inside[instant]]
+        if not instant.any():
+            return inside
+        marked = np.array([one.record and _kernel_of(one.record.op) for one in calls.meanings], object)
+        runs_op = np.array([_kernel_of(op or _SEND_RECV) for op in kernels.ops], object)
+        fits = instant & (kernels.graph_node == 0) & (runs_op[kernels.op] == marked[calls.meaning[inside]])
+        order = np.flatnonzero(fits)
+        order = order[np.lexsort((kernels.launched[order], inside[order]))]
+        _, first, of = np.unique(inside[order], return_index=True, return_inverse=True)
+        chosen = order[kernels.correlation[order] == kernels.correlation[order[first[of]]]]
+        result = np.where(instant, NONE, inside)
+        result[chosen] = inside[chosen]
         return result
 
     def _give(self, row: Column, activities: Activities, how: str) -> Activities:
@@ -264,32 +242,29 @@ class _Process:
         np.maximum.at(self._ended, row[hit], activities.end[hit])
         if len(hit):
             self.times.attributed[how] += len(hit)
-        return activities.take(np.flatnonzero(row < 0))
+        return activities.take(row < 0)
 
     def _in_order(self, left: Activities) -> Activities:
         """Launches on a thread of NCCL's own: the k-th call of a group is the k-th kernel of its stream, if the numbers
         agree and no kernel begins before its call."""
         times = self.times
         free = (left.graph_node == 0) & (left.thread != NONE) & ~np.isin(left.thread, np.unique(self._calls.thread))
+        called = np.frombuffer(times.calls.called, np.int64) - self._epoch
         calls: dict[tuple[str, int], list[int]] = defaultdict(list)
-        for number in np.flatnonzero(self._ended == 0).tolist():
+        streams: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+        idle = np.flatnonzero(self._ended == 0)
+        for number in idle[np.argsort(called[idle], kind="stable")].tolist():
             one = times.signatures[times.calls.signature[number]]
             calls[_kernel_of(one.op), times.calls.group[number]].append(number)
-        streams: dict[tuple[str, int, int], list[int]] = defaultdict(list)
-        for i in np.flatnonzero(free).tolist():
-            name = _kernel_of(left.ops[int(left.op[i])] or _SEND_RECV)
-            streams[name, int(left.device[i]), int(left.stream[i])].append(i)
-        called = np.frombuffer(times.calls.called, np.int64) - self._epoch
+        kernels = np.flatnonzero(free)
+        for i in kernels[np.argsort(left.start[kernels], kind="stable")].tolist():
+            streams[_kernel_of(left.ops[left.op[i]] or _SEND_RECV), int(left.device[i]), int(left.stream[i])].append(i)
         row = np.full(len(left), NONE, np.int64)
+        rivals = Counter((name, len(rows)) for (name, _), rows in calls.items())
         for (name, _), rows in calls.items():
             fitting = [found for (other, _, _), found in streams.items() if other == name and len(found) == len(rows)]
-            rivals = [other for other in calls if other[0] == name and len(calls[other]) == len(rows)]
-            if len(fitting) != 1 or len(rivals) != 1:
-                continue
-            chosen = np.array(sorted(fitting[0], key=lambda i: int(left.start[i])))
-            ordered = np.array(sorted(rows, key=lambda number: int(called[number])))
-            if (left.start[chosen] >= called[ordered]).all():
-                row[chosen] = ordered
+            if len(fitting) == rivals[name, len(rows)] == 1 and (left.start[fitting[0]] >= called[rows]).all():
+                row[fitting[0]] = rows
         return self._give(row, left, IN_ORDER)
 
     def _by_graph_nodes(self, row_of: Column, left: Activities) -> tuple[Activities, int]:
@@ -298,57 +273,52 @@ class _Process:
         Every launch of the graph makes the call anew, with a row of its own. Returns the other kernels, and how many
         calls were captured.
         """
-        needed = {"start", "globalTid", "graphNodeId"}
-        table = next((name for name in GRAPH_NODES if needed <= self._export.columns(name)), None)
+        columns = ("start", "globalTid", "graphNodeId", "originalGraphNodeId")
+        table = next((name for name in GRAPH_NODES if {*columns[:3]} <= self._export.columns(name)), None)
         if not len(self._calls) or table is None:
             return left, 0
-        start, thread, node, original = self._export.all(
-            table, ("start", "globalTid", "graphNodeId", "originalGraphNodeId")
-        )
+        start, thread, node, original = self._export.all(table, columns)
         mine = np.flatnonzero((thread >> 24) == self.number)
-        made = {int(node[i]): int(i) for i in mine}
+        made = dict(zip(node[mine].tolist(), mine.tolist(), strict=True))
         # An executable graph has nodes of its own, which name those that were captured.
-        copied = {int(node[i]): made[int(original[i])] for i in mine if int(original[i]) in made}
-        made.update(copied)
-        which = np.array([made.get(int(one), NONE) if one else NONE for one in left.graph_node], np.int64)
-        row = np.full(len(left), NONE, np.int64)
-        known = np.flatnonzero(which != NONE)
-        row[known] = _rows(row_of, innermost(self._calls, thread[which[known]], start[which[known]]))
-        times = self.times
-        for i in np.argsort(left.start, kind="stable").tolist():
+        copies = zip(node[mine].tolist(), original[mine].tolist(), strict=True)
+        made |= {copy: made[captured] for copy, captured in copies if captured in made}
+        which = np.array([made.get(one, NONE) if one else NONE for one in left.graph_node.tolist()], np.int64)
+        row = at(row_of, innermost(self._calls, at(thread, which), at(start, which)))
+        times, calls = self.times, self.times.calls
+        hit = np.flatnonzero(row >= 0)
+        for i in hit[np.argsort(left.start[hit], kind="stable")].tolist():
             captured = int(row[i])
-            if captured < 0:
-                continue
-            launched = int(left.launched[i]) + self._epoch if left.launched[i] != NONE else 0
-            times.calls.append(
-                group=times.calls.group[captured],
-                signature=times.calls.signature[captured],
+            calls.append(
+                group=calls.group[captured],
+                signature=calls.signature[captured],
                 number=-1,
-                id=times.calls.id[captured],
-                step=times.calls.step[captured],
-                called=launched,
+                id=calls.id[captured],
+                step=calls.step[captured],
+                called=int(left.launched[i]) + self._epoch if left.launched[i] != NONE else 0,
                 began=int(left.start[i]) + self._epoch,
                 ended=int(left.end[i]) + self._epoch,
             )
-            times.attributed[IN_GRAPH] += 1
-        return left.take(np.flatnonzero(row == NONE)), len(np.unique(row[row >= 0]))
+        if len(hit):
+            times.attributed[IN_GRAPH] += len(hit)
+        return left.take(row == NONE), len(np.unique(row[hit]))
 
     def _by_nccl(self, nccl: NcclRanges, builder: TraceBuilder, left: Activities) -> Activities:
         """Kernels launched within NCCL's own ranges: each range makes one row."""
         times = self.times
-        at = innermost(nccl.ranges, left.thread, left.launched)
-        order = np.argsort(at, kind="stable")
+        inside = innermost(nccl.ranges, left.thread, left.launched)
+        order = np.argsort(inside, kind="stable")
         taken = np.zeros(len(left), bool)
         world_size = times.world_size
         if world_size is None and self.largest is not None and self.largest[1] == times.rank:
             world_size = self.largest[0]
-        for index, first, last in runs(at[order]):
+        for index, first, last in runs(inside[order]):
             records = nccl.members(index, times.rank, world_size) if index != NONE else []
             if not records:
                 continue
             mine = order[first:last]
             taken[mine] = True
-            record = records[0] if len(records) == 1 else launch_of(records)
+            record = launch_of(records)
             row = builder.add(
                 msgspec.structs.replace(record, id=NONE),
                 group=builder.define(nccl.group(record.pg)),
@@ -359,24 +329,22 @@ class _Process:
             if times.numbered:  # beside numbers that were recorded those that are counted mean nothing
                 times.calls.number[row] = -1
             times.attributed[IN_NCCL] += len(mine)
-        times.unattributed.update(nccl.said)
-        return left.take(np.flatnonzero(~taken))
+        times.unattributed.update(nccl.unknown)
+        return left.take(~taken)
 
-    def _tell(self, without: int, captured: int, left: Activities) -> None:
-        """Count what found no counterpart."""
+    def _count_unattributed(self, without: int, captured: int, left: Activities) -> None:
+        """Count calls without a kernel, and kernels without a call."""
         times = self.times
         graphs = left.graph_node > 0
         no_launch = ~graphs & (left.thread == NONE)
-        outside = ~graphs & ~no_launch
-        for text, count in (
-            (NO_KERNEL, without),
-            (CAPTURED, captured),
-            (GRAPHS, int(graphs.sum())),
-            (NO_LAUNCH, int(no_launch.sum())),
-            (OUTSIDE, int(outside.sum())),
-        ):
-            if count:
-                times.unattributed[text] += count
+        counts = {
+            NO_KERNEL: without,
+            CAPTURED: captured,
+            GRAPHS: int(graphs.sum()),
+            NO_LAUNCH: int(no_launch.sum()),
+            OUTSIDE: int((~graphs & ~no_launch).sum()),
+        }
+        times.unattributed.update({text: count for text, count in counts.items() if count})
         times.unattributed_ns += int((left.end - left.start).sum())
         whole = len(self._export.all(GRAPH_TRACE, ("start",))[0])
         if whole:
@@ -386,13 +354,8 @@ class _Process:
             )
 
 
-def _rows(row_of: Column, at: Column) -> Column:
-    """The row of the range at each index; `NONE` stays."""
-    return at if not len(row_of) else np.where(at == NONE, NONE, row_of[np.maximum(at, 0)])
-
-
 def _kernel_of(op: str) -> str:
-    """What NCCL's kernel for an operation is called, as far as kernels tell operations apart."""
+    """What NCCL's kernel for an operation is called, as far as operations have kernels of their own."""
     if op in _SEND_RECV_KERNEL:
         return _SEND_RECV
     return "all_reduce" if op == "barrier" else op

@@ -14,7 +14,7 @@ import numpy as np
 
 from crossrank.comm import CommRecord, is_p2p
 from crossrank.recording import CommsFile
-from crossrank.tools.traces.nsight.database import NONE, Column
+from crossrank.tools.traces.nsight.database import NONE, Column, at, lookup
 from crossrank.tools.traces.nsight.launches import Activities, innermost
 from crossrank.tools.traces.nsight.markers import BATCH, Ranges
 from crossrank.tools.traces.rank_trace import Calls, RankTrace, TraceBuilder, launch_of
@@ -58,16 +58,12 @@ def rows_of_comms(path: str, calls: Ranges, builder: TraceBuilder, epoch: int) -
     for identity, records in sorted(launches.items()):
         named = [identity, *(record.id for record in records if record.id != identity)]
         moments = [called[name] for name in named if name in called]
-        first = records[0] if len(records) == 1 else launch_of(records)
-        row = builder.add(
-            msgspec.structs.replace(first, id=identity, batch=None), called=min(moments) + epoch if moments else 0
-        )
+        launch = msgspec.structs.replace(launch_of(records), id=identity, batch=None)
+        row = builder.add(launch, called=min(moments) + epoch if moments else 0)
         ids += named
         rows += [row] * len(named)
     order = np.argsort(np.array(ids), kind="stable")
-    ordered, row_of_id = np.array(ids, np.int64)[order], np.array(rows, np.int64)[order]
-    at = np.minimum(np.searchsorted(ordered, calls.id), len(ordered) - 1)
-    return np.where(ordered[at] == calls.id, row_of_id[at], NONE)
+    return at(np.array(rows, np.int64)[order], lookup(np.array(ids, np.int64)[order], calls.id))
 
 
 _OTHER_RUN = 0.01
@@ -133,8 +129,8 @@ def _batches(calls: Ranges, kernels: Activities, builder: TraceBuilder) -> tuple
     if not (what == BATCH).any() and not any(old_p2p):
         return batch_of, batches
     launched = np.zeros(len(calls), bool)
-    at = innermost(calls, kernels.thread, kernels.launched)
-    launched[at[at != NONE]] = True
+    inside = innermost(calls, kernels.thread, kernels.launched)
+    launched[inside[inside != NONE]] = True
     waiting: dict[tuple[int, str], list[int]] = defaultdict(list)
     for index in range(len(calls)):
         meaning = calls.meanings[int(calls.meaning[index])]

@@ -79,7 +79,7 @@ def test_text_where_a_number_belongs_is_named(tmp_path: Path) -> None:
     assert text == ": CUPTI_ACTIVITY_KIND_KERNEL.deviceId holds 'cuda' where a number belongs; export it anew"
 
 
-def test_times_that_cannot_be_cost_their_kernel_alone(tmp_path: Path) -> None:
+def test_impossible_times_cost_their_kernel_alone(tmp_path: Path) -> None:
     export = ExportFile(epoch=2**63 - 1)
     process = export.process(70)
     two_calls(process)
@@ -91,7 +91,7 @@ def test_times_that_cannot_be_cost_their_kernel_alone(tmp_path: Path) -> None:
     assert list(zip(times.calls.began, times.calls.ended, strict=True)) == [(1500, 1900), (2500, 2900), (0, 0), (0, 0)]
     assert times.unattributed == {NO_KERNEL: 2}
     assert [note.partition(": ")[2] for note in times.notes] == [
-        "2 communication kernels end before they begin, or at times that cannot be",
+        "2 communication kernels end before they begin, or at impossible times",
         "does not say when its session began: its times are aligned by collectives alone",
     ]
 
