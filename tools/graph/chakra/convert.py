@@ -95,13 +95,11 @@ def convert(
     result.size = write_chakra(trace, ordered, result.groups, path, options)
     result.nodes = dict(Counter(_kind(node) for node in ordered))
     result.dependencies = dict(Counter(dependency.kind for node in ordered for dependency in node.dependencies))
-    for node in in_group_order(ordered):
-        assert node.comm is not None
-        record = node.comm.record
-        if not is_p2p(record):
+    for _, comm in in_group_order(ordered):
+        if not is_p2p(comm.record):
             # Members of an uneven all_to_all put in different amounts.
-            size = "" if record.op == "all_to_all" else f" of {record.bytes} B"
-            result.collectives.setdefault(node.comm.group.number, []).append(record.op + size)
+            size = "" if comm.record.op == "all_to_all" else f" of {comm.record.bytes} B"
+            result.collectives.setdefault(comm.group.number, []).append(comm.record.op + size)
     return result
 
 
