@@ -22,8 +22,7 @@ from crossrank.tools.graph.linking.graph import Activity, Edge, EdgeKind, HostOp
 from crossrank.tools.graph.linking.matching import HostMatch, doubts, match_hosts
 from crossrank.tools.graph.linking.nesting import is_work, nest
 from crossrank.tools.graph.linking.ordered import ordered_by
-from crossrank.tools.graph.linking.stream_waits import WAIT_EVENT, Surroundings, infer_stream_waits
-from crossrank.tools.graph.linking.synchronisation import CLOCK_NS, Waits, find_waits
+from crossrank.tools.graph.linking.waits import CLOCK_NS, Surroundings, Waits, find_waits
 from crossrank.tools.graph.paused_gc import paused_gc
 from crossrank.tools.traces.execution_trace import ExecutionTrace, read_execution_trace
 from crossrank.tools.traces.kernels import communication_kernel
@@ -84,9 +83,13 @@ class _Linking:
             event_args=self._event_args,
             budget=Budget.of(self.et.path),
         )
-        waits = find_waits(self.kineto, self.launches.call)
-        if not self.kineto.syncs:
-            infer_stream_waits(self.kineto, self.launches.call, self._surroundings(found, ids), waits)
+        index_of = {activity: index for index, activity in ids.items()}
+        around = Surroundings(
+            nodes_around=lambda call: [n for event in self.nesting.upwards(call) if (n := self.match.node_of[event]) >= 0],
+            issuing={node: (c.record, [index_of[one] for one in c.activities]) for node, c in found.at.items()},
+            waiting=found.waits,
+        )
+        waits = find_waits(self.kineto, self.launches.call, around)
         edges = [
             *draw.callers(self.host),
             *draw.program_order(self.host),
@@ -158,17 +161,6 @@ class _Linking:
     def _event_args(self, position: int) -> msgspec.Raw | None:
         index = self.match.event_of[position]
         return self.kineto.host[index].args if index >= 0 else None
-
-    def _surroundings(self, found: Communications, ids: dict[int, int]) -> Surroundings:
-        nodes_around = {
-            index: [node for event in self.nesting.upwards(index) if (node := self.match.node_of[event]) >= 0]
-            for index, call in enumerate(self.kineto.calls)
-            if WAIT_EVENT in call.name
-        }
-        index_of = {activity: index for index, activity in ids.items()}
-        kernels = {c.host or 0: [index_of[activity] for activity in c.activities] for c in found.communications}
-        kernels.pop(0, None)  # those without a call
-        return Surroundings(nodes_around=nodes_around, issuing=found.at, waiting=found.waits, kernels=kernels)
 
     def _wait_edges(self, waits: Waits, ids: dict[int, int]) -> list[Edge]:
         """The edges of `waits`, after which the operations around waiting calls know how long they were blocked."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from crossrank.tools.graph.linking import Edge, LinkedTrace, link
-from crossrank.tools.graph.linking.synchronisation import Wait, Waits, find_waits
+from crossrank.tools.graph.linking.waits import Wait, Waits, find_waits
 from crossrank.tools.traces.kineto import read_kineto
 from tests.unit.graph.linking.public_traces import needs_traces, public
 from tests.unit.graph.linking.small_traces import SmallTrace
