@@ -19,8 +19,7 @@ from crossrank.tools.graph.chakra.simulate import offsets
 from crossrank.tools.graph.chakra.write import delay_start
 from crossrank.tools.graph.linking import link
 from crossrank.tools.graph.linking.inputs import RankInput
-from crossrank.tools.graph.linking.linked_file import write_linked
-from crossrank.tools.graph.linking.read_linked import read_linked
+from crossrank.tools.graph.linking.linked_file import read_linked, write_linked
 from crossrank.tools.graph.rank_output import RankOutput, writing
 from crossrank.tools.parallel import Fleet, map_ranks
 

@@ -85,7 +85,9 @@ class _Linking:
         )
         index_of = {activity: index for index, activity in ids.items()}
         around = Surroundings(
-            nodes_around=lambda call: [n for event in self.nesting.upwards(call) if (n := self.match.node_of[event]) >= 0],
+            nodes_around=lambda call: [
+                n for event in self.nesting.upwards(call) if (n := self.match.node_of[event]) >= 0
+            ],
             issuing={node: (c.record, [index_of[one] for one in c.activities]) for node, c in found.at.items()},
             waiting=found.waits,
         )
@@ -161,6 +163,9 @@ class _Linking:
     def _event_args(self, position: int) -> msgspec.Raw | None:
         index = self.match.event_of[position]
         return self.kineto.host[index].args if index >= 0 else None
+
+    def _nodes_around(self, call: int) -> list[int]:
+        return [node for event in self.nesting.upwards(call) if (node := self.match.node_of[event]) >= 0]
 
     def _wait_edges(self, waits: Waits, ids: dict[int, int]) -> list[Edge]:
         """The edges of `waits`, after which the operations around waiting calls know how long they were blocked."""
