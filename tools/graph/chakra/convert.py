@@ -10,9 +10,9 @@ from crossrank.comm import is_p2p
 from crossrank.tools.graph.chakra.device_nodes import device_nodes
 from crossrank.tools.graph.chakra.graph import ChakraNode, Options
 from crossrank.tools.graph.chakra.groups import NumberedGroup
+from crossrank.tools.graph.chakra.host_time import USER_SCOPE, cut_waits, wait_for_threads, with_pauses
 from crossrank.tools.graph.chakra.lower import lower
 from crossrank.tools.graph.chakra.order import in_order, is_in_order
-from crossrank.tools.graph.chakra.pauses import cut_waits, with_pauses
 from crossrank.tools.graph.chakra.simulate import RankGraph, in_group_order, rank_graph
 from crossrank.tools.graph.chakra.steps import (
     convert_communications,
@@ -21,7 +21,6 @@ from crossrank.tools.graph.chakra.steps import (
     number_groups,
     reduce_dependencies,
 )
-from crossrank.tools.graph.chakra.thread_waits import USER_SCOPE, wait_for_threads
 from crossrank.tools.graph.chakra.write import write_chakra
 from crossrank.tools.graph.linking import LinkedTrace
 from crossrank.tools.graph.paused_gc import paused_gc
