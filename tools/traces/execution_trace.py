@@ -232,11 +232,8 @@ def io_texts(text: msgspec.Raw) -> tuple[str, str, str]:
         given = _decode_texts(text)
     except BROKEN:
         given = _Texts()
-    return _text(given.values), _text(given.shapes), _text(given.types)
-
-
-def _text(raw: msgspec.Raw) -> str:
-    return bytes(raw).decode(errors="replace")
+    values, shapes, types = given.values, given.shapes, given.types
+    return str(values, "utf-8", "replace"), str(shapes, "utf-8", "replace"), str(types, "utf-8", "replace")
 
 
 _decode_texts = msgspec.json.Decoder(_Texts, strict=False).decode
