@@ -157,7 +157,15 @@ def _inputs(paths: Sequence[str], ranks: set[int] | None) -> Inputs:
         inputs = Inputs(pairs=[pair for pair in linked if ranks is None or pair.rank in ranks], problems=[])
         if not inputs.pairs:
             raise CrossrankError(f"none of the {len(paths)} linked traces is of a rank that --ranks names")
-    _refuse_doubles(inputs.pairs)
+    seen: dict[tuple[int | None, int], RankInput] = {}
+    for pair in inputs.pairs:
+        # Two inputs of one rank would write one file.
+        other = seen.setdefault((pair.rank, pair.window), pair)
+        if other is not pair:
+            raise CrossrankError(
+                f"{other.linked or other.et} and {pair.linked or pair.et} are both of rank {pair.rank}; "
+                "name one of them"
+            )
     return inputs
 
 
@@ -174,38 +182,22 @@ def _linked(paths: Sequence[str]) -> list[RankInput]:
     return [RankInput(rank=file.rank, window=file.window, et="", kineto="", linked=file.path) for file in files]
 
 
-def _refuse_doubles(pairs: Sequence[RankInput]) -> None:
-    """Two inputs of one rank would write one file."""
-    seen: dict[tuple[int | None, int], RankInput] = {}
-    for pair in pairs:
-        other = seen.setdefault((pair.rank, pair.window), pair)
-        if other is not pair:
-            raise CrossrankError(
-                f"{other.linked or other.et} and {pair.linked or pair.et} are both of rank {pair.rank}; "
-                "name one of them"
-            )
-
-
 def _refuse_timeline(timeline: str) -> None:
-    """Tell before the work what would fail after it."""
-    folder = os.path.dirname(timeline) or "."
+    """Refuse before the work what would fail after it."""
     if not timeline.endswith((".json", ".json.gz")):
         raise CrossrankError(f"{timeline}: a timeline is a .json or .json.gz file")
-    if os.path.isdir(timeline) or not os.path.isdir(folder):
+    if os.path.isdir(timeline) or not os.path.isdir(os.path.dirname(timeline) or "."):
         raise CrossrankError(f"{timeline}: cannot be written; name a file in a folder that exists")
 
 
 def _complain_of_ranks(results: Sequence[ConvertedRank], least: float) -> bool:
     """Whether every rank was converted whole and matched well enough; complains of those that were not."""
-    faults = [result for result in results if result.error is not None or result.damage]
     for result in results:
         texts = [result.error] if result.error is not None else []
         complain(*(f"{result.name}: {text}" for text in texts + result.damage + result.converted.warnings))
-    for result in results:
-        if result.error is None and min(result.host_rate, result.activity_rate) < least:
-            complain(f"{result.name}: matched less than --min-match; `crossrank link` says what and why")
-            faults.append(result)
-    return not faults
+    poor = [r for r in results if r.error is None and min(r.host_rate, r.activity_rate) < least]
+    complain(*(f"{r.name}: matched less than --min-match; `crossrank link` says what and why" for r in poor))
+    return not poor and not any(result.error is not None or result.damage for result in results)
 
 
 def _print(results: Sequence[ConvertedRank], folder: str) -> None:

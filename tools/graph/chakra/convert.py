@@ -57,11 +57,7 @@ _DEFAULT = Options()
 
 @paused_gc()
 def convert(
-    trace: LinkedTrace,
-    path: str | Path,
-    options: Options = _DEFAULT,
-    *,
-    keep_graph: bool = False,
+    trace: LinkedTrace, path: str | Path, options: Options = _DEFAULT, *, keep_graph: bool = False
 ) -> Converted:
     """Write `trace` to `path`, and keep its graph for a simulation where that is wanted.
 

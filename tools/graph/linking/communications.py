@@ -21,6 +21,7 @@ from crossrank.budget import Budget
 from crossrank.comm import CommRecord, Group, is_p2p, operation_of
 from crossrank.recording import RANGE
 from crossrank.tools.graph.linking.graph import Activity, Communication, HostOp
+from crossrank.tools.job.groups import named_by_address
 from crossrank.tools.traces.execution_trace import HostNode, io
 from crossrank.tools.traces.json_document import parse
 from crossrank.tools.traces.kernels import communication_kernel
@@ -42,7 +43,6 @@ OURS = ("comms file", "crossrank range")
 _RANGE = re.compile(rf"{RANGE}(\d{{1,18}})$")
 C10D = "c10d::"
 FUNCTIONAL = ("_c10d_functional::", "c10d_functional::", "_c10d_functional_autograd::")
-_ADDRESS_DIGITS = 9
 MARKERS = frozenset(
     ("wait", "init", "coalesced", "start_coalescing", "end_coalescing", "startcoalescing", "endcoalescing")
 )
@@ -342,8 +342,3 @@ def _fill(comms: ParamComms, kineto: ParamComms) -> None:
     for name in ("in_elements", "out_elements", "is_async"):
         if getattr(comms, name) is None:
             setattr(comms, name, getattr(kineto, name))
-
-
-def named_by_address(pg: str) -> bool:
-    """Whether a group's name is the address of its object, which differs between ranks."""
-    return pg.isdecimal() and len(pg) >= _ADDRESS_DIGITS
