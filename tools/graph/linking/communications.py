@@ -43,6 +43,8 @@ OURS = ("comms file", "crossrank range")
 _RANGE = re.compile(rf"{RANGE}(\d{{1,18}})$")
 C10D = "c10d::"
 FUNCTIONAL = ("_c10d_functional::", "c10d_functional::", "_c10d_functional_autograd::")
+COMMUNICATING = ("record_param_comms", C10D, *FUNCTIONAL, RANGE)
+"""How the names of all nodes begin that communicate."""
 MARKERS = frozenset(
     ("wait", "init", "coalesced", "start_coalescing", "end_coalescing", "startcoalescing", "endcoalescing")
 )
@@ -89,8 +91,9 @@ def find_communications(
     ranges of a Work, and `Activity.library`.
     """
     found = _Finder(groups=dict(groups), host=host, records=records, event_args=event_args, budget=budget)
+    communicating = [position for position, op in enumerate(host) if op.node.name.startswith(COMMUNICATING)]
     ranges, params, c10d, functional = (
-        [position for position, op in enumerate(host) if op.node.name.startswith(prefix)]
+        [position for position in communicating if host[position].node.name.startswith(prefix)]
         for prefix in (RANGE, "record_param_comms", C10D, FUNCTIONAL)
     )
     for position in ranges:

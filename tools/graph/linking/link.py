@@ -21,7 +21,7 @@ from crossrank.tools.graph.linking.graph import Activity, Edge, EdgeKind, HostOp
 from crossrank.tools.graph.linking.matching import HostMatch, doubts, match_hosts
 from crossrank.tools.graph.linking.nesting import is_work, nest
 from crossrank.tools.graph.linking.ordered import ordered_by
-from crossrank.tools.graph.linking.waits import CLOCK_NS, Surroundings, Waits, find_waits
+from crossrank.tools.graph.linking.waits import CLOCK_NS, GpuWaits, Surroundings, find_waits
 from crossrank.tools.graph.paused_gc import paused_gc
 from crossrank.tools.traces.execution_trace import ExecutionTrace, read_execution_trace
 from crossrank.tools.traces.kernels import communication_kernel
@@ -170,7 +170,7 @@ class _Linking:
     def _nodes_around(self, call: int) -> list[int]:
         return [node for event in self.nesting.upwards(call) if (node := self.match.node_of[event]) >= 0]
 
-    def _wait_edges(self, waits: Waits, ids: dict[int, int]) -> list[Edge]:
+    def _wait_edges(self, waits: GpuWaits, ids: dict[int, int]) -> list[Edge]:
         """The edges of `waits`, after which the operations around waiting calls know how long they were blocked."""
         kineto, nodes = self.kineto, self.et.nodes
         matched = [(nodes[position].id, kineto.host[i]) for position, i in enumerate(self.match.event_of) if i >= 0]
@@ -206,7 +206,7 @@ class _Linking:
         return list(edges.values())
 
     def _report(
-        self, found: Communications, waits: Waits, edges: Iterable[Edge], corrections: Iterable[str]
+        self, found: Communications, waits: GpuWaits, edges: Iterable[Edge], corrections: Iterable[str]
     ) -> MatchReport:
         et, kineto, match, launches = self.et, self.kineto, self.match, self.launches
         methods = Counter(method for method, node in zip(launches.method, launches.node, strict=True) if node >= 0)

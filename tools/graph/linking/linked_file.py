@@ -68,7 +68,7 @@ _NO_HOST = HostNode(id=0, name="", parent=0, rf_id=0, tid=0)
 _EMPTY = msgspec.Raw(b"[]")
 
 
-class Dependency(msgspec.Struct, gc=False, omit_defaults=True):
+class IncomingEdge(msgspec.Struct, gc=False, omit_defaults=True):
     """One entry of `deps`: an edge, without the node it belongs to."""
 
     id: Int
@@ -102,7 +102,7 @@ class Node(msgspec.Struct, gc=False, kw_only=True):
     args: msgspec.Raw | UnsetType = UNSET
     comm: Communication | UnsetType = UNSET
     comm_host: Int | UnsetType = UNSET
-    deps: list[Dependency] | UnsetType = UNSET
+    deps: list[IncomingEdge] | UnsetType = UNSET
 
 
 class Provenance(msgspec.Struct, kw_only=True):
@@ -169,10 +169,10 @@ def _head(trace: LinkedTrace) -> LinkedFile:
 
 
 def _nodes(trace: LinkedTrace) -> Iterator[Node]:
-    deps: dict[int, list[Dependency]] = defaultdict(list)
+    deps: dict[int, list[IncomingEdge]] = defaultdict(list)
     for edge in trace.edges:
         if edge.kind != "caller":
-            deps[edge.target].append(Dependency(edge.source, edge.kind, edge.inferred, edge.slack_ns))
+            deps[edge.target].append(IncomingEdge(edge.source, edge.kind, edge.inferred, edge.slack_ns))
     by_host = {c.host: c for c in trace.communications}
     by_activity = {activity: c for c in trace.communications for activity in c.activities}
     for op in trace.host:
@@ -184,7 +184,7 @@ def _nodes(trace: LinkedTrace) -> Iterator[Node]:
         yield _activity_node(activity, host, root, deps.pop(activity.id, []), by_activity.get(activity.id))
 
 
-def _host_node(op: HostOp, deps: list[Dependency], communication: Communication | None) -> Node:
+def _host_node(op: HostOp, deps: list[IncomingEdge], communication: Communication | None) -> Node:
     out = Node(
         id=op.id,
         name=op.node.name,
@@ -210,7 +210,7 @@ def _activity_node(
     activity: Activity,
     host: HostNode,
     root: int,
-    deps: list[Dependency],
+    deps: list[IncomingEdge],
     communication: Communication | None,
 ) -> Node:
     duration = microseconds(activity.duration_ns)

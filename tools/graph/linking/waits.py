@@ -41,7 +41,7 @@ _ASYNC = "Async"
 
 
 @dataclass(frozen=True)
-class Wait:
+class GpuWait:
     """Positions in `KinetoTrace.device` and `KinetoTrace.calls`."""
 
     source: int
@@ -55,10 +55,10 @@ class Wait:
 
 
 @dataclass(kw_only=True)
-class Waits:
+class GpuWaits:
     """All waits of a trace."""
 
-    waits: list[Wait] = field(default_factory=list)
+    waits: list[GpuWait] = field(default_factory=list)
     kinds: Counter[str] = field(default_factory=Counter)
     """Kind -> synchronisations looked at."""
     unresolved: Counter[str] = field(default_factory=Counter)
@@ -77,10 +77,10 @@ class Surroundings:
     """Node -> the arguments of a `wait` node."""
 
 
-def find_waits(kineto: KinetoTrace, launch_call: Sequence[int], around: Surroundings | None = None) -> Waits:
+def find_waits(kineto: KinetoTrace, launch_call: Sequence[int], around: Surroundings | None = None) -> GpuWaits:
     """`launch_call` gives the launching call of each activity, -1 where it is not known; what streams wait for is
     inferred only with what is `around` the calls."""
-    waits = Waits()
+    waits = GpuWaits()
     streams = _Streams(kineto, launch_call)
     if kineto.syncs:
         _add_recorded(kineto, streams, waits)
@@ -117,7 +117,7 @@ class _Streams:
         return {index: activity.start for index, activity in enumerate(self._device)} | dict(self._launched)
 
 
-def _add_recorded(kineto: KinetoTrace, streams: _Streams, waits: Waits) -> None:
+def _add_recorded(kineto: KinetoTrace, streams: _Streams, waits: GpuWaits) -> None:
     call_of: dict[int | None, int] = {
         call.correlation: index for index, call in enumerate(kineto.calls) if call.correlation
     }
@@ -132,7 +132,7 @@ def _of_sync(
     calls: Sequence[Call],
     streams: _Streams,
     unresolved: Counter[str],
-) -> Iterator[Wait]:
+) -> Iterator[GpuWait]:
     call = call_of.get(sync.correlation, -1)
     if sync.record_correlation is None and sync.kind in ("Context Sync", "Stream Sync"):
         every = sync.kind == "Context Sync"
@@ -144,7 +144,7 @@ def _of_sync(
         sources = [source for stream in waited_for if (source := stream.last_until(sync.end)) >= 0]
         if not sources:
             unresolved["nothing ran on the stream before"] += 1
-        yield from (Wait(source, call) for source in sources)
+        yield from (GpuWait(source, call) for source in sources)
         return
     record = call_of.get(sync.record_correlation, -1)
     if record < 0:
@@ -158,10 +158,10 @@ def _of_sync(
     elif sync.kind == _STREAM_WAIT and target < 0:
         unresolved["nothing was launched on the waiting stream after"] += 1
     else:
-        yield Wait(source, call, target)
+        yield GpuWait(source, call, target)
 
 
-def _infer_host_waits(kineto: KinetoTrace, streams: _Streams, waits: Waits) -> None:
+def _infer_host_waits(kineto: KinetoTrace, streams: _Streams, waits: GpuWaits) -> None:
     device = kineto.device
     copies = {
         activity.correlation: index
@@ -187,11 +187,11 @@ def _infer_host_waits(kineto: KinetoTrace, streams: _Streams, waits: Waits) -> N
         if not sources:
             waits.unresolved["nothing ended while the call lasted"] += 1
         for source in sources:
-            waits.waits.append(Wait(source, index, inferred=True, slack_ns=max(0, call.end - device[source].end)))
+            waits.waits.append(GpuWait(source, index, inferred=True, slack_ns=max(0, call.end - device[source].end)))
 
 
 def _infer_stream_waits(
-    kineto: KinetoTrace, launch_call: Sequence[int], streams: _Streams, around: Surroundings, waits: Waits
+    kineto: KinetoTrace, launch_call: Sequence[int], streams: _Streams, around: Surroundings, waits: GpuWaits
 ) -> None:
     by_number: dict[int | None, list[tuple[str, Sequence[int]]]] = defaultdict(list)
     for record, kernels in around.issuing.values():
@@ -231,7 +231,7 @@ def _infer_stream_waits(
                 continue
             begins = max(kineto.device[source].end, streams.launch_time[target])
             slack = max(0, kineto.device[target].start - begins)
-            waits.waits.append(Wait(source, index, target, inferred=True, slack_ns=slack))
+            waits.waits.append(GpuWait(source, index, target, inferred=True, slack_ns=slack))
 
 
 def _named(wait: ParamComms, numbered: Sequence[tuple[str, Sequence[int]]]) -> Sequence[int]:
