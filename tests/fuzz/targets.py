@@ -23,7 +23,7 @@ from crossrank.replay.plan.plan import load_plan
 from crossrank.tools.cli import main
 from crossrank.tools.graph.chakra.check import check
 from crossrank.tools.graph.linking.communication_trace import read_communication_trace
-from crossrank.tools.graph.linking.read_linked import read_linked
+from crossrank.tools.graph.linking.linked_file import read_linked
 from crossrank.tools.job.from_replay import read_replay
 from crossrank.tools.job.read_rank import READERS, RankFiles
 from crossrank.tools.traces.discover import BASIC

@@ -62,7 +62,7 @@ def _groups(given: str | None, first: str) -> dict[str, list[int]] | None:
 
 def _print(results: list[Checked]) -> None:
     print_rows("Chakra traces", _COLUMNS, results)
-    print_counts("Worth knowing", sorted(sum((Counter(result.notes) for result in results), Counter()).items()))
+    print_counts("Worth knowing", sorted(sum((result.notes for result in results), Counter[str]()).items()))
 
 
 def _communications(result: Checked) -> int:

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from crossrank.errors import CrossrankError
 from crossrank.recording import LINKED, is_folder
@@ -24,8 +25,7 @@ from crossrank.tools.commands.options import (
 from crossrank.tools.commands.simulation import as_builtins, print_simulation, simulate_windows
 from crossrank.tools.graph.chakra.graph import Options
 from crossrank.tools.graph.chakra.ranks import (
-    RankResult,
-    Task,
+    ConvertedRank,
     convert_ranks,
     delay_starts,
     disagreements,
@@ -100,9 +100,24 @@ class Convert:
         if arguments.timeline is not None:
             _refuse_timeline(arguments.timeline)
         folder = output_folder(arguments.recording, arguments.output)
-        tasks = _tasks(arguments, inputs, folder)
-        fleet = fleet_of(arguments)
-        results = progress("converting", len(tasks), lambda done: convert_ranks(tasks, fleet, done))
+        options = Options(
+            deps=arguments.deps,
+            nodes=arguments.nodes,
+            pauses=not arguments.no_pauses,
+            lower=arguments.lower == "astra-sim",
+            group_node=arguments.group_node,
+            strict=arguments.strict,
+        )
+        convert = partial(
+            convert_ranks,
+            inputs.pairs,
+            folder,
+            options,
+            fleet_of(arguments),
+            keep_linked=arguments.keep_linked,
+            keep_graph=arguments.simulate or arguments.timeline is not None,
+        )
+        results = progress("converting", len(inputs.pairs), convert)
         good = [result for result in results if result.error is None]
         group_file = write_groups(good, folder) if good else None
         apart = delay_starts(good)
@@ -142,7 +157,15 @@ def _inputs(paths: Sequence[str], ranks: set[int] | None) -> Inputs:
         inputs = Inputs(pairs=[pair for pair in linked if ranks is None or pair.rank in ranks], problems=[])
         if not inputs.pairs:
             raise CrossrankError(f"none of the {len(paths)} linked traces is of a rank that --ranks names")
-    _refuse_doubles(inputs.pairs)
+    seen: dict[tuple[int | None, int], RankInput] = {}
+    for pair in inputs.pairs:
+        # Two inputs of one rank would write one file.
+        other = seen.setdefault((pair.rank, pair.window), pair)
+        if other is not pair:
+            raise CrossrankError(
+                f"{other.linked or other.et} and {pair.linked or pair.et} are both of rank {pair.rank}; "
+                "name one of them"
+            )
     return inputs
 
 
@@ -159,62 +182,25 @@ def _linked(paths: Sequence[str]) -> list[RankInput]:
     return [RankInput(rank=file.rank, window=file.window, et="", kineto="", linked=file.path) for file in files]
 
 
-def _refuse_doubles(pairs: Sequence[RankInput]) -> None:
-    """Two inputs of one rank would write one file."""
-    seen: dict[tuple[int | None, int], RankInput] = {}
-    for pair in pairs:
-        other = seen.setdefault((pair.rank, pair.window), pair)
-        if other is not pair:
-            raise CrossrankError(
-                f"{other.linked or other.et} and {pair.linked or pair.et} are both of rank {pair.rank}; "
-                "name one of them"
-            )
-
-
 def _refuse_timeline(timeline: str) -> None:
-    """Tell before the work what would fail after it."""
-    folder = os.path.dirname(timeline) or "."
+    """Refuse before the work what would fail after it."""
     if not timeline.endswith((".json", ".json.gz")):
         raise CrossrankError(f"{timeline}: a timeline is a .json or .json.gz file")
-    if os.path.isdir(timeline) or not os.path.isdir(folder):
+    if os.path.isdir(timeline) or not os.path.isdir(os.path.dirname(timeline) or "."):
         raise CrossrankError(f"{timeline}: cannot be written; name a file in a folder that exists")
 
 
-def _tasks(arguments: argparse.Namespace, inputs: Inputs, folder: str) -> list[Task]:
-    options = Options(
-        deps=arguments.deps,
-        nodes=arguments.nodes,
-        pauses=not arguments.no_pauses,
-        lower=arguments.lower == "astra-sim",
-        group_node=arguments.group_node,
-        strict=arguments.strict,
-    )
-    return [
-        Task(
-            input=pair,
-            folder=folder,
-            options=options,
-            keep_linked=arguments.keep_linked,
-            keep_graph=arguments.simulate or arguments.timeline is not None,
-        )
-        for pair in inputs.pairs
-    ]
-
-
-def _complain_of_ranks(results: Sequence[RankResult], least: float) -> bool:
+def _complain_of_ranks(results: Sequence[ConvertedRank], least: float) -> bool:
     """Whether every rank was converted whole and matched well enough; complains of those that were not."""
-    faults = [result for result in results if result.error is not None or result.damage]
     for result in results:
         texts = [result.error] if result.error is not None else []
         complain(*(f"{result.name}: {text}" for text in texts + result.damage + result.converted.warnings))
-    for result in results:
-        if result.error is None and min(result.host_rate, result.activity_rate) < least:
-            complain(f"{result.name}: matched less than --min-match; `crossrank link` says what and why")
-            faults.append(result)
-    return not faults
+    poor = [r for r in results if r.error is None and min(r.host_rate, r.activity_rate) < least]
+    complain(*(f"{r.name}: matched less than --min-match; `crossrank link` says what and why" for r in poor))
+    return not poor and not any(result.error is not None or result.damage for result in results)
 
 
-def _print(results: Sequence[RankResult], folder: str) -> None:
+def _print(results: Sequence[ConvertedRank], folder: str) -> None:
     print_rows(f"Chakra traces in {printable(folder)}", _COLUMNS, results, most=_SHOWN)
     dependencies: Counter[str] = Counter()
     lowered: Counter[str] = Counter()
@@ -228,11 +214,11 @@ def _print(results: Sequence[RankResult], folder: str) -> None:
 _HOST, _PAUSE, _GPU = "computation on the host", "pause of the host", "computation on a GPU"
 
 
-def _nodes(result: RankResult, *kinds: str) -> int:
+def _nodes(result: ConvertedRank, *kinds: str) -> int:
     return sum(result.converted.nodes.get(kind, 0) for kind in kinds or result.converted.nodes)
 
 
-_COLUMNS: Sequence[tuple[str, Callable[[RankResult], object]]] = (
+_COLUMNS: Sequence[tuple[str, Callable[[ConvertedRank], object]]] = (
     ("rank", lambda result: result.name.removeprefix("rank ")),
     ("#nodes", lambda result: f"{_nodes(result):,}"),
     ("#on the host", lambda result: f"{_nodes(result, _HOST):,}"),

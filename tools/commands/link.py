@@ -21,7 +21,7 @@ from crossrank.tools.commands.options import (
     progress,
 )
 from crossrank.tools.graph.linking.inputs import Inputs, find_inputs
-from crossrank.tools.graph.linking.ranks import EXTENSIONS, GroupRow, RankResult, Task, compare_groups, link_ranks
+from crossrank.tools.graph.linking.ranks import EXTENSIONS, GroupRow, LinkedRank, compare_groups, link_ranks
 from crossrank.tools.output.console import print_counts, print_json, print_rows
 
 _ROWS = 16
@@ -69,9 +69,11 @@ class Link:
             raise CrossrankError(f"{len(paths)} paths given; name one folder, or the two files of one rank")
         inputs = find_inputs(paths, arguments.ranks)
         folder = output_folder(paths, arguments.output)
-        tasks = [Task(input=pair, folder=folder, compression=arguments.compress) for pair in inputs.pairs]
-        fleet = fleet_of(arguments)
-        results = progress("linking", len(tasks), lambda done: link_ranks(tasks, fleet, done))
+        results = progress(
+            "linking",
+            len(inputs.pairs),
+            lambda done: link_ranks(inputs.pairs, folder, arguments.compress, fleet_of(arguments), done),
+        )
         groups = compare_groups(results)
         linked = [result for result in results if result.error is None]
         if arguments.json:
@@ -92,7 +94,7 @@ class Link:
         return 1 if inputs.problems or faults else 0
 
 
-def _faults(result: RankResult) -> list[str]:
+def _faults(result: LinkedRank) -> list[str]:
     """Why a rank was not linked, or not as a whole."""
     texts = [result.error] if result.error is not None else []
     texts += result.report.damage
@@ -100,7 +102,7 @@ def _faults(result: RankResult) -> list[str]:
     return [f"{result.name}: {text}" for text in texts]
 
 
-def _poor_match(result: RankResult, least: float) -> list[str]:
+def _poor_match(result: LinkedRank, least: float) -> list[str]:
     report = result.report
     rate = min(report.host_rate, report.activity_rate)
     if rate >= least:
@@ -114,7 +116,7 @@ def _poor_match(result: RankResult, least: float) -> list[str]:
     ]
 
 
-def _print(linked: Sequence[RankResult], groups: Sequence[GroupRow], folder: str) -> None:
+def _print(linked: Sequence[LinkedRank], groups: Sequence[GroupRow], folder: str) -> None:
     print_rows(f"Linked traces in {printable(folder)}", _RANKS, linked, most=_ROWS)
     for name, title in _COUNTED.items():
         total: Counter[str] = Counter()
@@ -133,7 +135,7 @@ def _print(linked: Sequence[RankResult], groups: Sequence[GroupRow], folder: str
         print(f"\n… and {len(warnings) - _WARNINGS} more warning(s): --json has all")
 
 
-def _warnings(linked: Sequence[RankResult]) -> list[tuple[str, list[str]]]:
+def _warnings(linked: Sequence[LinkedRank]) -> list[tuple[str, list[str]]]:
     """Warnings with the ranks that gave them, the most frequent first.
 
     Those that differ in numbers alone are one: each number becomes the range that it spans, but for a thread's, which
@@ -167,7 +169,7 @@ def _counts(row: GroupRow) -> str:
     return "; ".join(f"{count} on rank {rank_ranges(ranks)}" for count, ranks in sorted(by_count.items()))
 
 
-def _summary(results: Sequence[RankResult], groups: Sequence[GroupRow], inputs: Inputs) -> dict[str, object]:
+def _summary(results: Sequence[LinkedRank], groups: Sequence[GroupRow], inputs: Inputs) -> dict[str, object]:
     """What `--json` prints."""
     named = ("rank", "window", "output", "error", "nodes")
     rates = ("host_rate", "activity_rate")
@@ -188,11 +190,11 @@ def _percent(share: float) -> str:
     return f"{int(share * 1000) / 10:.1f} %"
 
 
-def _left_out(result: RankResult) -> int:
+def _left_out(result: LinkedRank) -> int:
     return sum(result.report.activities_outside.values())
 
 
-_RANKS: Sequence[tuple[str, Callable[[RankResult], object]]] = (
+_RANKS: Sequence[tuple[str, Callable[[LinkedRank], object]]] = (
     ("rank", lambda result: result.name.removeprefix("rank ")),
     ("#host ops", lambda result: f"{result.report.host_nodes:,}"),
     ("#matched", lambda result: _percent(result.report.host_rate)),

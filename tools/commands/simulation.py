@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from crossrank.errors import CrossrankError
-from crossrank.tools.graph.chakra.ranks import RankResult
+from crossrank.tools.graph.chakra.ranks import ConvertedRank
 from crossrank.tools.graph.chakra.simulate import RankGraph, Simulation, simulate
 from crossrank.tools.graph.chakra.timeline import write_timeline
 from crossrank.tools.output.console import print_table
@@ -24,7 +24,7 @@ _FIGURES = (
 )
 
 
-def simulate_windows(results: Sequence[RankResult], timeline: str | None) -> list[tuple[int, Simulation]]:
+def simulate_windows(results: Sequence[ConvertedRank], timeline: str | None) -> list[tuple[int, Simulation]]:
     """The ranks of every window, played together; written to `timeline` as well, later windows beside it."""
     windows: dict[int, list[RankGraph]] = {}
     for result in results:

@@ -234,9 +234,8 @@ def _host_node(node: _Node) -> HostNode:
 
 
 def _io_text(values: msgspec.Raw, shapes: msgspec.Raw, types: msgspec.Raw) -> msgspec.Raw:
-    if values is _NOTHING or bytes(values) == bytes(shapes) == bytes(types) == b"[]":
-        return _NOTHING
-    return msgspec.Raw(b'{"values":%b,"shapes":%b,"types":%b}' % (values, shapes, types))
+    text = b'{"values":%b,"shapes":%b,"types":%b}' % (values, shapes, types)
+    return _NOTHING if text == _NO_IO else msgspec.Raw(text)
 
 
 def read_attributes(node: HostNode) -> bool:
@@ -273,9 +272,15 @@ def io_texts(text: msgspec.Raw) -> tuple[str, str, str]:
     """Values, shapes and types of `inputs` or `outputs`, each as JSON text."""
     if text is _NOTHING:
         return "[]", "[]", "[]"
-    given = parse(text, _Texts) or _Texts()
-    values, shapes, types = (bytes(raw).decode(errors="replace") for raw in (given.values, given.shapes, given.types))
-    return values, shapes, types
+    try:
+        given = _decode_texts(text)
+    except BROKEN:
+        given = _Texts()
+    values, shapes, types = given.values, given.shapes, given.types
+    return str(values, "utf-8", "replace"), str(shapes, "utf-8", "replace"), str(types, "utf-8", "replace")
+
+
+_decode_texts = msgspec.json.Decoder(_Texts, strict=False).decode
 
 
 def attribute_text(node: HostNode) -> msgspec.Raw:

@@ -73,7 +73,7 @@ class DeviceEvent(msgspec.Struct, gc=False):
 
 
 class SyncEvent(msgspec.Struct, gc=False):
-    """A synchronisation as CUPTI saw it; `tools/graph/linking/synchronisation.py` says what each kind means."""
+    """A synchronisation as CUPTI saw it; `tools/graph/linking/waits.py` says what each kind means."""
 
     kind: str
     device: Id

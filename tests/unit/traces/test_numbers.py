@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from crossrank.errors import CrossrankError
-from crossrank.tools.graph.linking.read_linked import read_linked
+from crossrank.tools.graph.linking.linked_file import read_linked
 from crossrank.tools.traces.execution_trace import io_texts, read_execution_trace
 from crossrank.tools.traces.kineto import read_kineto
 

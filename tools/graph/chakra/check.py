@@ -10,10 +10,12 @@ a file whose nodes are not in order.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import PurePosixPath
+from typing import Any
 
 import msgspec
 
@@ -22,34 +24,29 @@ from crossrank.tools.graph.chakra import et_def_pb2 as pb
 from crossrank.tools.graph.chakra.framing import read_trace
 from crossrank.tools.traces.json_document import parse
 
-# What a node of each type needs, as (attribute, kinds that a feeder reads); the first kind suits both generations.
-REQUIRED: dict[int, tuple[tuple[str, tuple[str, ...]], ...]] = {
-    pb.COMM_COLL_NODE: (("comm_type", ("int64_val",)), ("comm_size", ("int64_val",))),
-    pb.COMM_SEND_NODE: (
-        ("comm_dst", ("int32_val",)),
-        ("comm_size", ("int64_val",)),
-        ("comm_tag", ("int32_val",)),
-    ),
-    pb.COMM_RECV_NODE: (
-        ("comm_src", ("int32_val",)),
-        ("comm_size", ("int64_val",)),
-        ("comm_tag", ("int32_val",)),
-    ),
-    pb.MEM_LOAD_NODE: (("tensor_size", ("uint64_val",)),),
-    pb.MEM_STORE_NODE: (("tensor_size", ("uint64_val",)),),
+# What a node of each type needs, as attribute -> the kind that both generations of feeders read.
+_SIZE = {"comm_size": "int64_val"}
+REQUIRED: dict[int, dict[str, str]] = {
+    pb.COMM_COLL_NODE: {"comm_type": "int64_val", **_SIZE},
+    pb.COMM_SEND_NODE: {"comm_dst": "int32_val", **_SIZE, "comm_tag": "int32_val"},
+    pb.COMM_RECV_NODE: {"comm_src": "int32_val", **_SIZE, "comm_tag": "int32_val"},
+    pb.MEM_LOAD_NODE: {"tensor_size": "uint64_val"},
+    pb.MEM_STORE_NODE: {"tensor_size": "uint64_val"},
 }
 RUN_BY_ASTRA_SIM = frozenset((pb.ALL_REDUCE, pb.ALL_TO_ALL, pb.ALL_GATHER, pb.REDUCE_SCATTER, pb.BROADCAST))
 CHUNKS = 4
 """`preferred-dataset-splits` of ASTRA-sim's own system files; an all_gather of fewer bytes never ends there."""
-_TYPES = {number: name for name, number in pb.NodeType.items()}
-_ENDS = {pb.COMM_SEND_NODE: ("comm_src", "comm_dst"), pb.COMM_RECV_NODE: ("comm_dst", "comm_src")}
-"""Type of a message -> the attributes with the rank itself and the other one."""
-_LOWER = "convert with --lower astra-sim"
-_ON_HOST = "a computation on the host: ASTRA-sim reports no overlap where there is one; --nodes gpu leaves them out"
 Groups = Mapping[str, Sequence[int]]
 """Number -> global ranks, as the group file has it."""
-_INTEGER = re.compile(r"(?:u?int|s?fixed|sint)(?:32|64)_val")
+TYPES: dict[int, str] = {number: name for name, number in pb.NodeType.items()}
+
+_COLLECTIVES: dict[int, str] = {number: name for name, number in pb.CollectiveCommType.items()}
+_ENDS = {pb.COMM_SEND_NODE: ("comm_src", "comm_dst"), pb.COMM_RECV_NODE: ("comm_dst", "comm_src")}
+"""Type of a message -> the attributes with the rank itself and the other one."""
 _COMMUNICATES = frozenset((pb.COMM_COLL_NODE, *_ENDS))
+_LOWER = "convert with --lower astra-sim"
+_ON_HOST = "a computation on the host: ASTRA-sim reports no overlap where there is one; --nodes gpu leaves them out"
+_INTEGER = re.compile(r"(?:u?int|s?fixed|sint)(?:32|64)_val")
 _RANK = re.compile(r"\.(\d+)\.et(?:\.gz|\.zst)?$")
 _RUN = 1 << 9
 
@@ -60,20 +57,17 @@ class Checked:
 
     path: str
     nodes: int = 0
-    types: dict[str, int] = field(default_factory=dict)
-    faults: dict[str, int] = field(default_factory=dict)
+    types: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
     """What breaks the contract -> how often."""
     first: dict[str, str] = field(default_factory=dict)
     """Where each was found first."""
-    notes: dict[str, int] = field(default_factory=dict)
+    notes: Counter[str] = field(default_factory=Counter)
     """What only some readers or settings mind -> how often."""
 
     def fault(self, what: str, where: str) -> None:
-        self.faults[what] = self.faults.get(what, 0) + 1
+        self.faults[what] += 1
         self.first.setdefault(what, where)
-
-    def note(self, what: str) -> None:
-        self.notes[what] = self.notes.get(what, 0) + 1
 
 
 class _Ids(dict[int, int]):
@@ -93,9 +87,10 @@ def check(path: str, groups: Groups | None = None) -> Checked:
     """
     result = Checked(path=path)
     _, nodes = read_trace(path)
-    rank = _RANK.search(PurePosixPath(path).name)
+    match = _RANK.search(PurePosixPath(path).name)
+    rank = int(match[1]) if match else None
     if rank is None:
-        result.note("the name does not end in .RANK.et, by which ASTRA-sim finds a rank's file")
+        result.notes["the name does not end in .RANK.et, by which ASTRA-sim finds a rank's file"] += 1
     seen = _Ids()
     later: dict[int, str] = {}
     open_ends: dict[int, str] = {}  # messages that nothing has waited for so far
@@ -110,94 +105,85 @@ def check(path: str, groups: Groups | None = None) -> Checked:
         if later.pop(node.id, None) is None and node.type in _ENDS:
             open_ends[node.id] = where
         result.nodes += 1
-        kind = _TYPES.get(node.type) or f"type {node.type}"
-        result.types[kind] = result.types.get(kind, 0) + 1
+        result.types[TYPES.get(node.type) or f"type {node.type}"] += 1
         for source in sources:
-            if open_ends:
-                open_ends.pop(source, None)
+            open_ends.pop(source, None)
             if not seen.has(source):
                 later.setdefault(source, where)
-        _check_node(node, where, int(rank[1]) if rank else None, groups, result)
+        if node.type != pb.COMP_NODE:
+            _check_attributes(node, rank, groups, result, where)
+        elif any(attribute.bool_val for attribute in node.attr if attribute.name == "is_cpu_op"):
+            result.notes[_ON_HOST] += 1
     for source, where in later.items():
         result.fault("a dependency names a node that is not in the file", f"{where} waits for {source}")
-    if _ON_HOST in result.notes:
-        for where in open_ends.values():
-            result.fault(
-                "a message that nothing waits for, in a file with host nodes: ASTRA-sim stops where a rank ends with "
-                f"one; {_LOWER}, or with --nodes gpu",
-                where,
-            )
+    for where in open_ends.values() if _ON_HOST in result.notes else ():
+        result.fault(
+            "a message that nothing waits for, in a file with host nodes: ASTRA-sim stops where a rank ends with "
+            f"one; {_LOWER}, or with --nodes gpu",
+            where,
+        )
     # In a file whose nodes all follow what they wait for there is no cycle.
     if not ordered:
         if cycle := _cycle(path):
             result.fault("dependencies form a cycle", f"nodes {' <- '.join(map(str, cycle[:8]))}")
-        result.note("nodes stand before what they wait for: an older feeder keeps all of them in memory")
+        result.notes["nodes stand before what they wait for: an older feeder keeps all of them in memory"] += 1
     return result
 
 
-def _check_node(node: pb.Node, where: str, rank: int | None, groups: Groups | None, result: Checked) -> None:
-    if node.type == pb.COMP_NODE:
-        if any(attribute.bool_val for attribute in node.attr if attribute.name == "is_cpu_op"):
-            result.note(_ON_HOST)
-        return
-    kinds = {attribute.name: attribute.WhichOneof("value") for attribute in node.attr}
-    values = {a.name: getattr(a, kind) for a in node.attr if (kind := a.WhichOneof("value"))}
-    for name, wanted in REQUIRED.get(node.type, ()):
+def _check_attributes(node: pb.Node, rank: int | None, groups: Groups | None, result: Checked, where: str) -> None:
+    kinds = {attribute.name: attribute.WhichOneof("value") or "" for attribute in node.attr}
+    values = {a.name: getattr(a, kinds[a.name]) for a in node.attr if kinds[a.name]}
+    for name, wanted in REQUIRED.get(node.type, {}).items():
         if name not in kinds:
-            result.fault(f"a {_TYPES[node.type]} has no {name}", where)
-        elif kinds[name] not in wanted:
-            if _INTEGER.fullmatch(kinds[name] or ""):
-                result.note(f"{name} is {kinds[name]}, the older feeder reads {wanted[0]}")
-            else:
-                result.fault(f"{name} is {kinds[name]}, not {wanted[0]}", where)
-    if node.type in _COMMUNICATES:
-        if values.get("is_cpu_op"):
-            result.fault("a communication node has is_cpu_op true, at which ASTRA-sim stops", where)
-        _check_group(values.get("pg_name", ""), groups, where, result)
+            result.fault(f"a {TYPES[node.type]} has no {name}", where)
+        elif kinds[name] != wanted and _INTEGER.fullmatch(kinds[name]):
+            result.notes[f"{name} is {kinds[name]}, the older feeder reads {wanted}"] += 1
+        elif kinds[name] != wanted:
+            result.fault(f"{name} is {kinds[name] or None}, not {wanted}", where)
+    if node.type in _COMMUNICATES and (fault := _group_fault(values.get("pg_name", ""), groups)):
+        result.fault(fault, f"{where}: {values['pg_name']!r}")
+    for fault in _faults(node, values, rank, groups):
+        result.fault(fault, where)
+
+
+def _faults(node: pb.Node, values: Mapping[str, Any], rank: int | None, groups: Groups | None) -> Iterator[str]:
+    """What is wrong with the values of a node that is no computation, and why ASTRA-sim does not run it to its end."""
+    number, size, is_collective = values.get("comm_type"), values.get("comm_size"), node.type == pb.COMM_COLL_NODE
+    if node.type in _COMMUNICATES and values.get("is_cpu_op"):
+        yield "a communication node has is_cpu_op true, at which ASTRA-sim stops"
     for name in ("comm_size", "comm_src", "comm_dst"):
         if isinstance(values.get(name), int) and values[name] < 0:
-            result.fault(f"{name} is negative", where)
-    _check_runs(node, values, groups, where, result)
-    if node.type in _ENDS and rank is not None:
+            yield f"{name} is negative"
+    if is_collective and isinstance(number, int) and number not in RUN_BY_ASTRA_SIM:
+        known = _COLLECTIVES.get(number)
+        yield f"ASTRA-sim cannot run {known}; {_LOWER}" if known else f"ASTRA-sim cannot run comm_type {number}"
+    if number == pb.ALL_GATHER and isinstance(size, int) and 0 <= size < CHUNKS:
+        yield f"an ALL_GATHER of less than {CHUNKS} B, which never ends in ASTRA-sim; {_LOWER}"
+    if is_collective and len((groups or {}).get(str(values.get("pg_name")), (0, 1))) == 1:
+        yield f"a collective of a group of one rank, which never ends in ASTRA-sim; {_LOWER}"
+    if node.type in _ENDS:
         own, other = _ENDS[node.type]
-        if values.get(own, rank) != rank:
-            result.fault(f"{own} is not the rank of the file", where)
-        if values.get(other) == rank:
-            result.fault(f"a message of a rank to itself, at which ASTRA-sim stops; {_LOWER}", where)
+        if size == 0:
+            yield f"a message of 0 B, at which ASTRA-sim stops; {_LOWER}"
+        if rank is not None and values.get(own, rank) != rank:
+            yield f"{own} is not the rank of the file"
+        if rank is not None and values.get(other) == rank:
+            yield f"a message of a rank to itself, at which ASTRA-sim stops; {_LOWER}"
     if node.type == pb.METADATA_NODE:
         if not _lists_groups(node):
-            result.fault("a metadata node does not list groups as the feeder parses them", where)
-        result.fault(
+            yield "a metadata node does not list groups as the feeder parses them"
+        yield (
             "a METADATA_NODE, at which ASTRA-sim's statistics stop; convert without --group-node and give it the "
-            "groups with --comm-group-configuration",
-            where,
+            "groups with --comm-group-configuration"
         )
 
 
-def _check_runs(
-    node: pb.Node, values: Mapping[str, object], groups: Groups | None, where: str, result: Checked
-) -> None:
-    """Whether ASTRA-sim runs a communication node to its end."""
-    number, size, pg_name = values.get("comm_type"), values.get("comm_size"), values.get("pg_name")
-    if node.type == pb.COMM_COLL_NODE and isinstance(number, int) and number not in RUN_BY_ASTRA_SIM:
-        known = number in pb.CollectiveCommType.values()
-        kind = pb.CollectiveCommType.Name(number) if known else f"comm_type {number}"
-        result.fault(f"ASTRA-sim cannot run {kind}; {_LOWER}" if known else f"ASTRA-sim cannot run {kind}", where)
-    if number == pb.ALL_GATHER and isinstance(size, int) and 0 <= size < CHUNKS:
-        result.fault(f"an ALL_GATHER of less than {CHUNKS} B, which never ends in ASTRA-sim; {_LOWER}", where)
-    if node.type in _ENDS and size == 0:
-        result.fault(f"a message of 0 B, at which ASTRA-sim stops; {_LOWER}", where)
-    if node.type == pb.COMM_COLL_NODE and groups is not None and len(groups.get(str(pg_name), (0, 1))) == 1:
-        result.fault(f"a collective of a group of one rank, which never ends in ASTRA-sim; {_LOWER}", where)
-
-
-def _check_group(pg_name: object, groups: Groups | None, where: str, result: Checked) -> None:
-    if pg_name in ("", "0"):
-        return
-    if not (isinstance(pg_name, str) and re.fullmatch(r"[0-9]{1,10}", pg_name) and int(pg_name) < 1 << 31):
-        result.fault("pg_name is no integer, at which ASTRA-sim stops", f"{where}: {pg_name!r}")
-    elif groups is not None and pg_name not in groups:
-        result.fault("pg_name is not in the group file", f"{where}: {pg_name!r}")
+def _group_fault(name: object, groups: Groups | None) -> str | None:
+    if name in ("", "0"):
+        return None
+    if not (isinstance(name, str) and re.fullmatch(r"[0-9]{1,10}", name) and int(name) < 1 << 31):
+        return "pg_name is no integer, at which ASTRA-sim stops"
+    return "pg_name is not in the group file" if groups is not None and name not in groups else None
 
 
 class _ListedGroup(msgspec.Struct):

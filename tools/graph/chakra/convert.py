@@ -10,9 +10,9 @@ from crossrank.comm import is_p2p
 from crossrank.tools.graph.chakra.device_nodes import device_nodes
 from crossrank.tools.graph.chakra.graph import ChakraNode, Options
 from crossrank.tools.graph.chakra.groups import NumberedGroup
+from crossrank.tools.graph.chakra.host_time import USER_SCOPE, cut_waits, wait_for_threads, with_pauses
 from crossrank.tools.graph.chakra.lower import lower
 from crossrank.tools.graph.chakra.order import in_order, is_in_order
-from crossrank.tools.graph.chakra.pauses import cut_waits, with_pauses
 from crossrank.tools.graph.chakra.simulate import RankGraph, in_group_order, rank_graph
 from crossrank.tools.graph.chakra.steps import (
     convert_communications,
@@ -21,7 +21,6 @@ from crossrank.tools.graph.chakra.steps import (
     number_groups,
     reduce_dependencies,
 )
-from crossrank.tools.graph.chakra.thread_waits import USER_SCOPE, wait_for_threads
 from crossrank.tools.graph.chakra.write import write_chakra
 from crossrank.tools.graph.linking import LinkedTrace
 from crossrank.tools.graph.paused_gc import paused_gc
@@ -58,11 +57,7 @@ _DEFAULT = Options()
 
 @paused_gc()
 def convert(
-    trace: LinkedTrace,
-    path: str | Path,
-    options: Options = _DEFAULT,
-    *,
-    keep_graph: bool = False,
+    trace: LinkedTrace, path: str | Path, options: Options = _DEFAULT, *, keep_graph: bool = False
 ) -> Converted:
     """Write `trace` to `path`, and keep its graph for a simulation where that is wanted.
 
@@ -95,13 +90,11 @@ def convert(
     result.size = write_chakra(trace, ordered, result.groups, path, options)
     result.nodes = dict(Counter(_kind(node) for node in ordered))
     result.dependencies = dict(Counter(dependency.kind for node in ordered for dependency in node.dependencies))
-    for node in in_group_order(ordered):
-        assert node.comm is not None
-        record = node.comm.record
-        if not is_p2p(record):
+    for _, comm in in_group_order(ordered):
+        if not is_p2p(comm.record):
             # Members of an uneven all_to_all put in different amounts.
-            size = "" if record.op == "all_to_all" else f" of {record.bytes} B"
-            result.collectives.setdefault(node.comm.group.number, []).append(record.op + size)
+            size = "" if comm.record.op == "all_to_all" else f" of {comm.record.bytes} B"
+            result.collectives.setdefault(comm.group.number, []).append(comm.record.op + size)
     return result
 
 

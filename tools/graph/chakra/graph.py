@@ -52,8 +52,6 @@ class ChakraNode(msgspec.Struct, gc=False):
     is_cpu: bool = False
     dependencies: list[Dependency] = []
     comm: Comm | None = None
-    host: int | None = None
-    """The execution trace's node that it comes from, or that launched it."""
     rf_id: int = 0
     tensor_bytes: int = 0
     op: HostNode | None = None

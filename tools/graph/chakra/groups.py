@@ -14,7 +14,7 @@ import msgspec
 
 from crossrank.comm import Group
 from crossrank.errors import CrossrankError
-from crossrank.tools.graph.linking.communications import named_by_address
+from crossrank.tools.job.groups import named_by_address
 
 WORLD = "0"
 _LARGEST = (1 << 31) - 1
@@ -31,7 +31,7 @@ class NumberedGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     desc: str = ""
 
 
-def number(group: Group, world_size: int | None) -> NumberedGroup:
+def number_group(group: Group, world_size: int | None) -> NumberedGroup:
     """The group with its number. Raises `CrossrankError` where its members are not known."""
     if not group.ranks:
         raise CrossrankError(
@@ -39,12 +39,11 @@ def number(group: Group, world_size: int | None) -> NumberedGroup:
             "the rank, or a trace with '## process_group:init ##'"
         )
     ranks = tuple(group.ranks)
-    default = named_by_address(group.pg) or group.pg == "0" or group.desc == "default_pg"
-    if default and world_size is not None and ranks == tuple(range(world_size)):
-        return NumberedGroup(number=WORLD, ranks=ranks, pg=group.pg, desc=group.desc)
-    name = "" if named_by_address(group.pg) else group.pg
-    digest = zlib.crc32(msgspec.json.encode([name, ranks]))
-    return NumberedGroup(number=str(1 + digest % _LARGEST), ranks=ranks, pg=group.pg, desc=group.desc)
+    by_address = named_by_address(group.pg)
+    number = str(1 + zlib.crc32(msgspec.json.encode(["" if by_address else group.pg, ranks])) % _LARGEST)
+    if (by_address or group.pg == "0" or group.desc == "default_pg") and world_size is not None:
+        number = WORLD if ranks == tuple(range(world_size)) else number
+    return NumberedGroup(number=number, ranks=ranks, pg=group.pg, desc=group.desc)
 
 
 def merge(of_ranks: Iterable[Iterable[NumberedGroup]]) -> dict[str, list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 
 import msgspec
@@ -19,27 +20,15 @@ from crossrank.tools.graph.chakra.simulate import offsets
 from crossrank.tools.graph.chakra.write import delay_start
 from crossrank.tools.graph.linking import link
 from crossrank.tools.graph.linking.inputs import RankInput
-from crossrank.tools.graph.linking.linked_file import write_linked
-from crossrank.tools.graph.linking.read_linked import read_linked
+from crossrank.tools.graph.linking.linked_file import read_linked, write_linked
 from crossrank.tools.graph.rank_output import RankOutput, writing
 from crossrank.tools.parallel import Fleet, map_ranks
 
 GROUPS = "comm_groups.json"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """One rank to convert."""
-
-    input: RankInput
-    folder: str
-    options: Options
-    keep_linked: bool
-    keep_graph: bool = False
-
-
 @dataclass(kw_only=True)
-class RankResult(RankOutput):
+class ConvertedRank(RankOutput):
     """What converting one rank gave."""
 
     size: int = 0
@@ -59,17 +48,27 @@ def chakra_name(rank: int, window: int) -> str:
     return f"chakra.{rank}.et" if window == 1 else f"chakra-w{window}.{rank}.et"
 
 
-def convert_ranks(tasks: Iterable[Task], fleet: Fleet, done: Callable[[], None]) -> list[RankResult]:
+def convert_ranks(
+    inputs: Iterable[RankInput],
+    folder: str,
+    options: Options,
+    fleet: Fleet,
+    done: Callable[[], None],
+    *,
+    keep_linked: bool = False,
+    keep_graph: bool = False,
+) -> list[ConvertedRank]:
     """Convert every rank; one that fails has its error in its result, and the others are converted all the same."""
-    return map_ranks(_convert_one, tasks, fleet, failed=_failed, done=done)
+    return map_ranks(
+        partial(_convert_one, folder=folder, options=options, keep_linked=keep_linked, keep_graph=keep_graph),
+        inputs,
+        fleet,
+        failed=lambda given, error: ConvertedRank(rank=given.rank, window=given.window, error=str(error)),
+        done=done,
+    )
 
 
-def _failed(task: Task, error: CrossrankError) -> RankResult:
-    return RankResult(rank=task.input.rank, window=task.input.window, error=str(error))
-
-
-def _convert_one(task: Task) -> RankResult:
-    given = task.input
+def _convert_one(given: RankInput, folder: str, options: Options, keep_linked: bool, keep_graph: bool) -> ConvertedRank:
     if given.linked is not None:
         trace = read_linked(given.linked)
     else:
@@ -77,12 +76,12 @@ def _convert_one(task: Task) -> RankResult:
     rank = trace.rank if trace.rank is not None else 0
     if given.rank is not None and given.rank != rank:
         raise CrossrankError(f"{given.linked or given.et}: is of rank {rank} by its content; name it rank-{rank}.…")
-    path = join(task.folder, chakra_name(rank, given.window))
+    path = join(folder, chakra_name(rank, given.window))
     with writing(path):
-        if task.keep_linked:
-            write_linked(trace, join(task.folder, file_name(LINKED, rank, given.window)))
-        converted = convert(trace, path, task.options, keep_graph=task.keep_graph)
-    return RankResult(
+        if keep_linked:
+            write_linked(trace, join(folder, file_name(LINKED, rank, given.window)))
+        converted = convert(trace, path, options, keep_graph=keep_graph)
+    return ConvertedRank(
         rank=rank,
         window=given.window,
         output=path,
@@ -94,7 +93,7 @@ def _convert_one(task: Task) -> RankResult:
     )
 
 
-def write_groups(results: Sequence[RankResult], folder: str) -> str:
+def write_groups(results: Sequence[ConvertedRank], folder: str) -> str:
     """Write `comm_groups.json` of all ranks that were converted: `{"1": [0, 1], …}`, without the world."""
     groups = merge(result.converted.groups for result in results)
     path = join(folder, GROUPS)
@@ -103,14 +102,12 @@ def write_groups(results: Sequence[RankResult], folder: str) -> str:
     return path
 
 
-def delay_starts(results: Sequence[RankResult]) -> list[int]:
+def delay_starts(results: Sequence[ConvertedRank]) -> list[int]:
     """Let every rank begin when it began by its clock. Returns the windows whose ranks all begin together, because
     their clocks are further apart than the window is long."""
-    windows: dict[int, list[RankResult]] = defaultdict(list)
-    for result in results:
-        windows[result.window].append(result)
     apart = []
-    for window, ranks in sorted(windows.items()):
+    for window in sorted({result.window for result in results}):
+        ranks = [result for result in results if result.window == window]
         late, by_clocks = offsets([(rank.converted.begin_ns, rank.converted.length_ns) for rank in ranks])
         if not by_clocks:
             apart.append(window)
@@ -121,24 +118,22 @@ def delay_starts(results: Sequence[RankResult]) -> list[int]:
     return apart
 
 
-def disagreements(results: Sequence[RankResult]) -> list[str]:
+def disagreements(results: Sequence[ConvertedRank]) -> list[str]:
     """Groups whose members made different sequences of collectives: group, rank, place and what differs."""
     sequences: dict[tuple[int, str], dict[int, list[str]]] = defaultdict(dict)
-    linked = [result for result in results if result.error is None and result.rank is not None]
-    members = {group.number: group.ranks for result in linked for group in result.converted.groups}
-    for result in linked:
+    members = {group.number: group.ranks for result in results for group in result.converted.groups}
+    for result in results:
         for number, ranks in members.items():
-            if result.rank is not None and result.rank in ranks:
+            if result.error is None and result.rank is not None and result.rank in ranks:
                 sequences[result.window, number][result.rank] = result.converted.collectives.get(number, [])
     found = []
     for (_, number), by_rank in sorted(sequences.items()):
         reference = min(by_rank)
         for rank, calls in sorted(by_rank.items()):
             pairs = enumerate(zip_longest(calls, by_rank[reference], fillvalue="nothing"), start=1)
-            for place, (ours, theirs) in pairs:
-                if ours != theirs:
-                    found.append(
-                        f"group {number}: collective {place} is {ours} on rank {rank} and {theirs} on rank {reference}"
-                    )
-                    break
+            found += [
+                f"group {number}: collective {place} is {ours} on rank {rank} and {theirs} on rank {reference}"
+                for place, (ours, theirs) in pairs
+                if ours != theirs
+            ][:1]
     return found

@@ -10,11 +10,11 @@ import msgspec
 
 from crossrank.text import printable
 from crossrank.tools.graph.chakra import et_def_pb2 as pb
+from crossrank.tools.graph.chakra.check import TYPES
 from crossrank.tools.graph.chakra.framing import read_trace
 from crossrank.tools.output.console import print_table
 
 _SHOWN = 40
-_TYPES: dict[int, str] = {number: name for name, number in pb.NodeType.items()}
 
 
 def print_json(path: str) -> None:
@@ -71,7 +71,7 @@ def as_dict(node: pb.Node) -> dict[str, Any]:
 
 
 def _type(node: pb.Node) -> str:
-    return _TYPES.get(node.type) or str(node.type)
+    return TYPES.get(node.type) or str(node.type)
 
 
 def _attributes(attributes: Any) -> dict[str, Any]:

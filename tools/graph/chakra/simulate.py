@@ -9,19 +9,18 @@ Ranks begin when they began by their clocks, or all at 0 where these are too far
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from crossrank.comm import is_p2p
-from crossrank.tools.graph.chakra.graph import LATE, PAUSE, ChakraNode, Lane
+from crossrank.tools.graph.chakra.graph import LATE, PAUSE, ChakraNode, Comm, Lane
 from crossrank.tools.graph.chakra.write import message_ends
 
 HOST = "operations on the host"
 GPU = "computation on a GPU"
 COMMUNICATION = "communication"
-CATEGORIES = (HOST, GPU, COMMUNICATION, PAUSE)
 JoinKey = tuple[str, str, int, int, int]
 """Group, kind, source and destination of a P2P message, and its number."""
 
@@ -30,10 +29,11 @@ class RankGraph(msgspec.Struct, gc=False, kw_only=True):
     """One rank's nodes by position, in an order in which all that a node waits for comes before it."""
 
     rank: int
+    names: list[str]
     lanes: list[str]
     lane: list[int]
-    category: list[int]
-    """Position in `CATEGORIES`."""
+    """Position in `lanes`."""
+    category: list[str]
     begin_ns: int
     """First start, since 1970."""
     end_ns: int
@@ -44,7 +44,6 @@ class RankGraph(msgspec.Struct, gc=False, kw_only=True):
     sources: list[list[int]]
     joins: dict[int, JoinKey]
     """Position of a communication -> what its other members have as well."""
-    names: list[str]
 
 
 @dataclass(kw_only=True)
@@ -83,35 +82,30 @@ def rank_graph(nodes: Sequence[ChakraNode], rank: int, begin_ns: int, length_ns:
     `begin_ns` is their first start since 1970, `length_ns` how long they took as measured.
     """
     position = {node.id: index for index, node in enumerate(nodes)}
-    lanes: dict[Lane, int] = {}
+    lanes: dict[str, int] = {}
     begin = min((node.start_ns for node in nodes), default=0)
-    graph = RankGraph(
+    joins: dict[int, JoinKey] = {}
+    numbers: Counter[str] = Counter()
+    for node, comm in in_group_order(nodes):
+        record, group = comm.record, comm.group.number
+        if is_p2p(record):
+            joins[position[node.id]] = (group, "message", *message_ends(record, rank), record.p2p_seq or 0)
+        else:
+            numbers[group] += 1
+            joins[position[node.id]] = (group, "collective", -1, -1, numbers[group])
+    return RankGraph(
         rank=rank,
-        lanes=[],
-        lane=[],
-        category=[],
+        names=[node.name for node in nodes],
+        lane=[lanes.setdefault(_lane_name(node.lane), len(lanes)) for node in nodes],
+        lanes=list(lanes),
+        category=[_category(node) for node in nodes],
         begin_ns=begin_ns,
         end_ns=length_ns,
         start_ns=[node.start_ns - begin for node in nodes],
         duration_ns=[node.duration_ns for node in nodes],
         sources=[[position[dependency.source] for dependency in node.dependencies] for node in nodes],
-        joins={},
-        names=[node.name for node in nodes],
+        joins=joins,
     )
-    numbers: Counter[str] = Counter()
-    place: dict[int, int] = {}
-    for node in in_group_order(nodes):
-        if node.comm is not None and not is_p2p(node.comm.record):
-            numbers[node.comm.group.number] += 1
-            place[node.id] = numbers[node.comm.group.number]
-    for index, node in enumerate(nodes):
-        lane = ("communication", "") if node.lane[0] == "communication" else node.lane
-        graph.lane.append(lanes.setdefault(lane, len(lanes)))
-        graph.category.append(CATEGORIES.index(_category(node)))
-        if node.comm is not None:
-            graph.joins[index] = _join_key(node, rank, place.get(node.id, 0))
-    graph.lanes = [_lane_name(lane) for lane in lanes]
-    return graph
 
 
 def _category(node: ChakraNode) -> str:
@@ -127,54 +121,38 @@ def _lane_name(lane: Lane) -> str:
     return f"thread {place}" if kind == "thread" else "communication outside streams"
 
 
-def _join_key(node: ChakraNode, rank: int, place: int) -> JoinKey:
-    assert node.comm is not None
-    record, group = node.comm.record, node.comm.group.number
-    if is_p2p(record):
-        return (group, "message", *message_ends(record, rank), record.p2p_seq or 0)
-    return (group, "collective", -1, -1, place)
-
-
-def in_group_order(nodes: Iterable[ChakraNode]) -> list[ChakraNode]:
+def in_group_order(nodes: Iterable[ChakraNode]) -> list[tuple[ChakraNode, Comm]]:
     """The communications, those of one group by their sequence numbers where these are known, else by their starts."""
-    return sorted((node for node in nodes if node.comm is not None), key=_sequence)
-
-
-def _sequence(node: ChakraNode) -> tuple[int, int, int]:
-    assert node.comm is not None
-    return (node.comm.record.seq or 0, node.start_ns, node.id)
+    found = [(node, node.comm) for node in nodes if node.comm is not None]
+    return sorted(found, key=lambda entry: (entry[1].record.seq or 0, entry[0].start_ns, entry[0].id))
 
 
 def simulate(graphs: Sequence[RankGraph]) -> Simulation:
     """Play all ranks together."""
-    members: dict[JoinKey, list[tuple[int, int]]] = defaultdict(list)
-    for r, graph in enumerate(graphs):
-        for index, key in graph.joins.items():
-            members[key].append((r, index))
     late, by_clocks = offsets([(graph.begin_ns, graph.end_ns) for graph in graphs])
-    run = _Run(graphs, members, late)
+    run = _Run(graphs, late)
     run.play()
     result = Simulation(
-        makespan_ns=max((max(end, default=0) for end in run.end), default=0),
+        makespan_ns=max(run.end, default=0),
         measured_ns=max((graph.end_ns + offset for graph, offset in zip(graphs, late, strict=True)), default=0),
         by_clocks=by_clocks,
+        critical_ns=run.critical_path(),
         joined=run.joined,
         alone=run.alone,
-        begin_ns={graph.rank: begin for graph, begin in zip(graphs, run.begin, strict=True)},
-        run_ns={
-            graph.rank: [end - begin for begin, end in zip(begins, ends, strict=True)]
-            for graph, begins, ends in zip(graphs, run.begin, run.end, strict=True)
-        },
     )
-    for r, graph in enumerate(graphs):
+    first = 0
+    for graph in graphs:
+        of_rank = slice(first, first + len(graph.names))
+        first = of_rank.stop
+        begin, ready = run.begin[of_rank], run.ready[of_rank]
+        ran = [end - start for start, end in zip(begin, run.end[of_rank], strict=True)]
         busy: Counter[int] = Counter()
-        for index, lane in enumerate(graph.lane):
-            if CATEGORIES[graph.category[index]] != PAUSE:
-                busy[lane] += run.end[r][index] - run.begin[r][index]
-        for lane, total in sorted(busy.items()):
-            result.busy_ns[graph.rank, graph.lanes[lane]] = total
-        result.waiting_ns[graph.rank] = sum(run.begin[r][i] - run.ready[r][i] for i in graph.joins)
-    result.critical_ns = run.critical_path()
+        for lane, category, duration in zip(graph.lane, graph.category, ran, strict=True):
+            if category != PAUSE:
+                busy[lane] += duration
+        result.busy_ns |= {(graph.rank, graph.lanes[lane]): total for lane, total in sorted(busy.items())}
+        result.waiting_ns[graph.rank] = sum(begin[index] - ready[index] for index in graph.joins)
+        result.begin_ns[graph.rank], result.run_ns[graph.rank] = begin, ran
     return result
 
 
@@ -188,100 +166,95 @@ def offsets(spans: Sequence[tuple[int, int]]) -> tuple[list[int], bool]:
 
 
 class _Run:
-    """The state of one play: per rank and node, when it is ready, begins and ends."""
+    """The state of one play: when every node is ready, begins and ends. Nodes are counted through all ranks."""
 
-    def __init__(
-        self, graphs: Sequence[RankGraph], members: Mapping[JoinKey, list[tuple[int, int]]], late: Sequence[int]
-    ) -> None:
-        self.graphs = graphs
-        self.members = members
-        self.ready = [[offset] * len(graph.lane) for graph, offset in zip(graphs, late, strict=True)]
-        self.begin = [[-1] * len(graph.lane) for graph in graphs]
-        self.end = [[0] * len(graph.lane) for graph in graphs]
-        self.because: list[dict[int, tuple[int, int]]] = [{} for _ in graphs]
+    def __init__(self, graphs: Sequence[RankGraph], late: Sequence[int]) -> None:
+        self.ready: list[int] = []
+        self.because: dict[int, int] = {}
         """Node -> the node whose end let it begin."""
-        self.joined = 0
-        self.alone = 0
-        self._waits = [[len(set(sources)) for sources in graph.sources] for graph in graphs]
-        self._dependents: list[list[list[int]]] = []
-        for graph in graphs:
-            dependents: list[list[int]] = [[] for _ in graph.lane]
-            for index, sources in enumerate(graph.sources):
-                for source in set(sources):
-                    dependents[source].append(index)
-            self._dependents.append(dependents)
+        self.joined = self.alone = 0
+        self._category: list[str] = []
+        self._duration: list[int] = []
+        self._waits: list[int] = []
+        """For how many nodes each still waits."""
+        self._dependents: list[list[int]] = []
+        self._key: dict[int, JoinKey] = {}
+        self._members: dict[JoinKey, list[int]] = defaultdict(list)
         self._arrived: dict[JoinKey, int] = defaultdict(int)
-        self._queue: deque[tuple[int, int]] = deque()
+        self._queue: deque[int] = deque()
+        for graph, offset in zip(graphs, late, strict=True):
+            first = len(self.ready)
+            self.ready += [offset] * len(graph.names)
+            self._category += graph.category
+            self._duration += graph.duration_ns
+            self._dependents += ([] for _ in graph.names)
+            for index, sources in enumerate(map(set, graph.sources), start=first):
+                self._waits.append(len(sources))
+                for source in sources:
+                    self._dependents[first + source].append(index)
+            for index, key in sorted(graph.joins.items()):
+                self._key[first + index] = key
+                self._members[key].append(first + index)
+        self.begin = [-1] * len(self.ready)
+        self.end = [0] * len(self.ready)
 
     def play(self) -> None:
-        for r, waits in enumerate(self._waits):
-            for index, count in enumerate(waits):
-                if not count:
-                    self._is_ready(r, index)
+        for index in [index for index, count in enumerate(self._waits) if not count]:
+            self._is_ready(index)
         while True:
             while self._queue:
-                self._finish(*self._queue.popleft())
+                self._finish(self._queue.popleft())
             # Members that never come: the ranks disagree, or the trace of one is cut. The others go on without.
             stuck = next((key for key, count in self._arrived.items() if count), None)
             if stuck is None:
                 return
-            self._join(
-                stuck, [(r, i) for r, i in self.members[stuck] if not self._waits[r][i] and self.begin[r][i] < 0]
-            )
+            self._join(stuck, [i for i in self._members[stuck] if not self._waits[i] and self.begin[i] < 0])
 
-    def _is_ready(self, r: int, index: int) -> None:
-        key = self.graphs[r].joins.get(index)
+    def _is_ready(self, index: int) -> None:
+        key = self._key.get(index)
         if key is None:
-            self.begin[r][index] = self.ready[r][index]
-            self.end[r][index] = self.begin[r][index] + self.graphs[r].duration_ns[index]
-            self._queue.append((r, index))
+            self.begin[index] = self.ready[index]
+            self.end[index] = self.begin[index] + self._duration[index]
+            self._queue.append(index)
             return
         self._arrived[key] += 1
-        if self._arrived[key] == len(self.members[key]):
-            self._join(key, self.members[key])
+        if self._arrived[key] == len(self._members[key]):
+            self._join(key, self._members[key])
 
-    def _join(self, key: JoinKey, joined: list[tuple[int, int]]) -> None:
+    def _join(self, key: JoinKey, joined: list[int]) -> None:
         self._arrived[key] = 0
         if len(joined) > 1:
             self.joined += 1
         else:
             self.alone += 1
-        begin = max(self.ready[r][i] for r, i in joined)
-        last = next((r, i) for r, i in joined if self.ready[r][i] == begin)
-        duration = min(self.graphs[r].duration_ns[i] for r, i in joined)
-        for r, i in joined:
-            self.begin[r][i], self.end[r][i] = begin, begin + duration
-            if (r, i) != last:
-                self.because[r][i] = last
-            self._queue.append((r, i))
+        last = max(joined, key=self.ready.__getitem__)
+        duration = min(self._duration[index] for index in joined)
+        for index in joined:
+            self.begin[index], self.end[index] = self.ready[last], self.ready[last] + duration
+            if index != last:
+                self.because[index] = last
+        self._queue.extend(joined)
 
-    def _finish(self, r: int, index: int) -> None:
-        end = self.end[r][index]
-        for dependent in self._dependents[r][index]:
-            if end >= self.ready[r][dependent]:
-                self.ready[r][dependent] = end
-                self.because[r][dependent] = (r, index)
-            self._waits[r][dependent] -= 1
-            if not self._waits[r][dependent]:
-                self._is_ready(r, dependent)
+    def _finish(self, index: int) -> None:
+        end = self.end[index]
+        for dependent in self._dependents[index]:
+            if end >= self.ready[dependent]:
+                self.ready[dependent] = end
+                self.because[dependent] = index
+            self._waits[dependent] -= 1
+            if not self._waits[dependent]:
+                self._is_ready(dependent)
 
     def critical_path(self) -> dict[str, int]:
         """The chain that ends last, by what its time was spent on."""
-        last = max(
-            ((end, r, index) for r, ends in enumerate(self.end) for index, end in enumerate(ends)), default=(0, -1, -1)
-        )
         spent: Counter[str] = Counter()
-        at: tuple[int, int] | None = (last[1], last[2]) if last[1] >= 0 else None
+        at = max(range(len(self.end)), key=lambda index: (self.end[index], index), default=None)
         while at is not None:
-            r, index = at
-            graph = self.graphs[r]
-            before = self.because[r].get(index)
+            before = self.because.get(at)
             # A member of a collective that waited for another one: the path goes through that one, at the same time.
-            if before is not None and index in graph.joins and self.begin[before[0]][before[1]] == self.begin[r][index]:
-                at = before
-                continue
-            spent[CATEGORIES[graph.category[index]]] += self.end[r][index] - self.begin[r][index]
-            if before is None and (late := self.ready[r][index]):
-                spent[LATE] += late
+            if before is None or at not in self._key or self.begin[before] != self.begin[at]:
+                spent[self._category[at]] += self.end[at] - self.begin[at]
+                if before is None and (late := self.ready[at]):
+                    spent[LATE] += late
             at = before
         return dict(spent.most_common())

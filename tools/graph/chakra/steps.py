@@ -21,7 +21,7 @@ import msgspec
 from crossrank.comm import operation_of
 from crossrank.errors import CrossrankError
 from crossrank.tools.graph.chakra.graph import ChakraNode, Comm, Dependency, Lane
-from crossrank.tools.graph.chakra.groups import NumberedGroup, number
+from crossrank.tools.graph.chakra.groups import NumberedGroup, number_group
 from crossrank.tools.graph.linking import Communication, EdgeKind, HostOp, LinkedTrace
 from crossrank.tools.graph.linking.dependencies import in_program_order
 from crossrank.tools.traces.execution_trace import io, is_group_node
@@ -33,7 +33,7 @@ def number_groups(trace: LinkedTrace) -> dict[str, NumberedGroup]:
     numbered: dict[str, NumberedGroup] = {}
     for communication in trace.communications:
         if communication.group is not None and communication.record.pg not in numbered:
-            numbered[communication.record.pg] = number(communication.group, trace.world_size)
+            numbered[communication.record.pg] = number_group(communication.group, trace.world_size)
     return numbered
 
 
@@ -56,7 +56,6 @@ def convert_nodes(trace: LinkedTrace) -> dict[int, ChakraNode]:
             start_ns=start,
             duration_ns=max(0, (op.exclusive_ns or 0) - op.blocked_ns),
             is_cpu=True,
-            host=op.id,
             rf_id=op.node.rf_id,
             tensor_bytes=tensor_bytes(io(op.node.inputs).values) if op.id in launching else 0,
             op=op.node,
@@ -69,7 +68,6 @@ def convert_nodes(trace: LinkedTrace) -> dict[int, ChakraNode]:
             lane=("stream", (activity.device, activity.stream)),
             start_ns=activity.start_ns,
             duration_ns=activity.duration_ns,
-            host=activity.host,
             tensor_bytes=launched_by.tensor_bytes if launched_by else 0,
         )
     return nodes
@@ -109,25 +107,24 @@ def convert_communications(
             if len(members) > 1:
                 several[run.id] = [node.id for node in members]
         elif communication.work is not None:
-            _add(nodes, _work(communication, ops[communication.work], nodes, _comm(communication, groups)))
+            work = ops[communication.work]
+            nodes[work.id] = _work(communication, work, nodes, _comm(communication, groups))
         elif operation is None:
             unknown += 1
         elif operation.p2p and communication.record.batch is not None:
             batch.append(communication)
         else:
-            _add(nodes, _call_alone(communication, nodes, _comm(communication, groups), next(fresh)))
+            number = next(fresh)
+            nodes[number] = _call_alone(communication, nodes, _comm(communication, groups), number)
     for communication in batch:
-        _add(nodes, _call_alone(communication, nodes, _comm(communication, groups), next(fresh)))
+        number = next(fresh)
+        nodes[number] = _call_alone(communication, nodes, _comm(communication, groups), number)
     if unknown:
         warnings.append(
             f"{unknown} communication(s) of which no operation or group is known are none in the trace, their kernels "
             "computations: link with the rank's comms file, or a trace with record_param_comms"
         )
     return several
-
-
-def _add(nodes: dict[int, ChakraNode], node: ChakraNode) -> None:
-    nodes[node.id] = node
 
 
 def _work(communication: Communication, op: HostOp, nodes: Mapping[int, ChakraNode], comm: Comm) -> ChakraNode:
@@ -139,7 +136,6 @@ def _work(communication: Communication, op: HostOp, nodes: Mapping[int, ChakraNo
         start_ns=op.start_ns if op.start_ns is not None else call.start_ns if call else 0,
         duration_ns=op.duration_ns or 0,
         comm=comm,
-        host=communication.host,
         rf_id=op.node.rf_id,
     )
 
@@ -155,7 +151,6 @@ def _call_alone(communication: Communication, nodes: Mapping[int, ChakraNode], c
         duration_ns=0,
         dependencies=[Dependency(call.id, "launch")] if call else [],
         comm=comm,
-        host=communication.host,
     )
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from crossrank.atomic_file import gzip_writer, whole_file
 from crossrank.tools.graph.chakra.graph import PAUSE
-from crossrank.tools.graph.chakra.simulate import CATEGORIES, RankGraph, Simulation
+from crossrank.tools.graph.chakra.simulate import RankGraph, Simulation
 
 
 def write_timeline(graphs: Sequence[RankGraph], simulation: Simulation, path: Path) -> None:
@@ -41,13 +41,13 @@ def _events(graph: RankGraph, simulation: Simulation) -> list[dict[str, object]]
     for lane, name in enumerate(graph.lanes):
         events.append({"ph": "M", "name": "thread_name", "pid": graph.rank, "tid": lane, "args": {"name": name}})
     for index, start in enumerate(begin):
-        if CATEGORIES[graph.category[index]] == PAUSE:
+        if graph.category[index] == PAUSE:
             continue
         events.append(
             {
                 "ph": "X",
                 "name": graph.names[index],
-                "cat": CATEGORIES[graph.category[index]],
+                "cat": graph.category[index],
                 "pid": graph.rank,
                 "tid": graph.lane[index],
                 "ts": start / 1000,

@@ -8,7 +8,7 @@ print(trace.report.host_rate, len(trace.communications), trace.report.edges)
 ```
 
 Read `graph` (the result), `link` (the steps in their order), `matching` and `nesting` (which event is which node, and
-what runs inside what), `communications`, then `dependencies`, `synchronisation` and `stream_waits` (the edges).
+what runs inside what), `communications`, then `dependencies` and `waits` (the edges).
 """
 
 from crossrank.tools.graph.linking.graph import (

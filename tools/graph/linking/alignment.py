@@ -47,10 +47,10 @@ class OpSequence:
 
 @dataclass(frozen=True)
 class _Side:
-    """An `OpSequence` with a small number for each name."""
+    """An `OpSequence` with a small number for each name; without sequence numbers where names alone decide."""
 
     names: list[int]
-    numbers: Sequence[int] | None
+    numbers: Sequence[int] = ()
 
 
 def align(host: OpSequence, device: OpSequence) -> Alignment:
@@ -65,22 +65,17 @@ def align(host: OpSequence, device: OpSequence) -> Alignment:
     [(0, 1), (1, 2), (2, 3)]
     """
     codes: dict[str, int] = {}
-    ours = [codes.setdefault(name, len(codes)) for name in host.names]
-    theirs = [codes.setdefault(name, len(codes)) for name in device.names]
-    numbered = _by_number(_Side(ours, host.numbers), _Side(theirs, device.numbers))
-    if len(numbered.pairs) == min(len(ours), len(theirs)):
+    ours, theirs = (
+        _Side([codes.setdefault(name, len(codes)) for name in side.names], side.numbers) for side in (host, device)
+    )
+    numbered = Alignment(_fill(_anchors(_numbered(ours), _numbered(theirs)), ours, theirs))
+    if len(numbered.pairs) == min(len(ours.names), len(theirs.names)):
         return numbered
-    by_name = _by_name(_Side(ours, None), _Side(theirs, None))
+    by_name = _by_name(_Side(ours.names), _Side(theirs.names))
     return max(numbered, by_name, key=lambda alignment: len(alignment.pairs))
 
 
-def _by_number(host: _Side, device: _Side) -> Alignment:
-    anchors = _anchors(_numbered(host), _numbered(device))
-    return Alignment(_fill(_longest_ascending(anchors), host, device) if anchors else [])
-
-
 def _numbered(side: _Side) -> list[Hashable]:
-    assert side.numbers is not None
     return [(name, number) if number >= 0 else None for name, number in zip(side.names, side.numbers, strict=True)]
 
 
@@ -94,10 +89,10 @@ def _by_name(host: _Side, device: _Side) -> Alignment:
     for doubling in range(_DOUBLINGS):
         anchors = _anchors(ours, theirs)
         if anchors:
-            return Alignment(_fill(_longest_ascending(anchors), host, device))
+            return Alignment(_fill(anchors, host, device))
         ours, theirs = _longer_runs(ours, theirs, 1 << doubling)
     anchors, count = _best_place(host.names, device.names)
-    return Alignment(_fill(anchors, host, device) if anchors else [], count)
+    return Alignment(_fill(anchors, host, device), count)
 
 
 def _places_of_all(host: list[int], device: list[int]) -> list[Pair]:
@@ -130,7 +125,7 @@ def _longer_runs(host: list[int], device: list[int], length: int) -> tuple[list[
 def _anchors(host: Iterable[Hashable], device: Iterable[Hashable]) -> list[Pair]:
     """Positions of the keys that occur exactly once on each side, ascending in the first."""
     ours, theirs = _unique(host), _unique(device)
-    return sorted((position, theirs[key]) for key, position in ours.items() if key in theirs)
+    return [(position, theirs[key]) for key, position in ours.items() if key in theirs]
 
 
 def _unique(keys: Iterable[Hashable]) -> dict[Hashable, int]:
@@ -187,10 +182,10 @@ def _best_place(host: list[int], device: list[int]) -> tuple[list[Pair], int]:
 def _fill(anchors: list[Pair], host: _Side, device: _Side) -> list[Pair]:
     """All pairs: the anchors, what agrees before and after each, and what is unique in the stretches between."""
     pairs: list[Pair] = []
-    ends = (len(host.names), len(device.names))
-    stretches = [(0, (0, 0), ends, anchors)]
+    stretches = [(0, (0, 0), (len(host.names), len(device.names)), anchors)] if anchors else []
     while stretches:
-        depth, low, high, anchors = stretches.pop()
+        depth, low, high, found = stretches.pop()
+        anchors = _longest_ascending(found)
         gaps = []
         for number, anchor in enumerate(anchors):
             if anchor[0] < low[0] or anchor[1] < low[1]:
@@ -210,7 +205,7 @@ def _fill(anchors: list[Pair], host: _Side, device: _Side) -> list[Pair]:
             inner = [(low_i + i, low_j + j) for i, j in inner]
             inner = [pair for pair in inner if _fits(host, pair[0], device, pair[1])]
             if inner:
-                stretches.append((depth + 1, (low_i, low_j), (high_i, high_j), _longest_ascending(inner)))
+                stretches.append((depth + 1, (low_i, low_j), (high_i, high_j), inner))
     return sorted(pairs)
 
 
@@ -241,7 +236,5 @@ def _walk(host: _Side, device: _Side, at: Pair, end: Pair, step: int) -> list[Pa
 def _fits(host: _Side, i: int, device: _Side, j: int) -> bool:
     if host.names[i] != device.names[j]:
         return False
-    if host.numbers is None or device.numbers is None:
-        return True
-    ours, theirs = host.numbers[i], device.numbers[j]
+    ours, theirs = (host.numbers[i], device.numbers[j]) if host.numbers else (-1, -1)
     return ours < 0 or theirs < 0 or ours == theirs

@@ -48,19 +48,20 @@ def correct_callers(host: Sequence[HostOp], match: HostMatch, nesting: Nesting) 
 
 
 def _cannot_call(caller: HostOp, op: HostOp) -> bool:
-    if op.start_ns is None or caller.start_ns is None or caller.duration_ns is None:
-        return False
-    return caller.is_work or not caller.start_ns <= op.start_ns <= caller.start_ns + caller.duration_ns
+    return (
+        op.start_ns is not None
+        and (span := _span(caller)) is not None
+        and (caller.is_work or not span[0] <= op.start_ns <= span[1])
+    )
 
 
 def _is_between(caller: HostOp, around: HostOp, op: HostOp) -> bool:
     """Whether `around` ran inside `caller`, and `op` inside it: not at its edge, since times may be rounded."""
-    ran = [
-        (one.start_ns, one.start_ns + one.duration_ns)
-        for one in (caller, around, op)
-        if one.start_ns is not None and one.duration_ns is not None
-    ]
-    if len(ran) < 3 or caller.node.tid != around.node.tid:
+    outer, middle, inner = _span(caller), _span(around), _span(op)
+    if outer is None or middle is None or inner is None or caller.node.tid != around.node.tid:
         return False
-    outer, middle, inner = ran
     return outer[0] <= middle[0] < inner[0] and inner[1] < middle[1] <= outer[1]
+
+
+def _span(op: HostOp) -> tuple[int, int] | None:
+    return None if op.start_ns is None or op.duration_ns is None else (op.start_ns, op.start_ns + op.duration_ns)

@@ -10,14 +10,11 @@ from dataclasses import dataclass
 
 from crossrank.budget import Budget
 from crossrank.comm import Group
-from crossrank.recording import RANGE
-from crossrank.tools.graph.linking.communications import C10D, FUNCTIONAL, find_communications
+from crossrank.tools.graph.linking.communications import COMMUNICATING, find_communications
 from crossrank.tools.graph.linking.graph import Communication, HostOp
 from crossrank.tools.graph.linking.nesting import is_work
 from crossrank.tools.traces.execution_trace import is_group_node, read_execution_trace
 from crossrank.tools.traces.param_comms import ParamComms
-
-_COMMUNICATING = ("record_param_comms", C10D, *FUNCTIONAL, RANGE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,4 +56,4 @@ def read_communication_trace(path: str, world_size: int | None = None) -> Commun
 
 
 def _is_kept(name: str) -> bool:
-    return name.startswith(_COMMUNICATING) or is_group_node(name)
+    return name.startswith(COMMUNICATING) or is_group_node(name)

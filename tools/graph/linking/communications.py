@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +21,7 @@ from crossrank.budget import Budget
 from crossrank.comm import CommRecord, Group, is_p2p, operation_of
 from crossrank.recording import RANGE
 from crossrank.tools.graph.linking.graph import Activity, Communication, HostOp
+from crossrank.tools.job.groups import named_by_address
 from crossrank.tools.traces.execution_trace import HostNode, io
 from crossrank.tools.traces.json_document import parse
 from crossrank.tools.traces.kernels import communication_kernel
@@ -42,7 +43,8 @@ OURS = ("comms file", "crossrank range")
 _RANGE = re.compile(rf"{RANGE}(\d{{1,18}})$")
 C10D = "c10d::"
 FUNCTIONAL = ("_c10d_functional::", "c10d_functional::", "_c10d_functional_autograd::")
-_ADDRESS_DIGITS = 9
+COMMUNICATING = ("record_param_comms", C10D, *FUNCTIONAL, RANGE)
+"""How the names of all nodes begin that communicate."""
 MARKERS = frozenset(
     ("wait", "init", "coalesced", "start_coalescing", "end_coalescing", "startcoalescing", "endcoalescing")
 )
@@ -52,8 +54,6 @@ _DEPTH = 16
 """More than the nodes between the outermost and the innermost node of one call."""
 _WORK_FOLLOWS = 16
 """Fewer RecordFunctions than this begin between a call and its Work."""
-
-_Reader = Callable[[HostNode], "ParamComms | None"]
 
 
 @dataclass(kw_only=True)
@@ -90,99 +90,59 @@ def find_communications(
     Kineto arguments of a host node by its position; `budget` is that of the execution trace. Sets `HostOp.caller` of
     ranges of a Work, and `Activity.library`.
     """
-    found = Communications(groups=dict(groups))
-    finder = _Finder(host, found, records, event_args, budget)
+    found = _Finder(groups=dict(groups), host=host, records=records, event_args=event_args, budget=budget)
+    communicating = [position for position, op in enumerate(host) if op.node.name.startswith(COMMUNICATING)]
     ranges, params, c10d, functional = (
-        [position for position, op in enumerate(host) if op.node.name.startswith(prefix)]
+        [position for position in communicating if host[position].node.name.startswith(prefix)]
         for prefix in (RANGE, "record_param_comms", C10D, FUNCTIONAL)
     )
     for position in ranges:
-        finder.take_range(position)
-    finder.cover_ops_around(sorted((*ranges, *c10d, *functional), key=lambda at: host[at].node.rf_id))
-    finder.take(params, "record_param_comms", from_node)
-    finder.take([p for p in c10d if operation_of(host[p].node.name)], "c10d op", from_op)
-    finder.take([p for p in functional if operation_of(host[p].node.name)], "functional op", from_op)
-    finder.find_works()
-    finder.name_pointers(world_size)
+        found.take_range(position)
+    found.cover_ops_around(sorted((*ranges, *c10d, *functional), key=lambda at: host[at].node.rf_id))
+    found.take(params, "record_param_comms", from_node)
+    found.take([p for p in c10d if operation_of(host[p].node.name)], "c10d op", from_op)
+    found.take([p for p in functional if operation_of(host[p].node.name)], "functional op", from_op)
+    found.find_works()
+    found.name_pointers(world_size)
     for activity in activities:
-        finder.attach(activity)
-    finder.sort()
+        found.attach(activity)
+    found.sort()
     _number(found.communications)
     return found
 
 
-class _Finder:
-    """Adds to `found`, step by step."""
+@dataclass(kw_only=True)
+class _Finder(Communications):
+    """Adds communications, step by step."""
 
-    def __init__(
-        self,
-        host: Sequence[HostOp],
-        found: Communications,
-        records: Mapping[int, CommRecord],
-        event_args: Callable[[int], msgspec.Raw | None],
-        budget: Budget,
-    ) -> None:
-        self.found = found
-        self._host = host
-        self._records = records
-        self._event_args = event_args
-        self._budget = budget
-        self._position = {op.id: position for position, op in enumerate(host)}
+    host: Sequence[HostOp]
+    records: Mapping[int, CommRecord]
+    event_args: Callable[[int], msgspec.Raw | None]
+    budget: Budget
+
+    def __post_init__(self) -> None:
+        self._position = {op.id: position for position, op in enumerate(self.host)}
         self._places: dict[int, int] = {}
-        """Position in `found` -> root or peer as a rank within the group, of calls whose group was not known."""
+        """Position in `communications` -> root or peer as a rank within the group, of calls whose group was not
+        known."""
         self._covered: set[int] = set()
         """Positions of the nodes above a communication."""
 
-    def attach(self, activity: Activity) -> None:
-        """Give a communication its kernel; one without a call around it becomes a communication of its own."""
-        described = from_kineto(activity.args) if activity.category == "kernel" else None
-        if activity.library is None and described is None:
-            return
-        activity.library = activity.library or "unknown"
-        communication = self._around(activity.host)
-        if communication is None:
-            self.found.kernels_alone += 1
-            self._add_kernel(activity, described)
-            return
-        communication.activities.append(activity.id)
-        if described is not None:
-            self._complete(communication, described)
-
-    def sort(self) -> None:
-        """Put the communications in the order in which they began."""
-        begun = []
-        time = 0
-        for communication in sorted(self.found.communications, key=self._call):
-            host = communication.host
-            start = None if host is None else self._host[self._position[host]].start_ns
-            # A call without a time began after the one before it.
-            time = time if host is not None and start is None else start or communication.record.t
-            begun.append((time, communication))
-        begun.sort(key=lambda entry: entry[0])
-        self.found.communications = [communication for _, communication in begun]
-
-    def _call(self, communication: Communication) -> int:
-        """Order of the calls; a kernel without one comes last."""
-        host = communication.host
-        return sys.maxsize if host is None else self._host[self._position[host]].node.rf_id
-
     def take_range(self, position: int) -> None:
-        op = self._host[position]
+        op = self.host[position]
         match = _RANGE.match(op.node.name)
-        values = io(op.node.inputs).values
         if match is None:
             return
         number = int(match[1])
-        record, source = self._records.get(number), "comms file"
+        record, source = self.records.get(number), "comms file"
         if record is None:
             source = "crossrank range"
+            values = io(op.node.inputs).values
             given = parse(values[0], dict[str, Any]) if values else None
             try:
                 record = msgspec.convert({"id": number, "t": op.start_ns or 0, **(given or {})}, CommRecord)
             except (msgspec.MsgspecError, TypeError):
-                self.found.warnings.append(
-                    f"node {op.id} ({op.node.name}) does not carry a record; read as its c10d op"
-                )
+                self.warnings.append(f"node {op.id} ({op.node.name}) does not carry a record; read as its c10d op")
                 return
         self._add(position, record, source)
 
@@ -194,89 +154,73 @@ class _Finder:
         """
         before: dict[int, list[int]] = {}
         for position in positions:
-            open_ops = before.setdefault(self._host[position].node.tid, [])
-            if position not in self.found.at:
+            open_ops = before.setdefault(self.host[position].node.tid, [])
+            if position not in self.at:
                 open_ops.append(position)
                 continue
-            operation = operation_of(self.found.at[position].record.op)
+            operation = operation_of(self.at[position].record.op)
             for prefixes in ((C10D,), FUNCTIONAL):
-                if open_ops:
-                    name = self._host[open_ops[-1]].node.name
-                    if name.startswith(prefixes) and operation_of(name) == operation:
-                        self._covered.add(open_ops.pop())
+                name = self.host[open_ops[-1]].node.name if open_ops else ""
+                if name.startswith(prefixes) and operation_of(name) == operation:
+                    self._covered.add(open_ops.pop())
             open_ops.clear()
 
-    def take(self, positions: Iterable[int], source: str, read: _Reader) -> None:
+    def take(self, positions: Iterable[int], source: str, read: Callable[[HostNode], ParamComms | None]) -> None:
         """Add the outermost of the nodes at `positions` whose call no better source has."""
         candidates = set(positions)
         unreadable = 0
         for position in sorted(candidates):
-            if position in self._covered or self._is_inside(position, candidates):
+            above = list(self._callers(position))
+            if position in self._covered or any(at in self.at or at in candidates for at in above):
                 continue
-            node = self._host[position].node
-            comms, args = read(node), self._event_args(position)
+            comms, args = read(self.host[position].node), self.event_args(position)
             kineto = from_kineto(args) if args is not None else None
-            if comms is None or kineto is None:
-                comms = comms or kineto
-            else:
+            if comms is not None and kineto is not None:
                 _fill(comms, kineto)
+            comms = comms or kineto
             if comms is None:
                 unreadable += 1
-                continue
-            if operation_of(comms.name) is None:
-                if comms.name == "wait":
-                    self.found.waits[position] = comms
-                elif comms.name not in MARKERS:
-                    self.found.unknown.append(comms.name)
-                continue
-            group = self._group(comms)
-            if group is None and comms.rank is not None:
-                self._places[len(self.found.communications)] = comms.rank
-            c10d = self._c10d_name(position, comms)
-            time = self._host[position].start_ns or 0
-            self._add(position, to_record(comms, group, number=0, time=time, c10d=c10d), source)
+            elif comms.name == "wait":
+                self.waits[position] = comms
+            elif operation_of(comms.name) is not None:
+                group = self._group(comms)
+                if group is None and comms.rank is not None:
+                    self._places[len(self.communications)] = comms.rank
+                names = (self.host[at].node.name for at in (position, *above))
+                c10d = next((name.removeprefix(C10D) for name in names if name.startswith(C10D)), comms.name)
+                time = self.host[position].start_ns or 0
+                self._add(position, to_record(comms, group, number=0, time=time, c10d=c10d), source)
+            elif comms.name not in MARKERS:
+                self.unknown.append(comms.name)
         if unreadable:
-            self.found.warnings.append(
-                f"{unreadable} {source} node(s) have arguments of an unknown layout and were left out"
-            )
+            self.warnings.append(f"{unreadable} {source} node(s) have arguments of an unknown layout and were left out")
 
-    def _is_inside(self, position: int, candidates: set[int]) -> bool:
-        return any(above in self.found.at or above in candidates for above in self._callers(position))
-
-    def _callers(self, position: int, depth: int = _DEPTH) -> Iterable[int]:
+    def _callers(self, position: int, depth: int = _DEPTH) -> Iterator[int]:
         """Positions of the nodes above, as far up as one call's nodes can stand."""
-        parent = self._position.get(self._host[position].caller)
+        at: int | None = position
         for _ in range(depth):
-            if parent is None:
+            at = self._position.get(self.host[at].caller) if at is not None else None
+            if at is None:
                 return
-            yield parent
-            parent = self._position.get(self._host[parent].caller)
+            yield at
 
     def _add(self, position: int, record: CommRecord, source: str) -> None:
         communication = Communication(
-            record=record, group=self.found.groups.get(record.pg), origin=source, host=self._host[position].id
+            record=record, group=self.groups.get(record.pg), origin=source, host=self.host[position].id
         )
-        self.found.at[position] = communication
-        self._covered.add(position)
-        self._covered.update(self._callers(position))
-        self.found.communications.append(communication)
+        self.at[position] = communication
+        self._covered.update((position, *self._callers(position)))
+        self.communications.append(communication)
 
     def _group(self, comms: ParamComms) -> Group | None:
-        if not comms.pg and len(self.found.groups) == 1:
-            comms.pg = next(iter(self.found.groups))  # the op does not say, and there is no other
-        group = self.found.groups.get(comms.pg)
+        if not comms.pg and len(self.groups) == 1:
+            comms.pg = next(iter(self.groups))  # the op does not say, and there is no other
+        group = self.groups.get(comms.pg)
         if group is None and comms.pg and (comms.ranks or comms.group_size):
             size = comms.group_size or len(comms.ranks or ())
-            ranks = None if comms.ranks is None else self._budget.ranks(comms.ranks)
-            group = self.found.groups[comms.pg] = Group(pg=comms.pg, size=size, ranks=ranks, desc=comms.desc)
+            ranks = None if comms.ranks is None else self.budget.ranks(comms.ranks)
+            group = self.groups[comms.pg] = Group(pg=comms.pg, size=size, ranks=ranks, desc=comms.desc)
         return group
-
-    def _c10d_name(self, position: int, comms: ParamComms) -> str:
-        for at in (position, *self._callers(position)):
-            name = self._host[at].node.name
-            if name.startswith(C10D):
-                return name.removeprefix(C10D)
-        return comms.name
 
     def find_works(self) -> None:
         """Give every communication the range of its Work: the first that its thread began after the call.
@@ -284,10 +228,10 @@ class _Finder:
         The caller that the trace names for it is not reliable, see `callers`.
         """
         last: dict[int, tuple[int, Communication]] = {}
-        for position in sorted(range(len(self._host)), key=lambda position: self._host[position].node.rf_id):
-            op = self._host[position]
-            if position in self.found.at:
-                last[op.node.tid] = (op.node.rf_id, self.found.at[position])
+        for position in sorted(range(len(self.host)), key=lambda position: self.host[position].node.rf_id):
+            op = self.host[position]
+            if position in self.at:
+                last[op.node.tid] = (op.node.rf_id, self.at[position])
             elif op.is_work:
                 rf_id, communication = last.get(op.node.tid, (-_WORK_FOLLOWS, None))
                 if communication is not None and op.node.rf_id - rf_id < _WORK_FOLLOWS:
@@ -295,67 +239,88 @@ class _Finder:
                     if communication.work is None:
                         communication.work = op.id
 
-    def _around(self, host: int | None) -> Communication | None:
-        """The communication of a node or of the nearest node above it."""
-        position = self._position.get(host) if host is not None else None
-        if position is None:
-            return None
-        return next((self.found.at[at] for at in (position, *self._callers(position, 63)) if at in self.found.at), None)
-
-    def _complete(self, communication: Communication, described: ParamComms) -> None:
-        """Add what only Kineto says to a record that is not our own."""
-        record = communication.record
-        if communication.origin in OURS:
-            return
-        if not record.pg and described.pg:
-            group = self._group(described)
-            communication.group = group
-            communication.record = msgspec.structs.replace(record, pg=described.pg)
-        elif communication.group is None:
-            described.pg = record.pg
-            communication.group = self._group(described)
-
-    def _add_kernel(self, activity: Activity, described: ParamComms | None) -> None:
-        source = "kineto kernel" if described is not None else "kernel name"
-        if described is None:
-            known = communication_kernel(activity.name)
-            described = ParamComms(name=(known[1] if known else None) or activity.name.split("(")[0])
-        group = self._group(described)
-        record = to_record(described, group, number=0, time=activity.start_ns, c10d="")
-        self.found.communications.append(
-            Communication(record=record, group=group, origin=source, host=None, activities=[activity.id])
-        )
-
     def name_pointers(self, world_size: int | None) -> None:
         """Find the members of groups that old traces name by an address: one of the world's size is the world."""
         sizes: Counter[str] = Counter()
-        for communication in self.found.communications:
+        for communication in self.communications:
             record = communication.record
             if communication.group is None and named_by_address(record.pg):
                 sizes[record.pg] = max(sizes[record.pg], len(record.in_split or ()), len(record.out_split or ()))
         for pg, size in sizes.items():
             if size and size == world_size:
-                group = self.found.groups[pg] = Group(pg=pg, size=size, ranks=self._budget.ranks(range(size)), desc="")
+                group = self.groups[pg] = Group(pg=pg, size=size, ranks=self.budget.ranks(range(size)), desc="")
                 self._regroup(pg, group)
-                self.found.warnings.append(
+                self.warnings.append(
                     f"group {pg} is named by an address, which differs between ranks: join ranks by its members"
                 )
             else:
-                self.found.warnings.append(f"group {pg} is named by an address and its members are not recorded")
+                self.warnings.append(f"group {pg} is named by an address and its members are not recorded")
 
     def _regroup(self, pg: str, group: Group) -> None:
-        for number, communication in enumerate(self.found.communications):
+        for number, communication in enumerate(self.communications):
             record = communication.record
-            if record.pg == pg:
-                communication.group = group
-                operation = operation_of(record.op)
-                if operation is not None and operation.payload.endswith("per_member"):
-                    record = msgspec.structs.replace(record, bytes=record.bytes * group.size)
-                place = self._places.get(number)
-                if operation is not None and place is not None and place in (group.ranks or ()):
-                    field = "root" if operation.rooted else "peer" if operation.p2p else None
-                    record = msgspec.structs.replace(record, **{field: place}) if field else record
-                communication.record = record
+            operation = operation_of(record.op)
+            if record.pg != pg:
+                continue
+            communication.group = group
+            changes: dict[str, int] = {}
+            if operation is not None and operation.payload.endswith("per_member"):
+                changes["bytes"] = record.bytes * group.size
+            place = self._places.get(number)
+            if operation is not None and place is not None and place in (group.ranks or ()):
+                changes |= {"root": place} if operation.rooted else {"peer": place} if operation.p2p else {}
+            communication.record = msgspec.structs.replace(record, **changes)
+
+    def attach(self, activity: Activity) -> None:
+        """Give a communication its kernel; one without a call around it becomes a communication of its own."""
+        described = from_kineto(activity.args) if activity.category == "kernel" else None
+        if activity.library is None and described is None:
+            return
+        activity.library = activity.library or "unknown"
+        position = self._position.get(activity.host or 0)
+        around = () if position is None else (position, *self._callers(position, 63))
+        communication = next((self.at[at] for at in around if at in self.at), None)
+        if communication is not None:
+            communication.activities.append(activity.id)
+            if described is not None and communication.origin not in OURS:
+                self._complete(communication, described)
+            return
+        self.kernels_alone += 1
+        source = "kineto kernel"
+        if described is None:
+            source = "kernel name"
+            known = communication_kernel(activity.name)
+            described = ParamComms(name=(known[1] if known else None) or activity.name.split("(")[0])
+        group = self._group(described)
+        record = to_record(described, group, number=0, time=activity.start_ns, c10d="")
+        self.communications.append(
+            Communication(record=record, group=group, origin=source, host=None, activities=[activity.id])
+        )
+
+    def _complete(self, communication: Communication, described: ParamComms) -> None:
+        """Add what only Kineto says to a record that is not our own."""
+        record = communication.record
+        if not record.pg and described.pg:
+            communication.group = self._group(described)
+            communication.record = msgspec.structs.replace(record, pg=described.pg)
+        elif communication.group is None:
+            described.pg = record.pg
+            communication.group = self._group(described)
+
+    def sort(self) -> None:
+        """Put the communications in the order in which they began; a call without a time began after the one before
+        it."""
+        calls = []
+        for communication in self.communications:
+            op = self.host[self._position[communication.host]] if communication.host is not None else None
+            # A kernel without a call comes last.
+            calls.append((op.node.rf_id if op is not None else sys.maxsize, op, communication))
+        begun = []
+        time = 0
+        for _, op, communication in sorted(calls, key=lambda call: call[0]):
+            time = time if op is not None and op.start_ns is None else (op and op.start_ns) or communication.record.t
+            begun.append((time, communication))
+        self.communications = [communication for _, communication in sorted(begun, key=lambda entry: entry[0])]
 
 
 def _number(communications: Iterable[Communication]) -> None:
@@ -380,8 +345,3 @@ def _fill(comms: ParamComms, kineto: ParamComms) -> None:
     for name in ("in_elements", "out_elements", "is_async"):
         if getattr(comms, name) is None:
             setattr(comms, name, getattr(kineto, name))
-
-
-def named_by_address(pg: str) -> bool:
-    """Whether a group's name is the address of its object, which differs between ranks."""
-    return pg.isdecimal() and len(pg) >= _ADDRESS_DIGITS

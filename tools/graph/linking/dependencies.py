@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from crossrank.comm import operation_of
@@ -13,6 +13,7 @@ from crossrank.tools.graph.linking.ordered import NEVER, ordered_by
 PAUSE_NS = 1_000_000
 """A thread that did nothing for longer than this may have waited for another one."""
 _BACKWARD_SCOPE = 1
+_LOOK_BACK = 64
 
 
 def callers(host: Sequence[HostOp]) -> Iterator[Edge]:
@@ -51,9 +52,8 @@ def stream_order(activities: Sequence[Activity]) -> Iterator[Edge]:
     last: dict[tuple[object, object], int] = {}
     for activity in activities:
         lane = (activity.device, activity.stream)
-        before = last.get(lane)
-        if before is not None:
-            yield Edge(before, activity.id, "stream")
+        if lane in last:
+            yield Edge(last[lane], activity.id, "stream")
         last[lane] = activity.id
 
 
@@ -69,9 +69,8 @@ def forward_backward(host: Sequence[HostOp]) -> Iterator[Edge]:
         if node.scope != _BACKWARD_SCOPE and not node.fw_tid:
             forward[node.tid, node.seq_id] = op.id
             continue
-        source = forward.get((node.fw_tid, node.seq_id))
-        if source is not None:
-            yield Edge(source, op.id, "forward_backward")
+        if (node.fw_tid, node.seq_id) in forward:
+            yield Edge(forward[node.fw_tid, node.seq_id], op.id, "forward_backward")
 
 
 def inter_thread(host: Sequence[HostOp]) -> Iterator[Edge]:
@@ -99,7 +98,7 @@ def inter_thread(host: Sequence[HostOp]) -> Iterator[Edge]:
 
 
 def work_waits(
-    host: Sequence[HostOp], communications: Sequence[Communication], unresolved: dict[str, int]
+    host: Sequence[HostOp], communications: Sequence[Communication], unresolved: Counter[str]
 ) -> Iterator[Edge]:
     """Where a thread goes on after the Work of a communication that runs on the host (gloo).
 
@@ -119,7 +118,7 @@ def work_waits(
         thread = threads.get(work.node.tid, [])
         at = bisect_left(thread, end, key=_start)
         if at == len(thread):
-            unresolved[_NOTHING_FOLLOWS] = unresolved.get(_NOTHING_FOLLOWS, 0) + 1
+            unresolved["nothing follows the wait in the execution trace"] += 1
             continue
         target, slack = thread[at], _start(thread[at]) - end
         if communication.record.is_async is False:
@@ -127,7 +126,7 @@ def work_waits(
         elif slack <= PAUSE_NS and _idle(thread, at, end, slack):
             yield Edge(work.id, target.id, "sync", inferred=True, slack_ns=slack)
         else:
-            unresolved[_OVERLAPS] = unresolved.get(_OVERLAPS, 0) + 1
+            unresolved["nothing is seen to wait for a Work when it ends"] += 1
 
 
 def _idle(thread: Sequence[HostOp], following: int, moment: int, slack: int) -> bool:
@@ -139,11 +138,6 @@ def _idle(thread: Sequence[HostOp], following: int, moment: int, slack: int) -> 
             return operation_of(op.node.name) is not None or "wait" in op.node.name
         busy_until = max(busy_until, start + duration)
     return moment - busy_until > slack
-
-
-_LOOK_BACK = 64
-_NOTHING_FOLLOWS = "nothing follows the wait in the execution trace"
-_OVERLAPS = "nothing is seen to wait for a Work when it ends"
 
 
 def _start(op: HostOp) -> int:

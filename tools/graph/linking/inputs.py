@@ -10,8 +10,6 @@ from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, EXECUTION_TRACE, KINETO, is_folder
 from crossrank.tools.traces.discover import WHAT, FoundFile, discover, look
 
-_SUFFIXES = (".json", ".gz", ".zst")
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankInput:
@@ -87,46 +85,42 @@ def _pairs(files: list[FoundFile]) -> Inputs:
     notes = [
         f"{file.path}: {file.problem}" for file in files if file.left_out and file.kind in (EXECUTION_TRACE, KINETO)
     ]
-    kept = [file for file in files if file.kind in (EXECUTION_TRACE, KINETO, COMMS) and not file.problem]
-    by_window: dict[tuple[int | None, int], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for file in kept:
-        by_window[file.rank, file.window][file.kind].append(file.path)
+    windows: dict[tuple[bool, int, int], dict[str, list[FoundFile]]] = defaultdict(lambda: defaultdict(list))
+    for file in sorted(files, key=lambda file: file.path):
+        if not file.problem:
+            windows[file.rank is None, file.rank or 0, file.window][file.kind].append(file)
     pairs: list[RankInput] = []
-    for (rank, window), kinds in sorted(
-        by_window.items(), key=lambda item: (item[0][0] is None, item[0][0] or 0, item[0][1])
-    ):
-        ets, kinetos = sorted(kinds[EXECUTION_TRACE]), sorted(kinds[KINETO])
+    for key, kinds in sorted(windows.items()):
+        ets, kinetos = kinds[EXECUTION_TRACE], kinds[KINETO]
         if len(ets) == len(kinetos) == 1:
-            comms = next(iter(sorted(by_window[rank, 1][COMMS])), None) if (rank, 1) in by_window else None
-            pairs.append(RankInput(rank=rank, window=window, et=ets[0], kineto=kinetos[0], comms=comms))
+            comms = windows.get((*key[:2], 1), {}).get(COMMS)
+            et, kineto, rank = ets[0].path, kinetos[0].path, ets[0].rank
+            pairs.append(
+                RankInput(rank=rank, window=key[2], et=et, kineto=kineto, comms=comms[0].path if comms else None)
+            )
         elif ets or kinetos:
-            problems.append(_no_pair(rank, f"{_rank_text(rank)}{_in_window(window)}", ets, kinetos))
+            problems.append(_no_pair(ets, kinetos))
     return Inputs(pairs=pairs, problems=problems, notes=notes)
 
 
 def _may_be_trace(file: FoundFile) -> bool:
     """Whether what a file is called lets one miss it."""
     cut_off = f".{EXECUTION_TRACE}." in file.name or f".{KINETO}." in file.name
-    return cut_off if file.torn else file.name.endswith(_SUFFIXES)
+    return cut_off if file.torn else file.name.endswith((".json", ".gz", ".zst"))
 
 
-def _no_pair(rank: int | None, who: str, ets: list[str], kinetos: list[str]) -> Problem:
+def _no_pair(ets: list[FoundFile], kinetos: list[FoundFile]) -> Problem:
+    first = (ets + kinetos)[0]
+    who = f"rank {first.rank}" if first.rank is not None else "files without a rank in their names"
+    who += "" if first.window == 1 else f", window {first.window}"
     if not ets or not kinetos:
         lacks = "Kineto trace" if ets else "execution trace"
-        return Problem(rank, f"{who}: no {lacks} beside {(ets + kinetos)[0]}")
-    names = ", ".join(path.rpartition("/")[2] for path in (ets + kinetos)[:4])
+        return Problem(first.rank, f"{who}: no {lacks} beside {first.path}")
+    names = ", ".join(file.path.rpartition("/")[2] for file in (ets + kinetos)[:4])
     return Problem(
-        rank,
+        first.rank,
         f"{who}: {len(ets)} execution traces and {len(kinetos)} Kineto traces ({names}); name the two files to link",
     )
-
-
-def _in_window(window: int) -> str:
-    return "" if window == 1 else f", window {window}"
-
-
-def _rank_text(rank: int | None) -> str:
-    return f"rank {rank}" if rank is not None else "files without a rank in their names"
 
 
 def _two_files(first: str, second: str) -> RankInput:

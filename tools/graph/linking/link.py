@@ -5,25 +5,23 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
 import msgspec
 
 from crossrank.budget import Budget
-from crossrank.comm import CommRecord, Group
+from crossrank.comm import Group
 from crossrank.errors import CrossrankError
 from crossrank.recording import RANGE, CommsFile, Damage, read_chunks
 from crossrank.tools.graph.linking import dependencies as draw
-from crossrank.tools.graph.linking.activities import OUTSIDE, Launches, find_launches
+from crossrank.tools.graph.linking.activities import OUTSIDE, find_launches
 from crossrank.tools.graph.linking.callers import correct_callers
 from crossrank.tools.graph.linking.communications import Communications, find_communications
 from crossrank.tools.graph.linking.graph import Activity, Edge, EdgeKind, HostOp, LinkedTrace, MatchReport
 from crossrank.tools.graph.linking.matching import HostMatch, doubts, match_hosts
 from crossrank.tools.graph.linking.nesting import is_work, nest
 from crossrank.tools.graph.linking.ordered import ordered_by
-from crossrank.tools.graph.linking.stream_waits import WAIT_EVENT, Surroundings, infer_stream_waits
-from crossrank.tools.graph.linking.synchronisation import CLOCK_NS, Waits, find_waits
+from crossrank.tools.graph.linking.waits import CLOCK_NS, GpuWaits, Surroundings, find_waits
 from crossrank.tools.graph.paused_gc import paused_gc
 from crossrank.tools.traces.execution_trace import ExecutionTrace, read_execution_trace
 from crossrank.tools.traces.kernels import communication_kernel
@@ -68,25 +66,35 @@ class _Linking:
         self.nesting = nest(kineto.host, kineto.calls)
         self.launches = find_launches(kineto, self.match, self.nesting, et.pid)
         self.host = [self._host_op(position) for position in range(len(et.nodes))]
-        self.comms = _read_comms(comms, {node.name for node in et.nodes if node.name.startswith(RANGE)})
-        self.report = _report(et, kineto, self.match, self.launches)
+        self.comms = None if comms is None else CommsFile(comms)
+        ranges = {node.name for node in et.nodes if node.name.startswith(RANGE)}
+        # A job may have made millions of calls outside the window.
+        made = self.comms.records() if self.comms else ()
+        self.records = {record.id: record for record in made if f"{RANGE}{record.id}" in ranges}
 
     def link(self, rank: int | None) -> LinkedTrace:
         corrections = correct_callers(self.host, self.match, self.nesting)
         activities, ids = self._activities()
-        world_size = self.comms.world_size if self.comms.world_size is not None else self.kineto.world_size
+        header = self.comms.header if self.comms else None
+        world_size = header.world_size if header else self.kineto.world_size
         found = find_communications(
             self.host,
             activities,
-            _groups(self.comms.groups, self.et.groups, self.kineto.groups),
+            _groups(self.comms.groups if self.comms else (), self.et.groups, self.kineto.groups),
             world_size=world_size,
-            records=self.comms.records,
+            records=self.records,
             event_args=self._event_args,
             budget=Budget.of(self.et.path),
         )
-        waits = find_waits(self.kineto, self.launches.call)
-        if not self.kineto.syncs:
-            infer_stream_waits(self.kineto, self.launches.call, self._surroundings(found, ids), waits)
+        index_of = {activity: index for index, activity in ids.items()}
+        around = Surroundings(
+            nodes_around=lambda call: [
+                n for event in self.nesting.upwards(call) if (n := self.match.node_of[event]) >= 0
+            ],
+            issuing={node: (c.record, [index_of[one] for one in c.activities]) for node, c in found.at.items()},
+            waiting=found.waits,
+        )
+        waits = find_waits(self.kineto, self.launches.call, around)
         edges = [
             *draw.callers(self.host),
             *draw.program_order(self.host),
@@ -98,9 +106,8 @@ class _Linking:
             *self._wait_edges(waits, ids),
             *draw.work_waits(self.host, found.communications, waits.unresolved),
         ]
-        self._complete_report(found, waits, edges, corrections)
         return LinkedTrace(
-            rank=next((r for r in (rank, self.comms.rank, self.kineto.rank) if r is not None), None),
+            rank=next((r for r in (rank, header.rank if header else None, self.kineto.rank) if r is not None), None),
             kineto_rank=self.kineto.rank,
             world_size=world_size,
             schema=self.et.schema,
@@ -109,13 +116,14 @@ class _Linking:
             start_ts=self.et.start_ts,
             finish_ts=self.et.finish_ts,
             base_ns=self.kineto.base_ns,
-            inputs={self.et.path: self.et.sha256, self.kineto.path: self.kineto.sha256} | self.comms.inputs,
+            inputs={self.et.path: self.et.sha256, self.kineto.path: self.kineto.sha256}
+            | ({self.comms.path: _sha256(self.comms.path)} if self.comms else {}),
             host=self.host,
             activities=activities,
             communications=found.communications,
             groups=sorted(found.groups.values(), key=lambda group: group.pg),
             edges=edges,
-            report=self.report,
+            report=self._report(found, waits, edges, corrections),
         )
 
     def _host_op(self, position: int) -> HostOp:
@@ -159,18 +167,10 @@ class _Linking:
         index = self.match.event_of[position]
         return self.kineto.host[index].args if index >= 0 else None
 
-    def _surroundings(self, found: Communications, ids: dict[int, int]) -> Surroundings:
-        nodes_around = {
-            index: [node for event in self.nesting.upwards(index) if (node := self.match.node_of[event]) >= 0]
-            for index, call in enumerate(self.kineto.calls)
-            if WAIT_EVENT in call.name
-        }
-        index_of = {activity: index for index, activity in ids.items()}
-        kernels = {c.host or 0: [index_of[activity] for activity in c.activities] for c in found.communications}
-        kernels.pop(0, None)  # those without a call
-        return Surroundings(nodes_around=nodes_around, issuing=found.at, waiting=found.waits, kernels=kernels)
+    def _nodes_around(self, call: int) -> list[int]:
+        return [node for event in self.nesting.upwards(call) if (node := self.match.node_of[event]) >= 0]
 
-    def _wait_edges(self, waits: Waits, ids: dict[int, int]) -> list[Edge]:
+    def _wait_edges(self, waits: GpuWaits, ids: dict[int, int]) -> list[Edge]:
         """The edges of `waits`, after which the operations around waiting calls know how long they were blocked."""
         kineto, nodes = self.kineto, self.et.nodes
         matched = [(nodes[position].id, kineto.host[i]) for position, i in enumerate(self.match.event_of) if i >= 0]
@@ -198,65 +198,62 @@ class _Linking:
                 edges.setdefault((source, target, kind), Edge(source, target, kind, wait.inferred, wait.slack_ns))
                 if kind == "sync" and call is not None:
                     blocked[wait.call] = max(min(ended, call.end) - call.start, blocked.get(wait.call, 0))
-        self._set_blocked(blocked)
+        for index, waited in blocked.items():
+            event = self.nesting.around_call[index]
+            if event >= 0 and self.match.node_of[event] >= 0:
+                op = self.host[self.match.node_of[event]]
+                op.blocked_ns = min(op.blocked_ns + waited, op.exclusive_ns or 0)
         return list(edges.values())
 
-    def _set_blocked(self, blocked: Mapping[int, int]) -> None:
-        for call, waited in blocked.items():
-            event = self.nesting.around_call[call]
-            position = self.match.node_of[event] if event >= 0 else -1
-            if position >= 0:
-                op = self.host[position]
-                op.blocked_ns = min(op.blocked_ns + waited, op.exclusive_ns or 0)
-
-    def _complete_report(
-        self, found: Communications, waits: Waits, edges: Iterable[Edge], corrections: Iterable[str]
-    ) -> None:
-        report = self.report
-        report.doubts = self.doubts
-        report.damage = [
-            *_of("execution trace", self.et.damage),
-            *_of("Kineto trace", self.kineto.damage),
-            *_of("comms file", self.comms.damage),
-        ]
-        report.syncs, report.syncs_unresolved = dict(waits.kinds), dict(waits.unresolved)
-        report.communications = dict(Counter(communication.origin for communication in found.communications))
-        report.communication_kernels_alone = found.kernels_alone
-        report.edges = dict(Counter(f"inferred {edge.kind}" if edge.inferred else edge.kind for edge in edges))
-        report.warnings += [*corrections, *found.warnings]
+    def _report(
+        self, found: Communications, waits: GpuWaits, edges: Iterable[Edge], corrections: Iterable[str]
+    ) -> MatchReport:
+        et, kineto, match, launches = self.et, self.kineto, self.match, self.launches
+        methods = Counter(method for method, node in zip(launches.method, launches.node, strict=True) if node >= 0)
+        unlinked = Counter(method for method, node in zip(launches.method, launches.node, strict=True) if node < 0)
+        outside = {reason: unlinked.pop(reason) for reason in OUTSIDE if reason in unlinked}
+        names = Counter(et.nodes[position].name for position in match.unmatched)
+        report = MatchReport(
+            host_nodes=match.matched + len(match.unmatched),
+            host_matched={match.method: match.matched} if match.matched else {},
+            host_unmatched=dict(Counter(match.unmatched.values())),
+            host_unmatched_names=dict(names.most_common(_NAMES)),
+            kineto_unmatched=_kineto_unmatched(kineto, match),
+            activities=dict(Counter(event.category for event in kineto.device)),
+            activities_linked=dict(methods),
+            activities_unlinked=dict(unlinked),
+            activities_outside=outside,
+            communications=dict(Counter(communication.origin for communication in found.communications)),
+            communication_kernels_alone=found.kernels_alone,
+            syncs=dict(waits.kinds),
+            syncs_unresolved=dict(waits.unresolved),
+            edges=dict(Counter(f"inferred {edge.kind}" if edge.inferred else edge.kind for edge in edges)),
+            doubts=self.doubts,
+            damage=[
+                *_of("execution trace", et.damage),
+                *_of("Kineto trace", kineto.damage),
+                *_of("comms file", self.comms.damage.problems if self.comms else ()),
+            ],
+            unread=kineto.unread,
+            warnings=[
+                *_of("execution trace", et.warnings),
+                *_of("Kineto trace", kineto.warnings),
+                *match.warnings,
+                *launches.warnings,
+                *corrections,
+                *found.warnings,
+            ],
+        )
         if self.nesting.overlaps:
             report.warnings.append(f"{self.nesting.overlaps} host event(s) begin inside another and end after it")
+        return report
 
 
-@dataclass(kw_only=True)
-class _Comms:
-    """What a comms file holds of one window."""
-
-    rank: int | None = None
-    world_size: int | None = None
-    records: dict[int, CommRecord] = field(default_factory=dict)
-    groups: list[Group] = field(default_factory=list)
-    damage: list[str] = field(default_factory=list)
-    inputs: dict[str, str] = field(default_factory=dict)
-
-
-def _read_comms(path: str | None, ranges: Collection[str]) -> _Comms:
-    """The records of the window's `ranges`; a job may have made millions of others."""
-    if path is None:
-        return _Comms()
-    file = CommsFile(path)
-    records = {record.id: record for record in file.records() if f"{RANGE}{record.id}" in ranges}
+def _sha256(path: str) -> str:
     digest = hashlib.sha256()
     for chunk in read_chunks(path, Damage(path)):
         digest.update(chunk)
-    return _Comms(
-        rank=file.header.rank if file.header else None,
-        world_size=file.header.world_size if file.header else None,
-        records=records,
-        groups=file.groups,
-        damage=file.damage.problems,
-        inputs={path: digest.hexdigest()},
-    )
+    return digest.hexdigest()
 
 
 def _of(file: str, problems: Iterable[str]) -> list[str]:
@@ -266,31 +263,6 @@ def _of(file: str, problems: Iterable[str]) -> list[str]:
 def _groups(*sources: Iterable[Group]) -> dict[str, Group]:
     """Groups by name; earlier sources are trusted more."""
     return {group.pg: group for source in reversed(sources) for group in reversed(list(source))}
-
-
-def _report(et: ExecutionTrace, kineto: KinetoTrace, match: HostMatch, launches: Launches) -> MatchReport:
-    methods = Counter(method for method, node in zip(launches.method, launches.node, strict=True) if node >= 0)
-    unlinked = Counter(method for method, node in zip(launches.method, launches.node, strict=True) if node < 0)
-    outside = {reason: unlinked.pop(reason) for reason in OUTSIDE if reason in unlinked}
-    names = Counter(et.nodes[position].name for position in match.unmatched)
-    return MatchReport(
-        host_nodes=match.matched + len(match.unmatched),
-        host_matched={match.method: match.matched} if match.matched else {},
-        host_unmatched=dict(Counter(match.unmatched.values())),
-        host_unmatched_names=dict(names.most_common(_NAMES)),
-        kineto_unmatched=_kineto_unmatched(kineto, match),
-        activities=dict(Counter(event.category for event in kineto.device)),
-        activities_linked=dict(methods),
-        activities_unlinked=dict(unlinked),
-        activities_outside=outside,
-        unread=kineto.unread,
-        warnings=[
-            *_of("execution trace", et.warnings),
-            *_of("Kineto trace", kineto.warnings),
-            *match.warnings,
-            *launches.warnings,
-        ],
-    )
 
 
 def _kineto_unmatched(kineto: KinetoTrace, match: HostMatch) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Writes a linked trace: an execution trace with times, GPU activities, communications and dependencies added.
+"""Linked traces as files: an execution trace with times, GPU activities, communications and dependencies added.
 
 The layout is the one that Chakra's converter reads, so its fields keep their names and units (`ts`,
 `inclusive_dur`, `exclusive_dur` in microseconds, here with all three decimals); ids of host nodes are those of the
@@ -17,11 +17,13 @@ The object `crossrank` says which version linked which inputs, and what matched.
 
 from __future__ import annotations
 
-import io
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from decimal import Decimal
+from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, Literal, cast
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 import zstandard
@@ -30,24 +32,43 @@ from msgspec import UNSET, UnsetType
 import crossrank
 from crossrank.atomic_file import gzip_writer, whole_file
 from crossrank.comm import Count, Group, Int
-from crossrank.tools.graph.linking.graph import Activity, Communication, EdgeKind, HostOp, LinkedTrace, MatchReport
+from crossrank.errors import BROKEN, CrossrankError, one_line
+from crossrank.tools.graph.linking.graph import (
+    Activity,
+    Communication,
+    Edge,
+    EdgeKind,
+    HostOp,
+    LinkedTrace,
+    MatchReport,
+)
+from crossrank.tools.graph.linking.nesting import is_work
 from crossrank.tools.traces.execution_trace import (
     FIRST_NESTED_SCHEMA,
     FLAT_SCHEMA,
     HostNode,
     attribute_text,
     is_thread_root,
+    read_attributes,
 )
+from crossrank.tools.traces.json_document import Shape, read_document
+from crossrank.tools.traces.kernels import communication_kernel
 
 Compression = Literal["zst", "gz", "none"]
 
-_LEVEL = 3
+_COMPRESSORS: dict[Compression, Callable[[BinaryIO], AbstractContextManager[Any]]] = {
+    "zst": lambda file: zstandard.ZstdCompressor(level=3).stream_writer(file, closefd=False),
+    "gz": gzip_writer,
+    "none": nullcontext,
+}
 _BATCH = 2048
+"""Nodes of a line."""
+_MOST_US = 1 << 52
 _NO_HOST = HostNode(id=0, name="", parent=0, rf_id=0, tid=0)
 _EMPTY = msgspec.Raw(b"[]")
 
 
-class Dependency(msgspec.Struct, gc=False, omit_defaults=True):
+class IncomingEdge(msgspec.Struct, gc=False, omit_defaults=True):
     """One entry of `deps`: an edge, without the node it belongs to."""
 
     id: Int
@@ -81,7 +102,7 @@ class Node(msgspec.Struct, gc=False, kw_only=True):
     args: msgspec.Raw | UnsetType = UNSET
     comm: Communication | UnsetType = UNSET
     comm_host: Int | UnsetType = UNSET
-    deps: list[Dependency] | UnsetType = UNSET
+    deps: list[IncomingEdge] | UnsetType = UNSET
 
 
 class Provenance(msgspec.Struct, kw_only=True):
@@ -110,36 +131,20 @@ class LinkedFile(msgspec.Struct, kw_only=True):
     nodes: list[Node] = []
 
 
+_SHAPE = Shape(what="a linked trace of crossrank", content=LinkedFile, rows="nodes", row=Node)
+
+
 def write_linked(trace: LinkedTrace, path: str | Path, compression: Compression = "zst") -> None:
     """Write `trace` to `path`, whole or not at all. The same trace gives the same bytes."""
-    with whole_file(path) as temporary, temporary.open("wb") as file, _compressor(file, compression) as stream:
-        for piece in _pieces(trace):
-            stream.write(piece)
-
-
-def _compressor(file: BinaryIO, compression: Compression) -> BinaryIO:
-    if compression == "zst":
-        return cast(BinaryIO, zstandard.ZstdCompressor(level=_LEVEL).stream_writer(file, closefd=False))
-    if compression == "gz":
-        return gzip_writer(file)
-    return cast(BinaryIO, io.BufferedWriter(io.FileIO(file.fileno(), "wb", closefd=False)))
-
-
-def _pieces(trace: LinkedTrace) -> Iterator[bytes | bytearray]:
-    encoder = msgspec.json.Encoder()
-    yield encoder.encode(_head(trace)).removesuffix(b"]}")
-    buffer = bytearray()
-    end = 0
-    for count, node in enumerate(_nodes(trace), start=1):
-        encoder.encode_into(node, buffer, end)
-        buffer += b","
-        end = len(buffer)
-        if count % _BATCH == 0:
-            yield buffer
-            buffer, end = bytearray(), 0
-            yield b"\n"
-    # The last comma closes the list.
-    yield (buffer[:-1] if buffer else b"") + b"]}\n"
+    encode = msgspec.json.Encoder().encode
+    nodes = map(encode, _nodes(trace))
+    with whole_file(path) as temporary, temporary.open("wb") as file, _COMPRESSORS[compression](file) as stream:
+        stream.write(encode(_head(trace)).removesuffix(b"]}"))
+        separator = b""
+        while line := b",".join(islice(nodes, _BATCH)):
+            stream.write(separator + line)
+            separator = b",\n"
+        stream.write(b"]}\n")
 
 
 def _head(trace: LinkedTrace) -> LinkedFile:
@@ -164,22 +169,22 @@ def _head(trace: LinkedTrace) -> LinkedFile:
 
 
 def _nodes(trace: LinkedTrace) -> Iterator[Node]:
-    deps: dict[int, list[Dependency]] = defaultdict(list)
+    deps: dict[int, list[IncomingEdge]] = defaultdict(list)
     for edge in trace.edges:
         if edge.kind != "caller":
-            deps[edge.target].append(Dependency(edge.source, edge.kind, edge.inferred, edge.slack_ns))
+            deps[edge.target].append(IncomingEdge(edge.source, edge.kind, edge.inferred, edge.slack_ns))
     by_host = {c.host: c for c in trace.communications}
     by_activity = {activity: c for c in trace.communications for activity in c.activities}
     for op in trace.host:
-        yield _host_node(op, deps.get(op.id, []), by_host.get(op.id))
+        yield _host_node(op, deps.pop(op.id, []), by_host.get(op.id))
     hosts = {op.id: op.node for op in trace.host}
     root = next((op.id for op in trace.host if is_thread_root(op.node)), trace.host[0].id if trace.host else 0)
     for activity in trace.activities:
         host = _NO_HOST if activity.host is None else hosts[activity.host]
-        yield _activity_node(activity, host, root, deps.get(activity.id), by_activity.get(activity.id))
+        yield _activity_node(activity, host, root, deps.pop(activity.id, []), by_activity.get(activity.id))
 
 
-def _host_node(op: HostOp, deps: list[Dependency], communication: Communication | None) -> Node:
+def _host_node(op: HostOp, deps: list[IncomingEdge], communication: Communication | None) -> Node:
     out = Node(
         id=op.id,
         name=op.node.name,
@@ -205,7 +210,7 @@ def _activity_node(
     activity: Activity,
     host: HostNode,
     root: int,
-    deps: list[Dependency] | None,
+    deps: list[IncomingEdge],
     communication: Communication | None,
 ) -> Node:
     duration = microseconds(activity.duration_ns)
@@ -243,3 +248,139 @@ def microseconds(ns: int) -> msgspec.Raw:
     sign = b"-" if ns < 0 else b""
     whole, rest = divmod(abs(ns), 1000)
     return msgspec.Raw(b"%b%d.%03d" % (sign, whole, rest) if rest else b"%b%d" % (sign, whole))
+
+
+def read_linked(path: str) -> LinkedTrace:
+    """The graph in a linked trace, plain, gzip or zstd.
+
+    Raises `CrossrankError` where the file is damaged or is no linked trace: dependencies of a part would mislead.
+    """
+    graph = _Graph(path)
+    document = read_document(path, _SHAPE, graph.take)
+    file, head = document.content, document.content.crossrank
+    if head is None:
+        raise CrossrankError(f"{path}: is no linked trace of crossrank; make one with `crossrank link`")
+    if document.damage:
+        raise CrossrankError(f"{path}: {document.damage[0]}; link it anew")
+    graph.check()
+    return LinkedTrace(
+        rank=head.rank,
+        kineto_rank=None,
+        world_size=head.world_size,
+        schema=head.et_schema,
+        pid=file.pid,
+        time=file.time,
+        start_ts=file.start_ts,
+        finish_ts=file.finish_ts,
+        base_ns=head.base_time_ns,
+        inputs=head.inputs,
+        host=graph.host,
+        activities=graph.activities,
+        communications=sorted(graph.communications, key=lambda communication: communication.record.id),
+        groups=head.groups,
+        edges=graph.edges,
+        report=head.match,
+    )
+
+
+class _Graph:
+    """What the nodes of a file make up, as they come."""
+
+    def __init__(self, path: str) -> None:
+        self.host: list[HostOp] = []
+        self.activities: list[Activity] = []
+        self.communications: list[Communication] = []
+        self.edges: list[Edge] = []
+        self._path = path
+        self._ids: set[int] = set()
+
+    def take(self, nodes: list[Node]) -> None:
+        for node in nodes:
+            if node.id in self._ids:
+                self._refuse(f"two nodes have the id {node.id}, the second is {node.name[:60]!r}")
+            self._ids.add(node.id)
+            try:
+                self._add(node)
+            except BROKEN as error:
+                self._refuse(f"node {node.id} ({node.name[:60]!r}): {one_line(error)}")
+
+    def _add(self, node: Node) -> None:
+        if node.deps is not UNSET:
+            self.edges += [Edge(d.id, node.id, d.kind, d.inferred, d.slack_ns) for d in node.deps]
+        if node.comm is not UNSET:
+            self.communications.append(node.comm)
+        if node.cat is not UNSET:
+            self.activities.append(_read_activity(node, node.cat))
+            return
+        op = _read_host_op(node)
+        self.host.append(op)
+        if op.caller:
+            self.edges.append(Edge(op.caller, op.id, "caller"))
+
+    def check(self) -> None:
+        """Whether all that is named is there."""
+        for edge in self.edges:
+            if edge.source not in self._ids or edge.source == edge.target:
+                self._refuse(f"node {edge.target} depends on {edge.source}, which is no other node of the file")
+        for communication in self.communications:
+            for named in (*communication.activities, communication.work, communication.host):
+                if named is not None and named not in self._ids:
+                    self._refuse(
+                        f"the {communication.record.op} of node {communication.host} names node {named}, which is not "
+                        "there"
+                    )
+
+    def _refuse(self, why: str) -> None:
+        raise CrossrankError(f"{self._path}: {why}; link it anew")
+
+
+def _read_host_op(node: Node) -> HostOp:
+    caller = 0 if node.ctrl_deps == node.id else node.ctrl_deps
+    given = HostNode(
+        id=node.id,
+        name=node.name,
+        parent=caller,
+        rf_id=0,
+        tid=0,
+        inputs=node.inputs,
+        outputs=node.outputs,
+        attributes=node.attrs,
+    )
+    read_attributes(given)
+    if node.ts is UNSET:
+        return HostOp(given, caller, is_work=is_work(node.name))
+    times = _ns(node.ts), _ns(node.inclusive_dur), _ns(node.exclusive_dur), _ns(node.blocked_dur)
+    return HostOp(given, caller, *times, is_work(node.name))
+
+
+def _read_activity(node: Node, category: str) -> Activity:
+    known = communication_kernel(node.name) if category == "kernel" else None
+    is_linked = node.unlinked is UNSET
+    return Activity(
+        id=node.id,
+        name=node.name,
+        category=category,
+        device=None if node.device is UNSET else node.device,
+        stream=None if node.stream is UNSET else node.stream,
+        start_ns=_ns(node.ts),
+        duration_ns=_ns(node.inclusive_dur),
+        correlation=None if node.correlation is UNSET else node.correlation,
+        host=node.ctrl_deps if is_linked else None,
+        unlinked=None if node.unlinked is UNSET else node.unlinked,
+        args=msgspec.Raw(b"{}") if node.args is UNSET else node.args,
+        library=known[0] if known else None,
+    )
+
+
+def _ns(us: msgspec.Raw | UnsetType) -> int:
+    """Raises an error of `BROKEN` for what is no number, or none that 64 bits hold in ns."""
+    if us is UNSET:
+        return 0
+    text = bytes(us).decode()
+    try:
+        time = Decimal(text)
+    except ArithmeticError:
+        time = Decimal("NaN")
+    if not time.is_finite() or abs(time) >= _MOST_US:
+        raise ValueError(f"invalid time {text[:40]} us")
+    return int(time * 1000)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
-from crossrank.tools.graph.linking.alignment import Alignment, OpSequence, align
-from crossrank.tools.traces.execution_trace import ExecutionTrace, HostNode
+from crossrank.tools.graph.linking.alignment import OpSequence, align
+from crossrank.tools.traces.execution_trace import ExecutionTrace
 from crossrank.tools.traces.kineto import HostEvent, Id, KinetoTrace
 
 BY_RF_ID = "record function id"
@@ -53,15 +53,9 @@ class HostMatch:
 def match_hosts(et: ExecutionTrace, kineto: KinetoTrace) -> HostMatch:
     """Match the host's operations, with the reason for each that has no event."""
     by_id = any(event.rf_id is not None for event in kineto.host)
-    match = HostMatch(
-        event_of=[-1] * len(et.nodes),
-        node_of=[-1] * len(kineto.host),
-        method=BY_RF_ID if by_id else BY_SEQUENCE,
-    )
-    if by_id:
-        _match_by_id(et, kineto.host, match)
-    else:
-        _match_by_sequence(et, kineto.host, match)
+    method, find = (BY_RF_ID, _match_by_id) if by_id else (BY_SEQUENCE, _match_by_sequence)
+    match = HostMatch(event_of=[-1] * len(et.nodes), node_of=[-1] * len(kineto.host), method=method)
+    find(et, kineto.host, match)
     return match
 
 
@@ -126,70 +120,49 @@ def _match_by_id(et: ExecutionTrace, events: Sequence[HostEvent], match: HostMat
 
 def _match_by_sequence(et: ExecutionTrace, events: Sequence[HostEvent], match: HostMatch) -> None:
     nodes = et.nodes
-    ours: dict[int, list[int]] = defaultdict(list)
+    positions_of: dict[int, list[int]] = defaultdict(list)
     for position in sorted(range(len(nodes)), key=lambda position: nodes[position].rf_id):
         if nodes[position].rf_id > 0:
-            ours[nodes[position].tid].append(position)
-    theirs: dict[Thread, list[int]] = defaultdict(list)
+            positions_of[nodes[position].tid].append(position)
+    threads: dict[Thread, list[int]] = defaultdict(list)
     pids = {event.pid for event in events}
     for index in in_order_of_starts(events):
         if et.pid not in pids or events[index].pid == et.pid:
-            theirs[events[index].pid, events[index].tid].append(index)
-    names = {thread: Counter(events[index].name for index in indices) for thread, indices in theirs.items()}
-    for tid, positions in sorted(ours.items(), key=lambda item: -len(item[1])):
+            threads[events[index].pid, events[index].tid].append(index)
+    names = {thread: Counter(events[index].name for index in indices) for thread, indices in threads.items()}
+    for tid, positions in sorted(positions_of.items(), key=lambda item: -len(item[1])):
         wanted = Counter(nodes[position].name for position in positions)
         common = {thread: sum((wanted & counts).values()) for thread, counts in names.items()}
         thread = max(common, key=lambda thread: common[thread], default=None)
         if thread is None or not common[thread]:
             match.unmatched.update(dict.fromkeys(positions, "its thread is not in the Kineto trace"))
             continue
-        indices = theirs[thread]
+        indices = threads[thread]
         alignment = align(
             OpSequence([nodes[p].name for p in positions], [nodes[p].seq_id for p in positions]),
             OpSequence([events[i].name for i in indices], [events[i].seq_id for i in indices]),
         )
         for i, j in alignment.pairs:
             match.pair(positions[i], indices[j])
-        _explain(alignment, positions, match)
-        match.warnings += _alignment_warnings(tid, alignment, positions, indices, nodes, events)
+        first, last = (alignment.pairs[0][0], alignment.pairs[-1][0]) if alignment.pairs else (0, -1)
+        for i, position in enumerate(positions):
+            if match.event_of[position] < 0:
+                inside = first < i < last
+                match.unmatched[position] = "no Kineto event in its place" if inside else "outside the Kineto trace"
+        if alignment.places > 1:
+            match.warnings.append(
+                f"thread {tid}: its names fit the Kineto trace at {alignment.places} places equally well; the first "
+                "was taken, so times may be those of another iteration"
+            )
+        numbers = ((nodes[positions[i]].seq_id, events[indices[j]].seq_id) for i, j in alignment.pairs)
+        shifts = Counter(theirs - ours for ours, theirs in numbers if ours >= 0 <= theirs)
+        shift, count = shifts.most_common(1)[0] if shifts else (0, 0)
+        if shift:
+            match.warnings.append(
+                f"thread {tid}: autograd's sequence numbers differ by {shift} ({count} of {shifts.total()} operations):"
+                " the two files hold different iterations of one job, and times are those of the Kineto trace's"
+            )
         del names[thread]
-
-
-def _explain(alignment: Alignment, positions: list[int], match: HostMatch) -> None:
-    first = alignment.pairs[0][0] if alignment.pairs else 0
-    last = alignment.pairs[-1][0] if alignment.pairs else -1
-    for i, position in enumerate(positions):
-        if match.event_of[position] < 0:
-            inside = first < i < last
-            match.unmatched[position] = "no Kineto event in its place" if inside else "outside the Kineto trace"
-
-
-def _alignment_warnings(
-    tid: int,
-    alignment: Alignment,
-    positions: list[int],
-    indices: list[int],
-    nodes: Sequence[HostNode],
-    events: Sequence[HostEvent],
-) -> list[str]:
-    warnings = []
-    if alignment.places > 1:
-        warnings.append(
-            f"thread {tid}: its names fit the Kineto trace at {alignment.places} places equally well; the first was "
-            "taken, so times may be those of another iteration"
-        )
-    shifts = Counter(
-        events[indices[j]].seq_id - nodes[positions[i]].seq_id
-        for i, j in alignment.pairs
-        if nodes[positions[i]].seq_id >= 0 <= events[indices[j]].seq_id
-    )
-    if shifts and shifts.most_common(1)[0][0] != 0:
-        shift, count = shifts.most_common(1)[0]
-        warnings.append(
-            f"thread {tid}: autograd's sequence numbers differ by {shift} ({count} of {shifts.total()} operations): "
-            "the two files hold different iterations of one job, and times are those of the Kineto trace's"
-        )
-    return warnings
 
 
 def in_order_of_starts(events: Sequence[HostEvent]) -> list[int]:

@@ -22,7 +22,7 @@ from crossrank.tools.cli import main
 from crossrank.tools.graph.chakra import et_def_pb2 as pb
 from crossrank.tools.graph.chakra.check import RUN_BY_ASTRA_SIM, check
 from crossrank.tools.graph.chakra.framing import read_trace, write_message
-from crossrank.tools.graph.chakra.groups import merge, number
+from crossrank.tools.graph.chakra.groups import merge, number_group
 
 LOWER = "convert with --lower astra-sim"
 SEND: dict[str, Any] = {"kind": pb.COMM_SEND_NODE, "comm_dst": 1, "comm_tag": 1, "comm_size": 8}
@@ -275,19 +275,21 @@ def test_inspect_prints_valid_json(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_group_has_the_same_number_wherever_it_is_made() -> None:
-    ours = number(Group(pg="7", size=2, ranks=[0, 2], desc="dp"), 4)
-    theirs = number(Group(pg="7", size=2, ranks=[0, 2], desc="dp"), 4)
-    other = number(Group(pg="8", size=2, ranks=[0, 2], desc="tp"), 4)
+    ours = number_group(Group(pg="7", size=2, ranks=[0, 2], desc="dp"), 4)
+    theirs = number_group(Group(pg="7", size=2, ranks=[0, 2], desc="dp"), 4)
+    other = number_group(Group(pg="8", size=2, ranks=[0, 2], desc="tp"), 4)
     assert ours.number == theirs.number != other.number
-    assert number(Group(pg="0", size=4, ranks=[0, 1, 2, 3]), 4).number == "0"
-    assert number(Group(pg="94594108284448", size=4, ranks=[0, 1, 2, 3]), 4).number == "0"
+    assert number_group(Group(pg="0", size=4, ranks=[0, 1, 2, 3]), 4).number == "0"
+    assert number_group(Group(pg="94594108284448", size=4, ranks=[0, 1, 2, 3]), 4).number == "0"
     # A second communicator of all ranks orders its collectives by itself.
-    assert number(Group(pg="x", size=4, ranks=[0, 1, 2, 3]), 4).number != "0"
-    by_address = [number(Group(pg=pg, size=2, ranks=[1, 3]), 4).number for pg in ("94594108284448", "94428220485728")]
+    assert number_group(Group(pg="x", size=4, ranks=[0, 1, 2, 3]), 4).number != "0"
+    by_address = [
+        number_group(Group(pg=pg, size=2, ranks=[1, 3]), 4).number for pg in ("94594108284448", "94428220485728")
+    ]
     assert by_address[0] == by_address[1]
-    assert merge([[ours], [theirs, other], [number(Group(pg="0", size=4, ranks=[0, 1, 2, 3]), 4)]]) == {
+    assert merge([[ours], [theirs, other], [number_group(Group(pg="0", size=4, ranks=[0, 1, 2, 3]), 4)]]) == {
         ours.number: [0, 2],
         other.number: [0, 2],
     }
     with pytest.raises(CrossrankError, match="process group 'pp' has no known members"):
-        number(Group(pg="pp", size=2), 4)
+        number_group(Group(pg="pp", size=2), 4)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from crossrank.tools.graph.linking import Edge, link
+from crossrank.tools.graph.linking import Edge, link, linked_file
 from crossrank.tools.graph.linking.linked_file import microseconds, write_linked
 from tests.unit.graph.linking.small_traces import SmallTrace, flat_node
 
@@ -208,3 +208,13 @@ def test_microseconds_keep_every_digit() -> None:
         b"-1.500",
         b"1694128201435418.123",
     ]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5, 10, 11])
+def test_the_file_is_json_however_many_nodes_a_line_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    whole = written(trace_with_everything(), tmp_path)
+    assert len(whole["nodes"]) == 10
+    monkeypatch.setattr(linked_file, "_BATCH", batch)
+    assert written(trace_with_everything(), tmp_path) == whole

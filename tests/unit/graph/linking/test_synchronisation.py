@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from crossrank.tools.graph.linking import Edge, LinkedTrace, link
-from crossrank.tools.graph.linking.synchronisation import Wait, Waits, find_waits
+from crossrank.tools.graph.linking.waits import GpuWait, GpuWaits, find_waits
 from crossrank.tools.traces.kineto import read_kineto
 from tests.unit.graph.linking.public_traces import needs_traces, public
 from tests.unit.graph.linking.small_traces import SmallTrace
@@ -123,9 +123,9 @@ def correlations(path: str, *, without_events: bool = False) -> set[tuple[int | 
     if without_events:
         trace.syncs.clear()
     calls = {call.correlation: index for index, call in enumerate(trace.calls)}
-    waits: Waits = find_waits(trace, [calls.get(activity.correlation, -1) for activity in trace.device])
+    waits: GpuWaits = find_waits(trace, [calls.get(activity.correlation, -1) for activity in trace.device])
 
-    def waiter(wait: Wait) -> int | None:
+    def waiter(wait: GpuWait) -> int | None:
         return trace.calls[wait.call].correlation if wait.target < 0 else trace.device[wait.target].correlation
 
     return {(trace.device[wait.source].correlation, waiter(wait)) for wait in waits.waits}
