@@ -29,7 +29,7 @@ from crossrank.instrument.write import nvtx_markers
 from crossrank.instrument.write.comms_writer import CommsWriter
 from crossrank.instrument.write.flight_dump import FlightDumps
 from crossrank.instrument.write.rank_files import RankFiles
-from crossrank.instrument.write.window_edges import Windows
+from crossrank.instrument.write.window import Windows
 from crossrank.recording import COMMS, file_name
 
 
@@ -103,7 +103,7 @@ class Session:
                 if self.nvtx is not None:
                     self.nvtx.mark_identity(rank, size)
             self.groups.announce_all()
-            self.groups.add_all()
+            self.groups.add_all(world)
             if first:
                 self.windows.open_if_due()
 
@@ -145,9 +145,10 @@ class Session:
             self.files.abandon()
         registry.leave_to_parent()
 
-    def is_current_world(self) -> bool:
-        """Whether the process group that is recorded is there and the default one."""
-        return self._world is not None and dist.is_initialized() and self._world() is dist.group.WORLD
+    def current_world(self) -> dist.ProcessGroup | None:
+        """The process group that is recorded, where it is there and the default one."""
+        world = self._world() if self._world is not None and dist.is_initialized() else None
+        return world if world is dist.group.WORLD else None
 
     def _begin_topology(self) -> None:
         if self.topology is not None:
@@ -157,7 +158,7 @@ class Session:
 
     def _store_of_world(self) -> dist.Store | None:
         """The store of the process group that is recorded, while that is the current one."""
-        if not self.is_current_world() or not has("store"):
+        if self.current_world() is None or not has("store"):
             return None
         store: dist.Store = distributed_c10d._get_default_store()
         return store
@@ -204,9 +205,8 @@ class Session:
         """What is looked for a few times a second, off training's threads."""
         self.gpu.read()
         terminate.uninstall_under_cuda()
-        # Groups that have not communicated, unless they are those of a new world: that begins first.
-        if self.is_current_world():
-            self.groups.add_all()
+        if (world := self.current_world()) is not None:
+            self.groups.add_all(world)
 
     def _on_late_gpu(self, gpu: Gpu) -> None:
         if self.writer is not None:

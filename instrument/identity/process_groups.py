@@ -76,11 +76,14 @@ class GroupTable:
             self._on_new(state)
             return state
 
-    def add_all(self) -> None:
-        """Take in every group that torch knows, also those that have not communicated yet."""
-        if not has("process groups"):
-            return
-        for group in list(distributed_c10d._world.pg_map):
+    def add_all(self, world: dist.ProcessGroup) -> None:
+        """Take in every group that torch knows, also those that have not communicated yet, while `world` is the default.
+
+        Those of another world belong to the files that its first communication begins.
+        """
+        groups = list(distributed_c10d._world.pg_map) if has("process groups") else []
+        # Asked after the list is made: torch takes the default one away before and adds it after the others.
+        for group in groups if dist.group.WORLD is world else ():
             # A group that is just being made is in the one table before it is in the other, without its ranks.
             if isinstance(group, dist.ProcessGroup) and group in distributed_c10d._world.pg_group_ranks:
                 try:

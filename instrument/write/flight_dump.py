@@ -61,7 +61,7 @@ class FlightDumps:
         self._writing = False
         self._watch: HangWatch | None = None
         self._calls_at_hang: int | None = None
-        self._reporter: process_lock.ProcessLock | None = None  # held by the rank of this node that reports a hang
+        self._reporter: socket.socket | None = None  # held by the rank of this node that reports a hang
 
     def write(self, reason: str) -> None:
         """Write torch's flight recorder as it stands now."""
@@ -118,11 +118,11 @@ class FlightDumps:
         """Communication goes on: another rank may report the next hang."""
         reporter, self._reporter = self._reporter, None
         if reporter is not None:
-            reporter.release()
+            reporter.close()
 
     def _on_hang(self, seconds: float) -> None:
         session = self._session
-        if session.files is None or not session.is_current_world():
+        if session.files is None or session.current_world() is None:
             return
         self.write("hang")
         folder = session.files.folder

@@ -12,26 +12,16 @@ import hashlib
 import socket
 
 
-class ProcessLock:
-    """Held from `take` until `release`, or until the process ends. A forked child lets go of its copy."""
+def take(name: str) -> socket.socket | None:
+    """The lock of this name until it is closed, or None while another holder has it.
 
-    def __init__(self, holder: socket.socket | None) -> None:
-        self._holder = holder
-
-    def release(self) -> None:
-        if self._holder is not None:
-            self._holder.close()
-
-
-def take(name: str) -> ProcessLock | None:
-    """The lock of this name, or None while another holder has it."""
-    try:
-        holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    except (AttributeError, OSError):
-        return ProcessLock(None)
+    A forked child closes its copy.
+    """
+    holder = socket.socket(getattr(socket, "AF_UNIX", socket.AF_INET), socket.SOCK_DGRAM)
     try:
         holder.bind("\0crossrank-" + hashlib.sha256(name.encode()).hexdigest())
-    except OSError as error:
-        holder.close()
-        return None if error.errno == errno.EADDRINUSE else ProcessLock(None)
-    return ProcessLock(holder)
+    except (OSError, TypeError) as error:  # another family takes no such name
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            holder.close()
+            return None
+    return holder

@@ -11,9 +11,12 @@ to a job of its own (the one in which `torch.distributed.checkpoint.async_save` 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
+import socket
+import time
 from pathlib import Path
 
 import msgspec
@@ -27,6 +30,8 @@ from crossrank.recording import COMMS, CommsFile, file_name, rank_of, temporary_
 log = logging.getLogger("crossrank")
 
 _LEVEL = 3
+_PATIENCE = 5.0
+"""Seconds that a process waits for another one that still writes files of its rank."""
 _VARIABLE = "CROSSRANK_RECORDING"
 """Holds the `_Owner` of the files for the processes that a rank starts."""
 _EARLIER = re.compile(r"earlier-(\d{1,9})")
@@ -39,13 +44,13 @@ class RankFiles:
     def __init__(self, directory: str, rank: int, world_size: int) -> None:
         place = os.path.realpath(os.path.expanduser(directory))
         folder = Path(place)
-        self._lock: process_lock.ProcessLock | None = None
+        self._lock: socket.socket | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if _is_spawned(place, rank, world_size):
                 folder, self._lock = _take_part(folder, rank)
             else:
-                self._lock = process_lock.take(_lock_name(place, rank))
+                self._lock = _wait_for_rank(place, rank)
                 _set_aside(folder, rank, world_size)
         except OSError as error:
             raise CrossrankError(
@@ -63,8 +68,9 @@ class RankFiles:
         """Where `name` grows until it is whole."""
         return self.folder / temporary_name(name)
 
-    def finish(self, plain: Path, name: str) -> None:
-        """Compress the whole file `plain` to `name`, put it in place and remove `plain`."""
+    def finish(self, name: str) -> None:
+        """Compress what has grown under the temporary name of `name`, which is whole now, and put it in place."""
+        plain = self.temporary(name)
         compressed = plain.with_name(plain.name + ".zst")
         with plain.open("rb") as source, os.fdopen(create(compressed), "wb") as target:
             zstandard.ZstdCompressor(level=_LEVEL).copy_stream(source, target)
@@ -87,7 +93,7 @@ class RankFiles:
     def abandon(self) -> None:
         """Let go of the folder alone. In a forked child it stays the parent's."""
         if self._lock is not None:
-            self._lock.release()
+            self._lock.close()
 
 
 def create(path: Path) -> int:
@@ -119,6 +125,18 @@ def _lock_name(place: str, rank: int) -> str:
     return f"records {place}/rank-{rank}"
 
 
+def _wait_for_rank(place: str, rank: int) -> socket.socket | None:
+    """The lock of a rank's files, once nobody on this machine writes them any more; None where somebody still does.
+
+    Where ranks change places in a process group that is made again, the process that was this rank may still be
+    finishing its files: what it renames or writes would get mixed with ours.
+    """
+    until = time.monotonic() + _PATIENCE
+    while (lock := process_lock.take(_lock_name(place, rank))) is None and time.monotonic() < until:
+        time.sleep(0.01)
+    return lock
+
+
 def _is_spawned(place: str, rank: int, world_size: int) -> bool:
     """Whether a process that this one descends from records in `place`, and this one is not another rank of its job.
 
@@ -143,7 +161,7 @@ def _is_spawned(place: str, rank: int, world_size: int) -> bool:
         return False
     lock = process_lock.take(_lock_name(place, rank))
     if lock is not None:
-        lock.release()
+        lock.close()
     return lock is None
 
 
@@ -161,7 +179,7 @@ def _ancestors() -> set[int]:
     return found
 
 
-def _take_part(folder: Path, rank: int) -> tuple[Path, process_lock.ProcessLock]:
+def _take_part(folder: Path, rank: int) -> tuple[Path, socket.socket]:
     """The first `spawned-K` in which nobody records this rank, nor has, and the lock that keeps it so."""
     number = 1
     while True:
@@ -170,7 +188,7 @@ def _take_part(folder: Path, rank: int) -> tuple[Path, process_lock.ProcessLock]
         if lock is not None and not (folder / part / file_name(COMMS, rank)).exists():
             break
         if lock is not None:
-            lock.release()
+            lock.close()
         number += 1
     (folder / part).mkdir(exist_ok=True)
     log.warning(
@@ -202,4 +220,5 @@ def _set_aside(folder: Path, rank: int, world_size: int) -> None:
         earlier = folder / f"earlier-{latest + 1}"
     earlier.mkdir(exist_ok=True)
     for name in left:
-        os.rename(folder / name, earlier / name)
+        with contextlib.suppress(FileNotFoundError):  # a writer on another machine has renamed it since
+            os.rename(folder / name, earlier / name)
