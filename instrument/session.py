@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from crossrank.instrument.config import Config
-from crossrank.instrument.hooks import excepthook, registry, terminate
+from crossrank.instrument.hooks import exits, registry
 from crossrank.instrument.identity.gpu import Gpu, RankGpu
 from crossrank.instrument.identity.header import describe_rank
 from crossrank.instrument.identity.process_groups import GroupState, GroupTable
@@ -83,7 +83,6 @@ class Session:
             if world is None or (self._world is not None and self._world() is world):
                 return
             first = self._world is None
-            self._world = weakref.ref(world)
             rank, size = dist.get_rank(), dist.get_world_size()
             same_place = (rank, size) == (self.rank, self.world_size)
             if not first:
@@ -91,6 +90,8 @@ class Session:
                 if not same_place:
                     self.windows.close()
                     self._end_files("the process group was made again with another rank or size")
+            # From here on the writer's thread takes in groups of this world, for the files that they belong to.
+            self._world = weakref.ref(world)
             self.rank, self.world_size = rank, size
             self.gpu.begin()
             self._begin_topology()
@@ -102,8 +103,11 @@ class Session:
             with self.failures.reported("Nsight's report does not name this rank"):
                 if self.nvtx is not None:
                     self.nvtx.mark_identity(rank, size)
-            self.groups.announce_all()
+            if first or not same_place:
+                self.groups.announce_all()
             self.groups.add_all(world)
+            if self.writer is not None:
+                self.writer.start()
             if first:
                 self.windows.open_if_due()
 
@@ -173,9 +177,8 @@ class Session:
             topology=self.topology,
             ring_capacity=self.config.ring,
             header=describe_rank(self, self.topology.places[self.rank][0]),
-            on_tick=self._on_tick,
+            on_look=self._on_look,
         )
-        self.writer.start()
         self.dumps.watch()
 
     def _end_files(self, reason: str, *, dies: bool = False) -> None:
@@ -188,7 +191,7 @@ class Session:
                 writer.counts.calls = self.recorder.calls() - self._calls_before
                 end = {
                     "reason": reason,
-                    "exceptions": excepthook.exceptions(reason),
+                    "exceptions": exits.exceptions(reason),
                     "step": self.recorder.step,
                     "blind_spots": self.groups.unseen_kinds(),
                 }
@@ -201,10 +204,10 @@ class Session:
         if self.topology is not None:
             self.topology.stop()
 
-    def _on_tick(self) -> None:
+    def _on_look(self) -> None:
         """What is looked for a few times a second, off training's threads."""
         self.gpu.read()
-        terminate.uninstall_under_cuda()
+        exits.restore_terminate_under_cuda()
         if (world := self.current_world()) is not None:
             self.groups.add_all(world)
 

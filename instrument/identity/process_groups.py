@@ -77,9 +77,9 @@ class GroupTable:
             return state
 
     def add_all(self, world: dist.ProcessGroup) -> None:
-        """Take in every group that torch knows, also those that have not communicated yet, while `world` is the default.
+        """Take in every group that torch knows, also those that have not communicated yet.
 
-        Those of another world belong to the files that its first communication begins.
+        None where `world` is not the default one any more: the others belong to files that are yet to begin.
         """
         groups = list(distributed_c10d._world.pg_map) if has("process groups") else []
         # Asked after the list is made: torch takes the default one away before and adds it after the others.

@@ -29,11 +29,11 @@ import orjson
 import torch
 
 from crossrank.instrument import threads
-from crossrank.instrument.hooks import excepthook
+from crossrank.instrument.hooks import exits
 from crossrank.instrument.identity.gpu import cuda_is_in_use
 from crossrank.instrument.torch_private import has
-from crossrank.instrument.write import process_lock
 from crossrank.instrument.write.comms_writer import clock
+from crossrank.instrument.write.rank_files import take_lock
 from crossrank.instrument.write.watchdog import HangWatch
 from crossrank.recording import FLIGHT, file_name
 
@@ -127,7 +127,7 @@ class FlightDumps:
         self.write("hang")
         folder = session.files.folder
         # A long evaluation or checkpoint is silent as well, on every rank: one rank of a node reports it, and once.
-        self._reporter = process_lock.take(f"no communication in {folder}")
+        self._reporter = take_lock(f"no communication in {folder}")
         if self._reporter is not None:
             log.warning(
                 "crossrank: no communication for %.3g s (rank %d): what every rank did last is in %s. If the job "
@@ -142,7 +142,7 @@ class FlightDumps:
         """What a dump says about itself: `Moment` of the tools' reader."""
         session = self._session
         now = clock()
-        exceptions = excepthook.exceptions(reason)
+        exceptions = exits.exceptions(reason)
         return {
             "rank": session.rank,
             "world_size": session.world_size,

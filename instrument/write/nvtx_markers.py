@@ -7,6 +7,11 @@ with new split sizes at each step) the sizes leave the message, and past twice t
 
 `TRACING_NVTX=classic` marks one JSON text per call instead, for scripts written for the older shim. Each of its
 texts is distinct: with a tool attached that costs about 10 us and leaks about 1 kB per call.
+
+Nsight Systems 2022.4 shows another text in place of one of 65,535 bytes or more, and what holds the ranks of a group
+or the splits of an all_to_all grows with the job. A text that would be too long says the same in fewer bytes (ranks as
+`rank_runs`, see `crossrank.rank_runs`), and leaves out lists as far as it must: `left_out` says how many entries each
+of them had. The record in the comms file has all of it.
 """
 
 from __future__ import annotations
@@ -27,13 +32,18 @@ from crossrank.comm import Group
 from crossrank.errors import CrossrankError, one_line
 from crossrank.instrument.identity.topology import Topology
 from crossrank.instrument.record.descriptor import Descriptor
-from crossrank.instrument.write.marker_text import shortened
+from crossrank.rank_runs import to_runs
 
 log = logging.getLogger("crossrank")
 
 DOMAIN = "crossrank"
 MAX_MESSAGES = 4096
 MAX_KEPT = 4 << 20
+MAX_BYTES = 60_000
+"""UTF-8 bytes of a text."""
+_MOST_NAME = 1000
+"""Characters that are left of a name that makes the text too long."""
+_CUT = "..."
 # What stands in the message, as long as there is room: (sizes, user's line, share of the limits).
 _DETAILS = ((True, True, 1), (False, True, 2))
 
@@ -187,3 +197,24 @@ def classic_text(
             "correlation_id": record_id,
         }
     ).decode()
+
+
+def shortened(text: str) -> str:
+    """The JSON of a marker, or if it has more than `MAX_BYTES` a shorter one of the same call or group."""
+    if len(text) * 4 <= MAX_BYTES or len(text.encode()) <= MAX_BYTES:
+        return text
+    fields: dict[str, Any] = orjson.loads(text)
+    part = fields.get("group", fields)
+    for name in ("ranks", "group_ranks"):
+        if part.get(name):
+            part["rank_runs"] = to_runs(part.pop(name))
+    while len(orjson.dumps(fields)) > MAX_BYTES:
+        longest = max(part, key=lambda name: len(orjson.dumps(part[name])))
+        value = part[longest]
+        if isinstance(value, str):
+            part[longest] = _CUT + value[-_MOST_NAME:]
+        else:
+            del part[longest]
+            name, entries = ("ranks", sum(run[1] for run in value)) if longest == "rank_runs" else (longest, len(value))
+            part.setdefault("left_out", {})[name] = entries
+    return orjson.dumps(fields).decode()

@@ -12,6 +12,8 @@ to a job of its own (the one in which `torch.distributed.checkpoint.async_save` 
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
 import logging
 import os
 import re
@@ -23,7 +25,6 @@ import msgspec
 import zstandard
 
 from crossrank.errors import CrossrankError
-from crossrank.instrument.write import process_lock
 from crossrank.machine import boot_id
 from crossrank.recording import COMMS, CommsFile, file_name, rank_of, temporary_name
 
@@ -105,6 +106,23 @@ def create(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
 
+def take_lock(name: str) -> socket.socket | None:
+    """A lock that one process of this machine holds until it is closed or the process ends; None while another has it.
+
+    It is a socket bound to a name in Linux's abstract namespace: no file, so it works whatever file system a recording
+    lies on (Lustre and NFS often come without file locks) and leaves nothing behind. Where there is no such namespace
+    every caller gets the lock. A forked child closes its copy.
+    """
+    holder = socket.socket(getattr(socket, "AF_UNIX", socket.AF_INET), socket.SOCK_DGRAM)
+    try:
+        holder.bind("\0crossrank-" + hashlib.sha256(name.encode()).hexdigest())
+    except (OSError, TypeError) as error:  # another family takes no such name
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            holder.close()
+            return None
+    return holder
+
+
 class _Owner(msgspec.Struct, frozen=True, kw_only=True):
     """Whose files of a rank are, as the processes that it starts inherit it."""
 
@@ -132,7 +150,7 @@ def _wait_for_rank(place: str, rank: int) -> socket.socket | None:
     finishing its files: what it renames or writes would get mixed with ours.
     """
     until = time.monotonic() + _PATIENCE
-    while (lock := process_lock.take(_lock_name(place, rank))) is None and time.monotonic() < until:
+    while (lock := take_lock(_lock_name(place, rank))) is None and time.monotonic() < until:
         time.sleep(0.01)
     return lock
 
@@ -159,7 +177,7 @@ def _is_spawned(place: str, rank: int, world_size: int) -> bool:
     header = comms.header
     if header is None or header.boot_id != boot_id() or header.pid not in ancestors:
         return False
-    lock = process_lock.take(_lock_name(place, rank))
+    lock = take_lock(_lock_name(place, rank))
     if lock is not None:
         lock.close()
     return lock is None
@@ -184,7 +202,7 @@ def _take_part(folder: Path, rank: int) -> tuple[Path, socket.socket]:
     number = 1
     while True:
         part = f"spawned-{number}"
-        lock = process_lock.take(_lock_name(f"{folder}/{part}", rank))
+        lock = take_lock(_lock_name(f"{folder}/{part}", rank))
         if lock is not None and not (folder / part / file_name(COMMS, rank)).exists():
             break
         if lock is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from crossrank.instrument.write.rank_files import RankFiles
+from crossrank.instrument.write.rank_files import RankFiles, take_lock
 from crossrank.machine import boot_id
 from crossrank.recording import SCHEMA, Header
 
@@ -212,19 +212,17 @@ def test_the_file_of_a_process_that_is_no_ancestor_is_an_earlier_recording(tmp_p
 
 
 def test_process_locks_are_held_by_one_and_end_with_it() -> None:
-    from crossrank.instrument.write import process_lock
-
     name = f"a test of process {os.getpid()}, {time.monotonic_ns()}"
-    lock = process_lock.take(name)
+    lock = take_lock(name)
     assert lock is not None
-    assert process_lock.take(name) is None
+    assert take_lock(name) is None
     found: list[object] = []
-    thread = threading.Thread(target=lambda: found.append(process_lock.take(name)))
+    thread = threading.Thread(target=lambda: found.append(take_lock(name)))
     thread.start()
     thread.join()
     assert found == [None]
     lock.close()
-    again = process_lock.take(name)
+    again = take_lock(name)
     assert again is not None
     again.close()
 
