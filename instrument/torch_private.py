@@ -8,15 +8,13 @@ it nothing can be recorded, which `enable()` says.
 from __future__ import annotations
 
 import functools
-import logging
 from importlib import import_module
 from typing import Any
 
 import torch
 
 from crossrank.errors import CrossrankError
-
-log = logging.getLogger("crossrank")
+from crossrank.instrument.log import log
 
 
 class Part:

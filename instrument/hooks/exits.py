@@ -15,7 +15,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
-import logging
 import sys
 import threading
 import traceback
@@ -26,13 +25,12 @@ from typing import TYPE_CHECKING, Any
 from crossrank.errors import one_line
 from crossrank.instrument.hooks.patches import Patches
 from crossrank.instrument.identity.gpu import cuda_is_in_use
+from crossrank.instrument.log import log
 from crossrank.instrument.script_errors import raised_by_script
 from crossrank.text import writable
 
 if TYPE_CHECKING:
     from crossrank.instrument.session import Session
-
-log = logging.getLogger("crossrank")
 
 _SET_TERMINATE = ("libstdc++.so.6", "_ZSt13set_terminatePFvvE")  # std::set_terminate(void (*)())
 _LONGEST_ERROR = 500

@@ -7,7 +7,6 @@ the group does; it holds no reference to it.
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,10 +18,9 @@ from torch.distributed import distributed_c10d
 
 from crossrank.comm import Group
 from crossrank.errors import one_line
+from crossrank.instrument.log import log
 from crossrank.instrument.record.descriptor import DescriptorCache
 from crossrank.instrument.torch_private import has
-
-log = logging.getLogger("crossrank")
 
 
 @dataclass(eq=False, kw_only=True, slots=True)

@@ -11,7 +11,6 @@ where there is none, by the host name. `TRACING_NODE` overrides both.
 
 from __future__ import annotations
 
-import logging
 import socket
 import threading
 import time
@@ -23,12 +22,11 @@ import msgspec
 from crossrank.comm import Locality
 from crossrank.errors import one_line
 from crossrank.instrument import threads
+from crossrank.instrument.log import log
 from crossrank.machine import boot_id
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-log = logging.getLogger("crossrank")
 
 _FIRST_PAUSE = 0.005
 _PAUSE_PER_RANK = 2e-5

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -35,11 +34,10 @@ import torch
 from crossrank.errors import one_line
 from crossrank.instrument.hooks import signals
 from crossrank.instrument.hooks.optimizer import backward_began
+from crossrank.instrument.log import log
 
 if TYPE_CHECKING:
     from crossrank.instrument.session import Session
-
-log = logging.getLogger("crossrank")
 
 _REPEATS_WITHOUT_BACKWARD = 2
 """How often one update may repeat itself beyond twice what was seen before, until backward passes count as hidden."""

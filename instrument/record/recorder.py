@@ -8,7 +8,6 @@ at all. `before` returns a token where something has to be closed after the laun
 from __future__ import annotations
 
 import itertools
-import logging
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ import torch.distributed as dist
 
 from crossrank.comm import crosses_nodes
 from crossrank.errors import one_line
+from crossrank.instrument.log import log
 from crossrank.instrument.record.call_site import CallSites
 from crossrank.instrument.record.descriptor import Descriptor
 from crossrank.instrument.record.op_schema import Reader
@@ -31,8 +31,6 @@ from crossrank.recording import RANGE
 
 if TYPE_CHECKING:
     from crossrank.instrument.session import Session
-
-log = logging.getLogger("crossrank")
 
 _BATCH_CODE = dist.batch_isend_irecv.__code__
 

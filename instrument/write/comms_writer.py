@@ -12,7 +12,6 @@ and the next frame takes its place: a locality that reads `unknown` would be fin
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import time
@@ -29,10 +28,9 @@ from crossrank.comm import Locality
 from crossrank.errors import one_line
 from crossrank.instrument import threads
 from crossrank.instrument.identity.topology import Topology
+from crossrank.instrument.log import log
 from crossrank.instrument.record.descriptor import Descriptor
 from crossrank.instrument.write.rank_files import create
-
-log = logging.getLogger("crossrank")
 
 TICK = 0.25
 """Seconds between two frames. Well below a half, so that a kill loses no more than that on a busy machine too."""

@@ -17,7 +17,6 @@ of them had. The record in the comms file has all of it.
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import socket
 import time
@@ -31,10 +30,9 @@ import crossrank
 from crossrank.comm import Group
 from crossrank.errors import CrossrankError, one_line
 from crossrank.instrument.identity.topology import Topology
+from crossrank.instrument.log import log
 from crossrank.instrument.record.descriptor import Descriptor
 from crossrank.rank_runs import to_runs
-
-log = logging.getLogger("crossrank")
 
 DOMAIN = "crossrank"
 MAX_MESSAGES = 4096

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import logging
 import os
 import re
 import socket
@@ -25,10 +24,9 @@ import msgspec
 import zstandard
 
 from crossrank.errors import CrossrankError
+from crossrank.instrument.log import log
 from crossrank.machine import boot_id
 from crossrank.recording import COMMS, CommsFile, file_name, rank_of, temporary_name
-
-log = logging.getLogger("crossrank")
 
 _LEVEL = 3
 _PATIENCE = 5.0

@@ -14,7 +14,6 @@ ends there (`hooks.profiler`) and keeps what it has.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import time
@@ -30,6 +29,7 @@ from crossrank.errors import one_line
 from crossrank.instrument import threads
 from crossrank.instrument.identity.gpu import cuda_is_in_use, is_capturing
 from crossrank.instrument.identity.process_groups import process_group_config
+from crossrank.instrument.log import log
 from crossrank.instrument.torch_private import has
 from crossrank.instrument.write.kineto import Kineto, ends_on_any_thread, is_users_profiler_running
 from crossrank.instrument.write.rank_files import RankFiles, create
@@ -37,8 +37,6 @@ from crossrank.recording import EXECUTION_TRACE, KINETO, file_name
 
 if TYPE_CHECKING:
     from crossrank.instrument.session import Session
-
-log = logging.getLogger("crossrank")
 
 PROCESS_GROUPS = "## process_group:init ##"
 """Name of the node that carries the process groups, as torch itself writes it."""
