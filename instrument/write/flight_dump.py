@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from crossrank.instrument.session import Session
 
 _COMPILER = "torch._inductor.codecache"
+_IDENTITY = ("profiling_name", "process_group", "collective_seq_id", "p2p_seq_id", "op_id", "time_created_ns")
 _MOST_FRAMES = 64
 _VERSION = "2.10"
 """Version of the recorder's format that a dump names in which torch has no part."""
@@ -285,17 +286,9 @@ def _merged(contents: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def _identity_of(entry: dict[str, Any]) -> tuple[Any, ...]:
+def _identity_of(entry: dict[str, Any]) -> str:
     """What distinguishes an entry from every other one of the process."""
-    group = entry.get("process_group")
-    return (
-        entry.get("profiling_name"),
-        tuple(group) if group is not None else None,
-        entry.get("collective_seq_id"),
-        entry.get("p2p_seq_id"),
-        entry.get("op_id"),
-        entry.get("time_created_ns"),
-    )
+    return str([entry.get(name) for name in _IDENTITY])
 
 
 def stacks() -> list[dict[str, Any]]:
