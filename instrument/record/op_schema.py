@@ -106,12 +106,14 @@ class Reader:
         self._dummy = position("tensor") if not self._tensors_at else -1
         self.key: Callable[[Sequence[Any]], CallKey | None] = self._key_of_any
         """What distinguishes a call from others of the op on its group; None for fake and meta tensors."""
-        # The common layouts are read without loops: one list of tensors, one input and one output tensor.
+        # The common layouts are read without loops: one list of tensors, one input and one output tensor, none.
         layout = [types[at] for at in self._tensors_at]
         if layout == ["List[Tensor]"] and len(self._keyed) == 1:
             self.key = self._key_of_list
         elif layout == ["Tensor", "Tensor"] and len(self._keyed) == 1 and self._in_split < 0:
             self.key = self._key_of_pair
+        elif not layout and len(self._keyed) == 1 and types[self._dummy] == "Tensor":
+            self.key = self._key_of_dummy
 
     def _key_of_list(self, args: Sequence[Any]) -> CallKey | None:
         tensors = args[self._tensors_at[0]]
@@ -134,6 +136,13 @@ class Reader:
         position = self._keyed[0]
         value = args[position] if position < len(args) else self._defaults[position]
         return (first.shape, second.shape, first.dtype, value)
+
+    def _key_of_dummy(self, args: Sequence[Any]) -> CallKey | None:
+        tensor = args[self._dummy]
+        if (type(tensor) is not _Tensor and not _is_real(tensor)) or tensor.is_meta:
+            return None
+        position = self._keyed[0]
+        return (_LONG, args[position] if position < len(args) else self._defaults[position])
 
     def _key_of_any(self, args: Sequence[Any]) -> CallKey | None:
         count = len(args)
