@@ -172,7 +172,7 @@ class Recorder:
     def _emit_text(self, descriptor: Descriptor, record_id: int, device: str | None) -> None:
         """The older shim's text: as a marker, and on stdout from the group's leader or any rank of P2P."""
         config = self._config
-        text = classic_text(descriptor, record_id, self._session.rank, device, config.gpu_serial, config.vm_id)
+        text = classic_text(descriptor, record_id, self._session.rank, device, config)
         if self._classic and self._nvtx is not None:
             self._nvtx.mark(text)
         if config.print_calls and (descriptor.reader.is_p2p or descriptor.state.rank == 0):

@@ -28,10 +28,6 @@ class Kineto:
         self._profiler: autograd_profiler.profile | None = None
         self.runs = False
 
-    @property
-    def is_prepared(self) -> bool:
-        return self._profiler is not None
-
     def prepare(self) -> None:
         """Warm Kineto up, unless it is or cannot be: CUPTI takes its time at the first start."""
         if self._profiler is not None or not has("Kineto") or is_users_profiler_running():

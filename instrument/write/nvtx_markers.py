@@ -29,6 +29,7 @@ import orjson
 import crossrank
 from crossrank.comm import Group
 from crossrank.errors import CrossrankError, one_line
+from crossrank.instrument.config import Config
 from crossrank.instrument.identity.topology import Topology
 from crossrank.instrument.log import log
 from crossrank.instrument.record.descriptor import Descriptor
@@ -132,7 +133,9 @@ def _domain_of_process() -> Any:
         real = type(domain).__name__ == "Domain"
         attached = attached or real
         if attached:
-            _check_version()
+            found = version("nvtx")
+            if tuple(int(part) for part in found.split(".")[:3] if part.isdecimal()) < _OLDEST:
+                raise CrossrankError(f"nvtx {found} is too old: install nvtx>={'.'.join(map(str, _OLDEST))}")
             domain = domain if real else _base_domain(nvtx)
             if real or _takes_ranges(domain):
                 return domain
@@ -146,13 +149,6 @@ def _domain_of_process() -> Any:
             reason,
         )
     return None
-
-
-def _check_version() -> None:
-    found = version("nvtx")
-    numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdecimal())
-    if numbers < _OLDEST:
-        raise CrossrankError(f"nvtx {found} is too old: install nvtx>={'.'.join(map(str, _OLDEST))}")
 
 
 def _base_domain(nvtx: Any) -> Any:
@@ -175,9 +171,7 @@ def _takes_ranges(domain: Any) -> bool:
     return bool(range_id)
 
 
-def classic_text(
-    descriptor: Descriptor, record_id: int, rank: int, device: str | None, gpu_serial: str | None, vm_id: str | None
-) -> str:
+def classic_text(descriptor: Descriptor, record_id: int, rank: int, device: str | None, config: Config) -> str:
     """The older shim's JSON of one call: its field names, ranks global, sizes in bytes, seconds since 1970."""
     return orjson.dumps(
         {
@@ -187,8 +181,8 @@ def classic_text(
             "message_size": descriptor.call.bytes,
             "device": device,
             "timestamp": time.time(),
-            "gpu_serial": gpu_serial,
-            "vm_id": vm_id,
+            "gpu_serial": config.gpu_serial,
+            "vm_id": config.vm_id,
             "group_ranks": descriptor.state.group.ranks,
             "peer_rank": descriptor.peer,
             "root_rank": descriptor.root,

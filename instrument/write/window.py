@@ -115,7 +115,7 @@ class Windows:
 
     def make_way(self) -> None:
         """A profiler of the user's is about to start: end the Kineto session that is ours, if any."""
-        if self._is_open and self._kineto.is_prepared:
+        if self._is_open and self._kineto.runs:
             log.warning(
                 "crossrank: a profiler of yours starts inside window %d; its Kineto trace ends here", self._number
             )
