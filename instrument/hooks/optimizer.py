@@ -57,7 +57,7 @@ def uninstall() -> None:
 
 
 def backward_began() -> bool:
-    """Whether a backward pass has begun since the last call of this; always true where it cannot be seen."""
+    """Whether a backward pass has begun since the last call of this; always true where backward passes are not seen."""
     global _began
     result, _began = _began, False
     return result or not _watching

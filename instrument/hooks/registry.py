@@ -44,7 +44,7 @@ class Hook:
 
 HOOKS = (
     Hook(dispatcher, in_child=dispatcher.leave_to_next_install),
-    Hook(optimizer, lost="optimizer steps are not counted as iterations"),
+    Hook(optimizer, lost="optimizer steps or backward passes are not seen, and iterations may be miscounted"),
     Hook(profiler, lost="a profiler of yours must not run during a window"),
     Hook(spawn, in_child=lambda: None),  # what a forked child starts is followed as well
     Hook(exits),

@@ -29,7 +29,7 @@ class Kineto:
         self.runs = False
 
     def prepare(self) -> None:
-        """Warm Kineto up, unless it is or cannot be: CUPTI takes its time at the first start."""
+        """Warm Kineto up, unless it is warm or not available: CUPTI takes its time at the first start."""
         if self._profiler is not None or not has("Kineto") or is_users_profiler_running():
             return
         profiler = _new_profiler()
@@ -38,7 +38,7 @@ class Kineto:
         self._profiler = profiler
 
     def start(self) -> bool:
-        """Start, with what `torch.profiler.profile` adds to a trace and tools look for; False where that cannot be."""
+        """Start, with what `torch.profiler.profile` adds to a trace and tools look for; False without Kineto."""
         self.prepare()
         if self._profiler is None:
             return False

@@ -249,7 +249,7 @@ class Windows:
         os.close(create(path))  # raises here rather than in torch, where a failed open blocks every later observer
         path.unlink()
         torch._C._profiler._add_execution_trace_observer(str(path))
-        # Its result is True also where another observer is registered; only the file tells. Removing "ours" then
+        # Its result is True also where another observer is registered; only the file shows it. Removing "ours" then
         # would remove that one, and its owner's next call would crash.
         if not path.exists():
             self._lacks("execution trace", "another execution trace observer is registered, and is left alone")
