@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 from typing import TYPE_CHECKING
@@ -11,11 +10,10 @@ from typing import TYPE_CHECKING
 from crossrank.errors import CrossrankError, one_line
 from crossrank.instrument import config as configuration
 from crossrank.instrument.hooks import fork
+from crossrank.instrument.log import log
 
 if TYPE_CHECKING:
     from crossrank.instrument.session import Session
-
-log = logging.getLogger("crossrank")
 
 # Held while tracing starts or ends. A signal handler may ask for either while its thread does.
 _lock = threading.RLock()
@@ -75,24 +73,20 @@ def enable(
             config = configuration.load(arguments, os.environ)
             if config.emit == "NONE":
                 return Tracing(None)
-            _current = _start(config)
+            # torch is imported here: one that cannot be imported, or recorded, costs the recording alone.
+            import torch.distributed as dist
+
+            if not dist.is_available():
+                raise CrossrankError("this torch is built without torch.distributed; install a build that has it")
+            from crossrank.instrument.session import Session
+
+            session = Session(config)
+            session.start()
+            _current = session
         except Exception as error:
             log.warning("crossrank: tracing is off: %s", one_line(error))
             return Tracing(None)
         return Tracing(_current, ends_recording=True)
-
-
-def _start(config: configuration.Config) -> Session:
-    """Start a session. torch is imported here: one that cannot be imported, or recorded, costs the recording alone."""
-    import torch.distributed as dist
-
-    if not dist.is_available():
-        raise CrossrankError("this torch is built without torch.distributed; install a build that has it")
-    from crossrank.instrument.session import Session
-
-    session = Session(config)
-    session.start()
-    return session
 
 
 def disable() -> None:

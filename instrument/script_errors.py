@@ -8,7 +8,6 @@ must not.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -20,8 +19,7 @@ import torch
 import zstandard
 
 from crossrank.errors import one_line
-
-log = logging.getLogger("crossrank")
+from crossrank.instrument.log import log
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _OURS = tuple(

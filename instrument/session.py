@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from crossrank.instrument.config import Config
-from crossrank.instrument.hooks import excepthook, registry, terminate
+from crossrank.instrument.hooks import exits, registry
 from crossrank.instrument.identity.gpu import Gpu, RankGpu
 from crossrank.instrument.identity.header import describe_rank
 from crossrank.instrument.identity.process_groups import GroupState, GroupTable
@@ -29,7 +29,7 @@ from crossrank.instrument.write import nvtx_markers
 from crossrank.instrument.write.comms_writer import CommsWriter
 from crossrank.instrument.write.flight_dump import FlightDumps
 from crossrank.instrument.write.rank_files import RankFiles
-from crossrank.instrument.write.window_edges import Windows
+from crossrank.instrument.write.window import Windows
 from crossrank.recording import COMMS, file_name
 
 
@@ -83,7 +83,6 @@ class Session:
             if world is None or (self._world is not None and self._world() is world):
                 return
             first = self._world is None
-            self._world = weakref.ref(world)
             rank, size = dist.get_rank(), dist.get_world_size()
             same_place = (rank, size) == (self.rank, self.world_size)
             if not first:
@@ -91,6 +90,8 @@ class Session:
                 if not same_place:
                     self.windows.close()
                     self._end_files("the process group was made again with another rank or size")
+            # From here on the writer's thread takes in groups of this world, for the files that they belong to.
+            self._world = weakref.ref(world)
             self.rank, self.world_size = rank, size
             self.gpu.begin()
             self._begin_topology()
@@ -102,8 +103,11 @@ class Session:
             with self.failures.reported("Nsight's report does not name this rank"):
                 if self.nvtx is not None:
                     self.nvtx.mark_identity(rank, size)
-            self.groups.announce_all()
-            self.groups.add_all()
+            if first or not same_place:
+                self.groups.announce_all()
+            self.groups.add_all(world)
+            if self.writer is not None:
+                self.writer.start()
             if first:
                 self.windows.open_if_due()
 
@@ -145,9 +149,10 @@ class Session:
             self.files.abandon()
         registry.leave_to_parent()
 
-    def is_current_world(self) -> bool:
-        """Whether the process group that is recorded is there and the default one."""
-        return self._world is not None and dist.is_initialized() and self._world() is dist.group.WORLD
+    def current_world(self) -> dist.ProcessGroup | None:
+        """The process group that is recorded, where it is there and the default one."""
+        world = self._world() if self._world is not None and dist.is_initialized() else None
+        return world if world is dist.group.WORLD else None
 
     def _begin_topology(self) -> None:
         if self.topology is not None:
@@ -157,7 +162,7 @@ class Session:
 
     def _store_of_world(self) -> dist.Store | None:
         """The store of the process group that is recorded, while that is the current one."""
-        if not self.is_current_world() or not has("store"):
+        if self.current_world() is None or not has("store"):
             return None
         store: dist.Store = distributed_c10d._get_default_store()
         return store
@@ -172,9 +177,8 @@ class Session:
             topology=self.topology,
             ring_capacity=self.config.ring,
             header=describe_rank(self, self.topology.places[self.rank][0]),
-            on_tick=self._on_tick,
+            on_look=self._on_look,
         )
-        self.writer.start()
         self.dumps.watch()
 
     def _end_files(self, reason: str, *, dies: bool = False) -> None:
@@ -187,7 +191,7 @@ class Session:
                 writer.counts.calls = self.recorder.calls() - self._calls_before
                 end = {
                     "reason": reason,
-                    "exceptions": excepthook.exceptions(reason),
+                    "exceptions": exits.exceptions(reason),
                     "step": self.recorder.step,
                     "blind_spots": self.groups.unseen_kinds(),
                 }
@@ -200,13 +204,12 @@ class Session:
         if self.topology is not None:
             self.topology.stop()
 
-    def _on_tick(self) -> None:
+    def _on_look(self) -> None:
         """What is looked for a few times a second, off training's threads."""
         self.gpu.read()
-        terminate.uninstall_under_cuda()
-        # Groups that have not communicated, unless they are those of a new world: that begins first.
-        if self.is_current_world():
-            self.groups.add_all()
+        exits.restore_terminate_under_cuda()
+        if (world := self.current_world()) is not None:
+            self.groups.add_all(world)
 
     def _on_late_gpu(self, gpu: Gpu) -> None:
         if self.writer is not None:

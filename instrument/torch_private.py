@@ -8,92 +8,77 @@ it nothing can be recorded, which `enable()` says.
 from __future__ import annotations
 
 import functools
-import logging
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import torch
 
 from crossrank.errors import CrossrankError
+from crossrank.instrument.log import log
 
-log = logging.getLogger("crossrank")
 
-
-@dataclass(frozen=True, kw_only=True)
 class Part:
-    """A part of the recorder: the names it needs, each as a path from a module, and what is lost without them."""
+    """A part of the recorder: what is lost without it, and the names it needs, each as `module:path`."""
 
-    lost: str
-    names: tuple[str, ...]
-
-
-def _in(module: str, *names: str) -> tuple[str, ...]:
-    return tuple(f"{module}:{name}" for name in names)
+    def __init__(self, lost: str, *needed: str) -> None:
+        self.lost = lost
+        by_module = (names.partition(": ") for names in needed)
+        self.names = tuple(f"{module}:{name}" for module, _, names in by_module for name in names.split())
 
 
-_C10D = "torch.distributed.distributed_c10d"
-_PROFILER = "torch._C._profiler"
-
-PARTS: dict[str, Part] = {
+PARTS = {
     "interception": Part(
-        lost="nothing can be recorded",
-        names=(
-            *_in("torch._C", "_dispatch_keyset_full_after", "_dispatch_get_all_op_names", "DispatchKey.BackendSelect"),
-            *_in("torch.library", "Library._destroy"),
-            *_in("torch.distributed", "ProcessGroup.unbox"),
-        ),
+        "nothing can be recorded",
+        "torch._C: _dispatch_keyset_full_after _dispatch_get_all_op_names DispatchKey.BackendSelect",
+        "torch.library: Library._destroy",
+        "torch.distributed: ProcessGroup.unbox",
     ),
     "coalescing": Part(
-        lost="the calls of one launch have no batch in common",
-        names=_in("torch.distributed", "ProcessGroup._start_coalescing", "ProcessGroup._end_coalescing"),
+        "the calls of one launch have no batch in common",
+        "torch.distributed: ProcessGroup._start_coalescing ProcessGroup._end_coalescing",
     ),
     "tensor subclasses": Part(
-        lost="traced and fake tensors are taken for real ones",
-        names=(
-            "torch._subclasses.fake_tensor:FakeTensor",
-            "torch._subclasses.functional_tensor:FunctionalTensor",
-            "torch:_is_functional_tensor",
-        ),
+        "traced and fake tensors are taken for real ones",
+        "torch._subclasses.fake_tensor: FakeTensor",
+        "torch._subclasses.functional_tensor: FunctionalTensor",
+        "torch: _is_functional_tensor",
     ),
     "process groups": Part(
-        lost="groups that do not communicate are missing",
-        names=_in(
-            _C10D, "_world", "_World.pg_map", "_World.pg_group_ranks", "_World.pg_names", "_World.pg_config_info"
-        ),
+        "groups that do not communicate are missing",
+        "torch.distributed.distributed_c10d: _world _World.pg_map _World.pg_group_ranks _World.pg_names",
+        "torch.distributed.distributed_c10d: _World.pg_config_info",
     ),
-    "store": Part(lost="localities are unknown", names=_in(_C10D, "_get_default_store")),
+    "store": Part("localities are unknown", "torch.distributed.distributed_c10d: _get_default_store"),
     "ranges": Part(
-        lost="windows have no ranges around the calls",
-        names=_in("torch.autograd", "_record_function_with_args_enter", "_record_function_with_args_exit"),
+        "windows have no ranges around the calls",
+        "torch.autograd: _record_function_with_args_enter _record_function_with_args_exit",
     ),
     "execution trace": Part(
-        lost="windows have no execution trace",
-        names=tuple(f"{_PROFILER}:_{verb}_execution_trace_observer" for verb in ("add", "enable", "disable", "remove")),
+        "windows have no execution trace",
+        "torch._C._profiler: _add_execution_trace_observer _enable_execution_trace_observer",
+        "torch._C._profiler: _disable_execution_trace_observer _remove_execution_trace_observer",
     ),
     "Kineto": Part(
-        lost="windows have no Kineto trace",
-        names=(
-            *_in(_PROFILER, "_ExperimentalConfig"),
-            *_in("torch.autograd", "_profiler_enabled", "_enable_profiler", "_disable_profiler", "_add_metadata_json"),
-            *_in("torch.autograd.profiler", "_is_profiler_enabled", "_prepare_profiler", "_run_on_profiler_stop"),
-            *_in("torch.autograd.profiler", "profile._prepare_trace", "profile._start_trace"),
-        ),
+        "windows have no Kineto trace",
+        "torch._C._profiler: _ExperimentalConfig",
+        "torch.autograd: _profiler_enabled _enable_profiler _disable_profiler _add_metadata_json",
+        "torch.autograd.profiler: _is_profiler_enabled _prepare_profiler _run_on_profiler_stop",
+        "torch.autograd.profiler: profile._prepare_trace profile._start_trace",
     ),
     "Kineto's groups": Part(
-        lost="Kineto traces do not name the process groups", names=_in(_C10D, "_get_all_pg_configs")
+        "Kineto traces do not name the process groups", "torch.distributed.distributed_c10d: _get_all_pg_configs"
     ),
     "timeouts": Part(
-        lost="hangs are watched for without regard to the groups' timeouts",
-        names=_in("torch.distributed", "ProcessGroup._get_backend", "ProcessGroup._device_types"),
+        "hangs are watched for without regard to the groups' timeouts",
+        "torch.distributed: ProcessGroup._get_backend ProcessGroup._device_types",
     ),
     "backward passes": Part(
-        lost="every optimizer step counts as one after a backward pass",
-        names=_in("torch.autograd", "Variable._execution_engine.run_backward"),
+        "every optimizer step counts as one after a backward pass",
+        "torch.autograd: Variable._execution_engine.run_backward",
     ),
     "flight recorder": Part(
-        lost="dumps hold what crossrank knows itself, and nothing of torch's flight recorder",
-        names=_in("torch._C._distributed_c10d", "_dump_fr_trace", "_dump_fr_trace_json"),
+        "dumps hold what crossrank knows itself, and nothing of torch's flight recorder",
+        "torch._C._distributed_c10d: _dump_fr_trace _dump_fr_trace_json",
     ),
 }
 

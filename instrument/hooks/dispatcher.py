@@ -8,6 +8,8 @@ enabled, records the call and passes it on to the kernel that would have run wit
 The inner edge is `Recorder.before(reader, args)` and `after(token)`; a compiled kernel could take the place of
 the Python one here without a change elsewhere.
 
+Where a coalesced launch begins and ends the dispatcher does not say: two methods of ProcessGroup are replaced for that.
+
 What does not pass the dispatcher is not seen: methods called on a Backend object, subclasses of ProcessGroup
 written in Python, torchcomms, symmetric memory, and replays of a CUDA graph.
 """
@@ -19,12 +21,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from crossrank.errors import CrossrankError, one_line
+from crossrank.instrument.hooks.patches import Patches
 from crossrank.instrument.record.op_schema import Reader
 from crossrank.instrument.record.recorder import Recorder
 from crossrank.instrument.script_errors import raised_by_script
-from crossrank.instrument.torch_private import require
+from crossrank.instrument.torch_private import has, require
 
 if TYPE_CHECKING:
     from crossrank.instrument.session import Session
@@ -38,17 +42,18 @@ class _Kernels:
     """Kernels in the dispatcher of this process."""
 
     library: torch.library.Library
-    ops: tuple[str, ...]
+    ops: list[str]
     record_to: Callable[[Recorder], None]
     """Makes the kernels those of another recorder."""
 
 
 _kernels: _Kernels | None = None
+_patches = Patches()
 
 
 def ops() -> list[str]:
     """Names of the ops that are recorded."""
-    return list(_kernels.ops) if _kernels is not None else []
+    return _kernels.ops if _kernels is not None else []
 
 
 def install(session: Session) -> None:
@@ -57,19 +62,22 @@ def install(session: Session) -> None:
     require("interception")
     if _kernels is not None:
         _kernels.record_to(session.recorder)
-        return
-    try:
-        _kernels = _register(session.recorder)
-    except Exception as error:
-        raise CrossrankError(
-            f"torch {torch.__version__} does not let its c10d ops be recorded ({one_line(error)}); "
-            "crossrank is tested with torch 2.13"
-        ) from error
+    else:
+        try:
+            _kernels = _register(session.recorder)
+        except Exception as error:
+            raise CrossrankError(
+                f"torch {torch.__version__} does not let its c10d ops be recorded ({one_line(error)}); "
+                "crossrank is tested with torch 2.13"
+            ) from error
+    if has("coalescing"):
+        _follow_coalescing(session.recorder)
 
 
 def uninstall() -> None:
     """Take them away again: no kernel is left and calls cost what they did."""
     global _kernels
+    _patches.undo()
     kernels, _kernels = _kernels, None
     if kernels is not None:
         kernels.library._destroy()
@@ -80,29 +88,11 @@ def leave_to_next_install() -> None:
 
     Taking them away needs the dispatcher's lock, which a thread that does not exist in this process may hold.
     """
+    _patches.undo()
 
 
 def _register(recorder: Recorder) -> _Kernels:
-    library = torch.library.Library(_NAMESPACE, "IMPL", _KEY)
-    make_kernel, record_to = _kernels_of(recorder)
-    ops = tuple(_c10d_ops())
-    try:
-        for name in ops:
-            overload = getattr(torch.ops.c10d, name).default
-            library.impl(name, make_kernel(overload, Reader(name, overload._schema)), with_keyset=True)
-    except Exception:
-        library._destroy()
-        raise
-    return _Kernels(library=library, ops=ops, record_to=record_to)
-
-
-def _kernels_of(
-    recorder: Recorder,
-) -> tuple[Callable[[Any, Reader], Callable[..., Any]], Callable[[Recorder], None]]:
-    """What makes the kernel of an op, and what makes all of them record to another recorder.
-
-    The kernels share variables instead of an object, because reading these costs least.
-    """
+    """A kernel for every op. They share the variables of this function, because reading these costs least."""
     mask = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     before, after = recorder.before, recorder.after
 
@@ -131,7 +121,15 @@ def _kernels_of(
         nonlocal recorder, before, after
         recorder, before, after = other, other.before, other.after
 
-    return make_kernel, record_to
+    library, ops = torch.library.Library(_NAMESPACE, "IMPL", _KEY), _c10d_ops()
+    try:
+        for name in ops:
+            overload = getattr(torch.ops.c10d, name).default
+            library.impl(name, make_kernel(overload, Reader(name, overload._schema)), with_keyset=True)
+    except Exception:
+        library._destroy()
+        raise
+    return _Kernels(library=library, ops=ops, record_to=record_to)
 
 
 def _c10d_ops() -> list[str]:
@@ -146,3 +144,30 @@ def _c10d_ops() -> list[str]:
             argument.name == "process_group" for argument in getattr(torch.ops.c10d, name).default._schema.arguments
         )
     )
+
+
+def _follow_coalescing(recorder: Recorder) -> None:
+    group_class = dist.ProcessGroup
+    start, end = group_class._start_coalescing, group_class._end_coalescing
+
+    def _start_coalescing(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        result = start(group, *args, **kwargs)  # a backend that cannot coalesce raises here
+        if recorder.active:
+            recorder.start_coalescing()
+        return result
+
+    def _end_coalescing(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        token = None
+        if recorder.active:
+            try:
+                token = recorder.end_coalescing(group)
+            except Exception as error:
+                recorder.failed(error)
+        try:
+            return end(group, *args, **kwargs)
+        finally:
+            if token is not None:
+                recorder.after(token)
+
+    _patches.replace(group_class, "_start_coalescing", _start_coalescing)
+    _patches.replace(group_class, "_end_coalescing", _end_coalescing)

@@ -1,32 +1,75 @@
-"""The normal end of a process: `atexit`, and multiprocessing's finalizers in its workers.
+"""How a process ends other than by a signal: normally, by an exception, or by one of C++ that nobody catches.
 
-Forked workers of multiprocessing leave through `os._exit`: `atexit` does not run there, finalizers do.
+* The normal end is `atexit`, and in multiprocessing's forked workers, which leave through `os._exit`, its finalizers.
+* Exceptions that end the script or its threads are noted, and printed as ever.
+* gloo raises exceptions on its own threads when ranks disagree about the size of a call, and the C++ runtime then calls
+  its terminate handler, which prints the exception and aborts. Ours finishes the files before that one runs. It is no
+  signal handler: the thread is in ordinary code, and an abort for another reason (a broken heap, say) does not pass it.
+  To run Python it has to wait for the interpreter. A thread that waits for a GPU may hold that for ever, and a process
+  that was to abort would hang; so nothing is installed in a process that uses CUDA, and it is taken back when one
+  begins to.
 """
 
 from __future__ import annotations
 
 import atexit
-import logging
+import ctypes
+import functools
+import sys
+import threading
+import traceback
+from collections.abc import Callable
 from multiprocessing.util import Finalize
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from crossrank.errors import one_line
+from crossrank.instrument.hooks.patches import Patches
+from crossrank.instrument.identity.gpu import cuda_is_in_use
+from crossrank.instrument.log import log
 from crossrank.instrument.script_errors import raised_by_script
+from crossrank.text import writable
 
 if TYPE_CHECKING:
     from crossrank.instrument.session import Session
 
-log = logging.getLogger("crossrank")
+_SET_TERMINATE = ("libstdc++.so.6", "_ZSt13set_terminatePFvvE")  # std::set_terminate(void (*)())
+_LONGEST_ERROR = 500
+_MOST_EXCEPTIONS = 8
+_MOST_FRAMES = 64
 
 _session: Session | None = None
 _finalizers: list[Finalize] = []
+_patches = Patches()
+_of_threads: list[dict[str, Any]] = []
+_earlier: BaseException | None = None
+"""What `sys.last_value` held already when the session began."""
+_terminates = False
+"""Whether the terminate handler is ours."""
+_previous: int | None = None
+"""The terminate handler before ours."""
 
 
 def install(session: Session) -> None:
-    global _session
+    global _session, _earlier
     _session = session
     atexit.register(_at_exit)
     _finalizers.append(Finalize(None, _at_exit, exitpriority=0))
+    _of_threads.clear()
+    _earlier = getattr(sys, "last_value", None)
+    original = threading.excepthook
+
+    def note(arguments: Any) -> None:
+        try:
+            if arguments.exc_value is not None and not isinstance(arguments.exc_value, SystemExit):
+                name = arguments.thread.name if arguments.thread is not None else "a thread"
+                _of_threads.append(_describe(name, arguments.exc_value))
+                del _of_threads[_MOST_EXCEPTIONS:]
+        except Exception as error:
+            log.debug("crossrank: the exception of a thread is not noted: %r", error)
+        original(arguments)
+
+    _patches.replace(threading, "excepthook", note)
+    _replace_terminate()
 
 
 def uninstall() -> None:
@@ -35,6 +78,8 @@ def uninstall() -> None:
     atexit.unregister(_at_exit)
     while _finalizers:
         _finalizers.pop().cancel()
+    _patches.undo()
+    _restore_terminate()
 
 
 def _at_exit() -> None:
@@ -50,3 +95,97 @@ def close_quietly(session: Session, reason: str) -> None:
         if raised_by_script(error):
             raise
         log.warning("crossrank: the recording did not end properly: %s", one_line(error))
+
+
+def _on_terminate() -> None:
+    try:
+        if _session is not None:
+            _session.close("SIGABRT")
+    except BaseException as error:
+        log.debug("crossrank: the recording did not end properly before an abort: %r", error)
+    if _previous:
+        ctypes.CFUNCTYPE(None)(_previous)()  # prints the exception and aborts
+    ctypes.CDLL(None).abort()
+
+
+_HANDLER = ctypes.CFUNCTYPE(None)(_on_terminate)
+"""Stays in memory for ever: a thread may be in it, or about to be, when it is uninstalled."""
+
+
+@functools.cache
+def _set_terminate() -> Callable[[Any], int | None] | None:
+    """`std::set_terminate` where this process uses the GNU C++ runtime."""
+    library, name = _SET_TERMINATE
+    try:
+        return ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)((name, ctypes.CDLL(library)))
+    except (OSError, AttributeError):
+        return None
+
+
+def _replace_terminate() -> None:
+    global _terminates, _previous
+    set_terminate = _set_terminate()
+    if set_terminate is not None and not cuda_is_in_use():
+        _terminates, _previous = True, set_terminate(_HANDLER)
+
+
+def _restore_terminate() -> None:
+    global _terminates
+    set_terminate = _set_terminate()
+    if set_terminate is None or not _terminates:
+        return
+    _terminates = False
+    found = set_terminate(_previous)
+    if found != ctypes.cast(_HANDLER, ctypes.c_void_p).value:
+        set_terminate(found)
+
+
+def restore_terminate_under_cuda() -> None:
+    """Take our terminate handler back if the process has begun to use CUDA. To be called now and then."""
+    if _terminates and cuda_is_in_use():
+        _restore_terminate()
+
+
+def exceptions(reason: str) -> list[dict[str, Any]]:
+    """What ended the script, and threads of it, so far: thread, text, texts of its causes, frames innermost first.
+
+    `reason` says what the recording ends by. Python keeps the exception that ended a script in `sys.last_value`,
+    but so does a notebook with that of any cell. A worker of multiprocessing ends while its exception is handled.
+    """
+    error = None
+    if reason in ("exit", "disable"):
+        error = sys.exc_info()[1]
+        if isinstance(error, SystemExit) and error.code:
+            error = error.__context__
+    if error is None and reason != "disable" and not hasattr(sys, "ps1"):
+        last = getattr(sys, "last_value", None)
+        error = last if last is not _earlier else None
+    if error is None or isinstance(error, SystemExit | GeneratorExit):
+        return list(_of_threads)
+    return [_describe(threading.main_thread().name, error), *_of_threads]
+
+
+def _describe(thread: str, error: BaseException) -> dict[str, Any]:
+    frames = [
+        {"name": writable(frame.f_code.co_name), "filename": writable(frame.f_code.co_filename), "line": line}
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    causes: list[str] = []
+    cause = error.__cause__ or error.__context__
+    while cause is not None and len(causes) < _MOST_EXCEPTIONS:
+        causes.append(_text_of(cause))
+        cause = cause.__cause__ or cause.__context__
+    return {
+        "thread": writable(thread),
+        "error": _text_of(error),
+        "causes": causes,
+        "frames": frames[: -_MOST_FRAMES - 1 : -1],
+    }
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception:
+        text = "its text is not available"
+    return writable(f"{type(error).__name__}: {text}"[:_LONGEST_ERROR])

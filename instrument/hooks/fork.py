@@ -31,7 +31,7 @@ def let_children_leave_at_once() -> None:
 
     Kineto leaves a static object behind whose destructor waits for a thread. A forked child does not have that
     thread, so one that exits normally (not through `os._exit`, as those of multiprocessing do) would hang for
-    ever in its destructors. In such a child libc is told to leave by `_exit`, with the child's status, as the
+    ever in its destructors. In such a child libc leaves by `_exit`, with the child's status, as the
     first of its exit handlers; Python has flushed its own files by then.
     """
     global _leaves_at_once

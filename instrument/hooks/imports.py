@@ -16,11 +16,12 @@ def install(actions: Mapping[str, Callable[[], None]]) -> None:
 
     A module that is there already, and one that nobody imports, both cost nothing.
     """
-    waiting = {name: action for name, action in actions.items() if name not in sys.modules}
-    _finders.append(_AfterImport(waiting))
-    sys.meta_path.insert(0, _finders[-1])
-    for name in actions.keys() - waiting.keys():
-        actions[name]()
+    for name, action in actions.items():
+        if name in sys.modules:
+            action()
+        else:
+            _finders.append(_AfterImport(name, action))
+            sys.meta_path.insert(0, _finders[-1])
 
 
 def uninstall() -> None:
@@ -32,39 +33,37 @@ def uninstall() -> None:
 class _AfterImport:
     """A finder that runs an action as soon as a module has been imported."""
 
-    def __init__(self, actions: Mapping[str, Callable[[], None]]) -> None:
-        self._actions = dict(actions)
+    def __init__(self, name: str, action: Callable[[], None]) -> None:
+        self._name = name
+        self._action = action
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in self._actions:
+        if name != self._name:
             return None
         others = (finder for finder in list(sys.meta_path) if finder is not self)
         spec = next((spec for spec in (finder.find_spec(name, path, target) for finder in others) if spec), None)
-        # Libraries also look for torch without importing it, so the action stays until it is imported.
+        # Libraries also look for torch without importing it, so the finder stays until it is imported.
         if spec is not None and spec.loader is not None:
-            self._act_after(spec.loader, name)
+            self._act_after(spec.loader)
         return spec
 
-    def _act_after(self, loader: Any, name: str) -> None:
+    def _act_after(self, loader: Any) -> None:
         original = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             original(module)
-            if module.__name__ == name:
+            if module.__name__ == self._name:
                 del loader.exec_module
-                self._act(name)
+                if self.remove():
+                    self._action()
 
         loader.exec_module = exec_module
 
-    def _act(self, name: str) -> None:
-        action = self._actions.pop(name, None)
-        if not self._actions:
-            self.remove()
-        if action is not None:
-            action()
-
-    def remove(self) -> None:
-        if self in sys.meta_path:
+    def remove(self) -> bool:
+        """Wait no longer; whether it has until now."""
+        waits = self in sys.meta_path
+        if waits:
             sys.meta_path.remove(self)
+        return waits

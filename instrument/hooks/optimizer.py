@@ -1,22 +1,63 @@
-"""The end of every `optimizer.step()`, by torch's own hook."""
+"""The end of every `optimizer.step()`, by torch's own hook, and whether a backward pass has begun.
+
+Every backward pass that Python starts goes through one attribute, `torch.autograd.Variable._execution_engine`:
+`Tensor.backward`, `torch.autograd.grad`, pipeline schedules, compiled autograd, and code that calls the engine
+itself, as Megatron does. While this is installed, the engine there is one of a derived class, so what looks at its
+type (torch.compile) finds what it knows.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
+
+from crossrank.instrument.hooks.patches import Patches
+from crossrank.instrument.torch_private import has
 
 if TYPE_CHECKING:
     from crossrank.instrument.session import Session
 
-_handles: list[RemovableHandle] = []
+_remove: list[Callable[[], None]] = []
+_patches = Patches()
+_watching = False
+_began = False
 
 
 def install(session: Session) -> None:
-    _handles.append(register_optimizer_step_post_hook(session.iterations.on_optimizer_step))
+    _remove.append(register_optimizer_step_post_hook(session.iterations.on_optimizer_step).remove)
+    watch_backward()
+
+
+def watch_backward() -> None:
+    """Begin to watch backward passes, unless this torch lacks the engine there."""
+    global _watching, _began
+    if not has("backward passes"):
+        return
+    engine: Any = type(Variable._execution_engine)
+
+    class WatchedEngine(engine):  # type: ignore[misc]
+        def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+            global _began
+            _began = True
+            return super().run_backward(*args, **kwargs)
+
+    _patches.replace(Variable, "_execution_engine", WatchedEngine())
+    _watching, _began = True, False
 
 
 def uninstall() -> None:
-    while _handles:
-        _handles.pop().remove()
+    global _watching
+    while _remove:
+        _remove.pop()()
+    _patches.undo()
+    _watching = False
+
+
+def backward_began() -> bool:
+    """Whether a backward pass has begun since the last call of this; always true where backward passes are not seen."""
+    global _began
+    result, _began = _began, False
+    return result or not _watching

@@ -11,16 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from crossrank.instrument.hooks import (
-    backward,
-    coalescing,
     dispatcher,
-    excepthook,
     exits,
     optimizer,
     profiler,
     signals,
     spawn,
-    terminate,
 )
 
 if TYPE_CHECKING:
@@ -48,14 +44,10 @@ class Hook:
 
 HOOKS = (
     Hook(dispatcher, in_child=dispatcher.leave_to_next_install),
-    Hook(coalescing),
-    Hook(optimizer),
-    Hook(backward, lost="every optimizer step counts as one after a backward pass"),
+    Hook(optimizer, lost="optimizer steps or backward passes are not seen, and iterations may be miscounted"),
     Hook(profiler, lost="a profiler of yours must not run during a window"),
     Hook(spawn, in_child=lambda: None),  # what a forked child starts is followed as well
     Hook(exits),
-    Hook(terminate),
-    Hook(excepthook),
     Hook(signals, in_child=signals.leave_to_parent),
 )
 

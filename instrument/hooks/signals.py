@@ -17,7 +17,6 @@ they do nothing but let the process die of its signal.
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import signal
 import threading
@@ -30,11 +29,10 @@ from crossrank.errors import one_line
 from crossrank.instrument import threads
 from crossrank.instrument.hooks import fork
 from crossrank.instrument.hooks.exits import close_quietly
+from crossrank.instrument.log import log
 
 if TYPE_CHECKING:
     from crossrank.instrument.session import Session
-
-log = logging.getLogger("crossrank")
 
 _PATIENCE = 1.0
 """Seconds that the main thread has for its own handler before the signal thread acts for it."""

@@ -10,7 +10,6 @@ CUDA only. Without a driver everything here is None, which is logged at debug le
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import re
 import threading
@@ -24,8 +23,7 @@ import torch
 import torch.distributed as dist
 
 from crossrank.errors import one_line
-
-log = logging.getLogger("crossrank")
+from crossrank.instrument.log import log
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,13 +123,13 @@ class GpuReader:
         cluster, clique = self._fabric()
         return Gpu(
             index=_ask(lambda: int(nvml.nvmlDeviceGetIndex(board))),
-            name=_ask(lambda: _text(nvml.nvmlDeviceGetName(self._handle))),
+            name=_ask(lambda: nvml.nvmlDeviceGetName(self._handle)),
             uuid=uuid,
-            serial=_ask(lambda: _text(nvml.nvmlDeviceGetSerial(board))),
-            pci_bus_id=_ask(lambda: _text(nvml.nvmlDeviceGetPciInfo_v3(board).busId)),
+            serial=_ask(lambda: nvml.nvmlDeviceGetSerial(board)),
+            pci_bus_id=_ask(lambda: nvml.nvmlDeviceGetPciInfo_v3(board).busId),
             fabric_cluster=cluster,
             fabric_clique=clique,
-            driver=_ask(lambda: _text(nvml.nvmlSystemGetDriverVersion())),
+            driver=_ask(lambda: nvml.nvmlSystemGetDriverVersion()),
         )
 
     def _fabric(self) -> tuple[str | None, int | None]:
@@ -275,11 +273,8 @@ def _uuid_of(device: int) -> str | None:
 def _ask(question: Callable[[], Any]) -> Any:
     """The answer, or None: boards differ in what they answer (a GeForce has no serial)."""
     try:
-        return question()
+        answer = question()
     except Exception as error:
         log.debug("crossrank: NVML has no answer: %s", one_line(error))
         return None
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
+    return answer.decode(errors="replace") if isinstance(answer, bytes) else answer

@@ -7,7 +7,6 @@ the group does; it holds no reference to it.
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,10 +18,9 @@ from torch.distributed import distributed_c10d
 
 from crossrank.comm import Group
 from crossrank.errors import one_line
+from crossrank.instrument.log import log
 from crossrank.instrument.record.descriptor import DescriptorCache
 from crossrank.instrument.torch_private import has
-
-log = logging.getLogger("crossrank")
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -76,11 +74,14 @@ class GroupTable:
             self._on_new(state)
             return state
 
-    def add_all(self) -> None:
-        """Take in every group that torch knows, also those that have not communicated yet."""
-        if not has("process groups"):
-            return
-        for group in list(distributed_c10d._world.pg_map):
+    def add_all(self, world: dist.ProcessGroup) -> None:
+        """Take in every group that torch knows, also those that have not communicated yet.
+
+        None where `world` is not the default one any more: the others belong to files that are yet to begin.
+        """
+        groups = list(distributed_c10d._world.pg_map) if has("process groups") else []
+        # Asked after the list is made: torch takes the default one away before and adds it after the others.
+        for group in groups if dist.group.WORLD is world else ():
             # A group that is just being made is in the one table before it is in the other, without its ranks.
             if isinstance(group, dist.ProcessGroup) and group in distributed_c10d._world.pg_group_ranks:
                 try:

@@ -11,7 +11,6 @@ where there is none, by the host name. `TRACING_NODE` overrides both.
 
 from __future__ import annotations
 
-import logging
 import socket
 import threading
 import time
@@ -23,12 +22,12 @@ import msgspec
 from crossrank.comm import Locality
 from crossrank.errors import one_line
 from crossrank.instrument import threads
+from crossrank.instrument.log import log
 from crossrank.machine import boot_id
+from crossrank.rank_runs import Run, from_runs, to_runs
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-log = logging.getLogger("crossrank")
 
 _FIRST_PAUSE = 0.005
 _PAUSE_PER_RANK = 2e-5
@@ -42,8 +41,8 @@ _PATIENCE = 24
 
 # node, NVLink domain
 Place = tuple[str, str | None]
-# first rank, number of ranks, their place
-Run = tuple[int, int, Place]
+# a place and the ranks there as runs: what everybody reads has the size of the nodes, not of the ranks
+Inhabited = tuple[Place, list[Run]]
 
 
 def node_of_this_machine() -> str:
@@ -160,7 +159,8 @@ class _Exchange:
             self._gather(store)
         elif (known := store.add("known", 0)) > self._known:
             self._known, self._looks = known, 0
-            self._topology.places.update(_from_runs(msgspec.json.decode(store.get("places"), type=list[Run])))
+            for place, runs in msgspec.json.decode(store.get("places"), type=list[Inhabited]):
+                self._topology.places.update(dict.fromkeys(from_runs(runs) or (), place))
         else:
             self._looks += 1
             if self._looks % _PATIENCE == 0:  # the collector may be gone
@@ -178,7 +178,11 @@ class _Exchange:
         if not self._read(store, missing):
             # Somebody does not record, or has published twice: who is there is asked one by one.
             self._read(store, [rank for rank in missing if store.check([str(rank)])])
-        store.set("places", msgspec.json.encode(_to_runs(topology.places)).decode())
+        ranks_of: dict[Place, list[int]] = {}
+        for rank, place in sorted(topology.places.items()):
+            ranks_of.setdefault(place, []).append(rank)
+        inhabited = [(place, to_runs(ranks)) for place, ranks in ranks_of.items()]
+        store.set("places", msgspec.json.encode(inhabited).decode())
         known = len(topology.places)
         if known > self._known:
             store.add("known", known - self._known)
@@ -192,22 +196,3 @@ class _Exchange:
         places = zip(ranks, store.multi_get(keys), strict=True)
         self._topology.places.update({rank: msgspec.json.decode(place, type=Place) for rank, place in places})
         return True
-
-
-def _to_runs(places: dict[int, Place]) -> list[Run]:
-    """Consecutive ranks of one place as one entry: what everybody reads has the size of the nodes, not of the ranks.
-
-    >>> _to_runs({0: ("a", None), 1: ("a", None), 3: ("a", None)})
-    [(0, 2, ('a', None)), (3, 1, ('a', None))]
-    """
-    runs: list[Run] = []
-    for rank, place in sorted(places.items()):
-        if runs and runs[-1][2] == place and rank == runs[-1][0] + runs[-1][1]:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1, place)
-        else:
-            runs.append((rank, 1, place))
-    return runs
-
-
-def _from_runs(runs: Iterable[Run]) -> dict[int, Place]:
-    return {rank: place for first, count, place in runs for rank in range(first, first + count)}

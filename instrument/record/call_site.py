@@ -87,7 +87,10 @@ class Site:
         """
         code = self._code  # another thread may let it go meanwhile
         if code is not None:
-            self._source = f"{_shown_path(code.co_filename)}:{_line_of(code, self._lasti)}"
+            path, lasti = code.co_filename.removeprefix(_WORKING_FOLDER), self._lasti
+            shown = path if len(path) <= MAX_PATH else CUT + path[len(CUT) - MAX_PATH :]
+            lines = (line for start, end, line in code.co_lines() if start <= lasti < end and line is not None)
+            self._source = f"{shown}:{next(lines, code.co_firstlineno)}"
             self._code = None
         return self._source
 
@@ -155,9 +158,8 @@ class CallSites:
         return site
 
     def _classify(self, code: CodeType) -> _Code:
-        codes, key = self._codes, id(code)
-        entry = _Code(weakref.ref(code, lambda _: self._forget(key)), *_kind_of(code))
-        codes[key] = entry
+        key = id(code)
+        entry = self._codes[key] = _Code(weakref.ref(code, lambda _: self._forget(key)), *_kind_of(code))
         return entry
 
     def _forget(self, key: int) -> None:
@@ -170,7 +172,7 @@ def _kind_of(code: CodeType) -> tuple[int, str | None]:
     path = code.co_filename
     if path in _API_FILES:
         # A method (an autograd Function's forward) or a nested function is part of an API call, not its name.
-        module = sys.modules.get(_module_of(path))
+        module = sys.modules.get("torch." + path[len(_TORCH) : -len(".py")].replace(os.sep, "."))
         is_function = module is not None and hasattr(module, code.co_name)
         return _API, _API_FILES[path] + code.co_name if is_function else None
     if path in _TRANSPARENT_FILES:
@@ -182,22 +184,3 @@ def _kind_of(code: CodeType) -> tuple[int, str | None]:
         generated = path.startswith(("<eval_with_key>", "<torch_package_")) or not path.startswith("<")
         return (_PASSED, None) if generated else (_USER, None)
     return _USER, None
-
-
-def _module_of(path: str) -> str:
-    return "torch." + path[len(_TORCH) : -len(".py")].replace(os.sep, ".")
-
-
-def _shown_path(path: str) -> str:
-    if path.startswith(_WORKING_FOLDER):
-        path = path[len(_WORKING_FOLDER) :]
-    return path if len(path) <= MAX_PATH else CUT + path[len(CUT) - MAX_PATH :]
-
-
-def _line_of(code: CodeType, lasti: int) -> int:
-    """The line of the instruction at byte offset `lasti`."""
-    line = code.co_firstlineno
-    for start, end, number in code.co_lines():
-        if start <= lasti < end and number is not None:
-            return number
-    return line

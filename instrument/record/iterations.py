@@ -1,23 +1,46 @@
-"""The iterations of a training loop: their number, counted from 0, and what happens where one ends."""
+"""The iterations of a training loop: their number, counted from 0, and what happens where one ends.
+
+Where the loop does not call `crossrank.step()`, the optimizers' steps say when that is. torch calls a hook after every
+one, and they are grouped twice:
+
+* Steps with no backward pass between them are one update: several optimizers that step in turn (Muon + Adam), one
+  that steps once per parameter group (DeepSpeed's ZeRO), one per parameter inside the backward pass.
+* Updates with backward passes between them are one iteration until an optimizer steps again: discriminator and
+  generator, each after its own backward pass.
+
+An iteration ends with its last step, before anything shows that it is the last. So its length is expected to be
+the shorter of the two iterations before it (one step at first). Whatever comes later in that iteration counts no
+more, and one that stays shorter than expected is counted as soon as the next one begins: the sum is exact, and the
+first iteration of a new pattern may end too early or too late.
+
+What the steps do not show is which is meant where an optimizer steps more often than another, each time after a
+backward pass: two critic steps in one iteration, or a generator that is updated in every second one. The second is
+assumed, and `on_doubt` is called.
+"""
 
 from __future__ import annotations
 
 import functools
-import logging
+import itertools
 import time
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from crossrank.errors import one_line
-from crossrank.instrument.hooks import backward, signals
-from crossrank.instrument.record.steps import StepBoundaries, first_parameter
+from crossrank.instrument.hooks import signals
+from crossrank.instrument.hooks.optimizer import backward_began
+from crossrank.instrument.log import log
 
 if TYPE_CHECKING:
     from crossrank.instrument.session import Session
 
-log = logging.getLogger("crossrank")
+_REPEATS_WITHOUT_BACKWARD = 2
+"""How often one update may repeat itself beyond twice what was seen before, until backward passes count as hidden."""
 
 
 class Iterations:
@@ -44,7 +67,7 @@ class Iterations:
             return
         with session.failures.reported("an iteration was not counted"):
             parameter = first_parameter(optimizer.param_groups)
-            for _iteration in range(self._boundaries.count(optimizer, parameter, after_backward=backward.began())):
+            for _iteration in range(self._boundaries.count(optimizer, parameter, after_backward=backward_began())):
                 ended = self._advance()
                 if session.config.window is not None or session.recorder.window_open:
                     # torch calls its hooks within a range of the optimizer's, which no edge must cross. The dictionary
@@ -81,3 +104,127 @@ class _AtDeath:
             self._action()
         except Exception as error:
             log.warning("crossrank: a window is incomplete: %s", one_line(error))
+
+
+@dataclass(eq=False, slots=True)
+class _Update:
+    """Optimizer steps with no backward pass between them."""
+
+    optimizers: set[int] = field(default_factory=set)
+    steps: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """Steps of each optimizer on each part of its parameters."""
+
+
+class StepBoundaries:
+    """Decides which optimizer steps end an iteration."""
+
+    def __init__(self, on_doubt: Callable[[], None] = lambda: None) -> None:
+        self._on_doubt = on_doubt
+        # Optimizers go by a number: the next training phase may have one at the address of one that is gone.
+        self._numbers: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+        self._next_number = itertools.count()
+        self._updates: list[_Update] = []  # of the iteration under way, the latest last
+        self._counted = False  # whether its end has been
+        self._previous: set[int] = set()  # optimizers of the iteration before it
+        self._known: set[int] = set()  # those of all finished iterations
+        self._lengths: deque[int] = deque(maxlen=2)  # steps of the finished iterations
+        self._most_repeats = 1
+        self._backward_is_hidden = False
+
+    def count(self, optimizer: object, part: int = 0, *, after_backward: bool = True) -> int:
+        """How many iterations the step just made has ended, mostly 0 or 1; more where earlier ones were missed.
+
+        `part` says which of its parameters the optimizer updated, where it does not update all of them at once.
+        `after_backward` says whether a backward pass began since the last call.
+
+        >>> class Optimizer: pass
+        >>> discriminator, generator = Optimizer(), Optimizer()
+        >>> gan = StepBoundaries()
+        >>> [gan.count(optimizer) for optimizer in (discriminator, generator) * 3]
+        [1, 0, 0, 1, 0, 1]
+        """
+        ended = 0
+        number = self._number(optimizer)
+        if after_backward or self._backward_is_hidden or not self._updates:
+            self._updates.append(_Update())
+        elif self._repeats_itself((number, part)):
+            ended += self._uncover_backwards()
+        update = self._updates[-1]
+        update.optimizers.add(number)
+        update.steps[number, part] += 1
+        if self._begins_iteration(number):
+            ended += self._finish_iteration()
+        if not self._counted and _length(self._updates) >= min(self._lengths, default=1):
+            self._counted = True
+            ended += 1
+        return ended
+
+    def _number(self, optimizer: object) -> int:
+        number = self._numbers.get(optimizer)
+        if number is None:
+            number = self._numbers[optimizer] = next(self._next_number)
+        return number
+
+    def _begins_iteration(self, optimizer: int) -> bool:
+        earlier = _optimizers(self._updates[:-1])
+        if not earlier or optimizer in earlier:
+            return bool(earlier)
+        # Where all earlier optimizers are gone, a new training phase has begun.
+        return earlier.isdisjoint(self._numbers.values())
+
+    def _finish_iteration(self) -> int:
+        """The latest update begins an iteration: close the one before. Returns iterations not counted until now."""
+        *finished, latest = self._updates
+        self._updates = [latest]
+        missed = 0 if self._counted else 1
+        self._counted = False
+        newcomer = self._newcomer(finished)
+        if newcomer and not finished[newcomer].optimizers.isdisjoint(self._known):
+            self._on_doubt()
+        if newcomer and not latest.optimizers.isdisjoint(_optimizers(finished[newcomer:])):
+            # It did not join the iteration but began one, as the next phase of a training does.
+            missed += 1
+            finished = finished[newcomer:]
+        self._lengths.append(_length(finished))
+        self._previous = _optimizers(finished)
+        self._known |= self._previous
+        self._most_repeats = max([self._most_repeats, *(max(update.steps.values()) for update in finished)])
+        return missed
+
+    def _newcomer(self, finished: list[_Update]) -> int:
+        """Index of the first update whose optimizers had no part in the iteration before; 0 where there is none."""
+        if not self._previous:
+            return 0
+        return next(
+            (index for index, update in enumerate(finished) if index and self._previous.isdisjoint(update.optimizers)),
+            0,
+        )
+
+    def _repeats_itself(self, step: tuple[int, int]) -> bool:
+        limit = 2 * self._most_repeats + _REPEATS_WITHOUT_BACKWARD
+        return self._updates[-1].steps[step] >= limit
+
+    def _uncover_backwards(self) -> int:
+        """Backward passes run unseen (in a CUDA graph): each round of steps was an iteration, and will be one."""
+        self._backward_is_hidden = True
+        update = self._updates[-1]
+        missed = max(update.steps.values()) - 1
+        update.steps = Counter(dict.fromkeys(update.steps, 1))
+        self._updates.append(_Update())
+        return missed
+
+
+def first_parameter(param_groups: Iterable[Mapping[str, Any]]) -> int:
+    """Which part of its parameters an optimizer with these groups updates: the first one's id, 0 without any.
+
+    DeepSpeed's ZeRO calls its inner optimizer once per group or sub-group, with only that one's parameters in it.
+    """
+    return next((id(parameter) for group in param_groups for parameter in group["params"]), 0)
+
+
+def _length(updates: list[_Update]) -> int:
+    return sum(update.steps.total() for update in updates)
+
+
+def _optimizers(updates: list[_Update]) -> set[int]:
+    return set().union(*(update.optimizers for update in updates))

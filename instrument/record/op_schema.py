@@ -71,49 +71,49 @@ class Reader:
 
     def __init__(self, c10d: str, schema: torch.FunctionSchema) -> None:
         names = [argument.name for argument in schema.arguments]
+        types = [str(argument.type) for argument in schema.arguments]
         self._defaults = tuple(argument.default_value for argument in schema.arguments)
+
+        def first(*wanted: str) -> tuple[int, ...]:
+            """Position of the first of these arguments that the schema has, if any."""
+            return tuple(names.index(name) for name in wanted if name in names)[:1]
+
+        def position(*wanted: str) -> int:
+            return next(iter(first(*wanted)), -1)
+
         self.c10d = c10d
         self.direct_api = "ProcessGroup." + c10d.rstrip("_")
-        row = ROWS.get(c10d)
-        if row is None:
-            tensors = tuple(a.name for a in schema.arguments if "Tensor" in str(a.type))
-            row = Row(op=c10d.strip("_"), inputs=tensors, in_place=True)
-            self.inputs = tuple(names.index(name) for name in tensors)
-        else:
-            self.inputs = _first(names, row.inputs)
-        self.row = row
+        self.row = row = ROWS.get(c10d) or Row(op=c10d.strip("_"), in_place=True)
         self.op = row.op
         self.operation = OPERATIONS.get(row.op)
         self.is_p2p = self.operation is not None and self.operation.p2p
-        self.outputs = _first(names, row.outputs)
-        group = _first(names, ("process_group",))
-        if not group:
+        self.inputs = first(*row.inputs)
+        if c10d not in ROWS:
+            self.inputs = tuple(at for at, kind in enumerate(types) if "Tensor" in kind)
+        self.outputs = first(*row.outputs)
+        self.group = position("process_group")
+        if self.group < 0:
             raise ValueError(f"c10d::{c10d} has no process_group argument")
-        self.group = group[0]
-        self._root = _position(names, "root_rank", "root")
-        self.peer = _position(names, _PEER.get(row.op, ""))
-        self.tag = _position(names, "tag")
-        self._async = _position(names, "async_op")
-        self.reduce = _position(names, "reduce_op")
-        self._in_split = _position(names, "input_split_sizes")
-        self._out_split = _position(names, "output_split_sizes")
-        self._keyed = tuple(p for p in (self._root, self.peer, self._async) if p >= 0)
-        # The common layouts are read without loops: one list of tensors, one input and one output tensor.
-        types = {argument.name: str(argument.type) for argument in schema.arguments}
+        self._root = position("root_rank", "root")
+        self.peer = position(_PEER.get(row.op, ""))
+        self.tag = position("tag")
+        self._async = position("async_op")
+        self.reduce = position("reduce_op")
+        self._in_split = position("input_split_sizes")
+        self._out_split = position("output_split_sizes")
+        self._keyed = tuple(at for at in (self._root, self.peer, self._async) if at >= 0)
         self._tensors_at = self.inputs + self.outputs
-        self._dummy = _position(names, "tensor") if not self._tensors_at else -1
-        layout = [types[names[position]] for position in self._tensors_at]
-        one_value = len(self._keyed) == 1
-        self.key: Callable[[Sequence[Any]], CallKey | None]
+        self._dummy = position("tensor") if not self._tensors_at else -1
+        self.key: Callable[[Sequence[Any]], CallKey | None] = self._key_of_any
         """What distinguishes a call from others of the op on its group; None for fake and meta tensors."""
-        if layout == ["List[Tensor]"] and one_value:
+        # The common layouts are read without loops: one list of tensors, one input and one output tensor, none.
+        layout = [types[at] for at in self._tensors_at]
+        if layout == ["List[Tensor]"] and len(self._keyed) == 1:
             self.key = self._key_of_list
-        elif layout == ["Tensor", "Tensor"] and one_value and self._in_split < 0:
+        elif layout == ["Tensor", "Tensor"] and len(self._keyed) == 1 and self._in_split < 0:
             self.key = self._key_of_pair
-        elif not layout and one_value and types.get(names[self._dummy]) == "Tensor":
+        elif not layout and len(self._keyed) == 1 and types[self._dummy] == "Tensor":
             self.key = self._key_of_dummy
-        else:
-            self.key = self._key_of_any
 
     def _key_of_list(self, args: Sequence[Any]) -> CallKey | None:
         tensors = args[self._tensors_at[0]]
@@ -142,40 +142,33 @@ class Reader:
         if (type(tensor) is not _Tensor and not _is_real(tensor)) or tensor.is_meta:
             return None
         position = self._keyed[0]
-        return (None, args[position] if position < len(args) else self._defaults[position])
+        return (_LONG, args[position] if position < len(args) else self._defaults[position])
 
     def _key_of_any(self, args: Sequence[Any]) -> CallKey | None:
-        key: list[Any] = [_LONG, *self._plain(args)]
+        count = len(args)
+        key: list[Any] = [_LONG, *(args[at] if at < count else self._defaults[at] for at in self._keyed)]
         for position in self._tensors_at:
             if not _add_tensors(key, args[position]):
                 return None
         if self._dummy >= 0 and not _add_tensors([], args[self._dummy]):
             return None
         if self._in_split >= 0:
-            key.append(tuple(args[self._in_split]))
-            key.append(tuple(args[self._out_split]))
+            key += [tuple(args[self._in_split]), tuple(args[self._out_split])]
         return tuple(key)
-
-    def _plain(self, args: Sequence[Any]) -> list[Any]:
-        """The values among the arguments that belong to the key: root, peer, async_op."""
-        count = len(args)
-        return [args[p] if p < count else self._defaults[p] for p in self._keyed]
 
     def call(self, key: CallKey, group_size: int, reduce: str | None) -> Call:
         """The call that a key stands for. Slower than making the key, and needed once per distinct one."""
-        in_split: tuple[int, ...] = ()
-        out_split: tuple[int, ...] = ()
-        if key and key[0] is _LONG:
+        in_split = out_split = None
+        if key[0] is _LONG:
             plain = dict(zip(self._keyed, key[1:], strict=False))
             rest = list(key[1 + len(self._keyed) :])
             if self._in_split >= 0:
-                out_split, in_split = rest.pop(), rest.pop()
-                out_split, in_split = tuple(out_split), tuple(in_split)
+                out_split, in_split = rest.pop() or None, rest.pop() or None
             shapes, dtypes = _split_arguments(rest)
         else:  # the shapes of the only argument or of both, then their dtype, then the one value
             count = len(self._tensors_at)
             shapes, dtypes = [(tuple(shape),) for shape in key[:count]], [(key[count],)] * count
-            plain = dict(zip(self._keyed, key[count + 1 :], strict=True))
+            plain = {self._keyed[0]: key[count + 1]}
         in_shapes = tuple(shape for argument in shapes[: len(self.inputs)] for shape in argument)
         out_shapes = tuple(shape for argument in shapes[len(self.inputs) :] for shape in argument)
         if self.row.in_place:
@@ -189,8 +182,8 @@ class Reader:
         return Call(
             inputs=in_shapes,
             outputs=out_shapes,
-            in_split=in_split or None,
-            out_split=out_split or None,
+            in_split=in_split,
+            out_split=out_split,
             dtype=str(dtype).removeprefix("torch.") if dtype is not None else None,  # the first, where they differ
             bytes=self.operation.bytes(in_bytes, out_bytes, group_size) if self.operation else in_bytes,
             reduce=reduce,
@@ -265,11 +258,3 @@ def _is_real(tensor: torch.Tensor) -> bool:
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     return not isinstance(tensor, FakeTensor | FunctionalTensor) and not torch._is_functional_tensor(tensor)
-
-
-def _first(names: list[str], wanted: tuple[str, ...]) -> tuple[int, ...]:
-    return tuple(names.index(name) for name in wanted if name in names)[:1]
-
-
-def _position(names: list[str], *wanted: str) -> int:
-    return next(iter(_first(names, wanted)), -1)

@@ -8,7 +8,6 @@ at all. `before` returns a token where something has to be closed after the laun
 from __future__ import annotations
 
 import itertools
-import logging
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ import torch.distributed as dist
 
 from crossrank.comm import crosses_nodes
 from crossrank.errors import one_line
+from crossrank.instrument.log import log
 from crossrank.instrument.record.call_site import CallSites
 from crossrank.instrument.record.descriptor import Descriptor
 from crossrank.instrument.record.op_schema import Reader
@@ -31,8 +31,6 @@ from crossrank.recording import RANGE
 
 if TYPE_CHECKING:
     from crossrank.instrument.session import Session
-
-log = logging.getLogger("crossrank")
 
 _BATCH_CODE = dist.batch_isend_irecv.__code__
 
@@ -174,7 +172,7 @@ class Recorder:
     def _emit_text(self, descriptor: Descriptor, record_id: int, device: str | None) -> None:
         """The older shim's text: as a marker, and on stdout from the group's leader or any rank of P2P."""
         config = self._config
-        text = classic_text(descriptor, record_id, self._session.rank, device, config.gpu_serial, config.vm_id)
+        text = classic_text(descriptor, record_id, self._session.rank, device, config)
         if self._classic and self._nvtx is not None:
             self._nvtx.mark(text)
         if config.print_calls and (descriptor.reader.is_p2p or descriptor.state.rank == 0):

@@ -9,13 +9,12 @@ and the object is asked for every call from then on.
 
 from __future__ import annotations
 
-import logging
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 from torch.distributed import ReduceOp, distributed_c10d
 
-log = logging.getLogger("crossrank")
+from crossrank.instrument.log import log
 
 # In the order of c10d's RedOpType.
 _NAMES = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")

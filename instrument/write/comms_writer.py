@@ -11,12 +11,12 @@ and the next frame takes its place: a locality that reads `unknown` would be fin
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,9 @@ from crossrank.comm import Locality
 from crossrank.errors import one_line
 from crossrank.instrument import threads
 from crossrank.instrument.identity.topology import Topology
+from crossrank.instrument.log import log
 from crossrank.instrument.record.descriptor import Descriptor
 from crossrank.instrument.write.rank_files import create
-
-log = logging.getLogger("crossrank")
 
 TICK = 0.25
 """Seconds between two frames. Well below a half, so that a kill loses no more than that on a busy machine too."""
@@ -52,8 +51,8 @@ _TOPOLOGY_PATIENCE = 2.0
 
 # (descriptor, id, sequence number, time, step, batch, tag)
 Entry = tuple[Descriptor, int, int, int, int, int | None, int | None]
-# all lines, and those of them without which later records cannot be read
-Lines = tuple[list[bytes], list[bytes]]
+# A record, or a line of another kind: one that is asked for when it is written is a callable.
+Item = Entry | bytes | Callable[[], bytes]
 
 
 class Counts(msgspec.Struct):
@@ -80,17 +79,16 @@ class CommsWriter:
         topology: Topology,
         ring_capacity: int,
         header: dict[str, Any],
-        on_tick: Callable[[], None],
+        on_look: Callable[[], None],
     ) -> None:
         self.path = path
-        self.ring: deque[Entry | bytes | Callable[[], bytes]] = deque()
+        self.ring: deque[Item] = deque([encode_line("header", header)])
         self.counts = Counts()
         self.counting = threading.RLock()  # a signal handler that closes the file may have interrupted a change
         """Held while `counts` is changed: training threads and the writer's do so."""
         self.topology = topology
         self._hurry_at = ring_capacity // 2
-        self._header = header
-        self._on_tick = on_tick
+        self._on_look = on_look
         self._closing = False
         self._lock = threading.Lock()
         self._compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
@@ -99,16 +97,16 @@ class CommsWriter:
         self._size = 0  # bytes of the frames that stand for good
         self._end = 0  # bytes of the file
         self._owed: list[bytes] = []
-        self._taken: deque[Entry | bytes | Callable[[], bytes]] = deque()  # out of the ring, not in the file for good
+        self._taken: deque[Item] = deque()  # out of the ring, not in the file for good
         self._recent: deque[Entry] = deque(maxlen=_RECENT)
         self._started = time.monotonic()
         self._file = create(Path(path))
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self._thread = threads.start("writer", self._run)
-        if self._thread is None:  # `close` does the work
-            self._begin_file()
+        """Begin to write, unless that is so; where no thread can be started, `close` does the work."""
+        if self._thread is None:
+            self._thread = threads.start("writer", self._run)
 
     def follow(self, topology: Topology) -> None:
         """Take localities from now on from `topology`, that of a process group that was made again."""
@@ -137,7 +135,7 @@ class CommsWriter:
             if self._file < 0:
                 return
             self._drain(for_good=True)
-            self._append(([encode_line("clock", clock()), encode_line("end", end())], []))
+            self._append([encode_line("clock", clock()), encode_line("end", end())])
             os.close(self._file)
             self._file = -1
         finally:
@@ -151,31 +149,21 @@ class CommsWriter:
             os.close(self._file)
             self._file = -1
 
-    def _begin_file(self) -> None:
-        try:
-            with self._lock:
-                header = encode_line("header", self._header)
-                self._append(([header], [header]))
-        except Exception as error:
-            self._fail("cannot describe this rank in the header", error)
-
     def _run(self) -> None:
-        self._begin_file()
-        last = time.monotonic()
+        last = -TICK
         while not self._closing:
+            now = time.monotonic()
+            if now - last >= TICK or len(self.ring) >= self._hurry_at:
+                last = now
+                try:
+                    self._on_look()
+                    with self._lock:
+                        if self._file >= 0:
+                            self._drain(for_good=self._localities_are_final())
+                except Exception as error:
+                    self._fail("lines are missing in the comms file", error)
             # No Event to wait for: its lock could be held by what a signal handler, which closes us, interrupts.
             time.sleep(_GLANCE)
-            now = time.monotonic()
-            if now - last < TICK and len(self.ring) < self._hurry_at:
-                continue
-            last = now
-            try:
-                self._on_tick()
-                with self._lock:
-                    if self._file >= 0:
-                        self._drain(for_good=self._localities_are_final())
-            except Exception as error:
-                self._fail("lines are missing in the comms file", error)
 
     def _localities_are_final(self) -> bool:
         return (
@@ -199,46 +187,40 @@ class CommsWriter:
             if isinstance(entry, tuple):
                 self._recent.append(entry)
         if not for_good:
-            self._append(self._encode(self._taken, Counts()), moment, for_good=False)
+            self._append(self._encode(self._taken)[0], moment=moment, for_good=False)
             return
         if not self._taken:
-            self._append(([], []), moment)
+            self._append([], moment=moment)
         while self._taken:
-            entries = [self._taken.popleft() for _ in range(min(len(self._taken), _FRAME))]
-            self._write_frame(entries, moment if not self._taken else None)
+            items = [self._taken.popleft() for _ in range(min(len(self._taken), _FRAME))]
+            lines, context, errors = self._encode(items)
+            written = self._append(lines, context, None if self._taken else moment)
+            records = len(lines) - len(context)
+            with self.counting:
+                self.counts.errors += errors
+                if written:
+                    self.counts.records += records
+                else:
+                    self.counts.unwritten += records
 
-    def _write_frame(
-        self, entries: Iterable[Entry | bytes | Callable[[], bytes]], moment: dict[str, int] | None
-    ) -> None:
-        counts = Counts()
-        lines = self._encode(entries, counts)
-        written = self._append(lines, moment)
-        with self.counting:
-            self.counts.errors += counts.errors
-            if written:
-                self.counts.records += counts.records
-            else:
-                self.counts.unwritten += counts.records
-
-    def _encode(self, entries: Iterable[Entry | bytes | Callable[[], bytes]], counts: Counts) -> Lines:
-        """The lines of `entries`. What becomes of each record is added to `counts`, as if they were written."""
+    def _encode(self, items: Iterable[Item]) -> tuple[list[bytes], list[bytes], int]:
+        """The lines of `items`, those of them without which later records cannot be read, and records that failed."""
         context: list[bytes] = []
         lines: list[bytes] = []
-        for entry in entries:
-            if not isinstance(entry, tuple):
-                context.append(entry if isinstance(entry, bytes) else entry())
+        errors = 0
+        for item in items:
+            if not isinstance(item, tuple):
+                context.append(item if isinstance(item, bytes) else item())
                 lines.append(context[-1])
                 continue
             try:
-                lines.append(_record_line(entry, entry[0].locality(self.topology)))
+                lines.append(_record_line(item, item[0].locality(self.topology)))
             except Exception as error:
-                counts.errors += 1
+                errors += 1
                 self._fail("a record could not be written", error)
-                continue
-            counts.records += 1
-            if counts.records % _CHUNK == 0 and not self._closing:
+            if len(lines) % _CHUNK == 0 and not self._closing:
                 time.sleep(_PAUSE)
-        return lines, context
+        return lines, context, errors
 
     def recent(self) -> list[orjson.Fragment]:
         """The last calls as they stand, or would stand, in the file."""
@@ -248,25 +230,31 @@ class CommsWriter:
         once = {entry[1]: entry for entry in entries}
         return [orjson.Fragment(_record_line(entry, entry[0].locality(self.topology))) for entry in once.values()]
 
-    def _append(self, lines: Lines, moment: dict[str, int] | None = None, *, for_good: bool = True) -> bool:
+    def _append(
+        self,
+        lines: list[bytes],
+        context: Sequence[bytes] = (),
+        moment: dict[str, int] | None = None,
+        *,
+        for_good: bool = True,
+    ) -> bool:
         """Write lines as one complete frame, or nothing at all. If not `for_good`, the next frame takes its place.
 
         Behind it comes a frame with the `moment` up to which no call is missing, which the next frame always replaces:
-        it distinguishes a rank without progress from one whose file ends early. Where the disk refuses, the lines
-        without which later records cannot be read (header, groups) are owed, and go before the next ones.
+        it distinguishes a rank without progress from one whose file ends early. Where the disk refuses, the lines of
+        `context` (header, groups), without which later records cannot be read, are owed, and go before the next ones.
         """
-        content, context = lines
-        frame = b""
-        if content or self._owed:
-            frame = self._compressor.compress(b"".join(self._owed + content))
+        frame = self._compressor.compress(b"".join(self._owed + lines)) if lines or self._owed else b""
         behind = self._compressor.compress(encode_line("clock", moment)) if moment is not None else b""
         try:
             self._write_at_end(memoryview(frame + behind))
         except OSError as error:
             if for_good:
-                self._owed = (self._owed + context)[:_MOST_OWED]
+                self._owed = [*self._owed, *context][:_MOST_OWED]
             self._fail(f"cannot write {self.path}", error)
-            self._cut()
+            with contextlib.suppress(OSError):  # the reader names the torn frame at the end
+                os.ftruncate(self._file, self._size)
+                self._end = self._size
             return False
         if for_good:
             self._size += len(frame)
@@ -281,14 +269,6 @@ class CommsWriter:
         if self._end > self._size + written:
             os.ftruncate(self._file, self._size + written)
         self._end = self._size + written
-
-    def _cut(self) -> None:
-        """Cut the file back to the last frame that stands for good."""
-        try:
-            os.ftruncate(self._file, self._size)
-            self._end = self._size
-        except OSError:
-            pass  # the reader names the torn frame at the end
 
     def _fail(self, what: str, error: Exception) -> None:
         if not self._complained:

@@ -9,17 +9,17 @@ the members of the groups (lost on gloo), the last calls with their peers (gloo'
 where every thread of the process is.
 
 Dumps of one rank go to one file. What was written of a hang is kept until communication goes on, for after gloo's
-timeout the call that failed looks completed.
+timeout the call that failed looks completed. So a hang has to be noticed before it: see `HangWatch`.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -28,25 +28,29 @@ import msgspec
 import orjson
 import torch
 
+from crossrank.errors import one_line
 from crossrank.instrument import threads
-from crossrank.instrument.hooks import excepthook
+from crossrank.instrument.hooks import exits
 from crossrank.instrument.identity.gpu import cuda_is_in_use
+from crossrank.instrument.log import log
 from crossrank.instrument.torch_private import has
-from crossrank.instrument.write import process_lock
 from crossrank.instrument.write.comms_writer import clock
-from crossrank.instrument.write.watchdog import HangWatch
+from crossrank.instrument.write.rank_files import take_lock
 from crossrank.recording import FLIGHT, file_name
 
 if TYPE_CHECKING:
     from crossrank.instrument.session import Session
 
-log = logging.getLogger("crossrank")
-
 _COMPILER = "torch._inductor.codecache"
+_IDENTITY = ("profiling_name", "process_group", "collective_seq_id", "p2p_seq_id", "op_id", "time_created_ns")
 _MOST_FRAMES = 64
 _VERSION = "2.10"
 """Version of the recorder's format that a dump names in which torch has no part."""
 _FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LOOKS = 8
+"""Looks per patience."""
+_LONGEST_PAUSE = 0.5
+"""Seconds between two looks: the patience may have become shorter."""
 _PATIENCE = 10.0
 """Seconds that the end of a recording waits for a dump that another thread is writing."""
 
@@ -61,7 +65,7 @@ class FlightDumps:
         self._writing = False
         self._watch: HangWatch | None = None
         self._calls_at_hang: int | None = None
-        self._reporter: process_lock.ProcessLock | None = None  # held by the rank of this node that reports a hang
+        self._reporter: socket.socket | None = None  # held by the rank of this node that reports a hang
 
     def write(self, reason: str) -> None:
         """Write torch's flight recorder as it stands now."""
@@ -118,16 +122,16 @@ class FlightDumps:
         """Communication goes on: another rank may report the next hang."""
         reporter, self._reporter = self._reporter, None
         if reporter is not None:
-            reporter.release()
+            reporter.close()
 
     def _on_hang(self, seconds: float) -> None:
         session = self._session
-        if session.files is None or not session.is_current_world():
+        if session.files is None or session.current_world() is None:
             return
         self.write("hang")
         folder = session.files.folder
         # A long evaluation or checkpoint is silent as well, on every rank: one rank of a node reports it, and once.
-        self._reporter = process_lock.take(f"no communication in {folder}")
+        self._reporter = take_lock(f"no communication in {folder}")
         if self._reporter is not None:
             log.warning(
                 "crossrank: no communication for %.3g s (rank %d): what every rank did last is in %s. If the job "
@@ -142,7 +146,7 @@ class FlightDumps:
         """What a dump says about itself: `Moment` of the tools' reader."""
         session = self._session
         now = clock()
-        exceptions = excepthook.exceptions(reason)
+        exceptions = exits.exceptions(reason)
         return {
             "rank": session.rank,
             "world_size": session.world_size,
@@ -156,6 +160,67 @@ class FlightDumps:
             "calls": session.writer.recent() if session.writer is not None else [],
             "stacks": stacks(),
         }
+
+
+class HangWatch:
+    """Calls `on_hang(seconds)` when nothing has been communicated for `patience()` seconds.
+
+    A thread looks a few times per patience whether a call was begun. When none was for half of it it also asks torch
+    how many calls are over. When neither moves for all of it the hang is reported, once until the next call (`on_end`).
+    Every rank of a hung job does so on its own, also the one that the others wait for, and one that never comes to its
+    first call. The patience may change: a group with a shorter timeout may be made. The thread ends after `stop`.
+    """
+
+    def __init__(
+        self,
+        patience: Callable[[], float],
+        *,
+        calls: Callable[[], int],
+        completed: Callable[[], int],
+        on_hang: Callable[[float], None],
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._patience = patience
+        self._calls = calls
+        self._completed = completed
+        self._on_hang = on_hang
+        self._on_end = on_end
+        self._stopped = False  # a plain flag: an Event's lock may be held by what a signal handler interrupts
+
+    def start(self) -> None:
+        self._stopped = threads.start("watchdog", self._run) is None
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception as error:
+            log.warning("crossrank: hangs are no longer watched for: %s", one_line(error))
+
+    def _watch(self) -> None:
+        calls, since = self._calls(), time.monotonic()
+        completed: int | None = None
+        reported = False
+        while not self._stopped:
+            patience = self._patience()
+            time.sleep(min(patience / _LOOKS, _LONGEST_PAUSE))
+            now = time.monotonic()
+            if self._calls() != calls:
+                if reported:
+                    self._on_end()
+                calls, since, completed, reported = self._calls(), now, None, False
+                continue
+            if reported or now - since < patience / 2:
+                continue
+            over = self._completed()
+            if completed is not None and over != completed:
+                since = now
+            completed = over
+            if now - since >= patience and not self._stopped:
+                reported = True
+                self._on_hang(now - since)
 
 
 def dump(moment: dict[str, Any]) -> bytes:
@@ -221,17 +286,9 @@ def _merged(contents: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def _identity_of(entry: dict[str, Any]) -> tuple[Any, ...]:
+def _identity_of(entry: dict[str, Any]) -> str:
     """What distinguishes an entry from every other one of the process."""
-    group = entry.get("process_group")
-    return (
-        entry.get("profiling_name"),
-        tuple(group) if group is not None else None,
-        entry.get("collective_seq_id"),
-        entry.get("p2p_seq_id"),
-        entry.get("op_id"),
-        entry.get("time_created_ns"),
-    )
+    return str([entry.get(name) for name in _IDENTITY])
 
 
 def stacks() -> list[dict[str, Any]]:

@@ -7,12 +7,16 @@ with new split sizes at each step) the sizes leave the message, and past twice t
 
 `TRACING_NVTX=classic` marks one JSON text per call instead, for scripts written for the older shim. Each of its
 texts is distinct: with a tool attached that costs about 10 us and leaks about 1 kB per call.
+
+Nsight Systems 2022.4 shows another text in place of one of 65,535 bytes or more, and what holds the ranks of a group
+or the splits of an all_to_all grows with the job. A text that would be too long says the same in fewer bytes (ranks as
+`rank_runs`, see `crossrank.rank_runs`), and leaves out lists as far as it must: `left_out` says how many entries each
+of them had. The record in the comms file has all of it.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import socket
 import time
@@ -25,15 +29,20 @@ import orjson
 import crossrank
 from crossrank.comm import Group
 from crossrank.errors import CrossrankError, one_line
+from crossrank.instrument.config import Config
 from crossrank.instrument.identity.topology import Topology
+from crossrank.instrument.log import log
 from crossrank.instrument.record.descriptor import Descriptor
-from crossrank.instrument.write.marker_text import shortened
-
-log = logging.getLogger("crossrank")
+from crossrank.rank_runs import to_runs
 
 DOMAIN = "crossrank"
 MAX_MESSAGES = 4096
 MAX_KEPT = 4 << 20
+MAX_BYTES = 60_000
+"""UTF-8 bytes of a text."""
+_MOST_NAME = 1000
+"""Characters that are left of a name that makes the text too long."""
+_CUT = "..."
 # What stands in the message, as long as there is room: (sizes, user's line, share of the limits).
 _DETAILS = ((True, True, 1), (False, True, 2))
 
@@ -124,7 +133,9 @@ def _domain_of_process() -> Any:
         real = type(domain).__name__ == "Domain"
         attached = attached or real
         if attached:
-            _check_version()
+            found = version("nvtx")
+            if tuple(int(part) for part in found.split(".")[:3] if part.isdecimal()) < _OLDEST:
+                raise CrossrankError(f"nvtx {found} is too old: install nvtx>={'.'.join(map(str, _OLDEST))}")
             domain = domain if real else _base_domain(nvtx)
             if real or _takes_ranges(domain):
                 return domain
@@ -138,13 +149,6 @@ def _domain_of_process() -> Any:
             reason,
         )
     return None
-
-
-def _check_version() -> None:
-    found = version("nvtx")
-    numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdecimal())
-    if numbers < _OLDEST:
-        raise CrossrankError(f"nvtx {found} is too old: install nvtx>={'.'.join(map(str, _OLDEST))}")
 
 
 def _base_domain(nvtx: Any) -> Any:
@@ -167,9 +171,7 @@ def _takes_ranges(domain: Any) -> bool:
     return bool(range_id)
 
 
-def classic_text(
-    descriptor: Descriptor, record_id: int, rank: int, device: str | None, gpu_serial: str | None, vm_id: str | None
-) -> str:
+def classic_text(descriptor: Descriptor, record_id: int, rank: int, device: str | None, config: Config) -> str:
     """The older shim's JSON of one call: its field names, ranks global, sizes in bytes, seconds since 1970."""
     return orjson.dumps(
         {
@@ -179,11 +181,32 @@ def classic_text(
             "message_size": descriptor.call.bytes,
             "device": device,
             "timestamp": time.time(),
-            "gpu_serial": gpu_serial,
-            "vm_id": vm_id,
+            "gpu_serial": config.gpu_serial,
+            "vm_id": config.vm_id,
             "group_ranks": descriptor.state.group.ranks,
             "peer_rank": descriptor.peer,
             "root_rank": descriptor.root,
             "correlation_id": record_id,
         }
     ).decode()
+
+
+def shortened(text: str) -> str:
+    """The JSON of a marker, or if it has more than `MAX_BYTES` a shorter one of the same call or group."""
+    if len(text) * 4 <= MAX_BYTES or len(text.encode()) <= MAX_BYTES:
+        return text
+    fields: dict[str, Any] = orjson.loads(text)
+    part = fields.get("group", fields)
+    for name in ("ranks", "group_ranks"):
+        if part.get(name):
+            part["rank_runs"] = to_runs(part.pop(name))
+    while len(orjson.dumps(fields)) > MAX_BYTES:
+        longest = max(part, key=lambda name: len(orjson.dumps(part[name])))
+        value = part[longest]
+        if isinstance(value, str):
+            part[longest] = _CUT + value[-_MOST_NAME:]
+        else:
+            del part[longest]
+            name, entries = ("ranks", sum(run[1] for run in value)) if longest == "rank_runs" else (longest, len(value))
+            part.setdefault("left_out", {})[name] = entries
+    return orjson.dumps(fields).decode()

@@ -11,22 +11,26 @@ to a job of its own (the one in which `torch.distributed.checkpoint.async_save` 
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import errno
+import hashlib
 import os
 import re
+import socket
+import time
 from pathlib import Path
 
 import msgspec
 import zstandard
 
 from crossrank.errors import CrossrankError
-from crossrank.instrument.write import process_lock
+from crossrank.instrument.log import log
 from crossrank.machine import boot_id
 from crossrank.recording import COMMS, CommsFile, file_name, rank_of, temporary_name
 
-log = logging.getLogger("crossrank")
-
 _LEVEL = 3
+_PATIENCE = 5.0
+"""Seconds that a process waits for another one that still writes files of its rank."""
 _VARIABLE = "CROSSRANK_RECORDING"
 """Holds the `_Owner` of the files for the processes that a rank starts."""
 _EARLIER = re.compile(r"earlier-(\d{1,9})")
@@ -39,13 +43,13 @@ class RankFiles:
     def __init__(self, directory: str, rank: int, world_size: int) -> None:
         place = os.path.realpath(os.path.expanduser(directory))
         folder = Path(place)
-        self._lock: process_lock.ProcessLock | None = None
+        self._lock: socket.socket | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if _is_spawned(place, rank, world_size):
                 folder, self._lock = _take_part(folder, rank)
             else:
-                self._lock = process_lock.take(_lock_name(place, rank))
+                self._lock = _wait_for_rank(place, rank)
                 _set_aside(folder, rank, world_size)
         except OSError as error:
             raise CrossrankError(
@@ -63,8 +67,9 @@ class RankFiles:
         """Where `name` grows until it is whole."""
         return self.folder / temporary_name(name)
 
-    def finish(self, plain: Path, name: str) -> None:
-        """Compress the whole file `plain` to `name`, put it in place and remove `plain`."""
+    def finish(self, name: str) -> None:
+        """Compress what has grown under the temporary name of `name`, which is whole now, and put it in place."""
+        plain = self.temporary(name)
         compressed = plain.with_name(plain.name + ".zst")
         with plain.open("rb") as source, os.fdopen(create(compressed), "wb") as target:
             zstandard.ZstdCompressor(level=_LEVEL).copy_stream(source, target)
@@ -87,7 +92,7 @@ class RankFiles:
     def abandon(self) -> None:
         """Let go of the folder alone. In a forked child it stays the parent's."""
         if self._lock is not None:
-            self._lock.release()
+            self._lock.close()
 
 
 def create(path: Path) -> int:
@@ -97,6 +102,23 @@ def create(path: Path) -> int:
     """
     path.unlink(missing_ok=True)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+
+def take_lock(name: str) -> socket.socket | None:
+    """A lock that one process of this machine holds until it is closed or the process ends; None while another has it.
+
+    It is a socket bound to a name in Linux's abstract namespace: no file, so it works whatever file system a recording
+    lies on (Lustre and NFS often come without file locks) and leaves nothing behind. Where there is no such namespace
+    every caller gets the lock. A forked child closes its copy.
+    """
+    holder = socket.socket(getattr(socket, "AF_UNIX", socket.AF_INET), socket.SOCK_DGRAM)
+    try:
+        holder.bind("\0crossrank-" + hashlib.sha256(name.encode()).hexdigest())
+    except (OSError, TypeError) as error:  # another family takes no such name
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            holder.close()
+            return None
+    return holder
 
 
 class _Owner(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +139,18 @@ def _job() -> str:
 
 def _lock_name(place: str, rank: int) -> str:
     return f"records {place}/rank-{rank}"
+
+
+def _wait_for_rank(place: str, rank: int) -> socket.socket | None:
+    """The lock of a rank's files, once nobody on this machine writes them any more; None where somebody still does.
+
+    Where ranks change places in a process group that is made again, the process that was this rank may still be
+    finishing its files: what it renames or writes would get mixed with ours.
+    """
+    until = time.monotonic() + _PATIENCE
+    while (lock := take_lock(_lock_name(place, rank))) is None and time.monotonic() < until:
+        time.sleep(0.01)
+    return lock
 
 
 def _is_spawned(place: str, rank: int, world_size: int) -> bool:
@@ -141,9 +175,9 @@ def _is_spawned(place: str, rank: int, world_size: int) -> bool:
     header = comms.header
     if header is None or header.boot_id != boot_id() or header.pid not in ancestors:
         return False
-    lock = process_lock.take(_lock_name(place, rank))
+    lock = take_lock(_lock_name(place, rank))
     if lock is not None:
-        lock.release()
+        lock.close()
     return lock is None
 
 
@@ -161,16 +195,16 @@ def _ancestors() -> set[int]:
     return found
 
 
-def _take_part(folder: Path, rank: int) -> tuple[Path, process_lock.ProcessLock]:
+def _take_part(folder: Path, rank: int) -> tuple[Path, socket.socket]:
     """The first `spawned-K` in which nobody records this rank, nor has, and the lock that keeps it so."""
     number = 1
     while True:
         part = f"spawned-{number}"
-        lock = process_lock.take(_lock_name(f"{folder}/{part}", rank))
+        lock = take_lock(_lock_name(f"{folder}/{part}", rank))
         if lock is not None and not (folder / part / file_name(COMMS, rank)).exists():
             break
         if lock is not None:
-            lock.release()
+            lock.close()
         number += 1
     (folder / part).mkdir(exist_ok=True)
     log.warning(
@@ -202,4 +236,5 @@ def _set_aside(folder: Path, rank: int, world_size: int) -> None:
         earlier = folder / f"earlier-{latest + 1}"
     earlier.mkdir(exist_ok=True)
     for name in left:
-        os.rename(folder / name, earlier / name)
+        with contextlib.suppress(FileNotFoundError):  # a writer on another machine has renamed it since
+            os.rename(folder / name, earlier / name)

@@ -1,9 +1,10 @@
 """Execution trace and Kineto over a window of iterations, each window its own pair of whole files.
 
-Inside a window every recorded call runs in a profiler range `crossrank#<id>`, so that it is found by its id in both
-traces, and every iteration in a range `ProfilerStep#<number>`, by which Chakra's linker and HolisticTraceAnalysis find
-iterations, as `torch.profiler` makes it. A window costs (a small CPU op takes about 13 times as long under the
-execution trace), so keep it to a few iterations.
+A window is one that the configuration names or a block of the script's own. Inside it every recorded call runs in a
+profiler range `crossrank#<id>`, so that it is found by its id in both traces, and every iteration in a range
+`ProfilerStep#<number>`, by which Chakra's linker and HolisticTraceAnalysis find iterations, as `torch.profiler` makes
+it. A window costs (a small CPU op takes about 13 times as long under the execution trace), so keep it to a few
+iterations.
 
 torch has one execution-trace observer and one Kineto session per process. Where the user has either, it is left
 alone and one line says what the window therefore lacks; where the user's profiler starts inside a window, ours
@@ -13,169 +14,171 @@ ends there (`hooks.profiler`) and keeps what it has.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import sys
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import orjson
 import torch
 import torch.autograd.profiler as autograd_profiler
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from crossrank.errors import one_line
 from crossrank.instrument import threads
-from crossrank.instrument.hooks import fork
-from crossrank.instrument.identity.gpu import cuda_is_in_use
+from crossrank.instrument.identity.gpu import cuda_is_in_use, is_capturing
 from crossrank.instrument.identity.process_groups import process_group_config
+from crossrank.instrument.log import log
 from crossrank.instrument.torch_private import has
-from crossrank.instrument.write.nvtx_markers import NvtxMarkers
+from crossrank.instrument.write.kineto import Kineto, ends_on_any_thread, is_users_profiler_running
 from crossrank.instrument.write.rank_files import RankFiles, create
 from crossrank.recording import EXECUTION_TRACE, KINETO, file_name
 
-log = logging.getLogger("crossrank")
+if TYPE_CHECKING:
+    from crossrank.instrument.session import Session
 
 PROCESS_GROUPS = "## process_group:init ##"
 """Name of the node that carries the process groups, as torch itself writes it."""
 NSYS_RANGE = "window"
 """NVTX range around a window for `nsys --capture-range=nvtx --nvtx-capture=window@crossrank`."""
+_PATIENCE_DYING = 10.0
+"""Seconds that the end of a window may take in a process that dies: it waits for the GPU, which may be stuck."""
+_FILES_PATIENCE = 60.0
+"""Seconds that the end of a recording waits for the files of windows that are being compressed."""
 
 
-class WindowRecorder:
-    """Records the windows of one rank, one after the other."""
+class Windows:
+    """The windows of one session, one after the other."""
 
-    def __init__(self, files: RankFiles, rank: int, nsys: bool, markers: NvtxMarkers | None = None) -> None:
-        """`nsys`: windows drive what Nsight Systems captures, by `markers` and, where CUDA is in use, by its
-        profiler's API."""
-        self._files = files
-        self._rank = rank
-        self._nsys = nsys
-        self._markers = markers
-        self._nsys_range: int | None = None
-        self.number = 0
-        """The latest window, counted from 1."""
-        self._kineto: autograd_profiler.profile | None = None
-        self._kineto_runs = False
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._reported = session.failures.reported
+        self._number = 0  # of the latest window; the files' first one has 1
+        self._is_open = False
+        self._kineto = Kineto()
         self._observed: Path | None = None
-        self._finishing: list[threading.Thread] = []
+        self._nsys_range: int | None = None
         self._step: autograd_profiler.record_function | None = None
         self._step_thread = 0
-        self.is_open = False
+        self._finishing: list[threading.Thread] = []
 
-    def prepare(self) -> None:
-        """Warm Kineto up, one iteration before a window opens: CUPTI takes its time at the first start."""
-        if self._nsys or self._kineto is not None or not has("Kineto") or _profiler_of_user():
-            return
-        profiler = _kineto_profiler()
-        profiler._prepare_trace()
-        fork.let_children_leave_at_once()
-        self._kineto = profiler
+    def begin(self) -> None:
+        """New files begin."""
+        self._number = 0
 
-    def open(self, step: int) -> int:
-        """Start the next window, in iteration `step`, and return its number, counted from 1.
+    def open_if_due(self) -> None:
+        window = self._session.config.window
+        if window is not None and window.holds(self._session.recorder.step):
+            self._open()
 
-        Raises what torch raises; whatever has begun by then is part of the window.
-        """
-        self.number += 1
-        self.is_open = True
-        if self._nsys:
-            if cuda_is_in_use():
-                torch.cuda.profiler.start()
-            elif self._markers is None:
-                self._lacks(
-                    "Nsight range", "TRACING_NSYS=1 needs a process that uses CUDA or runs under nsys with nvtx"
-                )
-            if self._markers is not None:
-                self._nsys_range = self._markers.begin(NSYS_RANGE)
-            return self.number
+    @contextlib.contextmanager
+    def block(self) -> Iterator[None]:
+        """Record ET and Kineto inside the block."""
+        opened = False
+        with self._reported("a window is missing"):
+            self._session.begin()
+            opened = self._open()
         try:
-            self._open_execution_trace()
-        except OSError as error:
-            self._lacks("execution trace", one_line(error))
-        if self._kineto is None:
-            self.prepare()
-        if self._kineto is not None:
-            self._start_kineto(self._kineto)
-            _add_metadata()
-        elif has("Kineto"):
-            self._lacks("Kineto trace", "a profiler of yours is running, and is left alone")
-        self.begin_step(step)
-        return self.number
+            yield
+        finally:
+            if opened:
+                self.close()
 
-    def begin_step(self, step: int) -> None:
-        """Iteration `step` begins here, and the one before it ends. A profiler of the user's gets no range of ours."""
-        self._end_step()
-        if not self.is_open:
+    def pass_edge(self, ended: int) -> None:
+        """End the window that ends with iteration `ended`, and begin the one that begins with the next."""
+        session, window, recorder = self._session, self._session.config.window, self._session.recorder
+        # At an edge Kineto synchronises the GPU, which breaks a CUDA graph that is being captured: the edge waits for
+        # the end of an iteration in which none is.
+        if session.closing:
             return
-        if self._kineto_runs or (self._observed is not None and has("Kineto") and not _profiler_of_user()):
-            self._step = autograd_profiler.record_function(f"ProfilerStep#{step}")
-            self._step_thread = threading.get_ident()
-            self._step.__enter__()
-
-    def _end_step(self) -> None:
-        step, self._step = self._step, None
-        # A range ends on the thread that began it. Where another one ends the window, that one is stuck.
-        if step is not None and self._step_thread == threading.get_ident():
-            step.__exit__(None, None, None)
-
-    def close(self) -> None:
-        """End the window. Its files are compressed and put in place in the background: see `wait`.
-
-        Whatever fails, the others are ended: an observer or a profiler that is left open crashes the process at exit.
-        """
-        if not self.is_open:
+        capturing = is_capturing()
+        if window is not None and recorder.window_open and not window.continues(ended) and not capturing:
+            self.close(ended)
+        if recorder.window_open:
+            with self._reported("iterations have no range in the traces"):
+                self._begin_step()
+        elif window is None or capturing:
             return
-        self.is_open = False
-        if self._nsys:
-            if self._markers is not None and self._nsys_range is not None:
-                self._markers.end(self._nsys_range)
-                self._nsys_range = None
-            if cuda_is_in_use():
-                torch.cuda.profiler.stop()
-            return
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._close_execution_trace)
-            stack.callback(self._close_kineto)
-            stack.callback(self._end_step)
+        elif window.holds(recorder.step):
+            session.begin()
+            self._open()
+        elif window.holds(recorder.step + 1) and session.files is not None and not session.config.nsys:
+            with self._reported("Kineto was not warmed up"):
+                self._kineto.prepare()
 
-    def wait(self, timeout: float) -> None:
-        """Wait until the files of all closed windows are in place."""
-        for thread in self._finishing:
-            thread.join(timeout)
-        self._finishing.clear()
+    def note_process_groups(self) -> None:
+        """Put the process groups with their global ranks into the execution trace of the window that is open."""
+        if self._session.recorder.window_open:
+            with self._reported("a process group is missing in the execution trace"):
+                self._note_process_groups()
 
     def make_way(self) -> None:
-        """A profiler of the user's is about to start: end ours."""
-        if self._kineto is None:
-            return
-        if self.is_open:
+        """A profiler of the user's is about to start: end the Kineto session that is ours, if any."""
+        if self._is_open and self._kineto.runs:
             log.warning(
-                "crossrank: a profiler of yours starts inside window %d; its Kineto trace ends here", self.number
+                "crossrank: a profiler of yours starts inside window %d; its Kineto trace ends here", self._number
             )
         try:
             self._close_kineto()
         except Exception as error:
             log.warning("crossrank: cannot end the Kineto trace: %s", one_line(error))
 
-    def drop_prepared(self) -> None:
-        """Let go of a Kineto session that was warmed up and will not be used.
-
-        Only one that runs can be ended, and while one is warmed up no other can be made, by the user either.
-        """
-        if self._kineto is None or self._kineto_runs:
+    def close(self, step: int | None = None) -> None:
+        """End the window that is open, if any, and dump the flight recorder unless the session ends."""
+        if not self._is_open:
             return
-        profiler, self._kineto = self._kineto, None
-        torch.autograd._enable_profiler(profiler.config(), profiler.kineto_activities)
-        torch.autograd._disable_profiler()
+        self.note_end(step)
+        with self._reported("a window is incomplete"):
+            self._close()
+        if not self._session.closing:
+            self._session.dumps.write("window")
 
-    def note_process_groups(self) -> None:
-        """Put the process groups with their global ranks into the execution trace."""
-        if self._observed is not None and has("ranges"):
-            handle = torch.autograd._record_function_with_args_enter(PROCESS_GROUPS, process_group_config())
-            torch.autograd._record_function_with_args_exit(handle)
+    def note_end(self, step: int | None = None) -> None:
+        """Write the end of the window that is open, if any, into the comms file."""
+        self._session.recorder.window_open = False
+        if self._is_open:
+            with self._reported("the end of a window is not recorded"):
+                self._note("close", step)
+
+    def finish(self, *, dies: bool) -> None:
+        """End the window that is open, if any, and wait until the files of all windows are in place.
+
+        In a process that dies this has a limit.
+        """
+        if self._session.files is None:
+            return
+
+        def work() -> None:
+            with self._reported("a window is incomplete"):
+                self._close()
+            with self._reported("the files of a window are not in place"):
+                self._kineto.drop_prepared()
+                for thread in self._finishing:
+                    thread.join(_FILES_PATIENCE)
+                self._finishing.clear()
+
+        thread = threads.start("window", work) if dies and ends_on_any_thread() else None
+        if thread is None:
+            work()
+            return
+        thread.join(_PATIENCE_DYING)
+        if thread.is_alive():
+            log.warning(
+                "crossrank: window %d is incomplete: the process dies, and its end took longer than %g s",
+                self._number,
+                _PATIENCE_DYING,
+            )
+
+    def warn_if_none_opened(self) -> None:
+        window = self._session.config.window
+        if self._session.rank == 0 and window is not None and self._number == 0:
+            log.warning(
+                "crossrank: the window %d:%d never opened: the recording ended in iteration %d",
+                window.start,
+                window.stop,
+                self._session.recorder.step,
+            )
 
     def abandon(self) -> None:
         """In a forked child: keep the parent's execution trace free of this process's copy of its buffer.
@@ -183,6 +186,7 @@ class WindowRecorder:
         The observer's stream cannot be reached, and flushes what it inherited when the child exits; so the
         descriptor below it is pointed elsewhere.
         """
+        self._session.recorder.window_open = False
         if self._observed is None:
             return
         target = str(self._observed)
@@ -195,21 +199,103 @@ class WindowRecorder:
                 continue  # the descriptor that listed the folder
         os.close(nowhere)
 
-    def _open_execution_trace(self) -> None:
-        if not has("execution trace"):
-            return
-        path = self._files.temporary(file_name(EXECUTION_TRACE, self._rank, self.number))
+    def _open(self) -> bool:
+        """Open the next window, where one can open now; returns whether it is open."""
+        session = self._session
+        if session.files is None:
+            if not dist.is_initialized():
+                log.warning("crossrank: a window needs a process group; call it after init_process_group")
+            return False
+        if self._is_open:
+            return False
+        if is_capturing():
+            log.warning("crossrank: no window opens while a CUDA graph is captured; open it before or after")
+            return False
+        with self._reported("a window is incomplete"):  # whatever has begun by then is part of it
+            if (world := session.current_world()) is not None:
+                session.groups.add_all(world)
+            self._number += 1
+            self._is_open = True
+            if session.config.nsys:
+                self._start_nsys()
+            else:
+                self._start_traces(session.files)
+            self._note("open")
+        session.recorder.window_open = self._is_open
+        return self._is_open
+
+    def _start_nsys(self) -> None:
+        """Have Nsight Systems capture: by its profiler's API where CUDA is in use, and by a range."""
+        markers = self._session.nvtx
+        if cuda_is_in_use():
+            torch.cuda.profiler.start()
+        elif markers is None:
+            self._lacks("Nsight range", "TRACING_NSYS=1 needs a process that uses CUDA or runs under nsys with nvtx")
+        if markers is not None:
+            self._nsys_range = markers.begin(NSYS_RANGE)
+
+    def _start_traces(self, files: RankFiles) -> None:
+        try:
+            if has("execution trace"):
+                self._start_execution_trace(files)
+        except OSError as error:
+            self._lacks("execution trace", one_line(error))
+        if not self._kineto.start() and has("Kineto"):
+            self._lacks("Kineto trace", "a profiler of yours is running, and is left alone")
+        self._begin_step()
+
+    def _start_execution_trace(self, files: RankFiles) -> None:
+        path = files.temporary(file_name(EXECUTION_TRACE, self._session.rank, self._number))
         os.close(create(path))  # raises here rather than in torch, where a failed open blocks every later observer
         path.unlink()
         torch._C._profiler._add_execution_trace_observer(str(path))
-        # Its result is True also where another observer is registered; only the file tells. Removing "ours" then
+        # Its result is True also where another observer is registered; only the file shows it. Removing "ours" then
         # would remove that one, and its owner's next call would crash.
         if not path.exists():
             self._lacks("execution trace", "another execution trace observer is registered, and is left alone")
             return
         self._observed = path
         torch._C._profiler._enable_execution_trace_observer()
-        self.note_process_groups()
+        self._note_process_groups()
+
+    def _note_process_groups(self) -> None:
+        if self._observed is not None and has("ranges"):
+            handle = torch.autograd._record_function_with_args_enter(PROCESS_GROUPS, process_group_config())
+            torch.autograd._record_function_with_args_exit(handle)
+
+    def _begin_step(self) -> None:
+        """An iteration begins here, and the one before it ends. A profiler of the user's gets no range of ours."""
+        self._end_step()
+        if self._kineto.runs or (self._observed is not None and has("Kineto") and not is_users_profiler_running()):
+            self._step = autograd_profiler.record_function(f"ProfilerStep#{self._session.recorder.step}")
+            self._step_thread = threading.get_ident()
+            self._step.__enter__()
+
+    def _end_step(self) -> None:
+        step, self._step = self._step, None
+        # A range ends on the thread that began it. Where another one ends the window, that one is stuck.
+        if step is not None and self._step_thread == threading.get_ident():
+            step.__exit__(None, None, None)
+
+    def _close(self) -> None:
+        """End the window that is open, if any. Its files are compressed and put in place in the background.
+
+        Whatever fails, the others are ended: an observer or a profiler that is left open crashes the process at exit.
+        """
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._session.config.nsys:
+            if self._session.nvtx is not None and self._nsys_range is not None:
+                self._session.nvtx.end(self._nsys_range)
+                self._nsys_range = None
+            if cuda_is_in_use():
+                torch.cuda.profiler.stop()
+            return
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._close_execution_trace)
+            stack.callback(self._close_kineto)
+            stack.callback(self._end_step)
 
     def _close_execution_trace(self) -> None:
         path, self._observed = self._observed, None
@@ -219,41 +305,30 @@ class WindowRecorder:
             torch._C._profiler._disable_execution_trace_observer()
         finally:
             torch._C._profiler._remove_execution_trace_observer()  # only now is the file valid JSON
-        self._finish(path, file_name(EXECUTION_TRACE, self._rank, self.number))
-
-    def _start_kineto(self, profiler: autograd_profiler.profile) -> None:
-        try:
-            profiler._start_trace()
-        except Exception:
-            autograd_profiler._run_on_profiler_stop()
-            self.drop_prepared()
-            raise
-        self._kineto_runs = True
+        self._finish(EXECUTION_TRACE)
 
     def _close_kineto(self) -> None:
-        profiler, self._kineto = self._kineto, None
-        runs, self._kineto_runs = self._kineto_runs, False
-        if profiler is None or not runs:
+        profiler, files = self._kineto.end(), self._session.files
+        if profiler is None or files is None:
             return
-        try:
-            profiler.__exit__(None, None, None)
-        except Exception:
-            if profiler.kineto_results is None:  # it failed before the session was stopped (a CUDA error, say)
-                torch.autograd._disable_profiler()
-                autograd_profiler._run_on_profiler_stop()
-            raise
-        name = file_name(KINETO, self._rank, self.number)
-        path = self._files.temporary(name)
+        path = files.temporary(file_name(KINETO, self._session.rank, self._number))
         path.unlink(missing_ok=True)  # whatever it is: torch would wait for the other end of a pipe
         profiler.export_chrome_trace(str(path))
-        self._finish(path, name)
+        self._finish(KINETO)
 
-    def _finish(self, path: Path, name: str) -> None:
+    def _finish(self, kind: str) -> None:
+        """Put a whole trace in place, on a thread where one can be started."""
+        files, name = self._session.files, file_name(kind, self._session.rank, self._number)
+        if files is None:
+            return
+
         def work() -> None:
             try:
-                self._files.finish(path, name)
+                files.finish(name)
             except Exception as error:
-                log.warning("crossrank: cannot write %s: %s; it is left as %s", name, one_line(error), path)
+                log.warning(
+                    "crossrank: cannot write %s: %s; it is left as %s", name, one_line(error), files.temporary(name)
+                )
 
         thread = threads.start(name, work)
         if thread is None:
@@ -262,64 +337,19 @@ class WindowRecorder:
             self._finishing = [*filter(threading.Thread.is_alive, self._finishing), thread]
 
     def _lacks(self, what: str, why: str) -> None:
-        log.warning("crossrank: window %d has no %s: %s", self.number, what, why)
+        log.warning("crossrank: window %d has no %s: %s", self._number, what, why)
 
-
-def _profiler_of_user() -> bool:
-    """Whether a profiler that is not ours runs. Asked only while ours does not."""
-    return bool(autograd_profiler._is_profiler_enabled or torch.autograd._profiler_enabled())
-
-
-def _kineto_profiler() -> autograd_profiler.profile:
-    """The profiler below `torch.profiler.profile`.
-
-    That one imports inductor when it starts, for seconds and in the middle of training, and with it modules whose
-    default arguments keep the process group alive after its destruction.
-    """
-    inductor = sys.modules.get("torch._inductor.config")
-    if inductor is not None and inductor.triton.cudagraphs:
-        # CUPTI cannot be started again under CUDA graphs: torch.profiler.profile keeps it the same way.
-        os.environ["DISABLE_CUPTI_LAZY_REINIT"] = "1"
-        os.environ["TEARDOWN_CUPTI"] = "0"
-    return autograd_profiler.profile(
-        use_cpu=True,
-        use_device="cuda" if cuda_is_in_use() else None,
-        record_shapes=True,
-        use_kineto=True,
-        experimental_config=_experimental_config(),
-    )
-
-
-def _add_metadata() -> None:
-    """What `torch.profiler.profile` adds to a trace and tools look for: the job's ranks and process groups."""
-    torch.autograd._add_metadata_json("record_shapes", "1")
-    if not dist.is_initialized() or not has("Kineto's groups"):
-        return
-    groups = distributed_c10d._get_all_pg_configs()
-    information = {
-        "backend": dist.get_backend(),
-        "rank": dist.get_rank(),
-        "world_size": dist.get_world_size(),
-        "pg_count": dist.get_pg_count(),
-        "pg_config": groups,
-    }
-    torch.autograd._add_metadata_json("distributedInfo", orjson.dumps(information, default=int).decode())
-
-
-_ALL_THREADS = "profile_all_threads"
-
-
-def _experimental_config() -> Any:
-    """All threads, synchronisation events, no Python event objects; what this torch does not know is left out."""
-    wanted = (_ALL_THREADS, "enable_cuda_sync_events", "trace_only")
-    config: Any = torch._C._profiler._ExperimentalConfig
-    return config(**{name: True for name in wanted if _is_option(name)})
-
-
-def ends_on_any_thread() -> bool:
-    """Whether a window may be ended on another thread than the one that began it; older torches cannot."""
-    return has("Kineto") and _is_option(_ALL_THREADS)
-
-
-def _is_option(name: str) -> bool:
-    return name in (torch._C._profiler._ExperimentalConfig.__init__.__doc__ or "")
+    def _note(self, edge: str, step: int | None = None) -> None:
+        session = self._session
+        step = session.recorder.step if step is None else step
+        moment = {"window": self._number, "edge": edge, "step": step, "t": time.monotonic_ns()}
+        if session.writer is not None:
+            session.writer.line("window", moment)
+            counters = session.gpu.counters()
+            if counters is not None:
+                session.writer.line("counters", moment | counters)
+        if session.nvtx is not None and edge == "open":
+            # nsys may capture windows alone, and nothing of what was marked before.
+            session.nvtx.mark_identity(session.rank, session.world_size)
+            for group in session.groups.describe():
+                session.nvtx.mark_group(group)

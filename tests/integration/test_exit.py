@@ -353,8 +353,8 @@ STUCK_GPU = (
     jobs.ONE_RANK
     + """
 import torch.autograd.profiler
-from crossrank.instrument.write import window_edges
-window_edges._PATIENCE_DYING = 1.0
+from crossrank.instrument.write import window
+window._PATIENCE_DYING = 1.0
 torch.autograd.profiler.profile.__exit__ = lambda *_: time.sleep(600)
 crossrank.enable(window="0:1000000")
 dist.all_reduce(torch.ones(4))

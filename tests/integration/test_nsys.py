@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from crossrank.instrument.write.marker_text import MAX_BYTES
+from crossrank.instrument.write.nvtx_markers import MAX_BYTES
 from crossrank.tools import cli
 from tests.integration import jobs
 from tests.integration.test_interception import records_of
@@ -235,7 +235,7 @@ def test_texts_of_the_largest_size_arrive_whole(tmp_path: Path, nsys: Nsys) -> N
     script = jobs.write_script(
         tmp_path,
         "import json\n"
-        "from crossrank.instrument.write.marker_text import MAX_BYTES, shortened\n"
+        "from crossrank.instrument.write.nvtx_markers import MAX_BYTES, shortened\n"
         "from crossrank.instrument.write.nvtx_markers import attach\n"
         "markers = attach()\n"
         "assert markers is not None\n"

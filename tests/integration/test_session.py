@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -229,8 +230,27 @@ def test_what_a_larger_job_left_is_moved_as_well(two_ranks: World, tmp_path: Pat
     assert os.listdir(recording / "earlier-1") == ["rank-2.comms.jsonl.zst"]
 
 
-def _made_again(rank: int, directory: str, pause: float) -> None:
+def _look_at_every_turn() -> None:
+    """Have the writer's look for new groups come right before the files end and right after the new world is known."""
+    session = api._current
+    assert session is not None
+    end_files, begin_topology = session._end_files, session._begin_topology
+
+    def end(*arguments: Any, **named: Any) -> None:
+        session._on_look()
+        end_files(*arguments, **named)
+
+    def begin() -> None:
+        begin_topology()
+        session._on_look()
+
+    session._end_files, session._begin_topology = end, begin  # type: ignore[method-assign]
+
+
+def _made_again(rank: int, directory: str, pause: float, look: bool) -> None:
     with crossrank.enable(tracing="ALL", directory=directory):
+        if look:
+            _look_at_every_turn()
         dist.all_reduce(torch.ones(1))
         dist.destroy_process_group()
         dist.init_process_group("gloo", init_method=f"file://{directory}-same", rank=rank, world_size=2)
@@ -241,11 +261,15 @@ def _made_again(rank: int, directory: str, pause: float) -> None:
         dist.all_reduce(torch.ones(3))
 
 
-@pytest.mark.parametrize("pause", [0.0, 0.8], ids=["at once", "after the writer has looked"])
+@pytest.mark.parametrize(
+    ("pause", "look"),
+    [(0.0, False), (0.8, False), (0.0, True)],
+    ids=["at once", "after the writer has looked", "while the writer looks"],
+)
 def test_a_process_group_made_again_goes_on_or_begins_anew(
-    pause: float, two_ranks: World, tmp_path: Path, recording: Path
+    pause: float, look: bool, two_ranks: World, tmp_path: Path, recording: Path
 ) -> None:
-    two_ranks.run(_made_again, tmp_path, str(recording), pause, record=False)
+    two_ranks.run(_made_again, tmp_path, str(recording), pause, look, record=False)
     # Each process wrote as one rank first and as the other one after the swap; nothing was overwritten.
     for rank in (0, 1):
         before = CommsFile(str(recording / "earlier-1" / f"rank-{rank}.comms.jsonl.zst"))

@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import crossrank
 from crossrank.instrument import api
-from crossrank.instrument.write import window_edges
 from crossrank.recording import CommsFile, list_recording
 from tests.integration.test_interception import records_of
 from tests.integration.traces import execution_trace_ids, kineto_ids, load, process_groups
@@ -244,7 +243,7 @@ def _train_while_capturing(rank: int, steps: tuple[int, ...]) -> None:
     current = api._current
     assert current is not None
     patch = pytest.MonkeyPatch()
-    patch.setattr(window_edges, "is_capturing", lambda: current.recorder.step - 1 in steps)
+    patch.setattr("crossrank.instrument.write.window.is_capturing", lambda: current.recorder.step - 1 in steps)
     try:
         _train(rank, 10)
     finally:

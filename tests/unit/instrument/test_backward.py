@@ -15,12 +15,12 @@ from torch.distributed.pipelining._backward import stage_backward
 from torch.utils.checkpoint import checkpoint
 
 from crossrank.instrument import torch_private
-from crossrank.instrument.hooks import backward
+from crossrank.instrument.hooks import optimizer as backward
 
 
 @pytest.fixture
 def watch() -> Iterator[ModuleType]:
-    backward.install()
+    backward.watch_backward()
     yield backward
     backward.uninstall()
 
@@ -110,10 +110,10 @@ WAYS = [
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_backward_pass_is_seen_once(way: Callable[[], None], watch: ModuleType) -> None:
-    assert not watch.began()
+    assert not watch.backward_began()
     way()
-    assert watch.began()
-    assert not watch.began()
+    assert watch.backward_began()
+    assert not watch.backward_began()
 
 
 def test_what_is_no_backward_pass_is_none(watch: ModuleType) -> None:
@@ -122,13 +122,13 @@ def test_what_is_no_backward_pass_is_none(watch: ModuleType) -> None:
     torch.optim.Adam([parameter]).step()
     checkpoint(torch.sin, parameter, use_reentrant=True)
     checkpoint(torch.sin, parameter, use_reentrant=False)
-    assert not watch.began()
+    assert not watch.backward_began()
 
 
 def test_a_backward_pass_that_fails_raises_what_it_would_without(watch: ModuleType) -> None:
     with pytest.raises(RuntimeError, match="does not require grad"):
         torch.ones(1).backward()
-    assert watch.began()
+    assert watch.backward_began()
 
 
 def test_an_engine_that_somebody_else_put_in_place_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_an_engine_that_somebody_else_put_in_place_stays(monkeypatch: pytest.Mon
         pass
 
     monkeypatch.setattr(Variable, "_execution_engine", Variable._execution_engine)
-    backward.install()
+    backward.watch_backward()
     theirs = Variable._execution_engine = Other()
     backward.uninstall()
     assert Variable._execution_engine is theirs
@@ -149,10 +149,10 @@ def test_without_the_engine_every_step_follows_a_backward_pass(
     monkeypatch.setattr(Variable, "_execution_engine", engine)
     torch_private.has.cache_clear()
     with caplog.at_level(logging.WARNING, "crossrank"):
-        backward.install()
+        backward.watch_backward()
     torch_private.has.cache_clear()
     (record,) = caplog.records
     assert "has no torch.autograd.Variable._execution_engine.run_backward: every optimizer step" in record.getMessage()
     assert Variable._execution_engine is engine
-    assert backward.began()
-    assert backward.began()
+    assert backward.backward_began()
+    assert backward.backward_began()

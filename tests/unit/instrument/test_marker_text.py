@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossrank.instrument.write.marker_text import MAX_BYTES, shortened
+from crossrank.instrument.write.nvtx_markers import MAX_BYTES, shortened
 from crossrank.rank_runs import from_runs, to_runs
 from crossrank.tools.traces.nsight.markers import CALL, GROUP, meaning_of
 from crossrank.tools.traces.nsight.read import read_export

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from crossrank.instrument.write.rank_files import RankFiles
+from crossrank.instrument.write.rank_files import RankFiles, take_lock
 from crossrank.machine import boot_id
 from crossrank.recording import SCHEMA, Header
 
@@ -62,7 +62,7 @@ def test_a_pipe_that_turns_up_during_the_recording_blocks_nothing(tmp_path: Path
     files.write("rank-0.flight.json.zst", b"{}")
     whole = files.temporary("rank-0.et.json.zst")
     whole.write_bytes(b"{}")
-    files.finish(whole, "rank-0.et.json.zst")
+    files.finish("rank-0.et.json.zst")
     assert sorted(os.listdir(tmp_path)) == ["rank-0.et.json.zst", "rank-0.flight.json.zst"]
     assert all(stat.S_ISREG((tmp_path / name).lstat().st_mode) for name in os.listdir(tmp_path))
     files.close()
@@ -212,18 +212,38 @@ def test_the_file_of_a_process_that_is_no_ancestor_is_an_earlier_recording(tmp_p
 
 
 def test_process_locks_are_held_by_one_and_end_with_it() -> None:
-    from crossrank.instrument.write import process_lock
-
     name = f"a test of process {os.getpid()}, {time.monotonic_ns()}"
-    lock = process_lock.take(name)
+    lock = take_lock(name)
     assert lock is not None
-    assert process_lock.take(name) is None
+    assert take_lock(name) is None
     found: list[object] = []
-    thread = threading.Thread(target=lambda: found.append(process_lock.take(name)))
+    thread = threading.Thread(target=lambda: found.append(take_lock(name)))
     thread.start()
     thread.join()
     assert found == [None]
-    lock.release()
-    again = process_lock.take(name)
+    lock.close()
+    again = take_lock(name)
     assert again is not None
-    again.release()
+    again.close()
+
+
+def test_a_rank_whose_files_another_process_still_finishes_waits_for_it(tmp_path: Path) -> None:
+    # In a process group that is made again ranks may change places, each while the other one closes its files.
+    first = RankFiles(str(tmp_path), 0, 2)
+    found: list[RankFiles] = []
+    second = threading.Thread(target=lambda: found.append(RankFiles(str(tmp_path), 0, 2)))
+    second.start()
+    second.join(0.1)
+    assert not found
+    first.write("rank-0.flight.json.zst", b"{}")
+    first.close()
+    second.join()
+    assert names(tmp_path) == ["earlier-1/rank-0.flight.json.zst"]
+    found[0].close()
+
+
+def test_a_file_that_is_renamed_meanwhile_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / COMMS).write_bytes(b"")
+    monkeypatch.setattr(os, "listdir", lambda _: [".rank-0.flight.json.part", COMMS])
+    RankFiles(str(tmp_path), 0, 2).close()
+    assert names(tmp_path) == [f"earlier-1/{COMMS}"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from crossrank.instrument.record.steps import StepBoundaries, first_parameter
+from crossrank.instrument.record.iterations import StepBoundaries, first_parameter
 
 
 class Optimizer:

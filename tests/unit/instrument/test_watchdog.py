@@ -1,11 +1,11 @@
-"""A hang is told once, when nothing has been communicated for the whole timeout, and again after it went on."""
+"""A hang is reported once, when nothing has been communicated for the whole timeout, and again after it went on."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-from crossrank.instrument.write.watchdog import HangWatch
+from crossrank.instrument.write.flight_dump import HangWatch
 
 SECONDS = 0.4
 
@@ -41,7 +41,7 @@ def keep_doing(action: Callable[[], None], seconds: float) -> None:
         time.sleep(0.02)
 
 
-def test_silence_is_told_once_until_a_call_is_made() -> None:
+def test_silence_is_reported_once_until_a_call_is_made() -> None:
     job = Job()
     watch = job.watch()
     time.sleep(4 * SECONDS)

@@ -1,0 +1,123 @@
+"""The Kineto session of the windows: torch has one per process, and a profiler of the user's is left alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import orjson
+import torch
+import torch.autograd.profiler as autograd_profiler
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from crossrank.instrument.hooks import fork
+from crossrank.instrument.identity.gpu import cuda_is_in_use
+from crossrank.instrument.torch_private import has
+
+_ALL_THREADS = "profile_all_threads"
+_OPTIONS = (_ALL_THREADS, "enable_cuda_sync_events", "trace_only")
+"""Events of all threads and of synchronisation, no Python event objects; what this torch does not know is left out."""
+
+
+class Kineto:
+    """One Kineto session after the other: warmed up, started, ended."""
+
+    def __init__(self) -> None:
+        self._profiler: autograd_profiler.profile | None = None
+        self.runs = False
+
+    def prepare(self) -> None:
+        """Warm Kineto up, unless it is warm or not available: CUPTI takes its time at the first start."""
+        if self._profiler is not None or not has("Kineto") or is_users_profiler_running():
+            return
+        profiler = _new_profiler()
+        profiler._prepare_trace()
+        fork.let_children_leave_at_once()
+        self._profiler = profiler
+
+    def start(self) -> bool:
+        """Start, with what `torch.profiler.profile` adds to a trace and tools look for; False without Kineto."""
+        self.prepare()
+        if self._profiler is None:
+            return False
+        try:
+            self._profiler._start_trace()
+        except Exception:
+            autograd_profiler._run_on_profiler_stop()
+            self.drop_prepared()
+            raise
+        self.runs = True
+        torch.autograd._add_metadata_json("record_shapes", "1")
+        if dist.is_initialized() and has("Kineto's groups"):
+            information = {
+                "backend": dist.get_backend(),
+                "rank": dist.get_rank(),
+                "world_size": dist.get_world_size(),
+                "pg_count": dist.get_pg_count(),
+                "pg_config": distributed_c10d._get_all_pg_configs(),
+            }
+            torch.autograd._add_metadata_json("distributedInfo", orjson.dumps(information, default=int).decode())
+        return True
+
+    def end(self) -> autograd_profiler.profile | None:
+        """End the session that runs and return it for its export; forget one that does not, and return None."""
+        profiler, self._profiler = self._profiler, None
+        runs, self.runs = self.runs, False
+        if profiler is None or not runs:
+            return None
+        try:
+            profiler.__exit__(None, None, None)
+        except Exception:
+            if profiler.kineto_results is None:  # it failed before the session was stopped (a CUDA error, say)
+                torch.autograd._disable_profiler()
+                autograd_profiler._run_on_profiler_stop()
+            raise
+        return profiler
+
+    def drop_prepared(self) -> None:
+        """Let go of a session that was warmed up and will not be used.
+
+        Only one that runs can be ended, and while one is warmed up no other can be made, by the user either.
+        """
+        if self._profiler is None or self.runs:
+            return
+        profiler, self._profiler = self._profiler, None
+        torch.autograd._enable_profiler(profiler.config(), profiler.kineto_activities)
+        torch.autograd._disable_profiler()
+
+
+def is_users_profiler_running() -> bool:
+    """Whether a profiler runs that is not ours. Asked only while ours does not."""
+    return bool(autograd_profiler._is_profiler_enabled or torch.autograd._profiler_enabled())
+
+
+def ends_on_any_thread() -> bool:
+    """Whether a session may be ended on another thread than the one that began it; older torches cannot."""
+    return has("Kineto") and _is_option(_ALL_THREADS)
+
+
+def _new_profiler() -> autograd_profiler.profile:
+    """The profiler below `torch.profiler.profile`.
+
+    That one imports inductor when it starts, for seconds and in the middle of training, and with it modules whose
+    default arguments keep the process group alive after its destruction.
+    """
+    inductor = sys.modules.get("torch._inductor.config")
+    if inductor is not None and inductor.triton.cudagraphs:
+        # CUPTI cannot be started again under CUDA graphs: torch.profiler.profile keeps it the same way.
+        os.environ["DISABLE_CUPTI_LAZY_REINIT"] = "1"
+        os.environ["TEARDOWN_CUPTI"] = "0"
+    config: Any = torch._C._profiler._ExperimentalConfig
+    return autograd_profiler.profile(
+        use_cpu=True,
+        use_device="cuda" if cuda_is_in_use() else None,
+        record_shapes=True,
+        use_kineto=True,
+        experimental_config=config(**{name: True for name in _OPTIONS if _is_option(name)}),
+    )
+
+
+def _is_option(name: str) -> bool:
+    return name in (torch._C._profiler._ExperimentalConfig.__init__.__doc__ or "")
