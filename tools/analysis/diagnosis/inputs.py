@@ -12,17 +12,19 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain, combinations
 
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, FLIGHT, Damage, read_chunks
-from crossrank.text import rank_ranges, writable
+from crossrank.text import writable
+from crossrank.tools.analysis.diagnosis.findings import rank_text
 from crossrank.tools.analysis.diagnosis.several_files import complete, count_as_torch_does, last_call
 from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.traces.comms import read_comms
 from crossrank.tools.traces.discover import WHAT, FoundFile, discover
 from crossrank.tools.traces.flight_calls import SAME_TIME, read_flight
 from crossrank.tools.traces.flight_recorder import NoDumpError
-from crossrank.tools.traces.rank_trace import RankTrace
+from crossrank.tools.traces.rank_trace import GLOO, RankTrace
 
 _NEWER = 5_000_000_000
 """ns by which a comms file must go on after every dump of its recording to say more than they do."""
@@ -40,7 +42,7 @@ class Candidate:
     """Why it cannot even be opened."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Failure:
     """A file that could not be used."""
 
@@ -95,89 +97,82 @@ def put_together(
 ) -> Evidence:
     """What the files together say of each rank: the best of several, completed by others."""
     evidence = Evidence()
-    by_rank: dict[int, dict[str, list[RankTrace]]] = defaultdict(lambda: {"flight": [], "comms": []})
-    failures: list[Failure] = []
+    dumps: dict[int, list[RankTrace]] = defaultdict(list)
+    comms_files: dict[int, list[RankTrace]] = defaultdict(list)
     for candidate, result in zip(candidates, results, strict=True):
-        if isinstance(result, Failure):
-            failures.append(result)
-        elif result.rank is None:
+        if isinstance(result, RankTrace) and result.rank is None:
             evidence.skipped.append(f"{candidate.path}: is a dump, but its name has no rank; rename it to rank_N")
-        else:
-            by_rank[result.rank][result.source].append(result)
-    _refuse_several_jobs(by_rank)
-    use_comms = _comms_say_more(by_rank)
+        elif isinstance(result, RankTrace):
+            (comms_files if result.source == "comms" else dumps)[result.rank or 0].append(result)
+    _refuse_several_jobs(dumps)
+    _refuse_several_jobs(comms_files)
+    last_dump, last_comms = (max(map(_last_time, chain(*one.values())), default=0) for one in (dumps, comms_files))
+    # Dumps that end long before the comms files are of a window, and not of the end.
+    use_comms = not dumps or last_comms > last_dump + _NEWER
     alone: list[RankTrace] = []
-    for rank, sources in sorted(by_rank.items()):
-        kept = sources["comms" if use_comms else "flight"]
-        comms = max(sources["comms"], key=lambda one: (_last_time(one), one.path), default=None)
-        if not kept:
-            if comms is not None and comms.filtered and not len(comms.calls):
+    for rank in sorted(dumps.keys() | comms_files.keys()):
+        comms = max(comms_files[rank], key=_by_age, default=None)
+        kept = sorted((comms_files if use_comms else dumps)[rank], key=_by_age)
+        best = kept.pop() if kept else None
+        if comms is not None and (best is None or _went_on(best, comms)):
+            why = "left no dump" if best is None else "went on after its dump"
+            if best is None and comms.filtered and not len(comms):
                 evidence.notes.append(f"rank {rank} left no dump, and no call of its comms file left its node")
-            elif comms is not None:
+            else:
                 alone.append(comms)
-                evidence.notes.append(f"rank {rank} left no dump, its comms file is used; {last_call(comms)}")
-            continue
-        best = max(kept, key=lambda one: (_last_time(one), one.path))
-        if comms is not None and _went_on(best, comms):
-            alone.append(comms)
-            evidence.notes.append(f"rank {rank} went on after its dump, its comms file is used; {last_call(comms)}")
-            continue
-        if comms is not None and best is not comms and best.backend == "gloo":
-            complete(best, comms)
-        evidence.ranks.append(best)
-        evidence.skipped += [
-            f"{other.path}: is older than {best.path}, of the same rank {rank}, and was left out"
-            for other in kept
-            if other is not best
-        ]
+                evidence.notes.append(f"rank {rank} {why}, its comms file is used; {last_call(comms)}")
+        elif best is not None:
+            if comms is not None and best is not comms and best.backend == GLOO:
+                complete(best, comms)
+            evidence.ranks.append(best)
+            evidence.skipped += [
+                f"{other.path}: is older than {best.path}, of the same rank {rank}, and was left out" for other in kept
+            ]
     for comms in alone:
         count_as_torch_does(comms, evidence.ranks)
     evidence.ranks += alone
-    sizes = Counter(one.world_size for sources in by_rank.values() for one in sources["comms"] if one.world_size)
+    sizes = Counter(one.world_size for one in chain(*comms_files.values()) if one.world_size)
     evidence.world_size = max(sizes, key=lambda size: (sizes[size], size), default=None)
-    usable = {one.rank for one in evidence.ranks}
-    for failure in failures:
-        rank_or_none = failure.candidate.rank
-        if failure.foreign and not named and (rank_or_none is None or rank_or_none in usable):
-            continue  # a log, a note, somebody's JSON beside the dumps
-        evidence.skipped.append(failure.text)
-        if rank_or_none is not None and rank_or_none not in usable and not failure.foreign:
-            kind = "refused_dump" if failure.refused else "unreadable_dump"
-            evidence.unusable[rank_or_none] = (kind, failure.text)
+    usable = {None, *(one.rank for one in evidence.ranks)}
+    for result in results:
+        if isinstance(result, Failure) and (named or not result.foreign or result.candidate.rank not in usable):
+            evidence.skipped.append(result.text)  # else a log, a note, somebody's JSON beside the dumps
+            if result.candidate.rank not in usable and not result.foreign:
+                kind = "refused_dump" if result.refused else "unreadable_dump"
+                evidence.unusable[result.candidate.rank or 0] = (kind, result.text)
     return evidence
 
 
 def read_candidate(candidate: Candidate) -> RankTrace | Failure:
     """Runs in a worker: one file into evidence, with a path that can be written to any output."""
     result = _read_candidate(candidate)
-    if isinstance(result, RankTrace):
-        result.path = writable(result.path)
-        result.problems = list(map(writable, result.problems))
-        return result
-    return replace(result, text=writable(result.text))
+    if isinstance(result, Failure):
+        return replace(result, text=writable(result.text))
+    result.path = writable(result.path)
+    result.problems = list(map(writable, result.problems))
+    return result
 
 
 def _read_candidate(candidate: Candidate) -> RankTrace | Failure:
+    path, kind = candidate.path, candidate.kind
     if candidate.problem:
-        return Failure(candidate=candidate, text=f"{candidate.path}: {candidate.problem}")
-    if candidate.kind == COMMS:
-        try:
-            return read_comms(candidate.path, candidate.rank)
-        except CrossrankError as error:
-            return Failure(candidate=candidate, text=str(error))
-    if candidate.kind not in (FLIGHT, ""):
-        text = f"{candidate.path}: is {WHAT[candidate.kind]}, no flight-recorder dump"
-        return Failure(candidate=candidate, text=text, foreign=True)
-    if candidate.kind != FLIGHT and not _looks_like_dump(candidate.path):
-        text = f"{candidate.path}: is no flight-recorder dump: it starts neither as a pickle nor as JSON"
-        return Failure(candidate=candidate, text=text, foreign=True)
+        return Failure(candidate, f"{path}: {candidate.problem}")
+    if kind not in (COMMS, FLIGHT, ""):
+        return Failure(candidate, f"{path}: is {WHAT[kind]}, no flight-recorder dump", foreign=True)
+    if not kind and not _looks_like_dump(path):
+        text = f"{path}: is no flight-recorder dump: it starts neither as a pickle nor as JSON"
+        return Failure(candidate, text, foreign=True)
     try:
+        if kind == COMMS:
+            return read_comms(path, candidate.rank)
         # A dump is tens of thousands of small containers without a circle among them: looking for one takes longer
         # than reading the dump.
         with _without_collector():
-            return read_flight(candidate.path, candidate.rank)
+            return read_flight(path, candidate.rank)
     except NoDumpError as error:
-        return Failure(candidate=candidate, text=str(error), refused=error.refused, foreign=error.foreign)
+        return Failure(candidate, str(error), refused=error.refused, foreign=error.foreign)
+    except CrossrankError as error:
+        return Failure(candidate, str(error))
 
 
 @contextmanager
@@ -194,7 +189,7 @@ def _without_collector() -> Iterator[None]:
 
 def failed(candidate: Candidate, error: CrossrankError) -> RankTrace | Failure:
     """What stands for a file that no worker could read."""
-    return Failure(candidate=candidate, text=f"{candidate.path}: {error}")
+    return Failure(candidate, f"{candidate.path}: {error}")
 
 
 def _looks_like_dump(path: str) -> bool:
@@ -205,38 +200,33 @@ def _looks_like_dump(path: str) -> bool:
     return start[:1] in (b"\x80", b"{") or not start
 
 
-def _refuse_several_jobs(by_rank: dict[int, dict[str, list[RankTrace]]]) -> None:
+def _refuse_several_jobs(files: dict[int, list[RankTrace]]) -> None:
     """Two files of one rank may be an early and a late dump; several folders with the same ranks are several jobs."""
-    for source in ("flight", "comms"):
-        folders: dict[str, set[int]] = defaultdict(set)
-        for rank, sources in by_rank.items():
-            for one in sources[source]:
-                folders[one.path.rpartition("/")[0]].add(rank)
-        for folder, ranks in folders.items():
-            for other, others in folders.items():
-                if folder < other and len(ranks & others) > 1:
-                    raise CrossrankError(
-                        f"{folder} and {other} both hold dumps of rank {rank_ranges(sorted(ranks & others))}: "
-                        f"{len(folders)} folders, most likely of several jobs; name the folder of one"
-                    )
+    folders: dict[str, set[int]] = defaultdict(set)
+    for rank, traces in files.items():
+        for one in traces:
+            folders[one.path.rpartition("/")[0]].add(rank)
+    for folder, other in combinations(sorted(folders), 2):
+        if len(both := folders[folder] & folders[other]) > 1:
+            raise CrossrankError(
+                f"{folder} and {other} both hold dumps of {rank_text(both)}: "
+                f"{len(folders)} folders, most likely of several jobs; name the folder of one"
+            )
 
 
-def _last_time(evidence: RankTrace) -> int:
-    calls = evidence.calls
+def _last_time(trace: RankTrace) -> int:
     # That a comms file goes on is no news where no call is in what follows.
-    taken_at = evidence.ending.taken_at if evidence.source == "flight" else None
-    return max(taken_at or 0, max(calls.called, default=0), max(calls.ended, default=0))
+    taken_at = trace.ending.taken_at if trace.source == "flight" else None
+    return max(taken_at or 0, max(trace.calls.called, default=0), max(trace.calls.ended, default=0))
+
+
+def _by_age(trace: RankTrace) -> tuple[int, str]:
+    return _last_time(trace), trace.path
 
 
 def _went_on(dump: RankTrace, comms: RankTrace) -> bool:
     """Whether a rank made calls after a dump that it wrote when it seemed to hang, and died before the next."""
-    if comms is dump or dump.ending.taken_at is None or comms.filtered:
+    taken_at = dump.ending.taken_at
+    if comms is dump or taken_at is None or comms.filtered:
         return False
-    return max(comms.calls.called, default=0) > dump.ending.taken_at + SAME_TIME
-
-
-def _comms_say_more(by_rank: dict[int, dict[str, list[RankTrace]]]) -> bool:
-    """Whether the comms files go on after the last dump, which was then of a window and not of the end."""
-    dumps = [_last_time(one) for sources in by_rank.values() for one in sources["flight"]]
-    comms = [_last_time(one) for sources in by_rank.values() for one in sources["comms"]]
-    return bool(comms) and (not dumps or max(comms) > max(dumps) + _NEWER)
+    return max(comms.calls.called, default=0) > taken_at + SAME_TIME

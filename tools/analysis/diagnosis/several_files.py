@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from crossrank.comm import CommRecord, is_p2p
+from crossrank.comm import is_p2p
 from crossrank.tools.analysis.diagnosis.findings import call_text, group_text
 from crossrank.tools.traces.comms import stack_of
 from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder, sort_by_time
@@ -35,48 +35,37 @@ def complete(dump: RankTrace, comms: RankTrace) -> None:
         ending.error, ending.traceback, ending.causes = other.error, other.traceback, other.causes
     ending.of_threads = ending.of_threads or other.of_threads
     has_p2p = any(map(is_p2p, dump.signatures))
-    builder = TraceBuilder(dump)
+    builder, before = TraceBuilder(dump), len(dump)
     counts: Counter[tuple[str, str]] = Counter()
-    added = 0
-    for row in range(len(comms)):
-        signature = comms.signatures[comms.calls.signature[row]]
-        if not _is_unknown(signature, has_p2p):
+    for row, record in enumerate(comms.records()):
+        p2p = is_p2p(record)
+        if not (p2p and not has_p2p) and record.c10d not in _UNRECORDED:
             continue
-        record = comms.record(row)
-        apart = "" if is_p2p(signature) else signature.c10d
+        apart = "" if p2p else record.c10d
         counts[record.pg, apart] += 1
         if apart:
             record = msgspec.structs.replace(record, seq=counts[record.pg, apart])
         group = builder.define(comms.groups[comms.calls.group[row]].group, apart)
-        called, state = comms.calls.called[row], comms.calls.state[row]
-        place = builder.add(record, called=called, state=state, group=group)
+        place = builder.add(record, called=record.t, state=comms.calls.state[row], group=group)
         if row in comms.unawaited:
             dump.unawaited.add(place)
-        added += 1
-    if added:
+    if len(dump) > before:
         dump.numbered_pairs = dump.numbered_pairs or not has_p2p
         sort_by_time(dump)
-
-
-def _is_unknown(call: CommRecord, has_p2p: bool) -> bool:
-    """Whether torch's recorder does not note such a call of gloo."""
-    return call.c10d in _UNRECORDED or (is_p2p(call) and not has_p2p)
 
 
 def count_as_torch_does(comms: RankTrace, others: Sequence[RankTrace]) -> None:
     """Make a comms file comparable with the other ranks' dumps: its collectives get the numbers that torch gave them
     there, by what those dumps know of both."""
     comms.comparable = False
-    p2p = list(map(is_p2p, comms.signatures))
-    for index, one in enumerate(comms.groups):
-        name = one.group.pg
-        before = Counter(other.dump.recorded_from[name] for other in others if name in other.dump.recorded_from)
-        if not before:
-            continue
-        shift = max(before, key=lambda count: (before[count], -count))
-        for row, of_group in enumerate(comms.calls.group):
-            if of_group == index and not p2p[comms.calls.signature[row]]:
-                comms.calls.number[row] += shift
+    shifts: list[int] = []
+    for one in comms.groups:
+        known = (other.dump.recorded_from.get(one.group.pg) for other in others)
+        before = Counter(count for count in known if count is not None)
+        shifts.append(max(before, key=lambda count: (before[count], -count), default=0))
+    for row, (group, signature) in enumerate(zip(comms.calls.group, comms.calls.signature, strict=True)):
+        if not is_p2p(comms.signatures[signature]):
+            comms.calls.number[row] += shifts[group]
 
 
 def last_call(comms: RankTrace) -> str:

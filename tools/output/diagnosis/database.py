@@ -23,7 +23,7 @@ import msgspec
 from crossrank.atomic_file import whole_file
 from crossrank.comm import is_p2p
 from crossrank.errors import CrossrankError
-from crossrank.tools.analysis.diagnosis.collectives import fits, meaning
+from crossrank.tools.analysis.diagnosis.collectives import match_key
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.traces.rank_trace import STATES
@@ -93,7 +93,7 @@ def _tables(job: JobState, diagnosis: Diagnosis) -> Iterator[tuple[str, Rows]]:
 
 
 def _collectives(job: JobState, collective_of: dict[tuple[int, int], int]) -> Rows:
-    meanings = [meaning(signature) for signature in job.signatures]
+    keys = [match_key(signature) for signature in job.signatures]
     for group in job.groups:
         first: dict[int, tuple[int, int, bool]] = {}  # seq -> signature, ranks that made it, whether they fit
         for rank, lane in group.lanes.items():
@@ -104,7 +104,7 @@ def _collectives(job: JobState, collective_of: dict[tuple[int, int], int]) -> Ro
                 if known is None:
                     first[seq] = (number, 1, True)
                 else:
-                    same = known[0] == number or fits(meanings[known[0]], meanings[number])
+                    same = known[0] == number or keys[known[0]].fits(keys[number])
                     first[seq] = (known[0], known[1] + 1, known[2] and same)
         for seq, (number, made_by, fit) in sorted(first.items()):
             collective_of[group.index, seq] = len(collective_of)
