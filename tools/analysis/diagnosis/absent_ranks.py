@@ -8,7 +8,7 @@ from crossrank.tools.analysis.diagnosis.call_history import is_usual
 from crossrank.tools.analysis.diagnosis.collectives import EXTRA, MISSING
 from crossrank.tools.analysis.diagnosis.findings import rank_text
 from crossrank.tools.analysis.diagnosis.job_state import CLEARLY_STALE
-from crossrank.tools.analysis.diagnosis.root_causes import Search, finding_of, finding_on
+from crossrank.tools.analysis.diagnosis.root_causes import Search, finding_at, finding_of, finding_on
 from crossrank.tools.analysis.diagnosis.wait_for_graph import StuckOp
 from crossrank.tools.traces.ending import LEFT
 from crossrank.tools.traces.rank_trace import STATES
@@ -109,14 +109,7 @@ def find_stale_ranks(search: Search) -> None:
             f"rank {rank} goes on making calls, but notices no end of {len(rows)} calls that are over on the others: "
             "its GPU or its watchdog is stuck"
         )
-        finding = finding_on(
-            job.group_at(rank, rows[0]),
-            "not_completed",
-            collective_seq_id=job.ranks[rank].calls.number[rows[0]],
-            op=job.signature(rank, rows[0]).op,
-            culprit_ranks=[rank],
-            text=text,
-        )
+        finding = finding_at(job, rank, rows[0], "not_completed", culprit_ranks=[rank], text=text)
         search.add_root(finding, since=job.moment(rank, rows[0]))
 
 
@@ -203,14 +196,10 @@ def find_unended_calls(search: Search) -> None:
         ended = [other for other in group.ranks if other in job.ranks and job.completed(group, other) >= seq]
         # Without the moment of the dump it may have been taken just before the end was noticed.
         hangs = trace.ending.taken_at is not None and len(ended) * 2 > len(group.ranks)
-        finding = finding_on(
-            group,
-            "not_completed" if hangs else "all_joined_not_completed",
-            collective_seq_id=seq,
-            op=job.signature(rank, row).op,
-            culprit_ranks=[rank] if hangs else [],
-            waiting_ranks=[] if hangs else [rank],
-            text=f"{rank_text(ended)} saw it end, and on rank {rank} it is {state}"
-            + ("" if hangs else ": it hangs there, or the dump was taken just before"),
-        )
+        text = f"{rank_text(ended)} saw it end, and on rank {rank} it is {state}"
+        if hangs:
+            finding = finding_at(job, rank, row, "not_completed", culprit_ranks=[rank], text=text)
+        else:
+            text += ": it hangs there, or the dump was taken just before"
+            finding = finding_at(job, rank, row, "all_joined_not_completed", waiting_ranks=[rank], text=text)
         search.add_root(finding)

@@ -14,39 +14,32 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
 
+import msgspec
+
+from crossrank.comm import is_p2p
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, FLIGHT, Damage, read_chunks
 from crossrank.text import writable
-from crossrank.tools.analysis.diagnosis.findings import rank_text
-from crossrank.tools.analysis.diagnosis.several_files import complete, count_as_torch_does, last_call
+from crossrank.tools.analysis.diagnosis.findings import call_text, group_text, rank_text
 from crossrank.tools.parallel import Fleet, map_ranks
-from crossrank.tools.traces.comms import read_comms
+from crossrank.tools.traces.comms import read_comms, stack_of
 from crossrank.tools.traces.discover import WHAT, FoundFile, discover
 from crossrank.tools.traces.flight_calls import SAME_TIME, read_flight
 from crossrank.tools.traces.flight_recorder import NoDumpError
-from crossrank.tools.traces.rank_trace import GLOO, RankTrace
+from crossrank.tools.traces.rank_trace import GLOO, RankTrace, TraceBuilder, sort_by_time
+
+_UNRECORDED = ("monitored_barrier_",)
+"""Collectives of gloo that torch's recorder neither notes nor counts."""
 
 _NEWER = 5_000_000_000
 """ns by which a comms file must go on after every dump of its recording to say more than they do."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A file that may hold evidence."""
-
-    path: str
-    rank: int | None
-    kind: str
-    size: int = 0
-    problem: str = ""
-    """Why it cannot even be opened."""
 
 
 @dataclass(frozen=True)
 class Failure:
     """A file that could not be used."""
 
-    candidate: Candidate
+    candidate: FoundFile
     text: str
     refused: bool = False
     foreign: bool = False
@@ -68,24 +61,21 @@ class Evidence:
     """What most comms files say, those of ranks without a dump included."""
 
 
-def find_candidates(paths: Iterable[str], files: Sequence[FoundFile] | None = None) -> list[Candidate]:
+def find_candidates(paths: Iterable[str], files: Sequence[FoundFile] | None = None) -> list[FoundFile]:
     """Every file at `paths`, folders with all below them, that is a dump or a comms file or may be a broken one, and of
     other kinds what is named itself. `files` are those there, where that is known already."""
     named = list(paths)
-    return [
-        Candidate(path=file.path, rank=file.rank, kind=file.kind, size=file.size, problem=_problem(file))
+    found = [
+        file
         for file in (discover(named) if files is None else files)
         if (file.kind in (FLIGHT, COMMS, "") and not file.torn) or file.path in named
     ]
-
-
-def _problem(file: FoundFile) -> str:
-    """A file without a kind is read all the same: what is wrong with a dump, reading it says best."""
-    return "" if file.problem and not file.kind and os.path.isfile(file.path) else file.problem
+    # A file without a kind is read all the same: what is wrong with a dump, reading it says best.
+    return [replace(one, problem="") if not one.kind and os.path.isfile(one.path) else one for one in found]
 
 
 def read_evidence(
-    candidates: list[Candidate], fleet: Fleet, done: Callable[[], None] = lambda: None, *, named: bool = False
+    candidates: Sequence[FoundFile], fleet: Fleet, done: Callable[[], None] = lambda: None, *, named: bool = False
 ) -> Evidence:
     """Read all `candidates` with `fleet`. `named`: the user named each file, so none may be foreign."""
     results = map_ranks(read_candidate, candidates, fleet, failed=failed, done=done)
@@ -93,7 +83,7 @@ def read_evidence(
 
 
 def put_together(
-    candidates: Sequence[Candidate], results: Sequence[RankTrace | Failure], *, named: bool = False
+    candidates: Sequence[FoundFile], results: Sequence[RankTrace | Failure], *, named: bool = False
 ) -> Evidence:
     """What the files together say of each rank: the best of several, completed by others."""
     evidence = Evidence()
@@ -120,16 +110,16 @@ def put_together(
                 evidence.notes.append(f"rank {rank} left no dump, and no call of its comms file left its node")
             else:
                 alone.append(comms)
-                evidence.notes.append(f"rank {rank} {why}, its comms file is used; {last_call(comms)}")
+                evidence.notes.append(f"rank {rank} {why}, its comms file is used; {_last_call(comms)}")
         elif best is not None:
             if comms is not None and best is not comms and best.backend == GLOO:
-                complete(best, comms)
+                _complete(best, comms)
             evidence.ranks.append(best)
             evidence.skipped += [
                 f"{other.path}: is older than {best.path}, of the same rank {rank}, and was left out" for other in kept
             ]
     for comms in alone:
-        count_as_torch_does(comms, evidence.ranks)
+        _count_as_torch_does(comms, evidence.ranks)
     evidence.ranks += alone
     sizes = Counter(one.world_size for one in chain(*comms_files.values()) if one.world_size)
     evidence.world_size = max(sizes, key=lambda size: (sizes[size], size), default=None)
@@ -143,7 +133,7 @@ def put_together(
     return evidence
 
 
-def read_candidate(candidate: Candidate) -> RankTrace | Failure:
+def read_candidate(candidate: FoundFile) -> RankTrace | Failure:
     """Runs in a worker: one file into evidence, with a path that can be written to any output."""
     result = _read_candidate(candidate)
     if isinstance(result, Failure):
@@ -153,7 +143,7 @@ def read_candidate(candidate: Candidate) -> RankTrace | Failure:
     return result
 
 
-def _read_candidate(candidate: Candidate) -> RankTrace | Failure:
+def _read_candidate(candidate: FoundFile) -> RankTrace | Failure:
     path, kind = candidate.path, candidate.kind
     if candidate.problem:
         return Failure(candidate, f"{path}: {candidate.problem}")
@@ -187,7 +177,7 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def failed(candidate: Candidate, error: CrossrankError) -> RankTrace | Failure:
+def failed(candidate: FoundFile, error: CrossrankError) -> RankTrace | Failure:
     """What stands for a file that no worker could read."""
     return Failure(candidate, f"{candidate.path}: {error}")
 
@@ -230,3 +220,66 @@ def _went_on(dump: RankTrace, comms: RankTrace) -> bool:
     if comms is dump or taken_at is None or comms.filtered:
         return False
     return max(comms.calls.called, default=0) > taken_at + SAME_TIME
+
+
+# --- a dump and a comms file of one rank ------------------------------------------------------------------------------
+
+
+def _complete(dump: RankTrace, comms: RankTrace) -> None:
+    """Add to a dump what the rank's comms file beside it knows and torch's recorder of gloo does not note: the members
+    of groups, sends and receives."""
+    ranks_of = {one.group.pg: one.group.ranks for one in comms.groups}
+    for index, one in enumerate(dump.groups):
+        if one.group.ranks is None:
+            known = msgspec.structs.replace(one.group, ranks=ranks_of.get(one.group.pg))
+            dump.groups[index] = msgspec.structs.replace(one, group=known)
+    dump.host = dump.host or comms.host
+    dump.world_size = dump.world_size or comms.world_size
+    ending, other = dump.ending, comms.ending
+    if ending.error is None:
+        ending.error, ending.traceback, ending.causes = other.error, other.traceback, other.causes
+    ending.of_threads = ending.of_threads or other.of_threads
+    has_p2p = any(map(is_p2p, dump.signatures))
+    builder, before = TraceBuilder(dump), len(dump)
+    counts: Counter[tuple[str, str]] = Counter()
+    for row, record in enumerate(comms.records()):
+        p2p = is_p2p(record)
+        if not (p2p and not has_p2p) and record.c10d not in _UNRECORDED:
+            continue
+        apart = "" if p2p else record.c10d
+        counts[record.pg, apart] += 1
+        if apart:
+            record = msgspec.structs.replace(record, seq=counts[record.pg, apart])
+        group = builder.define(comms.groups[comms.calls.group[row]].group, apart)
+        place = builder.add(record, called=record.t, state=comms.calls.state[row], group=group)
+        if row in comms.unawaited:
+            dump.unawaited.add(place)
+    if len(dump) > before:
+        dump.numbered_pairs = dump.numbered_pairs or not has_p2p
+        sort_by_time(dump)
+
+
+def _count_as_torch_does(comms: RankTrace, others: Sequence[RankTrace]) -> None:
+    """Make a comms file comparable with the other ranks' dumps: its collectives get the numbers that torch gave them
+    there, by what those dumps know of both."""
+    comms.comparable = False
+    shifts: list[int] = []
+    for one in comms.groups:
+        known = (other.dump.recorded_from.get(one.group.pg) for other in others)
+        before = Counter(count for count in known if count is not None)
+        shifts.append(max(before, key=lambda count: (before[count], -count), default=0))
+    for row, (group, signature) in enumerate(zip(comms.calls.group, comms.calls.signature, strict=True)):
+        if not is_p2p(comms.signatures[signature]):
+            comms.calls.number[row] += shifts[group]
+
+
+def _last_call(comms: RankTrace) -> str:
+    """The last call in a comms file, for a rank that left nothing else."""
+    if not len(comms):
+        return "its comms file holds no call"
+    call = comms.record(len(comms) - 1)
+    group = comms.groups[comms.calls.group[-1]].group
+    frames = stack_of(call)
+    where = f" at {frames[0].filename}:{frames[0].line}" if frames else ""
+    name = group_text([group.pg, group.desc])
+    return f"the last call in its comms file is {call_text(call.op, comms.calls.number[-1])} on {name}{where}"

@@ -125,6 +125,12 @@ def finding_on(group: ProcessGroup, kind: str, **facts: Any) -> Finding:
     return Finding(kind=kind, pg=group.pg, pg_ranks=list(group.ranks), **facts)
 
 
+def finding_at(job: JobState, rank: int, row: int, kind: str, **facts: Any) -> Finding:
+    """A finding about a collective that a rank made."""
+    number, op = job.ranks[rank].calls.number[row], job.signature(rank, row).op
+    return finding_on(job.group_at(rank, row), kind, collective_seq_id=number, op=op, **facts)
+
+
 def finding_of(op: StuckOp, kind: str, *, culprits: Iterable[int] = (), text: str = "") -> Finding:
     """A finding about what ranks are stuck in; those of them that are no culprits wait."""
     return finding_on(
