@@ -1,4 +1,4 @@
-"""What a rank usually does: a training loop repeats itself, so a call can be told from one that is out of turn."""
+"""What a rank usually does: a training loop repeats itself, so a call that is out of turn stands out."""
 
 from __future__ import annotations
 

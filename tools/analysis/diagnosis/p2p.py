@@ -17,8 +17,10 @@ from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.traces.rank_trace import COMPLETED, RETIRED, Calls, RankTrace
 
-Call = tuple[int, int]
+CallId = tuple[int, int]
 """(rank, row of its calls)"""
+Pairs = list[tuple[int, int]]
+"""Rows of sends with those of their receives"""
 Rows = dict[tuple[str, int, int], list[int]]
 """(operation, rank, peer) -> rows in order"""
 
@@ -27,13 +29,13 @@ Rows = dict[tuple[str, int, int], list[int]]
 class Pairing:
     """What became of every send and receive of the job."""
 
-    partner: dict[Call, Call] = field(default_factory=dict)
+    partner: dict[CallId, CallId] = field(default_factory=dict)
     """Both ways. Calls that are done on their own rank are there only where the pairs are exact."""
-    alone: dict[Call, int] = field(default_factory=dict)
+    alone: dict[CallId, int] = field(default_factory=dict)
     """Calls that the other rank has not answered -> that rank."""
-    done: set[Call] = field(default_factory=set)
+    done: set[CallId] = field(default_factory=set)
     """Open calls of which the other rank saw the end."""
-    sizes_differ: dict[tuple[Call, Call], None] = field(default_factory=dict)
+    sizes_differ: dict[tuple[CallId, CallId], None] = field(default_factory=dict)
     """Send and receive that belong together and are not of one size or type."""
 
 
@@ -180,7 +182,7 @@ def _in_step(job: JobState, group: ProcessGroup, lists: Rows) -> bool:
     return seen or len(group.ranks) == 2
 
 
-def _by_number(send: _End, receive: _End, numbered: bool) -> list[Call]:
+def _by_number(send: _End, receive: _End, numbered: bool) -> Pairs:
     """Pairs of rows with one number; what came before the first that the other rank has is no longer to be found."""
     if numbered:  # comms files count the calls to that peer
         send.low = receive.low = max(min(end.numbers(), default=0) for end in (send, receive))
@@ -195,7 +197,7 @@ def _by_number(send: _End, receive: _End, numbered: bool) -> list[Call]:
     return [(row, answers[number].pop(0)) for row, number in numbers if answers[number]]
 
 
-def _from_the_end(job: JobState, send: _End, receive: _End, pairing: Pairing) -> list[Call]:
+def _from_the_end(job: JobState, send: _End, receive: _End, pairing: Pairing) -> Pairs:
     """Pairs of open rows, the first with the first; open rows that are over are noted as done."""
     left: list[list[int]] = []
     for end in (send, receive):
@@ -222,7 +224,7 @@ def _same_size(send: CommRecord, receive: CommRecord) -> bool:
     return sent == received and (send.dtype is None or receive.dtype is None or send.dtype == receive.dtype)
 
 
-def content_text(job: JobState, call: Call) -> str:
+def content_text(job: JobState, call: CallId) -> str:
     """The shapes and the type that a send or receive transfers, for people."""
     signature = job.signature(*call)
     sides = (signature.outputs, signature.inputs)[:: 1 if signature.op == "recv" else -1]

@@ -111,11 +111,10 @@ def wait_for_graph(job: JobState, pairing: Pairing) -> WaitForGraph:
         if call is not None:
             blocked[rank] = call
     graph = WaitForGraph(blocked, _stuck_ops(job, blocked, pairing), missed_ends)
-    for rank, call in blocked.items():
-        if call.is_p2p:
+    for rank, op in graph.op_of.items():
+        if op.is_p2p:
             _place_peers(job, graph, rank, pairing)
-    for op in graph.ops:
-        if not op.is_p2p:
+        elif rank == op.waiting[0]:
             _place_members(job, graph, op)
     return graph
 
@@ -229,13 +228,9 @@ def _held_elsewhere(job: JobState, rank: int) -> int | None:
 def _lacks_a_member(job: JobState, rank: int, row: int) -> bool:
     """Whether a member goes on, or ended, without having made a call for long."""
     calls, group = job.ranks[rank].calls, job.group_at(rank, row)
-    for other in group.ranks:
-        enqueued, trace = job.enqueued(group, other), job.ranks.get(other)
-        if trace is None or trace.ending.taken_at is None or enqueued is None or enqueued >= calls.number[row]:
-            continue
-        if trace.ending.taken_at - calls.called[row] > _LONG:
-            return True
-    return False
+    enqueued = {other: job.enqueued(group, other) for other in group.ranks}
+    late = [other for other, last in enqueued.items() if last is not None and last < calls.number[row]]
+    return any((job.ranks[other].ending.taken_at or 0) - calls.called[row] > _LONG for other in late)
 
 
 def _launch(job: JobState, rank: int, row: int) -> list[int]:
