@@ -10,13 +10,13 @@ from crossrank.recording import COMMS, FLIGHT, list_recording
 from crossrank.tools.analysis.diagnosis import inputs as diagnosis_inputs
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
-from crossrank.tools.analysis.diagnosis.inputs import Candidate, Failure, find_candidates
+from crossrank.tools.analysis.diagnosis.inputs import Failure, find_candidates
 from crossrank.tools.job import sources
 from crossrank.tools.job.collectives import Collectives, match_collectives
 from crossrank.tools.job.job import Job
 from crossrank.tools.job.sources import Found, Task
 from crossrank.tools.parallel import Fleet, map_ranks
-from crossrank.tools.traces.discover import discover
+from crossrank.tools.traces.discover import FoundFile, discover
 from crossrank.tools.traces.rank_trace import RankTrace
 from crossrank.tools.traces.replayed import JSON, Report, read_report
 
@@ -42,11 +42,11 @@ class Plan:
 
     inputs: list[str]
     times: Found
-    candidates: list[Candidate]
+    candidates: list[FoundFile]
     replay: Report | None
 
     @property
-    def items(self) -> list[Task | Candidate]:
+    def items(self) -> list[Task | FoundFile]:
         return [*self.times.tasks, *self.candidates]
 
 
@@ -100,17 +100,17 @@ def gather(planned: Plan, fleet: Fleet, done: Callable[[], None] = lambda: None)
 _Result = list[RankTrace] | str | RankTrace | Failure
 
 
-def _read(item: Task | Candidate) -> _Result:
-    return diagnosis_inputs.read_candidate(item) if isinstance(item, Candidate) else sources.read_task(item)
+def _read(item: Task | FoundFile) -> _Result:
+    return diagnosis_inputs.read_candidate(item) if isinstance(item, FoundFile) else sources.read_task(item)
 
 
-def _failed(item: Task | Candidate, error: CrossrankError) -> _Result:
-    if isinstance(item, Candidate):
+def _failed(item: Task | FoundFile, error: CrossrankError) -> _Result:
+    if isinstance(item, FoundFile):
         return diagnosis_inputs.failed(item, error)
     return sources.failed(item, error)
 
 
-def _diagnose(candidates: list[Candidate], results: list[RankTrace | Failure]) -> tuple[Diagnosis | None, str]:
+def _diagnose(candidates: list[FoundFile], results: list[RankTrace | Failure]) -> tuple[Diagnosis | None, str]:
     if not candidates:
         return None, "there is neither a comms file nor a flight-recorder dump"
     try:

@@ -1,4 +1,4 @@
-"""Which rank, which group, which call: the diagnosis of a hung or diverging job.
+"""In: files of a job that hangs or diverges. Out: which rank, which group, which call.
 
 From Python:
 
@@ -8,8 +8,7 @@ From Python:
 
     diagnosis, job = diagnose(read_evidence(find_candidates(["/data/run1"]), Fleet(jobs=4)))
 
-In the order in which they work: `inputs` finds files and has them read (`from_flight`, `from_comms`) into `evidence`;
-`job` puts the ranks side by side; `collectives` and `p2p` match their calls; `waiting` finds what each rank is stuck
-in; `causes` (with `deadlocks`, `absences`, `consequences`, `habits`) tells root causes from what follows;
-`stragglers` measures who is late. `findings` is what comes out; `tools.output.diagnosis` shows it.
+Read `diagnose` first, which names all steps: `inputs` reads files; `job_state` is how far ranks came; `collectives` and
+`p2p` compare their calls; `wait_for_graph` finds what each rank is stuck in; `root_causes` and `absent_ranks` (with
+`call_history` and `stacks`) tell causes from what follows; `stragglers` measures who is late. `findings` comes out.
 """

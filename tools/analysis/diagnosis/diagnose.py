@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from crossrank.text import rank_ranges
-from crossrank.tools.analysis.diagnosis.causes import find_causes
+from crossrank.tools.analysis.diagnosis import absent_ranks, root_causes
 from crossrank.tools.analysis.diagnosis.collectives import find_mismatches
-from crossrank.tools.analysis.diagnosis.findings import LACKS_EVIDENCE, Diagnosis, Finding
+from crossrank.tools.analysis.diagnosis.findings import LACKS_EVIDENCE, Diagnosis, Finding, rank_text
 from crossrank.tools.analysis.diagnosis.inputs import Evidence
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.analysis.diagnosis.p2p import pair_up
-from crossrank.tools.analysis.diagnosis.places import add_places
+from crossrank.tools.analysis.diagnosis.root_causes import Search
+from crossrank.tools.analysis.diagnosis.stacks import add_places
 from crossrank.tools.analysis.diagnosis.stragglers import find_stragglers
-from crossrank.tools.analysis.diagnosis.waiting import who_waits
-from crossrank.tools.traces.rank_trace import RETIRED, RankTrace
+from crossrank.tools.analysis.diagnosis.wait_for_graph import wait_for_graph
+from crossrank.tools.traces.rank_trace import GLOO, RETIRED, RankTrace
 
 
 def diagnose(
     evidence: Evidence, *, world_size: int | None = None, allow_missing: bool = False
 ) -> tuple[Diagnosis, JobState]:
-    """What is wrong with the job that left `evidence`, and the evidence side by side.
+    """What is wrong with the job that left `evidence`, and the job.
 
     With `allow_missing` ranks without a dump are taken to be where the others are, and are no fault by themselves.
     """
@@ -33,51 +33,67 @@ def diagnose(
     stragglers, clocks, late = find_stragglers(job)
     job.clock_offset = {int(rank): int(offset_ms * 1e6) for rank, offset_ms in clocks.offset_ms.items()}
     pairing = pair_up(job)
-    waiting = who_waits(job, pairing)
+    graph = wait_for_graph(job, pairing)
     if allow_missing:
-        for stall in waiting.stalls:
-            stall.absent -= lacking.keys()
-        waiting.edges = {rank: waiting.stall_of[rank].waits_for() - {rank} for rank in waiting.edges}
-        missing, lacking = lacking, {}
-    else:
-        missing = {}
-    causes = find_causes(job, waiting, pairing, find_mismatches(job), lacking)
+        for op in graph.ops:
+            op.absent -= lacking.keys()
+    search = Search(job, graph, pairing, {} if allow_missing else lacking)
+    _find_causes(search)
     short = {rank for rank in job.ranks if _lost_open_calls(job, rank)}
-    for finding in causes.roots:
+    for finding in search.roots:
         if short.intersection(finding.culprit_ranks):  # what it is accused by may follow from what fell out of its ring
             finding.waiting_ranks = sorted({*finding.waiting_ranks, *finding.culprit_ranks})
             finding.culprit_ranks = []
-    for finding in causes.roots + causes.consequences:
+    for finding in search.roots + search.consequences:
         finding.backend = _backend(job, finding)
-    add_places(job, waiting, causes.roots)
+    add_places(job, graph, search.roots)
     verdict = "ok"
-    if causes.roots or causes.consequences:
-        kinds = {finding.kind for finding in causes.roots}
+    if search.roots or search.consequences:
+        kinds = {finding.kind for finding in search.roots}
         failed = any(one.ending.has_failed or one.ending.has_raised for one in job.ranks.values())
         verdict = "incomplete" if kinds <= set(LACKS_EVIDENCE) and not failed else "error"
-    counts = {
-        "ranks": len(job.ranks),
-        "groups": len(job.groups),
-        "calls": sum(len(one.calls) for one in job.ranks.values()),
-        "collectives": sum(len({seq for lane in group.lanes.values() for seq in lane.numbers}) for group in job.groups),
-    }
-    return (
-        Diagnosis(
-            verdict=verdict,
-            world_size=len(job.world),
-            ranks=sorted(job.ranks),
-            suspect_ranks=sorted({rank for finding in causes.roots for rank in finding.culprit_ranks}),
-            findings=causes.roots,
-            consequences=causes.consequences,
-            advisory=causes.in_progress + late,
-            stragglers=stragglers,
-            clocks=clocks,
-            skipped=evidence.skipped,
-            notes=evidence.notes + job.outside + list(_notes(job, short, missing)),
-            counts=counts,
-        ),
-        job,
+    diagnosis = Diagnosis(
+        verdict=verdict,
+        world_size=len(job.world),
+        ranks=sorted(job.ranks),
+        suspect_ranks=sorted({rank for finding in search.roots for rank in finding.culprit_ranks}),
+        findings=search.roots,
+        consequences=search.consequences,
+        advisory=search.in_progress + late,
+        stragglers=stragglers,
+        clocks=clocks,
+        skipped=evidence.skipped,
+        notes=evidence.notes + job.outside + list(_notes(job, short, lacking if allow_missing else ())),
+        counts={
+            "ranks": len(job.ranks),
+            "groups": len(job.groups),
+            "calls": sum(len(one.calls) for one in job.ranks.values()),
+            "collectives": sum(len({seq for lane in one.lanes.values() for seq in lane.numbers}) for one in job.groups),
+        },
     )
+    return diagnosis, job
+
+
+def _find_causes(search: Search) -> None:
+    """All steps, in the order in which what is found early explains what a later one would find."""
+    root_causes.set_aside_what_just_began(search)
+    root_causes.find_misfits(search, find_mismatches(search.job))
+    root_causes.find_unequal_pairs(search)
+    root_causes.find_closed_ops(search)
+    root_causes.find_cycles(search)
+    absent_ranks.find_silent_ranks(search)
+    absent_ranks.find_stale_ranks(search)
+    absent_ranks.find_unrecorded_waits(search)
+    absent_ranks.find_lacking_ranks(search)
+    root_causes.explain_the_rest(search)
+    absent_ranks.find_raised_exceptions(search)
+    absent_ranks.find_unended_calls(search)
+    # The root that showed first comes first: a fault is sooner the cause of a later one than the other way round.
+    order = sorted(range(len(search.roots)), key=search.began.__getitem__)
+    search.roots = [search.roots[index] for index in order]
+    for finding in search.consequences:
+        if finding.because_of is not None:
+            finding.because_of = order.index(finding.because_of)
 
 
 def _backend(job: JobState, finding: Finding) -> str:
@@ -97,41 +113,33 @@ def _notes(job: JobState, short: Collection[int], missing: Collection[int]) -> I
         )
     if short:
         yield (
-            f"rank {rank_ranges(sorted(short))} has more calls open than its ring holds: the one that it is stuck in "
+            f"{rank_text(short)} has more calls open than its ring holds: the one that it is stuck in "
             "fell out, and it is accused of nothing. Raise TORCH_FR_BUFFER_SIZE"
         )
     blind = [rank for rank, one in job.ranks.items() if _knows_no_p2p(one)]
     if blind:
         yield (
-            f"the dumps of rank {rank_ranges(blind)} are torch's own, of gloo: they hold no sends and receives, and a "
+            f"the dumps of {rank_text(blind)} are torch's own, of gloo: they hold no sends and receives, and a "
             "rank that waits in one seems to wait for nobody. crossrank records them"
         )
     if missing:
-        yield (
-            f"rank {rank_ranges(sorted(missing))} has no usable dump and is taken to have made every call "
-            "(--allow-missing)"
-        )
+        yield (f"{rank_text(missing)} has no usable dump and is taken to have made every call (--allow-missing)")
     yield from (f"{one.path}: {problem}" for one in job.ranks.values() for problem in one.problems)
 
 
-def _knows_no_p2p(evidence: RankTrace) -> bool:
-    """Whether sends and receives may have been made that the evidence cannot show: torch's own dump, of gloo."""
-    ours = evidence.source == "comms" or evidence.ending.taken_at is not None or evidence.numbered_pairs
-    return evidence.backend == "gloo" and not ours
+def _knows_no_p2p(trace: RankTrace) -> bool:
+    """Whether sends and receives may have been made that the file does not show: torch's own dump, of gloo."""
+    ours = trace.source == "comms" or trace.ending.taken_at is not None or trace.numbered_pairs
+    return trace.backend == GLOO and not ours
 
 
 def _lost_open_calls(job: JobState, rank: int) -> bool:
     """Whether the first call of a group that is not over is no longer in the rank's ring."""
-    evidence = job.ranks[rank]
-    if evidence.backend == "gloo":
-        return False
-    for group in job.groups:
-        lane, progress = group.lanes.get(rank), evidence.dump.progress.get(group.local_index.get(rank, -1))
-        if lane is None or progress is None or group.has_p2p:
+    trace = job.ranks[rank]
+    for group in job.groups if trace.backend != GLOO else ():
+        lane, progress = group.lanes.get(rank), trace.dump.progress.get(group.local_index.get(rank, -1))
+        if lane is None or progress is None or group.has_p2p or trace.calls.state[lane.rows[0]] >= RETIRED:
             continue
-        if (
-            evidence.calls.state[lane.rows[0]] < RETIRED
-            and lane.numbers[0] > max(progress.last_completed_collective, 0) + 1
-        ):
+        if lane.numbers[0] > max(progress.last_completed_collective, 0) + 1:
             return True
     return False

@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
+
+from crossrank.text import rank_ranges
 
 
 class Kind(NamedTuple):
@@ -107,6 +109,15 @@ KINDS: dict[str, Kind] = {
 
 LACKS_EVIDENCE = ("dump_missing", "no_entries", "unreadable_dump", "refused_dump")
 """Kinds that mean missing evidence about a rank, not a fault of it."""
+
+
+def rank_text(ranks: Iterable[int]) -> str:
+    """Ranks for people.
+
+    >>> rank_text({3, 0, 1})
+    'rank 0-1,3'
+    """
+    return f"rank {rank_ranges(list(ranks))}"
 
 
 def group_text(pg: Sequence[str]) -> str:

@@ -12,39 +12,34 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain, combinations
 
+import msgspec
+
+from crossrank.comm import is_p2p
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, FLIGHT, Damage, read_chunks
-from crossrank.text import rank_ranges, writable
-from crossrank.tools.analysis.diagnosis.several_files import complete, count_as_torch_does, last_call
+from crossrank.text import writable
+from crossrank.tools.analysis.diagnosis.findings import call_text, group_text, rank_text
 from crossrank.tools.parallel import Fleet, map_ranks
-from crossrank.tools.traces.comms import read_comms
+from crossrank.tools.traces.comms import read_comms, stack_of
 from crossrank.tools.traces.discover import WHAT, FoundFile, discover
 from crossrank.tools.traces.flight_calls import SAME_TIME, read_flight
 from crossrank.tools.traces.flight_recorder import NoDumpError
-from crossrank.tools.traces.rank_trace import RankTrace
+from crossrank.tools.traces.rank_trace import GLOO, RankTrace, TraceBuilder, sort_by_time
+
+_UNRECORDED = ("monitored_barrier_",)
+"""Collectives of gloo that torch's recorder neither notes nor counts."""
 
 _NEWER = 5_000_000_000
 """ns by which a comms file must go on after every dump of its recording to say more than they do."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A file that may hold evidence."""
-
-    path: str
-    rank: int | None
-    kind: str
-    size: int = 0
-    problem: str = ""
-    """Why it cannot even be opened."""
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Failure:
     """A file that could not be used."""
 
-    candidate: Candidate
+    candidate: FoundFile
     text: str
     refused: bool = False
     foreign: bool = False
@@ -66,24 +61,21 @@ class Evidence:
     """What most comms files say, those of ranks without a dump included."""
 
 
-def find_candidates(paths: Iterable[str], files: Sequence[FoundFile] | None = None) -> list[Candidate]:
+def find_candidates(paths: Iterable[str], files: Sequence[FoundFile] | None = None) -> list[FoundFile]:
     """Every file at `paths`, folders with all below them, that is a dump or a comms file or may be a broken one, and of
     other kinds what is named itself. `files` are those there, where that is known already."""
     named = list(paths)
-    return [
-        Candidate(path=file.path, rank=file.rank, kind=file.kind, size=file.size, problem=_problem(file))
+    found = [
+        file
         for file in (discover(named) if files is None else files)
         if (file.kind in (FLIGHT, COMMS, "") and not file.torn) or file.path in named
     ]
-
-
-def _problem(file: FoundFile) -> str:
-    """A file without a kind is read all the same: what is wrong with a dump, reading it says best."""
-    return "" if file.problem and not file.kind and os.path.isfile(file.path) else file.problem
+    # A file without a kind is read all the same: what is wrong with a dump, reading it says best.
+    return [replace(one, problem="") if not one.kind and os.path.isfile(one.path) else one for one in found]
 
 
 def read_evidence(
-    candidates: list[Candidate], fleet: Fleet, done: Callable[[], None] = lambda: None, *, named: bool = False
+    candidates: Sequence[FoundFile], fleet: Fleet, done: Callable[[], None] = lambda: None, *, named: bool = False
 ) -> Evidence:
     """Read all `candidates` with `fleet`. `named`: the user named each file, so none may be foreign."""
     results = map_ranks(read_candidate, candidates, fleet, failed=failed, done=done)
@@ -91,93 +83,86 @@ def read_evidence(
 
 
 def put_together(
-    candidates: Sequence[Candidate], results: Sequence[RankTrace | Failure], *, named: bool = False
+    candidates: Sequence[FoundFile], results: Sequence[RankTrace | Failure], *, named: bool = False
 ) -> Evidence:
     """What the files together say of each rank: the best of several, completed by others."""
     evidence = Evidence()
-    by_rank: dict[int, dict[str, list[RankTrace]]] = defaultdict(lambda: {"flight": [], "comms": []})
-    failures: list[Failure] = []
+    dumps: dict[int, list[RankTrace]] = defaultdict(list)
+    comms_files: dict[int, list[RankTrace]] = defaultdict(list)
     for candidate, result in zip(candidates, results, strict=True):
-        if isinstance(result, Failure):
-            failures.append(result)
-        elif result.rank is None:
+        if isinstance(result, RankTrace) and result.rank is None:
             evidence.skipped.append(f"{candidate.path}: is a dump, but its name has no rank; rename it to rank_N")
-        else:
-            by_rank[result.rank][result.source].append(result)
-    _refuse_several_jobs(by_rank)
-    use_comms = _comms_say_more(by_rank)
+        elif isinstance(result, RankTrace):
+            (comms_files if result.source == "comms" else dumps)[result.rank or 0].append(result)
+    _refuse_several_jobs(dumps)
+    _refuse_several_jobs(comms_files)
+    last_dump, last_comms = (max(map(_last_time, chain(*one.values())), default=0) for one in (dumps, comms_files))
+    # Dumps that end long before the comms files are of a window, and not of the end.
+    use_comms = not dumps or last_comms > last_dump + _NEWER
     alone: list[RankTrace] = []
-    for rank, sources in sorted(by_rank.items()):
-        kept = sources["comms" if use_comms else "flight"]
-        comms = max(sources["comms"], key=lambda one: (_last_time(one), one.path), default=None)
-        if not kept:
-            if comms is not None and comms.filtered and not len(comms.calls):
+    for rank in sorted(dumps.keys() | comms_files.keys()):
+        comms = max(comms_files[rank], key=_by_age, default=None)
+        kept = sorted((comms_files if use_comms else dumps)[rank], key=_by_age)
+        best = kept.pop() if kept else None
+        if comms is not None and (best is None or _went_on(best, comms)):
+            why = "left no dump" if best is None else "went on after its dump"
+            if best is None and comms.filtered and not len(comms):
                 evidence.notes.append(f"rank {rank} left no dump, and no call of its comms file left its node")
-            elif comms is not None:
+            else:
                 alone.append(comms)
-                evidence.notes.append(f"rank {rank} left no dump, its comms file is used; {last_call(comms)}")
-            continue
-        best = max(kept, key=lambda one: (_last_time(one), one.path))
-        if comms is not None and _went_on(best, comms):
-            alone.append(comms)
-            evidence.notes.append(f"rank {rank} went on after its dump, its comms file is used; {last_call(comms)}")
-            continue
-        if comms is not None and best is not comms and best.backend == "gloo":
-            complete(best, comms)
-        evidence.ranks.append(best)
-        evidence.skipped += [
-            f"{other.path}: is older than {best.path}, of the same rank {rank}, and was left out"
-            for other in kept
-            if other is not best
-        ]
+                evidence.notes.append(f"rank {rank} {why}, its comms file is used; {_last_call(comms)}")
+        elif best is not None:
+            if comms is not None and best is not comms and best.backend == GLOO:
+                _complete(best, comms)
+            evidence.ranks.append(best)
+            evidence.skipped += [
+                f"{other.path}: is older than {best.path}, of the same rank {rank}, and was left out" for other in kept
+            ]
     for comms in alone:
-        count_as_torch_does(comms, evidence.ranks)
+        _count_as_torch_does(comms, evidence.ranks)
     evidence.ranks += alone
-    sizes = Counter(one.world_size for sources in by_rank.values() for one in sources["comms"] if one.world_size)
+    sizes = Counter(one.world_size for one in chain(*comms_files.values()) if one.world_size)
     evidence.world_size = max(sizes, key=lambda size: (sizes[size], size), default=None)
-    usable = {one.rank for one in evidence.ranks}
-    for failure in failures:
-        rank_or_none = failure.candidate.rank
-        if failure.foreign and not named and (rank_or_none is None or rank_or_none in usable):
-            continue  # a log, a note, somebody's JSON beside the dumps
-        evidence.skipped.append(failure.text)
-        if rank_or_none is not None and rank_or_none not in usable and not failure.foreign:
-            kind = "refused_dump" if failure.refused else "unreadable_dump"
-            evidence.unusable[rank_or_none] = (kind, failure.text)
+    usable = {None, *(one.rank for one in evidence.ranks)}
+    for result in results:
+        if isinstance(result, Failure) and (named or not result.foreign or result.candidate.rank not in usable):
+            evidence.skipped.append(result.text)  # else a log, a note, somebody's JSON beside the dumps
+            if result.candidate.rank not in usable and not result.foreign:
+                kind = "refused_dump" if result.refused else "unreadable_dump"
+                evidence.unusable[result.candidate.rank or 0] = (kind, result.text)
     return evidence
 
 
-def read_candidate(candidate: Candidate) -> RankTrace | Failure:
+def read_candidate(candidate: FoundFile) -> RankTrace | Failure:
     """Runs in a worker: one file into evidence, with a path that can be written to any output."""
     result = _read_candidate(candidate)
-    if isinstance(result, RankTrace):
-        result.path = writable(result.path)
-        result.problems = list(map(writable, result.problems))
-        return result
-    return replace(result, text=writable(result.text))
+    if isinstance(result, Failure):
+        return replace(result, text=writable(result.text))
+    result.path = writable(result.path)
+    result.problems = list(map(writable, result.problems))
+    return result
 
 
-def _read_candidate(candidate: Candidate) -> RankTrace | Failure:
+def _read_candidate(candidate: FoundFile) -> RankTrace | Failure:
+    path, kind = candidate.path, candidate.kind
     if candidate.problem:
-        return Failure(candidate=candidate, text=f"{candidate.path}: {candidate.problem}")
-    if candidate.kind == COMMS:
-        try:
-            return read_comms(candidate.path, candidate.rank)
-        except CrossrankError as error:
-            return Failure(candidate=candidate, text=str(error))
-    if candidate.kind not in (FLIGHT, ""):
-        text = f"{candidate.path}: is {WHAT[candidate.kind]}, no flight-recorder dump"
-        return Failure(candidate=candidate, text=text, foreign=True)
-    if candidate.kind != FLIGHT and not _looks_like_dump(candidate.path):
-        text = f"{candidate.path}: is no flight-recorder dump: it starts neither as a pickle nor as JSON"
-        return Failure(candidate=candidate, text=text, foreign=True)
+        return Failure(candidate, f"{path}: {candidate.problem}")
+    if kind not in (COMMS, FLIGHT, ""):
+        return Failure(candidate, f"{path}: is {WHAT[kind]}, no flight-recorder dump", foreign=True)
+    if not kind and not _looks_like_dump(path):
+        text = f"{path}: is no flight-recorder dump: it starts neither as a pickle nor as JSON"
+        return Failure(candidate, text, foreign=True)
     try:
+        if kind == COMMS:
+            return read_comms(path, candidate.rank)
         # A dump is tens of thousands of small containers without a circle among them: looking for one takes longer
         # than reading the dump.
         with _without_collector():
-            return read_flight(candidate.path, candidate.rank)
+            return read_flight(path, candidate.rank)
     except NoDumpError as error:
-        return Failure(candidate=candidate, text=str(error), refused=error.refused, foreign=error.foreign)
+        return Failure(candidate, str(error), refused=error.refused, foreign=error.foreign)
+    except CrossrankError as error:
+        return Failure(candidate, str(error))
 
 
 @contextmanager
@@ -192,9 +177,9 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def failed(candidate: Candidate, error: CrossrankError) -> RankTrace | Failure:
+def failed(candidate: FoundFile, error: CrossrankError) -> RankTrace | Failure:
     """What stands for a file that no worker could read."""
-    return Failure(candidate=candidate, text=f"{candidate.path}: {error}")
+    return Failure(candidate, f"{candidate.path}: {error}")
 
 
 def _looks_like_dump(path: str) -> bool:
@@ -205,38 +190,96 @@ def _looks_like_dump(path: str) -> bool:
     return start[:1] in (b"\x80", b"{") or not start
 
 
-def _refuse_several_jobs(by_rank: dict[int, dict[str, list[RankTrace]]]) -> None:
+def _refuse_several_jobs(files: dict[int, list[RankTrace]]) -> None:
     """Two files of one rank may be an early and a late dump; several folders with the same ranks are several jobs."""
-    for source in ("flight", "comms"):
-        folders: dict[str, set[int]] = defaultdict(set)
-        for rank, sources in by_rank.items():
-            for one in sources[source]:
-                folders[one.path.rpartition("/")[0]].add(rank)
-        for folder, ranks in folders.items():
-            for other, others in folders.items():
-                if folder < other and len(ranks & others) > 1:
-                    raise CrossrankError(
-                        f"{folder} and {other} both hold dumps of rank {rank_ranges(sorted(ranks & others))}: "
-                        f"{len(folders)} folders, most likely of several jobs; name the folder of one"
-                    )
+    folders: dict[str, set[int]] = defaultdict(set)
+    for rank, traces in files.items():
+        for one in traces:
+            folders[one.path.rpartition("/")[0]].add(rank)
+    for folder, other in combinations(sorted(folders), 2):
+        if len(both := folders[folder] & folders[other]) > 1:
+            raise CrossrankError(
+                f"{folder} and {other} both hold dumps of {rank_text(both)}: "
+                f"{len(folders)} folders, most likely of several jobs; name the folder of one"
+            )
 
 
-def _last_time(evidence: RankTrace) -> int:
-    calls = evidence.calls
+def _last_time(trace: RankTrace) -> int:
     # That a comms file goes on is no news where no call is in what follows.
-    taken_at = evidence.ending.taken_at if evidence.source == "flight" else None
-    return max(taken_at or 0, max(calls.called, default=0), max(calls.ended, default=0))
+    taken_at = trace.ending.taken_at if trace.source == "flight" else None
+    return max(taken_at or 0, max(trace.calls.called, default=0), max(trace.calls.ended, default=0))
+
+
+def _by_age(trace: RankTrace) -> tuple[int, str]:
+    return _last_time(trace), trace.path
 
 
 def _went_on(dump: RankTrace, comms: RankTrace) -> bool:
     """Whether a rank made calls after a dump that it wrote when it seemed to hang, and died before the next."""
-    if comms is dump or dump.ending.taken_at is None or comms.filtered:
+    taken_at = dump.ending.taken_at
+    if comms is dump or taken_at is None or comms.filtered:
         return False
-    return max(comms.calls.called, default=0) > dump.ending.taken_at + SAME_TIME
+    return max(comms.calls.called, default=0) > taken_at + SAME_TIME
 
 
-def _comms_say_more(by_rank: dict[int, dict[str, list[RankTrace]]]) -> bool:
-    """Whether the comms files go on after the last dump, which was then of a window and not of the end."""
-    dumps = [_last_time(one) for sources in by_rank.values() for one in sources["flight"]]
-    comms = [_last_time(one) for sources in by_rank.values() for one in sources["comms"]]
-    return bool(comms) and (not dumps or max(comms) > max(dumps) + _NEWER)
+# --- a dump and a comms file of one rank ------------------------------------------------------------------------------
+
+
+def _complete(dump: RankTrace, comms: RankTrace) -> None:
+    """Add to a dump what the rank's comms file beside it knows and torch's recorder of gloo does not note: the members
+    of groups, sends and receives."""
+    ranks_of = {one.group.pg: one.group.ranks for one in comms.groups}
+    for index, one in enumerate(dump.groups):
+        if one.group.ranks is None:
+            known = msgspec.structs.replace(one.group, ranks=ranks_of.get(one.group.pg))
+            dump.groups[index] = msgspec.structs.replace(one, group=known)
+    dump.host = dump.host or comms.host
+    dump.world_size = dump.world_size or comms.world_size
+    ending, other = dump.ending, comms.ending
+    if ending.error is None:
+        ending.error, ending.traceback, ending.causes = other.error, other.traceback, other.causes
+    ending.of_threads = ending.of_threads or other.of_threads
+    has_p2p = any(map(is_p2p, dump.signatures))
+    builder, before = TraceBuilder(dump), len(dump)
+    counts: Counter[tuple[str, str]] = Counter()
+    for row, record in enumerate(comms.records()):
+        p2p = is_p2p(record)
+        if not (p2p and not has_p2p) and record.c10d not in _UNRECORDED:
+            continue
+        apart = "" if p2p else record.c10d
+        counts[record.pg, apart] += 1
+        if apart:
+            record = msgspec.structs.replace(record, seq=counts[record.pg, apart])
+        group = builder.define(comms.groups[comms.calls.group[row]].group, apart)
+        place = builder.add(record, called=record.t, state=comms.calls.state[row], group=group)
+        if row in comms.unawaited:
+            dump.unawaited.add(place)
+    if len(dump) > before:
+        dump.numbered_pairs = dump.numbered_pairs or not has_p2p
+        sort_by_time(dump)
+
+
+def _count_as_torch_does(comms: RankTrace, others: Sequence[RankTrace]) -> None:
+    """Make a comms file comparable with the other ranks' dumps: its collectives get the numbers that torch gave them
+    there, by what those dumps know of both."""
+    comms.comparable = False
+    shifts: list[int] = []
+    for one in comms.groups:
+        known = (other.dump.recorded_from.get(one.group.pg) for other in others)
+        before = Counter(count for count in known if count is not None)
+        shifts.append(max(before, key=lambda count: (before[count], -count), default=0))
+    for row, (group, signature) in enumerate(zip(comms.calls.group, comms.calls.signature, strict=True)):
+        if not is_p2p(comms.signatures[signature]):
+            comms.calls.number[row] += shifts[group]
+
+
+def _last_call(comms: RankTrace) -> str:
+    """The last call in a comms file, for a rank that left nothing else."""
+    if not len(comms):
+        return "its comms file holds no call"
+    call = comms.record(len(comms) - 1)
+    group = comms.groups[comms.calls.group[-1]].group
+    frames = stack_of(call)
+    where = f" at {frames[0].filename}:{frames[0].line}" if frames else ""
+    name = group_text([group.pg, group.desc])
+    return f"the last call in its comms file is {call_text(call.op, comms.calls.number[-1])} on {name}{where}"

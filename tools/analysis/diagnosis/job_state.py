@@ -36,46 +36,61 @@ class JobState(Job):
         _keep_backends_apart(traces)
         return super().match(traces, world_size)
 
+    @cached_property
+    def releases_all(self) -> list[bool]:
+        """Of each signature, whether such a call ends on no rank before every rank has begun it."""
+        operations = [OPERATIONS.get(signature.op) for signature in self.signatures]
+        return [operation is not None and operation.releases_all for operation in operations]
+
+    @cached_property
+    def open_rows(self) -> dict[int, list[int]]:
+        """Rank -> rows of the calls that it is not done with itself."""
+        return {
+            rank: [row for row, state in enumerate(trace.calls.state) if state < RETIRED]
+            for rank, trace in self.ranks.items()
+        }
+
     def enqueued(self, group: ProcessGroup, rank: int) -> int | None:
-        """The last collective that `rank` is known to have called on `group`; None where that cannot be told."""
-        evidence, local = self.ranks.get(rank), group.local_index.get(rank)
-        if evidence is None:
+        """The last collective that `rank` is known to have called on `group`; None where nothing shows it."""
+        trace, local = self.ranks.get(rank), group.local_index.get(rank)
+        if trace is None:
             return None
-        lane = group.lanes.get(rank)
+        dump, lane = trace.dump, group.lanes.get(rank)
+        seen = dump.collectives_seen.get(local, 0) if local is not None else 0
         if lane is not None:
-            return max(lane.numbers[-1], evidence.dump.collectives_seen.get(local if local is not None else -1, 0))
-        if local is not None and evidence.leaves_out(evidence.groups[local].group):
-            return None
-        if local is None:
-            return None if evidence.dump.active_only or evidence.dump.wrapped else 0
-        seen = evidence.dump.collectives_seen.get(local)
-        if seen:
-            return seen
-        progress = evidence.dump.progress.get(local)
-        # P2P calls put their number in the same place, and gloo's are not even among the entries.
-        if progress is not None and not group.has_p2p and not evidence.is_gloo(local):
-            return max(progress.last_enqueued_collective, 0)
-        if progress is None and evidence.dump.all_joined:
-            return 0  # a group has a status from its first call on
-        if evidence.dump.active_only or evidence.dump.wrapped:
-            return None
-        return 0
+            return max(lane.numbers[-1], seen)
+        if local is not None:
+            if trace.leaves_out(trace.groups[local].group):
+                return None
+            if seen:
+                return seen
+            progress = dump.progress.get(local)
+            # P2P calls put their number in the same place, and gloo's are not even among the entries.
+            if progress is not None and not group.has_p2p and not trace.is_gloo(local):
+                return max(progress.last_enqueued_collective, 0)
+            if progress is None and dump.all_joined:
+                return 0  # a group has a status from its first call on
+        return None if dump.active_only or dump.wrapped else 0
 
     def completed(self, group: ProcessGroup, rank: int) -> int:
         """The last collective of `group` that `rank` itself saw the end of; 0 = none that is known."""
-        evidence = self.ranks[rank]
+        trace, lane, local = self.ranks[rank], group.lanes.get(rank), group.local_index.get(rank)
         best = self._last_in_state(group, rank, COMPLETED)
-        lane = group.lanes.get(rank)
-        on_gloo = evidence.is_gloo(group.local_index.get(rank))
-        if evidence.dump.active_only and lane is not None and not on_gloo:
+        if trace.is_gloo(local):  # it counts a collective that timed out as completed
+            return best
+        if trace.dump.active_only and lane is not None:
             best = max(best, lane.numbers[0] - 1)  # those before the first open one were left out
-        progress = evidence.dump.progress.get(group.local_index.get(rank, -1))
-        # gloo counts a collective that timed out as completed; P2P puts its own numbers there.
-        if progress is not None and not on_gloo and not group.has_p2p:
+        progress = trace.dump.progress.get(local) if local is not None else None
+        if progress is not None and not group.has_p2p:  # P2P puts its own numbers there
             best = max(best, progress.last_completed_collective)
         return best
 
-    def released(self, group: ProcessGroup) -> int:
+    @cached_property
+    def over(self) -> dict[int, int]:
+        """Index of a group -> the last of its collectives that is over on every rank."""
+        return {group.index: self._released(group) for group in self.groups}
+
+    def _released(self, group: ProcessGroup) -> int:
         """The last collective that is over on every rank, because one that nobody leaves early has ended somewhere.
 
         Collectives of one group end in order, so all before it are over as well.
@@ -83,24 +98,20 @@ class JobState(Job):
         present = [rank for rank in group.ranks if rank in self.ranks]
         last = max((self.completed(group, rank) for rank in present), default=0)
         # A retired call may have timed out; but not where every member has made it.
-        retired = max((self._last_in_state(group, rank, RETIRED) for rank in present), default=0)
-        if len(present) == len(group.ranks) and present:
+        if present and len(present) == len(group.ranks):
             made_by_all = min(self.enqueued(group, rank) or 0 for rank in present)
+            retired = max(self._last_in_state(group, rank, RETIRED) for rank in present)
             if all(self.ranks[rank].source == "comms" for rank in present):
                 retired = made_by_all  # comms files never say that a call ended
             last = max(last, min(retired, made_by_all))
         while last > 0:
-            op = self._op_at(group, last)
-            row = OPERATIONS.get(op) if op is not None else None
-            if op is None or (row is not None and row.releases_all):
+            rows = ((rank, lane.row(last)) for rank, lane in group.lanes.items())
+            signature = next((self.signature(rank, row) for rank, row in rows if row is not None), None)
+            operation = OPERATIONS.get(signature.op) if signature is not None else None
+            if signature is None or (operation is not None and operation.releases_all):
                 return last
             last -= 1
         return 0
-
-    @cached_property
-    def over(self) -> dict[int, int]:
-        """Index of a group -> the last of its collectives that is over on every rank."""
-        return {group.index: self.released(group) for group in self.groups}
 
     @cached_property
     def unnoticed(self) -> dict[int, list[int]]:
@@ -108,49 +119,37 @@ class JobState(Job):
         found = {rank: self._unnoticed_by(rank) for rank in self.ranks}
         return {rank: rows for rank, rows in found.items() if rows}
 
-    def moment(self, rank: int, row: int) -> int:
-        """When a call was made, in ns since 1970, on a clock that is that of all ranks as far as is known."""
-        return self.ranks[rank].calls.called[row] + self.clock_offset.get(rank, 0)
+    def _unnoticed_by(self, rank: int) -> list[int]:
+        trace, own = self.ranks[rank], self.group_of[rank]
+        if trace.source != "flight" or trace.backend == GLOO:
+            return []  # they report no ends
+        calls = trace.calls
+        last = len(calls)
+        if trace.ending.taken_at is not None:  # what was made just before may have ended just after
+            last = bisect_left(calls.called, trace.ending.taken_at - _SETTLED)
+        return [
+            row
+            for row in self.open_rows[rank]
+            if row < last
+            and calls.number[row] <= self.over[own[calls.group[row]]]
+            and not is_p2p(self.signature(rank, row))
+            and not trace.is_gloo(calls.group[row])
+        ]
 
     def blind_until(self, rank: int) -> int:
         """The row before which nothing follows from a call that looks open: the rank notices no ends. 0 = it does."""
         rows = self.unnoticed.get(rank, [])
         return rows[-1] if len(rows) >= CLEARLY_STALE else 0
 
-    def _unnoticed_by(self, rank: int) -> list[int]:
-        evidence = self.ranks[rank]
-        if evidence.source != "flight" or evidence.backend == "gloo":
-            return []  # they report no ends
-        calls, mine = evidence.calls, self.group_of[rank]
-        last = len(calls)
-        if evidence.ending.taken_at is not None:  # what was made just before may have ended just after
-            last = bisect_left(calls.called, evidence.ending.taken_at - _SETTLED)
-        return [
-            row
-            for row in range(last)
-            if calls.state[row] < RETIRED
-            and calls.number[row] <= self.over[mine[calls.group[row]]]
-            and not is_p2p(self.signature(rank, row))
-            and not evidence.is_gloo(calls.group[row])
-        ]
+    def moment(self, rank: int, row: int) -> int:
+        """When a call was made, in ns since 1970, on a clock that is that of all ranks as far as is known."""
+        return self.ranks[rank].calls.called[row] + self.clock_offset.get(rank, 0)
 
     def _last_in_state(self, group: ProcessGroup, rank: int, state: int) -> int:
         """The last collective of the rank that has come as far as `state`; 0 = none."""
-        lane = group.lanes.get(rank)
-        if lane is None:
-            return 0
-        states = self.ranks[rank].calls.state
-        for index in range(len(lane.rows) - 1, -1, -1):
-            if states[lane.rows[index]] >= state:
-                return lane.numbers[index]
-        return 0
-
-    def _op_at(self, group: ProcessGroup, seq: int) -> str | None:
-        for rank, lane in group.lanes.items():
-            row = lane.row(seq)
-            if row is not None:
-                return self.signature(rank, row).op
-        return None
+        lane, states = group.lanes.get(rank), self.ranks[rank].calls.state
+        calls = zip(reversed(lane.rows), reversed(lane.numbers), strict=True) if lane is not None else ()
+        return next((number for row, number in calls if states[row] >= state), 0)
 
 
 def _keep_backends_apart(traces: Sequence[RankTrace]) -> None:
@@ -167,5 +166,5 @@ def _share_what_dumps_leave_out(traces: Sequence[RankTrace]) -> None:
     if not any(one.dump.active_only for one in traces):
         return
     for one in traces:
-        if one.source == "flight" and one.backend != "gloo" and COMPLETED not in one.calls.state and one.groups:
+        if one.source == "flight" and one.backend != GLOO and COMPLETED not in one.calls.state and one.groups:
             one.dump.active_only, one.dump.wrapped = True, False

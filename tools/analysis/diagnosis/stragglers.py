@@ -7,180 +7,137 @@ clocks has bounds. A clock is left as it is where the bounds allow that, and mov
 
 from __future__ import annotations
 
-from array import array
-from collections import Counter
-from collections.abc import Sequence
-from statistics import median
+from dataclasses import dataclass
 
-from crossrank.comm import OPERATIONS
+import numpy as np
+from numpy.typing import NDArray
+
 from crossrank.tools.analysis.diagnosis.findings import Clocks, Finding, GroupStragglers
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.job.groups import ProcessGroup
 
 _FEWEST = 5
-"""Collectives below which nothing is said about a group."""
+"""Collectives below which a group is not judged."""
 _OFTEN = 0.5
 _LONG_MS = 1.0
 
 
+@dataclass(frozen=True)
+class _Times:
+    """The collectives of a group that all its ranks with a dump have: ns since 1970, a row per rank."""
+
+    group: ProcessGroup
+    ranks: list[int]
+    arrivals: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    """0 = not known, or not to be used: another rank may leave the collective early."""
+
+    def added(self, offsets: dict[int, int]) -> NDArray[np.int64]:
+        return np.array([[offsets.get(rank, 0)] for rank in self.ranks])
+
+
 def find_stragglers(job: JobState) -> tuple[list[GroupStragglers], Clocks, list[Finding]]:
     """(every group with its waits, what was done about clocks, the ranks worth a word)"""
-    releases = [
-        (operation := OPERATIONS.get(signature.op)) is not None and operation.releases_all
-        for signature in job.signatures
-    ]
-    times = {group.index: _times(job, group, releases) for group in job.groups if len(group.lanes) > 1}
-    times = {index: columns for index, columns in times.items() if columns is not None and len(columns.seqs) >= _FEWEST}
-    offsets, clocks = _align(job, {index: columns for index, columns in times.items() if columns is not None})
-    found: list[GroupStragglers] = []
-    late: list[Finding] = []
-    for index, columns in times.items():
-        assert columns is not None
-        row = _measure(job.groups[index], columns, offsets)
-        found.append(row)
-        share = max(_OFTEN, 1.5 / len(columns.ranks))
-        if row.last_share > share and row.wait_ms["p50"] >= _LONG_MS:
-            late.append(
-                Finding(
-                    kind="straggler",
-                    pg=row.pg,
-                    pg_ranks=row.pg_ranks,
-                    culprit_ranks=[],
-                    waiting_ranks=[rank for rank in columns.ranks if rank != row.last_rank],
-                    text=f"rank {row.last_rank} came last in {row.last_share:.0%} of {row.collectives} collectives; "
-                    f"the first waited {row.wait_ms['p50']:.3g} ms for the last (median)",
-                )
-            )
-    found.sort(key=lambda row: (-row.wait_ms["total"], row.pg))
-    return found, clocks, late
-
-
-class _Columns:
-    """Times of the collectives of a group that all its ranks with a dump have."""
-
-    def __init__(self, ranks: list[int], seqs: list[int]) -> None:
-        self.ranks = ranks
-        self.seqs = seqs
-        self.arrivals: list[Sequence[int]] = []
-        """One column per rank: ns since 1970."""
-        self.ends: list[Sequence[int]] = []
-        """0 = not known, or not to be used: another rank may leave the collective early."""
-
-
-def _times(job: JobState, group: ProcessGroup, releases: list[bool]) -> _Columns | None:
-    ranks = sorted(group.lanes)
-    low = max(group.lanes[rank].numbers[0] for rank in ranks)
-    high = min(group.lanes[rank].numbers[-1] for rank in ranks)
-    if low > high:
-        return None
-    common = range(low, high + 1)
-    dense = all(
-        (start := lane.index(low)) is not None and (end := lane.index(high)) is not None and end - start == high - low
-        for lane in (group.lanes[rank] for rank in ranks)
-    )
-    seqs = list(common) if dense else sorted(set.intersection(*(set(group.lanes[rank].numbers) for rank in ranks)))
-    columns = _Columns(ranks, seqs)
-    for rank in ranks:
-        lane, calls = group.lanes[rank], job.ranks[rank].calls
-        first = lane.index(low)
-        rows = (
-            lane.rows[first : first + len(seqs)]
-            if dense and first is not None
-            else array("I", (row for seq in seqs if (row := lane.row(seq)) is not None))
+    releases_all = np.array(job.releases_all)
+    every = [_times(job, group, releases_all) for group in job.groups if len(group.lanes) > 1]
+    times = [one for one in every if one.arrivals.shape[1] >= _FEWEST]
+    offsets, clocks = _align(job, times)
+    found = [_measure(one, offsets) for one in times]
+    late = [
+        Finding(
+            kind="straggler",
+            pg=row.pg,
+            pg_ranks=row.pg_ranks,
+            waiting_ranks=[rank for rank in one.ranks if rank != row.last_rank],
+            text=f"rank {row.last_rank} came last in {row.last_share:.0%} of {row.collectives} collectives; "
+            f"the first waited {row.wait_ms['p50']:.3g} ms for the last (median)",
         )
-        columns.arrivals.append(array("q", (calls.called[row] for row in rows)))
-        columns.ends.append(array("q", (calls.ended[row] if releases[calls.signature[row]] else 0 for row in rows)))
-    return columns
+        for one, row in zip(times, found, strict=True)
+        if row.last_share > max(_OFTEN, 1.5 / len(one.ranks)) and row.wait_ms["p50"] >= _LONG_MS
+    ]
+    return sorted(found, key=lambda row: (-row.wait_ms["total"], row.pg)), clocks, late
 
 
-def _align(job: JobState, times: dict[int, _Columns]) -> tuple[dict[int, int], Clocks]:
+def _times(job: JobState, group: ProcessGroup, releases_all: NDArray[np.bool_]) -> _Times:
+    ranks = sorted(group.lanes)
+    numbers = [np.frombuffer(group.lanes[rank].numbers, np.int64) for rank in ranks]
+    common = numbers[0]
+    for one in numbers[1:]:
+        common = common if np.array_equal(common, one) else np.intersect1d(common, one, assume_unique=True)
+    arrivals, ends = np.empty((2, len(ranks), len(common)), np.int64)
+    for index, rank in enumerate(ranks):
+        calls, lane_rows = job.ranks[rank].calls, np.frombuffer(group.lanes[rank].rows, np.uint32)
+        rows = lane_rows[np.searchsorted(numbers[index], common)]
+        arrivals[index] = np.frombuffer(calls.called, np.int64)[rows]
+        releases = releases_all[np.frombuffer(calls.signature, np.uint32)[rows]]
+        ends[index] = np.where(releases, np.frombuffer(calls.ended, np.int64)[rows], 0)
+    return _Times(group, ranks, arrivals, ends)
+
+
+def _align(job: JobState, times: list[_Times]) -> tuple[dict[int, int], Clocks]:
     """What to add to each rank's times, in ns."""
     offsets: dict[int, int] = {}
-    if not any(any(column) for columns in times.values() for column in columns.ends):
+    if not any(one.ends.any() for one in times):
         return {}, Clocks(aligned=False, note="no dump has times of completion: clocks are taken as they are")
-    by_size = sorted(times, key=lambda index: (-len(times[index].ranks), index))
+    by_size = sorted(times, key=lambda one: -len(one.ranks))
     for first in sorted(job.ranks):
         if first in offsets:
             continue
         offsets[first] = 0
-        changed = True
-        while changed:
-            changed = False
-            for index in by_size:
-                columns = times[index]
-                anchor = next((at for at, rank in enumerate(columns.ranks) if rank in offsets), None)
-                if anchor is None:
-                    continue
-                for at, rank in enumerate(columns.ranks):
-                    if rank not in offsets:
-                        offsets[rank] = _offset(columns, anchor, at, offsets[columns.ranks[anchor]])
-                        changed = True
+        before = 0
+        while before < len(offsets):
+            before = len(offsets)
+            for one in by_size:
+                anchor = next((at for at, rank in enumerate(one.ranks) if rank in offsets), None)
+                if anchor is not None:
+                    of_anchor = offsets[one.ranks[anchor]]
+                    offsets |= {
+                        rank: _offset(one, anchor, at, of_anchor)
+                        for at, rank in enumerate(one.ranks)
+                        if rank not in offsets
+                    }
     residual = 0
-    for columns in times.values():
-        added = [offsets.get(rank, 0) for rank in columns.ranks]
-        for arrivals, ends in zip(zip(*columns.arrivals, strict=True), zip(*columns.ends, strict=True), strict=True):
-            known = [end + plus for end, plus in zip(ends, added, strict=True) if end]
-            if known:
-                latest = max(arrival + plus for arrival, plus in zip(arrivals, added, strict=True))
-                residual = max(residual, latest - min(known))
+    for one in times:
+        latest = (one.arrivals + one.added(offsets)).max(axis=0)
+        excess = np.where(one.ends > 0, latest - one.added(offsets) - one.ends, 0)
+        residual = max(residual, int(excess.max()))
     moved = {str(rank): offset / 1e6 for rank, offset in sorted(offsets.items()) if offset}
     note = f"the clocks of {len(moved)} rank(s) were moved" if moved else "no collective contradicts the clocks"
     return offsets, Clocks(aligned=True, offset_ms=moved, residual_ms=residual / 1e6, note=note)
 
 
-def _offset(columns: _Columns, anchor: int, at: int, of_anchor: int) -> int:
+def _offset(times: _Times, anchor: int, at: int, of_anchor: int) -> int:
     """The offset of one rank from the bounds that its collectives with the anchor give."""
-    upper = min(
-        (end - begun for end, begun in zip(columns.ends[anchor], columns.arrivals[at], strict=True) if end),
-        default=None,
-    )
-    lower = max(
-        (begun - end for begun, end in zip(columns.arrivals[anchor], columns.ends[at], strict=True) if end),
-        default=None,
-    )
-    if (upper is None or of_anchor + upper >= 0) and (lower is None or of_anchor + lower <= 0):
+    arrivals, ends = times.arrivals, times.ends
+    upper = (ends[anchor] - arrivals[at])[ends[anchor] > 0].tolist()
+    lower = (arrivals[anchor] - ends[at])[ends[at] > 0].tolist()
+    bounds = ([min(upper)] if upper else []) + ([max(lower)] if lower else [])
+    if all(of_anchor + bound >= 0 for bound in upper) and all(of_anchor + bound <= 0 for bound in lower):
         return 0
-    if upper is None or lower is None:
-        return of_anchor + (upper if upper is not None else lower or 0)
-    return of_anchor + (upper + lower) // 2
+    return of_anchor + int(sum(bounds) // len(bounds))
 
 
-def _measure(group: ProcessGroup, columns: _Columns, offsets: dict[int, int]) -> GroupStragglers:
-    added = [offsets.get(rank, 0) for rank in columns.ranks]
-    arrivals = [
-        [arrival + plus for arrival in column] if plus else column
-        for column, plus in zip(columns.arrivals, added, strict=True)
-    ]
-    last: Counter[int] = Counter()
-    waits: list[int] = []
-    worst = (-1, columns.ranks[0])
-    firsts: list[int] = []
-    for moment in zip(*arrivals, strict=True):
-        latest, first = max(moment), min(moment)
-        waits.append(latest - first)
-        firsts.append(first)
-        if latest > first:
-            latest_rank = columns.ranks[moment.index(latest)]
-            last[latest_rank] += 1
-            worst = max(worst, (latest - first, latest_rank), key=lambda wait: wait[0])
-    rank, times = min(last.items(), key=lambda item: (-item[1], item[0]), default=(columns.ranks[0], 0))
-    late = {
-        str(member): median(arrival - first for arrival, first in zip(column, firsts, strict=True)) / 1e6
-        for member, column in zip(columns.ranks, arrivals, strict=True)
-    }
-    ordered = sorted(waits)
+def _measure(times: _Times, offsets: dict[int, int]) -> GroupStragglers:
+    arrivals = times.arrivals + times.added(offsets)
+    first = arrivals.min(axis=0)
+    waits = arrivals.max(axis=0) - first
+    last = arrivals.argmax(axis=0)
+    often = np.bincount(last[waits > 0], minlength=len(times.ranks))
+    ordered = np.sort(waits)
+    middle, high = len(ordered) // 2, min(len(ordered) - 1, len(ordered) * 95 // 100)
+    late = np.median(arrivals - first, axis=1)
     return GroupStragglers(
-        pg=group.pg,
-        pg_ranks=list(group.ranks),
+        pg=times.group.pg,
+        pg_ranks=list(times.group.ranks),
         collectives=len(waits),
-        last_rank=rank,
-        last_share=times / len(waits),
-        max_rank=worst[1],
+        last_rank=times.ranks[often.argmax()],
+        last_share=int(often.max()) / len(waits),
+        max_rank=times.ranks[last[waits.argmax()]],
         wait_ms={
-            "p50": ordered[len(ordered) // 2] / 1e6,
-            "p95": ordered[min(len(ordered) - 1, len(ordered) * 95 // 100)] / 1e6,
-            "max": ordered[-1] / 1e6,
-            "total": sum(waits) / 1e6,
+            "p50": int(ordered[middle]) / 1e6,
+            "p95": int(ordered[high]) / 1e6,
+            "max": int(ordered[-1]) / 1e6,
+            "total": float(waits.sum(dtype=np.float64)) / 1e6,
         },
-        late_ms=late,
+        late_ms={str(rank): float(one) / 1e6 for rank, one in zip(times.ranks, late, strict=True)},
     )

@@ -13,8 +13,10 @@
 from __future__ import annotations
 
 import sqlite3
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import closing
+from itertools import count
 from operator import attrgetter
 from typing import Any
 
@@ -23,7 +25,7 @@ import msgspec
 from crossrank.atomic_file import whole_file
 from crossrank.comm import is_p2p
 from crossrank.errors import CrossrankError
-from crossrank.tools.analysis.diagnosis.collectives import fits, meaning
+from crossrank.tools.analysis.diagnosis.collectives import match_key
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.traces.rank_trace import STATES
@@ -93,40 +95,31 @@ def _tables(job: JobState, diagnosis: Diagnosis) -> Iterator[tuple[str, Rows]]:
 
 
 def _collectives(job: JobState, collective_of: dict[tuple[int, int], int]) -> Rows:
-    meanings = [meaning(signature) for signature in job.signatures]
+    keys = [match_key(signature) for signature in job.signatures]
     for group in job.groups:
-        first: dict[int, tuple[int, int, bool]] = {}  # seq -> signature, ranks that made it, whether they fit
+        made: dict[int, list[int]] = defaultdict(list)  # sequence number -> signatures
         for rank, lane in group.lanes.items():
             signatures = job.ranks[rank].calls.signature
             for seq, row in zip(lane.numbers, lane.rows, strict=True):
-                number = signatures[row]
-                known = first.get(seq)
-                if known is None:
-                    first[seq] = (number, 1, True)
-                else:
-                    same = known[0] == number or fits(meanings[known[0]], meanings[number])
-                    first[seq] = (known[0], known[1] + 1, known[2] and same)
-        for seq, (number, made_by, fit) in sorted(first.items()):
-            collective_of[group.index, seq] = len(collective_of)
-            key = collective_of[group.index, seq]
-            yield key, group.index, seq, job.signatures[number].op, len(group.ranks), made_by, fit
+                made[seq].append(signatures[row])
+        for seq, (first, *others) in sorted(made.items()):
+            key = collective_of[group.index, seq] = len(collective_of)
+            fit = all(keys[first].fits(keys[other]) for other in others)
+            yield key, group.index, seq, job.signatures[first].op, len(group.ranks), len(others) + 1, fit
 
 
 def _calls(job: JobState, collective_of: dict[tuple[int, int], int]) -> Rows:
-    encode = msgspec.json.encode
     facts = attrgetter("op", "c10d", "peer", "root", "reduce", "tag")
     of_signature = [
-        (*facts(one), encode(one.inputs).decode(), encode(one.outputs).decode(), one.dtype) for one in job.signatures
+        (*facts(one), *(msgspec.json.encode(side).decode() for side in (one.inputs, one.outputs)), one.dtype)
+        for one in job.signatures
     ]
-    number = 0
-    for rank, evidence in job.ranks.items():
-        calls = evidence.calls
-        for row in range(len(calls)):
-            group, seq, signature = job.group_at(rank, row).index, calls.number[row], calls.signature[row]
-            yield (
-                *(number, rank, row, calls.id[row], group, seq, *of_signature[signature], STATES[calls.state[row]]),
-                *(calls.called[row] or None, calls.began[row] or None, calls.ended[row] or None),
-                calls.stack[row] or None,
-                None if is_p2p(job.signatures[signature]) else collective_of.get((group, seq)),
-            )
-            number += 1
+    p2p, numbers = list(map(is_p2p, job.signatures)), count()
+    for rank, trace in job.ranks.items():
+        calls, own = trace.calls, job.group_of[rank]
+        columns = (calls.id, calls.group, calls.number, calls.signature, calls.state)
+        moments = zip(calls.called, calls.began, calls.ended, calls.stack, strict=True)
+        for row, (id, local, seq, signature, state) in enumerate(zip(*columns, strict=True)):
+            collective = None if p2p[signature] else collective_of.get((own[local], seq))
+            facts_of = (id, own[local], seq, *of_signature[signature], STATES[state])
+            yield next(numbers), rank, row, *facts_of, *(one or None for one in next(moments)), collective

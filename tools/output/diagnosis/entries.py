@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from crossrank.comm import is_p2p
@@ -36,20 +37,15 @@ def print_entries(job: JobState, ranks: set[int] | None, groups: Sequence[str] |
 
 
 def _collectives(job: JobState, group: ProcessGroup, ranks: list[int]) -> Iterator[tuple[object, ...]]:
-    seqs = sorted({seq for rank in ranks if rank in group.lanes for seq in group.lanes[rank].numbers})
-    for seq in seqs:
-        rows = {rank: group.lanes[rank].row(seq) if rank in group.lanes else None for rank in ranks}
-        present = {rank: row for rank, row in rows.items() if row is not None}
-        names = {rank: _call(job, rank, row) for rank, row in present.items()}
-        common = max(set(names.values()), key=lambda name: (list(names.values()).count(name), name))
-        cells = []
-        for rank in ranks:
-            if rank not in present:
-                cells.append("-")
-                continue
-            state = STATES[job.ranks[rank].calls.state[present[rank]]]
-            cells.append(state if names[rank] == common else f"{state}: {names[rank]}")
-        yield seq, common, *cells
+    lanes = {rank: group.lanes[rank] for rank in ranks if rank in group.lanes}
+    for seq in sorted({seq for lane in lanes.values() for seq in lane.numbers}):
+        rows = {rank: row for rank, lane in lanes.items() if (row := lane.row(seq)) is not None}
+        names = {rank: _call(job, rank, row) for rank, row in rows.items()}
+        counts = Counter(names.values())
+        common = max(counts, key=lambda name: (counts[name], name))
+        states = {rank: STATES[job.ranks[rank].calls.state[row]] for rank, row in rows.items()}
+        cells = {rank: state if names[rank] == common else f"{state}: {names[rank]}" for rank, state in states.items()}
+        yield seq, common, *(cells.get(rank, "-") for rank in ranks)
 
 
 def _call(job: JobState, rank: int, row: int) -> str:

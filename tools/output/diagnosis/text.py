@@ -17,6 +17,7 @@ from crossrank.tools.analysis.diagnosis.findings import (
     Place,
     call_text,
     group_text,
+    rank_text,
 )
 from crossrank.tools.output.console import Table, table_of
 
@@ -60,11 +61,11 @@ def facts(finding: Finding) -> Iterator[tuple[str, str]]:
     """(name, value): the call, who is the culprit, who waits, what happened, what to do next."""
     yield "call", f"{finding_call(finding)} of group {finding_group(finding)}"
     if finding.culprit_ranks:
-        yield "culprit", f"rank {rank_ranges(finding.culprit_ranks)}"
+        yield "culprit", rank_text(finding.culprit_ranks)
     elif finding.kind not in ("raised", "all_joined_not_completed", "p2p_size_mismatch", "p2p_wait_cycle"):
         yield "culprit", "nobody: there is no majority to say who is the odd one"
     if finding.waiting_ranks:
-        yield "waiting", f"rank {rank_ranges(finding.waiting_ranks)}"
+        yield "waiting", rank_text(finding.waiting_ranks)
     if finding.text:
         yield "what", finding.text
     yield "next", next_step(finding)
@@ -162,10 +163,9 @@ def _print_root(index: int, finding: Finding, diagnosis: Diagnosis) -> None:
         print(f"   {name:<12} {printable(text)}")
     _print_places(finding.places)
     follow = [one for one in diagnosis.consequences if one.because_of == index]
-    if not follow:
-        return
-    waiting = sorted({rank for one in follow for rank in one.waiting_ranks})
-    print(f"   {'follows':<12} {len(follow)} more call(s) in which rank {rank_ranges(waiting)} wait because of it:")
+    if follow:
+        waiting = rank_text({rank for one in follow for rank in one.waiting_ranks})
+        print(f"   {'follows':<12} {len(follow)} more call(s) in which {waiting} wait because of it:")
     for one in follow[:_ROWS]:
         print(
             f"   {'':<12} rank {rank_ranges(one.waiting_ranks)} in {printable(finding_call(one))} of "
@@ -177,18 +177,13 @@ def _print_root(index: int, finding: Finding, diagnosis: Diagnosis) -> None:
 
 def _print_places(places: Sequence[Place]) -> None:
     """Stacks side by side where the terminal is wide enough, below each other otherwise."""
-    if not places:
-        return
     width = shutil.get_terminal_size((160, 24)).columns if sys.stdout.isatty() else 160
     columns = [[f"rank {place.rank}, {place.role}: {place.what}", *place.frames[:_FRAMES]] for place in places]
-    columns = [[printable(line) for line in column] for column in columns]
-    half = (width - 3) // 2 - 2
-    if len(columns) == 2 and max(map(len, columns[0])) <= half:
-        left = max(map(len, columns[0]))
+    columns = [list(map(printable, column)) for column in columns]
+    left = max(map(len, columns[0])) if len(columns) == 2 else width
+    if left <= (width - 3) // 2 - 2:
         for one, other in zip_longest(*columns, fillvalue=""):
             print(f"   {one:<{left}}   {other}".rstrip())
-        return
-    for column in columns:
-        print(f"   {column[0]}")
-        for line in column[1:]:
-            print(f"     {line}")
+    else:
+        for title, *frames in columns:
+            print(f"   {title}", *frames, sep="\n     ")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from crossrank.tools.analysis.diagnosis.wait_for_graph import strongly_connected_components
 from tests.unit.analysis.diagnosis.simulated_jobs import (
     Batch,
     Call,
@@ -21,7 +22,7 @@ from tests.unit.analysis.diagnosis.simulated_jobs import (
     StaleWatchdog,
 )
 from tests.unit.analysis.diagnosis.simulated_programs import pipeline, training
-from tests.unit.analysis.diagnosis.verdicts import diagnose_job, diagnosis_of, roots
+from tests.unit.analysis.diagnosis.verdicts import diagnose_job, diagnosis_of, in_short, roots
 
 WORLD: Groups = {"0": ("default_pg", [0, 1, 2, 3])}
 WAYS = [
@@ -87,6 +88,19 @@ def test_the_odd_one_in_a_mismatch_is_the_one_unlike_the_majority(tmp_path: Path
             f"rank {','.join(_ranges(others))}: all_reduce of 100 elements float32; "
             f"rank {odd}: all_reduce of 99 elements float32"
         )
+
+
+def test_one_mistake_of_one_rank_in_two_groups_is_one_root(tmp_path: Path) -> None:
+    programs = step(Collective("0"), Collective("1"))
+    odd = (Collective("0", dtype="Half"), Collective("1", dtype="Half"))
+    programs[2] = step(*odd)[2]
+
+    found = diagnose_job(SimulatedJob(programs, WORLD | {"1": ("mesh", [0, 1, 2, 3])}), tmp_path)
+
+    assert roots(found) == [("dtype_mismatch", "default_pg", 1, [2], [0, 1, 3])]
+    assert [(*in_short(one), one.because_of) for one in found.consequences] == [
+        ("dtype_mismatch", "mesh", 1, [2], [], 0)
+    ]
 
 
 def _ranges(ranks: list[int]) -> list[str]:
@@ -337,3 +351,9 @@ def test_an_active_dump_without_entries_is_that_of_a_rank_that_waits_for_nobody(
 
     assert found.suspect_ranks == [1]
     assert found.findings[0].kind == "missing_rank"
+
+
+def test_cycles_are_found_before_those_that_lead_to_them() -> None:
+    edges = {0: {1}, 1: {0, 2}, 2: {3}, 3: {2}, 4: {0}, 5: {9}}
+
+    assert strongly_connected_components(edges) == [[2, 3], [0, 1]]

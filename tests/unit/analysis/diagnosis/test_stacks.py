@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from crossrank.tools.analysis.diagnosis.findings import Finding
-from crossrank.tools.analysis.diagnosis.places import frame_texts
+from crossrank.tools.analysis.diagnosis.stacks import frame_texts
 from crossrank.tools.output.diagnosis.text import next_step
 from crossrank.tools.traces.flight_recorder import Frame
 from tests.unit.analysis.diagnosis.moments import CLOSED, Moment, write_moments

@@ -1,0 +1,205 @@
+"""Root causes in ranks that wait for nobody: those that stopped making calls, and those of which nothing is known."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from crossrank.tools.analysis.diagnosis.call_history import is_usual
+from crossrank.tools.analysis.diagnosis.collectives import EXTRA, MISSING
+from crossrank.tools.analysis.diagnosis.findings import rank_text
+from crossrank.tools.analysis.diagnosis.job_state import CLEARLY_STALE
+from crossrank.tools.analysis.diagnosis.root_causes import Search, finding_at, finding_of, finding_on
+from crossrank.tools.analysis.diagnosis.wait_for_graph import StuckOp
+from crossrank.tools.traces.ending import LEFT
+from crossrank.tools.traces.rank_trace import STATES
+
+
+def find_silent_ranks(search: Search) -> None:
+    """Ranks that wait for nobody and have not made the call that others wait in."""
+    ranks, missed_ends = search.job.ranks, search.graph.missed_ends
+    # A communication that failed ends a rank because of others.
+    silent = {rank for rank in search.silent if not ranks[rank].ending.has_failed}
+    for op, absent in search.by_most_waited_for(silent):
+        culprits, exception = absent, None
+        if op.is_p2p:
+            kind = "p2p_unmatched"
+            text = f"{rank_text(absent)} made no call that answers it and waits for nothing itself"
+        elif len(absent) > 1 and all(_died_on_gloo(search, rank) for rank in absent):
+            kind = "dump_missing"
+            text = (
+                f"{rank_text(absent)} ended without a word; gloo aborts every process that is sent more "
+                "than it asked for, so that one of them may have ended the others"
+            )
+        elif _is_extra(search, op, absent):
+            kind, culprits = EXTRA, set(op.waiting)
+            text = (
+                f"{rank_text(culprits)} made this call alone; the {len(absent)} other members made none after "
+                f"#{op.seq - 1} and wait for nothing. If they should have made it, they are late"
+            )
+        else:
+            kind, text = MISSING, _how_they_stopped(search, absent)
+            if stale := {rank for rank in absent if missed_ends.get(rank, 0) >= CLEARLY_STALE}:
+                text += (
+                    f"; {rank_text(stale)} also notices no end of calls that are over on the others: "
+                    "its GPU or its watchdog is stuck"
+                )
+            exception = next(filter(None, (_exception_of(search, rank) for rank in sorted(absent))), None)
+        finding = finding_of(op, kind, culprits=culprits, text=text)
+        finding.exception = exception
+        if kind == EXTRA:
+            finding.waiting_ranks = finding.culprit_ranks
+        search.add_root(finding, [op])
+
+
+def _died_on_gloo(search: Search, rank: int) -> bool:
+    others = {one.backend for one in search.job.ranks.values() if one.source == "flight"}
+    return search.job.ranks[rank].ending.unseen and others == {"gloo"}
+
+
+def _is_extra(search: Search, op: StuckOp, absent: set[int]) -> bool:
+    """Whether the few that wait, not the many that are absent, are the odd ones."""
+    job, members = search.job, op.group.ranks
+    if absent & search.graph.missed_ends.keys() or any(job.ranks[rank].dump.active_only for rank in absent):
+        return False
+    if absent != set(members).difference(op.waiting) or len(op.waiting) * 2 >= len(members):
+        return False
+    # The turn of this call has come on a rank whose calls have led to it before: then the others are late.
+    return not any(is_usual(job, rank, search.graph.blocked[rank].row) for rank in op.waiting)
+
+
+def _how_they_stopped(search: Search, absent: set[int]) -> str:
+    """What is known of ranks that have not made a call and wait for nobody."""
+    ends: dict[str, list[int]] = defaultdict(list)
+    has_dumps = any(one.source == "flight" for one in search.job.ranks.values())
+    for rank in sorted(absent):
+        trace = search.job.ranks[rank]
+        ending, how = trace.ending, "stopped making calls before it and waits for nobody"
+        if ending.reason in LEFT or ending.ended:
+            why = ending.error or ending.reason or "its recording ended"
+            how = f"left the job ({why}) without making this call"
+        elif trace.source == "comms" and has_dumps:
+            how = (
+                "left no dump, and its comms file ends before this call: it died, or does not notice that the job hangs"
+            )
+        ends[how].append(rank)
+    return "; ".join(f"{rank_text(ranks)} {how}" for how, ranks in ends.items())
+
+
+def _exception_of(search: Search, rank: int) -> str | None:
+    """The exception by which a rank, or one of its threads, stopped making calls."""
+    ending = search.job.ranks[rank].ending
+    if ending.has_raised:
+        return ending.error
+    return next((f"{one.error} (thread {one.thread})" for one in ending.of_threads), None)
+
+
+def find_stale_ranks(search: Search) -> None:
+    """Ranks that notice no ends although their jobs' other ranks do: beside a hang, a fault of their own.
+
+    What such a rank does not notice, its GPU has not done or its watchdog cannot see, whether or not others wait for
+    it. Of a job in which nobody waits it says nothing.
+    """
+    job = search.job
+    stale = {rank for rank, rows in job.unnoticed.items() if len(rows) >= CLEARLY_STALE}
+    if not search.graph.blocked or len(stale) * 2 >= len(job.ranks):
+        return
+    for rank in sorted(stale.difference(*(root.culprit_ranks for root in search.roots))):
+        rows = job.unnoticed[rank]
+        text = (
+            f"rank {rank} goes on making calls, but notices no end of {len(rows)} calls that are over on the others: "
+            "its GPU or its watchdog is stuck"
+        )
+        finding = finding_at(job, rank, rows[0], "not_completed", culprit_ranks=[rank], text=text)
+        search.add_root(finding, since=job.moment(rank, rows[0]))
+
+
+def find_unrecorded_waits(search: Search) -> None:
+    """Ranks that wait for others in what is no call: the making of a group, a key of the store.
+
+    Whom they wait for nothing says. One rank that does not wait at all is it; of several nobody can tell.
+    """
+    waiting, silent = search.waiting_unrecorded, search.silent
+    if not waiting or search.roots:
+        return
+    culprits = silent if len(silent) == 1 else set()
+    stuck = [op for op in search.left() if op.awaited & (waiting | silent)]
+    text = f"{rank_text(waiting)} waits inside torch.distributed for what is no call, such as a new group"
+    finding = finding_on(
+        search.world,
+        MISSING if silent else "opposite_order",
+        culprit_ranks=sorted(culprits),
+        waiting_ranks=sorted(waiting.union(*(op.waiting for op in stuck)) - culprits),
+        text=text + (f"; {rank_text(silent)} waits for nobody" if silent else ""),
+    )
+    search.add_root(finding, stuck)
+
+
+def find_lacking_ranks(search: Search) -> None:
+    """Ranks of which there is no evidence: named once, with the call in which most others wait for them."""
+    lacking = {rank: kind for rank, kind in search.lacking.items() if rank not in search.explained}
+    named: set[int] = set()
+    for op, absent in search.by_most_waited_for(set(lacking)):
+        for index, (kind, ranks) in enumerate(_by_kind(lacking, absent - named).items()):
+            text = f"{rank_text(ranks)} cannot be judged, and others wait for it here"
+            search.add_root(finding_of(op, kind, culprits=ranks, text=text), [op] if index == 0 else [])
+        named |= absent
+    for kind, ranks in _by_kind(lacking, lacking.keys() - named).items():
+        text = f"{rank_text(ranks)} cannot be judged; no other rank waits for it"
+        search.add_root(finding_on(search.world, kind, culprit_ranks=ranks, text=text))
+
+
+def _by_kind(lacking: dict[int, str], ranks: set[int]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = defaultdict(list)
+    for rank in sorted(ranks):
+        found[lacking[rank]].append(rank)
+    return found
+
+
+def find_raised_exceptions(search: Search) -> None:
+    """Ranks that exceptions ended, where no call shows a fault: a job that failed is not healthy."""
+    if search.roots or search.graph.blocked:
+        return
+    endings = {rank: one.ending for rank, one in search.job.ranks.items()}
+    raised = [rank for rank, one in endings.items() if one.has_raised]
+    failed = [rank for rank, one in endings.items() if one.has_failed and not search.cancelled]
+    if not raised and not failed:
+        return
+    unseen = [rank for rank, one in endings.items() if one.unseen]
+    # Who died first nothing says: a few are sooner the cause of what many raise than the other way round.
+    unseen = unseen if len(unseen) < len(raised) or not raised else []
+    texts = [f"{rank_text(unseen)} ended without a word"] if unseen else []
+    texts += sorted(f"rank {rank}: {endings[rank].error}" for rank in (raised or failed)[:4])
+    finding = finding_on(
+        search.world,
+        "dump_missing" if unseen else "raised",
+        culprit_ranks=unseen or raised,
+        waiting_ranks=sorted({*failed, *raised}) if unseen else failed,
+        exception=endings[raised[0]].error if raised and not unseen else None,
+        text="; ".join(texts),
+    )
+    search.add_root(finding)
+
+
+def find_unended_calls(search: Search) -> None:
+    """Calls that are over on some ranks and open on one that notices ends, in a job in which nobody waits.
+
+    A rank that has missed many ends notices none; one that has missed its last alone may hang in it.
+    """
+    job = search.job
+    if search.roots or search.graph.blocked:
+        return
+    for rank, (row, *more) in sorted(job.unnoticed.items()):
+        if len(more) + 1 >= CLEARLY_STALE:
+            continue
+        group, trace = job.group_at(rank, row), job.ranks[rank]
+        seq, state = trace.calls.number[row], STATES[trace.calls.state[row]]
+        ended = [other for other in group.ranks if other in job.ranks and job.completed(group, other) >= seq]
+        # Without the moment of the dump it may have been taken just before the end was noticed.
+        hangs = trace.ending.taken_at is not None and len(ended) * 2 > len(group.ranks)
+        text = f"{rank_text(ended)} saw it end, and on rank {rank} it is {state}"
+        if hangs:
+            finding = finding_at(job, rank, row, "not_completed", culprit_ranks=[rank], text=text)
+        else:
+            text += ": it hangs there, or the dump was taken just before"
+            finding = finding_at(job, rank, row, "all_joined_not_completed", waiting_ranks=[rank], text=text)
+        search.add_root(finding)

@@ -1,0 +1,448 @@
+"""Root causes among ranks that wait, and what follows from them.
+
+A `Search` goes through steps, each of which explains some of the operations that ranks are stuck in: calls that do not
+fit, operations that every member has reached, and cycles (here), ranks that wait for nobody and those of which there
+is no evidence (`absent_ranks`). Every operation becomes one finding: a root, or a consequence of the root that its
+waiting leads to.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from crossrank.tools.analysis.diagnosis.call_history import has_skipped, is_new, is_usual
+from crossrank.tools.analysis.diagnosis.collectives import MISSING, Mismatch
+from crossrank.tools.analysis.diagnosis.findings import Finding, call_text, group_text, rank_text
+from crossrank.tools.analysis.diagnosis.job_state import CLEARLY_STALE, JobState
+from crossrank.tools.analysis.diagnosis.p2p import Pairing, content_text
+from crossrank.tools.analysis.diagnosis.stacks import place_of_call, waits_unrecorded
+from crossrank.tools.analysis.diagnosis.wait_for_graph import StuckOp, WaitForGraph, strongly_connected_components
+from crossrank.tools.job.groups import ProcessGroup
+from crossrank.tools.traces.rank_trace import STARTED
+
+_SURE = 1_000_000_000
+"""ns that a rank must have waited when its dump was taken, where the dump says when that was, to count as stuck. A
+process that died of an exception was stuck however short that was."""
+
+_STOPPED = 2_000_000_000
+"""ns by which a comms file must have stopped growing before those of the ranks that wait."""
+
+_LAST = 1 << 63
+"""Later than any moment: of what no call shows."""
+
+
+@dataclass
+class Search:
+    """What is known of a job, and what was found so far."""
+
+    job: JobState
+    graph: WaitForGraph
+    pairing: Pairing
+    lacking: dict[int, str]
+    """Rank without usable evidence -> kind of finding that says why."""
+    roots: list[Finding] = field(default_factory=list)
+    consequences: list[Finding] = field(default_factory=list)
+    in_progress: list[Finding] = field(default_factory=list)
+    root_of: dict[StuckOp, int] = field(default_factory=dict)
+    """-> index of the root that explains it"""
+    began: list[int] = field(default_factory=list)
+    """When each root began to show, in ns since 1970."""
+    explained: set[int] = field(default_factory=set)
+    """Ranks of which there is no evidence because a root ended them."""
+
+    def left(self) -> list[StuckOp]:
+        """The operations that no root explains yet."""
+        return [op for op in self.graph.ops if op not in self.root_of]
+
+    @cached_property
+    def waiting_unrecorded(self) -> set[int]:
+        """Ranks that wait for others in what is no call; not a few while all others are in calls: they went astray."""
+        idle = self.job.ranks.keys() - self.graph.blocked.keys() - self.lacking.keys()
+        found = {rank for rank in idle if waits_unrecorded(self.job, rank)}
+        return set() if found == idle and len(found | self.lacking.keys()) * 2 < len(self.job.world) else found
+
+    @cached_property
+    def silent(self) -> set[int]:
+        """Ranks with evidence that wait for nobody."""
+        idle = self.job.ranks.keys() - self.graph.blocked.keys() - self.lacking.keys()
+        return idle - self.waiting_unrecorded
+
+    @cached_property
+    def cancelled(self) -> bool:
+        """Whether somebody outside ended several ranks of a job that no rank had left before, or died in.
+
+        One alone that was ended is why the others fail.
+        """
+        endings = [one.ending for one in self.job.ranks.values()]
+        several = sum(one.was_terminated for one in endings) > 1
+        return several and not any(one.has_left or one.unseen or one.reason == "SIGABRT" for one in endings)
+
+    @property
+    def world(self) -> ProcessGroup:
+        """The largest group, for findings that are about none in particular."""
+        everyone = ProcessGroup(index=-1, name="", desc="", members=self.job.world, size=len(self.job.world))
+        return max(self.job.groups, key=lambda group: (len(group.ranks), -group.index), default=everyone)
+
+    def may_be_members(self, group: ProcessGroup) -> set[int]:
+        """Ranks that wait for nobody, or of which there is no evidence, and that a group does not show as members."""
+        return (self.silent | self.lacking.keys()) - set(group.ranks)
+
+    def add_root(self, finding: Finding, ops: Iterable[StuckOp] = (), since: int | None = None) -> None:
+        """Add a root cause, which explains `ops` and began at `since` (ns since 1970) or with the first of them."""
+        moments = [op.since for op in ops] + ([since] if since is not None else [])
+        for op in ops:
+            self.root_of.setdefault(op, len(self.roots))
+        self.roots.append(finding)
+        self.began.append(min(moments, default=_LAST))
+
+    def by_most_waited_for(self, ranks: set[int]) -> Iterator[tuple[StuckOp, set[int]]]:
+        """Operations with those of `ranks` that they lack: first that which lacks most of them that were not met yet.
+
+        Who takes one has to explain it.
+        """
+        met: set[int] = set()
+        while True:
+            lacking = {op: op.absent & ranks for op in self.left()}
+            candidates = [op for op, absent in lacking.items() if absent - met]
+            if not candidates:
+                return
+            op = min(
+                candidates,
+                key=lambda op: (
+                    *(-len(lacking[op] - met), -len(op.waiting)),
+                    *(op.is_p2p, op.since, op.group.index, op.seq),
+                ),
+            )
+            met |= lacking[op]
+            yield op, lacking[op]
+
+
+def finding_on(group: ProcessGroup, kind: str, **facts: Any) -> Finding:
+    return Finding(kind=kind, pg=group.pg, pg_ranks=list(group.ranks), **facts)
+
+
+def finding_at(job: JobState, rank: int, row: int, kind: str, **facts: Any) -> Finding:
+    """A finding about a collective that a rank made."""
+    number, op = job.ranks[rank].calls.number[row], job.signature(rank, row).op
+    return finding_on(job.group_at(rank, row), kind, collective_seq_id=number, op=op, **facts)
+
+
+def finding_of(op: StuckOp, kind: str, *, culprits: Iterable[int] = (), text: str = "") -> Finding:
+    """A finding about what ranks are stuck in; those of them that are no culprits wait."""
+    return finding_on(
+        op.group,
+        kind,
+        collective_seq_id=None if op.is_p2p else op.seq,
+        p2p_seq_id=op.seq if op.is_p2p else None,
+        op=op.op,
+        culprit_ranks=sorted(culprits),
+        waiting_ranks=sorted(set(op.waiting).difference(culprits)),
+        text=text,
+    )
+
+
+# --- calls that are under way ----------------------------------------------------------------------------------------
+
+
+def set_aside_what_just_began(search: Search) -> None:
+    """Where the dumps say when they were taken, a call that began just before is under way, not stuck."""
+    ages = {op: _age(search, op) for op in search.graph.ops}
+    for op, age in ages.items():
+        if age is not None and age < _SURE:
+            text = f"under way for {max(age, 0) / 1e6:.0f} ms when the first of its ranks was dumped"
+            search.in_progress.append(finding_of(op, "in_progress", text=text))
+            search.graph.set_aside(op)
+
+
+def _age(search: Search, op: StuckOp) -> int | None:
+    """For how many ns ranks are known to have waited in a call; None where it is sure that it does not end.
+
+    A wait is measured on the clock of the rank that waits. Ranks are dumped one after the other, so what a rank that
+    is waited for had not done by its dump it may have done since; but not where it is gone, or hangs itself. Of a
+    cancelled job everyone is gone, and nobody by its own doing: there the dumps count like those of a running job.
+    """
+    ranks = search.job.ranks
+    waiting = [ranks[rank].ending for rank in op.waiting]
+    awaited = [ranks[rank].ending for rank in op.awaited if rank in ranks]
+    # The first ranks of a cancelled job to end make the communication of the others fail, however healthy it was.
+    cancelled = search.cancelled and len(awaited) == len(op.awaited)
+    taken = [one.taken_at for one in waiting if one.taken_at is not None and (cancelled or not one.has_failed)]
+    if len(taken) < len(waiting):
+        return None
+    over = all(one.is_gone for one in waiting)
+    if any(one.has_left or (one.unseen and over) for one in awaited):
+        return None
+    began = [ranks[rank].calls.called[search.graph.blocked[rank].row] for rank in op.waiting]
+    moments = [
+        one.taken_at
+        for one in awaited
+        if one.taken_at is not None
+        and (cancelled or not one.is_final)
+        # A comms file that stopped growing is that of a rank that died, or that was stopped.
+        and not (one.unseen and one.taken_at < max(taken) - _STOPPED)
+    ]
+    longest = max(end - begin for end, begin in zip(taken, began, strict=True))
+    return min([longest, *(moment - min(began) for moment in moments)])
+
+
+# --- calls that do not fit -------------------------------------------------------------------------------------------
+
+
+def find_misfits(search: Search, mismatches: list[Mismatch]) -> None:
+    """Collectives that ranks called differently; one mistake of one rank is one root, in whatever groups it shows."""
+    job = search.job
+    known: dict[tuple[str, tuple[int, ...]], int] = {}
+    aborted = {rank for rank in job.world if _may_be_aborted(job, rank)}
+    for mismatch in sorted(mismatches, key=lambda one: (one.since(job), one.group.index)):
+        group = mismatch.group
+        behind_it = [op for op in search.left() if op.group is group and not op.is_p2p and op.seq >= mismatch.seq]
+        stuck = {rank for op in behind_it for rank in op.waiting} - set(mismatch.culprits)
+        # What a rank that never made the call holds up would hang without the mismatch, too.
+        on_gloo = all(job.ranks[rank].is_gloo(group.local_index.get(rank)) for rank in mismatch.ranks)
+        gone = aborted.intersection(group.ranks) - mismatch.ranks.keys() if on_gloo else set()
+        behind_it = [op for op in behind_it if not op.absent & search.silent - gone]
+        about = {"collective_seq_id": mismatch.seq, "op": mismatch.op}
+        culprits, text = list(mismatch.culprits or _raised_in(job, mismatch)), mismatch.text
+        finding = finding_on(
+            group, mismatch.kind, **about, culprit_ranks=culprits, waiting_ranks=sorted(stuck), text=text
+        )
+        same = known.get((mismatch.kind, mismatch.culprits)) if mismatch.culprits else None
+        if same is not None:
+            finding.because_of = same
+            search.consequences.append(finding)
+            search.root_of = dict.fromkeys(behind_it, same) | search.root_of
+            continue
+        root = known[mismatch.kind, mismatch.culprits] = len(search.roots)
+        search.add_root(finding, behind_it, mismatch.since(job))
+        if gone:
+            search.explained |= gone
+            why = "gloo aborts a process that is sent more than it asked for"
+            text = f"{rank_text(gone)} left nothing of this call: {why}"
+            follows = finding_on(group, "dump_missing", **about, waiting_ranks=sorted(gone), text=text, because_of=root)
+            search.consequences.append(follows)
+
+
+def _may_be_aborted(job: JobState, rank: int) -> bool:
+    """Whether a rank may have ended without a word: gloo aborts a process that is sent more than it asked for."""
+    trace = job.ranks.get(rank)
+    return trace is None or trace.ending.unseen or trace.ending.reason == "SIGABRT"
+
+
+def _raised_in(job: JobState, mismatch: Mismatch) -> tuple[int, ...]:
+    """The ranks that an exception of their own ended in this call, unless they are many."""
+    lanes = mismatch.group.lanes
+    raised = [
+        rank for rank in mismatch.ranks if job.ranks[rank].ending.has_raised and lanes[rank].numbers[-1] == mismatch.seq
+    ]
+    return tuple(raised) if len(raised) * 2 < len(mismatch.ranks) else ()
+
+
+def find_unequal_pairs(search: Search) -> None:
+    """Sends and receives that belong together and are not of one size or type."""
+    job, seen = search.job, set()
+    for send, receive in search.pairing.sizes_differ:
+        group, ends = job.group_at(*send), {"sender": send, "receiver": receive}
+        pair = (group.index, *sorted((send[0], receive[0])))
+        if pair in seen:  # the first one of a pair of ranks may have shifted all that follow
+            continue
+        seen.add(pair)
+        blocked = search.graph.blocked
+        is_reached = any(rank in blocked and blocked[rank].row <= row for rank, row in ends.values())
+        search.add_root(
+            finding_on(
+                group,
+                "p2p_size_mismatch",
+                p2p_seq_id=job.ranks[send[0]].calls.number[send[1]],
+                op="send",
+                waiting_ranks=sorted({rank for rank, row in ends.values() if row in job.open_rows[rank]}),
+                text=f"rank {send[0]} sends {content_text(job, send)}, "
+                f"rank {receive[0]} receives {content_text(job, receive)}",
+                places=[
+                    place
+                    for role, end in ends.items()
+                    if (place := place_of_call(job, *end, role, "its call")) is not None
+                ],
+            ),
+            [op for op in search.left() if is_reached and op.is_p2p and {send[0], receive[0]}.intersection(op.waiting)],
+            job.moment(*send),
+        )
+
+
+# --- operations that nobody is missing from --------------------------------------------------------------------------
+
+
+def find_closed_ops(search: Search) -> None:
+    """Operations in which ranks are stuck although nobody is missing."""
+    for op in search.left():
+        if not op.awaited <= set(op.waiting):
+            continue
+        if op.absent and op.is_p2p:  # two ends of a batch, one of which lacks an answer to the other
+            kind = "p2p_unmatched"
+            culprits = op.absent if len(op.absent) < len(op.waiting) else set()
+            text = f"{rank_text(op.absent)} made no call that answers one of the other's"
+        elif (op.unknown and not op.is_p2p) or (op.group.inferred and search.may_be_members(op.group)):
+            continue
+        else:
+            kind, culprits, text = _why_closed(search, op)
+        search.add_root(finding_of(op, kind, culprits=culprits, text=text), [op])
+
+
+def _why_closed(search: Search, op: StuckOp) -> tuple[str, set[int], str]:
+    ranks, graph, waiting = search.job.ranks, search.graph, set(op.waiting)
+    if op.passed and len(waiting) * 2 < len(op.group.ranks):
+        if all("nccl" in ranks[rank].backend for rank in waiting):
+            return "not_completed", waiting, f"{rank_text(op.passed)} is through; the GPU of the others is stuck"
+        return "not_completed", set(), f"{rank_text(op.passed)} is through"
+    timed = {rank for rank in waiting if any(ranks[rank].calls.began)}
+    idle = {rank for rank in timed if not _has_started(search, rank)}
+    if idle and len(idle) < len(timed):
+        culprits = idle if len(idle) * 2 < len(waiting) else set()
+        return "not_started", culprits, f"on {rank_text(idle)} it never began to run, on the others it did"
+    stale = {rank for rank in waiting if graph.missed_ends.get(rank, 0) >= CLEARLY_STALE}
+    if stale and len(stale) * 2 < len(waiting):
+        text = f"{rank_text(stale)} goes on making calls, but notices no end of calls that are over on the others"
+        return "not_completed", stale, text
+    who = "every member made the call"
+    if op.group.inferred and op.group.size > len(op.group.ranks):
+        here = rank_text(op.group.ranks)
+        return MISSING, set(), f"of the {op.group.size} members {here} made the call; the others are not known"
+    if op.group.inferred:
+        who = "every rank that ever called on this group made the call; whether it has other members is not known"
+    elif any(rank not in ranks for rank in op.group.ranks):
+        who = "every member with a dump made the call"
+    return "all_joined_not_completed", set(), f"{who}; the dumps do not show who holds it up"
+
+
+def _has_started(search: Search, rank: int) -> bool:
+    """Whether the call that a rank is stuck in is known to have begun to run."""
+    calls, row = search.job.ranks[rank].calls, search.graph.blocked[rank].row
+    return calls.state[row] == STARTED or calls.began[row] > 0
+
+
+# --- ranks that wait for each other ----------------------------------------------------------------------------------
+
+
+def find_cycles(search: Search) -> None:
+    """Ranks that wait for each other."""
+    graph = search.graph
+    edges = {rank: graph.targets(rank) for rank, op in graph.op_of.items() if op not in search.root_of}
+    for cycle in strongly_connected_components(edges):
+        by_op: dict[StuckOp, list[int]] = defaultdict(list)
+        for rank in cycle:
+            by_op[graph.op_of[rank]].append(rank)
+        ops = sorted(by_op, key=lambda op: (-len(by_op[op]), by_op[op]))
+        p2p = [op for op in ops if op.is_p2p]
+        op, text = ops[0], _chain(graph, cycle, edges)
+        odd: list[int] = []
+        skipped = next(((one, ranks) for one in ops if (ranks := _skipped_by(search, one, cycle))), None)
+        if skipped is not None:
+            op, odd = skipped
+            kind, stuck = "p2p_unmatched" if op.is_p2p else MISSING, op.waiting
+            text = f"{rank_text(odd)} went past it: {text}"
+        elif not p2p:
+            kind, odd = "opposite_order", _odd_in_order(cycle, ops)
+            stuck = [rank for one in ops for rank in one.waiting]
+        elif len(p2p) == len(ops):
+            kind, stuck, odd = "p2p_wait_cycle", cycle, _odd_in_cycle(search, cycle)
+        else:
+            # Either the answer was left out, or the collective: without calls like these before, nobody can tell.
+            op, kind, stuck = p2p[0], "p2p_unmatched", [rank for one in p2p for rank in by_op[one]]
+        finding = finding_of(op, kind, culprits=odd, text=text)
+        finding.waiting_ranks = sorted(set(stuck).difference(odd))
+        search.add_root(finding, ops)
+
+
+def _skipped_by(search: Search, op: StuckOp, cycle: list[int]) -> list[int]:
+    """The ranks of a cycle that made another call where this one was due, if all that lack it did."""
+    absent = op.awaited.intersection(cycle)
+    peers = tuple(op.waiting) if op.is_p2p else ()
+    blocked = search.graph.blocked
+    skipped = all(has_skipped(search.job, rank, op.group, blocked[rank].row, peers) for rank in absent)
+    return sorted(absent) if skipped else []
+
+
+def _odd_in_cycle(search: Search, cycle: list[int]) -> list[int]:
+    """Of a cycle of sends and receives, the ranks that did what they never did, where all others did as always."""
+    job, blocked = search.job, search.graph.blocked
+    odd = [rank for rank in cycle if is_new(job, rank, blocked[rank].row)]
+    usual = [rank for rank in cycle if is_usual(job, rank, blocked[rank].row)]
+    return odd if len(odd) + len(usual) == len(cycle) and len(odd) < len(usual) else []
+
+
+def _odd_in_order(cycle: list[int], ops: list[StuckOp]) -> list[int]:
+    """Of a cycle over groups, the ranks of the rarer order: among those that are in all of its groups."""
+    both = set.intersection(*(set(op.group.ranks) for op in ops))
+    votes = [len(both.intersection(op.waiting)) for op in ops]
+    if max(votes) * 2 <= sum(votes):
+        return []
+    return sorted(both.intersection(cycle).difference(ops[votes.index(max(votes))].waiting))
+
+
+def _chain(graph: WaitForGraph, cycle: list[int], edges: dict[int, set[int]]) -> str:
+    """The cycle in words, as a walk from its lowest rank."""
+    walk, rank = [], cycle[0]
+    for _ in cycle:
+        target = min(edges[rank].intersection(cycle), default=None)
+        if target is None:
+            break
+        op = graph.op_of[rank]
+        walk.append(f"rank {rank} waits for {target} in {group_text(op.group.pg)} {call_text(op.op, op.seq)}")
+        if target == cycle[0] or target not in edges:
+            break
+        rank = target
+    more = len(cycle) - len(walk)
+    return "; ".join(walk[:8]) + (f"; … {more} more ranks" if more > 0 else "")
+
+
+# --- what is left ----------------------------------------------------------------------------------------------------
+
+
+def explain_the_rest(search: Search) -> None:
+    """Every operation that is left becomes a consequence; where no root is behind one, the largest becomes a root."""
+    ordered = sorted(search.left(), key=lambda op: (op.since, op.group.index, op.seq, op.waiting))
+    unexplained = [op for op in ordered if _root_behind(search, op) is None]
+    if unexplained:  # something holds these up that the evidence does not show
+        op = min(unexplained, key=lambda op: (op.since, -len(op.waiting), op.group.index))
+        text = "the dumps do not show who holds it up"
+        candidates = search.may_be_members(op.group) if op.group.inferred else set()
+        if candidates:
+            text = f"the members of the group are not known; {rank_text(candidates)} may be one, and waits for nobody"
+        elif op.unknown:
+            text = f"of {rank_text(op.unknown)} it is not known whether it made the call"
+        elif op.awaited:
+            text = f"waits for {rank_text(op.awaited)}, of which nothing more is known"
+        search.add_root(finding_of(op, _kind_of_rest(op), text=text), [op])
+    for op in ordered:
+        if op in search.root_of:
+            continue
+        targets = op.awaited or op.unknown
+        text = f"waits for {rank_text(targets)}, which is stuck itself" if targets else ""
+        finding = finding_of(op, _kind_of_rest(op), culprits=op.awaited.difference(op.waiting), text=text)
+        root = _root_behind(search, op)
+        finding.because_of = len(search.roots) - 1 if root is None else root
+        search.consequences.append(finding)
+
+
+def _kind_of_rest(op: StuckOp) -> str:
+    if not op.absent:
+        return "all_joined_not_completed"
+    return "p2p_unmatched" if op.is_p2p else MISSING
+
+
+def _root_behind(search: Search, op: StuckOp) -> int | None:
+    """The root that the waiting in this operation leads to: of those within reach, the nearest."""
+    of_roots = [{*root.culprit_ranks, *root.waiting_ranks} for root in search.roots]
+    seen, front = set(op.waiting), op.awaited or op.unknown
+    if op.group.inferred and not front:
+        front = search.may_be_members(op.group)
+    while front:
+        reached = [len(front & ranks) for ranks in of_roots]
+        if any(reached):
+            return reached.index(max(reached))
+        seen |= front
+        front = {target for rank in front for target in search.graph.targets(rank)} - seen
+    return None

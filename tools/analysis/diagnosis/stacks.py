@@ -1,0 +1,150 @@
+"""Where in their code ranks are: a culprit and one that waits, side by side; and what their stacks alone show."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import PurePath
+
+from crossrank.tools.analysis.diagnosis.findings import Finding, Place, call_text, group_text
+from crossrank.tools.analysis.diagnosis.job_state import JobState
+from crossrank.tools.analysis.diagnosis.wait_for_graph import WaitForGraph
+from crossrank.tools.traces.ending import MAIN_THREAD, RECORDER, Ending
+from crossrank.tools.traces.flight_recorder import Frame, OwnStack
+
+_MOST_CULPRITS = 4
+"""Places of culprits that are shown of one finding."""
+_MOST_FRAMES = 12
+_INNER_FRAMES = 4
+"""Frames of libraries that are shown below the user's: what the user's line has called."""
+_COMMUNICATES = re.compile(r"[/\\]torch[/\\]distributed[/\\]")
+_WAITS = re.compile(r"[/\\]torch[/\\]distributed[/\\](distributed_c10d|c10d_logger|rendezvous)\.py$")
+"""Files of functions that wait for other ranks, by calls or through the store."""
+_LIBRARY = re.compile(
+    r"[/\\](site|dist)-packages[/\\]|[/\\]lib[/\\]python\d[.\d]*[/\\]|^<frozen |[/\\]torch[/\\]", re.IGNORECASE
+)
+"""Paths of code that is not the user's: torch and other packages, and Python's own."""
+_LONG = 2_000_000_000
+"""ns after its last call from which a rank that was ended inside torch.distributed is taken to have waited there."""
+
+
+def add_places(job: JobState, graph: WaitForGraph, findings: Sequence[Finding]) -> None:
+    """Fill in `places` of every finding, as far as there are stacks: culprits in different places, one waiting rank."""
+    for finding in findings:
+        known = {place.rank for place in finding.places}
+        for role, ranks, most in (
+            ("culprit", finding.culprit_ranks, _MOST_CULPRITS),
+            ("waiting", finding.waiting_ranks, 1),
+        ):
+            shown: dict[tuple[str, ...], Place] = {}
+            for rank in ranks:
+                place = None if len(shown) == most or rank in known else _place(job, graph, finding, rank, role)
+                if place is not None:
+                    shown.setdefault(tuple(place.frames), place)
+            finding.places += shown.values()
+            known.update(place.rank for place in shown.values())
+
+
+def _place(job: JobState, graph: WaitForGraph, finding: Finding, rank: int, role: str) -> Place | None:
+    trace = job.ranks.get(rank)
+    if trace is None:
+        return None
+    ending, is_culprit = trace.ending, role == "culprit"
+    if ending.has_raised and ending.traceback:
+        what = f"where it raised {ending.error}"
+        return Place(rank=rank, role=role, what=what, frames=frame_texts(ending.traceback))
+    if is_culprit and ending.of_threads:
+        ended = ending.of_threads[0]
+        what = f"where its thread {ended.thread} raised {ended.error}"
+        return Place(rank=rank, role=role, what=what, frames=frame_texts(ended.frames))
+    blocked = graph.blocked.get(rank)
+    row = blocked.row if blocked is not None else _row_of(job, finding, rank)
+    what = "the call it is stuck in" if blocked is not None else "its call"
+    if row is None and len(trace.calls):
+        row, what = len(trace.calls) - 1, "the last call it made"
+    frames = frame_texts(job.stack(rank, row)) if row is not None else []
+    main = _stack_of_culprit(ending) if is_culprit else _main_stack(ending)
+    # At the end of a recording the main thread is where it ends, and not where the rank was.
+    is_leaving = ending.reason in ("exit", "disable")
+    lost = main is not None and bool(frames) and not any(map(_is_users, main.frames))  # reporting an exception
+    if main is not None and not is_leaving and not lost and (is_culprit or len(frames) < 2):
+        name = "main thread" if main.thread == MAIN_THREAD else f"thread {main.thread}"
+        return Place(rank=rank, role=role, what=f"its {name} when it was dumped", frames=frame_texts(main.frames))
+    return place_of_call(job, rank, row, role, what) if row is not None else None
+
+
+def place_of_call(job: JobState, rank: int, row: int, role: str, what: str) -> Place | None:
+    """Where in its code a rank made a call; None where no stack of it was recorded."""
+    frames = frame_texts(job.stack(rank, row))
+    if not frames:
+        return None
+    call = call_text(job.signature(rank, row).op, job.ranks[rank].calls.number[row])
+    group = group_text(job.group_at(rank, row).pg)
+    return Place(rank=rank, role=role, what=f"{what}, {call} on {group}", frames=frames)
+
+
+def _row_of(job: JobState, finding: Finding, rank: int) -> int | None:
+    """The rank's row of the collective that a finding is about."""
+    if finding.collective_seq_id is None:
+        return None
+    same = (group for group in job.groups if group.pg == finding.pg and list(group.ranks) == finding.pg_ranks)
+    lane = next((group.lanes.get(rank) for group in same), None)
+    return lane.row(finding.collective_seq_id) if lane is not None else None
+
+
+def _main_stack(ending: Ending) -> OwnStack | None:
+    return next((stack for stack in ending.stacks if stack.thread == MAIN_THREAD), None)
+
+
+def _stack_of_culprit(ending: Ending) -> OwnStack | None:
+    """The thread that does something else than communicate: the main one, unless it communicates and another not."""
+    main = _main_stack(ending)
+    if main is None or not _communicates(main):
+        return main
+    busy = (stack for stack in ending.stacks if any(map(_is_users, stack.frames)) and not _communicates(stack))
+    return next(busy, main)
+
+
+def _communicates(stack: OwnStack) -> bool:
+    """Whether what the user's innermost line called is in torch.distributed."""
+    called = takewhile(lambda frame: not _is_users(frame), stack.frames)
+    return any(_COMMUNICATES.search(frame.filename) for frame in called)
+
+
+def frame_texts(frames: Sequence[Frame]) -> list[str]:
+    """`function (file:line)`: the user's frames, innermost first, then the innermost ones of what they called.
+
+    With FSDP or DDP dozens of the frameworks' frames lie between the call and the user's line. The recorder's own
+    frames are left out.
+    """
+    users = [frame for frame in frames if _is_users(frame)]
+    inner = [frame for frame in frames if not _is_users(frame) and RECORDER not in frame.filename]
+    most = _INNER_FRAMES if users else _MOST_FRAMES
+    return [f"{frame.name} ({frame.filename}:{frame.line})" for frame in users[:_MOST_FRAMES] + inner[:most]]
+
+
+def _is_users(frame: Frame) -> bool:
+    return _LIBRARY.search(frame.filename) is None and RECORDER not in frame.filename
+
+
+def waits_unrecorded(job: JobState, rank: int) -> bool:
+    """Whether the main thread of a rank hung inside torch.distributed in something other than its last call.
+
+    Ranks that make a group, or look for a key of the store, wait for the others in what no recorder notes. The dumps
+    of crossrank have the stacks of the threads, and those show it.
+    """
+    trace = job.ranks[rank]
+    ending, main = trace.ending, _main_stack(trace.ending)
+    idle = (ending.taken_at or 0) - max(trace.calls.called, default=0)
+    hung = ending.reason == "hang" or (ending.was_terminated and idle > _LONG)
+    if main is None or ending.error is not None or not hung:
+        return False
+    frames = [frame for frame in main.frames if RECORDER not in frame.filename]
+    inner = list(takewhile(lambda frame: _WAITS.search(frame.filename), frames))
+    if not inner or len(inner) == len(frames):
+        return False
+    # A record has a path without its folders.
+    caller, *_ = [(PurePath(frame.filename).name, frame.line) for frame in frames[len(inner) :]]
+    last_call = job.stack(rank, len(trace.calls) - 1) if len(trace.calls) else ()
+    return caller not in [(PurePath(frame.filename).name, frame.line) for frame in last_call]
