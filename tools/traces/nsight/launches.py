@@ -103,7 +103,7 @@ def _launches(export: Export, process: Column, correlation: Column) -> tuple[Col
         return np.where((place == NONE) | (correlation == NONE), NONE, (place << 33) | (correlation & 0x1FFFFFFFF))
 
     own = key(process, correlation)
-    wanted = np.unique(own[own != NONE])
+    wanted = np.sort(own[own != NONE])
     columns = export.all(RUNTIME, needed, keep=lambda part: lookup(wanted, key(part[0] >> 24, part[1])) != NONE)
     tid, correlated, start = columns
     keys = key(tid >> 24, correlated)
