@@ -35,8 +35,11 @@ from crossrank.tools.traces.replayed import Settings
 _REPORT_S = 10.0
 _GRACE_S = 3.0
 """How long the other ranks have to report where they are, after one has failed."""
+_LAST_TO_COME_S = 60.0
+"""How long rank 0 of a launcher waits for ranks that have yet to hear that there is no plan."""
+_LAST_TO_LEAVE_S = 5.0
 _REFUSAL_S = 2.0
-"""How long rank 0 stays reachable when it has nothing to replay."""
+"""How long another rank stays when rank 0 has nothing to replay: rank 0 reports why, and goes first."""
 _ANSWER_S = 0.3
 """Within this time a rank that is alive has seen that all have to end, and reported where it is. Open MPI kills
 all a second after one has died."""
@@ -175,19 +178,23 @@ class Lead:
     def refuse(self) -> None:
         """Let the other ranks go, which wait for a plan that does not come."""
         try:
-            store = self._store or host_store(self.place, _REFUSAL_S)
-            Rendezvous(store, self.place.world_size, self._turn).abort()
+            self._store = self._store or host_store(self.place, _REFUSAL_S)
+            Rendezvous(self._store, self.place.world_size, self._turn).abort()
+            self._wait_for_others(_LAST_TO_COME_S)
         except (CrossrankError, RuntimeError):
             return  # nobody can be waiting
-        time.sleep(_REFUSAL_S / 2)
 
     def end(self) -> None:
         """Let the other ranks go: all is done."""
         if self._store is not None:
             Rendezvous(self._store, self.place.world_size, self._turn).send_end()
-            deadline = time.monotonic() + 5
-            while time.monotonic() < deadline and self._store.add("left", 0) < self.place.world_size - 1:
-                time.sleep(0.01)  # the store goes with this process
+            self._wait_for_others(_LAST_TO_LEAVE_S)
+
+    def _wait_for_others(self, most_s: float) -> None:
+        """The store goes with this process: leave when the others need it no more."""
+        deadline = time.monotonic() + most_s
+        while self._store and time.monotonic() < deadline and self._store.add("left", 0) < self.place.world_size - 1:
+            time.sleep(0.01)
 
 
 def serve(place: RankInfo, timeout_s: float) -> int:
@@ -201,7 +208,8 @@ def serve(place: RankInfo, timeout_s: float) -> int:
             with term_to_pipe() as term:
                 code, result = run_rank(place.rank, place.local_rank, rendezvous, second, term=term)
         except RefusedError:
-            time.sleep(_REFUSAL_S)  # rank 0 tells why, and goes first
+            store.add("left", 1)
+            time.sleep(_REFUSAL_S)  # rank 0 reports why, and goes first
             return 2
         if code:
             leave(code)
