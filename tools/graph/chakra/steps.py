@@ -13,7 +13,7 @@ linked trace is kept, unless the order of the two lanes implies it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count, product
 
 import msgspec
@@ -187,14 +187,11 @@ def draw_dependencies(
             source, target = nodes.get(source_id), nodes.get(target_id)
             if source is None or target is None or source is target:
                 continue
-            if edge.kind != "group_order" or not _overlap(source, target):
+            overlap = source.start_ns + source.duration_ns > target.start_ns
+            if edge.kind != "group_order" or not overlap:
                 # Whoever makes the call launches what runs outside its thread.
                 kind: EdgeKind = "launch" if edge.kind == "caller" and not target.is_cpu else edge.kind
                 target.dependencies.append(Dependency(source_id, kind, edge.inferred))
-
-
-def _overlap(source: ChakraNode, target: ChakraNode) -> bool:
-    return source.start_ns + source.duration_ns > target.start_ns
 
 
 def reduce_dependencies(nodes: Mapping[int, ChakraNode]) -> int:
@@ -205,7 +202,8 @@ def reduce_dependencies(nodes: Mapping[int, ChakraNode]) -> int:
     """
     position: dict[int, int] = {}
     lanes: dict[Lane, list[ChakraNode]] = defaultdict(list)
-    for node in _in_lane_order(nodes.values()):
+    # On a thread by the start of the RecordFunction.
+    for node in sorted(nodes.values(), key=lambda n: (n.rf_id, 0, 0) if n.is_cpu else (0, n.start_ns, n.id)):
         position[node.id] = len(lanes[node.lane])
         lanes[node.lane].append(node)
     dropped = 0
@@ -239,7 +237,3 @@ def reduce_dependencies(nodes: Mapping[int, ChakraNode]) -> int:
 
 
 _LANE_KINDS: dict[str, EdgeKind] = {"thread": "program_order", "stream": "stream"}
-
-
-def _in_lane_order(nodes: Iterable[ChakraNode]) -> list[ChakraNode]:
-    return sorted(nodes, key=lambda node: (node.rf_id, 0, 0) if node.is_cpu else (0, node.start_ns, node.id))
