@@ -16,11 +16,9 @@ FORBIDDEN = {
     "tools": ("crossrank.instrument", "crossrank.replay", "torch"),
     "instrument": ("crossrank.tools", "crossrank.replay"),
     "replay": ("crossrank.instrument",),
-    "tools/analysis": ("crossrank.tools.output", "crossrank.tools.commands"),
-    "tools/job": ("crossrank.tools.analysis", "crossrank.tools.output", "crossrank.tools.commands"),
-    "tools/traces": ("crossrank.tools.analysis", "crossrank.tools.output"),
-    "tools/output": ("crossrank.tools.commands",),
 }
+LAYERS = ("traces", "graph", "job", "analysis", "output", "commands")
+"""Folders of `tools`, the lowest first: each stands on those before it."""
 # The package resolves enable() and the rest when they are first used, and `python -m crossrank` is the tools' command.
 LAZY = {("crossrank/__init__.py", "crossrank.instrument.api"), ("crossrank/__main__.py", "crossrank.tools.cli")}
 
@@ -50,6 +48,15 @@ def test_imports_point_down_only() -> None:
                     wrong.append(f"{name} imports {module}")
     assert wrong == []
     assert all(sources(folder) for folder in FORBIDDEN)
+
+
+def test_each_folder_of_the_tools_stands_on_those_below_it() -> None:
+    wrong = []
+    for place, folder in enumerate(LAYERS):
+        above = tuple(f"crossrank.tools.{name}" for name in (*LAYERS[place + 1 :], "cli"))
+        for path in sources(f"tools/{folder}"):
+            wrong += [f"{path.relative_to(ROOT)} imports {one}" for one in imports(path) if one.startswith(above)]
+    assert wrong == []
 
 
 def test_a_replay_is_planned_without_torch() -> None:

@@ -35,9 +35,9 @@ class Inspect:
 
     def run(self, arguments: argparse.Namespace) -> int:
         if arguments.recording.endswith(_CHAKRA):
-            from crossrank.tools.graph.chakra import show
+            from crossrank.tools.output import chakra
 
-            (show.print_json if arguments.json else show.print_nodes)(arguments.recording)
+            (chakra.print_json if arguments.json else chakra.print_nodes)(arguments.recording)
             return 0
         files = discover([arguments.recording])
         comms = [file for file in files if file.kind == COMMS]

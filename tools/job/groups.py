@@ -20,10 +20,10 @@ from math import prod
 
 from crossrank.comm import MOST_RANKS, CommRecord, Group, Locality
 from crossrank.text import rank_ranges
+from crossrank.tools.traces.param_comms import named_by_address
 from crossrank.tools.traces.rank_trace import RankTrace
 
 DEFAULT_GROUP = "default_pg"
-_ADDRESS_DIGITS = 9
 _LATE = re.compile(r"\A(?:\w+:)?gloo(?:,\w+:gloo)*\Z")
 """Backends of a group that is gloo on every device."""
 _ONE_INPUT_PER_MEMBER = {"all_gather": 1, "gather": 1, "reduce_scatter": -1, "scatter": -1}
@@ -99,11 +99,6 @@ class ProcessGroup:
     def late_ends(self) -> bool:
         """Whether its backend tells the end of a send or receive only when somebody waits for it."""
         return _LATE.search(self.backend) is not None
-
-
-def named_by_address(pg: str) -> bool:
-    """Whether a group's name is the address of its object, which differs between ranks."""
-    return pg.isdecimal() and len(pg) >= _ADDRESS_DIGITS
 
 
 def is_world(group: Group) -> bool:

@@ -1,5 +1,5 @@
 """In: what an analysis found. Out: what a person or a program reads.
 
 Read `console` (tables) and `page` (an HTML file of the templates in `pages`, with `charts`) first; then what they show:
-`report` (a run), `diagnosis`, `replay`, `bandwidth`. `timeline` writes for Perfetto.
+`report` (a run), `diagnosis`, `replay`, `bandwidth`, `chakra`. `timeline` writes for Perfetto.
 """

@@ -298,3 +298,11 @@ _OP_ARGUMENTS: dict[str, _Field] = {
     "input_split_sizes": ("in_split", _ints),
     "output_split_sizes": ("out_split", _ints),
 }
+
+
+_ADDRESS_DIGITS = 9
+
+
+def named_by_address(pg: str) -> bool:
+    """Whether a group's name is the address of its object, which differs between ranks."""
+    return pg.isdecimal() and len(pg) >= _ADDRESS_DIGITS

@@ -14,7 +14,7 @@ import msgspec
 
 from crossrank.comm import Group
 from crossrank.errors import CrossrankError
-from crossrank.tools.job.groups import named_by_address
+from crossrank.tools.traces.param_comms import named_by_address
 
 WORLD = "0"
 _LARGEST = (1 << 31) - 1

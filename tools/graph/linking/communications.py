@@ -21,11 +21,10 @@ from crossrank.budget import Budget
 from crossrank.comm import CommRecord, Group, is_p2p, operation_of
 from crossrank.recording import RANGE
 from crossrank.tools.graph.linking.graph import Activity, Communication, HostOp
-from crossrank.tools.job.groups import named_by_address
 from crossrank.tools.traces.execution_trace import HostNode, io
 from crossrank.tools.traces.json_document import parse
 from crossrank.tools.traces.kernels import communication_kernel
-from crossrank.tools.traces.param_comms import ParamComms, from_kineto, from_node, from_op, to_record
+from crossrank.tools.traces.param_comms import ParamComms, from_kineto, from_node, from_op, named_by_address, to_record
 
 SOURCES = {
     "comms file": "our record of the call, found by its id",

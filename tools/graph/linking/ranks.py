@@ -15,8 +15,8 @@ from crossrank.tools.graph.linking.inputs import RankInput
 from crossrank.tools.graph.linking.link import link
 from crossrank.tools.graph.linking.linked_file import Compression, write_linked
 from crossrank.tools.graph.rank_output import RankOutput, writing
-from crossrank.tools.job.groups import named_by_address
 from crossrank.tools.parallel import Fleet, map_ranks
+from crossrank.tools.traces.param_comms import named_by_address
 
 EXTENSIONS: dict[Compression, str] = {"zst": ".zst", "gz": ".gz", "none": ""}
 GroupKey = tuple[str, tuple[int, ...]]

@@ -16,9 +16,9 @@ from crossrank.tools.graph.chakra.convert import Converted, convert
 from crossrank.tools.graph.chakra.framing import read_trace
 from crossrank.tools.graph.chakra.graph import LATE, Options
 from crossrank.tools.graph.chakra.lower import RUNS_AS
-from crossrank.tools.graph.chakra.show import as_dict
 from crossrank.tools.graph.chakra.write import COLLECTIVE_TYPES, comm_size
 from crossrank.tools.graph.linking import Communication, Edge, LinkedTrace, link
+from crossrank.tools.output.chakra import as_dict
 from tests.unit.graph.linking.small_traces import SmallTrace
 
 FLOATS = [5, 6, 0, 24, 4, "cuda:0"]

@@ -7,8 +7,8 @@ from pathlib import Path
 from crossrank.tools.graph.chakra.convert import convert
 from crossrank.tools.graph.chakra.framing import read_trace
 from crossrank.tools.graph.chakra.graph import Options
-from crossrank.tools.graph.chakra.show import as_dict
 from crossrank.tools.graph.linking import link
+from crossrank.tools.output.chakra import as_dict
 from tests.unit.graph.chakra.test_convert import two_streams
 from tests.unit.graph.linking.small_traces import SmallTrace
 

@@ -10,9 +10,9 @@ import pytest
 from crossrank.tools.graph.chakra.convert import convert
 from crossrank.tools.graph.chakra.framing import read_trace
 from crossrank.tools.graph.chakra.graph import LATE, PAUSE, Options
-from crossrank.tools.graph.chakra.show import as_dict
 from crossrank.tools.graph.chakra.simulate import simulate
 from crossrank.tools.graph.linking import LinkedTrace, link
+from crossrank.tools.output.chakra import as_dict
 from tests.unit.graph.chakra.test_convert import two_streams
 from tests.unit.graph.linking.public_traces import needs_traces, public
 from tests.unit.graph.linking.small_traces import SmallTrace
