@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from crossrank.comm import CommRecord, Group
-from crossrank.replay.plan.plan import Call, Plan, RankPlan, save_plan
+from crossrank.replay.plan.plan import Plan, PlannedCall, RankPlan, save_plan
 
 CALLS = 2000
 PASSES = 5
@@ -171,7 +171,9 @@ def replayed(folder: Path, ranks: int) -> list[float]:
         is_async=False,
     )
     calls = [
-        Call(record=msgspec.structs.replace(record, id=number, seq=number + 1), wait_before=number + 1, blocking=True)
+        PlannedCall(
+            record=msgspec.structs.replace(record, id=number, seq=number + 1), wait_before=number + 1, blocking=True
+        )
         for number in range(CALLS)
     ]
     members = list(range(ranks))

@@ -32,7 +32,7 @@ from crossrank.text import amount
 from crossrank.tools.commands.options import complain, progress
 from crossrank.tools.parallel import Fleet
 from crossrank.tools.traces.discover import PLAN, look
-from crossrank.tools.traces.replayed import Report, Settings
+from crossrank.tools.traces.replayed import ReplayReport, Settings
 
 if TYPE_CHECKING:
     from crossrank.replay.run.processes import Lead
@@ -44,7 +44,7 @@ _MOST_LOCAL = 256
 """Processes that one machine is asked to start; a launcher starts more."""
 
 
-class Replay:
+class ReplayCommand:
     """Replay the communication of a recording, a trace or a plan with torch.distributed, without the model, and
     measure it: on this machine with one process per rank, or under torchrun, srun or mpirun as
     `torchrun … -m crossrank.replay TRACE`. Exit code 0: done. 1: a rank failed, a result is wrong, or --strict and
@@ -94,14 +94,14 @@ def _lead(arguments: argparse.Namespace, combinations: list[Combination], lead: 
     swept = bool(arguments.sweep)
     keeps = swept and arguments.output is not None
     digest = hashlib.sha256(msgspec.json.encode(recorded)).hexdigest() if keeps else ""
-    outcomes: list[tuple[Combination, Report | str]] = []
+    outcomes: list[tuple[Combination, ReplayReport | str]] = []
     codes = [0]
     for number, one in enumerate(combinations):
         given = sweep.with_values(arguments, one.options)
         given.save_plan = arguments.save_plan if number == 0 else None
         folder = Path(arguments.output, one.name) if keeps else None
         made_of = sweep.stamp(given, one, digest)
-        report: Report | str | None = sweep.finished(folder, made_of) if folder is not None else None
+        report: ReplayReport | str | None = sweep.finished(folder, made_of) if folder is not None else None
         if report is not None:
             print(f"{one.name}: done before, in {folder}", file=sys.stderr)
         else:
@@ -134,7 +134,7 @@ def _lead(arguments: argparse.Namespace, combinations: list[Combination], lead: 
 
 def _replay(
     recorded: Plan, given: argparse.Namespace, one: Combination, folder: Path | None, lead: Lead | None
-) -> tuple[int, Report | None]:
+) -> tuple[int, ReplayReport | None]:
     """(exit code, report) of one replay, printed and written; of a dry run there is no report."""
     if given.backend is not None:
         from crossrank.replay.run.worker import check_backend_name

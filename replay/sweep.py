@@ -21,7 +21,7 @@ from crossrank.replay.options import check
 from crossrank.replay.results.report import indented
 from crossrank.text import microseconds
 from crossrank.tools.output.console import print_table
-from crossrank.tools.traces.replayed import JSON, Report
+from crossrank.tools.traces.replayed import JSON, ReplayReport
 
 OPTIONS: dict[str, Callable[[str], object]] = {
     "scale-bytes": float, "dtype": str, "pace": str, "backend": str,
@@ -92,17 +92,17 @@ def stamp(given: argparse.Namespace, one: Combination, plan_digest: str) -> str:
     return hashlib.sha256("\0".join([*words, plan_digest]).encode()).hexdigest() + "\n"
 
 
-def finished(folder: Path, expected: str) -> Report | None:
+def finished(folder: Path, expected: str) -> ReplayReport | None:
     """The report that an earlier run left in `folder`, if it was made of the same."""
     try:
         if (folder / STAMP).read_text() != expected:
             return None
-        return msgspec.json.decode((folder / JSON).read_bytes(), type=Report)
+        return msgspec.json.decode((folder / JSON).read_bytes(), type=ReplayReport)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
 
 
-def sweep_json(results: list[tuple[Combination, Report | str]]) -> bytes:
+def sweep_json(results: list[tuple[Combination, ReplayReport | str]]) -> bytes:
     """A list with an entry per combination: its options and variables, and its report or why there is none."""
     rows = [
         {"options": one.options, "variables": one.variables}
@@ -112,7 +112,7 @@ def sweep_json(results: list[tuple[Combination, Report | str]]) -> bytes:
     return indented(rows)
 
 
-def print_sweep(results: list[tuple[Combination, Report | str]]) -> None:
+def print_sweep(results: list[tuple[Combination, ReplayReport | str]]) -> None:
     """One table over all combinations; a text in the place of a report says why there is none."""
     values = [{**one.options, **one.variables} for one, _ in results]
     names = list(dict.fromkeys(name for one in values for name in one))
@@ -124,7 +124,7 @@ def print_sweep(results: list[tuple[Combination, Report | str]]) -> None:
     print_table("Sweep: each combination, per pass", (*names, *measured), rows)
 
 
-def _summary(report: Report | str) -> tuple[str, ...]:
+def _summary(report: ReplayReport | str) -> tuple[str, ...]:
     if isinstance(report, str):
         return "-", "-", "-", "-", "-", report
     rates = [row.busbw_gb_per_s.p50 for row in report.rows if row.busbw_gb_per_s is not None]

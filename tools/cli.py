@@ -24,15 +24,18 @@ from crossrank.text import printable
 from crossrank.tools.output.console import Printable
 
 COMMANDS = {
-    "inspect": ("tools.commands.inspect:Inspect", "what is in a recording, and what is missing"),
-    "convert": ("tools.commands.convert:Convert", "Chakra traces per rank and a group file, for simulators"),
-    "check": ("tools.commands.check:Check", "does a Chakra trace keep the contract of ASTRA-sim's feeders"),
-    "link": ("tools.commands.link:Link", "one linked trace per rank: times, GPU, communication, dependencies"),
+    "inspect": ("tools.commands.inspect:InspectCommand", "what is in a recording, and what is missing"),
+    "convert": ("tools.commands.convert:ConvertCommand", "Chakra traces per rank and a group file, for simulators"),
+    "check": ("tools.commands.check:CheckCommand", "does a Chakra trace keep the contract of ASTRA-sim's feeders"),
+    "link": ("tools.commands.link:LinkCommand", "one linked trace per rank: times, GPU, communication, dependencies"),
     "bandwidth": ("tools.commands.bandwidth:BandwidthCommand", "time, algbw, busbw and waiting per collective"),
-    "timeline": ("tools.commands.timeline:Timeline", "all ranks on one Perfetto timeline, on one clock"),
-    "report": ("tools.commands.report:Report", "one HTML page of all of it, to hand around"),
-    "diagnose": ("tools.commands.diagnose:Diagnose", "who is missing, mismatched or stuck; root cause first"),
-    "replay": ("replay.command:Replay", "the communication again, without the model, measured against the recording"),
+    "timeline": ("tools.commands.timeline:TimelineCommand", "all ranks on one Perfetto timeline, on one clock"),
+    "report": ("tools.commands.report:ReportCommand", "one HTML page of all of it, to hand around"),
+    "diagnose": ("tools.commands.diagnose:DiagnoseCommand", "who is missing, mismatched or stuck; root cause first"),
+    "replay": (
+        "replay.command:ReplayCommand",
+        "the communication again, without the model, measured against the recording",
+    ),
 }
 """Name -> module of crossrank and its class, and one line for the overview."""
 

@@ -14,7 +14,7 @@ import orjson
 from crossrank.comm import Locality
 from crossrank.instrument.identity.topology import Topology
 from crossrank.instrument.record.call_site import Site
-from crossrank.instrument.record.op_schema import Call, CallKey, Reader
+from crossrank.instrument.record.op_schema import CallKey, OpCall, Reader
 
 if TYPE_CHECKING:
     from crossrank.instrument.identity.process_groups import GroupState
@@ -38,7 +38,7 @@ class Descriptor:
     """NVTX attributes of this call, once they are final."""
     emitted: bool | None = None
     """Whether markers of this call are wanted, once the topology has settled it."""
-    _call: Call | None = None  # worked out by whoever needs it first, most often the writer's thread
+    _call: OpCall | None = None  # worked out by whoever needs it first, most often the writer's thread
     _locality: Locality = "unknown"
     _tail: bytes | None = None
 
@@ -48,7 +48,7 @@ class Descriptor:
         return len(self._key) + sum(len(part) for part in self._key if isinstance(part, tuple))
 
     @property
-    def call(self) -> Call:
+    def call(self) -> OpCall:
         """What the arguments say, with the bytes of the call."""
         if self._call is None:
             self._call = self.reader.call(self._key, self.state.group.size, self._reduce)

@@ -19,7 +19,7 @@ from crossrank.instrument.torch_private import has
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class OpRow:
     """One c10d op by the names of its schema's arguments. The first name that the schema has is taken."""
 
     op: str
@@ -29,29 +29,29 @@ class Row:
     """The inputs are the outputs as well."""
 
 
-ROWS: dict[str, Row] = {
-    "allreduce_": Row(op="all_reduce", inputs=("tensors",), in_place=True),
-    "allreduce_coalesced_": Row(op="all_reduce", inputs=("tensors",), in_place=True),
-    "reduce_": Row(op="reduce", inputs=("tensors",), in_place=True),
-    "broadcast_": Row(op="broadcast", inputs=("tensors",), in_place=True),
-    "allgather_": Row(op="all_gather", inputs=("input_tensors",), outputs=("output_tensors",)),
-    "_allgather_base_": Row(op="all_gather", inputs=("input_tensor",), outputs=("output_tensor",)),
-    "allgather_coalesced_": Row(op="all_gather", inputs=("input_list",), outputs=("output_lists",)),
-    "allgather_into_tensor_coalesced_": Row(op="all_gather", inputs=("inputs",), outputs=("outputs",)),
-    "reduce_scatter_": Row(op="reduce_scatter", inputs=("input_tensors",), outputs=("output_tensors",)),
-    "_reduce_scatter_base_": Row(op="reduce_scatter", inputs=("input_tensor",), outputs=("output_tensor",)),
-    "reduce_scatter_tensor_coalesced_": Row(op="reduce_scatter", inputs=("inputs",), outputs=("outputs",)),
-    "gather_": Row(op="gather", inputs=("input_tensors",), outputs=("output_tensors",)),
-    "gather_into_tensor_": Row(op="gather", inputs=("input_tensor", "input"), outputs=("output_tensor", "output")),
-    "scatter_": Row(op="scatter", inputs=("input_tensors",), outputs=("output_tensors",)),
-    "alltoall_": Row(op="all_to_all", inputs=("input_tensors",), outputs=("output_tensors",)),
-    "alltoall_base_": Row(op="all_to_all", inputs=("input",), outputs=("output",)),
-    "send": Row(op="send", inputs=("tensors",)),
-    "recv_": Row(op="recv", outputs=("tensors",)),
-    "recv_any_source_": Row(op="recv", outputs=("tensors",)),
+ROWS: dict[str, OpRow] = {
+    "allreduce_": OpRow(op="all_reduce", inputs=("tensors",), in_place=True),
+    "allreduce_coalesced_": OpRow(op="all_reduce", inputs=("tensors",), in_place=True),
+    "reduce_": OpRow(op="reduce", inputs=("tensors",), in_place=True),
+    "broadcast_": OpRow(op="broadcast", inputs=("tensors",), in_place=True),
+    "allgather_": OpRow(op="all_gather", inputs=("input_tensors",), outputs=("output_tensors",)),
+    "_allgather_base_": OpRow(op="all_gather", inputs=("input_tensor",), outputs=("output_tensor",)),
+    "allgather_coalesced_": OpRow(op="all_gather", inputs=("input_list",), outputs=("output_lists",)),
+    "allgather_into_tensor_coalesced_": OpRow(op="all_gather", inputs=("inputs",), outputs=("outputs",)),
+    "reduce_scatter_": OpRow(op="reduce_scatter", inputs=("input_tensors",), outputs=("output_tensors",)),
+    "_reduce_scatter_base_": OpRow(op="reduce_scatter", inputs=("input_tensor",), outputs=("output_tensor",)),
+    "reduce_scatter_tensor_coalesced_": OpRow(op="reduce_scatter", inputs=("inputs",), outputs=("outputs",)),
+    "gather_": OpRow(op="gather", inputs=("input_tensors",), outputs=("output_tensors",)),
+    "gather_into_tensor_": OpRow(op="gather", inputs=("input_tensor", "input"), outputs=("output_tensor", "output")),
+    "scatter_": OpRow(op="scatter", inputs=("input_tensors",), outputs=("output_tensors",)),
+    "alltoall_": OpRow(op="all_to_all", inputs=("input_tensors",), outputs=("output_tensors",)),
+    "alltoall_base_": OpRow(op="all_to_all", inputs=("input",), outputs=("output",)),
+    "send": OpRow(op="send", inputs=("tensors",)),
+    "recv_": OpRow(op="recv", outputs=("tensors",)),
+    "recv_any_source_": OpRow(op="recv", outputs=("tensors",)),
     # A barrier carries a dummy tensor, which is no payload.
-    "barrier": Row(op="barrier"),
-    "monitored_barrier_": Row(op="barrier"),
+    "barrier": OpRow(op="barrier"),
+    "monitored_barrier_": OpRow(op="barrier"),
 }
 
 _PEER = {"send": "dst", "recv": "src"}
@@ -83,7 +83,7 @@ class Reader:
 
         self.c10d = c10d
         self.direct_api = "ProcessGroup." + c10d.rstrip("_")
-        self.row = row = ROWS.get(c10d) or Row(op=c10d.strip("_"), in_place=True)
+        self.row = row = ROWS.get(c10d) or OpRow(op=c10d.strip("_"), in_place=True)
         self.op = row.op
         self.operation = OPERATIONS.get(row.op)
         self.is_p2p = self.operation is not None and self.operation.p2p
@@ -156,7 +156,7 @@ class Reader:
             key += [tuple(args[self._in_split]), tuple(args[self._out_split])]
         return tuple(key)
 
-    def call(self, key: CallKey, group_size: int, reduce: str | None) -> Call:
+    def call(self, key: CallKey, group_size: int, reduce: str | None) -> OpCall:
         """The call that a key stands for. Slower than making the key, and needed once per distinct one."""
         in_split = out_split = None
         if key[0] is _LONG:
@@ -179,7 +179,7 @@ class Reader:
         ]
         in_bytes, out_bytes = sum(sizes[: len(self.inputs)]), sum(sizes[len(self.inputs) :])
         dtype = next((dtype for argument in dtypes for dtype in argument), None)
-        return Call(
+        return OpCall(
             inputs=in_shapes,
             outputs=out_shapes,
             in_split=in_split,
@@ -201,7 +201,7 @@ class Reader:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class OpCall:
     """One call as its arguments describe it. `root` and `peer` are ranks within the group."""
 
     inputs: Shapes

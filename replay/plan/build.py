@@ -17,7 +17,16 @@ from crossrank.errors import CrossrankError
 from crossrank.recording import FLIGHT
 from crossrank.replay.plan.alignment import BROKEN, Rank, align, name_sources
 from crossrank.replay.plan.match import mismatches
-from crossrank.replay.plan.plan import NOT_IN_STEPS, UNPLACED, Call, Plan, RankPlan, launches, leave_out, number_of
+from crossrank.replay.plan.plan import (
+    NOT_IN_STEPS,
+    UNPLACED,
+    Plan,
+    PlannedCall,
+    RankPlan,
+    launches,
+    leave_out,
+    number_of,
+)
 from crossrank.replay.plan.schedule import place_waits, returns_early
 from crossrank.replay.plan.shapes import BrokenError, LeftOutError, complete
 from crossrank.replay.plan.sources import KINDS
@@ -235,7 +244,7 @@ def _rank_plan(rank: Rank) -> RankPlan:
             continue
         before, blocking = (waits.before[row], waits.blocking[row]) if waits is not None else (-1, -1)
         plan.calls.append(
-            Call(
+            PlannedCall(
                 record=record,
                 wait_before=UNPLACED if before < 0 else max(kept_before[before], len(plan.calls) + 1),
                 blocking=returns_early(record) is False if blocking < 0 else bool(blocking),
@@ -255,7 +264,7 @@ def _rank_plan(rank: Rank) -> RankPlan:
     return plan
 
 
-def _set_gaps(calls: list[Call], source: RankTrace, rows: list[int]) -> None:
+def _set_gaps(calls: list[PlannedCall], source: RankTrace, rows: list[int]) -> None:
     """Set the time before each launch, without the communication that the rank waited for before it went on: a replay
     waits for that again."""
     for (before, _), (first, _) in pairwise(launches(calls)):

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from crossrank.comm import CommRecord, total_bytes
 from crossrank.dtypes import DTYPES
-from crossrank.replay.plan.plan import Call, launches, waited_before
+from crossrank.replay.plan.plan import PlannedCall, launches, waited_before
 from crossrank.replay.plan.shapes import tensors
 
 _ALIGNMENT = 512
@@ -40,7 +40,7 @@ class Layout:
     """Bytes of the whole block."""
 
 
-def bytes_needed(calls: Sequence[Call]) -> int:
+def bytes_needed(calls: Sequence[PlannedCall]) -> int:
     """Bytes of the tensors that are alive at once, at most, where nothing stands in for recorded types."""
     spans = launches(calls)
     changes = [0] * (len(spans) + 2)

@@ -26,7 +26,7 @@ UNPLACED = -1
 NOT_IN_STEPS = "not in --steps"
 
 
-class Call(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
+class PlannedCall(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """One call of one rank."""
 
     record: CommRecord
@@ -72,7 +72,7 @@ class RankPlan(msgspec.Struct, kw_only=True):
     """What one rank does."""
 
     rank: Int
-    calls: list[Call]
+    calls: list[PlannedCall]
     left_out: dict[str, LeftOut] = {}
     """By reason."""
     source: str = ""
@@ -136,7 +136,7 @@ class Plan(msgspec.Struct, kw_only=True):
         raise KeyError(pg)
 
 
-def launches(calls: Sequence[Call]) -> list[tuple[int, int]]:
+def launches(calls: Sequence[PlannedCall]) -> list[tuple[int, int]]:
     """(first, one past the last) of the calls that go out as one launch: one call, or those of one batch in a row.
 
     >>> def call(id, batch=None):
@@ -160,7 +160,7 @@ def number_of(record: CommRecord) -> int | None:
     return record.p2p_seq if is_p2p(record) else record.seq
 
 
-def waited_before(calls: Sequence[Call], spans: Sequence[tuple[int, int]]) -> list[int]:
+def waited_before(calls: Sequence[PlannedCall], spans: Sequence[tuple[int, int]]) -> list[int]:
     """For each launch of `spans`, before which launch it is waited for; their number = at the end.
 
     A batch is waited for as a whole, where the last of its calls is.

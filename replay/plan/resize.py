@@ -16,7 +16,7 @@ import msgspec
 from crossrank.comm import CommRecord, Group, is_p2p
 from crossrank.errors import CrossrankError
 from crossrank.replay.plan.one_trace import Form, form_of
-from crossrank.replay.plan.plan import Call, LeftOut, Plan, leave_out
+from crossrank.replay.plan.plan import LeftOut, Plan, PlannedCall, leave_out
 from crossrank.replay.plan.schedule import calls_by_key, keys_of
 from crossrank.replay.plan.shapes import GATHERED_WHOLE, SCATTERED_WHOLE, sized
 from crossrank.replay.plan.transform import copy_left_out, with_calls
@@ -121,7 +121,7 @@ def _group_at(one: _Mapped, rank: int, shift: int) -> Group:
     return msgspec.structs.replace(one.group, pg=name, ranks=[member + shift for member in one.group.ranks or ()])
 
 
-def _moved(call: Call, one: _Mapped, group: Group, rank: int, old: int, sent: dict[int, int]) -> Call:
+def _moved(call: PlannedCall, one: _Mapped, group: Group, rank: int, old: int, sent: dict[int, int]) -> PlannedCall:
     record = call.record
     members, before = group.ranks or [], one.group.ranks or []
     root = record.root

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from crossrank.comm import CommRecord, ends_of, is_p2p
-from crossrank.replay.plan.plan import UNPLACED, Call, Plan, RankPlan, launches, waited_before
+from crossrank.replay.plan.plan import UNPLACED, Plan, PlannedCall, RankPlan, launches, waited_before
 
 _PREFETCHED = ("all_gather", "reduce_scatter")
 """What sharded training has two of under way: the one that is used, and the next one."""
@@ -35,9 +35,9 @@ def returns_early(record: CommRecord) -> bool:
     return record.api is not None or record.op == "all_reduce"
 
 
-def _place(calls: list[Call], ends: Callable[[Sequence[Call], Call], bool]) -> None:
+def _place(calls: list[PlannedCall], ends: Callable[[Sequence[PlannedCall], PlannedCall], bool]) -> None:
     """Wait for open calls before one for which `ends`, and before the first of another step."""
-    open_calls: list[Call] = []
+    open_calls: list[PlannedCall] = []
     for first, end in launches(calls):
         call = calls[first]
         if open_calls and (open_calls[0].record.step != call.record.step or ends(open_calls, call)):
@@ -47,13 +47,13 @@ def _place(calls: list[Call], ends: Callable[[Sequence[Call], Call], bool]) -> N
     _wait_before(len(calls), open_calls)
 
 
-def _wait_before(index: int, calls: Iterable[Call]) -> None:
+def _wait_before(index: int, calls: Iterable[PlannedCall]) -> None:
     for call in calls:
         call.wait_before = index
 
 
-def _until_next_blocking(calls: list[Call]) -> None:
-    def ends(open_calls: Sequence[Call], call: Call) -> bool:
+def _until_next_blocking(calls: list[PlannedCall]) -> None:
+    def ends(open_calls: Sequence[PlannedCall], call: PlannedCall) -> bool:
         """Before one that blocks, and where as many of its kind are under way as a prefetching caller has."""
         kind = (call.record.pg, call.record.op)
         under_way = sum((one.record.pg, one.record.op) == kind for one in open_calls)
@@ -62,13 +62,13 @@ def _until_next_blocking(calls: list[Call]) -> None:
     _place(calls, ends)
 
 
-def _all_p2p_until_end(calls: list[Call]) -> None:
+def _all_p2p_until_end(calls: list[PlannedCall]) -> None:
     for call in calls:
         if call.wait_before == UNPLACED or is_p2p(call.record):
             call.wait_before, call.blocking = len(calls), False
 
 
-POLICIES: dict[str, Callable[[list[Call]], None]] = {
+POLICIES: dict[str, Callable[[list[PlannedCall]], None]] = {
     "before the rank's next blocking call, or the end of its step": _until_next_blocking,
     "at the end of its step": lambda calls: _place(calls, lambda open_calls, call: False),
     "at the end": lambda calls: _wait_before(len(calls), (one for one in calls if one.wait_before == UNPLACED)),
@@ -108,7 +108,7 @@ def place_waits(ranks: list[RankPlan], members: dict[str, list[int]]) -> tuple[s
             return best
     recorded = [[(call.wait_before, call.blocking) for call in rank.calls] for rank in ranks]
 
-    def place(policy: Callable[[list[Call]], None]) -> None:
+    def place(policy: Callable[[list[PlannedCall]], None]) -> None:
         for rank, waits in zip(ranks, recorded, strict=True):
             for call, (wait, blocking) in zip(rank.calls, waits, strict=True):
                 call.wait_before, call.blocking = wait, blocking
@@ -190,7 +190,7 @@ def takers(key: Key, members: dict[str, list[int]]) -> int:
     return 2 if key[0] == "p2p" else len(members[str(key[1])])
 
 
-def _program(calls: list[Call]) -> list[tuple[int, bool]]:
+def _program(calls: list[PlannedCall]) -> list[tuple[int, bool]]:
     """(call, whether it is waited for here) in the order in which the executor goes."""
     spans = launches(calls)
     waits: list[list[int]] = [[] for _ in range(len(spans) + 1)]

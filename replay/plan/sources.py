@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED, is_url
-from crossrank.tools.job.read_rank import READERS, RankFiles
+from crossrank.tools.job.read_rank import READERS, RankSources
 from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.traces.discover import BASIC, WHAT, FoundFile, discover
 from crossrank.tools.traces.rank_trace import RankTrace
@@ -31,15 +31,15 @@ KINDS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class ReplayInputs:
     """The files that are read."""
 
     kind: str
-    inputs: list[RankFiles]
+    inputs: list[RankSources]
     skipped: list[str]
 
 
-def find(path: str, kind: str | None = None) -> Found:
+def find(path: str, kind: str | None = None) -> ReplayInputs:
     """The files at `path`: a folder, one file, or several with commas between them; of `kind`, where it is given.
 
     Raises `CrossrankError` where there is nothing to replay.
@@ -77,13 +77,15 @@ def find(path: str, kind: str | None = None) -> Found:
             for beside in (LINKED, FLIGHT)
         )
         flight_dump = flight[0] if flight else None
-        inputs.append(RankFiles(path=one.path, rank=rank, window=one.window, linked=tuple(linked), flight=flight_dump))
+        inputs.append(
+            RankSources(path=one.path, rank=rank, window=one.window, linked=tuple(linked), flight=flight_dump)
+        )
         skipped += [f"{file.path}: a later window of rank {rank}; name it to replay it" for file in later]
-    return Found(kind=chosen, inputs=inputs, skipped=skipped)
+    return ReplayInputs(kind=chosen, inputs=inputs, skipped=skipped)
 
 
 def read(
-    found: Found, fleet: Fleet, done: Callable[[], None] = lambda: None, *, steps: tuple[int, int] | None = None
+    found: ReplayInputs, fleet: Fleet, done: Callable[[], None] = lambda: None, *, steps: tuple[int, int] | None = None
 ) -> list[RankTrace]:
     """Read every file, with `fleet`, and of comms files only the iterations `steps`.
 

@@ -16,17 +16,17 @@ from crossrank.comm import OPERATIONS, CommRecord, Group, operation_of
 from crossrank.dtypes import DTYPES, dtype_of
 from crossrank.errors import CrossrankError
 from crossrank.replay.plan.build import used_groups
-from crossrank.replay.plan.plan import UNPLACED, Call, LeftOut, Plan, RankPlan, leave_out
+from crossrank.replay.plan.plan import UNPLACED, LeftOut, Plan, PlannedCall, RankPlan, leave_out
 from crossrank.replay.plan.schedule import calls_by_key, keys_of, takers
 from crossrank.replay.plan.shapes import GATHERED_WHOLE, SCATTERED_WHOLE, parts, sized
 
 
-def with_calls(plan: Plan, change: Callable[[RankPlan, int, Call], CommRecord | str]) -> Plan:
+def with_calls(plan: Plan, change: Callable[[RankPlan, int, PlannedCall], CommRecord | str]) -> Plan:
     """`plan` with every record replaced by what `change` gives; a text leaves the call out for that reason."""
     ranks = []
     for rank in plan.ranks:
         kept_before = [0]
-        kept: list[Call] = []
+        kept: list[PlannedCall] = []
         changed = msgspec.structs.replace(rank, calls=kept, left_out=copy_left_out(rank.left_out))
         for index, call in enumerate(rank.calls):
             record = change(rank, index, call)
@@ -78,7 +78,7 @@ def first_calls(plan: Plan, count: int) -> Plan:
     members = {group.pg: group.ranks or [] for group in plan.groups}
     within = Counter(key for mine in keys.values() for key in mine[:count])
 
-    def change(rank: RankPlan, index: int, call: Call) -> CommRecord | str:
+    def change(rank: RankPlan, index: int, call: PlannedCall) -> CommRecord | str:
         key = keys[rank.rank][index]
         return call.record if index < count and within[key] == takers(key, members) else "beyond --max-calls"
 
@@ -156,7 +156,7 @@ def for_backend(plan: Plan, backend: str) -> Plan:
     if not uneven:
         return plan
 
-    def change(rank: RankPlan, index: int, call: Call) -> CommRecord:
+    def change(rank: RankPlan, index: int, call: PlannedCall) -> CommRecord:
         record = call.record
         if keys[rank.rank][index] not in uneven:
             return record

@@ -22,7 +22,7 @@ from crossrank.comm import OPERATIONS
 from crossrank.replay.plan.plan import NOT_IN_STEPS, Plan, launches
 from crossrank.replay.plan.schedule import Key, keys_of
 from crossrank.tools.analysis.buckets import bucket_of
-from crossrank.tools.traces.replayed import CheckFailure, Compared, Comparison, Percentiles, Row
+from crossrank.tools.traces.replayed import CheckFailure, Compared, Comparison, Percentiles, ReplayRow
 
 if TYPE_CHECKING:
     import polars as pl
@@ -144,7 +144,7 @@ def percentiles_us(nanoseconds: Sequence[float]) -> Percentiles:
     return Percentiles(**{name: round(float(np.quantile(nanoseconds, q)) / 1000, 3) for name, q in _SHARES.items()})
 
 
-def table(times: pl.DataFrame, plan: Plan) -> list[Row]:
+def table(times: pl.DataFrame, plan: Plan) -> list[ReplayRow]:
     """One row per operation, group and size bucket, the one that takes longest first."""
     import polars as pl
 
@@ -168,13 +168,13 @@ def table(times: pl.DataFrame, plan: Plan) -> list[Row]:
     return sorted(found, key=lambda row: -row.time_us.p50 * row.calls)
 
 
-def _row(plan: Plan, *, record_op: str, rates: dict[str, float | None], **columns: Any) -> Row:
+def _row(plan: Plan, *, record_op: str, rates: dict[str, float | None], **columns: Any) -> ReplayRow:
     members = len(plan.group(columns["pg"]).ranks or ())
     factor = OPERATIONS[record_op].bus_factor
     known = {} if factor is None else {name: value for name, value in rates.items() if value is not None}
     scale = factor(members) if factor is not None else 0.0
     columns |= {name: Percentiles(**value) for name, value in columns.items() if name.endswith("_us")}
-    return Row(
+    return ReplayRow(
         ranks=members,
         algbw_gb_per_s=Percentiles(**known) if known else None,
         busbw_gb_per_s=Percentiles(**{name: value * scale for name, value in known.items()}) if known else None,

@@ -16,7 +16,7 @@ from crossrank.replay.plan.memory_plan import bytes_needed
 from crossrank.replay.plan.plan import Plan, number_of
 from crossrank.replay.results.measure import RankResult, compare, end_to_end_ns, measure, percentiles_us, table
 from crossrank.text import amount, csv_text, percent, printable
-from crossrank.tools.traces.replayed import CSV, JSON, Check, Report, Settings
+from crossrank.tools.traces.replayed import CSV, JSON, CheckResult, ReplayReport, Settings
 
 if TYPE_CHECKING:
     import polars as pl
@@ -32,7 +32,7 @@ def make_report(
     *,
     what_if: dict[str, str],
     variables: dict[str, str],
-) -> tuple[Report, pl.DataFrame]:
+) -> tuple[ReplayReport, pl.DataFrame]:
     """The report of one replay, and the table of `measure` that it is made of."""
     times = measure(plan, results)
     comparison = compare(plan, times, results)
@@ -42,9 +42,9 @@ def make_report(
     check = None
     if any(result.check_failures is not None for result in results):
         failures = [failure for result in results for failure in result.check_failures or ()]
-        check = Check(tensors=sum(result.checked for result in results), failures=failures)
+        check = CheckResult(tensors=sum(result.checked for result in results), failures=failures)
     calls = plan.calls * max(settings.repeats, 1)
-    report = Report(
+    report = ReplayReport(
         source=plan.source,
         kind=plan.kind,
         world_size=plan.world_size,
@@ -155,7 +155,7 @@ def to_csv(plan: Plan, times: pl.DataFrame) -> str:
     return text.getvalue()
 
 
-def write_report(folder: str, report: Report, plan: Plan, times: pl.DataFrame) -> list[str]:
+def write_report(folder: str, report: ReplayReport, plan: Plan, times: pl.DataFrame) -> list[str]:
     """Write `replay.json`, `replay.csv` and `replay.html` into `folder`; returns their paths."""
     from crossrank.tools.output.replay import replay_page
 

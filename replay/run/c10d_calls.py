@@ -75,7 +75,7 @@ def barrier_options(device: torch.device) -> Any:
 
 
 @dataclass(frozen=True)
-class Row:
+class C10dOp:
     """How one op is made: a method of ProcessGroup, what it takes, and the options that come last."""
 
     method: str
@@ -84,31 +84,35 @@ class Row:
 
 
 ROWS = {
-    "allreduce_": Row("allreduce", lambda a: (a.inputs,), "AllreduceOptions"),
-    "allreduce_coalesced_": Row("allreduce_coalesced", lambda a: (a.inputs,), "AllreduceCoalescedOptions"),
-    "reduce_": Row("reduce", lambda a: (a.inputs,), "ReduceOptions"),
-    "broadcast_": Row("broadcast", lambda a: (a.inputs,), "BroadcastOptions"),
-    "allgather_": Row("allgather", lambda a: (a.all_outputs, a.inputs), "AllgatherOptions"),
-    "_allgather_base_": Row("_allgather_base", lambda a: (a.outputs[0], a.inputs[0]), "AllgatherOptions"),
-    "allgather_coalesced_": Row("allgather_coalesced", lambda a: (a.outputs_by_member, a.inputs), "AllgatherOptions"),
-    "allgather_into_tensor_coalesced_": Row(
+    "allreduce_": C10dOp("allreduce", lambda a: (a.inputs,), "AllreduceOptions"),
+    "allreduce_coalesced_": C10dOp("allreduce_coalesced", lambda a: (a.inputs,), "AllreduceCoalescedOptions"),
+    "reduce_": C10dOp("reduce", lambda a: (a.inputs,), "ReduceOptions"),
+    "broadcast_": C10dOp("broadcast", lambda a: (a.inputs,), "BroadcastOptions"),
+    "allgather_": C10dOp("allgather", lambda a: (a.all_outputs, a.inputs), "AllgatherOptions"),
+    "_allgather_base_": C10dOp("_allgather_base", lambda a: (a.outputs[0], a.inputs[0]), "AllgatherOptions"),
+    "allgather_coalesced_": C10dOp(
+        "allgather_coalesced", lambda a: (a.outputs_by_member, a.inputs), "AllgatherOptions"
+    ),
+    "allgather_into_tensor_coalesced_": C10dOp(
         "allgather_into_tensor_coalesced", lambda a: (a.outputs, a.inputs), "AllgatherOptions"
     ),
-    "reduce_scatter_": Row("reduce_scatter", lambda a: (a.outputs, a.all_inputs), "ReduceScatterOptions"),
-    "_reduce_scatter_base_": Row("_reduce_scatter_base", lambda a: (a.outputs[0], a.inputs[0]), "ReduceScatterOptions"),
-    "reduce_scatter_tensor_coalesced_": Row(
+    "reduce_scatter_": C10dOp("reduce_scatter", lambda a: (a.outputs, a.all_inputs), "ReduceScatterOptions"),
+    "_reduce_scatter_base_": C10dOp(
+        "_reduce_scatter_base", lambda a: (a.outputs[0], a.inputs[0]), "ReduceScatterOptions"
+    ),
+    "reduce_scatter_tensor_coalesced_": C10dOp(
         "reduce_scatter_tensor_coalesced", lambda a: (a.outputs, a.inputs), "ReduceScatterOptions"
     ),
-    "gather_": Row("gather", lambda a: (a.all_outputs, a.inputs), "GatherOptions"),
-    "scatter_": Row("scatter", lambda a: (a.outputs, a.all_inputs), "ScatterOptions"),
-    "alltoall_": Row("alltoall", lambda a: (a.outputs, a.inputs), "AllToAllOptions"),
-    "alltoall_base_": Row(
+    "gather_": C10dOp("gather", lambda a: (a.all_outputs, a.inputs), "GatherOptions"),
+    "scatter_": C10dOp("scatter", lambda a: (a.outputs, a.all_inputs), "ScatterOptions"),
+    "alltoall_": C10dOp("alltoall", lambda a: (a.outputs, a.inputs), "AllToAllOptions"),
+    "alltoall_base_": C10dOp(
         "alltoall_base", lambda a: (a.outputs[0], a.inputs[0], a.out_split, a.in_split), "AllToAllOptions"
     ),
-    "send": Row("send", lambda a: (a.inputs, a.peer, a.tag)),
-    "recv_": Row("recv", lambda a: (a.outputs, a.peer, a.tag)),
-    "barrier": Row("barrier", lambda a: (), "BarrierOptions"),
-    "monitored_barrier_": Row("monitored_barrier", lambda a: (a.timeout, False)),
+    "send": C10dOp("send", lambda a: (a.inputs, a.peer, a.tag)),
+    "recv_": C10dOp("recv", lambda a: (a.outputs, a.peer, a.tag)),
+    "barrier": C10dOp("barrier", lambda a: (), "BarrierOptions"),
+    "monitored_barrier_": C10dOp("monitored_barrier", lambda a: (a.timeout, False)),
 }
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from crossrank.errors import CrossrankError
-from crossrank.replay.plan.plan import Call, launches
+from crossrank.replay.plan.plan import PlannedCall, launches
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,7 @@ def parse_pace(text: str) -> Pace:
     return pace
 
 
-def make_pacer(calls: list[Call], pace: Pace, device: torch.device) -> Pacer | None:
+def make_pacer(calls: list[PlannedCall], pace: Pace, device: torch.device) -> Pacer | None:
     """What leaves the gaps between `calls` on `device`; None where they follow each other as fast as they can."""
     if not pace.scale:
         return None
@@ -88,7 +88,7 @@ class Pacer:
         self._returned = now
 
 
-def computed_ns(calls: list[Call]) -> list[int]:
+def computed_ns(calls: list[PlannedCall]) -> list[int]:
     """The gaps of `calls`, each the first of a launch, without the communication that ran in them while nothing else
     did. A host that was ahead of its device came to wait for it in a later gap: that has to give what one lacks."""
     gaps, owed = [], 0

@@ -28,7 +28,7 @@ from crossrank.replay.plan.plan import Plan
 from crossrank.replay.results.measure import RankResult
 from crossrank.replay.run.failure_report import Failed, State, print_states
 from crossrank.replay.run.launcher import RankInfo
-from crossrank.replay.run.rendezvous import FINISHED, RefusedError, Rendezvous, connect, host_store, listen
+from crossrank.replay.run.rendezvous import FINISHED, NoPlanError, Rendezvous, connect, host_store, listen
 from crossrank.replay.run.worker import leave, run_rank
 from crossrank.tools.traces.replayed import Settings
 
@@ -207,7 +207,7 @@ def serve(place: RankInfo, timeout_s: float) -> int:
         try:
             with term_to_pipe() as term:
                 code, result = run_rank(place.rank, place.local_rank, rendezvous, second, term=term)
-        except RefusedError:
+        except NoPlanError:
             store.add("left", 1)
             time.sleep(_REFUSAL_S)  # rank 0 reports why, and goes first
             return 2

@@ -19,7 +19,7 @@ from crossrank.dtypes import DTYPES
 from crossrank.errors import CrossrankError
 from crossrank.replay.plan.dtype_fallback import Substitute, substitute
 from crossrank.replay.plan.memory_plan import Need, assign_offsets
-from crossrank.replay.plan.plan import Call, launches, waited_before
+from crossrank.replay.plan.plan import PlannedCall, launches, waited_before
 from crossrank.replay.plan.shapes import tensors
 from crossrank.replay.run.c10d_calls import Arguments, Launch, bind
 
@@ -55,7 +55,7 @@ class Bound:
 class Program:
     """Everything that one rank does in a pass."""
 
-    calls: list[Call]
+    calls: list[PlannedCall]
     bound: list[Bound]
     tensors: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
     """(inputs, outputs) by call."""
@@ -71,7 +71,7 @@ class Program:
 
 
 def prepare(
-    calls: list[Call],
+    calls: list[PlannedCall],
     *,
     rank: int,
     groups: dict[str, tuple[Group, ProcessGroup]],
@@ -166,7 +166,7 @@ def late_ends(program: Program) -> list[int]:
 
 
 def _tensors(
-    block: torch.Tensor, calls: list[Call], substitutes: list[Substitute], offsets: list[int]
+    block: torch.Tensor, calls: list[PlannedCall], substitutes: list[Substitute], offsets: list[int]
 ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """Views into the block. Calls with the same memory and shape share one tensor object."""
     known: dict[tuple[int, str, tuple[int, ...]], torch.Tensor] = {}

@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from crossrank.comm import Group
 from crossrank.errors import CrossrankError, one_line
-from crossrank.replay.plan.plan import Call, Plan
+from crossrank.replay.plan.plan import Plan, PlannedCall
 from crossrank.replay.results.measure import RankResult
 from crossrank.replay.run.failure_report import State
 from crossrank.replay.run.launcher import RankInfo
@@ -41,13 +41,13 @@ class WorkItem(msgspec.Struct, kw_only=True):
     settings: Settings = Settings(backend="", device="")
     groups: list[Group] = []
     """All of the plan."""
-    calls: list[Call] = []
+    calls: list[PlannedCall] = []
     world_size: int = 0
     ends: bool = False
     """There is nothing more to do: the process may go."""
 
 
-class RefusedError(Exception):
+class NoPlanError(Exception):
     """Rank 0 has reported why there is nothing to replay; the other ranks end without a word."""
 
 
@@ -122,15 +122,15 @@ class Rendezvous:
             self.put(f"work/{rank}", WorkItem(ends=True))
 
     def work_item(self, rank: int) -> WorkItem:
-        """What `rank` has to do; waits for it as long as rank 0 is there. Raises `RefusedError` where it has none."""
+        """What `rank` has to do; waits for it as long as rank 0 is there. Raises `NoPlanError` where it has none."""
         self.wait_for(f"work/{rank}")
         return self._get(f"work/{rank}", WorkItem)
 
     def wait_for(self, key: str) -> None:
-        """Wait until `key` is there, however long that takes. Raises `RefusedError` when all have to end."""
+        """Wait until `key` is there, however long that takes. Raises `NoPlanError` when all have to end."""
         while not self.store.check([key]):
             if self.aborted():
-                raise RefusedError
+                raise NoPlanError
             time.sleep(_POLL_S)
 
     def holder(self, key: str, rank: int) -> int:

@@ -36,7 +36,7 @@ from crossrank.replay.run.executor import IDLE, Executor, make_executor
 from crossrank.replay.run.failure_report import State
 from crossrank.replay.run.pacing import make_pacer, parse_pace
 from crossrank.replay.run.program import FILL, Program, late_ends, prepare
-from crossrank.replay.run.rendezvous import FINISHED, RefusedError, Rendezvous, WorkItem
+from crossrank.replay.run.rendezvous import FINISHED, NoPlanError, Rendezvous, WorkItem
 from crossrank.text import printable
 from crossrank.tools.traces.replayed import Settings
 
@@ -65,7 +65,7 @@ def run_rank(
 
     `second` is the rendezvous over a connection of its own, for the watch, which calls `final_report` before it ends
     the process. `term` is a file that can be read when the launcher asks the process to end. Who `leads` gathers the
-    results and does not wait for that. Raises `RefusedError` where rank 0 has nothing to replay.
+    results and does not wait for that. Raises `NoPlanError` where rank 0 has nothing to replay.
     """
     work = rendezvous.work_item(rank)
     if work.ends:
@@ -80,7 +80,7 @@ def run_rank(
         if not leads:
             rendezvous.wait_for(FINISHED)
         watch.stop()
-    except RefusedError:
+    except NoPlanError:
         time.sleep(2 * _FINAL_REPORT_S)  # the watch ends the process
         return 1, None
     except Exception as error:

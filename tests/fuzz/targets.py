@@ -25,7 +25,7 @@ from crossrank.tools.graph.chakra.check import check
 from crossrank.tools.graph.linking.communication_trace import read_communication_trace
 from crossrank.tools.graph.linking.linked_file import read_linked
 from crossrank.tools.job.from_replay import read_replay
-from crossrank.tools.job.read_rank import READERS, RankFiles
+from crossrank.tools.job.read_rank import READERS, RankSources
 from crossrank.tools.traces.discover import BASIC
 from crossrank.tools.traces.execution_trace import read_execution_trace
 from crossrank.tools.traces.flight_recorder import read_flight_dump
@@ -119,8 +119,8 @@ def _unzstd(data: bytes) -> bytes:
     return zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read()
 
 
-def _given(path: str) -> RankFiles:
-    return RankFiles(path=path, rank=0)
+def _given(path: str) -> RankSources:
+    return RankSources(path=path, rank=0)
 
 
 def _nodes(path: str) -> list[object]:

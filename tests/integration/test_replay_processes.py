@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from crossrank.comm import CommRecord, Group
-from crossrank.replay.plan.plan import Call, Plan, RankPlan, save_plan
+from crossrank.replay.plan.plan import Plan, PlannedCall, RankPlan, save_plan
 from crossrank.replay.run.failure_report import Failed
 from crossrank.replay.run.processes import run_local
 from crossrank.tools.traces.replayed import Settings
@@ -29,7 +29,9 @@ def long_plan(tmp_path: Path) -> Path:
     record = CommRecord(
         id=0, op="all_reduce", c10d="allreduce_", pg="0", bytes=4, t=0, inputs=[[1]], outputs=[[1]], dtype="float32"
     )
-    calls = [Call(record=msgspec.structs.replace(record, id=i, seq=i + 1), wait_before=i + 1) for i in range(2_000)]
+    calls = [
+        PlannedCall(record=msgspec.structs.replace(record, id=i, seq=i + 1), wait_before=i + 1) for i in range(2_000)
+    ]
     plan = Plan(
         source="long",
         kind="comms",

@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from crossrank.tools.cli import main
-from crossrank.tools.commands.inspect import Inspect
+from crossrank.tools.commands.inspect import InspectCommand
 
 
 @pytest.mark.parametrize(
@@ -21,10 +21,10 @@ from crossrank.tools.commands.inspect import Inspect
 def test_an_error_that_nobody_foresaw_is_one_line_and_exit_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, line: str
 ) -> None:
-    def run(self: Inspect, arguments: argparse.Namespace) -> int:
+    def run(self: InspectCommand, arguments: argparse.Namespace) -> int:
         raise error
 
-    monkeypatch.setattr(Inspect, "run", run)
+    monkeypatch.setattr(InspectCommand, "run", run)
 
     assert main(["inspect", "recording"]) == 2
 

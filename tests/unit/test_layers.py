@@ -59,6 +59,16 @@ def test_each_folder_of_the_tools_stands_on_those_below_it() -> None:
     assert wrong == []
 
 
+def test_no_public_class_name_stands_for_two_things() -> None:
+    places: dict[str, list[str]] = {}
+    for folder in FORBIDDEN:
+        for path in sources(folder):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 def test_a_replay_is_planned_without_torch() -> None:
     program = "import sys, crossrank.replay.command, crossrank.replay.plan.build; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -32,7 +32,7 @@ Spread = dict[str, float]
 _OF_TIMES, _OF_RATES = ("p50", "p95", "max", "total"), ("p5", "p50", "p95", "max")
 
 
-class Row(msgspec.Struct, kw_only=True):
+class BandwidthRow(msgspec.Struct, kw_only=True):
     """Collectives that agree in what they are grouped by. None stands for what is not grouped by, or not known."""
 
     op: str | None = None
@@ -93,7 +93,7 @@ class Bandwidth(msgspec.Struct, kw_only=True):
     """Why calls were not compared across ranks -> calls."""
     clocks: Clocks
     by: list[str]
-    rows: list[Row]
+    rows: list[BandwidthRow]
     total_ms: float
     """Sum of the times of all collectives."""
     notes: list[str]
@@ -164,7 +164,7 @@ def bandwidth(
     )
 
 
-def make_rows(found: Collectives, by: Sequence[str], rates: dict[str, float]) -> list[Row]:
+def make_rows(found: Collectives, by: Sequence[str], rates: dict[str, float]) -> list[BandwidthRow]:
     """One row per combination of what is grouped by; the one that takes longest first."""
     import polars as pl
 
@@ -203,7 +203,7 @@ def make_rows(found: Collectives, by: Sequence[str], rates: dict[str, float]) ->
         rate = rates.get(places[0] if len(places) == 1 else "", rates.get(_ANY))
         busbw = _rates(one, "busbw")
         spreads: dict[str, Any] = {f"{name}_us": _microseconds(one, name) for name in ("time", "kernel", "waiting")}
-        row = Row(
+        row = BandwidthRow(
             **{name: one[name] for name in keys if name not in ("group", "all")},
             pg=group.name if group else None,
             desc=group.desc if group else None,

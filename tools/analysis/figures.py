@@ -20,7 +20,7 @@ from crossrank.tools.analysis.waiting import Steps, Waiting, steps_of, waiting_o
 from crossrank.tools.job.collectives import Collectives
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.traces.rank_trace import RankTrace
-from crossrank.tools.traces.replayed import Report
+from crossrank.tools.traces.replayed import ReplayReport
 
 _MOST_CLASSES = 24
 _MOST_SOURCES = 20
@@ -83,7 +83,7 @@ class Figures(msgspec.Struct, kw_only=True):
     """What was linked -> [matched, of how many], over all ranks."""
     diagnosis: Diagnosis | None
     diagnosis_problem: str
-    replay: Report | None
+    replay: ReplayReport | None
     notes: list[str]
     skipped: list[str]
     schema: str = "crossrank-report 1"

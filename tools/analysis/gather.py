@@ -14,11 +14,11 @@ from crossrank.tools.analysis.diagnosis.inputs import Failure, find_candidates
 from crossrank.tools.job import sources
 from crossrank.tools.job.collectives import Collectives, match_collectives
 from crossrank.tools.job.job import Job
-from crossrank.tools.job.sources import Found, Task
+from crossrank.tools.job.sources import Measurements, Task
 from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.traces.discover import FoundFile, discover
 from crossrank.tools.traces.rank_trace import RankTrace
-from crossrank.tools.traces.replayed import JSON, Report, read_report
+from crossrank.tools.traces.replayed import JSON, ReplayReport, read_report
 
 
 @dataclass
@@ -31,32 +31,32 @@ class Material:
     diagnosis: Diagnosis | None
     """None where nothing could be diagnosed; then `diagnosis_problem` says why."""
     diagnosis_problem: str
-    replay: Report | None
+    replay: ReplayReport | None
     """Where a replay of the run is given."""
     skipped: list[str]
 
 
 @dataclass
-class Plan:
+class ReportInputs:
     """What is to be read."""
 
     inputs: list[str]
-    times: Found
+    times: Measurements
     candidates: list[FoundFile]
-    replay: Report | None
+    replay: ReplayReport | None
 
     @property
     def items(self) -> list[Task | FoundFile]:
         return [*self.times.tasks, *self.candidates]
 
 
-def plan(paths: Sequence[str], replay: str | None, source: str | None = None) -> Plan:
+def plan(paths: Sequence[str], replay: str | None, source: str | None = None) -> ReportInputs:
     """The files at `paths`. Raises `CrossrankError` where there is nothing to report on."""
     files = discover(paths)
     found = sources.find(paths, None, source, files)
     candidates = [one for one in find_candidates(paths, files) if one.kind in (COMMS, FLIGHT)]
     folder = replay or _replay_beside(paths)
-    return Plan(
+    return ReportInputs(
         inputs=list(paths),
         times=found,
         candidates=candidates,
@@ -73,7 +73,7 @@ def _replay_beside(paths: Sequence[str]) -> str | None:
     return None
 
 
-def gather(planned: Plan, fleet: Fleet, done: Callable[[], None] = lambda: None) -> Material:
+def gather(planned: ReportInputs, fleet: Fleet, done: Callable[[], None] = lambda: None) -> Material:
     """Read everything with `fleet`, a rank's times or a file of evidence at a time."""
     results = map_ranks(_read, planned.items, fleet, failed=_failed, done=done)
     count = len(planned.times.tasks)

@@ -38,7 +38,7 @@ from crossrank.tools.traces.discover import discover
 _SHOWN = 16
 
 
-class Convert:
+class ConvertCommand:
     """Write one Chakra trace per rank (chakra.RANK.et) and the communicator groups (comm_groups.json) from a
     recording, in a form that ASTRA-sim's feeders accept; with --lower astra-sim only of what ASTRA-sim runs. Links
     first, in memory. Exit code 1: a rank failed or lost part of a file, matched less than --min-match, or the ranks of

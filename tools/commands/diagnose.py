@@ -27,7 +27,7 @@ from crossrank.tools.output.diagnosis.text import Filter, print_diagnosis
 _MOST_COMPLAINTS = 12
 
 
-class Diagnose:
+class DiagnoseCommand:
     """Match the calls of all ranks and say what is wrong, root cause first: from flight-recorder dumps (pickle or
     JSON, NCCL, gloo or any backend) or from a recording's own files. Dumps are read as data; nothing in them is run.
     Exit code 0: healthy. 1: a fault, or a rank without a usable dump. 2: nothing could be used."""

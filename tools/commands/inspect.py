@@ -20,7 +20,7 @@ _LONGEST_ENDING = 200
 _CHAKRA = (".et", ".et.gz", ".et.zst")
 
 
-class Inspect:
+class InspectCommand:
     """Say what is in a recording: ranks, groups, calls and bytes per operation, the share that leaves a node,
     the source lines that communicate most, and what is missing or damaged. Bytes are S of nccl-tests, summed
     over the ranks that made the call. Of a Chakra trace (FILE.et): its metadata and nodes, with --json all of them."""

@@ -40,7 +40,7 @@ _COUNTED = {
 """Counts of a report, and the heading over those of all ranks together."""
 
 
-class Link:
+class LinkCommand:
     """Join the execution trace and the Kineto trace of every rank into one linked trace: times for host operations,
     GPU activities with the operation that launched them, communications with their records, and every dependency
     with its kind. Says what matched and what did not. Exit code 1: a rank failed, lost part of a file,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _COMPLAINTS = 8
 
 
-class Report:
+class ReportCommand:
     """Write one HTML page that works from disk without a network: what the job communicates by operation and group,
     who sends to whom, source lines, bandwidth by size, who waits for whom over time, iterations, the diagnosis, and how
     much of it was matched. From recordings, Nsight exports, Kineto traces and flight-recorder dumps. Exit code 1: the

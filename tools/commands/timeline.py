@@ -20,7 +20,7 @@ from crossrank.tools.output.timeline.build import Written, write_timeline
 _NOTES = 8
 
 
-class Timeline:
+class TimelineCommand:
     """Lay all ranks on one timeline, on one clock, for ui.perfetto.dev: a track per rank for its calls, one for its
     communication on the device, steps, arrows from the first to the last arriver of each collective, and counters of
     bytes in flight and bus bandwidth. From recordings, Nsight exports, Kineto traces and flight-recorder dumps; calls

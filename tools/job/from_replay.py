@@ -22,7 +22,7 @@ from crossrank.tools.job.clocks import Clocks
 from crossrank.tools.job.collectives import Collectives, match_collectives
 from crossrank.tools.job.job import Job
 from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder
-from crossrank.tools.traces.replayed import CSV, JSON, Report, read_report
+from crossrank.tools.traces.replayed import CSV, JSON, ReplayReport, read_report
 
 _LONGEST_US = 1e12
 
@@ -94,7 +94,7 @@ def read_replay(path: str) -> tuple[list[RankTrace], Collectives]:
     )
 
 
-def _traces(calls: Sequence[_Call], report: Report, path: str) -> list[RankTrace]:
+def _traces(calls: Sequence[_Call], report: ReplayReport, path: str) -> list[RankTrace]:
     sizes = {row.pg: row.ranks for row in report.rows}
     builders: dict[int, TraceBuilder] = {}
     for call in calls:

@@ -17,7 +17,7 @@ from crossrank.comm import CommRecord, is_p2p
 from crossrank.tools.job.groups import Lane, ProcessGroup, is_world, join_groups, sizes_shown, valid_members, world_of
 from crossrank.tools.traces.comms import stack_of
 from crossrank.tools.traces.flight_recorder import Frame
-from crossrank.tools.traces.rank_trace import RankTrace, Signatures, Table
+from crossrank.tools.traces.rank_trace import Interned, RankTrace, Signatures
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Job:
         traces, outside = _without_strangers(sorted(traces, key=lambda one: one.rank or 0), world_size)
         sizes = sizes_shown(traces)
         world, world_is_known = world_of(traces, world_size, sizes)
-        signatures, stacks = Signatures(), Table[tuple[Frame, ...]]()
+        signatures, stacks = Signatures(), Interned[tuple[Frame, ...]]()
         for trace in traces:
             calls = trace.calls
             numbers = list(map(signatures.number, trace.signatures))

@@ -36,7 +36,7 @@ _SAME_CALL = 5_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankFiles:
+class RankSources:
     """One file, with those beside it that say how long its calls took."""
 
     path: str
@@ -51,7 +51,7 @@ class RankFiles:
     """Iterations from the first to before the second; None = all. Comms files alone know them."""
 
 
-def read_comms_and_times(given: RankFiles) -> RankTrace:
+def read_comms_and_times(given: RankSources) -> RankTrace:
     """Our own records: every call, on groups with names, and the times that the files beside them have."""
     trace = read_comms(given.path, given.rank, steps=given.steps)
     row_of = {identity: row for row, identity in enumerate(trace.calls.id)}
@@ -83,7 +83,7 @@ def _count_matched(window: LinkedTrace, trace: RankTrace) -> None:
             trace.matched[what] = before[0] + matched, before[1] + total
 
 
-def _windows(given: RankFiles, trace: RankTrace) -> Iterator[LinkedTrace]:
+def _windows(given: RankSources, trace: RankTrace) -> Iterator[LinkedTrace]:
     """The linked traces of a rank's windows; one that cannot be used is noted."""
     windows: list[Callable[[], LinkedTrace]] = [partial(read_linked, path) for path in given.linked]
     windows += [partial(link, pair.et, pair.kineto, pair.comms, rank=pair.rank) for pair in given.pairs]
@@ -125,17 +125,17 @@ class _Times:
             waits_of(trace).returned[row] = host.start_ns + host.duration_ns + self._base_ns
 
 
-def read_kineto_alone(given: RankFiles) -> RankTrace:
+def read_kineto_alone(given: RankSources) -> RankTrace:
     """A Kineto trace: calls with the times of their kernels."""
     return read_kineto_trace(given.path, given.rank)
 
 
-def read_dump(given: RankFiles) -> RankTrace:
+def read_dump(given: RankSources) -> RankTrace:
     """A dump of the flight recorder: the last calls of a rank, on NCCL with their durations."""
     return read_flight(given.path, given.rank, own_calls=True)
 
 
-def read_basic_trace(given: RankFiles) -> RankTrace:
+def read_basic_trace(given: RankSources) -> RankTrace:
     """A PARAM basic trace."""
     return read_basic(given.path, given.rank)
 
@@ -148,18 +148,18 @@ def waits_of(trace: RankTrace) -> Waits:
     return trace.waits
 
 
-def read_linked_trace(given: RankFiles) -> RankTrace:
+def read_linked_trace(given: RankSources) -> RankTrace:
     """A linked trace: calls with their times, and the waits that its execution trace has."""
     return _of_linked(read_linked(given.path), given)
 
 
-def read_pair(given: RankFiles) -> RankTrace:
+def read_pair(given: RankSources) -> RankTrace:
     """The execution trace and the Kineto trace of a rank, linked in memory."""
     (pair,) = given.pairs
     return _of_linked(link(pair.et, pair.kineto, pair.comms, rank=pair.rank), given)
 
 
-def _of_linked(window: LinkedTrace, given: RankFiles) -> RankTrace:
+def _of_linked(window: LinkedTrace, given: RankSources) -> RankTrace:
     trace = RankTrace(
         rank=given.rank if given.rank is not None else window.rank,
         path=given.path,
@@ -189,7 +189,7 @@ def _of_linked(window: LinkedTrace, given: RankFiles) -> RankTrace:
     return trace
 
 
-def read_execution_trace_alone(given: RankFiles) -> RankTrace:
+def read_execution_trace_alone(given: RankSources) -> RankTrace:
     """An execution trace of any schema. It has no times: calls have their order and, on NCCL, their waits."""
     found = read_communication_trace(given.path, given.world_size)
     if given.world_size is None and found.warnings:
@@ -286,7 +286,7 @@ def _is_of(entry: Entry, trace: RankTrace, rows: Sequence[int]) -> bool:
     return operation is not None and operation.name == trace.signatures[trace.calls.signature[rows[0]]].op
 
 
-READERS: dict[str, Callable[[RankFiles], RankTrace]] = {
+READERS: dict[str, Callable[[RankSources], RankTrace]] = {
     COMMS: read_comms_and_times,
     LINKED: read_linked_trace,
     EXECUTION_TRACE: read_execution_trace_alone,

@@ -17,7 +17,7 @@ from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED
 from crossrank.text import rank_ranges, writable
 from crossrank.tools.graph.linking.inputs import RankInput
-from crossrank.tools.job.read_rank import READERS, RankFiles, read_pair
+from crossrank.tools.job.read_rank import READERS, RankSources, read_pair
 from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.traces.discover import NSIGHT, REPORT, WHAT, FoundFile, discover
 from crossrank.tools.traces.nsight.read import read_export
@@ -37,15 +37,15 @@ class Task:
 
     rank: int | None
     path: str
-    given: RankFiles | None = None
-    read: Callable[[RankFiles], RankTrace] | None = None
+    given: RankSources | None = None
+    read: Callable[[RankSources], RankTrace] | None = None
     """Reads `given`; None: the path is an export of Nsight Systems."""
     comms: tuple[tuple[int, str], ...] = ()
     """(rank, comms file), for an export that holds several ranks."""
 
 
 @dataclass
-class Found:
+class Measurements:
     """What is to be read, and what is not."""
 
     tasks: list[Task]
@@ -65,7 +65,7 @@ def find(
     ranks: Collection[int] | None = None,
     source: str | None = None,
     files: Sequence[FoundFile] | None = None,
-) -> Found:
+) -> Measurements:
     """The measurements at `paths`: folders, files or URLs; `files` are those there, where that is known already.
 
     Raises `CrossrankError` where there is none.
@@ -96,7 +96,7 @@ def find(
     if exports and source in (None, "nsight"):
         tasks = [Task(rank=one.rank, path=one.path, comms=comms) for one in exports]
         others = {rank for rank in by_rank if rank is not None and (ranks is None or rank in ranks)}
-        return Found(tasks, skipped, notes, others)
+        return Measurements(tasks, skipped, notes, others)
     if source == "nsight":
         raise CrossrankError(f"{', '.join(paths)}: holds no Nsight export (.sqlite); make one with: {EXPORT} REPORT")
     tasks = []
@@ -113,7 +113,7 @@ def find(
             f"{', '.join(paths)}: holds nothing that measured communication{asked}{told}; name a recording, a folder "
             "of Kineto traces or flight-recorder dumps, or Nsight exports (.sqlite)"
         )
-    return Found(tasks, skipped, notes)
+    return Measurements(tasks, skipped, notes)
 
 
 def _export_command(report: str) -> str:
@@ -156,7 +156,7 @@ def _task(rank: int | None, kinds: _Files, source: str | None, skipped: list[str
     ]
     if comms is not None:
         flight = files[FLIGHT][0].path if FLIGHT in files else None
-        given = RankFiles(
+        given = RankSources(
             path=comms.path,
             rank=rank,
             linked=tuple(one.path for one in linked.values()),
@@ -174,7 +174,7 @@ def _task(rank: int | None, kinds: _Files, source: str | None, skipped: list[str
             rank=rank,
             path=pairs[0].kineto,
             read=read_pair,
-            given=RankFiles(path=pairs[0].kineto, rank=rank, pairs=(pairs[0],)),
+            given=RankSources(path=pairs[0].kineto, rank=rank, pairs=(pairs[0],)),
         )
     if kinetos:
         one = kinetos[min(kinetos)]
@@ -184,11 +184,11 @@ def _task(rank: int | None, kinds: _Files, source: str | None, skipped: list[str
     return None
 
 
-def _input(file: FoundFile) -> RankFiles:
-    return RankFiles(path=file.path, rank=file.rank, window=file.window)
+def _input(file: FoundFile) -> RankSources:
+    return RankSources(path=file.path, rank=file.rank, window=file.window)
 
 
-def read(found: Found, fleet: Fleet, done: Callable[[], None] = lambda: None) -> list[RankTrace]:
+def read(found: Measurements, fleet: Fleet, done: Callable[[], None] = lambda: None) -> list[RankTrace]:
     """Read every file; one that cannot be used is told in `found.skipped`, and the others are read all the same.
 
     Raises `CrossrankError` where none can be used, or the ranks are of different runs."""
@@ -202,7 +202,7 @@ def read(found: Found, fleet: Fleet, done: Callable[[], None] = lambda: None) ->
     return settle(ranks, found)
 
 
-def settle(ranks: list[RankTrace], found: Found) -> list[RankTrace]:
+def settle(ranks: list[RankTrace], found: Measurements) -> list[RankTrace]:
     """The ranks of one run in their order. Raises `CrossrankError` where there is none, or they are of several runs."""
     if not ranks:
         raise CrossrankError("; ".join(found.skipped[:3]))

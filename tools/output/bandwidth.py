@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from crossrank.text import amount, microseconds, percent, printable, significant, size_text
-from crossrank.tools.analysis.bandwidth import Bandwidth, Row, summary_lines
+from crossrank.tools.analysis.bandwidth import Bandwidth, BandwidthRow, summary_lines
 from crossrank.tools.output.console import Table, table_of
 
 _SHOWN = 24
@@ -13,10 +13,10 @@ _NOTES = 8
 BOUNDS = "upper bounds: not all members were seen, several calls shared a launch, or the end is known only from a wait"
 
 
-Column = Callable[[Row], object]
+Column = Callable[[BandwidthRow], object]
 
 
-def group_text(row: Row) -> str:
+def group_text(row: BandwidthRow) -> str:
     name = f"{row.pg} {row.desc or ''}".strip()
     return "-" if row.pg is None else f"{name} ({row.ranks})" if name else "unknown"
 

@@ -7,12 +7,12 @@ from typing import Any
 from crossrank.text import microseconds, milliseconds, percent, plural, printable, significant, size_text
 from crossrank.tools.output.charts import Rate, bandwidth_chart
 from crossrank.tools.output.console import Table, table_of
-from crossrank.tools.traces.replayed import JSON, Check, Comparison, Percentiles, Report, Row
+from crossrank.tools.traces.replayed import JSON, CheckResult, Comparison, Percentiles, ReplayReport, ReplayRow
 
 _ON_CONSOLE = 24
 
 
-def rows_table(rows: list[Row], limit: int) -> Table:
+def rows_table(rows: list[ReplayRow], limit: int) -> Table:
     return table_of(
         rows,
         (
@@ -59,7 +59,7 @@ def comparison_table(comparison: Comparison, limit: int) -> Table:
     )
 
 
-def failures_table(check: Check, limit: int) -> Table:
+def failures_table(check: CheckResult, limit: int) -> Table:
     return table_of(
         check.failures,
         (
@@ -94,7 +94,7 @@ def comparison_text(comparison: Comparison) -> str:
 # --- the console -----------------------------------------------------------------------------------------------------
 
 
-def print_report(report: Report) -> None:
+def print_report(report: ReplayReport) -> None:
     """The tables of one replay."""
     for text, count in report.substitutes.items():
         print(f"  instead: {count:,} call(s): {printable(text)}")
@@ -131,7 +131,7 @@ def print_report(report: Report) -> None:
 # --- pages -----------------------------------------------------------------------------------------------------------
 
 
-def shown(report: Report, limit: int) -> dict[str, Any]:
+def shown(report: ReplayReport, limit: int) -> dict[str, Any]:
     """What the macro `replay_sections` takes; of each table `limit` rows."""
     rates = [
         Rate(
@@ -156,7 +156,7 @@ def shown(report: Report, limit: int) -> dict[str, Any]:
     }
 
 
-def replay_page(report: Report) -> str:
+def replay_page(report: ReplayReport) -> str:
     from crossrank.tools.output.page import render
 
     parts = shown(report, limit=200)

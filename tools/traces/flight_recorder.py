@@ -31,7 +31,7 @@ from crossrank.comm import MOST_RANKS, CommRecord, Group, Int
 from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.recording import Damage, read_chunks
 from crossrank.tools.traces.json_document import parse
-from crossrank.tools.traces.safe_pickle import RefusedError, load_data
+from crossrank.tools.traces.safe_pickle import RefusedPickleError, load_data
 
 MOST_FRAMES = 256
 _LIST = (list, tuple)
@@ -320,7 +320,7 @@ def _decode(path: str, data: bytes, budget: Budget) -> Any:
     if data[:1] == _PICKLE:
         try:
             return load_data(data, budget)
-        except RefusedError as error:
+        except RefusedPickleError as error:
             step = "take the dump again" if error.cut_off else "a genuine dump holds data alone"
             refused = "" if error.cut_off else "is refused: "
             raise NoDumpError(f"{path}: {refused}the pickle {error}; {step}", refused=not error.cut_off) from error

@@ -45,7 +45,7 @@ class HostEvent(msgspec.Struct, gc=False):
     """As in the file where they describe a collective, else empty."""
 
 
-class Call(msgspec.Struct, gc=False):
+class RuntimeCall(msgspec.Struct, gc=False):
     """A call of the GPU's runtime or driver API. Any of them may launch; its correlation id shows which did."""
 
     name: str
@@ -96,7 +96,7 @@ class KinetoTrace:
     base_ns: int
     """Nanoseconds since 1970 at time 0 of the trace."""
     host: list[HostEvent]
-    calls: list[Call]
+    calls: list[RuntimeCall]
     device: list[DeviceEvent]
     syncs: list[SyncEvent]
     groups: tuple[Group, ...]
@@ -224,7 +224,7 @@ class _Events:
     """Puts every event where it belongs, in the order of the file."""
 
     host: list[HostEvent] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[RuntimeCall] = field(default_factory=list)
     device: list[DeviceEvent] = field(default_factory=list)
     syncs: list[SyncEvent] = field(default_factory=list)
     unread: Counter[str] = field(default_factory=Counter)
@@ -266,7 +266,7 @@ class _Events:
             self.host.append(HostEvent(name, event.pid, event.tid, start, end, *numbers, args))
         elif category.endswith(_CALL_SUFFIXES):
             of = _device_args(event.args)
-            self.calls.append(Call(name, event.pid, event.tid, start, end, of.correlation, of.external_id))
+            self.calls.append(RuntimeCall(name, event.pid, event.tid, start, end, of.correlation, of.external_id))
         elif category in ACTIVITY_CATEGORIES:
             of = _device_args(event.args)
             device = event.pid if of.device is None else of.device

@@ -107,7 +107,7 @@ def sort_by_time(trace: RankTrace) -> None:
 Thing = TypeVar("Thing")
 
 
-class Table(Generic[Thing]):
+class Interned(Generic[Thing]):
     """Things, each once, numbered in the order in which they are first met."""
 
     def __init__(self, *first: Thing) -> None:
@@ -126,7 +126,7 @@ class Table(Generic[Thing]):
         return found
 
 
-class Signatures(Table[CommRecord]):
+class Signatures(Interned[CommRecord]):
     """Records without what differs between equal calls. They hold lists, so they are compared as encoded."""
 
     def key(self, thing: CommRecord) -> Hashable:
@@ -319,7 +319,7 @@ class TraceBuilder:
     def __init__(self, trace: RankTrace, groups: Iterable[Group] = ()) -> None:
         self.trace = trace
         self.signatures = Signatures(*trace.signatures)
-        self.stacks: Table[tuple[Frame, ...]] = Table(*trace.stacks)
+        self.stacks: Interned[tuple[Frame, ...]] = Interned(*trace.stacks)
         trace.signatures, trace.stacks = self.signatures.rows, self.stacks.rows
         self._groups = {(one.group.pg, one.apart): index for index, one in enumerate(trace.groups)}
         for group in groups:

@@ -71,7 +71,7 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
         return not self.reasons and not self.damaged
 
 
-class Row(msgspec.Struct, kw_only=True):
+class ReplayRow(msgspec.Struct, kw_only=True):
     """Calls of one operation, size bucket and group."""
 
     op: str
@@ -113,7 +113,7 @@ class CheckFailure(msgspec.Struct, kw_only=True):
     got: float
 
 
-class Check(msgspec.Struct, kw_only=True):
+class CheckResult(msgspec.Struct, kw_only=True):
     """What `--check` found."""
 
     tensors: int
@@ -163,7 +163,7 @@ class Comparison(msgspec.Struct, kw_only=True):
     rows: list[Compared]
 
 
-class Report(msgspec.Struct, kw_only=True):
+class ReplayReport(msgspec.Struct, kw_only=True):
     """`replay.json`."""
 
     source: str
@@ -196,15 +196,15 @@ class Report(msgspec.Struct, kw_only=True):
     """Over the passes, from the first rank's start to the last rank's end."""
     cpu_us_per_call: float
     """CPU time of the process per launch-and-wait, all threads, mean over the ranks."""
-    rows: list[Row]
+    rows: list[ReplayRow]
     comparison: Comparison | None
     """None where the recording has no durations."""
-    check: Check | None
+    check: CheckResult | None
     schema: str = "crossrank-replay 1"
     crossrank: str = crossrank.__version__
 
 
-def read_report(folder: str) -> Report:
+def read_report(folder: str) -> ReplayReport:
     """The report in the folder of a replay, or in the file `….json`. Raises `CrossrankError` where it is none."""
     path = folder if folder.endswith(".json") else join(folder, JSON)
     damage = Damage(path)
@@ -212,7 +212,7 @@ def read_report(folder: str) -> Report:
     try:
         if damage.problems:
             raise msgspec.DecodeError(damage.problems[0])
-        report = msgspec.json.decode(content, type=Report)
+        report = msgspec.json.decode(content, type=ReplayReport)
         if not report.schema.startswith("crossrank-replay"):
             raise msgspec.DecodeError("its schema is not that of a replay")
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

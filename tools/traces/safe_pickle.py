@@ -20,7 +20,7 @@ _OTHER_ORDER = "holds pickle opcodes in an order that no dump has"
 _OTHER_TUPLE = "holds a tuple of other things than strings, which no dump has"
 
 
-class RefusedError(ValueError):
+class RefusedPickleError(ValueError):
     """The pickle asks for more than data, or is none (`cut_off`). The text says what."""
 
     def __init__(self, text: str, *, cut_off: bool = False) -> None:
@@ -29,25 +29,25 @@ class RefusedError(ValueError):
 
 
 def load_data(data: bytes, budget: Budget) -> Any:
-    """The object of a pickle that holds data alone. Raises `RefusedError` for any other, and `BudgetError`."""
+    """The object of a pickle that holds data alone. Raises `RefusedPickleError` for any other, and `BudgetError`."""
     budget.spend(VALUES, data.count(b"}") + data.count(b"]"))  # at most so many containers
     _check(data)
     try:
         return _DataUnpickler(_Peeked(data)).load()
-    except RefusedError:
+    except RefusedPickleError:
         raise
     except Exception as error:
-        raise RefusedError(f"is no sound pickle ({type(error).__name__}: {str(error)[:120]})") from error
+        raise RefusedPickleError(f"is no sound pickle ({type(error).__name__}: {str(error)[:120]})") from error
 
 
 class _DataUnpickler(Unpickler):
     """The second lock: were an opcode overlooked, it would still find no global."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
-        raise RefusedError(f"names the global {module[:80]}.{name[:80]}, which data has no need of")
+        raise RefusedPickleError(f"names the global {module[:80]}.{name[:80]}, which data has no need of")
 
     def persistent_load(self, pid: object) -> NoReturn:
-        raise RefusedError("holds a persistent id, which data has no need of")
+        raise RefusedPickleError("holds a persistent id, which data has no need of")
 
 
 class _Peeked:
@@ -64,7 +64,7 @@ class _Peeked:
         return bytes(found)
 
     def readline(self) -> NoReturn:
-        raise RefusedError(_OTHER_OPCODE)
+        raise RefusedPickleError(_OTHER_OPCODE)
 
 
 _GET = rb"(?:h.|j.{4})"
@@ -83,14 +83,14 @@ _MARGIN = 1 << 16
 
 
 def _check(data: bytes) -> None:
-    """Walk over every opcode without carrying any out. Raises `RefusedError` at one that could do harm.
+    """Walk over every opcode without carrying any out. Raises `RefusedPickleError` at one that could do harm.
 
     A memo index is given at once to a container that was made or filled, a string, or a pair of strings, so that it is
     known which gets are of pairs. What is filled with nothing could be a pair, but for a container made just before.
     """
     numbered = data[1:2] in (b"\x02", b"\x03")  # from protocol 4 on, memo indices count up by themselves
     if data[1:2] and not numbered and data[1:2] not in (b"\x04", b"\x05"):
-        raise RefusedError(f"has protocol {data[1]}; 2 to 5 are read")
+        raise RefusedPickleError(f"has protocol {data[1]}; 2 to 5 are read")
     opcodes = _opcodes(len(data), numbered)
     # Not the gets that a pair is made of: the expression gives back up to two.
     run = re.compile(rb"(?s)(?:%s){0,%d}(?!%s?\x86)" % (opcodes, _LONGEST_RUN, _GET)).match
@@ -108,7 +108,7 @@ def _check(data: bytes) -> None:
         opcode = data[position : position + 1]
         if get := _ONE_GET.match(data, position):
             if _index(get[0]) in pairs:
-                raise RefusedError(_OTHER_TUPLE)
+                raise RefusedPickleError(_OTHER_TUPLE)
             position, operands = get.end(), operands + 1
             continue
         if width := _LENGTHS.get(opcode):
@@ -119,7 +119,7 @@ def _check(data: bytes) -> None:
         elif opcode == b"\x86":
             first = ends_in_get(data, begin, end) if operands == 1 else None
             if operands < 2 and (first is None or _index(first[1]) in pairs):
-                raise RefusedError(_OTHER_TUPLE)
+                raise RefusedPickleError(_OTHER_TUPLE)
             position += 1
             begin, end, operands = 0, 0, 0
         elif opcode in b"]}" and not numbered:
@@ -130,7 +130,7 @@ def _check(data: bytes) -> None:
         elif position + 1 + _ARGUMENTS.get(opcode, 0) > len(data):
             break
         else:
-            raise RefusedError(_OTHER_ORDER if opcode in _ARGUMENTS or opcode in _ALONE else _OTHER_OPCODE)
+            raise RefusedPickleError(_OTHER_ORDER if opcode in _ARGUMENTS or opcode in _ALONE else _OTHER_OPCODE)
         if numbered:
             put = _PUT.match(data, position)
             assert put is not None  # the empty one always matches
@@ -139,10 +139,10 @@ def _check(data: bytes) -> None:
             index = memoized if data[position : position + 1] == b"\x94" else None
             memoized, position = memoized + (index is not None), position + (index is not None)
         if index is not None and index > len(data) + _MARGIN:
-            raise RefusedError(f"has the memo index {index}, more than a pickle of {len(data)} bytes needs")
+            raise RefusedPickleError(f"has the memo index {index}, more than a pickle of {len(data)} bytes needs")
         if opcode == b"\x86" and index is not None:
             pairs.add(index)
-    raise RefusedError(f"is cut off: the pickle of {len(data)} bytes has no end", cut_off=True)
+    raise RefusedPickleError(f"is cut off: the pickle of {len(data)} bytes has no end", cut_off=True)
 
 
 def _index(operation: bytes) -> int:

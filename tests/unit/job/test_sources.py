@@ -11,7 +11,7 @@ import pytest
 from crossrank.tools.job.collectives import match_collectives
 from crossrank.tools.job.job import Job
 from crossrank.tools.job.launches import launches
-from crossrank.tools.job.sources import Found, find, read
+from crossrank.tools.job.sources import Measurements, find, read
 from crossrank.tools.parallel import Fleet
 from crossrank.tools.traces.rank_trace import RankTrace
 from tests.unit.graph.linking.test_link_command import rank_trace
@@ -139,7 +139,7 @@ def test_exports_are_not_mixed_with_other_files_and_that_is_told(tmp_path: Path)
 def test_what_is_named_like_an_export_is_never_left_out_in_silence(tmp_path: Path, content: bytes) -> None:
     write_exports(tmp_path, ranks=1)
     (tmp_path / "rank_1.sqlite").write_bytes(content)
-    found: Found = find([str(tmp_path)])
+    found: Measurements = find([str(tmp_path)])
     assert [one.rank for one in read(found, Fleet())] == [0]
     (told,) = found.skipped
     assert told.startswith(f"{tmp_path}/rank_1.sqlite: is ")

@@ -18,7 +18,7 @@ from crossrank.tools.output.console import table_of
 from crossrank.tools.output.diagnosis.page import Cell, diagnosis_page, merge_cells
 from crossrank.tools.output.replay import replay_page
 from crossrank.tools.output.report import report_page
-from crossrank.tools.traces.replayed import Check, CheckFailure, Report, Settings
+from crossrank.tools.traces.replayed import CheckFailure, CheckResult, ReplayReport, Settings
 from tests.unit.analysis.test_figures import figures_of, late_job
 from tests.unit.replay.test_measure import job
 
@@ -75,19 +75,19 @@ def a_diagnosis() -> Diagnosis:
     )
 
 
-def a_report() -> Report:
+def a_report() -> ReplayReport:
     plan, results = job()
     plan.ranks[0].calls[0].took_ns = plan.ranks[1].calls[0].took_ns = 800
     report, _ = make_report(plan, Settings(backend="gloo", device="cpu"), results, what_if={}, variables={"A": "1"})
     wrong = CheckFailure(rank=0, call=1, op="all_reduce", pg="0", tensor=0, element=2, elements=3, expected=1, got=2)
-    report.check = Check(tensors=5, failures=[wrong])
+    report.check = CheckResult(tensors=5, failures=[wrong])
     report.substitutes, report.notes, report.damage = {EVIL: 2}, ["a note"], ["a torn file"]
     return report
 
 
 def hostile_pages() -> dict[str, str]:
     diagnosis = msgspec.convert(spoiled(msgspec.to_builtins(a_diagnosis())), Diagnosis)
-    report = msgspec.convert(spoiled(msgspec.to_builtins(a_report())), Report)
+    report = msgspec.convert(spoiled(msgspec.to_builtins(a_report())), ReplayReport)
     figures = figures_of(*late_job())
     figures.diagnosis, figures.replay = diagnosis, report
     figures.notes, figures.about, figures.inputs = [EVIL], {EVIL: EVIL}, [EVIL]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from crossrank.comm import CommRecord, Group
 from crossrank.replay.plan.dtype_fallback import substitute
-from crossrank.replay.plan.plan import Call
+from crossrank.replay.plan.plan import PlannedCall
 from crossrank.replay.plan.shapes import complete
 from crossrank.replay.results.check import Checker
 from crossrank.replay.run.program import Bound, Program
@@ -32,7 +32,7 @@ def checkers(call: CommRecord, n: int) -> tuple[list[Checker], Tensors, Tensors]
         if call.op in ("all_reduce", "reduce", "broadcast"):
             sides[1] = sides[0]
         program = Program(
-            calls=[Call(record=mine, wait_before=1, blocking=True)],
+            calls=[PlannedCall(record=mine, wait_before=1, blocking=True)],
             bound=[
                 Bound(
                     first=0,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossrank.comm import CommRecord
-from crossrank.replay.plan.plan import Call, RankPlan, launches
+from crossrank.replay.plan.plan import PlannedCall, RankPlan, launches
 from crossrank.replay.plan.schedule import place_waits, walk
 from tests.unit.replay.plans import irecv, isend, plan_of, record, recv, send, waits
 
@@ -60,8 +60,8 @@ def test_ranks_that_send_to_each_other_first_are_not_held_up_by_it() -> None:
     assert "block each other" in plan.notes[0]
 
 
-def _made(calls: list[tuple[CommRecord, int]]) -> list[Call]:
-    return [Call(record=one, wait_before=wait) for one, wait in calls]
+def _made(calls: list[tuple[CommRecord, int]]) -> list[PlannedCall]:
+    return [PlannedCall(record=one, wait_before=wait) for one, wait in calls]
 
 
 def test_a_walk_says_in_which_call_a_rank_stays() -> None:
@@ -80,14 +80,14 @@ _OPS = st.sampled_from(["blocking", "async", "batch"])
 def test_jobs_whose_ranks_do_the_same_always_come_to_their_end(program: list[tuple[str, int]]) -> None:
     ranks = []
     for rank in (0, 1):
-        calls: list[Call] = []
+        calls: list[PlannedCall] = []
         for number, (kind, step) in enumerate(program):
             if kind == "batch":
                 for one in (isend(1 - rank, batch=number, step=step), irecv(1 - rank, batch=number, step=step)):
-                    calls.append(Call(record=one, wait_before=-1))
+                    calls.append(PlannedCall(record=one, wait_before=-1))
             else:
                 one = record("all_reduce", is_async=kind == "async", api="all_reduce", step=step)
-                calls.append(Call(record=one, wait_before=-1))
+                calls.append(PlannedCall(record=one, wait_before=-1))
         ranks.append(RankPlan(rank=rank, calls=calls))
     _, found = place_waits(ranks, {"0": [0, 1]})
     assert found.ends

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from crossrank.budget import Budget, BudgetError
 from crossrank.tools.traces import safe_pickle
-from crossrank.tools.traces.safe_pickle import RefusedError, load_data
+from crossrank.tools.traces.safe_pickle import RefusedPickleError, load_data
 
 TEXT = st.text(max_size=8)
 LEAVES = st.none() | st.booleans() | st.integers(-(1 << 62), 1 << 62) | st.floats(allow_nan=False) | TEXT
@@ -60,7 +60,7 @@ def test_no_order_of_opcodes_that_is_read_makes_a_tuple_of_tuples(protocol: int)
     fragments = [one if protocol == 2 else one.replace(b"q\x01", b"\x94") for one in FRAGMENTS]
     for four in itertools.product(fragments, repeat=4):
         content = b"\x80%cX\1\0\0\0a%sh\x00" % (protocol, put) + b"".join(four) + b"."
-        with contextlib.suppress(RefusedError):
+        with contextlib.suppress(RefusedPickleError):
             safe_pickle._check(content)
             read += 1
             with contextlib.suppress(IndexError, KeyError, pickle.UnpicklingError, TypeError, AttributeError):
@@ -114,13 +114,13 @@ def _doubled(levels: int, between: bytes = b"") -> bytes:
     ],
 )
 def test_a_pickle_that_is_more_than_data_is_refused(content: bytes, reason: str) -> None:
-    with pytest.raises(RefusedError, match=reason):
+    with pytest.raises(RefusedPickleError, match=reason):
         load_data(content, Budget("dump"))
 
 
 @pytest.mark.parametrize("content", [b"]", b"X\x01\x00\x00\x00a", b"K\x07"])
 def test_a_memo_index_allocates_nothing(content: bytes) -> None:
-    with pytest.raises(RefusedError, match=r"memo index|order"):
+    with pytest.raises(RefusedPickleError, match=r"memo index|order"):
         load_data(b"\x80\x02" + content + b"r\xff\xff\xff\x7f.", Budget("dump"))
 
 
@@ -134,7 +134,7 @@ def test_a_pickle_that_is_cut_off_is_not_taken_for_a_hostile_one(thing: Any, pro
     content = pickle.dumps({"version": "2.10", "entries": [thing]}, protocol)
     end = data.draw(st.integers(1, len(content) - 1))
 
-    with pytest.raises(RefusedError) as refusal:
+    with pytest.raises(RefusedPickleError) as refusal:
         load_data(content[:end], Budget("dump"))
 
     assert refusal.value.cut_off
@@ -147,5 +147,5 @@ def test_a_pickle_with_changed_bytes_is_read_or_refused(thing: Any, changes: lis
         content[position % len(content)] = value
     try:
         load_data(bytes(content), Budget("dump"))
-    except RefusedError:
+    except RefusedPickleError:
         pass

@@ -22,7 +22,7 @@ from crossrank.comm import OPERATIONS, CommRecord
 from crossrank.tools.analysis.diagnosis.findings import rank_text
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.job.groups import ProcessGroup
-from crossrank.tools.traces.rank_trace import Table
+from crossrank.tools.traces.rank_trace import Interned
 
 TYPE, SIZE, DTYPE, ROOT, REDUCE = KINDS = (
     "type_mismatch",
@@ -152,7 +152,7 @@ class Mismatch:
 
 def find_mismatches(job: JobState) -> list[Mismatch]:
     """The first mismatch of every group that has one."""
-    keys: Table[MatchKey] = Table()
+    keys: Interned[MatchKey] = Interned()
     of_signature = [keys.number(match_key(signature)) for signature in job.signatures]
     # Of a rank whose calls cannot be compared but for these two.
     barely = [keys.number(MatchKey(root=one.root, reduce=one.reduce)) for one in job.signatures]

@@ -188,7 +188,7 @@ class GroupStragglers(msgspec.Struct, kw_only=True):
     """Rank -> by how much it comes after the first, median."""
 
 
-class Clocks(msgspec.Struct, kw_only=True):
+class ClockAlignment(msgspec.Struct, kw_only=True):
     """How far the ranks' clocks could be brought together."""
 
     aligned: bool
@@ -212,7 +212,7 @@ class Diagnosis(msgspec.Struct, kw_only=True):
     consequences: list[Finding]
     advisory: list[Finding]
     stragglers: list[GroupStragglers] = []
-    clocks: Clocks | None = None
+    clocks: ClockAlignment | None = None
     skipped: list[str] = []
     """Files that were not used, and why."""
     notes: list[str] = []

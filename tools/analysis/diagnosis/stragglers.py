@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from crossrank.tools.analysis.diagnosis.findings import Clocks, Finding, GroupStragglers
+from crossrank.tools.analysis.diagnosis.findings import ClockAlignment, Finding, GroupStragglers
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.job.groups import ProcessGroup
 
@@ -36,7 +36,7 @@ class _Times:
         return np.array([[offsets.get(rank, 0)] for rank in self.ranks])
 
 
-def find_stragglers(job: JobState) -> tuple[list[GroupStragglers], Clocks, list[Finding]]:
+def find_stragglers(job: JobState) -> tuple[list[GroupStragglers], ClockAlignment, list[Finding]]:
     """(every group with its waits, what was done about clocks, the ranks worth a word)"""
     releases_all = np.array(job.releases_all)
     every = [_times(job, group, releases_all) for group in job.groups if len(group.lanes) > 1]
@@ -74,11 +74,11 @@ def _times(job: JobState, group: ProcessGroup, releases_all: NDArray[np.bool_]) 
     return _Times(group, ranks, arrivals, ends)
 
 
-def _align(job: JobState, times: list[_Times]) -> tuple[dict[int, int], Clocks]:
+def _align(job: JobState, times: list[_Times]) -> tuple[dict[int, int], ClockAlignment]:
     """What to add to each rank's times, in ns."""
     offsets: dict[int, int] = {}
     if not any(one.ends.any() for one in times):
-        return {}, Clocks(aligned=False, note="no dump has times of completion: clocks are taken as they are")
+        return {}, ClockAlignment(aligned=False, note="no dump has times of completion: clocks are taken as they are")
     by_size = sorted(times, key=lambda one: -len(one.ranks))
     for first in sorted(job.ranks):
         if first in offsets:
@@ -103,7 +103,7 @@ def _align(job: JobState, times: list[_Times]) -> tuple[dict[int, int], Clocks]:
         residual = max(residual, int(excess.max()))
     moved = {str(rank): offset / 1e6 for rank, offset in sorted(offsets.items()) if offset}
     note = f"the clocks of {len(moved)} rank(s) were moved" if moved else "no collective contradicts the clocks"
-    return offsets, Clocks(aligned=True, offset_ms=moved, residual_ms=residual / 1e6, note=note)
+    return offsets, ClockAlignment(aligned=True, offset_ms=moved, residual_ms=residual / 1e6, note=note)
 
 
 def _offset(times: _Times, anchor: int, at: int, of_anchor: int) -> int:

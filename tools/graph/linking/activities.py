@@ -23,7 +23,7 @@ OUTSIDE = ("launched before or after the execution trace", "launched before the 
 
 
 @dataclass(kw_only=True)
-class Launches:
+class LaunchLookup:
     """By positions in `KinetoTrace.device`; -1 where there is none."""
 
     call: list[int] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Launches:
     warnings: list[str] = field(default_factory=list)
 
 
-def find_launches(kineto: KinetoTrace, match: HostMatch, nesting: Nesting, pid: Id) -> Launches:
+def find_launches(kineto: KinetoTrace, match: HostMatch, nesting: Nesting, pid: Id) -> LaunchLookup:
     """Find the launch and the launching node of every activity. `pid` is the process of the execution trace."""
     matched = [kineto.host[event] for event in match.event_of if event >= 0]
     processes = {event.pid for event in matched} or {pid}
@@ -52,7 +52,7 @@ def find_launches(kineto: KinetoTrace, match: HostMatch, nesting: Nesting, pid: 
         if event.external_id and event.pid in processes
     }
     nearest = _nearest_nodes(match, nesting)
-    launches = Launches()
+    launches = LaunchLookup()
     if doubled:
         launches.warnings.append(
             f"{len(doubled)} correlation id(s) belong to several calls (first: {min(doubled)}); "

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from crossrank.tools.graph.linking.matching import in_order_of_starts
-from crossrank.tools.traces.kineto import Call, HostEvent, Id
+from crossrank.tools.traces.kineto import HostEvent, Id, RuntimeCall
 
 ASYNC_PREFIXES = ("gloo:", "mpi:", "ucc:")
 """Ranges of a Work: begun where the call is made, ended elsewhere when it is done. Nothing runs inside them."""
@@ -41,7 +41,7 @@ class Nesting:
             event = self.parent[event]
 
 
-def nest(events: Sequence[HostEvent], calls: Sequence[Call]) -> Nesting:
+def nest(events: Sequence[HostEvent], calls: Sequence[RuntimeCall]) -> Nesting:
     """Nest the events and calls of every thread, by one sweep over each."""
     nesting = Nesting(
         parent=[-1] * len(events),
@@ -61,7 +61,7 @@ def nest(events: Sequence[HostEvent], calls: Sequence[Call]) -> Nesting:
 
 
 def _sweep(
-    nesting: Nesting, events: Sequence[HostEvent], calls: Sequence[Call], order: list[int], call_order: list[int]
+    nesting: Nesting, events: Sequence[HostEvent], calls: Sequence[RuntimeCall], order: list[int], call_order: list[int]
 ) -> None:
     open_: list[int] = []
     covered_until: list[int] = []  # parallel to open_
@@ -93,7 +93,7 @@ def _sweep(
         covered_until.append(event.start)
 
 
-def _around(call: Call, events: Sequence[HostEvent], open_: list[int]) -> int:
+def _around(call: RuntimeCall, events: Sequence[HostEvent], open_: list[int]) -> int:
     # No open event ends after one that is further out, so they can be halved.
     at = bisect_right(open_, -call.end, key=lambda index: -events[index].end)
     return open_[at - 1] if at else -1

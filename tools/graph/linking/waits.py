@@ -26,7 +26,7 @@ from functools import cached_property
 
 from crossrank.comm import CommRecord
 from crossrank.tools.graph.linking.ordered import Ordered, ordered_by
-from crossrank.tools.traces.kineto import Call, Id, KinetoTrace, SyncEvent
+from crossrank.tools.traces.kineto import Id, KinetoTrace, RuntimeCall, SyncEvent
 from crossrank.tools.traces.param_comms import ParamComms
 
 CLOCK_NS = 2_000
@@ -129,7 +129,7 @@ def _add_recorded(kineto: KinetoTrace, streams: _Streams, waits: GpuWaits) -> No
 def _of_sync(
     sync: SyncEvent,
     call_of: Mapping[int | None, int],
-    calls: Sequence[Call],
+    calls: Sequence[RuntimeCall],
     streams: _Streams,
     unresolved: Counter[str],
 ) -> Iterator[GpuWait]:
@@ -268,7 +268,7 @@ class _Computing:
         )
         self._busiest = Counter(streams.of[index] for index in computes).most_common(1)
 
-    def stream_of(self, call: Call) -> Ordered:
+    def stream_of(self, call: RuntimeCall) -> Ordered:
         """What is launched on the stream that the thread of a call computes on then; on the trace's busiest where the
         thread has none yet."""
         last = self._by_thread[call.pid, call.tid].last_until(call.start)

@@ -21,7 +21,7 @@ from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, operation_of
 from crossrank.rank_runs import Run, from_runs
 from crossrank.text import rank_ranges
 from crossrank.tools.traces.nsight.database import NONE, NVTX, Column, Columns, Export, Mask, at, lookup
-from crossrank.tools.traces.rank_trace import Table
+from crossrank.tools.traces.rank_trace import Interned
 
 MARK, PUSH_POP, START_END = ("NvtxMark", 34), ("NvtxPushPopRange", 59), ("NvtxStartEndRange", 60)
 
@@ -184,7 +184,7 @@ class Ranges(Columns):
         return self.take(np.isin(kinds[self.meaning], what))
 
 
-class _Meanings(Table[Meaning]):
+class _Meanings(Interned[Meaning]):
     def key(self, thing: Meaning) -> bytes:
         return msgspec.msgpack.encode(msgspec.structs.replace(thing, id=NONE) if thing.old else thing)
 

@@ -7,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossrank.tools.graph.linking.nesting import nest
-from crossrank.tools.traces.kineto import Call, HostEvent
+from crossrank.tools.traces.kineto import HostEvent, RuntimeCall
 
 
 def event(start: int, end: int, external_id: int, *, name: str = "op", tid: int = 1) -> HostEvent:
     return HostEvent(name, 1, tid, start, end, None, external_id, -1, msgspec.Raw(b"{}"))
 
 
-def call(start: int, end: int, *, tid: int = 1) -> Call:
-    return Call("cudaLaunchKernel", 1, tid, start, end, 1, None)
+def call(start: int, end: int, *, tid: int = 1) -> RuntimeCall:
+    return RuntimeCall("cudaLaunchKernel", 1, tid, start, end, 1, None)
 
 
 def test_a_child_that_starts_with_its_parent_is_subtracted() -> None:
