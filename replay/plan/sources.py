@@ -10,13 +10,13 @@ import os
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
 
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED, is_url
 from crossrank.tools.job.read_rank import READERS, RankSources
+from crossrank.tools.job.sources import files_by_rank
 from crossrank.tools.parallel import Fleet, map_ranks
-from crossrank.tools.traces.discover import BASIC, WHAT, FoundFile, discover
+from crossrank.tools.traces.discover import BASIC, WHAT, discover
 from crossrank.tools.traces.rank_trace import RankTrace
 
 KINDS = {
@@ -45,40 +45,32 @@ def find(path: str, kind: str | None = None) -> ReplayInputs:
     Raises `CrossrankError` where there is nothing to replay.
     """
     parts = [path] if os.path.exists(path) or is_url(path) else [part for part in path.split(",") if part]
-    by_kind: dict[str, dict[int | None, list[FoundFile]]] = defaultdict(lambda: defaultdict(list))
-    skipped = []
-    for file in discover(parts):
-        if file.problem:
-            skipped.append(f"{file.path}: {file.problem}")
-        elif file.kind in KINDS:
-            by_kind[file.kind][file.rank].append(file)
-        elif file.path in parts:
-            skipped.append(f"{file.path}: is {WHAT[file.kind]}")
-    chosen = kind or next((name for name in KINDS if name in by_kind), None)
-    if chosen is None or chosen not in by_kind:
+    files = discover(parts)
+    skipped = [f"{file.path}: {file.problem}" for file in files if file.problem]
+    usable = [file for file in files if not file.problem]
+    skipped += [
+        f"{file.path}: is {WHAT[file.kind]}" for file in usable if file.path in parts and file.kind not in KINDS
+    ]
+    kinds = dict.fromkeys(name for name in KINDS for file in usable if file.kind == name)
+    chosen = kind or next(iter(kinds), None)
+    if chosen is None or chosen not in kinds:
         wanted = f"no {KINDS[chosen]}" if chosen else "no trace that can be replayed"
-        holds = ", ".join(KINDS[name] for name in by_kind) or "; ".join(skipped[:3])
+        holds = ", ".join(KINDS[name] for name in kinds) or "; ".join(skipped[:3])
         raise CrossrankError(
             f"{path}: holds {wanted}{f' ({holds})' if holds else ''}; "
             "name a recording, a folder of traces of all ranks, or a plan"
         )
+    # Beside a comms file, a linked trace or a dump of the same rank says how long its calls took.
+    beside: dict[tuple[str, int | None], list[str]] = defaultdict(list)
+    for file in usable:
+        if file.kind in (LINKED, FLIGHT) and file.kind != chosen:
+            beside[file.kind, file.rank].append(file.path)
     inputs = []
-    for rank, found in sorted(by_kind[chosen].items(), key=lambda item: (item[0] is None, item[0] or 0)):
-        one, *later = sorted(found, key=lambda file: (file.window, file.path))
-        if len({file.window for file in found}) < len(found):
-            names = ", ".join(PurePosixPath(file.path).name for file in (one, *later[:2]))
-            of = f"of rank {rank}" if rank is not None else "without a rank in their names"
-            raise CrossrankError(
-                f"{path}: {names} are {'all' if len(found) > 2 else 'both'} {of}; name the folder of one job"
-            )
-        # Beside a comms file, a linked trace or a dump of the same rank says how long its calls took.
-        linked, flight = (
-            [file.path for file in by_kind.get(beside, {}).get(rank, ()) if file is not one]
-            for beside in (LINKED, FLIGHT)
-        )
-        flight_dump = flight[0] if flight else None
+    for rank, of_rank in files_by_rank(usable, {chosen}).items():
+        one, *later = of_rank[chosen]
+        linked, flight = tuple(beside[LINKED, rank]), next(iter(beside[FLIGHT, rank]), None)
         inputs.append(
-            RankSources(path=one.path, rank=rank, window=one.window, linked=tuple(linked), flight=flight_dump)
+            RankSources(kind=chosen, path=one.path, rank=rank, window=one.window, linked=linked, flight=flight)
         )
         skipped += [f"{file.path}: a later window of rank {rank}; name it to replay it" for file in later]
     return ReplayInputs(kind=chosen, inputs=inputs, skipped=skipped)

@@ -120,7 +120,7 @@ def _unzstd(data: bytes) -> bytes:
 
 
 def _given(path: str) -> RankSources:
-    return RankSources(path=path, rank=0)
+    return RankSources(kind="", path=path, rank=0)
 
 
 def _nodes(path: str) -> list[object]:

@@ -14,7 +14,8 @@ from crossrank.tools.analysis.diagnosis.inputs import Failure, find_candidates
 from crossrank.tools.job import sources
 from crossrank.tools.job.collectives import Collectives, match_collectives
 from crossrank.tools.job.job import Job
-from crossrank.tools.job.sources import Measurements, Task
+from crossrank.tools.job.read_rank import RankSources
+from crossrank.tools.job.sources import Measurements
 from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.traces.discover import FoundFile, discover
 from crossrank.tools.traces.rank_trace import RankTrace
@@ -46,7 +47,7 @@ class ReportInputs:
     replay: ReplayReport | None
 
     @property
-    def items(self) -> list[Task | FoundFile]:
+    def items(self) -> list[RankSources | FoundFile]:
         return [*self.times.tasks, *self.candidates]
 
 
@@ -100,11 +101,11 @@ def gather(planned: ReportInputs, fleet: Fleet, done: Callable[[], None] = lambd
 _Result = list[RankTrace] | str | RankTrace | Failure
 
 
-def _read(item: Task | FoundFile) -> _Result:
+def _read(item: RankSources | FoundFile) -> _Result:
     return diagnosis_inputs.read_candidate(item) if isinstance(item, FoundFile) else sources.read_task(item)
 
 
-def _failed(item: Task | FoundFile, error: CrossrankError) -> _Result:
+def _failed(item: RankSources | FoundFile, error: CrossrankError) -> _Result:
     if isinstance(item, FoundFile):
         return diagnosis_inputs.failed(item, error)
     return sources.failed(item, error)

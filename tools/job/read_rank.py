@@ -37,8 +37,10 @@ _SAME_CALL = 5_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class RankSources:
-    """One file, with those beside it that say how long its calls took."""
+    """One file, with those beside it that say how long its calls took, or what they were."""
 
+    kind: str
+    """A key of `READERS`, or `NSIGHT`."""
     path: str
     rank: int | None
     window: int = 1
@@ -46,6 +48,8 @@ class RankSources:
     pairs: tuple[RankInput, ...] = ()
     """Windows that are not linked yet; linked here, in memory."""
     flight: str | None = None
+    comms: tuple[tuple[int, str], ...] = ()
+    """(rank, comms file) beside an export of Nsight Systems, which may hold several ranks."""
     world_size: int | None = None
     steps: tuple[int, int] | None = None
     """Iterations from the first to before the second; None = all. Comms files alone know them."""
@@ -125,9 +129,12 @@ class _Times:
             waits_of(trace).returned[row] = host.start_ns + host.duration_ns + self._base_ns
 
 
-def read_kineto_alone(given: RankSources) -> RankTrace:
-    """A Kineto trace: calls with the times of their kernels."""
-    return read_kineto_trace(given.path, given.rank)
+def read_kineto_with_pair(given: RankSources) -> RankTrace:
+    """A Kineto trace: calls with the times of their kernels; linked in memory with the execution trace of `pairs`."""
+    if not given.pairs:
+        return read_kineto_trace(given.path, given.rank)
+    (pair,) = given.pairs
+    return _of_linked(link(pair.et, pair.kineto, pair.comms, rank=pair.rank), given)
 
 
 def read_dump(given: RankSources) -> RankTrace:
@@ -151,12 +158,6 @@ def waits_of(trace: RankTrace) -> Waits:
 def read_linked_trace(given: RankSources) -> RankTrace:
     """A linked trace: calls with their times, and the waits that its execution trace has."""
     return _of_linked(read_linked(given.path), given)
-
-
-def read_pair(given: RankSources) -> RankTrace:
-    """The execution trace and the Kineto trace of a rank, linked in memory."""
-    (pair,) = given.pairs
-    return _of_linked(link(pair.et, pair.kineto, pair.comms, rank=pair.rank), given)
 
 
 def _of_linked(window: LinkedTrace, given: RankSources) -> RankTrace:
@@ -290,7 +291,7 @@ READERS: dict[str, Callable[[RankSources], RankTrace]] = {
     COMMS: read_comms_and_times,
     LINKED: read_linked_trace,
     EXECUTION_TRACE: read_execution_trace_alone,
-    KINETO: read_kineto_alone,
+    KINETO: read_kineto_with_pair,
     FLIGHT: read_dump,
     BASIC: read_basic_trace,
 }

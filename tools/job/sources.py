@@ -8,7 +8,7 @@ of them gives the meaning of the calls, and by itself says when they were made.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
@@ -17,7 +17,7 @@ from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED
 from crossrank.text import rank_ranges, writable
 from crossrank.tools.graph.linking.inputs import RankInput
-from crossrank.tools.job.read_rank import READERS, RankSources, read_pair
+from crossrank.tools.job.read_rank import READERS, RankSources
 from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.traces.discover import NSIGHT, REPORT, WHAT, FoundFile, discover
 from crossrank.tools.traces.nsight.read import read_export
@@ -31,24 +31,11 @@ _RANKS_APART = 60_000_000_000
 """ns between the end of one rank and the begin of another that no job has."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """What one worker reads."""
-
-    rank: int | None
-    path: str
-    given: RankSources | None = None
-    read: Callable[[RankSources], RankTrace] | None = None
-    """Reads `given`; None: the path is an export of Nsight Systems."""
-    comms: tuple[tuple[int, str], ...] = ()
-    """(rank, comms file), for an export that holds several ranks."""
-
-
 @dataclass
 class Measurements:
     """What is to be read, and what is not."""
 
-    tasks: list[Task]
+    tasks: list[RankSources]
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What else was found and left out."""
@@ -57,7 +44,31 @@ class Measurements:
 
 
 _MEASURED = (COMMS, LINKED, EXECUTION_TRACE, KINETO, FLIGHT)
-_Files = dict[str, list[FoundFile]]
+_OF_SOURCE = {
+    "kineto": (COMMS, LINKED, EXECUTION_TRACE, KINETO),
+    "flight": (COMMS, FLIGHT),
+    "comms": (COMMS,),
+}
+"""What is read where the user asks for a source."""
+Files = dict[str, list[FoundFile]]
+"""Kind -> files, in the order of their windows."""
+
+
+def files_by_rank(files: Iterable[FoundFile], kinds: Collection[str]) -> dict[int | None, Files]:
+    """The usable files of these kinds by rank, ranks in their order and what has none last.
+
+    Raises `CrossrankError` where two files are of one kind, rank and window.
+    """
+    found: dict[int | None, Files] = defaultdict(dict)
+    usable = [file for file in files if file.kind in kinds and not file.problem]
+    for file in sorted(usable, key=lambda one: (one.rank is None, one.rank or 0, one.window, one.path)):
+        same = found[file.rank].setdefault(file.kind, [])
+        same.append(file)
+        if len(same) > 1 and same[-2].window == file.window:
+            names = ", ".join(PurePosixPath(one.path).name for one in same[-2:])
+            of = f"of rank {file.rank}" if file.rank is not None else "without a rank in their names"
+            raise CrossrankError(f"{same[0].path}: {names} are both {of}; name the folder of one job")
+    return dict(found)
 
 
 def find(
@@ -79,9 +90,7 @@ def find(
         for file in files
         if file.path in paths and not file.problem and file.kind not in (*_MEASURED, NSIGHT, REPORT)
     ]
-    by_rank: dict[int | None, _Files] = defaultdict(lambda: defaultdict(list))
-    for file in (file for file in files if file.kind in _MEASURED and not file.problem):
-        by_rank[file.rank][file.kind].append(file)
+    by_rank = files_by_rank(files, _OF_SOURCE.get(source or "", _MEASURED))
     exports = [file for file in files if file.kind == NSIGHT]
     reports = [file.path for file in files if file.kind == REPORT]
     if reports and not exports and (source == "nsight" or not by_rank):
@@ -89,23 +98,16 @@ def find(
     exported = {one.path.rpartition(".")[0] for one in exports}
     skipped += [_export_command(report) for report in reports if report.rpartition(".")[0] not in exported]
     comms = tuple(
-        (rank, kinds[COMMS][0].path)
-        for rank, kinds in sorted(by_rank.items(), key=_order)
-        if rank is not None and kinds[COMMS]
+        (rank, kinds[COMMS][0].path) for rank, kinds in by_rank.items() if rank is not None and COMMS in kinds
     )
     if exports and source in (None, "nsight"):
-        tasks = [Task(rank=one.rank, path=one.path, comms=comms) for one in exports]
+        tasks = [RankSources(kind=NSIGHT, path=one.path, rank=one.rank, comms=comms) for one in exports]
         others = {rank for rank in by_rank if rank is not None and (ranks is None or rank in ranks)}
         return Measurements(tasks, skipped, notes, others)
     if source == "nsight":
         raise CrossrankError(f"{', '.join(paths)}: holds no Nsight export (.sqlite); make one with: {EXPORT} REPORT")
-    tasks = []
-    for rank, kinds in sorted(by_rank.items(), key=_order):
-        if ranks is not None and rank not in ranks:
-            continue
-        task = _task(rank, kinds, source, skipped)
-        if task is not None:
-            tasks.append(task)
+    wanted = [rank for rank in by_rank if (ranks is None or rank in ranks) and (rank or 0) < MOST_RANKS]
+    tasks = [one for rank in wanted if (one := _most_telling(rank, by_rank[rank], skipped)) is not None]
     if not tasks:
         asked = f" for --source {source}" if source else ""
         told = f" ({'; '.join(skipped[:3])})" if skipped else ""
@@ -121,71 +123,28 @@ def _export_command(report: str) -> str:
     return f"{report}: is a report, not an export; run: {EXPORT} --output {target} {report}"
 
 
-def _order(item: tuple[int | None, _Files]) -> tuple[bool, int]:
-    return item[0] is None, item[0] or 0
-
-
-def _task(rank: int | None, kinds: _Files, source: str | None, skipped: list[str]) -> Task | None:
-    if rank is not None and rank >= MOST_RANKS:
-        return None
-    if source in ("kineto", "flight", "comms"):
-        keep = {"kineto": (COMMS, LINKED, EXECUTION_TRACE, KINETO), "flight": (COMMS, FLIGHT), "comms": (COMMS,)}[
-            source
-        ]
-        kinds = {kind: kinds[kind] for kind in keep if kind in kinds}
-    files = {kind: sorted(found, key=lambda one: (one.window, one.path)) for kind, found in kinds.items() if found}
-    for kind, found in files.items():
-        double = [one for one, other in zip(found[1:], found, strict=False) if one.window == other.window]
-        if double:
-            names = ", ".join(PurePosixPath(one.path).name for one in found[:3])
-            who = f"of rank {rank}" if rank is not None else "without a rank in their names"
-            raise CrossrankError(f"{found[0].path}: {names} are all {kind} files {who}; name the folder of one job")
+def _most_telling(rank: int | None, files: Files, skipped: list[str]) -> RankSources | None:
+    """What of the files of a rank is read."""
     linked = {one.window: one for one in files.get(LINKED, ())}
     kinetos = {one.window: one for one in files.get(KINETO, ())}
-    comms = files[COMMS][0] if COMMS in files else None
+    comms = files[COMMS][0].path if COMMS in files else None
     pairs = [
-        RankInput(
-            rank=rank,
-            window=one.window,
-            et=one.path,
-            kineto=kinetos[one.window].path,
-            comms=comms.path if comms else None,
-        )
+        RankInput(rank=rank, window=one.window, et=one.path, kineto=kinetos[one.window].path, comms=comms)
         for one in files.get(EXECUTION_TRACE, ())
         if one.window in kinetos and one.window not in linked
     ]
     if comms is not None:
         flight = files[FLIGHT][0].path if FLIGHT in files else None
-        given = RankSources(
-            path=comms.path,
-            rank=rank,
-            linked=tuple(one.path for one in linked.values()),
-            pairs=tuple(pairs),
-            flight=flight,
-        )
-        return Task(rank=rank, path=comms.path, read=READERS[COMMS], given=given)
+        windows = tuple(one.path for one in linked.values())
+        return RankSources(kind=COMMS, path=comms, rank=rank, linked=windows, pairs=tuple(pairs), flight=flight)
     several = [one.path for one in [*linked.values(), *kinetos.values()] if one.window > 1]
     skipped += [f"{path}: a later window of rank {rank} without a comms file; name it by itself" for path in several]
-    if linked:
-        one = linked[min(linked)]
-        return Task(rank=rank, path=one.path, read=READERS[LINKED], given=_input(one))
-    if pairs:
-        return Task(
-            rank=rank,
-            path=pairs[0].kineto,
-            read=read_pair,
-            given=RankSources(path=pairs[0].kineto, rank=rank, pairs=(pairs[0],)),
-        )
-    if kinetos:
-        one = kinetos[min(kinetos)]
-        return Task(rank=rank, path=one.path, read=READERS[KINETO], given=_input(one))
-    if FLIGHT in files:
-        return Task(rank=rank, path=files[FLIGHT][0].path, read=READERS[FLIGHT], given=_input(files[FLIGHT][0]))
+    if not linked and pairs:
+        return RankSources(kind=KINETO, path=pairs[0].kineto, rank=rank, window=pairs[0].window, pairs=(pairs[0],))
+    for kind in (LINKED, KINETO, FLIGHT):
+        if kind in files:
+            return RankSources(kind=kind, path=files[kind][0].path, rank=rank, window=files[kind][0].window)
     return None
-
-
-def _input(file: FoundFile) -> RankSources:
-    return RankSources(path=file.path, rank=file.rank, window=file.window)
 
 
 def read(found: Measurements, fleet: Fleet, done: Callable[[], None] = lambda: None) -> list[RankTrace]:
@@ -230,15 +189,14 @@ def settle(ranks: list[RankTrace], found: Measurements) -> list[RankTrace]:
     return ranks
 
 
-def read_task(task: Task) -> list[RankTrace] | str:
+def read_task(task: RankSources) -> list[RankTrace] | str:
     """Runs in a worker."""
-    if task.read is None:
+    if task.kind == NSIGHT:
         return read_export(task.path, task.rank, dict(task.comms))
-    assert task.given is not None
-    return [task.read(task.given)]
+    return [READERS[task.kind](task)]
 
 
-def failed(task: Task, error: CrossrankError) -> list[RankTrace] | str:
+def failed(task: RankSources, error: CrossrankError) -> list[RankTrace] | str:
     """What stands for a file that could not be used: why."""
     return str(error) if str(error).startswith(task.path) else f"{task.path}: {error}"
 

@@ -13,7 +13,7 @@ from crossrank.comm import CommRecord
 from crossrank.replay.plan.build import build
 from crossrank.replay.run.pacing import computed_ns
 from crossrank.tools.graph.linking.inputs import RankInput
-from crossrank.tools.job.read_rank import RankSources, read_pair
+from crossrank.tools.job.read_rank import RankSources, read_kineto_with_pair
 from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder, Waits
 from tests.unit.graph.linking.small_traces import SmallTrace
 from tests.unit.graph.linking.test_communications import FLOATS, PARAMS, SCHEMA, TENSORS
@@ -131,7 +131,9 @@ def traced(folder: Path, name: str, *, on_gpu: bool) -> list[tuple[int, bool]]:
             call = trace.op("c10d::allreduce_", ts, 100, inputs=blocking, op_schema=SCHEMA)
             trace.op("gloo:all_reduce", ts + 100, 170_000, call)
     et, kineto = trace.write(folder)
-    calls = read_pair(RankSources(path=kineto, rank=0, pairs=(RankInput(rank=0, window=1, et=et, kineto=kineto),)))
+    calls = read_kineto_with_pair(
+        RankSources(kind="kineto", path=kineto, rank=0, pairs=(RankInput(rank=0, window=1, et=et, kineto=kineto),))
+    )
     (rank,) = build([calls], str(folder), "linked", world_size=1).ranks
     return [(call.gap_ns, call.gap_from_return) for call in rank.calls]
 
