@@ -15,15 +15,15 @@ import msgspec
 from crossrank.atomic_file import make_folder
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, is_url
-from crossrank.replay import options, sweep
-from crossrank.replay.plan import sources, transform
-from crossrank.replay.plan.build import build, settle
+from crossrank.replay import replay_options, sweep
+from crossrank.replay.plan import replay_inputs, transform
+from crossrank.replay.plan.build_plan import build, settle
 from crossrank.replay.plan.memory_plan import bytes_needed
 from crossrank.replay.plan.one_trace import spread
 from crossrank.replay.plan.plan import Plan, load_plan, save_plan
 from crossrank.replay.plan.resize import resize
 from crossrank.replay.results.measure import RankResult
-from crossrank.replay.results.report import indented, make_report, plan_json, print_plan, write_report
+from crossrank.replay.results.replay_report import indented, make_report, plan_json, print_plan, write_report
 from crossrank.replay.run.failure_report import Failed, print_states
 from crossrank.replay.run.launcher import RankInfo, detect_launcher
 from crossrank.replay.run.pacing import parse_pace
@@ -51,10 +51,10 @@ class ReplayCommand:
     something was left out. 2: the input could not be used; reported before any process is started."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        options.add_arguments(parser)
+        replay_options.add_arguments(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        options.check(arguments)
+        replay_options.check(arguments)
         place = detect_launcher(os.environ, arguments.master_ip, arguments.master_port)
         if place is not None and place.world_size == 1:
             place = None
@@ -199,17 +199,18 @@ def _read(arguments: argparse.Namespace) -> Plan:
                 option = f"--{name.replace('_', '-')}"
                 raise CrossrankError(f"{option} is for traces, and {path} is a plan, which is made; leave it out")
         return load_plan(path)
-    steps = options.steps_of(arguments.steps)
-    found = sources.find(path, arguments.trace_type)
+    steps = replay_options.steps_of(arguments.steps)
+    found = replay_inputs.find(path, arguments.trace_type)
     if steps is not None and found.kind != COMMS:
         raise CrossrankError(
-            f"--steps is for recordings, whose comms files know iterations; {path} has {sources.KINDS[found.kind]}"
+            "--steps is for recordings, whose comms files know iterations; "
+            f"{path} has {replay_inputs.KINDS[found.kind]}"
         )
     jobs = arguments.jobs or min(os.cpu_count() or 1, len(found.inputs))
     size = sum(os.path.getsize(one.path) for one in found.inputs if os.path.exists(one.path))
     jobs = jobs if arguments.jobs or size > _WORTH_PROCESSES else 1
     ranks = progress(
-        "reading", len(found.inputs), lambda done: sources.read(found, Fleet(jobs=jobs), done, steps=steps)
+        "reading", len(found.inputs), lambda done: replay_inputs.read(found, Fleet(jobs=jobs), done, steps=steps)
     )
     others = [one.path for one in found.inputs[1:]]
     if arguments.one_trace:

@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 
 from crossrank.errors import CrossrankError
-from crossrank.replay.options import check
-from crossrank.replay.results.report import indented
+from crossrank.replay.replay_options import check
+from crossrank.replay.results.replay_report import indented
 from crossrank.text import microseconds
 from crossrank.tools.output.console import print_table
 from crossrank.tools.traces.replayed import JSON, ReplayReport

@@ -31,7 +31,7 @@ from crossrank.instrument.identity.gpu import cuda_is_in_use, is_capturing
 from crossrank.instrument.identity.process_groups import process_group_config
 from crossrank.instrument.log import log
 from crossrank.instrument.torch_private import has
-from crossrank.instrument.write.kineto import Kineto, ends_on_any_thread, is_users_profiler_running
+from crossrank.instrument.write.kineto_session import Kineto, ends_on_any_thread, is_users_profiler_running
 from crossrank.instrument.write.rank_files import RankFiles, create
 from crossrank.recording import EXECUTION_TRACE, KINETO, file_name
 

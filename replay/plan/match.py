@@ -16,8 +16,8 @@ from crossrank.replay.plan.schedule import Walk, calls_by_key
 from crossrank.replay.plan.shapes import parts
 from crossrank.text import rank_ranges
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
+from crossrank.tools.analysis.diagnosis.evidence import Evidence
 from crossrank.tools.analysis.diagnosis.findings import Finding, call_text, group_text
-from crossrank.tools.analysis.diagnosis.inputs import Evidence
 from crossrank.tools.traces.ending import Ending
 from crossrank.tools.traces.rank_trace import RETIRED, SCHEDULED, RankTrace, TraceBuilder
 

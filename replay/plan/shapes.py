@@ -199,7 +199,7 @@ def _all_to_all(record: CommRecord, n: int, elements: int) -> CommRecord:
         outputs = [[sum(record.out_split), *inputs[0][1:]]] if record.out_split else [list(inputs[0])]
     row = prod(inputs[0][1:])
     if not record.in_split and not record.out_split and record.outputs:
-        # Dumps say what is sent and received in total. `alignment` finds parts that give it.
+        # Dumps say what is sent and received in total. `counterparts` finds parts that give it.
         return _replace(record, "alltoall_base_", inputs, outputs)
     _check_split("in_split", record.in_split, inputs[0], n)
     _check_split("out_split", record.out_split, outputs[0], n)

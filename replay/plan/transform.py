@@ -15,7 +15,7 @@ import msgspec
 from crossrank.comm import OPERATIONS, CommRecord, Group, operation_of
 from crossrank.dtypes import DTYPES, dtype_of
 from crossrank.errors import CrossrankError
-from crossrank.replay.plan.build import used_groups
+from crossrank.replay.plan.build_plan import used_groups
 from crossrank.replay.plan.plan import UNPLACED, LeftOut, Plan, PlannedCall, RankPlan, leave_out
 from crossrank.replay.plan.schedule import calls_by_key, keys_of, takers
 from crossrank.replay.plan.shapes import GATHERED_WHOLE, SCATTERED_WHOLE, parts, sized

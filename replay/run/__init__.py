@@ -2,5 +2,5 @@
 
 `processes` starts them here, or runs in those of a launcher (`launcher` says which); they meet in `rendezvous`.
 `worker` runs one rank: `program` binds its calls (`c10d_calls`) to tensors and groups, `executor` makes them at the
-pace of `pacing`, `clocks` compares machines. `failure_report` says where a rank was that failed.
+pace of `pacing`, `clock_offsets` compares machines. `failure_report` says where a rank was that failed.
 """

@@ -28,10 +28,10 @@ import crossrank
 from crossrank.comm import Group
 from crossrank.errors import CrossrankError, one_line
 from crossrank.machine import boot_id
-from crossrank.replay.results.check import Checker
+from crossrank.replay.results.expected_values import Checker
 from crossrank.replay.results.measure import Pass, RankResult
 from crossrank.replay.run.c10d_calls import barrier_options
-from crossrank.replay.run.clocks import between, measure_offset
+from crossrank.replay.run.clock_offsets import between, measure_offset
 from crossrank.replay.run.executor import IDLE, Executor, make_executor
 from crossrank.replay.run.failure_report import State
 from crossrank.replay.run.pacing import make_pacer, parse_pace

@@ -21,7 +21,7 @@ import zstandard
 from crossrank.recording import COMMS, EXECUTION_TRACE, KINETO, LINKED, CommsFile
 from crossrank.replay.plan.plan import load_plan
 from crossrank.tools.cli import main
-from crossrank.tools.graph.chakra.check import check
+from crossrank.tools.graph.chakra.feeder_contract import check
 from crossrank.tools.graph.linking.communication_trace import read_communication_trace
 from crossrank.tools.graph.linking.linked_file import read_linked
 from crossrank.tools.job.from_replay import read_replay

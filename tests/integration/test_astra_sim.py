@@ -21,7 +21,7 @@ import pytest
 
 from crossrank.tools.cli import main
 from crossrank.tools.graph.chakra import et_def_pb2 as pb
-from crossrank.tools.graph.chakra.check import check
+from crossrank.tools.graph.chakra.feeder_contract import check
 from tests.integration import jobs
 from tests.integration.kineto_only import execution_trace
 from tests.unit.graph.chakra.test_files import file_of, node

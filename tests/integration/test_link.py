@@ -17,7 +17,7 @@ import crossrank
 from crossrank.recording import COMMS, EXECUTION_TRACE, KINETO, file_name
 from crossrank.tools.cli import main
 from crossrank.tools.graph.linking import LinkedTrace, link
-from crossrank.tools.graph.linking.matching import match_hosts
+from crossrank.tools.graph.linking.event_matching import match_hosts
 from crossrank.tools.traces.execution_trace import read_execution_trace
 from crossrank.tools.traces.kineto import read_kineto
 from tests.integration.test_interception import records_of

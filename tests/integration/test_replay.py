@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 import crossrank
 from crossrank.recording import CommsFile, Damage, read_chunks
-from crossrank.replay.plan.build import build, settle
+from crossrank.replay.plan.build_plan import build, settle
 from crossrank.replay.plan.plan import Plan
-from crossrank.replay.plan.sources import find, read
+from crossrank.replay.plan.replay_inputs import find, read
 from crossrank.replay.results.measure import measure
 from crossrank.replay.run.processes import run_local
 from crossrank.tools.cli import main

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from crossrank.replay.results.report import make_report, to_csv
+from crossrank.replay.results.replay_report import make_report, to_csv
 from crossrank.text import csv_text, from_csv_text
 from crossrank.tools.cli import main
 from crossrank.tools.output.console import Printable

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, FLIGHT, list_recording
-from crossrank.tools.analysis.diagnosis import inputs as diagnosis_inputs
+from crossrank.tools.analysis.diagnosis import evidence as diagnosis_inputs
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
+from crossrank.tools.analysis.diagnosis.evidence import Failure, find_candidates
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
-from crossrank.tools.analysis.diagnosis.inputs import Failure, find_candidates
 from crossrank.tools.job import sources
 from crossrank.tools.job.collectives import Collectives, match_collectives
 from crossrank.tools.job.job import Job

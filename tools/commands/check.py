@@ -11,8 +11,8 @@ import msgspec
 
 from crossrank.errors import CrossrankError
 from crossrank.tools.commands.options import add_json_argument, complain
-from crossrank.tools.graph.chakra.check import Checked, check
-from crossrank.tools.graph.chakra.ranks import GROUPS
+from crossrank.tools.graph.chakra.convert_ranks import GROUPS
+from crossrank.tools.graph.chakra.feeder_contract import Checked, check
 from crossrank.tools.output.console import print_counts, print_json, print_rows
 
 

@@ -23,15 +23,15 @@ from crossrank.tools.commands.options import (
     progress,
 )
 from crossrank.tools.commands.simulation import as_builtins, print_simulation, simulate_windows
-from crossrank.tools.graph.chakra.graph import Options
-from crossrank.tools.graph.chakra.ranks import (
+from crossrank.tools.graph.chakra.chakra_graph import Options
+from crossrank.tools.graph.chakra.convert_ranks import (
     ConvertedRank,
     convert_ranks,
     delay_starts,
     disagreements,
     write_groups,
 )
-from crossrank.tools.graph.linking.inputs import Inputs, RankInput, find_inputs
+from crossrank.tools.graph.linking.window_files import Inputs, RankInput, find_inputs
 from crossrank.tools.output.console import print_counts, print_json, print_rows
 from crossrank.tools.traces.discover import discover
 

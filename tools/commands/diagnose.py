@@ -10,8 +10,8 @@ from crossrank.errors import CrossrankError
 from crossrank.recording import is_folder
 from crossrank.text import rank_ranges
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
+from crossrank.tools.analysis.diagnosis.evidence import Evidence, find_candidates, read_evidence
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
-from crossrank.tools.analysis.diagnosis.inputs import Evidence, find_candidates, read_evidence
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.commands.options import (
     add_fleet_arguments,
@@ -22,7 +22,7 @@ from crossrank.tools.commands.options import (
     progress,
     write_output,
 )
-from crossrank.tools.output.diagnosis.text import Filter, print_diagnosis
+from crossrank.tools.output.diagnosis.verdict import Filter, print_diagnosis
 
 _MOST_COMPLAINTS = 12
 
@@ -108,11 +108,11 @@ def _write(arguments: argparse.Namespace, diagnosis: Diagnosis, job: JobState) -
     if arguments.output is not None:
         write_output(arguments.output, diagnosis.to_json())
     if arguments.html is not None:
-        from crossrank.tools.output.diagnosis.page import diagnosis_page
+        from crossrank.tools.output.diagnosis.diagnosis_page import diagnosis_page
 
         write_output(arguments.html, diagnosis_page(diagnosis).encode())
     if arguments.database is not None:
-        from crossrank.tools.output.diagnosis.database import write_database
+        from crossrank.tools.output.diagnosis.call_tables import write_database
 
         write_database(arguments.database, job, diagnosis)
 

@@ -20,8 +20,8 @@ from crossrank.tools.commands.options import (
     output_folder,
     progress,
 )
-from crossrank.tools.graph.linking.inputs import Inputs, find_inputs
-from crossrank.tools.graph.linking.ranks import EXTENSIONS, GroupRow, LinkedRank, compare_groups, link_ranks
+from crossrank.tools.graph.linking.link_ranks import EXTENSIONS, GroupRow, LinkedRank, compare_groups, link_ranks
+from crossrank.tools.graph.linking.window_files import Inputs, find_inputs
 from crossrank.tools.output.console import print_counts, print_json, print_rows
 
 _ROWS = 16

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from crossrank.errors import CrossrankError
-from crossrank.tools.graph.chakra.ranks import ConvertedRank
+from crossrank.tools.graph.chakra.convert_ranks import ConvertedRank
 from crossrank.tools.graph.chakra.simulate import RankGraph, Simulation, simulate
-from crossrank.tools.graph.chakra.timeline import write_timeline
+from crossrank.tools.graph.chakra.simulation_timeline import write_timeline
 from crossrank.tools.output.console import print_table
 
 _SHOWN = 12

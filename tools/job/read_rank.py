@@ -18,10 +18,10 @@ from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED
 from crossrank.tools.graph.linking.communication_trace import read_communication_trace
 from crossrank.tools.graph.linking.communications import OURS
-from crossrank.tools.graph.linking.graph import Communication, LinkedTrace
-from crossrank.tools.graph.linking.inputs import RankInput
 from crossrank.tools.graph.linking.link import link
 from crossrank.tools.graph.linking.linked_file import read_linked
+from crossrank.tools.graph.linking.linked_trace import Communication, LinkedTrace
+from crossrank.tools.graph.linking.window_files import RankInput
 from crossrank.tools.job.kineto_calls import HALF_HOUR, read_kineto_trace
 from crossrank.tools.traces.comms import read_comms
 from crossrank.tools.traces.discover import BASIC

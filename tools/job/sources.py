@@ -16,7 +16,7 @@ from crossrank.comm import MOST_RANKS
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED
 from crossrank.text import rank_ranges, writable
-from crossrank.tools.graph.linking.inputs import RankInput
+from crossrank.tools.graph.linking.window_files import RankInput
 from crossrank.tools.job.read_rank import READERS, RankSources
 from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.traces.discover import NSIGHT, REPORT, WHAT, FoundFile, discover

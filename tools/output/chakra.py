@@ -10,7 +10,7 @@ import msgspec
 
 from crossrank.text import printable
 from crossrank.tools.graph.chakra import et_def_pb2 as pb
-from crossrank.tools.graph.chakra.check import TYPES
+from crossrank.tools.graph.chakra.feeder_contract import TYPES
 from crossrank.tools.graph.chakra.framing import read_trace
 from crossrank.tools.output.console import print_table
 

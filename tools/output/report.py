@@ -14,7 +14,7 @@ from crossrank.tools.output import charts as draw
 from crossrank.tools.output import replay
 from crossrank.tools.output.bandwidth import KEYS, bandwidth_table
 from crossrank.tools.output.charts import CATEGORIES, Chart, axis, from_zero
-from crossrank.tools.output.diagnosis import page as diagnosis
+from crossrank.tools.output.diagnosis import diagnosis_page as diagnosis
 from crossrank.tools.output.page import render
 
 _FINDINGS = 12

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from crossrank.replay.results.report import make_report
+from crossrank.replay.results.replay_report import make_report
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis, Finding, GroupStragglers, Place
 from crossrank.tools.output import page as pages
 from crossrank.tools.output.charts import Rate, bandwidth_chart, labels
 from crossrank.tools.output.console import table_of
-from crossrank.tools.output.diagnosis.page import Cell, diagnosis_page, merge_cells
+from crossrank.tools.output.diagnosis.diagnosis_page import Cell, diagnosis_page, merge_cells
 from crossrank.tools.output.replay import replay_page
 from crossrank.tools.output.report import report_page
 from crossrank.tools.traces.replayed import CheckFailure, CheckResult, ReplayReport, Settings

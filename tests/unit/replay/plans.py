@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from crossrank.comm import CommRecord, Group
-from crossrank.replay.plan.build import build, settle
+from crossrank.replay.plan.build_plan import build, settle
 from crossrank.replay.plan.plan import Plan
 from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossrank.replay.plan.alignment import fit
+from crossrank.replay.plan.counterparts import fit
 from tests.unit.replay.plans import plan_of, record
 
 

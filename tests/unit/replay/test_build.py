@@ -7,7 +7,7 @@ import pytest
 
 from crossrank.comm import CommRecord, Group
 from crossrank.errors import CrossrankError
-from crossrank.replay.plan.build import build, settle
+from crossrank.replay.plan.build_plan import build, settle
 from crossrank.replay.plan.plan import check_plan, load_plan, save_plan
 from crossrank.tools.traces.rank_trace import RankTrace
 from tests.unit.replay.plans import built, isend, ops, plan_of, rank_trace, record, recv, send

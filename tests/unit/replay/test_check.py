@@ -13,7 +13,7 @@ from crossrank.comm import CommRecord, Group
 from crossrank.replay.plan.dtype_fallback import substitute
 from crossrank.replay.plan.plan import PlannedCall
 from crossrank.replay.plan.shapes import complete
-from crossrank.replay.results.check import Checker
+from crossrank.replay.results.expected_values import Checker
 from crossrank.replay.run.program import Bound, Program
 from tests.unit.replay.plans import record
 

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from crossrank.comm import CommRecord
-from crossrank.replay.plan.build import build
+from crossrank.replay.plan.build_plan import build
 from crossrank.replay.run.pacing import computed_ns
-from crossrank.tools.graph.linking.inputs import RankInput
+from crossrank.tools.graph.linking.window_files import RankInput
 from crossrank.tools.job.read_rank import RankSources, read_kineto_with_pair
 from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder, Waits
 from tests.unit.graph.linking.small_traces import SmallTrace

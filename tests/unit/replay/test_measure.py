@@ -8,7 +8,7 @@ import pytest
 
 from crossrank.replay.plan.plan import Plan
 from crossrank.replay.results.measure import Pass, RankResult, compare, end_to_end_ns, measure, table
-from crossrank.replay.results.report import make_report, to_csv
+from crossrank.replay.results.replay_report import make_report, to_csv
 from crossrank.tools.traces.replayed import Percentiles, Settings
 from tests.unit.replay.plans import isend, plan_of, record, recv
 

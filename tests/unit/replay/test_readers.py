@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from crossrank.errors import CrossrankError
-from crossrank.replay.plan.build import build, settle
+from crossrank.replay.plan.build_plan import build, settle
 from crossrank.replay.plan.plan import Plan
-from crossrank.replay.plan.sources import find, read
+from crossrank.replay.plan.replay_inputs import find, read
 from crossrank.tools.parallel import Fleet
 from crossrank.tools.traces.discover import PLAN, look
 from tests.unit.graph.linking.public_traces import needs_traces, public

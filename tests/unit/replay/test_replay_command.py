@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed import run as torchrun
 
-from crossrank.replay import options
+from crossrank.replay import replay_options
 from crossrank.replay.plan.plan import save_plan
 from crossrank.replay.sweep import parse_sweeps
 from crossrank.tools.cli import main
@@ -123,7 +123,7 @@ def _reaches_a_replay(words: list[str], capsys: pytest.CaptureFixture[str]) -> b
 
 def test_torchrun_lets_every_option_through_under_one_of_its_names(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser(add_help=False)
-    options.add_arguments(parser)
+    replay_options.add_arguments(parser)
     kept_back = [
         action.option_strings
         for action in parser._actions

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from crossrank.comm import CommRecord
 from crossrank.errors import CrossrankError
-from crossrank.replay.plan.build import build, settle
+from crossrank.replay.plan.build_plan import build, settle
 from crossrank.replay.plan.one_trace import spread
 from crossrank.replay.plan.plan import Plan
 from crossrank.replay.plan.resize import resize

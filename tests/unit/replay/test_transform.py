@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossrank.errors import CrossrankError
-from crossrank.replay.plan.build import settle
+from crossrank.replay.plan.build_plan import settle
 from crossrank.replay.plan.plan import Plan
 from crossrank.replay.plan.transform import first_calls, only_groups, only_operations, scale_bytes, with_dtype
 from tests.unit.replay.plans import built, isend, ops, record, recv, waits

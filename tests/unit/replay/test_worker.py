@@ -8,7 +8,7 @@ from torch.distributed import HashStore
 
 from crossrank.comm import Group
 from crossrank.errors import CrossrankError, one_line
-from crossrank.replay.plan.build import build
+from crossrank.replay.plan.build_plan import build
 from crossrank.replay.run.executor import event_times
 from crossrank.replay.run.failure_report import Failed, State
 from crossrank.replay.run.rendezvous import Rendezvous

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from crossrank.budget import Budget
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
-from crossrank.tools.analysis.diagnosis.inputs import find_candidates, read_evidence
+from crossrank.tools.analysis.diagnosis.evidence import find_candidates, read_evidence
 from crossrank.tools.parallel import Fleet
 from crossrank.tools.traces.flight_recorder import (
     FlightDump,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 
 from crossrank.tools.analysis.diagnosis.call_history import is_usual
-from crossrank.tools.analysis.diagnosis.collectives import EXTRA, MISSING
 from crossrank.tools.analysis.diagnosis.findings import rank_text
 from crossrank.tools.analysis.diagnosis.job_state import CLEARLY_STALE
+from crossrank.tools.analysis.diagnosis.mismatches import EXTRA, MISSING
 from crossrank.tools.analysis.diagnosis.root_causes import Search, finding_at, finding_of, finding_on
 from crossrank.tools.analysis.diagnosis.wait_for_graph import StuckOp
 from crossrank.tools.traces.ending import LEFT

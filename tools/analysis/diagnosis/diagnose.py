@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from crossrank.tools.analysis.diagnosis import absent_ranks, root_causes
-from crossrank.tools.analysis.diagnosis.collectives import find_mismatches
+from crossrank.tools.analysis.diagnosis.evidence import Evidence
 from crossrank.tools.analysis.diagnosis.findings import LACKS_EVIDENCE, Diagnosis, Finding, rank_text
-from crossrank.tools.analysis.diagnosis.inputs import Evidence
 from crossrank.tools.analysis.diagnosis.job_state import JobState
+from crossrank.tools.analysis.diagnosis.mismatches import find_mismatches
 from crossrank.tools.analysis.diagnosis.p2p import pair_up
 from crossrank.tools.analysis.diagnosis.root_causes import Search
 from crossrank.tools.analysis.diagnosis.stacks import add_places

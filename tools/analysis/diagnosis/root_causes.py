@@ -15,9 +15,9 @@ from functools import cached_property
 from typing import Any
 
 from crossrank.tools.analysis.diagnosis.call_history import has_skipped, is_new, is_usual
-from crossrank.tools.analysis.diagnosis.collectives import MISSING, Mismatch
 from crossrank.tools.analysis.diagnosis.findings import Finding, call_text, group_text, rank_text
 from crossrank.tools.analysis.diagnosis.job_state import CLEARLY_STALE, JobState
+from crossrank.tools.analysis.diagnosis.mismatches import MISSING, Mismatch
 from crossrank.tools.analysis.diagnosis.p2p import Pairing, content_text
 from crossrank.tools.analysis.diagnosis.stacks import place_of_call, waits_unrecorded
 from crossrank.tools.analysis.diagnosis.wait_for_graph import StuckOp, WaitForGraph, strongly_connected_components

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from crossrank.comm import is_p2p
+from crossrank.tools.graph.chakra.chakra_graph import ChakraNode, Options
 from crossrank.tools.graph.chakra.device_nodes import device_nodes
-from crossrank.tools.graph.chakra.graph import ChakraNode, Options
-from crossrank.tools.graph.chakra.groups import NumberedGroup
+from crossrank.tools.graph.chakra.group_numbers import NumberedGroup
 from crossrank.tools.graph.chakra.host_time import USER_SCOPE, cut_waits, wait_for_threads, with_pauses
 from crossrank.tools.graph.chakra.lower import lower
 from crossrank.tools.graph.chakra.order import in_order, is_in_order

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from crossrank.tools.graph.chakra.graph import ChakraNode, Dependency, Lane
+from crossrank.tools.graph.chakra.chakra_graph import ChakraNode, Dependency, Lane
 
 
 def device_nodes(nodes: Sequence[ChakraNode]) -> dict[int, ChakraNode]:

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from itertools import count, pairwise
 
-from crossrank.tools.graph.chakra.graph import PAUSE, ChakraNode, Dependency, Lane
+from crossrank.tools.graph.chakra.chakra_graph import PAUSE, ChakraNode, Dependency, Lane
 from crossrank.tools.graph.linking.dependencies import PAUSE_NS
 
 USER_SCOPE = 7

@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from crossrank.comm import CommRecord, is_p2p
-from crossrank.tools.graph.chakra.graph import MESSAGES_END, ChakraNode, Dependency
+from crossrank.tools.graph.chakra.chakra_graph import MESSAGES_END, ChakraNode, Dependency
 
 RUNS_AS = {"barrier": "all_reduce", "reduce": "reduce_scatter", "gather": "all_gather", "scatter": "reduce_scatter"}
 """Operation -> the one with the nearest traffic: each rank passes on (n-1)/n of S, as on the busiest link of the first.

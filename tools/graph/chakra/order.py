@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterable, Mapping
 
 from crossrank.errors import CrossrankError
-from crossrank.tools.graph.chakra.graph import ChakraNode, Dependency
+from crossrank.tools.graph.chakra.chakra_graph import ChakraNode, Dependency
 
 # A cycle is broken at the edge that is least sure: (kind, inferred). What is not here is a fact of the trace.
 WEAKEST_FIRST = (

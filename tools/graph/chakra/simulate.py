@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from crossrank.comm import is_p2p
-from crossrank.tools.graph.chakra.graph import LATE, PAUSE, ChakraNode, Comm, Lane
+from crossrank.tools.graph.chakra.chakra_graph import LATE, PAUSE, ChakraNode, Comm, Lane
 from crossrank.tools.graph.chakra.write import message_ends
 
 HOST = "operations on the host"

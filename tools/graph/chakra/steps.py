@@ -20,8 +20,8 @@ import msgspec
 
 from crossrank.comm import operation_of
 from crossrank.errors import CrossrankError
-from crossrank.tools.graph.chakra.graph import ChakraNode, Comm, Dependency, Lane
-from crossrank.tools.graph.chakra.groups import NumberedGroup, number_group
+from crossrank.tools.graph.chakra.chakra_graph import ChakraNode, Comm, Dependency, Lane
+from crossrank.tools.graph.chakra.group_numbers import NumberedGroup, number_group
 from crossrank.tools.graph.linking import Communication, EdgeKind, HostOp, LinkedTrace
 from crossrank.tools.graph.linking.dependencies import in_program_order
 from crossrank.tools.traces.execution_trace import io, is_group_node

@@ -27,9 +27,9 @@ from crossrank.atomic_file import whole_file
 from crossrank.comm import OPERATIONS, CommRecord
 from crossrank.errors import CrossrankError, one_line
 from crossrank.tools.graph.chakra import et_def_pb2 as pb
+from crossrank.tools.graph.chakra.chakra_graph import LATE, ChakraNode, Comm, Lane, Options
 from crossrank.tools.graph.chakra.framing import read_trace, write_message
-from crossrank.tools.graph.chakra.graph import LATE, ChakraNode, Comm, Lane, Options
-from crossrank.tools.graph.chakra.groups import NumberedGroup
+from crossrank.tools.graph.chakra.group_numbers import NumberedGroup
 from crossrank.tools.graph.linking import LinkedTrace
 from crossrank.tools.traces.execution_trace import io_texts
 

@@ -7,11 +7,12 @@ trace = link("rank-0.et.json.zst", "rank-0.kineto.json.zst", "rank-0.comms.jsonl
 print(trace.report.host_rate, len(trace.communications), trace.report.edges)
 ```
 
-Read `graph` (the result), `link` (the steps in their order), `matching` and `nesting` (which event is which node, and
+Read `linked_trace` (the result), `link` (the steps in their order), `event_matching` and `nesting` (which event is which node, and
 what runs inside what), `communications`, then `dependencies` and `waits` (the edges).
 """
 
-from crossrank.tools.graph.linking.graph import (
+from crossrank.tools.graph.linking.link import link
+from crossrank.tools.graph.linking.linked_trace import (
     EDGE_KINDS,
     Activity,
     Communication,
@@ -21,7 +22,6 @@ from crossrank.tools.graph.linking.graph import (
     LinkedTrace,
     MatchReport,
 )
-from crossrank.tools.graph.linking.link import link
 
 __all__ = [
     "EDGE_KINDS",

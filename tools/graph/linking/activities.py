@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from crossrank.tools.graph.linking.matching import HostMatch
+from crossrank.tools.graph.linking.event_matching import HostMatch
 from crossrank.tools.graph.linking.nesting import Nesting
 from crossrank.tools.traces.kineto import DeviceEvent, Id, KinetoTrace
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from crossrank.tools.graph.linking.graph import HostOp
-from crossrank.tools.graph.linking.matching import HostMatch
+from crossrank.tools.graph.linking.event_matching import HostMatch
+from crossrank.tools.graph.linking.linked_trace import HostOp
 from crossrank.tools.graph.linking.nesting import Nesting
 from crossrank.tools.traces.execution_trace import is_thread_root
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from crossrank.budget import Budget
 from crossrank.comm import Group
 from crossrank.tools.graph.linking.communications import COMMUNICATING, find_communications
-from crossrank.tools.graph.linking.graph import Communication, HostOp
+from crossrank.tools.graph.linking.linked_trace import Communication, HostOp
 from crossrank.tools.graph.linking.nesting import is_work
 from crossrank.tools.traces.execution_trace import is_group_node, read_execution_trace
 from crossrank.tools.traces.param_comms import ParamComms

@@ -20,7 +20,7 @@ import msgspec
 from crossrank.budget import Budget
 from crossrank.comm import CommRecord, Group, is_p2p, operation_of
 from crossrank.recording import RANGE
-from crossrank.tools.graph.linking.graph import Activity, Communication, HostOp
+from crossrank.tools.graph.linking.linked_trace import Activity, Communication, HostOp
 from crossrank.tools.traces.execution_trace import HostNode, io
 from crossrank.tools.traces.json_document import parse
 from crossrank.tools.traces.kernels import communication_kernel

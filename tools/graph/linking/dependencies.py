@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from crossrank.comm import operation_of
-from crossrank.tools.graph.linking.graph import Activity, Communication, Edge, HostOp
+from crossrank.tools.graph.linking.linked_trace import Activity, Communication, Edge, HostOp
 from crossrank.tools.graph.linking.ordered import NEVER, ordered_by
 
 PAUSE_NS = 1_000_000

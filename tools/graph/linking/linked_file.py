@@ -33,7 +33,7 @@ import crossrank
 from crossrank.atomic_file import gzip_writer, whole_file
 from crossrank.comm import Count, Group, Int
 from crossrank.errors import BROKEN, CrossrankError, one_line
-from crossrank.tools.graph.linking.graph import (
+from crossrank.tools.graph.linking.linked_trace import (
     Activity,
     Communication,
     Edge,

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from crossrank.tools.graph.linking.matching import in_order_of_starts
+from crossrank.tools.graph.linking.event_matching import in_order_of_starts
 from crossrank.tools.traces.kineto import HostEvent, Id, RuntimeCall
 
 ASYNC_PREFIXES = ("gloo:", "mpi:", "ucc:")

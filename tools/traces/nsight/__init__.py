@@ -1,6 +1,6 @@
 """Reads SQLite exports of Nsight Systems: which kernels did the work of which communication call.
 
-`database` opens an export and gives columns; `markers` reads what NVTX ranges mean; `launches` joins kernels with the
+`export` opens an export and gives columns; `markers` reads what NVTX ranges mean; `kernel_launches` joins kernels with the
 ranges that their launch lies in; `rows` says which calls markers stand for, `nccl` reads NCCL's own ranges; `read`
 makes the times of every rank in the export from that.
 

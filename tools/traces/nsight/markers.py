@@ -20,7 +20,7 @@ import numpy as np
 from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, operation_of
 from crossrank.rank_runs import Run, from_runs
 from crossrank.text import rank_ranges
-from crossrank.tools.traces.nsight.database import NONE, NVTX, Column, Columns, Export, Mask, at, lookup
+from crossrank.tools.traces.nsight.export import NONE, NVTX, Column, Columns, Export, Mask, at, lookup
 from crossrank.tools.traces.rank_trace import Interned
 
 MARK, PUSH_POP, START_END = ("NvtxMark", 34), ("NvtxPushPopRange", 59), ("NvtxStartEndRange", 60)

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, operation_of
-from crossrank.tools.traces.nsight.database import NVTX, STRINGS, Column, Export
+from crossrank.tools.traces.nsight.export import NVTX, STRINGS, Column, Export
 from crossrank.tools.traces.nsight.markers import Ranges
 
 NO_PAYLOAD = "calls in NCCL's own ranges without payload: their bytes are not known"

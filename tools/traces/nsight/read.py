@@ -11,7 +11,7 @@ import numpy as np
 
 from crossrank.errors import CrossrankError
 from crossrank.recording import CommsFile
-from crossrank.tools.traces.nsight.database import (
+from crossrank.tools.traces.nsight.export import (
     GRAPH_NODES,
     GRAPH_TRACE,
     KERNEL,
@@ -22,7 +22,13 @@ from crossrank.tools.traces.nsight.database import (
     open_export,
     require_tables,
 )
-from crossrank.tools.traces.nsight.launches import Activities, communication_kernels, innermost, peer_copies, runs
+from crossrank.tools.traces.nsight.kernel_launches import (
+    Activities,
+    communication_kernels,
+    innermost,
+    peer_copies,
+    runs,
+)
 from crossrank.tools.traces.nsight.markers import BATCH, CALL, GROUP, IDENTITY, NCCL, Ranges, read_ranges
 from crossrank.tools.traces.nsight.nccl import NcclRanges, nccl_ranges
 from crossrank.tools.traces.nsight.rows import FILTERED, rows_of_comms, rows_of_markers

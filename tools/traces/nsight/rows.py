@@ -14,8 +14,8 @@ import numpy as np
 
 from crossrank.comm import CommRecord, is_p2p
 from crossrank.recording import CommsFile
-from crossrank.tools.traces.nsight.database import NONE, Column, at, lookup
-from crossrank.tools.traces.nsight.launches import Activities, innermost
+from crossrank.tools.traces.nsight.export import NONE, Column, at, lookup
+from crossrank.tools.traces.nsight.kernel_launches import Activities, innermost
 from crossrank.tools.traces.nsight.markers import BATCH, Ranges
 from crossrank.tools.traces.rank_trace import Calls, RankTrace, TraceBuilder, launch_of
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from crossrank.comm import CommRecord
-from crossrank.tools.analysis.diagnosis.inputs import find_candidates, read_evidence
+from crossrank.tools.analysis.diagnosis.evidence import find_candidates, read_evidence
 from crossrank.tools.parallel import Fleet
 from tests.unit.analysis.diagnosis.moments import Moment, write_moments
 from tests.unit.analysis.diagnosis.simulated_jobs import (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from crossrank.tools.output.diagnosis.text import next_step
+from crossrank.tools.output.diagnosis.verdict import next_step
 from tests.unit.analysis.diagnosis.moments import CLOSED, Moment, write_moments
 from tests.unit.analysis.diagnosis.simulated_jobs import Collective, CpuStall, Groups, Programs, SimulatedJob
 from tests.unit.analysis.diagnosis.verdicts import diagnosis_of, roots

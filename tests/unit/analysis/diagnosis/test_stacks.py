@@ -8,7 +8,7 @@ import pytest
 
 from crossrank.tools.analysis.diagnosis.findings import Finding
 from crossrank.tools.analysis.diagnosis.stacks import frame_texts
-from crossrank.tools.output.diagnosis.text import next_step
+from crossrank.tools.output.diagnosis.verdict import next_step
 from crossrank.tools.traces.flight_recorder import Frame
 from tests.unit.analysis.diagnosis.moments import CLOSED, Moment, write_moments
 from tests.unit.analysis.diagnosis.simulated_jobs import Collective, Groups, Programs, SimulatedJob

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
+from crossrank.tools.analysis.diagnosis.evidence import find_candidates, read_evidence
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis, Finding
-from crossrank.tools.analysis.diagnosis.inputs import find_candidates, read_evidence
 from crossrank.tools.parallel import Fleet
 from tests.unit.analysis.diagnosis.simulated_jobs import SimulatedJob
 

@@ -11,10 +11,10 @@ import pytest
 from crossrank.comm import CommRecord, Group
 from crossrank.errors import CrossrankError
 from crossrank.tools.graph.chakra import et_def_pb2 as pb
-from crossrank.tools.graph.chakra.check import check
+from crossrank.tools.graph.chakra.chakra_graph import LATE, Options
 from crossrank.tools.graph.chakra.convert import Converted, convert
+from crossrank.tools.graph.chakra.feeder_contract import check
 from crossrank.tools.graph.chakra.framing import read_trace
-from crossrank.tools.graph.chakra.graph import LATE, Options
 from crossrank.tools.graph.chakra.lower import RUNS_AS
 from crossrank.tools.graph.chakra.write import COLLECTIVE_TYPES, comm_size
 from crossrank.tools.graph.linking import Communication, Edge, LinkedTrace, link

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from crossrank.tools.graph.chakra.chakra_graph import Options
 from crossrank.tools.graph.chakra.convert import convert
 from crossrank.tools.graph.chakra.framing import read_trace
-from crossrank.tools.graph.chakra.graph import Options
 from crossrank.tools.graph.linking import link
 from crossrank.tools.output.chakra import as_dict
 from tests.unit.graph.chakra.test_convert import two_streams

@@ -20,9 +20,9 @@ from crossrank.comm import Group
 from crossrank.errors import CrossrankError
 from crossrank.tools.cli import main
 from crossrank.tools.graph.chakra import et_def_pb2 as pb
-from crossrank.tools.graph.chakra.check import RUN_BY_ASTRA_SIM, check
+from crossrank.tools.graph.chakra.feeder_contract import RUN_BY_ASTRA_SIM, check
 from crossrank.tools.graph.chakra.framing import read_trace, write_message
-from crossrank.tools.graph.chakra.groups import merge, number_group
+from crossrank.tools.graph.chakra.group_numbers import merge, number_group
 
 LOWER = "convert with --lower astra-sim"
 SEND: dict[str, Any] = {"kind": pb.COMM_SEND_NODE, "comm_dst": 1, "comm_tag": 1, "comm_size": 8}

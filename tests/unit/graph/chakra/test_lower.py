@@ -9,9 +9,9 @@ import pytest
 
 from crossrank.comm import CommRecord
 from crossrank.tools.graph.chakra import et_def_pb2 as pb
-from crossrank.tools.graph.chakra.check import RUN_BY_ASTRA_SIM
-from crossrank.tools.graph.chakra.graph import ChakraNode, Comm, Dependency
-from crossrank.tools.graph.chakra.groups import NumberedGroup
+from crossrank.tools.graph.chakra.chakra_graph import ChakraNode, Comm, Dependency
+from crossrank.tools.graph.chakra.feeder_contract import RUN_BY_ASTRA_SIM
+from crossrank.tools.graph.chakra.group_numbers import NumberedGroup
 from crossrank.tools.graph.chakra.lower import lower
 from crossrank.tools.graph.chakra.write import COLLECTIVE_TYPES, P2P_TYPES, comm_size
 from tests.unit.graph.chakra.test_convert import converted, params

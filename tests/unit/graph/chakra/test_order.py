@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossrank.errors import CrossrankError
-from crossrank.tools.graph.chakra.graph import ChakraNode, Dependency
+from crossrank.tools.graph.chakra.chakra_graph import ChakraNode, Dependency
 from crossrank.tools.graph.chakra.order import in_order
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from crossrank.tools.graph.chakra.chakra_graph import LATE, PAUSE, Options
 from crossrank.tools.graph.chakra.convert import convert
 from crossrank.tools.graph.chakra.framing import read_trace
-from crossrank.tools.graph.chakra.graph import LATE, PAUSE, Options
 from crossrank.tools.graph.chakra.simulate import simulate
 from crossrank.tools.graph.linking import LinkedTrace, link
 from crossrank.tools.output.chakra import as_dict

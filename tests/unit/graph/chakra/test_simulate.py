@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from crossrank.tools.cli import main
+from crossrank.tools.graph.chakra.chakra_graph import LATE, PAUSE
 from crossrank.tools.graph.chakra.convert import convert
-from crossrank.tools.graph.chakra.graph import LATE, PAUSE
 from crossrank.tools.graph.chakra.simulate import GPU, HOST, RankGraph, Simulation, simulate
-from crossrank.tools.graph.chakra.timeline import write_timeline
+from crossrank.tools.graph.chakra.simulation_timeline import write_timeline
 from crossrank.tools.graph.linking import link
 from tests.unit.graph.chakra.test_convert import params, two_streams
 from tests.unit.graph.linking.public_traces import needs_traces, public

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from crossrank.tools.cli import main
+from crossrank.tools.graph.chakra.chakra_graph import LATE
 from crossrank.tools.graph.chakra.framing import read_trace
-from crossrank.tools.graph.chakra.graph import LATE
 from crossrank.tools.output.chakra import as_dict
 from tests.unit.graph.linking.small_traces import SmallTrace
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossrank.tools.graph.linking.alignment import OpSequence, align
+from crossrank.tools.graph.linking.name_alignment import OpSequence, align
 
 
 def plain(names: str) -> OpSequence:

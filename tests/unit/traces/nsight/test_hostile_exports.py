@@ -13,7 +13,7 @@ import pytest
 
 from crossrank.budget import BudgetError
 from crossrank.errors import CrossrankError
-from crossrank.tools.traces.nsight.database import open_export
+from crossrank.tools.traces.nsight.export import open_export
 from crossrank.tools.traces.nsight.read import read_export
 from tests.unit.traces.nsight.exports import ExportFile
 from tests.unit.traces.nsight.test_read import two_calls

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from crossrank.tools.job.job import Job
 from crossrank.tools.job.launches import Launches, launches
-from crossrank.tools.traces.nsight.launches import innermost
+from crossrank.tools.traces.nsight.kernel_launches import innermost
 from crossrank.tools.traces.nsight.markers import Meaning, Ranges
 from crossrank.tools.traces.nsight.nccl import NO_PAYLOAD
 from crossrank.tools.traces.nsight.read import (

@@ -1,7 +1,7 @@
 """Which Kineto event is which node of the execution trace.
 
 Since 2024 both carry the id of the RecordFunction. For older traces each thread's sequence of names is aligned with
-the sequence of the Kineto thread that it fits best (see `alignment`).
+the sequence of the Kineto thread that it fits best (see `name_alignment`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
-from crossrank.tools.graph.linking.alignment import OpSequence, align
+from crossrank.tools.graph.linking.name_alignment import OpSequence, align
 from crossrank.tools.traces.execution_trace import ExecutionTrace
 from crossrank.tools.traces.kineto import HostEvent, Id, KinetoTrace
 

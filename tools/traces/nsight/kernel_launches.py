@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from crossrank.tools.traces.kernels import communication_kernel
-from crossrank.tools.traces.nsight.database import (
+from crossrank.tools.traces.nsight.export import (
     KERNEL,
     LATEST,
     MEMCPY,

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from crossrank.comm import CommRecord
-from crossrank.tools.graph.chakra.groups import NumberedGroup
+from crossrank.tools.graph.chakra.group_numbers import NumberedGroup
 from crossrank.tools.graph.linking import EdgeKind
 from crossrank.tools.traces.execution_trace import HostNode
 

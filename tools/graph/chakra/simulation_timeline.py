@@ -12,7 +12,7 @@ from typing import BinaryIO
 import msgspec
 
 from crossrank.atomic_file import gzip_writer, whole_file
-from crossrank.tools.graph.chakra.graph import PAUSE
+from crossrank.tools.graph.chakra.chakra_graph import PAUSE
 from crossrank.tools.graph.chakra.simulate import RankGraph, Simulation
 
 

@@ -15,7 +15,7 @@ import msgspec
 from crossrank.comm import MOST_RANKS, Group, has_size
 from crossrank.errors import CrossrankError
 from crossrank.recording import FLIGHT
-from crossrank.replay.plan.alignment import BROKEN, Rank, align, name_sources
+from crossrank.replay.plan.counterparts import BROKEN, Rank, align, name_sources
 from crossrank.replay.plan.match import mismatches
 from crossrank.replay.plan.plan import (
     NOT_IN_STEPS,
@@ -27,9 +27,9 @@ from crossrank.replay.plan.plan import (
     leave_out,
     number_of,
 )
+from crossrank.replay.plan.replay_inputs import KINDS
 from crossrank.replay.plan.schedule import place_waits, returns_early
 from crossrank.replay.plan.shapes import BrokenError, LeftOutError, complete
-from crossrank.replay.plan.sources import KINDS
 from crossrank.text import rank_ranges
 from crossrank.tools.analysis.diagnosis.findings import call_text
 from crossrank.tools.job.job import Job

@@ -25,9 +25,9 @@ import msgspec
 from crossrank.atomic_file import whole_file
 from crossrank.comm import is_p2p
 from crossrank.errors import CrossrankError
-from crossrank.tools.analysis.diagnosis.collectives import match_key
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
 from crossrank.tools.analysis.diagnosis.job_state import JobState
+from crossrank.tools.analysis.diagnosis.mismatches import match_key
 from crossrank.tools.traces.rank_trace import STATES
 
 _SCHEMA = """

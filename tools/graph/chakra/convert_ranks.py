@@ -13,14 +13,14 @@ import msgspec
 from crossrank.atomic_file import join, whole_file
 from crossrank.errors import CrossrankError
 from crossrank.recording import LINKED, file_name
+from crossrank.tools.graph.chakra.chakra_graph import Options
 from crossrank.tools.graph.chakra.convert import Converted, convert
-from crossrank.tools.graph.chakra.graph import Options
-from crossrank.tools.graph.chakra.groups import merge
+from crossrank.tools.graph.chakra.group_numbers import merge
 from crossrank.tools.graph.chakra.simulate import offsets
 from crossrank.tools.graph.chakra.write import delay_start
 from crossrank.tools.graph.linking import link
-from crossrank.tools.graph.linking.inputs import RankInput
 from crossrank.tools.graph.linking.linked_file import read_linked, write_linked
+from crossrank.tools.graph.linking.window_files import RankInput
 from crossrank.tools.graph.rank_output import RankOutput, writing
 from crossrank.tools.parallel import Fleet, map_ranks
 

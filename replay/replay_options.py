@@ -6,7 +6,7 @@ import argparse
 
 from crossrank.comm import MOST_RANKS
 from crossrank.errors import CrossrankError
-from crossrank.replay.plan.sources import KINDS
+from crossrank.replay.plan.replay_inputs import KINDS
 from crossrank.replay.run.pacing import parse_pace
 
 

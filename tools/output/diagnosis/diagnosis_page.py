@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from crossrank.tools.analysis.diagnosis.findings import KINDS, LACKS_EVIDENCE, Diagnosis, Finding, group_text
-from crossrank.tools.output.diagnosis.text import finding_call, stragglers_table
+from crossrank.tools.output.diagnosis.verdict import finding_call, stragglers_table
 
 _MOST_CELLS = 1024
 """Ranks up to which each has a cell of its own."""
