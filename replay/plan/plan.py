@@ -141,7 +141,7 @@ def launches(calls: Sequence[PlannedCall]) -> list[tuple[int, int]]:
 
     >>> def call(id, batch=None):
     ...     record = CommRecord(id=id, op="send", c10d="send", pg="0", bytes=4, t=0, batch=batch)
-    ...     return Call(record=record, wait_before=3)
+    ...     return PlannedCall(record=record, wait_before=3)
     >>> launches([call(0), call(1, batch=1), call(2, batch=1)])
     [(0, 1), (1, 3)]
     """

@@ -10,7 +10,7 @@ import msgspec
 import crossrank
 from crossrank.atomic_file import join
 from crossrank.comm import Int
-from crossrank.errors import CrossrankError
+from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.recording import Damage, read_chunks
 
 CSV, JSON = "replay.csv", "replay.json"
@@ -215,8 +215,8 @@ def read_report(folder: str) -> ReplayReport:
         report = msgspec.json.decode(content, type=ReplayReport)
         if not report.schema.startswith("crossrank-replay"):
             raise msgspec.DecodeError("its schema is not that of a replay")
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except BROKEN as error:
         raise CrossrankError(
-            f"{path}: is no result of crossrank replay ({error}); name the folder given to its -o"
+            f"{path}: is no result of crossrank replay ({one_line(error)}); name the folder given to its -o"
         ) from error
     return report
