@@ -153,7 +153,7 @@ def test_a_replay_says_on_a_page_how_much_was_replayed_and_what_was_wrong() -> N
 def test_without_plotly_a_page_says_that_it_has_no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "_plotly", lambda: "")
     parsed = Parsed(replay_page(a_report()))
-    assert "Charts are missing: they need plotly (pip install 'crossrank[report]')." in parsed.texts
+    assert "Charts are missing: they need plotly (pip install 'crossrank[tools]')." in parsed.texts
     assert "script" not in parsed.tags
 
 
