@@ -20,7 +20,7 @@ from typing import Any
 
 import zstandard
 
-from crossrank.tools.output.timeline.perfetto import varint
+from crossrank.tools.varint import varint
 
 Mutation = Callable[[bytes, Random], bytes]
 

@@ -8,6 +8,7 @@ import msgspec
 import polars as pl
 
 from crossrank.tools.job.collectives import Collectives
+from crossrank.tools.job.frames import calls_frame
 from crossrank.tools.traces.rank_trace import RankTrace
 
 _MOST_BINS = 120
@@ -71,17 +72,12 @@ class Steps(msgspec.Struct, kw_only=True):
 
 def waiting_of(found: Collectives, ranks: Sequence[RankTrace]) -> Waiting | None:
     """Who waits for whom; None where no rank can be compared with another."""
-    calls = pl.DataFrame(
-        {
-            "collective": found.collective,
-            "rank": found.rank,
-            "step": found.step,
-            "wait": found.waiting,
-            "moment": found.began,
-            "last_rank": found.last_rank[found.collective],
-            "expected": found.expected[found.collective],
-        }
-    ).with_columns(members=pl.len().over("collective"))
+    calls = calls_frame(found).select(
+        *("collective", "rank", "step", "last_rank", "expected"),
+        wait=pl.col("waiting").fill_null(-1),
+        moment="began",
+        members=pl.len().over("collective"),
+    )
     placed = all(one.placed for one in ranks)
     measured = "the begin and end of communication on the device" if placed else "how long it took on each rank"
     if not (found.waiting >= 0).any():

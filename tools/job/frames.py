@@ -12,8 +12,8 @@ from crossrank.tools.job.collectives import Collectives
 
 
 def _kinds(found: Collectives) -> pl.DataFrame:
-    schema = {"op": pl.String, "group": pl.Int64, "locality": pl.String, "source": pl.String, "recorded": pl.Int64}
-    rows = [(one.label, one.group, one.locality, one.source, one.recorded) for one in found.kinds]
+    schema = {"op": pl.String, "group": pl.Int64, "locality": pl.String, "source": pl.String}
+    rows = [(one.label, one.group, one.locality, one.source) for one in found.kinds]
     return pl.DataFrame(rows, schema=schema, orient="row")
 
 

@@ -80,9 +80,9 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False) 
         ending.take_exceptions(moment.exceptions, moment.error)
         trace.starts_late = trace.starts_late or (bool(moment.calls) and moment.calls[0].id > 0)
     if own_calls and moment is not None and moment.calls and trace.backend in ("", GLOO):
-        builder = TraceBuilder(trace, (*dump.groups, *moment.groups))
+        builder, clock = TraceBuilder(trace, (*dump.groups, *moment.groups)), WallClock([moment.clock])
         for record in moment.calls:
-            builder.add(record, called=record.t + _offset(moment))
+            builder.add(record, called=clock.at(record.t))
         return trace
     reading = _Reading(dump, trace)
     reading.read()
@@ -94,11 +94,6 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False) 
         # Our dump without an entry is that of a rank that made no call: the recorder was asked.
         trace.dump.has_status = True
     return trace
-
-
-def _offset(moment: Moment) -> int:
-    """What turns the times of its calls into ns since 1970."""
-    return moment.clock.get("wall", 0) - moment.clock.get("t", 0)
 
 
 def _backends(dump: FlightDump) -> list[str]:
@@ -376,7 +371,7 @@ def _add_roots(builder: TraceBuilder, moment: Moment) -> None:
     same operation at the same time, shows by how many they differ.
     """
     trace, signatures = builder.trace, builder.signatures
-    calls, recorded_from = trace.calls, trace.dump.recorded_from
+    calls, recorded_from, clock = trace.calls, trace.dump.recorded_from, WallClock([moment.clock])
     by_number: dict[tuple[str, int], int] = {}
     last: dict[str, int] = {}
     for row, (group, number) in enumerate(zip(calls.group, calls.number, strict=True)):
@@ -392,7 +387,7 @@ def _add_roots(builder: TraceBuilder, moment: Moment) -> None:
         op = signatures.rows[calls.signature[row]].op
         # gloo makes a reduce_scatter of an all_reduce, and torch's recorder notes what gloo makes
         same = op == record.op or (op, record.op) == ("all_reduce", "reduce_scatter")
-        if same and abs(calls.called[row] - record.t - _offset(moment)) < SAME_TIME:
+        if same and abs(calls.called[row] - clock.at(record.t)) < SAME_TIME:
             recorded_from[record.pg] = calls.number[row] - record.seq
     for record in collectives:
         row = by_number.get((record.pg, (record.seq or 0) + recorded_from.get(record.pg, 0)), -1)

@@ -6,11 +6,9 @@ rank is in a file's name, for most dumps do not tell it.
 
 from __future__ import annotations
 
-import gc
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
 
@@ -22,6 +20,7 @@ from crossrank.recording import COMMS, FLIGHT, Damage, read_chunks
 from crossrank.text import writable
 from crossrank.tools.analysis.diagnosis.findings import call_text, group_text, rank_text
 from crossrank.tools.parallel import Fleet, map_ranks
+from crossrank.tools.paused_gc import paused_gc
 from crossrank.tools.traces.comms import read_comms, stack_of
 from crossrank.tools.traces.discover import WHAT, FoundFile, discover
 from crossrank.tools.traces.flight_calls import SAME_TIME, read_flight
@@ -157,24 +156,12 @@ def _read_candidate(candidate: FoundFile) -> RankTrace | Failure:
             return read_comms(path, candidate.rank)
         # A dump is tens of thousands of small containers without a circle among them: looking for one takes longer
         # than reading the dump.
-        with _without_collector():
+        with paused_gc():
             return read_flight(path, candidate.rank)
     except NoDumpError as error:
         return Failure(candidate, str(error), refused=error.refused, foreign=error.foreign)
     except CrossrankError as error:
         return Failure(candidate, str(error))
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Leaves the garbage collector as it was found."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def failed(candidate: FoundFile, error: CrossrankError) -> RankTrace | Failure:

@@ -23,7 +23,7 @@ from crossrank.tools.graph.chakra.steps import (
 )
 from crossrank.tools.graph.chakra.write import write_chakra
 from crossrank.tools.graph.linking import LinkedTrace
-from crossrank.tools.graph.paused_gc import paused_gc
+from crossrank.tools.paused_gc import paused_gc
 
 
 @dataclass(kw_only=True)

@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError
 from crossrank.errors import CrossrankError
 from crossrank.recording import Damage, read_chunks
 from crossrank.tools.graph.chakra.et_def_pb2 import GlobalMetadata, Node
+from crossrank.tools.varint import varint
 
 _VARINT_BYTES = 5
 """As many as Chakra's own readers take for a length."""
@@ -22,14 +23,7 @@ def write_message(file: BinaryIO, message: bytes) -> None:
     file.write(_prefix(len(message)) + message)
 
 
-@lru_cache(maxsize=1 << 12)
-def _prefix(length: int) -> bytes:
-    prefix = bytearray()
-    while length > 0x7F:
-        prefix.append(length & 0x7F | 0x80)
-        length >>= 7
-    prefix.append(length)
-    return bytes(prefix)
+_prefix = lru_cache(maxsize=1 << 12)(varint)
 
 
 def read_trace(path: str) -> tuple[GlobalMetadata, Iterator[tuple[int, Node]]]:

@@ -22,7 +22,7 @@ from crossrank.tools.graph.linking.linked_trace import Activity, Edge, EdgeKind,
 from crossrank.tools.graph.linking.nesting import is_work, nest
 from crossrank.tools.graph.linking.ordered import ordered_by
 from crossrank.tools.graph.linking.waits import CLOCK_NS, GpuWaits, Surroundings, find_waits
-from crossrank.tools.graph.paused_gc import paused_gc
+from crossrank.tools.paused_gc import paused_gc
 from crossrank.tools.traces.execution_trace import ExecutionTrace, read_execution_trace
 from crossrank.tools.traces.kernels import communication_kernel
 from crossrank.tools.traces.kineto import KinetoTrace, read_kineto
@@ -166,9 +166,6 @@ class _Linking:
     def _event_args(self, position: int) -> msgspec.Raw | None:
         index = self.match.event_of[position]
         return self.kineto.host[index].args if index >= 0 else None
-
-    def _nodes_around(self, call: int) -> list[int]:
-        return [node for event in self.nesting.upwards(call) if (node := self.match.node_of[event]) >= 0]
 
     def _wait_edges(self, waits: GpuWaits, ids: dict[int, int]) -> list[Edge]:
         """The edges of `waits`, after which the operations around waiting calls know how long they were blocked."""

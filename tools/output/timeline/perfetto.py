@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossrank.tools.output.timeline.tracks import Counter, Events, Ints, Track
+from crossrank.tools.varint import varint
 
 Bytes = NDArray[np.uint8]
 
@@ -168,21 +169,6 @@ def _interleaved(count: int, pieces: Sequence[tuple[Ints, Bytes]]) -> bytes:
 
 
 # --- protobuf's wire format: protobuf.dev/programming-guides/encoding -------------------------------------------------
-
-
-def varint(value: int) -> bytes:
-    """A number, as few bytes as it takes.
-
-    >>> varint(300).hex()
-    'ac02'
-    """
-    value &= (1 << 64) - 1
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
 
 
 def padded(values: Ints) -> Bytes:

@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, paused while millions of objects are made that all stay."""
+"""Python's cyclic garbage collector, paused while many objects are made that all stay."""
 
 from __future__ import annotations
 

@@ -1,0 +1,18 @@
+"""Protobuf's variable-length numbers: protobuf.dev/programming-guides/encoding."""
+
+from __future__ import annotations
+
+
+def varint(value: int) -> bytes:
+    """A number, as few bytes as it takes.
+
+    >>> varint(300).hex()
+    'ac02'
+    """
+    value &= (1 << 64) - 1
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
