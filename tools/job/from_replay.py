@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from crossrank.atomic_file import join
-from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, operation_of
+from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, is_p2p
 from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.recording import Damage, list_recording, read_chunks
 from crossrank.text import from_csv_text
@@ -105,11 +105,10 @@ def _traces(calls: Sequence[_Call], report: ReplayReport, path: str) -> list[Ran
             )
             groups = (Group(pg=pg, size=size) for pg, size in sizes.items())
             builder = builders[call.rank] = TraceBuilder(trace, groups)
-        operation = operation_of(call.op)
-        number = {"p2p_seq" if operation is not None and operation.p2p else "seq": call.seq}
         record = CommRecord(
             id=call.call, op=call.op, c10d="", pg=call.pg, bytes=call.bytes, t=0, peer=call.peer, source=call.source
         )
+        number = {"p2p_seq" if is_p2p(record) else "seq": call.seq}
         completed = max(round(call.completion_us_p50 * 1000), 1)
         builder.add(msgspec.structs.replace(record, **number), called=1, began=1, ended=1 + completed)
     return [builders[rank].trace for rank in sorted(builders)]

@@ -10,14 +10,16 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-from typing_extensions import Self
+from typing import TYPE_CHECKING
 
 from crossrank.comm import CommRecord, is_p2p
 from crossrank.tools.job.groups import Lane, ProcessGroup, is_world, join_groups, sizes_shown, valid_members, world_of
 from crossrank.tools.traces.comms import stack_of
 from crossrank.tools.traces.flight_recorder import Frame
 from crossrank.tools.traces.rank_trace import Interned, RankTrace, Signatures
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass

@@ -89,22 +89,26 @@ class CallKind(msgspec.Struct, frozen=True):
         return f"{op}, batched" if self.is_p2p else f"{op}, coalesced"
 
 
+def _none() -> Ints:
+    return np.empty(0, np.int64)
+
+
 @dataclass
 class Launches:
     """Columns over the launches of all ranks, rank after rank, in the order in which each made them."""
 
-    kinds: list[CallKind]
-    rank: Ints
-    kind: Ints
-    id: Ints
-    number: Ints
+    kinds: list[CallKind] = field(default_factory=list)
+    rank: Ints = field(default_factory=_none)
+    kind: Ints = field(default_factory=_none)
+    id: Ints = field(default_factory=_none)
+    number: Ints = field(default_factory=_none)
     """0 = not known, or not to be compared."""
-    counted: Bools
+    counted: Bools = field(default_factory=lambda: _none() > 0)
     """Whether the number was counted from the begin of the file, for the files have none that all ranks share."""
-    step: Ints
-    called: Ints
-    began: Ints
-    ended: Ints
+    step: Ints = field(default_factory=_none)
+    called: Ints = field(default_factory=_none)
+    began: Ints = field(default_factory=_none)
+    ended: Ints = field(default_factory=_none)
     sent: dict[int, Counter[int]] = field(default_factory=dict)
     """Rank -> rank -> bytes sent to it by batches of sends and by uneven all_to_alls, which the kinds do not have."""
     not_placed: int = 0
@@ -118,7 +122,7 @@ class Launches:
 def launches(job: Job) -> Launches:
     """The launches of all ranks of a job, of which there is one."""
     kinds: dict[CallKind, int] = {}
-    found = Launches([], *(np.empty(0, np.int64),) * 4, np.empty(0, bool), *(np.empty(0, np.int64),) * 4)
+    found = Launches()
     columns = []
     for rank, trace in job.ranks.items():
         found.attributed.update(trace.attributed)

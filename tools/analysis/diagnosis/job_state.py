@@ -6,14 +6,17 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import msgspec
-from typing_extensions import Self
 
 from crossrank.comm import OPERATIONS, is_p2p
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.job.job import Job
 from crossrank.tools.traces.rank_trace import COMPLETED, GLOO, RETIRED, RankTrace
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 CLEARLY_STALE = 3
 """Ends that a rank must have missed before its GPU or its watchdog is called stuck: the last one may be just late."""
