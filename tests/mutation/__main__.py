@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", default="", help="a part of the paths to take mutations from")
+    parser.add_argument("--tests", nargs="+", default=TESTS, help="the folders of tests that are to notice")
     arguments = parser.parse_args()
     equivalent = {line.split("  ", 1)[0] for line in _EQUIVALENT.read_text().splitlines() if line}
     every = [
@@ -52,7 +53,7 @@ def main() -> None:
     ]
     chosen = random.Random(arguments.seed).sample(every, min(arguments.samples, len(every)))
     with tempfile.TemporaryDirectory(prefix="crossrank-mutation-") as folder:
-        tests = _tests_by_line(Path(folder))
+        tests = _tests_by_line(Path(folder), arguments.tests)
         with ThreadPoolExecutor(arguments.jobs) as pool:
             copies = [Path(folder) / str(number) for number in range(len(chosen))]
             noticed = []
@@ -69,12 +70,12 @@ def _text(site: Site) -> str:
     return f"{site.path}: {line} [{site.old}→{site.new}]"
 
 
-def _tests_by_line(folder: Path) -> Tests:
-    """Run all unit tests once, and note which lines each of them runs."""
+def _tests_by_line(folder: Path, tests: Sequence[str]) -> Tests:
+    """Run all of `tests` once, and note which lines each of them runs."""
     data = folder / "coverage"
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--cov=.", "--cov-context=test"]
     environment = _environment(ROOT) | {"COVERAGE_FILE": str(data)}
-    subprocess.run([*words, "--cov-report=", *TESTS], cwd=ROOT, env=environment, check=True, stdout=sys.stderr)
+    subprocess.run([*words, "--cov-report=", *tests], cwd=ROOT, env=environment, check=True, stdout=sys.stderr)
     found: Tests = {}
     with sqlite3.connect(data) as connection:
         rows = connection.execute(
