@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from crossrank.comm import CommRecord, is_p2p
 from crossrank.tools.job.groups import Lane, ProcessGroup, is_world, join_groups, sizes_shown, valid_members, world_of
 from crossrank.tools.traces.comms import stack_of
@@ -106,16 +108,19 @@ def _without_strangers(traces: list[RankTrace], world_size: int | None) -> tuple
 def _fill_lanes(trace: RankTrace, groups: list[ProcessGroup], own: list[int], p2p: list[bool]) -> None:
     for local in trace.dump.with_p2p:
         groups[own[local]].has_p2p = True
-    lanes: dict[int, Lane] = {}
     calls = trace.calls
-    for row, (local, number, signature) in enumerate(zip(calls.group, calls.number, calls.signature, strict=True)):
-        if p2p[signature]:
-            groups[own[local]].has_p2p = True
-            continue
-        lane = lanes.get(local)
-        if number <= (lane.numbers[-1] if lane is not None else 0):
-            continue  # without a number, recorded twice, or of a new epoch of the recorder
-        if lane is None:
-            lane = lanes[local] = groups[own[local]].lanes.setdefault(trace.rank or 0, Lane())
-        lane.rows.append(row)
-        lane.numbers.append(number)
+    if not len(calls):
+        return
+    of_group = np.array(own)[np.frombuffer(calls.group, np.uint32)]
+    sends = np.array(p2p)[np.frombuffer(calls.signature, np.uint32)]
+    for group in set(of_group[sends].tolist()):
+        groups[group].has_p2p = True
+    rows = np.flatnonzero(~sends)
+    rows = rows[np.argsort(of_group[rows], kind="stable")]
+    for part in np.split(rows, np.flatnonzero(np.diff(of_group[rows])) + 1):
+        numbers = np.frombuffer(calls.number, np.int64)[part]
+        # Not one without a number, recorded twice, or of a new epoch of the recorder.
+        rises = numbers > np.maximum.accumulate(np.append(0, numbers))[:-1]
+        if rises.any():
+            lane = Lane(array("I", part[rises].astype(np.uint32).tobytes()), array("q", numbers[rises].tobytes()))
+            groups[of_group[part[0]]].lanes[trace.rank or 0] = lane

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import msgspec
+import numpy as np
 
 from crossrank.comm import OPERATIONS, CommRecord, Group, is_p2p, operation_of
 from crossrank.dtypes import dtype_of
@@ -45,6 +46,15 @@ from crossrank.tools.traces.rank_trace import (
 _STATES = {"scheduled": SCHEDULED, "started": STARTED, "completed": COMPLETED}
 _P2P = re.compile(r"(?P<op>send|recv) \d{1,8}(?:->|<-)(?P<peer>\d{1,8})")
 _NUMBER = re.compile(r"[0-9]{1,9}")
+_NUMBERS = (
+    "record_id",
+    "pg_id",
+    "collective_seq_id",
+    "p2p_seq_id",
+    "time_created_ns",
+    "time_discovered_started_ns",
+    "time_discovered_completed_ns",
+)
 _CLOSING = "coalesced"
 _OF_GLOO = f"{GLOO}:"
 SAME_TIME = 50_000_000
@@ -98,7 +108,7 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False) 
 
 def _backends(dump: FlightDump) -> list[str]:
     """What the calls of a dump were made by, in order: crossrank's dumps hold the recorders of all backends."""
-    names = (name.partition(":") for name in dict.fromkeys(entry.profiling_name for entry in dump.entries))
+    names = (entry.profiling_name.partition(":") for entry in dump.entries.kinds.values())
     return list(dict.fromkeys(whole(backend) for backend, colon, _ in names if colon))
 
 
@@ -113,10 +123,10 @@ def _is_active_only(dump: FlightDump, backend: str) -> bool:
     Without a status, gaps between the entries show it. A ring in which all is open because the rest fell out lacks
     open calls as well: those after the last completed one.
     """
-    if backend == GLOO or any(entry.state == "completed" for entry in dump.entries):
+    if backend == GLOO or "completed" in dump.entries.columns["state"]:
         return False
     if not dump.status:
-        return any(two.record_id > one.record_id + 1 for one, two in pairwise(dump.entries))
+        return any(two > one + 1 for one, two in pairwise(dump.entries.columns["record_id"]))
     seen: set[int] = set()
     for entry in dump.entries:
         if entry.profiling_name.startswith(_OF_GLOO):
@@ -140,7 +150,6 @@ class _Reading:
         self._known = {group.pg: group for group in known}
         self._is_mixed = trace.backend != GLOO and GLOO in _backends(dump)
         self.builder = TraceBuilder(trace)
-        self._stack_of: dict[tuple[int, ...], int] = {}
         self._pg_ids: dict[int, int] = {}
         for group in known:
             if group.pg:
@@ -150,79 +159,85 @@ class _Reading:
 
     def read(self) -> None:
         """Every call of the dump, in order."""
-        entries, trace, signatures = self._dump.entries, self._trace, self.builder.signatures
-        runs = _runs(entries)
-        members_of = _launches(entries, runs)
-        closed_by = {member: last for last, members in members_of.items() for member in members if member != last}
-        retired_is_done = self._retired_is_done()
-        over = _over(self._dump, runs) if trace.dump.active_only else set()
-        groups: dict[tuple[object, ...], int] = {}
-        known: dict[tuple[object, ...], tuple[int, bool]] = {}
-        seen, with_p2p = trace.dump.collectives_seen, trace.dump.with_p2p
-        for index, entry in enumerate(entries):
-            on_gloo = self._is_mixed and entry.profiling_name.startswith(_OF_GLOO)
-            # Backends of one group count its calls each for itself.
-            key = (*entry.process_group, GLOO) if on_gloo else entry.process_group
-            group = groups.get(key)
-            if group is None:
-                group = groups[key] = self._group(entry.process_group, GLOO if on_gloo else "")
-            self._pg_ids.setdefault(entry.pg_id, group)
-            seen[group] = max(seen.get(group, 0), entry.collective_seq_id)
-            if entry.p2p_seq_id:
-                with_p2p.add(group)
-            text = (group, entry.profiling_name, entry.input_sizes, entry.output_sizes, entry.input_dtypes)
-            found = known.get(text)
-            if found is None:
-                record = self._record(entry, group)
-                found = known[text] = signatures.of(record), is_p2p(record)
-            signature, p2p = found
-            last = closed_by.get(index, index)
-            if last != index and not p2p:
-                continue  # it is a member of a collective that comes later
-            if index in members_of:
-                launch = self._launch(index, members_of[index], group)
-                if launch is None:
-                    continue
-                signature = signatures.of(launch)
-            closing = entries[last]
-            state = _STATES.get(closing.state, SCHEDULED)
-            if (retired_is_done or on_gloo) and closing.retired and state != COMPLETED:
-                state = RETIRED
-            trace.calls.append(
-                group=group,
-                number=entry.p2p_seq_id if p2p else entry.collective_seq_id,
-                signature=signature,
-                batch=entries[members_of[last][0]].record_id if p2p and len(members_of.get(last, ())) > 1 else -1,
-                state=COMPLETED if index in over else state,
-                called=entry.time_created_ns,
-                began=closing.time_discovered_started_ns or 0,
-                ended=closing.time_discovered_completed_ns or 0,
-                took=round((closing.duration_ms or 0) * 1e6),
-                stack=self._stack(entry.frames),
-                id=entry.record_id,
-            )
-
-    def _launch(self, closing: int, members: Sequence[int], group: int) -> CommRecord | None:
-        """The coalesced collectives that an entry closes, as one call. None for a batch of P2P, whose state has gone to
-        its members, and for one of whose members the ring no longer knows any."""
-        entries = self._dump.entries
-        cut = 0 if self._trace.dump.wrapped else -1  # the launch that holds this entry may have lost its first members
-        if closing == cut and entries[closing].profiling_name.endswith(f":{_CLOSING}"):
-            return None
-        launch, records = (
-            self._record(entries[closing], group),
-            [self._record(entries[one], group) for one in members],
+        entries, trace = self._dump.entries, self._trace
+        if not entries:
+            return
+        columns, kind = entries.columns, np.array(entries.kind)
+        described = np.zeros((len(entries), 4), np.int64)
+        described[list(entries.kinds)] = list(map(self._kind, entries.kinds.values()))
+        group, signature, p2p, on_gloo = described[kind].T
+        record_id, pg_id, seq, p2p_seq, called, began, ended = (
+            np.array([value or 0 for value in columns[name]]) for name in _NUMBERS
         )
-        if records and all(map(is_p2p, records)):
+        took = np.rint(np.array([value or 0 for value in columns["duration_ms"]]) * 1e6)
+        state = np.array([_STATES.get(value, SCHEDULED) for value in columns["state"]])
+        self._pg_ids = dict(zip(pg_id[::-1].tolist(), group[::-1].tolist(), strict=True))  # the first entry decides
+        highest = np.zeros(len(trace.groups), np.int64)
+        np.maximum.at(highest, group, seq)
+        trace.dump.collectives_seen = {one: int(highest[one]) for one in set(group.tolist())}
+        trace.dump.with_p2p = set(group[p2p_seq != 0].tolist())
+
+        alone = len(set(zip(pg_id.tolist(), seq.tolist(), p2p_seq.tolist(), strict=True))) == len(entries)
+        is_plain = alone and not trace.dump.active_only and not any(map(is_closing, entries.kinds.values()))
+        whole_entries = [] if is_plain else list(entries)
+        runs = _runs(whole_entries)
+        keep, closing, batch = np.full(len(entries), True), np.arange(len(entries)), np.full(len(entries), -1)
+        for last, members in _launches(whole_entries, runs).items():
+            closing[members] = last
+            sent = [member for member in members if p2p[member]]
+            if len(members) > 1:
+                batch[sent] = record_id[members[0]]
+            keep[list(set(members) - set(sent))] = False  # members of the collective that closes them
+            launch = self._launch(last, members, [trace.signatures[signature[row]] for row in (last, *members)])
+            keep[last] = launch is not None
+            if launch is not None:
+                signature[last] = self.builder.signatures.of(launch)
+        state = state[closing]
+        retires = np.logical_or(self._retired_is_done(), on_gloo) & np.array(columns["retired"])[closing]
+        state[retires & (state != COMPLETED)] = RETIRED
+        if trace.dump.active_only:
+            state[list(_over(self._dump, whole_entries, runs))] = COMPLETED
+        found = {
+            "group": group,
+            "number": np.where(p2p, p2p_seq, seq),
+            "signature": signature,
+            "batch": batch,
+            "state": state,
+            "called": called,
+            "began": began[closing],
+            "ended": ended[closing],
+            "took": took[closing],
+            "stack": np.array(self._stacks()),
+            "id": record_id,
+        }
+        trace.calls.extend({name: values[keep] for name, values in found.items()})
+
+    def _kind(self, entry: Entry) -> tuple[int, int, bool, bool]:
+        """What entries like this one have in common: group, signature, is P2P, is gloo's beside another backend."""
+        on_gloo = self._is_mixed and entry.profiling_name.startswith(_OF_GLOO)
+        # Backends of one group count its calls each for itself.
+        group = self._group(entry.process_group, GLOO if on_gloo else "")
+        record = self._record(entry, group)
+        return group, self.builder.signatures.of(record), is_p2p(record), on_gloo
+
+    def _launch(self, closing: int, members: Sequence[int], records: list[CommRecord]) -> CommRecord | None:
+        """The coalesced collectives that an entry closes, as one call; `records`: of the entry and of its members.
+        None for a batch of P2P, whose state has gone to its members, and for one of whose members the ring no longer
+        knows any."""
+        cut = 0 if self._trace.dump.wrapped else -1  # the launch that holds this entry may have lost its first members
+        if closing == cut and self._dump.entries[closing].profiling_name.endswith(f":{_CLOSING}"):
             return None
-        ops = {record.op for record in records}
+        launch, *parts = records
+        if parts and all(map(is_p2p, parts)):
+            return None
+        ops = {record.op for record in parts}
         return msgspec.structs.replace(
             launch,
             op=ops.pop() if launch.op not in OPERATIONS and len(ops) == 1 else launch.op,
-            bytes=sum(record.bytes for record in records),
+            bytes=sum(record.bytes for record in parts),
             inputs=[],
             outputs=[],
-            members=[] if cut in members[:1] else records,
+            members=[] if cut in members[:1] else parts,
         )
 
     def join_progress(self) -> None:
@@ -246,7 +261,7 @@ class _Reading:
 
     def _retired_is_done(self) -> bool:
         backend = self._trace.backend
-        states = {entry.state for entry in self._dump.entries}
+        states = set(self._dump.entries.columns["state"])
         # A backend other than NCCL that completes nothing in a whole ring is one that cannot.
         return backend == GLOO or (backend != "nccl" and not states & {"started", "completed"})
 
@@ -282,15 +297,16 @@ class _Reading:
             root=_root(record.op, entry, self._trace.rank, members),
         )
 
-    def _stack(self, frames: object) -> int:
-        if not frames or not isinstance(frames, list):
-            return 0
-        # Entries of one call site share their frames; where they do not, the text decides.
-        key = tuple(map(id, frames[:MOST_FRAMES]))
-        found = self._stack_of.get(key)
-        if found is None:
-            found = self._stack_of[key] = self.builder.stacks.number(frames_of(frames))
-        return found
+    def _stacks(self) -> list[int]:
+        """Number of the stack of each entry. Entries of one call site share their frames; where they do not, the text
+        decides."""
+        lists = [frames if type(frames) is list else [] for frames in self._dump.entries.columns["frames"]]
+        keys = [tuple(map(id, frames[:MOST_FRAMES])) for frames in lists]
+        number_of = {
+            key: self.builder.stacks.number(frames_of(frames))
+            for key, frames in dict(zip(keys, lists, strict=True)).items()
+        }
+        return [number_of[key] for key in keys]
 
 
 def _runs(entries: Sequence[Entry]) -> list[list[int]]:
@@ -318,13 +334,12 @@ def _launches(entries: Sequence[Entry], runs: list[list[int]]) -> dict[int, list
     return members_of
 
 
-def _over(dump: FlightDump, runs: list[list[int]]) -> set[int]:
+def _over(dump: FlightDump, entries: Sequence[Entry], runs: list[list[int]]) -> set[int]:
     """Entries of a dump of active calls that are over: members of a batch never say so, and what did is left out.
 
     A batch is over where the status of its group has its number, or where its closing entry is not there although
     later ones are.
     """
-    entries = dump.entries
     found: set[int] = set()
     records = {entry.record_id for entry in entries}
     last_record = max(records, default=0)

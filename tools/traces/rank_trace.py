@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from crossrank.comm import CommRecord, Group, crosses_nodes, is_p2p
 from crossrank.tools.traces.ending import Ending
@@ -87,6 +89,14 @@ class Calls:
         self.ended.append(ended)
         self.took.append(took)
         self.stack.append(stack)
+
+    def extend(self, columns: Mapping[str, NDArray[Any]]) -> None:
+        """Append calls that are columns already; the columns that are not given say nothing of them."""
+        count = len(columns["number"])
+        for one in fields(self):
+            column = getattr(self, one.name)
+            values = columns.get(one.name, np.zeros(count))
+            column.frombytes(values.astype(np.dtype(column.typecode)).tobytes())
 
     def take(self, rows: Sequence[int]) -> Calls:
         """The calls of `rows`, in that order."""

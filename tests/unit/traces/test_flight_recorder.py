@@ -17,6 +17,7 @@ from crossrank.budget import Budget
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
 from crossrank.tools.analysis.diagnosis.evidence import find_candidates, read_evidence
 from crossrank.tools.parallel import Fleet
+from crossrank.tools.traces.flight_calls import read_flight
 from crossrank.tools.traces.flight_recorder import (
     FlightDump,
     Frame,
@@ -76,7 +77,7 @@ def test_single_broken_entries_are_counted_and_the_others_kept(job: SimulatedJob
 
     dump = decode(content)
 
-    assert len(dump.entries) == 10
+    assert list(dump.entries) == [one for row, one in enumerate(decode(job.dump(0)).entries) if row not in (3, 5)]
     assert dump.problems == [
         "2 of 12 entries are unusable (entry 3: ValidationError: Expected `int`, got `str` - at `$.record_id`) "
         "and were left out"
@@ -105,6 +106,17 @@ def test_the_status_of_json_has_its_numbers_as_strings() -> None:
     content = {"version": "2.10", "pg_status": {"0": dict.fromkeys(Progress.__struct_fields__, "17")}}
 
     assert decode(content).status == {0: Progress(17, 17)}
+
+
+def test_calls_that_differ_in_what_comes_out_are_different_calls(job: SimulatedJob, tmp_path: Path) -> None:
+    content = job.dump(0)
+    first, second = (dict(content["entries"][0], record_id=number, collective_seq_id=number + 1) for number in (0, 1))
+    second["output_dtypes"] = ["Double"]
+    (tmp_path / "rank_0").write_bytes(pickle.dumps(content | {"entries": [first, second]}, 2))
+
+    calls = list(read_flight(str(tmp_path / "rank_0"), 0).records())
+
+    assert [call.out_dtype for call in calls] == [None, "float64"]
 
 
 def literal(name: str, sizes: list[list[int]], number: int = 0, **fields: Any) -> dict[str, Any]:
