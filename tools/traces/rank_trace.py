@@ -10,14 +10,17 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
 from crossrank.comm import CommRecord, Group, crosses_nodes, is_p2p
 from crossrank.tools.traces.ending import Ending
 from crossrank.tools.traces.flight_recorder import Frame, Progress
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 SCHEDULED, STARTED, RETIRED, COMPLETED = range(4)
 """State of a call. RETIRED: its rank is done with it, which on gloo is also what a call that timed out looks like."""
@@ -26,8 +29,18 @@ STATES = ("scheduled", "started", "retired", "completed")
 GLOO = "gloo"
 
 
+class Columns:
+    """Arrays of one length: a row over all of them is one thing."""
+
+    def take(self, rows: Sequence[int]) -> Self:
+        """Those of `rows`, in that order."""
+        columns = {name: column for name, column in vars(self).items() if isinstance(column, array)}
+        taken = {name: array(column.typecode, [column[row] for row in rows]) for name, column in columns.items()}
+        return replace(self, **taken)  # type: ignore[type-var]
+
+
 @dataclass
-class Calls:
+class Calls(Columns):
     """Calls in the order in which their rank made them; one row over all columns is one call.
 
     Times are ns since 1970 on the rank's own clock, 0 = not known.
@@ -88,13 +101,6 @@ class Calls:
         self.took.append(took)
         self.stack.append(stack)
 
-    def take(self, rows: Sequence[int]) -> Calls:
-        """The calls of `rows`, in that order."""
-        columns = {one.name: getattr(self, one.name) for one in fields(self)}
-        return Calls(
-            **{name: array(column.typecode, [column[row] for row in rows]) for name, column in columns.items()}
-        )
-
 
 def sort_by_time(trace: RankTrace) -> None:
     """Put the calls in the order in which they were made."""
@@ -141,7 +147,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 @dataclass
-class Waits:
+class Waits(Columns):
     """What the host did about its calls, by row. Sources that know of waits have it, for replay."""
 
     before: array[int] = field(default_factory=lambda: array("q"))
@@ -386,30 +392,20 @@ class TraceBuilder:
 def with_records(trace: RankTrace, records: Iterable[tuple[CommRecord, int]]) -> RankTrace:
     """`trace` with other calls: each has the times and waits of the row that is given with it."""
     given = list(records)
-    calls, waits = trace.calls, trace.waits
-    made = replace(trace, calls=Calls(), signatures=[], waits=None)
-    builder = TraceBuilder(made)
-    first_of: dict[int, int] = {}
-    for record, row in given:
-        place = builder.add(
-            record,
-            called=calls.called[row],
-            began=calls.began[row],
-            ended=calls.ended[row],
-            took=calls.took[row],
-            state=calls.state[row],
-        )
-        first_of.setdefault(row, place)
+    rows = [row for _, row in given]
+    signatures = Signatures()
+    calls = replace(
+        trace.calls.take(rows),
+        signature=array("I", [signatures.of(record) for record, _ in given]),
+        id=array("q", [record.id for record, _ in given]),
+        batch=array("q", [-1 if record.batch is None else record.batch for record, _ in given]),
+    )
+    waits = trace.waits
     if waits is not None:
-        place_of = [first_of[row] for row in range(len(calls))] + [len(made)]
-        before = [waits.before[row] for _, row in given]
-        made.waits = replace(
-            waits,
-            before=array("q", [one if one < 0 else place_of[one] for one in before]),
-            blocking=array("b", [waits.blocking[row] for _, row in given]),
-            returned=array("q", [waits.returned[row] for _, row in given]),
-        )
-    return made
+        first_of = {row: place for place, row in reversed(list(enumerate(rows)))} | {-1: -1, len(trace): len(rows)}
+        waits = waits.take(rows)
+        waits.before = array("q", map(first_of.__getitem__, waits.before))
+    return replace(trace, calls=calls, signatures=signatures.rows, waits=waits)
 
 
 def with_members(trace: RankTrace) -> RankTrace:
