@@ -10,6 +10,7 @@ what torch writes (protocol 2) at about the cost of decoding it. Opcodes: pickle
 from __future__ import annotations
 
 import re
+from io import BufferedReader, BytesIO
 from pickle import Unpickler
 from typing import Any, NoReturn
 
@@ -33,7 +34,8 @@ def load_data(data: bytes, budget: Budget) -> Any:
     budget.spend(VALUES, data.count(b"}") + data.count(b"]"))  # at most so many containers
     _check(data)
     try:
-        return _DataUnpickler(_Peeked(data)).load()
+        # One that can peek, which makes it as fast as `loads`.
+        return _DataUnpickler(BufferedReader(BytesIO(data), _BUFFER)).load()
     except RefusedPickleError:
         raise
     except Exception as error:
@@ -50,23 +52,7 @@ class _DataUnpickler(Unpickler):
         raise RefusedPickleError("holds a persistent id, which data has no need of")
 
 
-class _Peeked:
-    """A file that shows the unpickler all of `data` at once and without a copy, which makes it as fast as `loads`."""
-
-    def __init__(self, data: bytes) -> None:
-        self._rest = memoryview(data)
-
-    def peek(self, size: int) -> memoryview:
-        return self._rest
-
-    def read(self, size: int) -> bytes:
-        found, self._rest = self._rest[:size], self._rest[size:]
-        return bytes(found)
-
-    def readline(self) -> NoReturn:
-        raise RefusedPickleError(_OTHER_OPCODE)
-
-
+_BUFFER = 1 << 18
 _GET = rb"(?:h.|j.{4})"
 _ONE_GET = re.compile(rb"(?s)" + _GET)
 _PUT = re.compile(rb"(?s)(?:q.|r.{4})?")

@@ -23,7 +23,8 @@ from crossrank.text import rank_ranges
 from crossrank.tools.traces.nsight.export import NONE, NVTX, Column, Columns, Export, Mask, at, lookup
 from crossrank.tools.traces.rank_trace import Interned
 
-MARK, PUSH_POP, START_END = ("NvtxMark", 34), ("NvtxPushPopRange", 59), ("NvtxStartEndRange", 60)
+_TYPES = {"NvtxMark": 34, "NvtxPushPopRange": 59, "NvtxStartEndRange": 60}
+"""NVTX event types -> their numbers where an export does not list them. The first has no extent."""
 
 CALL, BATCH, IDENTITY, GROUP, NCCL = range(5)
 """What a text is: a call, the launch that ends a batch, who the process is, a process group, a function of NCCL."""
@@ -194,7 +195,8 @@ _COLUMNS = ("start", "end", "eventType", "globalTid", "int64Value", "uint64Value
 
 def read_ranges(export: Export) -> Ranges:
     """Every range and marker that means something here, of all processes."""
-    types = [export.event_type(*one) for one in (MARK, PUSH_POP, START_END)]
+    listed = {name: export.value("ENUM_NSYS_EVENT_TYPE", "id", name) for name in _TYPES}
+    types = [number if isinstance(number, int) else _TYPES[name] for name, number in listed.items()]
     meanings = _Meanings()
     parts = [[np.empty(0, np.int64)] * 7]
 
@@ -223,8 +225,7 @@ def read_ranges(export: Export) -> Ranges:
     of_types = f"WHERE eventType IN ({','.join(map(str, types))})"
     if "textId" in there:
         registered = f"{of_types} AND textId IS NOT NULL"
-        (distinct,) = export.all(NVTX, ["textId"], f"{registered} GROUP BY textId")
-        take("textId", registered, export.strings(distinct).items())
+        take("textId", registered, export.strings(NVTX, "textId", registered).items())
     if "text" in there:  # texts in the rows themselves
         of_types += " AND textId IS NULL" if "textId" in there else ""
         spelled_out = f"{of_types} AND (text LIKE '{{%' OR text LIKE 'nccl%')"

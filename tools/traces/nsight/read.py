@@ -30,7 +30,7 @@ from crossrank.tools.traces.nsight.kernel_launches import (
     runs,
 )
 from crossrank.tools.traces.nsight.markers import BATCH, CALL, GROUP, IDENTITY, NCCL, Ranges, read_ranges
-from crossrank.tools.traces.nsight.nccl import NcclRanges, nccl_ranges
+from crossrank.tools.traces.nsight.nccl import NcclRanges
 from crossrank.tools.traces.nsight.rows import FILTERED, rows_of_comms, rows_of_markers
 from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder, launch_of
 
@@ -146,14 +146,14 @@ class _Process:
         self._epoch = epoch
         self._meanings = [ranges.meanings[index] for index in np.unique(ranges.meaning).tolist()]
         own = ranges.of(NCCL)
-        self._nccl: NcclRanges | None = nccl_ranges(export, own) if len(own) else None
+        self._nccl = NcclRanges(export, own) if len(own) else None
         self.times = times = RankTrace(
             rank=None,
             path=export.path,
             source="nsight",
             timed_by="nsight",
             clock=export.path,
-            node=export.host(),
+            node=str(export.value("TARGET_INFO_SYSTEM_ENV", "value", "Hostname") or ""),
             numbered=False,
         )
         self._began: Column = np.empty(0, np.int64)
