@@ -31,6 +31,8 @@ CALL, BATCH, IDENTITY, GROUP, NCCL = range(5)
 
 _MOST_ID = 1 << 62
 
+NO_CALL = CommRecord(id=0, op="", c10d="", pg="", bytes=0, t=0)
+
 WORLD = "world"
 """Name of the group of an old marker that names no ranks."""
 
@@ -39,8 +41,8 @@ class Meaning(msgspec.Struct, frozen=True):
     """What one text says."""
 
     what: int
-    record: CommRecord | None = None
-    """The call, without number and time."""
+    record: CommRecord = NO_CALL
+    """The call, without number and time; of a batch nothing but its group."""
     group: Group | None = None
     rank: int | None = None
     world_size: int | None = None
@@ -111,7 +113,7 @@ def meaning_of(text: str) -> Meaning | None:
         return None
     if _ABSENT not in (marked.op, marked.pg):
         if marked.op == "coalesced":
-            return Meaning(BATCH, record=CommRecord(id=0, op=marked.op, c10d="", pg=marked.pg, bytes=0, t=0))
+            return Meaning(BATCH, record=msgspec.structs.replace(NO_CALL, op=marked.op, pg=marked.pg))
         same = {name: getattr(marked, name) for name in _OF_CALL}
         record = CommRecord(id=0, t=0, bytes=max(marked.bytes, 0), **same)
         return Meaning(CALL, record=record, sizeless=marked.bytes < 0, left_out=bool(marked.left_out))
@@ -178,6 +180,9 @@ class Ranges(Columns):
     @property
     def process(self) -> Column:
         return self.thread >> 24
+
+    def of_range(self, index: int) -> Meaning:
+        return self.meanings[int(self.meaning[index])]
 
     def of(self, *what: int) -> Ranges:
         """Those that mean one of `what`."""

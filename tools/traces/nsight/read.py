@@ -230,7 +230,7 @@ class _Process:
         instant[instant] = calls.instant[inside[instant]]
         if not instant.any():
             return inside
-        marked = np.array([one.record and _kernel_of(one.record.op) for one in calls.meanings], object)
+        marked = np.array([_kernel_of(one.record.op) for one in calls.meanings], object)
         runs_op = np.array([_kernel_of(op or _SEND_RECV) for op in kernels.ops], object)
         fits = instant & (kernels.graph_node == 0) & (runs_op[kernels.op] == marked[calls.meaning[inside]])
         order = np.flatnonzero(fits)
