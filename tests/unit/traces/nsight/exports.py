@@ -12,6 +12,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from crossrank.tools.traces.nsight.read import read_export
+from crossrank.tools.traces.rank_trace import RankTrace
+
 EPOCH = 1_780_000_000_000_000_000
 _HARDWARE = 0x01_00_00_0000_000000  # an id in the top byte, as real exports have
 
@@ -202,6 +205,12 @@ class Process:
         }
         said = {names[name]: value for name, value in payload.items()}
         self.event(59, start, end, function, thread=thread, jsonText=json.dumps(said) if said else None)
+
+
+def read(process: Process, folder: Path, rank: int | None = None) -> RankTrace:
+    """What is read of an export of one process."""
+    (times,) = read_export(str(process.export.write(folder / "a.sqlite")), rank, {})
+    return times
 
 
 def write_exports(folder: Path, ranks: int = 2, *, world: int = 2) -> None:
