@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -116,15 +116,14 @@ Thing = TypeVar("Thing")
 class Interned(Generic[Thing]):
     """Things, each once, numbered in the order in which they are first met."""
 
-    def __init__(self, *first: Thing) -> None:
+    def __init__(self, *first: Thing, key: Callable[[Thing], Hashable] = lambda thing: thing) -> None:
+        """`key` is what equal things have in common, where they cannot be compared themselves."""
         self.rows: list[Thing] = list(first)
-        self._numbers = {self.key(thing): number for number, thing in enumerate(first)}
-
-    def key(self, thing: Thing) -> Hashable:
-        return thing
+        self._key = key
+        self._numbers = {key(thing): number for number, thing in enumerate(first)}
 
     def number(self, thing: Thing) -> int:
-        key = self.key(thing)
+        key = self._key(thing)
         found = self._numbers.get(key)
         if found is None:
             found = self._numbers[key] = len(self.rows)
@@ -135,15 +134,12 @@ class Interned(Generic[Thing]):
 class Signatures(Interned[CommRecord]):
     """Records without what differs between equal calls. They hold lists, so they are compared as encoded."""
 
-    def key(self, thing: CommRecord) -> Hashable:
-        return _encode(thing)
+    def __init__(self, *first: CommRecord) -> None:
+        super().__init__(*first, key=msgspec.msgpack.Encoder().encode)
 
     def of(self, record: CommRecord) -> int:
         """Number of a recorded call's signature."""
         return self.number(msgspec.structs.replace(record, id=0, t=0, seq=None, p2p_seq=None, batch=None, step=0))
-
-
-_encode = msgspec.msgpack.Encoder().encode
 
 
 @dataclass

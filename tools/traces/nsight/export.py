@@ -204,7 +204,7 @@ def lookup(ordered: Column, values: Column) -> Column:
     return np.where(ordered[at] == values, at, NONE)
 
 
-def at(values: Column, index: Column, default: int = NONE) -> Column:
+def at(values: Column | Mask, index: Column, default: int = NONE) -> Column:
     """The value at each index; `default` where that is negative."""
     if not len(values):
         return np.full(len(index), default, np.int64)

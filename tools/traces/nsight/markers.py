@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -190,11 +190,6 @@ class Ranges(Columns):
         return self.take(np.isin(kinds[self.meaning], what))
 
 
-class _Meanings(Interned[Meaning]):
-    def key(self, thing: Meaning) -> bytes:
-        return msgspec.msgpack.encode(msgspec.structs.replace(thing, id=NONE) if thing.old else thing)
-
-
 _COLUMNS = ("start", "end", "eventType", "globalTid", "int64Value", "uint64Value", "rowid")
 
 
@@ -202,7 +197,8 @@ def read_ranges(export: Export) -> Ranges:
     """Every range and marker that means something here, of all processes."""
     listed = {name: export.value("ENUM_NSYS_EVENT_TYPE", "id", name) for name in _TYPES}
     types = [number if isinstance(number, int) else _TYPES[name] for name, number in listed.items()]
-    meanings = _Meanings()
+    of_any_id = partial(msgspec.structs.replace, id=NONE)
+    meanings = Interned[Meaning](key=lambda one: msgspec.msgpack.encode(of_any_id(one) if one.old else one))
     parts = [[np.empty(0, np.int64)] * 7]
 
     @lru_cache(maxsize=1 << 16)  # the older shim's texts are all different

@@ -226,8 +226,7 @@ class _Process:
         """A marker without extent reaches to the next one, and so around launches that are none of its own: it gets the
         first that runs the kernel of its operation and is no graph's."""
         calls = self._calls
-        instant = inside != NONE
-        instant[instant] = calls.instant[inside[instant]]
+        instant = at(calls.instant, inside, 0) > 0
         if not instant.any():
             return inside
         marked = np.array([_kernel_of(one.record.op) for one in calls.meanings], object)
@@ -343,14 +342,15 @@ class _Process:
         times = self.times
         graphs = left.graph_node > 0
         no_launch = ~graphs & (left.thread == NONE)
-        counts = {
-            NO_KERNEL: without,
-            CAPTURED: captured,
-            GRAPHS: int(graphs.sum()),
-            NO_LAUNCH: int(no_launch.sum()),
-            OUTSIDE: int((~graphs & ~no_launch).sum()),
-        }
-        times.unattributed.update({text: count for text, count in counts.items() if count})
+        times.unattributed += Counter(
+            {
+                NO_KERNEL: without,
+                CAPTURED: captured,
+                GRAPHS: int(graphs.sum()),
+                NO_LAUNCH: int(no_launch.sum()),
+                OUTSIDE: int((~graphs & ~no_launch).sum()),
+            }
+        )
         times.unattributed_ns += int((left.end - left.start).sum())
         whole = len(self._export.all(GRAPH_TRACE, ("start",))[0])
         if whole:
