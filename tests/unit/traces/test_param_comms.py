@@ -200,3 +200,15 @@ def test_a_root_outside_the_group_is_not_guessed() -> None:
     comms = ParamComms(name="broadcast", rank=5, pg="3")
     assert record(comms).root is None
     assert record(comms, None).root is None
+
+
+@pytest.mark.parametrize(("name", "sides"), [("c10d::recv_", ([], [[24]])), ("c10d::send", ([[24]], []))])
+def test_the_tensor_of_a_receive_is_its_output(name: str, sides: tuple[list[list[int]], list[list[int]]]) -> None:
+    schema = (
+        f"{name}(Tensor[] tensors, __torch__.torch.classes.c10d.ProcessGroup process_group, int src, int tag) -> ()"
+    )
+    types = ["GenericList[Tensor(float)]", "Object", "Int", "Int"]
+    comms = from_op(node([[FLOATS], "<Object>", 1, 9], [[[24]], [], [], []], types, name=name, op_schema=schema))
+    made = record(comms)
+    assert ((made.inputs, made.outputs), made.peer, made.tag, made.bytes) == (sides, 6, 9, 96)
+    assert from_op(node([], [], [], name=name)) is None

@@ -112,3 +112,11 @@ def test_launches_come_apart_into_the_calls_that_share_their_number() -> None:
         call(7, t=60, seq=9),
     ]
     assert with_members(build(*RECORDS)).calls == build(*RECORDS).calls
+
+
+def test_calls_inside_a_node_may_be_left_out() -> None:
+    groups = [Group(pg="0", size=2, locality=locality) for locality in ("intra_node", "cross_node", "unknown")]
+    trace = build()
+    assert [trace.leaves_out(group) for group in groups] == [False] * 3
+    trace.filtered = True
+    assert [trace.leaves_out(group) for group in groups] == [True, False, False]

@@ -31,6 +31,7 @@ from crossrank.tools.traces.nsight.read import (
     OUTSIDE,
     read_export,
 )
+from crossrank.tools.traces.nsight.rows import LEFT_OUT, SIZELESS
 from crossrank.tools.traces.rank_trace import RankTrace
 from tests.unit.traces.nsight.exports import EPOCH, SCHEMAS, ExportFile, Process, read
 
@@ -339,8 +340,8 @@ def test_the_launch_of_calls_that_were_not_emitted_is_none_of_ours(tmp_path: Pat
     assert not times.unattributed
 
 
-def write_comms(path: Path, *records: dict[str, object]) -> str:
-    header = {"schema": "crossrank-comms 1", "rank": 0, "world_size": 2, "host": "h", "node": "n", "clock": {}}
+def write_comms(path: Path, *records: dict[str, object], pid: int | None = None) -> str:
+    header = {"schema": "crossrank-comms 1", "rank": 0, "world_size": 2, "host": "h", "node": "n", "pid": pid}
     group = {"pg": "0", "size": 2, "ranks": [0, 1], "locality": "cross_node"}
     rest = {"c10d": "", "pg": "0", "t": 0, "bytes": 4_000_000}
     whole = [{"id": record["id"]} | rest | record for record in records]  # a record begins with its id
@@ -410,6 +411,59 @@ def test_peers_in_a_communicator_of_unknown_ranks_are_no_global_ranks(tmp_path: 
     process.kernel(1050, 1500, 1900, name=SEND_RECV_KERNEL)
     times = read(process, tmp_path, 4)
     assert [kind.ends for kind in launched(times).kinds] == [None]
+
+
+def test_processes_that_do_not_tell_their_rank_are_known_by_their_comms_file_or_numbered(tmp_path: Path) -> None:
+    export = ExportFile()
+    for pid in (70, 71, 72, 73):
+        two_calls(export.process(pid))
+    export.process(73).identity(0, 4)
+    comms = {rank: write_comms(tmp_path / f"rank-{rank}", pid=pid) for rank, pid in ((1, 71), (9, 1 << 24 | 9))}
+    found = read_export(str(export.write(tmp_path / "a.sqlite")), 7, comms)
+    assert [(times.rank, times.world_size) for times in found] == [(2, None), (1, None), (3, None), (0, 4)]
+    assert [note.partition(": ")[2] for note in found[0].notes] == [
+        "2 process(es) do not tell their rank: they are numbered in the order of their ids"
+    ]
+    assert found[1].notes == [f"{comms[1]}: is not of the run of {tmp_path}/a.sqlite, and is not used"]
+
+
+def test_markers_without_ids_are_a_batch_as_far_as_they_are_of_one_kind(tmp_path: Path, process: Process) -> None:
+    ops = ("all_reduce", "send", "recv", "send")
+    for number, op in enumerate(ops):
+        process.marker(1000 + 10 * number, 1005 + 10 * number, None, op=op, bytes=100 * (number + 1), peer=1)
+    process.event(59, 1100, 1200, json.dumps({"op": "coalesced", "pg": "0"}))
+    process.kernel(1150, 2000, 2600, name=SEND_RECV_KERNEL)
+    process.marker(3000, 3010, None, left_out={"in_split": 4})
+    process.kernel(3005, 3500, 3900)
+    process.event(59, 4000, 4010, json.dumps({"op": "all_gather", "pg": "1"}))
+    process.kernel(4005, 4500, 4900, name="ncclDevKernel_AllGather_RING_LL()")
+    times = read(process, tmp_path)
+    assert [(row[0], row[1], *row[3:]) for row in rows(times)] == [
+        ("all_reduce", "0", 0, 0, 0),
+        ("send/recv", "0", 1, 2000, 2600),
+        ("all_reduce", "0", 2, 3500, 3900),
+        ("all_gather", "1", 3, 4500, 4900),
+    ]
+    assert [one.bytes for one in times.signatures] == [900, 100, 4_000_000, 0]
+    assert dict(times.unattributed) == {NO_KERNEL: 1, LEFT_OUT: 1, SIZELESS: 1}
+
+
+def test_ncclS_ranges_serve_beside_a_comms_file_and_have_no_numbers(tmp_path: Path, process: Process) -> None:
+    process.identity(0)
+    two_calls(process)
+    for start, function in ((5000, "ncclAllGather"), (6000, "ncclCommDestroy")):
+        process.nccl(start, start + 100, function, comm=0xABC, size=8)
+        process.kernel(start + 50, start + 200, start + 300, name="ncclDevKernel_AllGather_RING_LL()")
+    comms = write_comms(tmp_path / "c", *({"id": number, "op": "all_reduce", "seq": number} for number in (1, 3)))
+    (times,) = read_export(str(process.export.write(tmp_path / "a.sqlite")), None, {0: comms})
+    assert [(one.id, one.seq, one.pg) for one in times.records()] == [(1, 1, "0"), (-1, -1, "nccl:abc")]
+    assert dict(times.attributed) == {IN_OURS: 1, IN_NCCL: 1}
+    assert times.unattributed_ns == 500
+    assert dict(times.unattributed) == {
+        f"markers whose id is not in {comms}": 1,
+        OUTSIDE: 2,
+        "the size of the communicator is not known: its creation was not captured": 1,
+    }
 
 
 # --- the join, against a plain search ---------------------------------------------------------------------------------
