@@ -16,8 +16,7 @@ from typing import Any, NoReturn
 
 from crossrank.budget import VALUES, Budget
 
-_OTHER_OPCODE = "holds a pickle opcode that is not data"
-_OTHER_ORDER = "holds pickle opcodes in an order that no dump has"
+_OTHER_OPCODE = "holds a pickle opcode that is not data, or not in the order that dumps have"
 _OTHER_TUPLE = "holds a tuple of other things than strings, which no dump has"
 
 
@@ -60,8 +59,6 @@ _LENGTHS = {b"X": 4, b"U": 1, b"T": 4, b"\x8c": 1, b"\x8d": 8, b"\x8a": 1}
 """Opcodes of strings, and of long numbers -> bytes of the length that stands before their content."""
 _ARGUMENTS = {b"h": 1, b"K": 1, b"q": 1, b"M": 2, b"j": 4, b"J": 4, b"r": 4, b"G": 8, b"\x95": 8}
 """Other opcodes of data -> bytes of their argument."""
-_ALONE = b"]}ues(a)N\x88\x89\x94"
-"""Opcodes of data without an argument, but for that of pairs."""
 _LONGEST_RUN = 4000
 """Opcodes that the regular expression engine has to remember."""
 _MARGIN = 1 << 16
@@ -116,7 +113,7 @@ def _check(data: bytes) -> None:
         elif position + 1 + _ARGUMENTS.get(opcode, 0) > len(data):
             break
         else:
-            raise RefusedPickleError(_OTHER_ORDER if opcode in _ARGUMENTS or opcode in _ALONE else _OTHER_OPCODE)
+            raise RefusedPickleError(_OTHER_OPCODE)
         if numbered:
             put = _PUT.match(data, position)
             assert put is not None  # the empty one always matches

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sqlite3
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -340,11 +341,11 @@ def test_the_launch_of_calls_that_were_not_emitted_is_none_of_ours(tmp_path: Pat
     assert not times.unattributed
 
 
-def write_comms(path: Path, *records: dict[str, object], pid: int | None = None) -> str:
+def write_comms(path: Path, *records: Mapping[str, object], pid: int | None = None) -> str:
     header = {"schema": "crossrank-comms 1", "rank": 0, "world_size": 2, "host": "h", "node": "n", "pid": pid}
     group = {"pg": "0", "size": 2, "ranks": [0, 1], "locality": "cross_node"}
     rest = {"c10d": "", "pg": "0", "t": 0, "bytes": 4_000_000}
-    whole = [{"id": record["id"]} | rest | record for record in records]  # a record begins with its id
+    whole = [{"id": record["id"], **rest, **record} for record in records]  # a record begins with its id
     path.write_text("\n".join(map(json.dumps, [{"header": header}, {"group": group}, *whole])) + "\n")
     return str(path)
 
