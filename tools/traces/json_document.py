@@ -117,7 +117,7 @@ class _Reader(Generic[Content]):
         try:
             self._stream()
         except OSError as error:
-            raise CrossrankError(f"{self.path}: cannot be read ({error.strerror or one_line(error)})") from error
+            raise CrossrankError(f"{self.path}: cannot be read ({one_line(error)})") from error
         problems = "".join(f"; {problem}" for problem in self.damage.problems)
         if not self._head and not self._rest.strip():
             what = problems[2:] or f"is empty; it should be {self._shape.what}"

@@ -79,14 +79,14 @@ def _check(data: bytes) -> None:
     run = re.compile(rb"(?s)(?:%s){0,%d}(?!%s?\x86)" % (opcodes, _LONGEST_RUN, _GET)).match
     ends_in_get = re.compile(rb"(?s)(?:%s)*(%s)" % (opcodes, _GET)).fullmatch
     position = 2
-    begin, end = 0, 0  # of the run just before the operands
+    before: re.Match[bytes] | None = None  # the run just before the operands
     operands = 0  # strings, and gets of what is no pair, that stand before a pair
     memoized = 0
     pairs: set[int] = set()  # memo indices of pairs
     while position < len(data):
         match = run(data, position)
         if match is not None and match.end() > position:
-            begin, position, end, operands = position, match.end(), match.end(), 0
+            before, position, operands = match, match.end(), 0
             continue
         opcode = data[position : position + 1]
         if get := _ONE_GET.match(data, position):
@@ -98,16 +98,16 @@ def _check(data: bytes) -> None:
             position += 1 + width + int.from_bytes(data[position + 1 : position + 1 + width], "little")
             operands += 1
             if opcode == b"\x8a":
-                begin, end, operands = 0, 0, 0
+                before, operands = None, 0
         elif opcode == b"\x86":
-            first = ends_in_get(data, begin, end) if operands == 1 else None
+            first = ends_in_get(data, *before.span()) if before is not None and operands == 1 else None
             if operands < 2 and (first is None or _index(first[1]) in pairs):
                 raise RefusedPickleError(_OTHER_TUPLE)
             position += 1
-            begin, end, operands = 0, 0, 0
+            before, operands = None, 0
         elif opcode in b"]}" and not numbered:
             position += 1
-            begin, end, operands = 0, 0, 0
+            before, operands = None, 0
         elif opcode == b".":
             return
         elif position + 1 + _ARGUMENTS.get(opcode, 0) > len(data):
