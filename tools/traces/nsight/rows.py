@@ -77,7 +77,7 @@ def rows_of_markers(calls: Ranges, kernels: Activities, builder: TraceBuilder, e
             launches[members[0]] = builder.signatures.of(launch_of([calls.of_range(one).record for one in members]))
             ids[members[0]] = identity
     heads = np.flatnonzero(head == np.arange(len(calls)))
-    single = np.setdiff1d(heads, list(launches))
+    single = heads[~np.isin(heads, list(launches))]
     used, counts = np.unique(calls.meaning[single], return_counts=True)
     signature_of = np.zeros(len(calls.meanings), np.int64)
     for number, count in zip(used.tolist(), counts.tolist(), strict=True):

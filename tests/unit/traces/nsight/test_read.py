@@ -271,6 +271,7 @@ def test_ncclS_own_ranges_serve_where_our_markers_are_missing(tmp_path: Path, pr
         ("send/recv", "nccl:abc", 3500),
     ]
     assert [kind.bytes for kind in launched(times).kinds] == [4096, 4096, 700]
+    assert [member.peer for member in times.signatures[2].members] == [3, 1]
     assert dict(times.attributed) == {IN_NCCL: 3}
 
 
