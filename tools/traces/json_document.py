@@ -167,7 +167,7 @@ class _Reader(Generic[Content]):
 
     def _decode_batch(self, boundary: re.Pattern[bytes]) -> None:
         # Where none is near the end, after the next chunk there may be.
-        *_, cut = None, *boundary.finditer(self._rest, max(0, len(self._rest) - _TAIL))
+        *_, cut = None, *boundary.finditer(self._rest, len(self._rest) - _TAIL)
         if cut is None:
             self._streams = len(self._rest) <= _LONGEST_ROW
             return

@@ -29,7 +29,7 @@ STATES = ("scheduled", "started", "retired", "completed")
 GLOO = "gloo"
 
 
-class Columns:
+class _Columns:
     """Arrays of one length: a row over all of them is one thing."""
 
     def take(self, rows: Sequence[int]) -> Self:
@@ -40,7 +40,7 @@ class Columns:
 
 
 @dataclass
-class Calls(Columns):
+class Calls(_Columns):
     """Calls in the order in which their rank made them; one row over all columns is one call.
 
     Times are ns since 1970 on the rank's own clock, 0 = not known.
@@ -143,7 +143,7 @@ class Signatures(Interned[CommRecord]):
 
 
 @dataclass
-class Waits(Columns):
+class Waits(_Columns):
     """What the host did about its calls, by row. Sources that know of waits have it, for replay."""
 
     before: array[int] = field(default_factory=lambda: array("q"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
 import tempfile
 import time
@@ -172,9 +173,8 @@ class Export:
         """Note a schema that is not known."""
         values = (self.value(table, "value", "EXPORT_SCHEMA_VERSION") for table in _META_DATA)
         version = str(next((value for value in values if value is not None), ""))[:_LONGEST_VERSION]
-        parts = version.split(".")
-        number = tuple(int(part) for part in parts[:2]) if all(part.isdecimal() for part in parts[:2]) else ()
-        if version and not _KNOWN[0] <= number <= _KNOWN[1]:
+        number = re.match(r"(\d+)\.(\d+)", version)
+        if version and not (number and _KNOWN[0] <= (int(number[1]), int(number[2])) <= _KNOWN[1]):
             self.notes.append(
                 f"has schema version {version}; 3.0 to 3.28 are known here: the columns it shares with them are read"
             )

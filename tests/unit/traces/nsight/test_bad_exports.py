@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from crossrank.errors import CrossrankError
-from crossrank.tools.traces.nsight.read import IN_OURS, NO_KERNEL, OUTSIDE, read_export
+from crossrank.tools.traces.nsight.read import IN_OURS, NO_KERNEL, NO_LAUNCH, OUTSIDE, read_export
 from tests.unit.traces.nsight.exports import EPOCH, ExportFile, Process, read
 from tests.unit.traces.nsight.test_read import rows, two_calls
 
@@ -125,6 +125,17 @@ def test_graphs_traced_whole_are_told_with_the_option_that_helps(tmp_path: Path)
     export.row("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", start=2000, end=3000)
     assert refused(export.write(tmp_path / "a.sqlite")).endswith(
         "record with --cuda-graph-trace=node, or without the graph"
+    )
+
+
+def test_kernels_that_belong_to_no_call_are_counted_by_why(tmp_path: Path, process: Process) -> None:
+    process.marker(1000, 1100, 1)
+    process.kernel(2000, 2100, 2200)
+    process.kernel(3000, 3100, 3200)
+    process.kernel(0, 500, 600, launch=False)
+    assert refused(process.export.write(tmp_path / "a.sqlite")) == (
+        f": none of 1 marked calls has a kernel among 3 (2 {OUTSIDE}; 1 {NO_KERNEL}; 1 {NO_LAUNCH}); record "
+        "with --trace=cuda,nvtx, and export NVTX_EVENTS, CUPTI_ACTIVITY_KIND_KERNEL and _RUNTIME"
     )
 
 
