@@ -66,9 +66,10 @@ def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | N
         trace.skipped = len(others), sum(others)
     add_records(builder, wanted, clock, last.id if last is not None and is_cut else None, is_cut=is_cut)
     # The file says up to when it lacks nothing; those of earlier versions end with a call.
-    until = max((line.get("t", 0) for line in file.clocks), default=0)
-    if last is not None and until > last.t and is_cut and clock.at(until) < _MOST:
-        trace.ending.taken_at = clock.at(until)
+    if last is not None and is_cut:
+        until = max([last.t, *(line["t"] for line in file.clocks if "t" in line)])
+        if last.t < until and clock.at(until) < _MOST:
+            trace.ending.taken_at = clock.at(until)
     if clock.set_by:
         trace.notes.append(
             f"{path}: its wall clock was set by {clock.set_by / 1e9:+,.3f} s while it ran; that is left out"

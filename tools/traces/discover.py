@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from crossrank.comm import MOST_RANKS
-from crossrank.errors import CrossrankError
+from crossrank.errors import CrossrankError, one_line
 from crossrank.recording import (
     COMMS,
     EXECUTION_TRACE,
@@ -166,7 +166,7 @@ def look(path: str) -> FoundFile:
             if len(head) >= _HEAD:
                 break
     except OSError as error:
-        damage.problems.append(f"cannot be read ({error.strerror or error})")
+        damage.problems.append(f"cannot be read ({one_line(error)})")
     head = head[:_HEAD]
     kind = next((kind for kind, signs in _COMPILED if all(sign.search(head) for sign in signs)), "")
     kind = kind or next((kind for suffix, kind in _BY_NAME.items() if name.endswith(suffix)), "")

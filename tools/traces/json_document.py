@@ -30,6 +30,8 @@ _MEMORY_PER_BYTE = 3
 _BATCH = 4 << 20
 """Bytes of rows that are decoded at a time."""
 _LONGEST_ROW = 64 << 20
+_TAIL = 1 << 16
+"""Bytes at the end of a batch in which the begin of its last row is looked for."""
 _FIRST_KEY = re.compile(rb'\s*\{\s*("[^"\\]*")')
 _BETWEEN = re.compile(r"[\s,]*")
 _NEXT_ROW = re.compile(r"\}\s*,\s*\{")
@@ -115,7 +117,7 @@ class _Reader(Generic[Content]):
         try:
             self._stream()
         except OSError as error:
-            raise CrossrankError(f"{self.path}: cannot be read ({error.strerror or one_line(error)})") from error
+            raise CrossrankError(f"{self.path}: cannot be read ({one_line(error)})") from error
         problems = "".join(f"; {problem}" for problem in self.damage.problems)
         if not self._head and not self._rest.strip():
             what = problems[2:] or f"is empty; it should be {self._shape.what}"
@@ -164,7 +166,8 @@ class _Reader(Generic[Content]):
             del self._rest[: start.end() - 1]
 
     def _decode_batch(self, boundary: re.Pattern[bytes]) -> None:
-        cut = _last(boundary, self._rest)
+        # Where none is near the end, after the next chunk there may be.
+        *_, cut = None, *boundary.finditer(self._rest, len(self._rest) - _TAIL)
         if cut is None:
             self._streams = len(self._rest) <= _LONGEST_ROW
             return
@@ -235,15 +238,6 @@ class _Reader(Generic[Content]):
                 except BROKEN as error:
                     self.damage.problems.append(f"{field} is unusable ({one_line(error)})")
         return msgspec.convert(good, self._shape.content, strict=False)
-
-
-def _last(boundary: re.Pattern[bytes], text: bytearray) -> re.Match[bytes] | None:
-    window = 1 << 14
-    while True:
-        *_, found = (None, *boundary.finditer(text, max(0, len(text) - window)))
-        if found is not None or window >= len(text):
-            return found
-        window *= 8
 
 
 def _split(text: str) -> tuple[list[Any], int]:

@@ -16,7 +16,6 @@ class _Basic(msgspec.Struct):
     """A call of a PARAM basic trace. Sizes are elements."""
 
     comms: str | None = None
-    compute: str | None = None
     req: Int | list[Int] | None = None
     pg_id: Int | str | None = None
     global_ranks: list[Int] | None = None

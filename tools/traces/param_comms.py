@@ -140,7 +140,7 @@ def from_op(node: HostNode) -> ParamComms | None:
     dtypes: dict[bool, str | None] = {}
     for i, (name, value) in enumerate(zip(names, given.values, strict=False)):
         if i < len(given.types) and "Tensor" in given.types[i]:
-            shapes, dtype = _shapes([value], given.shapes[i : i + 1], given.types[i : i + 1])
+            shapes, dtype = _shapes([value], given.shapes[i:], given.types[i:])
             is_output = name.startswith("output") or name == "out"
             (comms.outputs if is_output else comms.inputs).extend(shapes)
             dtypes[is_output] = dtypes.get(is_output) or dtype

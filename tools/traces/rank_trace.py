@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,6 +21,9 @@ from crossrank.comm import CommRecord, Group, crosses_nodes, is_p2p
 from crossrank.tools.traces.ending import Ending
 from crossrank.tools.traces.flight_recorder import Frame, Progress
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 SCHEDULED, STARTED, RETIRED, COMPLETED = range(4)
 """State of a call. RETIRED: its rank is done with it, which on gloo is also what a call that timed out looks like."""
 STATES = ("scheduled", "started", "retired", "completed")
@@ -28,8 +31,18 @@ STATES = ("scheduled", "started", "retired", "completed")
 GLOO = "gloo"
 
 
+class _Columns:
+    """Arrays of one length: a row over all of them is one thing."""
+
+    def take(self, rows: Sequence[int]) -> Self:
+        """Those of `rows`, in that order."""
+        columns = {name: column for name, column in vars(self).items() if isinstance(column, array)}
+        taken = {name: array(column.typecode, [column[row] for row in rows]) for name, column in columns.items()}
+        return replace(self, **taken)  # type: ignore[type-var]
+
+
 @dataclass
-class Calls:
+class Calls(_Columns):
     """Calls in the order in which their rank made them; one row over all columns is one call.
 
     Times are ns since 1970 on the rank's own clock, 0 = not known.
@@ -92,18 +105,11 @@ class Calls:
 
     def extend(self, columns: Mapping[str, NDArray[Any]]) -> None:
         """Append calls that are columns already; the columns that are not given say nothing of them."""
-        count = len(columns["number"])
+        count = len(columns["signature"])
         for one in fields(self):
             column = getattr(self, one.name)
             values = columns.get(one.name, np.zeros(count))
             column.frombytes(values.astype(np.dtype(column.typecode)).tobytes())
-
-    def take(self, rows: Sequence[int]) -> Calls:
-        """The calls of `rows`, in that order."""
-        columns = {one.name: getattr(self, one.name) for one in fields(self)}
-        return Calls(
-            **{name: array(column.typecode, [column[row] for row in rows]) for name, column in columns.items()}
-        )
 
 
 def sort_by_time(trace: RankTrace) -> None:
@@ -120,15 +126,14 @@ Thing = TypeVar("Thing")
 class Interned(Generic[Thing]):
     """Things, each once, numbered in the order in which they are first met."""
 
-    def __init__(self, *first: Thing) -> None:
+    def __init__(self, *first: Thing, key: Callable[[Thing], Hashable] = lambda thing: thing) -> None:
+        """`key` is what equal things have in common, where they cannot be compared themselves."""
         self.rows: list[Thing] = list(first)
-        self._numbers = {self.key(thing): number for number, thing in enumerate(first)}
-
-    def key(self, thing: Thing) -> Hashable:
-        return thing
+        self._key = key
+        self._numbers = {key(thing): number for number, thing in enumerate(first)}
 
     def number(self, thing: Thing) -> int:
-        key = self.key(thing)
+        key = self._key(thing)
         found = self._numbers.get(key)
         if found is None:
             found = self._numbers[key] = len(self.rows)
@@ -139,19 +144,16 @@ class Interned(Generic[Thing]):
 class Signatures(Interned[CommRecord]):
     """Records without what differs between equal calls. They hold lists, so they are compared as encoded."""
 
-    def key(self, thing: CommRecord) -> Hashable:
-        return _encode(thing)
+    def __init__(self, *first: CommRecord) -> None:
+        super().__init__(*first, key=msgspec.msgpack.Encoder().encode)
 
     def of(self, record: CommRecord) -> int:
         """Number of a recorded call's signature."""
         return self.number(msgspec.structs.replace(record, id=0, t=0, seq=None, p2p_seq=None, batch=None, step=0))
 
 
-_encode = msgspec.msgpack.Encoder().encode
-
-
 @dataclass
-class Waits:
+class Waits(_Columns):
     """What the host did about its calls, by row. Sources that know of waits have it, for replay."""
 
     before: array[int] = field(default_factory=lambda: array("q"))
@@ -396,30 +398,20 @@ class TraceBuilder:
 def with_records(trace: RankTrace, records: Iterable[tuple[CommRecord, int]]) -> RankTrace:
     """`trace` with other calls: each has the times and waits of the row that is given with it."""
     given = list(records)
-    calls, waits = trace.calls, trace.waits
-    made = replace(trace, calls=Calls(), signatures=[], waits=None)
-    builder = TraceBuilder(made)
-    first_of: dict[int, int] = {}
-    for record, row in given:
-        place = builder.add(
-            record,
-            called=calls.called[row],
-            began=calls.began[row],
-            ended=calls.ended[row],
-            took=calls.took[row],
-            state=calls.state[row],
-        )
-        first_of.setdefault(row, place)
+    rows = [row for _, row in given]
+    signatures = Signatures()
+    calls = replace(
+        trace.calls.take(rows),
+        signature=array("I", [signatures.of(record) for record, _ in given]),
+        id=array("q", [record.id for record, _ in given]),
+        batch=array("q", [-1 if record.batch is None else record.batch for record, _ in given]),
+    )
+    waits = trace.waits
     if waits is not None:
-        place_of = [first_of[row] for row in range(len(calls))] + [len(made)]
-        before = [waits.before[row] for _, row in given]
-        made.waits = replace(
-            waits,
-            before=array("q", [one if one < 0 else place_of[one] for one in before]),
-            blocking=array("b", [waits.blocking[row] for _, row in given]),
-            returned=array("q", [waits.returned[row] for _, row in given]),
-        )
-    return made
+        first_of = {row: place for place, row in reversed(list(enumerate(rows)))} | {-1: -1, len(trace): len(rows)}
+        waits = waits.take(rows)
+        waits.before = array("q", map(first_of.__getitem__, waits.before))
+    return replace(trace, calls=calls, signatures=signatures.rows, waits=waits)
 
 
 def with_members(trace: RankTrace) -> RankTrace:

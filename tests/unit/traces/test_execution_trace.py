@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from crossrank.comm import Group
 from crossrank.errors import CrossrankError
-from crossrank.tools.traces.execution_trace import ExecutionTrace, attributes, io, read_execution_trace
+from crossrank.tools.traces.execution_trace import ExecutionTrace, attributes, io, io_texts, read_execution_trace
 from tests.unit.graph.linking.small_traces import flat_node, nested_node
 
 
@@ -162,3 +163,15 @@ def test_process_groups_are_read_and_the_world_has_its_ranks(tmp_path: Path) -> 
         Group(pg="0", size=3, ranks=[0, 1, 2], desc="default_pg", backend="cuda:nccl"),
         Group(pg="7", size=2, ranks=[0, 2], desc="late", backend="cuda:nccl"),
     )
+
+
+def test_the_nodes_that_are_wanted_lie_under_their_nearest_caller_that_is(tmp_path: Path) -> None:
+    parents = {2: ("a", 0), 3: ("x", 2), 4: ("x", 3), 5: ("a", 4), 6: ("x", 7), 7: ("x", 6), 8: ("a", 6), 9: ("a", 2)}
+    given = {"values": [1], "shapes": [[]], "types": ["Int"]}
+    nodes = [nested_node(id, name, parent, id, inputs=given) for id, (name, parent) in parents.items()]
+    read(tmp_path, nodes)
+    trace = read_execution_trace(str(tmp_path / "et.json"), lambda name: name == "a")
+    assert [(node.id, node.parent, node.rf_id) for node in trace.nodes] == [(2, 0, 2), (5, 2, 5), (8, 0, 8), (9, 2, 9)]
+    assert io_texts(trace.nodes[0].inputs) == ("[1]", "[[]]", '["Int"]')
+    assert io_texts(trace.nodes[0].outputs) == io_texts(msgspec.Raw(b"[]")) == ("[]", "[]", "[]")
+    assert trace.warnings == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from crossrank.budget import OBJECTS
+from crossrank.budget import ROWS as ROWS_READ
 from crossrank.errors import CrossrankError
 from crossrank.recording import read_chunks
 from crossrank.tools.traces import json_document
@@ -62,6 +65,18 @@ def test_pieces_of_any_size_give_what_the_whole_gives(
         patched.setattr(json_document, "read_chunks", partial(read_chunks, size=chunk))
         assert read(path, content) == whole
     assert len(whole[0]) == {"{}": 20, '{"a": NaN}': 20, '{"a": 9}': 21, "cut": len(whole[0])}[row]
+
+
+def test_rows_are_handed_on_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_document, "_BATCH", 100)
+    monkeypatch.setattr(json_document, "read_chunks", partial(read_chunks, size=150))
+    (tmp_path / "f").write_bytes(WHOLE)
+    batches: list[list[Row]] = []
+    document = read_document(str(tmp_path / "f"), SHAPE, batches.append)
+    assert [row.a for batch in batches for row in batch] == list(range(20))
+    assert len(batches) > 5
+    assert (document.content.rows, document.sha256) == ([], hashlib.sha256(WHOLE).hexdigest())
+    assert (document.budget.used[ROWS_READ], document.budget.used[OBJECTS]) == (20, 42)  # braces in texts count as well
 
 
 def test_the_list_alone_is_read(tmp_path: Path) -> None:

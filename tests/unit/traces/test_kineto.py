@@ -124,9 +124,9 @@ def test_a_head_that_is_not_as_it_should_be_loses_that_field_alone(tmp_path: Pat
 
 def test_a_bare_list_of_events_and_groups_by_name_are_read(tmp_path: Path) -> None:
     assert len(read(tmp_path, [event(), event()]).host) == 2
-    info = {"pg_config": {"a": {"pg_name": "a", "ranks": "[0, 4]"}, "b": {"pg_name": []}}}
+    info = {"pg_config": {"a": {"pg_name": "a", "ranks": "[0, 4]", "pg_size": 3}, "b": {"pg_name": []}}}
     assert read(tmp_path, {"distributedInfo": info, "traceEvents": [event()]}).groups == (
-        Group(pg="a", size=2, ranks=[0, 4]),
+        Group(pg="a", size=3, ranks=[0, 4]),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from crossrank.comm import CommRecord, Group
+from crossrank.comm import MOST_RANKS, CommRecord, Group
 from crossrank.tools.traces.execution_trace import HostNode
 from crossrank.tools.traces.param_comms import ParamComms, from_kineto, from_node, from_op, to_record
 
@@ -106,6 +106,8 @@ def test_the_layout_of_newer_torch_with_a_pair_for_the_sequence_and_attributes()
     )
     made = record(comms)
     assert (made.op, made.peer, made.p2p_seq, made.seq, made.bytes, made.dtype) == ("send", 6, 7, None, 96, "float32")
+    assert comms is not None
+    assert (comms.is_p2p, comms.desc, comms.ranks) == (True, "pp", range(4, 8, 2))
 
 
 def test_a_receive_takes_its_bytes_from_the_side_that_names_the_tensor() -> None:
@@ -200,3 +202,54 @@ def test_a_root_outside_the_group_is_not_guessed() -> None:
     comms = ParamComms(name="broadcast", rank=5, pg="3")
     assert record(comms).root is None
     assert record(comms, None).root is None
+
+
+@pytest.mark.parametrize(("name", "sides"), [("c10d::recv_", ([], [[24]])), ("c10d::send", ([[24]], []))])
+def test_the_tensor_of_a_receive_is_its_output(name: str, sides: tuple[list[list[int]], list[list[int]]]) -> None:
+    schema = (
+        f"{name}(Tensor[] tensors, __torch__.torch.classes.c10d.ProcessGroup process_group, int src, int tag) -> ()"
+    )
+    types = ["GenericList[Tensor(float)]", "Object", "Int", "Int"]
+    comms = from_op(node([[FLOATS], "<Object>", 1, 9], [[[24]], [], [], []], types, name=name, op_schema=schema))
+    made = record(comms)
+    assert ((made.inputs, made.outputs), made.peer, made.tag, made.bytes) == (sides, 6, 9, 96)
+    assert from_op(node([], [], [], name=name)) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "size", "bytes"),
+    [
+        ({"name": "all_gather", "in_elements": 4}, None, 16),
+        ({"name": "all_gather", "in_elements": 4, "group_size": 3}, None, 48),
+        ({"name": "all_gather", "in_elements": 4, "group_size": 3}, 2, 32),
+        ({"name": "reduce_scatter", "outputs": [[2, 3]]}, 2, 48),
+        ({"name": "broadcast", "outputs": [[2, 3]], "dtype": "no such type"}, 2, 0),
+        ({"name": "barrier", "in_elements": 1}, 2, 0),
+        ({"name": "something", "in_elements": 4}, 2, 16),
+    ],
+)
+def test_a_side_that_is_not_named_follows_from_the_other(fields: dict[str, Any], size: int | None, bytes: int) -> None:
+    group = None if size is None else Group(pg="", size=size)
+    assert record(ParamComms(**{"dtype": "Float"} | fields), group).bytes == bytes
+
+
+@pytest.mark.parametrize(
+    ("start", "stride", "size", "ranks"),
+    [
+        (0, 1, 2, range(2)),
+        (4, 2, 3, range(4, 10, 2)),
+        (0, 1, MOST_RANKS, range(MOST_RANKS)),
+        (0, 1, MOST_RANKS + 1, None),
+        (-1, 1, 2, None),
+        (0, 0, 2, None),
+        (0, 1, 0, None),
+        (None, 1, 2, None),
+        (0, None, 2, None),
+    ],
+)
+def test_ranks_in_even_steps_are_those_of_a_group(start: Any, stride: Any, size: int, ranks: range | None) -> None:
+    args = {"Collective name": "send", "Dst Rank": 1, "Src Rank": 0, "Global rank start": start}
+    args |= {"Global rank stride": stride, "Group size": size}
+    comms = from_kineto(msgspec.Raw(json.dumps(args).encode()))
+    assert comms is not None
+    assert (comms.ranks, comms.rank, comms.is_p2p) == (ranks, 1, True)

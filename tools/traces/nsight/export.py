@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
 import tempfile
 import time
@@ -42,7 +43,7 @@ _KNOWN = ((3, 0), (3, 28))
 _META_DATA = ("META_DATA_EXPORT", "EXPORT_META_DATA")
 """Names of the table with the version; the second is that of 2022."""
 _SIGNS = (NVTX, RUNTIME, KERNEL, *_META_DATA, "TARGET_INFO_SESSION_START_TIME", "ANALYSIS_DETAILS")
-_READ = (*_SIGNS, MEMCPY, GRAPH_TRACE, *GRAPH_NODES, STRINGS)
+_READ = (*_SIGNS, MEMCPY, GRAPH_TRACE, *GRAPH_NODES, STRINGS, "TARGET_INFO_SYSTEM_ENV", "ENUM_NSYS_EVENT_TYPE")
 _NEEDED = {
     NVTX: ("start", "end", "eventType", "globalTid"),
     KERNEL: ("start", "end", "globalPid", "correlationId"),
@@ -73,27 +74,26 @@ class Export:
         # A virtual table has no page of its own.
         query = "SELECT name, type = 'table' AND rootpage > 0 FROM sqlite_master WHERE type IN ('table', 'view')"
         kinds = {str(name): bool(is_table) for name, is_table in self.rows(query)}
-        self._tables = {name for name, is_table in kinds.items() if is_table}
-        self._columns: dict[str, set[str]] = {}
-        views = sorted(name for name in kinds.keys() - self._tables if name in _READ)
+        tables = sorted(name for name, is_table in kinds.items() if is_table)
+        views = sorted(name for name, is_table in kinds.items() if not is_table and name in _READ)
         if views:
             raise CrossrankError(f"{path}: {', '.join(views)} is a view and no table, as no export has; export it anew")
-        if not self._tables:
+        if not tables:
             raise CrossrankError(f"{path}: is an empty database; export the report anew")
-        if not any(sign in self._tables for sign in _SIGNS):
-            names = ", ".join(sorted(self._tables)[:4])
-            raise CrossrankError(f"{path}: is a database, but no export of Nsight Systems (it has the tables {names})")
+        if not any(sign in tables for sign in _SIGNS):
+            raise CrossrankError(
+                f"{path}: is a database, but no export of Nsight Systems (it has the tables {', '.join(tables[:4])})"
+            )
+        pragmas = {name: connection.execute(f'PRAGMA table_info("{name}")') for name in tables if name in _READ}
+        self._columns = {name: {str(row[1]) for row in rows} for name, rows in pragmas.items()}
         self._check_version()
 
     def has(self, table: str) -> bool:
-        return table in self._tables
+        return table in self._columns
 
     def columns(self, table: str) -> set[str]:
         """Names of the columns of a table; empty where it is not there."""
-        if table not in self._columns:
-            rows = self._connection.execute(f'PRAGMA table_info("{table}")') if table in self._tables else ()
-            self._columns[table] = {str(row[1]) for row in rows}
-        return self._columns[table]
+        return self._columns.get(table, set())
 
     def value(self, table: str, column: str, name: str | None = None, *, select: str = "") -> object:
         """The first value of a column, or that of the row of a `name`; None where the export does not have it."""
@@ -110,7 +110,7 @@ class Export:
         """The whole columns as integers, of those rows that `keep` marks, which is asked of some ten thousand at a
         time; empty ones where the table is not there."""
         parts = [[np.empty(0, np.int64)] * len(columns)]
-        for part in self._parts(table, columns, where) if table in self._tables else ():
+        for part in self._parts(table, columns, where) if self.has(table) else ():
             rows = slice(None) if keep is None else keep(part)
             parts.append([column[rows] for column in part])
         return [np.concatenate(column) for column in zip(*parts, strict=True)]
@@ -139,7 +139,7 @@ class Export:
             if not len(flat):
                 return
             self._budget.spend(ROWS, len(flat) // len(columns))
-            yield list(flat.reshape(-1, len(columns)).T)
+            yield [flat[number :: len(columns)] for number in range(len(columns))]
 
     def rows(self, query: str, parameters: Sequence[object] = ()) -> Iterator[tuple[object, ...]]:
         """The rows of a query over tables and columns that are known to be there."""
@@ -150,18 +150,12 @@ class Export:
                     self._budget.spend(BYTES, len(value))
             yield row
 
-    def strings(self, ids: Column) -> dict[int, str]:
-        """Those of `ids` that the table of strings has."""
-        if STRINGS not in self._tables:
+    def strings(self, table: str, column: str, where: str = "") -> dict[int, str]:
+        """The texts whose ids stand in a column."""
+        if not self.has(STRINGS):
             return {}
-        found: dict[int, str] = {}
-        wanted = [int(one) for one in ids if one != NONE]
-        for start in range(0, len(wanted), 500):
-            part = wanted[start : start + 500]
-            marks = ",".join("?" * len(part))
-            query = f"SELECT id, value FROM {STRINGS} WHERE id IN ({marks})"
-            found.update((number, str(value)) for number, value in self.rows(query, part) if isinstance(number, int))
-        return found
+        query = f'SELECT id, value FROM {STRINGS} WHERE id IN (SELECT "{column}" FROM "{table}" {where}) ORDER BY id'
+        return {number: str(value) for number, value in self.rows(query) if isinstance(number, int)}
 
     def epoch_ns(self) -> int:
         """ns since 1970 at time 0 of the export; 0 where it does not say, and where that is 1970: its times were
@@ -175,23 +169,12 @@ class Export:
         self.notes.append("does not say when its session began: its times are aligned by collectives alone")
         return 0
 
-    def host(self) -> str:
-        """Name of the machine; empty where it does not say."""
-        name = self.value("TARGET_INFO_SYSTEM_ENV", "value", "Hostname")
-        return "" if name is None else str(name)
-
-    def event_type(self, name: str, otherwise: int) -> int:
-        """Number of an NVTX event type in this export."""
-        number = self.value("ENUM_NSYS_EVENT_TYPE", "id", name)
-        return number if isinstance(number, int) else otherwise
-
     def _check_version(self) -> None:
         """Note a schema that is not known."""
         values = (self.value(table, "value", "EXPORT_SCHEMA_VERSION") for table in _META_DATA)
         version = str(next((value for value in values if value is not None), ""))[:_LONGEST_VERSION]
-        parts = version.split(".")
-        number = tuple(int(part) for part in parts[:2]) if all(part.isdecimal() for part in parts[:2]) else ()
-        if version and not _KNOWN[0] <= number <= _KNOWN[1]:
+        number = re.match(r"(\d+)\.(\d+)", version)
+        if version and not (number and _KNOWN[0] <= (int(number[1]), int(number[2])) <= _KNOWN[1]):
             self.notes.append(
                 f"has schema version {version}; 3.0 to 3.28 are known here: the columns it shares with them are read"
             )
@@ -221,7 +204,7 @@ def lookup(ordered: Column, values: Column) -> Column:
     return np.where(ordered[at] == values, at, NONE)
 
 
-def at(values: Column, index: Column, default: int = NONE) -> Column:
+def at(values: Column | Mask, index: Column, default: int = NONE) -> Column:
     """The value at each index; `default` where that is negative."""
     if not len(values):
         return np.full(len(index), default, np.int64)

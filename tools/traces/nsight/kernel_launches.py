@@ -60,9 +60,8 @@ def communication_kernels(export: Export) -> Activities:
     name = next((name for name in ("demangledName", "shortName", "mangledName") if name in there), None)
     if name is None:
         return _activities(export, [np.empty(0, np.int64)] * 8, [])
-    (distinct,) = export.all(KERNEL, [name], f'GROUP BY "{name}"')
-    known = {number: communication_kernel(text) for number, text in export.strings(distinct).items()}
-    op_of = {number: kernel[1] for number, kernel in sorted(known.items()) if kernel is not None}
+    known = {number: communication_kernel(text) for number, text in export.strings(KERNEL, name).items()}
+    op_of = {number: kernel[1] for number, kernel in known.items() if kernel is not None}
     ops = list(dict.fromkeys(op_of.values()))
     names = np.array(list(op_of), np.int64)
     columns = export.all(KERNEL, (*_ACTIVITY, name), keep=lambda part: lookup(names, part[-1]) != NONE)
@@ -168,10 +167,6 @@ def _parents(start: Column, end: Column) -> Column:
 
 
 def runs(ordered: Column) -> list[tuple[int, int, int]]:
-    """(value, first, behind the last) of every run of equal values."""
-    if not len(ordered):
-        return []
-    edges = np.flatnonzero(np.diff(ordered)) + 1
-    firsts = np.concatenate(([0], edges))
-    lasts = np.concatenate((edges, [len(ordered)]))
-    return [(int(ordered[first]), int(first), int(last)) for first, last in zip(firsts, lasts, strict=True)]
+    """(value, first, behind the last) of every run of equal values in ascending order."""
+    values, first, counts = np.unique(ordered, return_index=True, return_counts=True)
+    return list(zip(values.tolist(), first.tolist(), (first + counts).tolist(), strict=True))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -23,12 +23,15 @@ from crossrank.text import rank_ranges
 from crossrank.tools.traces.nsight.export import NONE, NVTX, Column, Columns, Export, Mask, at, lookup
 from crossrank.tools.traces.rank_trace import Interned
 
-MARK, PUSH_POP, START_END = ("NvtxMark", 34), ("NvtxPushPopRange", 59), ("NvtxStartEndRange", 60)
+_TYPES = {"NvtxMark": 34, "NvtxPushPopRange": 59, "NvtxStartEndRange": 60}
+"""NVTX event types -> their numbers where an export does not list them. The first has no extent."""
 
 CALL, BATCH, IDENTITY, GROUP, NCCL = range(5)
 """What a text is: a call, the launch that ends a batch, who the process is, a process group, a function of NCCL."""
 
 _MOST_ID = 1 << 62
+
+NO_CALL = CommRecord(id=0, op="", c10d="", pg="", bytes=0, t=0)
 
 WORLD = "world"
 """Name of the group of an old marker that names no ranks."""
@@ -38,8 +41,8 @@ class Meaning(msgspec.Struct, frozen=True):
     """What one text says."""
 
     what: int
-    record: CommRecord | None = None
-    """The call, without number and time."""
+    record: CommRecord = NO_CALL
+    """The call, without number and time; of a batch nothing but its group."""
     group: Group | None = None
     rank: int | None = None
     world_size: int | None = None
@@ -110,7 +113,7 @@ def meaning_of(text: str) -> Meaning | None:
         return None
     if _ABSENT not in (marked.op, marked.pg):
         if marked.op == "coalesced":
-            return Meaning(BATCH, record=CommRecord(id=0, op=marked.op, c10d="", pg=marked.pg, bytes=0, t=0))
+            return Meaning(BATCH, record=msgspec.structs.replace(NO_CALL, op=marked.op, pg=marked.pg))
         same = {name: getattr(marked, name) for name in _OF_CALL}
         record = CommRecord(id=0, t=0, bytes=max(marked.bytes, 0), **same)
         return Meaning(CALL, record=record, sizeless=marked.bytes < 0, left_out=bool(marked.left_out))
@@ -178,15 +181,13 @@ class Ranges(Columns):
     def process(self) -> Column:
         return self.thread >> 24
 
+    def of_range(self, index: int) -> Meaning:
+        return self.meanings[int(self.meaning[index])]
+
     def of(self, *what: int) -> Ranges:
         """Those that mean one of `what`."""
         kinds = np.array([meaning.what for meaning in self.meanings] or [NONE])
         return self.take(np.isin(kinds[self.meaning], what))
-
-
-class _Meanings(Interned[Meaning]):
-    def key(self, thing: Meaning) -> bytes:
-        return msgspec.msgpack.encode(msgspec.structs.replace(thing, id=NONE) if thing.old else thing)
 
 
 _COLUMNS = ("start", "end", "eventType", "globalTid", "int64Value", "uint64Value", "rowid")
@@ -194,8 +195,10 @@ _COLUMNS = ("start", "end", "eventType", "globalTid", "int64Value", "uint64Value
 
 def read_ranges(export: Export) -> Ranges:
     """Every range and marker that means something here, of all processes."""
-    types = [export.event_type(*one) for one in (MARK, PUSH_POP, START_END)]
-    meanings = _Meanings()
+    listed = {name: export.value("ENUM_NSYS_EVENT_TYPE", "id", name) for name in _TYPES}
+    types = [number if isinstance(number, int) else _TYPES[name] for name, number in listed.items()]
+    of_any_id = partial(msgspec.structs.replace, id=NONE)
+    meanings = Interned[Meaning](key=lambda one: msgspec.msgpack.encode(of_any_id(one) if one.old else one))
     parts = [[np.empty(0, np.int64)] * 7]
 
     @lru_cache(maxsize=1 << 16)  # the older shim's texts are all different
@@ -223,8 +226,7 @@ def read_ranges(export: Export) -> Ranges:
     of_types = f"WHERE eventType IN ({','.join(map(str, types))})"
     if "textId" in there:
         registered = f"{of_types} AND textId IS NOT NULL"
-        (distinct,) = export.all(NVTX, ["textId"], f"{registered} GROUP BY textId")
-        take("textId", registered, export.strings(distinct).items())
+        take("textId", registered, export.strings(NVTX, "textId", registered).items())
     if "text" in there:  # texts in the rows themselves
         of_types += " AND textId IS NULL" if "textId" in there else ""
         spelled_out = f"{of_types} AND (text LIKE '{{%' OR text LIKE 'nccl%')"

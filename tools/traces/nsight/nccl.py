@@ -9,7 +9,6 @@ move that much per member. The element type is not there. `ncclGroupEnd` launche
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
 from functools import lru_cache
 
 import msgspec
@@ -32,62 +31,84 @@ class _Payload(msgspec.Struct):
     ranks: Int | None = msgspec.field(name="No. of ranks", default=None)
     rank: Int | None = msgspec.field(name="Rank", default=None)
 
+    @property
+    def name(self) -> str:
+        """Of the communicator."""
+        identity = self.communicator
+        return f"nccl:{identity:x}" if isinstance(identity, int) else f"nccl:{identity or '?'}"
+
+
+_NOTHING = _Payload()
 
 _decode = msgspec.json.Decoder(_Payload, strict=False).decode
 
 
-@dataclass
 class NcclRanges:
     """NCCL's ranges of one process, with what their payloads say."""
 
-    ranges: Ranges
-    payloads: dict[int, _Payload]
-    """By rowid."""
-    sizes: dict[str, int] = field(default_factory=dict)
-    """Communicator -> its ranks."""
-    ranks: dict[str, int] = field(default_factory=dict)
-    """Communicator -> rank of this process in it."""
-    grouped: dict[int, list[int]] = field(default_factory=dict)
-    """Range of an outermost `ncclGroupEnd` -> those of its thread since the group began, or the capture did."""
-    unknown: Counter[str] = field(default_factory=Counter)
-    """What is not known of calls -> calls."""
+    def __init__(self, export: Export, ranges: Ranges) -> None:
+        self.ranges = ranges
+        self.functions = [ranges.meanings[meaning].function for meaning in ranges.meaning.tolist()]
+        self.sizes: dict[str, int] = {}
+        """Communicator -> its ranks."""
+        self.ranks: dict[str, int] = {}
+        """Communicator -> rank of this process in it."""
+        self.unknown: Counter[str] = Counter()
+        """What is not known of calls -> calls."""
+        by_row = _payloads(export, ranges.row)
+        self._payloads = [by_row.get(row, _NOTHING) for row in ranges.row.tolist()]
+        self._grouped = self._groups()
+        for payload in self._payloads:
+            if payload.ranks is not None and 0 < payload.ranks <= MOST_RANKS and payload.communicator is not None:
+                self.sizes[payload.name] = payload.ranks
+                if payload.rank is not None:
+                    self.ranks[payload.name] = payload.rank
 
-    def function(self, index: int) -> str:
-        return self.ranges.meanings[int(self.ranges.meaning[index])].function
-
-    def payload(self, index: int) -> _Payload:
-        return self.payloads.get(int(self.ranges.row[index]), _NOTHING)
+    def _groups(self) -> dict[int, list[int]]:
+        """Range of an outermost `ncclGroupEnd` -> those of its thread since the group began, or the capture did."""
+        grouped: dict[int, list[int]] = {}
+        depth: Counter[int] = Counter()
+        since: dict[int, list[int]] = defaultdict(list)
+        for index, (thread, function) in enumerate(zip(self.ranges.thread.tolist(), self.functions, strict=True)):
+            if function == _GROUP_START:
+                if not depth[thread]:
+                    since[thread] = []
+                depth[thread] += 1
+            elif function == _GROUP_END:
+                depth[thread] = max(0, depth[thread] - 1)
+                if not depth[thread]:
+                    grouped[index] = since.pop(thread, [])
+            else:
+                since[thread].append(index)
+        return grouped
 
     def record(self, index: int, rank: int | None, world_size: int | None) -> CommRecord | None:
         """The call that a range is, of that rank; None for what communicates nothing."""
-        operation = operation_of(self.function(index).removeprefix("nccl"))
+        operation = operation_of(self.functions[index].removeprefix("nccl"))
         if operation is None:
             return None
-        payload = self.payload(index)
-        name = _communicator(payload)
-        size = self.sizes.get(name, 0)
+        payload = self._payloads[index]
+        size = self.sizes.get(payload.name, 0)
         if payload.size is None:
             self.unknown[NO_PAYLOAD] += 1
         elif size == 0 and operation.name in _PER_MEMBER:
             self.unknown["the size of the communicator is not known: its creation was not captured"] += 1
-        scale = size if operation.name in _PER_MEMBER else 1
-        message = (payload.size or 0) * scale
+        message = (payload.size or 0) * (size if operation.name in _PER_MEMBER else 1)
+        # Peers are ranks of the communicator: global ones only in that of all ranks.
+        is_world = size > 0 and size == world_size and self.ranks.get(payload.name) == rank
         return CommRecord(
             id=index,
             op=operation.name,
             c10d="",
-            pg=name,
+            pg=payload.name,
             bytes=operation.bytes(message, message, size),
             t=0,
-            # Peers are ranks of the communicator: global ones only in that of all ranks.
-            peer=payload.peer
-            if operation.p2p and size and size == world_size and self.ranks.get(name) == rank
-            else None,
+            peer=payload.peer if operation.p2p and is_world else None,
         )
 
     def members(self, index: int, rank: int | None, world_size: int | None) -> list[CommRecord]:
         """The calls that the launch in a range is of: its own, or those since the group began that it ends."""
-        calls = self.grouped.get(index, []) if self.function(index) == _GROUP_END else [index]
+        calls = self._grouped.get(index, []) if self.functions[index] == _GROUP_END else [index]
         records = (self.record(call, rank, world_size) for call in calls)
         return [record for record in records if record is not None]
 
@@ -96,55 +117,13 @@ class NcclRanges:
         return Group(pg=pg, size=self.sizes.get(pg, 0), desc="NCCL communicator")
 
 
-_NOTHING = _Payload()
-
-
-def nccl_ranges(export: Export, ranges: Ranges) -> NcclRanges:
-    """The ranges of one process with their payloads; those of other processes share rowids with none of them."""
-    found = NcclRanges(ranges, _payloads(export, ranges.row))
-    for index in range(len(ranges)):
-        payload = found.payload(index)
-        if payload.ranks is not None and 0 < payload.ranks <= MOST_RANKS and payload.communicator is not None:
-            found.sizes[_communicator(payload)] = payload.ranks
-            if payload.rank is not None:
-                found.ranks[_communicator(payload)] = payload.rank
-    found.grouped = _groups(found)
-    return found
-
-
-def _groups(found: NcclRanges) -> dict[int, list[int]]:
-    grouped: dict[int, list[int]] = {}
-    depth: Counter[int] = Counter()
-    since: dict[int, list[int]] = defaultdict(list)
-    for index, thread in enumerate(found.ranges.thread.tolist()):
-        function = found.function(index)
-        if function == _GROUP_START:
-            if not depth[thread]:
-                since[thread] = []
-            depth[thread] += 1
-        elif function == _GROUP_END:
-            depth[thread] = max(0, depth[thread] - 1)
-            if not depth[thread]:
-                grouped[index] = since.pop(thread, [])
-        else:
-            since[thread].append(index)
-    return grouped
-
-
-def _communicator(payload: _Payload) -> str:
-    identity = payload.communicator
-    return f"nccl:{identity:x}" if isinstance(identity, int) else f"nccl:{identity or '?'}"
-
-
 def _payloads(export: Export, rows: Column) -> dict[int, _Payload]:
     there = export.columns(NVTX)
-    texts = ["jsonText"] if "jsonText" in there else []
-    join = ""
-    if "jsonTextId" in there and export.has(STRINGS):
-        join = f"LEFT JOIN {STRINGS} AS s ON s.id = n.jsonTextId"
-        texts.insert(0, "s.value")
-    if not texts or not len(rows):
+    registered = "jsonTextId" in there and export.has(STRINGS)
+    texts = ["s.value"] * registered + ["jsonText"] * ("jsonText" in there)
+    if not texts:
         return {}
+    join = f"LEFT JOIN {STRINGS} AS s ON s.id = n.jsonTextId" if registered else ""
     wanted = set(rows.tolist())
     select = f"COALESCE({', '.join(texts)}, NULL)"
     query = f"SELECT n.rowid, {select} FROM {NVTX} AS n {join} WHERE {select} IS NOT NULL AND n.rowid BETWEEN ? AND ?"
@@ -156,6 +135,6 @@ def _payloads(export: Export, rows: Column) -> dict[int, _Payload]:
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return None
 
-    rowids = export.rows(query, (int(np.min(rows)), int(np.max(rows))))
-    found = ((row, decoded(str(text))) for row, text in rowids if isinstance(row, int) and row in wanted)
+    given = export.rows(query, (int(np.min(rows)), int(np.max(rows))))
+    found = ((row, decoded(str(text))) for row, text in given if isinstance(row, int) and row in wanted)
     return {row: payload for row, payload in found if payload is not None}

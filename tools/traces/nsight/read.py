@@ -30,7 +30,7 @@ from crossrank.tools.traces.nsight.kernel_launches import (
     runs,
 )
 from crossrank.tools.traces.nsight.markers import BATCH, CALL, GROUP, IDENTITY, NCCL, Ranges, read_ranges
-from crossrank.tools.traces.nsight.nccl import NcclRanges, nccl_ranges
+from crossrank.tools.traces.nsight.nccl import NcclRanges
 from crossrank.tools.traces.nsight.rows import FILTERED, rows_of_comms, rows_of_markers
 from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder, launch_of
 
@@ -146,14 +146,14 @@ class _Process:
         self._epoch = epoch
         self._meanings = [ranges.meanings[index] for index in np.unique(ranges.meaning).tolist()]
         own = ranges.of(NCCL)
-        self._nccl: NcclRanges | None = nccl_ranges(export, own) if len(own) else None
+        self._nccl = NcclRanges(export, own) if len(own) else None
         self.times = times = RankTrace(
             rank=None,
             path=export.path,
             source="nsight",
             timed_by="nsight",
             clock=export.path,
-            node=export.host(),
+            node=str(export.value("TARGET_INFO_SYSTEM_ENV", "value", "Hostname") or ""),
             numbered=False,
         )
         self._began: Column = np.empty(0, np.int64)
@@ -226,11 +226,10 @@ class _Process:
         """A marker without extent reaches to the next one, and so around launches that are none of its own: it gets the
         first that runs the kernel of its operation and is no graph's."""
         calls = self._calls
-        instant = inside != NONE
-        instant[instant] = calls.instant[inside[instant]]
+        instant = at(calls.instant, inside, 0) > 0
         if not instant.any():
             return inside
-        marked = np.array([one.record and _kernel_of(one.record.op) for one in calls.meanings], object)
+        marked = np.array([_kernel_of(one.record.op) for one in calls.meanings], object)
         runs_op = np.array([_kernel_of(op or _SEND_RECV) for op in kernels.ops], object)
         fits = instant & (kernels.graph_node == 0) & (runs_op[kernels.op] == marked[calls.meaning[inside]])
         order = np.flatnonzero(fits)
@@ -343,14 +342,15 @@ class _Process:
         times = self.times
         graphs = left.graph_node > 0
         no_launch = ~graphs & (left.thread == NONE)
-        counts = {
-            NO_KERNEL: without,
-            CAPTURED: captured,
-            GRAPHS: int(graphs.sum()),
-            NO_LAUNCH: int(no_launch.sum()),
-            OUTSIDE: int((~graphs & ~no_launch).sum()),
-        }
-        times.unattributed.update({text: count for text, count in counts.items() if count})
+        times.unattributed += Counter(
+            {
+                NO_KERNEL: without,
+                CAPTURED: captured,
+                GRAPHS: int(graphs.sum()),
+                NO_LAUNCH: int(no_launch.sum()),
+                OUTSIDE: int((~graphs & ~no_launch).sum()),
+            }
+        )
         times.unattributed_ns += int((left.end - left.start).sum())
         whole = len(self._export.all(GRAPH_TRACE, ("start",))[0])
         if whole:

@@ -1,4 +1,4 @@
-"""Writes SQLite exports as Nsight Systems does, of either schema: tables and columns are those of its documentation.
+"""Writes SQLite exports as Nsight Systems does, of either schema: of its tables the columns that say what was called.
 
 Tables without rows are left out, as `nsys export` leaves them out. Times are ns from the begin of the report.
 """
@@ -12,72 +12,40 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from crossrank.tools.traces.nsight.read import read_export
+from crossrank.tools.traces.rank_trace import RankTrace
+
 EPOCH = 1_780_000_000_000_000_000
 _HARDWARE = 0x01_00_00_0000_000000  # an id in the top byte, as real exports have
 
-_STRINGS = "id INTEGER NOT NULL PRIMARY KEY, value TEXT NOT NULL"
-_RUNTIME = (
-    "start INTEGER NOT NULL, end INTEGER NOT NULL, eventClass INTEGER NOT NULL, globalTid INTEGER, "
-    "correlationId INTEGER, nameId INTEGER NOT NULL, returnValue INTEGER NOT NULL, callchainId INTEGER"
-)
-_KERNEL = (
-    "start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, contextId INTEGER NOT NULL, "
-    "greenContextId INTEGER, streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER, "
-    "demangledName INTEGER NOT NULL, shortName INTEGER NOT NULL, mangledName INTEGER, launchType INTEGER, "
-    "cacheConfig INTEGER, registersPerThread INTEGER NOT NULL, gridX INTEGER NOT NULL, gridY INTEGER NOT NULL, "
-    "gridZ INTEGER NOT NULL, blockX INTEGER NOT NULL, blockY INTEGER NOT NULL, blockZ INTEGER NOT NULL, "
-    "staticSharedMemory INTEGER NOT NULL, dynamicSharedMemory INTEGER NOT NULL, "
-    "localMemoryPerThread INTEGER NOT NULL, localMemoryTotal INTEGER NOT NULL, gridId INTEGER NOT NULL, "
-    "sharedMemoryExecuted INTEGER, graphNodeId INTEGER, sharedMemoryLimitConfig INTEGER"
-)
-_KERNEL_NEW = (
-    ", qmdBulkReleaseDone INTEGER, qmdPreexitDone INTEGER, qmdLastCtaDone INTEGER, graphId INTEGER, "
-    "clusterX INTEGER, clusterY INTEGER, clusterZ INTEGER, clusterSchedulingPolicy INTEGER, "
-    "maxPotentialClusterSize INTEGER, maxActiveClusters INTEGER, sharedMemoryRequestedPercentage INTEGER, "
-    "tensorSizeMinusOneElements TEXT NOT NULL DEFAULT ''"
-)
 _NVTX = (
-    "start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL, rangeId INTEGER, category INTEGER, "
-    "color INTEGER, text TEXT, globalTid INTEGER, endGlobalTid INTEGER, textId INTEGER, domainId INTEGER, "
-    "uint64Value INTEGER, int64Value INTEGER, doubleValue REAL, uint32Value INTEGER, int32Value INTEGER, "
-    "floatValue REAL, jsonTextId INTEGER, jsonText TEXT, binaryData TEXT"
+    "start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL, text TEXT, globalTid INTEGER, textId INTEGER, "
+    "domainId INTEGER, uint64Value INTEGER, int64Value INTEGER, jsonTextId INTEGER, jsonText TEXT"
 )
-_MEMCPY = (
-    "start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, contextId INTEGER NOT NULL, "
-    "greenContextId INTEGER, streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER, "
-    "bytes INTEGER NOT NULL, copyKind INTEGER NOT NULL, deprecatedSrcId INTEGER, srcKind INTEGER, dstKind INTEGER, "
-    "srcDeviceId INTEGER, srcContextId INTEGER, dstDeviceId INTEGER, dstContextId INTEGER, graphNodeId INTEGER"
+_ACTIVITY = (
+    "start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, streamId INTEGER NOT NULL, "
+    "correlationId INTEGER, globalPid INTEGER, graphNodeId INTEGER, "
 )
-_GRAPH_NODES = (
-    "start INTEGER NOT NULL, end INTEGER, eventClass INTEGER, globalTid INTEGER, nameId INTEGER, "
-    "graphNodeId INTEGER NOT NULL, originalGraphNodeId INTEGER, graphId INTEGER"
-)
+_EPOCH = "utcEpochNs INTEGER, utcTime TEXT, localTime TEXT"
 
 SCHEMAS = {
-    "3.16.1": {
-        "TARGET_INFO_SESSION_START_TIME": "utcEpochNs INTEGER, utcTime TEXT, localTime TEXT",
-        "NVTX_EVENTS": _NVTX,
-        "CUPTI_ACTIVITY_KIND_KERNEL": _KERNEL,
-    },
+    "3.16.1": {"TARGET_INFO_SESSION_START_TIME": _EPOCH, "NVTX_EVENTS": _NVTX},
     "3.28.1": {
-        "TARGET_INFO_SESSION_START_TIME": (
-            "utcEpochNs INTEGER, utcTime TEXT, localTime TEXT, systemClockNs INTEGER, sessionStartCntVctNs INTEGER"
-        ),
-        "NVTX_EVENTS": _NVTX + ", eventId INTEGER NOT NULL PRIMARY KEY",
-        "CUPTI_ACTIVITY_KIND_KERNEL": _KERNEL + _KERNEL_NEW,
+        "TARGET_INFO_SESSION_START_TIME": f"{_EPOCH}, systemClockNs INTEGER, sessionStartCntVctNs INTEGER",
+        "NVTX_EVENTS": f"{_NVTX}, eventId INTEGER NOT NULL PRIMARY KEY",
     },
 }
 _COMMON = {
-    "StringIds": _STRINGS,
-    "CUPTI_ACTIVITY_KIND_RUNTIME": _RUNTIME,
-    "CUPTI_ACTIVITY_KIND_MEMCPY": _MEMCPY,
+    "StringIds": "id INTEGER NOT NULL PRIMARY KEY, value TEXT NOT NULL",
+    "CUPTI_ACTIVITY_KIND_RUNTIME": "start INTEGER NOT NULL, end INTEGER, globalTid INTEGER, correlationId INTEGER",
+    "CUPTI_ACTIVITY_KIND_KERNEL": _ACTIVITY + "demangledName INTEGER NOT NULL, shortName INTEGER NOT NULL",
+    "CUPTI_ACTIVITY_KIND_MEMCPY": _ACTIVITY + "copyKind INTEGER NOT NULL, srcDeviceId INTEGER, dstDeviceId INTEGER",
     "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": "start INTEGER, end INTEGER, deviceId INTEGER, correlationId INTEGER",
-    "CUDA_GRAPH_NODE_EVENTS": _GRAPH_NODES,
-    "META_DATA_EXPORT": "name TEXT NOT NULL, value TEXT",
-    "TARGET_INFO_SYSTEM_ENV": (
-        "globalVid INTEGER, devStateName TEXT NOT NULL, name TEXT NOT NULL, nameEnum INTEGER NOT NULL, "
-        "value TEXT NOT NULL"
+    "CUDA_GRAPH_NODE_EVENTS": (
+        "start INTEGER NOT NULL, globalTid INTEGER, graphNodeId INTEGER NOT NULL, originalGraphNodeId INTEGER"
     ),
+    "META_DATA_EXPORT": "name TEXT NOT NULL, value TEXT",
+    "TARGET_INFO_SYSTEM_ENV": "name TEXT NOT NULL, value TEXT NOT NULL",
     "ENUM_NSYS_EVENT_TYPE": "id INTEGER NOT NULL PRIMARY KEY, name TEXT, label TEXT",
 }
 EVENT_TYPES = {34: "NvtxMark", 59: "NvtxPushPopRange", 60: "NvtxStartEndRange", 75: "NvtxDomainCreate"}
@@ -95,7 +63,6 @@ class ExportFile:
     _strings: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._graph_nodes = count(9000)
         self.row("META_DATA_EXPORT", name="EXPORT_SCHEMA_VERSION", value=self.schema)
         if self.epoch is not None:
             self.row("TARGET_INFO_SESSION_START_TIME", utcEpochNs=self.epoch)
@@ -194,84 +161,37 @@ class Process:
         launch: bool = True,
     ) -> int:
         """A kernel and the driver's call that launched it; returns the correlation id."""
-        correlation: int = next(self.correlations)
-        if launch:
-            for kind, at in ((0, launched), (1, launched + 1)):  # the runtime's call with the driver's within it
-                self.export.row(
-                    "CUPTI_ACTIVITY_KIND_RUNTIME",
-                    start=at,
-                    end=at + 3 - kind,
-                    eventClass=kind,
-                    globalTid=self.thread(thread),
-                    correlationId=correlation,
-                    nameId=self.export.string("cuLaunchKernelEx"),
-                    returnValue=0,
-                )
-        zeros: tuple[str, ...] = (
-            "contextId",
-            "registersPerThread",
-            "gridX",
-            "gridY",
-            "gridZ",
-            "blockX",
-            "blockY",
-            "blockZ",
-            "gridId",
-        )
-        zeros += ("staticSharedMemory", "dynamicSharedMemory", "localMemoryPerThread", "localMemoryTotal")
-        self.export.row(
-            "CUPTI_ACTIVITY_KIND_KERNEL",
+        return self._activity(
+            "KERNEL",
+            launched if launch else None,
+            thread,
             start=start,
             end=end,
             deviceId=self.pid % 8,
             streamId=stream,
-            correlationId=correlation,
-            globalPid=self.thread(0),
             demangledName=self.export.string(name),
             shortName=self.export.string(name.split("(")[0]),
             graphNodeId=graph_node,
-            **dict.fromkeys(zeros, 0),
         )
-        return correlation
 
     def copy(self, launched: int, start: int, end: int, *, kind: int = 10, thread: int = 1) -> None:
         """A copy between GPUs."""
-        correlation = next(self.correlations)
-        self.export.row(
-            "CUPTI_ACTIVITY_KIND_RUNTIME",
-            start=launched,
-            end=launched + 2,
-            eventClass=0,
-            globalTid=self.thread(thread),
-            correlationId=correlation,
-            nameId=self.export.string("cudaMemcpyBatchAsync"),
-            returnValue=0,
-        )
-        self.export.row(
-            "CUPTI_ACTIVITY_KIND_MEMCPY",
-            start=start,
-            end=end,
-            deviceId=0,
-            contextId=1,
-            streamId=20,
-            correlationId=correlation,
-            globalPid=self.thread(0),
-            bytes=1000,
-            copyKind=kind,
-            srcDeviceId=0,
-            dstDeviceId=1 if kind == 10 else 0,
-        )
+        devices = {"deviceId": 0, "srcDeviceId": 0, "dstDeviceId": 1 if kind == 10 else 0}
+        self._activity("MEMCPY", launched, thread, start=start, end=end, streamId=20, copyKind=kind, **devices)
+
+    def _activity(self, table: str, launched: int | None, thread: int, **columns: int | None) -> int:
+        correlation: int = next(self.correlations)
+        ids = {"globalTid": self.thread(thread), "correlationId": correlation}
+        if launched is not None:
+            for start in (launched, launched + 1):  # the runtime's call with the driver's within it
+                self.export.row("CUPTI_ACTIVITY_KIND_RUNTIME", start=start, end=2 * launched + 3 - start, **ids)
+        given = {"correlationId": correlation, "globalPid": self.thread(0)}
+        self.export.row(f"CUPTI_ACTIVITY_KIND_{table}", **given, **columns)
+        return correlation
 
     def graph_node(self, at: int, node: int, original: int | None = None, *, thread: int = 1) -> None:
-        self.export.row(
-            "CUDA_GRAPH_NODE_EVENTS",
-            start=at,
-            end=at + 1,
-            globalTid=self.thread(thread),
-            nameId=self.export.string("cudaGraphAddKernelNode"),
-            graphNodeId=node,
-            originalGraphNodeId=original,
-        )
+        ids = {"graphNodeId": node, "originalGraphNodeId": original}
+        self.export.row("CUDA_GRAPH_NODE_EVENTS", start=at, globalTid=self.thread(thread), **ids)
 
     def nccl(self, start: int, end: int, function: str, *, thread: int = 1, **payload: int) -> None:
         """A range of NCCL's own, with its payload as `--include-json true` exports it."""
@@ -285,6 +205,12 @@ class Process:
         }
         said = {names[name]: value for name, value in payload.items()}
         self.event(59, start, end, function, thread=thread, jsonText=json.dumps(said) if said else None)
+
+
+def read(process: Process, folder: Path, rank: int | None = None) -> RankTrace:
+    """What is read of an export of one process."""
+    (times,) = read_export(str(process.export.write(folder / "a.sqlite")), rank, {})
+    return times
 
 
 def write_exports(folder: Path, ranks: int = 2, *, world: int = 2) -> None:

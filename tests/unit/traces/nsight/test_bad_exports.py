@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from crossrank.errors import CrossrankError
-from crossrank.tools.traces.nsight.read import IN_OURS, NO_KERNEL, OUTSIDE, read_export
-from tests.unit.traces.nsight.exports import EPOCH, ExportFile
+from crossrank.tools.traces.nsight.read import IN_OURS, NO_KERNEL, NO_LAUNCH, OUTSIDE, read_export
+from tests.unit.traces.nsight.exports import EPOCH, ExportFile, Process, read
 from tests.unit.traces.nsight.test_read import rows, two_calls
 
 
@@ -22,14 +22,14 @@ def refused(path: Path) -> str:
 
 
 @pytest.mark.parametrize("kernel", [None, "gemm"])
-def test_markers_without_communication_kernels_are_calls_without_times(tmp_path: Path, kernel: str | None) -> None:
-    export = ExportFile()
-    process = export.process(70)
+def test_markers_without_communication_kernels_are_calls_without_times(
+    tmp_path: Path, process: Process, kernel: str | None
+) -> None:
     process.identity(0)
     process.marker(1000, 1100, 1)
     if kernel is not None:
         process.kernel(1000, 1100, 1200, name=kernel)
-    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
+    times = read(process, tmp_path)
     assert rows(times) == [("all_reduce", "0", 1, 1, 0, 0)]
     assert [moment - EPOCH for moment in times.calls.called] == [1000]
     assert dict(times.unattributed) == {NO_KERNEL: 1}
@@ -70,12 +70,10 @@ def test_a_column_that_nothing_can_be_told_without_is_named(tmp_path: Path, tabl
     assert refused(path).startswith(f": {table} has no column {column}; export it with a version")
 
 
-def test_text_where_a_number_belongs_is_named(tmp_path: Path) -> None:
-    export = ExportFile()
-    process = export.process(70)
+def test_text_where_a_number_belongs_is_named(tmp_path: Path, process: Process) -> None:
     two_calls(process)
-    export.tables["CUPTI_ACTIVITY_KIND_KERNEL"][0]["deviceId"] = "cuda"
-    text = refused(export.write(tmp_path / "a.sqlite"))
+    process.export.tables["CUPTI_ACTIVITY_KIND_KERNEL"][0]["deviceId"] = "cuda"
+    text = refused(process.export.write(tmp_path / "a.sqlite"))
     assert text == ": CUPTI_ACTIVITY_KIND_KERNEL.deviceId holds 'cuda' where a number belongs; export it anew"
 
 
@@ -127,6 +125,17 @@ def test_graphs_traced_whole_are_told_with_the_option_that_helps(tmp_path: Path)
     export.row("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", start=2000, end=3000)
     assert refused(export.write(tmp_path / "a.sqlite")).endswith(
         "record with --cuda-graph-trace=node, or without the graph"
+    )
+
+
+def test_kernels_that_belong_to_no_call_are_counted_by_why(tmp_path: Path, process: Process) -> None:
+    process.marker(1000, 1100, 1)
+    process.kernel(2000, 2100, 2200)
+    process.kernel(3000, 3100, 3200)
+    process.kernel(0, 500, 600, launch=False)
+    assert refused(process.export.write(tmp_path / "a.sqlite")) == (
+        f": none of 1 marked calls has a kernel among 3 (2 {OUTSIDE}; 1 {NO_KERNEL}; 1 {NO_LAUNCH}); record "
+        "with --trace=cuda,nvtx, and export NVTX_EVENTS, CUPTI_ACTIVITY_KIND_KERNEL and _RUNTIME"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sqlite3
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,9 @@ from crossrank.tools.traces.nsight.read import (
     OUTSIDE,
     read_export,
 )
+from crossrank.tools.traces.nsight.rows import LEFT_OUT, SIZELESS
 from crossrank.tools.traces.rank_trace import RankTrace
-from tests.unit.traces.nsight.exports import EPOCH, SCHEMAS, ExportFile, Process
+from tests.unit.traces.nsight.exports import EPOCH, SCHEMAS, ExportFile, Process, read
 
 SEND_RECV_KERNEL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 
@@ -94,28 +96,24 @@ def test_processes_of_one_export_reuse_correlation_ids_and_stay_apart(tmp_path: 
     assert first.notes == [f"{tmp_path}/a.sqlite: 2 communication kernels of 1 process(es) without any marker"]
 
 
-def test_markers_of_other_threads_do_not_count(tmp_path: Path) -> None:
-    export = ExportFile()
-    process = export.process(70)
+def test_markers_of_other_threads_do_not_count(tmp_path: Path, process: Process) -> None:
     process.marker(1000, 9000, 1, thread=1)  # the main thread waits in a call of its own
     process.marker(2000, 2100, 2, thread=5)  # autograd's thread
     process.kernel(2050, 2500, 2900, thread=5)
     process.kernel(1050, 3000, 3300, thread=1)
-    (times,) = read_export(str(export.write(tmp_path / "rank_3.sqlite")), 3, {})
+    times = read(process, tmp_path, 3)
     assert [(row[3], row[4], row[5]) for row in rows(times)] == [(1, 3000, 3300), (2, 2500, 2900)]
     assert times.rank == 3
 
 
-def test_the_innermost_range_counts(tmp_path: Path) -> None:
-    export = ExportFile()
-    process = export.process(70)
+def test_the_innermost_range_counts(tmp_path: Path, process: Process) -> None:
     process.marker(1000, 9000, 1, op="broadcast")
     process.marker(2000, 2100, 2)
     process.marker(3000, None, 3)  # still open when the capture ended
     process.kernel(2050, 2500, 2900)
     process.kernel(2500, 3000, 3300)
     process.kernel(3500, 4000, 4400)
-    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
+    times = read(process, tmp_path)
     assert [(row[0], row[3], row[4]) for row in rows(times)] == [
         ("broadcast", 1, 3000),
         ("all_reduce", 2, 2500),
@@ -123,40 +121,34 @@ def test_the_innermost_range_counts(tmp_path: Path) -> None:
     ]
 
 
-def test_several_kernels_of_a_call_are_one_span(tmp_path: Path) -> None:
-    export = ExportFile()
-    process = export.process(70)
+def test_several_kernels_of_a_call_are_one_span(tmp_path: Path, process: Process) -> None:
     process.marker(1000, 1100, 1)
     process.kernel(1010, 1500, 1900)
     process.kernel(1050, 1700, 2300)
-    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
+    times = read(process, tmp_path)
     assert [row[4:] for row in rows(times)] == [(1500, 2300)]
     assert dict(times.attributed) == {IN_OURS: 2}
 
 
-def test_one_kernel_serves_the_calls_of_a_coalesced_launch(tmp_path: Path) -> None:
-    export = ExportFile()
-    process = export.process(70)
+def test_one_kernel_serves_the_calls_of_a_coalesced_launch(tmp_path: Path, process: Process) -> None:
     for number in (4, 5):
         process.marker(1000 + 10 * number, 1005 + 10 * number, number, op="all_gather", bytes=1000)
     process.event(59, 1100, 1200, json.dumps({"op": "coalesced", "pg": "0"}), payload=4)
     process.kernel(1150, 2000, 2600, name="ncclDevKernel_AllGather_RING_LL()")
     process.marker(3000, 3010, 6)
     process.kernel(3005, 3500, 3900)
-    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
+    times = read(process, tmp_path)
     assert rows(times) == [("all_gather", "0", 1, 4, 2000, 2600), ("all_reduce", "0", 2, 6, 3500, 3900)]
     assert (launched(times).kinds[0].bytes, launched(times).kinds[0].calls) == (2000, 2)
 
 
-def test_sends_and_receives_of_one_launch_are_the_larger_direction(tmp_path: Path) -> None:
-    export = ExportFile()
-    process = export.process(70)
+def test_sends_and_receives_of_one_launch_are_the_larger_direction(tmp_path: Path, process: Process) -> None:
     process.identity(0)
     process.marker(1000, 1005, 4, op="send", bytes=1000, peer=1)
     process.marker(1010, 1015, 5, op="recv", bytes=300, peer=1)
     process.event(59, 1100, 1200, json.dumps({"op": "coalesced", "pg": "0"}), payload=4)
     process.kernel(1150, 2000, 2600, name=SEND_RECV_KERNEL)
-    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
+    times = read(process, tmp_path)
     assert rows(times) == [("send/recv", "0", 1, 4, 2000, 2600)]
     assert launched(times).kinds[0].bytes == 1000
 
@@ -176,9 +168,7 @@ def test_the_texts_of_the_older_shim_have_no_id_and_no_extent(tmp_path: Path) ->
         assert dict(times.attributed) == {IN_OLD: 3}
 
 
-def test_copies_between_gpus_serve_where_no_kernel_was_launched(tmp_path: Path) -> None:
-    export = ExportFile()
-    process = export.process(70)
+def test_copies_between_gpus_serve_where_no_kernel_was_launched(tmp_path: Path, process: Process) -> None:
     process.marker(1000, 1100, 1, op="all_gather")
     process.copy(1020, 2000, 2500)
     process.copy(1030, 2100, 2700)
@@ -186,53 +176,49 @@ def test_copies_between_gpus_serve_where_no_kernel_was_launched(tmp_path: Path) 
     process.marker(3000, 3100, 2)
     process.kernel(3050, 3500, 3900)
     process.copy(3060, 1, 9999)  # beside a kernel copies say nothing
-    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
+    times = read(process, tmp_path)
     assert [row[4:] for row in rows(times)] == [(2000, 2700), (3500, 3900)]
     assert dict(times.attributed) == {IN_OURS: 1, COPIES: 2}
 
 
-def test_launches_of_ncclS_own_thread_are_taken_in_order_where_numbers_agree(tmp_path: Path) -> None:
-    export = ExportFile()
-    process = export.process(70)
+def test_launches_of_ncclS_own_thread_are_taken_in_order_where_numbers_agree(tmp_path: Path, process: Process) -> None:
     for number in (1, 2):
         process.marker(1000 * number, 1000 * number + 10, number)
         process.kernel(1000 * number + 200, 1000 * number + 500, 1000 * number + 900, thread=9)
     process.marker(5000, 5010, 3, op="broadcast")
     process.kernel(5005, 5100, 5200, name="ncclDevKernel_Broadcast_RING_LL()")
     process.marker(6000, 6010, 4, op="all_gather")
-    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
+    times = read(process, tmp_path)
     assert [row[3:] for row in rows(times)] == [(1, 1500, 1900), (2, 2500, 2900), (3, 5100, 5200), (4, 0, 0)]
     assert dict(times.attributed) == {IN_OURS: 1, IN_ORDER: 2}
     assert dict(times.unattributed) == {NO_KERNEL: 1}
 
 
-def test_a_kernel_that_begins_before_its_call_is_not_taken_in_order(tmp_path: Path) -> None:
-    export = ExportFile()
-    process = export.process(70)
+def test_a_kernel_that_begins_before_its_call_is_not_taken_in_order(tmp_path: Path, process: Process) -> None:
     process.marker(1000, 1010, 1, op="broadcast")
     process.kernel(1005, 1100, 1200, name="ncclDevKernel_Broadcast_RING_LL()")
     process.marker(2000, 2010, 2)
     process.kernel(200, 500, 900, thread=9)
-    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
+    times = read(process, tmp_path)
     assert dict(times.unattributed) == {NO_KERNEL: 1, OUTSIDE: 1}
     assert times.unattributed_ns == 400
 
 
-def test_graph_launches_are_told_and_attributed_where_the_nodes_are_known(tmp_path: Path) -> None:
-    export = ExportFile()
-    process = export.process(70)
+def test_graph_launches_are_told_and_attributed_where_the_nodes_are_known(tmp_path: Path, process: Process) -> None:
     two_calls(process)
     process.marker(4000, 4100, 3)  # captured
     for number in (1, 2):
         process.kernel(5000 * number, 5000 * number + 100, 5000 * number + 300, graph_node=42)
-    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
+    times = read(process, tmp_path)
     assert dict(times.unattributed) == {GRAPHS: 2, NO_KERNEL: 1}
     assert times.unattributed_ns == 400
     process.graph_node(4050, 7)  # made within the marker; 42 is the node of the executable graph
     process.graph_node(4500, 42, original=7)
-    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
+    times = read(process, tmp_path)
     assert dict(times.attributed) == {IN_OURS: 2, IN_GRAPH: 2}
     assert dict(times.unattributed) == {CAPTURED: 1}
+    assert [times.calls.called[row] - EPOCH for row in (3, 4)] == [5000, 10000]
+    assert list(times.calls.number[-2:]) == [-1, -1]
     assert [row[3:] for row in rows(times)][3:] == [(3, 5100, 5300), (3, 10100, 10300)]
 
 
@@ -265,9 +251,7 @@ def test_times_that_were_normalised_are_since_1970_already(tmp_path: Path) -> No
     assert absolute.notes == []
 
 
-def test_ncclS_own_ranges_serve_where_our_markers_are_missing(tmp_path: Path) -> None:
-    export = ExportFile()
-    process = export.process(70)
+def test_ncclS_own_ranges_serve_where_our_markers_are_missing(tmp_path: Path, process: Process) -> None:
     process.nccl(10, 20, "ncclCommInitRankConfig", comm=0xABC, ranks=4, rank=2)
     process.nccl(1000, 1100, "ncclAllReduce", comm=0xABC, size=4096)
     process.kernel(1050, 1500, 1900)
@@ -278,7 +262,7 @@ def test_ncclS_own_ranges_serve_where_our_markers_are_missing(tmp_path: Path) ->
     process.nccl(3020, 3025, "ncclRecv", comm=0xABC, size=700, peer=1)
     process.nccl(3030, 3100, "ncclGroupEnd")
     process.kernel(3050, 3500, 3900, name=SEND_RECV_KERNEL)
-    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
+    times = read(process, tmp_path)
     assert (times.rank, times.world_size) == (2, None)
     assert [note.partition(": ")[2] for note in times.notes] == [
         "rank 2 by its place in the largest communicator captured"
@@ -289,25 +273,22 @@ def test_ncclS_own_ranges_serve_where_our_markers_are_missing(tmp_path: Path) ->
         ("send/recv", "nccl:abc", 3500),
     ]
     assert [kind.bytes for kind in launched(times).kinds] == [4096, 4096, 700]
+    assert [member.peer for member in times.signatures[2].members] == [3, 1]
     assert dict(times.attributed) == {IN_NCCL: 3}
 
 
-def test_ncclS_ranges_without_payload_have_times_and_no_size(tmp_path: Path) -> None:
-    export = ExportFile()
-    process = export.process(70)
+def test_ncclS_ranges_without_payload_have_times_and_no_size(tmp_path: Path, process: Process) -> None:
     process.nccl(1000, 1100, "ncclAllReduce")
     process.kernel(1050, 1500, 1900)
-    (times,) = read_export(str(export.write(tmp_path / "rank_0.sqlite")), 0, {})
+    times = read(process, tmp_path, 0)
     assert [kind.bytes for kind in launched(times).kinds] == [0]
     assert times.unattributed == {NO_PAYLOAD: 1}
 
 
-def test_kernels_without_launch_are_counted(tmp_path: Path) -> None:
-    export = ExportFile()
-    process = export.process(70)
+def test_kernels_without_launch_are_counted(tmp_path: Path, process: Process) -> None:
     two_calls(process)
     process.kernel(0, 100, 200, launch=False)
-    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
+    times = read(process, tmp_path)
     assert dict(times.unattributed) == {NO_LAUNCH: 1}
 
 
@@ -316,73 +297,63 @@ def old_marker(process: Process, at: int, **said: object) -> None:
     process.event(34, at, None, json.dumps(text))
 
 
-def test_a_marker_without_extent_gets_its_own_kernel_and_not_what_follows(tmp_path: Path) -> None:
-    export = ExportFile()
-    process = export.process(70)
+def test_a_marker_without_extent_gets_its_own_kernel_and_not_what_follows(tmp_path: Path, process: Process) -> None:
     old_marker(process, 1000)
     process.kernel(1100, 1500, 1900)
     process.kernel(2100, 2500, 2900)  # of a call that was not marked
     process.kernel(3100, 3500, 3900, name="ncclDevKernel_AllGather_RING_LL()")
     process.kernel(4100, 4500, 4900, graph_node=7)
-    (times,) = read_export(str(export.write(tmp_path / "rank_0.sqlite")), 0, {})
+    times = read(process, tmp_path, 0)
     assert [row[4:] for row in rows(times)] == [(1500, 1900)]
     assert dict(times.unattributed) == {OUTSIDE: 2, GRAPHS: 1}
 
 
-def test_old_markers_of_sends_and_receives_before_one_kernel_are_a_batch(tmp_path: Path) -> None:
-    export = ExportFile()
-    process = export.process(70)
+def test_old_markers_of_sends_and_receives_before_one_kernel_are_a_batch(tmp_path: Path, process: Process) -> None:
     old_marker(process, 500)
     process.kernel(510, 600, 700)
     for number, name in enumerate(("send", "recv", "send", "recv")):
         old_marker(process, 1000 + 10 * number, name=name, message_size=1000, peer_rank=1)
     process.kernel(1100, 1500, 1900, name=SEND_RECV_KERNEL)
-    (times,) = read_export(str(export.write(tmp_path / "rank_0.sqlite")), 0, {})
+    times = read(process, tmp_path, 0)
     assert [(row[0], row[4], row[5]) for row in rows(times)] == [("all_reduce", 600, 700), ("send/recv", 1500, 1900)]
     assert [(kind.bytes, kind.calls) for kind in launched(times).kinds if kind.op == "send/recv"] == [(2000, 4)]
     assert launched(times).sent == {0: {1: 2000}}
 
 
-def test_a_batch_holds_the_calls_since_its_id_and_no_others(tmp_path: Path) -> None:
-    export = ExportFile()
-    process = export.process(70)
+def test_a_batch_holds_the_calls_since_its_id_and_no_others(tmp_path: Path, process: Process) -> None:
     for number in range(10):  # captured, or through symmetric memory: they launch nothing that is seen
         process.marker(100 * number, 100 * number + 50, number)
     for number in (10, 11):
         process.marker(1000 + 10 * number, 1005 + 10 * number, number, op="reduce_scatter", bytes=1000)
     process.event(59, 1200, 1300, json.dumps({"op": "coalesced", "pg": "0"}), payload=10)
     process.kernel(1250, 2000, 2600, name="ncclDevKernel_ReduceScatter_Sum_f32_RING_LL()")
-    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
+    times = read(process, tmp_path)
     assert [(row[0], row[3]) for row in rows(times) if row[4]] == [("reduce_scatter", 10)]
     assert times.unattributed == {NO_KERNEL: 10}
     assert [kind.calls for kind in launched(times).kinds if kind.op == "reduce_scatter"] == [2]
 
 
-def test_the_launch_of_calls_that_were_not_emitted_is_none_of_ours(tmp_path: Path) -> None:
-    export = ExportFile()
-    process = export.process(70)
+def test_the_launch_of_calls_that_were_not_emitted_is_none_of_ours(tmp_path: Path, process: Process) -> None:
     process.marker(1000, 1100, 1)
     process.kernel(1050, 1500, 1900)
     process.event(59, 2000, 2100, json.dumps({"op": "coalesced", "pg": "9"}), payload=2)
     process.kernel(2050, 2500, 2900, name=SEND_RECV_KERNEL)
-    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
+    times = read(process, tmp_path)
     assert [row[3] for row in rows(times)] == [1]
     assert dict(times.attributed) == {IN_OURS: 1, NOT_EMITTED: 1}
     assert not times.unattributed
 
 
-def write_comms(path: Path, *records: dict[str, object]) -> str:
-    header = {"schema": "crossrank-comms 1", "rank": 0, "world_size": 2, "host": "h", "node": "n", "clock": {}}
+def write_comms(path: Path, *records: Mapping[str, object], pid: int | None = None) -> str:
+    header = {"schema": "crossrank-comms 1", "rank": 0, "world_size": 2, "host": "h", "node": "n", "pid": pid}
     group = {"pg": "0", "size": 2, "ranks": [0, 1], "locality": "cross_node"}
     rest = {"c10d": "", "pg": "0", "t": 0, "bytes": 4_000_000}
-    whole = [{"id": record["id"]} | rest | record for record in records]  # a record begins with its id
+    whole = [{"id": record["id"], **rest, **record} for record in records]  # a record begins with its id
     path.write_text("\n".join(map(json.dumps, [{"header": header}, {"group": group}, *whole])) + "\n")
     return str(path)
 
 
-def test_a_comms_file_tells_numbers_and_steps_of_the_ids_in_the_markers(tmp_path: Path) -> None:
-    export = ExportFile()
-    process = export.process(70)
+def test_a_comms_file_tells_numbers_and_steps_of_the_ids_in_the_markers(tmp_path: Path, process: Process) -> None:
     process.identity(0)
     two_calls(process)
     comms = write_comms(
@@ -390,7 +361,7 @@ def test_a_comms_file_tells_numbers_and_steps_of_the_ids_in_the_markers(tmp_path
         {"id": 1, "op": "all_reduce", "seq": 41, "step": 7},
         {"id": 2, "op": "all_reduce", "seq": 42, "step": 7},
     )
-    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {0: comms})
+    (times,) = read_export(str(process.export.write(tmp_path / "a.sqlite")), None, {0: comms})
     assert [row[2:4] for row in rows(times)] == [(41, 1), (42, 2)]
     assert times.calls.step.tolist() == [7, 7]
     assert times.numbered
@@ -399,21 +370,19 @@ def test_a_comms_file_tells_numbers_and_steps_of_the_ids_in_the_markers(tmp_path
 @pytest.mark.parametrize(
     "other", [{"op": "all_gather"}, {"op": "all_reduce", "bytes": 8}, {"op": "all_reduce", "pg": "5"}]
 )
-def test_a_comms_file_of_another_run_is_not_believed(tmp_path: Path, other: dict[str, object]) -> None:
-    export = ExportFile()
-    process = export.process(70)
+def test_a_comms_file_of_another_run_is_not_believed(
+    tmp_path: Path, process: Process, other: dict[str, object]
+) -> None:
     process.identity(0)
     two_calls(process)
     comms = write_comms(tmp_path / "rank-0.comms.jsonl", *({"id": n, "seq": n} | other for n in (1, 2)))
-    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {0: comms})
+    (times,) = read_export(str(process.export.write(tmp_path / "a.sqlite")), None, {0: comms})
     assert [row[:4] for row in rows(times)] == [("all_reduce", "0", 1, 1), ("all_reduce", "0", 2, 2)]
     assert launched(times).kinds[0].bytes == 4_000_000
     assert times.notes == [f"{comms}: is not of the run of {tmp_path}/a.sqlite, and is not used"]
 
 
-def test_groups_within_groups_of_nccl_are_one_launch(tmp_path: Path) -> None:
-    export = ExportFile()
-    process = export.process(70)
+def test_groups_within_groups_of_nccl_are_one_launch(tmp_path: Path, process: Process) -> None:
     process.nccl(10, 20, "ncclCommInitRankConfig", comm=0xABC, ranks=2, rank=0)
     process.nccl(1000, 1005, "ncclGroupStart")
     for start in (1010, 1050):
@@ -422,32 +391,83 @@ def test_groups_within_groups_of_nccl_are_one_launch(tmp_path: Path) -> None:
         process.nccl(start + 20, start + 25, "ncclGroupEnd")
     process.nccl(1100, 1200, "ncclGroupEnd")
     process.kernel(1150, 1500, 1900, name="ncclDevKernel_AllGather_RING_LL()")
-    (times,) = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
+    times = read(process, tmp_path)
     assert [(row[0], row[4]) for row in rows(times)] == [("all_gather", 1500)]
     assert (launched(times).kinds[0].bytes, launched(times).kinds[0].calls) == (2048, 2)
 
 
-def test_a_group_of_nccl_that_began_before_the_capture_is_one_launch_and_ends_once(tmp_path: Path) -> None:
-    export = ExportFile()
-    process = export.process(70)
+def test_a_group_of_nccl_that_began_before_the_capture_is_one_launch_and_ends_once(
+    tmp_path: Path, process: Process
+) -> None:
     for start, function in ((1000, "ncclSend"), (1010, "ncclRecv")):
         process.nccl(start, start + 5, function, comm=0xABC, size=100, peer=1)
     for start in (1100, 2100):
         process.nccl(start, start + 100, "ncclGroupEnd")
         process.kernel(start + 50, start + 500, start + 900, name=SEND_RECV_KERNEL)
-    (times,) = read_export(str(export.write(tmp_path / "rank_0.sqlite")), 0, {})
+    times = read(process, tmp_path, 0)
     assert [(kind.op, kind.calls, kind.bytes) for kind in launched(times).kinds] == [("send/recv", 2, 100)]
     assert dict(times.attributed) == {IN_NCCL: 1}
     assert dict(times.unattributed) == {OUTSIDE: 1}
 
 
-def test_peers_in_a_communicator_of_unknown_ranks_are_no_global_ranks(tmp_path: Path) -> None:
-    export = ExportFile()
-    process = export.process(70)
+def test_peers_in_a_communicator_of_unknown_ranks_are_no_global_ranks(tmp_path: Path, process: Process) -> None:
     process.nccl(1000, 1100, "ncclSend", comm=0xABC, size=100, peer=1)
     process.kernel(1050, 1500, 1900, name=SEND_RECV_KERNEL)
-    (times,) = read_export(str(export.write(tmp_path / "rank_4.sqlite")), 4, {})
+    times = read(process, tmp_path, 4)
     assert [kind.ends for kind in launched(times).kinds] == [None]
+
+
+def test_processes_that_do_not_tell_their_rank_are_known_by_their_comms_file_or_numbered(tmp_path: Path) -> None:
+    export = ExportFile()
+    for pid in (70, 71, 72, 73):
+        two_calls(export.process(pid))
+    export.process(73).identity(0, 4)
+    comms = {rank: write_comms(tmp_path / f"rank-{rank}", pid=pid) for rank, pid in ((1, 71), (9, 1 << 24 | 9))}
+    found = read_export(str(export.write(tmp_path / "a.sqlite")), 7, comms)
+    assert [(times.rank, times.world_size) for times in found] == [(2, None), (1, None), (3, None), (0, 4)]
+    assert [note.partition(": ")[2] for note in found[0].notes] == [
+        "2 process(es) do not tell their rank: they are numbered in the order of their ids"
+    ]
+    assert found[1].notes == [f"{comms[1]}: is not of the run of {tmp_path}/a.sqlite, and is not used"]
+
+
+def test_markers_without_ids_are_a_batch_as_far_as_they_are_of_one_kind(tmp_path: Path, process: Process) -> None:
+    ops = ("all_reduce", "send", "recv", "send")
+    for number, op in enumerate(ops):
+        process.marker(1000 + 10 * number, 1005 + 10 * number, None, op=op, bytes=100 * (number + 1), peer=1)
+    process.event(59, 1100, 1200, json.dumps({"op": "coalesced", "pg": "0"}))
+    process.kernel(1150, 2000, 2600, name=SEND_RECV_KERNEL)
+    process.marker(3000, 3010, None, left_out={"in_split": 4})
+    process.kernel(3005, 3500, 3900)
+    process.event(59, 4000, 4010, json.dumps({"op": "all_gather", "pg": "1"}))
+    process.kernel(4005, 4500, 4900, name="ncclDevKernel_AllGather_RING_LL()")
+    times = read(process, tmp_path)
+    assert [(row[0], row[1], *row[3:]) for row in rows(times)] == [
+        ("all_reduce", "0", 0, 0, 0),
+        ("send/recv", "0", 1, 2000, 2600),
+        ("all_reduce", "0", 2, 3500, 3900),
+        ("all_gather", "1", 3, 4500, 4900),
+    ]
+    assert [one.bytes for one in times.signatures] == [900, 100, 4_000_000, 0]
+    assert dict(times.unattributed) == {NO_KERNEL: 1, LEFT_OUT: 1, SIZELESS: 1}
+
+
+def test_ncclS_ranges_serve_beside_a_comms_file_and_have_no_numbers(tmp_path: Path, process: Process) -> None:
+    process.identity(0)
+    two_calls(process)
+    for start, function in ((5000, "ncclAllGather"), (6000, "ncclCommDestroy")):
+        process.nccl(start, start + 100, function, comm=0xABC, size=8)
+        process.kernel(start + 50, start + 200, start + 300, name="ncclDevKernel_AllGather_RING_LL()")
+    comms = write_comms(tmp_path / "c", *({"id": number, "op": "all_reduce", "seq": number} for number in (1, 3)))
+    (times,) = read_export(str(process.export.write(tmp_path / "a.sqlite")), None, {0: comms})
+    assert [(one.id, one.seq, one.pg) for one in times.records()] == [(1, 1, "0"), (-1, -1, "nccl:abc")]
+    assert dict(times.attributed) == {IN_OURS: 1, IN_NCCL: 1}
+    assert times.unattributed_ns == 500
+    assert dict(times.unattributed) == {
+        f"markers whose id is not in {comms}": 1,
+        OUTSIDE: 2,
+        "the size of the communicator is not known: its creation was not captured": 1,
+    }
 
 
 # --- the join, against a plain search ---------------------------------------------------------------------------------

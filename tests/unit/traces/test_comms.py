@@ -1,0 +1,136 @@
+"""A rank's comms file as a trace, and its monotonic times as wall times."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossrank.comm import CommRecord, Group
+from crossrank.errors import CrossrankError
+from crossrank.tools.traces.comms import WallClock, read_comms, stack_of
+from crossrank.tools.traces.ending import Ending
+from crossrank.tools.traces.flight_recorder import Frame, Raised
+from crossrank.tools.traces.rank_trace import IMPOSSIBLE, RETIRED, SCHEDULED, RankGroup, RankTrace
+
+SECOND = 1_000_000_000
+WALL = 1_780_000_000 * SECOND
+HEADER = {"schema": "crossrank-comms 1", "rank": 3, "world_size": 4, "host": "h", "node": "n", "boot_id": "b"}
+HEADER |= {"clock": {"t": 0, "wall": WALL}, "versions": {"torch": "2.13", "driver": None}, "config": {"emit": "ALL"}}
+GROUP = {"pg": "0", "size": 4, "ranks": [0, 1, 2, 3], "backend": "gloo"}
+REDUCE = {"id": 7, "op": "all_reduce", "c10d": "allreduce_", "pg": "0", "bytes": 8, "t": 1000, "seq": 1}
+SEND = {"id": 8, "op": "send", "c10d": "send", "pg": "0", "bytes": 4, "t": 2000, "p2p_seq": 5, "peer": 1, "batch": 8}
+LAST = REDUCE | {"id": 9, "t": 3000, "seq": 2, "step": 1, "api": "all_reduce", "source": "a.py:12"}
+ENDED = {"reason": "exit", "dropped": 2, "filtered": "many"}
+
+
+def write(path: Path, *lines: dict[str, Any], **header: Any) -> str:
+    path.write_text("".join(json.dumps(line) + "\n" for line in ({"header": HEADER | header}, *lines)))
+    return str(path)
+
+
+def trace(path: str, *ids: int, **differs: Any) -> RankTrace:
+    """What is read of a file with those of the calls 7, 8 and 9, as far as it is the same with any ending."""
+    first = CommRecord(id=0, op="all_reduce", c10d="allreduce_", pg="0", bytes=8, t=0)
+    send = CommRecord(id=0, op="send", c10d="send", pg="0", bytes=4, t=0, peer=1)
+    last = CommRecord(
+        id=0, op="all_reduce", c10d="allreduce_", pg="0", bytes=8, t=0, api="all_reduce", source="a.py:12"
+    )
+    of = {7: (first, 1, -1, 0, RETIRED), 8: (send, 5, 8, 0, RETIRED), 9: (last, 2, -1, 1, RETIRED)}
+    found = RankTrace(rank=3, path=path, source="comms", world_size=4, version="crossrank-comms 1", host="h", node="n")
+    found.signatures = [of[one][0] for one in ids]
+    for signature, one in enumerate(ids):
+        _, number, batch, step, state = of[one]
+        state = differs.get("states", {}).get(one, state)
+        times = {"called": WALL + 1000 * (one - 6), "step": step, "state": state}
+        found.calls.append(group=0, signature=signature, number=number, id=one, batch=batch, **times)
+    found.groups = [RankGroup(Group(pg="0", size=4, ranks=[0, 1, 2, 3], backend="gloo"))]
+    found.backend, found.clock, found.numbered_pairs = "gloo", "b", True
+    found.about = {"torch": "2.13", "TRACING": "ALL"}
+    found.unawaited = {ids.index(8)} if 8 in ids else set()
+    return replace(found, **{name: value for name, value in differs.items() if name != "states"})
+
+
+def test_a_recording_that_was_ended_has_all_its_calls_done(tmp_path: Path) -> None:
+    raised = {"thread": "MainThread", "error": "ValueError: x", "causes": ["y"], "frames": []}
+    step, clock = {"step": {"step": 1, "t": 2500}}, {"clock": {"t": 4000, "wall": WALL + 4000}}
+    end = {"end": ENDED | {"exceptions": [raised, raised | {"thread": "loader"}]}}
+    path = write(tmp_path / "c", {"group": GROUP}, REDUCE, SEND, step, {"step": {}}, LAST, clock, end)
+    ending = Ending(reason="exit", ended=True, error="ValueError: x", causes=("y",))
+    ending.of_threads = [Raised(thread="loader", error="ValueError: x", causes=["y"])]
+    whole = {"ending": ending, "dropped": 2, "steps": [(1, WALL + 2500)], "span": (WALL, WALL + 4000)}
+    assert read_comms(path, 3) == trace(path, 7, 8, 9, **whole)
+    assert read_comms(path, steps=(0, 1)) == trace(path, 7, 8, **whole, skipped=(1, 8))
+    assert read_comms(path, steps=(1, 2)) == trace(path, 9, **whole, skipped=(2, 12))
+
+
+@pytest.mark.parametrize(("until", "taken_at"), [(4000, WALL + 4000), (3000, None), (1 << 62, None)])
+def test_a_recording_without_end_leaves_its_last_call_and_its_isends_open(
+    tmp_path: Path, until: int, taken_at: int | None
+) -> None:
+    clock = {"clock": {"t": until, "wall": WALL + until}}
+    path = write(tmp_path / "c", {"group": GROUP}, REDUCE, SEND, LAST, *[clock] * (until < 1 << 62), {"clock": {}})
+    assert read_comms(path) == trace(
+        path,
+        *(7, 8, 9),
+        states={8: SCHEDULED, 9: SCHEDULED},
+        ending=Ending(taken_at=taken_at, unseen=True),
+        notes=[f"{path}: has no end: the process died, or still runs"],
+    )
+
+
+def test_a_rank_that_was_stopped_may_be_within_its_last_call(tmp_path: Path) -> None:
+    path = write(tmp_path / "c", {"group": GROUP}, REDUCE, SEND | {"api": "send"}, {"end": {"reason": "SIGTERM"}})
+    assert list(read_comms(path).calls.state) == [RETIRED, SCHEDULED]
+    assert read_comms(path).unawaited == set()
+    assert read_comms(path).span == (WALL, WALL + 2000)
+
+
+def test_what_a_header_or_a_record_may_not_say_is_counted(tmp_path: Path) -> None:
+    path = write(tmp_path / "c", REDUCE | {"t": -WALL - 1, "id": 1 << 61, "step": 1 << 31}, {"end": {}}, world_size=0)
+    found = read_comms(path)
+    assert (found.world_size, found.unattributed) == (None, {IMPOSSIBLE: 1})
+    assert (*found.calls.called, *found.calls.step, *found.calls.number, *found.calls.id) == (0, 0, 0, 1 << 61)
+    assert found.notes == [f"{path}: reports 0 ranks for the job, which is not a valid number"]
+    (tmp_path / "d").write_text("{}")
+    with pytest.raises(CrossrankError, match="d: line 1 is no crossrank header; record it again"):
+        read_comms(str(tmp_path / "d"))
+
+
+@pytest.mark.parametrize(
+    ("source", "filename", "line"),
+    [("a.py:12", "a.py", 12), ("C:b.py:123456789", "C:b.py", 123456789), ("a:1234567890", "a", 0), ("a:²", "a", 0)],
+)
+def test_the_line_that_a_record_names_is_a_stack_of_one_frame(source: str, filename: str, line: int) -> None:
+    record = CommRecord(id=0, op="send", c10d="send", pg="", bytes=0, t=0, source=source)
+    assert stack_of(record) == (Frame(name="(C++)", filename=filename, line=line),)
+
+
+# --- clocks -----------------------------------------------------------------------------------------------------------
+
+
+def test_between_two_readings_a_time_drifts_from_the_one_offset_to_the_other() -> None:
+    clock = WallClock([{"t": 0, "wall": WALL}, {"t": 10 * SECOND, "wall": WALL + 10 * SECOND + 4000}])
+    assert [clock.at(second * SECOND) - WALL - second * SECOND for second in (0, 5, 10)] == [0, 2000, 4000]
+
+
+def test_before_the_first_reading_and_after_the_last_their_offsets_hold() -> None:
+    clock = WallClock([{"t": SECOND, "wall": WALL}, {"t": 11 * SECOND, "wall": WALL + 10 * SECOND + 4000}])
+    assert (clock.at(0), clock.at(21 * SECOND)) == (WALL - SECOND, WALL + 20 * SECOND + 4000)
+
+
+def test_a_clock_that_was_set_goes_on_as_if_it_had_not_been_and_says_by_how_much() -> None:
+    moments = [{"t": 0, "wall": WALL}, {"t": 10 * SECOND, "wall": WALL + 15 * SECOND}]
+    moments.append({"t": 20 * SECOND, "wall": WALL + 25 * SECOND + 1000})
+    clock = WallClock(moments)
+    assert clock.set_by == 5 * SECOND
+    assert [clock.at(second * SECOND) - WALL for second in (5, 10, 20)] == [5 * SECOND, 10 * SECOND, 20 * SECOND + 1000]
+
+
+def test_readings_that_lack_a_clock_or_go_back_are_left_out() -> None:
+    clock = WallClock([{"t": 10, "wall": WALL}, {"t": 20}, {"t": 5, "wall": 0}, {}])
+    assert clock.at(20) == WALL + 10
+    assert WallClock([{}]).at(7) == 7
