@@ -84,10 +84,10 @@ class Session:
                 return
             first = self._world is None
             rank, size = dist.get_rank(), dist.get_world_size()
-            same_place = (rank, size) == (self.rank, self.world_size)
+            has_moved = (rank, size) != (self.rank, self.world_size)  # at first from nowhere
             if not first:
                 self._epoch += 1
-                if not same_place:
+                if has_moved:
                     self.windows.close()
                     self._end_files("the process group was made again with another rank or size")
             # From here on the writer's thread takes in groups of this world, for the files that they belong to.
@@ -96,14 +96,14 @@ class Session:
             self.gpu.begin()
             self._begin_topology()
             with self.failures.reported("the recording goes on without files"):
-                if first or not same_place:
+                if has_moved:
                     self._begin_files()
                 elif self.writer is not None and self.topology is not None:
                     self.writer.follow(self.topology)
             with self.failures.reported("Nsight's report does not name this rank"):
                 if self.nvtx is not None:
                     self.nvtx.mark_identity(rank, size)
-            if first or not same_place:
+            if has_moved:
                 self.groups.announce_all()
             self.groups.add_all(world)
             if self.writer is not None:
@@ -143,10 +143,9 @@ class Session:
         self.recorder.active = False
         self.dumps.stop_watching()
         self.windows.abandon()
-        if self.writer is not None:
-            self.writer.abandon()
-        if self.files is not None:
-            self.files.abandon()
+        for opened in (self.writer, self.files):
+            if opened is not None:
+                opened.abandon()
         registry.leave_to_parent()
 
     def current_world(self) -> dist.ProcessGroup | None:

@@ -25,7 +25,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from crossrank.errors import one_line
 from crossrank.instrument import threads
 from crossrank.instrument.hooks import fork
 from crossrank.instrument.hooks.exits import close_quietly
@@ -74,7 +73,7 @@ def uninstall() -> None:
         _session = None
         _give_back_handlers()
         if _pipe is not None:
-            _give_back_wakeup(_pipe[1])
+            _set_wakeup(-1, ours=_pipe[1])
             os.close(_pipe[1])  # ends the thread, which closes the other side
             _pipe = None
     if _pending is not None:
@@ -85,7 +84,7 @@ def leave_to_parent() -> None:
     """In a forked child: signals do what they did before."""
     global _pipe
     if _pipe is not None:
-        _give_back_wakeup(_pipe[1])
+        _set_wakeup(-1, ours=_pipe[1])
         for end in _pipe:
             os.close(end)
         _pipe = None
@@ -95,9 +94,7 @@ def leave_to_parent() -> None:
 def keep_watching() -> None:
     """To be called now and then: an event loop that was closed has taken the pipe away."""
     if _pipe is not None and threading.current_thread() is threading.main_thread():
-        found = signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
-        if found not in (-1, _pipe[1]):
-            signal.set_wakeup_fd(found, warn_on_full_buffer=False)
+        _set_wakeup(_pipe[1], ours=_pipe[1])
 
 
 def _on_fatal(number: int, frame: FrameType | None) -> None:
@@ -138,10 +135,13 @@ def _give_back_handlers() -> None:
     fork.hold_back(())
 
 
-def _give_back_wakeup(ours: int) -> None:
-    found = signal.set_wakeup_fd(-1)
-    if found not in (-1, ours):  # somebody has put theirs in place since
-        signal.set_wakeup_fd(found, warn_on_full_buffer=False)
+def _set_wakeup(descriptor: int, ours: int) -> bool:
+    """Have signals written to a descriptor, to none for -1. Where an event loop's is set that stays: False."""
+    found = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
+    if found in (-1, ours):
+        return True
+    signal.set_wakeup_fd(found, warn_on_full_buffer=False)
+    return False
 
 
 def _watch() -> bool:
@@ -149,30 +149,23 @@ def _watch() -> bool:
     global _pipe
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    taken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    if taken != -1:  # an event loop uses it
-        signal.set_wakeup_fd(taken, warn_on_full_buffer=False)
+    if not _set_wakeup(writer, ours=-1):
         os.close(reader)
         os.close(writer)
         return False
     _pipe = (reader, writer)
-    threads.start("signals", lambda: _listen(reader))
+    threads.start("signals", lambda: _listen(reader), lost="signals are no longer watched")
     return True
 
 
 def _listen(reader: int) -> None:
-    try:
-        while numbers := os.read(reader, 64):
-            for number in numbers:
-                if not _is_ours(number):  # the script has set a handler of its own since
-                    continue
-                if number == signal.SIGUSR1:  # which may take long, and a fatal signal may follow
-                    threads.start("dump", _dump)
-                elif _session is not None:
-                    _see_to_the_end(_session, number)
-        os.close(reader)
-    except Exception as error:
-        log.warning("crossrank: signals are no longer watched: %s", one_line(error))
+    while numbers := os.read(reader, 64):
+        for number in filter(_is_ours, numbers):  # the script may have set a handler of its own since
+            if number == signal.SIGUSR1:  # which may take long, and a fatal signal may follow
+                threads.start("dump", _dump)
+            elif _session is not None:
+                _see_to_the_end(_session, number)
+    os.close(reader)
 
 
 def _see_to_the_end(session: Session, number: int) -> None:

@@ -144,10 +144,10 @@ class StepBoundaries:
         [1, 0, 0, 1, 0, 1]
         """
         ended = 0
-        number = self._number(optimizer)
+        number = self._numbers.setdefault(optimizer, next(self._next_number))
         if after_backward or self._backward_is_hidden or not self._updates:
             self._updates.append(_Update())
-        elif self._repeats_itself((number, part)):
+        elif self._updates[-1].steps[number, part] >= 2 * self._most_repeats + _REPEATS_WITHOUT_BACKWARD:
             ended += self._uncover_backwards()
         update = self._updates[-1]
         update.optimizers.add(number)
@@ -159,18 +159,10 @@ class StepBoundaries:
             ended += 1
         return ended
 
-    def _number(self, optimizer: object) -> int:
-        number = self._numbers.get(optimizer)
-        if number is None:
-            number = self._numbers[optimizer] = next(self._next_number)
-        return number
-
     def _begins_iteration(self, optimizer: int) -> bool:
         earlier = _optimizers(self._updates[:-1])
-        if not earlier or optimizer in earlier:
-            return bool(earlier)
         # Where all earlier optimizers are gone, a new training phase has begun.
-        return earlier.isdisjoint(self._numbers.values())
+        return optimizer in earlier or (bool(earlier) and earlier.isdisjoint(self._numbers.values()))
 
     def _finish_iteration(self) -> int:
         """The latest update begins an iteration: close the one before. Returns iterations not counted until now."""
@@ -193,16 +185,8 @@ class StepBoundaries:
 
     def _newcomer(self, finished: list[_Update]) -> int:
         """Index of the first update whose optimizers had no part in the iteration before; 0 where there is none."""
-        if not self._previous:
-            return 0
-        return next(
-            (index for index, update in enumerate(finished) if index and self._previous.isdisjoint(update.optimizers)),
-            0,
-        )
-
-    def _repeats_itself(self, step: tuple[int, int]) -> bool:
-        limit = 2 * self._most_repeats + _REPEATS_WITHOUT_BACKWARD
-        return self._updates[-1].steps[step] >= limit
+        strangers = (i for i, update in enumerate(finished) if i and self._previous.isdisjoint(update.optimizers))
+        return next(strangers, 0) if self._previous else 0
 
     def _uncover_backwards(self) -> int:
         """Backward passes run unseen (in a CUDA graph): each round of steps was an iteration, and will be one."""

@@ -114,11 +114,8 @@ class CommsWriter:
         self._started = time.monotonic()
 
     def line(self, kind: str, content: object) -> None:
-        """Append a line that is not a record: `{kind: content}`. A callable is asked when it is written."""
-        if callable(content):
-            self.ring.append(lambda: encode_line(kind, content()))
-        else:
-            self.ring.append(encode_line(kind, content))
+        """Append a line that is not a record: `{kind: content}`. A callable is called when it is written."""
+        self.ring.append((lambda: encode_line(kind, content())) if callable(content) else encode_line(kind, content))
 
     def close(self, end: Callable[[], dict[str, Any]], timeout: float = 10.0) -> None:
         """Write what is left and the `end` line, then close the file. Does nothing the second time."""
@@ -132,12 +129,10 @@ class CommsWriter:
             self._fail("the end of the comms file is not written", TimeoutError(f"{self.path} does not take it"))
             return
         try:
-            if self._file < 0:
-                return
-            self._drain(for_good=True)
-            self._append([encode_line("clock", clock()), encode_line("end", end())])
-            os.close(self._file)
-            self._file = -1
+            if self._file >= 0:
+                self._drain(for_good=True)
+                self._append([encode_line("clock", clock()), encode_line("end", end())])
+                self._close_file()
         finally:
             self._lock.release()
 
@@ -146,8 +141,11 @@ class CommsWriter:
         self._closing = True
         self.ring.clear()
         if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+            self._close_file()
+
+    def _close_file(self) -> None:
+        os.close(self._file)
+        self._file = -1
 
     def _run(self) -> None:
         last = -TICK

@@ -28,7 +28,6 @@ import msgspec
 import orjson
 import torch
 
-from crossrank.errors import one_line
 from crossrank.instrument import threads
 from crossrank.instrument.hooks import exits
 from crossrank.instrument.identity.gpu import cuda_is_in_use
@@ -188,16 +187,10 @@ class HangWatch:
         self._stopped = False  # a plain flag: an Event's lock may be held by what a signal handler interrupts
 
     def start(self) -> None:
-        self._stopped = threads.start("watchdog", self._run) is None
+        self._stopped = threads.start("watchdog", self._watch, lost="hangs are no longer watched for") is None
 
     def stop(self) -> None:
         self._stopped = True
-
-    def _run(self) -> None:
-        try:
-            self._watch()
-        except Exception as error:
-            log.warning("crossrank: hangs are no longer watched for: %s", one_line(error))
 
     def _watch(self) -> None:
         calls, since = self._calls(), time.monotonic()

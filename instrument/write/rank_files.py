@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import os
 import re
 import socket
@@ -195,22 +196,17 @@ def _ancestors() -> set[int]:
     return found
 
 
-def _take_part(folder: Path, rank: int) -> tuple[Path, socket.socket]:
+def _take_part(folder: Path, rank: int) -> tuple[Path, socket.socket | None]:
     """The first `spawned-K` in which nobody records this rank, nor has, and the lock that keeps it so."""
-    number = 1
-    while True:
-        part = f"spawned-{number}"
-        lock = take_lock(_lock_name(f"{folder}/{part}", rank))
-        if lock is not None and not (folder / part / file_name(COMMS, rank)).exists():
+    for part in (folder / f"spawned-{number}" for number in itertools.count(1)):
+        if (lock := take_lock(_lock_name(str(part), rank))) is None:
+            continue
+        if not (part / file_name(COMMS, rank)).exists():
             break
-        if lock is not None:
-            lock.close()
-        number += 1
-    (folder / part).mkdir(exist_ok=True)
-    log.warning(
-        "crossrank: process %d was started by one that records in %s: it records in %s of it", os.getpid(), folder, part
-    )
-    return folder / part, lock
+        lock.close()
+    part.mkdir(exist_ok=True)
+    log.warning("crossrank: process %d was started by one that records in %s: it uses %s", os.getpid(), folder, part)
+    return part, lock
 
 
 def _set_aside(folder: Path, rank: int, world_size: int) -> None:
