@@ -18,7 +18,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 
 MOST_RANKS = 1 << 20
-"""More ranks than any job has: a larger number in a file or an option is a mistake, and is not built a list for."""
+"""More ranks than any job has: a larger number in a file or an option is an error, and no list is made of it."""
 
 Int = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=(1 << 62) - 1)]
 """A number as a file may have it: sums and differences of it fit into 64 bits."""

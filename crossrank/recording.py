@@ -357,7 +357,7 @@ class CommsFile:
                 other = decode_line(line)
             except BROKEN as error:
                 if len(self.damage.problems) < _MOST_PROBLEMS:
-                    self.damage.problems.append(f"line {number} is no comms record: {one_line(error)}")
+                    self.damage.problems.append(f"line {number} is not a comms record: {one_line(error)}")
                 else:
                     more += 1
                 if self.header is None:
@@ -371,10 +371,10 @@ class CommsFile:
                     return
             self._take(other)
             if number == 1 and self.header is None:
-                self.damage.problems.append("line 1 is no crossrank header")
+                self.damage.problems.append("line 1 is not a crossrank header")
                 return
         if more:
-            self.damage.problems.append(f"{more} more lines are no comms records")
+            self.damage.problems.append(f"{more} more lines are not comms records")
         if number == 0 and not self.damage.problems:
             self.damage.problems.append("the file is empty")
 
@@ -406,7 +406,7 @@ class CommsFile:
                 yield from lines
                 if len(rest) > _LONGEST_LINE:
                     self.damage.problems.append(
-                        f"a line is longer than {_LONGEST_LINE >> 20} MiB: no comms file has such"
+                        f"a line is longer than {_LONGEST_LINE >> 20} MiB, which a comms file never has"
                     )
                     return
         except BudgetError as error:

@@ -107,7 +107,7 @@ def printable(text: str) -> str:
 
 
 def writable(text: str) -> str:
-    """Text that every encoding of Unicode has: names of files need not be."""
+    """Text that UTF-8 can encode, which names of files need not be."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -124,5 +124,5 @@ def csv_text(value: object) -> object:
 
 
 def from_csv_text(text: str) -> str:
-    """What `csv_text` was given."""
+    """The value that `csv_text` was given, as text."""
     return text[1:] if text.startswith("'") else text

@@ -140,7 +140,7 @@ def _seconds(where: str, text: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise CrossrankError(f"{where}={text!r} is no number of seconds; 0 switches the watch for hangs off")
+        raise CrossrankError(f"{where}={text!r} is not a number of seconds; 0 turns the hang watch off")
     return seconds
 
 

@@ -54,7 +54,7 @@ class Failures:
 
 
 def raised_by_script(error: BaseException) -> bool:
-    """Whether a frame that is none of the recorder's or of what it uses stands in the traceback of `error`."""
+    """Whether the traceback of `error` has a frame that is neither the recorder's nor of a library that it uses."""
     traceback: TracebackType | None = error.__traceback__
     while traceback is not None:
         if not _is_known(traceback.tb_frame.f_code.co_filename):

@@ -89,7 +89,7 @@ class Session:
                 self._epoch += 1
                 if has_moved:
                     self.windows.close()
-                    self._end_files("the process group was made again with another rank or size")
+                    self._end_files("the process group was created anew with another rank or size")
             # From here on the writer's thread takes in groups of this world, for the files that they belong to.
             self._world = weakref.ref(world)
             self.rank, self.world_size = rank, size
@@ -112,7 +112,7 @@ class Session:
                 self.windows.open_if_due()
 
     def close(self, reason: str = "disable") -> None:
-        """Finish every file and take everything away. Does nothing the second time.
+        """Finish every file and uninstall every hook. Does nothing the second time.
 
         In a process that dies the window comes last and has a limit: the reason is on disk by then.
         """
@@ -137,7 +137,7 @@ class Session:
             registry.uninstall()
 
     def abandon(self) -> None:
-        """In a forked child: be off, and leave the parent's files and signals to the parent."""
+        """In a forked child: stop recording, and leave the parent's files and signals to the parent."""
         self._close_once.acquire(blocking=False)
         self.closing = self.finished = True
         self.recorder.active = False
@@ -204,7 +204,7 @@ class Session:
             self.topology.stop()
 
     def _on_look(self) -> None:
-        """What is looked for a few times a second, off training's threads."""
+        """What is checked a few times a second, outside training's threads."""
         self.gpu.read()
         exits.restore_terminate_under_cuda()
         if (world := self.current_world()) is not None:

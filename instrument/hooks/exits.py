@@ -1,11 +1,11 @@
-"""How a process ends other than by a signal: normally, by an exception, or by one of C++ that nobody catches.
+"""How a process ends other than by a signal: normally, by an exception, or by an uncaught one of C++.
 
 * The normal end is `atexit`, and in multiprocessing's forked workers, which leave through `os._exit`, its finalizers.
 * Exceptions that end the script or its threads are noted, and printed as ever.
 * gloo raises exceptions on its own threads when ranks disagree about the size of a call, and the C++ runtime then calls
   its terminate handler, which prints the exception and aborts. Ours finishes the files before that one runs. It is no
   signal handler: the thread is in ordinary code, and an abort for another reason (a broken heap, say) does not pass it.
-  To run Python it has to wait for the interpreter. A thread that waits for a GPU may hold that for ever, and a process
+  To run Python it has to wait for the interpreter. A thread that waits for a GPU may hold that forever, and a process
   that was to abort would hang; so nothing is installed in a process that uses CUDA, and it is taken back when one
   begins to.
 """
@@ -42,7 +42,7 @@ _finalizers: list[Finalize] = []
 _patches = Patches()
 _of_threads: list[dict[str, Any]] = []
 _earlier: BaseException | None = None
-"""What `sys.last_value` held already when the session began."""
+"""`sys.last_value` as it was when the session began."""
 _terminates = False
 """Whether the terminate handler is ours."""
 _previous: int | None = None
@@ -65,7 +65,7 @@ def install(session: Session) -> None:
                 _of_threads.append(_describe(name, arguments.exc_value))
                 del _of_threads[_MOST_EXCEPTIONS:]
         except Exception as error:
-            log.debug("crossrank: the exception of a thread is not noted: %r", error)
+            log.debug("crossrank: cannot record the exception of a thread: %r", error)
         original(arguments)
 
     _patches.replace(threading, "excepthook", note)
@@ -109,7 +109,7 @@ def _on_terminate() -> None:
 
 
 _HANDLER = ctypes.CFUNCTYPE(None)(_on_terminate)
-"""Stays in memory for ever: a thread may be in it, or about to be, when it is uninstalled."""
+"""Stays in memory forever: a thread may be in it, or about to be, when it is uninstalled."""
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """Signals: the files are finished before the process dies of one, and the flight recorder is dumped on SIGUSR1.
 
-* SIGTERM and SIGINT, where nobody else handles them: the files are finished, then the process dies of the
+* SIGTERM and SIGINT, where the script does not handle them: the files are finished, then the process dies of the
   signal as it would have. Where the script handles them, its handler is left alone.
 * SIGUSR1: the flight recorder is dumped, then the script's own handler runs, if it has one.
 
@@ -8,7 +8,7 @@ A rank that hangs in a collective does not run Python handlers: its main thread 
 number is also written to a pipe, by the interpreter's C handler, and a thread reads it there: it dumps on
 SIGUSR1, and on SIGTERM it gives the main thread a moment and then finishes and dies in its place. It also sees to it
 that the process dies where finishing takes too long, on whichever thread that is. It needs Python's lock for that: a
-thread that keeps it for ever, in C code that never gives it up, keeps the process alive as well.
+thread that holds it forever, in C code that never releases it, keeps the process alive as well.
 
 Python changes handlers on the main thread only. Where a session ends on another one, ours stay until the next session:
 they do nothing but let the process die of its signal.
@@ -41,7 +41,7 @@ _FATAL = (signal.SIGTERM, signal.SIGINT)
 
 _session: Session | None = None  # the latest; its handlers may outlive it
 _previous: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
-"""What stood for each signal that is ours now."""
+"""The handler before ours, by signal."""
 _pipe: tuple[int, int] | None = None
 _pending: int | None = None
 """A fatal signal that came while the files were being finished."""
@@ -56,7 +56,7 @@ def install(session: Session) -> None:
         log.debug("crossrank: enabled outside the main thread, signals are not watched")
         return
     # Without the pipe a rank that hangs would not die of a signal that is handled. The first process of a container
-    # is not killed by a signal that nobody handles, and goes on.
+    # is not killed by a signal without a handler, and goes on.
     watched = _pipe is not None or _watch()
     for number in _FATAL if watched and os.getpid() != 1 else ():
         if signal.getsignal(number) is signal.SIG_DFL:
@@ -67,7 +67,7 @@ def install(session: Session) -> None:
 
 
 def uninstall() -> None:
-    """Give back every handler that nobody has replaced since, and die of a signal that had to wait."""
+    """Restore the handlers that are still ours, and die of a signal that had to wait."""
     global _pipe, _session
     if threading.current_thread() is threading.main_thread():
         _session = None

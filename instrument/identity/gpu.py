@@ -1,4 +1,4 @@
-"""Which GPU this rank drives, settled as soon as it is certain, and its cumulative counters, asked through NVML.
+"""Which GPU this rank uses, as soon as that is certain, and its cumulative counters, read through NVML.
 
 The device is the one that the process group is bound to, or that the first tensor communicated is on. torch's current
 device is neither before the script has called `set_device`, and then it is device 0 on every rank.
@@ -79,7 +79,7 @@ class GpuReader:
             self._nvml = pynvml
             self._find(uuid)
         except Exception as error:
-            log.debug("crossrank: no NVML, GPU identity is null: %s", one_line(error))
+            log.debug("crossrank: NVML is not available, GPU identity is null: %s", one_line(error))
 
     def _find(self, uuid: str) -> None:
         """Find the device, which may be a part of a GPU (MIG). CUDA does not say which of the two its UUID is."""
@@ -252,10 +252,10 @@ def _fabric(nvml: Any, board: Any) -> tuple[str, int] | None:
 
 
 def _ask(question: Callable[[], Any]) -> Any:
-    """The answer, or None: boards differ in what they answer (a GeForce has no serial)."""
+    """The answer, or None: boards differ in what they support (a GeForce has no serial)."""
     try:
         answer = question()
     except Exception as error:
-        log.debug("crossrank: NVML has no answer: %s", one_line(error))
+        log.debug("crossrank: an NVML query failed: %s", one_line(error))
         return None
     return answer.decode(errors="replace") if isinstance(answer, bytes) else answer

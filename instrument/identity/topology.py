@@ -109,7 +109,7 @@ class Topology:
             if not self._stopped and (silent := self.missing()):
                 log.info("crossrank: ranks %s do not record; calls with them have locality unknown", silent)
         except Exception as error:
-            log.info("crossrank: the nodes of the other ranks are not known: %s", one_line(error))
+            log.info("crossrank: the nodes of the other ranks are unknown: %s", one_line(error))
         finally:
             self.settled.set()
 

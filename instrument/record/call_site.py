@@ -32,13 +32,13 @@ _OURS = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
     os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep,
 )
-# Files whose functions are the communication API, and what stands before their names in `api`.
+# Files whose functions are the communication API, and the prefix of their names in `api`.
 _API_FILES = {
     _DISTRIBUTED + "distributed_c10d.py": "",
     _DISTRIBUTED + "_functional_collectives.py": "functional.",
     _DISTRIBUTED + os.path.join("nn", "functional.py"): "nn.functional.",
 }
-# Frames that stand inside one API call without ending it: decorators, context managers, autograd functions.
+# Frames that belong to one API call without ending it: decorators, context managers, autograd functions.
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _TRANSPARENT_FILES = frozenset(
     (

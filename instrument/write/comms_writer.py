@@ -126,7 +126,7 @@ class CommsWriter:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
         if not self._lock.acquire(timeout=timeout):  # the thread is stuck in the disk
-            self._fail("the end of the comms file is not written", TimeoutError(f"{self.path} does not take it"))
+            self._fail("the end of the comms file is not written", TimeoutError(f"writing {self.path} takes too long"))
             return
         try:
             if self._file >= 0:
@@ -222,7 +222,7 @@ class CommsWriter:
 
     def recent(self) -> list[orjson.Fragment]:
         """The last calls as they stand, or would stand, in the file."""
-        # Each is copied in one step, in which nobody appends.
+        # Each is copied in one step of the interpreter, during which no other thread appends.
         entries = [entry for entry in (*self._recent, *self.ring) if isinstance(entry, tuple)][-_RECENT:]
         # While the thread moves a call from the one to the other it may be met in both.
         once = {entry[1]: entry for entry in entries}

@@ -134,7 +134,7 @@ class FlightDumps:
         if self._reporter is not None:
             log.warning(
                 "crossrank: no communication for %.3g s (rank %d): what every rank did last is in %s. If the job "
-                "hangs, `crossrank diagnose %s` says who waits for whom",
+                "hangs, `crossrank diagnose %s` shows which rank waits for which",
                 seconds,
                 session.rank,
                 folder,
@@ -285,7 +285,7 @@ def _identity_of(entry: dict[str, Any]) -> str:
 
 
 def stacks() -> list[dict[str, Any]]:
-    """Where every Python thread of this process is, innermost frame first; crossrank's own threads are left out."""
+    """The stack of every Python thread of this process, innermost frame first; crossrank's own threads are left out."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     found = []
     for ident, frame in sys._current_frames().items():

@@ -200,7 +200,7 @@ def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path: Path) -> None:
     ids, comms = read(tmp_path / "rank-0.comms.jsonl.zst")
 
     assert ids == [0]
-    assert comms.damage.problems == ["a line is longer than 16 MiB: no comms file has such"]
+    assert comms.damage.problems == ["a line is longer than 16 MiB, which a comms file never has"]
 
 
 def test_of_many_broken_lines_the_first_are_told_and_the_others_counted(tmp_path: Path) -> None:
@@ -210,4 +210,4 @@ def test_of_many_broken_lines_the_first_are_told_and_the_others_counted(tmp_path
 
     assert ids == [0]
     assert len(comms.damage.problems) == 101
-    assert comms.damage.problems[-1] == "900 more lines are no comms records"
+    assert comms.damage.problems[-1] == "900 more lines are not comms records"

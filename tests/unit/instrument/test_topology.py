@@ -61,7 +61,7 @@ def test_locality(places: list[tuple[str, str | None] | None], ranks: list[int],
         assert topology.locality(ranks) == expected
 
 
-def test_a_rank_that_does_not_record_is_unknown_and_blocks_nobody() -> None:
+def test_a_rank_that_does_not_record_is_unknown_and_blocks_no_rank() -> None:
     first, silent, third = exchanged([("a", None), None, ("b", None)])
     assert silent is None
     assert first is not None
@@ -116,7 +116,7 @@ def _on_a_store(world: int) -> tuple[dist.Store, list[Topology]]:
     return store, [Topology(rank, world, (f"node {rank}", None)) for rank in range(world)]
 
 
-def test_a_rank_that_publishes_twice_makes_nobody_wait_for_one_that_does_not() -> None:
+def test_a_rank_that_publishes_twice_makes_no_rank_wait_for_one_that_does_not() -> None:
     store, (collector, twice, _) = _on_a_store(3)
     for topology in (collector, twice, twice):
         topology.publish(store)
