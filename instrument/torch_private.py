@@ -8,8 +8,7 @@ it nothing can be recorded, which `enable()` says.
 from __future__ import annotations
 
 import functools
-from importlib import import_module
-from typing import Any
+import pkgutil
 
 import torch
 
@@ -107,11 +106,8 @@ def _missing(part: str) -> list[str]:
 
 
 def _exists(name: str) -> bool:
-    module, _, path = name.partition(":")
     try:
-        found: Any = import_module(module)
-        for attribute in path.split("."):
-            found = getattr(found, attribute)
+        pkgutil.resolve_name(name)
     except (ImportError, AttributeError):
         return False
     return True

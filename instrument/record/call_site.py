@@ -51,15 +51,19 @@ _TRANSPARENT_FILES = frozenset(
         os.path.abspath(typing_extensions.__file__),
     )
 )
-# Generated code: inductor's output and names such as <eval_with_key>.1, called by torch and not by the user.
-_GENERATED = ("torchinductor_", os.sep + "inductor" + os.sep)
-# What runs the user's script and is no caller of it.
-_LAUNCHERS = (
+# Not the user's: torch, crossrank, what runs the user's script, and generated code that torch calls. `python -c` and
+# notebooks run user code under names such as <string>, <stdin> and <ipython-…>.
+_PASSED_FILES = (
+    _TORCH,
+    *_OURS,
     _STDLIB + "runpy.py",
     _STDLIB + "threading.py",
     _STDLIB + "multiprocessing" + os.sep,
     "<frozen ",
+    "<eval_with_key>",
+    "<torch_package_",
 )
+_INDUCTOR = ("torchinductor_", os.sep + "inductor" + os.sep)  # its output
 
 _USER, _API, _TRANSPARENT, _PASSED = range(4)
 
@@ -177,10 +181,5 @@ def _kind_of(code: CodeType) -> tuple[int, str | None]:
         return _API, _API_FILES[path] + code.co_name if is_function else None
     if path in _TRANSPARENT_FILES:
         return _TRANSPARENT, None
-    if path.startswith(_TORCH) or path.startswith(_OURS) or path.startswith(_LAUNCHERS):
-        return _PASSED, None
-    if path.startswith("<") or any(part in path for part in _GENERATED):
-        # `python -c` and notebooks run user code under such names as well: <string>, <stdin>, <ipython-…>.
-        generated = path.startswith(("<eval_with_key>", "<torch_package_")) or not path.startswith("<")
-        return (_PASSED, None) if generated else (_USER, None)
-    return _USER, None
+    is_passed = path.startswith(_PASSED_FILES) or any(part in path for part in _INDUCTOR)
+    return (_PASSED if is_passed else _USER), None

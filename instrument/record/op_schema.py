@@ -53,9 +53,7 @@ class Reader:
         self.outputs = tuple(at for at in tensors if names[at].startswith("output") or self.op == "recv")
         self.inputs = tuple(at for at in tensors if at not in self.outputs)
         self._in_place = not self.outputs and not self.is_p2p
-        self.group = position("process_group")
-        if self.group < 0:
-            raise ValueError(f"c10d::{c10d} has no process_group argument")
+        self.group = names.index("process_group")
         self._root = position("root_rank", "root")
         self.peer = position(_PEER.get(self.op, ""))
         self.tag = position("tag")

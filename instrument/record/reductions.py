@@ -36,11 +36,8 @@ class ReductionReader:
     def __init__(self) -> None:
         self._codes = _functions_with_op()
         # premul_sum is a ReduceOp with a factor, not one of these constants.
-        self._constants = {
-            getattr(ReduceOp, name.upper()): name
-            for name in _NAMES
-            if name != "premul_sum" and hasattr(ReduceOp, name.upper())
-        }
+        constants = (name for name in _NAMES if name != "premul_sum" and hasattr(ReduceOp, name.upper()))
+        self._constants = {getattr(ReduceOp, name.upper()): name for name in constants}
 
     def read(self, frame: FrameType | None, reduce_op: Any) -> str | None:
         """The reduction of a call that came to the dispatcher from `frame` with this object."""
