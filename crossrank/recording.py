@@ -314,13 +314,12 @@ class _Line(msgspec.Struct):
     group: Group | None = None
     end: dict[str, Any] | None = None
     window: dict[str, Any] | None = None
-    counters: dict[str, Any] | None = None
     clock: dict[str, Int] | None = None
     step: dict[str, Int] | None = None
     gpu: dict[str, Any] | None = None
 
 
-_SEVERAL = {"group": "groups", "window": "windows", "counters": "counters", "clock": "clocks", "step": "steps"}
+_SEVERAL = {"group": "groups", "window": "windows", "clock": "clocks", "step": "steps"}
 """Kind of line -> the list of a `CommsFile` that gathers its lines."""
 
 
@@ -338,7 +337,6 @@ class CommsFile:
         self.header: Header | None = None
         self.groups: list[Group] = []
         self.windows: list[dict[str, Any]] = []
-        self.counters: list[dict[str, Any]] = []
         self.clocks: list[dict[str, int]] = []
         self.steps: list[dict[str, int]] = []
         self.end: dict[str, Any] | None = None

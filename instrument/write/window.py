@@ -119,10 +119,8 @@ class Windows:
             log.warning(
                 "crossrank: your profiler starts inside window %d; the window's Kineto trace ends here", self._number
             )
-        try:
+        with self._reported("the Kineto trace of a window is missing"):
             self._close_kineto()
-        except Exception as error:
-            log.warning("crossrank: cannot end the Kineto trace: %s", one_line(error))
 
     def close(self, step: int | None = None) -> None:
         """End the window that is open, if any, and dump the flight recorder unless the session ends."""
@@ -322,17 +320,11 @@ class Windows:
         if files is None:
             return
 
-        def work() -> None:
-            try:
-                files.finish(name)
-            except Exception as error:
-                log.warning(
-                    "crossrank: cannot write %s: %s; it is left as %s", name, one_line(error), files.temporary(name)
-                )
-
-        thread = threads.start(name, work)
+        lost = f"cannot write {name}, which is left as {files.temporary(name)}"
+        thread = threads.start(name, lambda: files.finish(name), lost)
         if thread is None:
-            work()
+            with self._reported(lost):
+                files.finish(name)
         else:
             self._finishing = [*filter(threading.Thread.is_alive, self._finishing), thread]
 
