@@ -15,18 +15,18 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import itertools
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.util import Finalize
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from crossrank.errors import one_line
 from crossrank.instrument.hooks.patches import Patches
 from crossrank.instrument.identity.gpu import cuda_is_in_use
 from crossrank.instrument.log import log
-from crossrank.instrument.script_errors import raised_by_script
 from crossrank.text import writable
 
 if TYPE_CHECKING:
@@ -89,12 +89,8 @@ def _at_exit() -> None:
 
 def close_quietly(session: Session, reason: str) -> None:
     """Close where Python would print a traceback of whatever is raised."""
-    try:
+    with session.failures.reported("the recording did not end properly"):
         session.close(reason)
-    except Exception as error:
-        if raised_by_script(error):
-            raise
-        log.warning("crossrank: the recording did not end properly: %s", one_line(error))
 
 
 def _on_terminate() -> None:
@@ -166,10 +162,7 @@ def exceptions(reason: str) -> list[dict[str, Any]]:
 
 
 def _describe(thread: str, error: BaseException) -> dict[str, Any]:
-    frames = [
-        {"name": writable(frame.f_code.co_name), "filename": writable(frame.f_code.co_filename), "line": line}
-        for frame, line in traceback.walk_tb(error.__traceback__)
-    ]
+    frames = list(traceback.walk_tb(error.__traceback__))
     causes: list[str] = []
     cause = error.__cause__ or error.__context__
     while cause is not None and len(causes) < _MOST_EXCEPTIONS:
@@ -179,8 +172,16 @@ def _describe(thread: str, error: BaseException) -> dict[str, Any]:
         "thread": writable(thread),
         "error": _text_of(error),
         "causes": causes,
-        "frames": frames[: -_MOST_FRAMES - 1 : -1],
+        "frames": describe_frames(reversed(frames)),
     }
+
+
+def describe_frames(frames: Iterable[tuple[FrameType, int]]) -> list[dict[str, Any]]:
+    """The first of some frames with their lines, as a dump has them."""
+    return [
+        {"name": writable(frame.f_code.co_name), "filename": writable(frame.f_code.co_filename), "line": line or 0}
+        for frame, line in itertools.islice(frames, _MOST_FRAMES)
+    ]
 
 
 def _text_of(error: BaseException) -> str:

@@ -14,12 +14,14 @@ timeout the call that failed looks completed. So a hang has to be noticed before
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -36,13 +38,13 @@ from crossrank.instrument.torch_private import has
 from crossrank.instrument.write.comms_writer import clock
 from crossrank.instrument.write.rank_files import take_lock
 from crossrank.recording import FLIGHT, file_name
+from crossrank.text import writable
 
 if TYPE_CHECKING:
     from crossrank.instrument.session import Session
 
 _COMPILER = "torch._inductor.codecache"
 _IDENTITY = ("profiling_name", "process_group", "collective_seq_id", "p2p_seq_id", "op_id", "time_created_ns")
-_MOST_FRAMES = 64
 _VERSION = "2.10"
 """Version of the recorder's format that a dump names in which torch has no part."""
 _FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -287,18 +289,14 @@ def _identity_of(entry: dict[str, Any]) -> str:
 def stacks() -> list[dict[str, Any]]:
     """The stack of every Python thread of this process, innermost frame first; crossrank's own threads are left out."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
+
+    def is_ours(placed: tuple[FrameType, int]) -> bool:  # the thread that dumps is in here
+        return placed[0].f_code.co_filename.startswith(_FOLDER)
+
     found = []
     for ident, frame in sys._current_frames().items():
         name = names.get(ident, f"thread {ident}")
-        if name.startswith(threads.PREFIX):
-            continue
-        frames: list[dict[str, Any]] = []
-        walk: FrameType | None = frame
-        while walk is not None and walk.f_code.co_filename.startswith(_FOLDER):  # the thread that dumps is in here
-            walk = walk.f_back
-        while walk is not None and len(frames) < _MOST_FRAMES:
-            code = walk.f_code
-            frames.append({"name": code.co_name, "filename": code.co_filename, "line": walk.f_lineno or 0})
-            walk = walk.f_back
-        found.append({"thread": name, "frames": frames})
+        if not name.startswith(threads.PREFIX):
+            frames = itertools.dropwhile(is_ours, traceback.walk_stack(frame))
+            found.append({"thread": writable(name), "frames": exits.describe_frames(frames)})
     return found
