@@ -1,4 +1,4 @@
-"""Ranks of a large group in short: as arithmetic runs, in which the groups of a device mesh are few."""
+"""Ranks of a large group in compact form: as arithmetic runs, of which the groups of a device mesh have few."""
 
 from __future__ import annotations
 

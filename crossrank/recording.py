@@ -289,15 +289,15 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     pid: Int | None = None
     gpu: dict[str, Any] | None = None
     gpu_serial: str | None = None
-    """The variable GPU_SERIAL, as it stands."""
+    """The variable GPU_SERIAL, unchanged."""
     vm_id: str | None = None
-    """The variable VM_ID, as it stands."""
+    """The variable VM_ID, unchanged."""
     clock: dict[str, Int] = {}
     """`t` and `wall`: one moment on the monotonic clock and in ns since 1970."""
     versions: dict[str, str | None] = {}
     config: dict[str, Any] = {}
     blind_spots: list[str] = []
-    """What this rank does that cannot be recorded."""
+    """Calls of this rank that the recorder does not see."""
     all_calls: bool = False
     """The file holds calls inside a node too, whatever `TRACING` says is emitted. Older files do not with CROSSNODE."""
 

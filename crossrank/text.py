@@ -1,4 +1,4 @@
-"""Text for people: amounts with their units, ranks in short, and names from files made safe to show."""
+"""Text for people: amounts with their units, ranges of ranks, and names from files made safe to show."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def plural(count: int, word: str) -> str:
 
 
 def rank_ranges(ranks: Sequence[int]) -> str:
-    """Ranks in short.
+    """Ranks as ranges.
 
     >>> rank_ranges([0, 1, 2, 5, 7, 8])
     '0-2,5,7-8'

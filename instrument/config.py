@@ -103,7 +103,7 @@ def parse_window(text: str) -> Window:
 
 
 def _one_of(*allowed: str) -> Callable[[str], str]:
-    """What reads one of these in any case, with `true` for `1` and `false` for `0`."""
+    """A reader of one of these words, in upper or lower case, with `true` for `1` and `false` for `0`."""
 
     def parse(text: str) -> str:
         word = {"true": "1", "false": "0"}.get(text.lower(), text.lower())

@@ -3,11 +3,11 @@
 * The normal end is `atexit`, and in multiprocessing's forked workers, which leave through `os._exit`, its finalizers.
 * Exceptions that end the script or its threads are noted, and printed as ever.
 * gloo raises exceptions on its own threads when ranks disagree about the size of a call, and the C++ runtime then calls
-  its terminate handler, which prints the exception and aborts. Ours finishes the files before that one runs. It is no
-  signal handler: the thread is in ordinary code, and an abort for another reason (a broken heap, say) does not pass it.
-  To run Python it has to wait for the interpreter. A thread that waits for a GPU may hold that forever, and a process
-  that was to abort would hang; so nothing is installed in a process that uses CUDA, and it is taken back when one
-  begins to.
+  its terminate handler, which prints the exception and aborts. Ours finishes the files before that one runs. Unlike a
+  signal handler it may run Python: the thread is in ordinary code, and an abort for another reason (a broken heap, say)
+  does not pass it. But it has to wait for the interpreter. A thread that waits for a GPU may hold that forever, and a
+  process that was to abort would hang; so nothing is installed in a process that uses CUDA, and it is taken back when
+  one begins to.
 """
 
 from __future__ import annotations

@@ -164,12 +164,12 @@ def _listen(reader: int) -> None:
             if number == signal.SIGUSR1:  # which may take long, and a fatal signal may follow
                 threads.start("dump", _dump)
             elif _session is not None:
-                _see_to_the_end(_session, number)
+                _ensure_death(_session, number)
     os.close(reader)
 
 
-def _see_to_the_end(session: Session, number: int) -> None:
-    """Have the process die of a fatal signal: by its main thread, else by this one; and in any case in time."""
+def _ensure_death(session: Session, number: int) -> None:
+    """Make the process die of a fatal signal in time: by its main thread, or else by this one."""
     started = time.monotonic()
 
     def wait(seconds: float, while_: Callable[[], bool]) -> None:

@@ -2,8 +2,8 @@
 
 The stack is walked with bare frames (no source is read), and what each code object is gets decided once, so a
 walk costs a dictionary look-up per frame. A `Site` keeps the code object and the bytecode offset; the line
-number, which costs more than the walk, is worked out when the record is written, and the code is let go. Code that
-a program generates without end is forgotten when the program forgets it.
+number, which costs more than the walk, is worked out when the record is written, and the code is let go. Generated
+code is forgotten when the program drops it.
 
 Three kinds of frames matter, from the kernel outwards:
 
@@ -153,7 +153,7 @@ class CallSites:
         return site, api_frame
 
     def _add(self, sites: dict[tuple[int, str | None], Site], key: tuple[int, str | None], site: Site) -> Site:
-        # A program with more places than any has by hand must not fill the memory.
+        # Generated code has any number of call sites, which must not fill the memory.
         if self._count >= MAX_SITES:
             self._codes.clear()
             self._count = 0

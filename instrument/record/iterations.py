@@ -43,7 +43,7 @@ _REPEATS_WITHOUT_BACKWARD = 2
 
 
 class Iterations:
-    """Counts the iterations of one session, by the optimizers' steps or by the script's own word."""
+    """Counts the iterations of one session, by the optimizers' steps or by `crossrank.step()`."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

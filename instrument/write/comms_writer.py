@@ -51,7 +51,7 @@ _TOPOLOGY_PATIENCE = 2.0
 
 # (descriptor, id, sequence number, time, step, batch, tag)
 Entry = tuple[Descriptor, int, int, int, int, int | None, int | None]
-# A record, or a line of another kind: one that is asked for when it is written is a callable.
+# A record, or a line of another kind; a callable makes its line when it is written.
 Item = Entry | bytes | Callable[[], bytes]
 
 

@@ -61,7 +61,7 @@ class FlightDumps:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        # Two threads may be asked at once. A fatal signal may meet its own thread in here, which is not going on then.
+        # Two threads may dump at once. A fatal signal may interrupt its own thread in here, for good.
         self._once = threading.RLock()
         self._writing = False
         self._watch: HangWatch | None = None
@@ -77,7 +77,7 @@ class FlightDumps:
         if files is None or not session.config.flight or not self._once.acquire(timeout=patience):
             return
         try:
-            if self._writing and reason == "SIGUSR1":  # this thread is at it
+            if self._writing and reason == "SIGUSR1":  # this thread is writing already
                 return
             self._writing = True
             calls = session.recorder.calls()

@@ -112,11 +112,11 @@ def take_lock(name: str) -> socket.socket | None:
     lies on (Lustre and NFS often come without file locks) and leaves nothing behind. Where there is no such namespace
     every caller gets the lock. A forked child closes its copy.
     """
-    holder = socket.socket(getattr(socket, "AF_UNIX", socket.AF_INET), socket.SOCK_DGRAM)
+    holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         holder.bind("\0crossrank-" + hashlib.sha256(name.encode()).hexdigest())
-    except (OSError, TypeError) as error:  # another family takes no such name
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
             holder.close()
             return None
     return holder

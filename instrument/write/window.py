@@ -310,7 +310,7 @@ class Windows:
         if profiler is None or files is None:
             return
         path = files.temporary(file_name(KINETO, self._session.rank, self._number))
-        path.unlink(missing_ok=True)  # whatever it is: torch would wait for the other end of a pipe
+        path.unlink(missing_ok=True)  # even a pipe, whose other end torch would wait for
         profiler.export_chrome_trace(str(path))
         self._finish(KINETO)
 
