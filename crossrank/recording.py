@@ -346,8 +346,7 @@ class CommsFile:
         decode_record = msgspec.json.Decoder(CommRecord).decode
         decode_line = msgspec.json.Decoder(_Line).decode
         number = more = 0
-        for line in self._lines():
-            number += 1
+        for number, line in enumerate(self._lines(), 1):
             try:
                 if line.startswith(b'{"id":'):
                     yield decode_record(line)

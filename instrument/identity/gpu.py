@@ -98,11 +98,9 @@ class GpuReader:
             return None
         nvml = self._nvml
         wanted = [(getattr(nvml, field), name) for field, name in _COUNTERS.items() if hasattr(nvml, field)]
-        try:
-            request = [(field, _ALL_LINKS) if name.startswith("nvlink") else field for field, name in wanted]
-            values = nvml.nvmlDeviceGetFieldValues(self._board, request)
-        except Exception as error:
-            log.debug("crossrank: no GPU counters: %s", one_line(error))
+        request = [(field, _ALL_LINKS) if name.startswith("nvlink") else field for field, name in wanted]
+        values = _ask(lambda: nvml.nvmlDeviceGetFieldValues(self._board, request))
+        if values is None:
             return None
         # The value is a union; every counter asked for here is an unsigned long long.
         return {
