@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["__version__", "disable", "enable", "enabled", "step", "window"]
 
-_RECORDER = ("enable", "disable", "enabled", "step", "window")
-
 
 def __getattr__(name: str) -> Any:
-    if name in _RECORDER:
+    if name in __all__:
         return getattr(import_module("crossrank.instrument.api"), name)
     raise AttributeError(f"module 'crossrank' has no attribute {name!r}")

@@ -27,7 +27,7 @@ def join(folder: str | Path, name: str) -> str:
 
 
 def make_folder(folder: str) -> None:
-    """Make a local folder or one at a URL, with those above it. Raises `CrossrankError` where that cannot be."""
+    """Make a local folder or one at a URL, with its parents. Raises `CrossrankError` where it cannot be created."""
     try:
         if is_url(folder):
             import fsspec
@@ -38,7 +38,7 @@ def make_folder(folder: str) -> None:
             os.makedirs(folder, exist_ok=True)
     except Exception as error:  # every kind of file system has errors of its own
         reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
-        raise CrossrankError(f"{folder}: cannot be made ({reason}); name another folder with -o") from error
+        raise CrossrankError(f"{folder}: cannot be created ({reason}); name another folder with -o") from error
 
 
 def gzip_writer(file: BinaryIO) -> BinaryIO:
@@ -49,7 +49,7 @@ def gzip_writer(file: BinaryIO) -> BinaryIO:
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
-    """Gives the local name under which the block writes; it becomes `path` if the block ends well, and goes otherwise.
+    """Gives the local name under which the block writes: renamed to `path` if the block ends well, else removed.
 
     A URL gets the file when it is whole. Raises `OSError` where it cannot be put in place.
     """
@@ -70,8 +70,8 @@ def whole_file(path: str | Path) -> Iterator[Path]:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if path.exists() and not path.is_file():
         # A device or pipe would be replaced by a file.
-        raise OSError(errno.EINVAL, "is a device or a pipe and no file", str(path))
-    # Nobody can have put a link or a pipe under a name that he cannot guess, and what is there is never opened.
+        raise OSError(errno.EINVAL, "is a device or a pipe, not a file", str(path))
+    # A name that cannot be guessed holds no link or pipe of another user, and an existing file is never opened.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
     try:

@@ -1,7 +1,7 @@
-"""What one file may make of itself: the bounds that keep a small file from filling its reader's memory or time.
+"""Bounds on what one file may expand to, so that a small file cannot use up its reader's memory or time.
 
-A file says how large things are: how far it unpacks, how many members a group has, how often one thing is named
-again. A genuine file stays far below these bounds; one that does not was made to, or is broken. A file of up to 1 MB
+A file states how large things are: how far it unpacks, how many members a group has, how often one thing is
+repeated. A genuine file stays far below these bounds; one that does not is malicious or broken. A file of up to 1 MB
 may have `base` of a thing, a larger one `per_byte` more for every byte that it has on disk beyond that.
 """
 

@@ -10,6 +10,7 @@ group, S = `bytes` and t the time of the collective in seconds: algbw = S / t, b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
@@ -17,7 +18,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 
 MOST_RANKS = 1 << 20
-"""More ranks than any job has: a larger number in a file or an option is a mistake, and is not built a list for."""
+"""More ranks than any job has: a larger number in a file or an option is an error, and no list is made of it."""
 
 Int = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=(1 << 62) - 1)]
 """A number as a file may have it: sums and differences of it fit into 64 bits."""
@@ -44,7 +45,7 @@ def _whole(n: int) -> float:
     return 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Operation:
     """One operation, whatever the API or the backend calls it."""
 
@@ -59,8 +60,8 @@ class Operation:
     """Whether it ends on no rank before every rank has begun it."""
     rooted: bool = False
     p2p: bool = False
-    aliases: tuple[str, ...] = ()
-    """What c10d, its backends and the functional collectives call it, in lower-case letters alone."""
+    suffixes: str = ""
+    """What c10d, its backends and the functional collectives put behind the name, in lower-case letters alone."""
 
     def bytes(self, in_bytes: int, out_bytes: int, group_size: int) -> int:
         """S of nccl-tests in bytes, the same number on every rank of an even call.
@@ -68,104 +69,34 @@ class Operation:
         `in_bytes` and `out_bytes` are the sums over this rank's input and output tensors. gather and scatter
         count what the root holds, so that a rank that is not the root gives the same S as the root.
         """
-        if self.payload == "input":
-            return in_bytes
-        if self.payload == "output":
-            return out_bytes
-        if self.payload == "input_per_member":
-            return in_bytes * group_size
-        if self.payload == "output_per_member":
-            return out_bytes * group_size
-        return 0
+        if self.payload == "none":
+            return 0
+        one = in_bytes if self.payload.startswith("input") else out_bytes
+        return one * group_size if self.payload.endswith("per_member") else one
 
 
+_GATHER = "base coalesced intotensor intotensorcoalesced intotensorout single v"
+_SCATTER = "base coalesced tensor tensorcoalesced single v"
 OPERATIONS: dict[str, Operation] = {
     row.name: row
     for row in (
-        Operation(
-            name="all_reduce",
-            payload="input",
-            bus_factor=_ring_twice,
-            agrees="input",
-            releases_all=True,
-            aliases=("allreducecoalesced", "allreducesparse"),
-        ),
-        Operation(
-            name="reduce", payload="input", bus_factor=_whole, agrees="input", rooted=True, aliases=("reduceoop",)
-        ),
-        Operation(
-            name="broadcast", payload="input", bus_factor=_whole, agrees="input", rooted=True, aliases=("broadcastoop",)
-        ),
-        Operation(
-            name="all_gather",
-            payload="output",
-            bus_factor=_all_but_self,
-            agrees="output",
-            releases_all=True,
-            aliases=(
-                "allgatherbase",
-                "allgathercoalesced",
-                "allgatherintotensor",
-                "allgatherintotensorcoalesced",
-                "allgatherintotensorout",
-                "allgathersingle",
-                "allgatherv",
-            ),
-        ),
-        Operation(
-            name="reduce_scatter",
-            payload="input",
-            bus_factor=_all_but_self,
-            agrees="input",
-            releases_all=True,
-            aliases=(
-                "reducescatterbase",
-                "reducescattertensor",
-                "reducescattertensorcoalesced",
-                "reducescattercoalesced",
-                "reducescattersingle",
-                "reducescatterv",
-            ),
-        ),
-        Operation(
-            name="gather",
-            payload="input_per_member",
-            bus_factor=_all_but_self,
-            agrees="input",
-            rooted=True,
-            aliases=("gatherintotensor",),
-        ),
-        Operation(name="scatter", payload="output_per_member", bus_factor=_all_but_self, agrees="output", rooted=True),
-        Operation(
-            name="all_to_all",
-            payload="input",
-            bus_factor=_all_but_self,
-            agrees="none",
-            releases_all=True,
-            aliases=("alltoallbase", "alltoallv", "alltoallsingle", "alltoallvsingle"),
-        ),
-        Operation(name="send", payload="input", bus_factor=_whole, agrees="none", p2p=True, aliases=("isend",)),
-        Operation(
-            name="recv",
-            payload="output",
-            bus_factor=_whole,
-            agrees="none",
-            p2p=True,
-            aliases=("irecv", "recvanysource"),
-        ),
-        Operation(
-            name="barrier",
-            payload="none",
-            bus_factor=None,
-            agrees="none",
-            releases_all=True,
-            aliases=("monitoredbarrier", "allreducebarrier"),
-        ),
+        Operation("all_reduce", "input", _ring_twice, "input", releases_all=True, suffixes="coalesced sparse"),
+        Operation("reduce", "input", _whole, "input", rooted=True, suffixes="oop"),
+        Operation("broadcast", "input", _whole, "input", rooted=True, suffixes="oop"),
+        Operation("all_gather", "output", _all_but_self, "output", releases_all=True, suffixes=_GATHER),
+        Operation("reduce_scatter", "input", _all_but_self, "input", releases_all=True, suffixes=_SCATTER),
+        Operation("gather", "input_per_member", _all_but_self, "input", rooted=True, suffixes="intotensor"),
+        Operation("scatter", "output_per_member", _all_but_self, "output", rooted=True),
+        Operation("all_to_all", "input", _all_but_self, "none", releases_all=True, suffixes="base single v vsingle"),
+        Operation("send", "input", _whole, "none", p2p=True),
+        Operation("recv", "output", _whole, "none", p2p=True, suffixes="anysource"),
+        Operation("barrier", "none", None, "none", releases_all=True),
     )
 }
-
-
-_BY_ALIAS = {alias: row for row in OPERATIONS.values() for alias in (row.name.replace("_", ""), *row.aliases)}
+_OTHER_NAMES = {"isend": "send", "irecv": "recv", "monitoredbarrier": "barrier", "allreducebarrier": "barrier"}
+_BY_ALIAS = {
+    row.name.replace("_", "") + suffix: row for row in OPERATIONS.values() for suffix in ("", *row.suffixes.split())
+} | {other: OPERATIONS[name] for other, name in _OTHER_NAMES.items()}
 
 
 def operation_of(name: str) -> Operation | None:
@@ -281,10 +212,4 @@ def total_bytes(shapes: Sequence[Sequence[int]], item_size: int) -> int:
     >>> total_bytes([[2, 3], [4]], 4)
     40
     """
-    elements = 0
-    for shape in shapes:
-        count = 1
-        for extent in shape:
-            count *= extent
-        elements += count
-    return elements * item_size
+    return sum(map(math.prod, shapes)) * item_size

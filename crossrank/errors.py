@@ -16,9 +16,8 @@ import traceback
 import msgspec
 
 BROKEN = (msgspec.MsgspecError, ValueError, TypeError, RecursionError, ArithmeticError)
-"""What decoding or converting content raises that nobody vouches for. ValueError: text that is no UTF-8 or has halves
-of surrogate pairs, numbers beyond reason. ArithmeticError: such numbers too, and decimals that are none. TypeError:
-content of another type than what is made of it."""
+"""What decoding or converting untrusted content raises. ValueError: text that is not UTF-8 or has lone surrogates,
+numbers out of range. ArithmeticError: such numbers, and malformed decimals. TypeError: content of the wrong type."""
 
 
 class CrossrankError(Exception):
@@ -38,15 +37,15 @@ def one_line(error: BaseException) -> str:
 
 
 def unforeseen(error: BaseException) -> CrossrankError:
-    """What stands for an error that nobody foresaw: what it is and where it was raised, for a report of it."""
+    """The message for an unexpected error: what it is and where it was raised, so that it can be reported."""
     if isinstance(error, MemoryError):
         return CrossrankError("there is not enough memory for it; try --jobs 1, or a larger machine")
     if isinstance(error, RecursionError):
-        return CrossrankError("its content is nested deeper than can be read; name a genuine file")
+        return CrossrankError("its content is nested too deeply to be read; name a genuine file")
     if isinstance(error, ModuleNotFoundError) and (missing := (error.name or "").partition(".")[0]) != "crossrank":
         extra = "cluster" if missing in ("dask", "distributed") else "tools"
         package = "protobuf" if missing == "google" else missing
         return CrossrankError(f"{package} is not installed; run: pip install 'crossrank[{extra}]'")
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
-    return CrossrankError(f"stopped by an error that was not foreseen ({one_line(error)}{place}); please report it")
+    return CrossrankError(f"stopped by an unexpected error ({one_line(error)}{place}); please report it")

@@ -8,7 +8,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str | None:
-    """What tells this boot of this machine from every other: the kernel's id. None where the system has none."""
+    """The kernel's id of this boot of this machine; None where the system has none."""
     try:
         return _BOOT_ID.read_text().strip() or None
     except OSError:

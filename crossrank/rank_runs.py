@@ -1,4 +1,4 @@
-"""Ranks of a large group in short: as arithmetic runs, in which the groups of a device mesh are few."""
+"""Ranks of a large group in compact form: as arithmetic runs, of which the groups of a device mesh have few."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def to_runs(ranks: Sequence[int]) -> list[Run]:
 
 
 def from_runs(runs: Sequence[Run]) -> list[int] | None:
-    """The ranks in their order; None where they cannot be the ranks of a group.
+    """The ranks in their order; None where one is not a valid rank.
 
     >>> from_runs([(0, 4, 1), (8, 3, 4), (5, 1, 1)])
     [0, 1, 2, 3, 8, 12, 16, 5]

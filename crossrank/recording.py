@@ -8,7 +8,7 @@ The comms file is JSON lines. A line that starts with `{"id":` is a `CommRecord`
 with one key that says what it is: `header` (always first), `gpu` (where it was known too late for the header),
 `group`, `step`, `clock`, `counters`, `window`, `end` (last; without it the process died). The last `clock` of a file
 says until when no call is missing in it. The file consists of complete zstd frames, so whatever follows the last
-whole frame is torn, and is told rather than raised.
+whole frame is torn, and is reported rather than raised.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, cast
 
@@ -48,9 +49,10 @@ _SUFFIXES = {
     LINKED: "linked.json",
 }
 KINDS = tuple(_SUFFIXES)
+_KIND_OF = {suffix: kind for kind, suffix in _SUFFIXES.items()}
 _NAME = re.compile(
-    r"rank-(?P<rank>\d{1,18})\.(?:w(?P<window>\d{1,18})\.)?(?P<suffix>comms\.jsonl|(?:et|kineto|flight|linked)\.json)"
-    r"(?P<compression>\.zst|\.gz|)"
+    r"rank-(?P<rank>\d{1,18})\.(?:w(?P<window>\d{1,18})\.)?"
+    rf"(?P<suffix>{'|'.join(map(re.escape, _KIND_OF))})(?:\.zst|\.gz|)"
 )
 _TEMPORARY = re.compile(r"\.(?P<name>rank-\d{1,18}\..*)\.part(\.zst)?")
 
@@ -111,7 +113,6 @@ class RankFile:
 class Listing:
     """What a folder holds."""
 
-    path: str
     files: tuple[RankFile, ...]
     torn: tuple[str, ...]
     """Files that were cut off while they were written, by their names."""
@@ -141,44 +142,30 @@ def list_recording(path: str) -> Listing:
         raise
     except Exception as error:  # every kind of file system has errors of its own
         raise CrossrankError(f"{path}: cannot be listed ({one_line(error)})") from error
-    folders = sorted(PurePosixPath(entry["name"]).name for entry in entries if entry["type"] == "directory")
-    special = [entry for entry in entries if entry["type"] not in ("file", "directory")]
-    linked = [entry for entry in special if entry.get("islink") and file_system.isfile(entry["name"])]
-    odd = sorted(PurePosixPath(entry["name"]).name for entry in special if entry not in linked)
-    entries = [entry for entry in entries if entry["type"] == "file"] + linked
-    files, torn, foreign = [], [], []
+    files: list[RankFile] = []
+    names: dict[str, list[str]] = {"torn": [], "foreign": [], "folders": [], "special": []}
     for entry in entries:
         name = PurePosixPath(entry["name"]).name
-        match = _NAME.fullmatch(name)
-        if match:
-            kind = next(kind for kind, suffix in _SUFFIXES.items() if suffix == match["suffix"])
+        is_file = entry["type"] == "file" or (entry.get("islink") and file_system.isfile(entry["name"]))
+        if entry["type"] == "directory":
+            names["folders"].append(name)
+        elif not is_file:
+            names["special"].append(name)
+        elif match := _NAME.fullmatch(name):
+            size = entry.get("size")  # some file systems do not know it, and an archive may say anything
             files.append(
                 RankFile(
                     path=_url(file_system, entry["name"], path) if is_url(path) else entry["name"],
                     rank=int(match["rank"]),
-                    kind=kind,
+                    kind=_KIND_OF[match["suffix"]],
                     window=int(match["window"] or 1),
-                    size=_whole(entry.get("size")),
+                    size=size if isinstance(size, int) else 0,
                 )
             )
-        elif _TEMPORARY.fullmatch(name):
-            torn.append(name)
         else:
-            foreign.append(name)
+            names["torn" if _TEMPORARY.fullmatch(name) else "foreign"].append(name)
     files.sort(key=lambda file: (file.rank, file.kind, file.window))
-    return Listing(
-        path=path,
-        files=tuple(files),
-        torn=tuple(sorted(torn)),
-        foreign=tuple(sorted(foreign)),
-        folders=tuple(folders),
-        special=tuple(odd),
-    )
-
-
-def _whole(size: object) -> int:
-    """Bytes as a file system gives them: some do not know them, and an archive may say anything."""
-    return size if isinstance(size, int) else 0
+    return Listing(files=tuple(files), **{kind: tuple(sorted(found)) for kind, found in names.items()})
 
 
 def _file_system(path: str) -> tuple[Any, str]:
@@ -211,22 +198,19 @@ def _url(file_system: Any, name: str, folder: str) -> str:
     return str(file_system.unstrip_protocol(name)) + (chained + rest if "://" in first else "")
 
 
-@dataclass
 class Damage:
     """What could not be read of a file, and what the file has used of its budget. Filled in while it is read."""
 
-    path: str
-    problems: list[str] = field(default_factory=list)
-    budget: Budget = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.budget = Budget(self.path)
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.problems: list[str] = []
+        self.budget = Budget(path)
 
 
 def read_chunks(path: str, damage: Damage, size: int = _CHUNK) -> Iterator[bytes]:
     """The uncompressed content of a plain, gzip or zstd file; what is torn is noted in `damage`.
 
-    Compression is told by the first bytes, not by the name. `size` bytes of a plain file are read at a time. Raises
+    The first bytes, not the name, decide the compression. `size` bytes of a plain file are read at a time. Raises
     `BudgetError` where a small file has no end.
     """
     file_system, local = _file_system(path) if is_url(path) or not path else (None, path)
@@ -250,63 +234,46 @@ def read_chunks(path: str, damage: Damage, size: int = _CHUNK) -> Iterator[bytes
         damage.problems.append(f"cannot be read further ({one_line(error)}); what comes before it was read")
 
 
+# First bytes; what each part of the file is called; the padding behind it, which RFC 1952 allows; its decompressor.
+_FORMATS: tuple[tuple[bytes, str, bytes, Callable[[], Callable[[], Any]]], ...] = (
+    (zstandard.FRAME_HEADER, "zstd frame", b"", lambda: zstandard.ZstdDecompressor().decompressobj),
+    (b"\x1f\x8b", "gzip stream", b"\0", lambda: partial(zlib.decompressobj, wbits=31)),
+)
+
+
 def _content(source: BinaryIO, damage: Damage, size: int) -> Iterator[bytes]:
     with source:
         start = source.read(4)
         source.seek(0)
-        if start == zstandard.FRAME_HEADER or start[:4] == b"\x28\xb5\x2f\xfd":
-            yield from _read_zstd(source, damage)
-        elif start[:2] == b"\x1f\x8b":
-            yield from _read_gzip(source, damage)
-        else:
-            while chunk := source.read(size):
-                yield chunk
+        for magic, part, padding, prepare in _FORMATS:
+            if start.startswith(magic):
+                yield from _decompress(source, damage, part, padding, prepare())
+                return
+        while chunk := source.read(size):
+            yield chunk
 
 
-def _read_zstd(source: BinaryIO, damage: Damage) -> Iterator[bytes]:
-    decompressor = zstandard.ZstdDecompressor()
-    frame = decompressor.decompressobj()
-    inside, offset = False, 0
+def _decompress(
+    source: BinaryIO, damage: Damage, part: str, padding: bytes, make: Callable[[], Any]
+) -> Iterator[bytes]:
+    """The content of all parts of the file, which follow each other as those of `cat a.gz b.gz`, pigz and bgzip do."""
+    stream, offset = make(), 0
     while chunk := source.read(_COMPRESSED):
         offset += len(chunk)
-        while chunk:
+        while chunk and (not stream.eof or (chunk := chunk.lstrip(padding))):
+            stream = make() if stream.eof else stream
             try:
-                content = frame.decompress(chunk)
-            except zstandard.ZstdError as error:
+                content = stream.decompress(chunk)
+            except (zlib.error, zstandard.ZstdError) as error:
                 damage.problems.append(
-                    f"broken zstd frame before byte {offset} ({one_line(error)}); what comes before it was read"
+                    f"broken {part} before byte {offset} ({one_line(error)}); what comes before it was read"
                 )
                 return
-            inside = not frame.eof
             if content:
                 yield content
-            chunk = frame.unused_data if frame.eof else b""
-            if frame.eof:
-                frame = decompressor.decompressobj()
-    if inside:
-        damage.problems.append("the last zstd frame is cut off; what comes before it was read")
-
-
-def _read_gzip(source: BinaryIO, damage: Damage) -> Iterator[bytes]:
-    """All members of the file, which follow each other as those of `cat a.gz b.gz`, pigz and bgzip do."""
-    stream = zlib.decompressobj(wbits=31)
-    while chunk := source.read(_COMPRESSED):
-        while chunk:
-            if stream.eof:
-                chunk = chunk.lstrip(b"\0")  # padding, which RFC 1952 leaves to the reader and gzip skips
-                if not chunk:
-                    break
-                stream = zlib.decompressobj(wbits=31)
-            try:
-                content = stream.decompress(chunk, _CHUNK)
-            except zlib.error as error:
-                damage.problems.append(f"broken gzip stream ({one_line(error)}); what comes before it was read")
-                return
-            if content:
-                yield content
-            chunk = stream.unused_data if stream.eof else stream.unconsumed_tail
+            chunk = stream.unused_data
     if not stream.eof:
-        damage.problems.append("the gzip stream is cut off; what comes before it was read")
+        damage.problems.append(f"the last {part} is cut off; what comes before it was read")
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -322,15 +289,15 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     pid: Int | None = None
     gpu: dict[str, Any] | None = None
     gpu_serial: str | None = None
-    """The variable GPU_SERIAL, as it stands."""
+    """The variable GPU_SERIAL, unchanged."""
     vm_id: str | None = None
-    """The variable VM_ID, as it stands."""
+    """The variable VM_ID, unchanged."""
     clock: dict[str, Int] = {}
     """`t` and `wall`: one moment on the monotonic clock and in ns since 1970."""
     versions: dict[str, str | None] = {}
     config: dict[str, Any] = {}
     blind_spots: list[str] = []
-    """What this rank does that cannot be recorded."""
+    """Calls of this rank that the recorder does not see."""
     all_calls: bool = False
     """The file holds calls inside a node too, whatever `TRACING` says is emitted. Older files do not with CROSSNODE."""
 
@@ -347,10 +314,13 @@ class _Line(msgspec.Struct):
     group: Group | None = None
     end: dict[str, Any] | None = None
     window: dict[str, Any] | None = None
-    counters: dict[str, Any] | None = None
     clock: dict[str, Int] | None = None
     step: dict[str, Int] | None = None
     gpu: dict[str, Any] | None = None
+
+
+_SEVERAL = {"group": "groups", "window": "windows", "clock": "clocks", "step": "steps"}
+"""Kind of line -> the list of a `CommsFile` that gathers its lines."""
 
 
 class CommsFile:
@@ -367,7 +337,6 @@ class CommsFile:
         self.header: Header | None = None
         self.groups: list[Group] = []
         self.windows: list[dict[str, Any]] = []
-        self.counters: list[dict[str, Any]] = []
         self.clocks: list[dict[str, int]] = []
         self.steps: list[dict[str, int]] = []
         self.end: dict[str, Any] | None = None
@@ -377,8 +346,7 @@ class CommsFile:
         decode_record = msgspec.json.Decoder(CommRecord).decode
         decode_line = msgspec.json.Decoder(_Line).decode
         number = more = 0
-        for line in self._lines():
-            number += 1
+        for number, line in enumerate(self._lines(), 1):
             try:
                 if line.startswith(b'{"id":'):
                     yield decode_record(line)
@@ -386,7 +354,7 @@ class CommsFile:
                 other = decode_line(line)
             except BROKEN as error:
                 if len(self.damage.problems) < _MOST_PROBLEMS:
-                    self.damage.problems.append(f"line {number} is no comms record: {one_line(error)}")
+                    self.damage.problems.append(f"line {number} is not a comms record: {one_line(error)}")
                 else:
                     more += 1
                 if self.header is None:
@@ -400,10 +368,10 @@ class CommsFile:
                     return
             self._take(other)
             if number == 1 and self.header is None:
-                self.damage.problems.append("line 1 is no crossrank header")
+                self.damage.problems.append("line 1 is not a crossrank header")
                 return
         if more:
-            self.damage.problems.append(f"{more} more lines are no comms records")
+            self.damage.problems.append(f"{more} more lines are not comms records")
         if number == 0 and not self.damage.problems:
             self.damage.problems.append("the file is empty")
 
@@ -419,15 +387,9 @@ class CommsFile:
         if line.gpu is not None and self.header is not None:
             versions = self.header.versions | {"driver": line.gpu.get("driver")}
             self.header = msgspec.structs.replace(self.header, gpu=line.gpu, versions=versions)
-        for value, into in (
-            (line.group, self.groups),
-            (line.window, self.windows),
-            (line.counters, self.counters),
-            (line.clock, self.clocks),
-            (line.step, self.steps),
-        ):
-            if value is not None:
-                cast("list[Any]", into).append(value)
+        for one, several in _SEVERAL.items():
+            if (content := getattr(line, one)) is not None:
+                getattr(self, several).append(content)
         if line.end is not None:
             self.end = line.end
 
@@ -441,7 +403,7 @@ class CommsFile:
                 yield from lines
                 if len(rest) > _LONGEST_LINE:
                     self.damage.problems.append(
-                        f"a line is longer than {_LONGEST_LINE >> 20} MiB: no comms file has such"
+                        f"a line is longer than {_LONGEST_LINE >> 20} MiB, which a comms file never has"
                     )
                     return
         except BudgetError as error:

@@ -1,9 +1,10 @@
-"""Text for people: amounts with their units, ranks in short, and names from files made safe to show."""
+"""Text for people: amounts with their units, ranges of ranks, and names from files made safe to show."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -17,12 +18,10 @@ def amount(count: float, unknown: int = 0) -> str:
     """
     if unknown:
         return f"{amount(count)} + {unknown:,} unknown" if count else "unknown"
-    value = float(count)
-    for unit in _UNITS:
-        if value < 1000 or unit == _UNITS[-1]:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
-        value /= 1000
-    raise AssertionError("unreachable")
+    value, power = float(count), 0
+    while value >= 1000 and power < len(_UNITS) - 1:
+        value, power = value / 1000, power + 1
+    return f"{value:.3g} {_UNITS[power]}" if power else f"{value:.0f} B"
 
 
 def significant(value: float | None) -> str:
@@ -85,20 +84,15 @@ def plural(count: int, word: str) -> str:
 
 
 def rank_ranges(ranks: Sequence[int]) -> str:
-    """Ranks in short.
+    """Ranks as ranges.
 
     >>> rank_ranges([0, 1, 2, 5, 7, 8])
     '0-2,5,7-8'
     """
-    parts: list[str] = []
-    ordered = sorted(ranks)
-    start = 0
-    for i in range(1, len(ordered) + 1):
-        if i == len(ordered) or ordered[i] != ordered[i - 1] + 1:
-            first, last = ordered[start], ordered[i - 1]
-            parts.append(str(first) if first == last else f"{first}-{last}")
-            start = i
-    return ",".join(parts)
+    runs = [
+        [rank for _, rank in run] for _, run in groupby(enumerate(sorted(ranks)), lambda placed: placed[1] - placed[0])
+    ]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def printable(text: str) -> str:
@@ -113,7 +107,7 @@ def printable(text: str) -> str:
 
 
 def writable(text: str) -> str:
-    """Text that every encoding of Unicode has: names of files need not be."""
+    """Text that UTF-8 can encode, which names of files need not be."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -130,5 +124,5 @@ def csv_text(value: object) -> object:
 
 
 def from_csv_text(text: str) -> str:
-    """What `csv_text` was given."""
+    """The value that `csv_text` was given, as text."""
     return text[1:] if text.startswith("'") else text

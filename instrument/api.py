@@ -15,7 +15,7 @@ from crossrank.instrument.log import log
 if TYPE_CHECKING:
     from crossrank.instrument.session import Session
 
-# Held while tracing starts or ends. A signal handler may ask for either while its thread does.
+# Held while tracing starts or ends. A signal handler may do either while its own thread holds it.
 _lock = threading.RLock()
 _current: Session | None = None
 _asked = False  # whether enable() was ever called here, with whatever result
@@ -104,7 +104,7 @@ def enabled() -> bool:
 
 
 def step() -> None:
-    """Say that an iteration has ended. Without it the optimizers' steps are counted."""
+    """Mark the end of an iteration. Without it the optimizers' steps are counted."""
     if _current is not None:
         _current.iterations.step()
 

@@ -6,6 +6,7 @@ cannot be read raises `CrossrankError` with the variable, the value and the allo
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -75,78 +76,71 @@ def load(arguments: Mapping[str, object], environment: Mapping[str, str]) -> Con
             text = ":".join(map(str, given)) if isinstance(given, tuple | list) else str(given)
             found = [(f"enable({argument}=)", text)]
         if found:
-            values[field] = parse(*found[0])
+            where, text = found[0]
+            try:
+                values[field] = parse(text)
+            except ValueError as error:
+                raise CrossrankError(f"{where}={text!r}{error}") from None
     return Config(**values)
 
 
-def parse_window(where: str, text: str) -> Window:
+def parse_window(text: str) -> Window:
     """`START:STOP[:EVERY]` with 0 <= START < STOP and EVERY >= STOP - START.
 
-    >>> parse_window("TRACING_WINDOW", "10:12:100")
+    >>> parse_window("10:12:100")
     Window(start=10, stop=12, every=100)
     """
     parts = text.split(":")
     if len(parts) not in (2, 3) or not all(part.isascii() and part.isdigit() for part in parts):
-        raise CrossrankError(
-            f"{where}={text!r} is not START:STOP or START:STOP:EVERY in iterations, for example 10:12 or 10:12:1000"
-        )
+        raise ValueError(" is not START:STOP or START:STOP:EVERY in iterations, for example 10:12 or 10:12:1000")
     start, stop = int(parts[0]), int(parts[1])
     every = int(parts[2]) if len(parts) == 3 else None
     if stop <= start:
-        raise CrossrankError(f"{where}={text!r}: STOP must be greater than START, for example {start}:{start + 2}")
+        raise ValueError(f": STOP must be greater than START, for example {start}:{start + 2}")
     if every is not None and every < stop - start:
-        raise CrossrankError(
-            f"{where}={text!r}: EVERY counts from START to the next START and must be at least {stop - start}"
-        )
+        raise ValueError(f": EVERY counts from START to the next START and must be at least {stop - start}")
     return Window(start=start, stop=stop, every=every)
 
 
-def _one_of(*allowed: str) -> Callable[[str, str], str]:
-    """What reads one of these in any case, with `true` for `1` and `false` for `0`."""
+def _one_of(*allowed: str) -> Callable[[str], str]:
+    """A reader of one of these words, in upper or lower case, with `true` for `1` and `false` for `0`."""
 
-    def parse(where: str, text: str) -> str:
+    def parse(text: str) -> str:
         word = {"true": "1", "false": "0"}.get(text.lower(), text.lower())
         for spelling in allowed:
             if word == spelling.lower():
                 return spelling
-        raise CrossrankError(f"{where}={text!r} is not one of {', '.join(allowed)}")
+        raise ValueError(f" is not one of {', '.join(allowed)}")
 
     return parse
 
 
-def _on_off(where: str, text: str) -> bool:
-    return _one_of("1", "0")(where, text) == "1"
+def _on_off(text: str) -> bool:
+    return _one_of("1", "0")(text) == "1"
 
 
-def _text(_: str, text: str) -> str:
-    return text
-
-
-def _folder(where: str, text: str) -> str:
+def _folder(text: str) -> str:
     if is_url(text):
-        raise CrossrankError(f"{where}={text!r} is a URL; name a folder, and copy it when the job has ended")
+        raise ValueError(" is a URL; name a folder, and copy it when the job has ended")
     return text
 
 
-def _positive(where: str, text: str) -> int:
+def _positive(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise CrossrankError(f"{where}={text!r} is not a whole number above 0")
+        raise ValueError(" is not a whole number above 0")
     return int(text)
 
 
-def _seconds(where: str, text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise CrossrankError(f"{where}={text!r} is no number of seconds; 0 switches the watch for hangs off")
-    return seconds
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= (seconds := float(text)) < float("inf"):
+            return seconds
+    raise ValueError(" is not a number of seconds; 0 turns the hang watch off")
 
 
-# Field of `Config`: what reads it, from where it was found and the text there; its variable, and that of the older
-# shim, which is still in people's job scripts.
-SETTINGS: dict[str, tuple[Callable[[str, str], object], tuple[str, ...]]] = {
+# Field of `Config`: what reads its text, with a `ValueError` that says what is wrong; its variable, and that of the
+# older shim, which is still in people's job scripts.
+SETTINGS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
     "emit": (_one_of("CROSSNODE", "ALL", "NONE"), ("TRACING", "TORCH_DISTRIBUTED_TRACING")),
     "directory": (_folder, ("TRACING_DIR",)),
     "window": (parse_window, ("TRACING_WINDOW",)),
@@ -155,8 +149,8 @@ SETTINGS: dict[str, tuple[Callable[[str, str], object], tuple[str, ...]]] = {
     "flight": (_on_off, ("TRACING_FLIGHT",)),
     "hang_seconds": (_seconds, ("TRACING_HANG_SECONDS",)),
     "nsys": (_on_off, ("TRACING_NSYS",)),
-    "node": (_text, ("TRACING_NODE",)),
+    "node": (str, ("TRACING_NODE",)),
     "ring": (_positive, ("TRACING_RING",)),
-    "gpu_serial": (_text, ("GPU_SERIAL",)),
-    "vm_id": (_text, ("VM_ID",)),
+    "gpu_serial": (str, ("GPU_SERIAL",)),
+    "vm_id": (str, ("VM_ID",)),
 }

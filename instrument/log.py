@@ -1,4 +1,4 @@
-"""The recorder's only logger: what it cannot do is one line there."""
+"""The recorder's only logger: whatever it cannot do is logged there as one line."""
 
 import logging
 

@@ -19,7 +19,7 @@ import io
 import os
 import runpy
 import sys
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import BuiltinImporter, SourceFileLoader
 from types import CodeType
 
 from crossrank.instrument.hooks import imports, spawn
@@ -61,9 +61,7 @@ def _run(code: CodeType, **names: object) -> None:
     main.update(
         {
             "__name__": "__main__",
-            "__doc__": None,
-            "__package__": None,
-            "__spec__": None,
+            **dict.fromkeys(("__doc__", "__package__", "__spec__")),
             "__annotations__": {},
             "__builtins__": builtins,
             **names,
@@ -72,7 +70,7 @@ def _run(code: CodeType, **names: object) -> None:
     exec(code, main)
 
 
-def _run_script(path: str) -> None:
+def _run_script(path: str, /) -> None:
     """As `python path` does."""
     _set_first_path(os.path.dirname(os.path.realpath(path)))
     absolute = os.path.abspath(path)
@@ -80,7 +78,7 @@ def _run_script(path: str) -> None:
     _run(_read_script(absolute), __loader__=loader, __file__=absolute, __cached__=None)
 
 
-def _run_module(name: str) -> None:
+def _run_module(name: str, /) -> None:
     """As `python -m name` does."""
     _set_first_path(os.getcwd())
     fresh = sys.modules["__main__"].__dict__
@@ -90,30 +88,27 @@ def _run_module(name: str) -> None:
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]
 
 
-def _run_text(program: str) -> None:
+def _run_text(program: str, /) -> None:
     """As `python -c program` does."""
-    from importlib.machinery import BuiltinImporter
-
     _set_first_path("")
     _run(compile(program, "<string>", "exec", dont_inherit=True), __loader__=BuiltinImporter)
 
 
 def main() -> None:
     words = sys.argv[1:]
-    if not words or words[0] in ("-h", "--help"):
-        print(_USAGE if not words else f"{_USAGE}\n\n{__doc__}", file=sys.stderr if not words else sys.stdout)
-        sys.exit(2 if not words else 0)
-    if words[0] in ("-m", "-c"):
-        if len(words) < 2:
-            sys.exit(_USAGE)
-        sys.argv = ["-c", *words[2:]] if words[0] == "-c" else words[1:]
-        follow()
-        run = _run_text if words[0] == "-c" else _run_module
-        run(words[1])
+    if words[:1] in (["-h"], ["--help"]):
+        print(f"{_USAGE}\n\n{__doc__}")
         return
-    if not os.path.isfile(words[0]):
-        print(f"crossrank: {words[0]}: no such script", file=sys.stderr)
+    if words in ([], ["-m"], ["-c"]):
+        print(_USAGE, file=sys.stderr)
         sys.exit(2)
-    sys.argv = words
+    run, program, sys.argv = _run_script, words[0], words
+    if words[0] == "-m":
+        run, program, sys.argv = _run_module, words[1], words[1:]
+    elif words[0] == "-c":
+        run, program, sys.argv = _run_text, words[1], ["-c", *words[2:]]
+    elif not os.path.isfile(program):
+        print(f"crossrank: {program}: no such script", file=sys.stderr)
+        sys.exit(2)
     follow()
-    _run_script(words[0])
+    run(program)

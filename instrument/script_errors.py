@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sysconfig
+import traceback
 from collections.abc import Iterator
-from types import TracebackType
 
 import msgspec
 import orjson
@@ -54,13 +54,8 @@ class Failures:
 
 
 def raised_by_script(error: BaseException) -> bool:
-    """Whether a frame that is none of the recorder's or of what it uses stands in the traceback of `error`."""
-    traceback: TracebackType | None = error.__traceback__
-    while traceback is not None:
-        if not _is_known(traceback.tb_frame.f_code.co_filename):
-            return True
-        traceback = traceback.tb_next
-    return False
+    """Whether the traceback of `error` has a frame that is neither the recorder's nor of a library that it uses."""
+    return not all(_is_known(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _is_known(path: str) -> bool:

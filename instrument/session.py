@@ -84,26 +84,26 @@ class Session:
                 return
             first = self._world is None
             rank, size = dist.get_rank(), dist.get_world_size()
-            same_place = (rank, size) == (self.rank, self.world_size)
+            has_moved = (rank, size) != (self.rank, self.world_size)  # at first from nowhere
             if not first:
                 self._epoch += 1
-                if not same_place:
+                if has_moved:
                     self.windows.close()
-                    self._end_files("the process group was made again with another rank or size")
+                    self._end_files("the process group was created anew with another rank or size")
             # From here on the writer's thread takes in groups of this world, for the files that they belong to.
             self._world = weakref.ref(world)
             self.rank, self.world_size = rank, size
             self.gpu.begin()
             self._begin_topology()
             with self.failures.reported("the recording goes on without files"):
-                if first or not same_place:
+                if has_moved:
                     self._begin_files()
                 elif self.writer is not None and self.topology is not None:
                     self.writer.follow(self.topology)
             with self.failures.reported("Nsight's report does not name this rank"):
                 if self.nvtx is not None:
                     self.nvtx.mark_identity(rank, size)
-            if first or not same_place:
+            if has_moved:
                 self.groups.announce_all()
             self.groups.add_all(world)
             if self.writer is not None:
@@ -112,7 +112,7 @@ class Session:
                 self.windows.open_if_due()
 
     def close(self, reason: str = "disable") -> None:
-        """Finish every file and take everything away. Does nothing the second time.
+        """Finish every file and uninstall every hook. Does nothing the second time.
 
         In a process that dies the window comes last and has a limit: the reason is on disk by then.
         """
@@ -137,16 +137,15 @@ class Session:
             registry.uninstall()
 
     def abandon(self) -> None:
-        """In a forked child: be off, and leave the parent's files and signals to the parent."""
+        """In a forked child: stop recording, and leave the parent's files and signals to the parent."""
         self._close_once.acquire(blocking=False)
         self.closing = self.finished = True
         self.recorder.active = False
         self.dumps.stop_watching()
         self.windows.abandon()
-        if self.writer is not None:
-            self.writer.abandon()
-        if self.files is not None:
-            self.files.abandon()
+        for opened in (self.writer, self.files):
+            if opened is not None:
+                opened.abandon()
         registry.leave_to_parent()
 
     def current_world(self) -> dist.ProcessGroup | None:
@@ -205,7 +204,7 @@ class Session:
             self.topology.stop()
 
     def _on_look(self) -> None:
-        """What is looked for a few times a second, off training's threads."""
+        """What is checked a few times a second, outside training's threads."""
         self.gpu.read()
         exits.restore_terminate_under_cuda()
         if (world := self.current_world()) is not None:

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from threading import Thread
+
+from crossrank.errors import one_line
+from crossrank.instrument.log import log
 
 PREFIX = "crossrank-"
 
 
-def start(name: str, work: Callable[[], object]) -> threading.Thread | None:
-    """Do `work` on a thread; None where Python (from 3.12) starts none because the interpreter shuts down."""
-    thread = threading.Thread(target=work, name=PREFIX + name, daemon=True)
+def start(name: str, work: Callable[[], object], lost: str = "a part of the recording is lost") -> Thread | None:
+    """Do `work` on a thread; None where Python (from 3.12) starts none because the interpreter shuts down.
+
+    An error of it is one line that begins with what is `lost` then.
+    """
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:
+            log.warning("crossrank: %s: %s", lost, one_line(error))
+
+    thread = Thread(target=run, name=PREFIX + name, daemon=True)
     try:
         thread.start()
     except RuntimeError:

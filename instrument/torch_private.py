@@ -1,4 +1,4 @@
-"""Every private name of torch that the recorder stands on, and what is lost in a torch that lacks one.
+"""Every private name of torch that the recorder relies on, and what is lost in a torch that lacks one.
 
 Such names come and go between versions. So nothing of the recorder imports one: a part asks `has(part)` before it uses
 its names, and where one is missing that part alone is left out, with one line. `interception` is the exception: without
@@ -8,8 +8,7 @@ it nothing can be recorded, which `enable()` says.
 from __future__ import annotations
 
 import functools
-from importlib import import_module
-from typing import Any
+import pkgutil
 
 import torch
 
@@ -34,17 +33,17 @@ PARTS = {
         "torch.distributed: ProcessGroup.unbox",
     ),
     "coalescing": Part(
-        "the calls of one launch have no batch in common",
+        "the calls of one launch share no batch id",
         "torch.distributed: ProcessGroup._start_coalescing ProcessGroup._end_coalescing",
     ),
     "tensor subclasses": Part(
-        "traced and fake tensors are taken for real ones",
+        "calls on traced and fake tensors are recorded as real ones",
         "torch._subclasses.fake_tensor: FakeTensor",
         "torch._subclasses.functional_tensor: FunctionalTensor",
         "torch: _is_functional_tensor",
     ),
     "process groups": Part(
-        "groups that do not communicate are missing",
+        "groups that have not communicated are missing",
         "torch.distributed.distributed_c10d: _world _World.pg_map _World.pg_group_ranks _World.pg_names",
         "torch.distributed.distributed_c10d: _World.pg_config_info",
     ),
@@ -69,15 +68,15 @@ PARTS = {
         "Kineto traces do not name the process groups", "torch.distributed.distributed_c10d: _get_all_pg_configs"
     ),
     "timeouts": Part(
-        "hangs are watched for without regard to the groups' timeouts",
+        "the hang watch ignores the groups' timeouts",
         "torch.distributed: ProcessGroup._get_backend ProcessGroup._device_types",
     ),
     "backward passes": Part(
-        "every optimizer step counts as one after a backward pass",
+        "every optimizer step counts as following a backward pass",
         "torch.autograd: Variable._execution_engine.run_backward",
     ),
     "flight recorder": Part(
-        "dumps hold what crossrank knows itself, and nothing of torch's flight recorder",
+        "dumps hold only what crossrank recorded, without torch's flight recorder",
         "torch._C._distributed_c10d: _dump_fr_trace _dump_fr_trace_json",
     ),
 }
@@ -107,11 +106,8 @@ def _missing(part: str) -> list[str]:
 
 
 def _exists(name: str) -> bool:
-    module, _, path = name.partition(":")
     try:
-        found: Any = import_module(module)
-        for attribute in path.split("."):
-            found = getattr(found, attribute)
+        pkgutil.resolve_name(name)
     except (ImportError, AttributeError):
         return False
     return True

@@ -1,13 +1,13 @@
-"""How a process ends other than by a signal: normally, by an exception, or by one of C++ that nobody catches.
+"""How a process ends other than by a signal: normally, by an exception, or by an uncaught one of C++.
 
 * The normal end is `atexit`, and in multiprocessing's forked workers, which leave through `os._exit`, its finalizers.
 * Exceptions that end the script or its threads are noted, and printed as ever.
 * gloo raises exceptions on its own threads when ranks disagree about the size of a call, and the C++ runtime then calls
-  its terminate handler, which prints the exception and aborts. Ours finishes the files before that one runs. It is no
-  signal handler: the thread is in ordinary code, and an abort for another reason (a broken heap, say) does not pass it.
-  To run Python it has to wait for the interpreter. A thread that waits for a GPU may hold that for ever, and a process
-  that was to abort would hang; so nothing is installed in a process that uses CUDA, and it is taken back when one
-  begins to.
+  its terminate handler, which prints the exception and aborts. Ours finishes the files before that one runs. Unlike a
+  signal handler it may run Python: the thread is in ordinary code, and an abort for another reason (a broken heap, say)
+  does not pass it. But it has to wait for the interpreter. A thread that waits for a GPU may hold that forever, and a
+  process that was to abort would hang; so nothing is installed in a process that uses CUDA, and it is taken back when
+  one begins to.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import itertools
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.util import Finalize
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from crossrank.errors import one_line
 from crossrank.instrument.hooks.patches import Patches
 from crossrank.instrument.identity.gpu import cuda_is_in_use
 from crossrank.instrument.log import log
-from crossrank.instrument.script_errors import raised_by_script
 from crossrank.text import writable
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _finalizers: list[Finalize] = []
 _patches = Patches()
 _of_threads: list[dict[str, Any]] = []
 _earlier: BaseException | None = None
-"""What `sys.last_value` held already when the session began."""
+"""`sys.last_value` as it was when the session began."""
 _terminates = False
 """Whether the terminate handler is ours."""
 _previous: int | None = None
@@ -65,7 +65,7 @@ def install(session: Session) -> None:
                 _of_threads.append(_describe(name, arguments.exc_value))
                 del _of_threads[_MOST_EXCEPTIONS:]
         except Exception as error:
-            log.debug("crossrank: the exception of a thread is not noted: %r", error)
+            log.debug("crossrank: cannot record the exception of a thread: %r", error)
         original(arguments)
 
     _patches.replace(threading, "excepthook", note)
@@ -89,12 +89,8 @@ def _at_exit() -> None:
 
 def close_quietly(session: Session, reason: str) -> None:
     """Close where Python would print a traceback of whatever is raised."""
-    try:
+    with session.failures.reported("the recording did not end properly"):
         session.close(reason)
-    except Exception as error:
-        if raised_by_script(error):
-            raise
-        log.warning("crossrank: the recording did not end properly: %s", one_line(error))
 
 
 def _on_terminate() -> None:
@@ -109,7 +105,7 @@ def _on_terminate() -> None:
 
 
 _HANDLER = ctypes.CFUNCTYPE(None)(_on_terminate)
-"""Stays in memory for ever: a thread may be in it, or about to be, when it is uninstalled."""
+"""Stays in memory forever: a thread may be in it, or about to be, when it is uninstalled."""
 
 
 @functools.cache
@@ -166,10 +162,7 @@ def exceptions(reason: str) -> list[dict[str, Any]]:
 
 
 def _describe(thread: str, error: BaseException) -> dict[str, Any]:
-    frames = [
-        {"name": writable(frame.f_code.co_name), "filename": writable(frame.f_code.co_filename), "line": line}
-        for frame, line in traceback.walk_tb(error.__traceback__)
-    ]
+    frames = list(traceback.walk_tb(error.__traceback__))
     causes: list[str] = []
     cause = error.__cause__ or error.__context__
     while cause is not None and len(causes) < _MOST_EXCEPTIONS:
@@ -179,8 +172,16 @@ def _describe(thread: str, error: BaseException) -> dict[str, Any]:
         "thread": writable(thread),
         "error": _text_of(error),
         "causes": causes,
-        "frames": frames[: -_MOST_FRAMES - 1 : -1],
+        "frames": describe_frames(reversed(frames)),
     }
+
+
+def describe_frames(frames: Iterable[tuple[FrameType, int]]) -> list[dict[str, Any]]:
+    """The first of some frames with their lines, as a dump has them."""
+    return [
+        {"name": writable(frame.f_code.co_name), "filename": writable(frame.f_code.co_filename), "line": line or 0}
+        for frame, line in itertools.islice(frames, _MOST_FRAMES)
+    ]
 
 
 def _text_of(error: BaseException) -> str:

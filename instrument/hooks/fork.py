@@ -1,6 +1,4 @@
-"""What happens when the process forks: functions that Python keeps for good, and that do nothing while they have to do
-nothing.
-"""
+"""What happens when the process forks. Python cannot unregister these functions; without a session they do nothing."""
 
 from __future__ import annotations
 
@@ -13,8 +11,8 @@ from collections.abc import Callable, Iterable
 in_child: list[Callable[[], None]] = []
 """Called in every forked child."""
 held_back: frozenset[signal.Signals] = frozenset()
-"""Signals that a forked child shall not get before `in_child` is through: it shares the parent's pipe until then, and
-the parent would carry them out."""
+"""Signals that are blocked in a forked child until `in_child` has run: until then it shares the parent's pipe, and the
+parent would act on them."""
 _leaves_at_once = False
 
 _masks = threading.local()
@@ -30,8 +28,8 @@ def let_children_leave_at_once() -> None:
     """Let forked children of this process exit, now that it has used Kineto.
 
     Kineto leaves a static object behind whose destructor waits for a thread. A forked child does not have that
-    thread, so one that exits normally (not through `os._exit`, as those of multiprocessing do) would hang for
-    ever in its destructors. In such a child libc leaves by `_exit`, with the child's status, as the
+    thread, so one that exits normally (not through `os._exit`, as those of multiprocessing do) would hang
+    forever in its destructors. In such a child libc leaves by `_exit`, with the child's status, as the
     first of its exit handlers; Python has flushed its own files by then.
     """
     global _leaves_at_once

@@ -1,4 +1,4 @@
-"""The import of a module: something is done right after it. Imports no torch."""
+"""Actions right after the import of a module. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _finders: list[_AfterImport] = []
 def install(actions: Mapping[str, Callable[[], None]]) -> None:
     """Do each action as soon as the module of its name has been imported, at once where it is.
 
-    A module that is there already, and one that nobody imports, both cost nothing.
+    A module that is imported already, or never, costs nothing.
     """
     for name, action in actions.items():
         if name in sys.modules:
@@ -25,7 +25,7 @@ def install(actions: Mapping[str, Callable[[], None]]) -> None:
 
 
 def uninstall() -> None:
-    """Wait for no module any more."""
+    """Stop waiting for modules."""
     while _finders:
         _finders.pop().remove()
 
@@ -62,7 +62,7 @@ class _AfterImport:
         loader.exec_module = exec_module
 
     def remove(self) -> bool:
-        """Wait no longer; whether it has until now."""
+        """Stop waiting; returns whether it was waiting until now."""
         waits = self in sys.meta_path
         if waits:
             sys.meta_path.remove(self)

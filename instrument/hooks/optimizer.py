@@ -2,8 +2,8 @@
 
 Every backward pass that Python starts goes through one attribute, `torch.autograd.Variable._execution_engine`:
 `Tensor.backward`, `torch.autograd.grad`, pipeline schedules, compiled autograd, and code that calls the engine
-itself, as Megatron does. While this is installed, the engine there is one of a derived class, so what looks at its
-type (torch.compile) finds what it knows.
+itself, as Megatron does. While this is installed, the engine there is one of a derived class, so code that
+checks its type (torch.compile) still recognizes it.
 """
 
 from __future__ import annotations

@@ -14,13 +14,13 @@ class Patches:
     def replace(self, owner: Any, name: str, replacement: object) -> None:
         """Set an attribute that stands in the dictionary of `owner`, a class, module or object.
 
-        What `getattr` returns of a class is bound: putting that back would break every later call.
+        What `getattr` gives for a class is bound: restoring that would break every later call.
         """
         self._replaced.append((owner, name, vars(owner)[name], replacement))
         setattr(owner, name, replacement)
 
     def undo(self) -> None:
-        """Put back what was there, but where somebody else has replaced it since."""
+        """Restore the originals, except where another library has replaced ours since."""
         while self._replaced:
             owner, name, original, replacement = self._replaced.pop()
             if vars(owner).get(name) is replacement:

@@ -1,6 +1,6 @@
 """Signals: the files are finished before the process dies of one, and the flight recorder is dumped on SIGUSR1.
 
-* SIGTERM and SIGINT, where nobody else handles them: the files are finished, then the process dies of the
+* SIGTERM and SIGINT, where the script does not handle them: the files are finished, then the process dies of the
   signal as it would have. Where the script handles them, its handler is left alone.
 * SIGUSR1: the flight recorder is dumped, then the script's own handler runs, if it has one.
 
@@ -8,7 +8,7 @@ A rank that hangs in a collective does not run Python handlers: its main thread 
 number is also written to a pipe, by the interpreter's C handler, and a thread reads it there: it dumps on
 SIGUSR1, and on SIGTERM it gives the main thread a moment and then finishes and dies in its place. It also sees to it
 that the process dies where finishing takes too long, on whichever thread that is. It needs Python's lock for that: a
-thread that keeps it for ever, in C code that never gives it up, keeps the process alive as well.
+thread that holds it forever, in C code that never releases it, keeps the process alive as well.
 
 Python changes handlers on the main thread only. Where a session ends on another one, ours stay until the next session:
 they do nothing but let the process die of its signal.
@@ -25,7 +25,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from crossrank.errors import one_line
 from crossrank.instrument import threads
 from crossrank.instrument.hooks import fork
 from crossrank.instrument.hooks.exits import close_quietly
@@ -42,7 +41,7 @@ _FATAL = (signal.SIGTERM, signal.SIGINT)
 
 _session: Session | None = None  # the latest; its handlers may outlive it
 _previous: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
-"""What stood for each signal that is ours now."""
+"""The handler before ours, by signal."""
 _pipe: tuple[int, int] | None = None
 _pending: int | None = None
 """A fatal signal that came while the files were being finished."""
@@ -57,7 +56,7 @@ def install(session: Session) -> None:
         log.debug("crossrank: enabled outside the main thread, signals are not watched")
         return
     # Without the pipe a rank that hangs would not die of a signal that is handled. The first process of a container
-    # is not killed by a signal that nobody handles, and goes on.
+    # is not killed by a signal without a handler, and goes on.
     watched = _pipe is not None or _watch()
     for number in _FATAL if watched and os.getpid() != 1 else ():
         if signal.getsignal(number) is signal.SIG_DFL:
@@ -68,13 +67,13 @@ def install(session: Session) -> None:
 
 
 def uninstall() -> None:
-    """Give back every handler that nobody has replaced since, and die of a signal that had to wait."""
+    """Restore the handlers that are still ours, and die of a signal that had to wait."""
     global _pipe, _session
     if threading.current_thread() is threading.main_thread():
         _session = None
         _give_back_handlers()
         if _pipe is not None:
-            _give_back_wakeup(_pipe[1])
+            _set_wakeup(-1, ours=_pipe[1])
             os.close(_pipe[1])  # ends the thread, which closes the other side
             _pipe = None
     if _pending is not None:
@@ -85,7 +84,7 @@ def leave_to_parent() -> None:
     """In a forked child: signals do what they did before."""
     global _pipe
     if _pipe is not None:
-        _give_back_wakeup(_pipe[1])
+        _set_wakeup(-1, ours=_pipe[1])
         for end in _pipe:
             os.close(end)
         _pipe = None
@@ -95,9 +94,7 @@ def leave_to_parent() -> None:
 def keep_watching() -> None:
     """To be called now and then: an event loop that was closed has taken the pipe away."""
     if _pipe is not None and threading.current_thread() is threading.main_thread():
-        found = signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
-        if found not in (-1, _pipe[1]):
-            signal.set_wakeup_fd(found, warn_on_full_buffer=False)
+        _set_wakeup(_pipe[1], ours=_pipe[1])
 
 
 def _on_fatal(number: int, frame: FrameType | None) -> None:
@@ -138,10 +135,13 @@ def _give_back_handlers() -> None:
     fork.hold_back(())
 
 
-def _give_back_wakeup(ours: int) -> None:
-    found = signal.set_wakeup_fd(-1)
-    if found not in (-1, ours):  # somebody has put theirs in place since
-        signal.set_wakeup_fd(found, warn_on_full_buffer=False)
+def _set_wakeup(descriptor: int, ours: int) -> bool:
+    """Have signals written to a descriptor, to none for -1. Where an event loop's is set that stays: False."""
+    found = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
+    if found in (-1, ours):
+        return True
+    signal.set_wakeup_fd(found, warn_on_full_buffer=False)
+    return False
 
 
 def _watch() -> bool:
@@ -149,34 +149,27 @@ def _watch() -> bool:
     global _pipe
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    taken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    if taken != -1:  # an event loop uses it
-        signal.set_wakeup_fd(taken, warn_on_full_buffer=False)
+    if not _set_wakeup(writer, ours=-1):
         os.close(reader)
         os.close(writer)
         return False
     _pipe = (reader, writer)
-    threads.start("signals", lambda: _listen(reader))
+    threads.start("signals", lambda: _listen(reader), lost="signals are no longer watched")
     return True
 
 
 def _listen(reader: int) -> None:
-    try:
-        while numbers := os.read(reader, 64):
-            for number in numbers:
-                if not _is_ours(number):  # the script has set a handler of its own since
-                    continue
-                if number == signal.SIGUSR1:  # which may take long, and a fatal signal may follow
-                    threads.start("dump", _dump)
-                elif _session is not None:
-                    _see_to_the_end(_session, number)
-        os.close(reader)
-    except Exception as error:
-        log.warning("crossrank: signals are no longer watched: %s", one_line(error))
+    while numbers := os.read(reader, 64):
+        for number in filter(_is_ours, numbers):  # the script may have set a handler of its own since
+            if number == signal.SIGUSR1:  # which may take long, and a fatal signal may follow
+                threads.start("dump", _dump)
+            elif _session is not None:
+                _ensure_death(_session, number)
+    os.close(reader)
 
 
-def _see_to_the_end(session: Session, number: int) -> None:
-    """Have the process die of a fatal signal: by its main thread, else by this one; and in any case in time."""
+def _ensure_death(session: Session, number: int) -> None:
+    """Make the process die of a fatal signal in time: by its main thread, or else by this one."""
     started = time.monotonic()
 
     def wait(seconds: float, while_: Callable[[], bool]) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import pkgutil
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,9 +40,7 @@ runner.main()
 """
 _HOME = os.path.dirname(os.path.dirname(os.path.abspath(crossrank.__file__)))
 
-_PROGRAM_OPTIONS = "cm"
-_OPTIONS_WITH_VALUE = "WX"
-_OPTIONS_ALONE = "bBdEIOPqRsSuv"
+_OPTION = re.compile(r"-(?P<flags>[bBdEIOPqRsSuv]*)((?P<option>[cmWX])(?P<value>.*))?", re.DOTALL)
 _COMPILE_WORKER = os.path.join("torch", "_inductor", "compile_worker", "")
 """Processes that torch.compile keeps for itself: they import torch and are never ranks."""
 
@@ -136,14 +135,11 @@ def _is_this_interpreter(word: str, environment: Mapping[str, str] | None) -> bo
     """Whether `word` is this environment's Python, by whichever of its names."""
     import shutil
 
-    if os.path.dirname(word):
-        path: str | None = word
-    else:
-        path = shutil.which(word, path=(os.environ if environment is None else environment).get("PATH", os.defpath))
+    path = shutil.which(word, path=(os.environ if environment is None else environment).get("PATH", os.defpath))
     if path is None or not sys.executable:
         return False
     same_folder = os.path.dirname(os.path.abspath(path)) == os.path.dirname(os.path.abspath(sys.executable))
-    return same_folder and os.path.exists(path) and os.path.samefile(path, sys.executable)
+    return same_folder and os.path.samefile(path, sys.executable)
 
 
 def _find_program(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
@@ -155,24 +151,16 @@ def _find_program(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
     (['python', '-B'], ['-m', 'package.train', '-c'])
     """
     index = 1
-    while index < len(words):
-        word = words[index]
-        if not word.startswith("-"):
-            return list(words[:index]), list(words[index:])
-        letters = word[1:]
-        flags = letters[: len(letters) - len(letters.lstrip(_OPTIONS_ALONE))]
-        option, value = letters[len(flags) : len(flags) + 1], letters[len(flags) + 1 :]
-        if option and option in _PROGRAM_OPTIONS:
-            before = [*words[:index], *([f"-{flags}"] if flags else [])]
-            after = [*([value] if value else []), *words[index + 1 :]]
-            return (before, [f"-{option}", *after]) if after else None
-        if option and option in _OPTIONS_WITH_VALUE:
-            index += 1 if value else 2
-        elif option or not flags:
+    while index < len(words) and words[index].startswith("-"):
+        match = _OPTION.fullmatch(words[index])
+        if match is None or match[0] == "-":
             return None
-        else:
-            index += 1
-    return None
+        if match["option"] in ("c", "m"):
+            before = [*words[:index], *([f"-{match['flags']}"] if match["flags"] else [])]
+            after = [*([match["value"]] if match["value"] else []), *words[index + 1 :]]
+            return (before, [f"-{match['option']}", *after]) if after else None
+        index += 2 if match["option"] and not match["value"] else 1
+    return (list(words[:index]), list(words[index:])) if index < len(words) else None
 
 
 def _is_plain_script(path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Which GPU this rank drives, settled as soon as it is certain, and its cumulative counters, asked through NVML.
+"""Which GPU this rank uses, as soon as that is certain, and its cumulative counters, read through NVML.
 
 The device is the one that the process group is bound to, or that the first tensor communicated is on. torch's current
 device is neither before the script has called `set_device`, and then it is device 0 on every rank.
@@ -9,7 +9,9 @@ CUDA only. Without a driver everything here is None, which is logged at debug le
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import os
 import re
 import threading
@@ -67,49 +69,38 @@ class GpuReader:
     """Asks NVML about one CUDA device of this process, by its index there."""
 
     def __init__(self, device: int) -> None:
-        self._handle: Any = None
-        self._board: Any = None
-        self._nvml: Any = None
         self.gpu: Gpu | None = None
-        uuid = _uuid_of(device)
-        if uuid is None:
-            return
+        self._board: Any = None
         try:
+            uuid = _uuid_of(device)
             import pynvml
 
             pynvml.nvmlInit()
             self._nvml = pynvml
             self._find(uuid)
         except Exception as error:
-            log.debug("crossrank: no NVML, GPU identity is null: %s", one_line(error))
+            log.debug("crossrank: NVML is not available, GPU identity is null: %s", one_line(error))
 
     def _find(self, uuid: str) -> None:
         """Find the device, which may be a part of a GPU (MIG). CUDA does not say which of the two its UUID is."""
-        names = [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]
-        for name in names:
-            try:
-                self._handle = self._nvml.nvmlDeviceGetHandleByUUID(name)
-            except Exception:
-                if name == names[-1]:
-                    raise
-                continue
-            self._board = self._handle
-            if name.startswith("MIG-"):
-                self._board = self._nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self._handle)
-            self.gpu = self._identity(name)
-            return
+        nvml = self._nvml
+        for name in [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]:
+            handle = _ask(functools.partial(nvml.nvmlDeviceGetHandleByUUID, name))
+            if handle is not None:
+                is_part = name.startswith("MIG-")
+                self._board = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle) if is_part else handle
+                self.gpu = self._identity(name, handle)
+                return
 
     def counters(self) -> dict[str, int] | None:
         """Cumulative NVLink and PCIe traffic and energy of the board in the units of their names; None without one."""
-        if self._handle is None:
+        if self._board is None:
             return None
         nvml = self._nvml
         wanted = [(getattr(nvml, field), name) for field, name in _COUNTERS.items() if hasattr(nvml, field)]
-        try:
-            request = [(field, _ALL_LINKS) if name.startswith("nvlink") else field for field, name in wanted]
-            values = nvml.nvmlDeviceGetFieldValues(self._board, request)
-        except Exception as error:
-            log.debug("crossrank: no GPU counters: %s", one_line(error))
+        request = [(field, _ALL_LINKS) if name.startswith("nvlink") else field for field, name in wanted]
+        values = _ask(lambda: nvml.nvmlDeviceGetFieldValues(self._board, request))
+        if values is None:
             return None
         # The value is a union; every counter asked for here is an unsigned long long.
         return {
@@ -118,12 +109,12 @@ class GpuReader:
             if value.nvmlReturn == nvml.NVML_SUCCESS
         }
 
-    def _identity(self, uuid: str) -> Gpu:
+    def _identity(self, uuid: str, handle: Any) -> Gpu:
         nvml, board = self._nvml, self._board
-        cluster, clique = self._fabric()
+        cluster, clique = _ask(lambda: _fabric(nvml, board)) or (None, None)
         return Gpu(
-            index=_ask(lambda: int(nvml.nvmlDeviceGetIndex(board))),
-            name=_ask(lambda: nvml.nvmlDeviceGetName(self._handle)),
+            index=_ask(lambda: nvml.nvmlDeviceGetIndex(board)),
+            name=_ask(lambda: nvml.nvmlDeviceGetName(handle)),
             uuid=uuid,
             serial=_ask(lambda: nvml.nvmlDeviceGetSerial(board)),
             pci_bus_id=_ask(lambda: nvml.nvmlDeviceGetPciInfo_v3(board).busId),
@@ -131,20 +122,6 @@ class GpuReader:
             fabric_clique=clique,
             driver=_ask(lambda: nvml.nvmlSystemGetDriverVersion()),
         )
-
-    def _fabric(self) -> tuple[str | None, int | None]:
-        """Cluster UUID and clique where the GPU is part of a finished NVLink fabric (an NVL72, say)."""
-        nvml = self._nvml
-
-        def ask() -> tuple[str, int] | None:
-            info = nvml.c_nvmlGpuFabricInfo_v2_t()
-            nvml.nvmlDeviceGetGpuFabricInfoV(self._board, ctypes.byref(info))
-            cluster = bytes(bytearray(info.clusterUuid)).hex()
-            if info.state != _FABRIC_COMPLETED or not cluster.strip("0"):
-                return None
-            return cluster, int(info.cliqueId)
-
-        return _ask(ask) or (None, None)
 
 
 class RankGpu:
@@ -204,7 +181,7 @@ class RankGpu:
 def cuda_is_in_use() -> bool:
     """Whether this process has begun to use its GPU.
 
-    `torch.cuda.is_available` is not asked anywhere here: it initialises the driver, after which a forked child
+    `torch.cuda.is_available` is called nowhere here: it initialises the driver, after which a forked child
     can no longer use CUDA.
     """
     return bool(torch.cuda.is_initialized())
@@ -242,12 +219,10 @@ def nccl_version() -> str | None:
     except OSError:
         return None
     for path in dict.fromkeys(_NCCL.findall(maps)):
-        try:
-            code = ctypes.c_int()
+        code = ctypes.c_int()
+        with contextlib.suppress(OSError, AttributeError):
             if ctypes.CDLL(path).ncclGetVersion(ctypes.byref(code)) == 0:
                 return _nccl_text(code.value)
-        except (OSError, AttributeError):
-            continue
     return None
 
 
@@ -261,20 +236,24 @@ def _nccl_text(code: int) -> str:
     return f"{code // major}.{code % major // 100}.{code % 100}"
 
 
-def _uuid_of(device: int) -> str | None:
+def _uuid_of(device: int) -> str:
     """UUID of a CUDA device as CUDA writes it. Makes no CUDA context."""
-    try:
-        return str(torch.cuda.get_device_properties(device).uuid)
-    except Exception as error:
-        log.debug("crossrank: CUDA device %d has no UUID: %s", device, one_line(error))
-        return None
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _fabric(nvml: Any, board: Any) -> tuple[str, int] | None:
+    """Cluster UUID and clique where the GPU is part of a finished NVLink fabric (an NVL72, say)."""
+    info = nvml.c_nvmlGpuFabricInfo_v2_t()
+    nvml.nvmlDeviceGetGpuFabricInfoV(board, ctypes.byref(info))
+    cluster = bytes(info.clusterUuid).hex()
+    return (cluster, info.cliqueId) if info.state == _FABRIC_COMPLETED and cluster.strip("0") else None
 
 
 def _ask(question: Callable[[], Any]) -> Any:
-    """The answer, or None: boards differ in what they answer (a GeForce has no serial)."""
+    """The answer, or None: boards differ in what they support (a GeForce has no serial)."""
     try:
         answer = question()
     except Exception as error:
-        log.debug("crossrank: NVML has no answer: %s", one_line(error))
+        log.debug("crossrank: an NVML query failed: %s", one_line(error))
         return None
     return answer.decode(errors="replace") if isinstance(answer, bytes) else answer

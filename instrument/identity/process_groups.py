@@ -86,8 +86,8 @@ class GroupTable:
             if isinstance(group, dist.ProcessGroup) and group in distributed_c10d._world.pg_group_ranks:
                 try:
                     self.add(group)
-                except Exception as error:  # a subclass of somebody's may answer with anything
-                    log.debug("crossrank: a process group is not described: %s", one_line(error))
+                except Exception as error:  # a subclass from elsewhere may raise anything
+                    log.debug("crossrank: cannot describe a process group: %s", one_line(error))
 
     def announce_all(self) -> None:
         """Announce what is known already once more: to a file that has just begun."""

@@ -51,18 +51,26 @@ def node_of_this_machine() -> str:
 
 
 class Topology:
-    """Where the ranks are, filled in from the store while training goes on."""
+    """Where the ranks are, filled in from the store while training goes on.
+
+    Keys in the store: `published` counts the ranks that have published, each its place under its number; `known` counts
+    the ranks in `places`, which the collector writes.
+    """
 
     def __init__(self, rank: int, world_size: int, place: Place) -> None:
         self.rank = rank
         self.world_size = world_size
         self.places = {rank: place}
         """Where the ranks are that are known."""
-        self._stopped = False
         self.settled = threading.Event()
         """Set when every rank is known, or when waiting for the rest was given up."""
         if world_size == 1:
             self.settled.set()
+        self._stopped = False
+        self._collects = False
+        self._published = 0
+        self._known = 0
+        self._looks = 0
 
     def start(self, find_store: Callable[[], Store | None], epoch: int, domain: Callable[[], str | None]) -> None:
         """Begin to `exchange` on a thread."""
@@ -76,24 +84,32 @@ class Topology:
 
         `find_store` gives the job's store, or None once its process group is gone. The store is not held between
         two looks at it: it may host the job's rendezvous, which a next process group finds in the way.
-        `epoch` counts the process groups of this job that were torn down and made again. `domain` is asked for this
+        `epoch` counts the process groups of this job that were torn down and made again. `domain` gives this
         rank's NVLink domain where that is not known yet, and may take its time.
         """
+
+        def with_store(work: Callable[[Store], None]) -> None:
+            from torch.distributed import PrefixStore
+
+            if (store := find_store()) is not None:
+                work(PrefixStore(f"crossrank/topology/{epoch}", store))
+            else:
+                self.stop()
+
         try:
             if domain is not None:
                 self.places[self.rank] = (self.places[self.rank][0], domain())
-            exchange = _Exchange(self, find_store, f"crossrank/topology/{epoch}")
-            exchange.publish()
+            with_store(self.publish)
             pause, started = max(_FIRST_PAUSE, self.world_size * _PAUSE_PER_RANK), time.monotonic()
             while self.missing() and not self._stopped and time.monotonic() - started < _GIVE_UP_AFTER:
                 time.sleep(pause)
                 if time.monotonic() - started > 0.2:
                     pause = min(pause * 1.5, _LONGEST_PAUSE)
-                exchange.collect()
+                with_store(self.collect)
             if not self._stopped and (silent := self.missing()):
                 log.info("crossrank: ranks %s do not record; calls with them have locality unknown", silent)
         except Exception as error:
-            log.info("crossrank: the nodes of the other ranks are not known: %s", one_line(error))
+            log.info("crossrank: the nodes of the other ranks are unknown: %s", one_line(error))
         finally:
             self.settled.set()
 
@@ -108,82 +124,52 @@ class Topology:
         """How far apart these global ranks are; `unknown` while one of them is not known yet."""
         if ranks is None:
             return "unknown"
-        members = [self.places.get(rank) for rank in ranks]
-        nodes = {place[0] for place in members if place is not None}
+        members = {self.places.get(rank) for rank in ranks}
+        known = [place for place in members if place is not None]
+        crosses = len({node for node, _ in known}) > 1
         if None in members:
             # Two known ranks on different nodes decide it, whatever the rest is, unless NVLink joins them.
             has_nvlink = any(domain for _, domain in list(self.places.values()))
-            return "cross_node" if len(nodes) > 1 and not has_nvlink else "unknown"
-        if len(nodes) <= 1:
+            return "cross_node" if crosses and not has_nvlink else "unknown"
+        if not crosses:
             return "intra_node"
-        domains = {place[1] for place in members if place is not None}
+        domains = {domain for _, domain in known}
         return "nvlink_domain" if len(domains) == 1 and None not in domains else "cross_node"
 
-
-class _Exchange:
-    """The requests of one rank to the job's store, which together are O(ranks) for the job.
-
-    Keys: `published` counts the ranks that have published, each its place under its number; `known` counts the ranks
-    in `places`, which the collector writes.
-    """
-
-    def __init__(self, topology: Topology, find_store: Callable[[], Store | None], prefix: str) -> None:
-        self._topology = topology
-        self._find_store = find_store
-        self._prefix = prefix
-        self._collects = False
-        self._published = 0
-        self._known = 0
-        self._looks = 0
-
-    def _store(self) -> Store | None:
-        from torch.distributed import PrefixStore
-
-        store = self._find_store()
-        return PrefixStore(self._prefix, store) if store is not None else None
-
-    def publish(self) -> None:
-        store, topology = self._store(), self._topology
-        if store is None:
-            topology.stop()
-            return
-        store.set(str(topology.rank), msgspec.json.encode(topology.places[topology.rank]).decode())
+    def publish(self, store: Store) -> None:
+        store.set(str(self.rank), msgspec.json.encode(self.places[self.rank]).decode())
         self._collects = store.add("published", 1) == 1
 
-    def collect(self) -> None:
+    def collect(self, store: Store) -> None:
         """One look at what is new."""
-        store = self._store()
-        if store is None:
-            self._topology.stop()
-        elif self._collects:
+        if self._collects:
             self._gather(store)
         elif (known := store.add("known", 0)) > self._known:
             self._known, self._looks = known, 0
             for place, runs in msgspec.json.decode(store.get("places"), type=list[Inhabited]):
-                self._topology.places.update(dict.fromkeys(from_runs(runs) or (), place))
+                self.places.update(dict.fromkeys(from_runs(runs) or (), place))
         else:
             self._looks += 1
             if self._looks % _PATIENCE == 0:  # the collector may be gone
-                self._read(store, self._topology.missing())
+                self._read(store, self.missing())
 
     def _gather(self, store: Store) -> None:
         """Read the others once all have published, or no more come, and publish what is known."""
-        topology = self._topology
         published = store.add("published", 0)
         self._looks = self._looks + 1 if published == self._published else 0
         self._published = published
-        if published < topology.world_size and self._looks != _STANDSTILL:
+        if published < self.world_size and self._looks != _STANDSTILL:
             return
-        missing = topology.missing()
+        missing = self.missing()
         if not self._read(store, missing):
-            # Somebody does not record, or has published twice: who is there is asked one by one.
+            # A rank does not record, or has published twice: each is looked for on its own.
             self._read(store, [rank for rank in missing if store.check([str(rank)])])
         ranks_of: dict[Place, list[int]] = {}
-        for rank, place in sorted(topology.places.items()):
+        for rank, place in sorted(self.places.items()):
             ranks_of.setdefault(place, []).append(rank)
         inhabited = [(place, to_runs(ranks)) for place, ranks in ranks_of.items()]
         store.set("places", msgspec.json.encode(inhabited).decode())
-        known = len(topology.places)
+        known = len(self.places)
         if known > self._known:
             store.add("known", known - self._known)
             self._known = known
@@ -194,5 +180,5 @@ class _Exchange:
         if not keys or not store.check(keys):
             return False
         places = zip(ranks, store.multi_get(keys), strict=True)
-        self._topology.places.update({rank: msgspec.json.decode(place, type=Place) for rank, place in places})
+        self.places.update({rank: msgspec.json.decode(place, type=Place) for rank, place in places})
         return True

@@ -2,8 +2,8 @@
 
 The stack is walked with bare frames (no source is read), and what each code object is gets decided once, so a
 walk costs a dictionary look-up per frame. A `Site` keeps the code object and the bytecode offset; the line
-number, which costs more than the walk, is worked out when the record is written, and the code is let go. Code that
-a program generates without end is forgotten when the program forgets it.
+number, which costs more than the walk, is worked out when the record is written, and the code is let go. Generated
+code is forgotten when the program drops it.
 
 Three kinds of frames matter, from the kernel outwards:
 
@@ -32,13 +32,13 @@ _OURS = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
     os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep,
 )
-# Files whose functions are the communication API, and what stands before their names in `api`.
+# Files whose functions are the communication API, and the prefix of their names in `api`.
 _API_FILES = {
     _DISTRIBUTED + "distributed_c10d.py": "",
     _DISTRIBUTED + "_functional_collectives.py": "functional.",
     _DISTRIBUTED + os.path.join("nn", "functional.py"): "nn.functional.",
 }
-# Frames that stand inside one API call without ending it: decorators, context managers, autograd functions.
+# Frames that belong to one API call without ending it: decorators, context managers, autograd functions.
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _TRANSPARENT_FILES = frozenset(
     (
@@ -51,15 +51,19 @@ _TRANSPARENT_FILES = frozenset(
         os.path.abspath(typing_extensions.__file__),
     )
 )
-# Generated code: inductor's output and names such as <eval_with_key>.1, called by torch and not by the user.
-_GENERATED = ("torchinductor_", os.sep + "inductor" + os.sep)
-# What runs the user's script and is no caller of it.
-_LAUNCHERS = (
+# Not the user's: torch, crossrank, what runs the user's script, and generated code that torch calls. `python -c` and
+# notebooks run user code under names such as <string>, <stdin> and <ipython-…>.
+_PASSED_FILES = (
+    _TORCH,
+    *_OURS,
     _STDLIB + "runpy.py",
     _STDLIB + "threading.py",
     _STDLIB + "multiprocessing" + os.sep,
     "<frozen ",
+    "<eval_with_key>",
+    "<torch_package_",
 )
+_INDUCTOR = ("torchinductor_", os.sep + "inductor" + os.sep)  # its output
 
 _USER, _API, _TRANSPARENT, _PASSED = range(4)
 
@@ -149,7 +153,7 @@ class CallSites:
         return site, api_frame
 
     def _add(self, sites: dict[tuple[int, str | None], Site], key: tuple[int, str | None], site: Site) -> Site:
-        # A program with more places than any has by hand must not fill the memory.
+        # Generated code has any number of call sites, which must not fill the memory.
         if self._count >= MAX_SITES:
             self._codes.clear()
             self._count = 0
@@ -177,10 +181,5 @@ def _kind_of(code: CodeType) -> tuple[int, str | None]:
         return _API, _API_FILES[path] + code.co_name if is_function else None
     if path in _TRANSPARENT_FILES:
         return _TRANSPARENT, None
-    if path.startswith(_TORCH) or path.startswith(_OURS) or path.startswith(_LAUNCHERS):
-        return _PASSED, None
-    if path.startswith("<") or any(part in path for part in _GENERATED):
-        # `python -c` and notebooks run user code under such names as well: <string>, <stdin>, <ipython-…>.
-        generated = path.startswith(("<eval_with_key>", "<torch_package_")) or not path.startswith("<")
-        return (_PASSED, None) if generated else (_USER, None)
-    return _USER, None
+    is_passed = path.startswith(_PASSED_FILES) or any(part in path for part in _INDUCTOR)
+    return (_PASSED if is_passed else _USER), None

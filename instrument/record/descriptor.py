@@ -67,11 +67,9 @@ class Descriptor:
     def locality(self, topology: Topology) -> Locality:
         """How far this call reaches: its group, or for P2P the way between this rank and its peer."""
         if self._locality == "unknown":
-            peer = self.peer
-            if peer is not None:
-                self._locality = topology.locality((topology.rank, peer))
-            else:  # a receive from any source is no nearer than its group
-                self._locality = topology.locality(self.state.group.ranks)
+            peer = self.peer  # a receive from any source is no nearer than its group
+            ranks = self.state.group.ranks if peer is None else (topology.rank, peer)
+            self._locality = topology.locality(ranks)
         return self._locality
 
     def fields(self, *, sizes: bool = True, source: bool = True) -> dict[str, Any]:

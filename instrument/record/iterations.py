@@ -25,7 +25,6 @@ import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -44,7 +43,7 @@ _REPEATS_WITHOUT_BACKWARD = 2
 
 
 class Iterations:
-    """Counts the iterations of one session, by the optimizers' steps or by the script's own word."""
+    """Counts the iterations of one session, by the optimizers' steps or by `crossrank.step()`."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -106,13 +105,8 @@ class _AtDeath:
             log.warning("crossrank: a window is incomplete: %s", one_line(error))
 
 
-@dataclass(eq=False, slots=True)
-class _Update:
-    """Optimizer steps with no backward pass between them."""
-
-    optimizers: set[int] = field(default_factory=set)
-    steps: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """Steps of each optimizer on each part of its parameters."""
+# Optimizer steps with no backward pass between them: how many of each optimizer on each part of its parameters.
+_Update = Counter[tuple[int, int]]
 
 
 class StepBoundaries:
@@ -144,14 +138,12 @@ class StepBoundaries:
         [1, 0, 0, 1, 0, 1]
         """
         ended = 0
-        number = self._number(optimizer)
+        number = self._numbers.setdefault(optimizer, next(self._next_number))
         if after_backward or self._backward_is_hidden or not self._updates:
-            self._updates.append(_Update())
-        elif self._repeats_itself((number, part)):
+            self._updates.append(Counter())
+        elif self._updates[-1][number, part] >= 2 * self._most_repeats + _REPEATS_WITHOUT_BACKWARD:
             ended += self._uncover_backwards()
-        update = self._updates[-1]
-        update.optimizers.add(number)
-        update.steps[number, part] += 1
+        self._updates[-1][number, part] += 1
         if self._begins_iteration(number):
             ended += self._finish_iteration()
         if not self._counted and _length(self._updates) >= min(self._lengths, default=1):
@@ -159,18 +151,10 @@ class StepBoundaries:
             ended += 1
         return ended
 
-    def _number(self, optimizer: object) -> int:
-        number = self._numbers.get(optimizer)
-        if number is None:
-            number = self._numbers[optimizer] = next(self._next_number)
-        return number
-
     def _begins_iteration(self, optimizer: int) -> bool:
         earlier = _optimizers(self._updates[:-1])
-        if not earlier or optimizer in earlier:
-            return bool(earlier)
         # Where all earlier optimizers are gone, a new training phase has begun.
-        return earlier.isdisjoint(self._numbers.values())
+        return optimizer in earlier or (bool(earlier) and earlier.isdisjoint(self._numbers.values()))
 
     def _finish_iteration(self) -> int:
         """The latest update begins an iteration: close the one before. Returns iterations not counted until now."""
@@ -179,39 +163,29 @@ class StepBoundaries:
         missed = 0 if self._counted else 1
         self._counted = False
         newcomer = self._newcomer(finished)
-        if newcomer and not finished[newcomer].optimizers.isdisjoint(self._known):
+        if newcomer and not self._known.isdisjoint(_optimizers([finished[newcomer]])):
             self._on_doubt()
-        if newcomer and not latest.optimizers.isdisjoint(_optimizers(finished[newcomer:])):
+        if newcomer and not _optimizers([latest]).isdisjoint(_optimizers(finished[newcomer:])):
             # It did not join the iteration but began one, as the next phase of a training does.
             missed += 1
             finished = finished[newcomer:]
         self._lengths.append(_length(finished))
         self._previous = _optimizers(finished)
         self._known |= self._previous
-        self._most_repeats = max([self._most_repeats, *(max(update.steps.values()) for update in finished)])
+        self._most_repeats = max(self._most_repeats, *(max(update.values()) for update in finished))
         return missed
 
     def _newcomer(self, finished: list[_Update]) -> int:
         """Index of the first update whose optimizers had no part in the iteration before; 0 where there is none."""
-        if not self._previous:
-            return 0
-        return next(
-            (index for index, update in enumerate(finished) if index and self._previous.isdisjoint(update.optimizers)),
-            0,
-        )
-
-    def _repeats_itself(self, step: tuple[int, int]) -> bool:
-        limit = 2 * self._most_repeats + _REPEATS_WITHOUT_BACKWARD
-        return self._updates[-1].steps[step] >= limit
+        strangers = (i for i, one in enumerate(finished) if i and self._previous.isdisjoint(_optimizers([one])))
+        return next(strangers, 0) if self._previous else 0
 
     def _uncover_backwards(self) -> int:
         """Backward passes run unseen (in a CUDA graph): each round of steps was an iteration, and will be one."""
         self._backward_is_hidden = True
-        update = self._updates[-1]
-        missed = max(update.steps.values()) - 1
-        update.steps = Counter(dict.fromkeys(update.steps, 1))
-        self._updates.append(_Update())
-        return missed
+        update = self._updates.pop()
+        self._updates += [Counter(update.keys()), Counter()]
+        return max(update.values()) - 1
 
 
 def first_parameter(param_groups: Iterable[Mapping[str, Any]]) -> int:
@@ -223,8 +197,8 @@ def first_parameter(param_groups: Iterable[Mapping[str, Any]]) -> int:
 
 
 def _length(updates: list[_Update]) -> int:
-    return sum(update.steps.total() for update in updates)
+    return sum(update.total() for update in updates)
 
 
 def _optimizers(updates: list[_Update]) -> set[int]:
-    return set().union(*(update.optimizers for update in updates))
+    return {optimizer for update in updates for optimizer, _ in update}

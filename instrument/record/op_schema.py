@@ -1,9 +1,9 @@
 """What each c10d op does and where its arguments are, read from its schema.
 
 The dispatcher hands a kernel its arguments by position, without trailing defaults, and the lists differ
-between versions of torch. So `ROWS` says by argument *name* what an op means, and `Reader` turns that into
-positions for the schema that is installed. An op that torch has and `ROWS` lacks is still recorded: by its
-own name, with its tensors as they stand, without a root or a peer.
+between versions of torch. So `Reader` finds them by *name* in the schema that is installed: tensors that are called
+`output…` or `input…` are that, any others are both, as c10d's calls in place have them. An op that torch has and
+`OPERATIONS` lacks is still recorded: by its own name, with its tensors as they stand, without a root or a peer.
 """
 
 from __future__ import annotations
@@ -14,46 +14,10 @@ from typing import Any
 
 import torch
 
-from crossrank.comm import OPERATIONS, total_bytes
+from crossrank.comm import operation_of, total_bytes
 from crossrank.instrument.torch_private import has
 
-
-@dataclass(frozen=True, kw_only=True)
-class OpRow:
-    """One c10d op by the names of its schema's arguments. The first name that the schema has is taken."""
-
-    op: str
-    inputs: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()
-    in_place: bool = False
-    """The inputs are the outputs as well."""
-
-
-ROWS: dict[str, OpRow] = {
-    "allreduce_": OpRow(op="all_reduce", inputs=("tensors",), in_place=True),
-    "allreduce_coalesced_": OpRow(op="all_reduce", inputs=("tensors",), in_place=True),
-    "reduce_": OpRow(op="reduce", inputs=("tensors",), in_place=True),
-    "broadcast_": OpRow(op="broadcast", inputs=("tensors",), in_place=True),
-    "allgather_": OpRow(op="all_gather", inputs=("input_tensors",), outputs=("output_tensors",)),
-    "_allgather_base_": OpRow(op="all_gather", inputs=("input_tensor",), outputs=("output_tensor",)),
-    "allgather_coalesced_": OpRow(op="all_gather", inputs=("input_list",), outputs=("output_lists",)),
-    "allgather_into_tensor_coalesced_": OpRow(op="all_gather", inputs=("inputs",), outputs=("outputs",)),
-    "reduce_scatter_": OpRow(op="reduce_scatter", inputs=("input_tensors",), outputs=("output_tensors",)),
-    "_reduce_scatter_base_": OpRow(op="reduce_scatter", inputs=("input_tensor",), outputs=("output_tensor",)),
-    "reduce_scatter_tensor_coalesced_": OpRow(op="reduce_scatter", inputs=("inputs",), outputs=("outputs",)),
-    "gather_": OpRow(op="gather", inputs=("input_tensors",), outputs=("output_tensors",)),
-    "gather_into_tensor_": OpRow(op="gather", inputs=("input_tensor", "input"), outputs=("output_tensor", "output")),
-    "scatter_": OpRow(op="scatter", inputs=("input_tensors",), outputs=("output_tensors",)),
-    "alltoall_": OpRow(op="all_to_all", inputs=("input_tensors",), outputs=("output_tensors",)),
-    "alltoall_base_": OpRow(op="all_to_all", inputs=("input",), outputs=("output",)),
-    "send": OpRow(op="send", inputs=("tensors",)),
-    "recv_": OpRow(op="recv", outputs=("tensors",)),
-    "recv_any_source_": OpRow(op="recv", outputs=("tensors",)),
-    # A barrier carries a dummy tensor, which is no payload.
-    "barrier": OpRow(op="barrier"),
-    "monitored_barrier_": OpRow(op="barrier"),
-}
-
+_TENSOR_TYPES = ("Tensor", "List[Tensor]", "List[List[Tensor]]")
 _PEER = {"send": "dst", "recv": "src"}
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -74,28 +38,24 @@ class Reader:
         types = [str(argument.type) for argument in schema.arguments]
         self._defaults = tuple(argument.default_value for argument in schema.arguments)
 
-        def first(*wanted: str) -> tuple[int, ...]:
-            """Position of the first of these arguments that the schema has, if any."""
-            return tuple(names.index(name) for name in wanted if name in names)[:1]
-
         def position(*wanted: str) -> int:
-            return next(iter(first(*wanted)), -1)
+            """Of the first of these arguments that the schema has; -1 where it has none."""
+            return next((names.index(name) for name in wanted if name in names), -1)
 
         self.c10d = c10d
         self.direct_api = "ProcessGroup." + c10d.rstrip("_")
-        self.row = row = ROWS.get(c10d) or OpRow(op=c10d.strip("_"), in_place=True)
-        self.op = row.op
-        self.operation = OPERATIONS.get(row.op)
+        self.operation = operation_of(c10d)
+        self.op = self.operation.name if self.operation is not None else c10d.strip("_")
         self.is_p2p = self.operation is not None and self.operation.p2p
-        self.inputs = first(*row.inputs)
-        if c10d not in ROWS:
-            self.inputs = tuple(at for at, kind in enumerate(types) if "Tensor" in kind)
-        self.outputs = first(*row.outputs)
-        self.group = position("process_group")
-        if self.group < 0:
-            raise ValueError(f"c10d::{c10d} has no process_group argument")
+        # A barrier carries a dummy tensor, which is no payload.
+        moves = self.operation is None or self.operation.payload != "none"
+        tensors = [at for at, kind in enumerate(types) if moves and kind in _TENSOR_TYPES]
+        self.outputs = tuple(at for at in tensors if names[at].startswith("output") or self.op == "recv")
+        self.inputs = tuple(at for at in tensors if at not in self.outputs)
+        self._in_place = not self.outputs and not self.is_p2p
+        self.group = names.index("process_group")
         self._root = position("root_rank", "root")
-        self.peer = position(_PEER.get(row.op, ""))
+        self.peer = position(_PEER.get(self.op, ""))
         self.tag = position("tag")
         self._async = position("async_op")
         self.reduce = position("reduce_op")
@@ -171,7 +131,7 @@ class Reader:
             plain = {self._keyed[0]: key[count + 1]}
         in_shapes = tuple(shape for argument in shapes[: len(self.inputs)] for shape in argument)
         out_shapes = tuple(shape for argument in shapes[len(self.inputs) :] for shape in argument)
-        if self.row.in_place:
+        if self._in_place:
             out_shapes = in_shapes
         sizes = [
             sum(total_bytes([shape], dtype.itemsize) for shape, dtype in zip(*argument, strict=True))

@@ -1,10 +1,10 @@
 """Which reduction a call makes: `sum`, `avg`, `max`, …
 
-The dispatcher hands over an opaque ReduceOp object, and asking it goes through TorchScript, which takes 1.5 us:
-a fifth of all that recording a call costs. torch's own functions (`all_reduce(tensor, op=...)`) have the same
+The dispatcher hands over an opaque ReduceOp object, and reading it goes through TorchScript, which takes 1.5 us:
+a fifth of the cost of recording a call. torch's own functions (`all_reduce(tensor, op=...)`) have the same
 reduction in their argument `op`, one look into their frame away. So that is taken where the kernel was entered
-from such a function, and checked against the object whenever a call is seen for the first time; one difference,
-and the object is asked for every call from then on.
+from such a function, and checked against the object whenever a call is seen for the first time; after
+one difference the object is read for every call.
 """
 
 from __future__ import annotations
@@ -36,11 +36,8 @@ class ReductionReader:
     def __init__(self) -> None:
         self._codes = _functions_with_op()
         # premul_sum is a ReduceOp with a factor, not one of these constants.
-        self._constants = {
-            getattr(ReduceOp, name.upper()): name
-            for name in _NAMES
-            if name != "premul_sum" and hasattr(ReduceOp, name.upper())
-        }
+        constants = (name for name in _NAMES if name != "premul_sum" and hasattr(ReduceOp, name.upper()))
+        self._constants = {getattr(ReduceOp, name.upper()): name for name in constants}
 
     def read(self, frame: FrameType | None, reduce_op: Any) -> str | None:
         """The reduction of a call that came to the dispatcher from `frame` with this object."""
@@ -54,9 +51,7 @@ class ReductionReader:
         """What the object says; the short way ends if `name`, which it gave, is something else."""
         true_name = name_of(reduce_op)
         if true_name != name and true_name is not None:
-            log.debug(
-                "crossrank: a frame says %s and the dispatcher %s; frames are not asked any more", name, true_name
-            )
+            log.debug("crossrank: the frame has %s and the dispatcher %s, which is asked from now on", name, true_name)
             self._codes = {}
         return true_name or name
 

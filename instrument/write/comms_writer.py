@@ -51,7 +51,7 @@ _TOPOLOGY_PATIENCE = 2.0
 
 # (descriptor, id, sequence number, time, step, batch, tag)
 Entry = tuple[Descriptor, int, int, int, int, int | None, int | None]
-# A record, or a line of another kind: one that is asked for when it is written is a callable.
+# A record, or a line of another kind; a callable makes its line when it is written.
 Item = Entry | bytes | Callable[[], bytes]
 
 
@@ -114,11 +114,8 @@ class CommsWriter:
         self._started = time.monotonic()
 
     def line(self, kind: str, content: object) -> None:
-        """Append a line that is not a record: `{kind: content}`. A callable is asked when it is written."""
-        if callable(content):
-            self.ring.append(lambda: encode_line(kind, content()))
-        else:
-            self.ring.append(encode_line(kind, content))
+        """Append a line that is not a record: `{kind: content}`. A callable is called when it is written."""
+        self.ring.append((lambda: encode_line(kind, content())) if callable(content) else encode_line(kind, content))
 
     def close(self, end: Callable[[], dict[str, Any]], timeout: float = 10.0) -> None:
         """Write what is left and the `end` line, then close the file. Does nothing the second time."""
@@ -129,15 +126,13 @@ class CommsWriter:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
         if not self._lock.acquire(timeout=timeout):  # the thread is stuck in the disk
-            self._fail("the end of the comms file is not written", TimeoutError(f"{self.path} does not take it"))
+            self._fail("the end of the comms file is not written", TimeoutError(f"writing {self.path} takes too long"))
             return
         try:
-            if self._file < 0:
-                return
-            self._drain(for_good=True)
-            self._append([encode_line("clock", clock()), encode_line("end", end())])
-            os.close(self._file)
-            self._file = -1
+            if self._file >= 0:
+                self._drain(for_good=True)
+                self._append([encode_line("clock", clock()), encode_line("end", end())])
+                self._close_file()
         finally:
             self._lock.release()
 
@@ -146,8 +141,11 @@ class CommsWriter:
         self._closing = True
         self.ring.clear()
         if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+            self._close_file()
+
+    def _close_file(self) -> None:
+        os.close(self._file)
+        self._file = -1
 
     def _run(self) -> None:
         last = -TICK
@@ -224,7 +222,7 @@ class CommsWriter:
 
     def recent(self) -> list[orjson.Fragment]:
         """The last calls as they stand, or would stand, in the file."""
-        # Each is copied in one step, in which nobody appends.
+        # Each is copied in one step of the interpreter, during which no other thread appends.
         entries = [entry for entry in (*self._recent, *self.ring) if isinstance(entry, tuple)][-_RECENT:]
         # While the thread moves a call from the one to the other it may be met in both.
         once = {entry[1]: entry for entry in entries}

@@ -14,12 +14,14 @@ timeout the call that failed looks completed. So a hang has to be noticed before
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -28,7 +30,6 @@ import msgspec
 import orjson
 import torch
 
-from crossrank.errors import one_line
 from crossrank.instrument import threads
 from crossrank.instrument.hooks import exits
 from crossrank.instrument.identity.gpu import cuda_is_in_use
@@ -37,13 +38,13 @@ from crossrank.instrument.torch_private import has
 from crossrank.instrument.write.comms_writer import clock
 from crossrank.instrument.write.rank_files import take_lock
 from crossrank.recording import FLIGHT, file_name
+from crossrank.text import writable
 
 if TYPE_CHECKING:
     from crossrank.instrument.session import Session
 
 _COMPILER = "torch._inductor.codecache"
 _IDENTITY = ("profiling_name", "process_group", "collective_seq_id", "p2p_seq_id", "op_id", "time_created_ns")
-_MOST_FRAMES = 64
 _VERSION = "2.10"
 """Version of the recorder's format that a dump names in which torch has no part."""
 _FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -60,7 +61,7 @@ class FlightDumps:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        # Two threads may be asked at once. A fatal signal may meet its own thread in here, which is not going on then.
+        # Two threads may dump at once. A fatal signal may interrupt its own thread in here, for good.
         self._once = threading.RLock()
         self._writing = False
         self._watch: HangWatch | None = None
@@ -76,7 +77,7 @@ class FlightDumps:
         if files is None or not session.config.flight or not self._once.acquire(timeout=patience):
             return
         try:
-            if self._writing and reason == "SIGUSR1":  # this thread is at it
+            if self._writing and reason == "SIGUSR1":  # this thread is writing already
                 return
             self._writing = True
             calls = session.recorder.calls()
@@ -135,7 +136,7 @@ class FlightDumps:
         if self._reporter is not None:
             log.warning(
                 "crossrank: no communication for %.3g s (rank %d): what every rank did last is in %s. If the job "
-                "hangs, `crossrank diagnose %s` says who waits for whom",
+                "hangs, `crossrank diagnose %s` shows which rank waits for which",
                 seconds,
                 session.rank,
                 folder,
@@ -188,16 +189,10 @@ class HangWatch:
         self._stopped = False  # a plain flag: an Event's lock may be held by what a signal handler interrupts
 
     def start(self) -> None:
-        self._stopped = threads.start("watchdog", self._run) is None
+        self._stopped = threads.start("watchdog", self._watch, lost="hangs are no longer watched for") is None
 
     def stop(self) -> None:
         self._stopped = True
-
-    def _run(self) -> None:
-        try:
-            self._watch()
-        except Exception as error:
-            log.warning("crossrank: hangs are no longer watched for: %s", one_line(error))
 
     def _watch(self) -> None:
         calls, since = self._calls(), time.monotonic()
@@ -292,20 +287,16 @@ def _identity_of(entry: dict[str, Any]) -> str:
 
 
 def stacks() -> list[dict[str, Any]]:
-    """Where every Python thread of this process is, innermost frame first; crossrank's own threads are left out."""
+    """The stack of every Python thread of this process, innermost frame first; crossrank's own threads are left out."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
+
+    def is_ours(placed: tuple[FrameType, int]) -> bool:  # the thread that dumps is in here
+        return placed[0].f_code.co_filename.startswith(_FOLDER)
+
     found = []
     for ident, frame in sys._current_frames().items():
         name = names.get(ident, f"thread {ident}")
-        if name.startswith(threads.PREFIX):
-            continue
-        frames: list[dict[str, Any]] = []
-        walk: FrameType | None = frame
-        while walk is not None and walk.f_code.co_filename.startswith(_FOLDER):  # the thread that dumps is in here
-            walk = walk.f_back
-        while walk is not None and len(frames) < _MOST_FRAMES:
-            code = walk.f_code
-            frames.append({"name": code.co_name, "filename": code.co_filename, "line": walk.f_lineno or 0})
-            walk = walk.f_back
-        found.append({"thread": name, "frames": frames})
+        if not name.startswith(threads.PREFIX):
+            frames = itertools.dropwhile(is_ours, traceback.walk_stack(frame))
+            found.append({"thread": writable(name), "frames": exits.describe_frames(frames)})
     return found

@@ -47,7 +47,7 @@ _CUT = "..."
 _DETAILS = ((True, True, 1), (False, True, 2))
 
 _TOOL = "NVTX_INJECTION64_PATH"
-"""Names the library of the tool that NVTX loads, unless it is `_NO_TOOL`."""
+"""The library of the tool that NVTX loads, unless it is `_NO_TOOL`."""
 _NO_TOOL = "./."
 _OLDEST = (0, 2, 15)
 """Version of the package from which on a range takes its payload in the same call, which keeps threads apart."""
@@ -123,7 +123,7 @@ def _domain_of_process() -> Any:
     """The domain of this process; None where no tool takes its ranges, which is logged if one is attached."""
     tool = os.environ.get(_TOOL)
     attached = bool(tool) and tool != _NO_TOOL
-    reason = "it takes no range of this domain; if nsys filters domains, name crossrank in --nvtx-domain-include"
+    reason = "it accepts no ranges of this domain; if nsys filters domains, name crossrank in --nvtx-domain-include"
     try:
         import nvtx
 
@@ -143,7 +143,7 @@ def _domain_of_process() -> Any:
         reason = one_line(error)
     if attached:
         log.warning(
-            "crossrank: an NVTX tool is attached (%s=%s), but calls will not be marked: %s; TRACING_NVTX=0 ends this",
+            "crossrank: an NVTX tool is attached (%s=%s), but calls will not be marked: %s; TRACING_NVTX=0 mutes this",
             _TOOL,
             tool,
             reason,
@@ -165,7 +165,7 @@ def _base_domain(nvtx: Any) -> Any:
 
 
 def _takes_ranges(domain: Any) -> bool:
-    """Whether a tool takes ranges of the domain: NVTX itself answers 0 for the id of one that nobody takes."""
+    """Whether a tool accepts ranges of the domain: NVTX gives a range that none accepts the id 0."""
     range_id = domain.start_range(domain.get_event_attributes(message="crossrank.enable"))
     domain.end_range(range_id)
     return bool(range_id)

@@ -1,8 +1,8 @@
 """Puts the files of one rank where they belong: whole, under their final name.
 
-A file is written under a temporary name beside its place and renamed when it is whole. Whatever a recording before
-this one, or somebody else, left under a name of this rank is moved to `earlier-K/`, never overwritten and never
-opened: a named pipe would block the one who opens it.
+A file is written under a temporary name beside its place and renamed when it is whole. Whatever an earlier
+recording or another program left under a name of this rank is moved to `earlier-K/`, never overwritten and never
+opened: opening a named pipe would block.
 
 The files of a rank belong to the process that began them. A process that it starts and that has its rank, or belongs
 to a job of its own (the one in which `torch.distributed.checkpoint.async_save` saves does both), records in
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import os
 import re
 import socket
@@ -111,18 +112,18 @@ def take_lock(name: str) -> socket.socket | None:
     lies on (Lustre and NFS often come without file locks) and leaves nothing behind. Where there is no such namespace
     every caller gets the lock. A forked child closes its copy.
     """
-    holder = socket.socket(getattr(socket, "AF_UNIX", socket.AF_INET), socket.SOCK_DGRAM)
+    holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         holder.bind("\0crossrank-" + hashlib.sha256(name.encode()).hexdigest())
-    except (OSError, TypeError) as error:  # another family takes no such name
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
             holder.close()
             return None
     return holder
 
 
 class _Owner(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose files of a rank are, as the processes that it starts inherit it."""
+    """The process that writes the files of a rank, as the processes that it starts inherit it."""
 
     pid: int
     rank: int
@@ -142,7 +143,7 @@ def _lock_name(place: str, rank: int) -> str:
 
 
 def _wait_for_rank(place: str, rank: int) -> socket.socket | None:
-    """The lock of a rank's files, once nobody on this machine writes them any more; None where somebody still does.
+    """The lock of a rank's files, once no process of this machine writes them any more; None where one still does.
 
     Where ranks change places in a process group that is made again, the process that was this rank may still be
     finishing its files: what it renames or writes would get mixed with ours.
@@ -195,22 +196,17 @@ def _ancestors() -> set[int]:
     return found
 
 
-def _take_part(folder: Path, rank: int) -> tuple[Path, socket.socket]:
-    """The first `spawned-K` in which nobody records this rank, nor has, and the lock that keeps it so."""
-    number = 1
-    while True:
-        part = f"spawned-{number}"
-        lock = take_lock(_lock_name(f"{folder}/{part}", rank))
-        if lock is not None and not (folder / part / file_name(COMMS, rank)).exists():
+def _take_part(folder: Path, rank: int) -> tuple[Path, socket.socket | None]:
+    """The first `spawned-K` in which no process records this rank, or has, and the lock that keeps it so."""
+    for part in (folder / f"spawned-{number}" for number in itertools.count(1)):
+        if (lock := take_lock(_lock_name(str(part), rank))) is None:
+            continue
+        if not (part / file_name(COMMS, rank)).exists():
             break
-        if lock is not None:
-            lock.close()
-        number += 1
-    (folder / part).mkdir(exist_ok=True)
-    log.warning(
-        "crossrank: process %d was started by one that records in %s: it records in %s of it", os.getpid(), folder, part
-    )
-    return folder / part, lock
+        lock.close()
+    part.mkdir(exist_ok=True)
+    log.warning("crossrank: process %d was started by one that records in %s: it uses %s", os.getpid(), folder, part)
+    return part, lock
 
 
 def _set_aside(folder: Path, rank: int, world_size: int) -> None:

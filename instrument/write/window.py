@@ -117,12 +117,10 @@ class Windows:
         """A profiler of the user's is about to start: end the Kineto session that is ours, if any."""
         if self._is_open and self._kineto.runs:
             log.warning(
-                "crossrank: a profiler of yours starts inside window %d; its Kineto trace ends here", self._number
+                "crossrank: your profiler starts inside window %d; the window's Kineto trace ends here", self._number
             )
-        try:
+        with self._reported("the Kineto trace of a window is missing"):
             self._close_kineto()
-        except Exception as error:
-            log.warning("crossrank: cannot end the Kineto trace: %s", one_line(error))
 
     def close(self, step: int | None = None) -> None:
         """End the window that is open, if any, and dump the flight recorder unless the session ends."""
@@ -152,7 +150,7 @@ class Windows:
         def work() -> None:
             with self._reported("a window is incomplete"):
                 self._close()
-            with self._reported("the files of a window are not in place"):
+            with self._reported("the files of a window are unfinished"):
                 self._kineto.drop_prepared()
                 for thread in self._finishing:
                     thread.join(_FILES_PATIENCE)
@@ -165,7 +163,7 @@ class Windows:
         thread.join(_PATIENCE_DYING)
         if thread.is_alive():
             log.warning(
-                "crossrank: window %d is incomplete: the process dies, and its end took longer than %g s",
+                "crossrank: window %d is incomplete: the process dies, and closing the window took over %g s",
                 self._number,
                 _PATIENCE_DYING,
             )
@@ -209,7 +207,7 @@ class Windows:
         if self._is_open:
             return False
         if is_capturing():
-            log.warning("crossrank: no window opens while a CUDA graph is captured; open it before or after")
+            log.warning("crossrank: cannot open a window while a CUDA graph is captured; open it before or after")
             return False
         with self._reported("a window is incomplete"):  # whatever has begun by then is part of it
             if (world := session.current_world()) is not None:
@@ -241,7 +239,7 @@ class Windows:
         except OSError as error:
             self._lacks("execution trace", one_line(error))
         if not self._kineto.start() and has("Kineto"):
-            self._lacks("Kineto trace", "a profiler of yours is running, and is left alone")
+            self._lacks("Kineto trace", "your profiler is running, and keeps running undisturbed")
         self._begin_step()
 
     def _start_execution_trace(self, files: RankFiles) -> None:
@@ -252,7 +250,7 @@ class Windows:
         # Its result is True also where another observer is registered; only the file shows it. Removing "ours" then
         # would remove that one, and its owner's next call would crash.
         if not path.exists():
-            self._lacks("execution trace", "another execution trace observer is registered, and is left alone")
+            self._lacks("execution trace", "another execution trace observer is registered, and stays registered")
             return
         self._observed = path
         torch._C._profiler._enable_execution_trace_observer()
@@ -312,7 +310,7 @@ class Windows:
         if profiler is None or files is None:
             return
         path = files.temporary(file_name(KINETO, self._session.rank, self._number))
-        path.unlink(missing_ok=True)  # whatever it is: torch would wait for the other end of a pipe
+        path.unlink(missing_ok=True)  # even a pipe, whose other end torch would wait for
         profiler.export_chrome_trace(str(path))
         self._finish(KINETO)
 
@@ -322,17 +320,11 @@ class Windows:
         if files is None:
             return
 
-        def work() -> None:
-            try:
-                files.finish(name)
-            except Exception as error:
-                log.warning(
-                    "crossrank: cannot write %s: %s; it is left as %s", name, one_line(error), files.temporary(name)
-                )
-
-        thread = threads.start(name, work)
+        lost = f"cannot write {name}, which is left as {files.temporary(name)}"
+        thread = threads.start(name, lambda: files.finish(name), lost)
         if thread is None:
-            work()
+            with self._reported(lost):
+                files.finish(name)
         else:
             self._finishing = [*filter(threading.Thread.is_alive, self._finishing), thread]
 

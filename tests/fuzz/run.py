@@ -170,8 +170,8 @@ def _command(target: Target, folder: Path) -> tuple[str, str]:
         problem = f"exit code {code}"
     elif code == 2 and not said.strip():
         problem = "exit code 2 without a word"
-    elif "not foreseen" in said or "not foreseen" in out.getvalue():
-        problem = next(line for line in (said + out.getvalue()).splitlines() if "not foreseen" in line)[-300:]
+    elif "unexpected error" in said or "unexpected error" in out.getvalue():
+        problem = next(line for line in (said + out.getvalue()).splitlines() if "unexpected error" in line)[-300:]
     elif "Traceback" in said:
         problem = said[-300:]
     elif raw := _RAW.search(said + out.getvalue()):

@@ -41,7 +41,7 @@ def test_what_was_written_of_a_hang_stays_when_the_process_ends_in_it(tmp_path: 
     (line,) = (line for line in result.stderr.splitlines() if line.startswith("crossrank: "))
     assert re.fullmatch(
         rf"crossrank: no communication for 0\.4\d* s \(rank 0\): what every rank did last is in {folder}\. "
-        rf"If the job hangs, `crossrank diagnose {folder}` says who waits for whom",
+        rf"If the job hangs, `crossrank diagnose {folder}` shows which rank waits for which",
         line,
     )
     dump, moment = dump_of(tmp_path)
@@ -96,8 +96,8 @@ def test_the_watch_for_hangs_can_be_switched_off(tmp_path: Path) -> None:
     assert (result.returncode, result.stderr) == (0, "")
     bad = jobs.python(tmp_path, "crossrank.enable()", TRACING_HANG_SECONDS="soon")
     assert bad.stderr == (
-        "crossrank: tracing is off: TRACING_HANG_SECONDS='soon' is no number of seconds; "
-        "0 switches the watch for hangs off\n"
+        "crossrank: tracing is off: TRACING_HANG_SECONDS='soon' is not a number of seconds; "
+        "0 turns the hang watch off\n"
     )
 
 

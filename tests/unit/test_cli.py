@@ -13,9 +13,9 @@ from crossrank.tools.commands.inspect import InspectCommand
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        (KeyError("a\nb\x1b[2J"), r"stopped by an error that was not foreseen (KeyError: 'a\nb\x1b[2J' at test_cli"),
+        (KeyError("a\nb\x1b[2J"), r"stopped by an unexpected error (KeyError: 'a\nb\x1b[2J' at test_cli"),
         (MemoryError(), "there is not enough memory for it; try --jobs 1, or a larger machine"),
-        (RecursionError("maximum recursion depth exceeded"), "its content is nested deeper than can be read; name a"),
+        (RecursionError("maximum recursion depth exceeded"), "its content is nested too deeply to be read; name a"),
     ],
 )
 def test_an_error_that_nobody_foresaw_is_one_line_and_exit_2(

@@ -212,17 +212,17 @@ def test_a_foreign_file_is_named_and_the_rest_is_shown(folder: Path, capsys: pyt
     assert code == 2
     assert "ranks      1 of 2" in out
     assert "missing    no comms file of rank 1" in out
-    assert err.startswith(f"crossrank: {foreign}: line 1 is no comms record: ")
+    assert err.startswith(f"crossrank: {foreign}: line 1 is not a comms record: ")
     assert len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        (b'{"later":' + b"[" * 100_000 + b"\n", "line 3 is no comms record: "),
-        (b'{"step":{"step":"one"}}\n', "line 3 is no comms record: "),
-        (b'{"id":"one"}\n', "line 3 is no comms record: "),
-        (b"\xff\n", "line 3 is no comms record: "),
+        (b'{"later":' + b"[" * 100_000 + b"\n", "line 3 is not a comms record: "),
+        (b'{"step":{"step":"one"}}\n', "line 3 is not a comms record: "),
+        (b'{"id":"one"}\n', "line 3 is not a comms record: "),
+        (b"\xff\n", "line 3 is not a comms record: "),
         (b'{"end":{"reason":"exit","blind_spots":5,"exceptions":5}}\n', None),
     ],
     ids=["nested", "type", "record", "bytes", "end"],
@@ -256,7 +256,7 @@ def test_a_file_that_stops_its_reader_is_named_and_the_rest_is_shown(
     monkeypatch.setattr("crossrank.tools.analysis.summary.summarise_rank", stop)
     code, out, err = inspect(folder, capsys)
     assert (code, "ranks      1 of 2" in out) == (2, True)
-    assert err.startswith(f"crossrank: {folder}/rank-1.comms.jsonl.zst: stopped by an error that was not foreseen")
+    assert err.startswith(f"crossrank: {folder}/rank-1.comms.jsonl.zst: stopped by an unexpected error")
 
 
 def test_files_that_stopped_growing_and_foreign_names_are_listed(

@@ -34,7 +34,7 @@ WHOLE = [frame(HEADER, GROUP), frame(RECORD % 0), frame(RECORD % 1, RECORD % 2),
 
 
 @pytest.mark.parametrize("pack", [lambda b: frame(b), gzip.compress, lambda b: b], ids=["zstd", "gzip", "plain"])
-def test_compression_is_told_by_content_not_by_name(pack: object, tmp_path: Path) -> None:
+def test_content_and_not_the_name_decides_the_compression(pack: object, tmp_path: Path) -> None:
     path = tmp_path / "anything"
     path.write_bytes(pack(HEADER + GROUP + RECORD % 7 + END))  # type: ignore[operator]
     ids, comms = read(path)
@@ -55,11 +55,11 @@ def test_a_gzip_of_two_members_is_read_whole(tmp_path: Path) -> None:
     path.write_bytes(b"".join(members) + bytes(512))  # padded to whole blocks, as on tape
     assert read(path)[1].damage.problems == []
     path.write_bytes(b"".join(members)[:-9])
-    assert read(path)[1].damage.problems == ["the gzip stream is cut off; what comes before it was read"]
+    assert read(path)[1].damage.problems == ["the last gzip stream is cut off; what comes before it was read"]
     path.write_bytes(b"".join(members) + b"PK")
     ids, comms = read(path)
     assert (ids, comms.end is not None) == ([0, 1], True)
-    assert comms.damage.problems[0].startswith("broken gzip stream (")
+    assert comms.damage.problems[0].startswith("broken gzip stream before byte ")
 
 
 @given(st.integers(min_value=0, max_value=sum(map(len, WHOLE))))
@@ -200,7 +200,7 @@ def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path: Path) -> None:
     ids, comms = read(tmp_path / "rank-0.comms.jsonl.zst")
 
     assert ids == [0]
-    assert comms.damage.problems == ["a line is longer than 16 MiB: no comms file has such"]
+    assert comms.damage.problems == ["a line is longer than 16 MiB, which a comms file never has"]
 
 
 def test_of_many_broken_lines_the_first_are_told_and_the_others_counted(tmp_path: Path) -> None:
@@ -210,4 +210,4 @@ def test_of_many_broken_lines_the_first_are_told_and_the_others_counted(tmp_path
 
     assert ids == [0]
     assert len(comms.damage.problems) == 101
-    assert comms.damage.problems[-1] == "900 more lines are no comms records"
+    assert comms.damage.problems[-1] == "900 more lines are not comms records"

@@ -131,7 +131,7 @@ def test_a_backward_pass_that_fails_raises_what_it_would_without(watch: ModuleTy
     assert watch.backward_began()
 
 
-def test_an_engine_that_somebody_else_put_in_place_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_another_library_put_in_place_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     class Other(type(Variable._execution_engine)):  # type: ignore[misc]
         pass
 

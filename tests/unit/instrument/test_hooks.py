@@ -131,7 +131,7 @@ def test_what_the_runner_follows_is_left_alone_after_disable(
         assert changed(before, state()) == []
 
 
-def test_what_somebody_else_put_in_place_since_stays(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_library_put_in_place_since_stays(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     before = state()
     monkeypatch.setattr(Variable, "_execution_engine", Variable._execution_engine)
     previous = signal.getsignal(signal.SIGTERM)

@@ -127,7 +127,7 @@ def test_an_optimizer_at_the_address_of_one_that_is_gone_is_another_one() -> Non
         assert loop.run("|a|b|a|b").count("1") == 2
 
 
-def test_the_part_that_an_optimizer_updates_is_told_by_its_parameters() -> None:
+def test_the_part_that_an_optimizer_updates_is_identified_by_its_parameters() -> None:
     first, second = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
     of_first: list[dict[str, Any]] = [{"params": [first]}, {"params": []}]
     of_second: list[dict[str, Any]] = [{"params": []}, {"params": [second]}]

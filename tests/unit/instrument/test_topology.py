@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossrank.comm import Locality
-from crossrank.instrument.identity.topology import _PATIENCE, Topology, _Exchange
+from crossrank.instrument.identity.topology import _PATIENCE, Topology
 
 
 def exchanged(places: list[tuple[str, str | None] | None]) -> list[Topology | None]:
@@ -61,7 +61,7 @@ def test_locality(places: list[tuple[str, str | None] | None], ranks: list[int],
         assert topology.locality(ranks) == expected
 
 
-def test_a_rank_that_does_not_record_is_unknown_and_blocks_nobody() -> None:
+def test_a_rank_that_does_not_record_is_unknown_and_blocks_no_rank() -> None:
     first, silent, third = exchanged([("a", None), None, ("b", None)])
     assert silent is None
     assert first is not None
@@ -87,8 +87,8 @@ def test_the_exchange_asks_the_store_a_few_times_per_rank_however_many_ranks_the
         requests = 0
         counting = threading.Lock()
 
-        class Counted:
-            def __getattr__(self, name: str) -> Callable[..., Any]:
+        class Counted(dist.Store):
+            def __getattribute__(self, name: str) -> Callable[..., Any]:
                 def ask(*arguments: Any) -> Any:
                     nonlocal requests
                     with counting:
@@ -98,12 +98,10 @@ def test_the_exchange_asks_the_store_a_few_times_per_rank_however_many_ranks_the
                 return ask
 
         topologies = [Topology(rank, world, (f"node {rank // 8}", None)) for rank in range(world)]
-        exchanges = [_Exchange(topology, lambda: store, "x") for topology in topologies]
-        for exchange in exchanges:
-            exchange._store = Counted  # type: ignore[assignment]
-            exchange.publish()
-        for exchange in exchanges:
-            exchange.collect()
+        for topology in topologies:
+            topology.publish(Counted())
+        for topology in topologies:
+            topology.collect(Counted())
         assert all(topology.locality([0, world - 1]) == "cross_node" for topology in topologies)
         assert all(not topology.missing() for topology in topologies)
         return requests / world
@@ -111,29 +109,26 @@ def test_the_exchange_asks_the_store_a_few_times_per_rank_however_many_ranks_the
     assert requests_per_rank(512) <= requests_per_rank(16) <= 5
 
 
-def _on_a_store(world: int) -> list[_Exchange]:
-    """The exchanges of all ranks on a store that raises where one of TCP would wait for a key."""
+def _on_a_store(world: int) -> tuple[dist.Store, list[Topology]]:
+    """The ranks of a job and a store that raises where one of TCP would wait for a key."""
     store = dist.HashStore()
     store.set_timeout(timedelta(milliseconds=1))
-    topologies = [Topology(rank, world, (f"node {rank}", None)) for rank in range(world)]
-    return [_Exchange(topology, lambda: store, "x") for topology in topologies]
+    return store, [Topology(rank, world, (f"node {rank}", None)) for rank in range(world)]
 
 
-def test_a_rank_that_publishes_twice_makes_nobody_wait_for_one_that_does_not() -> None:
-    collector, twice, _ = _on_a_store(3)
-    collector.publish()
-    twice.publish()
-    twice.publish()
-    collector.collect()
-    assert collector._topology.locality([0, 1]) == "cross_node"
-    assert collector._topology.locality([2]) == "unknown"
+def test_a_rank_that_publishes_twice_makes_no_rank_wait_for_one_that_does_not() -> None:
+    store, (collector, twice, _) = _on_a_store(3)
+    for topology in (collector, twice, twice):
+        topology.publish(store)
+    collector.collect(store)
+    assert collector.locality([0, 1]) == "cross_node"
+    assert collector.locality([2]) == "unknown"
 
 
 def test_a_collector_that_leaves_early_is_done_without() -> None:
-    collector, second, third = _on_a_store(3)
-    collector.publish()
-    second.publish()
-    third.publish()
+    store, topologies = _on_a_store(3)
+    for topology in topologies:
+        topology.publish(store)
     for _ in range(_PATIENCE):
-        second.collect()
-    assert second._topology.locality([0, 2]) == "cross_node"
+        topologies[1].collect(store)
+    assert topologies[1].locality([0, 2]) == "cross_node"

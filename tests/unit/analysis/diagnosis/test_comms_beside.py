@@ -173,7 +173,7 @@ def test_numbers_beyond_reason_cost_their_call_alone(tmp_path: Path) -> None:
 
     assert list(evidence.calls.number) == [1, 2]
     assert evidence.problems == [
-        "line 5 is no comms record: ValidationError: Expected `int` <= 4611686018427387903 - at `$.seq`"
+        "line 5 is not a comms record: ValidationError: Expected `int` <= 4611686018427387903 - at `$.seq`"
     ]
 
 

@@ -215,7 +215,7 @@ def test_a_defect_of_ours_on_one_rank_does_not_end_the_others(
     monkeypatch.setattr(link_ranks, "write_linked", broken)
     assert run(folder, "-o", folder / "out") == 1
     assert re.fullmatch(
-        r"crossrank: rank 0: stopped by an error that was not foreseen \(ZeroDivisionError: division by zero at "
+        r"crossrank: rank 0: stopped by an unexpected error \(ZeroDivisionError: division by zero at "
         r"test_link_command\.py:[0-9]+\); please report it\n",
         capsys.readouterr().err,
     )
@@ -273,7 +273,7 @@ def test_ranks_that_disagree_on_the_collectives_of_a_group_are_named(
         (["{folder}/rank-0.et.json"], "is one file; name its other half beside it"),
         (["{folder}/a", "{folder}/b", "{folder}/c"], "3 paths given; name one folder, or the two files of one rank"),
         (["{folder}", "--ranks", "7"], "rank 7 has no pair of traces"),
-        (["{folder}", "-o", "{folder}/rank-0.et.json"], "cannot be made (File exists); name another folder with -o"),
+        (["{folder}", "-o", "{folder}/rank-0.et.json"], "cannot be created (File exists); name another folder with -o"),
         (["{folder}/rank-0.et.json", "{folder}/rank-0.kineto.json", "--ranks", "0"], "two files are one rank"),
         ([""], "the path is empty"),
         (["foo://x"], "foo://x: cannot be reached (ValueError: Protocol not known: foo"),
