@@ -10,11 +10,10 @@ from typing import Any
 from crossrank.recording import COMMS
 from crossrank.text import amount, printable, rank_ranges
 from crossrank.tools.analysis.summary import Summary, summarise
-from crossrank.tools.commands.options import add_fleet_arguments, add_json_argument, complain, fleet_of, progress
-from crossrank.tools.output.console import print_json, print_rows
+from crossrank.tools.commands.options import add_shared, complain, fleet_of, progress
+from crossrank.tools.output.console import print_json, table_of
 from crossrank.tools.traces.discover import discover
 
-_TOP = 10
 _MOST_ENDINGS = 8
 _LONGEST_ENDING = 200
 _CHAKRA = (".et", ".et.gz", ".et.zst")
@@ -26,12 +25,10 @@ class InspectCommand:
     over the ranks that made the call. Of a Chakra trace (FILE.et): its metadata and nodes, with --json all of them."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "recording", help="the folder given as TRACING_DIR, one comms file, an fsspec URL, or FILE.et"
-        )
-        add_json_argument(parser, "the whole summary")
-        parser.add_argument("--top", type=_count, default=_TOP, metavar="N", help="source lines to list (default 10)")
-        add_fleet_arguments(parser)
+        meaning = "the folder given as TRACING_DIR, one comms file, an fsspec URL, or FILE.et"
+        parser.add_argument("recording", help=meaning)
+        parser.add_argument("--top", type=_count, default=10, metavar="N", help="source lines to list (default 10)")
+        add_shared(parser, "json")
 
     def run(self, arguments: argparse.Namespace) -> int:
         if arguments.recording.endswith(_CHAKRA):
@@ -56,14 +53,12 @@ class InspectCommand:
 def _print(summary: Summary, top: int) -> None:
     _print_head(summary)
     if summary.by_op:
-        print_rows("Operations", _OPERATIONS, summary.by_op)
+        table_of(summary.by_op, _OPERATIONS).print("Operations")
     if summary.groups:
-        print_rows("Process groups", _GROUPS, summary.groups)
+        table_of(summary.groups, _GROUPS).print("Process groups")
     if summary.sources:
-        rest = len(summary.sources) - top
-        more = f" ({rest} more: --top)" if rest > 0 else ""
-        print_rows(f"Source lines that communicate most{more}", _SOURCES, summary.sources[:top])
-    print_rows("Files", _FILES, list(summary.files.items()))
+        table_of(summary.sources, _SOURCES, limit=top, more="--top").print("Source lines that communicate most")
+    table_of(list(summary.files.items()), _FILES).print("Files")
     _print_missing(summary)
 
 

@@ -5,24 +5,15 @@ from __future__ import annotations
 import argparse
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from crossrank.errors import CrossrankError
 from crossrank.text import printable, rank_ranges
-from crossrank.tools.commands.options import (
-    add_fleet_arguments,
-    add_json_argument,
-    add_min_match_argument,
-    add_ranks_argument,
-    complain,
-    fleet_of,
-    output_folder,
-    progress,
-)
+from crossrank.tools.commands.options import add_shared, complain, fleet_of, output_folder, progress
 from crossrank.tools.graph.linking.link_ranks import EXTENSIONS, GroupRow, LinkedRank, compare_groups, link_ranks
 from crossrank.tools.graph.linking.window_files import Inputs, find_inputs
-from crossrank.tools.output.console import print_counts, print_json, print_rows
+from crossrank.tools.output.console import Columns, print_counts, print_json, table_of
 
 _ROWS = 16
 _WARNINGS = 4
@@ -47,21 +38,13 @@ class LinkCommand:
     or matched less than --min-match, or the ranks of a group disagree on their number of collectives."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "recording",
-            nargs="+",
-            help="a recording, any folder of such files, or the two files of one rank; plain, gzip or zstd",
-        )
-        parser.add_argument(
-            "-o", "--output", metavar="DIR", help="folder for rank-N.linked.json.zst (default: the input's)"
-        )
-        add_ranks_argument(parser)
-        add_min_match_argument(parser)
-        parser.add_argument(
-            "--compress", choices=sorted(EXTENSIONS), default="zst", help="compression of the output (default zst)"
-        )
-        add_fleet_arguments(parser)
-        add_json_argument(parser, "the summary")
+        add = parser.add_argument
+        meaning = "a recording, any folder of such files, or the two files of one rank; plain, gzip or zstd"
+        add("recording", nargs="+", help=meaning)
+        add("-o", "--output", metavar="DIR", help="folder for rank-N.linked.json.zst (default: the input's)")
+        meaning = "compression of the output (default zst)"
+        add("--compress", choices=sorted(EXTENSIONS), default="zst", help=meaning)
+        add_shared(parser, "ranks", "min-match", "json")
 
     def run(self, arguments: argparse.Namespace) -> int:
         paths: list[str] = arguments.recording
@@ -117,17 +100,15 @@ def _poor_match(result: LinkedRank, least: float) -> list[str]:
 
 
 def _print(linked: Sequence[LinkedRank], groups: Sequence[GroupRow], folder: str) -> None:
-    print_rows(f"Linked traces in {printable(folder)}", _RANKS, linked, most=_ROWS)
+    table_of(linked, _RANKS, limit=_ROWS).print(f"Linked traces in {folder}")
     for name, title in _COUNTED.items():
-        total: Counter[str] = Counter()
-        for result in linked:
-            total.update(getattr(result.report, name))
+        total = sum((Counter(getattr(result.report, name)) for result in linked), Counter[str]())
         print_counts(title, sorted(total.items(), key=lambda item: (-item[1], item[0])))
     alone = sum(result.report.communication_kernels_alone for result in linked)
     if alone:
         print_counts("Communication kernels without a call around them", [("all", alone)])
     if groups:
-        print_rows("Process groups, over the ranks linked", _GROUPS, groups, most=_ROWS)
+        table_of(groups, _GROUPS, limit=_ROWS).print("Process groups, over the ranks linked")
     warnings = _warnings(linked)
     for text, ranks in warnings[:_WARNINGS]:
         print(f"\nwarning    {printable(text)} ({', '.join(ranks[:4])}{', …' if len(ranks) > 4 else ''})")
@@ -194,7 +175,7 @@ def _left_out(result: LinkedRank) -> int:
     return sum(result.report.activities_outside.values())
 
 
-_RANKS: Sequence[tuple[str, Callable[[LinkedRank], object]]] = (
+_RANKS: Columns[LinkedRank] = (
     ("rank", lambda result: result.name.removeprefix("rank ")),
     ("#host ops", lambda result: f"{result.report.host_nodes:,}"),
     ("#matched", lambda result: _percent(result.report.host_rate)),
@@ -204,7 +185,7 @@ _RANKS: Sequence[tuple[str, Callable[[LinkedRank], object]]] = (
     ("#comms", lambda result: f"{sum(result.report.communications.values()):,}"),
     ("#edges", lambda result: f"{sum(result.report.edges.values()):,}"),
 )
-_GROUPS: Sequence[tuple[str, Callable[[GroupRow], object]]] = (
+_GROUPS: Columns[GroupRow] = (
     ("group", _group_name),
     ("#members", lambda row: len(row.ranks) or "not known"),
     ("ranks", lambda row: rank_ranges(row.ranks) if row.ranks else "not known"),

@@ -9,16 +9,7 @@ from crossrank.atomic_file import join
 from crossrank.text import amount, printable
 from crossrank.tools.analysis.bandwidth import line_rates
 from crossrank.tools.analysis.gather import gather, plan
-from crossrank.tools.commands.options import (
-    add_fleet_arguments,
-    add_json_argument,
-    add_line_rate_argument,
-    complain,
-    fleet_of,
-    folder_of,
-    progress,
-    write_output,
-)
+from crossrank.tools.commands.options import add_shared, complain, fleet_of, folder_of, progress, write_output
 from crossrank.tools.job.sources import CHOICES
 from crossrank.tools.output.console import print_json
 
@@ -35,15 +26,12 @@ class ReportCommand:
     diagnosis found a fault, ranks are missing, or a file could not be used."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("path", nargs="+", help="a recording, a folder of traces or exports, or the files")
-        parser.add_argument(
-            "-o", "--output", metavar="FILE", help="where to (default: report.html in the folder of the input)"
-        )
-        parser.add_argument("--replay", metavar="DIR", help="what crossrank replay -o DIR wrote about this recording")
-        add_line_rate_argument(parser)
-        parser.add_argument("--source", choices=CHOICES, help="what to take times from (default: what says most)")
-        add_json_argument(parser, "the figures")
-        add_fleet_arguments(parser)
+        add = parser.add_argument
+        add("path", nargs="+", help="a recording, a folder of traces or exports, or the files")
+        add("-o", "--output", metavar="FILE", help="where to (default: report.html in the folder of the input)")
+        add("--replay", metavar="DIR", help="what crossrank replay -o DIR wrote about this recording")
+        add("--source", choices=CHOICES, help="what to take times from (default: what says most)")
+        add_shared(parser, "line-rate", "json")
 
     def run(self, arguments: argparse.Namespace) -> int:
         from crossrank.tools.analysis.figures import figures

@@ -15,9 +15,8 @@ from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
 from crossrank.errors import CrossrankError
 from crossrank.tools.job.collectives import match_collectives
 from crossrank.tools.job.job import Job
-from crossrank.tools.output.timeline.build import Flows, write_timeline
-from crossrank.tools.output.timeline.perfetto import PerfettoWriter
-from crossrank.tools.output.timeline.tracks import Events, Track, lanes
+from crossrank.tools.output.timeline.build import Flows, lanes, write_timeline
+from crossrank.tools.output.timeline.perfetto import Events, PerfettoWriter
 from tests.unit.job.ranks import EPOCH, Rank
 
 
@@ -178,7 +177,6 @@ def test_any_events_come_back_as_they_were_given(tmp_path_factory: pytest.TempPa
         moment += length >> 6  # events may touch: an end at the begin of the next
         end.append(moment)
     events = Events(
-        track=Track(id=7, name="track"),
         names=names,
         name=np.array([row[0] for row in rows]),
         start=np.array(start),
@@ -187,8 +185,7 @@ def test_any_events_come_back_as_they_were_given(tmp_path_factory: pytest.TempPa
         flow=np.array([9 * row[3] for row in rows]),
     )
     with PerfettoWriter(path, EPOCH) as writer:
-        writer.track(events.track)
-        writer.events(events)
+        writer.events(writer.track("track"), events)
     assert Decoded(path).events["track"] == [
         (names[row[0]], start[i], end[i], {"number": row[4]}, [9] if row[3] else []) for i, row in enumerate(rows)
     ]
