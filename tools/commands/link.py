@@ -79,10 +79,9 @@ class LinkCommand:
 
 def _faults(result: LinkedRank) -> list[str]:
     """Why a rank was not linked, or not as a whole."""
-    texts = [result.error] if result.error is not None else []
-    texts += result.report.damage
-    texts += [f"are these two files of one run? {doubt}" for doubt in result.report.doubts]
-    return [f"{result.name}: {text}" for text in texts]
+    doubts = [f"are these two files of one run? {doubt}" for doubt in result.report.doubts]
+    texts = [result.error, *result.report.damage, *doubts]
+    return [f"{result.name}: {text}" for text in texts if text is not None]
 
 
 def _poor_match(result: LinkedRank, least: float) -> list[str]:
@@ -129,8 +128,8 @@ def _warnings(linked: Sequence[LinkedRank]) -> list[tuple[str, list[str]]]:
             found.setdefault(_NUMBER.sub("\0", warning), []).append((numbers, result.name))
     merged = []
     for text, given in found.items():
-        spans = [(min(column), max(column)) for column in zip(*(numbers for numbers, _ in given), strict=True)]
-        for low, high in spans:
+        for column in zip(*(numbers for numbers, _ in given), strict=True):
+            low, high = min(column), max(column)
             text = text.replace("\0", str(low) if low == high else f"{low}…{high}", 1)
         merged.append((text, list(dict.fromkeys(name for _, name in given))))
     return sorted(merged, key=lambda item: -len(item[1]))
@@ -153,11 +152,10 @@ def _counts(row: GroupRow) -> str:
 def _summary(results: Sequence[LinkedRank], groups: Sequence[GroupRow], inputs: Inputs) -> dict[str, object]:
     """What `--json` prints."""
     named = ("rank", "window", "output", "error", "nodes")
-    rates = ("host_rate", "activity_rate")
     return {
         "ranks": [
             {name: getattr(result, name) for name in named}
-            | {name: getattr(result.report, name) for name in rates}
+            | {name: getattr(result.report, name) for name in ("host_rate", "activity_rate")}
             | asdict(result.report)
             for result in results
         ],
