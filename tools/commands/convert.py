@@ -123,15 +123,14 @@ class ConvertCommand:
 
 
 def _inputs(paths: Sequence[str], ranks: set[int] | None) -> Inputs:
-    linked = _linked(paths)
-    if not linked and len(paths) > 2:
-        raise CrossrankError(f"{len(paths)} paths given; name one folder, the two files of one rank, or linked traces")
-    if not linked:
-        inputs = find_inputs(paths, ranks)
-    else:
+    if linked := _linked(paths):
         inputs = Inputs(pairs=[pair for pair in linked if ranks is None or pair.rank in ranks], problems=[])
         if not inputs.pairs:
             raise CrossrankError(f"none of the {len(paths)} linked traces is of a rank that --ranks names")
+    elif len(paths) > 2:
+        raise CrossrankError(f"{len(paths)} paths given; name one folder, the two files of one rank, or linked traces")
+    else:
+        inputs = find_inputs(paths, ranks)
     seen: dict[tuple[int | None, int], RankInput] = {}
     for pair in inputs.pairs:
         # Two inputs of one rank would write one file.
@@ -192,8 +191,8 @@ def _figures(window: int, simulation: Simulation) -> dict[str, object]:
 def _complain_of_ranks(results: Sequence[ConvertedRank], least: float) -> bool:
     """Whether every rank was converted whole and matched well enough; complains of those that were not."""
     for result in results:
-        texts = [result.error] if result.error is not None else []
-        complain(*(f"{result.name}: {text}" for text in texts + result.damage + result.converted.warnings))
+        texts = [result.error, *result.damage, *result.converted.warnings]
+        complain(*(f"{result.name}: {text}" for text in texts if text is not None))
     poor = [r for r in results if r.error is None and min(r.host_rate, r.activity_rate) < least]
     complain(*(f"{r.name}: matched less than --min-match; `crossrank link` says what and why" for r in poor))
     return not poor and not any(result.error is not None or result.damage for result in results)

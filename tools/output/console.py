@@ -46,11 +46,8 @@ _STEERING = re.compile(r"[^\n\t -~]")
 
 def _escaped(match: re.Match[str]) -> str:
     char = match[0]
-    if char.isprintable():
-        return char
-    code = ord(char)
-    halves = [code] if code < 0x10000 else [0xD7C0 + (code >> 10), 0xDC00 + (code & 0x3FF)]
-    return "".join(f"\\u{half:04x}" for half in halves)
+    halves = char.encode("utf-16-be", "surrogatepass").hex(" ", 2).split()
+    return char if char.isprintable() else "".join(f"\\u{half}" for half in halves)
 
 
 def terminal(stream: TextIO) -> TextIO:

@@ -8,7 +8,6 @@ import msgspec
 
 from crossrank.comm import CommRecord, Group
 from crossrank.tools.analysis.figures import Figures, figures
-from crossrank.tools.analysis.gather import Material
 from crossrank.tools.analysis.waiting import Last, Waiter
 from crossrank.tools.job.collectives import match_collectives
 from crossrank.tools.job.job import Job
@@ -21,16 +20,7 @@ def figures_of(*ranks: Rank) -> Figures:
 
 
 def figures_of_times(times: list[RankTrace]) -> Figures:
-    material = Material(
-        inputs=["run"],
-        ranks=times,
-        together=match_collectives(Job.match(times)),
-        diagnosis=None,
-        diagnosis_problem="none here",
-        replay=None,
-        skipped=[],
-    )
-    return figures(material)
+    return figures(times, match_collectives(Job.match(times)), inputs=["run"], diagnosis_problem="none here")
 
 
 def late_job() -> list[Rank]:
