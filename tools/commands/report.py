@@ -74,7 +74,8 @@ def _figures(arguments: argparse.Namespace) -> Figures:
     times = sources.find(paths, None, arguments.source, files)
     candidates = [one for one in diagnosis_inputs.find_candidates(paths, files) if one.kind in (COMMS, FLIGHT)]
     replay = _replay(paths, arguments.replay)  # a wrong one is reported before the work on the ranks
-    fleet, items = fleet_of(arguments), [*times.tasks, *candidates]
+    fleet = fleet_of(arguments)
+    items: list[RankSources | FoundFile] = [*times.tasks, *candidates]
     results = progress("reading", len(items), lambda done: map_ranks(_read, items, fleet, failed=_failed, done=done))
     measured, evidence = results[: len(times.tasks)], results[len(times.tasks) :]
     times.skipped += [one for one in measured if isinstance(one, str)]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
-from pathlib import Path
+from contextlib import ExitStack
 from typing import get_args
 
 import msgspec
@@ -38,9 +36,9 @@ class TimelineCommand:
         output = arguments.output or join(folder_of(arguments.path[0]), "timeline.pftrace")
         measured = read_measured(arguments)
         with output_file(output) as temporary:
-            written = write_timeline(measured.ranks, measured.together, temporary, flows=arguments.flows)
-            if output.endswith(".gz"):
-                _compress(temporary)
+            with temporary.open("wb") as plain, ExitStack() as stack:
+                file = stack.enter_context(gzip_writer(plain)) if output.endswith(".gz") else plain
+                written = write_timeline(measured.ranks, measured.together, file, flows=arguments.flows)
             size = temporary.stat().st_size
         if arguments.json:
             found = {"clocks": measured.together.clocks, "notes": measured.notes, "skipped": measured.skipped}
@@ -48,17 +46,6 @@ class TimelineCommand:
         else:
             _print(output, size, written, measured)
         return measured.complain()
-
-
-def _compress(path: Path) -> None:
-    """gzip a file in place, without name and time, so that its bytes depend on the content alone."""
-    packed = path.with_name(path.name + ".packed")
-    try:
-        with path.open("rb") as plain, packed.open("xb") as target, gzip_writer(target) as stream:
-            shutil.copyfileobj(plain, stream, 1 << 20)
-        os.replace(packed, path)
-    finally:
-        packed.unlink(missing_ok=True)
 
 
 def _print(output: str, size: int, written: Written, measured: Measured) -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import msgspec
 import numpy as np
@@ -58,9 +57,9 @@ class _Shown:
 
 
 def write_timeline(
-    ranks: Sequence[RankTrace], found: Collectives, path: Path, *, flows: Flows = "first-last"
+    ranks: Sequence[RankTrace], found: Collectives, file: BinaryIO, *, flows: Flows = "first-last"
 ) -> Written:
-    """Write all ranks to `path`. Raises `CrossrankError` where no call has a time."""
+    """Write all ranks to `file`. Raises `CrossrankError` where no call has a time."""
     moments = [column[column > 0] for column in (found.called, found.began)]
     begins = [int(column.min()) for column in moments if len(column)]
     if not begins:
@@ -87,18 +86,18 @@ def write_timeline(
     rows_of = np.split(order, np.searchsorted(found.rank[order], found.ranks[1:]))
     by_rank = {one.rank: one for one in ranks}
     width = len(str(max(found.ranks)))
-    with PerfettoWriter(path, zero) as writer:
-        job = 0
-        for name, unit, at, value in _counters(shown):
-            job = job or writer.track("job")
-            written.counters.append(name)
-            writer.counter(writer.track(name, job, unit), at, value)
-        for rank, rows in zip(found.ranks, rows_of, strict=True):
-            one = by_rank[rank]
-            parent = writer.track(f"rank {rank:0{width}d}{f' ({printable(one.node[:16])})' if one.node else ''}")
-            for name, events in _of_rank(shown, one, rows):
-                written.steps += len(events.start) if name == "steps" else 0
-                writer.events(writer.track(name, parent), events)
+    writer = PerfettoWriter(file, zero)
+    job = 0
+    for name, unit, at, value in _counters(shown):
+        job = job or writer.track("job")
+        written.counters.append(name)
+        writer.counter(writer.track(name, job, unit), at, value)
+    for rank, rows in zip(found.ranks, rows_of, strict=True):
+        one = by_rank[rank]
+        parent = writer.track(f"rank {rank:0{width}d}{f' ({printable(one.node[:16])})' if one.node else ''}")
+        for name, events in _of_rank(shown, one, rows):
+            written.steps += len(events.start) if name == "steps" else 0
+            writer.events(writer.track(name, parent), events)
     return written
 
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 import numpy as np
@@ -60,28 +58,17 @@ class Events:
 
 
 class PerfettoWriter:
-    """A timeline as a `.pftrace` file, written as it is given. A track is its number, from 1 on."""
+    """A timeline, written as it is given; `epoch` is its time 0 in ns since 1970. A track is its number, from 1 on."""
 
-    def __init__(self, path: Path, epoch: int) -> None:
-        self._path = path
-        self._epoch = epoch
-        self._file: BinaryIO
+    def __init__(self, file: BinaryIO, epoch: int) -> None:
+        self._file = file
         self._sequences = 0
         self._tracks = 0
-
-    def __enter__(self) -> PerfettoWriter:
-        self._file = self._path.open("wb")
-        clocks = [(_BOOTTIME, 0), (_REALTIME, self._epoch)]
+        clocks = [(_BOOTTIME, 0), (_REALTIME, epoch)]
         snapshot = b"".join(
             message(_CLOCKS, integer(_CLOCK_ID, clock) + integer(_CLOCK_TIME, time)) for clock, time in clocks
         )
         self._packet(integer(_TIMESTAMP, 0) + message(_CLOCK_SNAPSHOT, snapshot))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
 
     def track(self, name: str, parent: int = 0, unit: str | None = None) -> int:
         """A new track below all others of its parent; `unit` makes it one of a counter."""
