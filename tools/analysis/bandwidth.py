@@ -56,7 +56,7 @@ class BandwidthRow(msgspec.Struct, kw_only=True):
     """Calls with times that they are made of, over all ranks."""
     bytes: int
     """Sum of S, as far as it is known."""
-    unsized: int = 0
+    unsized: int
     """Collectives of which the bytes are not known."""
     time_us: Spread
     """p50, p95, max and total of the times of collectives, from the last arrival."""

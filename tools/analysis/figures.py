@@ -49,7 +49,7 @@ class Source(msgspec.Struct, kw_only=True):
     calls: int
     bytes: int
     """As far as they are known."""
-    unsized: int = 0
+    unsized: int
     """Calls of which the bytes are not known."""
     time_ms: float | None
     waiting_ms: float | None

@@ -18,11 +18,11 @@ from crossrank.tools.traces.discover import FoundFile, other_jobs
 class Tally(msgspec.Struct):
     """Calls and bytes of one kind. Bytes are the sum of the calls' S, over all ranks that made them."""
 
-    calls: int = 0
-    bytes: int = 0
-    cross_node_bytes: int = 0
+    calls: int
+    bytes: int
+    cross_node_bytes: int
     """Bytes of the calls that are known to leave a node."""
-    unknown_bytes: int = 0
+    unknown_bytes: int
     """Bytes of the calls whose locality is not known."""
 
 
@@ -123,7 +123,7 @@ def summarise_rank(file: FoundFile) -> RankSummary:
         for one in comms.records()
     )
     problems, header, end = comms.damage.problems, comms.header, comms.end or {}
-    if header is not None and not 0 < header.world_size <= MOST_RANKS:
+    if header is not None and not _is_possible(header):
         problems.append(f"says that the job has {header.world_size} ranks, which cannot be")
     numbers = {name: value for name, value in end.items() if isinstance(value, int) and name != "step"}
     return RankSummary(
@@ -139,6 +139,10 @@ def summarise_rank(file: FoundFile) -> RankSummary:
         counts=Counter(numbers),
         blind_spots={*(header.blind_spots if header else ()), *_list_of(str, end.get("blind_spots"))},
     )
+
+
+def _is_possible(header: Header) -> bool:
+    return 0 < header.world_size <= MOST_RANKS
 
 
 T = TypeVar("T")
@@ -162,17 +166,19 @@ def _failed(file: FoundFile, error: CrossrankError) -> RankSummary:
     return RankSummary(file.rank, file.path, [str(error).removeprefix(f"{file.path}: ")])
 
 
+_NOTHING = (0, 0, 0, 0)
+
+
 def _tallies(calls: Counter[CallKey], *names: str) -> dict[tuple[str, ...], Tally]:
     """Calls by some of what they are counted by, those of most bytes first."""
-    found: dict[tuple[str, ...], Tally] = {}
+    sums: dict[tuple[str, ...], list[int]] = {}
     for key, count in calls.items():
-        tally = found.setdefault(tuple(getattr(key, name) for name in names), Tally())
         size = key.bytes * count
-        tally.calls += count
-        tally.bytes += size
-        tally.cross_node_bytes += size if key.locality in ("cross_node", "nvlink_domain") else 0
-        tally.unknown_bytes += size if key.locality == "unknown" else 0
-    return dict(sorted(found.items(), key=lambda item: (-item[1].bytes, item[0])))
+        crossing = size if key.locality in ("cross_node", "nvlink_domain") else 0
+        added = (count, size, crossing, size if key.locality == "unknown" else 0)
+        group = tuple(getattr(key, name) for name in names)
+        sums[group] = list(map(sum, zip(sums.get(group, _NOTHING), added, strict=True)))
+    return {group: Tally(*of_group) for group, of_group in sorted(sums.items(), key=lambda one: (-one[1][1], one[0]))}
 
 
 def _table(calls: Counter[CallKey], *names: str) -> list[dict[str, Any]]:
@@ -182,7 +188,7 @@ def _table(calls: Counter[CallKey], *names: str) -> list[dict[str, Any]]:
 
 def _merge(path: str, found: Sequence[FoundFile], ranks: list[RankSummary], problems: list[str]) -> Summary:
     headers = [rank.header for rank in ranks if rank.header is not None]
-    world = max((header.world_size for header in headers if 0 < header.world_size <= MOST_RANKS), default=None)
+    world = max((header.world_size for header in headers if _is_possible(header)), default=None)
     present = [rank.rank for rank in ranks if rank.header is not None]
     calls, counts = Counter[CallKey](), Counter[str]()
     for rank in ranks:
@@ -204,7 +210,7 @@ def _merge(path: str, found: Sequence[FoundFile], ranks: list[RankSummary], prob
         versions=headers[0].versions if headers else {},
         emit=headers[0].config.get("emit") if headers else None,
         steps=max((rank.steps for rank in ranks), default=0),
-        calls=_tallies(calls).get((), Tally()),
+        calls=_tallies(calls).get((), Tally(*_NOTHING)),
         counts=dict(counts),
         by_op=_table(calls, "op", "api"),
         groups=_groups(ranks),

@@ -44,9 +44,9 @@ class Traffic(msgspec.Struct, kw_only=True):
     total: int
     between_nodes: int | None
     """Bytes that go from one node to another; None where nodes are not known."""
-    not_placed: int = 0
+    not_placed: int
     """S of the calls of which it is not known who sends to whom."""
-    reasons: list[str] = []
+    reasons: list[str]
     """Why."""
 
 

@@ -128,7 +128,7 @@ def _by_calls(calls: pl.DataFrame, found: Collectives) -> pl.DataFrame:
     last = pl.col("moment").filter(usable).max().over("collective")
     made = made.with_columns(wait=pl.when(usable).then(last - pl.col("moment")).otherwise(-1))
     came_last = pl.col("rank").filter(pl.col("wait") == 0).last().over("collective")
-    return made.with_columns(last_rank=came_last.fill_null(-1))
+    return made.with_columns(last_rank=came_last)
 
 
 def _bins(shown: pl.DataFrame) -> tuple[pl.DataFrame, list[float], str]:
