@@ -194,7 +194,7 @@ def make_rows(found: Collectives, by: Sequence[str], rates: dict[str, float]) ->
     sizes = [(size, *bucket_of(size)) for size in collectives["bytes"].drop_nulls().unique()]
     buckets = pl.DataFrame(sizes, schema=dict.fromkeys(("bytes", *KEYS["size"]), pl.Int64), orient="row")
     collectives = collectives.join(buckets, on="bytes", how="left", maintain_order="left")
-    calls = calls_frame(found).filter(pl.col("ended") > 0).select("collective", "calls", "began", "ended", "waiting")
+    calls = calls_frame(found).filter(pl.col("ended") != 0).select("collective", "calls", "began", "ended", "waiting")
     of_row = collectives.select(pl.col("collective").cast(pl.Int64), *keys)
     of_calls = (
         calls.join(of_row, on="collective")

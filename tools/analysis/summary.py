@@ -124,7 +124,7 @@ def summarise_rank(file: FoundFile) -> RankSummary:
     )
     problems, header, end = comms.damage.problems, comms.header, comms.end or {}
     if header is not None and not _is_possible(header):
-        problems.append(f"says that the job has {header.world_size} ranks, which cannot be")
+        problems.append(f"has the invalid world size {header.world_size}")
     numbers = {name: value for name, value in end.items() if isinstance(value, int) and name != "step"}
     return RankSummary(
         rank=file.rank,
@@ -166,19 +166,17 @@ def _failed(file: FoundFile, error: CrossrankError) -> RankSummary:
     return RankSummary(file.rank, file.path, [str(error).removeprefix(f"{file.path}: ")])
 
 
-_NOTHING = (0, 0, 0, 0)
-
-
 def _tallies(calls: Counter[CallKey], *names: str) -> dict[tuple[str, ...], Tally]:
-    """Calls by some of what they are counted by, those of most bytes first."""
-    sums: dict[tuple[str, ...], list[int]] = {}
+    """Calls by some of what they are counted by, those of most bytes first; by nothing, all of them."""
+    sums = {} if names else {(): [0] * 4}
     for key, count in calls.items():
         size = key.bytes * count
         crossing = size if key.locality in ("cross_node", "nvlink_domain") else 0
         added = (count, size, crossing, size if key.locality == "unknown" else 0)
         group = tuple(getattr(key, name) for name in names)
-        sums[group] = list(map(sum, zip(sums.get(group, _NOTHING), added, strict=True)))
-    return {group: Tally(*of_group) for group, of_group in sorted(sums.items(), key=lambda one: (-one[1][1], one[0]))}
+        sums[group] = list(map(sum, zip(sums.get(group, [0] * 4), added, strict=True)))
+    tallies = {group: Tally(*of_group) for group, of_group in sums.items()}
+    return dict(sorted(tallies.items(), key=lambda item: (-item[1].bytes, item[0])))
 
 
 def _table(calls: Counter[CallKey], *names: str) -> list[dict[str, Any]]:
@@ -210,7 +208,7 @@ def _merge(path: str, found: Sequence[FoundFile], ranks: list[RankSummary], prob
         versions=headers[0].versions if headers else {},
         emit=headers[0].config.get("emit") if headers else None,
         steps=max((rank.steps for rank in ranks), default=0),
-        calls=_tallies(calls).get((), Tally(*_NOTHING)),
+        calls=_tallies(calls)[()],
         counts=dict(counts),
         by_op=_table(calls, "op", "api"),
         groups=_groups(ranks),

@@ -16,8 +16,6 @@ from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.commands.options import add_shared, complain, fleet_of, progress, write_output
 from crossrank.tools.output.diagnosis.verdict import Filter, print_diagnosis
 
-_MOST_COMPLAINTS = 12
-
 
 class DiagnoseCommand:
     """Match the calls of all ranks and say what is wrong, root cause first: from flight-recorder dumps (pickle or
@@ -61,9 +59,7 @@ class DiagnoseCommand:
             from crossrank.tools.output.diagnosis.entries import print_entries
 
             print_entries(job, arguments.ranks, arguments.groups)
-        complain(*evidence.skipped[:_MOST_COMPLAINTS])
-        if len(evidence.skipped) > _MOST_COMPLAINTS:
-            complain(f"… and {len(evidence.skipped) - _MOST_COMPLAINTS} more files were not used: --json has all")
+        complain(*evidence.skipped, most=12)
         return 0 if diagnosis.verdict == "ok" else 1
 
 

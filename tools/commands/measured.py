@@ -14,8 +14,6 @@ from crossrank.tools.job.job import Job
 from crossrank.tools.job.sources import find, read
 from crossrank.tools.traces.rank_trace import RankTrace
 
-_COMPLAINTS = 8
-
 
 @dataclass
 class Measured:
@@ -35,7 +33,7 @@ class Measured:
 
     def complain(self) -> int:
         """Report what is missing; the exit code that follows."""
-        complain(*self.skipped[:_COMPLAINTS])
+        complain(*self.skipped, most=8)
         missing = sorted(set(range(self.together.world_size)) - set(self.together.ranks))
         if missing and not self.chosen:
             complain(f"rank {rank_ranges(missing)} is not there: times of its groups include waiting for it")

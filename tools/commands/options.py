@@ -131,6 +131,8 @@ def write_output(name: str, content: bytes) -> None:
         temporary.write_bytes(content)
 
 
-def complain(*texts: str) -> None:
-    for text in texts:
+def complain(*texts: str, most: int = sys.maxsize) -> None:
+    """Print the first `most` texts on stderr, and how many more there are."""
+    more = [f"… and {len(texts) - most} more: --json has all"] if len(texts) > most else []
+    for text in (*texts[:most], *more):
         print(f"crossrank: {printable(text)}", file=sys.stderr)

@@ -28,8 +28,6 @@ from crossrank.tools.traces.replayed import JSON, ReplayReport, read_report
 if TYPE_CHECKING:
     from crossrank.tools.analysis.figures import Figures
 
-_COMPLAINTS = 8
-
 
 class ReportCommand:
     """Write one HTML page that works from disk without a network: what the job communicates by operation and group,
@@ -56,7 +54,7 @@ class ReportCommand:
             print_json(found)
         else:
             _print(output, len(content), found)
-        complain(*found.skipped[:_COMPLAINTS])
+        complain(*found.skipped, most=8)
         if found.missing_ranks:
             complain(f"rank {found.missing_ranks} is not there")
         faulty = found.diagnosis is not None and found.diagnosis.verdict != "ok"

@@ -84,7 +84,7 @@ def test_the_figures_of_a_job_with_a_late_rank() -> None:
 
 def test_calls_without_durations_tell_who_waits_by_when_hosts_made_them() -> None:
     ranks = [Rank(0), Rank(1)]
-    for rank, called in zip(ranks, (EPOCH, EPOCH + 70_000), strict=True):
+    for rank, called in zip(ranks, (EPOCH, EPOCH + 70_040), strict=True):
         rank.call(0, 0)
         rank.times.calls.called[0] = called
     found = figures_of(*ranks)
@@ -145,8 +145,11 @@ def test_calls_that_wait_at_the_same_time_count_once() -> None:
     first, second = Rank(0), Rank(1)
     first.call(1000, 51_000).call(2000, 52_000)
     second.call(50_000, 51_000).call(51_000, 52_000)
+    for rank in (first, second):
+        rank.times.calls.step[:] = array("i", [1, 120])
     found = figures_of(first, second)
     assert found.waiting is not None
+    assert len(found.waiting.bins) == 120
     assert found.waiting.waiters == [Waiter(rank=0, waiting_ms=50.0)]
     assert found.waiting.last == [Last(rank=1, last=2, of=2, cost_ms=50.0)]
     assert found.matrix.waiting_ms == [[98.0]]
