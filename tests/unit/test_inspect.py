@@ -200,7 +200,7 @@ def test_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_torn_frame_is_named_and_the_rest_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torn = folder / "rank-1.comms.jsonl.zst"
     torn.write_bytes(comms(1, "beta", ended=False) + comms(1, "beta")[:40])
-    (folder / "some.comms.jsonl").write_bytes(b'{"id":1}\n')
+    (folder / "some.comms.jsonl").write_bytes(b'{"header":{"host":"h"}}\n')
     code, out, err = inspect(folder, capsys)
     assert code == 2
     assert "all_reduce  all_reduce      2" in out
