@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from crossrank.errors import CrossrankError
-from crossrank.text import printable, rank_ranges
+from crossrank.text import percent, printable, rank_ranges
 from crossrank.tools.commands.options import add_shared, complain, fleet_of, output_folder, progress
 from crossrank.tools.graph.linking.link_ranks import EXTENSIONS, GroupRow, LinkedRank, compare_groups, link_ranks
 from crossrank.tools.graph.linking.window_files import Inputs, find_inputs
@@ -64,8 +64,7 @@ class LinkCommand:
         else:
             _print(linked, groups, folder)
         complain(*(problem.text for problem in inputs.problems), *inputs.notes)
-        faults = [text for result in results for text in _faults(result)]
-        faults += [text for result in linked for text in _poor_match(result, arguments.min_match)]
+        faults = [f"{result.name}: {text}" for result in results for text in _faults(result, arguments.min_match)]
         faults += [
             f"the ranks of group {_group_name(row)} made different numbers of collectives: {_counts(row)}"
             for row in groups
@@ -77,25 +76,20 @@ class LinkCommand:
         return 1 if inputs.problems or faults else 0
 
 
-def _faults(result: LinkedRank) -> list[str]:
-    """Why a rank was not linked, or not as a whole."""
-    doubts = [f"are these two files of one run? {doubt}" for doubt in result.report.doubts]
-    texts = [result.error, *result.report.damage, *doubts]
-    return [f"{result.name}: {text}" for text in texts if text is not None]
-
-
-def _poor_match(result: LinkedRank, least: float) -> list[str]:
+def _faults(result: LinkedRank, least: float) -> Iterator[str]:
+    """Why a rank was not linked, or not as a whole, or matched less than it should."""
     report = result.report
+    if result.error is not None:
+        yield result.error
+    yield from report.damage
+    yield from (f"are these two files of one run? {doubt}" for doubt in report.doubts)
     rate = min(report.host_rate, report.activity_rate)
-    if rate >= least:
-        return []
-    of_host = report.host_rate <= report.activity_rate
-    reasons = report.host_unmatched if of_host else report.activities_unlinked
-    reason, count = max(reasons.items(), key=lambda item: item[1])
-    what = "operations" if of_host else "GPU activities"
-    return [
-        f"{result.name}: matched {_percent(rate)}, less than {_percent(least)} (--min-match); {count} {what}: {reason}"
-    ]
+    if result.error is None and rate < least:
+        of_host = report.host_rate <= report.activity_rate
+        reasons = report.host_unmatched if of_host else report.activities_unlinked
+        reason, count = max(reasons.items(), key=lambda item: item[1])
+        what = "operations" if of_host else "GPU activities"
+        yield f"matched {percent(rate)}, less than {percent(least)} (--min-match); {count} {what}: {reason}"
 
 
 def _print(linked: Sequence[LinkedRank], groups: Sequence[GroupRow], folder: str) -> None:
@@ -164,11 +158,6 @@ def _summary(results: Sequence[LinkedRank], groups: Sequence[GroupRow], inputs: 
     }
 
 
-def _percent(share: float) -> str:
-    # Never rounded up to a match that it is not.
-    return f"{int(share * 1000) / 10:.1f} %"
-
-
 def _left_out(result: LinkedRank) -> int:
     return sum(result.report.activities_outside.values())
 
@@ -176,9 +165,9 @@ def _left_out(result: LinkedRank) -> int:
 _RANKS: Columns[LinkedRank] = (
     ("rank", lambda result: result.name.removeprefix("rank ")),
     ("#host ops", lambda result: f"{result.report.host_nodes:,}"),
-    ("#matched", lambda result: _percent(result.report.host_rate)),
+    ("#matched", lambda result: percent(result.report.host_rate)),
     ("#GPU", lambda result: f"{sum(result.report.activities.values()) - _left_out(result):,}"),
-    ("#linked", lambda result: _percent(result.report.activity_rate) if result.report.activities else "-"),
+    ("#linked", lambda result: percent(result.report.activity_rate) if result.report.activities else "-"),
     ("#left out", lambda result: f"{_left_out(result):,}"),
     ("#comms", lambda result: f"{sum(result.report.communications.values()):,}"),
     ("#edges", lambda result: f"{sum(result.report.edges.values()):,}"),
