@@ -300,12 +300,6 @@ def test_a_file_named_for_another_rank_is_a_problem(folder: Path, capsys: pytest
     assert err.endswith("rank-7.comms.jsonl.zst: is named for rank 7 and was written by rank 1\n")
 
 
-def test_names_in_a_recording_cannot_steer_the_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "rank-1.comms.jsonl.zst").write_bytes(comms(1, "\x1b[31mred"))
-    _, out, _ = inspect(folder, capsys)
-    assert "\x1b" not in out
-
-
 def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["nothing"])

@@ -134,20 +134,18 @@ def figures(
 
 
 def _about(ranks: Sequence[RankTrace]) -> dict[str, str]:
-    given: dict[str, Counter[str]] = {}
+    given: dict[str, list[str]] = {}
     for one in ranks:
         for name, value in one.about.items():
-            given.setdefault(name, Counter())[value] += 1
-    return {
-        name: " / ".join(value for value, _ in values.most_common(3)) + (" / …" if len(values) > 3 else "")
-        for name, values in given.items()
-    }
+            given.setdefault(name, []).append(value)
+    shown = {name: [value for value, _ in Counter(values).most_common()] for name, values in given.items()}
+    return {name: " / ".join(values[:3] + ["…"] * (len(values) > 3)) for name, values in shown.items()}
 
 
 def _kinds(found: Collectives, classes: Sequence[str]) -> pl.DataFrame:
     """One row per kind of call, with the sums over its calls."""
     kinds, count = found.kinds, len(found.kinds)
-    rows = np.bincount(found.kind, minlength=count)
+    rows, timed = np.bincount(found.kind, minlength=count), found.timed
     calls = rows * np.array([one.calls for one in kinds], np.int64)
     return pl.DataFrame(
         {
@@ -159,7 +157,7 @@ def _kinds(found: Collectives, classes: Sequence[str]) -> pl.DataFrame:
             "bytes": rows * np.array([one.recorded for one in kinds], np.int64),
             "calls": calls,
             "unsized": np.where([one.sized for one in kinds], 0, calls),
-            "time_ms": np.bincount(found.of_kind, np.maximum(found.time, 0), count) / 1e6,
+            "time_ms": np.bincount(found.of_kind[timed], found.time[timed], count) / 1e6,
             "waiting_ms": np.bincount(found.kind, np.maximum(found.waiting, 0), count) / 1e6,
         },
         schema_overrides=dict.fromkeys(("op", "group", "source", "locality"), pl.String),

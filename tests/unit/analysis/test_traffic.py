@@ -63,8 +63,9 @@ def test_an_uneven_all_to_all_moves_what_its_splits_say() -> None:
 
 def test_a_send_counts_once_and_a_receive_only_where_its_sender_is_missing() -> None:
     both = map_of(Rank(0).call(0, 0, "send", peer=1), Rank(1).call(0, 0, "recv", peer=0))
-    alone = map_of(Rank(1).call(0, 0, "recv", peer=0))
-    assert both.bytes == alone.bytes == [[0, SIZE], [0, 0]]
+    receiver = map_of(Rank(1).call(0, 0, "recv", peer=0))
+    sender = map_of(Rank(0).call(0, 0, "send", peer=1))
+    assert both.bytes == receiver.bytes == sender.bytes == [[0, SIZE], [0, 0]]
 
 
 @pytest.mark.parametrize(
