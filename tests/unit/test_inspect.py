@@ -161,15 +161,9 @@ def test_a_rank_that_a_signal_or_an_exception_ended_is_named(
     assert out.endswith("complete   every rank is there\n")
 
 
-def test_an_empty_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert inspect(tmp_path, capsys) == (
-        2,
-        "",
-        f"crossrank: {tmp_path} is no recording: it is empty; name the folder given as TRACING_DIR\n",
-    )
-
-
 def test_a_folder_or_file_without_comms_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = f"crossrank: {tmp_path} is no recording: it is empty; name the folder given as TRACING_DIR\n"
+    assert inspect(tmp_path, capsys) == (2, "", empty)
     (tmp_path / "run1").mkdir()
     trace = tmp_path / "rank-0.et.json.zst"
     trace.write_bytes(b"")
@@ -316,5 +310,5 @@ def test_blind_spots_that_are_no_texts_are_not_shown(
     (tmp_path / "rank-0.comms.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     code, out, _ = inspect(tmp_path, capsys, "--json")
-    nothing = {"calls": 0, "bytes": 0, "cross_node_bytes": 0, "unknown_bytes": 0}
-    assert (code, json.loads(out)["calls"], json.loads(out)["warnings"]) == (0, nothing, [])
+    summary = json.loads(out)
+    assert (code, set(summary["calls"].values()), summary["warnings"]) == (0, {0}, [])

@@ -31,11 +31,8 @@ def late_job() -> list[Rank]:
             rank.call(1000 * number + 100 + late, 1000 * number + 500, source="train.py:7", locality="cross_node")
     for rank in ranks:
         rank.times.calls.step[:] = array("i", [1, 1, 2, 2])
-        rank.times.steps = [
-            (1, EPOCH),
-            (2, EPOCH + 2_000_000),
-            (3, EPOCH + 5_000_000 + 1_000_000 * (rank.times.rank or 0)),
-        ]
+        last = EPOCH + 5_000_000 + 1_000_000 * (rank.times.rank or 0)
+        rank.times.steps = [(1, EPOCH), (2, EPOCH + 2_000_000), (3, last)]
         rank.times.about = {"torch": "2.13.0"}
         rank.times.matched = {"host operations": (90, 100)}
     return ranks
