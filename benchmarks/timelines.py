@@ -143,7 +143,8 @@ def timeline(folder: Path) -> None:
     print(f"  {'':28} {'wall s':>8} {'user s':>8} {'peak MB':>8} {'file MB':>8}")
     print(f"  {'whole command':28} {wall:>8.1f} {user:>8.1f} {peak:>8.0f} {output.stat().st_size / 1e6:>8.1f}")
     start, used = time.monotonic(), time.process_time()
-    write_timeline(ranks, together, output)
+    with output.open("wb") as file:
+        write_timeline(ranks, together, file)
     wall, user = time.monotonic() - start, time.process_time() - used
     print(f"  {'writing alone':28} {wall:>8.1f} {user:>8.1f} {'':>8} {output.stat().st_size / 1e6:>8.1f}", flush=True)
 

@@ -62,7 +62,7 @@ def percent(share: float | None) -> str:
 
 
 def size_text(size_to: int | None) -> str:
-    """The bucket of sizes (`tools.analysis.buckets`) that ends with a size, in short.
+    """The bucket of sizes (`tools.analysis.bandwidth`) that ends with a size, in short.
 
     >>> size_text(0), size_text(4096), size_text(1 << 30), size_text(None)
     ('0', '≤4 KiB', '≤1 GiB', 'unknown')

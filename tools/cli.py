@@ -91,19 +91,19 @@ class _Terminated(BaseException):
 @contextmanager
 def _ending_in_order() -> Iterator[None]:
     """Makes SIGTERM unwind the stack while the block runs, where nobody handles it otherwise."""
-    ours = threading.current_thread() is threading.main_thread()
-    ours = ours and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
     def terminate(number: int, frame: FrameType | None) -> None:
         raise _Terminated
 
-    if ours:
-        signal.signal(signal.SIGTERM, terminate)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     finally:
-        if ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextmanager
@@ -130,14 +130,13 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     subparsers = overview.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (place, summary) in COMMANDS.items():
         # Only the one that is called is imported: `crossrank --help` and each command start fast.
+        parser = subparsers.add_parser(name, help=summary)
         if words[:1] == [name]:
             module, _, class_name = place.partition(":")
             command: Command = getattr(import_module(f"crossrank.{module}"), class_name)()
-            parser = subparsers.add_parser(name, help=summary, description=command.__doc__)
             command.add_arguments(parser)
+            parser.description = command.__doc__
             parser.set_defaults(run=command.run)
-        else:
-            subparsers.add_parser(name, help=summary)
     return overview.parse_args(words)
 
 

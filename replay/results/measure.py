@@ -21,7 +21,7 @@ import numpy as np
 from crossrank.comm import OPERATIONS
 from crossrank.replay.plan.plan import NOT_IN_STEPS, Plan, launches
 from crossrank.replay.plan.schedule import Key, keys_of
-from crossrank.tools.analysis.buckets import bucket_of
+from crossrank.tools.analysis.bandwidth import bucket_of
 from crossrank.tools.traces.replayed import CheckFailure, Compared, Comparison, Percentiles, ReplayRow
 
 if TYPE_CHECKING:

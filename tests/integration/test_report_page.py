@@ -106,7 +106,6 @@ def test_its_controls_work(browser: Any, report: Path) -> None:
 
 def test_names_from_a_recording_cannot_become_code(browser: Any, tmp_path: Path) -> None:
     from crossrank.tools.analysis.figures import figures
-    from crossrank.tools.analysis.gather import Material
     from crossrank.tools.job.collectives import match_collectives
     from crossrank.tools.job.job import Job
     from crossrank.tools.output.report import report_page
@@ -116,9 +115,10 @@ def test_names_from_a_recording_cannot_become_code(browser: Any, tmp_path: Path)
     times = [rank.times for rank in ranks]
     for one in times:
         one.node, one.notes, one.about = EVIL, [EVIL], {EVIL: EVIL}
-    material = Material([EVIL], times, match_collectives(Job.match(times)), None, EVIL, None, [EVIL])
+    found = match_collectives(Job.match(times))
+    shown = figures(times, found, inputs=[EVIL], diagnosis_problem=EVIL, skipped=[EVIL])
     path = tmp_path / "evil.html"
-    path.write_text(report_page(figures(material)))
+    path.write_text(report_page(shown))
     page = Page(browser, path)
     assert page.value("document.title").startswith("crossrank: 2 ranks")
     assert page.value("document.querySelectorAll('[onmouseover]').length") == 0

@@ -6,8 +6,9 @@ The numbers of one collective are those of `crossrank.tools.job.collectives`; he
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
@@ -15,20 +16,25 @@ import msgspec
 import crossrank
 from crossrank.comm import Locality
 from crossrank.errors import CrossrankError
-from crossrank.tools.analysis.buckets import bucket_of
 from crossrank.tools.job.clocks import Clocks
 from crossrank.tools.job.collectives import Collectives
-from crossrank.tools.job.launches import TIMED_BY
 from crossrank.tools.traces.rank_trace import RankTrace
 
 if TYPE_CHECKING:
     import polars as pl
 
-KEYS = ("op", "group", "size", "locality", "source")
-"""What rows may be grouped by."""
+KEYS = {
+    "op": ("op",),
+    "group": ("group",),
+    "size": ("size_from", "size_to"),
+    "locality": ("locality",),
+    "source": ("source",),
+}
+"""What rows may be grouped by -> the columns that it is."""
 BY = ("op", "group", "size", "locality")
 
 Spread = dict[str, float]
+_TIMES = ("time", "kernel", "waiting")
 _OF_TIMES, _OF_RATES = ("p50", "p95", "max", "total"), ("p5", "p50", "p95", "max")
 
 
@@ -50,7 +56,7 @@ class BandwidthRow(msgspec.Struct, kw_only=True):
     """Calls with times that they are made of, over all ranks."""
     bytes: int
     """Sum of S, as far as it is known."""
-    unsized: int = 0
+    unsized: int
     """Collectives of which the bytes are not known."""
     time_us: Spread
     """p50, p95, max and total of the times of collectives, from the last arrival."""
@@ -164,53 +170,61 @@ def bandwidth(
     )
 
 
+_BUCKET_ENDS = (0, *(1024 * 4**power for power in range(27)))
+
+
+def bucket_of(size: int) -> tuple[int, int]:
+    """First and last size of the bucket that a size falls into: up to 1 KiB, 4 KiB, 16 KiB, ….
+
+    >>> bucket_of(0), bucket_of(1), bucket_of(1024), bucket_of(1025)
+    ((0, 0), (1, 1024), (1, 1024), (1025, 4096))
+    """
+    place = bisect_left(_BUCKET_ENDS, size)
+    return _BUCKET_ENDS[place - 1] + 1 if place else 0, _BUCKET_ENDS[place]
+
+
 def make_rows(found: Collectives, by: Sequence[str], rates: dict[str, float]) -> list[BandwidthRow]:
     """One row per combination of what is grouped by; the one that takes longest first."""
     import polars as pl
 
     from crossrank.tools.job.frames import calls_frame, collectives_frame
 
-    keys = [column for name in by for column in _COLUMNS[name]]
+    keys = [column for name in by for column in KEYS[name]]
     collectives = collectives_frame(found).with_row_index("collective").drop_nulls("time")
-    sizes = collectives["bytes"].unique(maintain_order=True)
-    for place, name in enumerate(_COLUMNS["size"]):
-        of_size = [None if size is None else bucket_of(size)[place] for size in sizes.to_list()]
-        bucket = pl.col("bytes").replace_strict(sizes, pl.Series(of_size, dtype=pl.Int64), return_dtype=pl.Int64)
-        collectives = collectives.with_columns(bucket.alias(name))
-    calls = calls_frame(found).filter(pl.col("ended") > 0).drop(*_COLUMNS["op"], "group", "locality", "source")
-    of_row = collectives.select("collective", *keys)
-    calls = calls.with_columns(pl.col("collective").cast(pl.UInt32)).join(of_row, on="collective")
-    if not keys:
-        keys = ["all"]
-        collectives, calls = collectives.with_columns(all=0), calls.with_columns(all=0)
+    sizes = [(size, *bucket_of(size)) for size in collectives["bytes"].drop_nulls().unique()]
+    buckets = pl.DataFrame(sizes, schema=dict.fromkeys(("bytes", *KEYS["size"]), pl.Int64), orient="row")
+    collectives = collectives.join(buckets, on="bytes", how="left", maintain_order="left")
+    calls = calls_frame(found).filter(pl.col("ended") != 0).select("collective", "calls", "began", "ended", "waiting")
+    of_row = collectives.select(pl.col("collective").cast(pl.Int64), *keys)
+    of_calls = (
+        calls.join(of_row, on="collective")
+        .with_columns(kernel=pl.col("ended") - pl.col("began"))
+        .group_by(keys)
+        .agg(pl.col("calls").sum(), _spread("kernel", _OF_TIMES), _spread("waiting", _OF_TIMES))
+    )
     of_collectives = collectives.group_by(keys, maintain_order=True).agg(
         pl.len().alias("collectives"),
         pl.col("bytes", "unsized", "bound").sum(),
         pl.col("locality").unique().alias("localities"),
-        *_spread("time", _OF_TIMES),
-        *_spread("algbw", _OF_RATES),
-        *_spread("busbw", _OF_RATES),
-    )
-    of_calls = (
-        calls.with_columns(kernel=pl.col("ended") - pl.col("began"))
-        .group_by(keys)
-        .agg(pl.col("calls").sum(), *_spread("kernel", _OF_TIMES), *_spread("waiting", _OF_TIMES))
+        _spread("time", _OF_TIMES),
+        _spread("algbw", _OF_RATES),
+        _spread("busbw", _OF_RATES),
     )
     rows = []
     for one in of_collectives.join(of_calls, on=keys, nulls_equal=True, maintain_order="left").iter_rows(named=True):
         group = found.groups[one["group"]] if "group" in by else None
         places = one["localities"]
         rate = rates.get(places[0] if len(places) == 1 else "", rates.get(_ANY))
-        busbw = _rates(one, "busbw")
-        spreads: dict[str, Any] = {f"{name}_us": _microseconds(one, name) for name in ("time", "kernel", "waiting")}
+        busbw = _rounded(one["busbw"], _four_digits)
+        times: dict[str, Any] = {f"{name}_us": _rounded(one[name], _microseconds) for name in _TIMES}
         row = BandwidthRow(
-            **{name: one[name] for name in keys if name not in ("group", "all")},
+            **{name: one[name] for name in keys if name != "group"},
             pg=group.name if group else None,
             desc=group.desc if group else None,
             ranks=group.size if group else None,
             **{name: one[name] for name in ("collectives", "calls", "bytes", "unsized")},
-            **spreads,
-            algbw_gb_per_s=_rates(one, "algbw"),
+            **times,
+            algbw_gb_per_s=_rounded(one["algbw"], _four_digits),
             busbw_gb_per_s=busbw,
             line_rate_gb_per_s=rate,
             line_rate_share={name: round(value / rate, 4) for name, value in busbw.items()} if busbw and rate else None,
@@ -220,53 +234,23 @@ def make_rows(found: Collectives, by: Sequence[str], rates: dict[str, float]) ->
     return sorted(rows, key=lambda one: (-one.time_us["total"], one.op or "", one.pg or ""))
 
 
-_COLUMNS = {
-    "op": ("op",),
-    "group": ("group",),
-    "size": ("size_from", "size_to"),
-    "locality": ("locality",),
-    "source": ("source",),
-}
-"""What rows may be grouped by -> the columns that it is."""
-
-
-def _spread(column: str, names: Sequence[str]) -> list[pl.Expr]:
-    """Percentiles, `max` and `total` of a column, as `column.name`."""
+def _spread(column: str, names: Sequence[str]) -> pl.Expr:
+    """Percentiles, `max` and `total` of a column, as a struct in its place."""
     import polars as pl
 
     of = pl.col(column)
     whole = {"max": of.max(), "total": of.sum()}
-    made = {name: whole[name] if name in whole else of.quantile(int(name[1:]) / 100, "linear") for name in names}
-    return [expression.alias(f"{column}.{name}") for name, expression in made.items()]
+    made = [whole[name] if name in whole else of.quantile(int(name[1:]) / 100, "linear") for name in names]
+    return pl.struct([one.alias(name) for one, name in zip(made, names, strict=True)]).alias(column)
 
 
-def _microseconds(one: dict[str, Any], column: str) -> Spread | None:
-    if one[f"{column}.p50"] is None:
-        return None
-    return {name: round(one[f"{column}.{name}"] / 1000, 3) for name in _OF_TIMES}
+def _rounded(spread: Spread, rounded: Callable[[float], float]) -> Spread | None:
+    return None if spread["p50"] is None else {name: rounded(value) for name, value in spread.items()}
 
 
-def _rates(one: dict[str, Any], column: str) -> Spread | None:
-    if one[f"{column}.p50"] is None:
-        return None
-    return {name: float(f"{one[f'{column}.{name}']:.4g}") for name in _OF_RATES}
+def _microseconds(ns: float) -> float:
+    return round(ns / 1000, 3)
 
 
-def summary_lines(result: Bandwidth) -> list[str]:
-    """What a person reads above the table: what was measured by what, and how much of it found its call."""
-    lacking = f", {len(result.missing_ranks)} missing" if result.missing_ranks else ""
-    lines = [f"ranks      {len(result.ranks)} of {result.world_size}{lacking}"]
-    lines += [f"measured   {TIMED_BY[source]} ({count} rank(s))" for source, count in result.sources.items()]
-    lines.append(
-        f"calls      {result.timed_calls:,} of {result.calls:,} have times; they are {result.timed_collectives:,} "
-        f"collectives or transfers, {result.total_ms:,.3f} ms"
-    )
-    clocks = result.clocks
-    text = f"clocks     {clocks.note}"
-    if clocks.residual_us is not None:
-        residual = clocks.residual_us
-        text += (
-            f"; the ends of a collective differ by {residual['p50']:,.1f} us (p50), {residual['max']:,.1f} us at most"
-        )
-    lines.append(text)
-    return lines
+def _four_digits(value: float) -> float:
+    return float(f"{value:.4g}")

@@ -11,14 +11,12 @@ import numpy as np
 import polars as pl
 
 import crossrank
-from crossrank.text import printable, rank_ranges
-from crossrank.tools.analysis.bandwidth import BY, Bandwidth, bandwidth
+from crossrank.text import plural, printable, rank_ranges
+from crossrank.tools.analysis.bandwidth import Bandwidth, bandwidth
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
-from crossrank.tools.analysis.gather import Material
 from crossrank.tools.analysis.traffic import Traffic, traffic
 from crossrank.tools.analysis.waiting import Steps, Waiting, steps_of, waiting_of
 from crossrank.tools.job.collectives import Collectives
-from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.traces.rank_trace import RankTrace
 from crossrank.tools.traces.replayed import ReplayReport
 
@@ -51,7 +49,7 @@ class Source(msgspec.Struct, kw_only=True):
     calls: int
     bytes: int
     """As far as they are known."""
-    unsized: int = 0
+    unsized: int
     """Calls of which the bytes are not known."""
     time_ms: float | None
     waiting_ms: float | None
@@ -90,21 +88,27 @@ class Figures(msgspec.Struct, kw_only=True):
     crossrank: str = crossrank.__version__
 
 
-def figures(material: Material, rates: dict[str, float] | None = None) -> Figures:
-    """All figures of a run."""
-    found, ranks = material.together, material.ranks
+def figures(
+    ranks: Sequence[RankTrace],
+    found: Collectives,
+    *,
+    inputs: Sequence[str],
+    rates: dict[str, float] | None = None,
+    diagnosis: Diagnosis | None = None,
+    diagnosis_problem: str = "",
+    replay: ReplayReport | None = None,
+    skipped: Sequence[str] = (),
+) -> Figures:
+    """All figures of a run. `diagnosis_problem` says why there is no diagnosis."""
     classes = _classes(found)
     kinds = _kinds(found, classes)
     localities = kinds.group_by("locality", maintain_order=True).agg(pl.sum("bytes"))
-    table = bandwidth(
-        ranks, _by_class(found, classes), inputs=material.inputs, by=BY, rates=rates, skipped=material.skipped
-    )
+    table = bandwidth(ranks, _by_class(found, classes), inputs=inputs, rates=rates, skipped=skipped)
     matched: dict[str, list[int]] = {}
-    for one in ranks:
-        for what, counts in one.matched.items():
-            matched[what] = [sum(pair) for pair in zip(counts, matched.get(what, (0, 0)), strict=True)]
+    for what, counts in ((what, counts) for one in ranks for what, counts in one.matched.items()):
+        matched[what] = [sum(pair) for pair in zip(counts, matched.get(what, (0, 0)), strict=True)]
     return Figures(
-        inputs=material.inputs,
+        inputs=table.inputs,
         world_size=found.world_size,
         ranks=len(found.ranks),
         missing_ranks=rank_ranges(table.missing_ranks),
@@ -121,29 +125,27 @@ def figures(material: Material, rates: dict[str, float] | None = None) -> Figure
         waiting=waiting_of(found, ranks),
         steps=steps_of(ranks),
         matched=matched,
-        diagnosis=material.diagnosis,
-        diagnosis_problem=material.diagnosis_problem,
-        replay=material.replay,
+        diagnosis=diagnosis,
+        diagnosis_problem=diagnosis_problem,
+        replay=replay,
         notes=list(dict.fromkeys(printable(note) for one in ranks for note in one.notes)),
-        skipped=material.skipped,
+        skipped=table.skipped,
     )
 
 
 def _about(ranks: Sequence[RankTrace]) -> dict[str, str]:
-    given: dict[str, Counter[str]] = {}
+    given: dict[str, list[str]] = {}
     for one in ranks:
         for name, value in one.about.items():
-            given.setdefault(name, Counter())[value] += 1
-    return {
-        name: " / ".join(value for value, _ in values.most_common(3)) + (" / …" if len(values) > 3 else "")
-        for name, values in given.items()
-    }
+            given.setdefault(name, []).append(value)
+    shown = {name: [value for value, _ in Counter(values).most_common()] for name, values in given.items()}
+    return {name: " / ".join(values[:3] + ["…"] * (len(values) > 3)) for name, values in shown.items()}
 
 
 def _kinds(found: Collectives, classes: Sequence[str]) -> pl.DataFrame:
     """One row per kind of call, with the sums over its calls."""
     kinds, count = found.kinds, len(found.kinds)
-    rows = np.bincount(found.kind, minlength=count)
+    rows, timed = np.bincount(found.kind, minlength=count), found.timed
     calls = rows * np.array([one.calls for one in kinds], np.int64)
     return pl.DataFrame(
         {
@@ -155,7 +157,7 @@ def _kinds(found: Collectives, classes: Sequence[str]) -> pl.DataFrame:
             "bytes": rows * np.array([one.recorded for one in kinds], np.int64),
             "calls": calls,
             "unsized": np.where([one.sized for one in kinds], 0, calls),
-            "time_ms": np.bincount(found.of_kind, np.maximum(found.time, 0), count) / 1e6,
+            "time_ms": np.bincount(found.of_kind[timed], found.time[timed], count) / 1e6,
             "waiting_ms": np.bincount(found.kind, np.maximum(found.waiting, 0), count) / 1e6,
         },
         schema_overrides=dict.fromkeys(("op", "group", "source", "locality"), pl.String),
@@ -167,37 +169,29 @@ def _classes(found: Collectives) -> list[str]:
 
     Alike is what has one description and size; without a description, one size and reach.
     """
-    reach: dict[int, str] = {}
-    for kind in found.kinds:
-        if kind.ends is None:
-            reach[kind.group] = kind.locality.replace("_", " ")
-
-    def alike(number: int, group: ProcessGroup) -> tuple[str, int, str]:
-        desc = group.desc if group.desc not in ("", "undefined") else ""
-        return desc, group.size, "" if desc else reach.get(number, "")
-
-    keys = [alike(number, group) for number, group in enumerate(found.groups)]
+    reach = {kind.group: kind.locality.replace("_", " ") for kind in found.kinds if kind.ends is None}
+    keys = []
+    for number, group in enumerate(found.groups):
+        desc = "" if group.desc == "undefined" else group.desc
+        keys.append((desc, group.size, "" if desc else reach.get(number, "")))
     count = Counter(keys)
     names = []
-    for (desc, size, where), group in zip(keys, found.groups, strict=True):
-        number = count[desc, size, where]
-        if number == 1 and not (desc or group.name):
-            names.append("unknown group")
-        elif number == 1:
-            names.append(f"{desc or f'group {group.name}'}: {size} rank{'s' if size != 1 else ''}")
+    for key, group in zip(keys, found.groups, strict=True):
+        desc, size, where = key
+        if count[key] > 1:
+            names.append(f"{desc or f'groups {where}'.strip()}: {count[key]:,} of {size:,} ranks")
+        elif desc or group.name:
+            names.append(f"{desc or f'group {group.name}'}: {plural(size, 'rank')}")
         else:
-            what = desc or f"groups {where}".strip()
-            names.append(f"{what}: {number} of {size} ranks")
+            names.append("unknown group")
     return [printable(name) for name in names]
 
 
 def _by_class(found: Collectives, classes: Sequence[str]) -> Collectives:
     """The same collectives with the classes in the place of groups."""
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(classes))}
-    groups = []
-    for name in numbers:
-        first = found.groups[classes.index(name)]
-        groups.append(dataclasses.replace(first, name=name, desc=""))
+    names = list(dict.fromkeys(classes))
+    groups = [dataclasses.replace(found.groups[classes.index(name)], name=name, desc="") for name in names]
+    numbers = {name: number for number, name in enumerate(names)}
     kinds = [msgspec.structs.replace(kind, group=numbers[classes[kind.group]]) for kind in found.kinds]
     return dataclasses.replace(found, groups=groups, kinds=kinds)
 

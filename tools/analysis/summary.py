@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -18,11 +18,11 @@ from crossrank.tools.traces.discover import FoundFile, other_jobs
 class Tally(msgspec.Struct):
     """Calls and bytes of one kind. Bytes are the sum of the calls' S, over all ranks that made them."""
 
-    calls: int = 0
-    bytes: int = 0
-    cross_node_bytes: int = 0
+    calls: int
+    bytes: int
+    cross_node_bytes: int
     """Bytes of the calls that are known to leave a node."""
-    unknown_bytes: int = 0
+    unknown_bytes: int
     """Bytes of the calls whose locality is not known."""
 
 
@@ -46,10 +46,15 @@ class RankSummary(msgspec.Struct):
     problems: list[str]
     header: Header | None = None
     groups: list[Group] = []
-    end: dict[str, Any] | None = None
     calls: Counter[CallKey] = msgspec.field(default_factory=Counter)
     steps: int = 0
     """Iterations that ended."""
+    finished: bool = False
+    """The file has an `end` line."""
+    ended_by: str | None = None
+    """What ended the process other than a normal exit."""
+    counts: Counter[str] = msgspec.field(default_factory=Counter)
+    blind_spots: set[str] = msgspec.field(default_factory=set)
 
 
 class Summary(msgspec.Struct):
@@ -72,9 +77,9 @@ class Summary(msgspec.Struct):
     files: dict[str, dict[str, int]]
     """kind -> number of files and bytes on disk"""
     unfinished_ranks: list[int]
+    """Ranks without an `end` line: the process was killed, or still runs."""
     endings: dict[str, list[int]]
     """How ranks ended other than by a normal exit -> those ranks: `SIGTERM`, `ValueError: …`"""
-    """Ranks without an `end` line: the process was killed, or still runs."""
     mixed: bool
     """The files come from several jobs."""
     cut_off: list[str]
@@ -117,16 +122,42 @@ def summarise_rank(file: FoundFile) -> RankSummary:
         CallKey(one.op, one.api or "(C++)", one.pg, one.source or "(C++)", one.locality, one.bytes)
         for one in comms.records()
     )
+    problems, header, end = comms.damage.problems, comms.header, comms.end or {}
+    if header is not None and not _is_possible(header):
+        problems.append(f"has the invalid world size {header.world_size}")
+    numbers = {name: value for name, value in end.items() if isinstance(value, int) and name != "step"}
     return RankSummary(
         rank=file.rank,
         path=file.path,
-        problems=comms.damage.problems,
-        header=comms.header,
+        problems=problems,
+        header=header,
         groups=comms.groups,
-        end=comms.end,
         calls=calls,
         steps=comms.steps[-1].get("step", 0) if comms.steps else 0,
+        finished=comms.end is not None,
+        ended_by=_ended_by(end),
+        counts=Counter(numbers),
+        blind_spots={*(header.blind_spots if header else ()), *_list_of(str, end.get("blind_spots"))},
     )
+
+
+def _is_possible(header: Header) -> bool:
+    return 0 < header.world_size <= MOST_RANKS
+
+
+T = TypeVar("T")
+
+
+def _list_of(kind: type[T], value: object) -> list[T]:
+    """What of a list is of a kind, in a line whose fields are not checked; empty for anything else."""
+    return [one for one in value if isinstance(one, kind)] if isinstance(value, list) else []
+
+
+def _ended_by(end: dict[str, Any]) -> str | None:
+    for exception in _list_of(dict, end.get("exceptions")):
+        return str(exception.get("error"))
+    reason = str(end.get("reason", ""))
+    return reason if reason.startswith("SIG") else None
 
 
 def _failed(file: FoundFile, error: CrossrankError) -> RankSummary:
@@ -136,16 +167,16 @@ def _failed(file: FoundFile, error: CrossrankError) -> RankSummary:
 
 
 def _tallies(calls: Counter[CallKey], *names: str) -> dict[tuple[str, ...], Tally]:
-    """Calls by some of what they are counted by, those of most bytes first."""
-    found: dict[tuple[str, ...], Tally] = {}
+    """Calls by some of what they are counted by, those of most bytes first; by nothing, all of them."""
+    sums = {} if names else {(): [0] * 4}
     for key, count in calls.items():
-        tally = found.setdefault(tuple(getattr(key, name) for name in names), Tally())
         size = key.bytes * count
-        tally.calls += count
-        tally.bytes += size
-        tally.cross_node_bytes += size if key.locality in ("cross_node", "nvlink_domain") else 0
-        tally.unknown_bytes += size if key.locality == "unknown" else 0
-    return dict(sorted(found.items(), key=lambda item: (-item[1].bytes, item[0])))
+        crossing = size if key.locality in ("cross_node", "nvlink_domain") else 0
+        added = (count, size, crossing, size if key.locality == "unknown" else 0)
+        group = tuple(getattr(key, name) for name in names)
+        sums[group] = list(map(sum, zip(sums.get(group, [0] * 4), added, strict=True)))
+    tallies = {group: Tally(*of_group) for group, of_group in sums.items()}
+    return dict(sorted(tallies.items(), key=lambda item: (-item[1].bytes, item[0])))
 
 
 def _table(calls: Counter[CallKey], *names: str) -> list[dict[str, Any]]:
@@ -155,24 +186,12 @@ def _table(calls: Counter[CallKey], *names: str) -> list[dict[str, Any]]:
 
 def _merge(path: str, found: Sequence[FoundFile], ranks: list[RankSummary], problems: list[str]) -> Summary:
     headers = [rank.header for rank in ranks if rank.header is not None]
-    world = max((header.world_size for header in headers if 0 < header.world_size <= MOST_RANKS), default=None)
-    for rank in ranks:
-        if rank.header is not None and not 0 < rank.header.world_size <= MOST_RANKS:
-            rank.problems.append(f"says that the job has {rank.header.world_size} ranks, which cannot be")
+    world = max((header.world_size for header in headers if _is_possible(header)), default=None)
     present = [rank.rank for rank in ranks if rank.header is not None]
-    nodes: dict[str, list[int]] = {}
-    for header in headers:
-        nodes.setdefault(header.node, []).append(header.rank)
-    calls: Counter[CallKey] = Counter()
+    calls, counts = Counter[CallKey](), Counter[str]()
     for rank in ranks:
         calls.update(rank.calls)
-    counts: dict[str, int] = {}
-    for rank in ranks:
-        for name, value in (rank.end or {}).items():
-            if name not in ("reason", "step") and isinstance(value, int):
-                counts[name] = counts.get(name, 0) + value
-    blind_spots = {(header.rank, spot) for header in headers for spot in header.blind_spots}
-    blind_spots |= {(rank.rank, spot) for rank in ranks for spot in _texts((rank.end or {}).get("blind_spots"))}
+        counts.update(rank.counts)
     files: dict[str, dict[str, int]] = {}
     for file in found:
         if file.kind not in KINDS or file.left_out:
@@ -185,31 +204,33 @@ def _merge(path: str, found: Sequence[FoundFile], ranks: list[RankSummary], prob
         world_size=world,
         ranks=present,
         missing_ranks=sorted(set(range(world or 0)) - set(present)),
-        nodes=nodes,
+        nodes=_ranks_by((header.node, header.rank) for header in headers),
         versions=headers[0].versions if headers else {},
         emit=headers[0].config.get("emit") if headers else None,
         steps=max((rank.steps for rank in ranks), default=0),
-        calls=_tallies(calls).get((), Tally()),
-        counts=counts,
+        calls=_tallies(calls)[()],
+        counts=dict(counts),
         by_op=_table(calls, "op", "api"),
         groups=_groups(ranks),
         sources=_table(calls, "source", "op"),
         files=files,
-        unfinished_ranks=[rank.rank for rank in ranks if rank.end is None],
-        endings=_endings(ranks),
+        unfinished_ranks=[rank.rank for rank in ranks if not rank.finished],
+        endings=_ranks_by((rank.ended_by, rank.rank) for rank in ranks if rank.ended_by is not None),
         mixed=len({header.world_size for header in headers}) > 1,
         cut_off=[file.name for file in found if file.torn],
         foreign=[file.name for file in found if file.kind not in KINDS and not file.torn],
         other_jobs=other_jobs(path),
         problems=problems + [f"{rank.path}: {problem}" for rank in ranks for problem in rank.problems],
-        warnings=_warnings(headers, counts, blind_spots)
+        warnings=_warnings(headers, counts, ranks)
         + [f"{file.path}: {file.problem}" for file in found if file.left_out],
     )
 
 
-def _texts(value: object) -> list[str]:
-    """The texts of a list in a line whose fields are not checked; empty for anything else."""
-    return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
+def _ranks_by(pairs: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for what, rank in pairs:
+        found.setdefault(what, []).append(rank)
+    return found
 
 
 def _groups(ranks: list[RankSummary]) -> list[dict[str, Any]]:
@@ -218,20 +239,9 @@ def _groups(ranks: list[RankSummary]) -> list[dict[str, Any]]:
     for rank in ranks:
         of_name: dict[str, dict[str, Any]] = {}
         for group in rank.groups:
+            known = {name: getattr(group, name) for name in ("pg", "desc", "backend", "size", "ranks", "locality")}
             members = None if group.ranks is None else tuple(group.ranks)
-            entry = found.setdefault(
-                (group.pg, members),
-                {
-                    "pg": group.pg,
-                    "desc": group.desc,
-                    "backend": group.backend,
-                    "size": group.size,
-                    "ranks": group.ranks,
-                    "locality": group.locality,
-                    "calls": 0,
-                    "bytes": 0,
-                },
-            )
+            entry = found.setdefault((group.pg, members), known | {"calls": 0, "bytes": 0})
             if entry["locality"] == "unknown":
                 entry["locality"] = group.locality
             of_name[group.pg] = entry
@@ -242,29 +252,20 @@ def _groups(ranks: list[RankSummary]) -> list[dict[str, Any]]:
     return sorted(found.values(), key=lambda entry: (-entry["size"], entry["ranks"] or [], entry["pg"]))
 
 
-def _endings(ranks: Iterable[RankSummary]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for rank in ranks:
-        end = rank.end or {}
-        exceptions = end.get("exceptions")
-        if isinstance(exceptions, list) and exceptions and isinstance(exceptions[0], dict):
-            found.setdefault(str(exceptions[0].get("error")), []).append(rank.rank)
-        elif str(end.get("reason", "")).startswith("SIG"):
-            found.setdefault(str(end["reason"]), []).append(rank.rank)
-    return found
+_LOSSES = {
+    "dropped": "calls were dropped because the ring was full; raise TRACING_RING",
+    "unwritten": "records were lost because the disk refused them",
+    "errors": "calls could not be recorded; the log of the job names the first one",
+}
+"""Count of a writer -> what it means where it is not 0."""
 
 
-def _warnings(headers: list[Header], counts: dict[str, int], blind_spots: set[tuple[int, str]]) -> list[str]:
-    warnings = [f"rank {rank}: {spot}" for rank, spot in sorted(blind_spots)]
-    for name, meaning in (
-        ("dropped", "calls were dropped because the ring was full; raise TRACING_RING"),
-        ("unwritten", "records were lost because the disk refused them"),
-        ("errors", "calls could not be recorded; the log of the job names the first one"),
-    ):
-        if counts.get(name):
-            warnings.append(f"{counts[name]} {meaning}")
-    if len({header.world_size for header in headers}) > 1:
-        sizes = sorted({header.world_size for header in headers})
+def _warnings(headers: list[Header], counts: Counter[str], ranks: Sequence[RankSummary]) -> list[str]:
+    blind_spots = sorted((rank.rank, spot) for rank in ranks for spot in rank.blind_spots)
+    warnings = [f"rank {rank}: {spot}" for rank, spot in blind_spots]
+    warnings += [f"{counts[name]} {meaning}" for name, meaning in _LOSSES.items() if counts[name]]
+    sizes = sorted({header.world_size for header in headers})
+    if len(sizes) > 1:
         warnings.append(f"the files come from jobs of different world sizes: {sizes}")
     if len({header.versions.get("torch") for header in headers}) > 1:
         warnings.append("the ranks ran different versions of torch")

@@ -30,6 +30,7 @@ _MOST = 128
 """Rows of the map."""
 
 Ints = NDArray[np.int64]
+Places = Sequence[int] | Ints
 
 
 class Traffic(msgspec.Struct, kw_only=True):
@@ -43,9 +44,9 @@ class Traffic(msgspec.Struct, kw_only=True):
     total: int
     between_nodes: int | None
     """Bytes that go from one node to another; None where nodes are not known."""
-    not_placed: int = 0
+    not_placed: int
     """S of the calls of which it is not known who sends to whom."""
-    reasons: list[str] = []
+    reasons: list[str]
     """Why."""
 
 
@@ -54,7 +55,7 @@ def _others(place: int, n: int) -> Ints:
 
 
 # operation -> (place, members, place of the root, S) -> what the member sends: to which places, how much to each
-_PATTERNS: dict[str, Callable[[int, int, int, int], tuple[Sequence[int] | Ints, float]]] = {
+_PATTERNS: dict[str, Callable[[int, int, int, int], tuple[Places, float]]] = {
     "all_reduce": lambda place, n, root, size: ([(place + 1) % n], 2 * (n - 1) / n * size),
     "all_gather": lambda place, n, root, size: ([(place + 1) % n], (n - 1) / n * size),
     "reduce_scatter": lambda place, n, root, size: ([(place + 1) % n], (n - 1) / n * size),
@@ -69,30 +70,27 @@ _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 def traffic(found: Collectives, ranks: Sequence[RankTrace]) -> Traffic:
     """The map of a job, of at most 128 rows."""
-    world = found.world_size
-    row_of, labels, what = _rows(world, ranks)
+    world, nodes = found.world_size, _nodes(found.world_size, ranks)
+    row_of, labels, what = _rows(world, nodes)
     matrix = np.zeros((len(labels), len(labels)))
-    node_of = _nodes(world, ranks)
     between = 0.0
     lost: Counter[str] = Counter()
-    for source, targets, amount in _sent(found, ranks, lost):
+    for source, targets, amount in _sent(found, lost):
         np.add.at(matrix[row_of[source]], row_of[targets], amount)
-        if node_of is not None:
-            between += amount * int((node_of[targets] != node_of[source]).sum())
+        if nodes is not None:
+            between += amount * int((nodes[1][targets] != nodes[1][source]).sum())
     return Traffic(
         what=what,
         labels=labels,
         bytes=np.rint(matrix).astype(np.int64).tolist(),
         total=round(float(matrix.sum())),
-        between_nodes=round(between) if node_of is not None else None,
-        not_placed=sum(lost.values()),
+        between_nodes=round(between) if nodes is not None else None,
+        not_placed=lost.total(),
         reasons=list(lost),
     )
 
 
-def _sent(
-    found: Collectives, ranks: Sequence[RankTrace], lost: Counter[str]
-) -> Iterator[tuple[int, Sequence[int] | Ints, float]]:
+def _sent(found: Collectives, lost: Counter[str]) -> Iterator[tuple[int, Places, float]]:
     """(from, to, bytes to each) over all calls; `lost` gets the S of those of which it is not known, by reason."""
     present = set(found.ranks)
     # Calls of one kind on one rank send the same: each combination is looked at once.
@@ -116,9 +114,7 @@ def _sent(
         yield from ((rank, [to], size) for to, size in sent_to.items() if 0 <= to < found.world_size)
 
 
-def _of_collective(
-    kind: CallKind, group: ProcessGroup, rank: int, world: int
-) -> str | tuple[Sequence[int] | Ints, float]:
+def _of_collective(kind: CallKind, group: ProcessGroup, rank: int, world: int) -> str | tuple[Places, float]:
     """What a rank sends in a call, (to, bytes to each), or why that is not known."""
     n = len(group.members)
     if kind.op == SEND_RECV or kind.moved >= 0 or n < 2 or not kind.bytes:
@@ -134,26 +130,23 @@ def _of_collective(
     return np.array(group.members)[places], size
 
 
-def _nodes(world: int, ranks: Sequence[RankTrace]) -> Ints | None:
-    """Number of the node of each rank; None where some rank's is not known."""
-    names = {one.rank: one.node for one in ranks if one.node}
-    if len(names) < world or world == 0:
+def _nodes(world: int, ranks: Sequence[RankTrace]) -> tuple[list[str], Ints] | None:
+    """(names of the nodes, number of the node of each rank); None where some rank's is not known."""
+    node_of = {one.rank: one.node for one in ranks if one.node}
+    if len(node_of) < world:
         return None
-    numbers: dict[str, int] = {}
-    return np.array([numbers.setdefault(names[rank], len(numbers)) for rank in range(world)], np.int64)
+    names = list(dict.fromkeys(node_of[rank] for rank in range(world)))
+    return names, np.array([names.index(node_of[rank]) for rank in range(world)], np.int64)
 
 
-def _rows(world: int, ranks: Sequence[RankTrace]) -> tuple[Ints, list[str], str]:
+def _rows(world: int, nodes: tuple[list[str], Ints] | None) -> tuple[Ints, list[str], str]:
     """(row of each rank, names of the rows, what a row is)."""
     if world <= _EACH:
-        return np.arange(max(world, 1)), [f"rank {rank}" for rank in range(max(world, 1))], "rank"
-    nodes = _nodes(world, ranks)
-    if nodes is not None and int(nodes.max()) < _MOST:
-        names = {int(nodes[one.rank or 0]): one.node for one in ranks}
-        members = [np.flatnonzero(nodes == number).tolist() for number in range(int(nodes.max()) + 1)]
-        labels = [f"{names[number][:24]} (rank {rank_ranges(own)})" for number, own in enumerate(members)]
-        return nodes, labels, "node"
+        return np.arange(world), [f"rank {rank}" for rank in range(world)], "rank"
+    if nodes is not None and len(nodes[0]) <= _MOST:
+        members = [rank_ranges(np.flatnonzero(nodes[1] == number).tolist()) for number in range(len(nodes[0]))]
+        labels = [f"{name[:24]} (rank {own})" for name, own in zip(nodes[0], members, strict=True)]
+        return nodes[1], labels, "node"
     width = -(-world // _MOST)
-    firsts = range(0, world, width)
-    labels = [f"rank {first}-{min(first + width, world) - 1}" for first in firsts]
+    labels = [f"rank {first}-{min(first + width, world) - 1}" for first in range(0, world, width)]
     return np.arange(world) // width, labels, f"{width} ranks"

@@ -87,32 +87,35 @@ def waiting_of(found: Collectives, ranks: Sequence[RankTrace]) -> Waiting | None
     if not len(shown):
         return None
     shown, begins, axis = _bins(shown)
+    places = range(len(begins))
     width = -(-(max(found.ranks) + 1) // _MOST_ROWS)
     blocks = range(0, max(found.ranks) + 1, width)
     us = pl.col("wait") / 1000
-    spread = {"p50": us.median(), "p95": us.quantile(0.95, "linear"), "max": us.max()}
-    by_bin = {row.pop("bin"): row for row in shown.group_by("bin").agg(**spread).to_dicts()}
+    of_bin = shown.group_by("bin").agg(us.median(), us.quantile(0.95, "linear").alias("p95"), us.max().alias("max"))
+    spread = {place: values for place, *values in of_bin.iter_rows()}
+    # A bin in which nobody waited has no values.
+    p50, p95, most = ([_tenths(spread[at][n] if at in spread else None) for at in places] for n in range(3))
     means = shown.group_by(pl.col("rank") // width, "bin").agg(us.mean())
-    mean_of = {(block, place): round(mean, 1) for block, place, mean in means.iter_rows()}
-
-    def of_bins(name: str) -> list[float | None]:
-        return [round(by_bin[place][name], 1) if place in by_bin else None for place in range(len(begins))]
-
+    mean_of = {(block, place): mean for block, place, mean in means.iter_rows()}
     return Waiting(
         measured=measured,
         axis=axis,
         bins=begins,
-        p50_us=of_bins("p50"),
-        p95_us=of_bins("p95"),
-        max_us=of_bins("max"),
+        p50_us=p50,
+        p95_us=p95,
+        max_us=most,
         rows=[f"rank {first}" if width == 1 else f"rank {first}-{first + width - 1}" for first in blocks],
-        mean_us=[[mean_of.get((block, place)) for place in range(len(begins))] for block in range(len(blocks))],
+        mean_us=[[_tenths(mean_of.get((block, at))) for at in places] for block in range(len(blocks))],
         last=_last(waits, calls),
         waiters=[
             Waiter(rank=rank, waiting_ms=covered)
             for rank, covered in _covered(waits, "rank", pl.col("moment"), pl.col("moment") + pl.col("wait"))
         ],
     )
+
+
+def _tenths(value: float | None) -> float | None:
+    return None if value is None else round(value, 1)
 
 
 def _by_calls(calls: pl.DataFrame, found: Collectives) -> pl.DataFrame:
@@ -125,26 +128,22 @@ def _by_calls(calls: pl.DataFrame, found: Collectives) -> pl.DataFrame:
     last = pl.col("moment").filter(usable).max().over("collective")
     made = made.with_columns(wait=pl.when(usable).then(last - pl.col("moment")).otherwise(-1))
     came_last = pl.col("rank").filter(pl.col("wait") == 0).last().over("collective")
-    return made.with_columns(last_rank=came_last.fill_null(-1))
+    return made.with_columns(last_rank=came_last)
 
 
 def _bins(shown: pl.DataFrame) -> tuple[pl.DataFrame, list[float], str]:
     """(the calls with their `bin`, where bins begin, what they are): iterations where they are known, else time."""
-    ends = [function(name) for name in ("step", "moment") for function in (pl.min, pl.max)]
-    low, high, first, last = shown.select(one.alias(str(number)) for number, one in enumerate(ends)).row(0)
+    step, moment = pl.col("step"), pl.col("moment")
+    low, high, first, last = shown.select(a=step.min(), b=step.max(), c=moment.min(), d=moment.max()).row(0)
     if high >= 2:
         width = -(-(high - low + 1) // _MOST_BINS)
         count = (high - low) // width + 1
         begins = [float(low + width * number) for number in range(count)]
-        return shown.with_columns(bin=(pl.col("step") - low) // width), begins, "iteration"
+        return shown.with_columns(bin=(step - low) // width), begins, "iteration"
     count = min(_MOST_BINS, max(1, len(shown) // 8))
-    width = max(1, -(-(last - first + 1) // count))
+    width = -(-(last - first + 1) // count)
     begins = [round(number * width / 1e6, 3) for number in range(count)]
-    return (
-        shown.with_columns(bin=((pl.col("moment") - first) // width).clip(0, count - 1)),
-        begins,
-        "ms since the begin",
-    )
+    return shown.with_columns(bin=(moment - first) // width), begins, "ms since the begin"
 
 
 def _last(waits: pl.DataFrame, calls: pl.DataFrame) -> list[Last]:

@@ -7,7 +7,7 @@ import argparse
 from crossrank.errors import CrossrankError
 from crossrank.tools.analysis.bandwidth import BY, KEYS, Bandwidth, bandwidth, line_rates
 from crossrank.tools.commands.measured import Measured, add_measured_arguments, read_measured
-from crossrank.tools.commands.options import add_json_argument, add_line_rate_argument, write_output
+from crossrank.tools.commands.options import write_output
 from crossrank.tools.job.from_replay import is_replay, read_replay
 from crossrank.tools.job.launches import LEFT_OUT
 from crossrank.tools.job.sources import CHOICES
@@ -22,15 +22,9 @@ class BandwidthCommand:
     what could not be attributed. Exit code 1: ranks are missing, or a file could not be used."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_measured_arguments(parser, CHOICES[:-1])
-        parser.add_argument(
-            "--by",
-            default=",".join(BY),
-            metavar="KEYS",
-            help=f"what rows are grouped by, of {','.join(KEYS)} (default {','.join(BY)})",
-        )
-        add_line_rate_argument(parser)
-        add_json_argument(parser)
+        meaning = f"what rows are grouped by, of {','.join(KEYS)} (default {','.join(BY)})"
+        parser.add_argument("--by", default=",".join(BY), metavar="KEYS", help=meaning)
+        add_measured_arguments(parser, CHOICES[:-1], "line-rate")
         parser.add_argument("-o", "--output", metavar="FILE", help="write the result as JSON to FILE (bandwidth.json)")
 
     def run(self, arguments: argparse.Namespace) -> int:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
 
 import msgspec
 
 from crossrank.errors import CrossrankError
-from crossrank.tools.commands.options import add_json_argument, complain
+from crossrank.tools.commands.options import SHARED, complain
 from crossrank.tools.graph.chakra.convert_ranks import GROUPS
 from crossrank.tools.graph.chakra.feeder_contract import Checked, check
-from crossrank.tools.output.console import print_counts, print_json, print_rows
+from crossrank.tools.output.console import Columns, print_counts, print_json, table_of
 
 
 class CheckCommand:
@@ -24,10 +23,9 @@ class CheckCommand:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("traces", nargs="+", metavar="FILE.et", help="Chakra traces, plain, gzip or zstd")
-        parser.add_argument(
-            "--groups", metavar="FILE", help=f"the communicator groups (default: {GROUPS} beside the first trace)"
-        )
-        add_json_argument(parser, "what was found")
+        meaning = f"the communicator groups (default: {GROUPS} beside the first trace)"
+        parser.add_argument("--groups", metavar="FILE", help=meaning)
+        parser.add_argument("--json", **SHARED["json"])
 
     def run(self, arguments: argparse.Namespace) -> int:
         groups = _groups(arguments.groups, arguments.traces[0])
@@ -40,7 +38,9 @@ class CheckCommand:
         if arguments.json:
             print_json(results)
         elif results:
-            _print(results)
+            table_of(results, _COLUMNS).print("Chakra traces")
+            notes = sum((result.notes for result in results), Counter[str]())
+            print_counts("Worth knowing", sorted(notes.items()))
         for result in results:
             for what, count in result.faults.items():
                 complain(f"{result.path}: {what}: {count}, first {result.first[what]}")
@@ -60,16 +60,11 @@ def _groups(given: str | None, first: str) -> dict[str, list[int]] | None:
         raise CrossrankError(f"{path}: is no group file ({error}); name another with --groups") from error
 
 
-def _print(results: list[Checked]) -> None:
-    print_rows("Chakra traces", _COLUMNS, results)
-    print_counts("Worth knowing", sorted(sum((result.notes for result in results), Counter[str]()).items()))
-
-
 def _communications(result: Checked) -> int:
     return sum(count for kind, count in result.types.items() if kind.startswith("COMM_"))
 
 
-_COLUMNS: Sequence[tuple[str, Callable[[Checked], object]]] = (
+_COLUMNS: Columns[Checked] = (
     ("file", lambda result: result.path),
     ("#nodes", lambda result: f"{result.nodes:,}"),
     ("#communications", lambda result: f"{_communications(result):,}"),

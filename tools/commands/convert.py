@@ -5,24 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from crossrank.errors import CrossrankError
 from crossrank.recording import LINKED, is_folder
-from crossrank.text import printable
-from crossrank.tools.commands.options import (
-    add_fleet_arguments,
-    add_json_argument,
-    add_min_match_argument,
-    add_ranks_argument,
-    complain,
-    fleet_of,
-    output_folder,
-    progress,
-)
-from crossrank.tools.commands.simulation import as_builtins, print_simulation, simulate_windows
+from crossrank.tools.commands.options import add_shared, complain, fleet_of, output_folder, progress
 from crossrank.tools.graph.chakra.chakra_graph import Options
 from crossrank.tools.graph.chakra.convert_ranks import (
     ConvertedRank,
@@ -31,11 +21,15 @@ from crossrank.tools.graph.chakra.convert_ranks import (
     disagreements,
     write_groups,
 )
+from crossrank.tools.graph.chakra.simulate import RankGraph, Simulation, simulate
+from crossrank.tools.graph.chakra.simulation_timeline import write_timeline
 from crossrank.tools.graph.linking.window_files import Inputs, RankInput, find_inputs
-from crossrank.tools.output.console import print_counts, print_json, print_rows
+from crossrank.tools.output.console import Columns, print_counts, print_json, table_of
 from crossrank.tools.traces.discover import discover
 
-_SHOWN = 16
+_SHOWN, _BUSIEST = 16, 12
+_FIGURES = ("makespan_ns", "measured_ns", "by_clocks", "error", "critical_ns", "waiting_ns", "joined", "alone")
+"""What `--json` says of a simulation besides how busy its lanes are."""
 
 
 class ConvertCommand:
@@ -45,55 +39,36 @@ class ConvertCommand:
     a group disagree on their collectives."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "recording",
-            nargs="+",
-            help="a recording, any folder of such files, the two files of one rank, or linked traces",
+        add = parser.add_argument
+        meaning = "a recording, any folder of such files, the two files of one rank, or linked traces"
+        add("recording", nargs="+", help=meaning)
+        add("-o", "--output", metavar="DIR", help="folder for the traces (default: the input's)")
+        meaning = (
+            "all: data_deps hold every dependency, for a reader of data_deps alone (default); data: what is only "
+            "the order of a thread stands in ctrl_deps"
         )
-        parser.add_argument("-o", "--output", metavar="DIR", help="folder for the traces (default: the input's)")
-        add_ranks_argument(parser)
-        parser.add_argument(
-            "--deps",
-            choices=("all", "data"),
-            default="all",
-            help="all: data_deps hold every dependency, for a reader of data_deps alone (default); data: what is only "
-            "the order of a thread stands in ctrl_deps",
+        add("--deps", choices=("all", "data"), default="all", help=meaning)
+        meaning = (
+            "gpu: GPU and communication nodes only, with the dependencies that ran through the host, which then "
+            "takes no time: ASTRA-sim says the overlap of computation and communication of such traces alone"
         )
-        parser.add_argument(
-            "--nodes",
-            choices=("all", "gpu"),
-            default="all",
-            help="gpu: GPU and communication nodes only, with the dependencies that ran through the host, which then "
-            "takes no time: ASTRA-sim says the overlap of computation and communication of such traces alone",
-        )
-        parser.add_argument(
-            "--no-pauses",
-            action="store_true",
-            help="leave out what a thread did between its operations (default: a node for each such pause)",
-        )
-        parser.add_argument(
-            "--lower",
-            choices=("astra-sim",),
-            help="write only what this simulator runs: barrier as all_reduce, gather as all_gather, scatter and reduce "
+        add("--nodes", choices=("all", "gpu"), default="all", help=meaning)
+        meaning = "leave out what a thread did between its operations (default: a node for each such pause)"
+        add("--no-pauses", action="store_true", help=meaning)
+        meaning = (
+            "write only what this simulator runs: barrier as all_reduce, gather as all_gather, scatter and reduce "
             "as reduce_scatter, what a rank does alone as a computation; and let threads and streams that ran side by "
-            "side, which it runs one after the other, not take longer than they did",
+            "side, which it runs one after the other, not take longer than they did"
         )
-        parser.add_argument(
-            "--group-node",
-            action="store_true",
-            help="write the process groups as a metadata node too, as Chakra's converter does: ASTRA-sim stops at it",
-        )
-        parser.add_argument("--strict", action="store_true", help="refuse dependencies that run in a circle")
-        parser.add_argument(
-            "--simulate", action="store_true", help="play all ranks and say how long they take, and why"
-        )
-        parser.add_argument(
-            "--timeline", metavar="FILE", help="write the simulation as a trace for ui.perfetto.dev (.json or .json.gz)"
-        )
-        parser.add_argument("--keep-linked", action="store_true", help="write rank-N.linked.json.zst as well")
-        add_min_match_argument(parser)
-        add_fleet_arguments(parser)
-        add_json_argument(parser, "the summary")
+        add("--lower", choices=("astra-sim",), help=meaning)
+        meaning = "write the process groups as a metadata node too, as Chakra's converter does: ASTRA-sim stops at it"
+        add("--group-node", action="store_true", help=meaning)
+        add("--strict", action="store_true", help="refuse dependencies that run in a circle")
+        add("--simulate", action="store_true", help="play all ranks and say how long they take, and why")
+        meaning = "write the simulation as a trace for ui.perfetto.dev (.json or .json.gz)"
+        add("--timeline", metavar="FILE", help=meaning)
+        add("--keep-linked", action="store_true", help="write rank-N.linked.json.zst as well")
+        add_shared(parser, "ranks", "min-match", "json")
 
     def run(self, arguments: argparse.Namespace) -> int:
         inputs = _inputs(arguments.recording, arguments.ranks)
@@ -122,14 +97,14 @@ class ConvertCommand:
         group_file = write_groups(good, folder) if good else None
         apart = delay_starts(good)
         differ = disagreements(results)
-        simulations = simulate_windows(good, arguments.timeline)
+        simulations = _simulate(good, arguments.timeline)
         if arguments.json:
             print_json(
                 {
                     "ranks": [replace(result, converted=replace(result.converted, graph=None)) for result in results],
                     "groups": group_file,
                     "windows_by_no_clock": apart,
-                    "simulations": [as_builtins(window, simulation) for window, simulation in simulations],
+                    "simulations": [_figures(window, simulation) for window, simulation in simulations.items()],
                     "disagreements": differ,
                     "problems": [problem.text for problem in inputs.problems],
                 }
@@ -138,8 +113,8 @@ class ConvertCommand:
             _print(good, folder)
             for window in apart:
                 print(f"\nclocks     of the ranks are further apart than window {window} is long; all begin at 0")
-            for window, simulation in simulations:
-                print_simulation(window, simulation)
+            for window, simulation in simulations.items():
+                _print_simulation(window, simulation)
         complain(*(problem.text for problem in inputs.problems), *inputs.notes, *differ)
         is_whole = _complain_of_ranks(results, arguments.min_match)
         if not good:
@@ -148,15 +123,14 @@ class ConvertCommand:
 
 
 def _inputs(paths: Sequence[str], ranks: set[int] | None) -> Inputs:
-    linked = _linked(paths)
-    if not linked and len(paths) > 2:
-        raise CrossrankError(f"{len(paths)} paths given; name one folder, the two files of one rank, or linked traces")
-    if not linked:
-        inputs = find_inputs(paths, ranks)
-    else:
+    if linked := _linked(paths):
         inputs = Inputs(pairs=[pair for pair in linked if ranks is None or pair.rank in ranks], problems=[])
         if not inputs.pairs:
             raise CrossrankError(f"none of the {len(paths)} linked traces is of a rank that --ranks names")
+    elif len(paths) > 2:
+        raise CrossrankError(f"{len(paths)} paths given; name one folder, the two files of one rank, or linked traces")
+    else:
+        inputs = find_inputs(paths, ranks)
     seen: dict[tuple[int | None, int], RankInput] = {}
     for pair in inputs.pairs:
         # Two inputs of one rank would write one file.
@@ -190,25 +164,45 @@ def _refuse_timeline(timeline: str) -> None:
         raise CrossrankError(f"{timeline}: cannot be written; name a file in a folder that exists")
 
 
+def _simulate(results: Sequence[ConvertedRank], timeline: str | None) -> dict[int, Simulation]:
+    """Window -> its ranks, played together; written to `timeline` as well, later windows beside it."""
+    windows: dict[int, list[RankGraph]] = {}
+    for result in results:
+        if result.converted.graph is not None:
+            windows.setdefault(result.window, []).append(result.converted.graph)
+    simulations = {window: simulate(graphs) for window, graphs in sorted(windows.items())}
+    if timeline is None:
+        return simulations
+    for window, simulation in simulations.items():
+        path = Path(timeline)
+        path = path if window == 1 else path.with_name(f"w{window}.{path.name}")
+        try:
+            write_timeline(windows[window], simulation, path)
+        except OSError as error:
+            raise CrossrankError(f"{path}: cannot be written ({error.strerror}); name another file") from error
+    return simulations
+
+
+def _figures(window: int, simulation: Simulation) -> dict[str, object]:
+    busy = [{"rank": rank, "lane": lane, "ns": ns} for (rank, lane), ns in simulation.busy_ns.items()]
+    return {"window": window, "busy_ns": busy} | {name: getattr(simulation, name) for name in _FIGURES}
+
+
 def _complain_of_ranks(results: Sequence[ConvertedRank], least: float) -> bool:
     """Whether every rank was converted whole and matched well enough; complains of those that were not."""
     for result in results:
-        texts = [result.error] if result.error is not None else []
-        complain(*(f"{result.name}: {text}" for text in texts + result.damage + result.converted.warnings))
+        texts = [result.error, *result.damage, *result.converted.warnings]
+        complain(*(f"{result.name}: {text}" for text in texts if text is not None))
     poor = [r for r in results if r.error is None and min(r.host_rate, r.activity_rate) < least]
     complain(*(f"{r.name}: matched less than --min-match; `crossrank link` says what and why" for r in poor))
     return not poor and not any(result.error is not None or result.damage for result in results)
 
 
 def _print(results: Sequence[ConvertedRank], folder: str) -> None:
-    print_rows(f"Chakra traces in {printable(folder)}", _COLUMNS, results, most=_SHOWN)
-    dependencies: Counter[str] = Counter()
-    lowered: Counter[str] = Counter()
-    for result in results:
-        dependencies.update(result.converted.dependencies)
-        lowered.update(result.converted.lowered)
-    print_counts("Dependencies, by kind", dependencies.most_common())
-    print_counts("Lowered to what ASTRA-sim runs", lowered.most_common())
+    table_of(results, _COLUMNS, limit=_SHOWN).print(f"Chakra traces in {folder}")
+    for name, title in (("dependencies", "Dependencies, by kind"), ("lowered", "Lowered to what ASTRA-sim runs")):
+        total = sum((Counter(getattr(result.converted, name)) for result in results), Counter[str]())
+        print_counts(title, total.most_common())
 
 
 _HOST, _PAUSE, _GPU = "computation on the host", "pause of the host", "computation on a GPU"
@@ -218,7 +212,7 @@ def _nodes(result: ConvertedRank, *kinds: str) -> int:
     return sum(result.converted.nodes.get(kind, 0) for kind in kinds or result.converted.nodes)
 
 
-_COLUMNS: Sequence[tuple[str, Callable[[ConvertedRank], object]]] = (
+_COLUMNS: Columns[ConvertedRank] = (
     ("rank", lambda result: result.name.removeprefix("rank ")),
     ("#nodes", lambda result: f"{_nodes(result):,}"),
     ("#on the host", lambda result: f"{_nodes(result, _HOST):,}"),
@@ -229,3 +223,32 @@ _COLUMNS: Sequence[tuple[str, Callable[[ConvertedRank], object]]] = (
     ("#implied", lambda result: f"{result.converted.implied:,}"),
     ("#size", lambda result: f"{result.size / 1e6:.2f} MB"),
 )
+
+
+def _print_simulation(window: int, simulation: Simulation) -> None:
+    """Makespan, what the critical path consists of, and how busy every thread and stream is."""
+    print(f"\nSimulation{'' if window == 1 else f' of window {window}'}")
+    print(
+        f"  makespan   {_ms(simulation.makespan_ns)} ms, {simulation.error:+.1%} of the measured "
+        f"{_ms(simulation.measured_ns)} ms (first start to last end of all ranks)"
+    )
+    print(f"  joined     {simulation.joined:,} communications over several ranks, {simulation.alone:,} played alone")
+    if not simulation.by_clocks:
+        print("  clocks     of the ranks are further apart than the window is long; all begin at 0")
+    print("  critical path")
+    for category, spent in simulation.critical_ns.items():
+        print(f"    {_ms(spent):>12} ms  {category}")
+    whole = max(1, simulation.makespan_ns)
+    columns: Columns[tuple[tuple[int, str], int]] = (
+        ("rank", lambda one: one[0][0]),
+        ("thread or stream", lambda one: one[0][1]),
+        ("#busy ms", lambda one: _ms(one[1])),
+        ("#of makespan", lambda one: f"{one[1] / whole:.1%}"),
+        ("#rank waits ms", lambda one: _ms(simulation.waiting_ns[one[0][0]])),
+    )
+    busiest = sorted(simulation.busy_ns.items(), key=lambda one: -one[1])
+    table_of(busiest, columns, limit=_BUSIEST).print("Busiest threads and streams")
+
+
+def _ms(ns: int) -> str:
+    return f"{ns / 1e6:,.3f}"

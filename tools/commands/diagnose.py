@@ -13,18 +13,8 @@ from crossrank.tools.analysis.diagnosis.diagnose import diagnose
 from crossrank.tools.analysis.diagnosis.evidence import Evidence, find_candidates, read_evidence
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
 from crossrank.tools.analysis.diagnosis.job_state import JobState
-from crossrank.tools.commands.options import (
-    add_fleet_arguments,
-    add_json_argument,
-    add_ranks_argument,
-    complain,
-    fleet_of,
-    progress,
-    write_output,
-)
+from crossrank.tools.commands.options import add_shared, complain, fleet_of, progress, write_output
 from crossrank.tools.output.diagnosis.verdict import Filter, print_diagnosis
-
-_MOST_COMPLAINTS = 12
 
 
 class DiagnoseCommand:
@@ -33,31 +23,22 @@ class DiagnoseCommand:
     Exit code 0: healthy. 1: a fault, or a rank without a usable dump. 2: nothing could be used."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("path", nargs="+", help="a recording, a folder of dumps (and all below it), or the dumps")
-        add_json_argument(parser, "the diagnosis")
-        parser.add_argument("-o", "--output", metavar="FILE", help="write the diagnosis as JSON to FILE")
-        parser.add_argument("--html", metavar="FILE", help="write one page that works without a network")
-        parser.add_argument(
-            "--database",
-            metavar="FILE",
-            help="write groups, memberships, collectives, calls and tracebacks as SQLite tables",
-        )
-        parser.add_argument("--print-entries", action="store_true", help="print every call, rank beside rank")
-        add_ranks_argument(
-            parser,
+        add = parser.add_argument
+        add("path", nargs="+", help="a recording, a folder of dumps (and all below it), or the dumps")
+        add("-o", "--output", metavar="FILE", help="write the diagnosis as JSON to FILE")
+        add("--html", metavar="FILE", help="write one page that works without a network")
+        meaning = "write groups, memberships, collectives, calls and tracebacks as SQLite tables"
+        add("--database", metavar="FILE", help=meaning)
+        add("--print-entries", action="store_true", help="print every call, rank beside rank")
+        add("--groups", nargs="+", metavar="NAME", help="as --ranks, of these groups, by name or description")
+        meaning = "ranks without a usable dump are no fault, and are taken to be where the others are"
+        add("--allow-missing", action="store_true", help=meaning)
+        add("--world-size", type=int, metavar="N", help="ranks of the job, where no file says it")
+        meaning = (
             "of the findings, notes, stragglers and entries print those of these ranks, 0-7,12, and of what they "
-            "follow from; the verdict, the exit code, --json and files are of all",
+            "follow from; the verdict, the exit code, --json and files are of all"
         )
-        parser.add_argument(
-            "--groups", nargs="+", metavar="NAME", help="the same for these groups, by name or description"
-        )
-        parser.add_argument(
-            "--allow-missing",
-            action="store_true",
-            help="ranks without a usable dump are no fault, and are taken to be where the others are",
-        )
-        parser.add_argument("--world-size", type=int, metavar="N", help="ranks of the job, where no file says it")
-        add_fleet_arguments(parser)
+        add_shared(parser, "json", "ranks", ranks=meaning)
 
     def run(self, arguments: argparse.Namespace) -> int:
         evidence = _read(arguments)
@@ -78,9 +59,7 @@ class DiagnoseCommand:
             from crossrank.tools.output.diagnosis.entries import print_entries
 
             print_entries(job, arguments.ranks, arguments.groups)
-        complain(*evidence.skipped[:_MOST_COMPLAINTS])
-        if len(evidence.skipped) > _MOST_COMPLAINTS:
-            complain(f"… and {len(evidence.skipped) - _MOST_COMPLAINTS} more files were not used: --json has all")
+        complain(*evidence.skipped, most=12)
         return 0 if diagnosis.verdict == "ok" else 1
 
 

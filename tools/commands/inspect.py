@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 from typing import Any
 
 from crossrank.recording import COMMS
 from crossrank.text import amount, printable, rank_ranges
 from crossrank.tools.analysis.summary import Summary, summarise
-from crossrank.tools.commands.options import add_fleet_arguments, add_json_argument, complain, fleet_of, progress
-from crossrank.tools.output.console import print_json, print_rows
+from crossrank.tools.commands.options import add_shared, complain, fleet_of, progress
+from crossrank.tools.output.console import print_json, table_of
 from crossrank.tools.traces.discover import discover
 
-_TOP = 10
 _MOST_ENDINGS = 8
 _LONGEST_ENDING = 200
 _CHAKRA = (".et", ".et.gz", ".et.zst")
@@ -26,12 +25,10 @@ class InspectCommand:
     over the ranks that made the call. Of a Chakra trace (FILE.et): its metadata and nodes, with --json all of them."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "recording", help="the folder given as TRACING_DIR, one comms file, an fsspec URL, or FILE.et"
-        )
-        add_json_argument(parser, "the whole summary")
-        parser.add_argument("--top", type=_count, default=_TOP, metavar="N", help="source lines to list (default 10)")
-        add_fleet_arguments(parser)
+        meaning = "the folder given as TRACING_DIR, one comms file, an fsspec URL, or FILE.et"
+        parser.add_argument("recording", help=meaning)
+        parser.add_argument("--top", type=_count, default=10, metavar="N", help="source lines to list (default 10)")
+        add_shared(parser, "json")
 
     def run(self, arguments: argparse.Namespace) -> int:
         if arguments.recording.endswith(_CHAKRA):
@@ -54,63 +51,58 @@ class InspectCommand:
 
 
 def _print(summary: Summary, top: int) -> None:
-    _print_head(summary)
+    _print_lines(_head(summary))
     if summary.by_op:
-        print_rows("Operations", _OPERATIONS, summary.by_op)
+        table_of(summary.by_op, _OPERATIONS).print("Operations")
     if summary.groups:
-        print_rows("Process groups", _GROUPS, summary.groups)
+        table_of(summary.groups, _GROUPS).print("Process groups")
     if summary.sources:
-        rest = len(summary.sources) - top
-        more = f" ({rest} more: --top)" if rest > 0 else ""
-        print_rows(f"Source lines that communicate most{more}", _SOURCES, summary.sources[:top])
-    print_rows("Files", _FILES, list(summary.files.items()))
-    _print_missing(summary)
+        table_of(summary.sources, _SOURCES, limit=top, more="--top").print("Source lines that communicate most")
+    table_of(list(summary.files.items()), _FILES).print("Files")
+    print()
+    _print_lines(_missing(summary))
 
 
-def _print_head(summary: Summary) -> None:
+def _print_lines(lines: Iterable[tuple[str, str]]) -> None:
+    for name, text in lines:
+        print(f"{name:<10} {printable(text)}")
+
+
+def _head(summary: Summary) -> Iterator[tuple[str, str]]:
     total = summary.calls
     ranks = f"{len(summary.ranks)} of {summary.world_size}" if summary.world_size is not None else "0"
-    nodes = ", ".join(f"{printable(node)[:8]}: {rank_ranges(on)}" for node, on in list(summary.nodes.items())[:4])
+    nodes = ", ".join(f"{node[:8]}: {rank_ranges(on)}" for node, on in list(summary.nodes.items())[:4])
     more = ", …" if len(summary.nodes) > 4 else ""
-    versions = ", ".join(f"{name} {version}" for name, version in summary.versions.items() if version)
     unknown = f", {_share(total.unknown_bytes, total.bytes)} unknown" if total.unknown_bytes else ""
-    filtered = summary.counts.get("filtered")
-    print(f"recording  {printable(summary.path)}")
-    print(f"ranks      {ranks} on {len(summary.nodes)} node(s) ({nodes}{more})")
-    print(f"versions   {printable(versions)}")
-    print(f"steps      {summary.steps}")
-    print(f"calls      {total.calls} recorded, {amount(total.bytes)} (S of nccl-tests, summed over ranks)")
-    if filtered:
-        print(f"           {filtered} more stayed inside a node and were left out (TRACING=CROSSNODE)")
-    print(f"cross-node {_share(total.cross_node_bytes, total.bytes)} of the recorded bytes{unknown}")
+    yield "recording", summary.path
+    yield "ranks", f"{ranks} on {len(summary.nodes)} node(s) ({nodes}{more})"
+    yield "versions", ", ".join(f"{name} {version}" for name, version in summary.versions.items() if version)
+    yield "steps", str(summary.steps)
+    yield "calls", f"{total.calls} recorded, {amount(total.bytes)} (S of nccl-tests, summed over ranks)"
+    if filtered := summary.counts.get("filtered"):
+        yield "", f"{filtered} more stayed inside a node and were left out (TRACING=CROSSNODE)"
+    yield "cross-node", f"{_share(total.cross_node_bytes, total.bytes)} of the recorded bytes{unknown}"
 
 
-def _print_missing(summary: Summary) -> None:
-    print()
+def _missing(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.missing_ranks:
-        print(f"missing    no comms file of rank {rank_ranges(summary.missing_ranks)}")
+        yield "missing", f"no comms file of rank {rank_ranges(summary.missing_ranks)}"
     if summary.unfinished_ranks:
-        ranks = rank_ranges(summary.unfinished_ranks)
-        print(
-            f"unfinished rank {ranks}: no end line, the process was killed or still runs; its last half second may lack"
-        )
-    for ending, ended in list(summary.endings.items())[:_MOST_ENDINGS]:
-        print(f"ended      rank {rank_ranges(ended)} by {printable(ending)[:_LONGEST_ENDING]}")
+        ended = "no end line, the process was killed or still runs; its last half second may lack"
+        yield "unfinished", f"rank {rank_ranges(summary.unfinished_ranks)}: {ended}"
+    for ending, ranks in list(summary.endings.items())[:_MOST_ENDINGS]:
+        yield "ended", f"rank {rank_ranges(ranks)} by {ending[:_LONGEST_ENDING]}"
     for name in summary.cut_off:
-        print(f"cut off    {printable(name)}: the process ended while it was written")
+        yield "cut off", f"{name}: the process ended while it was written"
     for warning in summary.warnings:
-        print(f"warning    {printable(warning)}")
-    if summary.foreign:
-        names = printable(", ".join(summary.foreign[:5]))
-        print(f"foreign    {len(summary.foreign)} file(s) that are no recording's: {names}")
-    if summary.other_jobs:
-        names = ", ".join(summary.other_jobs[:5]) + (", …" if len(summary.other_jobs) > 5 else "")
-        print(
-            f"others     {len(summary.other_jobs)} folder(s) of other jobs, an earlier one or processes that ranks "
-            f"started, not counted here: {printable(names)}"
-        )
+        yield "warning", warning
+    if foreign := summary.foreign:
+        yield "foreign", f"{len(foreign)} file(s) that are no recording's: {', '.join(foreign[:5])}"
+    if others := summary.other_jobs:
+        what = "folder(s) of other jobs, an earlier one or processes that ranks started, not counted here"
+        yield "others", f"{len(others)} {what}: {', '.join(others[:5])}{', …' if len(others) > 5 else ''}"
     if not (_lacks(summary) or summary.problems):
-        print("complete   every rank is there" + ("" if summary.endings else " and ended properly"))
+        yield "complete", "every rank is there" + ("" if summary.endings else " and ended properly")
 
 
 def _lacks(summary: Summary) -> bool:

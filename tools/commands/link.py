@@ -5,24 +5,15 @@ from __future__ import annotations
 import argparse
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from crossrank.errors import CrossrankError
-from crossrank.text import printable, rank_ranges
-from crossrank.tools.commands.options import (
-    add_fleet_arguments,
-    add_json_argument,
-    add_min_match_argument,
-    add_ranks_argument,
-    complain,
-    fleet_of,
-    output_folder,
-    progress,
-)
+from crossrank.text import percent, printable, rank_ranges
+from crossrank.tools.commands.options import add_shared, complain, fleet_of, output_folder, progress
 from crossrank.tools.graph.linking.link_ranks import EXTENSIONS, GroupRow, LinkedRank, compare_groups, link_ranks
 from crossrank.tools.graph.linking.window_files import Inputs, find_inputs
-from crossrank.tools.output.console import print_counts, print_json, print_rows
+from crossrank.tools.output.console import Columns, print_counts, print_json, table_of
 
 _ROWS = 16
 _WARNINGS = 4
@@ -47,21 +38,13 @@ class LinkCommand:
     or matched less than --min-match, or the ranks of a group disagree on their number of collectives."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "recording",
-            nargs="+",
-            help="a recording, any folder of such files, or the two files of one rank; plain, gzip or zstd",
-        )
-        parser.add_argument(
-            "-o", "--output", metavar="DIR", help="folder for rank-N.linked.json.zst (default: the input's)"
-        )
-        add_ranks_argument(parser)
-        add_min_match_argument(parser)
-        parser.add_argument(
-            "--compress", choices=sorted(EXTENSIONS), default="zst", help="compression of the output (default zst)"
-        )
-        add_fleet_arguments(parser)
-        add_json_argument(parser, "the summary")
+        add = parser.add_argument
+        meaning = "a recording, any folder of such files, or the two files of one rank; plain, gzip or zstd"
+        add("recording", nargs="+", help=meaning)
+        add("-o", "--output", metavar="DIR", help="folder for rank-N.linked.json.zst (default: the input's)")
+        meaning = "compression of the output (default zst)"
+        add("--compress", choices=sorted(EXTENSIONS), default="zst", help=meaning)
+        add_shared(parser, "ranks", "min-match", "json")
 
     def run(self, arguments: argparse.Namespace) -> int:
         paths: list[str] = arguments.recording
@@ -81,8 +64,7 @@ class LinkCommand:
         else:
             _print(linked, groups, folder)
         complain(*(problem.text for problem in inputs.problems), *inputs.notes)
-        faults = [text for result in results for text in _faults(result)]
-        faults += [text for result in linked for text in _poor_match(result, arguments.min_match)]
+        faults = [f"{result.name}: {text}" for result in results for text in _faults(result, arguments.min_match)]
         faults += [
             f"the ranks of group {_group_name(row)} made different numbers of collectives: {_counts(row)}"
             for row in groups
@@ -94,40 +76,32 @@ class LinkCommand:
         return 1 if inputs.problems or faults else 0
 
 
-def _faults(result: LinkedRank) -> list[str]:
-    """Why a rank was not linked, or not as a whole."""
-    texts = [result.error] if result.error is not None else []
-    texts += result.report.damage
-    texts += [f"are these two files of one run? {doubt}" for doubt in result.report.doubts]
-    return [f"{result.name}: {text}" for text in texts]
-
-
-def _poor_match(result: LinkedRank, least: float) -> list[str]:
+def _faults(result: LinkedRank, least: float) -> Iterator[str]:
+    """Why a rank was not linked, or not as a whole, or matched less than it should."""
     report = result.report
+    if result.error is not None:
+        yield result.error
+    yield from report.damage
+    yield from (f"are these two files of one run? {doubt}" for doubt in report.doubts)
     rate = min(report.host_rate, report.activity_rate)
-    if rate >= least:
-        return []
-    of_host = report.host_rate <= report.activity_rate
-    reasons = report.host_unmatched if of_host else report.activities_unlinked
-    reason, count = max(reasons.items(), key=lambda item: item[1])
-    what = "operations" if of_host else "GPU activities"
-    return [
-        f"{result.name}: matched {_percent(rate)}, less than {_percent(least)} (--min-match); {count} {what}: {reason}"
-    ]
+    if result.error is None and rate < least:
+        of_host = report.host_rate <= report.activity_rate
+        reasons = report.host_unmatched if of_host else report.activities_unlinked
+        reason, count = max(reasons.items(), key=lambda item: item[1])
+        what = "operations" if of_host else "GPU activities"
+        yield f"matched {percent(rate)}, less than {percent(least)} (--min-match); {count} {what}: {reason}"
 
 
 def _print(linked: Sequence[LinkedRank], groups: Sequence[GroupRow], folder: str) -> None:
-    print_rows(f"Linked traces in {printable(folder)}", _RANKS, linked, most=_ROWS)
+    table_of(linked, _RANKS, limit=_ROWS).print(f"Linked traces in {folder}")
     for name, title in _COUNTED.items():
-        total: Counter[str] = Counter()
-        for result in linked:
-            total.update(getattr(result.report, name))
+        total = sum((Counter(getattr(result.report, name)) for result in linked), Counter[str]())
         print_counts(title, sorted(total.items(), key=lambda item: (-item[1], item[0])))
     alone = sum(result.report.communication_kernels_alone for result in linked)
     if alone:
         print_counts("Communication kernels without a call around them", [("all", alone)])
     if groups:
-        print_rows("Process groups, over the ranks linked", _GROUPS, groups, most=_ROWS)
+        table_of(groups, _GROUPS, limit=_ROWS).print("Process groups, over the ranks linked")
     warnings = _warnings(linked)
     for text, ranks in warnings[:_WARNINGS]:
         print(f"\nwarning    {printable(text)} ({', '.join(ranks[:4])}{', …' if len(ranks) > 4 else ''})")
@@ -148,8 +122,8 @@ def _warnings(linked: Sequence[LinkedRank]) -> list[tuple[str, list[str]]]:
             found.setdefault(_NUMBER.sub("\0", warning), []).append((numbers, result.name))
     merged = []
     for text, given in found.items():
-        spans = [(min(column), max(column)) for column in zip(*(numbers for numbers, _ in given), strict=True)]
-        for low, high in spans:
+        for column in zip(*(numbers for numbers, _ in given), strict=True):
+            low, high = min(column), max(column)
             text = text.replace("\0", str(low) if low == high else f"{low}…{high}", 1)
         merged.append((text, list(dict.fromkeys(name for _, name in given))))
     return sorted(merged, key=lambda item: -len(item[1]))
@@ -172,11 +146,10 @@ def _counts(row: GroupRow) -> str:
 def _summary(results: Sequence[LinkedRank], groups: Sequence[GroupRow], inputs: Inputs) -> dict[str, object]:
     """What `--json` prints."""
     named = ("rank", "window", "output", "error", "nodes")
-    rates = ("host_rate", "activity_rate")
     return {
         "ranks": [
             {name: getattr(result, name) for name in named}
-            | {name: getattr(result.report, name) for name in rates}
+            | {name: getattr(result.report, name) for name in ("host_rate", "activity_rate")}
             | asdict(result.report)
             for result in results
         ],
@@ -185,26 +158,21 @@ def _summary(results: Sequence[LinkedRank], groups: Sequence[GroupRow], inputs: 
     }
 
 
-def _percent(share: float) -> str:
-    # Never rounded up to a match that it is not.
-    return f"{int(share * 1000) / 10:.1f} %"
-
-
 def _left_out(result: LinkedRank) -> int:
     return sum(result.report.activities_outside.values())
 
 
-_RANKS: Sequence[tuple[str, Callable[[LinkedRank], object]]] = (
+_RANKS: Columns[LinkedRank] = (
     ("rank", lambda result: result.name.removeprefix("rank ")),
     ("#host ops", lambda result: f"{result.report.host_nodes:,}"),
-    ("#matched", lambda result: _percent(result.report.host_rate)),
+    ("#matched", lambda result: percent(result.report.host_rate)),
     ("#GPU", lambda result: f"{sum(result.report.activities.values()) - _left_out(result):,}"),
-    ("#linked", lambda result: _percent(result.report.activity_rate) if result.report.activities else "-"),
+    ("#linked", lambda result: percent(result.report.activity_rate) if result.report.activities else "-"),
     ("#left out", lambda result: f"{_left_out(result):,}"),
     ("#comms", lambda result: f"{sum(result.report.communications.values()):,}"),
     ("#edges", lambda result: f"{sum(result.report.edges.values()):,}"),
 )
-_GROUPS: Sequence[tuple[str, Callable[[GroupRow], object]]] = (
+_GROUPS: Columns[GroupRow] = (
     ("group", _group_name),
     ("#members", lambda row: len(row.ranks) or "not known"),
     ("ranks", lambda row: rank_ranges(row.ranks) if row.ranks else "not known"),

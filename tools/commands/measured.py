@@ -8,13 +8,11 @@ from dataclasses import dataclass
 
 from crossrank.errors import CrossrankError
 from crossrank.text import rank_ranges
-from crossrank.tools.commands.options import add_fleet_arguments, add_ranks_argument, complain, fleet_of, progress
+from crossrank.tools.commands.options import add_shared, complain, fleet_of, progress
 from crossrank.tools.job.collectives import Collectives, match_collectives
 from crossrank.tools.job.job import Job
 from crossrank.tools.job.sources import find, read
 from crossrank.tools.traces.rank_trace import RankTrace
-
-_COMPLAINTS = 8
 
 
 @dataclass
@@ -35,23 +33,20 @@ class Measured:
 
     def complain(self) -> int:
         """Report what is missing; the exit code that follows."""
-        complain(*self.skipped[:_COMPLAINTS])
+        complain(*self.skipped, most=8)
         missing = sorted(set(range(self.together.world_size)) - set(self.together.ranks))
         if missing and not self.chosen:
             complain(f"rank {rank_ranges(missing)} is not there: times of its groups include waiting for it")
         return 1 if self.skipped or (missing and not self.chosen) else 0
 
 
-def add_measured_arguments(parser: argparse.ArgumentParser, sources: Sequence[str]) -> None:
-    """The options that `read_measured` reads; `sources` are what the user may choose among."""
+def add_measured_arguments(parser: argparse.ArgumentParser, sources: Sequence[str], *shared: str) -> None:
+    """The options that `read_measured` reads, and others; `sources` are what the user may choose among."""
     parser.add_argument("path", nargs="+", help="a recording, a folder of traces or exports, or the files")
-    parser.add_argument(
-        "--source", choices=sources, help="what to take times from (default: what says most of what is there)"
-    )
-    add_ranks_argument(
-        parser, "read only these, for example 0-7,12; times of groups with others then include waiting for them"
-    )
-    add_fleet_arguments(parser)
+    meaning = "what to take times from (default: what says most of what is there)"
+    parser.add_argument("--source", choices=sources, help=meaning)
+    meaning = "read only these, for example 0-7,12; times of groups with others then include waiting for them"
+    add_shared(parser, "ranks", *shared, "json", ranks=meaning)
 
 
 def read_measured(arguments: argparse.Namespace) -> Measured:

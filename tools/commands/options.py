@@ -1,4 +1,4 @@
-"""What several commands share: options for ranks and workers, a progress bar, output, complaints."""
+"""What several commands share: options, the fleet and a progress bar for work over ranks, output, complaints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from crossrank.atomic_file import make_folder, whole_file
 from crossrank.comm import MOST_RANKS
@@ -25,13 +25,61 @@ _WORTH_PROCESSES = 8_000_000
 """Bytes of comms files or dumps below which starting processes takes longer than reading."""
 
 
-def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options about who does the work on the ranks; `fleet_of` reads them."""
+def rank_list(text: str) -> set[int]:
+    ranks: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if match is None or (match[2] and int(match[2]) < int(match[1])):
+            raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks; write it as 0-7,12")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last >= MOST_RANKS:
+            raise argparse.ArgumentTypeError(f"{text!r} names a rank above {MOST_RANKS - 1}")
+        ranks.update(range(first, last + 1))
+    return ranks
+
+
+def share(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share from 0 to 1")
+    return number
+
+
+SHARED: dict[str, dict[str, Any]] = {
+    "ranks": {"type": rank_list, "metavar": "LIST", "help": "only these, for example 0-7,12"},
+    "json": {"action": "store_true", "help": "print the result as JSON"},
+    "line-rate": {
+        "action": "append",
+        "default": [],
+        "metavar": "[LOCALITY=]RATE",
+        "help": "show the share of it that busbw reaches: 400Gbps, 50GB/s, intra_node=450GB/s; may be given again",
+    },
+    "min-match": {
+        "type": share,
+        "default": 0.95,
+        "metavar": "SHARE",
+        "help": "exit 1 where less of the host operations, or of the GPU activities launched during them, matched "
+        "(default 0.95)",
+    },
+    "jobs": {"type": int, "default": 0, "metavar": "N", "help": "processes (default: one per core)"},
+    "cluster": {
+        "metavar": "ADDRESS",
+        "help": "a Dask scheduler, or `local` for a cluster of --jobs processes here",
+    },
+}
+"""Options that mean the same wherever they are."""
+
+
+def add_shared(parser: argparse.ArgumentParser, *names: str, **meanings: str) -> None:
+    """Add options of `SHARED`, and those about who does the work on the ranks, which `fleet_of` reads. `meanings` are
+    help texts in the place of theirs."""
     workers = parser.add_argument_group("many ranks")
-    workers.add_argument("--jobs", type=int, default=0, metavar="N", help="processes (default: one per core)")
-    workers.add_argument(
-        "--cluster", metavar="ADDRESS", help="a Dask scheduler, or `local` for a cluster of --jobs processes here"
-    )
+    for name in (*names, "jobs", "cluster"):
+        options = SHARED[name] | ({"help": meanings[name]} if name in meanings else {})
+        (parser if name in names else workers).add_argument(f"--{name}", **options)
 
 
 def fleet_of(arguments: argparse.Namespace, size: int | None = None) -> Fleet:
@@ -40,35 +88,6 @@ def fleet_of(arguments: argparse.Namespace, size: int | None = None) -> Fleet:
         raise CrossrankError(f"--jobs {arguments.jobs} is no number of processes")
     is_small = size is not None and size <= _WORTH_PROCESSES and arguments.cluster is None
     return Fleet(jobs=arguments.jobs or (1 if is_small else os.cpu_count() or 1), cluster=arguments.cluster)
-
-
-def add_ranks_argument(parser: argparse.ArgumentParser, meaning: str = "only these, for example 0-7,12") -> None:
-    parser.add_argument("--ranks", type=rank_list, metavar="LIST", help=meaning)
-
-
-def add_json_argument(parser: argparse.ArgumentParser, what: str = "the result") -> None:
-    parser.add_argument("--json", action="store_true", help=f"print {what} as JSON")
-
-
-def add_line_rate_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--line-rate",
-        action="append",
-        default=[],
-        metavar="[LOCALITY=]RATE",
-        help="show the share of it that busbw reaches: 400Gbps, 50GB/s, intra_node=450GB/s; may be given again",
-    )
-
-
-def add_min_match_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--min-match",
-        type=share,
-        default=0.95,
-        metavar="SHARE",
-        help="exit 1 where less of the host operations, or of the GPU activities launched during them, matched "
-        "(default 0.95)",
-    )
 
 
 def output_folder(paths: Sequence[str], output: str | None) -> str:
@@ -112,29 +131,8 @@ def write_output(name: str, content: bytes) -> None:
         temporary.write_bytes(content)
 
 
-def complain(*texts: str) -> None:
-    for text in texts:
+def complain(*texts: str, most: int = sys.maxsize) -> None:
+    """Print the first `most` texts on stderr, and how many more there are."""
+    more = [f"… and {len(texts) - most} more: --json has all"] if len(texts) > most else []
+    for text in (*texts[:most], *more):
         print(f"crossrank: {printable(text)}", file=sys.stderr)
-
-
-def rank_list(text: str) -> set[int]:
-    ranks: set[int] = set()
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
-        if match is None or (match[2] and int(match[2]) < int(match[1])):
-            raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks; write it as 0-7,12")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last >= MOST_RANKS:
-            raise argparse.ArgumentTypeError(f"{text!r} names a rank above {MOST_RANKS - 1}")
-        ranks.update(range(first, last + 1))
-    return ranks
-
-
-def share(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share from 0 to 1")
-    return number

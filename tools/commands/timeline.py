@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
-from pathlib import Path
+from contextlib import ExitStack
+from typing import get_args
 
 import msgspec
 
 from crossrank.atomic_file import gzip_writer, join
 from crossrank.text import amount, printable
 from crossrank.tools.commands.measured import Measured, add_measured_arguments, read_measured
-from crossrank.tools.commands.options import add_json_argument, folder_of, output_file
+from crossrank.tools.commands.options import folder_of, output_file
 from crossrank.tools.job.sources import CHOICES
-from crossrank.tools.output.console import print_json
-from crossrank.tools.output.timeline.build import Written, write_timeline
-
-_NOTES = 8
+from crossrank.tools.output.bandwidth import clocks_text
+from crossrank.tools.output.console import print_json, print_notes
+from crossrank.tools.output.timeline.build import Flows, Written, write_timeline
 
 
 class TimelineCommand:
@@ -28,28 +26,19 @@ class TimelineCommand:
     used."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        meaning = "where to (default: timeline.pftrace in the folder of the input); .gz compresses"
+        parser.add_argument("-o", "--output", metavar="FILE", help=meaning)
+        meaning = "arrows between the ranks of a collective: first to last arriver (default), through all, or none"
+        parser.add_argument("--flows", choices=get_args(Flows), default="first-last", help=meaning)
         add_measured_arguments(parser, CHOICES)
-        parser.add_argument(
-            "-o",
-            "--output",
-            metavar="FILE",
-            help="where to (default: timeline.pftrace in the folder of the input); .gz compresses",
-        )
-        parser.add_argument(
-            "--flows",
-            choices=("first-last", "all", "none"),
-            default="first-last",
-            help="arrows between the ranks of a collective: first to last arriver (default), through all, or none",
-        )
-        add_json_argument(parser, "what was written")
 
     def run(self, arguments: argparse.Namespace) -> int:
         output = arguments.output or join(folder_of(arguments.path[0]), "timeline.pftrace")
         measured = read_measured(arguments)
         with output_file(output) as temporary:
-            written = write_timeline(measured.ranks, measured.together, temporary, flows=arguments.flows)
-            if output.endswith(".gz"):
-                _compress(temporary)
+            with temporary.open("wb") as plain, ExitStack() as stack:
+                file = stack.enter_context(gzip_writer(plain)) if output.endswith(".gz") else plain
+                written = write_timeline(measured.ranks, measured.together, file, flows=arguments.flows)
             size = temporary.stat().st_size
         if arguments.json:
             found = {"clocks": measured.together.clocks, "notes": measured.notes, "skipped": measured.skipped}
@@ -59,27 +48,12 @@ class TimelineCommand:
         return measured.complain()
 
 
-def _compress(path: Path) -> None:
-    """gzip a file in place, without name and time, so that its bytes depend on the content alone."""
-    packed = path.with_name(path.name + ".packed")
-    try:
-        with path.open("rb") as plain, packed.open("xb") as target, gzip_writer(target) as stream:
-            shutil.copyfileobj(plain, stream, 1 << 20)
-        os.replace(packed, path)
-    finally:
-        packed.unlink(missing_ok=True)
-
-
 def _print(output: str, size: int, written: Written, measured: Measured) -> None:
     print(f"timeline   {printable(output)}, {amount(size)}")
     print(
         f"holds      {written.ranks} rank(s), {written.calls:,} calls, {written.activities:,} times on devices, "
         f"{written.arrows:,} arrows, {written.steps:,} steps, {written.duration_ms:,.1f} ms"
     )
-    clocks = measured.together.clocks
-    residual = clocks.residual_us
-    apart = f"; ends of a collective differ by {residual['p50']:,.1f} us (p50)" if residual else ""
-    print(f"clocks     {clocks.note}{apart}")
+    print(f"clocks     {clocks_text(measured.together.clocks)}")
     print("open it in ui.perfetto.dev")
-    for note in measured.notes[:_NOTES]:
-        print(f"note       {printable(note)}")
+    print_notes(measured.notes)

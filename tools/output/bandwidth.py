@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from crossrank.text import amount, microseconds, percent, printable, significant, size_text
-from crossrank.tools.analysis.bandwidth import Bandwidth, BandwidthRow, summary_lines
-from crossrank.tools.output.console import Table, table_of
+from crossrank.tools.analysis.bandwidth import Bandwidth, BandwidthRow
+from crossrank.tools.job.clocks import Clocks
+from crossrank.tools.job.launches import TIMED_BY
+from crossrank.tools.output.console import Table, print_counts, print_notes, table_of
 
 _SHOWN = 24
-_NOTES = 8
 BOUNDS = "upper bounds: not all members were seen, several calls shared a launch, or the end is known only from a wait"
-
-
-Column = Callable[[BandwidthRow], object]
 
 
 def group_text(row: BandwidthRow) -> str:
@@ -21,7 +19,8 @@ def group_text(row: BandwidthRow) -> str:
     return "-" if row.pg is None else f"{name} ({row.ranks})" if name else "unknown"
 
 
-KEYS: dict[str, tuple[str, Column]] = {
+Column = tuple[str, Callable[[BandwidthRow], object]]
+KEYS: dict[str, Column] = {
     "op": ("operation", lambda row: row.op),
     "group": ("group", group_text),
     "size": ("size", lambda row: size_text(row.size_to)),
@@ -31,7 +30,7 @@ KEYS: dict[str, tuple[str, Column]] = {
 
 
 def bandwidth_table(
-    result: Bandwidth, keys: Sequence[tuple[str, Column]], limit: int, *, more: str, id: str = "", choices: int = 0
+    result: Bandwidth, keys: Sequence[Column], limit: int, *, more: str, id: str = "", choices: int = 0
 ) -> Table:
     """Rows that took longest first, `keys` before what was measured; see `Table` for the others."""
     columns = [*keys, *_MEASURED]
@@ -42,36 +41,43 @@ def bandwidth_table(
     return table_of(result.rows, columns, limit=limit, more=more, id=id, choices=choices)
 
 
+def clocks_text(clocks: Clocks) -> str:
+    """What the times of different ranks rest on."""
+    residual = clocks.residual_us
+    if residual is None:
+        return clocks.note
+    ends = f"the ends of a collective differ by {residual['p50']:,.1f} us (p50), {residual['max']:,.1f} us at most"
+    return f"{clocks.note}; {ends}"
+
+
 def print_bandwidth(result: Bandwidth) -> None:
-    for line in summary_lines(result):
-        print(printable(line))
-    for title, counts in (
-        ("Kernels and other activities, by how they found their call", result.attributed),
-        ("Not attributed", result.unattributed),
-        ("Not compared across ranks", result.not_compared),
-    ):
-        if counts:
-            print(f"\n{title}")
-            for text, count in counts.items():
-                print(f"  {count:>9,}  {printable(text)}")
+    """What was measured by what, how much of it found its call, and the table."""
+    lacking = f", {len(result.missing_ranks)} missing" if result.missing_ranks else ""
+    print(f"ranks      {len(result.ranks)} of {result.world_size}{lacking}")
+    for source, count in result.sources.items():
+        print(f"measured   {TIMED_BY[source]} ({count} rank(s))")
+    print(
+        f"calls      {result.timed_calls:,} of {result.calls:,} have times; they are {result.timed_collectives:,} "
+        f"collectives or transfers, {result.total_ms:,.3f} ms"
+    )
+    print(f"clocks     {printable(clocks_text(result.clocks))}")
+    print_counts("Kernels and other activities, by how they found their call", result.attributed.items())
+    print_counts("Not attributed", result.unattributed.items())
+    print_counts("Not compared across ranks", result.not_compared.items())
     if result.unattributed_ms:
         print(f"  {result.unattributed_ms:,.3f} ms of communication kernels belong to no known call")
     table = bandwidth_table(result, [KEYS[name] for name in result.by], _SHOWN, more="--json has all")
     table.print("Collectives and transfers, those that took longest in all first")
     if any(row.upper_bounds for row in result.rows):
         print(f"  {BOUNDS}")
-    notes = list(dict.fromkeys(result.notes))
-    for note in notes[:_NOTES]:
-        print(f"\nnote       {printable(note)}")
-    if len(notes) > _NOTES:
-        print(f"\n… and {len(notes) - _NOTES} more notes: --json has all")
+    print_notes(result.notes)
 
 
-def _of(column: str, name: str, text: Callable[[float | None], str]) -> Column:
+def _of(column: str, name: str, text: Callable[[float | None], str]) -> Callable[[BandwidthRow], object]:
     return lambda row: text((getattr(row, column) or {}).get(name))
 
 
-_MEASURED: tuple[tuple[str, Column], ...] = (
+_MEASURED: tuple[Column, ...] = (
     ("#collectives", lambda row: f"{row.collectives:,}"),
     ("#S in all", lambda row: amount(row.bytes, row.unsized)),
     ("#time p50", _of("time_us", "p50", microseconds)),

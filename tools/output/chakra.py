@@ -36,7 +36,7 @@ def print_nodes(path: str) -> None:
     types: Counter[str] = Counter()
     rows: list[tuple[object, ...]] = []
     for _, node in nodes:
-        kind = _type(node)
+        kind = TYPES.get(node.type) or str(node.type)
         types[kind] += 1
         if len(rows) < _SHOWN:
             deps = ", ".join(map(str, node.data_deps))
@@ -57,7 +57,7 @@ def print_nodes(path: str) -> None:
 
 def as_dict(node: pb.Node) -> dict[str, Any]:
     """A node as plain values; fields that are not set are left out."""
-    fields: dict[str, Any] = {"id": node.id, "name": node.name, "type": _type(node)}
+    fields: dict[str, Any] = {"id": node.id, "name": node.name, "type": TYPES.get(node.type) or str(node.type)}
     for name in ("ctrl_deps", "data_deps"):
         if deps := list(getattr(node, name)):
             fields[name] = deps
@@ -68,10 +68,6 @@ def as_dict(node: pb.Node) -> dict[str, Any]:
             fields[name] = {"values": text.values, "shapes": text.shapes, "types": text.types}
     fields["attr"] = _attributes(node.attr)
     return fields
-
-
-def _type(node: pb.Node) -> str:
-    return TYPES.get(node.type) or str(node.type)
 
 
 def _attributes(attributes: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Charts of a page, as Plotly takes them: traces and a layout. Colours, fonts and margins are in `page.html`.
+"""Charts of a page, as Plotly takes them: traces and a layout. Colours, fonts and margins are in `base.html`.
 
 Texts are HTML to Plotly: `label` makes one that shows a text as it is.
 """

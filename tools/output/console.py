@@ -7,11 +7,13 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO, TypeAlias, TypeVar
 
 from crossrank.text import printable
 
-Row = TypeVar("Row")
+Item = TypeVar("Item")
+Columns: TypeAlias = Sequence[tuple[str, Callable[[Item], object]]]
+"""Names of columns, and what they show of an item; a name that starts with `#` is of numbers, which go to the right."""
 
 
 class Printable:
@@ -44,11 +46,8 @@ _STEERING = re.compile(r"[^\n\t -~]")
 
 def _escaped(match: re.Match[str]) -> str:
     char = match[0]
-    if char.isprintable():
-        return char
-    code = ord(char)
-    halves = [code] if code < 0x10000 else [0xD7C0 + (code >> 10), 0xDC00 + (code & 0x3FF)]
-    return "".join(f"\\u{half:04x}" for half in halves)
+    halves = char.encode("utf-16-be", "surrogatepass").hex(" ", 2).split()
+    return char if char.isprintable() else "".join(f"\\u{half}" for half in halves)
 
 
 def terminal(stream: TextIO) -> TextIO:
@@ -56,12 +55,9 @@ def terminal(stream: TextIO) -> TextIO:
     return stream.plain if isinstance(stream, Printable) else stream
 
 
-Item = TypeVar("Item")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table, for a terminal or a page. A column whose name starts with `#` is a number, aligned to the right."""
+    """A table, for a terminal or a page; see `Columns` for the names of columns."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[object]]
@@ -79,14 +75,14 @@ class Table:
 
 def table_of(
     items: Sequence[Item],
-    columns: Sequence[tuple[str, Callable[[Item], object]]],
+    columns: Columns[Item],
     *,
-    limit: int,
+    limit: int = sys.maxsize,
     more: str = "--json has all",
     id: str = "",
     choices: int = 0,
 ) -> Table:
-    """One row per item, of which the first `limit` are shown; columns are names and what they show of an item."""
+    """One row per item, of which the first `limit` are shown."""
     return Table(
         columns=[name for name, _ in columns],
         rows=[[cell(item) for _, cell in columns] for item in items[:limit]],
@@ -117,37 +113,31 @@ def print_counts(title: str, counts: Iterable[tuple[str, int]]) -> None:
         print(f"  {count:>9,}  {printable(text)}")
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], most: int | None = None) -> None:
-    """A titled table of the first `most` rows. A column whose name starts with `#` is a number, to the right."""
-    _print_cells(title, columns, rows[:most])
-    if len(rows) > len(rows[:most]):
-        print(f"  … and {len(rows[most:])} more: --json has all")
+def print_notes(notes: Iterable[str], most: int = 8) -> None:
+    """Each note once, and how many more there are."""
+    different = list(dict.fromkeys(notes))
+    for note in different[:most]:
+        print(f"\nnote       {printable(note)}")
+    if len(different) > most:
+        print(f"\n… and {len(different) - most} more notes: --json has all")
 
 
-def print_rows(
-    title: str, columns: Sequence[tuple[str, Callable[[Row], object]]], rows: Sequence[Row], most: int | None = None
-) -> None:
-    """A table of one line for each of `rows`; a column is its name and what makes a cell of a row."""
-    print_table(title, [name for name, _ in columns], [[cell(row) for _, cell in columns] for row in rows], most)
-
-
-def _print_cells(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A titled table; see `Columns` for the names of columns."""
     names = [column.removeprefix("#") for column in columns]
     right = [column.startswith("#") for column in columns]
     cells = [[printable(str(cell)) for cell in row] for row in rows]
     widths = [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(names)]
     # Rich would break words of a table that is wider than the terminal; plain lines are broken by the terminal, whole.
     if sys.stdout.isatty() and sum(widths) + 3 * len(widths) + 1 <= shutil.get_terminal_size().columns:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
+        from rich import console, table, text
 
-        table = Table(title=Text(printable(title)), title_justify="left", title_style="bold")
+        shown = table.Table(title=text.Text(printable(title)), title_justify="left", title_style="bold")
         for name, is_right in zip(names, right, strict=True):
-            table.add_column(name, justify="right" if is_right else "left", overflow="fold")
+            shown.add_column(name, justify="right" if is_right else "left", overflow="fold")
         for row in cells:
-            table.add_row(*(Text(cell) for cell in row))
-        Console(file=terminal(sys.stdout)).print(table)
+            shown.add_row(*map(text.Text, row))
+        console.Console(file=terminal(sys.stdout)).print(shown)
         return
     print(f"\n{printable(title)}")
     for row in [names, *cells]:

@@ -2,80 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from crossrank.text import microseconds, milliseconds, percent, plural, printable, significant, size_text
 from crossrank.tools.output.charts import Rate, bandwidth_chart
-from crossrank.tools.output.console import Table, table_of
-from crossrank.tools.traces.replayed import JSON, CheckResult, Comparison, Percentiles, ReplayReport, ReplayRow
+from crossrank.tools.output.console import Columns, Item, Table, table_of
+from crossrank.tools.traces.replayed import (
+    JSON,
+    CheckFailure,
+    Compared,
+    Comparison,
+    Percentiles,
+    ReplayReport,
+    ReplayRow,
+)
 
 _ON_CONSOLE = 24
 
 
-def rows_table(rows: list[ReplayRow], limit: int) -> Table:
-    return table_of(
-        rows,
-        (
-            ("operation", lambda row: row.op),
-            ("group", lambda row: row.pg),
-            ("#ranks", lambda row: row.ranks),
-            ("size", lambda row: size_text(row.size_to)),
-            ("#calls", lambda row: row.calls),
-            ("#time p50", lambda row: microseconds(row.time_us.p50)),
-            ("#p95", lambda row: microseconds(row.time_us.p95)),
-            ("#p99 us", lambda row: microseconds(row.time_us.p99)),
-            ("#issue us", lambda row: microseconds(row.issue_us.p50)),
-            ("#waiting us", lambda row: microseconds(row.waiting_us.p50)),
-            ("#algbw", lambda row: _median(row.algbw_gb_per_s)),
-            ("#busbw GB/s", lambda row: _median(row.busbw_gb_per_s)),
-        ),
-        limit=limit,
-        more=f"{JSON} has all (-o)",
-    )
+def _table(items: Sequence[Item], columns: Columns[Item], limit: int) -> Table:
+    return table_of(items, columns, limit=limit, more=f"{JSON} has all (-o)")
 
 
 def _median(rates: Percentiles | None) -> str:
     return significant(None if rates is None else rates.p50)
 
 
-def comparison_table(comparison: Comparison, limit: int) -> Table:
-    return table_of(
-        comparison.rows,
-        (
-            ("operation", lambda row: row.op),
-            ("size", lambda row: size_text(row.size_to)),
-            ("#calls", lambda row: row.calls),
-            ("#recorded us", lambda row: microseconds(row.recorded_us)),
-            ("#replayed us", lambda row: microseconds(row.replayed_us)),
-            ("#ratio", lambda row: f"{row.ratio:.2f}"),
-            ("#error p50", lambda row: percent(row.error_p50)),
-            ("#p95", lambda row: percent(row.error_p95)),
-            ("#collective recorded us", lambda row: microseconds(row.collective_recorded_us)),
-            ("#replayed us", lambda row: microseconds(row.collective_replayed_us)),
-            ("#error p50", lambda row: percent(row.collective_error_p50)),
-        ),
-        limit=limit,
-        more=f"{JSON} has all (-o)",
-    )
-
-
-def failures_table(check: CheckResult, limit: int) -> Table:
-    return table_of(
-        check.failures,
-        (
-            ("#rank", lambda one: one.rank),
-            ("#call id", lambda one: one.call),
-            ("operation", lambda one: one.op),
-            ("group", lambda one: one.pg),
-            ("#tensor", lambda one: one.tensor),
-            ("#first element", lambda one: one.element),
-            ("#wrong", lambda one: one.elements),
-            ("#expected", lambda one: f"{one.expected:g}"),
-            ("#got", lambda one: f"{one.got:g}"),
-        ),
-        limit=limit,
-        more=f"{JSON} has all (-o)",
-    )
+_ROWS: Columns[ReplayRow] = (
+    ("operation", lambda row: row.op),
+    ("group", lambda row: row.pg),
+    ("#ranks", lambda row: row.ranks),
+    ("size", lambda row: size_text(row.size_to)),
+    ("#calls", lambda row: row.calls),
+    ("#time p50", lambda row: microseconds(row.time_us.p50)),
+    ("#p95", lambda row: microseconds(row.time_us.p95)),
+    ("#p99 us", lambda row: microseconds(row.time_us.p99)),
+    ("#issue us", lambda row: microseconds(row.issue_us.p50)),
+    ("#waiting us", lambda row: microseconds(row.waiting_us.p50)),
+    ("#algbw", lambda row: _median(row.algbw_gb_per_s)),
+    ("#busbw GB/s", lambda row: _median(row.busbw_gb_per_s)),
+)
+_COMPARED: Columns[Compared] = (
+    ("operation", lambda row: row.op),
+    ("size", lambda row: size_text(row.size_to)),
+    ("#calls", lambda row: row.calls),
+    ("#recorded us", lambda row: microseconds(row.recorded_us)),
+    ("#replayed us", lambda row: microseconds(row.replayed_us)),
+    ("#ratio", lambda row: f"{row.ratio:.2f}"),
+    ("#error p50", lambda row: percent(row.error_p50)),
+    ("#p95", lambda row: percent(row.error_p95)),
+    ("#collective recorded us", lambda row: microseconds(row.collective_recorded_us)),
+    ("#replayed us", lambda row: microseconds(row.collective_replayed_us)),
+    ("#error p50", lambda row: percent(row.collective_error_p50)),
+)
+_FAILURES: Columns[CheckFailure] = (
+    ("#rank", lambda one: one.rank),
+    ("#call id", lambda one: one.call),
+    ("operation", lambda one: one.op),
+    ("group", lambda one: one.pg),
+    ("#tensor", lambda one: one.tensor),
+    ("#first element", lambda one: one.element),
+    ("#wrong", lambda one: one.elements),
+    ("#expected", lambda one: f"{one.expected:g}"),
+    ("#got", lambda one: f"{one.got:g}"),
+)
 
 
 def comparison_text(comparison: Comparison) -> str:
@@ -99,7 +90,7 @@ def print_report(report: ReplayReport) -> None:
     for text, count in report.substitutes.items():
         print(f"  instead: {count:,} call(s): {printable(text)}")
     settings = report.settings
-    rows_table(report.rows, _ON_CONSOLE).print(
+    _table(report.rows, _ROWS, _ON_CONSOLE).print(
         f"Replayed with {settings.backend}, {settings.repeats} passes after {settings.warmup} to warm up"
     )
     late = sum(row.late_ends for row in report.rows)
@@ -112,7 +103,7 @@ def print_report(report: ReplayReport) -> None:
         + (f"; clocks agree within {report.clock_error_us:.0f} us" if report.clock_error_us else "")
     )
     if report.comparison is not None:
-        comparison_table(report.comparison, _ON_CONSOLE).print(
+        _table(report.comparison.rows, _COMPARED, _ON_CONSOLE).print(
             "Replayed against recorded: completion of each rank's calls, and the collectives themselves; medians"
         )
         if any(row.collective_recorded_us is None for row in report.comparison.rows):
@@ -123,7 +114,7 @@ def print_report(report: ReplayReport) -> None:
         print("The recording has no durations to compare with; `crossrank link` gives them to the calls of a window")
     if report.check is not None and report.check.failures:
         title = f"Wrong results ({len(report.check.failures)} of {report.check.tensors:,} checked)"
-        failures_table(report.check, _ON_CONSOLE).print(title)
+        _table(report.check.failures, _FAILURES, _ON_CONSOLE).print(title)
     elif report.check is not None:
         print(f"\nChecked: all {report.check.tensors:,} results are right")
 
@@ -150,9 +141,9 @@ def shown(report: ReplayReport, limit: int) -> dict[str, Any]:
     return {
         "report": report,
         "chart": bandwidth_chart("replayed-sizes", rates),
-        "rows": rows_table(report.rows, limit),
-        "compared": comparison_table(report.comparison, limit) if report.comparison else None,
-        "failures": failures_table(report.check, limit) if report.check else None,
+        "rows": _table(report.rows, _ROWS, limit),
+        "compared": _table(report.comparison.rows, _COMPARED, limit) if report.comparison else None,
+        "failures": _table(report.check.failures, _FAILURES, limit) if report.check else None,
     }
 
 

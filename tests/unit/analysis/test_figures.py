@@ -8,7 +8,6 @@ import msgspec
 
 from crossrank.comm import CommRecord, Group
 from crossrank.tools.analysis.figures import Figures, figures
-from crossrank.tools.analysis.gather import Material
 from crossrank.tools.analysis.waiting import Last, Waiter
 from crossrank.tools.job.collectives import match_collectives
 from crossrank.tools.job.job import Job
@@ -21,16 +20,7 @@ def figures_of(*ranks: Rank) -> Figures:
 
 
 def figures_of_times(times: list[RankTrace]) -> Figures:
-    material = Material(
-        inputs=["run"],
-        ranks=times,
-        together=match_collectives(Job.match(times)),
-        diagnosis=None,
-        diagnosis_problem="none here",
-        replay=None,
-        skipped=[],
-    )
-    return figures(material)
+    return figures(times, match_collectives(Job.match(times)), inputs=["run"], diagnosis_problem="none here")
 
 
 def late_job() -> list[Rank]:
@@ -41,11 +31,8 @@ def late_job() -> list[Rank]:
             rank.call(1000 * number + 100 + late, 1000 * number + 500, source="train.py:7", locality="cross_node")
     for rank in ranks:
         rank.times.calls.step[:] = array("i", [1, 1, 2, 2])
-        rank.times.steps = [
-            (1, EPOCH),
-            (2, EPOCH + 2_000_000),
-            (3, EPOCH + 5_000_000 + 1_000_000 * (rank.times.rank or 0)),
-        ]
+        last = EPOCH + 5_000_000 + 1_000_000 * (rank.times.rank or 0)
+        rank.times.steps = [(1, EPOCH), (2, EPOCH + 2_000_000), (3, last)]
         rank.times.about = {"torch": "2.13.0"}
         rank.times.matched = {"host operations": (90, 100)}
     return ranks
@@ -94,7 +81,7 @@ def test_the_figures_of_a_job_with_a_late_rank() -> None:
 
 def test_calls_without_durations_tell_who_waits_by_when_hosts_made_them() -> None:
     ranks = [Rank(0), Rank(1)]
-    for rank, called in zip(ranks, (EPOCH, EPOCH + 70_000), strict=True):
+    for rank, called in zip(ranks, (EPOCH, EPOCH + 70_040), strict=True):
         rank.call(0, 0)
         rank.times.calls.called[0] = called
     found = figures_of(*ranks)
@@ -155,8 +142,11 @@ def test_calls_that_wait_at_the_same_time_count_once() -> None:
     first, second = Rank(0), Rank(1)
     first.call(1000, 51_000).call(2000, 52_000)
     second.call(50_000, 51_000).call(51_000, 52_000)
+    for rank in (first, second):
+        rank.times.calls.step[:] = array("i", [1, 120])
     found = figures_of(first, second)
     assert found.waiting is not None
+    assert len(found.waiting.bins) == 120
     assert found.waiting.waiters == [Waiter(rank=0, waiting_ms=50.0)]
     assert found.waiting.last == [Last(rank=1, last=2, of=2, cost_ms=50.0)]
     assert found.matrix.waiting_ms == [[98.0]]

@@ -11,6 +11,7 @@ from crossrank.tools.analysis.traffic import Traffic, traffic
 from crossrank.tools.job.collectives import match_collectives
 from crossrank.tools.job.job import Job
 from crossrank.tools.traces.rank_trace import TraceBuilder
+from tests.unit.analysis.test_figures import figures_of
 from tests.unit.job.ranks import Rank
 
 SIZE = 1_000_000
@@ -62,8 +63,9 @@ def test_an_uneven_all_to_all_moves_what_its_splits_say() -> None:
 
 def test_a_send_counts_once_and_a_receive_only_where_its_sender_is_missing() -> None:
     both = map_of(Rank(0).call(0, 0, "send", peer=1), Rank(1).call(0, 0, "recv", peer=0))
-    alone = map_of(Rank(1).call(0, 0, "recv", peer=0))
-    assert both.bytes == alone.bytes == [[0, SIZE], [0, 0]]
+    receiver = map_of(Rank(1).call(0, 0, "recv", peer=0))
+    sender = map_of(Rank(0).call(0, 0, "send", peer=1))
+    assert both.bytes == receiver.bytes == sender.bytes == [[0, SIZE], [0, 0]]
 
 
 @pytest.mark.parametrize(
@@ -72,6 +74,7 @@ def test_a_send_counts_once_and_a_receive_only_where_its_sender_is_missing() -> 
         ("tree_reduce", {}, "operations that are not known"),
         ("broadcast", {}, "calls whose root is not known"),
         ("broadcast", {"root": 9}, "calls whose root is not known"),
+        ("all_reduce", {"pg": "of a name that no file explains"}, "groups whose members are not known"),
     ],
 )
 def test_bytes_of_which_nobody_knows_the_way_are_counted_with_the_reason(
@@ -91,10 +94,13 @@ def test_nodes_tell_what_crosses_them() -> None:
 
 
 def test_many_ranks_are_put_together_by_node_or_in_blocks() -> None:
-    ranks = [Rank(rank, 256).call(0, 0, "all_reduce", bytes=256) for rank in range(256)]
-    blocks = map_of(*ranks)
+    ranks = [Rank(rank, 256).call(100 + rank, 500, bytes=256) for rank in range(256)]
+    found = figures_of(*ranks)
+    blocks, waiting = found.traffic, found.waiting
     assert (blocks.what, len(blocks.labels), blocks.labels[1]) == ("2 ranks", 128, "rank 2-3")
     assert blocks.bytes[1][1] == blocks.bytes[1][2] == 510
+    assert waiting is not None
+    assert (waiting.rows[1], len(waiting.bins), waiting.mean_us[1][:2]) == ("rank 2-3", 32, [252.5, None])
     for rank in ranks:
         rank.times.node = f"host-{(rank.times.rank or 0) // 8:02d}"
     nodes = map_of(*ranks)

@@ -370,7 +370,9 @@ def test_rows_hold_the_figures_of_their_collectives() -> None:
             rank.call(1000, 1000 + took, source="train.py:7", locality="cross_node")
     ranks[0].call(5000, 5900, bytes=100)
     ranks[1].call(5800, 5900, bytes=100)
-    result = bandwidth([one.times for one in ranks], together(*ranks), rates=line_rates(["cross_node=160Gbps"]))
+    result = bandwidth(
+        [one.times for one in ranks], together(*ranks), rates=line_rates(["cross_node=160Gbps", "20000kB/s"])
+    )
     big, small = result.rows
     assert (big.op, big.pg, big.ranks, big.size_from, big.size_to) == ("all_reduce", "0", 2, 262145, 1048576)
     assert (big.collectives, big.calls, big.bytes) == (3, 6, 3_000_000)
@@ -379,7 +381,7 @@ def test_rows_hold_the_figures_of_their_collectives() -> None:
     assert big.line_rate_gb_per_s == 20.0
     assert big.line_rate_share == {"p5": 0.1375, "p50": 0.25, "p95": 0.475, "max": 0.5}
     assert small.waiting_us == {"p50": 400.0, "p95": 760.0, "max": 800.0, "total": 800.0}
-    assert small.line_rate_share is None
+    assert small.line_rate_share == {"p5": 0.05, "p50": 0.05, "p95": 0.05, "max": 0.05}
     assert [row.source for row in bandwidth([], together(*ranks), by=["source"]).rows] == ["train.py:7", None]
 
 

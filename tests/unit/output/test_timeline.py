@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from pathlib import Path
+from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -15,17 +15,16 @@ from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
 from crossrank.errors import CrossrankError
 from crossrank.tools.job.collectives import match_collectives
 from crossrank.tools.job.job import Job
-from crossrank.tools.output.timeline.build import Flows, write_timeline
-from crossrank.tools.output.timeline.perfetto import PerfettoWriter
-from crossrank.tools.output.timeline.tracks import Events, Track, lanes
+from crossrank.tools.output.timeline.build import Flows, lanes, write_timeline
+from crossrank.tools.output.timeline.perfetto import Events, PerfettoWriter
 from tests.unit.job.ranks import EPOCH, Rank
 
 
 class Decoded:
     """A native trace as its reader builds it: tracks by path, with their events and counters."""
 
-    def __init__(self, path: Path) -> None:
-        trace = pb.Trace.FromString(path.read_bytes())
+    def __init__(self, content: bytes) -> None:
+        trace = pb.Trace.FromString(content)
         self.names: dict[int, str] = {}
         self.parents: dict[int, int] = {}
         self.events: dict[str, list[tuple[str, int, int | None, dict[str, int], list[int]]]] = defaultdict(list)
@@ -73,10 +72,11 @@ class Decoded:
         return f"{self.path(parent)}/{self.names[uuid]}" if parent else self.names[uuid]
 
 
-def timeline(path: Path, *ranks: Rank, flows: Flows = "first-last") -> Decoded:
+def timeline(*ranks: Rank, flows: Flows = "first-last") -> Decoded:
     times = [rank.times for rank in ranks]
-    write_timeline(times, match_collectives(Job.match(times)), path, flows=flows)
-    return Decoded(path)
+    file = BytesIO()
+    write_timeline(times, match_collectives(Job.match(times)), file, flows=flows)
+    return Decoded(file.getvalue())
 
 
 def two_ranks() -> tuple[Rank, Rank]:
@@ -87,8 +87,8 @@ def two_ranks() -> tuple[Rank, Rank]:
     return first, second
 
 
-def test_a_rank_has_its_calls_its_device_and_its_steps(tmp_path: Path) -> None:
-    trace = timeline(tmp_path / "t", *two_ranks())
+def test_a_rank_has_its_calls_its_device_and_its_steps() -> None:
+    trace = timeline(*two_ranks())
     # Time 0 is rank 0's first call, 5 us before its kernel.
     assert trace.epoch == EPOCH + 95_000
     assert {path: [event[:4] for event in rows] for path, rows in trace.events.items() if rows} == {
@@ -113,8 +113,8 @@ def test_a_rank_has_its_calls_its_device_and_its_steps(tmp_path: Path) -> None:
     }
 
 
-def test_counters_are_sums_over_what_is_under_way(tmp_path: Path) -> None:
-    trace = timeline(tmp_path / "t", *two_ranks())
+def test_counters_are_sums_over_what_is_under_way() -> None:
+    trace = timeline(*two_ranks())
     assert dict(trace.counters) == {
         "job/bytes in flight": [(5_000, 1e6), (405_000, 0), (505_000, 2e6), (605_000, 0)],
         "job/busbw": [(305_000, 10.0), (405_000, 0), (505_000, 10.0), (605_000, 0)],
@@ -130,35 +130,35 @@ def arrows(trace: Decoded) -> dict[int, list[str]]:
     return dict(found)
 
 
-def test_arrows_go_from_the_first_to_the_last_arriver_or_through_all(tmp_path: Path) -> None:
+def test_arrows_go_from_the_first_to_the_last_arriver_or_through_all() -> None:
     ranks = [Rank(rank, 3).call(arrival, 500) for rank, arrival in enumerate((150, 200, 120))]
-    assert arrows(timeline(tmp_path / "a", *ranks)) == {1: ["rank 2/device all_reduce", "rank 1/device all_reduce"]}
-    assert len(*arrows(timeline(tmp_path / "b", *ranks, flows="all")).values()) == 3
-    assert arrows(timeline(tmp_path / "c", *ranks, flows="none")) == {}
+    assert arrows(timeline(*ranks)) == {1: ["rank 2/device all_reduce", "rank 1/device all_reduce"]}
+    assert len(*arrows(timeline(*ranks, flows="all")).values()) == 3
+    assert arrows(timeline(*ranks, flows="none")) == {}
 
 
-def test_calls_without_times_of_the_device_carry_the_arrows(tmp_path: Path) -> None:
+def test_calls_without_times_of_the_device_carry_the_arrows() -> None:
     ranks = [Rank(0), Rank(1)]
     for rank in ranks:
         rank.call(0, 0)
         rank.times.calls.called[0] = EPOCH + 1000 * (rank.times.rank or 0)
-    trace = timeline(tmp_path / "t", *ranks)
+    trace = timeline(*ranks)
     assert arrows(trace) == {1: ["rank 0/calls all_reduce", "rank 1/calls all_reduce"]}
     assert not trace.counters
 
 
-def test_what_overlaps_on_a_device_has_a_track_for_each(tmp_path: Path) -> None:
+def test_what_overlaps_on_a_device_has_a_track_for_each() -> None:
     rank = Rank(0, 1).call(100, 500).call(200, 300).call(500, 600)
-    trace = timeline(tmp_path / "t", rank)
+    trace = timeline(rank)
     assert [event[1:3] for event in trace.events["rank 0/device"]] == [(5_000, 405_000), (405_000, 505_000)]
     assert [event[1:3] for event in trace.events["rank 0/device 2"]] == [(105_000, 205_000)]
 
 
-def test_a_recording_without_any_time_is_refused(tmp_path: Path) -> None:
+def test_a_recording_without_any_time_is_refused() -> None:
     rank = Rank(0, 1).call(0, 0)
     rank.times.calls.called[0] = 0
     with pytest.raises(CrossrankError, match="rank-0: no communication with a time is in it"):
-        timeline(tmp_path / "t", rank)
+        timeline(rank)
 
 
 @given(
@@ -168,8 +168,7 @@ def test_a_recording_without_any_time_is_refused(tmp_path: Path) -> None:
         max_size=30,
     )
 )
-def test_any_events_come_back_as_they_were_given(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
-    path = tmp_path_factory.getbasetemp() / "any.pftrace"
+def test_any_events_come_back_as_they_were_given(rows: list[Any]) -> None:
     names = [f"name {i}" for i in range(6)]
     start, end, moment = [], [], 0
     for _, length, pause, _, _ in rows:
@@ -178,7 +177,6 @@ def test_any_events_come_back_as_they_were_given(tmp_path_factory: pytest.TempPa
         moment += length >> 6  # events may touch: an end at the begin of the next
         end.append(moment)
     events = Events(
-        track=Track(id=7, name="track"),
         names=names,
         name=np.array([row[0] for row in rows]),
         start=np.array(start),
@@ -186,10 +184,10 @@ def test_any_events_come_back_as_they_were_given(tmp_path_factory: pytest.TempPa
         arguments={"number": np.array([row[4] for row in rows])},
         flow=np.array([9 * row[3] for row in rows]),
     )
-    with PerfettoWriter(path, EPOCH) as writer:
-        writer.track(events.track)
-        writer.events(events)
-    assert Decoded(path).events["track"] == [
+    file = BytesIO()
+    writer = PerfettoWriter(file, EPOCH)
+    writer.events(writer.track("track"), events)
+    assert Decoded(file.getvalue()).events["track"] == [
         (names[row[0]], start[i], end[i], {"number": row[4]}, [9] if row[3] else []) for i, row in enumerate(rows)
     ]
 

@@ -1,4 +1,4 @@
-"""Makes the tracks of a timeline from the times of all ranks, rank by rank, so that a large job streams through.
+"""All ranks on one timeline, rank by rank, so that a large job streams through.
 
 A rank has a track of its calls (when the host made them), one of its communication on the device, and its steps; where
 calls overlap on the device there is a track for each that runs at a time. Arrows go from the first to the last
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import msgspec
 import numpy as np
@@ -19,18 +18,7 @@ from crossrank.errors import CrossrankError
 from crossrank.text import amount, printable
 from crossrank.tools.job.collectives import Collectives
 from crossrank.tools.job.launches import Bools, CallKind
-from crossrank.tools.output.timeline.perfetto import PerfettoWriter
-from crossrank.tools.output.timeline.tracks import (
-    FIRST,
-    LAST,
-    MIDDLE,
-    Counter,
-    Events,
-    Floats,
-    Ints,
-    Track,
-    lanes,
-)
+from crossrank.tools.output.timeline.perfetto import Events, Floats, Ints, PerfettoWriter
 from crossrank.tools.traces.rank_trace import RankTrace
 
 Flows = Literal["first-last", "all", "none"]
@@ -55,24 +43,23 @@ class Written(msgspec.Struct, kw_only=True):
     """ns since 1970 at time 0; 0 where the files know no wall clock."""
 
 
-@dataclass
-class _Tracks:
-    """Numbers tracks as they are made."""
+@dataclass(frozen=True)
+class _Shown:
+    """The calls of all ranks as they are shown."""
 
-    writer: PerfettoWriter
-    count: int = 0
-
-    def add(self, name: str, parent: Track | None = None, unit: str | None = None) -> Track:
-        self.count += 1
-        track = Track(id=self.count, name=name, parent=parent.id if parent else 0, unit=unit)
-        self.writer.track(track)
-        return track
+    found: Collectives
+    zero: int
+    """Time 0, in ns since 1970."""
+    labels: Sequence[str]
+    """Of the kinds of calls."""
+    on_device: Bools
+    flow: Ints
 
 
 def write_timeline(
-    ranks: Sequence[RankTrace], found: Collectives, path: Path, *, flows: Flows = "first-last"
+    ranks: Sequence[RankTrace], found: Collectives, file: BinaryIO, *, flows: Flows = "first-last"
 ) -> Written:
-    """Write all ranks to `path`. Raises `CrossrankError` where no call has a time."""
+    """Write all ranks to `file`. Raises `CrossrankError` where no call has a time."""
     moments = [column[column > 0] for column in (found.called, found.began)]
     begins = [int(column.min()) for column in moments if len(column)]
     if not begins:
@@ -80,42 +67,37 @@ def write_timeline(
             f"{ranks[0].path}: no communication with a time is in it, so there is nothing to lay on a timeline"
         )
     zero = min(begins)
-    labels = [_label(found, kind) for kind in found.kinds] or [""]
     placed = {one.rank or 0: one.placed for one in ranks}
     on_device = np.array([placed[rank] for rank in found.ranks])[np.searchsorted(found.ranks, found.rank)]
     on_device &= found.ended > 0
-    flow, flow_end = _flows(found, flows, on_device)
-    width = len(str(max(found.ranks)))
+    flow = _flows(found, flows, on_device)
+    shown = _Shown(found, zero, [_label(found, kind) for kind in found.kinds] or [""], on_device, flow)
     written = Written(
         ranks=len(found.ranks),
-        calls=0,
-        activities=0,
+        calls=int((found.called > 0).sum()),
+        activities=int(on_device.sum()),
         arrows=len(np.unique(flow[flow > 0])),
         steps=0,
         counters=[],
         duration_ms=(int(max(found.called.max(), found.ended.max())) - zero) / 1e6,
         epoch_ns=zero,
     )
-    with PerfettoWriter(path, zero) as writer:
-        tracks = _Tracks(writer)
-        for counter in _counters(found, zero, tracks, on_device):
-            written.counters.append(counter.track.name)
-            writer.counter(counter)
-        order = np.lexsort((found.called, found.rank))
-        edges = np.searchsorted(found.rank[order], [*found.ranks, _MOST])
-        by_rank = {one.rank: one for one in ranks}
-        for place, rank in enumerate(found.ranks):
-            rows = order[edges[place] : edges[place + 1]]
-            one = by_rank[rank]
-            parent = tracks.add(f"rank {rank:0{width}d}{f' ({printable(one.node[:16])})' if one.node else ''}")
-            for events in _of_rank(found, one, rows, zero, labels, flow, flow_end, on_device, tracks, parent):
-                if events.track.name == "steps":
-                    written.steps += len(events.start)
-                elif events.end is None:
-                    written.calls += len(events.start)
-                else:
-                    written.activities += len(events.start)
-                writer.events(events)
+    order = np.lexsort((found.called, found.rank))
+    rows_of = np.split(order, np.searchsorted(found.rank[order], found.ranks[1:]))
+    by_rank = {one.rank: one for one in ranks}
+    width = len(str(max(found.ranks)))
+    writer = PerfettoWriter(file, zero)
+    job = 0
+    for name, unit, at, value in _counters(shown):
+        job = job or writer.track("job")
+        written.counters.append(name)
+        writer.counter(writer.track(name, job, unit), at, value)
+    for rank, rows in zip(found.ranks, rows_of, strict=True):
+        one = by_rank[rank]
+        parent = writer.track(f"rank {rank:0{width}d}{f' ({printable(one.node[:16])})' if one.node else ''}")
+        for name, events in _of_rank(shown, one, rows):
+            written.steps += len(events.start) if name == "steps" else 0
+            writer.events(writer.track(name, parent), events)
     return written
 
 
@@ -125,98 +107,98 @@ def _label(found: Collectives, kind: CallKind) -> str:
     return printable(f"{kind.label} {amount(kind.bytes, unknown=not kind.sized)} · {name}")
 
 
-def _of_rank(
-    found: Collectives,
-    one: RankTrace,
-    rows: Ints,
-    zero: int,
-    labels: Sequence[str],
-    flow: Ints,
-    flow_end: Ints,
-    on_device: Bools,
-    tracks: _Tracks,
-    parent: Track,
-) -> Iterator[Events]:
+def _of_rank(shown: _Shown, one: RankTrace, rows: Ints) -> Iterator[tuple[str, Events]]:
+    """The tracks of a rank, whose calls are `rows`, by name."""
+    found, zero = shown.found, shown.zero
     if one.steps:
-        yield _steps(one, found, rows, zero, tracks.add("steps", parent))
+        yield "steps", _steps(shown, one, rows)
     called = rows[found.called[rows] > 0]
-    placed = rows[on_device[rows]]
     if len(called):
-        yield Events(
-            track=tracks.add("calls", parent),
-            names=labels,
-            name=found.kind[called],
-            start=np.maximum(found.called[called] - zero, 0),
-            end=None,
-            arguments={"number": found.number[found.collective[called]].clip(0), "id": found.id[called].clip(0)},
-            # Where the times of the device are known the arrows stand there.
-            flow=np.where(on_device[called], 0, flow[called]),
-            flow_end=flow_end[called],
+        yield (
+            "calls",
+            Events(
+                names=shown.labels,
+                name=found.kind[called],
+                start=np.maximum(found.called[called] - zero, 0),
+                arguments={"number": found.number[found.collective[called]].clip(0), "id": found.id[called].clip(0)},
+                # Where the times of the device are known the arrows stand there.
+                flow=np.where(shown.on_device[called], 0, shown.flow[called]),
+            ),
         )
+    placed = rows[shown.on_device[rows]]
     placed = placed[np.argsort(found.began[placed], kind="stable")]
     lane = lanes(found.began[placed], found.ended[placed])
-    for number in range(int(lane.max(initial=-1)) + 1):
-        mine = placed[lane == number]
-        yield Events(
-            track=tracks.add("device" if number == 0 else f"device {number + 1}", parent),
-            names=labels,
-            name=found.kind[mine],
-            start=np.maximum(found.began[mine] - zero, 0),
-            end=np.maximum(found.ended[mine] - zero, 0),
-            arguments={"number": found.number[found.collective[mine]].clip(0)},
-            flow=flow[mine],
-            flow_end=flow_end[mine],
+    for index in range(int(lane.max(initial=-1)) + 1):
+        mine = placed[lane == index]
+        yield (
+            "device" if index == 0 else f"device {index + 1}",
+            Events(
+                names=shown.labels,
+                name=found.kind[mine],
+                start=np.maximum(found.began[mine] - zero, 0),
+                end=np.maximum(found.ended[mine] - zero, 0),
+                arguments={"number": found.number[found.collective[mine]].clip(0)},
+                flow=shown.flow[mine],
+            ),
         )
 
 
-def _steps(one: RankTrace, found: Collectives, rows: Ints, zero: int, track: Track) -> Events:
+def lanes(start: Ints, end: Ints) -> Ints:
+    """A lane for each event, in the order of starts, so that none overlaps another of its lane; as few as it takes.
+
+    >>> lanes(np.array([0, 1, 5]), np.array([4, 9, 6])).tolist()
+    [0, 1, 0]
+    """
+    lane = np.zeros(len(start), np.int64)
+    if not len(start) or (start[1:] >= np.maximum.accumulate(end)[:-1]).all():
+        return lane
+    free: list[int] = []
+    for index, (begin, stop) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
+        number = next((number for number, until in enumerate(free) if until <= begin), len(free))
+        free[number : number + 1] = [stop]
+        lane[index] = number
+    return lane
+
+
+def _steps(shown: _Shown, one: RankTrace, rows: Ints) -> Events:
     """Iterations; those before the first moment of the timeline begin with it."""
+    found, zero = shown.found, shown.zero
     last = int(max(found.called[rows].max(initial=zero), found.ended[rows].max(initial=zero)))
     shift = found.shift.get(one.rank or 0, 0)
     begins = [max(moment + shift, zero) for _, moment in one.steps]
-    ends = [*begins[1:], max(last, begins[-1])]
     names = [f"step {number}" for number, _ in one.steps]
     # The first line of a recording is step 1: what came before it was step 0.
     if begins[0] > zero:
         names.insert(0, f"step {one.steps[0][0] - 1}")
-        ends.insert(0, begins[0])
         begins.insert(0, zero)
-    return Events(
-        track=track,
-        names=names,
-        name=np.arange(len(names)),
-        start=np.array(begins, np.int64) - zero,
-        end=np.array(ends, np.int64) - zero,
-    )
+    edges = np.array([*begins, max(last, begins[-1])], np.int64) - zero
+    return Events(names=names, name=np.arange(len(names)), start=edges[:-1], end=edges[1:])
 
 
-def _flows(found: Collectives, flows: Flows, on_device: Bools) -> tuple[Ints, Ints]:
-    """(flow of each call, which end of it the call is): one flow for each collective of several ranks."""
+def _flows(found: Collectives, flows: Flows, on_device: Bools) -> Ints:
+    """The flow of each call, 0 = none: one for each collective of several ranks."""
     flow = np.zeros(len(found.rank), np.int64)
-    flow_end = np.full(len(found.rank), MIDDLE, np.int64)
-    count = len(found.of_kind)
-    members = np.bincount(found.collective, minlength=count)
+    members = np.bincount(found.collective, minlength=len(found.of_kind))
     arrival = np.where(on_device, found.began, found.called)
     # Between clocks that were not brought together an arrow would say nothing.
     one_clock = found.comparable | (found.clocks.count == 1)
     rows = np.flatnonzero((members[found.collective] > 1) & (arrival > 0) & one_clock)
     if flows == "none" or not len(rows):
-        return flow, flow_end
+        return flow
     order = rows[np.lexsort((found.rank[rows], arrival[rows], found.collective[rows]))]
-    collective = found.collective[order]
-    first = np.concatenate(([True], collective[1:] != collective[:-1]))
-    last = np.concatenate((collective[1:] != collective[:-1], [True]))
-    flow_end[order[last]] = LAST
-    flow_end[order[first]] = FIRST
+    changes = np.diff(found.collective[order]) != 0
+    first, last = np.concatenate(([True], changes)), np.concatenate((changes, [True]))
     # Of a collective of which only one member can be placed there is nothing to connect.
     chosen = order[~(first & last)] if flows == "all" else order[first ^ last]
     flow[chosen] = found.collective[chosen] + 1
-    return flow, flow_end
+    return flow
 
 
-def _counters(found: Collectives, zero: int, tracks: _Tracks, on_device: Bools) -> Iterator[Counter]:
-    """Sums over the collectives under way, as far as it is known when they were."""
-    timed = np.flatnonzero(on_device & found.comparable & (found.began >= zero) & (found.time[found.collective] >= 0))
+def _counters(shown: _Shown) -> Iterator[tuple[str, str, Ints, Floats]]:
+    """(name, unit, moments, values): sums over the collectives under way, as far as it is known when they were."""
+    found, zero = shown.found, shown.zero
+    is_timed = (found.time >= 0)[found.collective]
+    timed = np.flatnonzero(shown.on_device & found.comparable & (found.began >= zero) & is_timed)
     if not len(timed):
         return
     count = len(found.of_kind)
@@ -225,14 +207,12 @@ def _counters(found: Collectives, zero: int, tracks: _Tracks, on_device: Bools) 
     np.maximum.at(last_begin, found.collective[timed], found.began[timed])
     np.maximum.at(last_end, found.collective[timed], found.ended[timed])
     known = np.flatnonzero(last_end > 0)
-    job = tracks.add("job")
-    at, value = _sum_over_time(first[known] - zero, last_end[known] - zero, found.bytes[known].astype(np.float64))
-    yield Counter(tracks.add("bytes in flight", job, "B"), at, value)
+    volume = found.bytes[known].astype(np.float64)
+    yield "bytes in flight", "B", *_sum_over_time(first[known] - zero, last_end[known] - zero, volume)
     rate = found.busbw()
     rated = known[~np.isnan(rate[known])]
     if len(rated):
-        at, value = _sum_over_time(last_begin[rated] - zero, last_end[rated] - zero, rate[rated])
-        yield Counter(tracks.add("busbw", job, "GB/s"), at, value)
+        yield "busbw", "GB/s", *_sum_over_time(last_begin[rated] - zero, last_end[rated] - zero, rate[rated])
 
 
 def _sum_over_time(begin: Ints, end: Ints, value: Floats) -> tuple[Ints, Floats]:

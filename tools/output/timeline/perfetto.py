@@ -10,30 +10,22 @@ Names stand once, as interned data of the track's own packet sequence; the track
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from types import TracebackType
+from dataclasses import dataclass, field
 from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from crossrank.tools.output.timeline.tracks import Counter, Events, Ints, Track
 from crossrank.tools.varint import varint
 
 Bytes = NDArray[np.uint8]
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 # Field numbers of perfetto_trace.proto.
 _PACKET = 1
-_CLOCK_SNAPSHOT, _TIMESTAMP, _SEQUENCE, _TRACK_EVENT, _INTERNED, _FLAGS, _DEFAULTS, _DESCRIPTOR = (
-    6,
-    8,
-    10,
-    11,
-    12,
-    13,
-    59,
-    60,
-)
+_CLOCK_SNAPSHOT, _TIMESTAMP, _SEQUENCE, _TRACK_EVENT, _INTERNED, _FLAGS = 6, 8, 10, 11, 12, 13
+_DEFAULTS, _DESCRIPTOR = 59, 60
 _CLOCKS, _CLOCK_ID, _CLOCK_TIME = 1, 1, 2
 _UUID, _NAME, _PARENT, _COUNTER, _CHILD_ORDER, _ORDER = 1, 2, 5, 8, 11, 12
 _EXPLICIT = 3
@@ -49,45 +41,51 @@ _BOOTTIME, _REALTIME = 6, 1
 _VARINT, _FIXED64, _LENGTH = 0, 1, 2
 
 
+@dataclass
+class Events:
+    """Events of one track in the order of their begins; none overlaps the next. Times are ns from the begin."""
+
+    names: Sequence[str]
+    name: Ints
+    """Index into `names`."""
+    start: Ints
+    end: Ints | None = None
+    """None for moments without extent."""
+    arguments: dict[str, Ints] = field(default_factory=dict)
+    """What is shown of an event: name -> a number for each."""
+    flow: Ints | None = None
+    """Events with the same number are connected by arrows; 0 = none."""
+
+
 class PerfettoWriter:
-    """A timeline as a `.pftrace` file, written as it is given."""
+    """A timeline, written as it is given; `epoch` is its time 0 in ns since 1970. A track is its number, from 1 on."""
 
-    def __init__(self, path: Path, epoch: int) -> None:
-        self._path = path
-        self._epoch = epoch
-        self._file: BinaryIO
+    def __init__(self, file: BinaryIO, epoch: int) -> None:
+        self._file = file
         self._sequences = 0
-        self._order = 0
-
-    def __enter__(self) -> PerfettoWriter:
-        self._file = self._path.open("wb")
-        clocks = [(_BOOTTIME, 0), (_REALTIME, self._epoch)]
+        self._tracks = 0
+        clocks = [(_BOOTTIME, 0), (_REALTIME, epoch)]
         snapshot = b"".join(
             message(_CLOCKS, integer(_CLOCK_ID, clock) + integer(_CLOCK_TIME, time)) for clock, time in clocks
         )
         self._packet(integer(_TIMESTAMP, 0) + message(_CLOCK_SNAPSHOT, snapshot))
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
+    def track(self, name: str, parent: int = 0, unit: str | None = None) -> int:
+        """A new track below all others of its parent; `unit` makes it one of a counter."""
+        self._tracks += 1
+        content = integer(_UUID, self._tracks) + message(_NAME, name.encode("utf-8", "replace"))
+        if parent:
+            content += integer(_PARENT, parent)
+        if unit is not None:
+            content += message(_COUNTER, message(_UNIT_NAME, unit.encode()))
+        self._packet(message(_DESCRIPTOR, content + integer(_CHILD_ORDER, _EXPLICIT) + integer(_ORDER, self._tracks)))
+        return self._tracks
 
-    def track(self, track: Track) -> None:
-        """Every track before its events."""
-        self._order += 1
-        content = integer(_UUID, track.id) + message(_NAME, track.name.encode("utf-8", "replace"))
-        if track.parent:
-            content += integer(_PARENT, track.parent)
-        if track.unit is not None:
-            content += message(_COUNTER, message(_UNIT_NAME, track.unit.encode()))
-        self._packet(message(_DESCRIPTOR, content + integer(_CHILD_ORDER, _EXPLICIT) + integer(_ORDER, self._order)))
-
-    def events(self, events: Events) -> None:
+    def events(self, track: int, events: Events) -> None:
         # Only the names that stand on this track: of a large job there are many that do not.
         used, place = np.unique(events.name, return_inverse=True)
         names = [events.names[number] for number in used.tolist()]
-        sequence = self._begin_sequence(events.track, names, list(events.arguments))
+        sequence = self._begin_sequence(track, names, list(events.arguments))
         count = len(events.start)
         kind = _INSTANT if events.end is None else _BEGIN
         begin = integer(_TYPE, kind)
@@ -114,13 +112,14 @@ class PerfettoWriter:
             pieces.append((rows, matrix))
         self._file.write(_interleaved(count, pieces))
 
-    def counter(self, counter: Counter) -> None:
-        sequence = self._begin_sequence(counter.track, (), ())
-        values = counter.value.astype("<f8").view(np.uint8).reshape(-1, 8)
+    def counter(self, track: int, at: Ints, value: Floats) -> None:
+        """Values of a track over time."""
+        sequence = self._begin_sequence(track, (), ())
+        values = value.astype("<f8").view(np.uint8).reshape(-1, 8)
         content: list[bytes | Bytes] = [integer(_TYPE, _COUNT) + key(_DOUBLE_VALUE, _FIXED64), values]
-        self._file.write(_packets(sequence, counter.at, content).tobytes())
+        self._file.write(_packets(sequence, at, content).tobytes())
 
-    def _begin_sequence(self, track: Track, names: Sequence[str], arguments: Sequence[str]) -> bytes:
+    def _begin_sequence(self, track: int, names: Sequence[str], arguments: Sequence[str]) -> bytes:
         """A sequence of packets whose track is `track`, with its names; returns the field that packets need."""
         self._sequences += 1
         sequence = integer(_SEQUENCE, self._sequences)
@@ -129,7 +128,7 @@ class PerfettoWriter:
             for field, texts in ((_EVENT_NAMES, names), (_ANNOTATION_NAMES, arguments))
             for number, text in enumerate(texts, start=1)
         )
-        defaults = message(_DEFAULTS, message(_EVENT_DEFAULTS, integer(_DEFAULT_UUID, track.id)))
+        defaults = message(_DEFAULTS, message(_EVENT_DEFAULTS, integer(_DEFAULT_UUID, track)))
         self._packet(sequence + integer(_FLAGS, _CLEARED) + message(_INTERNED, interned) + defaults)
         return sequence
 
