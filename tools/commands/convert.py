@@ -83,7 +83,7 @@ class ConvertCommand:
             action="store_true",
             help="write the process groups as a metadata node too, as Chakra's converter does: ASTRA-sim stops at it",
         )
-        parser.add_argument("--strict", action="store_true", help="refuse dependencies that run in a circle")
+        parser.add_argument("--strict", action="store_true", help="refuse dependencies that run in a cycle")
         parser.add_argument(
             "--simulate", action="store_true", help="play all ranks and say how long they take, and why"
         )

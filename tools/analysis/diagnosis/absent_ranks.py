@@ -64,7 +64,7 @@ def _is_extra(search: Search, op: StuckOp, absent: set[int]) -> bool:
     if absent != set(members).difference(op.waiting) or len(op.waiting) * 2 >= len(members):
         return False
     # The turn of this call has come on a rank whose calls have led to it before: then the others are late.
-    return not any(is_usual(job, rank, search.graph.blocked[rank].row) for rank in op.waiting)
+    return not any(is_usual(job, rank, search.graph.blocked[rank]) for rank in op.waiting)
 
 
 def _how_they_stopped(search: Search, absent: set[int]) -> str:

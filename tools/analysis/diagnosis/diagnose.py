@@ -26,7 +26,7 @@ def diagnose(
     """
     job = JobState.match(evidence.ranks, world_size or evidence.world_size)
     lacking = dict.fromkeys(job.missing, "dump_missing")
-    lacking |= {rank: kind for rank, (kind, _) in evidence.unusable.items() if rank in lacking or rank not in job.ranks}
+    lacking |= {rank: kind for rank, kind in evidence.unusable.items() if rank in lacking or rank not in job.ranks}
     for rank, one in job.ranks.items():
         if not len(one.calls) and not one.dump.has_status and not one.dump.active_only and one.source == "flight":
             lacking[rank] = "no_entries"

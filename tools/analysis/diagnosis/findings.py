@@ -82,7 +82,7 @@ KINDS: dict[str, Kind] = {
         "compare the shapes that both ends of the pipeline agree on",
     ),
     "p2p_wait_cycle": Kind(
-        "ranks wait for each other's sends and receives in a circle",
+        "ranks wait for each other's sends and receives in a cycle",
         "see that every send goes to the rank that receives it; else let one side send first, or use batch_isend_irecv",
     ),
     "raised": Kind(

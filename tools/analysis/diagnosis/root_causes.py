@@ -176,7 +176,7 @@ def _age(search: Search, op: StuckOp) -> int | None:
     over = all(one.is_gone for one in waiting)
     if any(one.has_left or (one.unseen and over) for one in awaited):
         return None
-    began = [ranks[rank].calls.called[search.graph.blocked[rank].row] for rank in op.waiting]
+    began = [ranks[rank].calls.called[search.graph.blocked[rank]] for rank in op.waiting]
     moments = [
         one.taken_at
         for one in awaited
@@ -251,7 +251,7 @@ def find_unequal_pairs(search: Search) -> None:
             continue
         seen.add(pair)
         blocked = search.graph.blocked
-        is_reached = any(rank in blocked and blocked[rank].row <= row for rank, row in ends.values())
+        is_reached = any(rank in blocked and blocked[rank] <= row for rank, row in ends.values())
         search.add_root(
             finding_on(
                 group,
@@ -319,7 +319,7 @@ def _why_closed(search: Search, op: StuckOp) -> tuple[str, set[int], str]:
 
 def _has_started(search: Search, rank: int) -> bool:
     """Whether the call that a rank is stuck in is known to have begun to run."""
-    calls, row = search.job.ranks[rank].calls, search.graph.blocked[rank].row
+    calls, row = search.job.ranks[rank].calls, search.graph.blocked[rank]
     return calls.state[row] == STARTED or calls.began[row] > 0
 
 
@@ -361,15 +361,15 @@ def _skipped_by(search: Search, op: StuckOp, cycle: list[int]) -> list[int]:
     absent = op.awaited.intersection(cycle)
     peers = tuple(op.waiting) if op.is_p2p else ()
     blocked = search.graph.blocked
-    skipped = all(has_skipped(search.job, rank, op.group, blocked[rank].row, peers) for rank in absent)
+    skipped = all(has_skipped(search.job, rank, op.group, blocked[rank], peers) for rank in absent)
     return sorted(absent) if skipped else []
 
 
 def _odd_in_cycle(search: Search, cycle: list[int]) -> list[int]:
     """Of a cycle of sends and receives, the ranks that did what they never did, where all others did as always."""
     job, blocked = search.job, search.graph.blocked
-    odd = [rank for rank in cycle if is_new(job, rank, blocked[rank].row)]
-    usual = [rank for rank in cycle if is_usual(job, rank, blocked[rank].row)]
+    odd = [rank for rank in cycle if is_new(job, rank, blocked[rank])]
+    usual = [rank for rank in cycle if is_usual(job, rank, blocked[rank])]
     return odd if len(odd) + len(usual) == len(cycle) and len(odd) < len(usual) else []
 
 

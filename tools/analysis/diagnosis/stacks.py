@@ -59,7 +59,7 @@ def _place(job: JobState, graph: WaitForGraph, finding: Finding, rank: int, role
         what = f"where its thread {ended.thread} raised {ended.error}"
         return Place(rank=rank, role=role, what=what, frames=frame_texts(ended.frames))
     blocked = graph.blocked.get(rank)
-    row = blocked.row if blocked is not None else _row_of(job, finding, rank)
+    row = blocked if blocked is not None else _row_of(job, finding, rank)
     what = "the call it is stuck in" if blocked is not None else "its call"
     if row is None and len(trace.calls):
         row, what = len(trace.calls) - 1, "the last call it made"

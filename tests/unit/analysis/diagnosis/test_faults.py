@@ -154,7 +154,7 @@ def test_a_collective_left_out_is_missing_on_that_rank(tmp_path: Path) -> None:
     assert roots(found)[0][:4] == ("missing_rank", "default_pg", 3, [0])
 
 
-def test_two_groups_entered_in_opposite_order_are_a_circle(tmp_path: Path) -> None:
+def test_two_groups_entered_in_opposite_order_are_a_cycle(tmp_path: Path) -> None:
     groups: Groups = {"0": ("default_pg", [0, 1]), "1": ("a", [0, 1]), "2": ("b", [0, 1])}
     for blocking in (False, True):
         programs: Programs = [[Collective("0"), Collective("1"), Collective("2")] for _ in range(2)]
@@ -264,7 +264,7 @@ def test_a_batch_that_lacks_one_receive_is_unmatched_there(tmp_path: Path) -> No
     assert {1, 2} & {*found.findings[0].culprit_ranks, *found.findings[0].waiting_ranks}
 
 
-def test_ranks_that_all_receive_first_wait_in_a_circle(tmp_path: Path) -> None:
+def test_ranks_that_all_receive_first_wait_in_a_cycle(tmp_path: Path) -> None:
     programs: Programs = [[Collective("0"), Recv("0", (rank - 1) % 4), Send("0", (rank + 1) % 4)] for rank in range(4)]
 
     found = diagnose_job(SimulatedJob(programs, WORLD, blocking=True), tmp_path)
