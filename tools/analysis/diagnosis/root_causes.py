@@ -197,13 +197,13 @@ def find_misfits(search: Search, mismatches: list[Mismatch]) -> None:
     job = search.job
     known: dict[tuple[str, tuple[int, ...]], int] = {}
     aborted = {rank for rank in job.world if _may_be_aborted(job, rank)}
-    for mismatch in sorted(mismatches, key=lambda one: (one.since(job), one.group.index)):
+    for mismatch in sorted(mismatches, key=lambda one: (one.since, one.group.index)):
         group = mismatch.group
         behind_it = [op for op in search.left() if op.group is group and not op.is_p2p and op.seq >= mismatch.seq]
         stuck = {rank for op in behind_it for rank in op.waiting} - set(mismatch.culprits)
         # What a rank that never made the call holds up would hang without the mismatch, too.
         on_gloo = all(job.ranks[rank].is_gloo(group.local_index.get(rank)) for rank in mismatch.ranks)
-        gone = aborted.intersection(group.ranks) - mismatch.ranks.keys() if on_gloo else set()
+        gone = aborted.intersection(group.ranks).difference(mismatch.ranks) if on_gloo else set()
         behind_it = [op for op in behind_it if not op.absent & search.silent - gone]
         about = {"collective_seq_id": mismatch.seq, "op": mismatch.op}
         culprits, text = list(mismatch.culprits or _raised_in(job, mismatch)), mismatch.text
@@ -217,7 +217,7 @@ def find_misfits(search: Search, mismatches: list[Mismatch]) -> None:
             search.root_of = dict.fromkeys(behind_it, same) | search.root_of
             continue
         root = known[mismatch.kind, mismatch.culprits] = len(search.roots)
-        search.add_root(finding, behind_it, mismatch.since(job))
+        search.add_root(finding, behind_it, mismatch.since)
         if gone:
             search.explained |= gone
             why = "gloo aborts a process that is sent more than it asked for"
