@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -118,6 +118,14 @@ def rank_text(ranks: Iterable[int]) -> str:
     'rank 0-1,3'
     """
     return f"rank {rank_ranges(list(ranks))}"
+
+
+def ranks_by(values: Mapping[int, str]) -> dict[str, list[int]]:
+    """The ranks that have one value, by their values."""
+    found: dict[str, list[int]] = {}
+    for rank, value in sorted(values.items()):
+        found.setdefault(value, []).append(rank)
+    return found
 
 
 def group_text(pg: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ from math import prod
 from typing import NamedTuple
 
 from crossrank.comm import OPERATIONS, CommRecord
-from crossrank.tools.analysis.diagnosis.findings import rank_text
+from crossrank.tools.analysis.diagnosis.findings import rank_text, ranks_by
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.traces.rank_trace import Interned
@@ -276,10 +276,7 @@ class _Comparison:
 
 def _by_text(texts: dict[int, str]) -> str:
     """Ranks with what is to be reported of them, that of the most first."""
-    ranks_of: dict[str, list[int]] = defaultdict(list)
-    for rank, text in sorted(texts.items()):
-        ranks_of[text].append(rank)
-    ordered = sorted(ranks_of.items(), key=lambda item: (-len(item[1]), item[1]))
+    ordered = sorted(ranks_by(texts).items(), key=lambda item: (-len(item[1]), item[1]))
     return "; ".join(f"{rank_text(ranks)}: {text}" for text, ranks in ordered)
 
 

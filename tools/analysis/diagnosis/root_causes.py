@@ -150,8 +150,8 @@ def finding_of(op: StuckOp, kind: str, *, culprits: Iterable[int] = (), text: st
 
 def set_aside_what_just_began(search: Search) -> None:
     """Where the dumps say when they were taken, a call that began just before is under way, not stuck."""
-    ages = {op: _age(search, op) for op in search.graph.ops}
-    for op, age in ages.items():
+    for op in search.graph.ops:
+        age = _age(search, op)
         if age is not None and age < _SURE:
             text = f"under way for {max(age, 0) / 1e6:.0f} ms when the first of its ranks was dumped"
             search.in_progress.append(finding_of(op, "in_progress", text=text))
@@ -243,33 +243,26 @@ def _raised_in(job: JobState, mismatch: Mismatch) -> tuple[int, ...]:
 
 def find_unequal_pairs(search: Search) -> None:
     """Sends and receives that belong together and are not of one size or type."""
-    job, seen = search.job, set()
+    job, blocked, seen = search.job, search.graph.blocked, set()
     for send, receive in search.pairing.sizes_differ:
-        group, ends = job.group_at(*send), {"sender": send, "receiver": receive}
-        pair = (group.index, *sorted((send[0], receive[0])))
-        if pair in seen:  # the first one of a pair of ranks may have shifted all that follow
-            continue
+        group, ends, ranks = job.group_at(*send), {"sender": send, "receiver": receive}, {send[0], receive[0]}
+        if (pair := (group.index, *sorted(ranks))) in seen:
+            continue  # the first one of a pair of ranks may have shifted all that follow
         seen.add(pair)
-        blocked = search.graph.blocked
-        is_reached = any(rank in blocked and blocked[rank] <= row for rank, row in ends.values())
-        search.add_root(
-            finding_on(
-                group,
-                "p2p_size_mismatch",
-                p2p_seq_id=job.ranks[send[0]].calls.number[send[1]],
-                op="send",
-                waiting_ranks=sorted({rank for rank, row in ends.values() if row in job.open_rows[rank]}),
-                text=f"rank {send[0]} sends {content_text(job, send)}, "
-                f"rank {receive[0]} receives {content_text(job, receive)}",
-                places=[
-                    place
-                    for role, end in ends.items()
-                    if (place := place_of_call(job, *end, role, "its call")) is not None
-                ],
-            ),
-            [op for op in search.left() if is_reached and op.is_p2p and {send[0], receive[0]}.intersection(op.waiting)],
-            job.moment(*send),
+        is_reached = any(blocked.get(rank, row + 1) <= row for rank, row in ends.values())
+        places = [place_of_call(job, *end, role, "its call") for role, end in ends.items()]
+        finding = finding_on(
+            group,
+            "p2p_size_mismatch",
+            p2p_seq_id=job.ranks[send[0]].calls.number[send[1]],
+            op="send",
+            waiting_ranks=sorted({rank for rank, row in ends.values() if row in job.open_rows[rank]}),
+            text=f"rank {send[0]} sends {content_text(job, send)}, "
+            f"rank {receive[0]} receives {content_text(job, receive)}",
+            places=[place for place in places if place is not None],
         )
+        explained = [op for op in search.left() if is_reached and op.is_p2p and not ranks.isdisjoint(op.waiting)]
+        search.add_root(finding, explained, job.moment(*send))
 
 
 # --- operations that nobody is missing from --------------------------------------------------------------------------
@@ -384,16 +377,14 @@ def _odd_in_order(cycle: list[int], ops: list[StuckOp]) -> list[int]:
 
 def _chain(graph: WaitForGraph, cycle: list[int], edges: dict[int, set[int]]) -> str:
     """The cycle in words, as a walk from its lowest rank."""
-    walk, rank = [], cycle[0]
+    walk: list[str] = []
+    rank = cycle[0]
     for _ in cycle:
-        target = min(edges[rank].intersection(cycle), default=None)
-        if target is None:
-            break
-        op = graph.op_of[rank]
+        target, op = min(edges[rank].intersection(cycle)), graph.op_of[rank]
         walk.append(f"rank {rank} waits for {target} in {group_text(op.group.pg)} {call_text(op.op, op.seq)}")
-        if target == cycle[0] or target not in edges:
-            break
         rank = target
+        if rank == cycle[0]:
+            break
     more = len(cycle) - len(walk)
     return "; ".join(walk[:8]) + (f"; … {more} more ranks" if more > 0 else "")
 
