@@ -44,11 +44,8 @@ def find_silent_ranks(search: Search) -> None:
                     "its GPU or its watchdog is stuck"
                 )
             exception = next(filter(None, (_exception_of(search, rank) for rank in sorted(absent))), None)
-        finding = finding_of(op, kind, culprits=culprits, text=text)
-        finding.exception = exception
-        if kind == EXTRA:
-            finding.waiting_ranks = finding.culprit_ranks
-        search.add_root(finding, [op])
+        waiting = {"waiting_ranks": sorted(culprits)} if kind == EXTRA else {}
+        search.add_root(finding_of(op, kind, culprits=culprits, text=text, exception=exception, **waiting), [op])
 
 
 def _is_extra(search: Search, op: StuckOp, absent: set[int]) -> bool:

@@ -59,17 +59,19 @@ class Search:
         return [op for op in self.graph.ops if op not in self.root_of]
 
     @cached_property
-    def waiting_unrecorded(self) -> set[int]:
-        """Ranks that wait for others in what is no call; not a few while all others are in calls: they went astray."""
-        idle = self.job.ranks.keys() - self.graph.blocked.keys() - self.lacking.keys()
-        found = {rank for rank in idle if waits_unrecorded(self.job, rank)}
-        return set() if found == idle and len(found | self.lacking.keys()) * 2 < len(self.job.world) else found
+    def _idle(self) -> set[int]:
+        return self.job.ranks.keys() - self.graph.blocked.keys() - self.lacking.keys()
 
     @cached_property
+    def waiting_unrecorded(self) -> set[int]:
+        """Ranks that wait for others in what is no call; not a few while all others are in calls: they went astray."""
+        found = {rank for rank in self._idle if waits_unrecorded(self.job, rank)}
+        return set() if found == self._idle and len(found | self.lacking.keys()) * 2 < len(self.job.world) else found
+
+    @property
     def silent(self) -> set[int]:
         """Ranks with evidence that wait for nobody."""
-        idle = self.job.ranks.keys() - self.graph.blocked.keys() - self.lacking.keys()
-        return idle - self.waiting_unrecorded
+        return self._idle - self.waiting_unrecorded
 
     @cached_property
     def cancelled(self) -> bool:
@@ -105,18 +107,9 @@ class Search:
         Who takes one has to explain it.
         """
         met: set[int] = set()
-        while True:
-            lacking = {op: op.absent & ranks for op in self.left()}
-            candidates = [op for op, absent in lacking.items() if absent - met]
-            if not candidates:
-                return
-            op = min(
-                candidates,
-                key=lambda op: (
-                    *(-len(lacking[op] - met), -len(op.waiting)),
-                    *(op.is_p2p, op.since, op.group.index, op.seq),
-                ),
-            )
+        while lacking := {op: op.absent & ranks for op in self.left() if op.absent & ranks - met}:
+            news = {op: -len(absent - met) for op, absent in lacking.items()}
+            op = min(news, key=lambda op: (news[op], -len(op.waiting), op.is_p2p, op.since, op.group.index, op.seq))
             met |= lacking[op]
             yield op, lacking[op]
 
@@ -131,18 +124,12 @@ def finding_at(job: JobState, rank: int, row: int, kind: str, **facts: Any) -> F
     return finding_on(job.group_at(rank, row), kind, collective_seq_id=number, op=op, **facts)
 
 
-def finding_of(op: StuckOp, kind: str, *, culprits: Iterable[int] = (), text: str = "") -> Finding:
-    """A finding about what ranks are stuck in; those of them that are no culprits wait."""
-    return finding_on(
-        op.group,
-        kind,
-        collective_seq_id=None if op.is_p2p else op.seq,
-        p2p_seq_id=op.seq if op.is_p2p else None,
-        op=op.op,
-        culprit_ranks=sorted(culprits),
-        waiting_ranks=sorted(set(op.waiting).difference(culprits)),
-        text=text,
-    )
+def finding_of(op: StuckOp, kind: str, *, culprits: Iterable[int] = (), **facts: Any) -> Finding:
+    """A finding about what ranks are stuck in; unless `facts` says otherwise, those that are no culprits wait."""
+    number = "p2p_seq_id" if op.is_p2p else "collective_seq_id"
+    waiting = sorted(set(op.waiting).difference(culprits))
+    about = {number: op.seq, "op": op.op, "culprit_ranks": sorted(culprits), "waiting_ranks": waiting}
+    return finding_on(op.group, kind, **about | facts)
 
 
 # --- calls that are under way ----------------------------------------------------------------------------------------
@@ -344,9 +331,8 @@ def find_cycles(search: Search) -> None:
         else:
             # Either the answer was left out, or the collective: without calls like these before, nobody can tell.
             op, kind, stuck = p2p[0], "p2p_unmatched", [rank for one in p2p for rank in by_op[one]]
-        finding = finding_of(op, kind, culprits=odd, text=text)
-        finding.waiting_ranks = sorted(set(stuck).difference(odd))
-        search.add_root(finding, ops)
+        waiting = sorted(set(stuck).difference(odd))
+        search.add_root(finding_of(op, kind, culprits=odd, waiting_ranks=waiting, text=text), ops)
 
 
 def _skipped_by(search: Search, op: StuckOp, cycle: list[int]) -> list[int]:
@@ -410,11 +396,14 @@ def explain_the_rest(search: Search) -> None:
     for op in ordered:
         if op in search.root_of:
             continue
-        targets = op.awaited or op.unknown
-        text = f"waits for {rank_text(targets)}, which is stuck itself" if targets else ""
-        finding = finding_of(op, _kind_of_rest(op), culprits=op.awaited.difference(op.waiting), text=text)
-        root = _root_behind(search, op)
-        finding.because_of = len(search.roots) - 1 if root is None else root
+        targets, root = op.awaited or op.unknown, _root_behind(search, op)
+        finding = finding_of(
+            op,
+            _kind_of_rest(op),
+            culprits=op.awaited.difference(op.waiting),
+            text=f"waits for {rank_text(targets)}, which is stuck itself" if targets else "",
+            because_of=len(search.roots) - 1 if root is None else root,
+        )
         search.consequences.append(finding)
 
 
