@@ -31,11 +31,11 @@ class Pairing:
 
     partner: dict[CallId, CallId] = field(default_factory=dict)
     """Both ways. Calls that are done on their own rank are there only where the pairs are exact."""
-    alone: dict[CallId, int] = field(default_factory=dict)
-    """Calls that the other rank has not answered -> that rank."""
+    alone: set[CallId] = field(default_factory=set)
+    """Calls that the other rank has not answered."""
     done: set[CallId] = field(default_factory=set)
     """Open calls of which the other rank saw the end."""
-    sizes_differ: dict[tuple[CallId, CallId], None] = field(default_factory=dict)
+    sizes_differ: list[tuple[CallId, CallId]] = field(default_factory=list)
     """Send and receive that belong together and are not of one size or type."""
 
 
@@ -58,10 +58,7 @@ class _End:
 
     def leave_alone(self, row: int, pairing: Pairing) -> None:
         """Note that the peer has not answered a call, unless this rank would not have noticed an answer."""
-        if row < self.blind_until:
-            pairing.done.add((self.rank, row))
-        else:
-            pairing.alone[self.rank, row] = self.peer
+        (pairing.done if row < self.blind_until else pairing.alone).add((self.rank, row))
 
 
 def pair_up(job: JobState) -> Pairing:
@@ -111,7 +108,7 @@ def _pair(job: JobState, group: ProcessGroup, send: _End, receive: _End, in_step
         a, b = (send.rank, row), (receive.rank, other_row)
         pairing.partner[a], pairing.partner[b] = b, a
         if not _same_size(sent, received):
-            pairing.sizes_differ[a, b] = None
+            pairing.sizes_differ.append((a, b))
             continue
         # gloo reports no state: once both sides have called, the two will get through.
         if numbered or receive.calls.state[other_row] == COMPLETED:
@@ -120,9 +117,9 @@ def _pair(job: JobState, group: ProcessGroup, send: _End, receive: _End, in_step
             pairing.done.add(b)
     for end, other in ((send, receive), (receive, send)):
         progress = other.trace.dump.progress.get(group.local_index.get(end.peer, -1))
-        # In step the peer's number means the same as ours.
-        shows_ends = in_step and other.trace.dump.active_only and progress is not None
-        ended = progress.last_completed_collective if shows_ends and progress is not None else -1
+        ended = -1
+        if progress is not None and in_step and other.trace.dump.active_only:  # its numbers mean the same as ours
+            ended = progress.last_completed_collective
         for row in end.open_rows:
             call, number = (end.rank, row), end.calls.number[row]
             if call in pairing.partner or call in pairing.done or number < end.low:
@@ -130,7 +127,7 @@ def _pair(job: JobState, group: ProcessGroup, send: _End, receive: _End, in_step
             if number <= ended:
                 pairing.done.add(call)
             elif exact:
-                pairing.alone[call] = end.peer
+                pairing.alone.add(call)
             else:
                 end.leave_alone(row, pairing)
         _end_in_order(end, pairing)
@@ -142,7 +139,7 @@ def _end_in_order(end: _End, pairing: Pairing) -> None:
     for row in reversed(end.rows):
         if over and end.calls.state[row] < RETIRED:
             pairing.done.add((end.rank, row))
-            pairing.alone.pop((end.rank, row), None)
+            pairing.alone.discard((end.rank, row))
         over = over or end.calls.state[row] == COMPLETED or (end.rank, row) in pairing.done
 
 
