@@ -40,26 +40,19 @@ def test_a_rank_that_left_before_the_others_made_their_call_is_the_culprit(
     assert found.findings[0].exception == error
 
 
-def test_ranks_whose_communication_fails_when_one_raises_wait_for_it_however_shortly(tmp_path: Path) -> None:
+@pytest.mark.parametrize("op", ["all_reduce", "broadcast"])
+def test_ranks_whose_communication_fails_when_one_raises_wait_for_it_however_shortly(op: str, tmp_path: Path) -> None:
+    programs = training_that_rank_2_leaves()
+    for rank in (0, 1, 3):
+        programs[rank][-1] = Collective("0", op, ((64,),))
     victim = Moment(reason="exit", after=0.02, error=CLOSED, timed_out=True)
     moments = {0: victim, 1: victim, 2: Moment(reason="exit", after=0, error=RAISED), 3: victim}
-    write_moments(SimulatedJob(training_that_rank_2_leaves(), WORLD, backend="gloo"), tmp_path, moments)
+    write_moments(SimulatedJob(programs, WORLD, backend="gloo"), tmp_path, moments)
 
     found = diagnosis_of(tmp_path)
 
     assert roots(found) == [("missing_rank", "default_pg", 3, [2], [0, 1, 3])]
     assert next_step(found.findings[0]) == "look at the log of rank 2: the exception there is the cause"
-
-
-def test_a_broadcast_that_fails_waits_for_the_rank_that_raised(tmp_path: Path) -> None:
-    programs = training_that_rank_2_leaves()
-    for rank in (0, 1, 3):
-        programs[rank][-1] = Collective("0", "broadcast", ((64,),))
-    victim = Moment(reason="exit", after=0.02, error=CLOSED, timed_out=True)
-    moments = {0: victim, 1: victim, 2: Moment(reason="exit", after=0, error=RAISED), 3: victim}
-    write_moments(SimulatedJob(programs, WORLD, backend="gloo"), tmp_path, moments)
-
-    assert roots(diagnosis_of(tmp_path)) == [("missing_rank", "default_pg", 3, [2], [0, 1, 3])]
 
 
 @pytest.mark.parametrize("reason", ["SIGTERM", "SIGUSR1", "window", "disable"])
