@@ -25,8 +25,7 @@ def diagnose(
     With `allow_missing` ranks without a dump are taken to be where the others are, and are no fault by themselves.
     """
     job = JobState.match(evidence.ranks, world_size or evidence.world_size)
-    lacking = dict.fromkeys(job.missing, "dump_missing")
-    lacking |= {rank: kind for rank, kind in evidence.unusable.items() if rank in lacking or rank not in job.ranks}
+    lacking = dict.fromkeys(job.missing, "dump_missing") | evidence.unusable
     for rank, one in job.ranks.items():
         if not len(one.calls) and not one.dump.has_status and not one.dump.active_only and one.source == "flight":
             lacking[rank] = "no_entries"
