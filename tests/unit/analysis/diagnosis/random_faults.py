@@ -36,6 +36,7 @@ from tests.unit.analysis.diagnosis.verdicts import diagnosis_of
 ANSWERS = Path(__file__).with_name("random_faults.json")
 SEEDS = range(400)
 _GROUP = (("MainThread", (("new_group", "/opt/torch/distributed/distributed_c10d.py", 5), ("main", "train.py", 7))),)
+_HOOK = (("MainThread", (("hook", "/opt/torch/distributed/distributed_c10d.py", 9),)),)
 _ENDS = (
     Moment(after=20),
     Moment(reason="SIGTERM", after=9, stacks=_GROUP),
@@ -44,6 +45,7 @@ _ENDS = (
     Moment(reason="exit", after=0.3, error=CLOSED, timed_out=True),
     Moment(reason="SIGUSR1", after=0.01, source="train.py:7"),
     Moment(reason="SIGABRT"),
+    Moment(reason="SIGTERM", after=3, stacks=_HOOK, source="train.py:9"),
 )
 
 
