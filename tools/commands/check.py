@@ -17,7 +17,7 @@ from crossrank.tools.output.console import Columns, print_counts, print_json, ta
 
 class CheckCommand:
     """Say whether Chakra traces, ours or others', keep the contract of ASTRA-sim's feeders: every dependency names a
-    node of the file and none runs in a circle, communication nodes have the attributes that are read, groups are
+    node of the file and none runs in a cycle, communication nodes have the attributes that are read, groups are
     integers that the group file defines; and whether ASTRA-sim runs all of it. Exit code 1: a trace breaks it. 2: a
     file cannot be read to its end."""
 

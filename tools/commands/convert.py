@@ -63,7 +63,7 @@ class ConvertCommand:
         add("--lower", choices=("astra-sim",), help=meaning)
         meaning = "write the process groups as a metadata node too, as Chakra's converter does: ASTRA-sim stops at it"
         add("--group-node", action="store_true", help=meaning)
-        add("--strict", action="store_true", help="refuse dependencies that run in a circle")
+        add("--strict", action="store_true", help="refuse dependencies that run in a cycle")
         add("--simulate", action="store_true", help="play all ranks and say how long they take, and why")
         meaning = "write the simulation as a trace for ui.perfetto.dev (.json or .json.gz)"
         add("--timeline", metavar="FILE", help=meaning)

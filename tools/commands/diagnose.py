@@ -56,7 +56,7 @@ class DiagnoseCommand:
         else:
             print_diagnosis(diagnosis, Filter(ranks=arguments.ranks, groups=arguments.groups))
         if arguments.print_entries:
-            from crossrank.tools.output.diagnosis.entries import print_entries
+            from crossrank.tools.output.diagnosis.call_tables import print_entries
 
             print_entries(job, arguments.ranks, arguments.groups)
         complain(*evidence.skipped, most=12)

@@ -201,7 +201,7 @@ class _Nodes:
     def kept(self) -> list[HostNode]:
         ids = {node.id for node in self.nodes} if self._keeps is not None else set()
         for node in self.nodes if self._keeps is not None else ():
-            for _ in range(_DEEPEST):  # ids may run in a circle in a broken file
+            for _ in range(_DEEPEST):  # ids may run in a cycle in a broken file
                 if node.parent in ids or not node.parent:
                     break
                 node.parent = self._parents.get(node.parent, 0)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from crossrank.tools.analysis.diagnosis.call_history import is_usual
-from crossrank.tools.analysis.diagnosis.findings import rank_text
+from crossrank.tools.analysis.diagnosis.findings import rank_text, ranks_by
 from crossrank.tools.analysis.diagnosis.job_state import CLEARLY_STALE
 from crossrank.tools.analysis.diagnosis.mismatches import EXTRA, MISSING
 from crossrank.tools.analysis.diagnosis.root_causes import Search, finding_at, finding_of, finding_on
@@ -17,6 +15,7 @@ from crossrank.tools.traces.rank_trace import STATES
 def find_silent_ranks(search: Search) -> None:
     """Ranks that wait for nobody and have not made the call that others wait in."""
     ranks, missed_ends = search.job.ranks, search.graph.missed_ends
+    on_gloo = {one.backend for one in ranks.values() if one.source == "flight"} == {"gloo"}
     # A communication that failed ends a rank because of others.
     silent = {rank for rank in search.silent if not ranks[rank].ending.has_failed}
     for op, absent in search.by_most_waited_for(silent):
@@ -24,7 +23,7 @@ def find_silent_ranks(search: Search) -> None:
         if op.is_p2p:
             kind = "p2p_unmatched"
             text = f"{rank_text(absent)} made no call that answers it and waits for nothing itself"
-        elif len(absent) > 1 and all(_died_on_gloo(search, rank) for rank in absent):
+        elif on_gloo and len(absent) > 1 and all(ranks[rank].ending.unseen for rank in absent):
             kind = "dump_missing"
             text = (
                 f"{rank_text(absent)} ended without a word; gloo aborts every process that is sent more "
@@ -37,23 +36,16 @@ def find_silent_ranks(search: Search) -> None:
                 f"#{op.seq - 1} and wait for nothing. If they should have made it, they are late"
             )
         else:
-            kind, text = MISSING, _how_they_stopped(search, absent)
+            kind, stopped = MISSING, ranks_by({rank: _how_it_stopped(search, rank) for rank in absent})
+            text = "; ".join(f"{rank_text(those)} {how}" for how, those in stopped.items())
             if stale := {rank for rank in absent if missed_ends.get(rank, 0) >= CLEARLY_STALE}:
                 text += (
                     f"; {rank_text(stale)} also notices no end of calls that are over on the others: "
                     "its GPU or its watchdog is stuck"
                 )
             exception = next(filter(None, (_exception_of(search, rank) for rank in sorted(absent))), None)
-        finding = finding_of(op, kind, culprits=culprits, text=text)
-        finding.exception = exception
-        if kind == EXTRA:
-            finding.waiting_ranks = finding.culprit_ranks
-        search.add_root(finding, [op])
-
-
-def _died_on_gloo(search: Search, rank: int) -> bool:
-    others = {one.backend for one in search.job.ranks.values() if one.source == "flight"}
-    return search.job.ranks[rank].ending.unseen and others == {"gloo"}
+        waiting = {"waiting_ranks": sorted(culprits)} if kind == EXTRA else {}
+        search.add_root(finding_of(op, kind, culprits=culprits, text=text, exception=exception, **waiting), [op])
 
 
 def _is_extra(search: Search, op: StuckOp, absent: set[int]) -> bool:
@@ -64,25 +56,19 @@ def _is_extra(search: Search, op: StuckOp, absent: set[int]) -> bool:
     if absent != set(members).difference(op.waiting) or len(op.waiting) * 2 >= len(members):
         return False
     # The turn of this call has come on a rank whose calls have led to it before: then the others are late.
-    return not any(is_usual(job, rank, search.graph.blocked[rank].row) for rank in op.waiting)
+    return not any(is_usual(job, rank, search.graph.blocked[rank]) for rank in op.waiting)
 
 
-def _how_they_stopped(search: Search, absent: set[int]) -> str:
-    """What is known of ranks that have not made a call and wait for nobody."""
-    ends: dict[str, list[int]] = defaultdict(list)
-    has_dumps = any(one.source == "flight" for one in search.job.ranks.values())
-    for rank in sorted(absent):
-        trace = search.job.ranks[rank]
-        ending, how = trace.ending, "stopped making calls before it and waits for nobody"
-        if ending.reason in LEFT or ending.ended:
-            why = ending.error or ending.reason or "its recording ended"
-            how = f"left the job ({why}) without making this call"
-        elif trace.source == "comms" and has_dumps:
-            how = (
-                "left no dump, and its comms file ends before this call: it died, or does not notice that the job hangs"
-            )
-        ends[how].append(rank)
-    return "; ".join(f"{rank_text(ranks)} {how}" for how, ranks in ends.items())
+def _how_it_stopped(search: Search, rank: int) -> str:
+    """What is known of a rank that has not made a call and waits for nobody."""
+    trace, ranks = search.job.ranks[rank], search.job.ranks.values()
+    ending = trace.ending
+    if ending.reason in LEFT or ending.ended:
+        why = ending.error or ending.reason or "its recording ended"
+        return f"left the job ({why}) without making this call"
+    if trace.source == "comms" and any(one.source == "flight" for one in ranks):
+        return "left no dump, and its comms file ends before this call: it died, or does not notice that the job hangs"
+    return "stopped making calls before it and waits for nobody"
 
 
 def _exception_of(search: Search, rank: int) -> str | None:
@@ -137,22 +123,14 @@ def find_unrecorded_waits(search: Search) -> None:
 def find_lacking_ranks(search: Search) -> None:
     """Ranks of which there is no evidence: named once, with the call in which most others wait for them."""
     lacking = {rank: kind for rank, kind in search.lacking.items() if rank not in search.explained}
-    named: set[int] = set()
     for op, absent in search.by_most_waited_for(set(lacking)):
-        for index, (kind, ranks) in enumerate(_by_kind(lacking, absent - named).items()):
+        here = {rank: lacking.pop(rank) for rank in absent & lacking.keys()}
+        for index, (kind, ranks) in enumerate(ranks_by(here).items()):
             text = f"{rank_text(ranks)} cannot be judged, and others wait for it here"
             search.add_root(finding_of(op, kind, culprits=ranks, text=text), [op] if index == 0 else [])
-        named |= absent
-    for kind, ranks in _by_kind(lacking, lacking.keys() - named).items():
+    for kind, ranks in ranks_by(lacking).items():
         text = f"{rank_text(ranks)} cannot be judged; no other rank waits for it"
         search.add_root(finding_on(search.world, kind, culprit_ranks=ranks, text=text))
-
-
-def _by_kind(lacking: dict[int, str], ranks: set[int]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = defaultdict(list)
-    for rank in sorted(ranks):
-        found[lacking[rank]].append(rank)
-    return found
 
 
 def find_raised_exceptions(search: Search) -> None:

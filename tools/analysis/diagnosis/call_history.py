@@ -50,7 +50,7 @@ def _history(job: JobState, rank: int, row: int) -> list[Token]:
 def _expected(before: list[Token]) -> list[Token]:
     """What followed wherever the calls were like the last ones for longest; empty where never."""
     last = len(before)
-    best = 0
+    best = 1
     found: list[Token] = []
     for at in range(1, last):
         length = 0
@@ -58,6 +58,6 @@ def _expected(before: list[Token]) -> list[Token]:
             length += 1
         if length > best:
             best, found = length, []
-        if length == best and length:
+        if length == best:
             found.append(before[at])
     return found

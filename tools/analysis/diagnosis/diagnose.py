@@ -25,8 +25,7 @@ def diagnose(
     With `allow_missing` ranks without a dump are taken to be where the others are, and are no fault by themselves.
     """
     job = JobState.match(evidence.ranks, world_size or evidence.world_size)
-    lacking = dict.fromkeys(job.missing, "dump_missing")
-    lacking |= {rank: kind for rank, (kind, _) in evidence.unusable.items() if rank in lacking or rank not in job.ranks}
+    lacking = dict.fromkeys(job.missing, "dump_missing") | evidence.unusable
     for rank, one in job.ranks.items():
         if not len(one.calls) and not one.dump.has_status and not one.dump.active_only and one.source == "flight":
             lacking[rank] = "no_entries"
@@ -44,16 +43,14 @@ def diagnose(
         if short.intersection(finding.culprit_ranks):  # what it is accused by may follow from what fell out of its ring
             finding.waiting_ranks = sorted({*finding.waiting_ranks, *finding.culprit_ranks})
             finding.culprit_ranks = []
-    for finding in search.roots + search.consequences:
+    found = search.roots + search.consequences
+    for finding in found:
         finding.backend = _backend(job, finding)
     add_places(job, graph, search.roots)
-    verdict = "ok"
-    if search.roots or search.consequences:
-        kinds = {finding.kind for finding in search.roots}
-        failed = any(one.ending.has_failed or one.ending.has_raised for one in job.ranks.values())
-        verdict = "incomplete" if kinds <= set(LACKS_EVIDENCE) and not failed else "error"
+    failed = any(one.ending.has_failed or one.ending.has_raised for one in job.ranks.values())
+    lacks_evidence = not failed and all(finding.kind in LACKS_EVIDENCE for finding in search.roots)
     diagnosis = Diagnosis(
-        verdict=verdict,
+        verdict="ok" if not found else "incomplete" if lacks_evidence else "error",
         world_size=len(job.world),
         ranks=sorted(job.ranks),
         suspect_ranks=sorted({rank for finding in search.roots for rank in finding.culprit_ranks}),
@@ -105,10 +102,9 @@ def _backend(job: JobState, finding: Finding) -> str:
 
 def _notes(job: JobState, short: Collection[int], missing: Collection[int]) -> Iterator[str]:
     """What the verdict rests on that is not in the dumps, and what of them could not be read."""
-    inferred = [group for group in job.groups if group.inferred and len(group.ranks) > 0]
-    if inferred:
+    if inferred := sum(group.inferred and len(group.ranks) > 0 for group in job.groups):
         yield (
-            f"the members of {len(inferred)} group(s) are not in the dumps; they are taken from who called on them "
+            f"the members of {inferred} group(s) are not in the dumps; they are taken from who called on them "
             "(a member that never did is not seen)"
         )
     if short:
@@ -116,8 +112,7 @@ def _notes(job: JobState, short: Collection[int], missing: Collection[int]) -> I
             f"{rank_text(short)} has more calls open than its ring holds: the one that it is stuck in "
             "fell out, and it is accused of nothing. Raise TORCH_FR_BUFFER_SIZE"
         )
-    blind = [rank for rank, one in job.ranks.items() if _knows_no_p2p(one)]
-    if blind:
+    if blind := [rank for rank, one in job.ranks.items() if _knows_no_p2p(one)]:
         yield (
             f"the dumps of {rank_text(blind)} are torch's own, of gloo: they hold no sends and receives, and a "
             "rank that waits in one seems to wait for nobody. crossrank records them"

@@ -40,9 +40,8 @@ class Failure:
 
     candidate: FoundFile
     text: str
-    refused: bool = False
-    foreign: bool = False
-    """It never was a dump."""
+    kind: str = "unreadable_dump"
+    """Kind of the finding about its rank; empty: it never was a dump."""
 
 
 @dataclass
@@ -50,8 +49,8 @@ class Evidence:
     """What was found at a path."""
 
     ranks: list[RankTrace] = field(default_factory=list)
-    unusable: dict[int, tuple[str, str]] = field(default_factory=dict)
-    """Rank -> (`unreadable_dump` or `refused_dump`, why)"""
+    unusable: dict[int, str] = field(default_factory=dict)
+    """Rank -> `unreadable_dump` or `refused_dump`."""
     skipped: list[str] = field(default_factory=list)
     """Files that were not used, and why."""
     notes: list[str] = field(default_factory=list)
@@ -124,44 +123,41 @@ def put_together(
     evidence.world_size = max(sizes, key=lambda size: (sizes[size], size), default=None)
     usable = {None, *(one.rank for one in evidence.ranks)}
     for result in results:
-        if isinstance(result, Failure) and (named or not result.foreign or result.candidate.rank not in usable):
+        if isinstance(result, Failure) and (named or result.kind or result.candidate.rank not in usable):
             evidence.skipped.append(result.text)  # else a log, a note, somebody's JSON beside the dumps
-            if result.candidate.rank not in usable and not result.foreign:
-                kind = "refused_dump" if result.refused else "unreadable_dump"
-                evidence.unusable[result.candidate.rank or 0] = (kind, result.text)
+            if result.candidate.rank not in usable and result.kind:
+                evidence.unusable[result.candidate.rank or 0] = result.kind
     return evidence
 
 
 def read_candidate(candidate: FoundFile) -> RankTrace | Failure:
     """Runs in a worker: one file into evidence, with a path that can be written to any output."""
-    result = _read_candidate(candidate)
-    if isinstance(result, Failure):
-        return replace(result, text=writable(result.text))
-    result.path = writable(result.path)
-    result.problems = list(map(writable, result.problems))
-    return result
+    try:
+        trace = _read(candidate)
+    except NoDumpError as error:
+        kind = "" if error.foreign else "refused_dump" if error.refused else "unreadable_dump"
+        return Failure(candidate, writable(str(error)), kind)
+    except CrossrankError as error:
+        return Failure(candidate, writable(str(error)))
+    trace.path, trace.problems = writable(trace.path), list(map(writable, trace.problems))
+    return trace
 
 
-def _read_candidate(candidate: FoundFile) -> RankTrace | Failure:
+def _read(candidate: FoundFile) -> RankTrace:
     path, kind = candidate.path, candidate.kind
     if candidate.problem:
-        return Failure(candidate, f"{path}: {candidate.problem}")
-    if kind not in (COMMS, FLIGHT, ""):
-        return Failure(candidate, f"{path}: is {WHAT[kind]}, no flight-recorder dump", foreign=True)
+        raise CrossrankError(f"{path}: {candidate.problem}")
+    if kind == COMMS:
+        return read_comms(path, candidate.rank)
+    if kind not in (FLIGHT, ""):
+        raise NoDumpError(f"{path}: is {WHAT[kind]}, no flight-recorder dump", foreign=True)
     if not kind and not _looks_like_dump(path):
         text = f"{path}: is no flight-recorder dump: it starts neither as a pickle nor as JSON"
-        return Failure(candidate, text, foreign=True)
-    try:
-        if kind == COMMS:
-            return read_comms(path, candidate.rank)
-        # A dump is tens of thousands of small containers without a circle among them: looking for one takes longer
-        # than reading the dump.
-        with paused_gc():
-            return read_flight(path, candidate.rank)
-    except NoDumpError as error:
-        return Failure(candidate, str(error), refused=error.refused, foreign=error.foreign)
-    except CrossrankError as error:
-        return Failure(candidate, str(error))
+        raise NoDumpError(text, foreign=True)
+    # A dump is tens of thousands of small containers without a cycle among them: looking for one takes longer than
+    # reading the dump.
+    with paused_gc():
+        return read_flight(path, candidate.rank)
 
 
 def failed(candidate: FoundFile, error: CrossrankError) -> RankTrace | Failure:
@@ -252,8 +248,8 @@ def _count_as_torch_does(comms: RankTrace, others: Sequence[RankTrace]) -> None:
     comms.comparable = False
     shifts: list[int] = []
     for one in comms.groups:
-        known = (other.dump.recorded_from.get(one.group.pg) for other in others)
-        before = Counter(count for count in known if count is not None)
+        froms = [other.dump.recorded_from for other in others]
+        before = Counter(counts[one.group.pg] for counts in froms if one.group.pg in counts)
         shifts.append(max(before, key=lambda count: (before[count], -count), default=0))
     for row, (group, signature) in enumerate(zip(comms.calls.group, comms.calls.signature, strict=True)):
         if not is_p2p(comms.signatures[signature]):

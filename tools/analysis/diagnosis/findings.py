@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -82,7 +82,7 @@ KINDS: dict[str, Kind] = {
         "compare the shapes that both ends of the pipeline agree on",
     ),
     "p2p_wait_cycle": Kind(
-        "ranks wait for each other's sends and receives in a circle",
+        "ranks wait for each other's sends and receives in a cycle",
         "see that every send goes to the rank that receives it; else let one side send first, or use batch_isend_irecv",
     ),
     "raised": Kind(
@@ -118,6 +118,14 @@ def rank_text(ranks: Iterable[int]) -> str:
     'rank 0-1,3'
     """
     return f"rank {rank_ranges(list(ranks))}"
+
+
+def ranks_by(values: Mapping[int, str]) -> dict[str, list[int]]:
+    """The ranks that have one value, by their values."""
+    found: dict[str, list[int]] = {}
+    for rank, value in sorted(values.items()):
+        found.setdefault(value, []).append(rank)
+    return found
 
 
 def group_text(pg: Sequence[str]) -> str:

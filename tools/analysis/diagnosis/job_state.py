@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -25,6 +25,17 @@ _SETTLED = 1_000_000_000
 """ns after which a call that has ended is sure to be noticed by a rank that notices anything."""
 
 
+def releases_all(op: str) -> bool:
+    """Whether an operation ends on no rank before every rank has begun it."""
+    operation = OPERATIONS.get(op)
+    return operation is not None and operation.releases_all
+
+
+def reports_ends(trace: RankTrace) -> bool:
+    """Whether a rank's file shows the ends of its calls; comms files and the dumps of gloo do not."""
+    return trace.source == "flight" and trace.backend != GLOO
+
+
 @dataclass
 class JobState(Job):
     """A job, and where each of its ranks stood when it was last seen."""
@@ -41,9 +52,8 @@ class JobState(Job):
 
     @cached_property
     def releases_all(self) -> list[bool]:
-        """Of each signature, whether such a call ends on no rank before every rank has begun it."""
-        operations = [OPERATIONS.get(signature.op) for signature in self.signatures]
-        return [operation is not None and operation.releases_all for operation in operations]
+        """Of each signature, whether it is of an operation that releases all."""
+        return [releases_all(signature.op) for signature in self.signatures]
 
     @cached_property
     def open_rows(self) -> dict[int, list[int]]:
@@ -55,18 +65,14 @@ class JobState(Job):
 
     def enqueued(self, group: ProcessGroup, rank: int) -> int | None:
         """The last collective that `rank` is known to have called on `group`; None where nothing shows it."""
-        trace, local = self.ranks.get(rank), group.local_index.get(rank)
+        trace, local, lane = self.ranks.get(rank), group.local_index.get(rank), group.lanes.get(rank)
         if trace is None:
             return None
-        dump, lane = trace.dump, group.lanes.get(rank)
-        seen = dump.collectives_seen.get(local, 0) if local is not None else 0
-        if lane is not None:
-            return max(lane.numbers[-1], seen)
+        dump = trace.dump
         if local is not None:
-            if trace.leaves_out(trace.groups[local].group):
-                return None
-            if seen:
-                return seen
+            last = max(lane.numbers[-1] if lane is not None else 0, dump.collectives_seen.get(local, 0))
+            if last or trace.leaves_out(trace.groups[local].group):
+                return last or None
             progress = dump.progress.get(local)
             # P2P calls put their number in the same place, and gloo's are not even among the entries.
             if progress is not None and not group.has_p2p and not trace.is_gloo(local):
@@ -79,11 +85,11 @@ class JobState(Job):
         """The last collective of `group` that `rank` itself saw the end of; 0 = none that is known."""
         trace, lane, local = self.ranks[rank], group.lanes.get(rank), group.local_index.get(rank)
         best = self._last_in_state(group, rank, COMPLETED)
-        if trace.is_gloo(local):  # it counts a collective that timed out as completed
+        if local is None or trace.is_gloo(local):  # gloo counts a collective that timed out as completed
             return best
         if trace.dump.active_only and lane is not None:
             best = max(best, lane.numbers[0] - 1)  # those before the first open one were left out
-        progress = trace.dump.progress.get(local) if local is not None else None
+        progress = trace.dump.progress.get(local)
         if progress is not None and not group.has_p2p:  # P2P puts its own numbers there
             best = max(best, progress.last_completed_collective)
         return best
@@ -108,36 +114,37 @@ class JobState(Job):
                 retired = made_by_all  # comms files never say that a call ended
             last = max(last, min(retired, made_by_all))
         while last > 0:
-            rows = ((rank, lane.row(last)) for rank, lane in group.lanes.items())
-            signature = next((self.signature(rank, row) for rank, row in rows if row is not None), None)
-            operation = OPERATIONS.get(signature.op) if signature is not None else None
-            if signature is None or (operation is not None and operation.releases_all):
-                return last
+            op = next((self.signature(rank, row).op for rank, row in self.rows_of(group, last)), None)
+            if op is None or releases_all(op):
+                break
             last -= 1
-        return 0
+        return last
+
+    @staticmethod
+    def rows_of(group: ProcessGroup, number: int) -> Iterator[tuple[int, int]]:
+        """(rank, row) of all ranks that made a collective."""
+        rows = ((rank, lane.row(number)) for rank, lane in group.lanes.items())
+        return ((rank, row) for rank, row in rows if row is not None)
 
     @cached_property
     def unnoticed(self) -> dict[int, list[int]]:
         """Rank -> rows of its collectives that are over and whose end it has not noticed; only ranks that have such."""
-        found = {rank: self._unnoticed_by(rank) for rank in self.ranks}
-        return {rank: rows for rank, rows in found.items() if rows}
-
-    def _unnoticed_by(self, rank: int) -> list[int]:
-        trace, own = self.ranks[rank], self.group_of[rank]
-        if trace.source != "flight" or trace.backend == GLOO:
-            return []  # they report no ends
-        calls = trace.calls
-        last = len(calls)
-        if trace.ending.taken_at is not None:  # what was made just before may have ended just after
-            last = bisect_left(calls.called, trace.ending.taken_at - _SETTLED)
-        return [
-            row
-            for row in self.open_rows[rank]
-            if row < last
-            and calls.number[row] <= self.over[own[calls.group[row]]]
-            and not is_p2p(self.signature(rank, row))
-            and not trace.is_gloo(calls.group[row])
-        ]
+        found: dict[int, list[int]] = {}
+        for rank, trace in self.ranks.items():
+            calls, own, taken_at = trace.calls, self.group_of[rank], trace.ending.taken_at
+            # What was made just before the dump may have ended just after.
+            last = len(calls) if taken_at is None else bisect_left(calls.called, taken_at - _SETTLED)
+            rows = [
+                row
+                for row in self.open_rows[rank]
+                if row < last
+                and calls.number[row] <= self.over[own[calls.group[row]]]
+                and not is_p2p(self.signature(rank, row))
+                and not trace.is_gloo(calls.group[row])
+            ]
+            if rows and reports_ends(trace):
+                found[rank] = rows
+        return found
 
     def blind_until(self, rank: int) -> int:
         """The row before which nothing follows from a call that looks open: the rank notices no ends. 0 = it does."""
@@ -169,5 +176,5 @@ def _share_what_dumps_leave_out(traces: Sequence[RankTrace]) -> None:
     if not any(one.dump.active_only for one in traces):
         return
     for one in traces:
-        if one.source == "flight" and one.backend != GLOO and COMPLETED not in one.calls.state and one.groups:
+        if reports_ends(one) and COMPLETED not in one.calls.state and one.groups:
             one.dump.active_only, one.dump.wrapped = True, False

@@ -14,12 +14,12 @@ from __future__ import annotations
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
 from crossrank.comm import OPERATIONS, CommRecord
-from crossrank.tools.analysis.diagnosis.findings import rank_text
+from crossrank.tools.analysis.diagnosis.findings import rank_text, ranks_by
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.traces.rank_trace import Interned
@@ -62,20 +62,19 @@ class MatchKey(NamedTuple):
 
 def match_key(signature: CommRecord) -> MatchKey:
     row = OPERATIONS.get(signature.op)
+    agrees = "input" if row is None else row.agrees
     elements: int | tuple[int, ...] | None = None
     if signature.members:
         # Of an uneven all_gather the members' outputs are the same on every rank; one's input is its own tensor.
         elements = tuple(_elements(member.outputs or member.inputs) for member in signature.members)
-    elif signature.inputs or signature.outputs:
-        agrees = "input" if row is None else row.agrees
-        sides = {"input": signature.inputs, "output": signature.outputs}
-        elements = _elements(sides[agrees]) if agrees in sides else None
+    elif agrees != "none" and (signature.inputs or signature.outputs):
+        elements = _elements(signature.inputs if agrees == "input" else signature.outputs)
     # Dumps before 2.7, and rings that lost the members, do not know what was coalesced.
     op = None if signature.op == "coalesced" and not signature.members else signature.op
-    into = f" into {signature.out_dtype}" if signature.out_dtype is not None else ""
-    return MatchKey(
-        op, elements, f"{signature.dtype}{into}" if into else signature.dtype, signature.root, signature.reduce
-    )
+    dtype = signature.dtype
+    if signature.out_dtype is not None:
+        dtype = f"{dtype} into {signature.out_dtype}"
+    return MatchKey(op, elements, dtype, signature.root, signature.reduce)
 
 
 def contradiction(signature: CommRecord, size: int) -> str:
@@ -119,35 +118,12 @@ class Mismatch:
     """Those unlike the majority; empty where there is none."""
     op: str
     """Of the majority, or of an extra collective."""
-    ranks: dict[int, MatchKey]
-    """What each rank with a call of this number called."""
-    elements: tuple[int, int] | None = None
-    """Sums over the group of what all_to_all sends and receives."""
-    contradictions: dict[int, str] = field(default_factory=dict)
-    """Rank -> how its own call contradicts itself."""
-
-    def since(self, job: JobState) -> int:
-        """When the first rank made the call, ns since 1970."""
-        rows = ((rank, lane.row(self.seq)) for rank, lane in self.group.lanes.items())
-        return min((job.moment(rank, row) for rank, row in rows if row is not None), default=0)
-
-    @property
-    def text(self) -> str:
-        """What happened, for people."""
-        if self.elements is not None:
-            return "the ranks send {} elements in all and expect {}".format(*self.elements)
-        if self.kind == EXTRA:
-            return f"{rank_text(self.culprits)} made this call and the others did not; their next calls fit again"
-        if self.kind == MISSING:
-            return f"{rank_text(self.culprits)} left this call out; its next calls fit the others' again"
-        by_text: dict[str, list[int]] = defaultdict(list)
-        for rank, text in sorted(self.contradictions.items()):
-            by_text[text].append(rank)
-        if not by_text:
-            for rank, key in self.ranks.items():
-                by_text[key.text].append(rank)
-            by_text = dict(sorted(by_text.items(), key=lambda item: (-len(item[1]), item[1])))
-        return "; ".join(f"{rank_text(ranks)}: {text}" for text, ranks in by_text.items())
+    text: str
+    """What happened, for people."""
+    ranks: list[int]
+    """Those with a call of this number."""
+    since: int
+    """When the first of them made it, ns since 1970."""
 
 
 def find_mismatches(job: JobState) -> list[Mismatch]:
@@ -172,7 +148,8 @@ class _Comparison:
         """Rank -> number of the key of each of its calls."""
         size = 0 if group.inferred else len(group.ranks)
         texts: dict[int, str] = {}
-        wrong: dict[int, dict[int, str]] = defaultdict(dict)
+        self._wrong: dict[int, dict[int, str]] = defaultdict(dict)
+        """Number of a call -> rank -> how it contradicts itself there; the first one of each rank."""
         for rank, lane in group.lanes.items():
             trace = job.ranks[rank]
             column = array("I", map(trace.calls.signature.__getitem__, lane.rows))
@@ -181,31 +158,37 @@ class _Comparison:
             texts |= {number: contradiction(job.signatures[number], size) for number in own - texts.keys()}
             first = min((column.index(number) for number in own if texts[number]), default=None)
             if first is not None:
-                wrong[lane.numbers[first]][rank] = texts[column[first]]
-        self._wrong = min(wrong.items(), key=lambda item: item[0], default=None)
-        """The first number at which calls contradict themselves, and on what ranks."""
+                self._wrong[lane.numbers[first]][rank] = texts[column[first]]
 
     def first(self) -> Mismatch | None:
         """The first mismatch of the group."""
-        seq, contradictions = self._wrong or (None, {})
-        for at in self._suspicious():
-            if seq is not None and at >= seq:
+        wrong = min(self._wrong, default=None)
+        for seq in self._suspicious():
+            if wrong is not None and seq >= wrong:
                 break
-            calls = self._calls_at(at)
-            mismatch = self._judge(at, calls) or self._all_to_all(at, calls)
+            calls = self._calls_at(seq)
+            mismatch = self._judge(seq, calls) or self._all_to_all(seq, calls)
             if mismatch is not None:
                 return mismatch
-        if seq is None:
+        if wrong is None:
             return None
-        calls = self._calls_at(seq)
+        calls, texts = self._calls_at(wrong), self._wrong[wrong]
+        kind = SIZE if any("elements" in text for text in texts.values()) else DTYPE
+        culprits = sorted(texts) if len(texts) < len(calls) else []
+        return self._mismatch(wrong, kind, calls, calls[min(texts)].op, _by_text(texts), culprits)
+
+    def _mismatch(
+        self, seq: int, kind: str, calls: dict[int, MatchKey], op: str | None, text: str, culprits: Sequence[int] = ()
+    ) -> Mismatch:
         return Mismatch(
             group=self._group,
             seq=seq,
-            kind=SIZE if any("elements" in text for text in contradictions.values()) else DTYPE,
-            culprits=tuple(sorted(contradictions)) if len(contradictions) < len(calls) else (),
-            op=calls[min(contradictions)].op or "",
-            ranks=calls,
-            contradictions=contradictions,
+            kind=kind,
+            culprits=tuple(culprits),
+            op=op or "",
+            text=text,
+            ranks=list(calls),
+            since=min(self._job.moment(*place) for place in self._job.rows_of(self._group, seq)),
         )
 
     def _suspicious(self) -> list[int]:
@@ -215,19 +198,18 @@ class _Comparison:
             return []
         reference = max(lanes, key=lambda rank: (len(lanes[rank].numbers), -rank))
         numbers, column = lanes[reference].numbers, columns[reference]
+        sums = {number for number, key in enumerate(self._keys) if key.op == "all_to_all"}
         key_of: dict[int, int] = {}
         seqs: set[int] = set()
         for rank, lane in lanes.items():
             start = lanes[reference].index(lane.numbers[0])
             end = None if start is None else start + len(lane.numbers)
-            if rank == reference or (numbers[start:end] == lane.numbers and column[start:end] == columns[rank]):
-                continue
-            key_of = key_of or dict(zip(numbers, column, strict=True))
-            # What the longest list does not have is compared among the others.
-            seqs |= {seq for seq, key in zip(lane.numbers, columns[rank], strict=True) if key_of.get(seq) != key}
-        sums = {number for number, key in enumerate(self._keys) if key.op == "all_to_all"}
-        for rank, column in columns.items() if sums else ():
-            seqs |= {seq for seq, key in zip(lanes[rank].numbers, column, strict=True) if key in sums}
+            if numbers[start:end] != lane.numbers or column[start:end] != columns[rank]:
+                key_of = key_of or dict(zip(numbers, column, strict=True))
+                # What the longest list does not have is compared among the others.
+                seqs |= {seq for seq, key in zip(lane.numbers, columns[rank], strict=True) if key_of.get(seq) != key}
+            if sums:
+                seqs |= {seq for seq, key in zip(lane.numbers, columns[rank], strict=True) if key in sums}
         return sorted(seqs)
 
     def _calls_at(self, seq: int) -> dict[int, MatchKey]:
@@ -236,24 +218,24 @@ class _Comparison:
         return {rank: self._keys[self._columns[rank][place]] for rank, place in places.items() if place is not None}
 
     def _judge(self, seq: int, calls: dict[int, MatchKey]) -> Mismatch | None:
-        classes = _classes(calls)
-        if len(classes) < 2:
+        largest, *others = _classes(calls)
+        if not others:
             return None
-        largest = classes[0]
         # Members that have not made the call, and those of which nothing is known, speak for neither side.
         behind = sum(1 for rank in self._group.ranks if rank not in calls and self._is_behind(rank, seq))
         has_majority = len(largest) * 2 > len(calls) + behind
-        columns = zip(KINDS, *(calls[ranks[0]] for ranks in classes), strict=True)
+        columns = zip(KINDS, *(calls[ranks[0]] for ranks in (largest, *others)), strict=True)
         kind = next((kind for kind, *values in columns if len({one for one in values if one is not None}) > 1), TYPE)
-        odd = sorted(rank for ranks in classes[1:] for rank in ranks) if has_majority else []
-        op = calls[largest[0]].op
-        if kind not in (ROOT, REDUCE):  # else the same call but for that: nobody made one too many
-            shifts = {self._shift(seq, rank, largest[0]) for rank in odd}
-            if len(shifts) == 1 and None not in shifts:
-                (kind,) = shifts
-            if kind == EXTRA:
-                op = calls[odd[0]].op
-        return Mismatch(group=self._group, seq=seq, kind=kind, culprits=tuple(odd), op=op or "", ranks=calls)
+        odd = sorted(rank for ranks in others for rank in ranks) if has_majority else []
+        op, text = calls[largest[0]].op, _by_text({rank: key.text for rank, key in calls.items()})
+        # Where root or reduction differ it is the same call but for that: nobody made one too many.
+        shifts = {self._shift(seq, rank, largest[0]) for rank in odd} if kind not in (ROOT, REDUCE) else set()
+        if shifts == {EXTRA}:
+            kind, op = EXTRA, calls[odd[0]].op
+            text = f"{rank_text(odd)} made this call and the others did not; their next calls fit again"
+        elif shifts == {MISSING}:
+            kind, text = MISSING, f"{rank_text(odd)} left this call out; its next calls fit the others' again"
+        return self._mismatch(seq, kind, calls, op, text, odd)
 
     def _is_behind(self, rank: int, seq: int) -> bool:
         ranks, group = self._job.ranks, self._group
@@ -281,12 +263,21 @@ class _Comparison:
     def _all_to_all(self, seq: int, calls: dict[int, MatchKey]) -> Mismatch | None:
         if len(calls) < len(self._group.ranks) or any(call.op != "all_to_all" for call in calls.values()):
             return None
-        rows = [(rank, self._group.lanes[rank].row(seq)) for rank in calls]
-        signatures = [self._job.signature(rank, row) for rank, row in rows if row is not None]
-        sums = sum(_elements(one.inputs) for one in signatures), sum(_elements(one.outputs) for one in signatures)
-        if sums[0] == sums[1]:
+        signatures = [self._job.signature(*place) for place in self._job.rows_of(self._group, seq)]
+        sent, expected = (
+            sum(_elements(one.inputs) for one in signatures),
+            sum(_elements(one.outputs) for one in signatures),
+        )
+        if sent == expected:
             return None
-        return Mismatch(group=self._group, seq=seq, kind=SIZE, op="all_to_all", ranks=calls, elements=sums)
+        text = f"the ranks send {sent} elements in all and expect {expected}"
+        return self._mismatch(seq, SIZE, calls, "all_to_all", text)
+
+
+def _by_text(texts: dict[int, str]) -> str:
+    """Ranks with what is to be reported of them, that of the most first."""
+    ordered = sorted(ranks_by(texts).items(), key=lambda item: (-len(item[1]), item[1]))
+    return "; ".join(f"{rank_text(ranks)}: {text}" for text, ranks in ordered)
 
 
 def _all_fit(some: list[MatchKey], others: list[MatchKey]) -> bool:

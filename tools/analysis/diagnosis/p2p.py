@@ -15,7 +15,7 @@ from math import prod
 from crossrank.comm import CommRecord, is_p2p
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.job.groups import ProcessGroup
-from crossrank.tools.traces.rank_trace import COMPLETED, RETIRED, Calls, RankTrace
+from crossrank.tools.traces.rank_trace import COMPLETED, RETIRED
 
 CallId = tuple[int, int]
 """(rank, row of its calls)"""
@@ -31,58 +31,51 @@ class Pairing:
 
     partner: dict[CallId, CallId] = field(default_factory=dict)
     """Both ways. Calls that are done on their own rank are there only where the pairs are exact."""
-    alone: dict[CallId, int] = field(default_factory=dict)
-    """Calls that the other rank has not answered -> that rank."""
+    alone: set[CallId] = field(default_factory=set)
+    """Calls that the other rank has not answered."""
     done: set[CallId] = field(default_factory=set)
     """Open calls of which the other rank saw the end."""
-    sizes_differ: dict[tuple[CallId, CallId], None] = field(default_factory=dict)
+    sizes_differ: list[tuple[CallId, CallId]] = field(default_factory=list)
     """Send and receive that belong together and are not of one size or type."""
 
 
-@dataclass
 class _End:
     """One rank's calls of one direction of transfers between two ranks."""
 
-    rank: int
-    peer: int
-    trace: RankTrace
-    rows: list[int]
-    low: int = 0
-    """Calls with smaller numbers are from before what the peer's file holds."""
-
-    @property
-    def calls(self) -> Calls:
-        return self.trace.calls
-
-    def open_rows(self) -> list[int]:
-        return [row for row in self.rows if self.calls.state[row] < RETIRED]
-
-    def numbers(self) -> list[int]:
-        return [self.calls.number[row] for row in self.rows]
+    def __init__(self, job: JobState, rank: int, peer: int, rows: list[int]) -> None:
+        self.rank, self.peer, self.rows = rank, peer, rows
+        self.trace = job.ranks[rank]
+        self.calls = self.trace.calls
+        self.open_rows = [row for row in rows if self.calls.state[row] < RETIRED]
+        self.numbers = [self.calls.number[row] for row in rows]
+        self.blind_until = job.blind_until(rank)
+        self.low = 0
+        """Calls with smaller numbers are from before what the peer's file holds."""
 
     def is_whole(self) -> bool:
         """Whether every P2P call since the start of the job is there, in the order of the group."""
         return not self.trace.dump.wrapped and not self.trace.dump.active_only and not self.trace.numbered_pairs
+
+    def leave_alone(self, row: int, pairing: Pairing) -> None:
+        """Note that the peer has not answered a call, unless this rank would not have noticed an answer."""
+        (pairing.done if row < self.blind_until else pairing.alone).add((self.rank, row))
 
 
 def pair_up(job: JobState) -> Pairing:
     """Pair the P2P calls of every group."""
     pairing = Pairing()
     for index, lists in sorted(_lists(job).items()):
-        in_step = _in_step(job, job.groups[index], lists)
+        group = job.groups[index]
+        in_step = _in_step(job, group, lists)
         for source, target in sorted({(rank, peer) if op == "send" else (peer, rank) for op, rank, peer in lists}):
             keys = (("send", source, target), ("recv", target, source))
-            ends = [
-                _End(rank, peer, job.ranks[rank], lists.get((op, rank, peer), []))
-                for op, rank, peer in keys
-                if rank in job.ranks
-            ]
+            ends = [_End(job, *key[1:], lists.get(key, [])) for key in keys if key[1] in job.ranks]
             if len(ends) == 2:
-                _pair(job, job.groups[index], ends[0], ends[1], in_step, pairing)
+                _pair(job, group, ends[0], ends[1], in_step, pairing)
                 continue
             for end in ends:
-                for row in end.open_rows():
-                    _leave_alone(job, end, row, pairing)
+                for row in end.open_rows:
+                    end.leave_alone(row, pairing)
     return pairing
 
 
@@ -102,13 +95,12 @@ def _lists(job: JobState) -> dict[int, Rows]:
 def _pair(job: JobState, group: ProcessGroup, send: _End, receive: _End, in_step: bool, pairing: Pairing) -> None:
     numbered = send.trace.numbered_pairs and receive.trace.numbered_pairs
     exact = numbered or (send.is_whole() and receive.is_whole())
-    if exact and not numbered:
-        pairs = list(zip(send.rows, receive.rows))  # noqa: B905
-    elif numbered or in_step:
+    if numbered or (in_step and not exact):
         pairs = _by_number(send, receive, numbered)
+    elif exact:
+        pairs = list(zip(send.rows, receive.rows))  # noqa: B905
     else:
-        pairs = _from_the_end(job, send, receive, pairing)
-    ways = ((send, receive), (receive, send))
+        pairs = _from_the_end(send, receive, pairing)
     for row, other_row in pairs:
         sent, received = job.signature(send.rank, row), job.signature(receive.rank, other_row)
         if sent.tag is not None and received.tag is not None and sent.tag != received.tag:
@@ -116,36 +108,29 @@ def _pair(job: JobState, group: ProcessGroup, send: _End, receive: _End, in_step
         a, b = (send.rank, row), (receive.rank, other_row)
         pairing.partner[a], pairing.partner[b] = b, a
         if not _same_size(sent, received):
-            pairing.sizes_differ[a, b] = None
+            pairing.sizes_differ.append((a, b))
             continue
         # gloo reports no state: once both sides have called, the two will get through.
         if numbered or receive.calls.state[other_row] == COMPLETED:
             pairing.done.add(a)
         if numbered or send.calls.state[row] == COMPLETED:
             pairing.done.add(b)
-    for end, other in ways:
+    for end, other in ((send, receive), (receive, send)):
         progress = other.trace.dump.progress.get(group.local_index.get(end.peer, -1))
-        # In step the peer's number means the same as ours.
-        shows_ends = in_step and other.trace.dump.active_only and progress is not None
-        for row in end.open_rows():
+        ended = -1
+        if progress is not None and in_step and other.trace.dump.active_only:  # its numbers mean the same as ours
+            ended = progress.last_completed_collective
+        for row in end.open_rows:
             call, number = (end.rank, row), end.calls.number[row]
             if call in pairing.partner or call in pairing.done or number < end.low:
                 continue
-            if shows_ends and progress is not None and progress.last_completed_collective >= number:
+            if number <= ended:
                 pairing.done.add(call)
             elif exact:
-                pairing.alone[call] = end.peer
+                pairing.alone.add(call)
             else:
-                _leave_alone(job, end, row, pairing)
+                end.leave_alone(row, pairing)
         _end_in_order(end, pairing)
-
-
-def _leave_alone(job: JobState, end: _End, row: int, pairing: Pairing) -> None:
-    """Note that the peer has not answered a call, unless its rank would not have noticed an answer."""
-    if row < job.blind_until(end.rank):
-        pairing.done.add((end.rank, row))
-    else:
-        pairing.alone[end.rank, row] = end.peer
 
 
 def _end_in_order(end: _End, pairing: Pairing) -> None:
@@ -154,7 +139,7 @@ def _end_in_order(end: _End, pairing: Pairing) -> None:
     for row in reversed(end.rows):
         if over and end.calls.state[row] < RETIRED:
             pairing.done.add((end.rank, row))
-            pairing.alone.pop((end.rank, row), None)
+            pairing.alone.discard((end.rank, row))
         over = over or end.calls.state[row] == COMPLETED or (end.rank, row) in pairing.done
 
 
@@ -185,37 +170,33 @@ def _in_step(job: JobState, group: ProcessGroup, lists: Rows) -> bool:
 def _by_number(send: _End, receive: _End, numbered: bool) -> Pairs:
     """Pairs of rows with one number; what came before the first that the other rank has is no longer to be found."""
     if numbered:  # comms files count the calls to that peer
-        send.low = receive.low = max(min(end.numbers(), default=0) for end in (send, receive))
+        send.low = receive.low = max(min(end.numbers, default=0) for end in (send, receive))
     else:
         for end, other in ((send, receive), (receive, send)):
             if other.trace.dump.wrapped and other.rows:
-                end.low = other.calls.number[other.rows[0]] + 1
+                end.low = other.numbers[0] + 1
     answers: dict[int, list[int]] = defaultdict(list)
-    for row, number in zip(receive.rows, receive.numbers(), strict=True):
+    for row, number in zip(receive.rows, receive.numbers, strict=True):
         answers[number].append(row)
-    numbers = zip(send.rows, send.numbers(), strict=True)
+    numbers = zip(send.rows, send.numbers, strict=True)
     return [(row, answers[number].pop(0)) for row, number in numbers if answers[number]]
 
 
-def _from_the_end(job: JobState, send: _End, receive: _End, pairing: Pairing) -> Pairs:
+def _from_the_end(send: _End, receive: _End, pairing: Pairing) -> Pairs:
     """Pairs of open rows, the first with the first; open rows that are over are noted as done."""
-    left: list[list[int]] = []
-    for end in (send, receive):
-        # What looks open on a rank that notices no ends, from before a collective that is over, answers nothing.
-        blind = job.blind_until(end.rank)
-        pairing.done.update((end.rank, row) for row in end.open_rows() if row < blind)
-        left.append([row for row in end.open_rows() if row >= blind])
+    # What looks open on a rank that notices no ends, from before a collective that is over, answers nothing.
+    sends, receives = ([row for row in end.open_rows if row >= end.blind_until] for end in (send, receive))
     # One side may have noticed the end of a transfer that is still open on the other: of the surplus, those calls that
     # were made before the other side saw transfers end.
-    for side, (end, other) in enumerate(((send, receive), (receive, send))):
-        surplus = len(left[side]) - len(left[1 - side])
+    for own, theirs, end, other in ((sends, receives, send, receive), (receives, sends, receive, send)):
+        surplus = len(own) - len(theirs)
         if surplus > 0:
-            moment = end.calls.called[left[side][0]]
+            moment = end.calls.called[own[0]]
             states = ((other.calls.state[row], other.calls.ended[row]) for row in other.rows)
-            ended = min(surplus, sum(state >= RETIRED and at >= moment > 0 for state, at in states))
-            pairing.done.update((end.rank, row) for row in left[side][:ended])
-            del left[side][:ended]
-    return list(zip(left[0], left[1]))  # noqa: B905
+            del own[: min(surplus, sum(state >= RETIRED and at >= moment > 0 for state, at in states))]
+    for end, rows in ((send, sends), (receive, receives)):
+        pairing.done.update((end.rank, row) for row in set(end.open_rows).difference(rows))
+    return list(zip(sends, receives))  # noqa: B905
 
 
 def _same_size(send: CommRecord, receive: CommRecord) -> bool:

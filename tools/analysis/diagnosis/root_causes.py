@@ -59,17 +59,19 @@ class Search:
         return [op for op in self.graph.ops if op not in self.root_of]
 
     @cached_property
-    def waiting_unrecorded(self) -> set[int]:
-        """Ranks that wait for others in what is no call; not a few while all others are in calls: they went astray."""
-        idle = self.job.ranks.keys() - self.graph.blocked.keys() - self.lacking.keys()
-        found = {rank for rank in idle if waits_unrecorded(self.job, rank)}
-        return set() if found == idle and len(found | self.lacking.keys()) * 2 < len(self.job.world) else found
+    def _idle(self) -> set[int]:
+        return self.job.ranks.keys() - self.graph.blocked.keys() - self.lacking.keys()
 
     @cached_property
+    def waiting_unrecorded(self) -> set[int]:
+        """Ranks that wait for others in what is no call; not a few while all others are in calls: they went astray."""
+        found = {rank for rank in self._idle if waits_unrecorded(self.job, rank)}
+        return set() if found == self._idle and len(found | self.lacking.keys()) * 2 < len(self.job.world) else found
+
+    @property
     def silent(self) -> set[int]:
         """Ranks with evidence that wait for nobody."""
-        idle = self.job.ranks.keys() - self.graph.blocked.keys() - self.lacking.keys()
-        return idle - self.waiting_unrecorded
+        return self._idle - self.waiting_unrecorded
 
     @cached_property
     def cancelled(self) -> bool:
@@ -105,18 +107,9 @@ class Search:
         Who takes one has to explain it.
         """
         met: set[int] = set()
-        while True:
-            lacking = {op: op.absent & ranks for op in self.left()}
-            candidates = [op for op, absent in lacking.items() if absent - met]
-            if not candidates:
-                return
-            op = min(
-                candidates,
-                key=lambda op: (
-                    *(-len(lacking[op] - met), -len(op.waiting)),
-                    *(op.is_p2p, op.since, op.group.index, op.seq),
-                ),
-            )
+        while lacking := {op: op.absent & ranks for op in self.left() if op.absent & ranks - met}:
+            news = {op: -len(absent - met) for op, absent in lacking.items()}
+            op = min(news, key=lambda op: (news[op], -len(op.waiting), op.is_p2p, op.since, op.group.index, op.seq))
             met |= lacking[op]
             yield op, lacking[op]
 
@@ -131,18 +124,12 @@ def finding_at(job: JobState, rank: int, row: int, kind: str, **facts: Any) -> F
     return finding_on(job.group_at(rank, row), kind, collective_seq_id=number, op=op, **facts)
 
 
-def finding_of(op: StuckOp, kind: str, *, culprits: Iterable[int] = (), text: str = "") -> Finding:
-    """A finding about what ranks are stuck in; those of them that are no culprits wait."""
-    return finding_on(
-        op.group,
-        kind,
-        collective_seq_id=None if op.is_p2p else op.seq,
-        p2p_seq_id=op.seq if op.is_p2p else None,
-        op=op.op,
-        culprit_ranks=sorted(culprits),
-        waiting_ranks=sorted(set(op.waiting).difference(culprits)),
-        text=text,
-    )
+def finding_of(op: StuckOp, kind: str, *, culprits: Iterable[int] = (), **facts: Any) -> Finding:
+    """A finding about what ranks are stuck in; unless `facts` says otherwise, those that are no culprits wait."""
+    number = "p2p_seq_id" if op.is_p2p else "collective_seq_id"
+    waiting = sorted(set(op.waiting).difference(culprits))
+    about = {number: op.seq, "op": op.op, "culprit_ranks": sorted(culprits), "waiting_ranks": waiting}
+    return finding_on(op.group, kind, **about | facts)
 
 
 # --- calls that are under way ----------------------------------------------------------------------------------------
@@ -150,8 +137,8 @@ def finding_of(op: StuckOp, kind: str, *, culprits: Iterable[int] = (), text: st
 
 def set_aside_what_just_began(search: Search) -> None:
     """Where the dumps say when they were taken, a call that began just before is under way, not stuck."""
-    ages = {op: _age(search, op) for op in search.graph.ops}
-    for op, age in ages.items():
+    for op in search.graph.ops:
+        age = _age(search, op)
         if age is not None and age < _SURE:
             text = f"under way for {max(age, 0) / 1e6:.0f} ms when the first of its ranks was dumped"
             search.in_progress.append(finding_of(op, "in_progress", text=text))
@@ -176,7 +163,7 @@ def _age(search: Search, op: StuckOp) -> int | None:
     over = all(one.is_gone for one in waiting)
     if any(one.has_left or (one.unseen and over) for one in awaited):
         return None
-    began = [ranks[rank].calls.called[search.graph.blocked[rank].row] for rank in op.waiting]
+    began = [ranks[rank].calls.called[search.graph.blocked[rank]] for rank in op.waiting]
     moments = [
         one.taken_at
         for one in awaited
@@ -197,13 +184,13 @@ def find_misfits(search: Search, mismatches: list[Mismatch]) -> None:
     job = search.job
     known: dict[tuple[str, tuple[int, ...]], int] = {}
     aborted = {rank for rank in job.world if _may_be_aborted(job, rank)}
-    for mismatch in sorted(mismatches, key=lambda one: (one.since(job), one.group.index)):
+    for mismatch in sorted(mismatches, key=lambda one: (one.since, one.group.index)):
         group = mismatch.group
         behind_it = [op for op in search.left() if op.group is group and not op.is_p2p and op.seq >= mismatch.seq]
         stuck = {rank for op in behind_it for rank in op.waiting} - set(mismatch.culprits)
         # What a rank that never made the call holds up would hang without the mismatch, too.
         on_gloo = all(job.ranks[rank].is_gloo(group.local_index.get(rank)) for rank in mismatch.ranks)
-        gone = aborted.intersection(group.ranks) - mismatch.ranks.keys() if on_gloo else set()
+        gone = aborted.intersection(group.ranks).difference(mismatch.ranks) if on_gloo else set()
         behind_it = [op for op in behind_it if not op.absent & search.silent - gone]
         about = {"collective_seq_id": mismatch.seq, "op": mismatch.op}
         culprits, text = list(mismatch.culprits or _raised_in(job, mismatch)), mismatch.text
@@ -217,7 +204,7 @@ def find_misfits(search: Search, mismatches: list[Mismatch]) -> None:
             search.root_of = dict.fromkeys(behind_it, same) | search.root_of
             continue
         root = known[mismatch.kind, mismatch.culprits] = len(search.roots)
-        search.add_root(finding, behind_it, mismatch.since(job))
+        search.add_root(finding, behind_it, mismatch.since)
         if gone:
             search.explained |= gone
             why = "gloo aborts a process that is sent more than it asked for"
@@ -243,33 +230,26 @@ def _raised_in(job: JobState, mismatch: Mismatch) -> tuple[int, ...]:
 
 def find_unequal_pairs(search: Search) -> None:
     """Sends and receives that belong together and are not of one size or type."""
-    job, seen = search.job, set()
+    job, blocked, seen = search.job, search.graph.blocked, set()
     for send, receive in search.pairing.sizes_differ:
-        group, ends = job.group_at(*send), {"sender": send, "receiver": receive}
-        pair = (group.index, *sorted((send[0], receive[0])))
-        if pair in seen:  # the first one of a pair of ranks may have shifted all that follow
-            continue
+        group, ends, ranks = job.group_at(*send), {"sender": send, "receiver": receive}, {send[0], receive[0]}
+        if (pair := (group.index, *sorted(ranks))) in seen:
+            continue  # the first one of a pair of ranks may have shifted all that follow
         seen.add(pair)
-        blocked = search.graph.blocked
-        is_reached = any(rank in blocked and blocked[rank].row <= row for rank, row in ends.values())
-        search.add_root(
-            finding_on(
-                group,
-                "p2p_size_mismatch",
-                p2p_seq_id=job.ranks[send[0]].calls.number[send[1]],
-                op="send",
-                waiting_ranks=sorted({rank for rank, row in ends.values() if row in job.open_rows[rank]}),
-                text=f"rank {send[0]} sends {content_text(job, send)}, "
-                f"rank {receive[0]} receives {content_text(job, receive)}",
-                places=[
-                    place
-                    for role, end in ends.items()
-                    if (place := place_of_call(job, *end, role, "its call")) is not None
-                ],
-            ),
-            [op for op in search.left() if is_reached and op.is_p2p and {send[0], receive[0]}.intersection(op.waiting)],
-            job.moment(*send),
+        is_reached = any(blocked.get(rank, row + 1) <= row for rank, row in ends.values())
+        places = [place_of_call(job, *end, role, "its call") for role, end in ends.items()]
+        finding = finding_on(
+            group,
+            "p2p_size_mismatch",
+            p2p_seq_id=job.ranks[send[0]].calls.number[send[1]],
+            op="send",
+            waiting_ranks=sorted({rank for rank, row in ends.values() if row in job.open_rows[rank]}),
+            text=f"rank {send[0]} sends {content_text(job, send)}, "
+            f"rank {receive[0]} receives {content_text(job, receive)}",
+            places=[place for place in places if place is not None],
         )
+        explained = [op for op in search.left() if is_reached and op.is_p2p and not ranks.isdisjoint(op.waiting)]
+        search.add_root(finding, explained, job.moment(*send))
 
 
 # --- operations that nobody is missing from --------------------------------------------------------------------------
@@ -319,7 +299,7 @@ def _why_closed(search: Search, op: StuckOp) -> tuple[str, set[int], str]:
 
 def _has_started(search: Search, rank: int) -> bool:
     """Whether the call that a rank is stuck in is known to have begun to run."""
-    calls, row = search.job.ranks[rank].calls, search.graph.blocked[rank].row
+    calls, row = search.job.ranks[rank].calls, search.graph.blocked[rank]
     return calls.state[row] == STARTED or calls.began[row] > 0
 
 
@@ -351,9 +331,8 @@ def find_cycles(search: Search) -> None:
         else:
             # Either the answer was left out, or the collective: without calls like these before, nobody can tell.
             op, kind, stuck = p2p[0], "p2p_unmatched", [rank for one in p2p for rank in by_op[one]]
-        finding = finding_of(op, kind, culprits=odd, text=text)
-        finding.waiting_ranks = sorted(set(stuck).difference(odd))
-        search.add_root(finding, ops)
+        waiting = sorted(set(stuck).difference(odd))
+        search.add_root(finding_of(op, kind, culprits=odd, waiting_ranks=waiting, text=text), ops)
 
 
 def _skipped_by(search: Search, op: StuckOp, cycle: list[int]) -> list[int]:
@@ -361,15 +340,15 @@ def _skipped_by(search: Search, op: StuckOp, cycle: list[int]) -> list[int]:
     absent = op.awaited.intersection(cycle)
     peers = tuple(op.waiting) if op.is_p2p else ()
     blocked = search.graph.blocked
-    skipped = all(has_skipped(search.job, rank, op.group, blocked[rank].row, peers) for rank in absent)
+    skipped = all(has_skipped(search.job, rank, op.group, blocked[rank], peers) for rank in absent)
     return sorted(absent) if skipped else []
 
 
 def _odd_in_cycle(search: Search, cycle: list[int]) -> list[int]:
     """Of a cycle of sends and receives, the ranks that did what they never did, where all others did as always."""
     job, blocked = search.job, search.graph.blocked
-    odd = [rank for rank in cycle if is_new(job, rank, blocked[rank].row)]
-    usual = [rank for rank in cycle if is_usual(job, rank, blocked[rank].row)]
+    odd = [rank for rank in cycle if is_new(job, rank, blocked[rank])]
+    usual = [rank for rank in cycle if is_usual(job, rank, blocked[rank])]
     return odd if len(odd) + len(usual) == len(cycle) and len(odd) < len(usual) else []
 
 
@@ -384,16 +363,14 @@ def _odd_in_order(cycle: list[int], ops: list[StuckOp]) -> list[int]:
 
 def _chain(graph: WaitForGraph, cycle: list[int], edges: dict[int, set[int]]) -> str:
     """The cycle in words, as a walk from its lowest rank."""
-    walk, rank = [], cycle[0]
+    walk: list[str] = []
+    rank = cycle[0]
     for _ in cycle:
-        target = min(edges[rank].intersection(cycle), default=None)
-        if target is None:
-            break
-        op = graph.op_of[rank]
+        target, op = min(edges[rank].intersection(cycle)), graph.op_of[rank]
         walk.append(f"rank {rank} waits for {target} in {group_text(op.group.pg)} {call_text(op.op, op.seq)}")
-        if target == cycle[0] or target not in edges:
-            break
         rank = target
+        if rank == cycle[0]:
+            break
     more = len(cycle) - len(walk)
     return "; ".join(walk[:8]) + (f"; … {more} more ranks" if more > 0 else "")
 
@@ -419,11 +396,14 @@ def explain_the_rest(search: Search) -> None:
     for op in ordered:
         if op in search.root_of:
             continue
-        targets = op.awaited or op.unknown
-        text = f"waits for {rank_text(targets)}, which is stuck itself" if targets else ""
-        finding = finding_of(op, _kind_of_rest(op), culprits=op.awaited.difference(op.waiting), text=text)
-        root = _root_behind(search, op)
-        finding.because_of = len(search.roots) - 1 if root is None else root
+        targets, root = op.awaited or op.unknown, _root_behind(search, op)
+        finding = finding_of(
+            op,
+            _kind_of_rest(op),
+            culprits=op.awaited.difference(op.waiting),
+            text=f"waits for {rank_text(targets)}, which is stuck itself" if targets else "",
+            because_of=len(search.roots) - 1 if root is None else root,
+        )
         search.consequences.append(finding)
 
 

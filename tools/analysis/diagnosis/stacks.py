@@ -59,7 +59,7 @@ def _place(job: JobState, graph: WaitForGraph, finding: Finding, rank: int, role
         what = f"where its thread {ended.thread} raised {ended.error}"
         return Place(rank=rank, role=role, what=what, frames=frame_texts(ended.frames))
     blocked = graph.blocked.get(rank)
-    row = blocked.row if blocked is not None else _row_of(job, finding, rank)
+    row = blocked if blocked is not None else _row_of(job, finding, rank)
     what = "the call it is stuck in" if blocked is not None else "its call"
     if row is None and len(trace.calls):
         row, what = len(trace.calls) - 1, "the last call it made"
@@ -86,11 +86,9 @@ def place_of_call(job: JobState, rank: int, row: int, role: str, what: str) -> P
 
 def _row_of(job: JobState, finding: Finding, rank: int) -> int | None:
     """The rank's row of the collective that a finding is about."""
-    if finding.collective_seq_id is None:
-        return None
     same = (group for group in job.groups if group.pg == finding.pg and list(group.ranks) == finding.pg_ranks)
-    lane = next((group.lanes.get(rank) for group in same), None)
-    return lane.row(finding.collective_seq_id) if lane is not None else None
+    group = next(same, None) if finding.collective_seq_id is not None else None
+    return dict(job.rows_of(group, finding.collective_seq_id or 0)).get(rank) if group is not None else None
 
 
 def _main_stack(ending: Ending) -> OwnStack | None:

@@ -20,6 +20,8 @@ _FEWEST = 5
 """Collectives below which a group is not judged."""
 _OFTEN = 0.5
 _LONG_MS = 1.0
+_FAR = 1 << 62
+"""ns that lie between no two moments."""
 
 
 @dataclass(frozen=True)
@@ -81,25 +83,19 @@ def _align(job: JobState, times: list[_Times]) -> tuple[dict[int, int], ClockAli
         return {}, ClockAlignment(aligned=False, note="no dump has times of completion: clocks are taken as they are")
     by_size = sorted(times, key=lambda one: -len(one.ranks))
     for first in sorted(job.ranks):
-        if first in offsets:
-            continue
-        offsets[first] = 0
-        before = 0
+        before = len(offsets)
+        offsets.setdefault(first, 0)
         while before < len(offsets):
             before = len(offsets)
             for one in by_size:
                 anchor = next((at for at, rank in enumerate(one.ranks) if rank in offsets), None)
                 if anchor is not None:
-                    of_anchor = offsets[one.ranks[anchor]]
-                    offsets |= {
-                        rank: _offset(one, anchor, at, of_anchor)
-                        for at, rank in enumerate(one.ranks)
-                        if rank not in offsets
-                    }
+                    of_anchor, others = offsets[one.ranks[anchor]], enumerate(one.ranks)
+                    offsets |= {rank: _offset(one, anchor, at, of_anchor) for at, rank in others if rank not in offsets}
     residual = 0
     for one in times:
-        latest = (one.arrivals + one.added(offsets)).max(axis=0)
-        excess = np.where(one.ends > 0, latest - one.added(offsets) - one.ends, 0)
+        added = one.added(offsets)
+        excess = np.where(one.ends > 0, (one.arrivals + added).max(axis=0) - added - one.ends, 0)
         residual = max(residual, int(excess.max()))
     moved = {str(rank): offset / 1e6 for rank, offset in sorted(offsets.items()) if offset}
     note = f"the clocks of {len(moved)} rank(s) were moved" if moved else "no collective contradicts the clocks"
@@ -109,12 +105,12 @@ def _align(job: JobState, times: list[_Times]) -> tuple[dict[int, int], ClockAli
 def _offset(times: _Times, anchor: int, at: int, of_anchor: int) -> int:
     """The offset of one rank from the bounds that its collectives with the anchor give."""
     arrivals, ends = times.arrivals, times.ends
-    upper = (ends[anchor] - arrivals[at])[ends[anchor] > 0].tolist()
-    lower = (arrivals[anchor] - ends[at])[ends[at] > 0].tolist()
-    bounds = ([min(upper)] if upper else []) + ([max(lower)] if lower else [])
-    if all(of_anchor + bound >= 0 for bound in upper) and all(of_anchor + bound <= 0 for bound in lower):
+    upper = int((ends[anchor] - arrivals[at])[ends[anchor] > 0].min(initial=_FAR))
+    lower = int((arrivals[anchor] - ends[at])[ends[at] > 0].max(initial=-_FAR))
+    if lower <= -of_anchor <= upper:
         return 0
-    return of_anchor + int(sum(bounds) // len(bounds))
+    bounds = [bound for bound in (upper, lower) if abs(bound) < _FAR]
+    return of_anchor + sum(bounds) // len(bounds)
 
 
 def _measure(times: _Times, offsets: dict[int, int]) -> GroupStragglers:

@@ -19,34 +19,17 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from crossrank.comm import OPERATIONS, is_p2p
-from crossrank.tools.analysis.diagnosis.job_state import JobState
+from crossrank.tools.analysis.diagnosis.job_state import JobState, releases_all, reports_ends
 from crossrank.tools.analysis.diagnosis.p2p import Pairing
 from crossrank.tools.job.groups import ProcessGroup
-from crossrank.tools.traces.rank_trace import RETIRED, RankTrace
+from crossrank.tools.traces.ending import Ending
+from crossrank.tools.traces.rank_trace import RETIRED, Calls
 
 _ENDS_LAST_ON_ROOT = ("gather", "reduce")
 """Operations that the other ranks may leave before the root has what it waits for."""
 
 _LONG = 1_000_000_000
 """ns by which a member must be late, on a group whose calls do not keep others from going on, to count as stuck."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockedCall:
-    """The call that a rank is stuck in."""
-
-    row: int
-    group: ProcessGroup
-    seq: int
-    op: str
-    launch: list[int] = field(default_factory=list)
-    """Rows of all sends and receives that went out with it; empty for a collective."""
-    peers: tuple[int, ...] = ()
-    """Other ends of those that have not been answered; empty for a collective."""
-
-    @property
-    def is_p2p(self) -> bool:
-        return bool(self.peers)
 
 
 @dataclass(eq=False)
@@ -79,11 +62,12 @@ class StuckOp:
 class WaitForGraph:
     """The whole picture."""
 
-    blocked: dict[int, BlockedCall]
-    op_of: dict[int, StuckOp]
-    """Rank -> what it is stuck in."""
+    blocked: dict[int, int]
+    """Rank -> row of the call that it is stuck in; of sends and receives that went out together the first."""
     missed_ends: dict[int, int]
     """Rank -> number of calls whose end the other ranks have seen and it has not."""
+    op_of: dict[int, StuckOp]
+    """Rank -> what it is stuck in."""
 
     @property
     def ops(self) -> list[StuckOp]:
@@ -101,16 +85,19 @@ class WaitForGraph:
 
 def wait_for_graph(job: JobState, pairing: Pairing) -> WaitForGraph:
     """Find every rank's blocked call and what it waits for."""
-    blocked: dict[int, BlockedCall] = {}
+    blocked: dict[int, int] = {}
     missed_ends: dict[int, int] = {}
     for rank, trace in job.ranks.items():
-        call, missed = _blocked_call(job, rank, pairing)
-        # gloo and comms files do not report ends, so nothing follows from one that is not there.
-        if missed and trace.source == "flight" and trace.backend != "gloo":
+        if trace.ending.has_raised:
+            continue  # it is not in a call: it left
+        row, missed = _first_open_row(job, rank, pairing)
+        if missed and reports_ends(trace):
             missed_ends[rank] = missed
-        if call is not None:
-            blocked[rank] = call
-    graph = WaitForGraph(blocked, _stuck_ops(job, blocked, pairing), missed_ends)
+        rows = (_timed_out(job, rank) if row is None else row, _held_elsewhere(job, rank))
+        first = min((one for one in rows if one is not None), default=None)
+        if first is not None and not _others_went_on(job, rank, first):
+            blocked[rank] = first
+    graph = WaitForGraph(blocked, missed_ends, _stuck_ops(job, blocked, pairing))
     for rank, op in graph.op_of.items():
         if op.is_p2p:
             _place_peers(job, graph, rank, pairing)
@@ -122,28 +109,6 @@ def wait_for_graph(job: JobState, pairing: Pairing) -> WaitForGraph:
 # --- what a rank is stuck in -----------------------------------------------------------------------------------------
 
 
-def _blocked_call(job: JobState, rank: int, pairing: Pairing) -> tuple[BlockedCall | None, int]:
-    """The blocked call of a rank, and how many calls that are over it has not seen the end of."""
-    trace = job.ranks[rank]
-    if trace.ending.has_raised:
-        return None, 0  # it is not in a call: it left
-    row, missed = _first_open_row(job, rank, pairing)
-    if row is None:
-        row = _timed_out(job, rank)
-    rows = [one for one in (row, _held_elsewhere(job, rank)) if one is not None]
-    if not rows or _others_went_on(job, rank, min(rows)):
-        return None, missed
-    row = min(rows)
-    launch: list[int] = []
-    peers: tuple[int, ...] = ()
-    group, signature = job.group_at(rank, row), job.signature(rank, row)
-    if is_p2p(signature):
-        launch = [row] if trace.numbered_pairs else _launch(job, rank, row)
-        peers = _peers(job, rank, launch, pairing)
-    number = trace.calls.number[row]
-    return BlockedCall(row=row, group=group, seq=number, op=signature.op, launch=launch, peers=peers), missed
-
-
 def _first_open_row(job: JobState, rank: int, pairing: Pairing) -> tuple[int | None, int]:
     """The first call that has not ended, and the number of those before it whose end only other ranks have seen.
 
@@ -153,17 +118,13 @@ def _first_open_row(job: JobState, rank: int, pairing: Pairing) -> tuple[int | N
     calls, missed = trace.calls, 0
     unawaited: int | None = None
     for row in job.open_rows[rank]:
-        if is_p2p(job.signature(rank, row)):
-            if (rank, row) in pairing.done:
-                missed += 1
-            elif row not in trace.unawaited:
-                return row, missed
-            elif unawaited is None:
-                unawaited = row
-        elif calls.number[row] <= job.over[own[calls.group[row]]]:
+        p2p = is_p2p(job.signature(rank, row))
+        if (rank, row) in pairing.done if p2p else calls.number[row] <= job.over[own[calls.group[row]]]:
             missed += 1
-        else:
+        elif row not in trace.unawaited:
             return row, missed
+        elif unawaited is None:
+            unawaited = row
     return unawaited, missed
 
 
@@ -174,7 +135,7 @@ def _others_went_on(job: JobState, rank: int, row: int) -> bool:
         return False
     if signature.op in _ENDS_LAST_ON_ROOT and signature.root == rank:
         return False
-    return any((job.enqueued(group, other) or 0) > trace.calls.number[row] for other in group.ranks if other != rank)
+    return any((job.enqueued(group, other) or 0) > trace.calls.number[row] for other in group.ranks)
 
 
 def _timed_out(job: JobState, rank: int) -> int | None:
@@ -191,73 +152,64 @@ def _timed_out(job: JobState, rank: int) -> int | None:
     if operation is None or operation.p2p:
         return None
     group, seq, called = job.group_at(rank, row), trace.calls.number[row], trace.calls.called[row]
-    needs_all = operation.releases_all or trace.ending.has_failed
+    has_failed = trace.ending.has_failed
+    needs_all = operation.releases_all or has_failed
     for other in group.ranks:
         enqueued = job.enqueued(group, other)
         if enqueued is None:
-            if other not in job.ranks and trace.ending.has_failed:
+            if other not in job.ranks and has_failed:
                 return row
-        elif needs_all and enqueued < seq and _stayed_away(job.ranks[other], called):
+        elif needs_all and enqueued < seq and _stayed_away(job.ranks[other].ending, called):
             return row
     return None
 
 
-def _stayed_away(trace: RankTrace, moment: int) -> bool:
+def _stayed_away(ending: Ending, moment: int) -> bool:
     """Whether a rank had not done at `moment` (ns since 1970) either what it had not done when it was dumped."""
-    taken_at = trace.ending.taken_at
-    return trace.ending.is_final or trace.ending.unseen or taken_at is None or taken_at >= moment
+    return ending.is_final or ending.unseen or ending.taken_at is None or ending.taken_at >= moment
 
 
 def _held_elsewhere(job: JobState, rank: int) -> int | None:
     """The first call in which a thread of a rank has long been waiting while other threads make calls on other groups.
 
     A comms file has no states, and only its last call looks open. But none that releases all is over while a member
-    stays away from it.
+    goes on, or ended, without having made it for long.
     """
     trace = job.ranks[rank]
     if trace.source != "comms":
         return None
-    last = {
-        group: row
-        for row, (group, number) in enumerate(zip(trace.calls.group, trace.calls.signature, strict=True))
-        if job.releases_all[number]
-    }
-    return min((row for row in last.values() if _lacks_a_member(job, rank, row)), default=None)
-
-
-def _lacks_a_member(job: JobState, rank: int, row: int) -> bool:
-    """Whether a member goes on, or ended, without having made a call for long."""
-    calls, group = job.ranks[rank].calls, job.group_at(rank, row)
-    enqueued = {other: job.enqueued(group, other) for other in group.ranks}
-    late = [other for other, last in enqueued.items() if last is not None and last < calls.number[row]]
-    return any((job.ranks[other].ending.taken_at or 0) - calls.called[row] > _LONG for other in late)
+    calls = trace.calls
+    signatures = enumerate(zip(calls.group, calls.signature, strict=True))
+    last = {group: row for row, (group, signature) in signatures if job.releases_all[signature]}
+    for row in sorted(last.values()):
+        group = job.group_at(rank, row)
+        enqueued = {other: job.enqueued(group, other) for other in group.ranks}
+        late = [other for other, last in enqueued.items() if last is not None and last < calls.number[row]]
+        if any((job.ranks[other].ending.taken_at or 0) - calls.called[row] > _LONG for other in late):
+            return row
+    return None
 
 
 def _launch(job: JobState, rank: int, row: int) -> list[int]:
-    """The rows of the P2P launch that begins at `row`."""
-    calls = job.ranks[rank].calls
-    same = (calls.group[row], calls.number[row])
-    end = row
-    while end < len(calls) and (calls.group[end], calls.number[end]) == same and is_p2p(job.signature(rank, end)):
+    """The rows of the sends and receives that went out with the one at `row`; none for a collective."""
+    trace = job.ranks[rank]
+    calls, end = trace.calls, row
+    most = row + 1 if trace.numbered_pairs else len(calls)
+    while end < most and is_p2p(job.signature(rank, end)) and _went_out_together(calls, row, end):
         end += 1
     return list(range(row, end))
 
 
-def _peers(job: JobState, rank: int, launch: list[int], pairing: Pairing) -> tuple[int, ...]:
-    """The other ends of a P2P launch that matter: those that have not answered, if there are any."""
-    alone = [row for row in launch if (rank, row) in pairing.alone]
-    rows = alone or [row for row in launch if (rank, row) not in pairing.done]
-    peers = {peer for row in rows if (peer := job.signature(rank, row).peer) is not None and peer != rank}
-    # To a receive from any source everyone else could send.
-    return tuple(sorted(peers or {peer for peer in job.group_at(rank, launch[0]).ranks if peer != rank}))
+def _went_out_together(calls: Calls, row: int, other: int) -> bool:
+    return calls.group[row] == calls.group[other] and calls.number[row] == calls.number[other]
 
 
 # --- who is stuck in the same, and whom they wait for ----------------------------------------------------------------
 
 
-def _stuck_ops(job: JobState, blocked: dict[int, BlockedCall], pairing: Pairing) -> dict[int, StuckOp]:
+def _stuck_ops(job: JobState, blocked: dict[int, int], pairing: Pairing) -> dict[int, StuckOp]:
     """Blocked calls that are one operation: a collective by its number, sends and receives by what answers what."""
-    open_p2p = {(rank, row) for rank, call in blocked.items() if call.is_p2p for row in call.launch}
+    open_p2p = {(rank, one) for rank, row in blocked.items() for one in _launch(job, rank, row)}
     answers: dict[int, set[int]] = {rank: set() for rank, _ in open_p2p}
     for end in open_p2p:
         partner = pairing.partner.get(end)
@@ -266,10 +218,11 @@ def _stuck_ops(job: JobState, blocked: dict[int, BlockedCall], pairing: Pairing)
     first_of = {rank: ranks[0] for ranks in strongly_connected_components(answers) for rank in ranks}
     ops: dict[tuple[int, int], StuckOp] = {}
     op_of: dict[int, StuckOp] = {}
-    for rank, call in sorted(blocked.items()):
-        called = job.moment(rank, call.row)
-        key = (-1, first_of.get(rank, rank)) if call.is_p2p else (call.group.index, call.seq)
-        op = op_of[rank] = ops.setdefault(key, StuckOp(call.group, call.seq, call.op, call.is_p2p, called))
+    for rank, row in sorted(blocked.items()):
+        group, signature, called = job.group_at(rank, row), job.signature(rank, row), job.moment(rank, row)
+        seq, p2p = job.ranks[rank].calls.number[row], is_p2p(signature)
+        key = (-1, first_of.get(rank, rank)) if p2p else (group.index, seq)
+        op = op_of[rank] = ops.setdefault(key, StuckOp(group, seq, signature.op, p2p, called))
         op.since = min(op.since, called)
         op.waiting.append(rank)
     return op_of
@@ -279,41 +232,40 @@ def _place_members(job: JobState, graph: WaitForGraph, op: StuckOp) -> None:
     for rank in op.group.ranks:
         if graph.op_of.get(rank) is op:
             continue
-        trace, call = job.ranks.get(rank), graph.blocked.get(rank)
-        if trace is None:
-            op.absent.add(rank)
-            continue
         enqueued = job.enqueued(op.group, rank)
-        if enqueued is None:
+        if rank not in job.ranks:
+            op.absent.add(rank)
+        elif enqueued is None:
             # A dump of active calls has every call that is not over; so what is not in it was not made, unless a rank
             # may be through with it before the others are.
-            operation = OPERATIONS.get(op.op)
-            surely = trace.dump.active_only and operation is not None and operation.releases_all
+            surely = job.ranks[rank].dump.active_only and releases_all(op.op)
             (op.absent if surely else op.unknown).add(rank)
         elif enqueued < op.seq:
             op.absent.add(rank)
         else:
-            lane = op.group.lanes.get(rank)
+            lane, blocked = op.group.lanes.get(rank), graph.blocked.get(rank)
             row = lane.row(op.seq) if lane is not None else None
             # A call that is no longer among the open ones of an active dump is over.
-            (op.passed if call is None or row is None or row < call.row else op.behind).add(rank)
+            (op.passed if blocked is None or row is None or row < blocked else op.behind).add(rank)
 
 
 def _place_peers(job: JobState, graph: WaitForGraph, rank: int, pairing: Pairing) -> None:
-    op, call = graph.op_of[rank], graph.blocked[rank]
-    for row in call.launch:
+    op = graph.op_of[rank]
+    for row in _launch(job, rank, graph.blocked[rank]):
         end, peer = (rank, row), job.signature(rank, row).peer
         if end in pairing.done:
             continue
-        if end in pairing.alone or peer is None or peer not in job.ranks:
-            op.absent.update([peer] if peer is not None else call.peers)
-            continue
-        partner, other = pairing.partner.get(end), graph.blocked.get(peer)
-        if partner is None or other is None or partner[1] <= other.row:
-            continue
-        same_number = other.is_p2p and job.ranks[peer].calls.number[partner[1]] == other.seq
-        if not same_number or job.group_at(*partner) is not other.group:
-            op.behind.add(peer)
+        if peer is None:  # a receive from any source, to which everyone else could send
+            op.absent |= {*op.group.ranks} - {rank}
+        elif end in pairing.alone or peer not in job.ranks:
+            op.absent.add(peer)
+        else:
+            partner, theirs = pairing.partner.get(end), graph.blocked.get(peer)
+            if partner is None or theirs is None or partner[1] <= theirs:
+                continue
+            is_p2p_too = is_p2p(job.signature(peer, theirs))
+            if not (is_p2p_too and _went_out_together(job.ranks[peer].calls, theirs, partner[1])):
+                op.behind.add(peer)
 
 
 def strongly_connected_components(edges: Mapping[int, Collection[int]]) -> list[list[int]]:

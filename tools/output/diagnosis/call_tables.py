@@ -1,4 +1,4 @@
-"""The compared calls as SQLite tables, for questions that no command answers.
+"""Every call of every rank, as text (one line per call, one column per rank) and as SQLite tables:
 
 | table | one row per |
 |---|---|
@@ -13,8 +13,8 @@
 from __future__ import annotations
 
 import sqlite3
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import count
 from operator import attrgetter
@@ -25,11 +25,16 @@ import msgspec
 from crossrank.atomic_file import whole_file
 from crossrank.comm import is_p2p
 from crossrank.errors import CrossrankError
-from crossrank.tools.analysis.diagnosis.findings import Diagnosis
+from crossrank.tools.analysis.diagnosis.findings import Diagnosis, group_text
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.analysis.diagnosis.mismatches import match_key
+from crossrank.tools.job.groups import ProcessGroup
+from crossrank.tools.output.console import print_table
 from crossrank.tools.traces.rank_trace import STATES
 
+Rows = Iterable[tuple[Any, ...]]
+
+_MOST_COLUMNS = 8
 _SCHEMA = """
 CREATE TABLE ranks (rank INTEGER PRIMARY KEY, path TEXT, source TEXT, host TEXT, version TEXT, taken_at INTEGER,
   reason TEXT, error TEXT);
@@ -48,6 +53,62 @@ CREATE INDEX calls_of_collective ON calls (collective);
 """
 
 
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+def print_entries(job: JobState, ranks: set[int] | None, groups: Sequence[str] | None) -> None:
+    """Print the calls group by group, collectives by number and P2P as each rank made them."""
+    for group in job.groups:
+        if groups is not None and not set(groups) & set(group.pg):
+            continue
+        members = [rank for rank in group.ranks if rank in job.ranks and (ranks is None or rank in ranks)]
+        for first in range(0, len(members), _MOST_COLUMNS):
+            some = members[first : first + _MOST_COLUMNS]
+            rows = list(_side_by_side(job, group, some))
+            if rows:
+                columns = ("#number", "call", *(f"rank {rank}" for rank in some))
+                print_table(f"Collectives of {group_text(group.pg)}", columns, rows)
+        rows = [row for rank in members for row in _p2p(job, group, rank)]
+        if rows:
+            print_table(
+                f"Sends and receives on {group_text(group.pg)}",
+                ("rank", "call", "#peer", "#number", "sizes", "state"),
+                rows,
+            )
+
+
+def _side_by_side(job: JobState, group: ProcessGroup, ranks: list[int]) -> Rows:
+    lanes = {rank: group.lanes[rank] for rank in ranks if rank in group.lanes}
+    for seq in sorted({seq for lane in lanes.values() for seq in lane.numbers}):
+        rows = {rank: row for rank, lane in lanes.items() if (row := lane.row(seq)) is not None}
+        names = {rank: _call(job, rank, row) for rank, row in rows.items()}
+        counts = Counter(names.values())
+        common = max(counts, key=lambda name: (counts[name], name))
+        states = {rank: STATES[job.ranks[rank].calls.state[row]] for rank, row in rows.items()}
+        cells = {rank: state if names[rank] == common else f"{state}: {names[rank]}" for rank, state in states.items()}
+        yield seq, common, *(cells.get(rank, "-") for rank in ranks)
+
+
+def _call(job: JobState, rank: int, row: int) -> str:
+    signature = job.signature(rank, row)
+    shapes = signature.inputs or signature.outputs
+    sizes = "+".join("x".join(map(str, shape)) or "1" for shape in shapes[:4]) + ("+…" if len(shapes) > 4 else "")
+    return " ".join(word for word in (signature.op, sizes, signature.dtype or "") if word)
+
+
+def _p2p(job: JobState, group: ProcessGroup, rank: int) -> Rows:
+    calls = job.ranks[rank].calls
+    for row in range(len(calls)):
+        signature = job.signature(rank, row)
+        if is_p2p(signature) and job.group_at(rank, row) is group:
+            peer = "any" if signature.peer is None else signature.peer
+            words = _call(job, rank, row).split(" ", 1)
+            yield rank, signature.op, peer, calls.number[row], words[-1], STATES[calls.state[row]]
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
 def write_database(name: str, job: JobState, diagnosis: Diagnosis) -> None:
     """Write everything to the SQLite file `name`, which is made anew."""
     try:
@@ -62,36 +123,20 @@ def write_database(name: str, job: JobState, diagnosis: Diagnosis) -> None:
         raise CrossrankError(f"{name}: the database cannot be written ({error}); name another file") from error
 
 
-Rows = Iterable[tuple[Any, ...]]
-
-
 def _tables(job: JobState, diagnosis: Diagnosis) -> Iterator[tuple[str, Rows]]:
     """The rows of each table, which are taken in this order."""
-    facts = attrgetter(
-        *("rank", "path", "source", "host", "version", "ending.taken_at", "ending.reason", "ending.error")
-    )
-    yield "ranks", map(facts, job.ranks.values())
+    facts = "rank", "path", "source", "host", "version", "ending.taken_at", "ending.reason", "ending.error"
+    yield "ranks", map(attrgetter(*facts), job.ranks.values())
     yield "groups", ((one.index, one.name, one.desc, len(one.ranks), one.inferred) for one in job.groups)
     yield "memberships", ((group.index, rank) for group in job.groups for rank in group.ranks)
     collective_of: dict[tuple[int, int], int] = {}
     yield "collectives", _collectives(job, collective_of)
     yield "calls", _calls(job, collective_of)
-    yield (
-        "tracebacks",
-        (
-            (number, depth, frame.name, frame.filename, frame.line)
-            for number, stack in enumerate(job.stacks)
-            for depth, frame in enumerate(stack)
-        ),
-    )
-    yield (
-        "findings",
-        (
-            (position, role, finding.kind, msgspec.json.encode(finding).decode())
-            for role in ("findings", "consequences", "advisory")
-            for position, finding in enumerate(getattr(diagnosis, role))
-        ),
-    )
+    frames = ((number, depth, one) for number, stack in enumerate(job.stacks) for depth, one in enumerate(stack))
+    yield "tracebacks", ((number, depth, one.name, one.filename, one.line) for number, depth, one in frames)
+    roles = ("findings", "consequences", "advisory")
+    found = ((position, role, one) for role in roles for position, one in enumerate(getattr(diagnosis, role)))
+    yield "findings", ((position, role, one.kind, msgspec.json.encode(one).decode()) for position, role, one in found)
 
 
 def _collectives(job: JobState, collective_of: dict[tuple[int, int], int]) -> Rows:

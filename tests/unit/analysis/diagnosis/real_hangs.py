@@ -1,11 +1,6 @@
 """Dumps of jobs that really hung, in every form in which the same evidence could have reached the tool.
 
-Run as a program it prints what the diagnosis makes of each:
-
-    python -m tests.unit.analysis.diagnosis.real_hangs FOLDER ...
-
-A folder holds a dump per rank and `expected.json` with `suspect_ranks`, or `fault_injection.log` with the ranks into
-which faults were injected.
+A folder holds a dump per rank and `expected.json` with `suspect_ranks`.
 """
 
 from __future__ import annotations
@@ -14,8 +9,6 @@ import json
 import pickle
 import random
 import re
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +17,6 @@ from typing import Any
 
 from crossrank.tools.analysis.diagnosis.findings import LACKS_EVIDENCE, Diagnosis
 from tests.unit.analysis.diagnosis.simulated_jobs import as_json
-from tests.unit.analysis.diagnosis.verdicts import diagnosis_of
 
 Dumps = dict[int, dict[str, Any]]
 """Rank -> its dump, as unpickling it gives it."""
@@ -73,11 +65,7 @@ def outcome(found: Diagnosis) -> Outcome:
 def read_hang(folder: Path) -> tuple[Dumps, frozenset[int]]:
     """(the dumps of a folder, its faulty ranks)"""
     dumps = {int(path.name.rpartition("_")[2]): pickle.loads(path.read_bytes()) for path in folder.glob("_dump_*")}
-    expected, log = folder / "expected.json", folder / "fault_injection.log"
-    if expected.exists():
-        return dumps, frozenset(json.loads(expected.read_text())["suspect_ranks"])
-    ranks = re.findall(r"^Rank (\d+), fault_type", log.read_text(), re.MULTILINE)
-    return dumps, frozenset(map(int, ranks))
+    return dumps, frozenset(json.loads((folder / "expected.json").read_text())["suspect_ranks"])
 
 
 def variants(dumps: Dumps, faulty: frozenset[int]) -> Iterator[Variant]:
@@ -129,30 +117,3 @@ def _shifted(dump: dict[str, Any], by_ns: int) -> dict[str, Any]:
         entry | {name: entry[name] + by_ns for name in times if entry.get(name)} for entry in dump.get("entries", [])
     ]
     return dump | {"entries": entries}
-
-
-def main(folders: list[str]) -> int:
-    """Print a row per variant; 1 where any answer is wrong."""
-    wrong = 0
-    print(_row("hang", "variant", "verdict", "faulty named", "not named", "innocents", "no dump"))
-    for folder in map(Path, folders):
-        for variant in variants(*read_hang(folder)):
-            with tempfile.TemporaryDirectory() as temporary:
-                variant.write(Path(temporary))
-                found = outcome(diagnosis_of(Path(temporary)))
-            missed, innocents = variant.faulty - found.named, found.named - variant.faulty
-            sets = (variant.faulty & found.named, missed, innocents, found.lacking)
-            cells = [",".join(map(str, sorted(ranks))) or "-" for ranks in sets]
-            right = not missed and not innocents and found.lacking <= variant.missing and found.verdict != "ok"
-            wrong += not right
-            print(_row(folder.name, variant.name, found.verdict, *cells) + ("" if right else "   WRONG"))
-    print(f"{wrong} wrong")
-    return 1 if wrong else 0
-
-
-def _row(*cells: str) -> str:
-    return " ".join(f"{cell:<{width}}" for cell, width in zip(cells, (16, 28, 10, 12, 9, 9, 7), strict=True))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

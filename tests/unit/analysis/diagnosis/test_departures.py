@@ -40,34 +40,19 @@ def test_a_rank_that_left_before_the_others_made_their_call_is_the_culprit(
     assert found.findings[0].exception == error
 
 
-def test_ranks_whose_communication_fails_when_one_raises_wait_for_it_however_shortly(tmp_path: Path) -> None:
+@pytest.mark.parametrize("op", ["all_reduce", "broadcast"])
+def test_ranks_whose_communication_fails_when_one_raises_wait_for_it_however_shortly(op: str, tmp_path: Path) -> None:
+    programs = training_that_rank_2_leaves()
+    for rank in (0, 1, 3):
+        programs[rank][-1] = Collective("0", op, ((64,),))
     victim = Moment(reason="exit", after=0.02, error=CLOSED, timed_out=True)
     moments = {0: victim, 1: victim, 2: Moment(reason="exit", after=0, error=RAISED), 3: victim}
-    write_moments(SimulatedJob(training_that_rank_2_leaves(), WORLD, backend="gloo"), tmp_path, moments)
+    write_moments(SimulatedJob(programs, WORLD, backend="gloo"), tmp_path, moments)
 
     found = diagnosis_of(tmp_path)
 
     assert roots(found) == [("missing_rank", "default_pg", 3, [2], [0, 1, 3])]
     assert next_step(found.findings[0]) == "look at the log of rank 2: the exception there is the cause"
-
-
-def test_a_broadcast_that_fails_waits_for_the_rank_that_raised(tmp_path: Path) -> None:
-    programs = training_that_rank_2_leaves()
-    for rank in (0, 1, 3):
-        programs[rank][-1] = Collective("0", "broadcast", ((64,),))
-    victim = Moment(reason="exit", after=0.02, error=CLOSED, timed_out=True)
-    moments = {0: victim, 1: victim, 2: Moment(reason="exit", after=0, error=RAISED), 3: victim}
-    write_moments(SimulatedJob(programs, WORLD, backend="gloo"), tmp_path, moments)
-
-    assert roots(diagnosis_of(tmp_path)) == [("missing_rank", "default_pg", 3, [2], [0, 1, 3])]
-
-
-def test_a_rank_that_left_is_found_from_ranks_that_were_killed_soon_after(tmp_path: Path) -> None:
-    killed = Moment(reason="SIGTERM", after=0.02)
-    moments = {0: killed, 1: killed, 2: Moment(reason="exit", after=0, error=RAISED), 3: killed}
-    write_moments(SimulatedJob(training_that_rank_2_leaves(), WORLD), tmp_path, moments)
-
-    assert diagnosis_of(tmp_path).suspect_ranks == [2]
 
 
 @pytest.mark.parametrize("reason", ["SIGTERM", "SIGUSR1", "window", "disable"])
@@ -79,13 +64,6 @@ def test_ranks_that_are_dumped_together_in_the_middle_of_a_step_are_healthy(reas
 
     assert found.verdict == "ok"
     assert [(one.kind, one.waiting_ranks) for one in found.advisory] == [("in_progress", [0, 1, 3])]
-
-
-def test_a_rank_that_hangs_elsewhere_was_dumped_before_the_others_began_to_wait(tmp_path: Path) -> None:
-    moments = {rank: Moment(after=3.0) for rank in (0, 1, 3)} | {2: Moment(after=-1.0)}
-    write_moments(SimulatedJob(training_that_rank_2_leaves(), WORLD), tmp_path, moments)
-
-    assert diagnosis_of(tmp_path).suspect_ranks == [2]
 
 
 @pytest.mark.parametrize("shift", [-3.0, 3.0])
@@ -159,55 +137,6 @@ def test_a_thread_that_an_exception_ended_is_told_of_the_rank_that_the_others_wa
     assert finding.places[0].frames == ["average (/home/me/metrics.py:12)"]
 
 
-def cancelled_one_after_the_other(wait: float) -> dict[int, Moment]:
-    """Rank 2, which the others have waited for so many seconds, and rank 3 are terminated; the others fail of it."""
-    failed = Moment(reason="exit", after=wait + 0.3, error=CLOSED, timed_out=True)
-    return {
-        0: failed,
-        1: failed,
-        2: Moment(reason="SIGTERM", after=wait),
-        3: Moment(reason="SIGTERM", after=wait + 1.2),  # its handler waits for a call that does not return
-    }
-
-
-def test_a_healthy_job_whose_ranks_are_cancelled_one_after_the_other_stays_healthy(tmp_path: Path) -> None:
-    job = SimulatedJob(training_that_rank_2_leaves(), WORLD, backend="gloo")
-    write_moments(job, tmp_path, cancelled_one_after_the_other(wait=0.01))
-
-    found = diagnosis_of(tmp_path)
-
-    assert (found.verdict, found.suspect_ranks) == ("ok", [])
-
-
-def test_a_hang_whose_ranks_are_cancelled_one_after_the_other_stays_a_hang(tmp_path: Path) -> None:
-    job = SimulatedJob(training_that_rank_2_leaves(), WORLD, backend="gloo")
-    write_moments(job, tmp_path, cancelled_one_after_the_other(wait=20))
-
-    assert diagnosis_of(tmp_path).suspect_ranks == [2]
-
-
-@pytest.mark.parametrize("end", ["SIGTERM", "SIGABRT"])
-def test_one_rank_that_was_ended_is_why_the_others_fail(end: str, tmp_path: Path) -> None:
-    failed = Moment(reason="exit", after=0.3, error=CLOSED, timed_out=True)
-    job = SimulatedJob(training_that_rank_2_leaves(), WORLD, backend="gloo")
-    others = Moment(reason="SIGTERM", after=0.3) if end == "SIGABRT" else failed
-    write_moments(job, tmp_path, {0: failed, 1: others, 2: Moment(reason=end, after=0), 3: others})
-
-    assert diagnosis_of(tmp_path).suspect_ranks == [2]
-
-
-@pytest.mark.parametrize("reason", ["exit", "SIGTERM"])
-def test_a_rank_whose_exception_wraps_a_failed_communication_is_not_accused(reason: str, tmp_path: Path) -> None:
-    wrapped = Moment(reason="exit", after=0.1, error="TrainingError: step 2 failed", causes=("KeyError: 'x'", CLOSED))
-    gone = Moment(reason=reason, after=0, error=RAISED if reason == "exit" else None)
-    programs = training_that_rank_2_leaves()
-    write_moments(
-        SimulatedJob(programs, WORLD, backend="gloo"), tmp_path, {0: wrapped, 1: wrapped, 2: gone, 3: wrapped}
-    )
-
-    assert diagnosis_of(tmp_path).suspect_ranks == [2]
-
-
 @pytest.mark.parametrize(
     ("error", "where"),
     [
@@ -229,27 +158,59 @@ def test_what_other_libraries_say_of_their_connections_is_no_failed_communicatio
     assert (found.suspect_ranks, found.findings[0].exception) == ([2], error)
 
 
-@pytest.mark.parametrize(
-    ("error", "where"),
-    [
-        ("RuntimeError: Operation timed out!", "train.py"),
-        ("RuntimeError: Connection reset by peer", "/opt/torch/autograd/graph.py"),
-        ("torch.distributed.DistBackendError: NCCL error: remote process exited", "train.py"),
-    ],
-)
-def test_a_communication_that_fails_in_a_wait_or_a_backward_is_that_of_a_victim(
-    error: str, where: str, tmp_path: Path
-) -> None:
-    victim = Moment(reason="exit", after=0.05, error=error, timed_out=True, traceback=(("wait", where, 9),))
-    gone = Moment(reason="exit", after=0, error=RAISED)
-    job = SimulatedJob(training_that_rank_2_leaves(), WORLD, backend="gloo")
-    write_moments(job, tmp_path, {0: victim, 1: victim, 2: gone, 3: victim})
-
-    assert diagnosis_of(tmp_path).suspect_ranks == [2]
-
-
 def test_ranks_that_died_while_others_raised_are_an_error(tmp_path: Path) -> None:
     moments = dict.fromkeys((0, 1), Moment(reason="exit", after=0.1, error=CLOSED))
     write_moments(SimulatedJob([[STEP]] * 4, WORLD, backend="gloo"), tmp_path, moments)
 
     assert diagnosis_of(tmp_path).verdict == "error"
+
+
+LEFT = Moment(reason="exit", after=0, error=RAISED)
+FAILED = Moment(reason="exit", after=0.3, error=CLOSED, timed_out=True)
+WRAPPED = Moment(reason="exit", after=0.1, error="TrainingError: step 2 failed", causes=("KeyError: 'x'", CLOSED))
+
+
+def failed_in(error: str, file: str) -> Moment:
+    return Moment(reason="exit", after=0.05, error=error, timed_out=True, traceback=(("wait", file, 9),))
+
+
+@pytest.mark.parametrize(
+    ("backend", "left", "others"),
+    [
+        pytest.param("nccl", LEFT, Moment(reason="SIGTERM", after=0.02), id="the others were killed soon after"),
+        pytest.param("nccl", Moment(after=-1.0), Moment(), id="it hangs elsewhere and was dumped before they waited"),
+        pytest.param("gloo", Moment(reason="SIGTERM", after=0), FAILED, id="it alone was ended"),
+        pytest.param("gloo", Moment(reason="SIGABRT", after=0), Moment(reason="SIGTERM", after=0.3), id="it aborted"),
+        pytest.param("gloo", LEFT, WRAPPED, id="their exceptions wrap a failed communication"),
+        pytest.param("gloo", Moment(reason="SIGTERM", after=0), WRAPPED, id="wrapped, and it was ended"),
+        pytest.param("gloo", LEFT, failed_in("RuntimeError: Operation timed out!", "train.py"), id="in a wait"),
+        pytest.param(
+            "gloo", LEFT, failed_in("RuntimeError: Connection reset by peer", "/opt/torch/autograd/graph.py"), id="grad"
+        ),
+        pytest.param(
+            "gloo", LEFT, failed_in("torch.distributed.DistBackendError: NCCL error: remote process exited", "train.py")
+        ),
+    ],
+)
+def test_the_rank_that_the_others_wait_for_is_accused_and_no_victim(
+    backend: str, left: Moment, others: Moment, tmp_path: Path
+) -> None:
+    job = SimulatedJob(training_that_rank_2_leaves(), WORLD, backend=backend)
+    write_moments(job, tmp_path, {0: FAILED if backend == "gloo" else others, 1: others, 2: left, 3: others})
+
+    assert diagnosis_of(tmp_path).suspect_ranks == [2]
+
+
+@pytest.mark.parametrize(("wait", "suspects"), [(0.01, []), (20, [2])])
+def test_a_job_whose_ranks_are_cancelled_one_after_the_other_is_healthy_unless_it_hung_before(
+    wait: float, suspects: list[int], tmp_path: Path
+) -> None:
+    failed = Moment(reason="exit", after=wait + 0.3, error=CLOSED, timed_out=True)
+    # The handler of rank 3 waits for a call that does not return.
+    cancelled = {2: Moment(reason="SIGTERM", after=wait), 3: Moment(reason="SIGTERM", after=wait + 1.2)}
+    job = SimulatedJob(training_that_rank_2_leaves(), WORLD, backend="gloo")
+    write_moments(job, tmp_path, {0: failed, 1: failed} | cancelled)
+
+    found = diagnosis_of(tmp_path)
+
+    assert (found.verdict, found.suspect_ranks) == ("error" if suspects else "ok", suspects)

@@ -127,34 +127,25 @@ def test_without_a_majority_nobody_is_accused(odd: Collective, kind: str, tmp_pa
     assert found.suspect_ranks == []
 
 
-def test_a_collective_too_many_in_the_middle_is_the_fault_of_the_rank_that_made_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rank", "at", "call", "root"),
+    [
+        (3, 2, Collective("0", "barrier", (), ()), ("extra_collective", "default_pg", 3, [3], [0, 1, 2])),
+        (1, 6, Collective("0", "barrier", (), ()), ("extra_collective", "default_pg", 7, [1], [1])),
+        (0, 2, None, ("missing_rank", "default_pg", 3, [0], [1, 2, 3])),
+    ],
+    ids=["in the middle", "at the end", "left out"],
+)
+def test_a_collective_too_many_or_left_out_is_the_fault_of_the_rank_that_made_it_or_not(
+    rank: int, at: int, call: Collective | None, root: Any, tmp_path: Path
+) -> None:
     programs = step(Collective("0"), Collective("0", "broadcast"))
-    programs[3].insert(2, Collective("0", "_all_gather_base", ((8,),), ((32,),)))
+    programs[rank][at : at + (call is None)] = [] if call is None else [call]
 
-    found = diagnose_job(SimulatedJob(programs, WORLD), tmp_path)
-
-    assert roots(found) == [("extra_collective", "default_pg", 3, [3], [0, 1, 2])]
+    assert roots(diagnose_job(SimulatedJob(programs, WORLD), tmp_path))[0] == root
 
 
-def test_a_collective_too_many_at_the_end_is_the_fault_of_the_rank_that_made_it(tmp_path: Path) -> None:
-    programs = step(Collective("0"))
-    programs[1].append(Collective("0", "barrier", (), ()))
-
-    found = diagnose_job(SimulatedJob(programs, WORLD), tmp_path)
-
-    assert roots(found) == [("extra_collective", "default_pg", 4, [1], [1])]
-
-
-def test_a_collective_left_out_is_missing_on_that_rank(tmp_path: Path) -> None:
-    programs = step(Collective("0"), Collective("0", "broadcast"))
-    del programs[0][2]
-
-    found = diagnose_job(SimulatedJob(programs, WORLD), tmp_path)
-
-    assert roots(found)[0][:4] == ("missing_rank", "default_pg", 3, [0])
-
-
-def test_two_groups_entered_in_opposite_order_are_a_circle(tmp_path: Path) -> None:
+def test_two_groups_entered_in_opposite_order_are_a_cycle(tmp_path: Path) -> None:
     groups: Groups = {"0": ("default_pg", [0, 1]), "1": ("a", [0, 1]), "2": ("b", [0, 1])}
     for blocking in (False, True):
         programs: Programs = [[Collective("0"), Collective("1"), Collective("2")] for _ in range(2)]
@@ -264,7 +255,7 @@ def test_a_batch_that_lacks_one_receive_is_unmatched_there(tmp_path: Path) -> No
     assert {1, 2} & {*found.findings[0].culprit_ranks, *found.findings[0].waiting_ranks}
 
 
-def test_ranks_that_all_receive_first_wait_in_a_circle(tmp_path: Path) -> None:
+def test_ranks_that_all_receive_first_wait_in_a_cycle(tmp_path: Path) -> None:
     programs: Programs = [[Collective("0"), Recv("0", (rank - 1) % 4), Send("0", (rank + 1) % 4)] for rank in range(4)]
 
     found = diagnose_job(SimulatedJob(programs, WORLD, blocking=True), tmp_path)

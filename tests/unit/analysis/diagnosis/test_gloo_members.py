@@ -115,7 +115,7 @@ def test_a_comms_file_that_ends_early_is_not_where_its_rank_is_stuck(tmp_path: P
     programs: Programs = [[Collective("0", "broadcast", ((8,),)), STEP] for _ in range(3)]
     programs[2][-1] = CpuStall()
     write_moments(SimulatedJob(programs, WORLD, backend="gloo"), tmp_path, {0: Moment(), 1: Moment()})
-    write_comms(tmp_path, 2, [{"op": "broadcast", "pg": "0", "seq": 1, "root": 0}])
+    write_comms(tmp_path, 2, [{"op": "broadcast", "pg": "0", "seq": 1, "root": 2}])
 
     assert roots(diagnosis_of(tmp_path)) == [("missing_rank", "default_pg", 2, [2], [0, 1])]
 

@@ -76,7 +76,7 @@ def test_numbers_of_sends_in_the_status_are_not_taken_for_collectives(tmp_path: 
     assert roots(found) == [("missing_rank", "default_pg", 2, [3], [0, 1, 2])]
 
 
-def test_two_ranks_that_wait_for_each_others_calls_of_one_kind_are_a_circle(tmp_path: Path) -> None:
+def test_two_ranks_that_wait_for_each_others_calls_of_one_kind_are_a_cycle(tmp_path: Path) -> None:
     programs: Programs = [[ALL_REDUCE, ALL_REDUCE] for _ in range(4)]
     programs[0][1:1] = [Send("0", 1), Recv("0", 1)]
     programs[1].insert(1, Send("0", 0))
@@ -198,7 +198,7 @@ def test_dumps_without_a_status_show_by_their_gaps_that_completed_calls_were_lef
 
 
 @pytest.mark.parametrize(("odd", "call"), [(2, Recv("0", 0)), (1, Send("0", 3))], ids=["receives", "sends"])
-def test_in_a_circle_of_transfers_the_rank_that_did_what_it_never_did_is_the_odd_one(
+def test_in_a_cycle_of_transfers_the_rank_that_did_what_it_never_did_is_the_odd_one(
     odd: int, call: Recv | Send, tmp_path: Path
 ) -> None:
     programs: Programs = []
