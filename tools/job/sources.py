@@ -167,10 +167,10 @@ def settle(ranks: list[RankTrace], found: Measurements) -> list[RankTrace]:
         raise CrossrankError("; ".join(found.skipped[:3]))
     for one in list(ranks):
         if one.rank is not None and not 0 <= one.rank < MOST_RANKS:
-            found.skipped.append(f"{one.path}: rank {one.rank} cannot be; record it again")
+            found.skipped.append(f"{one.path}: rank {one.rank} is invalid; record it again")
             ranks.remove(one)
         if one.world_size is not None and not 0 < one.world_size <= MOST_RANKS:
-            one.notes.append(f"{one.path}: says that the job has {one.world_size} ranks, which cannot be")
+            one.notes.append(f"{one.path}: has an invalid world size, {one.world_size}")
             one.world_size = None
         one.path = writable(one.path)
         one.notes, one.problems = list(map(writable, one.notes)), list(map(writable, one.problems))
