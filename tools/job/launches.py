@@ -190,22 +190,30 @@ class _RankLaunches:
         """
         import polars as pl
 
-        calls, (began, ended, took, batch) = self._trace.calls, map(pl.col, ("began", "ended", "took", "batch"))
-        row = pl.int_range(pl.len())
+        calls, (began, ended, took, batch, id) = (
+            self._trace.calls,
+            map(pl.col, ("began", "ended", "took", "batch", "id")),
+        )
+        columns = {one.name: np.asarray(getattr(calls, one.name)) for one in fields(calls)}
         return (
-            pl.DataFrame({one.name: np.asarray(getattr(calls, one.name)) for one in fields(calls)})
+            pl.DataFrame(columns)
             .with_columns(began=pl.when((took > 0) & (began == 0)).then("called").otherwise(began))
             .with_columns(ended=pl.when(took > 0).then(began + took).otherwise(ended * (began > 0)))
-            .group_by(pl.when(batch < 0).then(-1 - row).otherwise(batch).alias("launch"), maintain_order=True)
+            .with_columns(began=pl.when(ended > 0).then(began))
+            .group_by(
+                pl.when(batch < 0).then(-1 - pl.int_range(pl.len())).otherwise(batch).alias("launch"),
+                maintain_order=True,
+            )
             .agg(
                 pl.col("signature", "group"),
                 pl.col("id", "number", "step", "called").first(),
-                began.filter(ended > 0).min().fill_null(0),
+                began.min(),
                 ended.max(),
                 # The first call gives the batch its id, and their ids follow each other.
-                whole=((pl.col("id") == batch + row) | (pl.len() == 1)).all(),
+                whole=(pl.len() == 1) | ((id.first() == batch.first()) & (id.last() - id.first() == pl.len() - 1)),
                 calls=pl.len(),
             )
+            .with_columns(began.fill_null(0))
         )
 
     def _count(self, made: pl.DataFrame) -> None:
