@@ -168,16 +168,14 @@ def make_rows(found: Collectives, by: Sequence[str], rates: dict[str, float]) ->
     """One row per combination of what is grouped by; the one that takes longest first."""
     import polars as pl
 
-    from crossrank.tools.job.frames import calls_frame, collectives_frame
-
     keys = [column for name in by for column in _COLUMNS[name]]
-    collectives = collectives_frame(found).with_row_index("collective").drop_nulls("time")
+    collectives = found.collectives_frame().with_row_index("collective").drop_nulls("time")
     sizes = collectives["bytes"].unique(maintain_order=True)
     for place, name in enumerate(_COLUMNS["size"]):
         of_size = [None if size is None else bucket_of(size)[place] for size in sizes.to_list()]
         bucket = pl.col("bytes").replace_strict(sizes, pl.Series(of_size, dtype=pl.Int64), return_dtype=pl.Int64)
         collectives = collectives.with_columns(bucket.alias(name))
-    calls = calls_frame(found).filter(pl.col("ended") > 0).drop(*_COLUMNS["op"], "group", "locality", "source")
+    calls = found.calls_frame().filter(pl.col("ended") > 0).drop(*_COLUMNS["op"], "group", "locality", "source")
     of_row = collectives.select("collective", *keys)
     calls = calls.with_columns(pl.col("collective").cast(pl.UInt32)).join(of_row, on="collective")
     if not keys:

@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from crossrank.tools.job.launches import Ints, reduce_by
+
 _UNKNOWN = np.iinfo(np.int64).min
 _MOST_LISTED = 1024
 _FEW = 10
@@ -114,15 +115,11 @@ def _take(reference: Ints, collective: Ints, ended: Ints) -> None:
 
 
 def _residual(collective: Ints, ended: Ints, count: int) -> dict[str, float] | None:
-    if not len(collective):
-        return None
-    first = np.full(count, np.iinfo(np.int64).max)
-    last = np.full(count, _UNKNOWN)
-    np.minimum.at(first, collective, ended)
-    np.maximum.at(last, collective, ended)
     seen = np.bincount(collective, minlength=count) > 1
     if not seen.any():
         return None
+    first = reduce_by(np.minimum, collective, ended, count, np.iinfo(np.int64).max)
+    last = reduce_by(np.maximum, collective, ended, count, _UNKNOWN)
     spread = (last - first)[seen] / 1000
     p50, p95 = np.percentile(spread, (50, 95))
     return {"p50": round(float(p50), 3), "p95": round(float(p95), 3), "max": round(float(spread.max()), 3)}

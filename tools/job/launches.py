@@ -7,9 +7,9 @@ What equal launches share (operation, group, sizes, place in the code) stands on
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -118,6 +118,17 @@ class Launches:
     """How times were found -> calls or kernels, over all ranks."""
     unattributed: Counter[str]
     """What could not be given a time, or a call, and why -> how many, over all ranks."""
+
+    def by_kind(self, fact: Callable[[CallKind], object], dtype: type = bool) -> NDArray[Any]:
+        """A fact of each kind, which `kind` gives to each launch."""
+        return np.array([fact(one) for one in self.kinds], dtype)
+
+
+def reduce_by(ufunc: np.ufunc, of: Ints, values: Ints, count: int, start: int) -> Ints:
+    """`ufunc` over the values of each of the `count` things that `of` numbers; `start` where a thing has none."""
+    found = np.full(count, start)
+    ufunc.at(found, of, values)
+    return found
 
 
 def launches(job: Job) -> Launches:

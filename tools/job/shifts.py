@@ -6,9 +6,8 @@ A capture does not begin and end at the same call on all ranks: a file may have 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from crossrank.tools.job.launches import Ints
 
 _MOST = 256
 """Calls that one rank may have more than another at one edge; more is no edge."""

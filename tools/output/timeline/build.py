@@ -148,7 +148,7 @@ def _of_rank(
             name=found.kind[called],
             start=np.maximum(found.called[called] - zero, 0),
             end=None,
-            arguments={"number": found.number[found.collective[called]].clip(0), "id": found.id[called].clip(0)},
+            arguments={"number": found.number[called].clip(0), "id": found.id[called].clip(0)},
             # Where the times of the device are known the arrows stand there.
             flow=np.where(on_device[called], 0, flow[called]),
             flow_end=flow_end[called],
@@ -163,7 +163,7 @@ def _of_rank(
             name=found.kind[mine],
             start=np.maximum(found.began[mine] - zero, 0),
             end=np.maximum(found.ended[mine] - zero, 0),
-            arguments={"number": found.number[found.collective[mine]].clip(0)},
+            arguments={"number": found.number[mine].clip(0)},
             flow=flow[mine],
             flow_end=flow_end[mine],
         )
