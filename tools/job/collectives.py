@@ -187,8 +187,8 @@ def match_collectives(job: Job) -> Collectives:
         offsets, clocks = align(names.rows, clock[usable], joined.collective[usable], found.ended[usable], joined.count)
         comparable = placed & is_known(offsets)[clock]
         shift = np.where(is_known(offsets), offsets, 0)
-        times = {name: getattr(found, name) for name in ("called", "began", "ended")}
-        moved = replace(found, **{name: np.where(one > 0, one + shift[clock], 0) for name, one in times.items()})
+        times = [np.where(one > 0, one + shift[clock], 0) for one in (found.called, found.began, found.ended)]
+        moved = replace(found, called=times[0], began=times[1], ended=times[2])
         bad_lanes = contradicted(joined, moved, releasing & comparable & (found.ended > 0), clocks.slack_ns)
     _note_large_moves(joined, shift[clock])
     unknown = np.full(joined.count, -1, np.int64)

@@ -228,9 +228,9 @@ def _time_by_dump(trace: RankTrace, path: str) -> None:
     if dump.moment is None:
         return
     entries: dict[str, list[Entry]] = defaultdict(list)
-    for entry in dump.entries:
-        if entry.time_discovered_completed_ns:
-            entries[entry.process_group[0]].append(entry)
+    for one in dump.entries:
+        if one.time_discovered_completed_ns:
+            entries[one.process_group[0]].append(one)
     launches: dict[str, dict[int, list[int]]] = defaultdict(dict)
     calls = trace.calls
     for row, batch in enumerate(calls.batch):

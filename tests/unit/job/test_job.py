@@ -22,7 +22,7 @@ def rank(number: int, *groups: Group, calls: tuple[CommRecord, ...] = (), **said
 
 
 def call(pg: str, op: str = "all_reduce", **said: Any) -> CommRecord:
-    return CommRecord(**{"id": 0, "op": op, "c10d": "", "pg": pg, "bytes": 8, "t": 0, "seq": 1} | said)
+    return CommRecord(**dict[str, Any]({"id": 0, "op": op, "c10d": "", "pg": pg, "bytes": 8, "t": 0, "seq": 1} | said))
 
 
 def gathers(pg: str, op: str, inputs: list[list[int]], outputs: list[list[int]]) -> list[CommRecord]:

@@ -22,7 +22,7 @@ def traced(
     trace = RankTrace(rank=rank, path="a", **{"source": "kineto", "timed_by": "kineto"} | said)
     builder = TraceBuilder(trace, [group])
     for index, given in enumerate(records):
-        record = CommRecord(**{"id": index, "c10d": "", "pg": "0", "bytes": 0, "t": 0} | given)
+        record = CommRecord(**dict[str, Any]({"id": index, "c10d": "", "pg": "0", "bytes": 0, "t": 0} | given))
         called, took = (index + 1) * 10 * US, times[index] * US if index < len(times) else 0
         began, ended = (called + 2 * US, called + 2 * US + took) if took else (0, 0)
         builder.add(record, called=called, began=began, ended=ended)

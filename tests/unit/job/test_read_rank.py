@@ -84,14 +84,14 @@ def test_windows_beside_a_comms_file_give_its_calls_their_times(tmp_path: Path) 
     comms(tmp_path, 0, records)
     pairs = []
     for number, ids in ((1, (0, 1)), (2, (3, 9))):
-        trace = SmallTrace()
+        small = SmallTrace()
         for at, identity in enumerate(ids):
-            trace.op(f"crossrank#{identity}", 100 * at + 10, 20)
-            trace.launch("ncclDevKernel_AllReduce_Sum_f32(x)", 100 * at + 15, 100 * at + 20 * number, 30, 500 + at)
+            small.op(f"crossrank#{identity}", 100 * at + 10, 20)
+            small.launch("ncclDevKernel_AllReduce_Sum_f32(x)", 100 * at + 15, 100 * at + 20 * number, 30, 500 + at)
         for at in range(10):
-            trace.op("aten::mm", 2000 + 10 * at, 5)
+            small.op("aten::mm", 2000 + 10 * at, 5)
         (tmp_path / str(number)).mkdir()
-        et, kineto = trace.write(tmp_path / str(number))
+        et, kineto = small.write(tmp_path / str(number))
         comms_file = str(tmp_path / "rank-0.comms.jsonl")
         pairs.append(RankInput(rank=0, window=number, et=et, kineto=kineto, comms=comms_file))
     given = RankSources(kind=COMMS, path=comms_file, rank=0, pairs=tuple(pairs), linked=(str(tmp_path / "none.json"),))
