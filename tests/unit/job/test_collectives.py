@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossrank.comm import CommRecord, Group
@@ -331,6 +331,7 @@ def test_between_clocks_that_drift_the_shortest_duration_tells_who_came_last() -
     assert found.clocks.residual_us["max"] == 195.0
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(-(10**7), 10**7), min_size=2, max_size=6),
     st.lists(
