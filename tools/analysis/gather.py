@@ -78,13 +78,7 @@ def gather(planned: ReportInputs, fleet: Fleet, done: Callable[[], None] = lambd
     """Read everything with `fleet`, a rank's times or a file of evidence at a time."""
     results = map_ranks(_read, planned.items, fleet, failed=_failed, done=done)
     count = len(planned.times.tasks)
-    ranks: list[RankTrace] = []
-    for result in results[:count]:
-        if isinstance(result, str):
-            planned.times.skipped.append(result)
-        elif isinstance(result, list):
-            ranks += result
-    ranks = sources.settle(ranks, planned.times)
+    ranks = sources.settle(results[:count], planned.times)
     evidence = [one for one in results[count:] if isinstance(one, RankTrace | Failure)]
     diagnosis, problem = _diagnose(planned.candidates, evidence)
     return Material(

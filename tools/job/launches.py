@@ -257,11 +257,10 @@ class _RankLaunches:
     def _possible(self, record: CommRecord, times: int) -> CommRecord:
         """The record without impossible sizes."""
         splits = [count for split in (record.in_split, record.out_split) for count in split or ()]
-        extents = [extent for shape in (*record.inputs, *record.outputs) for extent in shape] if splits else []
-        sizes = [record.bytes]
-        if splits:
-            sizes += [total_bytes(record.inputs, 16), total_bytes(record.outputs, 16)]
-        if min([0, *splits, *extents]) >= 0 and all(0 <= count <= _MOST_BYTES for count in [*sizes, *splits]):
+        numbers = [record.bytes, *splits]
+        for shapes in (record.inputs, record.outputs) if splits else ():
+            numbers += [total_bytes(shapes, 16), *(extent for shape in shapes for extent in shape)]
+        if all(0 <= number <= _MOST_BYTES for number in numbers):
             return record
         self._found.unattributed[IMPOSSIBLE] += times
         return msgspec.structs.replace(record, bytes=0, in_split=None, out_split=None, inputs=[], outputs=[])

@@ -43,7 +43,6 @@ class RankSources:
     """A key of `READERS`, or `NSIGHT`."""
     path: str
     rank: int | None
-    window: int = 1
     linked: tuple[str, ...] = ()
     pairs: tuple[RankInput, ...] = ()
     """Windows that are not linked yet; linked here, in memory."""

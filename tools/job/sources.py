@@ -110,9 +110,9 @@ def find(
     tasks = [one for rank in wanted if (one := _most_telling(rank, by_rank[rank], skipped)) is not None]
     if not tasks:
         asked = f" for --source {source}" if source else ""
-        told = f" ({'; '.join(skipped[:3])})" if skipped else ""
+        why = f" ({'; '.join(skipped[:3])})" if skipped else ""
         raise CrossrankError(
-            f"{', '.join(paths)}: holds nothing that measured communication{asked}{told}; name a recording, a folder "
+            f"{', '.join(paths)}: holds nothing that measured communication{asked}{why}; name a recording, a folder "
             "of Kineto traces or flight-recorder dumps, or Nsight exports (.sqlite)"
         )
     return Measurements(tasks, skipped, notes)
@@ -140,29 +140,31 @@ def _most_telling(rank: int | None, files: Files, skipped: list[str]) -> RankSou
     several = [one.path for one in [*linked.values(), *kinetos.values()] if one.window > 1]
     skipped += [f"{path}: a later window of rank {rank} without a comms file; name it by itself" for path in several]
     if not linked and pairs:
-        return RankSources(kind=KINETO, path=pairs[0].kineto, rank=rank, window=pairs[0].window, pairs=(pairs[0],))
+        return RankSources(kind=KINETO, path=pairs[0].kineto, rank=rank, pairs=(pairs[0],))
     for kind in (LINKED, KINETO, FLIGHT):
         if kind in files:
-            return RankSources(kind=kind, path=files[kind][0].path, rank=rank, window=files[kind][0].window)
+            return RankSources(kind=kind, path=files[kind][0].path, rank=rank)
     return None
 
 
 def read(found: Measurements, fleet: Fleet, done: Callable[[], None] = lambda: None) -> list[RankTrace]:
-    """Read every file; one that cannot be used is told in `found.skipped`, and the others are read all the same.
+    """Read every file; one that cannot be used is named in `found.skipped`, and the others are read all the same.
 
     Raises `CrossrankError` where none can be used, or the ranks are of different runs."""
-    results = map_ranks(read_task, found.tasks, fleet, failed=failed, done=done)
+    return settle(map_ranks(read_task, found.tasks, fleet, failed=failed, done=done), found)
+
+
+def settle(results: Iterable[object], found: Measurements) -> list[RankTrace]:
+    """The ranks of one run in their order, of what `read_task` and `failed` gave.
+
+    Raises `CrossrankError` where there is none, or they are of several runs.
+    """
     ranks: list[RankTrace] = []
     for result in results:
-        if isinstance(result, str):
-            found.skipped.append(result)
-        else:
+        if isinstance(result, list):
             ranks += result
-    return settle(ranks, found)
-
-
-def settle(ranks: list[RankTrace], found: Measurements) -> list[RankTrace]:
-    """The ranks of one run in their order. Raises `CrossrankError` where there is none, or they are of several runs."""
+        else:
+            found.skipped.append(str(result))
     for one in ranks:
         if not 0 <= (one.rank or 0) < MOST_RANKS:
             found.skipped.append(f"{one.path}: rank {one.rank} is invalid; record it again")

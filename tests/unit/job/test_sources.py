@@ -134,7 +134,7 @@ def comms_of(**said: Any) -> RankSources:
 
 
 def alone(kind: str, rank: int | None = 0, window: int = 1, **said: Any) -> RankSources:
-    return RankSources(kind=kind, path=f"{kind}-{rank}.{window}", rank=rank, window=window, **said)
+    return RankSources(kind=kind, path=f"{kind}-{rank}.{window}", rank=rank, **said)
 
 
 def file(kind: str, rank: int | None = 0, window: int = 1, **said: Any) -> FoundFile:
@@ -260,7 +260,7 @@ def test_the_ranks_of_a_run_come_in_their_order_with_what_is_wrong_with_them() -
     ranks = [
         called_at(rank, WALL, world_size=size) for rank, size in ((2, 0), (MOST_RANKS, 3), (1, MOST_RANKS), (0, None))
     ]
-    settled = settle(ranks, found)
+    settled = settle([ranks], found)
     assert [one.rank for one in settled] == [0, 1, 2]
     assert found.skipped == [
         "first",
@@ -270,7 +270,7 @@ def test_the_ranks_of_a_run_come_in_their_order_with_what_is_wrong_with_them() -
     ]
     assert [one.world_size for one in settled] == [None, MOST_RANKS, None]
     assert [one.notes for one in settled] == [[], [], ["file-2: has an invalid world size, 0", "left out\\udc80"]]
-    (alone,) = settle([called_at(None)], Measurements([]))
+    (alone,) = settle([[called_at(None)]], Measurements([]))
     assert alone.rank == 0
 
 
@@ -300,4 +300,4 @@ MINUTE = 60_000 * MS
 def test_ranks_of_several_runs_are_refused(ranks: list[RankTrace], message: str | None) -> None:
     found = Measurements([], ["first", "second", "third", "fourth"])
     with nullcontext() if message is None else pytest.raises(CrossrankError, match=message):
-        settle(ranks, found)
+        settle([ranks], found)
