@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossrank.comm import OPERATIONS
-from crossrank.tools.job.clocks import Clocks, align, is_known
+from crossrank.tools.job.clocks import Clocks, align
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.job.job import Job
 from crossrank.tools.job.launches import SEND_RECV, Bools, Ints, Launches, launches, reduce_by
@@ -184,9 +184,10 @@ def match_collectives(job: Job) -> Collectives:
     bad_lanes = True
     while bad_lanes:
         usable = (found.ended > 0) & placed & releasing & ~joined.own[joined.collective] & ~joined.doubtful
-        offsets, clocks = align(names.rows, clock[usable], joined.collective[usable], found.ended[usable], joined.count)
-        comparable = placed & is_known(offsets)[clock]
-        shift = np.where(is_known(offsets), offsets, 0)
+        shift, aligned, clocks = align(
+            names.rows, clock[usable], joined.collective[usable], found.ended[usable], joined.count
+        )
+        comparable = placed & aligned[clock]
         times = [np.where(one > 0, one + shift[clock], 0) for one in (found.called, found.began, found.ended)]
         moved = replace(found, called=times[0], began=times[1], ended=times[2])
         bad_lanes = contradicted(joined, moved, releasing & comparable & (found.ended > 0), clocks.slack_ns)
