@@ -170,7 +170,7 @@ def match_collectives(job: Job) -> Collectives:
     """Join the calls of all ranks into collectives and transfers, on one clock, and measure them."""
     found = launches(job)
     unmatched: Counter[str] = Counter()
-    impossible = (found.ended > 0) & (found.ended <= found.began)
+    impossible = found.measured & (found.ended <= found.began)
     if impossible.any():
         unmatched[NO_DURATION] = int(impossible.sum())
         found = replace(found, began=np.where(impossible, 0, found.began), ended=np.where(impossible, 0, found.ended))
@@ -183,14 +183,14 @@ def match_collectives(job: Job) -> Collectives:
     releasing = found.by_kind(lambda one: one.releases_all)[found.kind]
     bad_lanes = True
     while bad_lanes:
-        usable = (found.ended > 0) & placed & releasing & ~joined.own[joined.collective] & ~joined.doubtful
+        usable = found.measured & placed & releasing & ~joined.own[joined.collective] & ~joined.doubtful
         shift, aligned, clocks = align(
             names.rows, clock[usable], joined.collective[usable], found.ended[usable], joined.count
         )
         comparable = placed & aligned[clock]
         times = [np.where(one > 0, one + shift[clock], 0) for one in (found.called, found.began, found.ended)]
         moved = replace(found, called=times[0], began=times[1], ended=times[2])
-        bad_lanes = contradicted(joined, moved, releasing & comparable & (found.ended > 0), clocks.slack_ns)
+        bad_lanes = contradicted(joined, moved, releasing & comparable & found.measured, clocks.slack_ns)
     _note_large_moves(joined, shift[clock])
     unknown = np.full(joined.count, -1, np.int64)
     result = Collectives(
@@ -207,7 +207,7 @@ def match_collectives(job: Job) -> Collectives:
         of_kind=joined.of_kind,
         bytes=_largest(joined, found.by_kind(lambda one: one.bytes, np.int64)),
         moved=_largest(joined, found.by_kind(lambda one: one.moved, np.int64)),
-        seen=np.bincount(joined.collective[found.ended > 0], minlength=joined.count),
+        seen=np.bincount(joined.collective[found.measured], minlength=joined.count),
         expected=np.where(joined.own, 1, _members(moved, job.groups)[joined.of_kind]),
         time=unknown,
         bound=unknown > 0,
@@ -241,7 +241,7 @@ def _members(found: Launches, groups: Sequence[ProcessGroup]) -> Ints:
 
 def _measure(found: Collectives, joined: Joined, releasing: Bools) -> None:
     """Times of collectives and waits of ranks."""
-    count, rows = joined.count, np.flatnonzero(found.ended > 0)
+    count, rows = joined.count, np.flatnonzero(found.measured)
     collective, began, ended = found.collective[rows], found.began[rows], found.ended[rows]
     duration = ended - began
     shortest = reduce_by(np.minimum, collective, duration, count, _MAX)

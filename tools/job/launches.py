@@ -119,6 +119,11 @@ class Launches:
     unattributed: Counter[str]
     """What could not be given a time, or a call, and why -> how many, over all ranks."""
 
+    @property
+    def measured(self) -> Bools:
+        """Launches of which begin and end are known."""
+        return self.ended > 0
+
     def by_kind(self, fact: Callable[[CallKind], object], dtype: type = bool) -> NDArray[Any]:
         """A fact of each kind, which `kind` gives to each launch."""
         return np.array([fact(one) for one in self.kinds], dtype)

@@ -62,10 +62,15 @@ class Joined:
         recorded: Bools = np.isin(self.lane, self.lane[~self.calls.counted])
         return recorded & self.calls.counted
 
+    @property
+    def key(self) -> Ints:
+        """Of each call: lane and number as one."""
+        span = int(self.number.max(initial=0)) + 1
+        return self.lane * span + self.number
+
     def join(self) -> None:
         """Make one collective of the calls that have a lane and a number in common, of those apart one each."""
-        span = int(self.number.max(initial=0)) + 1
-        shared = np.where(self.apart, -1 - np.arange(len(self.lane)), self.lane * span + self.number)
+        shared = np.where(self.apart, -1 - np.arange(len(self.lane)), self.key)
         keys, first, collective = np.unique(shared, return_index=True, return_inverse=True)
         self.collective, self.of_kind, self.own = collective.astype(np.int64), self.calls.kind[first], keys < 0
 
@@ -127,7 +132,7 @@ def _shift(joined: Joined, unlike: Bools) -> Bools:
     """
     found, lane, number = joined.calls, joined.lane, joined.number
     at_edge = np.zeros(len(lane), bool)
-    moment = np.where(found.ended > 0, found.ended, found.called)
+    moment = np.where(found.measured, found.ended, found.called)
     meanings = Interned[object]()
     what = found.by_kind(lambda one: meanings.number((_operation(one), _agreed_size(one), one.root)), np.int64)[
         found.kind
@@ -204,6 +209,5 @@ def _twice(joined: Joined) -> Bools:
     columns = [column[rows] for column in (joined.calls.rank, joined.number, joined.lane)]
     order = np.lexsort(columns)
     same = np.logical_and.reduce([np.diff(column[order]) == 0 for column in columns])
-    shared = joined.lane * (int(joined.number.max(initial=0)) + 1) + joined.number
-    twice: Bools = np.isin(shared, shared[rows[order[1:][same]]]) & ~joined.apart
+    twice: Bools = np.isin(joined.key, joined.key[rows[order[1:][same]]]) & ~joined.apart
     return twice

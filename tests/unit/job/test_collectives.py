@@ -77,6 +77,11 @@ def test_an_uneven_all_to_all_counts_the_busiest_rank_and_not_what_stays() -> No
     assert found.bytes.tolist() == [200_000]  # rank 1 receives 50 rows
     assert found.moved.tolist() == [120_000]  # 30 rows cross
     assert found.busbw().tolist() == [1.2]
+    kept = [
+        Rank(rank).call(100, 200, "all_to_all", dtype="int8", in_split=split, inputs=[[8]], bytes=8)
+        for rank, split in enumerate(([8, 0], [0, 8]))
+    ]
+    assert (together(*kept).algbw().tolist(), np.isnan(together(*kept).busbw()).tolist()) == ([8e-5], [True])
 
 
 def test_a_broadcast_ends_when_the_last_rank_has_it_and_needs_clocks() -> None:
@@ -138,9 +143,12 @@ def test_ranks_that_call_different_operations_are_not_compared() -> None:
 def test_counted_numbers_are_compared_only_where_all_ranks_have_as_many() -> None:
     same = together(Rank(0, numbered=False).call(100, 500), Rank(1, numbered=False).call(400, 500))
     assert same.time.tolist() == [100_000]
-    late = together(Rank(0, numbered=False).call(1, 9).call(100, 500), Rank(1, numbered=False).call(400, 500))
+    ranks = [Rank(0, numbered=False).call(1, 9).call(100, 500), Rank(1, numbered=False).call(400, 500)]
+    for rank in ranks:
+        rank.call(900, 950, pg="like")
+    late = together(*ranks)
     assert late.unmatched == {UNLIKE_COUNTS: 3}
-    assert late.bound.all()
+    assert (late.seen.tolist(), late.bound.tolist()) == ([1, 1, 1, 2], [True] * 4)
 
 
 def test_equal_names_of_different_groups_stay_apart() -> None:
@@ -303,8 +311,8 @@ def test_clocks_without_a_common_collective_are_said_and_not_compared() -> None:
     assert found.bound.tolist() == [True]
 
 
-def test_a_clock_that_shares_one_collective_does_not_pull_the_others() -> None:
-    """C shares one late collective with A, and many with B, which shares many with A."""
+def test_a_clock_that_shares_few_collectives_does_not_pull_the_others() -> None:
+    """C shares 12 late collectives with A, and many with B, which shares many with A."""
     a, b, c = Rank(0, 3, host="a"), Rank(1, 3, host="b"), Rank(2, 3, host="c")
     for number in range(1, 31):
         a.call(1000 * number + 100, 1000 * number + 200, number=number)
@@ -312,23 +320,29 @@ def test_a_clock_that_shares_one_collective_does_not_pull_the_others() -> None:
     for number in range(40, 80):
         b.call(1000 * number + 100, 1000 * number + 200, number=number)
         c.call(1000 * number + 100, 1000 * number + 200, number=number)
-    a.call(100_100, 100_200, number=100)
-    c.call(105_100, 105_200, number=100)
+    for number in range(100, 112):
+        a.call(1000 * number + 100, 1000 * number + 200, number=number)
+        c.call(1000 * number + 5100, 1000 * number + 5200, number=number)
     found = together(a, b, c)
     assert found.shift == {0: 0, 1: 0, 2: 0}
     assert found.clocks.weak == {}
 
 
-def test_between_clocks_that_drift_the_shortest_duration_tells_who_came_last() -> None:
+@pytest.mark.parametrize(("took", "bound"), [(150, True), (250, False)])
+def test_between_clocks_that_drift_the_shortest_duration_tells_who_came_last(took: int, bound: bool) -> None:
     ranks = [Rank(0, host="a"), Rank(1, host="b")]
     for number in range(40):
         drift = 10 * number
         ranks[0].call(1000 * number + 150, 1000 * number + 200)
         ranks[1].call(1000 * number + 100 + drift, 1000 * number + 200 + drift)
+    for rank in ranks:
+        rank.call(10**6, 10**6 + took, "broadcast")
     found = together(*ranks)
-    assert set(found.last_rank.tolist()) == {0}
+    assert set(found.last_rank[:40].tolist()) == {0}
     assert found.clocks.residual_us is not None
     assert found.clocks.residual_us["max"] == 195.0
+    # What takes less than the clocks agree is a bound.
+    assert found.bound.tolist() == [False] * 40 + [bound]
 
 
 @settings(deadline=None)

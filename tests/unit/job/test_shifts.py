@@ -115,6 +115,7 @@ UNEVEN = np.arange(1, 7) ** 2 * 100
         (UNEVEN, [1, 2, *UNEVEN + 10**9], 2),
         (UNEVEN, [1, *UNEVEN + 10**9, 2 * 10**9], 1),
         (UNEVEN, [*UNEVEN[2:] + 10**9, 2 * 10**9, 3 * 10**9, 4 * 10**9], -2),
+        (UNEVEN, [*UNEVEN[3:] + 10**9, 5 * 10**9, 6 * 10**9, 9 * 10**9], -3),
         (UNEVEN[:2], UNEVEN[:3] + 10**9, None),  # too few to vary
         (UNEVEN + [0, 40, 0, 90, 0, 70], [1, 2, *UNEVEN + 10**9], 2),
         (UNEVEN + [0, 340, 0, 390, 0, 370], [1, 2, *UNEVEN + 10**9], None),
