@@ -3,7 +3,8 @@
 Calls are joined by group, for sends and receives by their two ends as well, and number. Where files have no numbers
 they were counted, which goes wrong if files begin at different calls: so what is joined is checked. Calls of one
 collective agree in operation, root and size, and none ends before another has begun. Where ranks have different numbers
-of calls, as at the edges of a capture, `shifts` finds which call of one is the first of the other. A lane (the calls
+of calls, for a capture does not begin and end at the same call on all ranks, `shift_between` finds which call of one is
+the first of the other. A lane (the calls
 of one group, or of one pair) with counted numbers on which too many contradict is not joined at all, and what is not
 joined is told.
 """
@@ -17,12 +18,17 @@ import numpy as np
 
 from crossrank.comm import OPERATIONS
 from crossrank.tools.job.launches import Bools, CallKind, Ints, Launches, reduce_by
-from crossrank.tools.job.shifts import shift_between
 from crossrank.tools.traces.rank_trace import Interned
 
 _MAX = np.iinfo(np.int64).max
 _OFTEN = 0.05
 """Share of contradictions above which counted numbers are taken to be shifted."""
+_MOST = 256
+"""Calls that one rank may have more than another at one edge; more is no edge."""
+_OVERLAP = 0.5
+"""Share of the shorter sequence that both must have."""
+_CLEARLY = 4
+"""Times by which differences must vary less at one shift than at any other to decide for it."""
 
 NO_NUMBER = "calls without a number: they are not compared across ranks"
 UNLIKE_COUNTS = "calls on groups of which the ranks have different numbers of calls: they are not compared"
@@ -160,6 +166,40 @@ def _shift(joined: Joined, unlike: Bools) -> Bools:
             at_edge[rows] = (place < first) | (place >= last)
             number[rows] = np.where(at_edge[rows], number[rows], place - first + 1)
     return at_edge
+
+
+def shift_between(what: Ints, when: Ints, other: Ints, other_when: Ints) -> int | None:
+    """The place in `other` of the first call of the shorter `what`, negative where `other` lacks it; None where nothing
+    decides for one.
+
+    `what` are numbers that are equal where calls may be one collective, `when` ns, 0 = not known. First the calls
+    themselves decide, then their times if these are on clocks that agree to less than half of the time between calls,
+    then how much the differences of times vary, for which clocks need not agree.
+    """
+    more = len(other) - len(what)
+    if more > _MOST or len(what) == 0:
+        return None
+    least = max(1, int(len(what) * _OVERLAP))
+    fitting = []
+    for shift in range(max(-_MOST, least - len(what)), min(more + _MOST, len(other) - least) + 1):
+        mine = slice(max(0, -shift), min(len(what), len(other) - shift))
+        theirs = slice(mine.start + shift, mine.stop + shift)
+        if np.array_equal(what[mine], other[theirs]):
+            fitting.append((shift, mine, theirs))
+    whole = [one for one in fitting if 0 <= one[0] <= more]
+    if len(fitting) == 1 or (len(whole) == 1 and len(np.unique(what)) > 1):
+        return (whole or fitting)[0][0]
+    if not fitting or (when == 0).any() or (other_when == 0).any():
+        return None
+    gaps = [other_when[theirs] - when[mine] for _, mine, theirs in fitting]
+    apart = np.array([float(np.median(np.abs(gap))) for gap in gaps])
+    best = int(apart.argmin())
+    if len(what) > 1 and apart[best] < float(np.median(np.diff(when))) / 2:
+        return fitting[best][0]
+    vary = np.array([float(np.median(np.abs(gap - np.median(gap)))) for gap in gaps])
+    best = int(vary.argmin())
+    others = np.delete(vary, best)
+    return fitting[best][0] if len(gaps[best]) > 2 and _CLEARLY * vary[best] < others.min() else None
 
 
 def _operation(kind: CallKind) -> str:

@@ -133,12 +133,8 @@ def waits_of(trace: RankTrace) -> Waits:
     return trace.waits
 
 
-def read_linked_trace(given: RankSources) -> RankTrace:
-    """A linked trace: calls with their times, and the waits that its execution trace has."""
-    return _of_linked(read_linked(given.path), given)
-
-
 def _of_linked(window: LinkedTrace, given: RankSources) -> RankTrace:
+    """A linked trace: calls with their times, and the waits that its execution trace has."""
     trace = RankTrace(
         rank=given.rank if given.rank is not None else window.rank,
         path=given.path,
@@ -261,7 +257,7 @@ def _is_of(entry: Entry, trace: RankTrace, rows: Sequence[int]) -> bool:
 
 READERS: dict[str, Callable[[RankSources], RankTrace]] = {
     COMMS: read_comms_and_times,
-    LINKED: read_linked_trace,
+    LINKED: lambda given: _of_linked(read_linked(given.path), given),
     EXECUTION_TRACE: read_execution_trace_alone,
     KINETO: read_kineto_with_pair,
     FLIGHT: lambda given: read_flight(given.path, given.rank, own_calls=True),

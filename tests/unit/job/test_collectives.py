@@ -151,21 +151,6 @@ def test_counted_numbers_are_compared_only_where_all_ranks_have_as_many() -> Non
     assert (late.seen.tolist(), late.bound.tolist()) == ([1, 1, 1, 2], [True] * 4)
 
 
-def test_equal_names_of_different_groups_stay_apart() -> None:
-    ranks = []
-    for rank in range(4):
-        times = RankTrace(rank=rank, path=f"{rank}", source="kineto", clock="one", world_size=4)
-        pair = [0, 1] if rank < 2 else [2, 3]
-        builder = TraceBuilder(times, [Group(pg="3", size=2, ranks=pair)])
-        record = CommRecord(id=0, op="all_reduce", c10d="", pg="3", bytes=8, t=0, seq=1)
-        builder.add(record, called=500, began=1000, ended=2000 + 1000 * (rank // 2))
-        ranks.append(times)
-    found = match_collectives(Job.match(ranks))
-    assert [group.members for group in found.groups] == [(0, 1), (2, 3)]
-    assert found.time.tolist() == [1000, 2000]
-    assert not found.bound.any()
-
-
 def test_an_all_to_all_in_which_ranks_exchange_nothing_releases_them_apart() -> None:
     # 0 and 1 exchange 1 GB in 20 ms, 2 and 3 a kilobyte in 20 us.
     ranks = []
@@ -270,19 +255,9 @@ def test_a_launch_of_which_calls_are_missing_has_no_rate() -> None:
         {"op": "all_to_all", "in_split": [1 << 60, 1]},
     ],
 )
-def test_sizes_that_cannot_be_are_counted_and_not_used(said: dict[str, Any]) -> None:
-    rank = Rank(0, 1).call(100, 200, **said)
-    found = together(rank)
-    assert found.unattributed == {IMPOSSIBLE: 1}
-    assert found.bytes.tolist() == [0]
-
-
-def test_a_launch_made_several_times_with_sizes_that_cannot_be_counts_as_often() -> None:
-    rank = Rank(0, 1)
-    for _ in range(3):
-        rank.call(100, 200, bytes=-1)
-    found = together(rank)
-    assert ([kind.bytes for kind in found.kinds], found.unattributed) == ([0], {IMPOSSIBLE: 3})
+def test_impossible_sizes_are_counted_as_often_as_they_occur_and_not_used(said: dict[str, Any]) -> None:
+    found = together(Rank(0, 1).call(100, 200, **said).call(300, 400, **said))
+    assert (found.unattributed, found.bytes.tolist()) == ({IMPOSSIBLE: 2}, [0, 0])
 
 
 # --- clocks -----------------------------------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ import pytest
 
 from crossrank.tools.job.collectives import match_collectives
 from crossrank.tools.job.job import Job
-from crossrank.tools.job.matching import AT_EDGE, UNLIKE_COUNTS
-from crossrank.tools.job.shifts import shift_between
+from crossrank.tools.job.matching import AT_EDGE, UNLIKE_COUNTS, shift_between
 from crossrank.tools.traces.nsight.read import read_export
 from crossrank.tools.traces.rank_trace import RankTrace
 from tests.unit.traces.nsight.exports import EPOCH, ExportFile
