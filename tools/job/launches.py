@@ -321,7 +321,7 @@ def _kind(records: Sequence[CommRecord], group: ProcessGroup, rank: int, whole: 
 
 def _exchanged(record: CommRecord, group: ProcessGroup, rank: int) -> tuple[int, int]:
     """(S, bytes exchanged with others) of a collective; of an uneven all_to_all both are the larger direction's."""
-    if record.op != "all_to_all" or (record.in_split is None and record.out_split is None):
+    if record.op != "all_to_all":
         return record.bytes, -1
     sizes = []
     for split, shapes in ((record.in_split, record.inputs), (record.out_split, record.outputs)):

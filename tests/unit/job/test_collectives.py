@@ -190,12 +190,13 @@ def test_counted_numbers_that_contradict_each_other_are_not_compared() -> None:
     assert (found.waiting == -1).all()
 
 
-def test_a_clock_that_takes_a_shift_of_counted_numbers_is_told() -> None:
+@pytest.mark.parametrize(("later", "unmatched"), [(10_000, {MOVED: 6}), (4_900, {}), (-5_100, {MOVED: 6})])
+def test_a_clock_that_takes_a_shift_of_counted_numbers_is_told(later: int, unmatched: dict[str, int]) -> None:
     ranks = [Rank(0, host="a", numbered=False), Rank(1, host="b", numbered=False)]
     for number in range(6):
         ranks[0].call(10_000 * number + 100, 10_000 * number + 200)
-        ranks[1].call(10_000 * (number + 1) + 100, 10_000 * (number + 1) + 200)
-    assert together(*ranks).unmatched == {MOVED: 6}
+        ranks[1].call(10_000 * number + later + 100, 10_000 * number + later + 200)
+    assert together(*ranks).unmatched == unmatched
 
 
 def test_sizes_and_roots_that_differ_are_a_matter_for_the_diagnosis() -> None:
@@ -217,6 +218,12 @@ def test_ends_that_do_not_come_after_begins_are_no_times() -> None:
     assert found.seen.tolist() == [1]
     assert list(found.unmatched.values()) == [1]
     assert found.bound.tolist() == [True]
+
+
+def test_a_collective_without_times_has_no_time_and_nobody_came_last() -> None:
+    found = together(*(Rank(rank).call(0, 0) for rank in range(2)))
+    assert (found.time.tolist(), found.last_rank.tolist(), found.waiting.tolist()) == ([-1], [-1], [-1, -1])
+    assert found.bound.tolist() == [False]
 
 
 def test_a_group_whose_members_nobody_tells_gives_bounds() -> None:

@@ -69,6 +69,8 @@ def test_sends_and_receives_of_one_launch_are_one_row_with_the_larger_direction(
     assert times_us(found) == [(10, 12, 16), (20, 22, 47), (60, 0, 0), (70, 0, 0)]
     assert (found.sent, found.not_placed) == ({1: {0: 100}}, 7)
     assert (found.attributed, found.unattributed) == ({TIMED_BY["kineto"]: 5}, {UNTIMED: 2})
+    two = made(traced(batch | {"peer": 0, "bytes": 9}, batch | {"op": "recv", "peer": 0, "bytes": 4}))
+    assert (two.sent, two.kinds[0].bytes, two.kinds[0].whole) == ({1: {0: 9}}, 9, False)
     pairs = made(traced(*({"op": "send", "peer": 0, "p2p_seq": number} for number in (4, 6)), numbered_pairs=True))
     assert (pairs.number.tolist(), pairs.counted.tolist()) == ([4, 6], [False, False])
 

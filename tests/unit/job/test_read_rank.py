@@ -104,8 +104,10 @@ def test_windows_beside_a_comms_file_give_its_calls_their_times(tmp_path: Path) 
     assert [note.partition(": ")[0] for note in trace.notes] == ["no durations from it"]
 
 
-@pytest.mark.parametrize("world_size", [None, 2])
-def test_an_execution_trace_alone_gives_the_order_of_calls_and_waits(tmp_path: Path, world_size: int | None) -> None:
+@pytest.mark.parametrize(("world_size", "size"), [(None, 2), (3, 0)])
+def test_an_execution_trace_alone_gives_the_order_of_calls_and_waits(
+    tmp_path: Path, world_size: int | None, size: int
+) -> None:
     import json
 
     old = SCHEMAS[0]
@@ -118,7 +120,7 @@ def test_an_execution_trace_alone_gives_the_order_of_calls_and_waits(tmp_path: P
     trace = READERS[EXECUTION_TRACE](RankSources(kind=EXECUTION_TRACE, path=str(path), rank=0, world_size=world_size))
     assert [record.op for record in trace.records()] == ["all_reduce", "all_reduce", "all_to_all", "strange"]
     assert (trace.timed, trace.numbered, trace.calls.called.tolist()) == (False, False, [0] * 4)
-    assert [one.group.size for one in trace.groups][:1] == [2]
+    assert [one.group.size for one in trace.groups][:1] == [size]
     assert trace.waits is not None
     assert trace.waits.before.tolist() == [3, 2, -1, -1]
     assert trace.waits.blocking.tolist() == [0, 0, 1, 1]
