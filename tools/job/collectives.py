@@ -1,4 +1,4 @@
-"""All ranks side by side: which calls are one collective, how long it took, and who waited for whom.
+"""All ranks matched: which calls are one collective, how long it took, and who waited for whom.
 
 With d the duration of a collective on a rank (its kernel, or its Work on a backend without kernels):
 

@@ -191,7 +191,7 @@ def test_counted_numbers_that_contradict_each_other_are_not_compared() -> None:
 
 
 @pytest.mark.parametrize(("later", "unmatched"), [(10_000, {MOVED: 6}), (4_900, {}), (-5_100, {MOVED: 6})])
-def test_a_clock_that_takes_a_shift_of_counted_numbers_is_told(later: int, unmatched: dict[str, int]) -> None:
+def test_a_clock_that_takes_a_shift_of_counted_numbers_is_reported(later: int, unmatched: dict[str, int]) -> None:
     ranks = [Rank(0, host="a", numbered=False), Rank(1, host="b", numbered=False)]
     for number in range(6):
         ranks[0].call(10_000 * number + 100, 10_000 * number + 200)
@@ -206,7 +206,7 @@ def test_sizes_and_roots_that_differ_are_a_matter_for_the_diagnosis() -> None:
     assert found.unmatched == {DISAGREE: 2}
 
 
-def test_a_group_that_was_made_anew_under_its_old_name_is_told() -> None:
+def test_a_group_that_was_made_anew_under_its_old_name_is_reported() -> None:
     ranks = [Rank(rank).call(100, 200).call(9000, 9100, number=1) for rank in range(2)]
     found = together(*ranks)
     assert found.unmatched == {TWICE: 4}
@@ -253,7 +253,7 @@ def test_a_launch_of_which_calls_are_missing_has_no_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "facts",
     [
         {"bytes": -1},
         {"bytes": 1 << 62},
@@ -262,8 +262,8 @@ def test_a_launch_of_which_calls_are_missing_has_no_rate() -> None:
         {"op": "all_to_all", "in_split": [1 << 60, 1]},
     ],
 )
-def test_impossible_sizes_are_counted_as_often_as_they_occur_and_not_used(said: dict[str, Any]) -> None:
-    found = together(Rank(0, 1).call(100, 200, **said).call(300, 400, **said))
+def test_impossible_sizes_are_counted_as_often_as_they_occur_and_not_used(facts: dict[str, Any]) -> None:
+    found = together(Rank(0, 1).call(100, 200, **facts).call(300, 400, **facts))
     assert (found.unattributed, found.bytes.tolist()) == ({IMPOSSIBLE: 2}, [0, 0])
 
 
@@ -286,7 +286,7 @@ def test_clocks_are_brought_together_by_the_ends_of_collectives() -> None:
     assert set(found.last_rank.tolist()) == {1}
 
 
-def test_clocks_without_a_common_collective_are_said_and_not_compared() -> None:
+def test_clocks_without_a_common_collective_are_reported_and_not_compared() -> None:
     found = together(Rank(0, host="a").call(100, 200, "broadcast"), Rank(1, host="b").call(150, 290, "broadcast"))
     assert found.clocks.unaligned == ["b"]
     assert found.time.tolist() == [140_000]

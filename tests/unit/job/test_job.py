@@ -13,16 +13,16 @@ from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder
 DEFAULT = Group(pg="0", size=0, desc="default_pg")
 
 
-def rank(number: int, *groups: Group, calls: tuple[CommRecord, ...] = (), **said: Any) -> RankTrace:
-    trace = RankTrace(rank=number, path=f"rank-{number}", **{"source": "kineto"} | said)
+def rank(number: int, *groups: Group, calls: tuple[CommRecord, ...] = (), **facts: Any) -> RankTrace:
+    trace = RankTrace(rank=number, path=f"rank-{number}", **{"source": "kineto"} | facts)
     builder = TraceBuilder(trace, groups)
     for record in calls:
         builder.add(record, called=1)
     return trace
 
 
-def call(pg: str, op: str = "all_reduce", **said: Any) -> CommRecord:
-    return CommRecord(**dict[str, Any]({"id": 0, "op": op, "c10d": "", "pg": pg, "bytes": 8, "t": 0, "seq": 1} | said))
+def call(pg: str, op: str = "all_reduce", **facts: Any) -> CommRecord:
+    return CommRecord(**dict[str, Any]({"id": 0, "op": op, "c10d": "", "pg": pg, "bytes": 8, "t": 0, "seq": 1} | facts))
 
 
 def gathers(pg: str, op: str, inputs: list[list[int]], outputs: list[list[int]]) -> list[CommRecord]:
@@ -34,8 +34,8 @@ def members(job: Job) -> list[tuple[object, ...]]:
     return [(one.name, one.members, one.size, one.inferred, one.guessed) for one in job.groups]
 
 
-def pair(pg: str, *ranks: int, **said: Any) -> Group:
-    return Group(pg=pg, size=len(ranks), ranks=list(ranks) or None, **said)
+def pair(pg: str, *ranks: int, **facts: Any) -> Group:
+    return Group(pg=pg, size=len(ranks), ranks=list(ranks) or None, **facts)
 
 
 A, B, C, D, E, F = (f"{number}00000000" for number in range(1, 7))

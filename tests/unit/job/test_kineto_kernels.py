@@ -43,8 +43,8 @@ class Trace:
         self.count += 1
         start = 1000.0 * self.count
         for depth, one in enumerate(around):
-            said = args if one == "record_param_comms" else {}
-            self.host(one, start + depth, start + 100 - depth, **said)
+            facts = args if one == "record_param_comms" else {}
+            self.host(one, start + depth, start + 100 - depth, **facts)
         if launched:
             launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernelExC", "pid": 1, "tid": 1, "dur": 5}
             self.events.append(launch | {"ts": start + 50, "args": {"correlation": self.count}})

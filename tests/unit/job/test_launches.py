@@ -16,10 +16,10 @@ US = 1000
 
 
 def traced(
-    *records: dict[str, Any], rank: int = 1, group: Group = WORLD, times: tuple[int, ...] = (), **said: Any
+    *records: dict[str, Any], rank: int = 1, group: Group = WORLD, times: tuple[int, ...] = (), **facts: Any
 ) -> RankTrace:
     """Calls at 10, 20, … us, each with as many us of the device from 2 us later as `times` says."""
-    trace = RankTrace(rank=rank, path="a", **{"source": "kineto", "timed_by": "kineto"} | said)
+    trace = RankTrace(rank=rank, path="a", **{"source": "kineto", "timed_by": "kineto"} | facts)
     builder = TraceBuilder(trace, [group])
     for index, given in enumerate(records):
         record = CommRecord(**dict[str, Any]({"id": index, "c10d": "", "pg": "0", "bytes": 0, "t": 0} | given))
@@ -132,7 +132,7 @@ def test_calls_of_one_launch_are_whole_where_their_ids_follow_each_other() -> No
 
 
 @pytest.mark.parametrize(
-    ("records", "said", "number", "counted"),
+    ("records", "facts", "number", "counted"),
     [
         ([{"op": "all_reduce"}, {"op": "all_reduce", "seq": 9}], {}, [1, 9], False),
         ([{"op": "all_reduce", "seq": 8}, {"op": "all_reduce", "seq": 9}], {"numbered": False}, [1, 2], True),
@@ -141,9 +141,9 @@ def test_calls_of_one_launch_are_whole_where_their_ids_follow_each_other() -> No
     ],
 )
 def test_what_has_no_number_is_counted(
-    records: list[dict[str, Any]], said: dict[str, Any], number: list[int], counted: bool
+    records: list[dict[str, Any]], facts: dict[str, Any], number: list[int], counted: bool
 ) -> None:
-    found = made(traced(*records, **said))
+    found = made(traced(*records, **facts))
     assert (found.number.tolist(), found.counted.tolist()) == (number, [counted, counted])
 
 

@@ -28,7 +28,7 @@ WALL = 1_780_000_000_000_000_000
 MS = 1_000_000
 
 
-def entry(number: int, name: str, at_ms: float, took_ms: float | None, **said: Any) -> dict[str, Any]:
+def entry(number: int, name: str, at_ms: float, took_ms: float | None, **facts: Any) -> dict[str, Any]:
     """An entry of NCCL's recorder; without `took_ms` a member of a batch, which has no times."""
     made = WALL + round(at_ms * MS)
     times = {} if took_ms is None else {"time_discovered_started_ns": made, "duration_ms": took_ms}
@@ -47,7 +47,7 @@ def entry(number: int, name: str, at_ms: float, took_ms: float | None, **said: A
         "op_id": number,
         **sizes,
         **times,
-        **said,
+        **facts,
     }
 
 
@@ -129,16 +129,16 @@ def test_sends_that_torch_numbers_by_group_are_joined_by_pair(tmp_path: Path) ->
     assert sorted(pairs.values()) == [[1.0], [2.0, 2.0], [3.0, 3.0]]
 
 
-def comms_of(**said: Any) -> RankSources:
-    return RankSources(kind="comms", path="comms-0.1", rank=0, **said)
+def comms_of(**facts: Any) -> RankSources:
+    return RankSources(kind="comms", path="comms-0.1", rank=0, **facts)
 
 
-def alone(kind: str, rank: int | None = 0, window: int = 1, **said: Any) -> RankSources:
-    return RankSources(kind=kind, path=f"{kind}-{rank}.{window}", rank=rank, **said)
+def alone(kind: str, rank: int | None = 0, window: int = 1, **facts: Any) -> RankSources:
+    return RankSources(kind=kind, path=f"{kind}-{rank}.{window}", rank=rank, **facts)
 
 
-def file(kind: str, rank: int | None = 0, window: int = 1, **said: Any) -> FoundFile:
-    return FoundFile(path=f"{kind}-{rank}.{window}", kind=kind, rank=rank, window=window, **said)
+def file(kind: str, rank: int | None = 0, window: int = 1, **facts: Any) -> FoundFile:
+    return FoundFile(path=f"{kind}-{rank}.{window}", kind=kind, rank=rank, window=window, **facts)
 
 
 def report(path: str) -> FoundFile:
@@ -225,7 +225,7 @@ def test_what_cannot_be_chosen_is_refused(files: list[FoundFile], source: str | 
         find(["a", "b"], None, source, files)
 
 
-def test_exports_are_not_mixed_with_other_files_and_that_is_told(tmp_path: Path) -> None:
+def test_exports_are_not_mixed_with_other_files_and_that_is_reported(tmp_path: Path) -> None:
     write_exports(tmp_path, ranks=1, world=2)
     for rank in (0, 1):
         rank_trace(rank).write(tmp_path, rank)
@@ -248,8 +248,8 @@ def test_what_is_named_like_an_export_is_never_left_out_in_silence(tmp_path: Pat
     assert told.startswith(f"{tmp_path}/rank_1.sqlite: is ")
 
 
-def called_at(rank: int | None, *moments: int, **said: Any) -> RankTrace:
-    trace = RankTrace(rank=rank, path=f"file-{rank}", source="comms", **said)
+def called_at(rank: int | None, *moments: int, **facts: Any) -> RankTrace:
+    trace = RankTrace(rank=rank, path=f"file-{rank}", source="comms", **facts)
     for moment in moments:
         trace.calls.append(group=0, signature=0, number=1, id=0, called=moment, began=moment and moment + MS)
     return trace
