@@ -207,7 +207,7 @@ def match_collectives(job: Job) -> Collectives:
         of_kind=joined.of_kind,
         bytes=_largest(joined, found.by_kind(lambda one: one.bytes, np.int64)),
         moved=_largest(joined, found.by_kind(lambda one: one.moved, np.int64)),
-        seen=np.bincount(joined.collective[found.measured], minlength=joined.count),
+        seen=np.bincount(joined.collective[moved.measured], minlength=joined.count),
         expected=np.where(joined.own, 1, _members(moved, job.groups)[joined.of_kind]),
         time=unknown,
         bound=unknown > 0,

@@ -2,10 +2,10 @@
 
 Calls are joined by group, for sends and receives by their two ends as well, and number. Where files have no numbers
 they were counted, which goes wrong if files begin at different calls: so what is joined is checked. Calls of one
-collective agree in operation, root and size, and none ends before another has begun. Where ranks have different numbers
-of calls, for a capture does not begin and end at the same call on all ranks, `shift_between` finds which call of one is
-the first of the other. A lane (the calls of one group, or of one pair) with counted numbers on which too many contradict
-is not joined at all, and what is not joined is counted.
+collective agree in operation, root and size, and none ends before another has begun. Where ranks have different
+numbers of calls, for a capture does not begin and end at the same call on all ranks, `shift_between` finds which call
+of one is the first of the other. A lane (the calls of one group, or of one pair) with counted numbers on which too
+many contradict is not joined at all, and what is not joined is counted.
 """
 
 from __future__ import annotations
