@@ -189,7 +189,7 @@ def match_collectives(job: Job) -> Collectives:
         )
         comparable = placed & aligned[clock]
         times = [np.where(one > 0, one + shift[clock], 0) for one in (found.called, found.began, found.ended)]
-        moved = replace(found, called=times[0], began=times[1], ended=times[2])
+        moved = replace(found, number=joined.number, called=times[0], began=times[1], ended=times[2])
         bad_lanes = contradicted(joined, moved, releasing & comparable & found.measured, clocks.slack_ns)
     _note_large_moves(joined, shift[clock])
     unknown = np.full(joined.count, -1, np.int64)

@@ -143,10 +143,8 @@ def test_ranks_that_call_different_operations_are_not_compared() -> None:
 def test_counted_numbers_are_compared_only_where_all_ranks_have_as_many() -> None:
     same = together(Rank(0, numbered=False).call(100, 500), Rank(1, numbered=False).call(400, 500))
     assert same.time.tolist() == [100_000]
-    ranks = [Rank(0, numbered=False).call(1, 9).call(100, 500), Rank(1, numbered=False).call(400, 500)]
-    for rank in ranks:
-        rank.call(900, 950, pg="like")
-    late = together(*ranks)
+    ranks = [Rank(rank, numbered=False).call(0.5, 0.9, pg="like") for rank in range(2)]
+    late = together(ranks[0].call(1, 9).call(100, 500), ranks[1].call(400, 500))
     assert late.unmatched == {UNLIKE_COUNTS: 3}
     assert (late.seen.tolist(), late.bound.tolist()) == ([1, 1, 1, 2], [True] * 4)
 
@@ -224,6 +222,7 @@ def test_a_collective_without_times_has_no_time_and_nobody_came_last() -> None:
     found = together(*(Rank(rank).call(0, 0) for rank in range(2)))
     assert (found.time.tolist(), found.last_rank.tolist(), found.waiting.tolist()) == ([-1], [-1], [-1, -1])
     assert found.bound.tolist() == [False]
+    assert (found.calls_frame()["waiting"].null_count(), found.collectives_frame()["time"].null_count()) == (2, 1)
 
 
 def test_a_group_whose_members_nobody_tells_gives_bounds() -> None:
@@ -279,7 +278,8 @@ def test_clocks_are_brought_together_by_the_ends_of_collectives() -> None:
     first.call(9000, 9050, "broadcast")
     ahead.call(9010, 9100, "broadcast")
     found = together(first, ahead)
-    assert found.clocks.offset_us == {"b": -7_000_002.0}
+    assert (found.clocks.offset_us, found.clocks.weak) == ({"b": -7_000_002.0}, {"b": 5})
+    assert together(Rank(0, host="a").call(1, 2), Rank(1, host="b").call(1, 2)).clocks.weak == {"b": 1}
     assert found.clocks.residual_us == {"p50": 0.0, "p95": 0.0, "max": 0.0}
     # The last of a broadcast's begins is rank 1's at 9010, and the last end its own.
     assert found.time.tolist() == [102_000] * 5 + [90_000]

@@ -48,6 +48,8 @@ def test_launches_at_the_edge_of_a_capture_do_not_cost_the_group(
     found = match_collectives(Job.match([rank_times(tmp_path, 0, first), rank_times(tmp_path, 1, second)]))
     assert int((np.bincount(found.collective) == 2).sum()) == joined
     assert found.unmatched == ({AT_EDGE: at_edge} if at_edge else {})
+    together = np.isin(found.collective, np.flatnonzero(np.bincount(found.collective) == 2))
+    assert found.number[together].tolist() == [*range(1, joined + 1)] * 2
     for collective in np.flatnonzero(np.bincount(found.collective) == 2):
         assert len(set(found.called[found.collective == collective].tolist())) == 1
 
@@ -110,6 +112,7 @@ UNEVEN = np.arange(1, 7) ** 2 * 100
         (EVEN, np.array([9900, 10_000, *EVEN]) - 49, 2),
         (EVEN, np.array([9900, 10_000, *EVEN]) + 50, None),  # as near to one as to the other
         (EVEN, [9900, 0, *EVEN], None),
+        (EVEN[:2], [10_000, *EVEN[:2]], 1),
         (EVEN * [0, 1, 1, 1, 1, 1], [9900, 10_000, *EVEN], None),
         (UNEVEN, [1, 2, *UNEVEN + 10**9], 2),
         (UNEVEN, [1, *UNEVEN + 10**9, 2 * 10**9], 1),
