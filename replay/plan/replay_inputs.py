@@ -69,9 +69,7 @@ def find(path: str, kind: str | None = None) -> ReplayInputs:
     for rank, of_rank in files_by_rank(usable, {chosen}).items():
         one, *later = of_rank[chosen]
         linked, flight = tuple(beside[LINKED, rank]), next(iter(beside[FLIGHT, rank]), None)
-        inputs.append(
-            RankSources(kind=chosen, path=one.path, rank=rank, window=one.window, linked=linked, flight=flight)
-        )
+        inputs.append(RankSources(kind=chosen, path=one.path, rank=rank, linked=linked, flight=flight))
         skipped += [f"{file.path}: a later window of rank {rank}; name it to replay it" for file in later]
     return ReplayInputs(kind=chosen, inputs=inputs, skipped=skipped)
 

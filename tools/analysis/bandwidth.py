@@ -187,14 +187,12 @@ def make_rows(found: Collectives, by: Sequence[str], rates: dict[str, float]) ->
     """One row per combination of what is grouped by; the one that takes longest first."""
     import polars as pl
 
-    from crossrank.tools.job.frames import calls_frame, collectives_frame
-
     keys = [column for name in by for column in KEYS[name]]
-    collectives = collectives_frame(found).with_row_index("collective").drop_nulls("time")
+    collectives = found.collectives_frame().with_row_index("collective").drop_nulls("time")
     sizes = [(size, *bucket_of(size)) for size in collectives["bytes"].drop_nulls().unique()]
     buckets = pl.DataFrame(sizes, schema=dict.fromkeys(("bytes", *KEYS["size"]), pl.Int64), orient="row")
     collectives = collectives.join(buckets, on="bytes", how="left", maintain_order="left")
-    calls = calls_frame(found).filter(pl.col("ended") != 0).select("collective", "calls", "began", "ended", "waiting")
+    calls = found.calls_frame().filter(pl.col("ended") != 0).select("collective", "calls", "began", "ended", "waiting")
     of_row = collectives.select(pl.col("collective").cast(pl.Int64), *keys)
     of_calls = (
         calls.join(of_row, on="collective")

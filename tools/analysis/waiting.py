@@ -8,7 +8,6 @@ import msgspec
 import polars as pl
 
 from crossrank.tools.job.collectives import Collectives
-from crossrank.tools.job.frames import calls_frame
 from crossrank.tools.traces.rank_trace import RankTrace
 
 _MOST_BINS = 120
@@ -72,7 +71,7 @@ class Steps(msgspec.Struct, kw_only=True):
 
 def waiting_of(found: Collectives, ranks: Sequence[RankTrace]) -> Waiting | None:
     """Who waits for whom; None where no rank can be compared with another."""
-    calls = calls_frame(found).select(
+    calls = found.calls_frame().select(
         *("collective", "rank", "step", "last_rank", "expected"),
         wait=pl.col("waiting").fill_null(-1),
         moment="began",

@@ -9,6 +9,7 @@ import csv
 import io
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -24,21 +25,22 @@ from crossrank.tools.job.job import Job
 from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder
 from crossrank.tools.traces.replayed import CSV, JSON, ReplayReport, read_report
 
-_LONGEST_US = 1e12
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 50)]
+_Time = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
 
 
 class _Call(msgspec.Struct):
-    rank: Int
-    call: Int
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
+    call: _Count
     op: str
     pg: str
-    bytes: Int
-    completion_us_p50: float
-    waiting_us_p50: float
-    time_us_p50: float
+    bytes: _Count
+    completion_us_p50: _Time
+    waiting_us_p50: _Time
+    time_us_p50: _Time
     has_rate: bool = True
     """Whether its bytes and its time belong together: not in a batch, nor where only a wait tells the end."""
-    seq: Int = 0
+    seq: _Count = 0
     peer: Int | None = None
     source: str | None = None
 
@@ -65,18 +67,8 @@ def read_replay(path: str) -> tuple[list[RankTrace], Collectives]:
         calls = msgspec.convert(given, list[_Call], strict=False)
     except (*BROKEN, csv.Error) as error:
         raise CrossrankError(f"{path}: {CSV} is not what a replay writes ({one_line(error)}); replay anew") from error
-    for call in calls:
-        measured = (call.completion_us_p50, call.waiting_us_p50, call.time_us_p50)
-        if not (
-            all(0 <= time < _LONGEST_US for time in measured)
-            and 0 <= call.rank < report.world_size <= MOST_RANKS
-            and all(0 <= number < 1 << 50 for number in (call.bytes, call.seq, call.call))
-        ):
-            raise CrossrankError(
-                f"{path}: {CSV}, rank {call.rank}, call {call.call}: has impossible numbers; replay anew"
-            )
-    if not calls:
-        raise CrossrankError(f"{path}: {CSV} has no call; replay anew")
+    if not calls or not max(call.rank for call in calls) < report.world_size <= MOST_RANKS:
+        raise CrossrankError(f"{path}: {CSV} has no call, or one of a rank beyond {report.world_size}; replay anew")
     traces = _traces(calls, report, damage.path)
     found = match_collectives(Job.match(traces, report.world_size))
     of = {(call.rank, call.call): call for call in calls}
@@ -96,19 +88,17 @@ def read_replay(path: str) -> tuple[list[RankTrace], Collectives]:
 
 def _traces(calls: Sequence[_Call], report: ReplayReport, path: str) -> list[RankTrace]:
     sizes = {row.pg: row.ranks for row in report.rows}
-    builders: dict[int, TraceBuilder] = {}
+    about: dict[str, Any] = {"path": path, "source": "replay", "timed_by": "replay", "numbered_pairs": True}
+    groups = [Group(pg=pg, size=size) for pg, size in sizes.items()]
+    builders = {
+        rank: TraceBuilder(RankTrace(rank=rank, placed=False, **about), groups)
+        for rank in sorted({call.rank for call in calls})
+    }
     for call in calls:
-        builder = builders.get(call.rank)
-        if builder is None:
-            trace = RankTrace(
-                rank=call.rank, path=path, source="replay", timed_by="replay", numbered_pairs=True, placed=False
-            )
-            groups = (Group(pg=pg, size=size) for pg, size in sizes.items())
-            builder = builders[call.rank] = TraceBuilder(trace, groups)
         record = CommRecord(
             id=call.call, op=call.op, c10d="", pg=call.pg, bytes=call.bytes, t=0, peer=call.peer, source=call.source
         )
         number = {"p2p_seq" if is_p2p(record) else "seq": call.seq}
         completed = max(round(call.completion_us_p50 * 1000), 1)
-        builder.add(msgspec.structs.replace(record, **number), called=1, began=1, ended=1 + completed)
-    return [builders[rank].trace for rank in sorted(builders)]
+        builders[call.rank].add(msgspec.structs.replace(record, **number), called=1, began=1, ended=1 + completed)
+    return [one.trace for one in builders.values()]

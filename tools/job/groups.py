@@ -45,14 +45,8 @@ class Lane:
 
     def index(self, number: int) -> int | None:
         """The place of collective `number`, or None."""
-        numbers = self.numbers
-        if not numbers:
-            return None
-        guess = number - numbers[0]
-        if 0 <= guess < len(numbers) and numbers[guess] == number:
-            return guess
-        guess = bisect_left(numbers, number)
-        return guess if guess < len(numbers) and numbers[guess] == number else None
+        place = bisect_left(self.numbers, number)
+        return place if place < len(self.numbers) and self.numbers[place] == number else None
 
 
 @dataclass
@@ -66,11 +60,12 @@ class ProcessGroup:
     """Global ranks in the group's order."""
     size: int
     """How many members it has; more than `members` where not all are known."""
-    size_known: bool = True
     apart: str = ""
     """As in `RankGroup`."""
     inferred: bool = False
     """The members are gathered from who recorded a call on it: there may be more."""
+    guessed: bool = False
+    """Nothing tells their number either."""
     backend: str = ""
     locality: Locality = "unknown"
     eager: bool = False
@@ -91,11 +86,6 @@ class ProcessGroup:
         return [self.name, self.desc]
 
     @property
-    def guessed(self) -> bool:
-        """Whether nothing tells its members or their number: those who used the name are taken."""
-        return self.inferred and not self.size_known
-
-    @property
     def late_ends(self) -> bool:
         """Whether its backend tells the end of a send or receive only when somebody waits for it."""
         return _LATE.search(self.backend) is not None
@@ -111,21 +101,12 @@ def world_of(traces: Sequence[RankTrace], world_size: int | None, sizes: Sizes) 
     gives it."""
     if world_size is not None:
         return tuple(range(world_size)), True
-    highest, known = -1, False
-    for trace in traces:
-        for one in trace.groups:
-            members = valid_members(one.group)
-            highest = max([highest, *members])
-            size = len(members) or sizes.get((one.group.pg, one.apart), 0)
-            if is_world(one.group) and size:
-                highest = max(highest, size - 1)
-                known = True
-        if trace.world_size:
-            highest = max(highest, trace.world_size - 1)
-            known = True
-        highest = max(highest, trace.rank if trace.rank is not None else 0)
+    groups = [(one, valid_members(one.group)) for trace in traces for one in trace.groups]
+    known = [trace.world_size or 0 for trace in traces]
+    known += [len(members) or sizes.get((one.group.pg, one.apart), 0) for one, members in groups if is_world(one.group)]
+    ranks = [trace.rank or 0 for trace in traces] + [rank for _, members in groups for rank in members]
     # Ranks count from 0, so that below one that is there none can be lacking.
-    return tuple(range(highest + 1)), known
+    return tuple(range(max([*known, *(rank + 1 for rank in ranks)], default=0))), any(known)
 
 
 def valid_members(group: Group) -> tuple[int, ...]:
@@ -220,7 +201,7 @@ def join_groups(
             own.append(joined.index)
         group_of[rank] = own
     for joined in groups:
-        joined.size_known = joined.size > 0
         joined.inferred = joined.inferred and joined.size != len(joined.members)
+        joined.guessed = joined.inferred and joined.size == 0
         joined.size = max(joined.size, len(joined.members))
     return groups, group_of

@@ -113,16 +113,12 @@ def _descriptions(events: Sequence[HostEvent], nesting: Nesting) -> dict[int, Pa
     described: dict[int, ParamComms] = {}
     named: dict[int, ParamComms] = {}
     for index in nesting.order:  # what is around an event comes before it
-        event, parent = events[index], nesting.parent[index]
-        own = from_kineto(event.args)
-        if own is not None and operation_of(own.name) is not None:
-            described[index] = own
-        elif parent in described:
-            described[index] = described[parent]
-        if event.name != _RECORD and operation_of(event.name) is not None:
-            named[index] = ParamComms(name=event.name)
-        elif parent in named:
-            named[index] = named[parent]
+        name = ParamComms(name=events[index].name)
+        for found, own in ((described, from_kineto(events[index].args)), (named, name)):
+            if own is None or operation_of(own.name) is None:
+                own = found.get(nesting.parent[index])
+            if own is not None:
+                found[index] = own
     return named | described
 
 

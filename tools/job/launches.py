@@ -6,10 +6,10 @@ What equal launches share (operation, group, sizes, place in the code) stands on
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -19,7 +19,10 @@ from crossrank.comm import OPERATIONS, CommRecord, Locality, ends_of, has_size, 
 from crossrank.dtypes import dtype_of
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.job.job import Job
-from crossrank.tools.traces.rank_trace import IMPOSSIBLE, RankTrace
+from crossrank.tools.traces.rank_trace import IMPOSSIBLE, Interned
+
+if TYPE_CHECKING:
+    import polars as pl
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -89,173 +92,180 @@ class CallKind(msgspec.Struct, frozen=True):
         return f"{op}, batched" if self.is_p2p else f"{op}, coalesced"
 
 
-def _none() -> Ints:
-    return np.empty(0, np.int64)
-
-
-@dataclass
+@dataclass(kw_only=True)
 class Launches:
     """Columns over the launches of all ranks, rank after rank, in the order in which each made them."""
 
-    kinds: list[CallKind] = field(default_factory=list)
-    rank: Ints = field(default_factory=_none)
-    kind: Ints = field(default_factory=_none)
-    id: Ints = field(default_factory=_none)
-    number: Ints = field(default_factory=_none)
+    kinds: list[CallKind]
+    """Of all ranks, with the groups by their index in the job's."""
+    rank: Ints
+    kind: Ints
+    id: Ints
+    number: Ints
     """0 = not known, or not to be compared."""
-    counted: Bools = field(default_factory=lambda: _none() > 0)
+    counted: Bools
     """Whether the number was counted from the begin of the file, for the files have none that all ranks share."""
-    step: Ints = field(default_factory=_none)
-    called: Ints = field(default_factory=_none)
-    began: Ints = field(default_factory=_none)
-    ended: Ints = field(default_factory=_none)
-    sent: dict[int, Counter[int]] = field(default_factory=dict)
+    step: Ints
+    called: Ints
+    """0 = not known; so are `began` and `ended`."""
+    began: Ints
+    ended: Ints
+    sent: dict[int, Counter[int]]
     """Rank -> rank -> bytes sent to it by batches of sends and by uneven all_to_alls, which the kinds do not have."""
-    not_placed: int = 0
+    not_placed: int
     """Bytes of such calls of which it is not known to whom they go."""
-    attributed: Counter[str] = field(default_factory=Counter)
+    attributed: Counter[str]
     """How times were found -> calls or kernels, over all ranks."""
-    unattributed: Counter[str] = field(default_factory=Counter)
+    unattributed: Counter[str]
     """What could not be given a time, or a call, and why -> how many, over all ranks."""
+
+    @property
+    def measured(self) -> Bools:
+        """Launches of which begin and end are known."""
+        return self.ended > 0
+
+    def by_kind(self, fact: Callable[[CallKind], object], dtype: type = bool) -> NDArray[Any]:
+        """A fact of each kind, which `kind` gives to each launch."""
+        return np.array([fact(one) for one in self.kinds], dtype)
+
+
+def reduce_by(ufunc: np.ufunc, of: Ints, values: Ints, count: int, start: int) -> Ints:
+    """`ufunc` over the values of each of the `count` things that `of` numbers; `start` where a thing has none."""
+    found = np.full(count, start)
+    ufunc.at(found, of, values)
+    return found
 
 
 def launches(job: Job) -> Launches:
     """The launches of all ranks of a job, of which there is one."""
-    kinds: dict[CallKind, int] = {}
-    found = Launches()
-    columns = []
-    for rank, trace in job.ranks.items():
-        found.attributed.update(trace.attributed)
-        found.unattributed.update(trace.unattributed)
-        columns.append(_RankLaunches(job, rank, trace, kinds, found).columns())
-    names = ("rank", "kind", "id", "number", "counted", "step", "called", "began", "ended")
-    for name, parts in zip(names, zip(*columns, strict=True), strict=True):
-        setattr(found, name, np.concatenate(parts))
-    found.kinds = list(kinds)
-    return found
+    import polars as pl
+
+    found = _Found()
+    columns = pl.concat([_RankLaunches(job, rank, found).columns() for rank in job.ranks])
+    return Launches(**vars(found) | {"kinds": list(found.kinds)} | {one.name: one.to_numpy() for one in columns})
+
+
+@dataclass
+class _Found:
+    """What is not by launch, as in `Launches`."""
+
+    kinds: dict[CallKind, int] = field(default_factory=dict)
+    sent: dict[int, Counter[int]] = field(default_factory=dict)
+    not_placed: int = 0
+    attributed: Counter[str] = field(default_factory=Counter)
+    unattributed: Counter[str] = field(default_factory=Counter)
 
 
 class _RankLaunches:
     """The launches of one rank."""
 
-    def __init__(self, job: Job, rank: int, trace: RankTrace, kinds: dict[CallKind, int], found: Launches) -> None:
-        self._job, self._rank, self._trace, self._kinds, self._found = job, rank, trace, kinds, found
+    def __init__(self, job: Job, rank: int, found: _Found) -> None:
+        self._job, self._rank, self._trace, self._found = job, rank, job.ranks[rank], found
         self._sent = found.sent.setdefault(rank, Counter())
 
-    def columns(self) -> tuple[Ints | Bools, ...]:
-        """As `Launches` has them, from `rank` to `ended`."""
-        trace, calls = self._trace, self._trace.calls
-        first, size, kind = self._launch_rows()
-        rows = np.repeat(np.arange(len(first)), size)  # launch of each of the calls, which are in order of launches
-        order = self._order
-        began, ended = self._times()
-        timed = (ended > 0)[order]
-        low, high = np.full(len(first), np.iinfo(np.int64).max), np.zeros(len(first), np.int64)
-        # Members of one launch share its kernel, or follow each other: the span of them all is the launch's.
-        np.minimum.at(low, rows[timed], began[order][timed])
-        np.maximum.at(high, rows[timed], ended[order][timed])
-        low[high == 0] = 0
-        self._count(size, high)
-        p2p = np.array([one.is_p2p for one in self._kinds] or [False])[kind]
-        batched = np.array([one.op == SEND_RECV for one in self._kinds] or [False])[kind]
-        known = np.array([one.op in OPERATIONS for one in self._kinds] or [False])[kind]
-        lanes: dict[object, int] = {}
-        lane = np.array(
-            [lanes.setdefault((one.group, one.ends, one.op == SEND_RECV), len(lanes)) for one in self._kinds] or [0],
-            np.int64,
-        )[kind]
-        numbered = np.full(len(first), trace.numbered)
+    def columns(self) -> pl.DataFrame:
+        """The columns of `Launches`, from `rank` to `ended`."""
+        import polars as pl
+
+        trace, made = self._trace, self._rows()
+        self._count(made)
+        kind = np.zeros(len(made), np.int64)
+        alike = made.with_row_index("row").group_by("signature", "group", "whole", maintain_order=True).agg("row")
+        for signatures, groups, whole, rows in alike.iter_rows():
+            kind[rows] = self._kind_of([self._job.signatures[one] for one in signatures], groups[0], len(rows), whole)
+        kinds, lanes = self._found.kinds, Interned[object]()
+        lane = np.array([lanes.number((one.group, one.ends, one.op == SEND_RECV)) for one in kinds], np.int64)
+        batched = np.array([one.op == SEND_RECV for one in kinds], bool)
+        known = np.array([one.op in OPERATIONS or trace.numbered for one in kinds], bool) | batched
         # torch numbers the sends and receives of a group, our records those of each pair.
-        numbered &= ~p2p | trace.numbered_pairs
-        given = _ints(calls.number)[first]
-        count = _running_number(lane)
-        number = np.where((given == 0) | (~numbered & (given >= 0)) | batched, count, given)
-        number[(number < 0) | ~(known | batched | trace.numbered)] = 0
-        return (
-            np.full(len(first), self._rank, np.int64),
-            kind,
-            _ints(calls.id)[first],
-            number,
-            ~numbered,
-            np.frombuffer(calls.step, np.int32).astype(np.int64)[first] if len(calls) else np.empty(0, np.int64),
-            _ints(calls.called)[first] if trace.timed else np.zeros(len(first), np.int64),
-            low,
-            high,
+        counted = np.array([not trace.numbered or (one.is_p2p and not trace.numbered_pairs) for one in kinds], bool)
+        given, count = pl.col("number"), pl.int_range(1, pl.len() + 1).over(pl.lit(pl.Series(lane[kind])))
+        own = (given == 0) | (pl.Series(counted[kind]) & (given > 0)) | pl.Series(batched[kind])
+        return made.select(
+            pl.lit(self._rank, pl.Int64).alias("rank"),
+            pl.Series("kind", kind),
+            "id",
+            pl.when((given < 0) | ~pl.Series(known[kind]))
+            .then(0)
+            .when(own)
+            .then(count)
+            .otherwise(given)
+            .alias("number"),
+            pl.Series("counted", counted[kind]),
+            pl.col("step").cast(pl.Int64),
+            pl.col("called") * int(trace.timed),
+            "began",
+            "ended",
         )
 
-    def _times(self) -> tuple[Ints, Ints]:
-        """(begin, end) of each call, 0 where one of them is not known."""
-        calls = self._trace.calls
-        called, began, ended, took = (_ints(column) for column in (calls.called, calls.began, calls.ended, calls.took))
-        began = np.where((took > 0) & (began == 0), called, began)
-        ended = np.where(took > 0, began + took, np.where(began > 0, ended, 0))
-        return np.where(ended > 0, began, 0), ended
+    def _rows(self) -> pl.DataFrame:
+        """One row per launch, with the signatures and groups of its calls.
 
-    def _count(self, size: Ints, ended: Ints) -> None:
+        A batch stands where its first call does. Members of one launch share its kernel, or follow each other: the span
+        of them all is the launch's.
+        """
+        import polars as pl
+
+        calls, (began, ended, took, batch, id) = (
+            self._trace.calls,
+            map(pl.col, ("began", "ended", "took", "batch", "id")),
+        )
+        columns = {one.name: np.asarray(getattr(calls, one.name)) for one in fields(calls)}
+        return (
+            pl.DataFrame(columns)
+            .with_columns(began=pl.when((took > 0) & (began == 0)).then("called").otherwise(began))
+            .with_columns(ended=pl.when(took > 0).then(began + took).otherwise(ended * (began > 0)))
+            .with_columns(began=pl.when(ended > 0).then(began))
+            .group_by(
+                pl.when(batch < 0).then(-1 - pl.int_range(pl.len())).otherwise(batch).alias("launch"),
+                maintain_order=True,
+            )
+            .agg(
+                pl.col("signature", "group"),
+                pl.col("id", "number", "step", "called").first(),
+                began.min(),
+                ended.max(),
+                # The first call gives the batch its id, and their ids follow each other.
+                whole=(pl.len() == 1) | ((id.first() == batch.first()) & (id.last() - id.first() == pl.len() - 1)),
+                calls=pl.len(),
+            )
+            .with_columns(began.fill_null(0))
+        )
+
+    def _count(self, made: pl.DataFrame) -> None:
         """Count what has times, where the reader has not, and what has none."""
         trace, found = self._trace, self._found
-        timed = int(size[ended > 0].sum())
+        found.attributed.update(trace.attributed)
+        found.unattributed.update(trace.unattributed)
+        timed = int(made.filter(made["ended"] > 0)["calls"].sum())
         if timed and not trace.attributed:
             found.attributed[TIMED_BY[trace.timed_by]] += timed
         if trace.left_out:
             found.unattributed[LEFT_OUT] += trace.left_out
         if trace.timed_by == "comms" and len(trace):
-            found.unattributed[BEGIN_ALONE] += len(size)
-        elif trace.timed_by != "nsight" and (timed or trace.attributed) and int(size.sum()) > timed:
-            found.unattributed[UNTIMED] += int(size.sum()) - timed
+            found.unattributed[BEGIN_ALONE] += len(made)
+        elif trace.timed_by != "nsight" and (timed or trace.attributed) and len(trace) > timed:
+            found.unattributed[UNTIMED] += len(trace) - timed
 
-    def _launch_rows(self) -> tuple[Ints, Ints, Ints]:
-        """(row of the first call, number of calls, kind) of each launch; sets `_order`, the rows launch by launch."""
-        calls = self._trace.calls
-        batch, count = _ints(calls.batch), len(calls)
-        # A batch stands where its first call does.
-        own = np.where(batch < 0, -1 - np.arange(count), batch)
-        _, firsts, inverse = np.unique(own, return_index=True, return_inverse=True)
-        place = firsts[inverse]
-        self._order = np.lexsort((np.arange(count), place))
-        first, size = np.unique(place, return_counts=True)
-        signature = np.frombuffer(calls.signature, np.uint32) if count else np.empty(0, np.uint32)
-        group = np.frombuffer(calls.group, np.uint32) if count else np.empty(0, np.uint32)
-        kind = np.zeros(len(first), np.int64)
-        alone = np.flatnonzero(size == 1)
-        pairs, inverse, times = np.unique(
-            np.stack([signature[first[alone]], group[first[alone]]]), axis=1, return_inverse=True, return_counts=True
-        )
-        of_pair = [
-            self._kind_of(self._job.signatures[number].members or [self._job.signatures[number]], local, often)
-            for number, local, often in zip(*pairs.tolist(), times.tolist(), strict=True)
-        ]
-        kind[alone] = np.array(of_pair or [0], np.int64)[inverse.reshape(-1)] if len(alone) else 0
-        ends = np.cumsum(size)
-        known: dict[object, list[int]] = {}
-        for launch in np.flatnonzero(size > 1).tolist():
-            rows = self._order[ends[launch] - size[launch] : ends[launch]]
-            whole = _is_whole([calls.id[row] for row in rows.tolist()], int(batch[rows[0]]))
-            known.setdefault((signature[rows].tobytes(), group[rows].tobytes(), whole), []).append(launch)
-        for (*_, whole), same in known.items():  # type: ignore[misc]
-            rows = self._order[ends[same[0]] - size[same[0]] : ends[same[0]]].tolist()
-            records = [self._job.signatures[int(signature[row])] for row in rows]
-            kind[same] = self._kind_of(records, int(group[rows[0]]), len(same), whole=whole)
-        return first, size, kind
-
-    def _kind_of(self, records: Sequence[CommRecord], local: int, times: int, *, whole: bool = True) -> int:
+    def _kind_of(self, records: Sequence[CommRecord], local: int, times: int, whole: bool) -> int:
         """Number of the kind of a launch that was made so many times; notes to whom it sends."""
-        if records[0].batch is not None:
-            whole = _is_whole([record.id for record in records], records[0].batch)
+        if len(records) == 1 and records[0].members:
+            records = records[0].members
+            batch = records[0].batch
+            whole = batch is None or all(one.id == batch + place for place, one in enumerate(records))
         group = self._job.groups[self._job.group_of[self._rank][local]]
         records = [self._possible(record, times) for record in records]
         self._count_sent(records, group, times)
         kind = _kind(records, group, self._rank, whole)
-        return self._kinds.setdefault(kind, len(self._kinds))
+        return self._found.kinds.setdefault(kind, len(self._found.kinds))
 
     def _possible(self, record: CommRecord, times: int) -> CommRecord:
         """The record without impossible sizes."""
         splits = [count for split in (record.in_split, record.out_split) for count in split or ()]
-        extents = [extent for shape in (*record.inputs, *record.outputs) for extent in shape] if splits else []
-        sizes = [record.bytes]
-        if splits:
-            sizes += [total_bytes(record.inputs, 16), total_bytes(record.outputs, 16)]
-        if min([0, *splits, *extents]) >= 0 and all(0 <= count <= _MOST_BYTES for count in [*sizes, *splits]):
+        numbers = [record.bytes, *splits]
+        for shapes in (record.inputs, record.outputs) if splits else ():
+            numbers += [total_bytes(shapes, 16), *(extent for shape in shapes for extent in shape)]
+        if all(0 <= number <= _MOST_BYTES for number in numbers):
             return record
         self._found.unattributed[IMPOSSIBLE] += times
         return msgspec.structs.replace(record, bytes=0, in_split=None, out_split=None, inputs=[], outputs=[])
@@ -275,11 +285,6 @@ class _RankLaunches:
                     for to, count in zip(group.members, split, strict=True):
                         self._sent[to] += round(count * record.bytes / rows) * times
         del self._sent[self._rank]
-
-
-def _is_whole(ids: Sequence[int], batch: int) -> bool:
-    """Whether all calls of a launch are there: the first gives the batch its id, and their ids follow each other."""
-    return ids[0] == batch and list(ids) == list(range(batch, batch + len(ids)))
 
 
 def _kind(records: Sequence[CommRecord], group: ProcessGroup, rank: int, whole: bool) -> CallKind:
@@ -316,7 +321,7 @@ def _kind(records: Sequence[CommRecord], group: ProcessGroup, rank: int, whole: 
 
 def _exchanged(record: CommRecord, group: ProcessGroup, rank: int) -> tuple[int, int]:
     """(S, bytes exchanged with others) of a collective; of an uneven all_to_all both are the larger direction's."""
-    if record.op != "all_to_all" or (record.in_split is None and record.out_split is None):
+    if record.op != "all_to_all":
         return record.bytes, -1
     sizes = []
     for split, shapes in ((record.in_split, record.inputs), (record.out_split, record.outputs)):
@@ -330,18 +335,3 @@ def _exchanged(record: CommRecord, group: ProcessGroup, rank: int) -> tuple[int,
     if not sizes:
         return record.bytes, -1
     return max(total for total, _ in sizes), max(others for _, others in sizes)
-
-
-def _ints(column: array[int]) -> Ints:
-    return np.frombuffer(column, np.int64) if len(column) else np.empty(0, np.int64)
-
-
-def _running_number(lane: Ints) -> Ints:
-    """How often the lane of each row stood until there, itself included."""
-    order = np.argsort(lane, kind="stable")
-    ordered = lane[order]
-    first = np.concatenate(([True], ordered[1:] != ordered[:-1])) if len(ordered) else np.empty(0, bool)
-    begins = np.maximum.accumulate(np.where(first, np.arange(len(ordered)), 0))
-    number = np.empty(len(lane), np.int64)
-    number[order] = np.arange(len(ordered)) - begins + 1
-    return number

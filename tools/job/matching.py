@@ -2,27 +2,32 @@
 
 Calls are joined by group, for sends and receives by their two ends as well, and number. Where files have no numbers
 they were counted, which goes wrong if files begin at different calls: so what is joined is checked. Calls of one
-collective agree in operation, root and size, and none ends before another has begun. Where ranks have different numbers
-of calls, as at the edges of a capture, `shifts` finds which call of one is the first of the other. A lane (the calls
-of one group, or of one pair) with counted numbers on which too many contradict is not joined at all, and what is not
-joined is told.
+collective agree in operation, root and size, and none ends before another has begun. Where ranks have different
+numbers of calls, for a capture does not begin and end at the same call on all ranks, `shift_between` finds which call
+of one is the first of the other. A lane (the calls of one group, or of one pair) with counted numbers on which too
+many contradict is not joined at all, and what is not joined is counted.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from crossrank.comm import OPERATIONS
-from crossrank.tools.job.launches import Bools, CallKind, Ints, Launches
-from crossrank.tools.job.shifts import shift_between
+from crossrank.tools.job.launches import Bools, CallKind, Ints, Launches, reduce_by
+from crossrank.tools.traces.rank_trace import Interned
 
 _MAX = np.iinfo(np.int64).max
 _OFTEN = 0.05
 """Share of contradictions above which counted numbers are taken to be shifted."""
+_MOST = 256
+"""Calls that one rank may have more than another at one edge; more is no edge."""
+_OVERLAP = 0.5
+"""Share of the shorter sequence that both must have."""
+_CLEARLY = 4
+"""Times by which differences must vary less at one shift than at any other to decide for it."""
 
 NO_NUMBER = "calls without a number: they are not compared across ranks"
 UNLIKE_COUNTS = "calls on groups of which the ranks have different numbers of calls: they are not compared"
@@ -36,107 +41,110 @@ DISAGREE = "calls of which the ranks disagree on operation, size or root: see cr
 class Joined:
     """Calls and the collectives that they are parts of."""
 
+    calls: Launches
     lane: Ints
     """Of each call."""
-    numbers: Ints
+    number: Ints
     """Of each call, as recorded or counted."""
-    counted: Bools
-    """Of each call: whether its number was counted."""
     apart: Bools
     """Of each call: it is not joined with others."""
-    collective: Ints
+    unmatched: Counter[str]
+    """What could not be joined -> calls."""
+    collective: Ints = field(init=False)
     """Of each call."""
-    of_kind: Ints
+    of_kind: Ints = field(init=False)
     """Of each collective: the kind of its first call."""
-    number: Ints
-    own: Bools
+    own: Bools = field(init=False)
     """Of each collective: it is one rank's own."""
-    doubtful: Bools
-    """Of each call: its number was counted, where others of its lane are recorded; it does not tell clocks."""
-
-    kind: Ints
-    """Of each call."""
 
     @property
     def count(self) -> int:
         return len(self.of_kind)
 
-    def part(self, calls: Bools) -> None:
-        """Take calls out of their collectives."""
-        self.apart |= calls
-        self.collective, self.of_kind, self.number, self.own = _collectives(
-            self.lane, self.numbers, self.apart, self.kind
-        )
+    @property
+    def doubtful(self) -> Bools:
+        """Of each call: its number was counted, where others of its lane are recorded; it does not tell clocks."""
+        recorded: Bools = np.isin(self.lane, self.lane[~self.calls.counted])
+        return recorded & self.calls.counted
+
+    @property
+    def key(self) -> Ints:
+        """Of each call: lane and number as one."""
+        span = int(self.number.max(initial=0)) + 1
+        return self.lane * span + self.number
+
+    def join(self) -> None:
+        """Make one collective of the calls that have a lane and a number in common, of those apart one each."""
+        shared = np.where(self.apart, -1 - np.arange(len(self.lane)), self.key)
+        keys, first, collective = np.unique(shared, return_index=True, return_inverse=True)
+        self.collective, self.of_kind, self.own = collective.astype(np.int64), self.calls.kind[first], keys < 0
+
+    def leave_out(self, calls: Bools, why: str) -> None:
+        """Take calls out of their collectives, which `join` makes anew, and count them."""
+        if calls.any():
+            self.apart |= calls
+            self.unmatched[why] += int(calls.sum())
+
+    def on_bad_lanes(self, rows: Ints, bad: Bools) -> Bools:
+        """Calls with counted numbers on lanes of which too many of the calls `rows` are bad."""
+        of = np.bincount(self.lane[rows])
+        wrong = np.bincount(self.lane[rows[bad]], minlength=len(of))
+        lanes = np.flatnonzero((wrong > 0) & (wrong > _OFTEN * of))
+        on_them: Bools = np.isin(self.lane, lanes) & self.calls.counted & ~self.apart
+        return on_them
 
 
 def match_calls(found: Launches, unmatched: Counter[str]) -> Joined:
     """Join the calls. `unmatched` gets what could not be joined, with the number of calls."""
-    kinds, kind, number, rank = found.kinds, found.kind, found.number, found.rank
-    moment = np.where(found.ended > 0, found.ended, found.called)
-    lanes: dict[object, int] = {}
-    lane_of = np.array([lanes.setdefault((one.group, one.ends), len(lanes)) for one in kinds] or [0], np.int64)
-    own_kind = np.array([one.is_p2p and one.ends is None for one in kinds] or [False])
-    lane = lane_of[kind]
-    unnumbered = (number <= 0) & ~own_kind[kind]
-    _note(unmatched, NO_NUMBER, unnumbered)
-    apart = own_kind[kind] | unnumbered
-    counted = found.counted
-    unlike = _unlike_counts(lane, rank, counted & ~apart)
+    lanes = Interned[object]()
+    lane = found.by_kind(lambda one: lanes.number((one.group, one.ends)), np.int64)[found.kind]
+    own = found.by_kind(lambda one: one.is_p2p and one.ends is None)[found.kind]
+    joined = Joined(found, lane, found.number.copy(), own, unmatched)
+    joined.leave_out((found.number <= 0) & ~own, NO_NUMBER)
+    unlike = _unlike_counts(joined)
     if unlike.any():
-        number, unlike, at_edge = _shifted(lane, number, rank, kinds, kind, moment, unlike)
-        _note(unmatched, AT_EDGE, at_edge)
-        _note(unmatched, UNLIKE_COUNTS, unlike)
-        apart |= unlike | at_edge
-    twice = _twice(lane, number, rank, apart)
-    _note(unmatched, TWICE, twice)
-    apart |= twice
-    recorded_lanes = np.zeros(int(lane.max(initial=0)) + 1, bool)
-    recorded_lanes[lane[~counted]] = True
-    collective, of_kind, first, own = _collectives(lane, number, apart, kind)
-    joined = Joined(lane, number, counted, apart, collective, of_kind, first, own, counted & recorded_lanes[lane], kind)
-    _part_unlike_calls(joined, kinds, unmatched)
+        at_edge = _shift(joined, unlike)
+        joined.leave_out(at_edge, AT_EDGE)
+        joined.leave_out(unlike, UNLIKE_COUNTS)
+    joined.leave_out(_twice(joined), TWICE)
+    joined.join()
+    _part_unlike_calls(joined)
     return joined
 
 
-def contradicted(
-    joined: Joined,
-    releasing: Bools,
-    began: Ints,
-    ended: Ints,
-    comparable: Bools,
-    slack_ns: float,
-    unmatched: Counter[str],
-) -> bool:
-    """Part lanes with counted numbers whose collectives end on a rank before another has begun; whether there is one.
+def contradicted(joined: Joined, moved: Launches, usable: Bools, slack_ns: float) -> bool:
+    """Part lanes with counted numbers whose collectives end on a rank before another has begun: whether there are any.
 
-    `slack_ns`: how far the clocks of `began` and `ended` may be apart.
+    `moved` are the calls on clocks that may be `slack_ns` apart; only those that are `usable` are looked at.
     """
-    rows = np.flatnonzero(comparable & releasing[joined.kind] & ~joined.own[joined.collective])
-    count = joined.count
-    last_begin, first_end = np.full(count, -_MAX), np.full(count, _MAX)
-    np.maximum.at(last_begin, joined.collective[rows], began[rows])
-    np.minimum.at(first_end, joined.collective[rows], ended[rows])
-    bad = _bad_lanes(joined, rows, (last_begin > first_end + slack_ns)[joined.collective[rows]])
-    calls = np.isin(joined.lane, bad) & joined.counted & ~joined.apart
+    rows = np.flatnonzero(usable & ~joined.own[joined.collective])
+    collective, count = joined.collective[rows], joined.count
+    last_begin = reduce_by(np.maximum, collective, moved.began[rows], count, -_MAX)
+    first_end = reduce_by(np.minimum, collective, moved.ended[rows], count, _MAX)
+    calls = joined.on_bad_lanes(rows, (last_begin > first_end + slack_ns)[collective])
     if not calls.any():
         return False
-    _note(unmatched, SHIFTED, calls)
-    joined.part(calls)
+    joined.leave_out(calls, SHIFTED)
+    joined.join()
     return True
 
 
-def _shifted(
-    lane: Ints, number: Ints, rank: Ints, kinds: Sequence[CallKind], kind: Ints, moment: Ints, unlike: Bools
-) -> tuple[Ints, Bools, Bools]:
-    """(numbers, calls of lanes on which no shift was found, calls that ranks have beyond those of the others).
+def _shift(joined: Joined, unlike: Bools) -> Bools:
+    """Renumber the calls of lanes of which the ranks began at different calls, and take them out of `unlike`; which
+    calls ranks have beyond those of the others.
 
     On each lane the rank with the fewest calls is what the others are shifted to.
     """
-    numbers, left, at_edge = number.copy(), unlike.copy(), np.zeros(len(lane), bool)
-    what = _meanings(kinds)[kind]
-    order = np.lexsort((number, rank, lane))
+    found, lane, number = joined.calls, joined.lane, joined.number
+    at_edge = np.zeros(len(lane), bool)
+    moment = np.where(found.measured, found.ended, found.called)
+    meanings = Interned[object]()
+    what = found.by_kind(lambda one: meanings.number((_operation(one), _agreed_size(one), one.root)), np.int64)[
+        found.kind
+    ]
+    order = np.lexsort((number, found.rank, lane))
     order = order[unlike[order]]
-    edges = np.flatnonzero((np.diff(lane[order]) != 0) | (np.diff(rank[order]) != 0)) + 1
+    edges = np.flatnonzero((np.diff(lane[order]) != 0) | (np.diff(found.rank[order]) != 0)) + 1
     by_lane: dict[int, list[Ints]] = {}
     for rows in np.split(order, edges):
         by_lane.setdefault(int(lane[rows[0]]), []).append(rows)
@@ -146,107 +154,99 @@ def _shifted(
             0 if rows is fewest else shift_between(what[fewest], moment[fewest], what[rows], moment[rows])
             for rows in of_ranks
         ]
-        if any(shift is None for shift in shifts):
+        known = [(rows, shift) for rows, shift in zip(of_ranks, shifts, strict=True) if shift is not None]
+        if len(known) < len(shifts):
             continue
-        first = max(-(shift or 0) for shift in shifts)
-        last = min(len(rows) - (shift or 0) for rows, shift in zip(of_ranks, shifts, strict=True))
-        for rows, shift in zip(of_ranks, shifts, strict=True):
-            place = np.arange(len(rows)) - (shift or 0)
-            left[rows] = False
+        first = max(-shift for _, shift in known)
+        last = min(len(rows) - shift for rows, shift in known)
+        for rows, shift in known:
+            place = np.arange(len(rows)) - shift
+            unlike[rows] = False
             at_edge[rows] = (place < first) | (place >= last)
-            numbers[rows] = np.where(at_edge[rows], number[rows], place - first + 1)
-    return numbers, left, at_edge
+            number[rows] = np.where(at_edge[rows], number[rows], place - first + 1)
+    return at_edge
 
 
-def _meanings(kinds: Sequence[CallKind]) -> Ints:
-    """A number by kind, the same for kinds that may be of one collective."""
-    found: dict[object, int] = {}
-    return np.array(
-        [
-            found.setdefault(
-                (one.label.partition(",")[0], one.bytes if one.calls == 1 and _agrees_in_size(one) else 0, one.root),
-                len(found),
-            )
-            for one in kinds
-        ]
-        or [0],
-        np.int64,
-    )
+def shift_between(what: Ints, when: Ints, other: Ints, other_when: Ints) -> int | None:
+    """The place in `other` of the first call of the shorter `what`, negative where `other` lacks it; None where nothing
+    decides for one.
+
+    `what` are numbers that are equal where calls may be one collective, `when` ns, 0 = not known. First the calls
+    themselves decide, then their times if these are on clocks that agree to less than half of the time between calls,
+    then how much the differences of times vary, for which clocks need not agree.
+    """
+    more = len(other) - len(what)
+    if more > _MOST or len(what) == 0:
+        return None
+    least = max(1, int(len(what) * _OVERLAP))
+    fitting = []
+    for shift in range(max(-_MOST, least - len(what)), min(more + _MOST, len(other) - least) + 1):
+        mine = slice(max(0, -shift), min(len(what), len(other) - shift))
+        theirs = slice(mine.start + shift, mine.stop + shift)
+        if np.array_equal(what[mine], other[theirs]):
+            fitting.append((shift, mine, theirs))
+    whole = [one for one in fitting if 0 <= one[0] <= more]
+    if len(fitting) == 1 or (len(whole) == 1 and len(np.unique(what)) > 1):
+        return (whole or fitting)[0][0]
+    if not fitting or (when == 0).any() or (other_when == 0).any():
+        return None
+    gaps = [other_when[theirs] - when[mine] for _, mine, theirs in fitting]
+    apart = np.array([float(np.median(np.abs(gap))) for gap in gaps])
+    best = int(apart.argmin())
+    if len(what) > 1 and apart[best] < float(np.median(np.diff(when))) / 2:
+        return fitting[best][0]
+    vary = np.array([float(np.median(np.abs(gap - np.median(gap)))) for gap in gaps])
+    best = int(vary.argmin())
+    others = np.delete(vary, best)
+    return fitting[best][0] if len(gaps[best]) > 2 and _CLEARLY * vary[best] < others.min() else None
 
 
-def _part_unlike_calls(joined: Joined, kinds: Sequence[CallKind], unmatched: Counter[str]) -> None:
-    """Ranks that call different things under one number: a fault of the job, or numbers counted from elsewhere."""
-    ops: dict[str, int] = {}
-    op_of = np.array([ops.setdefault(one.label.partition(",")[0], len(ops)) for one in kinds] or [0], np.int64)
-    agrees = np.array([one.calls == 1 and _agrees_in_size(one) for one in kinds] or [False])
-    roots = np.array([-1 if one.root is None else one.root for one in kinds] or [-1], np.int64)
-    sizes = np.array([one.bytes for one in kinds] or [0], np.int64)
-    kind, first = joined.kind, joined.of_kind[joined.collective]
-    unlike = op_of[kind] != op_of[first]
-    unlike |= agrees[kind] & agrees[first] & (sizes[kind] > 0) & (sizes[first] > 0) & (sizes[kind] != sizes[first])
-    unlike |= (roots[kind] >= 0) & (roots[first] >= 0) & (roots[kind] != roots[first])
-    if not unlike.any():
-        return
-    bad = np.zeros(joined.count, bool)
-    bad[joined.collective[unlike]] = True
-    calls = bad[joined.collective]
-    shifted = np.isin(joined.lane, _bad_lanes(joined, np.flatnonzero(~joined.apart), calls[~joined.apart]))
-    shifted &= joined.counted & ~joined.apart
-    _note(unmatched, SHIFTED, shifted)
-    _note(unmatched, DISAGREE, calls & ~shifted)
-    joined.part(calls | shifted)
+def _operation(kind: CallKind) -> str:
+    return kind.label.partition(",")[0]
 
 
-def _bad_lanes(joined: Joined, rows: Ints, bad: Bools) -> Ints:
-    """Lanes of which too many of the calls `rows` are bad."""
-    lanes = int(joined.lane.max(initial=0)) + 1
-    of = np.bincount(joined.lane[rows], minlength=lanes)
-    wrong = np.bincount(joined.lane[rows[bad]], minlength=lanes)
-    return np.flatnonzero((wrong > 0) & (wrong > _OFTEN * of))
-
-
-def _agrees_in_size(kind: CallKind) -> bool:
+def _agreed_size(kind: CallKind) -> int:
+    """The bytes that all ranks of a collective have alike; 0 where they need not."""
     row = OPERATIONS.get(kind.op)
-    return row is not None and row.agrees != "none" and not row.p2p
+    return kind.bytes if kind.calls == 1 and row is not None and row.agrees != "none" and not row.p2p else 0
 
 
-def _collectives(lane: Ints, number: Ints, apart: Bools, kind: Ints) -> tuple[Ints, Ints, Ints, Bools]:
-    span = int(number.max(initial=0)) + 1
-    shared = np.where(apart, -1 - np.arange(len(kind)), lane * span + number)
-    keys, first, collective = np.unique(shared, return_index=True, return_inverse=True)
-    return collective.astype(np.int64), kind[first], number[first], keys < 0
+def _part_unlike_calls(joined: Joined) -> None:
+    """Ranks that call different things under one number: a fault of the job, or numbers counted from elsewhere."""
+    found, ops = joined.calls, Interned[str]()
+    op = found.by_kind(lambda one: ops.number(_operation(one)), np.int64)
+    size = found.by_kind(_agreed_size, np.int64)
+    root = found.by_kind(lambda one: -1 if one.root is None else one.root, np.int64)
+    kind, first = found.kind, joined.of_kind[joined.collective]
+    unlike = op[kind] != op[first]
+    unlike |= (size[kind] > 0) & (size[first] > 0) & (size[kind] != size[first])
+    unlike |= (root[kind] >= 0) & (root[first] >= 0) & (root[kind] != root[first])
+    if unlike.any():
+        calls = np.isin(joined.collective, joined.collective[unlike])
+        shifted = joined.on_bad_lanes(np.flatnonzero(~joined.apart), calls[~joined.apart])
+        joined.leave_out(shifted, SHIFTED)
+        joined.leave_out(calls & ~shifted, DISAGREE)
+        joined.join()
 
 
-def _unlike_counts(lane: Ints, rank: Ints, counted: Bools) -> Bools:
+def _unlike_counts(joined: Joined) -> Bools:
     """Calls whose numbers were counted, on lanes on which the ranks' counts differ: they began at different calls."""
-    if not counted.any():
-        return counted
-    most = int(rank.max(initial=0)) + 1
-    pairs, counts = np.unique(lane[counted] * most + rank[counted], return_counts=True)
-    low = np.full(int(lane.max()) + 1, _MAX)
-    high = np.zeros(len(low), np.int64)
-    np.minimum.at(low, pairs // most, counts)
-    np.maximum.at(high, pairs // most, counts)
-    unlike: Bools = (low < high)[lane] & counted
+    counted = joined.calls.counted & ~joined.apart
+    most = int(joined.calls.rank.max(initial=0)) + 1
+    pairs, counts = np.unique(joined.lane[counted] * most + joined.calls.rank[counted], return_counts=True)
+    lanes = int(joined.lane.max(initial=0)) + 1
+    low = reduce_by(np.minimum, pairs // most, counts, lanes, _MAX)
+    high = reduce_by(np.maximum, pairs // most, counts, lanes, 0)
+    unlike: Bools = (low < high)[joined.lane] & counted
     return unlike
 
 
-def _twice(lane: Ints, number: Ints, rank: Ints, apart: Bools) -> Bools:
-    """Calls of a rank that have one number on one lane: a group that was made anew under its old name."""
-    order = np.lexsort((rank, number, lane))
-    same = (np.diff(lane[order]) == 0) & (np.diff(number[order]) == 0) & (np.diff(rank[order]) == 0)
-    joinable = ~apart[order]
-    same &= joinable[1:] & joinable[:-1]
-    twice = np.zeros(len(lane), bool)
-    twice[order[1:][same]] = True
-    if not twice.any():
-        return twice
-    # Of such a collective nobody knows which calls belong together.
-    span = int(number.max(initial=0)) + 1
-    shared = lane * span + number
-    return np.isin(shared, shared[twice]) & ~apart
-
-
-def _note(unmatched: Counter[str], text: str, calls: Bools) -> None:
-    if calls.any():
-        unmatched[text] += int(calls.sum())
+def _twice(joined: Joined) -> Bools:
+    """Calls of a rank that have one number on one lane: a group that was made anew under its old name. Of such a
+    collective nobody knows which calls belong together."""
+    rows = np.flatnonzero(~joined.apart)
+    columns = [column[rows] for column in (joined.calls.rank, joined.number, joined.lane)]
+    order = np.lexsort(columns)
+    same = np.logical_and.reduce([np.diff(column[order]) == 0 for column in columns])
+    twice: Bools = np.isin(joined.key, joined.key[rows[order[1:][same]]]) & ~joined.apart
+    return twice

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,13 +20,13 @@ from crossrank.tools.graph.linking.communication_trace import read_communication
 from crossrank.tools.graph.linking.communications import OURS
 from crossrank.tools.graph.linking.link import link
 from crossrank.tools.graph.linking.linked_file import read_linked
-from crossrank.tools.graph.linking.linked_trace import Communication, LinkedTrace
+from crossrank.tools.graph.linking.linked_trace import Communication, HostOp, LinkedTrace
 from crossrank.tools.graph.linking.window_files import RankInput
 from crossrank.tools.job.kineto_calls import HALF_HOUR, read_kineto_trace
 from crossrank.tools.traces.comms import read_comms
 from crossrank.tools.traces.discover import BASIC
 from crossrank.tools.traces.flight_calls import is_closing, read_flight
-from crossrank.tools.traces.flight_recorder import Entry, FlightDump, read_flight_dump
+from crossrank.tools.traces.flight_recorder import Entry, read_flight_dump
 from crossrank.tools.traces.param_basic import read_basic
 from crossrank.tools.traces.param_comms import ParamComms, from_node
 from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder, Waits
@@ -43,7 +43,6 @@ class RankSources:
     """A key of `READERS`, or `NSIGHT`."""
     path: str
     rank: int | None
-    window: int = 1
     linked: tuple[str, ...] = ()
     pairs: tuple[RankInput, ...] = ()
     """Windows that are not linked yet; linked here, in memory."""
@@ -61,11 +60,8 @@ def read_comms_and_times(given: RankSources) -> RankTrace:
     row_of = {identity: row for row, identity in enumerate(trace.calls.id)}
     for window in _windows(given, trace):
         _count_matched(window, trace)
-        times = _Times(window)
-        for communication in window.communications:
-            row = row_of.get(communication.record.id)
-            if row is not None and communication.origin in OURS:
-                times.give(trace, row, communication)
+        ours = [one for one in window.communications if one.origin in OURS and one.record.id in row_of]
+        _give_times(window, trace, ((row_of[one.record.id], one) for one in ours))
     if any(trace.calls.ended):
         trace.timed_by = "kineto"
     elif given.flight is not None:
@@ -82,8 +78,8 @@ def _count_matched(window: LinkedTrace, trace: RankTrace) -> None:
         ("host operations", sum(report.host_matched.values()), report.host_nodes),
         ("GPU activities", activities, activities + sum(report.activities_unlinked.values())),
     ):
-        before = trace.matched.get(what, (0, 0))
         if total:
+            before = trace.matched.get(what, (0, 0))
             trace.matched[what] = before[0] + matched, before[1] + total
 
 
@@ -98,35 +94,27 @@ def _windows(given: RankSources, trace: RankTrace) -> Iterator[LinkedTrace]:
             trace.notes.append(f"no durations from it: {error}")
 
 
-class _Times:
-    """The times of a linked trace, by the nodes of a communication. All are ns since 1970."""
-
-    def __init__(self, window: LinkedTrace) -> None:
-        self._base_ns = window.base_ns
-        self._activities = {activity.id: activity for activity in window.activities}
-        self._hosts = {op.id: op for op in window.host}
-
-    def launched_ns(self, communication: Communication) -> int | None:
-        """When the host made the call; None where the trace does not say."""
-        host = self._hosts.get(communication.host or -1)
-        return host.start_ns + self._base_ns if host is not None and host.start_ns is not None else None
-
-    def give(self, trace: RankTrace, row: int, communication: Communication) -> None:
-        """Set the times of a call."""
-        calls = trace.calls
-        kernels = [self._activities[number] for number in communication.activities if number in self._activities]
+def _give_times(window: LinkedTrace, trace: RankTrace, calls_of: Iterable[tuple[int, Communication]]) -> None:
+    """Set the times of calls, given by their rows, to those of the nodes of their communications."""
+    activities = {activity.id: activity for activity in window.activities}
+    hosts, base, calls = _hosts(window), window.base_ns, trace.calls
+    for row, communication in calls_of:
+        kernels = [activities[number] for number in communication.activities if number in activities]
+        host, work = hosts.get(communication.host), hosts.get(communication.work)
         if kernels:
-            calls.began[row] = min(kernel.start_ns for kernel in kernels) + self._base_ns
-            calls.ended[row] = max(kernel.start_ns + kernel.duration_ns for kernel in kernels) + self._base_ns
-        work = self._hosts.get(communication.work or -1)
-        if not kernels and work is not None and work.start_ns is not None and work.duration_ns is not None:
-            calls.began[row] = work.start_ns + self._base_ns
+            calls.began[row] = base + min(kernel.start_ns for kernel in kernels)
+            calls.ended[row] = base + max(kernel.start_ns + kernel.duration_ns for kernel in kernels)
+        elif work is not None and work.start_ns is not None and work.duration_ns is not None:
+            calls.began[row] = base + work.start_ns
             calls.ended[row] = calls.began[row] + work.duration_ns
-        host = self._hosts.get(communication.host or -1)
         # The host goes on while a GPU communicates, but for a barrier.
         follows = not kernels or communication.record.op == "barrier"
         if follows and host is not None and host.start_ns is not None and host.duration_ns is not None:
-            waits_of(trace).returned[row] = host.start_ns + host.duration_ns + self._base_ns
+            waits_of(trace).returned[row] = base + host.start_ns + host.duration_ns
+
+
+def _hosts(window: LinkedTrace) -> dict[int | None, HostOp]:
+    return {op.id: op for op in window.host}
 
 
 def read_kineto_with_pair(given: RankSources) -> RankTrace:
@@ -137,16 +125,6 @@ def read_kineto_with_pair(given: RankSources) -> RankTrace:
     return _of_linked(link(pair.et, pair.kineto, pair.comms, rank=pair.rank), given)
 
 
-def read_dump(given: RankSources) -> RankTrace:
-    """A dump of the flight recorder: the last calls of a rank, on NCCL with their durations."""
-    return read_flight(given.path, given.rank, own_calls=True)
-
-
-def read_basic_trace(given: RankSources) -> RankTrace:
-    """A PARAM basic trace."""
-    return read_basic(given.path, given.rank)
-
-
 def waits_of(trace: RankTrace) -> Waits:
     """The waits of a trace, of which nothing is known yet where it has none."""
     if trace.waits is None:
@@ -155,12 +133,8 @@ def waits_of(trace: RankTrace) -> Waits:
     return trace.waits
 
 
-def read_linked_trace(given: RankSources) -> RankTrace:
-    """A linked trace: calls with their times, and the waits that its execution trace has."""
-    return _of_linked(read_linked(given.path), given)
-
-
 def _of_linked(window: LinkedTrace, given: RankSources) -> RankTrace:
+    """A linked trace: calls with their times, and the waits that its execution trace has."""
     trace = RankTrace(
         rank=given.rank if given.rank is not None else window.rank,
         path=given.path,
@@ -171,21 +145,21 @@ def _of_linked(window: LinkedTrace, given: RankSources) -> RankTrace:
         numbered_pairs=all(one.origin in OURS for one in window.communications),
         span=(window.base_ns, window.base_ns + HALF_HOUR) if window.base_ns else None,
     )
-    builder, times = TraceBuilder(trace, window.groups), _Times(window)
+    builder, hosts = TraceBuilder(trace, window.groups), _hosts(window)
     for communication in window.communications:
         # Records from a comms file are on that file's clock: here all go on the trace's.
-        launched = times.launched_ns(communication)
-        builder.add(communication.record, called=communication.record.t if launched is None else launched)
-    for row, communication in enumerate(window.communications):
-        times.give(trace, row, communication)
+        host, record = hosts.get(communication.host), communication.record
+        began = None if host is None else host.start_ns
+        builder.add(record, called=record.t if began is None else began + window.base_ns)
+    _give_times(window, trace, enumerate(window.communications))
     _count_matched(window, trace)
-    waits = []
     launches = sorted(trace.calls.called)
-    for op in window.host:
-        if op.node.name == "record_param_comms" and op.start_ns is not None:
-            wait = from_node(op.node)
-            if wait is not None and wait.name == "wait":
-                waits.append((bisect_left(launches, op.start_ns + window.base_ns), wait))
+    waits = [
+        (bisect_left(launches, op.start_ns + window.base_ns), wait)
+        for op in window.host
+        if op.node.name == "record_param_comms" and op.start_ns is not None
+        if (wait := from_node(op.node)) is not None and wait.name == "wait"
+    ]
     _place_recorded_waits(trace, sorted(waits, key=lambda one: one[0]))
     return trace
 
@@ -248,7 +222,10 @@ def _time_by_dump(trace: RankTrace, path: str) -> None:
         return
     if dump.moment is None:
         return
-    entries = _ended_entries(dump)
+    entries: dict[str, list[Entry]] = defaultdict(list)
+    for one in dump.entries:
+        if one.time_discovered_completed_ns:
+            entries[one.process_group[0]].append(one)
     launches: dict[str, dict[int, list[int]]] = defaultdict(dict)
     calls = trace.calls
     for row, batch in enumerate(calls.batch):
@@ -259,10 +236,9 @@ def _time_by_dump(trace: RankTrace, path: str) -> None:
         for rows in launches[pg].values():
             # Both are in the order of the calls; torch notes a call within the launch that the record precedes.
             called = calls.called[rows[0]]
-            while at < len(ended) and ended[at].time_created_ns < called:
-                at += 1
-            if at < len(ended) and ended[at].time_created_ns - called < _SAME_CALL and _is_of(ended[at], trace, rows):
-                entry = ended[at]
+            at = bisect_left(ended, called, at, key=lambda one: one.time_created_ns)
+            entry = ended[at] if at < len(ended) else None
+            if entry and entry.time_created_ns - called < _SAME_CALL and _is_of(entry, trace, rows):
                 for row in rows:
                     calls.began[row] = entry.time_discovered_started_ns or entry.time_created_ns
                     calls.ended[row] = entry.time_discovered_completed_ns or 0
@@ -270,18 +246,10 @@ def _time_by_dump(trace: RankTrace, path: str) -> None:
                 at += 1
 
 
-def _ended_entries(dump: FlightDump) -> dict[str, list[Entry]]:
-    found: dict[str, list[Entry]] = defaultdict(list)
-    for entry in dump.entries:
-        if entry.time_discovered_completed_ns:
-            found[entry.process_group[0]].append(entry)
-    return found
-
-
 def _is_of(entry: Entry, trace: RankTrace, rows: Sequence[int]) -> bool:
     """Whether an entry can be that of a launch: of one call, or of a batch, which one entry closes."""
     if is_closing(entry):
-        return len(rows) > 1 or trace.calls.batch[rows[0]] >= 0
+        return trace.calls.batch[rows[0]] >= 0
     name = entry.profiling_name.partition(":")[2] or entry.profiling_name
     operation = operation_of(name.partition(" ")[0])
     return operation is not None and operation.name == trace.signatures[trace.calls.signature[rows[0]]].op
@@ -289,10 +257,10 @@ def _is_of(entry: Entry, trace: RankTrace, rows: Sequence[int]) -> bool:
 
 READERS: dict[str, Callable[[RankSources], RankTrace]] = {
     COMMS: read_comms_and_times,
-    LINKED: read_linked_trace,
+    LINKED: lambda given: _of_linked(read_linked(given.path), given),
     EXECUTION_TRACE: read_execution_trace_alone,
     KINETO: read_kineto_with_pair,
-    FLIGHT: read_dump,
-    BASIC: read_basic_trace,
+    FLIGHT: lambda given: read_flight(given.path, given.rank, own_calls=True),
+    BASIC: lambda given: read_basic(given.path, given.rank),
 }
 """By the kind of a rank's file."""

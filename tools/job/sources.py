@@ -110,9 +110,9 @@ def find(
     tasks = [one for rank in wanted if (one := _most_telling(rank, by_rank[rank], skipped)) is not None]
     if not tasks:
         asked = f" for --source {source}" if source else ""
-        told = f" ({'; '.join(skipped[:3])})" if skipped else ""
+        why = f" ({'; '.join(skipped[:3])})" if skipped else ""
         raise CrossrankError(
-            f"{', '.join(paths)}: holds nothing that measured communication{asked}{told}; name a recording, a folder "
+            f"{', '.join(paths)}: holds nothing that measured communication{asked}{why}; name a recording, a folder "
             "of Kineto traces or flight-recorder dumps, or Nsight exports (.sqlite)"
         )
     return Measurements(tasks, skipped, notes)
@@ -140,45 +140,45 @@ def _most_telling(rank: int | None, files: Files, skipped: list[str]) -> RankSou
     several = [one.path for one in [*linked.values(), *kinetos.values()] if one.window > 1]
     skipped += [f"{path}: a later window of rank {rank} without a comms file; name it by itself" for path in several]
     if not linked and pairs:
-        return RankSources(kind=KINETO, path=pairs[0].kineto, rank=rank, window=pairs[0].window, pairs=(pairs[0],))
+        return RankSources(kind=KINETO, path=pairs[0].kineto, rank=rank, pairs=(pairs[0],))
     for kind in (LINKED, KINETO, FLIGHT):
         if kind in files:
-            return RankSources(kind=kind, path=files[kind][0].path, rank=rank, window=files[kind][0].window)
+            return RankSources(kind=kind, path=files[kind][0].path, rank=rank)
     return None
 
 
 def read(found: Measurements, fleet: Fleet, done: Callable[[], None] = lambda: None) -> list[RankTrace]:
-    """Read every file; one that cannot be used is told in `found.skipped`, and the others are read all the same.
+    """Read every file; one that cannot be used is named in `found.skipped`, and the others are read all the same.
 
     Raises `CrossrankError` where none can be used, or the ranks are of different runs."""
-    results = map_ranks(read_task, found.tasks, fleet, failed=failed, done=done)
+    return settle(map_ranks(read_task, found.tasks, fleet, failed=failed, done=done), found)
+
+
+def settle(results: Iterable[object], found: Measurements) -> list[RankTrace]:
+    """The ranks of one run in their order, of what `read_task` and `failed` gave.
+
+    Raises `CrossrankError` where there is none, or they are of several runs.
+    """
     ranks: list[RankTrace] = []
     for result in results:
-        if isinstance(result, str):
-            found.skipped.append(result)
-        else:
+        if isinstance(result, list):
             ranks += result
-    return settle(ranks, found)
-
-
-def settle(ranks: list[RankTrace], found: Measurements) -> list[RankTrace]:
-    """The ranks of one run in their order. Raises `CrossrankError` where there is none, or they are of several runs."""
-    if not ranks:
-        raise CrossrankError("; ".join(found.skipped[:3]))
-    for one in list(ranks):
-        if one.rank is not None and not 0 <= one.rank < MOST_RANKS:
-            found.skipped.append(f"{one.path}: rank {one.rank} cannot be; record it again")
-            ranks.remove(one)
+        else:
+            found.skipped.append(str(result))
+    for one in ranks:
+        if not 0 <= (one.rank or 0) < MOST_RANKS:
+            found.skipped.append(f"{one.path}: rank {one.rank} is invalid; record it again")
         if one.world_size is not None and not 0 < one.world_size <= MOST_RANKS:
-            one.notes.append(f"{one.path}: says that the job has {one.world_size} ranks, which cannot be")
+            one.notes.append(f"{one.path}: has an invalid world size, {one.world_size}")
             one.world_size = None
         one.path = writable(one.path)
         one.notes, one.problems = list(map(writable, one.notes)), list(map(writable, one.problems))
     found.skipped = list(map(writable, found.skipped))
+    ranks = [one for one in ranks if 0 <= (one.rank or 0) < MOST_RANKS]
     if not ranks:
         raise CrossrankError("; ".join(found.skipped[:3]))
     ranks[0].notes += map(writable, found.notes)
-    others = sorted(found.unmixed - {one.rank for one in ranks if one.rank is not None})
+    others = sorted(found.unmixed - {one.rank for one in ranks})
     if others:
         found.skipped.append(
             f"rank {rank_ranges(others)}: has no export of Nsight Systems, and its other files are not mixed with "
@@ -213,20 +213,18 @@ def _refuse_several_runs(ranks: list[RankTrace]) -> None:
                 f"{seen[one.rank].path} and {one.path} are both of rank {one.rank}; name the files of one run"
             )
         seen[one.rank] = one
-    sizes = {one.world_size: one.path for one in ranks if one.world_size}
+    sizes = {one.world_size: one.path for one in ranks if one.world_size is not None}
     if len(sizes) > 1:
-        told = ", ".join(
-            f"{path} of {size} ranks" for size, path in sorted(sizes.items(), key=lambda item: item[0] or 0)
-        )
-        raise CrossrankError(f"the ranks are of different runs: {told}; name the files of one run")
-    spans = [(span, one) for one in ranks if (span := _span(one)) is not None]
+        named = ", ".join(f"{path} of {size} ranks" for size, path in sorted(sizes.items()))
+        raise CrossrankError(f"the ranks are of different runs: {named}; name the files of one run")
+    spans = [(moments, one.path) for one in ranks if (moments := _first_and_last(one))]
     if spans:
-        (_, first_end), early = min(spans, key=lambda entry: entry[0][1])
-        (last_start, _), late = max(spans, key=lambda entry: entry[0][0])
-        if last_start > first_end + _RANKS_APART:
+        end, early = min((moments[-1], path) for moments, path in spans)
+        start, late = max((moments[0], path) for moments, path in spans)
+        if start > end + _RANKS_APART:
             raise CrossrankError(
-                f"the ranks are of different runs: {early.path} ends {(last_start - first_end) / 1e9:.0f} s before "
-                f"{late.path} begins; name the files of one run"
+                f"the ranks are of different runs: {early} ends {(start - end) / 1e9:.0f} s before {late} begins; "
+                "name the files of one run"
             )
 
 
@@ -234,11 +232,7 @@ _FIRST_DAY = 86_400_000_000_000
 """A time before the second day of 1970 is no wall clock but one that starts with the capture."""
 
 
-def _span(one: RankTrace) -> tuple[int, int] | None:
-    moments = [
-        moment
-        for column in (one.calls.called, one.calls.began)
-        for moment in (min(column, default=0), max(column, default=0))
-    ]
-    known = [moment for moment in moments if moment > _FIRST_DAY]
-    return (min(known), max(known)) if known else None
+def _first_and_last(one: RankTrace) -> list[int]:
+    """When its calls began, in order; none where it has no wall clock."""
+    columns = [column for column in (one.calls.called, one.calls.began) if column]
+    return sorted(moment for column in columns for moment in (min(column), max(column)) if moment > _FIRST_DAY)

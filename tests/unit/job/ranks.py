@@ -34,7 +34,9 @@ class Rank:
         self._builder = TraceBuilder(self.times, [Group(pg=WORLD, size=size, ranks=list(range(size)))])
         self._numbers: dict[object, int] = {}
 
-    def call(self, begin: float, end: float, op: str = "all_reduce", *, number: int | None = None, **said: Any) -> Rank:
+    def call(
+        self, begin: float, end: float, op: str = "all_reduce", *, number: int | None = None, **facts: Any
+    ) -> Rank:
         """A call whose kernel ran from `begin` to `end`; `begin` 0 = it has no times."""
         fields: dict[str, Any] = {
             "id": len(self.times),
@@ -43,7 +45,7 @@ class Rank:
             "pg": WORLD,
             "bytes": 1_000_000,
             "t": 0,
-        } | said
+        } | facts
         record = CommRecord(**fields)
         ends = ends_of(record.op, self.times.rank or 0, record.peer) if is_p2p(record) else None
         lane = (record.pg, ends)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from crossrank.tools.cli import main
-from crossrank.tools.job.kineto_calls import ARGUMENTS, NAME, NOTHING, RANGE
+from crossrank.tools.job.kineto_calls import ARGUMENTS, NAME, NOTHING, RANGE, read_kineto_trace
 
 DESCRIBED: dict[str, Any] = {
     "Collective name": "allreduce",
@@ -23,6 +23,9 @@ DESCRIBED: dict[str, Any] = {
     "Process Group Description": "default_pg",
     "Process Group Ranks": "[0, 1]",
 }
+
+
+BASE = 1_780_000_000_000_000_000
 
 
 class Trace:
@@ -40,8 +43,8 @@ class Trace:
         self.count += 1
         start = 1000.0 * self.count
         for depth, one in enumerate(around):
-            said = args if one == "record_param_comms" else {}
-            self.host(one, start + depth, start + 100 - depth, **said)
+            facts = args if one == "record_param_comms" else {}
+            self.host(one, start + depth, start + 100 - depth, **facts)
         if launched:
             launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernelExC", "pid": 1, "tid": 1, "dur": 5}
             self.events.append(launch | {"ts": start + 50, "args": {"correlation": self.count}})
@@ -50,7 +53,7 @@ class Trace:
         self.events.append(kernel | {"args": {"stream": 7, "correlation": self.count} | own})
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps({"traceEvents": self.events}))
+        path.write_text(json.dumps({"baseTimeNanoseconds": BASE, "traceEvents": self.events}))
 
 
 def bandwidth(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
@@ -74,6 +77,9 @@ def test_kernels_without_arguments_count_beside_those_with_some(
     _, out = bandwidth(tmp_path, capsys, "--json", "--by", "op,group")
     found = json.loads(out)
     assert (found["calls"], found["timed_calls"]) == (7, 7)
+    calls = read_kineto_trace(str(tmp_path / "rank-0.json")).calls
+    times = [(one - BASE) / 1000 for column in (calls.called, calls.began, calls.ended) for one in column[5:]]
+    assert times == [6200, 7050, 6200, 7200, 6240, 7240]  # the sixth kernel has no launch
     assert found["attributed"] == {ARGUMENTS: 1, RANGE: 2, NAME: 2}
     assert found["unattributed"] == {NOTHING: 2}
     rows = {(row["op"], row["pg"]): (row["collectives"], row["bytes"], row["unsized"]) for row in found["rows"]}

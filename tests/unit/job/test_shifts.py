@@ -9,8 +9,7 @@ import pytest
 
 from crossrank.tools.job.collectives import match_collectives
 from crossrank.tools.job.job import Job
-from crossrank.tools.job.matching import AT_EDGE, UNLIKE_COUNTS
-from crossrank.tools.job.shifts import shift_between
+from crossrank.tools.job.matching import AT_EDGE, UNLIKE_COUNTS, shift_between
 from crossrank.tools.traces.nsight.read import read_export
 from crossrank.tools.traces.rank_trace import RankTrace
 from tests.unit.traces.nsight.exports import EPOCH, ExportFile
@@ -49,6 +48,8 @@ def test_launches_at_the_edge_of_a_capture_do_not_cost_the_group(
     found = match_collectives(Job.match([rank_times(tmp_path, 0, first), rank_times(tmp_path, 1, second)]))
     assert int((np.bincount(found.collective) == 2).sum()) == joined
     assert found.unmatched == ({AT_EDGE: at_edge} if at_edge else {})
+    together = np.isin(found.collective, np.flatnonzero(np.bincount(found.collective) == 2))
+    assert found.number[together].tolist() == [*range(1, joined + 1)] * 2
     for collective in np.flatnonzero(np.bincount(found.collective) == 2):
         assert len(set(found.called[found.collective == collective].tolist())) == 1
 
@@ -68,9 +69,62 @@ def test_even_times_on_clocks_that_do_not_agree_decide_nothing(tmp_path: Path) -
     assert match_collectives(Job.match(ranks)).unmatched == {UNLIKE_COUNTS: 42}
 
 
-def test_the_calls_themselves_decide_where_they_differ() -> None:
-    unknown = np.zeros(6, np.int64)
-    what = np.array([1, 2, 3, 1])
-    assert shift_between(what, unknown[:4], np.array([3, 1, 1, 2, 3, 1]), unknown) == 2
-    assert shift_between(what, unknown[:4], np.array([1, 2, 3, 1, 2, 3]), unknown) == 0
-    assert shift_between(what, unknown[:4], np.array([4, 4, 4, 4, 4, 4]), unknown) is None
+def shift(what: list[int], other: list[int], when: object = 0, other_when: object = 0) -> int | None:
+    times = (np.zeros(len(one), np.int64) + np.array(at) for one, at in ((what, when), (other, other_when)))
+    mine, theirs = times
+    return shift_between(np.array(what, np.int64), mine, np.array(other, np.int64), theirs)
+
+
+@pytest.mark.parametrize(
+    ("what", "other", "expected"),
+    [
+        ([1, 2, 3, 1], [3, 1, 1, 2, 3, 1], 2),
+        ([1, 2, 3, 1], [1, 2, 3, 1, 2, 3], 0),
+        ([1, 2, 3, 1], [4, 4, 4, 4, 4, 4], None),
+        ([1, 2, 1, 2], [1, 2, 1, 2, 1, 2], None),  # both 0 and 2
+        ([1, 2, 3, 4, 5, 6], [4, 5, 6, 7, 8, 9], -3),
+        ([4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6], 3),
+        ([1, 2, 3, 4, 5, 6], [5, 6, 7, 8, 9, 10], None),  # less than half of them
+        ([5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 5, 6], None),
+        ([1], [1], 0),
+        ([2], [3, 2], 1),
+        ([], [1], None),
+        (list(range(1, 9)), [9] * 256 + list(range(1, 9)), 256),
+        (list(range(1, 9)), [9] * 257 + list(range(1, 9)), None),
+        (list(range(514)), list(range(257, 772)), None),
+        (list(range(514)), list(range(256, 771)), -256),
+        (list(range(514)), [*range(-256, 258)], 256),
+    ],
+)
+def test_the_calls_themselves_decide_where_they_differ(what: list[int], other: list[int], expected: int | None) -> None:
+    assert shift(what, other) == expected
+
+
+EVEN = np.arange(1, 7) * 100 + 10_000
+UNEVEN = np.arange(1, 7) ** 2 * 100
+
+
+@pytest.mark.parametrize(
+    ("when", "other", "expected"),
+    [
+        (EVEN, [9900, 10_000, *EVEN], 2),
+        (EVEN, np.array([9900, 10_000, *EVEN]) + 49, 2),
+        (EVEN, np.array([9900, 10_000, *EVEN]) - 49, 2),
+        (EVEN, np.array([9900, 10_000, *EVEN]) + 50, None),  # as near to one as to the other
+        (EVEN, [9900, 0, *EVEN], None),
+        (EVEN[:2], [10_000, *EVEN[:2]], 1),
+        (EVEN * [0, 1, 1, 1, 1, 1], [9900, 10_000, *EVEN], None),
+        (UNEVEN, [1, 2, *UNEVEN + 10**9], 2),
+        (UNEVEN, [1, *UNEVEN + 10**9, 2 * 10**9], 1),
+        (UNEVEN, [*UNEVEN[2:] + 10**9, 2 * 10**9, 3 * 10**9, 4 * 10**9], -2),
+        (UNEVEN, [*UNEVEN[3:] + 10**9, 5 * 10**9, 6 * 10**9, 9 * 10**9], -3),
+        (UNEVEN[:2], UNEVEN[:3] + 10**9, None),  # too few to vary
+        (UNEVEN + [0, 40, 0, 90, 0, 70], [1, 2, *UNEVEN + 10**9], 2),
+        (UNEVEN + [0, 340, 0, 390, 0, 370], [1, 2, *UNEVEN + 10**9], None),
+        ([500], [400, 500], None),
+    ],
+)
+def test_the_times_of_equal_calls_decide_where_they_are_near_or_vary_less(
+    when: object, other: list[int], expected: int | None
+) -> None:
+    assert shift([1] * len(np.array(when)), [1] * len(other), when, other) == expected

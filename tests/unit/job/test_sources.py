@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from crossrank.comm import MOST_RANKS
+from crossrank.errors import CrossrankError
+from crossrank.tools.graph.linking.window_files import RankInput
 from crossrank.tools.job.collectives import match_collectives
 from crossrank.tools.job.job import Job
 from crossrank.tools.job.launches import launches
-from crossrank.tools.job.sources import Measurements, find, read
+from crossrank.tools.job.read_rank import RankSources
+from crossrank.tools.job.sources import Measurements, find, read, settle
 from crossrank.tools.parallel import Fleet
+from crossrank.tools.traces.discover import FoundFile
 from crossrank.tools.traces.rank_trace import RankTrace
 from tests.unit.graph.linking.test_link_command import rank_trace
 from tests.unit.traces.nsight.exports import write_exports
@@ -21,7 +28,7 @@ WALL = 1_780_000_000_000_000_000
 MS = 1_000_000
 
 
-def entry(number: int, name: str, at_ms: float, took_ms: float | None, **said: Any) -> dict[str, Any]:
+def entry(number: int, name: str, at_ms: float, took_ms: float | None, **facts: Any) -> dict[str, Any]:
     """An entry of NCCL's recorder; without `took_ms` a member of a batch, which has no times."""
     made = WALL + round(at_ms * MS)
     times = {} if took_ms is None else {"time_discovered_started_ns": made, "duration_ms": took_ms}
@@ -40,7 +47,7 @@ def entry(number: int, name: str, at_ms: float, took_ms: float | None, **said: A
         "op_id": number,
         **sizes,
         **times,
-        **said,
+        **facts,
     }
 
 
@@ -122,7 +129,103 @@ def test_sends_that_torch_numbers_by_group_are_joined_by_pair(tmp_path: Path) ->
     assert sorted(pairs.values()) == [[1.0], [2.0, 2.0], [3.0, 3.0]]
 
 
-def test_exports_are_not_mixed_with_other_files_and_that_is_told(tmp_path: Path) -> None:
+def comms_of(**facts: Any) -> RankSources:
+    return RankSources(kind="comms", path="comms-0.1", rank=0, **facts)
+
+
+def alone(kind: str, rank: int | None = 0, window: int = 1, **facts: Any) -> RankSources:
+    return RankSources(kind=kind, path=f"{kind}-{rank}.{window}", rank=rank, **facts)
+
+
+def file(kind: str, rank: int | None = 0, window: int = 1, **facts: Any) -> FoundFile:
+    return FoundFile(path=f"{kind}-{rank}.{window}", kind=kind, rank=rank, window=window, **facts)
+
+
+def report(path: str) -> FoundFile:
+    return FoundFile(path=path, kind="report", rank=None)
+
+
+def pair(rank: int | None, window: int, comms: str | None = None) -> RankInput:
+    return RankInput(rank=rank, window=window, et=f"et-{rank}.{window}", kineto=f"kineto-{rank}.{window}", comms=comms)
+
+
+BOTH = [file("et"), file("kineto")]
+EVERY = [*BOTH, file("comms"), file("flight"), file("linked", window=2), file("et", window=2), file("kineto", window=2)]
+EXPORTED = RankSources(kind="nsight", path="nsight-0.1", rank=0, comms=((0, "comms-0.1"), (2, "comms-2.1")))
+RUN_EXPORT = "run: nsys export --type sqlite --output nsight-1.sqlite nsight-1.nsys-rep"
+LATER = "kineto-0.2: a later window of rank 0 without a comms file; name it by itself"
+
+
+@pytest.mark.parametrize(
+    ("files", "asked", "expected"),
+    [
+        (
+            EVERY,
+            {},
+            Measurements([comms_of(linked=("linked-0.2",), pairs=(pair(0, 1, "comms-0.1"),), flight="flight-0.1")]),
+        ),
+        (
+            EVERY,
+            {"source": "kineto"},
+            Measurements([comms_of(linked=("linked-0.2",), pairs=(pair(0, 1, "comms-0.1"),))]),
+        ),
+        (EVERY, {"source": "flight"}, Measurements([comms_of(flight="flight-0.1")])),
+        (EVERY, {"source": "comms"}, Measurements([comms_of()])),
+        ([*BOTH, file("flight")], {}, Measurements([alone("kineto", pairs=(pair(0, 1),))])),
+        ([*BOTH, file("linked")], {}, Measurements([alone("linked")])),
+        ([*BOTH, file("kineto", window=2)], {}, Measurements([alone("kineto", pairs=(pair(0, 1),))], [LATER])),
+        ([file("kineto", window=2)], {}, Measurements([alone("kineto", window=2)], [LATER])),
+        ([file("flight"), file("et")], {}, Measurements([alone("flight")])),
+        ([file("flight", None)], {}, Measurements([alone("flight", None)])),
+        ([file("flight", 1), file("flight")], {"ranks": {0, 2}}, Measurements([alone("flight")])),
+        ([file("flight"), file("flight", MOST_RANKS)], {}, Measurements([alone("flight")])),
+        (
+            [
+                file("nsight"), file("comms"), file("comms", 2), file("flight", None),
+                report("nsight-0.nsys-rep"), report("nsight-1.nsys-rep"),
+            ],
+            {},
+            Measurements([EXPORTED], [f"nsight-1.nsys-rep: is a report, not an export; {RUN_EXPORT}"], [], {0, 2}),
+        ),
+        (
+            [file("flight"), file("kineto", 1, problem="is cut"), file("kineto", 2, problem="is far", left_out=True)],
+            {},
+            Measurements([alone("flight")], ["kineto-1.1: is cut"], ["kineto-2.1: is far"]),
+        ),
+        (
+            [file("flight"), file("plan"), file("plan", 1), file("plan", 2, problem="is empty")],
+            {},
+            Measurements(
+                [alone("flight")],
+                ["plan-2.1: is empty", "plan-0.1: is a plan of crossrank replay, which measures no communication"],
+            ),
+        ),
+    ],
+)  # fmt: skip
+def test_of_the_files_of_a_rank_those_that_say_most_are_read(
+    files: list[FoundFile], asked: dict[str, Any], expected: Measurements
+) -> None:
+    assert find(["plan-0.1", "plan-2.1", "nsight-0.1"], files=files, **asked) == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "source", "message"),
+    [
+        ([file("et")], None, "a, b: holds nothing that measured communication; name a recording, a folder of"),
+        ([file("et", problem="bad")], "flight", "communication for --source flight \\(et-0.1: bad\\); name a rec"),
+        ([file("flight"), report("r.qdrep")], "nsight", "^r.qdrep: is a report, not an export; run: "),
+        ([report("r.qdrep")], "flight", "^r.qdrep: is a report, not an export; run: "),
+        ([file("flight")], "nsight", "holds no Nsight export"),
+        ([file("flight"), replace(file("flight"), path="x/b")], None, "^flight-0.1: flight-0.1, b are both of rank 0;"),
+        ([file("flight", None), replace(file("flight", None), path="b")], None, "are both without a rank in their n"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_chosen_is_refused(files: list[FoundFile], source: str | None, message: str) -> None:
+    with pytest.raises(CrossrankError, match=message):
+        find(["a", "b"], None, source, files)
+
+
+def test_exports_are_not_mixed_with_other_files_and_that_is_reported(tmp_path: Path) -> None:
     write_exports(tmp_path, ranks=1, world=2)
     for rank in (0, 1):
         rank_trace(rank).write(tmp_path, rank)
@@ -143,3 +246,58 @@ def test_what_is_named_like_an_export_is_never_left_out_in_silence(tmp_path: Pat
     assert [one.rank for one in read(found, Fleet())] == [0]
     (told,) = found.skipped
     assert told.startswith(f"{tmp_path}/rank_1.sqlite: is ")
+
+
+def called_at(rank: int | None, *moments: int, **facts: Any) -> RankTrace:
+    trace = RankTrace(rank=rank, path=f"file-{rank}", source="comms", **facts)
+    for moment in moments:
+        trace.calls.append(group=0, signature=0, number=1, id=0, called=moment, began=moment and moment + MS)
+    return trace
+
+
+def test_the_ranks_of_a_run_come_in_their_order_with_what_is_wrong_with_them() -> None:
+    found = Measurements([], ["first"], ["left out\udc80"], {0, 1, 7, 8})
+    ranks = [
+        called_at(rank, WALL, world_size=size) for rank, size in ((2, 0), (MOST_RANKS, 3), (1, MOST_RANKS), (0, None))
+    ]
+    settled = settle([ranks], found)
+    assert [one.rank for one in settled] == [0, 1, 2]
+    assert found.skipped == [
+        "first",
+        f"file-{MOST_RANKS}: rank {MOST_RANKS} is invalid; record it again",
+        "rank 7-8: has no export of Nsight Systems, and its other files are not mixed with those of other ranks; "
+        "--source kineto, flight or comms reads them",
+    ]
+    assert [one.world_size for one in settled] == [None, MOST_RANKS, None]
+    assert [one.notes for one in settled] == [[], [], ["file-2: has an invalid world size, 0", "left out\\udc80"]]
+    (alone,) = settle([[called_at(None)]], Measurements([]))
+    assert alone.rank == 0
+
+
+MINUTE = 60_000 * MS
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ([called_at(0, WALL, WALL + 5 * MS), called_at(1, WALL + MINUTE + 6 * MS)], None),
+        (
+            [
+                called_at(1, WALL + MINUTE + 7 * MS),
+                called_at(0, WALL, WALL + 5 * MS),
+                called_at(2, WALL, WALL + MINUTE),
+            ],
+            "different runs: file-0 ends 60 s before file-1 begins; ",
+        ),
+        ([called_at(0, 5), called_at(1, WALL)], None),
+        ([called_at(0, world_size=2), called_at(1, world_size=4)], "file-0 of 2 ranks, file-1 of 4 ranks; name"),
+        ([called_at(0), called_at(None)], "^file-None: neither its name nor its content tells its rank"),
+        ([called_at(0), called_at(0)], "^file-0 and file-0 are both of rank 0"),
+        ([], "^first; second; third$"),
+        ([called_at(-1)], "^first; second; third$"),
+    ],
+)
+def test_ranks_of_several_runs_are_refused(ranks: list[RankTrace], message: str | None) -> None:
+    found = Measurements([], ["first", "second", "third", "fourth"])
+    with nullcontext() if message is None else pytest.raises(CrossrankError, match=message):
+        settle([ranks], found)

@@ -120,7 +120,7 @@ def _of_rank(shown: _Shown, one: RankTrace, rows: Ints) -> Iterator[tuple[str, E
                 names=shown.labels,
                 name=found.kind[called],
                 start=np.maximum(found.called[called] - zero, 0),
-                arguments={"number": found.number[found.collective[called]].clip(0), "id": found.id[called].clip(0)},
+                arguments={"number": found.number[called].clip(0), "id": found.id[called].clip(0)},
                 # Where the times of the device are known the arrows stand there.
                 flow=np.where(shown.on_device[called], 0, shown.flow[called]),
             ),
@@ -137,7 +137,7 @@ def _of_rank(shown: _Shown, one: RankTrace, rows: Ints) -> Iterator[tuple[str, E
                 name=found.kind[mine],
                 start=np.maximum(found.began[mine] - zero, 0),
                 end=np.maximum(found.ended[mine] - zero, 0),
-                arguments={"number": found.number[found.collective[mine]].clip(0)},
+                arguments={"number": found.number[mine].clip(0)},
                 flow=shown.flow[mine],
             ),
         )

@@ -1,0 +1,82 @@
+"""What a replay wrote reads back as collectives with the times that it measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from crossrank.errors import CrossrankError
+from crossrank.replay.results.replay_report import make_report, write_report
+from crossrank.tools.job.from_replay import is_replay, read_replay
+from crossrank.tools.traces.replayed import CSV, JSON, Settings
+from tests.unit.replay.plans import isend, plan_of, record, recv
+from tests.unit.replay.test_measure import result
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An all_reduce of 4,000 bytes to which rank 1 comes 300 ns late, a send, a call whose end only a wait tells."""
+    call = record("all_reduce", inputs=[[1000]], outputs=[[1000]], bytes=4000)
+    plan = plan_of([call, isend(1), call], [call, recv(0), call])
+    moments = [(2000, 2100, 2200), (3000, 3100, 4000)]
+    results = [
+        result(0, [(1000, 1100, 2300), *moments]),
+        result(1, [(1300, 1350, 2200), *moments]),
+    ]
+    results[1].late_ends = [2]
+    results[0].offset_error_ns = 1500
+    report, times = make_report(plan, Settings(backend="gloo", device="cpu"), results, what_if={}, variables={})
+    write_report(str(tmp_path), report, plan, times)
+    return tmp_path
+
+
+def test_the_calls_of_a_replay_have_the_times_and_waits_that_it_measured(folder: Path) -> None:
+    assert is_replay(str(folder))
+    traces, found = read_replay(str(folder))
+    assert [(one.rank, one.source, one.placed) for one in traces] == [(0, "replay", False), (1, "replay", False)]
+    rows = zip(found.rank, found.id, found.collective, found.ended - found.began, found.waiting, strict=True)
+    assert sorted(tuple(map(int, row)) for row in rows) == [
+        (0, 0, 0, 1300, 300),
+        (0, 1, 2, 200, 0),
+        (0, 2, 1, 1000, 0),
+        (1, 0, 0, 900, 0),
+        (1, 1, 2, 200, 0),
+        (1, 2, 1, 1000, 0),
+    ]
+    assert [found.kinds[kind].label for kind in found.of_kind] == ["all_reduce", "all_reduce", "send/recv"]
+    assert (found.time.tolist(), found.bound.tolist()) == ([1000, 1000, 200], [False, True, False])
+    assert (found.seen.tolist(), found.expected.tolist()) == ([2, 2, 2], [2, 2, 2])
+    assert (found.clocks.count, found.clocks.note) == (1, "one clock, measured by the replay to 1.5 us")
+    assert found.world_size == 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("\n0,0,all_reduce", "\n2,0,all_reduce", "has no call, or one of a rank beyond 2"),
+        ("\n0,0,all_reduce", "\n-1,0,all_reduce", "is not what a replay writes"),
+        ("\n0,0,all_reduce", "\n0,-1,all_reduce", "is not what a replay writes"),
+        (",4000,", ",1125899906842624,", "is not what a replay writes"),
+        (",1.3,", ",nan,", "is not what a replay writes"),
+        (",1.3,", ",1e12,", "is not what a replay writes"),
+        ("completion_us_p50", "something", "is not what a replay writes"),
+    ],
+)
+def test_numbers_that_no_replay_writes_are_refused(folder: Path, old: str, new: str, problem: str) -> None:
+    text = (folder / CSV).read_text()
+    assert old in text
+    (folder / CSV).write_text(text.replace(old, new))
+    with pytest.raises(CrossrankError, match=problem):
+        read_replay(str(folder))
+
+
+def test_a_replay_without_calls_or_beside_a_recording_is_none(folder: Path) -> None:
+    (folder / CSV).write_text((folder / CSV).read_text().partition("\n")[0] + "\n")
+    with pytest.raises(CrossrankError, match="has no call"):
+        read_replay(str(folder))
+    (folder / "rank-0.comms.jsonl").write_text("{}")
+    assert not is_replay(str(folder))
+    assert not is_replay(str(folder / "nowhere"))
+    (folder / JSON).unlink()
+    assert not is_replay(str(folder))
