@@ -8,17 +8,16 @@ total per rank (sharded parameters stay as large); what is reduced or broadcast 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import ceil, prod
 
 import msgspec
 
-from crossrank.comm import CommRecord, Group, is_p2p
+from crossrank.comm import OPERATIONS, CommRecord, Group, is_p2p
 from crossrank.errors import CrossrankError
 from crossrank.replay.plan.one_trace import Form, form_of
 from crossrank.replay.plan.plan import LeftOut, Plan, PlannedCall, leave_out
 from crossrank.replay.plan.schedule import calls_by_key, keys_of
-from crossrank.replay.plan.shapes import GATHERED_WHOLE, SCATTERED_WHOLE, sized
+from crossrank.replay.plan.shapes import OWN_SIDE, of_all_members, sized
 from crossrank.replay.plan.transform import copy_left_out, with_calls
 from crossrank.text import rank_ranges
 
@@ -26,16 +25,8 @@ BEYOND = "its peer is beyond the smaller number of ranks"
 GONE = "its rank is beyond the smaller number of ranks"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Mapped:
-    """What becomes of one recorded group."""
-
-    group: Group
-    form: Form
-    spans: bool
-    """It spans all ranks, and so changes its size."""
-    size: int
-    """New number of members."""
+Forms = tuple[Form, Form]
+"""What a group is in the recording, and in the plan for another number of ranks."""
 
 
 def resize(plan: Plan, world_size: int) -> Plan:
@@ -45,7 +36,7 @@ def resize(plan: Plan, world_size: int) -> Plan:
         return plan
     if world_size < 1:
         raise CrossrankError(f"{world_size} ranks cannot replay anything")
-    mapped = {group.pg: _map(group, old, world_size) for group in plan.groups}
+    forms = {group.pg: _forms(group, old, world_size) for group in plan.groups}
     keys = {rank.rank: keys_of(rank) for rank in plan.ranks}
     sent = {
         key: {rank: sum(map(prod, record.inputs)) for rank, record in calls.items()}
@@ -56,13 +47,13 @@ def resize(plan: Plan, world_size: int) -> Plan:
     for number in range(world_size):
         template = plan.ranks[number % old]
         own = {
-            name: _group_at(one, number, number - template.rank)
-            for name, one in mapped.items()
-            if template.rank in (one.group.ranks or ())
+            group.pg: (group, _group_at(group, *forms[group.pg], number, number - template.rank))
+            for group in plan.groups
+            if template.rank in (group.ranks or ())
         }
-        groups |= {group.pg: group for group in own.values()}
+        groups |= {group.pg: group for _, group in own.values()}
         calls = [
-            _moved(call, mapped[call.record.pg], own[call.record.pg], number, old, sent.get(key, {}))
+            _moved(call, *own[call.record.pg], number, old, sent.get(key, {}))
             for call, key in zip(template.calls, keys[template.rank], strict=True)
         ]
         is_copy = number >= old or template.is_copy
@@ -73,7 +64,7 @@ def resize(plan: Plan, world_size: int) -> Plan:
         groups=list(groups.values()),
         ranks=ranks,
         left_out=_without(plan, world_size),
-        notes=[*plan.notes, _change_text(mapped, old, world_size)],
+        notes=[*plan.notes, _change_text(list(forms.values()), old, world_size)],
     )
     return with_calls(
         changed, lambda rank, index, call: BEYOND if (call.record.peer or 0) >= world_size else call.record
@@ -91,7 +82,7 @@ def _without(plan: Plan, world_size: int) -> dict[str, LeftOut]:
     return {reason: row for reason, row in rows.items() if row.calls}
 
 
-def _map(group: Group, old: int, new: int) -> _Mapped:
+def _forms(group: Group, old: int, new: int) -> Forms:
     ranks = group.ranks or []
     form = form_of(ranks, old)
     if form is None:
@@ -99,66 +90,44 @@ def _map(group: Group, old: int, new: int) -> _Mapped:
             f"group {group.pg!r} (ranks {rank_ranges(ranks)}) is not regular: {old} ranks cannot be made {new}; "
             "choose the other groups with --pgs, or replay with the recorded number"
         )
-    spans = form.block == old
-    if spans and (form.size * new) % old:
+    if form.block < old:
+        if new % form.block:
+            raise CrossrankError(
+                f"{new} ranks do not divide into blocks of {form.block}, which group {group.pg!r} "
+                f"(ranks {rank_ranges(ranks)}) and its like take up; choose a multiple of {form.block}"
+            )
+        return form, form
+    if (form.size * new) % old:
         raise CrossrankError(
             f"{new} ranks do not divide as the {old} recorded ones: group {group.pg!r} has {form.size} members "
             f"{form.stride} apart, and would have {form.size * new / old:g}"
         )
-    if not spans and new % form.block:
-        raise CrossrankError(
-            f"{new} ranks do not divide into blocks of {form.block}, which group {group.pg!r} "
-            f"(ranks {rank_ranges(ranks)}) and its like take up; choose a multiple of {form.block}"
-        )
-    return _Mapped(group=group, form=form, spans=spans, size=form.size * new // old if spans else form.size)
+    return form, Form(form.stride, form.size * new // old)
 
 
-def _group_at(one: _Mapped, rank: int, shift: int) -> Group:
-    """The group that stands for `one` around `rank`, which is `shift` beyond the recorded rank that it follows."""
-    if one.spans:
-        return msgspec.structs.replace(one.group, ranks=Form(one.form.stride, one.size).members(rank), size=one.size)
-    name = one.group.pg if shift == 0 else f"{one.group.pg} +{shift}"
-    return msgspec.structs.replace(one.group, pg=name, ranks=[member + shift for member in one.group.ranks or ()])
+def _group_at(group: Group, was: Form, now: Form, rank: int, shift: int) -> Group:
+    """What stands for `group` around `rank`, which is `shift` beyond the recorded rank that it follows."""
+    name = group.pg if shift == 0 or was != now else f"{group.pg} +{shift}"
+    return msgspec.structs.replace(group, pg=name, ranks=now.members(rank), size=now.size)
 
 
-def _moved(call: PlannedCall, one: _Mapped, group: Group, rank: int, old: int, sent: dict[int, int]) -> PlannedCall:
+def _moved(call: PlannedCall, was: Group, group: Group, rank: int, old: int, sent: dict[int, int]) -> PlannedCall:
     record = call.record
-    members, before = group.ranks or [], one.group.ranks or []
-    root = record.root
-    if root is not None:
-        root = members[before.index(root) % len(members)]
+    members, before = group.ranks or [], was.ranks or []
+    root = members[before.index(record.root) % len(members)] if record.root is not None else None
     peer = record.peer + rank - rank % old if record.peer is not None else None
     record = msgspec.structs.replace(record, pg=group.pg, root=root, peer=peer)
     if len(members) != len(before) and not is_p2p(record):
-        record = sized(_reshared(record, group, sent, rank, old), group)
+        record = sized(_reshared(record, members, sent, rank, old), group)
     return msgspec.structs.replace(call, record=record, took_ns=None)
 
 
-def _reshared(record: CommRecord, group: Group, sent: dict[int, int], rank: int, old: int) -> CommRecord:
+def _reshared(record: CommRecord, members: list[int], sent: dict[int, int], rank: int, old: int) -> CommRecord:
     """The tensors of `record` for a group of another size."""
-    members = group.ranks or []
     n = len(members)
     inputs, outputs = record.inputs, record.outputs
     in_split = out_split = None
-    if record.c10d in GATHERED_WHOLE:
-        inputs = [[ceil(prod(shape) / n)] for shape in outputs]
-        outputs = [[n * shape[0]] for shape in inputs]
-    elif record.c10d in SCATTERED_WHOLE:
-        outputs = [[ceil(prod(shape) / n)] for shape in inputs]
-        inputs = [[n * shape[0]] for shape in outputs]
-    elif record.c10d == "allgather_":
-        inputs = [[ceil(sum(map(prod, outputs)) / n)]]
-        outputs = inputs * n
-    elif record.c10d == "reduce_scatter_":
-        outputs = [[ceil(sum(map(prod, inputs)) / n)]]
-        inputs = outputs * n
-    elif record.c10d == "allgather_coalesced_":
-        outputs = inputs * n
-    elif record.c10d == "gather_":
-        outputs = inputs[:1] * n if record.root == rank else []
-    elif record.c10d == "scatter_":
-        inputs = outputs[:1] * n if record.root == rank else []
-    elif record.op == "all_to_all":
+    if record.op == "all_to_all":
         mine = ceil(sent[rank % old] / n)
         theirs = [ceil(sent[member % old] / n) for member in members]
         if record.c10d == "alltoall_":
@@ -166,12 +135,22 @@ def _reshared(record: CommRecord, group: Group, sent: dict[int, int], rank: int,
         else:
             in_split, out_split = [mine] * n, theirs
             inputs, outputs = [[mine * n]], [[sum(theirs)]]
+    elif record.op in OWN_SIDE:
+        own, of_all = (inputs, outputs)[:: OWN_SIDE[record.op]]
+        if OPERATIONS[record.op].rooted:
+            of_all = own * n if record.root == rank else []
+        else:
+            if record.c10d != "allgather_coalesced_":
+                wholes = [sum(map(prod, of_all))] if len(own) == 1 else map(prod, of_all)
+                own = [[ceil(whole / n)] for whole in wholes]
+            of_all = of_all_members(record, own, n)
+        inputs, outputs = (own, of_all)[:: OWN_SIDE[record.op]]
     return msgspec.structs.replace(record, inputs=inputs, outputs=outputs, in_split=in_split, out_split=out_split)
 
 
-def _change_text(mapped: dict[str, _Mapped], old: int, new: int) -> str:
-    spans = sorted({(one.form.size, one.size, one.form.stride) for one in mapped.values() if one.spans})
-    inner = sorted({(one.form.size, one.form.stride) for one in mapped.values() if not one.spans})
+def _change_text(forms: list[Forms], old: int, new: int) -> str:
+    spans = sorted({(was.size, now.size, was.stride) for was, now in forms if was != now})
+    inner = sorted({(was.size, was.stride) for was, now in forms if was == now})
     text = f"{new} ranks for the {old} recorded: " + (
         ", ".join(f"groups of {was} with stride {stride} have {now} members" for was, now, stride in spans)
         or "no group spans all ranks"

@@ -18,7 +18,7 @@ from crossrank.errors import CrossrankError
 from crossrank.replay.plan.build_plan import used_groups
 from crossrank.replay.plan.plan import UNPLACED, LeftOut, Plan, PlannedCall, RankPlan, leave_out
 from crossrank.replay.plan.schedule import calls_by_key, keys_of, takers
-from crossrank.replay.plan.shapes import GATHERED_WHOLE, SCATTERED_WHOLE, parts, sized
+from crossrank.replay.plan.shapes import IN_ONE, OWN_SIDE, of_all_members, parts, sized
 
 
 def with_calls(plan: Plan, change: Callable[[RankPlan, int, PlannedCall], CommRecord | str]) -> Plan:
@@ -133,10 +133,9 @@ def _scaled(record: CommRecord, group: Group, factor: float) -> CommRecord:
         in_split = [_scale(part, factor) for part in parts(record.inputs[0], record.in_split, n)]
         out_split = [_scale(part, factor) for part in parts(record.outputs[0], record.out_split, n)]
         inputs, outputs = [[sum(in_split)]], [[sum(out_split)]]
-    elif record.c10d in GATHERED_WHOLE:
-        outputs = [[n * shape[0]] for shape in inputs]
-    elif record.c10d in SCATTERED_WHOLE:
-        inputs = [[n * shape[0]] for shape in outputs]
+    elif record.c10d in IN_ONE:
+        own = (inputs, outputs)[:: OWN_SIDE[record.op]][0]
+        inputs, outputs = (own, of_all_members(record, own, n))[:: OWN_SIDE[record.op]]
     changed = msgspec.structs.replace(record, inputs=inputs, outputs=outputs, in_split=in_split, out_split=out_split)
     return sized(changed, group)
 
