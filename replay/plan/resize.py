@@ -15,10 +15,10 @@ import msgspec
 from crossrank.comm import OPERATIONS, CommRecord, Group, is_p2p
 from crossrank.errors import CrossrankError
 from crossrank.replay.plan.one_trace import Form, form_of
-from crossrank.replay.plan.plan import LeftOut, Plan, PlannedCall, leave_out
+from crossrank.replay.plan.plan import LeftOut, Plan, PlannedCall, copy_left_out, leave_out
 from crossrank.replay.plan.schedule import calls_by_key, keys_of
 from crossrank.replay.plan.shapes import OWN_SIDE, of_all_members, sized
-from crossrank.replay.plan.transform import copy_left_out, with_calls
+from crossrank.replay.plan.transform import with_calls
 from crossrank.text import rank_ranges
 
 BEYOND = "its peer is beyond the smaller number of ranks"

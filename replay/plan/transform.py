@@ -16,35 +16,17 @@ from crossrank.comm import OPERATIONS, CommRecord, Group, operation_of
 from crossrank.dtypes import DTYPES, dtype_of
 from crossrank.errors import CrossrankError
 from crossrank.replay.plan.build_plan import used_groups
-from crossrank.replay.plan.plan import UNPLACED, LeftOut, Plan, PlannedCall, RankPlan, leave_out
+from crossrank.replay.plan.plan import Plan, PlannedCall, RankPlan, with_records
 from crossrank.replay.plan.schedule import calls_by_key, keys_of, takers
 from crossrank.replay.plan.shapes import IN_ONE, OWN_SIDE, of_all_members, parts, sized
 
 
 def with_calls(plan: Plan, change: Callable[[RankPlan, int, PlannedCall], CommRecord | str]) -> Plan:
     """`plan` with every record replaced by what `change` gives; a text leaves the call out for that reason."""
-    ranks = []
-    for rank in plan.ranks:
-        kept_before = [0]
-        kept: list[PlannedCall] = []
-        changed = msgspec.structs.replace(rank, calls=kept, left_out=copy_left_out(rank.left_out))
-        for index, call in enumerate(rank.calls):
-            record = change(rank, index, call)
-            if isinstance(record, str):
-                leave_out(changed.left_out, record, 1, call.recorded_bytes)
-            else:
-                kept.append(msgspec.structs.replace(call, record=record))
-            kept_before.append(len(kept))
-        for position, call in enumerate(kept):
-            if call.wait_before != UNPLACED:
-                call.wait_before = max(kept_before[call.wait_before], position + 1)
-        ranks.append(changed)
+    ranks = [
+        with_records(rank, [change(rank, index, call) for index, call in enumerate(rank.calls)]) for rank in plan.ranks
+    ]
     return msgspec.structs.replace(plan, ranks=ranks, groups=used_groups(ranks, plan.groups), notes=list(plan.notes))
-
-
-def copy_left_out(rows: dict[str, LeftOut]) -> dict[str, LeftOut]:
-    """What a changed plan starts to count from."""
-    return {reason: msgspec.structs.replace(row) for reason, row in rows.items()}
 
 
 def only_operations(plan: Plan, names: Collection[str]) -> Plan:
