@@ -21,7 +21,6 @@ from crossrank.replay.plan.build_plan import build, settle
 from crossrank.replay.plan.memory_plan import bytes_needed
 from crossrank.replay.plan.one_trace import spread
 from crossrank.replay.plan.plan import Plan, load_plan, save_plan
-from crossrank.replay.plan.resize import resize
 from crossrank.replay.results.measure import RankResult
 from crossrank.replay.results.replay_report import indented, make_report, plan_json, print_plan, write_report
 from crossrank.replay.run.failure_report import Failed, print_states
@@ -254,7 +253,7 @@ def _changed(recorded: Plan, given: argparse.Namespace, launched: int | None) ->
             f"{ranks} ranks are too many processes for one machine; start them with torchrun, srun or mpirun, or "
             "choose fewer with --nproc"
         )
-    plan = resize(plan, ranks)
+    plan = transform.resize(plan, ranks)
     gaps = [call.gap_ns for rank in plan.ranks for call in rank.calls]
     if not gaps:
         reasons = ", ".join(f"{count} call(s) {reason}" for reason, count in plan.coverage().reasons.items())

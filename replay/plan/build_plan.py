@@ -169,10 +169,8 @@ def _add_idle_ranks(sources: list[RankTrace], size: int) -> None:
     called = {
         rank
         for source in sources
-        for used in [set(source.calls.group)]
-        for index, one in enumerate(source.groups)
-        if index in used
-        for rank in one.group.ranks or range(size)
+        for index in set(source.calls.group)
+        for rank in source.groups[index].group.ranks or range(size)
     }
     absent = sorted(set(range(size)) - present - called)
     if not absent or len(absent) > len(present):

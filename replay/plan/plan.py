@@ -1,6 +1,6 @@
 """What is replayed: the calls of every rank with their waits and gaps, and what of the recording is left out.
 
-A plan is data: it is made by `build_plan`, changed by `transform` and `resize`, saved and loaded here, run by `worker`.
+A plan is data: it is made by `build_plan`, changed by `transform`, saved and loaded here, run by `worker`.
 Nothing in it needs torch. On disk it is JSON, zstd-compressed where the name ends with `.zst`.
 """
 

@@ -85,8 +85,20 @@ class CpuExecutor:
         self._finish()
         end = now()
         progress[0] = IDLE
-        ready, completed = self._times(start)
-        return make_pass(program, start, end, launched, issued, completed, ready)
+        ready, completed = self._times(start, launched)
+
+        def by_call(column: array[int]) -> bytes:
+            spread = (repeat(value, bound.count) for value, bound in zip(column, program.bound, strict=True))
+            return array("q", chain.from_iterable(spread)).tobytes()
+
+        return Pass(
+            launched=by_call(launched),
+            issued=by_call(issued),
+            began=by_call(begins(program, ready, completed)),
+            completed=by_call(completed),
+            start=start,
+            end=end,
+        )
 
     def _begin(self) -> None:
         self._waited, self._signalled = (array("q", bytes(8 * len(self._program.bound))) for _ in range(2))
@@ -108,35 +120,10 @@ class CpuExecutor:
     def _finish(self) -> None:
         """Let the device come to its end."""
 
-    def _times(self, start: int) -> tuple[array[int] | None, array[int]]:
-        """(when the device came to each launch, where that is not when it was launched; when each was over)"""
+    def _times(self, start: int, launched: array[int]) -> tuple[array[int], array[int]]:
+        """When the device came to each launch, and when each was over."""
         ends = zip(self._waited, self._signalled, strict=True)
-        return None, array("q", (min(waited, signalled or waited) for waited, signalled in ends))
-
-
-def make_pass(
-    program: Program,
-    start: int,
-    end: int,
-    launched: array[int],
-    issued: array[int],
-    completed: array[int],
-    ready: array[int] | None = None,
-) -> Pass:
-    """A pass from columns by launch; `ready`: when the device came to each, where that is not when it was launched."""
-
-    def by_call(column: array[int]) -> bytes:
-        spread = (repeat(value, bound.count) for value, bound in zip(column, program.bound, strict=True))
-        return array("q", chain.from_iterable(spread)).tobytes()
-
-    return Pass(
-        launched=by_call(launched),
-        issued=by_call(issued),
-        began=by_call(begins(program, launched if ready is None else ready, completed)),
-        completed=by_call(completed),
-        start=start,
-        end=end,
-    )
+        return launched, array("q", (min(waited, signalled or waited) for waited, signalled in ends))
 
 
 def begins(program: Program, launched: array[int], completed: array[int]) -> array[int]:
@@ -196,7 +183,7 @@ class CudaExecutor(CpuExecutor):
                 time.sleep(_POLL_S)
         torch.cuda.synchronize(self._program.device)
 
-    def _times(self, start: int) -> tuple[array[int] | None, array[int]]:
+    def _times(self, start: int, launched: array[int]) -> tuple[array[int], array[int]]:
         return event_times(
             start,
             (earlier.elapsed_time(later) for earlier, later in pairwise([self._base, *self._began])),

@@ -30,12 +30,11 @@ from crossrank.errors import CrossrankError, one_line
 from crossrank.machine import boot_id
 from crossrank.replay.results.expected_values import Checker
 from crossrank.replay.results.measure import Pass, RankResult
-from crossrank.replay.run.c10d_calls import barrier_options
 from crossrank.replay.run.clock_offsets import between, measure_offset
 from crossrank.replay.run.executor import IDLE, CpuExecutor, CudaExecutor
 from crossrank.replay.run.failure_report import State
 from crossrank.replay.run.pacing import make_pacer, parse_pace
-from crossrank.replay.run.program import FILL, Program, late_ends, prepare
+from crossrank.replay.run.program import FILL, Program, barrier_options, late_ends, prepare
 from crossrank.replay.run.rendezvous import FINISHED, NoPlanError, Rendezvous, WorkItem
 from crossrank.text import printable
 from crossrank.tools.traces.replayed import Settings
@@ -155,7 +154,7 @@ def _device(settings: Settings, local_rank: int) -> torch.device:
 def claim_gpu(rendezvous: Rendezvous, rank: int, gpu: str) -> None:
     """Note that `rank` uses the GPU of this name, unique over all machines. Raises `CrossrankError` where another rank
     does already: NCCL would not start, or say why in words of its own."""
-    holder = rendezvous.holder(f"gpu/{gpu}", rank)
+    holder = int(rendezvous.store.compare_set(f"gpu/{gpu}", "", str(rank)))
     if holder != rank:
         raise CrossrankError(
             f"shares a GPU with rank {holder}, and NCCL wants one for each; start fewer ranks there, or use "

@@ -11,8 +11,7 @@ from crossrank.errors import CrossrankError
 from crossrank.replay.plan.build_plan import build, settle
 from crossrank.replay.plan.one_trace import spread
 from crossrank.replay.plan.plan import Plan
-from crossrank.replay.plan.resize import resize
-from crossrank.replay.plan.transform import only_operations, scale_bytes
+from crossrank.replay.plan.transform import only_operations, resize, scale_bytes
 from crossrank.tools.traces.rank_trace import RankTrace
 from tests.unit.replay.plans import built, irecv, isend, ops, rank_trace, record
 
