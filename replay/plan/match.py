@@ -105,6 +105,6 @@ def _split_mismatches(plan: Plan, walk: Walk) -> list[str]:
 
 def _elements_per_member(shapes: list[list[int]], split: list[int] | None, n: int) -> list[int]:
     """Of a list of one tensor per member, or of one tensor in parts."""
-    if len(shapes) == n and not (n == 1 and split):
+    if len(shapes) == n:
         return [prod(shape) for shape in shapes]
     return parts(shapes[0], split, n)

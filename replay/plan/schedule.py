@@ -28,7 +28,7 @@ Key = tuple[object, ...]
 def returns_early(record: CommRecord) -> bool:
     """Whether the rank went on before the call was over."""
     if is_p2p(record):
-        return record.api not in _BLOCKING_APIS if record.api is not None else bool(record.is_async or record.batch)
+        return record.api not in _BLOCKING_APIS if record.api is not None else bool(record.is_async) or record.batch is not None
     if record.op == "barrier" or not record.is_async:
         return False
     # C++ asks for a Work in every call; DDP's reducer goes on only while it reduces gradients.

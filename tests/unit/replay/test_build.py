@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import msgspec
 import pytest
 
 from crossrank.comm import CommRecord, Group
 from crossrank.errors import CrossrankError
 from crossrank.replay.plan.build_plan import build, settle
-from crossrank.replay.plan.plan import check_plan, load_plan, save_plan
-from crossrank.tools.traces.rank_trace import RankTrace
+from crossrank.replay.plan.plan import LeftOut, Plan, check_plan, load_plan, save_plan
+from crossrank.tools.traces.rank_trace import RankTrace, Waits
 from tests.unit.replay.plans import built, isend, ops, plan_of, rank_trace, record, recv, send
+
+BARRIER, SUM = record("barrier"), record("all_reduce")
+LATE = (65_000_000_000, 70_000_000_000)
+HOLED = rank_trace(1, [BARRIER] * 4)
+HOLED.calls = HOLED.calls.take([0, 1, 3])
 
 
 def test_a_group_that_another_rank_defines_is_known() -> None:
@@ -112,14 +122,107 @@ def test_a_saved_plan_is_the_same_when_it_is_loaded(tmp_path: object) -> None:
         assert load_plan(path) == plan
 
 
-def test_a_plan_that_contradicts_itself_is_refused() -> None:
-    plan = plan_of(*[[record("barrier")]] * 2)
-    plan.ranks[1].calls[0].wait_before = 0
-    with pytest.raises(CrossrankError, match=r"p: call 0 of rank 1 \(barrier\) is waited for before call 0"):
+def _grouped(plan: Plan, *members: int) -> None:
+    plan.groups = [Group(pg="0", size=2, ranks=list(members))]
+
+
+def _call(plan: Plan, wait_before: int, **fields: Any) -> None:
+    call = plan.ranks[1].calls[0]
+    call.record, call.wait_before = msgspec.structs.replace(call.record, **fields), wait_before
+
+
+_IN_CALL = "call 0 of rank 1 (all_reduce)"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda plan: plan.groups.append(plan.groups[0]), "group '0' stands twice"),
+        (lambda plan: _grouped(plan), "group '0' has no members, or one of them twice"),
+        (lambda plan: _grouped(plan, 0, 0), "group '0' has no members, or one of them twice"),
+        (lambda plan: _grouped(plan, 0, 2), "group '0' has a member outside the 2 ranks"),
+        (lambda plan: _grouped(plan, -1, 0), "group '0' has a member outside the 2 ranks"),
+        (lambda plan: plan.ranks.pop(), "its ranks are not 0 to 1"),
+        (lambda plan: plan.ranks.reverse(), "its ranks are not 0 to 1"),
+        (lambda plan: _call(plan, 0), f"{_IN_CALL} is waited for before call 0, which is not after it"),
+        (lambda plan: _call(plan, 2), f"{_IN_CALL} is waited for before call 2, which is not after it"),
+        (
+            lambda plan: _call(plan, 1, bytes=5),
+            f"{_IN_CALL} does not say all of its tensors, or other bytes than they have",
+        ),
+        (lambda plan: _call(plan, 1, dtype=None), f"{_IN_CALL}: its element type is not recorded"),
+        (lambda plan: _call(plan, 1, inputs=[[-1]]), f"{_IN_CALL}: a tensor of it has a negative extent"),
+    ],
+)
+def test_a_plan_that_contradicts_itself_is_refused(change: Callable[[Plan], object], message: str) -> None:
+    plan = plan_of([SUM], [SUM])
+    check_plan(plan, "p")
+    change(plan)
+    with pytest.raises(CrossrankError) as refused:
         check_plan(plan, "p")
-    strange = msgspec.structs.replace(plan, groups=[Group(pg="0", size=2, ranks=[0, 7])])
-    with pytest.raises(CrossrankError, match="group '0' has a member outside the 2 ranks"):
-        check_plan(strange, "p")
+    assert str(refused.value) == f"p: {message}; make the plan anew"
+
+
+def _waiting(trace: RankTrace, before: list[int], blocking: list[int]) -> RankTrace:
+    returned = array("q", bytes(8 * len(before)))
+    trace.waits = Waits(array("q", before), array("b", blocking), returned, recorded=3, without_call=1)
+    return trace
+
+
+def test_what_was_met_on_the_way_is_noted() -> None:
+    calls = [record("broadcast", root=None), record("broadcast", root=1)]
+    options: dict[str, Any] = {"notes": ["it is odd"], "filtered": True, "timed": False}
+    plan = build([_waiting(rank_trace(rank, calls, **options), [1, 2], [-1, 0]) for rank in (0, 1)], "job", "comms")
+    assert plan.notes == [
+        "it is odd (2 times)",
+        "2 recorded wait(s) are for calls from before the trace and are not replayed",
+        "6 recorded wait(s) stand where they were",
+        "the recording holds only what crosses nodes; record with TRACING=ALL to have the rest",
+        "comms files of a recording have no times: there are no gaps to keep",
+        "2 call(s) have no recorded root: the first member of their group stands in",
+    ]
+    assert [
+        (call.record.root, call.wait_before, call.blocking, call.recorded_bytes, call.gap_ns, call.exposed_ns)
+        for call in plan.ranks[1].calls
+    ] == [(0, 1, True, 16, 0, 0), (1, 2, False, 16, 0, 0)]
+
+
+def test_recorded_waits_go_past_what_is_left_out_and_a_batch_has_one() -> None:
+    one, of_batch = record("all_reduce", is_async=True), record("all_reduce", is_async=True, batch=7)
+    calls = [one, record("all_reduce", dtype=None), of_batch, of_batch, record("barrier")]
+    trace = _waiting(rank_trace(0, calls, world=1, skipped=(4, 64)), [3, 2, 4, 5, -1], [0, 0, 0, 0, 1])
+    (rank,) = build([trace], "job", "comms").ranks
+    assert [(call.wait_before, call.blocking) for call in rank.calls] == [
+        (2, False),
+        (4, False),
+        (4, False),
+        (-1, True),
+    ]
+    assert rank.left_out == {
+        "not in --steps": LeftOut(calls=4, bytes=64),
+        "its element type is not recorded": LeftOut(calls=1, bytes=16),
+    }
+
+
+def test_calls_without_numbers_of_their_own_are_joined_by_their_order() -> None:
+    for numbers, numbered in (([[1, 1], [1, 2]], True), ([[0, 1], [1, 2]], True), ([[1, 2], [5, 6]], False)):
+        ranks = [rank_trace(rank, [SUM, BARRIER], numbered=numbered) for rank in (0, 1)]
+        for rank, one in zip(ranks, numbers, strict=True):
+            rank.calls.number = array("q", one)
+        assert build(ranks, "job", "comms", partial=True).coverage().calls == 4
+    ring = rank_trace(1, [BARRIER], starts_late=True, numbered=False)
+    plan = build([rank_trace(0, [SUM, SUM, BARRIER]), ring], "job", "flight")
+    assert [ops(plan, rank) for rank in (0, 1)] == [["barrier"]] * 2
+    assert plan.coverage().reasons == {"another rank's dump no longer has it": 2}
+
+
+def test_a_call_that_one_rank_lacks_is_left_out_of_a_partial_replay() -> None:
+    plan = build([rank_trace(0, [BARRIER] * 4), HOLED], "job", "comms", partial=True)
+    assert (plan.calls, plan.coverage().reasons) == (6, {"another rank of its group has no such call": 1})
+    with pytest.raises(CrossrankError) as refused:
+        built([SUM], [], partial=True)
+    why = "1 for another rank of its group has no such call"
+    assert str(refused.value) == f"job: none of 1 calls can be replayed ({why})"
 
 
 def test_a_rank_without_a_file_that_nobody_calls_is_taken_to_have_made_no_call() -> None:
@@ -132,9 +235,9 @@ def test_a_rank_without_a_file_that_nobody_calls_is_taken_to_have_made_no_call()
 
 def test_a_receive_from_any_source_is_made_from_who_sent() -> None:
     anyone = record("recv", peer=None, api="recv")
-    plan = plan_of([send(2)], [send(2)], [recv(0), anyone])
-    assert [call.record.peer for call in plan.ranks[2].calls] == [0, 1]
-    assert plan.notes == ["1 receive(s) from any source are made from a rank whose send has no other receive"]
+    plan = plan_of([send(3), send(3)], [send(3)], [send(3)], [recv(2), anyone, anyone, anyone])
+    assert [call.record.peer for call in plan.ranks[3].calls] == [2, 0, 0, 1]
+    assert plan.notes == ["3 receive(s) from any source are made from a rank whose send has no other receive"]
 
 
 def test_damage_counts_against_the_coverage() -> None:
@@ -145,16 +248,16 @@ def test_damage_counts_against_the_coverage() -> None:
     assert not plan.coverage().complete
 
 
-BARRIER, SUM = record("barrier"), record("all_reduce")
-LATE = (65_000_000_000, 70_000_000_000)
-HOLED = rank_trace(1, [BARRIER] * 4)
-HOLED.calls = HOLED.calls.take([0, 1, 3])
-
-
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
         ([rank_trace(0, [BARRIER])], "job: has no file of rank 1 of 2; add it"),
+        ([rank_trace(-1, []), rank_trace(0, [])], "rank--1: rank -1 is not valid; record it again"),
+        ([rank_trace(0, []), rank_trace(2, [])], "rank-2: rank 2 is outside the job of 2 ranks; name one job's files"),
+        (
+            [replace(rank_trace(0, []), rank=None), rank_trace(1, [])],
+            "rank-0: neither its name nor its content gives its rank; call it rank-N",
+        ),
         ([rank_trace(0, []), rank_trace(0, [])], "rank-0 and rank-0 are both of rank 0"),
         ([rank_trace(0, [], world=2), rank_trace(1, [], world=4)], "the ranks are of jobs of 2, 4 ranks"),
         (
@@ -172,6 +275,10 @@ HOLED.calls = HOLED.calls.take([0, 1, 3])
         (
             [rank_trace(0, [record("barrier", pg="x")], {"x": [0, 5]}), rank_trace(1, [])],
             "rank-0: group 'x' has a member twice, or outside the 2 ranks",
+        ),
+        (
+            [rank_trace(0, []), rank_trace(1, [BARRIER], {"0": [1, 1]})],
+            "rank-1: group '0' has a member twice, or outside the 2 ranks",
         ),
         (
             [rank_trace(0, [BARRIER] * 4), HOLED],
@@ -201,6 +308,11 @@ _UNEVEN, _EVEN = (
     record("all_to_all", inputs=[[6]], outputs=[[6]], in_split=split, out_split=split) for split in ([2, 4], [3, 3])
 )
 
+_LISTS = [
+    record("all_to_all", c10d="alltoall_", inputs=inputs, outputs=outputs)
+    for inputs, outputs in (([[1], [2]], [[1], [2]]), ([[2], [1]], [[9], [1]]))
+]
+
 
 @pytest.mark.parametrize(
     ("ranks", "message"),
@@ -212,6 +324,7 @@ _UNEVEN, _EVEN = (
         ([[_A, _B], [_B, _A]], "opposite_order"),
         ([[send(1), BARRIER], [BARRIER]], "p2p_unmatched: send"),
         ([[send(1)], [recv(0, outputs=[[5]])]], "p2p_size_mismatch"),
+        ([[_LISTS[0]], [_LISTS[1]]], r"rank 0 sends 2 elements to rank 1 \(call 0 of rank-0\), which expects 9"),
         ([[_UNEVEN], [_EVEN]], r"rank 0 sends 4 elements to rank 1 \(call 0 of rank-0\), which expects 3"),
     ],
 )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from crossrank.comm import CommRecord
 from crossrank.replay.plan.plan import PlannedCall, RankPlan, launches
-from crossrank.replay.plan.schedule import place_waits, walk
+from crossrank.replay.plan.schedule import place_waits, returns_early, walk
 from tests.unit.replay.plans import irecv, isend, plan_of, record, recv, send, waits
 
 
@@ -58,6 +61,25 @@ def test_ranks_that_send_to_each_other_first_are_not_held_up_by_it() -> None:
     plan = plan_of([send(1), recv(1)], [send(0), recv(0)])
     assert waits(plan) == [2, 2]
     assert "block each other" in plan.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("op", "fields", "early"),
+    [
+        ("send", {"api": "isend"}, True),
+        ("recv", {"api": "recv"}, False),
+        ("send", {}, False),
+        ("send", {"batch": 0}, True),
+        ("send", {"is_async": True}, True),
+        ("all_reduce", {"is_async": True}, True),
+        ("all_gather", {"is_async": True}, False),
+        ("all_gather", {"is_async": True, "api": "all_gather"}, True),
+        ("all_reduce", {"is_async": False, "api": "all_reduce"}, False),
+        ("barrier", {"is_async": True, "api": "barrier"}, False),
+    ],
+)
+def test_whether_a_rank_went_on_before_its_call_was_over(op: str, fields: dict[str, Any], early: bool) -> None:
+    assert returns_early(record(op, **fields)) is early
 
 
 def _made(calls: list[tuple[CommRecord, int]]) -> list[PlannedCall]:
