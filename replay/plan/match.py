@@ -33,13 +33,12 @@ def mismatches(plan: Plan, walk: Walk) -> list[str]:
     found = [_line(finding, files) for finding in diagnosis.findings]
     found += _split_mismatches(plan, walk)
     if not found and not walk.ends:
-        stuck = [rank for rank in plan.ranks if walk.reached[rank.rank] < len(rank.calls)]
-        first = stuck[0]
-        record = first.calls[walk.reached[first.rank]].record
-        found.append(
-            f"rank {rank_ranges([rank.rank for rank in stuck])} wait(s) for ever, rank {first.rank} in {record.op} "
-            f"(call {record.id}) on {record.pg} of {first.source}"
-        )
+        at = {rank.rank: rank.calls[walk.reached[rank.rank] :] for rank in plan.ranks}
+        found += [
+            f"rank {rank} waits for ever in {calls[0].record.op} (call {calls[0].record.id} of {files[rank]})"
+            for rank, calls in at.items()
+            if calls
+        ]
     return found
 
 
@@ -70,7 +69,7 @@ def _trace(plan: Plan, rank: RankPlan, walk: Walk) -> RankTrace:
     for index, (call, key) in enumerate(zip(rank.calls[: reached + 1], walk.keys[rank.rank], strict=False)):
         number = key[-1]
         assert isinstance(number, int)
-        row = builder.add(call.record, called=index + 1, state=RETIRED if over[index] else SCHEDULED)
+        row = builder.add(call.record, called=0, state=RETIRED if over[index] else SCHEDULED)
         trace.calls.number[row] = number + 1
         if is_p2p(call.record) and call.wait_before > index + 1:
             trace.unawaited.add(row)

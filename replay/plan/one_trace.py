@@ -150,21 +150,21 @@ def _with_both_ends(source: RankTrace, forms: dict[str, Form], home: int) -> tup
     next_id = max(source.calls.id, default=0) + 1
     made: list[tuple[CommRecord, int]] = []
     for row, (record, way) in enumerate(zip(records, ways, strict=True)):
-        if way is None or surplus[way] * _SIGN[record.op] <= 0:
+        if way is None or record.peer is None or surplus[way] * _SIGN[record.op] <= 0:
             made.append((record, row))
             continue
         surplus[way] -= _SIGN[record.op]
         batch = record.batch if record.batch is not None else record.id
         members = forms[record.pg].members(home)
-        behind = members[(members.index(home) - way[1] * _SIGN[record.op]) % len(members)]
+        op, c10d = ("recv", "recv_") if record.op == "send" else ("send", "send")
         other = msgspec.structs.replace(
             record,
             id=next_id,
-            op="recv" if record.op == "send" else "send",
-            c10d="recv_" if record.op == "send" else "send",
+            op=op,
+            c10d=c10d,
             inputs=record.outputs,
             outputs=record.inputs,
-            peer=behind,
+            peer=members[(2 * members.index(home) - members.index(record.peer)) % len(members)],
             batch=batch,
         )
         made += [(msgspec.structs.replace(record, batch=batch), row), (other, row)]

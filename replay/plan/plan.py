@@ -109,7 +109,7 @@ class Plan(msgspec.Struct, kw_only=True):
     source: str
     """The path that was given."""
     kind: str
-    """What was read: a key of `sources.KINDS`."""
+    """What was read: a key of `replay_inputs.KINDS`."""
     world_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
     groups: list[Group]
     """Every group that is used, once. All ranks make them in this order."""

@@ -28,7 +28,11 @@ Key = tuple[object, ...]
 def returns_early(record: CommRecord) -> bool:
     """Whether the rank went on before the call was over."""
     if is_p2p(record):
-        return record.api not in _BLOCKING_APIS if record.api is not None else bool(record.is_async) or record.batch is not None
+        return (
+            record.api not in _BLOCKING_APIS
+            if record.api is not None
+            else bool(record.is_async) or record.batch is not None
+        )
     if record.op == "barrier" or not record.is_async:
         return False
     # C++ asks for a Work in every call; DDP's reducer goes on only while it reduces gradients.
@@ -195,7 +199,7 @@ def _program(calls: list[PlannedCall]) -> list[tuple[int, bool]]:
     for (first, end), until in zip(spans, waited_before(calls, spans), strict=True):
         waits[until] += range(first, end)
     program = []
-    for (first, end), before in zip([*spans, (0, 0)], waits, strict=True):
+    for (first, end), before in zip(spans, waits, strict=False):
         program += [(other, True) for other in before]
         program += [(index, False) for index in range(first, end)]
-    return program
+    return program + [(other, True) for other in waits[-1]]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -100,44 +100,29 @@ def barrier_options(device: torch.device) -> Any:
     return options
 
 
-@dataclass(frozen=True)
-class C10dOp:
-    """How one op is made: a method of ProcessGroup, what it takes, and the options that come last."""
-
-    method: str
-    operands: Callable[[Arguments], tuple[Any, ...]]
-    options: str | None = None
-
-
-ROWS = {
-    "allreduce_": C10dOp("allreduce", lambda a: (a.inputs,), "AllreduceOptions"),
-    "allreduce_coalesced_": C10dOp("allreduce_coalesced", lambda a: (a.inputs,), "AllreduceCoalescedOptions"),
-    "reduce_": C10dOp("reduce", lambda a: (a.inputs,), "ReduceOptions"),
-    "broadcast_": C10dOp("broadcast", lambda a: (a.inputs,), "BroadcastOptions"),
-    "allgather_": C10dOp("allgather", lambda a: (a.all_outputs, a.inputs), "AllgatherOptions"),
-    "_allgather_base_": C10dOp("_allgather_base", lambda a: (a.outputs[0], a.inputs[0]), "AllgatherOptions"),
-    "allgather_coalesced_": C10dOp(
-        "allgather_coalesced", lambda a: (a.outputs_by_member, a.inputs), "AllgatherOptions"
-    ),
-    "allgather_into_tensor_coalesced_": C10dOp(
-        "allgather_into_tensor_coalesced", lambda a: (a.outputs, a.inputs), "AllgatherOptions"
-    ),
-    "reduce_scatter_": C10dOp("reduce_scatter", lambda a: (a.outputs, a.all_inputs), "ReduceScatterOptions"),
-    "_reduce_scatter_base_": C10dOp(
-        "_reduce_scatter_base", lambda a: (a.outputs[0], a.inputs[0]), "ReduceScatterOptions"
-    ),
-    "reduce_scatter_tensor_coalesced_": C10dOp(
-        "reduce_scatter_tensor_coalesced", lambda a: (a.outputs, a.inputs), "ReduceScatterOptions"
-    ),
-    "gather_": C10dOp("gather", lambda a: (a.all_outputs, a.inputs), "GatherOptions"),
-    "scatter_": C10dOp("scatter", lambda a: (a.outputs, a.all_inputs), "ScatterOptions"),
-    "alltoall_": C10dOp("alltoall", lambda a: (a.outputs, a.inputs), "AllToAllOptions"),
-    "alltoall_base_": C10dOp("alltoall_base", lambda a: (a.outputs[0], a.inputs[0], *a.splits), "AllToAllOptions"),
-    "send": C10dOp("send", lambda a: (a.inputs, *a.other_end)),
-    "recv_": C10dOp("recv", lambda a: (a.outputs, *a.other_end)),
-    "barrier": C10dOp("barrier", lambda a: (), "BarrierOptions"),
-    "monitored_barrier_": C10dOp("monitored_barrier", lambda a: (a.timeout, False)),
+ROWS: dict[str, tuple[Callable[[Arguments], tuple[Any, ...]], str | None]] = {
+    "allreduce_": (lambda a: (a.inputs,), "AllreduceOptions"),
+    "allreduce_coalesced_": (lambda a: (a.inputs,), "AllreduceCoalescedOptions"),
+    "reduce_": (lambda a: (a.inputs,), "ReduceOptions"),
+    "broadcast_": (lambda a: (a.inputs,), "BroadcastOptions"),
+    "allgather_": (lambda a: (a.all_outputs, a.inputs), "AllgatherOptions"),
+    "_allgather_base_": (lambda a: (a.outputs[0], a.inputs[0]), "AllgatherOptions"),
+    "allgather_coalesced_": (lambda a: (a.outputs_by_member, a.inputs), "AllgatherOptions"),
+    "allgather_into_tensor_coalesced_": (lambda a: (a.outputs, a.inputs), "AllgatherOptions"),
+    "reduce_scatter_": (lambda a: (a.outputs, a.all_inputs), "ReduceScatterOptions"),
+    "_reduce_scatter_base_": (lambda a: (a.outputs[0], a.inputs[0]), "ReduceScatterOptions"),
+    "reduce_scatter_tensor_coalesced_": (lambda a: (a.outputs, a.inputs), "ReduceScatterOptions"),
+    "gather_": (lambda a: (a.all_outputs, a.inputs), "GatherOptions"),
+    "scatter_": (lambda a: (a.outputs, a.all_inputs), "ScatterOptions"),
+    "alltoall_": (lambda a: (a.outputs, a.inputs), "AllToAllOptions"),
+    "alltoall_base_": (lambda a: (a.outputs[0], a.inputs[0], *a.splits), "AllToAllOptions"),
+    "send": (lambda a: (a.inputs, *a.other_end), None),
+    "recv_": (lambda a: (a.outputs, *a.other_end), None),
+    "barrier": (lambda a: (), "BarrierOptions"),
+    "monitored_barrier_": (lambda a: (a.timeout, False), None),
 }
+"""c10d op -> what the method of ProcessGroup that makes it takes, and the options that come last. The method has the
+name of the op without the underscore at its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,10 +237,11 @@ def prepare(
 
 def _bind(op: str, arguments: Arguments) -> Launch:
     """The call by the c10d op `op`, a key of `ROWS`, ready to be made."""
-    row, record = ROWS[op], arguments.record
+    operands, options = ROWS[op]
+    record = arguments.record
     try:
-        options = () if row.options is None else (arguments.options(row.options),)
-        return partial(getattr(arguments.pg, row.method), *row.operands(arguments), *options)
+        last = () if options is None else (arguments.options(options),)
+        return partial(getattr(arguments.pg, op.rstrip("_")), *operands(arguments), *last)
     except AttributeError as error:  # a torch that lacks it
         raise CrossrankError(
             f"call {record.id} ({record.op}): torch {torch.__version__} has no {op} ({error}); "
@@ -278,23 +264,15 @@ def _tensors(
     block: torch.Tensor, calls: list[PlannedCall], substitutes: list[Substitute], offsets: list[int]
 ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """Views into the block. Calls with the same memory and shape share one tensor object."""
-    known: dict[tuple[int, str, tuple[int, ...]], torch.Tensor] = {}
-    at = iter(offsets)
-    made = []
+
+    @cache
+    def view(at: int, dtype: torch.dtype, extents: tuple[int, ...]) -> torch.Tensor:
+        return block[at : at + prod(extents) * dtype.itemsize].view(dtype).view(extents)
+
+    at, made = iter(offsets), []
     for call, instead in zip(calls, substitutes, strict=True):
-        sides: list[list[torch.Tensor]] = []
-        for side in tensors(call.record):
-            views = []
-            for shape in side:
-                extents = tuple(shape) if instead.elements == 1 else (*shape, instead.elements)
-                key = (next(at), instead.dtype, extents)
-                tensor = known.get(key)
-                if tensor is None:
-                    dtype = getattr(torch, instead.dtype)
-                    piece = block[key[0] : key[0] + prod(extents) * dtype.itemsize]
-                    tensor = known[key] = piece.view(dtype).view(extents)
-                views.append(tensor)
-            sides.append(views)
+        dtype, more = getattr(torch, instead.dtype), (instead.elements,) if instead.elements > 1 else ()
+        sides = [[view(next(at), dtype, (*shape, *more)) for shape in side] for side in tensors(call.record)]
         made.append((sides[0], sides[-1]))
     return made
 

@@ -14,13 +14,21 @@ from crossrank.comm import CommRecord, Group
 from crossrank.errors import CrossrankError
 from crossrank.replay.plan.build_plan import build, settle
 from crossrank.replay.plan.plan import LeftOut, Plan, check_plan, load_plan, save_plan
-from crossrank.tools.traces.rank_trace import RankTrace, Waits
+from crossrank.tools.traces.rank_trace import RankGroup, RankTrace, Waits
 from tests.unit.replay.plans import built, isend, ops, plan_of, rank_trace, record, recv, send
 
 BARRIER, SUM = record("barrier"), record("all_reduce")
 LATE = (65_000_000_000, 70_000_000_000)
 HOLED = rank_trace(1, [BARRIER] * 4)
 HOLED.calls = HOLED.calls.take([0, 1, 3])
+_A, _B = (record("all_reduce", pg=pg, is_async=False) for pg in "ab")
+_UNEVEN, _EVEN = (
+    record("all_to_all", inputs=[[6]], outputs=[[6]], in_split=split, out_split=split) for split in ([2, 4], [3, 3])
+)
+_LISTS = [
+    record("all_to_all", c10d="alltoall_", inputs=inputs, outputs=outputs)
+    for inputs, outputs in (([[1], [2]], [[1], [2]]), ([[2], [1]], [[9], [1]]))
+]
 
 
 def test_a_group_that_another_rank_defines_is_known() -> None:
@@ -49,6 +57,19 @@ def test_groups_that_are_named_by_addresses_are_joined_by_their_members() -> Non
     assert [group.pg for group in build(ranks, "job", "et").groups] == ["ranks 0-1"]
 
 
+def test_members_that_no_file_says_are_those_who_called_in_dumps_of_gloo_alone() -> None:
+    for source, backend, known in (("flight", "gloo", True), ("flight", "nccl", False), ("comms", "gloo", False)):
+        calls = [record("all_reduce", pg="g")]
+        ranks = [replace(rank_trace(one, calls, {"g": [0, 1]}), source=source, backend=backend) for one in (0, 1)]
+        for rank in ranks:
+            rank.groups = [RankGroup(Group(pg="g", size=0))]
+        if known:
+            assert build(ranks, "job", "flight").groups == [Group(pg="g", size=2, ranks=[0, 1])]
+        else:
+            with pytest.raises(CrossrankError, match="its group 'g' is defined nowhere"):
+                build(ranks, "job", "flight")
+
+
 def test_any_name_is_a_groups_name() -> None:
     name = "f6d1b81f2a / Größe\n::"
     plan = plan_of(*[[record("all_reduce", pg=name)]] * 2, groups={name: [0, 1]})
@@ -64,16 +85,12 @@ def test_a_group_that_no_file_defines_is_refused_with_rank_call_and_file() -> No
     )
 
 
-def test_splits_that_do_not_add_up_are_refused() -> None:
+def test_splits_that_do_not_add_up_are_refused_or_in_part_left_out_on_all_ranks() -> None:
     call = record("all_to_all", inputs=[[6]], outputs=[[6]], in_split=[2, 3], out_split=[3, 3])
+    ranks = [call, BARRIER], [_EVEN, BARRIER]
     with pytest.raises(CrossrankError, match=r"rank 0, call 0 .*: in_split adds up to 5, but the tensor has 6 rows"):
-        built([call], [call])
-
-
-def test_partial_leaves_a_broken_call_out_on_all_ranks_and_counts_it() -> None:
-    broken = record("all_to_all", inputs=[[6]], outputs=[[6]], in_split=[2, 3], out_split=[3, 3])
-    good = record("all_to_all", inputs=[[6]], outputs=[[6]], in_split=[3, 3], out_split=[3, 3])
-    plan = plan_of([broken, record("barrier")], [good, record("barrier")], partial=True)
+        built(*ranks)
+    plan = plan_of(*ranks, partial=True)
     assert [ops(plan, rank) for rank in (0, 1)] == [["barrier"], ["barrier"]]
     coverage = plan.coverage()
     assert (coverage.calls, coverage.recorded_calls) == (2, 4)
@@ -81,14 +98,14 @@ def test_partial_leaves_a_broken_call_out_on_all_ranks_and_counts_it() -> None:
 
 
 def test_what_cannot_be_made_again_is_left_out_on_all_ranks_with_its_reason() -> None:
-    plan = plan_of(*[[record("all_reduce", dtype=None), record("all_reduce")]] * 2)
+    plan = plan_of(*[[record("all_reduce", dtype=None), SUM]] * 2)
     assert plan.coverage().reasons == {"its element type is not recorded": 2}
     assert ops(plan) == ["all_reduce"]
 
 
 def test_a_damaged_file_is_refused_and_may_be_replayed_in_part() -> None:
-    torn = rank_trace(0, [record("barrier")], problems=["the last zstd frame is cut off"])
-    whole = rank_trace(1, [record("barrier"), record("barrier")])
+    torn = rank_trace(0, [BARRIER], problems=["the last zstd frame is cut off"])
+    whole = rank_trace(1, [BARRIER, BARRIER])
     with pytest.raises(CrossrankError, match="rank-0: the last zstd frame is cut off; record it again, or"):
         build([torn, whole], "job", "comms")
     plan = build([torn, whole], "job", "comms", partial=True)
@@ -98,24 +115,24 @@ def test_a_damaged_file_is_refused_and_may_be_replayed_in_part() -> None:
 
 
 def test_calls_before_the_beginning_of_another_ranks_ring_are_left_out() -> None:
-    whole = rank_trace(0, [record("barrier")] * 4)
-    ring = rank_trace(1, [record("barrier")] * 4, starts_late=True)
-    ring.calls = ring.calls.take(range(3, 4))
-    plan = build([whole, ring], "job", "flight")
-    assert [len(rank.calls) for rank in plan.ranks] == [1, 1]
-    assert plan.coverage().reasons == {"another rank's dump no longer has it": 3}
+    ring = rank_trace(1, [SUM, SUM, BARRIER], starts_late=True)
+    ring.calls = ring.calls.take([2])
+    for late in (ring, rank_trace(1, [BARRIER], starts_late=True, numbered=False)):
+        plan = build([rank_trace(0, [SUM, SUM, BARRIER]), late], "job", "flight")
+        assert [ops(plan, rank) for rank in (0, 1)] == [["barrier"]] * 2
+        assert plan.coverage().reasons == {"another rank's dump no longer has it": 2}
 
 
 def test_ranks_that_do_not_fit_together_are_refused_in_the_words_of_a_diagnosis() -> None:
     with pytest.raises(CrossrankError) as refused:
-        plan_of([record("all_reduce"), record("barrier")], [record("all_reduce")])
+        plan_of([SUM, BARRIER], [SUM])
     assert str(refused.value).startswith(
         "the ranks do not fit together: missing_rank: barrier #2 on 0, rank 1 (rank-1): "
     )
 
 
 def test_a_saved_plan_is_the_same_when_it_is_loaded(tmp_path: object) -> None:
-    plan = plan_of([isend(1), record("barrier")], [recv(0), record("barrier")])
+    plan = plan_of([isend(1), BARRIER], [recv(0), BARRIER])
     for name in ("plan.json", "plan.json.zst"):
         path = f"{tmp_path}/{name}"
         save_plan(plan, path)
@@ -146,14 +163,12 @@ _IN_CALL = "call 0 of rank 1 (all_reduce)"
         (lambda plan: plan.ranks.reverse(), "its ranks are not 0 to 1"),
         (lambda plan: _call(plan, 0), f"{_IN_CALL} is waited for before call 0, which is not after it"),
         (lambda plan: _call(plan, 2), f"{_IN_CALL} is waited for before call 2, which is not after it"),
-        (
-            lambda plan: _call(plan, 1, bytes=5),
-            f"{_IN_CALL} does not say all of its tensors, or other bytes than they have",
-        ),
+        (lambda plan: _call(plan, 1, bytes=5),
+         f"{_IN_CALL} does not say all of its tensors, or other bytes than they have"),
         (lambda plan: _call(plan, 1, dtype=None), f"{_IN_CALL}: its element type is not recorded"),
         (lambda plan: _call(plan, 1, inputs=[[-1]]), f"{_IN_CALL}: a tensor of it has a negative extent"),
     ],
-)
+)  # fmt: skip
 def test_a_plan_that_contradicts_itself_is_refused(change: Callable[[Plan], object], message: str) -> None:
     plan = plan_of([SUM], [SUM])
     check_plan(plan, "p")
@@ -189,15 +204,11 @@ def test_what_was_met_on_the_way_is_noted() -> None:
 
 def test_recorded_waits_go_past_what_is_left_out_and_a_batch_has_one() -> None:
     one, of_batch = record("all_reduce", is_async=True), record("all_reduce", is_async=True, batch=7)
-    calls = [one, record("all_reduce", dtype=None), of_batch, of_batch, record("barrier")]
+    calls = [one, record("all_reduce", dtype=None), of_batch, of_batch, BARRIER]
     trace = _waiting(rank_trace(0, calls, world=1, skipped=(4, 64)), [3, 2, 4, 5, -1], [0, 0, 0, 0, 1])
     (rank,) = build([trace], "job", "comms").ranks
-    assert [(call.wait_before, call.blocking) for call in rank.calls] == [
-        (2, False),
-        (4, False),
-        (4, False),
-        (-1, True),
-    ]
+    assert [call.wait_before for call in rank.calls] == [2, 4, 4, -1]
+    assert [call.blocking for call in rank.calls] == [False, False, False, True]
     assert rank.left_out == {
         "not in --steps": LeftOut(calls=4, bytes=64),
         "its element type is not recorded": LeftOut(calls=1, bytes=16),
@@ -210,14 +221,11 @@ def test_calls_without_numbers_of_their_own_are_joined_by_their_order() -> None:
         for rank, one in zip(ranks, numbers, strict=True):
             rank.calls.number = array("q", one)
         assert build(ranks, "job", "comms", partial=True).coverage().calls == 4
-    ring = rank_trace(1, [BARRIER], starts_late=True, numbered=False)
-    plan = build([rank_trace(0, [SUM, SUM, BARRIER]), ring], "job", "flight")
-    assert [ops(plan, rank) for rank in (0, 1)] == [["barrier"]] * 2
-    assert plan.coverage().reasons == {"another rank's dump no longer has it": 2}
 
 
 def test_a_call_that_one_rank_lacks_is_left_out_of_a_partial_replay() -> None:
-    plan = build([rank_trace(0, [BARRIER] * 4), HOLED], "job", "comms", partial=True)
+    wrong = rank_trace(0, [BARRIER] * 4, {"0": [0, 1], "x": [0, 5]})
+    plan = build([wrong, HOLED], "job", "comms", partial=True)
     assert (plan.calls, plan.coverage().reasons) == (6, {"another rank of its group has no such call": 1})
     with pytest.raises(CrossrankError) as refused:
         built([SUM], [], partial=True)
@@ -241,9 +249,7 @@ def test_a_receive_from_any_source_is_made_from_who_sent() -> None:
 
 
 def test_damage_counts_against_the_coverage() -> None:
-    plan = build(
-        [rank_trace(0, [record("barrier")], world=1, problems=["line 3 is no record"])], "j", "comms", partial=True
-    )
+    plan = build([rank_trace(0, [BARRIER], world=1, problems=["line 3 is no record"])], "j", "comms", partial=True)
     assert plan.damage == ["rank-0: line 3 is no record"]
     assert not plan.coverage().complete
 
@@ -254,38 +260,22 @@ def test_damage_counts_against_the_coverage() -> None:
         ([rank_trace(0, [BARRIER])], "job: has no file of rank 1 of 2; add it"),
         ([rank_trace(-1, []), rank_trace(0, [])], "rank--1: rank -1 is not valid; record it again"),
         ([rank_trace(0, []), rank_trace(2, [])], "rank-2: rank 2 is outside the job of 2 ranks; name one job's files"),
-        (
-            [replace(rank_trace(0, []), rank=None), rank_trace(1, [])],
-            "rank-0: neither its name nor its content gives its rank; call it rank-N",
-        ),
+        ([replace(rank_trace(0, []), rank=None), rank_trace(1, [])], "rank-0: neither its name nor its content gives"),
         ([rank_trace(0, []), rank_trace(0, [])], "rank-0 and rank-0 are both of rank 0"),
         ([rank_trace(0, [], world=2), rank_trace(1, [], world=4)], "the ranks are of jobs of 2, 4 ranks"),
-        (
-            [rank_trace(0, [BARRIER], span=(0, 5_000_000_000)), rank_trace(1, [BARRIER], span=LATE)],
-            "rank-0 ended 60 s before rank-1 began: they are of different runs",
-        ),
-        (
-            [rank_trace(0, [BARRIER], dropped=3), rank_trace(1, [BARRIER])],
-            "its recorder could not keep 3 calls",
-        ),
-        (
-            [rank_trace(0, []), rank_trace(1, [])],
-            "job: the execution traces hold no communication; was the window long",
-        ),
-        (
-            [rank_trace(0, [record("barrier", pg="x")], {"x": [0, 5]}), rank_trace(1, [])],
-            "rank-0: group 'x' has a member twice, or outside the 2 ranks",
-        ),
-        (
-            [rank_trace(0, []), rank_trace(1, [BARRIER], {"0": [1, 1]})],
-            "rank-1: group '0' has a member twice, or outside the 2 ranks",
-        ),
-        (
-            [rank_trace(0, [BARRIER] * 4), HOLED],
-            r"missing_rank: barrier #3 on '0': rank-1 of rank 1 lacks it and has later",
-        ),
+        ([rank_trace(0, [BARRIER], span=LATE), rank_trace(1, [BARRIER], span=(0, 5_000_000_000))],
+         "rank-1 ended 60 s before rank-0 began: they are of different runs"),
+        ([rank_trace(0, [BARRIER], dropped=3), rank_trace(1, [BARRIER])], "its recorder could not keep 3 calls"),
+        ([rank_trace(0, []), rank_trace(1, [])],
+         "job: the execution traces hold no communication; was the window long"),
+        ([rank_trace(0, [record("barrier", pg="x")], {"x": [0, 5]}), rank_trace(1, [])],
+         "rank-0: group 'x' has a member twice, or outside the 2 ranks"),
+        ([rank_trace(0, []), rank_trace(1, [BARRIER], {"0": [1, 1]})],
+         "rank-1: group '0' has a member twice, or outside the 2 ranks"),
+        ([rank_trace(0, [BARRIER] * 4), HOLED],
+         r"missing_rank: barrier #3 on '0': rank-1 of rank 1 lacks it and has later"),
     ],
-)
+)  # fmt: skip
 def test_files_that_are_not_those_of_one_job_are_refused(ranks: list[RankTrace], message: str) -> None:
     with pytest.raises(CrossrankError, match=message):
         build(ranks, "job", "et")
@@ -301,17 +291,6 @@ def test_files_that_are_not_those_of_one_job_are_refused(ranks: list[RankTrace],
 def test_an_invalid_number_of_ranks_is_refused(given: int | None, message: str) -> None:
     with pytest.raises(CrossrankError, match=message):
         build([rank_trace(0, [BARRIER], world=1 if given else 2_000_000)], "job", "comms", world_size=given)
-
-
-_A, _B = (record("all_reduce", pg=pg, is_async=False) for pg in "ab")
-_UNEVEN, _EVEN = (
-    record("all_to_all", inputs=[[6]], outputs=[[6]], in_split=split, out_split=split) for split in ([2, 4], [3, 3])
-)
-
-_LISTS = [
-    record("all_to_all", c10d="alltoall_", inputs=inputs, outputs=outputs)
-    for inputs, outputs in (([[1], [2]], [[1], [2]]), ([[2], [1]], [[9], [1]]))
-]
 
 
 @pytest.mark.parametrize(

@@ -180,14 +180,14 @@ def test_a_pipeline_stage_alone_gets_the_other_ends_of_its_messages(stage: int) 
 
 def test_other_ends_are_added_beside_with_ids_of_their_own() -> None:
     made = spread(rank_trace(0, [isend(1, tag=3), isend(2), isend(2), irecv(1), record("barrier")], world=3))
-    assert [(one.id, one.op, one.peer, one.tag, one.batch) for one in made[1].records()] == [
-        (0, "send", 2, 3, 0),
-        (5, "recv", 0, 3, 0),
-        (1, "send", 0, None, 1),
-        (6, "recv", 2, None, 1),
-        (2, "send", 0, None, None),
-        (3, "recv", 2, None, None),
-        (4, "barrier", None, None, None),
+    assert [(one.id, one.op, one.c10d, one.peer, one.tag, one.batch) for one in made[1].records()] == [
+        (0, "send", "send", 2, 3, 0),
+        (5, "recv", "recv_", 0, 3, 0),
+        (1, "send", "send", 0, None, 1),
+        (6, "recv", "recv_", 2, None, 1),
+        (2, "send", "send", 0, None, None),
+        (3, "recv", "recv_", 2, None, None),
+        (4, "barrier", "", None, None, None),
     ]
     assert made[0].notes[1:] == ["2 sends or receives have no other end in it, which was added on every rank"]
 

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossrank.comm import CommRecord
+from crossrank.replay.plan.match import mismatches
 from crossrank.replay.plan.plan import PlannedCall, RankPlan, launches
-from crossrank.replay.plan.schedule import place_waits, returns_early, walk
+from crossrank.replay.plan.schedule import Walk, keys_of, place_waits, returns_early, walk
 from tests.unit.replay.plans import irecv, isend, plan_of, record, recv, send, waits
 
 
@@ -93,6 +94,13 @@ def test_a_walk_says_in_which_call_a_rank_stays() -> None:
     assert found.reached == {0: 1, 1: 1}
     assert not found.ends
     assert found.over == {0: bytearray([1, 0]), 1: bytearray([1])}
+
+
+def test_ranks_that_no_diagnosis_finds_a_fault_in_are_refused_where_they_wait() -> None:
+    plan = plan_of(*[[record("all_reduce"), record("barrier")]] * 2)
+    over = dict.fromkeys((0, 1), bytearray([1, 0]))
+    stuck = Walk(reached={0: 1, 1: 2}, over=over, keys={rank.rank: keys_of(rank) for rank in plan.ranks})
+    assert mismatches(plan, stuck) == ["rank 0 waits for ever in barrier (call 1 of rank-0)"]
 
 
 _OPS = st.sampled_from(["blocking", "async", "batch"])

@@ -87,13 +87,10 @@ def test_tensors_of_a_call_of_four_ranks(op: str, fields: dict[str, Any], expect
         ("gather", {"root": None}, "its root is not recorded"),
         ("reduce", {"inputs": [[1], [2]]}, "reduce of several tensors at once"),
         ("all_reduce", {"inputs": [], "outputs": [], "bytes": 0}, "its size is not recorded"),
-        (
-            "all_gather",
-            {"inputs": [], "outputs": [[2]] * 4, "c10d": "all_gather"},
-            "all_gather of a list without this rank's own part",
-        ),
+        ("all_gather", {"inputs": [], "outputs": [[2]] * 4, "c10d": "all_gather"},
+         "all_gather of a list without this rank's own part"),
     ],
-)
+)  # fmt: skip
 def test_a_call_that_cannot_be_made_again_says_why(op: str, fields: dict[str, Any], why: str) -> None:
     with pytest.raises(LeftOutError) as left:
         completed(op, **fields)
@@ -132,6 +129,11 @@ def test_a_call_that_contradicts_itself_says_what(op: str, fields: dict[str, Any
     with pytest.raises(BrokenError) as broken:
         completed(op, **fields)
     assert str(broken.value) == why
+
+
+def test_a_call_has_the_bytes_of_its_tensors_whatever_the_trace_says() -> None:
+    calls = (record("gather", inputs=[[3]], root=1), record("all_gather"), record("send", peer=1), record("barrier"))
+    assert [complete(one, _FOUR, 0).bytes for one in calls] == [48, 64, 16, 0]
 
 
 def test_a_group_without_the_rank_is_no_group_of_its() -> None:

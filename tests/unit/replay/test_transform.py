@@ -52,6 +52,8 @@ def test_messages_are_scaled_by_their_elements_and_go_on_to_fit_together() -> No
     assert (exchange.inputs, exchange.outputs) == ([[7]], [[10]])
     assert reduced.inputs == reduced.outputs == sent.inputs == [[10]]
     assert barrier.bytes == 0
+    nothing = built(*[[record("all_reduce", inputs=[[0, 3]])]] * 2)
+    assert scale_bytes(nothing, 9).ranks[0].calls[0].record.inputs == [[0]]
     assert plan.coverage().complete
 
 
@@ -81,7 +83,6 @@ def test_a_filter_counts_what_it_takes_away() -> None:
 
 def test_the_first_calls_of_each_rank_are_those_whose_other_ends_are_among_them() -> None:
     early = [record("all_reduce"), record("all_reduce", pg="dp"), record("barrier")]
-    late = [record("all_reduce", pg="dp"), record("barrier"), record("all_reduce")]
     late = [early[1], early[0], early[2]]
     plan = built(early, late, groups={"0": _TWO, "dp": _TWO})
     assert [ops(first_calls(plan, 1), rank) for rank in _TWO] == [[], []]
