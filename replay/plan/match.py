@@ -69,7 +69,7 @@ def _trace(plan: Plan, rank: RankPlan, walk: Walk) -> RankTrace:
     for index, (call, key) in enumerate(zip(rank.calls[: reached + 1], walk.keys[rank.rank], strict=False)):
         number = key[-1]
         assert isinstance(number, int)
-        row = builder.add(call.record, called=0, state=RETIRED if over[index] else SCHEDULED)
+        row = builder.add(call.record, called=index + 1, state=RETIRED if over[index] else SCHEDULED)
         trace.calls.number[row] = number + 1
         if is_p2p(call.record) and call.wait_before > index + 1:
             trace.unawaited.add(row)

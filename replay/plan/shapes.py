@@ -46,9 +46,10 @@ _KNOWN = frozenset(("allgather_coalesced_", *chain.from_iterable(_C10D.values())
 GATHERED_WHOLE = frozenset((_C10D["all_gather"].one, _C10D["all_gather"].coalesced))
 IN_ONE = GATHERED_WHOLE | {_C10D["reduce_scatter"].one, _C10D["reduce_scatter"].coalesced}
 """c10d ops with one tensor for all members on a side, part after part."""
-OWN_SIDE = {"all_gather": 1, "gather": 1, "send": 1, "reduce_scatter": -1, "scatter": -1, "recv": -1}
-"""Operations of which one side is a rank's own, and the other holds something of each member, or nothing: 1 = its own
-are the inputs. `(inputs, outputs)[::1]` is (own, of all), and turned around in the same way."""
+OWN_INPUTS = ("all_gather", "gather", "send")
+OWN_OUTPUTS = ("reduce_scatter", "scatter", "recv")
+"""Operations of which one side is a rank's own, and the other holds something of each member, or nothing."""
+Shapes = list[list[int]]
 _ANY_ROOT = ("broadcast", "reduce")
 """Which rank is the root changes neither tensors nor, by much, times: one that is not recorded is the first member."""
 _IN_PLACE = ("all_reduce", "reduce", "broadcast")
@@ -116,7 +117,7 @@ def _with_tensors(record: CommRecord, n: int, item: int, rank: int) -> CommRecor
         return _replace(record, _C10D[op].listed if in_list else name, inputs, inputs)
     if op == "all_to_all":
         return _all_to_all(record, n, elements)
-    own, of_all = (record.inputs, record.outputs)[:: OWN_SIDE[op]]
+    own, of_all = own_first(op, (record.inputs, record.outputs))
     if OPERATIONS[op].p2p:
         own, of_all = own or of_all or [[elements]], []
     elif OPERATIONS[op].rooted:
@@ -126,7 +127,7 @@ def _with_tensors(record: CommRecord, n: int, item: int, rank: int) -> CommRecor
         of_all = [] if record.root != rank else of_all if len(of_all) == n else own * n
     else:
         name, own, of_all = _one_to_many(record, n, own, of_all or [[n * prod(shape)] for shape in own] or [[elements]])
-    inputs, outputs = (own, of_all)[:: OWN_SIDE[op]]
+    inputs, outputs = own_first(op, (own, of_all))
     return _replace(record, name, inputs, outputs)
 
 
@@ -210,6 +211,11 @@ def sized(record: CommRecord, group: Group) -> CommRecord:
     item = DTYPES[record.dtype].size if record.dtype else 0
     size = operation.bytes(total_bytes(record.inputs, item), total_bytes(record.outputs, item), len(group.ranks or ()))
     return msgspec.structs.replace(record, bytes=size)
+
+
+def own_first(op: str, sides: tuple[Shapes, Shapes]) -> tuple[Shapes, Shapes]:
+    """(a rank's own, those of all members) from (inputs, outputs) of such an operation, and the reverse."""
+    return sides[::-1] if op in OWN_OUTPUTS else sides
 
 
 def of_all_members(record: CommRecord, own: list[list[int]], n: int) -> list[list[int]]:

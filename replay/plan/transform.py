@@ -25,7 +25,7 @@ from crossrank.replay.plan.build_plan import used_groups
 from crossrank.replay.plan.one_trace import Form, form_of
 from crossrank.replay.plan.plan import LeftOut, Plan, PlannedCall, RankPlan, copy_left_out, leave_out, with_records
 from crossrank.replay.plan.schedule import calls_by_key, keys_of, takers
-from crossrank.replay.plan.shapes import IN_ONE, OWN_SIDE, of_all_members, parts, sized
+from crossrank.replay.plan.shapes import IN_ONE, OWN_INPUTS, OWN_OUTPUTS, of_all_members, own_first, parts, sized
 from crossrank.text import rank_ranges
 
 BEYOND = "its peer is beyond the smaller number of ranks"
@@ -129,8 +129,8 @@ def _scaled(record: CommRecord, group: Group, factor: float) -> CommRecord:
         out_split = [_scale(part, factor) for part in parts(record.outputs[0], record.out_split, n)]
         inputs, outputs = [[sum(in_split)]], [[sum(out_split)]]
     elif record.c10d in IN_ONE:
-        own = (inputs, outputs)[:: OWN_SIDE[record.op]][0]
-        inputs, outputs = (own, of_all_members(record, own, n))[:: OWN_SIDE[record.op]]
+        own, _ = own_first(record.op, (inputs, outputs))
+        inputs, outputs = own_first(record.op, (own, of_all_members(record, own, n)))
     changed = msgspec.structs.replace(record, inputs=inputs, outputs=outputs, in_split=in_split, out_split=out_split)
     return sized(changed, group)
 
@@ -269,8 +269,8 @@ def _reshared(record: CommRecord, members: list[int], sent: dict[int, int], rank
         else:
             in_split, out_split = [mine] * n, theirs
             inputs, outputs = [[mine * n]], [[sum(theirs)]]
-    elif record.op in OWN_SIDE:
-        own, of_all = (inputs, outputs)[:: OWN_SIDE[record.op]]
+    elif record.op in (*OWN_INPUTS, *OWN_OUTPUTS):
+        own, of_all = own_first(record.op, (inputs, outputs))
         if OPERATIONS[record.op].rooted:
             of_all = own * n if record.root == rank else []
         else:
@@ -278,7 +278,7 @@ def _reshared(record: CommRecord, members: list[int], sent: dict[int, int], rank
                 wholes = [sum(map(prod, of_all))] if len(own) == 1 else map(prod, of_all)
                 own = [[ceil(whole / n)] for whole in wholes]
             of_all = of_all_members(record, own, n)
-        inputs, outputs = (own, of_all)[:: OWN_SIDE[record.op]]
+        inputs, outputs = own_first(record.op, (own, of_all))
     return msgspec.structs.replace(record, inputs=inputs, outputs=outputs, in_split=in_split, out_split=out_split)
 
 

@@ -82,6 +82,10 @@ def test_what_is_sharded_keeps_its_total_and_what_is_reduced_its_size() -> None:
     assert sizes["reduce_scatter"] == ([[24]], [[6]])
     assert sizes["all_reduce"] == ([[4]], [[4]])
     assert sizes["all_to_all"] == ([[8]], [[8]])
+    names = ["world", "dp0.0", "dp0.1", "tp0.0", "tp1.0", "tp0.0 +4", "tp1.0 +4"]
+    assert [group.pg for group in plan.groups] == names
+    sent = resize(built([isend(1)], [irecv(0)]), 4).ranks[2].calls[0].record
+    assert (sent.inputs, sent.outputs, sent.peer) == ([[4]], [], 3)
     assert plan.notes[-1] == (
         "8 ranks for the 4 recorded: groups of 2 with stride 2 have 4 members, groups of 4 with stride 1 have 8 "
         "members; unchanged: groups of 2 with stride 1"
