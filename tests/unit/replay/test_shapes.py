@@ -63,6 +63,8 @@ def completed(op: str, rank: int = 0, **fields: Any) -> tuple[str, list[list[int
         ("gather", {"inputs": [[3]], "outputs": [[3]], "root": 0}, ("gather_", [[3]], [[3]] * 4)),
         ("scatter", {"inputs": [[3], [4], [4], [4]], "outputs": [], "root": 0},
          ("scatter_", [[3], [4], [4], [4]], [[3]])),
+        ("gather", {"inputs": [[3], [4]], "root": 1}, ("gather_", [[3]], [])),
+        ("gather", {"inputs": [], "outputs": [[3]] * 4, "root": 0}, ("gather_", [[3]], [[3]] * 4)),
         ("gather", {"inputs": [[3]], "root": 1}, ("gather_", [[3]], [])),
         ("scatter", {"inputs": [], "outputs": [[3]], "root": 0}, ("scatter_", [[3]] * 4, [[3]])),
         ("scatter", {"inputs": [], "outputs": [[3]], "root": 2}, ("scatter_", [], [[3]])),
