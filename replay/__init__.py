@@ -4,7 +4,7 @@ The way of a replay, a module each:
 
 * `replay_inputs` reads what every rank communicated, from any kind of file; `build_plan` makes it one `plan.Plan`, in
   which groups, calls and waits of all ranks fit together, or says what does not.
-* `transform` and `resize` change a plan: sizes, types, operations, ranks.
+* `transform` changes a plan: sizes, types, operations, ranks.
 * `processes` starts one per rank, or takes those that a launcher started; in each of them `worker` joins the others
   over a `rendezvous`, and `executor` makes its calls.
 * `measure` puts the times of all ranks on one clock and beside the recorded ones, `replay_report` writes and prints

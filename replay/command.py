@@ -21,7 +21,6 @@ from crossrank.replay.plan.build_plan import build, settle
 from crossrank.replay.plan.memory_plan import bytes_needed
 from crossrank.replay.plan.one_trace import spread
 from crossrank.replay.plan.plan import Plan, load_plan, save_plan
-from crossrank.replay.plan.resize import resize
 from crossrank.replay.results.measure import RankResult
 from crossrank.replay.results.replay_report import indented, make_report, plan_json, print_plan, write_report
 from crossrank.replay.run.failure_report import Failed, print_states
@@ -29,16 +28,13 @@ from crossrank.replay.run.launcher import RankInfo, detect_launcher
 from crossrank.replay.run.pacing import parse_pace
 from crossrank.replay.sweep import Combination
 from crossrank.text import amount
-from crossrank.tools.commands.options import complain, progress
-from crossrank.tools.parallel import Fleet
+from crossrank.tools.commands.options import complain, fleet_of, progress
 from crossrank.tools.traces.discover import PLAN, look
 from crossrank.tools.traces.replayed import ReplayReport, Settings
 
 if TYPE_CHECKING:
     from crossrank.replay.run.processes import Lead
 
-_WORTH_PROCESSES = 20_000_000
-"""Bytes of traces below which starting processes takes longer than reading."""
 _LONGEST_GAP_S = 86_400.0
 _MOST_LOCAL = 256
 """Processes that one machine is asked to start; a launcher starts more."""
@@ -206,12 +202,9 @@ def _read(arguments: argparse.Namespace) -> Plan:
             "--steps is for recordings, whose comms files know iterations; "
             f"{path} has {replay_inputs.KINDS[found.kind]}"
         )
-    jobs = arguments.jobs or min(os.cpu_count() or 1, len(found.inputs))
     size = sum(os.path.getsize(one.path) for one in found.inputs if os.path.exists(one.path))
-    jobs = jobs if arguments.jobs or size > _WORTH_PROCESSES else 1
-    ranks = progress(
-        "reading", len(found.inputs), lambda done: replay_inputs.read(found, Fleet(jobs=jobs), done, steps=steps)
-    )
+    fleet = fleet_of(arguments, size)
+    ranks = progress("reading", len(found.inputs), lambda done: replay_inputs.read(found, fleet, done, steps=steps))
     others = [one.path for one in found.inputs[1:]]
     if arguments.one_trace:
         ranks = spread(ranks[0], arguments.world_size)
@@ -254,7 +247,7 @@ def _changed(recorded: Plan, given: argparse.Namespace, launched: int | None) ->
             f"{ranks} ranks are too many processes for one machine; start them with torchrun, srun or mpirun, or "
             "choose fewer with --nproc"
         )
-    plan = resize(plan, ranks)
+    plan = transform.resize(plan, ranks)
     gaps = [call.gap_ns for rank in plan.ranks for call in rank.calls]
     if not gaps:
         reasons = ", ".join(f"{count} call(s) {reason}" for reason, count in plan.coverage().reasons.items())

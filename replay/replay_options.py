@@ -8,6 +8,7 @@ from crossrank.comm import MOST_RANKS
 from crossrank.errors import CrossrankError
 from crossrank.replay.plan.replay_inputs import KINDS
 from crossrank.replay.run.pacing import parse_pace
+from crossrank.tools.commands.options import add_fleet_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--one-trace", "--use-one-trace", action="store_true", help="let one rank's file stand for all ranks"
     )
     what.add_argument("--world-size", type=int, metavar="N", help="ranks of the recorded job, where no file says it")
+    add_fleet_arguments(parser)
     change = parser.add_argument_group("what if")
     change.add_argument(
         "--nproc",
@@ -69,7 +71,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--record", metavar="DIR", help="record the measured passes with crossrank into DIR")
     run.add_argument("--master-ip", metavar="HOST", help="where rank 0 is, where the launcher does not say it")
     run.add_argument("--master-port", type=int, metavar="PORT", help="its port (29500)")
-    run.add_argument("--jobs", type=int, default=0, metavar="N", help="processes that read (default: one per core)")
     out = parser.add_argument_group("what is written")
     out.add_argument(
         "-o", "--output", "--output-path", metavar="DIR", help="write replay.json, .csv and .html into DIR"
@@ -85,7 +86,7 @@ def check(arguments: argparse.Namespace) -> None:
     if path is None or (arguments.trace and arguments.trace_path):
         raise CrossrankError("name one trace: a recording, a folder of traces, a file or a plan")
     arguments.trace, arguments.trace_path = path, None
-    for name, lowest in (("warmup", 0), ("repeat", 1), ("nproc", 1), ("world_size", 1), ("max_calls", 1), ("jobs", 0)):
+    for name, lowest in (("warmup", 0), ("repeat", 1), ("nproc", 1), ("world_size", 1), ("max_calls", 1)):
         value = getattr(arguments, name)
         if value is not None and not lowest <= value <= MOST_RANKS:
             raise CrossrankError(f"--{name.replace('_', '-')} {value} is below {lowest} or beyond reason")

@@ -28,7 +28,7 @@ OPTIONS: dict[str, Callable[[str], object]] = {
     "nproc": int, "ops": str, "pgs": str, "max-calls": int,
 }  # fmt: skip
 """Options of the command that may be swept; any name in capitals is an environment variable."""
-_WITHOUT_EFFECT = ("output", "json", "run", "command", "sweep", "jobs", "save_plan", "dry_run", "strict")
+_WITHOUT_EFFECT = ("output", "json", "run", "command", "sweep", "jobs", "cluster", "save_plan", "dry_run", "strict")
 """Options that change no result."""
 
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")

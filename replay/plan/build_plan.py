@@ -12,20 +12,20 @@ from itertools import pairwise
 
 import msgspec
 
-from crossrank.comm import MOST_RANKS, Group, has_size
+from crossrank.comm import MOST_RANKS, Group
 from crossrank.errors import CrossrankError
 from crossrank.recording import FLIGHT
 from crossrank.replay.plan.counterparts import BROKEN, Rank, align, name_sources
 from crossrank.replay.plan.match import mismatches
 from crossrank.replay.plan.plan import (
     NOT_IN_STEPS,
-    UNPLACED,
     Plan,
     PlannedCall,
     RankPlan,
     launches,
     leave_out,
     number_of,
+    with_records,
 )
 from crossrank.replay.plan.replay_inputs import KINDS
 from crossrank.replay.plan.schedule import place_waits, returns_early
@@ -45,7 +45,6 @@ def build(
     sources = list(map(with_members, sources))
     size = _world_size(sources, path, world_size)
     _add_idle_ranks(sources, size)
-    any_source = name_sources(sources)
     damage = [f"{source.path}: {problem}" for source in sources for problem in source.problems]
     damage += [
         f"{source.path}: its recorder could not keep {source.dropped} calls (TRACING_RING)"
@@ -55,21 +54,14 @@ def build(
     for problem in _problems(sources, path, size, damage, partial):
         raise CrossrankError(problem)
     job = Job.match(sources, size)
-    labels = _labels(job)
-    groups = {
-        label: Group(
-            pg=label,
-            size=len(group.members),
-            ranks=list(group.members),
-            desc=group.desc,
-            backend=group.backend,
-            eager=group.eager,
-        )
-        for label, group in ((label, job.groups[index]) for index, label in labels.items())
-    }
-    broken: list[str] = []
-    ranks = [_completed(job, number, labels, groups, broken) for number in sorted(job.ranks)]
-    guessed = align(ranks, groups, broken, partial) if partial or not broken else 0
+    groups = _groups(job)
+    ranks = [
+        Rank(trace, rank, list(trace.records()), [groups.get(job.group_of[rank][local]) for local in trace.calls.group])
+        for rank, trace in job.ranks.items()
+    ]
+    any_source = name_sources(ranks)
+    broken = [problem for rank in ranks for problem in _complete(rank)]
+    guessed = align(ranks, broken, partial) if partial or not broken else 0
     if broken and not partial:
         raise CrossrankError(_listed(broken, "--partial leaves such calls out"))
     plans = [_rank_plan(rank) for rank in ranks]
@@ -177,10 +169,8 @@ def _add_idle_ranks(sources: list[RankTrace], size: int) -> None:
     called = {
         rank
         for source in sources
-        for used in [set(source.calls.group)]
-        for index, one in enumerate(source.groups)
-        if index in used
-        for rank in one.group.ranks or range(size)
+        for index in set(source.calls.group)
+        for rank in source.groups[index].group.ranks or range(size)
     }
     absent = sorted(set(range(size)) - present - called)
     if not absent or len(absent) > len(present):
@@ -195,8 +185,9 @@ def _add_idle_ranks(sources: list[RankTrace], size: int) -> None:
     ]
 
 
-def _labels(job: Job) -> dict[int, str]:
-    """Index of a group -> its name in the plan: torch lets different ranks use one name for different groups.
+def _groups(job: Job) -> dict[int, Group]:
+    """Index of a group -> what it is in the plan, under a name of its own: torch lets different ranks use one name for
+    different groups.
 
     A group whose members are not known is in no plan, but of gloo's dumps, which never have them: there they are those
     who called on it.
@@ -205,54 +196,49 @@ def _labels(job: Job) -> dict[int, str]:
     known = [group for group in job.groups if group.members and (by_use or not group.inferred)]
     count = Counter(group.name for group in known)
     return {
-        group.index: group.name if count[group.name] == 1 else f"{group.name} of ranks {rank_ranges(group.members)}"
+        group.index: Group(
+            pg=group.name if count[group.name] == 1 else f"{group.name} of ranks {rank_ranges(group.members)}",
+            size=len(group.members),
+            ranks=list(group.members),
+            desc=group.desc,
+            backend=group.backend,
+            eager=group.eager,
+        )
         for group in known
     }
 
 
-def _completed(job: Job, number: int, labels: dict[int, str], groups: dict[str, Group], broken: list[str]) -> Rank:
-    """The calls of a rank, completed; those that contradict themselves are added to `broken`."""
-    source, group_of = job.ranks[number], job.group_of[number]
-    rank = Rank(source, number, list(source.records()), [labels.get(group_of[local]) for local in source.calls.group])
-    for index, (record, label) in enumerate(zip(rank.recorded, rank.labels, strict=True)):
-        whole = None
+def _complete(rank: Rank) -> Iterator[str]:
+    """Complete the calls of a rank; gives what contradicts itself."""
+    for record, group in zip(rank.recorded, rank.groups, strict=True):
         try:
-            group = groups[label] if label is not None else None
-            whole = msgspec.structs.replace(complete(record, group, number), pg=label)
+            whole = complete(record, group, rank.rank)
+            rank.records.append(msgspec.structs.replace(whole, pg=group.pg if group is not None else record.pg))
         except LeftOutError as error:
-            rank.reasons[index] = str(error)
+            rank.records.append(str(error))
         except BrokenError as error:
+            rank.records.append(BROKEN)
             what = f"call {record.id} ({call_text(record.op, number_of(record))} on {record.pg!r})"
-            broken.append(f"{source.path}: rank {number}, {what}: {error}")
-            rank.reasons[index] = BROKEN
-        rank.records.append(whole)
-    return rank
+            yield f"{rank.source.path}: rank {rank.rank}, {what}: {error}"
 
 
 def _rank_plan(rank: Rank) -> RankPlan:
     source, waits = rank.source, rank.source.waits
-    plan = RankPlan(rank=rank.rank, calls=[], source=source.path, is_copy=source.is_copy)
-    kept_before = [0]
-    for record in rank.records:
-        kept_before.append(kept_before[-1] + (record is not None))
+    recorded = RankPlan(rank=rank.rank, calls=[], source=source.path, is_copy=source.is_copy)
     if source.skipped != (0, 0):
-        leave_out(plan.left_out, NOT_IN_STEPS, *source.skipped)
-    rows: list[int] = []
-    for row, (recorded, record) in enumerate(zip(rank.recorded, rank.records, strict=True)):
-        if record is None:
-            leave_out(plan.left_out, rank.reasons[row], 1, max(recorded.bytes, 0), not has_size(recorded))
-            continue
+        leave_out(recorded.left_out, NOT_IN_STEPS, *source.skipped)
+    for row, (record, made) in enumerate(zip(rank.recorded, rank.records, strict=True)):
         before, blocking = (waits.before[row], waits.blocking[row]) if waits is not None else (-1, -1)
-        plan.calls.append(
+        recorded.calls.append(
             PlannedCall(
                 record=record,
-                wait_before=UNPLACED if before < 0 else max(kept_before[before], len(plan.calls) + 1),
-                blocking=returns_early(record) is False if blocking < 0 else bool(blocking),
-                recorded_bytes=record.bytes,
+                wait_before=before,
+                blocking=not returns_early(record) if blocking < 0 else bool(blocking),
+                recorded_bytes=max(record.bytes, 0) if isinstance(made, str) else made.bytes,
                 took_ns=source.took(row),
             )
         )
-        rows.append(row)
+    plan = with_records(recorded, rank.records)
     for first, end in launches(plan.calls):  # calls of one launch are waited for together
         batch = plan.calls[first:end]
         if len(batch) > 1 and any(call.wait_before >= 0 for call in batch):
@@ -260,7 +246,7 @@ def _rank_plan(rank: Rank) -> RankPlan:
             for call in batch:
                 call.wait_before = latest
     if source.timed:
-        _set_gaps(plan.calls, source, rows)
+        _set_gaps(plan.calls, source, [row for row, made in enumerate(rank.records) if not isinstance(made, str)])
     return plan
 
 
@@ -312,7 +298,7 @@ def _notes(sources: list[RankTrace], ranks: list[Rank], kind: str, any_source: i
         yield f"{any_source} receive(s) from any source are made from a rank whose send has no other receive"
     pairs = [pair for rank in ranks for pair in zip(rank.recorded, rank.records, strict=True)]
     if rootless := sum(
-        recorded.root is None and made is not None and made.root is not None for recorded, made in pairs
+        recorded.root is None and not isinstance(made, str) and made.root is not None for recorded, made in pairs
     ):
         yield f"{rootless} call(s) have no recorded root: the first member of their group stands in"
     if guessed:

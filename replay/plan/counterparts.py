@@ -15,10 +15,10 @@ from math import prod
 
 import msgspec
 
-from crossrank.comm import CommRecord, Group, ends_of, is_p2p
+from crossrank.comm import CommRecord, Group, is_p2p
 from crossrank.replay.plan.plan import number_of
 from crossrank.replay.plan.schedule import Key, lane_of
-from crossrank.tools.traces.rank_trace import RankTrace, Signatures
+from crossrank.tools.traces.rank_trace import RankTrace
 
 _OUT_OF_RING = "another rank's dump no longer has it"
 _ALONE = "another rank of its group has no such call"
@@ -32,19 +32,17 @@ class Rank:
     source: RankTrace
     rank: int
     recorded: list[CommRecord]
-    labels: list[str | None]
-    """By call: the name of its group in the plan; None where nobody defined it."""
-    records: list[CommRecord | None] = field(default_factory=list)
-    """Completed, by call; None where the call is left out."""
-    reasons: dict[int, str] = field(default_factory=dict)
-    """Call -> why it is left out."""
+    groups: list[Group | None]
+    """By call: its group in the plan; None where nobody defined it."""
+    records: list[CommRecord | str] = field(default_factory=list)
+    """By call: completed, or why it is left out."""
 
 
-Lane = dict[int, list[tuple["int | None", int]]]
-"""Side (a member, or an end of a pair) -> (number, call) of its calls there, in order."""
+Lane = dict[int, list[tuple[int, int]]]
+"""Side (a member, or an end of a pair) -> (number or 0, call) of its calls there, in order."""
 
 
-def align(ranks: list[Rank], groups: dict[str, Group], broken: list[str], partial: bool) -> int:
+def align(ranks: list[Rank], broken: list[str], partial: bool) -> int:
     """Leave out, on all ranks, what is left out on one, and what has no counterpart.
 
     What contradicts itself over several ranks is added to `broken`. Returns how many uneven all_to_alls got parts that
@@ -53,10 +51,10 @@ def align(ranks: list[Rank], groups: dict[str, Group], broken: list[str], partia
     guessed = 0
     by_rank = {rank.rank: rank for rank in ranks}
     numbered = all(rank.source.numbered for rank in ranks)
-    for lane in _lanes(by_rank, groups):
+    for lane in _lanes(by_rank):
         late = {member for member in lane if by_rank[member].source.starts_late}
         numbers = [[number for number, _ in calls] for calls in lane.values()]
-        use_numbers = numbered and all(None not in one and len(set(one)) == len(one) for one in numbers)
+        use_numbers = numbered and all(0 not in one and len(set(one)) == len(one) for one in numbers)
         if not use_numbers:
             # From the first call on, or, where beginnings are lost, from the last one.
             for calls in lane.values():
@@ -69,89 +67,79 @@ def align(ranks: list[Rank], groups: dict[str, Group], broken: list[str], partia
     return guessed
 
 
-def _lanes(ranks: dict[int, Rank], groups: dict[str, Group]) -> Collection[Lane]:
+def _lanes(ranks: dict[int, Rank]) -> Collection[Lane]:
     lanes: dict[Key, Lane] = {}
     for rank in ranks.values():
-        for index, (record, label) in enumerate(zip(rank.recorded, rank.labels, strict=True)):
+        for index, (record, group) in enumerate(zip(rank.recorded, rank.groups, strict=True)):
             p2p = is_p2p(record)
-            if label is None or (p2p and record.peer not in ranks):
+            if group is None or (p2p and record.peer not in ranks):
                 continue  # left out, or refused, already; any other call takes its place, left out or not
-            key = lane_of(record, rank.rank, label)
+            key = lane_of(record, rank.rank, group.pg)
             if key not in lanes:  # a member without a call has an empty list
-                members = (rank.rank, record.peer) if p2p else groups[label].ranks or ()
+                members = (rank.rank, record.peer) if p2p else group.ranks or ()
                 lanes[key] = {member: [] for member in members if member is not None}
-            lanes[key].setdefault(rank.rank, []).append((number_of(record), index))
+            lanes[key].setdefault(rank.rank, []).append((number_of(record) or 0, index))
     return lanes.values()
 
 
 def _gaps(lane: Lane, ranks: dict[int, Rank]) -> list[str]:
     """Calls that a rank lacks although it has later ones: by their numbers they are known to be missing."""
-    found = []
-    numbers = {member: {number for number, _ in calls if number is not None} for member, calls in lane.items()}
-    for member, mine in numbers.items():
-        if not mine:
-            continue
+    for member, own in lane.items():
+        mine = {number for number, _ in own}
         for other, calls in lane.items():
-            for number, index in calls:
-                if number is not None and number not in mine and min(mine) < number < max(mine):
-                    record = ranks[other].recorded[index]
-                    found.append(
-                        f"missing_rank: {record.op} #{number} on {record.pg!r}: {ranks[member].source.path} of rank "
-                        f"{member} lacks it and has later ones (call {record.id} of {ranks[other].source.path})"
-                    )
+            found = [
+                f"missing_rank: {record.op} #{number} on {record.pg!r}: {ranks[member].source.path} of rank {member} "
+                f"lacks it and has later ones (call {record.id} of {ranks[other].source.path})"
+                for number, index in calls
+                if number not in mine and min(mine, default=number) < number < max(mine, default=number)
+                for record in (ranks[other].recorded[index],)
+            ]
             if found:
                 return found
-    return found
+    return []
 
 
-def name_sources(sources: list[RankTrace]) -> int:
+def name_sources(ranks: Sequence[Rank]) -> int:
     """Give receives from any source the rank of a send that no other receive takes; returns how many got one."""
-    sends: Counter[tuple[str, tuple[int | None, int | None], int]] = Counter()
-    for source in sources:
-        for record in filter(is_p2p, source.records()):
-            if record.peer is not None and source.rank is not None:
-                ends = ends_of(record.op, source.rank, record.peer)
-                sends[(record.pg, ends, record.tag or 0)] += 1 if record.op == "send" else -1
+    sends: Counter[Key] = Counter()
+    for rank in ranks:
+        for record in filter(is_p2p, rank.recorded):
+            sends[lane_of(record, rank.rank, record.pg)] += 1 if record.op == "send" else -1
     named = 0
-    for source in sources:
-        if not any(one.op == "recv" and one.peer is None for one in source.signatures):
-            continue
-        signatures = Signatures(*source.signatures)
-        for row, record in enumerate(source.records()):
+    for rank in ranks:
+        for row, record in enumerate(rank.recorded):
             if record.op != "recv" or record.peer is not None:
                 continue
-            for (pg, (sender, receiver), tag), left in sends.items():
-                if left > 0 and (pg, receiver, tag) == (record.pg, source.rank, record.tag or 0):
-                    sends[pg, (sender, receiver), tag] -= 1
-                    source.calls.signature[row] = signatures.of(msgspec.structs.replace(record, peer=sender))
-                    source.calls.number[row] = 0
+            of_any = lane_of(record, rank.rank, record.pg)
+            for lane, left in sends.items():
+                kind, pg, sender, *rest = lane
+                if left > 0 and (kind, pg, None, *rest) == of_any:
+                    sends[lane] -= 1
+                    rank.recorded[row] = msgspec.structs.replace(record, peer=sender, p2p_seq=None)
                     named += 1
                     break
-        source.signatures = signatures.rows
     return named
 
 
 def _give_parts(lane: Lane, ranks: dict[int, Rank], broken: list[str]) -> int:
     """Find parts for the uneven all_to_alls of a lane of which only totals are recorded; how many got some."""
-    exchanges: dict[int | None, dict[int, tuple[int, CommRecord]]] = defaultdict(dict)
+    exchanges: dict[int, dict[int, tuple[int, CommRecord]]] = defaultdict(dict)
     for member, calls in lane.items():
         for number, index in calls:
             record = ranks[member].records[index]
-            if record is not None and record.op == "all_to_all":
-                exchanges[number][member] = index, record
+            if isinstance(record, str) or record.c10d != "alltoall_base_" or record.in_split or record.out_split:
+                continue
+            exchanges[number][member] = index, record
     given = 0
     for number, sides in exchanges.items():
-        records = [sides[member][1] for member in lane if member in sides]
-        if len(records) < len(lane) or any(
-            one.c10d != "alltoall_base_" or one.in_split or one.out_split for one in records
-        ):
+        if len(sides) < len(lane):
             continue
-        sides_of = [(one.inputs[0], one.outputs[0]) for one in records]
-        sent, received = ([shape[0] if shape else 1 for shape in side] for side in zip(*sides_of, strict=True))
+        shapes = [(sides[member][1].inputs[0], sides[member][1].outputs[0]) for member in lane]
+        sent, received = ([prod(shape[:1]) for shape in side] for side in zip(*shapes, strict=True))
         if len({*sent, *received}) == 1 and sent[0] % len(lane) == 0:
             continue  # even parts
-        widths = {prod(shape[1:]) for pair in sides_of for shape in pair if shape}
-        parts = fit(sent, received) if sum(sent) == sum(received) and len(widths) <= 1 else None
+        widths = {prod(shape[1:]) for pair in shapes for shape in pair}
+        parts = fit(sent, received) if sum(sent) == sum(received) and len(widths) == 1 else None
         given += parts is not None
         for place, member in enumerate(lane):
             rank, (index, record) = ranks[member], sides[member]
@@ -159,7 +147,7 @@ def _give_parts(lane: Lane, ranks: dict[int, Rank], broken: list[str]) -> int:
                 splits = {"in_split": parts[place], "out_split": [row[place] for row in parts]}
                 rank.records[index] = msgspec.structs.replace(record, **splits)
                 continue
-            rank.records[index], rank.reasons[index] = None, BROKEN
+            rank.records[index] = BROKEN
             broken.append(
                 f"{rank.source.path}: rank {member}, call {record.id} (all_to_all #{number} on {record.pg!r}): what "
                 "its ranks send is not what they receive"
@@ -192,14 +180,14 @@ def fit(rows: Sequence[int], columns: Sequence[int]) -> list[list[int]]:
 
 def _leave_out_unmatched(lane: Lane, ranks: dict[int, Rank], late: Collection[int], partial: bool) -> None:
     common = set.intersection(*({number for number, _ in calls} for calls in lane.values()))
-    out = {
-        number: ranks[member].reasons[index]
-        for member, calls in lane.items()
-        for number, index in calls
-        if index in ranks[member].reasons
-    }
+    out: dict[int, str] = {}
     for member, calls in lane.items():
-        seen_common = False
+        for number, index in calls:
+            record = ranks[member].records[index]
+            if isinstance(record, str):
+                out[number] = record
+    for member, calls in lane.items():
+        records, seen_common = ranks[member].records, False
         for number, index in calls:
             reason = out.get(number)
             if number in common:
@@ -208,6 +196,5 @@ def _leave_out_unmatched(lane: Lane, ranks: dict[int, Rank], late: Collection[in
                 reason = _OUT_OF_RING
             elif reason is None and partial:
                 reason = _ALONE
-            if reason is not None:
-                ranks[member].reasons.setdefault(index, reason)
-                ranks[member].records[index] = None
+            if reason is not None and not isinstance(records[index], str):
+                records[index] = reason

@@ -33,13 +33,12 @@ def mismatches(plan: Plan, walk: Walk) -> list[str]:
     found = [_line(finding, files) for finding in diagnosis.findings]
     found += _split_mismatches(plan, walk)
     if not found and not walk.ends:
-        stuck = [rank for rank in plan.ranks if walk.reached[rank.rank] < len(rank.calls)]
-        first = stuck[0]
-        record = first.calls[walk.reached[first.rank]].record
-        found.append(
-            f"rank {rank_ranges([rank.rank for rank in stuck])} wait(s) for ever, rank {first.rank} in {record.op} "
-            f"(call {record.id}) on {record.pg} of {first.source}"
-        )
+        at = {rank.rank: rank.calls[walk.reached[rank.rank] :] for rank in plan.ranks}
+        found += [
+            f"rank {rank} waits for ever in {calls[0].record.op} (call {calls[0].record.id} of {files[rank]})"
+            for rank, calls in at.items()
+            if calls
+        ]
     return found
 
 
@@ -105,6 +104,6 @@ def _split_mismatches(plan: Plan, walk: Walk) -> list[str]:
 
 def _elements_per_member(shapes: list[list[int]], split: list[int] | None, n: int) -> list[int]:
     """Of a list of one tensor per member, or of one tensor in parts."""
-    if len(shapes) == n and not (n == 1 and split):
+    if len(shapes) == n:
         return [prod(shape) for shape in shapes]
     return parts(shapes[0], split, n)

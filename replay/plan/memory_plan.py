@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from crossrank.comm import CommRecord, total_bytes
+from crossrank.comm import total_bytes
 from crossrank.dtypes import DTYPES
 from crossrank.replay.plan.plan import PlannedCall, launches, waited_before
 from crossrank.replay.plan.shapes import tensors
@@ -40,20 +40,25 @@ class Layout:
     """Bytes of the whole block."""
 
 
-def bytes_needed(calls: Sequence[PlannedCall]) -> int:
-    """Bytes of the tensors that are alive at once, at most, where nothing stands in for recorded types."""
+def needs_of(calls: Sequence[PlannedCall]) -> list[Need]:
+    """What every tensor of `calls` needs, in their order; what stands in for a type has the same size."""
     spans = launches(calls)
-    changes = [0] * (len(spans) + 2)
-    for position, ((first, end), until) in enumerate(zip(spans, waited_before(calls, spans), strict=True)):
-        size = sum(_bytes(call.record) for call in calls[first:end])
-        changes[position] += size
-        changes[until] -= size
+    return [
+        Need(total_bytes([shape], DTYPES[call.record.dtype or "uint8"].size), position, until)
+        for position, ((first, end), until) in enumerate(zip(spans, waited_before(calls, spans), strict=True))
+        for call in calls[first:end]
+        for side in tensors(call.record)
+        for shape in side
+    ]
+
+
+def bytes_needed(calls: Sequence[PlannedCall]) -> int:
+    """Bytes of the tensors that are alive at once, at most."""
+    changes = [0] * (len(calls) + 1)
+    for need in needs_of(calls):
+        changes[need.first] += need.bytes
+        changes[need.until] -= need.bytes
     return max(accumulate(changes))
-
-
-def _bytes(record: CommRecord) -> int:
-    item = DTYPES[record.dtype].size if record.dtype else 0
-    return sum(total_bytes(side, item) for side in tensors(record))
 
 
 def assign_offsets(needs: Sequence[Need]) -> Layout:

@@ -144,27 +144,27 @@ def _with_both_ends(source: RankTrace, forms: dict[str, Form], home: int) -> tup
     surplus: Counter[Way] = Counter()
     for record, way in zip(records, ways, strict=True):
         if way is not None:
-            surplus[way] += _SIGN[record.op]
+            surplus[way] += _sign(record)
     if not any(surplus.values()):
         return source, 0
     next_id = max(source.calls.id, default=0) + 1
     made: list[tuple[CommRecord, int]] = []
     for row, (record, way) in enumerate(zip(records, ways, strict=True)):
-        if way is None or surplus[way] * _SIGN[record.op] <= 0:
+        if way is None or record.peer is None or surplus[way] * _sign(record) <= 0:
             made.append((record, row))
             continue
-        surplus[way] -= _SIGN[record.op]
+        surplus[way] -= _sign(record)
         batch = record.batch if record.batch is not None else record.id
         members = forms[record.pg].members(home)
-        behind = members[(members.index(home) - way[1] * _SIGN[record.op]) % len(members)]
+        op, c10d = ("recv", "recv_") if record.op == "send" else ("send", "send")
         other = msgspec.structs.replace(
             record,
             id=next_id,
-            op="recv" if record.op == "send" else "send",
-            c10d="recv_" if record.op == "send" else "send",
+            op=op,
+            c10d=c10d,
             inputs=record.outputs,
             outputs=record.inputs,
-            peer=behind,
+            peer=members[(2 * members.index(home) - members.index(record.peer)) % len(members)],
             batch=batch,
         )
         made += [(msgspec.structs.replace(record, batch=batch), row), (other, row)]
@@ -172,14 +172,17 @@ def _with_both_ends(source: RankTrace, forms: dict[str, Form], home: int) -> tup
     return with_records(source, made), len(made) - len(records)
 
 
-_SIGN = {"send": 1, "recv": -1}
 Way = tuple[str, int, int]
 """What a send and the receive that answers it elsewhere have in common: group, how far the message goes, tag."""
+
+
+def _sign(record: CommRecord) -> int:
+    return 1 if record.op == "send" else -1
 
 
 def _way(record: CommRecord, forms: dict[str, Form], home: int) -> Way | None:
     form = forms.get(record.pg)
     if form is None or not is_p2p(record) or record.peer not in (members := form.members(home)):
         return None
-    distance = (members.index(record.peer) - members.index(home)) * _SIGN[record.op]
+    distance = (members.index(record.peer) - members.index(home)) * _sign(record)
     return record.pg, distance % form.size, record.tag or 0

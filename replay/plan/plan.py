@@ -1,6 +1,6 @@
 """What is replayed: the calls of every rank with their waits and gaps, and what of the recording is left out.
 
-A plan is data: it is made by `build_plan`, changed by `transform` and `resize`, saved and loaded here, run by `worker`.
+A plan is data: it is made by `build_plan`, changed by `transform`, saved and loaded here, run by `worker`.
 Nothing in it needs torch. On disk it is JSON, zstd-compressed where the name ends with `.zst`.
 """
 
@@ -15,7 +15,7 @@ import msgspec
 import zstandard
 
 from crossrank.atomic_file import whole_file
-from crossrank.comm import MOST_RANKS, CommRecord, Count, Group, Int, is_p2p
+from crossrank.comm import MOST_RANKS, CommRecord, Count, Group, Int, has_size, is_p2p
 from crossrank.errors import CrossrankError, one_line
 from crossrank.recording import Damage, read_chunks
 from crossrank.replay.plan.shapes import BrokenError, LeftOutError, complete
@@ -68,6 +68,11 @@ def leave_out(rows: dict[str, LeftOut], reason: str, calls: int, size: int, unsi
     row.unsized += unsized
 
 
+def copy_left_out(rows: dict[str, LeftOut]) -> dict[str, LeftOut]:
+    """What a changed plan starts to count from."""
+    return {reason: msgspec.structs.replace(row) for reason, row in rows.items()}
+
+
 class RankPlan(msgspec.Struct, kw_only=True):
     """What one rank does."""
 
@@ -81,6 +86,22 @@ class RankPlan(msgspec.Struct, kw_only=True):
     """It was not recorded, and does what another rank did: its calls are none of the recording's."""
 
 
+def with_records(rank: RankPlan, records: Sequence[CommRecord | str]) -> RankPlan:
+    """`rank` with these records instead of its own; a text leaves the call out for that reason."""
+    changed = msgspec.structs.replace(rank, calls=[], left_out=copy_left_out(rank.left_out))
+    kept_before = [0]
+    for call, record in zip(rank.calls, records, strict=True):
+        if isinstance(record, str):
+            leave_out(changed.left_out, record, 1, call.recorded_bytes, not has_size(call.record))
+        else:
+            changed.calls.append(msgspec.structs.replace(call, record=record))
+        kept_before.append(len(changed.calls))
+    for position, call in enumerate(changed.calls):
+        if call.wait_before != UNPLACED:
+            call.wait_before = max(kept_before[call.wait_before], position + 1)
+    return changed
+
+
 class Plan(msgspec.Struct, kw_only=True):
     """What all ranks do."""
 
@@ -88,7 +109,7 @@ class Plan(msgspec.Struct, kw_only=True):
     source: str
     """The path that was given."""
     kind: str
-    """What was read: a key of `sources.KINDS`."""
+    """What was read: a key of `replay_inputs.KINDS`."""
     world_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
     groups: list[Group]
     """Every group that is used, once. All ranks make them in this order."""

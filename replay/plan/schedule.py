@@ -28,7 +28,11 @@ Key = tuple[object, ...]
 def returns_early(record: CommRecord) -> bool:
     """Whether the rank went on before the call was over."""
     if is_p2p(record):
-        return record.api not in _BLOCKING_APIS if record.api is not None else bool(record.is_async or record.batch)
+        return (
+            record.api not in _BLOCKING_APIS
+            if record.api is not None
+            else bool(record.is_async) or record.batch is not None
+        )
     if record.op == "barrier" or not record.is_async:
         return False
     # C++ asks for a Work in every call; DDP's reducer goes on only while it reduces gradients.
@@ -68,13 +72,15 @@ def _all_p2p_until_end(calls: list[PlannedCall]) -> None:
             call.wait_before, call.blocking = len(calls), False
 
 
-POLICIES: dict[str, Callable[[list[PlannedCall]], None]] = {
+POLICIES: dict[str | None, Callable[[list[PlannedCall]], None]] = {
+    None: lambda calls: None,
     "before the rank's next blocking call, or the end of its step": _until_next_blocking,
     "at the end of its step": lambda calls: _place(calls, lambda open_calls, call: False),
     "at the end": lambda calls: _wait_before(len(calls), (one for one in calls if one.wait_before == UNPLACED)),
     "at the end, and so are all sends and receives, for some block each other otherwise": _all_p2p_until_end,
 }
-"""Where waits that are not recorded (`UNPLACED`) are placed -> what sets `wait_before` of such calls."""
+"""Where waits that are not recorded (`UNPLACED`) are placed -> what sets `wait_before` of such calls. The first is for
+plans of which all are recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +107,8 @@ def place_waits(ranks: list[RankPlan], members: dict[str, list[int]]) -> tuple[s
     for rank in ranks:
         for first, end in launches(rank.calls):
             _wait_before(end, (call for call in rank.calls[first:end] if call.blocking))
-    best: tuple[str | None, Walk] | None = None
-    if not any(call.wait_before == UNPLACED for rank in ranks for call in rank.calls):
-        best = None, walk(ranks, members)
-        if best[1].ends:
-            return best
+    some_unplaced = any(call.wait_before == UNPLACED for rank in ranks for call in rank.calls)
+    policies = list(POLICIES.items())[some_unplaced:]
     recorded = [[(call.wait_before, call.blocking) for call in rank.calls] for rank in ranks]
 
     def place(policy: Callable[[list[PlannedCall]], None]) -> None:
@@ -114,15 +117,14 @@ def place_waits(ranks: list[RankPlan], members: dict[str, list[int]]) -> tuple[s
                 call.wait_before, call.blocking = wait, blocking
             policy(rank.calls)
 
-    for text, policy in POLICIES.items():
+    found: list[tuple[str | None, Walk]] = []
+    for text, policy in policies:
         place(policy)
-        found = walk(ranks, members)
-        if found.ends:
-            return text, found
-        best = best or (text, found)
-    place(next(iter(POLICIES.values())))
-    assert best is not None
-    return best
+        found.append((text, walk(ranks, members)))
+        if found[-1][1].ends:
+            return found[-1]
+    place(policies[0][1])
+    return found[0]
 
 
 def walk(ranks: list[RankPlan], members: dict[str, list[int]]) -> Walk:
@@ -197,7 +199,7 @@ def _program(calls: list[PlannedCall]) -> list[tuple[int, bool]]:
     for (first, end), until in zip(spans, waited_before(calls, spans), strict=True):
         waits[until] += range(first, end)
     program = []
-    for (first, end), before in zip([*spans, (0, 0)], waits, strict=True):
+    for (first, end), before in zip(spans, waits, strict=False):
         program += [(other, True) for other in before]
         program += [(index, False) for index in range(first, end)]
-    return program
+    return program + [(other, True) for other in waits[-1]]

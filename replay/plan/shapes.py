@@ -7,7 +7,9 @@ elements, old traces the group. What the operation implies is filled in, so that
 
 from __future__ import annotations
 
+from itertools import chain
 from math import prod
+from typing import NamedTuple
 
 import msgspec
 
@@ -15,40 +17,42 @@ from crossrank.comm import OPERATIONS, CommRecord, Group, total_bytes
 from crossrank.dtypes import DTYPES
 from crossrank.text import rank_ranges
 
-# Operation -> the c10d op that makes it from one tensor per side, and the one with a list of tensors on a side.
-_ONE_TENSOR = {
-    "all_reduce": "allreduce_",
-    "reduce": "reduce_",
-    "broadcast": "broadcast_",
-    "all_gather": "_allgather_base_",
-    "reduce_scatter": "_reduce_scatter_base_",
-    "gather": "gather_",
-    "scatter": "scatter_",
-    "all_to_all": "alltoall_base_",
-    "send": "send",
-    "recv": "recv_",
-    "barrier": "barrier",
+
+class _Ops(NamedTuple):
+    """The c10d ops that make an operation."""
+
+    one: str
+    """From one tensor per side."""
+    listed: str = ""
+    """With a list of tensors on a side."""
+    coalesced: str = ""
+    """Several at once, each from one tensor per side."""
+
+
+_C10D = {
+    "all_reduce": _Ops("allreduce_", "allreduce_coalesced_"),
+    "reduce": _Ops("reduce_"),
+    "broadcast": _Ops("broadcast_"),
+    "all_gather": _Ops("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"),
+    "reduce_scatter": _Ops("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_"),
+    "gather": _Ops("gather_"),
+    "scatter": _Ops("scatter_"),
+    "all_to_all": _Ops("alltoall_base_", "alltoall_"),
+    "send": _Ops("send"),
+    "recv": _Ops("recv_"),
+    "barrier": _Ops("barrier"),
 }
-_LISTS = {
-    "all_gather": "allgather_",
-    "reduce_scatter": "reduce_scatter_",
-    "all_to_all": "alltoall_",
-    "all_reduce": "allreduce_coalesced_",
-}
-_COALESCED = {"all_gather": "allgather_into_tensor_coalesced_", "reduce_scatter": "reduce_scatter_tensor_coalesced_"}
-_KNOWN = frozenset(
-    (*_ONE_TENSOR.values(), *_LISTS.values(), *_COALESCED.values(), "allgather_coalesced_"),
-)
+_KNOWN = frozenset(("allgather_coalesced_", *chain.from_iterable(_C10D.values()))) - {""}
+GATHERED_WHOLE = frozenset((_C10D["all_gather"].one, _C10D["all_gather"].coalesced))
+IN_ONE = GATHERED_WHOLE | {_C10D["reduce_scatter"].one, _C10D["reduce_scatter"].coalesced}
+"""c10d ops with one tensor for all members on a side, part after part."""
+OWN_INPUTS = ("all_gather", "gather", "send")
+OWN_OUTPUTS = ("reduce_scatter", "scatter", "recv")
+"""Operations of which one side is a rank's own, and the other holds something of each member, or nothing."""
+Shapes = list[list[int]]
 _ANY_ROOT = ("broadcast", "reduce")
 """Which rank is the root changes neither tensors nor, by much, times: one that is not recorded is the first member."""
-GATHERED_WHOLE = frozenset((_ONE_TENSOR["all_gather"], _COALESCED["all_gather"]))
-SCATTERED_WHOLE = frozenset((_ONE_TENSOR["reduce_scatter"], _COALESCED["reduce_scatter"]))
-"""c10d ops with one tensor for all members on the large side, part after part."""
 _IN_PLACE = ("all_reduce", "reduce", "broadcast")
-_LIST_NAMES = frozenset(("allgather", "reducescatter", "alltoall"))
-"""What traces call the ops with a list of tensors, in letters alone. `alltoall` also names the op with one tensor."""
-
-
 _MOST_ELEMENTS = 1 << 44
 
 
@@ -102,82 +106,64 @@ def complete(record: CommRecord, group: Group | None, rank: int) -> CommRecord:
 
 
 def _with_tensors(record: CommRecord, n: int, item: int, rank: int) -> CommRecord:
-    inputs, outputs = record.inputs, record.outputs
-    op = record.op
+    op, name = record.op, _C10D[record.op].one
     # Kineto and some dumps give no shapes: S of nccl-tests then tells the elements.
     elements = record.bytes // item
     if op in _IN_PLACE:
-        inputs = inputs or outputs or [[elements]]
+        inputs = record.inputs or record.outputs or [[elements]]
         if len(inputs) > 1 and op != "all_reduce":
             raise LeftOutError(f"{op} of several tensors at once")
         in_list = len(inputs) > 1 or record.c10d == "allreduce_coalesced_"
-        return _replace(record, (_LISTS if in_list else _ONE_TENSOR)[op], inputs, inputs)
-    if op == "send":
-        return _replace(record, "send", inputs or outputs or [[elements]], [])
-    if op == "recv":
-        return _replace(record, "recv_", [], outputs or inputs or [[elements]])
-    if op == "gather":
-        mine = inputs[:1] or outputs[:1] or [[elements // n]]
-        return _replace(record, "gather_", mine, _of_all(outputs, mine, n) if record.root == rank else [])
-    if op == "scatter":
-        mine = outputs[:1] or inputs[:1] or [[elements // n]]
-        return _replace(record, "scatter_", _of_all(inputs, mine, n) if record.root == rank else [], mine)
-    if op == "all_gather":
-        return _one_to_many(record, n, inputs, outputs, elements, gathers=True)
-    if op == "reduce_scatter":
-        return _one_to_many(record, n, outputs, inputs, elements, gathers=False)
-    return _all_to_all(record, n, elements)
+        return _replace(record, _C10D[op].listed if in_list else name, inputs, inputs)
+    if op == "all_to_all":
+        return _all_to_all(record, n, elements)
+    own, of_all = own_first(op, (record.inputs, record.outputs))
+    if OPERATIONS[op].p2p:
+        own, of_all = own or of_all or [[elements]], []
+    elif OPERATIONS[op].rooted:
+        own = own[:1] or of_all[:1] or [[elements // n]]
+        if record.root == rank and len(of_all) not in (0, 1, n):
+            raise BrokenError(f"its root holds {len(of_all)} tensors for {n} ranks")
+        of_all = [] if record.root != rank else of_all if len(of_all) == n else own * n
+    else:
+        name, own, of_all = _one_to_many(record, n, own, of_all or [[n * prod(shape)] for shape in own] or [[elements]])
+    inputs, outputs = own_first(op, (own, of_all))
+    return _replace(record, name, inputs, outputs)
 
 
 def _replace(record: CommRecord, name: str, inputs: list[list[int]], outputs: list[list[int]]) -> CommRecord:
     return msgspec.structs.replace(record, c10d=name, inputs=inputs, outputs=outputs)
 
 
-def _of_all(given: list[list[int]], mine: list[list[int]], n: int) -> list[list[int]]:
-    """What the root holds: one tensor for each member."""
-    if len(given) == n:
-        return given
-    if len(given) > 1:
-        raise BrokenError(f"its root holds {len(given)} tensors for {n} ranks")
-    return [mine[0]] * n
-
-
 def _one_to_many(
-    record: CommRecord, n: int, small: list[list[int]], large: list[list[int]], elements: int, *, gathers: bool
-) -> CommRecord:
-    """all_gather and reduce_scatter: the small side is this rank's part, the large one that of all members."""
-    op = record.op
-    if not small and not large:
-        large = [[elements]]
-    if not large:
-        large = [[n * prod(shape)] for shape in small]
+    record: CommRecord, n: int, small: list[list[int]], large: list[list[int]]
+) -> tuple[str, list[list[int]], list[list[int]]]:
+    """all_gather and reduce_scatter: the op, with this rank's part on its small side and all members' on its large."""
+    op, ops = record.op, _C10D[record.op]
     if not small:
-        if len(large) == n and "".join(filter(str.isalpha, record.c10d)).lower() in _LIST_NAMES:
+        # `allgather` and the like; in some traces they are no names of the dispatcher's.
+        if len(large) == n and record.c10d.replace("_", "").lower() == ops.listed.replace("_", ""):
             raise LeftOutError(f"{op} of a list without this rank's own part")
         if any(prod(shape) % n for shape in large):
             raise BrokenError(f"{prod(large[0])} elements cannot be shared out among {n} ranks")
         small = [[prod(shape) // n] for shape in large]
-    in_list = record.c10d == _LISTS[op] or (record.c10d not in _KNOWN and len(small) == 1 and len(large) == n > 1)
+    in_list = record.c10d == ops.listed or (record.c10d not in _KNOWN and len(small) == 1 and len(large) == n > 1)
     if record.c10d == "allgather_coalesced_":
         if len(large) != n * len(small):
             raise BrokenError(f"{len(small)} tensors of each of {n} ranks are gathered into {len(large)}")
-        name = "allgather_coalesced_"
-    elif in_list and len(small) == 1:
-        if len(large) == 1 and n > 1 and prod(large[0]) == n * prod(small[0]):
-            large = [small[0]] * n
+        return record.c10d, small, large
+    if in_list and len(small) == 1:
+        if len(large) == 1 and prod(large[0]) == n * prod(small[0]):
+            large = small * n
         if len(large) != n:
             raise BrokenError(f"it has {len(large)} tensors for {n} ranks")
-        name = _LISTS[op]
-    elif len(small) == len(large):
-        for part, whole in zip(small, large, strict=True):
-            if prod(whole) != n * prod(part):
-                raise BrokenError(
-                    f"{prod(part)} elements of each of {n} ranks are not the {prod(whole)} of the other side"
-                )
-        name = _ONE_TENSOR[op] if len(small) == 1 and record.c10d != _COALESCED[op] else _COALESCED[op]
-    else:
+        return ops.listed, small, large
+    if len(small) != len(large):
         raise BrokenError(f"it has {len(small)} and {len(large)} tensors on its sides, for {n} ranks")
-    return _replace(record, name, small, large) if gathers else _replace(record, name, large, small)
+    for part, whole in zip(small, large, strict=True):
+        if prod(whole) != n * prod(part):
+            raise BrokenError(f"{prod(part)} elements of each of {n} ranks are not the {prod(whole)} of the other side")
+    return ops.one if len(small) == 1 and record.c10d != ops.coalesced else ops.coalesced, small, large
 
 
 def _all_to_all(record: CommRecord, n: int, elements: int) -> CommRecord:
@@ -188,8 +174,7 @@ def _all_to_all(record: CommRecord, n: int, elements: int) -> CommRecord:
         return _replace(record, "alltoall_", inputs, outputs or inputs)
     if len(inputs) > 1 or len(outputs) > 1:
         raise BrokenError(f"it has {len(inputs)} input and {len(outputs)} output tensors where one each is wanted")
-    if not inputs:
-        inputs = [[sum(record.in_split)]] if record.in_split else [[elements]]
+    inputs = inputs or [[sum(record.in_split) if record.in_split else elements]]
     # Some versions count the splits in elements instead of rows.
     if record.in_split and sum(record.in_split) == prod(inputs[0]):
         inputs = [[prod(inputs[0])]]
@@ -197,13 +182,13 @@ def _all_to_all(record: CommRecord, n: int, elements: int) -> CommRecord:
         outputs = [[prod(outputs[0])]]
     if not outputs:
         outputs = [[sum(record.out_split), *inputs[0][1:]]] if record.out_split else [list(inputs[0])]
-    row = prod(inputs[0][1:])
     if not record.in_split and not record.out_split and record.outputs:
         # Dumps say what is sent and received in total. `counterparts` finds parts that give it.
         return _replace(record, "alltoall_base_", inputs, outputs)
     _check_split("in_split", record.in_split, inputs[0], n)
     _check_split("out_split", record.out_split, outputs[0], n)
-    if row != prod(outputs[0][1:]) and (record.in_split or record.out_split):
+    row = prod(inputs[0][1:])
+    if row != prod(outputs[0][1:]):
         raise BrokenError(f"a row of its input has {row} elements, one of its output {prod(outputs[0][1:])}")
     return _replace(record, "alltoall_base_", inputs, outputs)
 
@@ -226,6 +211,16 @@ def sized(record: CommRecord, group: Group) -> CommRecord:
     item = DTYPES[record.dtype].size if record.dtype else 0
     size = operation.bytes(total_bytes(record.inputs, item), total_bytes(record.outputs, item), len(group.ranks or ()))
     return msgspec.structs.replace(record, bytes=size)
+
+
+def own_first(op: str, sides: tuple[Shapes, Shapes]) -> tuple[Shapes, Shapes]:
+    """(a rank's own, those of all members) from (inputs, outputs) of such an operation, and the reverse."""
+    return sides[::-1] if op in OWN_OUTPUTS else sides
+
+
+def of_all_members(record: CommRecord, own: list[list[int]], n: int) -> list[list[int]]:
+    """Shapes of what the side of all members holds, of an op with such a side, where each gives or gets `own`."""
+    return [[n * prod(shape)] for shape in own] if record.c10d in IN_ONE else own * n
 
 
 def parts(shape: list[int], split: list[int] | None, n: int) -> list[int]:

@@ -21,24 +21,18 @@ Offset = tuple[int, int]
 def measure_offset(rendezvous: Rendezvous, rank: int, when: str) -> Offset:
     """The offset of this rank's clock. All ranks call it together; `when` names the occasion."""
     store = rendezvous.store
-    machine = boot_id() or f"rank {rank}"
+    store.set(f"{when}/machine/{rank}", boot_id() or f"rank {rank}")
     if rank == 0:
-        store.set(f"{when}/home", machine)
-    at_home = store.get(f"{when}/home").decode() == machine
-    leader = 0 if at_home else int(store.compare_set(f"{when}/leader/{machine}", "", str(rank)))
-    if leader == rank and rank:
-        store.set(f"{when}/machines/{store.add(f'{when}/machines', 1)}", str(rank))
-    # Whoever counts last knows that all machines have been counted.
-    if store.add(f"{when}/counted", 1) == rendezvous.world_size:
-        store.set(f"{when}/all", "1")
-    if rank == 0:
-        store.get(f"{when}/all")
-        for number in range(1, store.add(f"{when}/machines", 0) + 1):
-            asker = f"{when}/{store.get(f'{when}/machines/{number}').decode()}"
+        first: dict[bytes, int] = {}
+        for other in range(rendezvous.world_size):
+            leader = first.setdefault(store.get(f"{when}/machine/{other}"), other)
+            store.set(f"{when}/leader/{other}", str(leader))
+        for leader in list(first.values())[1:]:
             for trip in range(_ROUNDS):
-                store.get(f"{asker}/ping/{trip}")
-                store.set(f"{asker}/pong/{trip}", str(time.monotonic_ns()))
-        store.set(f"{when}/offset/0", "0 0")
+                store.get(f"{when}/{leader}/ping/{trip}")
+                store.set(f"{when}/{leader}/pong/{trip}", str(time.monotonic_ns()))
+    leader = int(store.get(f"{when}/leader/{rank}"))
+    if leader == 0:
         return 0, 0
     if leader == rank:
         trips = []
@@ -50,8 +44,6 @@ def measure_offset(rendezvous: Rendezvous, rank: int, when: str) -> Offset:
             trips.append(((back - sent) // 2, there - (sent + back) // 2))
         error, offset = min(trips)
         store.set(f"{when}/offset/{rank}", f"{offset} {error}")
-    if leader == 0:
-        return 0, 0
     offset, error = map(int, store.get(f"{when}/offset/{leader}").split(b" "))
     return offset, error
 

@@ -17,10 +17,9 @@ import os
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from heapq import heapreplace
 from itertools import accumulate, chain, pairwise, repeat
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -37,49 +36,32 @@ _POLL_S = 0.0002
 Hook = Callable[[int], None]
 
 
-class Executor(Protocol):
-    """Runs a program. `progress[0]` is the index of the call that the rank is in, for whoever watches."""
+class CpuExecutor:
+    """Runs a program whose Works complete on the host. `progress[0]` is the index of the call that the rank is in, for
+    whoever watches."""
 
-    progress: list[int]
+    def __init__(self, program: Program, pacer: Pacer | None = None) -> None:
+        """With a `pacer` it leaves gaps between the launches."""
+        self.progress = [IDLE]
+        self._program = program
+        self._pacer = pacer
 
     def run(self, before: Hook | None = None, after: Hook | None = None) -> Pass:
         """One pass: before each launch its gap passes, then comes what is waited for before it. For checks, `before`
         is called before each launch with its position, `after` once it is over."""
-
-
-def make_executor(program: Program, pacer: Pacer | None = None) -> Executor:
-    """The executor for the device of `program`. With a `pacer` it leaves gaps between the launches."""
-    return (CudaExecutor if program.device.type == "cuda" else CpuExecutor)(program, pacer)
-
-
-class CpuExecutor:
-    """An `Executor` whose Works complete on the host."""
-
-    def __init__(self, program: Program, pacer: Pacer | None = None) -> None:
-        self.program = program
-        self.progress = [IDLE]
-        self._pacer = pacer
-
-    def run(self, before: Hook | None = None, after: Hook | None = None) -> Pass:
-        program = self.program
-        count = len(program.bound)
-        launched, issued, waited, signalled = (array("q", bytes(8 * count)) for _ in range(4))
-        works: list[Any] = [None] * count
-        progress, pacer, now = self.progress, self._pacer, time.monotonic_ns
-
-        def note_end(position: int, _: Any) -> None:
-            signalled[position] = now()
+        program, progress, pacer, now = self._program, self.progress, self._pacer, time.monotonic_ns
+        launched, issued = (array("q", bytes(8 * len(program.bound))) for _ in range(2))
+        works: list[Any] = [None] * len(program.bound)
 
         def wait(others: Sequence[int]) -> None:
             for other in others:
                 progress[0] = program.bound[other].first
                 work, works[other] = works[other], None
-                if work is not None:
-                    work.wait()
-                waited[other] = now()
+                self._wait(other, work)
                 if after is not None:
                     after(other)
 
+        self._begin()
         start = now()
         for position, bound in enumerate(program.bound):
             if pacer is not None:
@@ -89,45 +71,59 @@ class CpuExecutor:
             if before is not None:
                 before(position)
             progress[0] = bound.first
+            self._launch(position)
             launched[position] = now()
             work = works[position] = bound.launch()
             issued[position] = now()
             if bound.blocking:
                 wait((position,))
-            elif bound.has_future and work is not None:
-                work.get_future().add_done_callback(partial(note_end, position))
+            else:
+                self._follow(position, work)
             if pacer is not None:
                 pacer.returned(now())
         wait(program.last_waits)
+        self._finish()
         end = now()
         progress[0] = IDLE
-        completed = array("q", (min(wait, signal or wait) for wait, signal in zip(waited, signalled, strict=True)))
-        return make_pass(program, start, end, launched, issued, completed)
+        ready, completed = self._times(start, launched)
 
+        def by_call(column: array[int]) -> bytes:
+            spread = (repeat(value, bound.count) for value, bound in zip(column, program.bound, strict=True))
+            return array("q", chain.from_iterable(spread)).tobytes()
 
-def make_pass(
-    program: Program,
-    start: int,
-    end: int,
-    launched: array[int],
-    issued: array[int],
-    completed: array[int],
-    ready: array[int] | None = None,
-) -> Pass:
-    """A pass from columns by launch; `ready`: when the device came to each, where that is not when it was launched."""
+        return Pass(
+            launched=by_call(launched),
+            issued=by_call(issued),
+            began=by_call(begins(program, ready, completed)),
+            completed=by_call(completed),
+            start=start,
+            end=end,
+        )
 
-    def by_call(column: array[int]) -> bytes:
-        spread = (repeat(value, bound.count) for value, bound in zip(column, program.bound, strict=True))
-        return array("q", chain.from_iterable(spread)).tobytes()
+    def _begin(self) -> None:
+        self._waited, self._signalled = (array("q", bytes(8 * len(self._program.bound))) for _ in range(2))
 
-    return Pass(
-        launched=by_call(launched),
-        issued=by_call(issued),
-        began=by_call(begins(program, launched if ready is None else ready, completed)),
-        completed=by_call(completed),
-        start=start,
-        end=end,
-    )
+    def _launch(self, position: int) -> None:
+        """Is about to launch."""
+
+    def _wait(self, position: int, work: Any) -> None:
+        if work is not None:
+            work.wait()
+        self._waited[position] = time.monotonic_ns()
+
+    def _follow(self, position: int, work: Any) -> None:
+        """See to it that the end of a launch is noted that runs while the rank goes on."""
+        signalled = self._signalled
+        if work is not None and self._program.bound[position].has_future:
+            work.get_future().add_done_callback(lambda _: signalled.__setitem__(position, time.monotonic_ns()))
+
+    def _finish(self) -> None:
+        """Let the device come to its end."""
+
+    def _times(self, start: int, launched: array[int]) -> tuple[array[int], array[int]]:
+        """When the device came to each launch, and when each was over."""
+        ends = zip(self._waited, self._signalled, strict=True)
+        return launched, array("q", (min(waited, signalled or waited) for waited, signalled in ends))
 
 
 def begins(program: Program, launched: array[int], completed: array[int]) -> array[int]:
@@ -141,83 +137,58 @@ def begins(program: Program, launched: array[int], completed: array[int]) -> arr
     return began
 
 
-class CudaExecutor:
-    """An `Executor` on one GPU. Its events are made once and used by every pass."""
+class CudaExecutor(CpuExecutor):
+    """Runs a program on one GPU. Its events are made once and used by every pass."""
 
     def __init__(self, program: Program, pacer: Pacer | None = None) -> None:
         if os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == "1":
             raise CrossrankError("TORCH_NCCL_BLOCKING_WAIT=1 makes every wait block the host; unset it for a replay")
-        self.progress = [IDLE]
-        self._program = program
-        self._pacer = pacer
+        super().__init__(program, pacer)
         self._began = [torch.cuda.Event(enable_timing=True) for _ in program.bound]
         self._ended = [torch.cuda.Event(enable_timing=True) for _ in program.bound]
         self._base = torch.cuda.Event(enable_timing=True)
         self._side = {bound.lane: torch.cuda.Stream(program.device, priority=-1) for bound in program.bound}
 
-    def run(self, before: Hook | None = None, after: Hook | None = None) -> Pass:
-        program, progress, pacer, now = self._program, self.progress, self._pacer, time.monotonic_ns
-        stream = torch.cuda.current_stream(program.device)
-        launched_at, issued_at = array("q"), array("q")
-        works: list[Any] = [None] * len(program.bound)
-
-        def wait(others: Sequence[int]) -> None:
-            for other in others:
-                work, works[other] = works[other], None
-                if work is not None:
-                    bound = program.bound[other]
-                    if bound.holds_host:
-                        progress[0] = bound.first
-                    work.wait()
-                    if bound.holds_host:
-                        self._ended[other].record(stream)
-                if after is not None:
-                    after(other)
-
-        stream.synchronize()
-        self._base.record(stream)
+    def _begin(self) -> None:
+        self._stream = torch.cuda.current_stream(self._program.device)
+        self._stream.synchronize()
+        self._base.record(self._stream)
         self._base.synchronize()
-        start = now()
-        for position, bound in enumerate(program.bound):
-            if pacer is not None:
-                pacer.pace(position)
-            wait(bound.waits)
-            if before is not None:
-                before(position)
-            progress[0] = bound.first
-            self._began[position].record(stream)
-            launched_at.append(now())
-            work = works[position] = bound.launch()
-            issued_at.append(now())
-            if bound.blocking or work is None:
-                works[position] = None
-                if work is not None:
-                    work.wait()
-                self._ended[position].record(stream)
-                if bound.blocking and after is not None:
-                    after(position)
-            elif not bound.holds_host:
-                side = self._side[bound.lane]
-                with torch.cuda.stream(side):
-                    work.wait()
-                    self._ended[position].record(side)
-            if pacer is not None:
-                pacer.returned(now())
-        wait(program.last_waits)
-        for position, bound in enumerate(program.bound):
+
+    def _launch(self, position: int) -> None:
+        self._began[position].record(self._stream)
+
+    def _wait(self, position: int, work: Any) -> None:
+        bound = self._program.bound[position]
+        if work is not None:
+            work.wait()
+        if bound.blocking or (bound.holds_host and work is not None):
+            self._ended[position].record(self._stream)
+
+    def _follow(self, position: int, work: Any) -> None:
+        bound = self._program.bound[position]
+        if work is None:
+            self._ended[position].record(self._stream)
+        elif not bound.holds_host:
+            side = self._side[bound.lane]
+            with torch.cuda.stream(side):
+                work.wait()
+                self._ended[position].record(side)
+
+    def _finish(self) -> None:
+        for bound, ended in zip(self._program.bound, self._ended, strict=True):
             # Seen by the watch: a host that is ahead of its GPU would make no progress in one synchronisation.
-            progress[0] = bound.first
-            while not self._ended[position].query():
+            self.progress[0] = bound.first
+            while not ended.query():
                 time.sleep(_POLL_S)
-        torch.cuda.synchronize(program.device)
-        end = now()
-        progress[0] = IDLE
-        ready, completed = event_times(
+        torch.cuda.synchronize(self._program.device)
+
+    def _times(self, start: int, launched: array[int]) -> tuple[array[int], array[int]]:
+        return event_times(
             start,
             (earlier.elapsed_time(later) for earlier, later in pairwise([self._base, *self._began])),
             (began.elapsed_time(ended) for began, ended in zip(self._began, self._ended, strict=True)),
         )
-        return make_pass(program, start, end, launched_at, issued_at, completed, ready)
 
 
 def event_times(start: int, after_ms: Iterable[float], took_ms: Iterable[float]) -> tuple[array[int], array[int]]:

@@ -1,27 +1,30 @@
 """One rank's calls, bound to their tensors and process groups: ready to be made without another thought.
 
 `prepare` does beforehand what would cost time between calls, so that `executor` does nothing but launch, wait and read
-the clock: per call it costs less than torch's own public functions do.
+the clock: per call it costs less than torch's own public functions do. Those check and convert their arguments on every
+call; what they pass to c10d is what was recorded, so it is made here once (`ROWS`, by the op's name at the dispatcher),
+on the ProcessGroup itself, and a launch is one call into C++. The recorder sits below that and sees it all the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache, partial
 from math import prod
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import distributed_c10d as c10d
 
-from crossrank.comm import Group
-from crossrank.dtypes import DTYPES
+from crossrank.comm import CommRecord, Group
 from crossrank.errors import CrossrankError
 from crossrank.replay.plan.dtype_fallback import Substitute, substitute
-from crossrank.replay.plan.memory_plan import Need, assign_offsets
+from crossrank.replay.plan.memory_plan import assign_offsets, needs_of
 from crossrank.replay.plan.plan import PlannedCall, launches, waited_before
 from crossrank.replay.plan.shapes import tensors
-from crossrank.replay.run.c10d_calls import Arguments, Launch, bind
 
 FILL = 0x3C
 """Every byte of the arena: small normal numbers in each type, for arithmetic on denormal ones would be slow."""
@@ -29,6 +32,97 @@ _NO_FUTURE = ("reduce_scatter", "barrier")
 """Operations whose gloo Work has no future."""
 _WIDTH = {"gloo": 2}
 """gloo runs the calls of a group on two threads, others in the order of their launches."""
+
+
+Launch = Callable[[], Any]
+"""Makes the call and returns its Work, or None where the backend gives none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """What a row needs to make the call of `record` on `pg`, of which `ranks` are the members."""
+
+    record: CommRecord
+    pg: ProcessGroup
+    ranks: list[int]
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    reduce: ReduceOp.RedOpType
+    is_async: bool
+    timeout: timedelta
+    device: torch.device
+
+    def member(self, rank: int | None) -> int:
+        """The number of `rank` within the group."""
+        return 0 if rank is None else self.ranks.index(rank)
+
+    @property
+    def other_end(self) -> tuple[int, int]:
+        """(peer, tag) of a send or receive."""
+        return self.member(self.record.peer), self.record.tag or 0
+
+    @property
+    def splits(self) -> tuple[list[int], list[int]]:
+        return self.record.out_split or [], self.record.in_split or []
+
+    @property
+    def all_inputs(self) -> list[list[torch.Tensor]]:
+        """Those of all members, as c10d has them: a list in a list, or nothing on a rank that holds none."""
+        return [self.inputs] if self.inputs else []
+
+    @property
+    def all_outputs(self) -> list[list[torch.Tensor]]:
+        return [self.outputs] if self.outputs else []
+
+    @property
+    def outputs_by_member(self) -> list[list[torch.Tensor]]:
+        """Of a coalesced gather: as many tensors of each member as this one gives."""
+        width = len(self.inputs)
+        return [self.outputs[start : start + width] for start in range(0, len(self.outputs), width)]
+
+    def options(self, name: str) -> Any:
+        """The options object of c10d of that name, with all it has a place for."""
+        options = barrier_options(self.device) if name == "BarrierOptions" else getattr(c10d, name)()
+        values = {"timeout": self.timeout, "asyncOp": self.is_async, "reduceOp": self.reduce}
+        values["rootRank"] = self.member(self.record.root)
+        for field, value in values.items():
+            if hasattr(options, field):
+                setattr(options, field, value)
+        return options
+
+
+def barrier_options(device: torch.device) -> Any:
+    """Options of a barrier on `device`: NCCL, whose group is bound to none, would take the GPU of the rank's number."""
+    options = c10d.BarrierOptions()
+    options.device = device
+    if device.index is not None:
+        options.device_ids = [device.index]
+    return options
+
+
+ROWS: dict[str, tuple[Callable[[Arguments], tuple[Any, ...]], str | None]] = {
+    "allreduce_": (lambda a: (a.inputs,), "AllreduceOptions"),
+    "allreduce_coalesced_": (lambda a: (a.inputs,), "AllreduceCoalescedOptions"),
+    "reduce_": (lambda a: (a.inputs,), "ReduceOptions"),
+    "broadcast_": (lambda a: (a.inputs,), "BroadcastOptions"),
+    "allgather_": (lambda a: (a.all_outputs, a.inputs), "AllgatherOptions"),
+    "_allgather_base_": (lambda a: (a.outputs[0], a.inputs[0]), "AllgatherOptions"),
+    "allgather_coalesced_": (lambda a: (a.outputs_by_member, a.inputs), "AllgatherOptions"),
+    "allgather_into_tensor_coalesced_": (lambda a: (a.outputs, a.inputs), "AllgatherOptions"),
+    "reduce_scatter_": (lambda a: (a.outputs, a.all_inputs), "ReduceScatterOptions"),
+    "_reduce_scatter_base_": (lambda a: (a.outputs[0], a.inputs[0]), "ReduceScatterOptions"),
+    "reduce_scatter_tensor_coalesced_": (lambda a: (a.outputs, a.inputs), "ReduceScatterOptions"),
+    "gather_": (lambda a: (a.all_outputs, a.inputs), "GatherOptions"),
+    "scatter_": (lambda a: (a.outputs, a.all_inputs), "ScatterOptions"),
+    "alltoall_": (lambda a: (a.outputs, a.inputs), "AllToAllOptions"),
+    "alltoall_base_": (lambda a: (a.outputs[0], a.inputs[0], *a.splits), "AllToAllOptions"),
+    "send": (lambda a: (a.inputs, *a.other_end), None),
+    "recv_": (lambda a: (a.outputs, *a.other_end), None),
+    "barrier": (lambda a: (), "BarrierOptions"),
+    "monitored_barrier_": (lambda a: (a.timeout, False), None),
+}
+"""c10d op -> what the method of ProcessGroup that makes it takes, and the options that come last. The method has the
+name of the op without the underscore at its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,16 +177,7 @@ def prepare(
     spans = launches(calls)
     substitutes = [substitute(call.record, backend) for call in calls]
     until = waited_before(calls, spans)
-    needs = [
-        Need(size, position, until[position])
-        for position, (first, end) in enumerate(spans)
-        for index in range(first, end)
-        for side in tensors(calls[index].record)
-        for size in (
-            prod(shape) * DTYPES[substitutes[index].dtype].size * substitutes[index].elements for shape in side
-        )
-    ]
-    layout = assign_offsets(needs)
+    layout = assign_offsets(needs_of(calls))
     try:
         block = torch.full((max(layout.size, 1),), FILL, dtype=torch.uint8, device=device)
     except RuntimeError as error:
@@ -112,22 +197,18 @@ def prepare(
         for index in range(first, end):
             one, instead, (inputs, outputs) = calls[index].record, substitutes[index], views[index]
             group, pg = groups[one.pg]
-            ranks = group.ranks or []
             arguments = Arguments(
+                record=one,
                 pg=pg,
+                ranks=group.ranks or [],
                 inputs=inputs,
                 outputs=outputs,
                 reduce=getattr(ReduceOp, (instead.reduce or "sum").upper()),
                 is_async=not blocking,
-                root=ranks.index(one.root) if one.root is not None else 0,
-                peer=ranks.index(one.peer) if one.peer is not None else 0,
-                tag=one.tag or 0,
-                in_split=one.in_split or [],
-                out_split=one.out_split or [],
                 timeout=timeout,
                 device=device,
             )
-            members.append(bind(one, instead.c10d, arguments))
+            members.append(_bind(instead.c10d, arguments))
         single = len(members) == 1
         bound.append(
             Bound(
@@ -154,6 +235,20 @@ def prepare(
     )
 
 
+def _bind(op: str, arguments: Arguments) -> Launch:
+    """The call by the c10d op `op`, a key of `ROWS`, ready to be made."""
+    operands, options = ROWS[op]
+    record = arguments.record
+    try:
+        last = () if options is None else (arguments.options(options),)
+        return partial(getattr(arguments.pg, op.rstrip("_")), *operands(arguments), *last)
+    except AttributeError as error:  # a torch that lacks it
+        raise CrossrankError(
+            f"call {record.id} ({record.op}): torch {torch.__version__} has no {op} ({error}); "
+            "leave it out with --ops, or use the torch of the recording"
+        ) from error
+
+
 def late_ends(program: Program) -> list[int]:
     """Calls of which only the wait tells when they were over."""
     on_gpu = program.device.type == "cuda"
@@ -169,23 +264,15 @@ def _tensors(
     block: torch.Tensor, calls: list[PlannedCall], substitutes: list[Substitute], offsets: list[int]
 ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """Views into the block. Calls with the same memory and shape share one tensor object."""
-    known: dict[tuple[int, str, tuple[int, ...]], torch.Tensor] = {}
-    at = iter(offsets)
-    made = []
+
+    @cache
+    def view(at: int, dtype: torch.dtype, extents: tuple[int, ...]) -> torch.Tensor:
+        return block[at : at + prod(extents) * dtype.itemsize].view(dtype).view(extents)
+
+    at, made = iter(offsets), []
     for call, instead in zip(calls, substitutes, strict=True):
-        sides: list[list[torch.Tensor]] = []
-        for side in tensors(call.record):
-            views = []
-            for shape in side:
-                extents = tuple(shape) if instead.elements == 1 else (*shape, instead.elements)
-                key = (next(at), instead.dtype, extents)
-                tensor = known.get(key)
-                if tensor is None:
-                    dtype = getattr(torch, instead.dtype)
-                    piece = block[key[0] : key[0] + prod(extents) * dtype.itemsize]
-                    tensor = known[key] = piece.view(dtype).view(extents)
-                views.append(tensor)
-            sides.append(views)
+        dtype, more = getattr(torch, instead.dtype), (instead.elements,) if instead.elements > 1 else ()
+        sides = [[view(next(at), dtype, (*shape, *more)) for shape in side] for side in tensors(call.record)]
         made.append((sides[0], sides[-1]))
     return made
 

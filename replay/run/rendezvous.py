@@ -133,10 +133,6 @@ class Rendezvous:
                 raise NoPlanError
             time.sleep(_POLL_S)
 
-    def holder(self, key: str, rank: int) -> int:
-        """The first rank that asked for `key`: `rank` itself, or who was before it."""
-        return int(self.store.compare_set(key, "", str(rank)))
-
     def states(self) -> dict[int, State]:
         """The last state of every rank that has reported one."""
         keys = {rank: f"state/{rank}" for rank in range(self.world_size)}

@@ -30,12 +30,11 @@ from crossrank.errors import CrossrankError, one_line
 from crossrank.machine import boot_id
 from crossrank.replay.results.expected_values import Checker
 from crossrank.replay.results.measure import Pass, RankResult
-from crossrank.replay.run.c10d_calls import barrier_options
 from crossrank.replay.run.clock_offsets import between, measure_offset
-from crossrank.replay.run.executor import IDLE, Executor, make_executor
+from crossrank.replay.run.executor import IDLE, CpuExecutor, CudaExecutor
 from crossrank.replay.run.failure_report import State
 from crossrank.replay.run.pacing import make_pacer, parse_pace
-from crossrank.replay.run.program import FILL, Program, late_ends, prepare
+from crossrank.replay.run.program import FILL, Program, barrier_options, late_ends, prepare
 from crossrank.replay.run.rendezvous import FINISHED, NoPlanError, Rendezvous, WorkItem
 from crossrank.text import printable
 from crossrank.tools.traces.replayed import Settings
@@ -112,7 +111,8 @@ def _replay(rank: int, local_rank: int, rendezvous: Rendezvous, work: WorkItem, 
     clock = measure_offset(rendezvous, rank, "start")
     watch.phase("binding its calls")
     program = prepare(work.calls, rank=rank, groups=groups, backend=settings.backend, device=device, timeout=timeout)
-    executor = make_executor(program, make_pacer(work.calls, parse_pace(settings.pace), device))
+    pacer = make_pacer(work.calls, parse_pace(settings.pace), device)
+    executor = (CudaExecutor if device.type == "cuda" else CpuExecutor)(program, pacer)
     watch.follow(executor)
     checker = Checker(program, rank) if settings.check else None
     passes, cpu_s = _passes(executor, program, settings, watch, checker)
@@ -154,7 +154,7 @@ def _device(settings: Settings, local_rank: int) -> torch.device:
 def claim_gpu(rendezvous: Rendezvous, rank: int, gpu: str) -> None:
     """Note that `rank` uses the GPU of this name, unique over all machines. Raises `CrossrankError` where another rank
     does already: NCCL would not start, or say why in words of its own."""
-    holder = rendezvous.holder(f"gpu/{gpu}", rank)
+    holder = int(rendezvous.store.compare_set(f"gpu/{gpu}", "", str(rank)))
     if holder != rank:
         raise CrossrankError(
             f"shares a GPU with rank {holder}, and NCCL wants one for each; start fewer ranks there, or use "
@@ -197,7 +197,7 @@ def _make_groups(
 
 
 def _passes(
-    executor: Executor, program: Program, settings: Settings, watch: Watch, checker: Checker | None
+    executor: CpuExecutor, program: Program, settings: Settings, watch: Watch, checker: Checker | None
 ) -> tuple[list[Pass], float]:
     # Asked of the backend itself, so that the ranks' rendezvous before a pass is not part of what is recorded.
     backend: Any = c10d._get_default_group()._get_backend(program.device)
@@ -247,7 +247,7 @@ class Watch(threading.Thread):
         self._final_report = final_report
         self._term = term
         self._limit_s = limit_s
-        self._executor: Executor | None = None
+        self._executor: CpuExecutor | None = None
         self._over = threading.Event()
         self._look_s = min(_LOOK_S * max(1.0, rendezvous.world_size / 64), _LONGEST_LOOK_S)
         self.phase("joining")
@@ -257,7 +257,7 @@ class Watch(threading.Thread):
         self._state = State(phase=text)
         self._since = time.monotonic()
 
-    def follow(self, executor: Executor) -> None:
+    def follow(self, executor: CpuExecutor) -> None:
         """Watch the progress of `executor` from now on."""
         self._executor = executor
 

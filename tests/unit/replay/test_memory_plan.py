@@ -5,7 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossrank.replay.plan.memory_plan import Need, assign_offsets
+from crossrank.replay.plan.memory_plan import Need, assign_offsets, bytes_needed
+from crossrank.replay.plan.plan import PlannedCall
+from tests.unit.replay.plans import record
 
 
 @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 3), st.integers(1, 6)), max_size=40))
@@ -30,3 +32,9 @@ def test_calls_one_after_the_other_share_their_memory() -> None:
     layout = assign_offsets([Need(1 << 20, number, number + 1) for number in range(100)])
     assert layout.size == 1 << 20
     assert set(layout.offsets) == {0}
+
+
+def test_what_is_alive_at_once_is_what_a_rank_needs() -> None:
+    gather = record("all_gather", inputs=[[4]], outputs=[[8]], dtype="float64")
+    calls = [(gather, 2), (record("all_reduce"), 2), (record("barrier"), 3), (record("all_reduce"), 4)]
+    assert bytes_needed([PlannedCall(record=one, wait_before=before) for one, before in calls]) == 96 + 16

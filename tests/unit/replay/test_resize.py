@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,8 +13,7 @@ from crossrank.errors import CrossrankError
 from crossrank.replay.plan.build_plan import build, settle
 from crossrank.replay.plan.one_trace import spread
 from crossrank.replay.plan.plan import Plan
-from crossrank.replay.plan.resize import resize
-from crossrank.replay.plan.transform import only_operations, scale_bytes
+from crossrank.replay.plan.transform import only_operations, resize, scale_bytes
 from crossrank.tools.traces.rank_trace import RankTrace
 from tests.unit.replay.plans import built, irecv, isend, ops, rank_trace, record
 
@@ -81,10 +82,36 @@ def test_what_is_sharded_keeps_its_total_and_what_is_reduced_its_size() -> None:
     assert sizes["reduce_scatter"] == ([[24]], [[6]])
     assert sizes["all_reduce"] == ([[4]], [[4]])
     assert sizes["all_to_all"] == ([[8]], [[8]])
+    names = ["world", "dp0.0", "dp0.1", "tp0.0", "tp1.0", "tp0.0 +4", "tp1.0 +4"]
+    assert [group.pg for group in plan.groups] == names
+    sent = resize(built([isend(1)], [irecv(0)]), 4).ranks[2].calls[0].record
+    assert (sent.inputs, sent.outputs, sent.peer) == ([[4]], [], 3)
     assert plan.notes[-1] == (
         "8 ranks for the 4 recorded: groups of 2 with stride 2 have 4 members, groups of 4 with stride 1 have 8 "
         "members; unchanged: groups of 2 with stride 1"
     )
+
+
+@pytest.mark.parametrize(
+    ("op", "fields", "expected"),
+    [
+        ("gather", {"inputs": [[3]], "root": 1}, ([[3]], [[3]] * 4)),
+        ("scatter", {"inputs": [], "outputs": [[3]], "root": 1}, ([[3]] * 4, [[3]])),
+        ("broadcast", {"root": 1}, ([[4]], [[4]])),
+        ("all_gather", {"inputs": [[4]], "outputs": [[4]] * 2}, ([[2]], [[2]] * 4)),
+        ("all_gather", {"inputs": [[1], [2]], "outputs": [[1], [2]] * 2}, ([[1], [2]], [[1], [2]] * 4)),
+        ("all_gather", {"inputs": [[4], [8]], "outputs": [[8], [16]]}, ([[2], [4]], [[8], [16]])),
+        ("reduce_scatter", {"inputs": [[4]] * 2, "outputs": [[4]]}, ([[2]] * 4, [[2]])),
+        ("all_to_all", {"inputs": [[2], [4]], "outputs": [[2], [2]]}, ([[2]] * 4, [[2]] * 4)),
+        ("all_to_all", {"inputs": [[6]], "in_split": [2, 4], "out_split": [2, 2]}, ([[8]], [[8]])),
+    ],
+)
+def test_the_tensors_of_a_call_in_a_group_twice_as_large(op: str, fields: dict[str, Any], expected: object) -> None:
+    c10d = "allgather_coalesced_" if len(fields.get("outputs", ())) == 4 else ""
+    made = resize(built(*[[record(op, c10d=c10d, **fields)]] * 2), 4).ranks[1].calls[0].record
+    assert (made.inputs, made.outputs) == expected
+    assert made.root == fields.get("root")
+    assert (made.in_split, made.out_split) == (([2] * 4,) * 2 if "in_split" in fields else (None, None))
 
 
 def test_numbers_of_ranks_that_do_not_divide_are_refused() -> None:
@@ -153,6 +180,29 @@ def test_a_pipeline_stage_alone_gets_the_other_ends_of_its_messages(stage: int) 
     settle(made)
     sends = {(rank.rank, call.record.peer) for rank in made.ranks for call in rank.calls if call.record.op == "send"}
     assert sends == {(0, 1), (1, 2), (2, 0)}
+
+
+def test_other_ends_are_added_beside_with_ids_of_their_own() -> None:
+    made = spread(rank_trace(0, [isend(1, tag=3), isend(2), isend(2), irecv(1), record("barrier")], world=3))
+    assert [(one.id, one.op, one.c10d, one.peer, one.tag, one.batch) for one in made[1].records()] == [
+        (0, "send", "send", 2, 3, 0),
+        (5, "recv", "recv_", 0, 3, 0),
+        (1, "send", "send", 0, None, 1),
+        (6, "recv", "recv_", 2, None, 1),
+        (2, "send", "send", 0, None, None),
+        (3, "recv", "recv_", 2, None, None),
+        (4, "barrier", "", None, None, None),
+    ]
+    assert made[0].notes[1:] == ["2 sends or receives have no other end in it, which was added on every rank"]
+
+
+def test_the_ranks_of_one_file_are_those_that_it_or_the_user_gives() -> None:
+    trace = rank_trace(1, [record("broadcast", pg="a", root=1)], {"0": [0, 1, 2, 3], "a": [0, 1]}, 4)
+    assert [[one.root for one in rank.records()] for rank in spread(trace)] == [[1], [1], [3], [3]]
+    trace.world_size = None
+    assert (len(spread(trace)), len(spread(trace, 8))) == (4, 8)
+    with pytest.raises(CrossrankError, match="rank-1: is of rank 1, which is not among 1 ranks"):
+        spread(trace, 1)
 
 
 def test_uneven_exchanges_go_round_with_the_ranks() -> None:

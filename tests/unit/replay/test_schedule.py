@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from crossrank.comm import CommRecord
+from crossrank.replay.plan.match import mismatches
 from crossrank.replay.plan.plan import PlannedCall, RankPlan, launches
-from crossrank.replay.plan.schedule import place_waits, walk
+from crossrank.replay.plan.schedule import Walk, keys_of, place_waits, returns_early, walk
 from tests.unit.replay.plans import irecv, isend, plan_of, record, recv, send, waits
 
 
@@ -60,6 +64,25 @@ def test_ranks_that_send_to_each_other_first_are_not_held_up_by_it() -> None:
     assert "block each other" in plan.notes[0]
 
 
+@pytest.mark.parametrize(
+    ("op", "fields", "early"),
+    [
+        ("send", {"api": "isend"}, True),
+        ("recv", {"api": "recv"}, False),
+        ("send", {}, False),
+        ("send", {"batch": 0}, True),
+        ("send", {"is_async": True}, True),
+        ("all_reduce", {"is_async": True}, True),
+        ("all_gather", {"is_async": True}, False),
+        ("all_gather", {"is_async": True, "api": "all_gather"}, True),
+        ("all_reduce", {"is_async": False, "api": "all_reduce"}, False),
+        ("barrier", {"is_async": True, "api": "barrier"}, False),
+    ],
+)
+def test_whether_a_rank_went_on_before_its_call_was_over(op: str, fields: dict[str, Any], early: bool) -> None:
+    assert returns_early(record(op, **fields)) is early
+
+
 def _made(calls: list[tuple[CommRecord, int]]) -> list[PlannedCall]:
     return [PlannedCall(record=one, wait_before=wait) for one, wait in calls]
 
@@ -71,6 +94,13 @@ def test_a_walk_says_in_which_call_a_rank_stays() -> None:
     assert found.reached == {0: 1, 1: 1}
     assert not found.ends
     assert found.over == {0: bytearray([1, 0]), 1: bytearray([1])}
+
+
+def test_ranks_that_no_diagnosis_finds_a_fault_in_are_refused_where_they_wait() -> None:
+    plan = plan_of(*[[record("all_reduce"), record("barrier")]] * 2)
+    over = dict.fromkeys((0, 1), bytearray([1, 0]))
+    stuck = Walk(reached={0: 1, 1: 2}, over=over, keys={rank.rank: keys_of(rank) for rank in plan.ranks})
+    assert mismatches(plan, stuck) == ["rank 0 waits for ever in barrier (call 1 of rank-0)"]
 
 
 _OPS = st.sampled_from(["blocking", "async", "batch"])

@@ -11,6 +11,9 @@ from crossrank.replay.plan.shapes import BrokenError, LeftOutError, complete
 from tests.unit.replay.plans import record
 
 _COALESCED = "allgather_into_tensor_coalesced_"
+_LIST, _LISTS, _REDUCED = "allgather_", "allgather_coalesced_", "allreduce_coalesced_"
+_SCATTERED = "reduce_scatter_tensor_coalesced_"
+_ONE_EACH = " where one each is wanted"
 _IN_ROWS = {"in_split": [1, 2, 3, 0], "out_split": [2, 2, 2, 2]}
 _IN_ELEMENTS = {"in_split": [2, 4, 6, 0], "out_split": [3, 3, 3, 3]}
 _NOT_FOUR = "is not one number for each of 4 ranks"
@@ -18,7 +21,7 @@ _FOUR = Group(pg="0", size=4, ranks=[0, 1, 2, 3])
 
 
 def completed(op: str, rank: int = 0, **fields: Any) -> tuple[str, list[list[int]], list[list[int]]]:
-    one = complete(record(op, c10d="", **fields), _FOUR, rank)
+    one = complete(record(op, **({"c10d": ""} | fields)), _FOUR, rank)
     return one.c10d, one.inputs, one.outputs
 
 
@@ -28,23 +31,46 @@ def completed(op: str, rank: int = 0, **fields: Any) -> tuple[str, list[list[int
         ("all_reduce", {"inputs": [[2, 3]]}, ("allreduce_", [[2, 3]], [[2, 3]])),
         ("all_reduce", {"inputs": [], "outputs": []}, ("allreduce_", [[4]], [[4]])),
         ("all_reduce", {"inputs": [[2], [3]]}, ("allreduce_coalesced_", [[2], [3]], [[2], [3]])),
+        ("all_reduce", {"inputs": [[2]], "c10d": _REDUCED}, (_REDUCED, [[2]], [[2]])),
+        ("reduce", {"inputs": [], "outputs": [[3]], "root": 1}, ("reduce_", [[3]], [[3]])),
         ("all_gather", {"inputs": [[2]]}, ("_allgather_base_", [[2]], [[8]])),
         ("all_gather", {"inputs": [], "outputs": [[8]]}, ("_allgather_base_", [[2]], [[8]])),
         ("all_gather", {"inputs": [[2]], "outputs": [[2]] * 4}, ("allgather_", [[2]], [[2]] * 4)),
         ("all_gather", {"inputs": [], "bytes": 32}, ("_allgather_base_", [[2]], [[8]])),
         ("all_gather", {"inputs": [[1], [2]], "outputs": [[4], [8]]}, (_COALESCED, [[1], [2]], [[4], [8]])),
+        ("all_gather", {"c10d": _COALESCED, "inputs": [[2]], "outputs": [[8]]}, (_COALESCED, [[2]], [[8]])),
+        ("all_gather", {"c10d": _LIST, "inputs": [[2, 1]], "outputs": [[8]]}, (_LIST, [[2, 1]], [[2, 1]] * 4)),
+        ("all_gather", {"c10d": _LISTS, "inputs": [[1], [2]], "outputs": [[1], [2]] * 4},
+         (_LISTS, [[1], [2]], [[1], [2]] * 4)),
+        ("reduce_scatter", {"inputs": [[4], [8]], "outputs": [[1], [2]]}, (_SCATTERED, [[4], [8]], [[1], [2]])),
+        ("reduce_scatter", {"inputs": [], "bytes": 32}, ("_reduce_scatter_base_", [[8]], [[2]])),
         ("reduce_scatter", {"inputs": [[8]]}, ("_reduce_scatter_base_", [[8]], [[2]])),
         ("reduce_scatter", {"inputs": [], "outputs": [[2]]}, ("_reduce_scatter_base_", [[8]], [[2]])),
         ("reduce_scatter", {"inputs": [[2]] * 4, "outputs": [[2]]}, ("reduce_scatter_", [[2]] * 4, [[2]])),
         ("all_to_all", {"inputs": [[8]]}, ("alltoall_base_", [[8]], [[8]])),
+        ("all_to_all", {"inputs": [], "bytes": 32}, ("alltoall_base_", [[8]], [[8]])),
+        ("all_to_all", {"inputs": [], "in_split": [1, 2, 3, 2]}, ("alltoall_base_", [[8]], [[8]])),
+        ("all_to_all", {"inputs": [[5]], "outputs": [[3]]}, ("alltoall_base_", [[5]], [[3]])),
+        ("all_to_all", {"c10d": "alltoall_", "inputs": [[1]] * 4, "outputs": [[2]] * 4},
+         ("alltoall_", [[1]] * 4, [[2]] * 4)),
         ("all_to_all", {"inputs": [[6, 2]]} | _IN_ROWS, ("alltoall_base_", [[6, 2]], [[8, 2]])),
         ("all_to_all", {"inputs": [[6, 2]]} | _IN_ELEMENTS, ("alltoall_base_", [[12]], [[12]])),
         ("all_to_all", {"inputs": [[1], [2], [3], [4]]}, ("alltoall_", [[1], [2], [3], [4]], [[1], [2], [3], [4]])),
         ("gather", {"inputs": [[3]], "root": 0}, ("gather_", [[3]], [[3]] * 4)),
+        ("gather", {"inputs": [], "bytes": 64, "root": 0}, ("gather_", [[4]], [[4]] * 4)),
+        ("gather", {"inputs": [[3]], "outputs": [[3], [3], [3], [5]], "root": 0},
+         ("gather_", [[3]], [[3], [3], [3], [5]])),
+        ("gather", {"inputs": [[3]], "outputs": [[3]], "root": 0}, ("gather_", [[3]], [[3]] * 4)),
+        ("scatter", {"inputs": [[3], [4], [4], [4]], "outputs": [], "root": 0},
+         ("scatter_", [[3], [4], [4], [4]], [[3]])),
+        ("gather", {"inputs": [[3], [4]], "root": 1}, ("gather_", [[3]], [])),
+        ("gather", {"inputs": [], "outputs": [[3]] * 4, "root": 0}, ("gather_", [[3]], [[3]] * 4)),
         ("gather", {"inputs": [[3]], "root": 1}, ("gather_", [[3]], [])),
         ("scatter", {"inputs": [], "outputs": [[3]], "root": 0}, ("scatter_", [[3]] * 4, [[3]])),
         ("scatter", {"inputs": [], "outputs": [[3]], "root": 2}, ("scatter_", [], [[3]])),
         ("send", {"peer": 1}, ("send", [[4]], [])),
+        ("send", {"peer": 1, "inputs": [], "outputs": [[3]]}, ("send", [[3]], [])),
+        ("recv", {"peer": 1, "inputs": [[5]], "outputs": []}, ("recv_", [], [[5]])),
         ("recv", {"peer": 1, "outputs": [], "bytes": 12}, ("recv_", [], [[3]])),
         ("barrier", {}, ("barrier", [], [])),
     ],
@@ -61,8 +87,12 @@ def test_tensors_of_a_call_of_four_ranks(op: str, fields: dict[str, Any], expect
         ("fancy_reduce", {}, "fancy_reduce is no operation that is known"),
         ("recv", {"peer": None}, "its other end is not recorded"),
         ("gather", {"root": None}, "its root is not recorded"),
+        ("reduce", {"inputs": [[1], [2]]}, "reduce of several tensors at once"),
+        ("all_reduce", {"inputs": [], "outputs": [], "bytes": 0}, "its size is not recorded"),
+        ("all_gather", {"inputs": [], "outputs": [[2]] * 4, "c10d": "all_gather"},
+         "all_gather of a list without this rank's own part"),
     ],
-)
+)  # fmt: skip
 def test_a_call_that_cannot_be_made_again_says_why(op: str, fields: dict[str, Any], why: str) -> None:
     with pytest.raises(LeftOutError) as left:
         completed(op, **fields)
@@ -81,6 +111,20 @@ def test_a_call_that_cannot_be_made_again_says_why(op: str, fields: dict[str, An
         ("all_to_all", {"inputs": [[7]], "in_split": [1, 2, 3]}, "in_split [1, 2, 3] " + _NOT_FOUR),
         ("all_to_all", {"inputs": [[2]], "in_split": [5, -1, -1, -1]}, "in_split [5, -1, -1, -1] " + _NOT_FOUR),
         ("all_reduce", {"inputs": [[-1]]}, "a tensor of it has a negative extent"),
+        ("all_reduce", {"inputs": [[1 << 45]]}, "a tensor of it has more elements than any memory holds"),
+        ("send", {"peer": 1, "tag": -1}, "its tag -1 is not from 0 to 2147483647"),
+        ("send", {"peer": 1, "tag": 1 << 31}, "its tag 2147483648 is not from 0 to 2147483647"),
+        ("all_gather", {"c10d": _LIST, "outputs": [[4]] * 3}, "it has 3 tensors for 4 ranks"),
+        ("all_gather", {"c10d": _LISTS, "outputs": [[1]] * 7}, "1 tensors of each of 4 ranks are gathered into 7"),
+        ("all_gather", {"inputs": [[1], [2]], "outputs": [[4]]}, "it has 2 and 1 tensors on its sides, for 4 ranks"),
+        ("gather", {"outputs": [[4]] * 3, "root": 0}, "its root holds 3 tensors for 4 ranks"),
+        ("all_to_all", {"inputs": [[1]] * 4, "outputs": [[1]] * 3}, "it has 4 input and 3 output tensors for 4 ranks"),
+        ("all_to_all", {"inputs": [[1]] * 2, "outputs": []}, "it has 2 input and 0 output tensors" + _ONE_EACH),
+        ("all_to_all", {"inputs": [[4]], "outputs": [[1]] * 2}, "it has 1 input and 2 output tensors" + _ONE_EACH),
+        ("all_to_all", {"inputs": [[4, 2]], "outputs": [[4, 3]], "in_split": [1] * 4},
+         "a row of its input has 2 elements, one of its output 3"),
+        ("all_to_all", {"inputs": [[4]], "outputs": [[4]], "out_split": [1, 1, 1, 2]},
+         "out_split adds up to 5, but the tensor has 4 rows"),
     ],
 )  # fmt: skip
 def test_a_call_that_contradicts_itself_says_what(op: str, fields: dict[str, Any], why: str) -> None:
@@ -89,6 +133,15 @@ def test_a_call_that_contradicts_itself_says_what(op: str, fields: dict[str, Any
     assert str(broken.value) == why
 
 
+def test_a_call_has_the_bytes_of_its_tensors_whatever_the_trace_says() -> None:
+    calls = (record("gather", inputs=[[3]], root=1), record("all_gather"), record("send", peer=1), record("barrier"))
+    assert [complete(one, _FOUR, 0).bytes for one in calls] == [48, 64, 16, 0]
+
+
 def test_a_group_without_the_rank_is_no_group_of_its() -> None:
+    with pytest.raises(BrokenError, match=r"^its group '0' is defined nowhere$"):
+        complete(record("all_reduce"), None, 0)
+    with pytest.raises(BrokenError, match=r"^its group '0' is defined nowhere$"):
+        complete(record("all_reduce"), Group(pg="0", size=4), 0)
     with pytest.raises(BrokenError, match=r"rank 7 is no member of its group '0' \(ranks 0-3\)"):
         complete(record("all_reduce"), _FOUR, 7)

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from crossrank.errors import CrossrankError
 from crossrank.replay.plan.build_plan import settle
 from crossrank.replay.plan.plan import Plan
-from crossrank.replay.plan.transform import first_calls, only_groups, only_operations, scale_bytes, with_dtype
+from crossrank.replay.plan.transform import (
+    first_calls,
+    for_backend,
+    only_groups,
+    only_operations,
+    scale_bytes,
+    with_dtype,
+)
 from tests.unit.replay.plans import built, isend, ops, record, recv, waits
 
 _TWO = [0, 1]
@@ -45,6 +52,8 @@ def test_messages_are_scaled_by_their_elements_and_go_on_to_fit_together() -> No
     assert (exchange.inputs, exchange.outputs) == ([[7]], [[10]])
     assert reduced.inputs == reduced.outputs == sent.inputs == [[10]]
     assert barrier.bytes == 0
+    nothing = built(*[[record("all_reduce", inputs=[[0, 3]])]] * 2)
+    assert scale_bytes(nothing, 9).ranks[0].calls[0].record.inputs == [[0]]
     assert plan.coverage().complete
 
 
@@ -74,12 +83,25 @@ def test_a_filter_counts_what_it_takes_away() -> None:
 
 def test_the_first_calls_of_each_rank_are_those_whose_other_ends_are_among_them() -> None:
     early = [record("all_reduce"), record("all_reduce", pg="dp"), record("barrier")]
-    late = [record("all_reduce", pg="dp"), record("barrier"), record("all_reduce")]
     late = [early[1], early[0], early[2]]
     plan = built(early, late, groups={"0": _TWO, "dp": _TWO})
     assert [ops(first_calls(plan, 1), rank) for rank in _TWO] == [[], []]
     assert [ops(first_calls(plan, 2), rank) for rank in _TWO] == [["all_reduce"] * 2] * 2
     assert first_calls(plan, 2).coverage().reasons == {"beyond --max-calls": 2}
+
+
+def test_gloo_gets_one_tensor_with_splits_for_a_list_of_uneven_ones() -> None:
+    even = record("all_to_all", c10d="alltoall_", inputs=[[2], [2]], outputs=[[2], [2]])
+    lists = [([[1], [2]], [[1], [3]]), ([[3], [4]], [[2], [4]])]
+    plan = built(*[[record("all_to_all", c10d="alltoall_", inputs=i, outputs=o), even] for i, o in lists])
+    assert for_backend(plan, "nccl") is plan
+    changed = for_backend(plan, "gloo")
+    first, second = (call.record for call in changed.ranks[1].calls)
+    assert (first.c10d, first.inputs, first.outputs) == ("alltoall_base_", [[7]], [[6]])
+    assert (first.in_split, first.out_split) == ([3, 4], [2, 4])
+    assert second == plan.ranks[1].calls[1].record
+    assert changed.notes == ["1 all_to_all(s) of lists of uneven tensors are made of one tensor each, for gloo"]
+    assert for_backend(only_operations(plan, ["barrier"]), "gloo").notes == []
 
 
 def test_waits_move_with_their_calls() -> None:
