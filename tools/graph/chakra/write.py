@@ -152,12 +152,13 @@ class _Template:
         names = ("start_ns", "duration_ns", "rf_id") if has_rf_id else ("start_ns", "duration_ns")
         self.numbers = [self.message.attr.add(name=name) for name in names]
         self.io = (self.message.inputs, self.message.outputs) if has_io else ()
+        self.ctrl_deps, self.data_deps = self.message.ctrl_deps, self.message.data_deps
 
 
 def _encode(node: ChakraNode, template: _Template, trace: LinkedTrace, mode: str, start: list[int]) -> bytes:
     """One node as a message. `start` is what a node without dependencies waits for."""
     ctrl_deps: list[int] = []
-    data_deps: list[int] = [] if node.dependencies else start
+    data_deps = [] if node.dependencies else start
     for dependency in node.dependencies:
         deps = ctrl_deps if dependency.kind in _IN_CTRL_DEPS[mode] else data_deps
         if dependency.source not in deps:
@@ -166,8 +167,8 @@ def _encode(node: ChakraNode, template: _Template, trace: LinkedTrace, mode: str
     message.id = node.id
     message.name = node.name
     message.type = pb.COMP_NODE if comm is None else P2P_TYPES.get(comm.record.op, pb.COMM_COLL_NODE)
-    message.ctrl_deps[:] = ctrl_deps
-    message.data_deps[:] = data_deps
+    template.ctrl_deps[:] = ctrl_deps
+    template.data_deps[:] = data_deps
     message.start_time_micros = max(0, trace.base_ns + node.start_ns) // 1000
     message.duration_micros = (node.duration_ns + 500) // 1000
     if node.op is not None:
