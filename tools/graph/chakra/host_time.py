@@ -116,16 +116,9 @@ def with_pauses(nodes: Sequence[ChakraNode]) -> list[ChakraNode]:
 
 
 def _pause(node: ChakraNode, pause_id: int, duration_ns: int) -> ChakraNode:
-    pause = ChakraNode(
-        id=pause_id,
-        name=PAUSE,
-        lane=node.lane,
-        start_ns=node.start_ns - duration_ns,
-        duration_ns=duration_ns,
-        is_cpu=True,
-        dependencies=node.dependencies,
-        is_pause=True,
-    )
+    begin = node.start_ns - duration_ns
+    pause = ChakraNode(pause_id, PAUSE, node.lane, begin, duration_ns, is_cpu=True, is_pause=True)
+    pause.dependencies = node.dependencies
     callers = [dependency for dependency in node.dependencies if dependency.kind == "caller"]
     node.dependencies = [*callers, Dependency(pause_id, "program_order")]
     return pause

@@ -236,21 +236,12 @@ def device_nodes(nodes: Sequence[ChakraNode]) -> dict[int, ChakraNode]:
             if dependency.source not in kept:
                 for source, through in waits[dependency.source].items():
                     found.setdefault(source, through)
-        latest = _latest(found, kept, place)
-        waits[node.id] = latest
+        if len(found) > 1:
+            last = {kept[source].lane: source for source in sorted(found, key=place.__getitem__)}.values()
+            implied = {dependency.source for source in last for dependency in kept[source].dependencies}
+            found = {source: found[source] for source in last if source not in implied}
+        waits[node.id] = found
         if not node.is_cpu:
-            node.dependencies = list(latest.values())
+            node.dependencies = list(found.values())
             kept[node.id] = node
     return kept
-
-
-def _latest(found: dict[int, Dependency], kept: dict[int, ChakraNode], place: dict[int, int]) -> dict[int, Dependency]:
-    if len(found) < 2:
-        return found
-    last: dict[Lane, int] = {}
-    for source in found:
-        lane = kept[source].lane
-        if lane not in last or place[source] > place[last[lane]]:
-            last[lane] = source
-    implied = {dependency.source for source in last.values() for dependency in kept[source].dependencies}
-    return {source: found[source] for source in last.values() if source not in implied}
