@@ -8,8 +8,7 @@ from pathlib import Path
 
 from crossrank.comm import is_p2p
 from crossrank.tools.graph.chakra.chakra_graph import ChakraNode, Options
-from crossrank.tools.graph.chakra.device_nodes import device_nodes
-from crossrank.tools.graph.chakra.group_numbers import NumberedGroup
+from crossrank.tools.graph.chakra.group_numbers import NumberedGroup, number_groups
 from crossrank.tools.graph.chakra.host_time import USER_SCOPE, cut_waits, wait_for_threads, with_pauses
 from crossrank.tools.graph.chakra.lower import lower
 from crossrank.tools.graph.chakra.order import in_order, is_in_order
@@ -17,8 +16,8 @@ from crossrank.tools.graph.chakra.simulate import RankGraph, in_group_order, ran
 from crossrank.tools.graph.chakra.steps import (
     convert_communications,
     convert_nodes,
+    device_nodes,
     draw_dependencies,
-    number_groups,
     reduce_dependencies,
 )
 from crossrank.tools.graph.chakra.write import write_chakra

@@ -21,18 +21,17 @@ import msgspec
 
 from crossrank.errors import CrossrankError
 from crossrank.tools.graph.chakra import et_def_pb2 as pb
-from crossrank.tools.graph.chakra.framing import read_trace
+from crossrank.tools.graph.chakra.framing import KINDS, read_trace
 from crossrank.tools.traces.json_document import parse
 
-# What a node of each type needs, as attribute -> the kind that both generations of feeders read.
-_SIZE = {"comm_size": "int64_val"}
-REQUIRED: dict[int, dict[str, str]] = {
-    pb.COMM_COLL_NODE: {"comm_type": "int64_val", **_SIZE},
-    pb.COMM_SEND_NODE: {"comm_dst": "int32_val", **_SIZE, "comm_tag": "int32_val"},
-    pb.COMM_RECV_NODE: {"comm_src": "int32_val", **_SIZE, "comm_tag": "int32_val"},
-    pb.MEM_LOAD_NODE: {"tensor_size": "uint64_val"},
-    pb.MEM_STORE_NODE: {"tensor_size": "uint64_val"},
+REQUIRED: dict[int, tuple[str, ...]] = {
+    pb.COMM_COLL_NODE: ("comm_type", "comm_size"),
+    pb.COMM_SEND_NODE: ("comm_dst", "comm_size", "comm_tag"),
+    pb.COMM_RECV_NODE: ("comm_src", "comm_size", "comm_tag"),
+    pb.MEM_LOAD_NODE: ("tensor_size",),
+    pb.MEM_STORE_NODE: ("tensor_size",),
 }
+"""Type of a node -> the attributes that both generations of feeders need, of the kinds that `KINDS` has."""
 RUN_BY_ASTRA_SIM = frozenset((pb.ALL_REDUCE, pb.ALL_TO_ALL, pb.ALL_GATHER, pb.REDUCE_SCATTER, pb.BROADCAST))
 CHUNKS = 4
 """`preferred-dataset-splits` of ASTRA-sim's own system files; an all_gather of fewer bytes never ends there."""
@@ -133,7 +132,8 @@ def check(path: str, groups: Groups | None = None) -> Checked:
 def _check_attributes(node: pb.Node, rank: int | None, groups: Groups | None, result: Checked, where: str) -> None:
     kinds = {attribute.name: attribute.WhichOneof("value") or "" for attribute in node.attr}
     values = {a.name: getattr(a, kinds[a.name]) for a in node.attr if kinds[a.name]}
-    for name, wanted in REQUIRED.get(node.type, {}).items():
+    for name in REQUIRED.get(node.type, ()):
+        wanted = KINDS[name]
         if name not in kinds:
             result.fault(f"a {TYPES[node.type]} has no {name}", where)
         elif kinds[name] != wanted and _INTEGER.fullmatch(kinds[name]):

@@ -13,6 +13,12 @@ from crossrank.recording import Damage, read_chunks
 from crossrank.tools.graph.chakra.et_def_pb2 import GlobalMetadata, Node
 from crossrank.tools.varint import varint
 
+KINDS = {
+    **dict.fromkeys(("comm_type", "comm_size"), "int64_val"),
+    **dict.fromkeys(("comm_src", "comm_dst", "comm_tag"), "int32_val"),
+    **dict.fromkeys(("tensor_size", "pid", "start_ts", "finish_ts"), "uint64_val"),
+}
+"""Attribute -> the kind of number that the older feeder reads without looking; the newer one converts."""
 _VARINT_BYTES = 5
 """As many as Chakra's own readers take for a length."""
 _LARGEST = 1 << 30

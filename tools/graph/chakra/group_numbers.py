@@ -14,6 +14,7 @@ import msgspec
 
 from crossrank.comm import Group
 from crossrank.errors import CrossrankError
+from crossrank.tools.graph.linking import LinkedTrace
 from crossrank.tools.traces.param_comms import named_by_address
 
 WORLD = "0"
@@ -44,6 +45,12 @@ def number_group(group: Group, world_size: int | None) -> NumberedGroup:
     if (by_address or group.pg == "0" or group.desc == "default_pg") and world_size is not None:
         number = WORLD if ranks == tuple(range(world_size)) else number
     return NumberedGroup(number=number, ranks=ranks, pg=group.pg, desc=group.desc)
+
+
+def number_groups(trace: LinkedTrace) -> dict[str, NumberedGroup]:
+    """The groups that communications use, by their names."""
+    used = {one.record.pg: one.group for one in reversed(trace.communications) if one.group is not None}
+    return {pg: number_group(group, trace.world_size) for pg, group in used.items()}
 
 
 def merge(of_ranks: Iterable[Iterable[NumberedGroup]]) -> dict[str, list[int]]:

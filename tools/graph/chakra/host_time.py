@@ -47,13 +47,13 @@ def _wait(
     node: ChakraNode, following: ChakraNode, since: int, others: Sequence[Sequence[ChakraNode]], *, is_range: bool
 ) -> None:
     """`node` and `following` are neighbours of a thread that names nothing from `since` on between them."""
-    waited_for: tuple[int, int] | None = None  # (end, id) of what other threads finished last in that time
+    finished: list[tuple[int, int]] = []  # (end, id) of what each other thread finished last in that time
     for other in others:
         first = bisect_left(other, since, key=_start)
         for at in range(bisect_right(other, following.start_ns, key=_start) - 1, first - 1, -1):
             end = _end(other, at)
             if end <= following.start_ns:
-                waited_for = max(waited_for or (0, 0), (end, other[at].id))
+                finished.append((end, other[at].id))
                 break
         else:
             continue
@@ -61,8 +61,8 @@ def _wait(
             other[first].dependencies.append(Dependency(node.id, "inter_thread", inferred=True))
             if is_range:
                 node.duration_ns = min(node.duration_ns, other[first].start_ns - node.start_ns)
-    if waited_for is not None:
-        following.dependencies.append(Dependency(waited_for[1], "inter_thread", inferred=True))
+    if finished:
+        following.dependencies.append(Dependency(max(finished)[1], "inter_thread", inferred=True))
 
 
 def _start(node: ChakraNode) -> int:
@@ -116,16 +116,9 @@ def with_pauses(nodes: Sequence[ChakraNode]) -> list[ChakraNode]:
 
 
 def _pause(node: ChakraNode, pause_id: int, duration_ns: int) -> ChakraNode:
-    pause = ChakraNode(
-        id=pause_id,
-        name=PAUSE,
-        lane=node.lane,
-        start_ns=node.start_ns - duration_ns,
-        duration_ns=duration_ns,
-        is_cpu=True,
-        dependencies=node.dependencies,
-        is_pause=True,
-    )
+    begin = node.start_ns - duration_ns
+    pause = ChakraNode(pause_id, PAUSE, node.lane, begin, duration_ns, is_cpu=True, is_pause=True)
+    pause.dependencies = node.dependencies
     callers = [dependency for dependency in node.dependencies if dependency.kind == "caller"]
     node.dependencies = [*callers, Dependency(pause_id, "program_order")]
     return pause

@@ -45,10 +45,9 @@ def lower(nodes: list[ChakraNode], rank: int | None) -> dict[str, int]:
             least = "" if run.bytes == record.bytes else f" of {run.bytes} B"
             changed[f"{record.op} as {run.op}{least}"] += 1
             node.comm = msgspec.structs.replace(node.comm, runs_as=run)
-    last = _after_messages(nodes)
-    if last is not None:
-        changed["a node of no time after messages that nothing waits for"] += 1
-        nodes.append(last)
+    after_messages = _after_messages(nodes)
+    changed["a node of no time after messages that nothing waits for"] += len(after_messages)
+    nodes += after_messages
     return dict((+changed).most_common())
 
 
@@ -69,24 +68,19 @@ def _take_turns(nodes: Sequence[ChakraNode]) -> int:
     return shorter
 
 
-def _after_messages(nodes: Collection[ChakraNode]) -> ChakraNode | None:
-    """A host node that waits for each send and receive that no other node waits for; None where that is not needed."""
+def _after_messages(nodes: Collection[ChakraNode]) -> list[ChakraNode]:
+    """A host node that waits for each send and receive that no other node waits for, where that is needed."""
     waited_for = {dependency.source for node in nodes for dependency in node.dependencies}
     open_ends = [
         node for node in nodes if node.comm is not None and is_p2p(node.comm.record) and node.id not in waited_for
     ]
     host = next((node for node in nodes if node.is_cpu), None)
     if host is None or not open_ends:
-        return None
-    return ChakraNode(
-        id=1 + max(node.id for node in nodes),
-        name=MESSAGES_END,
-        lane=host.lane,
-        start_ns=max(node.start_ns + node.duration_ns for node in open_ends),
-        duration_ns=0,
-        is_cpu=True,
-        dependencies=[Dependency(node.id, "sync", inferred=True) for node in open_ends],
-    )
+        return []
+    fresh = 1 + max(node.id for node in nodes)
+    begin = max(node.start_ns + node.duration_ns for node in open_ends)
+    waits = [Dependency(node.id, "sync", inferred=True) for node in open_ends]
+    return [ChakraNode(fresh, MESSAGES_END, host.lane, begin, 0, is_cpu=True, dependencies=waits)]
 
 
 def _runs_as(record: CommRecord, members: int) -> CommRecord:

@@ -8,7 +8,7 @@ Ranks begin when they began by their clocks, or all at 0 where these are too far
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -17,33 +17,38 @@ import msgspec
 from crossrank.comm import is_p2p
 from crossrank.tools.graph.chakra.chakra_graph import LATE, PAUSE, ChakraNode, Comm, Lane
 from crossrank.tools.graph.chakra.write import message_ends
+from crossrank.tools.paused_gc import paused_gc
 
 HOST = "operations on the host"
 GPU = "computation on a GPU"
 COMMUNICATION = "communication"
 JoinKey = tuple[str, str, int, int, int]
-"""Group, kind, source and destination of a P2P message, and its number."""
+"""Group, kind, source and destination of a P2P message, and its number: what all members of a communication have."""
+
+
+class RankNode(msgspec.Struct, gc=False):
+    """A node as the simulation takes it."""
+
+    name: str
+    lane: str
+    category: str
+    start_ns: int
+    """As measured, since the first start of the rank."""
+    duration_ns: int
+    sources: list[int]
+    """Positions of the nodes that it waits for."""
+    join: JoinKey | None
 
 
 class RankGraph(msgspec.Struct, gc=False, kw_only=True):
-    """One rank's nodes by position, in an order in which all that a node waits for comes before it."""
+    """One rank's nodes, in an order in which all that a node waits for comes before it."""
 
     rank: int
-    names: list[str]
-    lanes: list[str]
-    lane: list[int]
-    """Position in `lanes`."""
-    category: list[str]
     begin_ns: int
     """First start, since 1970."""
     end_ns: int
     """Last end as measured, since `begin_ns`."""
-    start_ns: list[int]
-    """As measured, since `begin_ns`."""
-    duration_ns: list[int]
-    sources: list[list[int]]
-    joins: dict[int, JoinKey]
-    """Position of a communication -> what its other members have as well."""
+    nodes: list[RankNode]
 
 
 @dataclass(kw_only=True)
@@ -65,10 +70,8 @@ class Simulation:
     """Collectives and messages of which several members were played together."""
     alone: int = 0
     """Communications that one rank played alone: the others are not there, or never came."""
-    begin_ns: dict[int, list[int]] = field(default_factory=dict)
-    """Rank -> when each node begins."""
-    run_ns: dict[int, list[int]] = field(default_factory=dict)
-    """Rank -> how long each node runs."""
+    runs_ns: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """Rank -> when each node begins, and how long it runs."""
 
     @property
     def error(self) -> float:
@@ -82,30 +85,30 @@ def rank_graph(nodes: Sequence[ChakraNode], rank: int, begin_ns: int, length_ns:
     `begin_ns` is their first start since 1970, `length_ns` how long they took as measured.
     """
     position = {node.id: index for index, node in enumerate(nodes)}
-    lanes: dict[str, int] = {}
     begin = min((node.start_ns for node in nodes), default=0)
     joins: dict[int, JoinKey] = {}
     numbers: Counter[str] = Counter()
     for node, comm in in_group_order(nodes):
         record, group = comm.record, comm.group.number
         if is_p2p(record):
-            joins[position[node.id]] = (group, "message", *message_ends(record, rank), record.p2p_seq or 0)
+            joins[node.id] = (group, "message", *message_ends(record, rank), record.p2p_seq or 0)
         else:
             numbers[group] += 1
-            joins[position[node.id]] = (group, "collective", -1, -1, numbers[group])
-    return RankGraph(
-        rank=rank,
-        names=[node.name for node in nodes],
-        lane=[lanes.setdefault(_lane_name(node.lane), len(lanes)) for node in nodes],
-        lanes=list(lanes),
-        category=[_category(node) for node in nodes],
-        begin_ns=begin_ns,
-        end_ns=length_ns,
-        start_ns=[node.start_ns - begin for node in nodes],
-        duration_ns=[node.duration_ns for node in nodes],
-        sources=[[position[dependency.source] for dependency in node.dependencies] for node in nodes],
-        joins=joins,
-    )
+            joins[node.id] = (group, "collective", -1, -1, numbers[group])
+    names: dict[Lane, str] = {}
+    played = [
+        RankNode(
+            node.name,
+            names.get(node.lane) or names.setdefault(node.lane, _lane_name(node.lane)),
+            _category(node),
+            node.start_ns - begin,
+            node.duration_ns,
+            [position[dependency.source] for dependency in node.dependencies],
+            joins.get(node.id),
+        )
+        for node in nodes
+    ]
+    return RankGraph(rank=rank, begin_ns=begin_ns, end_ns=length_ns, nodes=played)
 
 
 def _category(node: ChakraNode) -> str:
@@ -127,35 +130,6 @@ def in_group_order(nodes: Iterable[ChakraNode]) -> list[tuple[ChakraNode, Comm]]
     return sorted(found, key=lambda entry: (entry[1].record.seq or 0, entry[0].start_ns, entry[0].id))
 
 
-def simulate(graphs: Sequence[RankGraph]) -> Simulation:
-    """Play all ranks together."""
-    late, by_clocks = offsets([(graph.begin_ns, graph.end_ns) for graph in graphs])
-    run = _Run(graphs, late)
-    run.play()
-    result = Simulation(
-        makespan_ns=max(run.end, default=0),
-        measured_ns=max((graph.end_ns + offset for graph, offset in zip(graphs, late, strict=True)), default=0),
-        by_clocks=by_clocks,
-        critical_ns=run.critical_path(),
-        joined=run.joined,
-        alone=run.alone,
-    )
-    first = 0
-    for graph in graphs:
-        of_rank = slice(first, first + len(graph.names))
-        first = of_rank.stop
-        begin, ready = run.begin[of_rank], run.ready[of_rank]
-        ran = [end - start for start, end in zip(begin, run.end[of_rank], strict=True)]
-        busy: Counter[int] = Counter()
-        for lane, category, duration in zip(graph.lane, graph.category, ran, strict=True):
-            if category != PAUSE:
-                busy[lane] += duration
-        result.busy_ns |= {(graph.rank, graph.lanes[lane]): total for lane, total in sorted(busy.items())}
-        result.waiting_ns[graph.rank] = sum(begin[index] - ready[index] for index in graph.joins)
-        result.begin_ns[graph.rank], result.run_ns[graph.rank] = begin, ran
-    return result
-
-
 def offsets(spans: Sequence[tuple[int, int]]) -> tuple[list[int], bool]:
     """When each rank begins after the first one, and whether their clocks say so. `spans` are (begin, length)."""
     first = min((begin for begin, _ in spans), default=0)
@@ -165,96 +139,118 @@ def offsets(spans: Sequence[tuple[int, int]]) -> tuple[list[int], bool]:
     return late, True
 
 
-class _Run:
-    """The state of one play: when every node is ready, begins and ends. Nodes are counted through all ranks."""
+class _Run(msgspec.Struct, eq=False):
+    """A node while it is played."""
 
-    def __init__(self, graphs: Sequence[RankGraph], late: Sequence[int]) -> None:
-        self.ready: list[int] = []
-        self.because: dict[int, int] = {}
-        """Node -> the node whose end let it begin."""
-        self.joined = self.alone = 0
-        self._category: list[str] = []
-        self._duration: list[int] = []
-        self._waits: list[int] = []
-        """For how many nodes each still waits."""
-        self._dependents: list[list[int]] = []
-        self._key: dict[int, JoinKey] = {}
-        self._members: dict[JoinKey, list[int]] = defaultdict(list)
-        self._arrived: dict[JoinKey, int] = defaultdict(int)
-        self._queue: deque[int] = deque()
-        for graph, offset in zip(graphs, late, strict=True):
-            first = len(self.ready)
-            self.ready += [offset] * len(graph.names)
-            self._category += graph.category
-            self._duration += graph.duration_ns
-            self._dependents += ([] for _ in graph.names)
-            for index, sources in enumerate(map(set, graph.sources), start=first):
-                self._waits.append(len(sources))
-                for source in sources:
-                    self._dependents[first + source].append(index)
-            for index, key in sorted(graph.joins.items()):
-                self._key[first + index] = key
-                self._members[key].append(first + index)
-        self.begin = [-1] * len(self.ready)
-        self.end = [0] * len(self.ready)
+    node: RankNode
+    ready: int
+    waits: int
+    """For how many nodes it still waits."""
+    begin: int = -1
+    end: int = 0
+    dependents: list[_Run] = []
+    because: _Run | None = None
+    """The node whose end let it begin."""
 
-    def play(self) -> None:
-        for index in [index for index, count in enumerate(self._waits) if not count]:
-            self._is_ready(index)
-        while True:
-            while self._queue:
-                self._finish(self._queue.popleft())
-            # Members that never come: the ranks disagree, or the trace of one is cut. The others go on without.
-            stuck = next((key for key, count in self._arrived.items() if count), None)
-            if stuck is None:
-                return
-            self._join(stuck, [i for i in self._members[stuck] if not self._waits[i] and self.begin[i] < 0])
 
-    def _is_ready(self, index: int) -> None:
-        key = self._key.get(index)
+@paused_gc()
+def simulate(graphs: Sequence[RankGraph]) -> Simulation:
+    """Play all ranks together."""
+    late, by_clocks = offsets([(graph.begin_ns, graph.end_ns) for graph in graphs])
+    by_rank = {graph.rank: _runs(graph, offset) for graph, offset in zip(graphs, late, strict=True)}
+    runs = [run for of_rank in by_rank.values() for run in of_rank]
+    joined = _play(runs)
+    # Of those that end last together, the last.
+    last = max(reversed(runs), key=lambda run: run.end, default=None)
+    result = Simulation(
+        makespan_ns=last.end if last else 0,
+        measured_ns=max((graph.end_ns + offset for graph, offset in zip(graphs, late, strict=True)), default=0),
+        by_clocks=by_clocks,
+        critical_ns=_critical_path(last),
+        joined=sum(members > 1 for members in joined),
+        alone=joined.count(1),
+    )
+    for rank, of_rank in by_rank.items():
+        for run in of_rank:
+            lane = (rank, run.node.lane)
+            spent = 0 if run.node.category == PAUSE else run.end - run.begin
+            result.busy_ns[lane] = result.busy_ns.get(lane, 0) + spent
+        result.waiting_ns[rank] = sum(run.begin - run.ready for run in of_rank if run.node.join)
+        result.runs_ns[rank] = [(run.begin, run.end - run.begin) for run in of_rank]
+    return result
+
+
+def _runs(graph: RankGraph, offset: int) -> list[_Run]:
+    runs: list[_Run] = []
+    for node in graph.nodes:
+        sources = set(node.sources)
+        run = _Run(node, offset, len(sources))
+        for source in sources:
+            runs[source].dependents.append(run)
+        runs.append(run)
+    return runs
+
+
+def _play(runs: Sequence[_Run]) -> list[int]:
+    """Let all begin and end. Returns of how many members each communication was played."""
+    members: dict[JoinKey, list[_Run]] = {}
+    arrived: Counter[JoinKey] = Counter()
+    queue: deque[_Run] = deque()
+    joined: list[int] = []
+    for run in runs:
+        if run.node.join is not None:
+            members.setdefault(run.node.join, []).append(run)
+
+    def begin(together: Sequence[_Run]) -> None:
+        last = max(together, key=lambda run: run.ready)
+        duration = min(run.node.duration_ns for run in together)
+        for run in together:
+            run.begin, run.end = last.ready, last.ready + duration
+            if run is not last:
+                run.because = last
+        queue.extend(together)
+
+    def is_ready(run: _Run) -> None:
+        key = run.node.join
         if key is None:
-            self.begin[index] = self.ready[index]
-            self.end[index] = self.begin[index] + self._duration[index]
-            self._queue.append(index)
+            begin([run])
             return
-        self._arrived[key] += 1
-        if self._arrived[key] == len(self._members[key]):
-            self._join(key, self._members[key])
+        arrived[key] += 1
+        if arrived[key] == len(members[key]):
+            join(key)
 
-    def _join(self, key: JoinKey, joined: list[int]) -> None:
-        self._arrived[key] = 0
-        if len(joined) > 1:
-            self.joined += 1
-        else:
-            self.alone += 1
-        last = max(joined, key=self.ready.__getitem__)
-        duration = min(self._duration[index] for index in joined)
-        for index in joined:
-            self.begin[index], self.end[index] = self.ready[last], self.ready[last] + duration
-            if index != last:
-                self.because[index] = last
-        self._queue.extend(joined)
+    def join(key: JoinKey) -> None:
+        del arrived[key]
+        together = [run for run in members[key] if not run.waits and run.begin < 0]
+        joined.append(len(together))
+        begin(together)
 
-    def _finish(self, index: int) -> None:
-        end = self.end[index]
-        for dependent in self._dependents[index]:
-            if end >= self.ready[dependent]:
-                self.ready[dependent] = end
-                self.because[dependent] = index
-            self._waits[dependent] -= 1
-            if not self._waits[dependent]:
-                self._is_ready(dependent)
+    for run in runs:
+        if not run.waits:
+            is_ready(run)
+    while queue or arrived:
+        if not queue:
+            # Members that never come: the ranks disagree, or the trace of one is cut. The others go on without.
+            join(next(iter(arrived)))
+        ended = queue.popleft()
+        for run in ended.dependents:
+            if ended.end >= run.ready:
+                run.ready, run.because = ended.end, ended
+            run.waits -= 1
+            if not run.waits:
+                is_ready(run)
+    return joined
 
-    def critical_path(self) -> dict[str, int]:
-        """The chain that ends last, by what its time was spent on."""
-        spent: Counter[str] = Counter()
-        at = max(range(len(self.end)), key=lambda index: (self.end[index], index), default=None)
-        while at is not None:
-            before = self.because.get(at)
-            # A member of a collective that waited for another one: the path goes through that one, at the same time.
-            if before is None or at not in self._key or self.begin[before] != self.begin[at]:
-                spent[self._category[at]] += self.end[at] - self.begin[at]
-                if before is None and (late := self.ready[at]):
-                    spent[LATE] += late
-            at = before
-        return dict(spent.most_common())
+
+def _critical_path(at: _Run | None) -> dict[str, int]:
+    """The chain that ends with `at`, by what its time was spent on."""
+    spent: Counter[str] = Counter()
+    while at is not None:
+        before = at.because
+        # A member of a collective that waited for another one: the path goes through that one, at the same time.
+        if before is None or at.node.join is None or before.begin != at.begin:
+            spent[at.node.category] += at.end - at.begin
+            if before is None and at.ready:
+                spent[LATE] += at.ready
+        at = before
+    return dict(spent.most_common())

@@ -5,7 +5,7 @@ Every rank is a process there, every thread and stream a track.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,29 +33,14 @@ def write_timeline(graphs: Sequence[RankGraph], simulation: Simulation, path: Pa
             file.close()
 
 
-def _events(graph: RankGraph, simulation: Simulation) -> list[dict[str, object]]:
-    begin = simulation.begin_ns[graph.rank]
-    events: list[dict[str, object]] = [
-        {"ph": "M", "name": "process_name", "pid": graph.rank, "args": {"name": f"rank {graph.rank}"}}
-    ]
-    for lane, name in enumerate(graph.lanes):
-        events.append({"ph": "M", "name": "thread_name", "pid": graph.rank, "tid": lane, "args": {"name": name}})
-    for index, start in enumerate(begin):
-        if graph.category[index] == PAUSE:
-            continue
-        events.append(
-            {
-                "ph": "X",
-                "name": graph.names[index],
-                "cat": graph.category[index],
-                "pid": graph.rank,
-                "tid": graph.lane[index],
-                "ts": start / 1000,
-                "dur": simulation.run_ns[graph.rank][index] / 1000,
-                "args": {
-                    "measured start us": graph.start_ns[index] / 1000,
-                    "measured us": graph.duration_ns[index] / 1000,
-                },
-            }
-        )
-    return events
+def _events(graph: RankGraph, simulation: Simulation) -> Iterator[dict[str, object]]:
+    rank = graph.rank
+    yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+    lanes = {lane: number for number, lane in enumerate(dict.fromkeys(node.lane for node in graph.nodes))}
+    for lane, number in lanes.items():
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}}
+    for node, (begin, duration) in zip(graph.nodes, simulation.runs_ns[rank], strict=True):
+        if node.category != PAUSE:
+            measured = {"measured start us": node.start_ns / 1000, "measured us": node.duration_ns / 1000}
+            where = {"name": node.name, "cat": node.category, "pid": rank, "tid": lanes[node.lane]}
+            yield {"ph": "X", **where, "ts": begin / 1000, "dur": duration / 1000, "args": measured}

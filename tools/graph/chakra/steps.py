@@ -7,7 +7,8 @@ neither is known. A kernel that runs a batch of sends and receives becomes one n
 processes and threads are removed; they wait for nothing, so nothing is lost with them.
 
 Dependencies. Everything on one lane (thread, stream) follows what comes before it there; every other edge of the
-linked trace is kept, unless the order of the two lanes implies it.
+linked trace is kept, unless the order of the two lanes implies it, and what ran through the host where that is left
+out.
 """
 
 from __future__ import annotations
@@ -18,23 +19,14 @@ from itertools import count, product
 
 import msgspec
 
-from crossrank.comm import operation_of
+from crossrank.comm import is_p2p, operation_of
 from crossrank.errors import CrossrankError
 from crossrank.tools.graph.chakra.chakra_graph import ChakraNode, Comm, Dependency, Lane
-from crossrank.tools.graph.chakra.group_numbers import NumberedGroup, number_group
+from crossrank.tools.graph.chakra.group_numbers import NumberedGroup
 from crossrank.tools.graph.linking import Communication, EdgeKind, HostOp, LinkedTrace
 from crossrank.tools.graph.linking.dependencies import in_program_order
 from crossrank.tools.traces.execution_trace import io, is_group_node
 from crossrank.tools.traces.param_comms import tensor_bytes
-
-
-def number_groups(trace: LinkedTrace) -> dict[str, NumberedGroup]:
-    """The groups that communications use, by their names."""
-    numbered: dict[str, NumberedGroup] = {}
-    for communication in trace.communications:
-        if communication.group is not None and communication.record.pg not in numbered:
-            numbered[communication.record.pg] = number_group(communication.group, trace.world_size)
-    return numbered
 
 
 def convert_nodes(trace: LinkedTrace) -> dict[int, ChakraNode]:
@@ -85,40 +77,40 @@ def convert_communications(
     several: dict[int, list[int]] = {}
     batch: list[Communication] = []  # sends and receives whose kernel is not launched yet
     unknown = 0
+
+    def add(communication: Communication) -> None:
+        op = ops.get(communication.work or 0)
+        node = _without_kernel(communication, op, op.id if op else next(fresh), nodes.get(communication.host or 0))
+        node.comm = _comm(communication, groups)
+        nodes[node.id] = node
+
     for communication in trace.communications:
         operation = operation_of(communication.record.op)
-        known = operation is not None and not (communication.host is None and communication.group is None)
-        if communication.activities and not known and not batch:
-            unknown += 1
-        elif communication.activities:
+        if communication.activities:
+            known = operation is not None and not (communication.host is None and communication.group is None)
             calls = [communication] if known else []
             if not known or (operation is not None and operation.p2p):
                 calls, batch = batch + calls, []
+            unknown += not calls
             run = nodes[communication.activities[0]]
-            members = [run]
-            for _ in calls[1:]:
-                node_id = next(fresh)
-                members.append(msgspec.structs.replace(run, id=node_id, lane=_own_lane(node_id), dependencies=[]))
-            for node, call in zip(members, calls, strict=True):
-                node.comm = _comm(call, groups)
-                if len(calls) > 1:
-                    node.name = call.record.c10d or call.record.op
-                nodes[node.id] = node
-            if len(members) > 1:
-                several[run.id] = [node.id for node in members]
-        elif communication.work is not None:
-            work = ops[communication.work]
-            nodes[work.id] = _work(communication, work, nodes, _comm(communication, groups))
-        elif operation is None:
+            several[run.id] = [run.id, *(next(fresh) for _ in calls[1:])]
+            for node_id, call in zip(several[run.id], calls, strict=False):
+                nodes[node_id] = msgspec.structs.replace(
+                    run,
+                    id=node_id,
+                    name=run.name if len(calls) == 1 else _name(call),
+                    lane=run.lane if node_id == run.id else _own_lane(node_id),
+                    dependencies=[],
+                    comm=_comm(call, groups),
+                )
+        elif communication.work is None and operation is None:
             unknown += 1
-        elif operation.p2p and communication.record.batch is not None:
+        elif communication.work is None and is_p2p(communication.record) and communication.record.batch is not None:
             batch.append(communication)
         else:
-            number = next(fresh)
-            nodes[number] = _call_alone(communication, nodes, _comm(communication, groups), number)
+            add(communication)
     for communication in batch:
-        number = next(fresh)
-        nodes[number] = _call_alone(communication, nodes, _comm(communication, groups), number)
+        add(communication)
     if unknown:
         warnings.append(
             f"{unknown} communication(s) of which no operation or group is known are none in the trace, their kernels "
@@ -127,31 +119,24 @@ def convert_communications(
     return several
 
 
-def _work(communication: Communication, op: HostOp, nodes: Mapping[int, ChakraNode], comm: Comm) -> ChakraNode:
-    call = nodes.get(communication.host or 0)
-    return ChakraNode(
-        id=op.id,
-        name=op.node.name,
-        lane=_own_lane(op.id),
-        start_ns=op.start_ns if op.start_ns is not None else call.start_ns if call else 0,
-        duration_ns=op.duration_ns or 0,
-        comm=comm,
-        rf_id=op.node.rf_id,
+def _without_kernel(
+    communication: Communication, op: HostOp | None, node_id: int, call: ChakraNode | None
+) -> ChakraNode:
+    """A communication that `op` ran. Where nothing but the `call` is known it takes no time beyond the call's own."""
+    start = call.start_ns if call is not None else communication.record.t
+    node = ChakraNode(
+        id=node_id, name=_name(communication), lane=_own_lane(node_id), start_ns=start, duration_ns=0, dependencies=[]
     )
+    if op is not None:
+        node.name, node.rf_id, node.duration_ns = op.node.name, op.node.rf_id, op.duration_ns or 0
+        node.start_ns = op.start_ns if op.start_ns is not None else start
+    elif call is not None:
+        node.dependencies.append(Dependency(call.id, "launch"))
+    return node
 
 
-def _call_alone(communication: Communication, nodes: Mapping[int, ChakraNode], comm: Comm, node_id: int) -> ChakraNode:
-    """A communication of which nothing but the call is known: it takes no time beyond the call's own."""
-    call = nodes.get(communication.host or 0)
-    return ChakraNode(
-        id=node_id,
-        name=communication.record.c10d or communication.record.op,
-        lane=_own_lane(node_id),
-        start_ns=call.start_ns if call else communication.record.t,
-        duration_ns=0,
-        dependencies=[Dependency(call.id, "launch")] if call else [],
-        comm=comm,
-    )
+def _name(communication: Communication) -> str:
+    return communication.record.c10d or communication.record.op
 
 
 def _own_lane(node_id: int) -> Lane:
@@ -181,9 +166,8 @@ def draw_dependencies(
     ended.
     """
     for edge in trace.edges:
-        for source_id, target_id in product(
-            several.get(edge.source, (edge.source,)), several.get(edge.target, (edge.target,))
-        ):
+        ends = several.get(edge.source, (edge.source,)), several.get(edge.target, (edge.target,))
+        for source_id, target_id in product(*ends):
             source, target = nodes.get(source_id), nodes.get(target_id)
             if source is None or target is None or source is target:
                 continue
@@ -200,40 +184,64 @@ def reduce_dependencies(nodes: Mapping[int, ChakraNode]) -> int:
     Along a lane every node waits for the one before it. So of several edges from one lane the last source implies
     the others, and an edge is implied by one that an earlier node of the target's lane has.
     """
-    position: dict[int, int] = {}
+    places: dict[int, tuple[Lane, int]] = {}
     lanes: dict[Lane, list[ChakraNode]] = defaultdict(list)
     # On a thread by the start of the RecordFunction.
     for node in sorted(nodes.values(), key=lambda n: (n.rf_id, 0, 0) if n.is_cpu else (0, n.start_ns, n.id)):
-        position[node.id] = len(lanes[node.lane])
+        places[node.id] = node.lane, len(lanes[node.lane])
         lanes[node.lane].append(node)
     dropped = 0
     for lane, members in lanes.items():
         reached: dict[Lane, int] = {}
         for place, node in enumerate(members):
-            best: dict[Lane, Dependency] = {}
-            caller = [d for d in node.dependencies if d.kind == "caller"]
+            best: dict[Lane, tuple[int, Dependency]] = {}
+            callers: list[Dependency] = []
             # The caller is often the one before, so its edge alone does not say the order.
             kept = [Dependency(members[place - 1].id, _LANE_KINDS[lane[0]])] if place else []
             for dependency in node.dependencies:
+                other, at = places[dependency.source]
                 if dependency.kind == "caller":
-                    continue
-                source = nodes[dependency.source]
-                at = position[source.id]
-                if source.lane == lane:
-                    if at > place:
-                        kept.append(dependency)  # against the order: the search for cycles tells
-                    continue
-                known = best.get(source.lane)
-                if known is None or at > position[known.source]:
-                    best[source.lane] = dependency
-            for other, dependency in best.items():
-                at = position[dependency.source]
+                    callers.append(dependency)
+                elif other != lane:
+                    if other not in best or at > best[other][0]:
+                        best[other] = at, dependency
+                elif at > place:
+                    kept.append(dependency)  # against the order: the search for cycles tells
+            for other, (at, dependency) in best.items():
                 if at > reached.get(other, -1):
                     reached[other] = at
                     kept.append(dependency)
-            dropped += max(0, len(node.dependencies) - len(kept) - len(caller))
-            node.dependencies = caller + sorted(kept, key=lambda dependency: dependency.source)
+            dropped += max(0, len(node.dependencies) - len(kept) - len(callers))
+            node.dependencies = callers + sorted(kept, key=lambda dependency: dependency.source)
     return dropped
 
 
 _LANE_KINDS: dict[str, EdgeKind] = {"thread": "program_order", "stream": "stream"}
+
+
+def device_nodes(nodes: Sequence[ChakraNode]) -> dict[int, ChakraNode]:
+    """The nodes of `nodes`, which are in order, that no thread runs, by id.
+
+    Each waits for what it waited for itself, and for the nodes that its chain of host nodes waited for: a kernel
+    launched after the host has waited for another one waits for that one. Of what the host waited for on one stream
+    only the last is kept, and nothing that another one of them waits for.
+    """
+    kept: dict[int, ChakraNode] = {}
+    waits: dict[int, dict[int, Dependency]] = {}
+    place: dict[int, int] = {}
+    for at, node in enumerate(nodes):
+        place[node.id] = at
+        found = {dependency.source: dependency for dependency in node.dependencies if dependency.source in kept}
+        for dependency in node.dependencies:
+            if dependency.source not in kept:
+                for source, through in waits[dependency.source].items():
+                    found.setdefault(source, through)
+        if len(found) > 1:
+            last = {kept[source].lane: source for source in sorted(found, key=place.__getitem__)}.values()
+            implied = {dependency.source for source in last for dependency in kept[source].dependencies}
+            found = {source: found[source] for source in last if source not in implied}
+        waits[node.id] = found
+        if not node.is_cpu:
+            node.dependencies = list(found.values())
+            kept[node.id] = node
+    return kept

@@ -188,6 +188,20 @@ def test_a_batch_of_sends_and_receives_is_not_an_all_to_all(tmp_path: Path) -> N
     assert nodes[after]["data_deps"] == [kernel, 9]
 
 
+@pytest.mark.parametrize(("times", "node"), [((7_000, 3_000), (7, 3)), ((None, None), (10, 0))])
+def test_a_work_is_a_communication_of_its_own_time(tmp_path: Path, times: Any, node: tuple[int, int]) -> None:
+    trace = SmallTrace()
+    call, work = trace.op("c10d::allreduce_", 10, 5), trace.op("gloo:all_reduce", 12, 9, 3, tid=2)
+    result = link(*trace.write(tmp_path))
+    result.host[-1].start_ns, result.host[-1].duration_ns = times
+    record = CommRecord(id=0, op="all_reduce", c10d="x", pg="0", bytes=8, t=0)
+    group = Group(pg="0", size=2, ranks=[0, 1])
+    result.communications = [Communication(record=record, group=group, origin="comms file", host=call, work=work)]
+    written = write(result, tmp_path)[0][work]
+    assert (written["name"], written["type"]) == ("gloo:all_reduce", "COMM_COLL_NODE")
+    assert (written["attr"]["start_ns"] // 1000, written["duration_micros"]) == node
+
+
 def test_a_call_on_a_group_that_nobody_defines_is_refused(tmp_path: Path) -> None:
     trace = SmallTrace()
     values = [[FLOATS], 5, "pp", 0, "allreduce", [], []]

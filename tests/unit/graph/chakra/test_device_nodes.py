@@ -31,10 +31,12 @@ def test_what_the_host_waited_for_holds_back_what_it_launches_then(tmp_path: Pat
     trace = two_streams()  # a gemm, an all_reduce on another stream after it, and a wait for both
     trace.op("aten::mul", 460, 20)
     trace.launch("after", 465, 500, 10, 510)
+    trace.launch("aside", 470, 520, 10, 512, stream=30)
     assert dependencies(trace, tmp_path) == {
         "gemm": [],
         "ncclDevKernel_AllReduce_Sum_f32": ["gemm"],
         "after": ["gemm", "ncclDevKernel_AllReduce_Sum_f32"],  # its stream, and what the host waited for
+        "aside": ["ncclDevKernel_AllReduce_Sum_f32"],  # which itself waited for the gemm
     }
 
 

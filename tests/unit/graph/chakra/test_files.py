@@ -49,15 +49,8 @@ def node(node_id: int, *deps: int, kind: Any = pb.COMP_NODE, ctrl: tuple[int, ..
 
 def test_the_generated_code_is_current(tmp_path: Path) -> None:
     out = tmp_path / "et_def.bin"
-    command = [
-        sys.executable,
-        "-m",
-        "grpc_tools.protoc",
-        f"-I{SOURCE.parent}",
-        f"--descriptor_set_out={out}",
-        SOURCE.name,
-    ]
-    subprocess.run(command, check=True)
+    options = [f"-I{SOURCE.parent}", f"--descriptor_set_out={out}", SOURCE.name]
+    subprocess.run([sys.executable, "-m", "grpc_tools.protoc", *options], check=True)
     (compiled,) = descriptor_pb2.FileDescriptorSet.FromString(out.read_bytes()).file
     checked_in = descriptor_pb2.FileDescriptorProto()
     pb.DESCRIPTOR.CopyToProto(checked_in)

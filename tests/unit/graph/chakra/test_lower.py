@@ -57,22 +57,19 @@ def test_what_replaces_a_collective_moves_as_much(tmp_path: Path, op: str, runs_
     assert result.nodes[op] == 1
 
 
-@pytest.mark.parametrize("op", sorted(P2P_TYPES))
-def test_a_message_has_at_least_a_byte(op: str) -> None:
-    node = one(1, 0, 10, comm=comm(op, 0))
-    assert lower([node], 0) == {f"{op} as {op} of 1 B": 1}
+@pytest.mark.parametrize(
+    ("op", "size", "runs_as", "of_one_rank"),
+    [
+        *((op, 0, f"{op} of 1 B", 1) for op in P2P_TYPES),
+        *((op, 8, "all_gather of 256 B", 64) for op in ("all_gather", "gather")),
+    ],
+)
+def test_a_message_and_each_chunk_have_a_byte(op: str, size: int, runs_as: str, of_one_rank: int) -> None:
+    node = one(1, 0, 10, comm=comm(op, size))
+    assert lower([node], 0) == {f"{op} as {runs_as}": 1}
     assert node.comm is not None
     assert node.comm.runs_as is not None
-    assert node.comm.runs_as.bytes == 1
-
-
-@pytest.mark.parametrize("op", ["all_gather", "gather"])
-def test_an_all_gather_has_a_byte_for_each_chunk(op: str) -> None:
-    node = one(1, 0, 10, comm=comm(op, 8))
-    assert lower([node], 0) == {f"{op} as all_gather of 256 B": 1}
-    assert node.comm is not None
-    assert node.comm.runs_as is not None
-    assert comm_size(node.comm.runs_as, 4) == 64
+    assert comm_size(node.comm.runs_as, 4) == of_one_rank
 
 
 def test_a_collective_of_one_rank_is_a_computation_of_its_duration() -> None:

@@ -13,16 +13,8 @@ from crossrank.tools.graph.chakra.order import in_order
 
 def graph(edges: dict[int, list[Dependency]]) -> dict[int, ChakraNode]:
     return {
-        node_id: ChakraNode(
-            id=node_id,
-            name=f"n{node_id}",
-            lane=("thread", node_id),
-            start_ns=node_id,
-            duration_ns=1,
-            is_cpu=True,
-            dependencies=list(dependencies),
-        )
-        for node_id, dependencies in edges.items()
+        number: ChakraNode(number, f"n{number}", ("thread", number), number, 1, is_cpu=True, dependencies=[*sources])
+        for number, sources in edges.items()
     }
 
 

@@ -31,9 +31,9 @@ def graph(trace: SmallTrace, folder: Path, rank: int = 0) -> RankGraph:
 
 def begins(one: RankGraph, simulation: Simulation) -> dict[str, float]:
     return {
-        name.partition("_")[0]: begin / 1000
-        for name, begin in zip(one.names, simulation.begin_ns[one.rank], strict=True)
-        if name != PAUSE
+        node.name.partition("_")[0]: begin / 1000
+        for node, (begin, _) in zip(one.nodes, simulation.runs_ns[one.rank], strict=True)
+        if node.name != PAUSE
     }
 
 
