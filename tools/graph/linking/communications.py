@@ -87,7 +87,7 @@ def find_communications(
 
     `groups` by name, as the most trusted source has them; `records` of the comms file by id; `event_args` gives the
     Kineto arguments of a host node by its position; `budget` is that of the execution trace. Sets `HostOp.caller` of
-    ranges of a Work, and `Activity.library`.
+    ranges of a Work.
     """
     found = _Finder(groups=dict(groups), host=host, records=records, event_args=event_args, budget=budget)
     communicating = [position for position, op in enumerate(host) if op.node.name.startswith(COMMUNICATING)]
@@ -272,10 +272,11 @@ class _Finder(Communications):
 
     def attach(self, activity: Activity) -> None:
         """Give a communication its kernel; one without a call around it becomes a communication of its own."""
-        described = from_kineto(activity.args) if activity.category == "kernel" else None
-        if activity.library is None and described is None:
+        if activity.category != "kernel":
             return
-        activity.library = activity.library or "unknown"
+        described, known = from_kineto(activity.args), communication_kernel(activity.name)
+        if described is None and known is None:
+            return
         position = self._position.get(activity.host or 0)
         around = () if position is None else (position, *self._callers(position, 63))
         communication = next((self.at[at] for at in around if at in self.at), None)
@@ -288,7 +289,6 @@ class _Finder(Communications):
         source = "kineto kernel"
         if described is None:
             source = "kernel name"
-            known = communication_kernel(activity.name)
             described = ParamComms(name=(known[1] if known else None) or activity.name.split("(")[0])
         group = self._group(described)
         record = to_record(described, group, number=0, time=activity.start_ns, c10d="")

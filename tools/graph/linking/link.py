@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import PurePosixPath
 
 import msgspec
 
@@ -24,7 +25,6 @@ from crossrank.tools.graph.linking.ordered import ordered_by
 from crossrank.tools.graph.linking.waits import CLOCK_NS, GpuWaits, Surroundings, find_waits
 from crossrank.tools.paused_gc import paused_gc
 from crossrank.tools.traces.execution_trace import ExecutionTrace, read_execution_trace
-from crossrank.tools.traces.kernels import communication_kernel
 from crossrank.tools.traces.kineto import KinetoTrace, read_kineto
 
 _NAMES = 5
@@ -106,6 +106,8 @@ class _Linking:
             *self._wait_edges(waits, ids),
             *draw.work_waits(self.host, found.communications, waits.unresolved),
         ]
+        inputs = {self.et.path: self.et.sha256, self.kineto.path: self.kineto.sha256}
+        inputs |= {self.comms.path: _sha256(self.comms.path)} if self.comms else {}
         return LinkedTrace(
             rank=next((r for r in (rank, header.rank if header else None, self.kineto.rank) if r is not None), None),
             kineto_rank=self.kineto.rank,
@@ -116,8 +118,7 @@ class _Linking:
             start_ts=self.et.start_ts,
             finish_ts=self.et.finish_ts,
             base_ns=self.kineto.base_ns,
-            inputs={self.et.path: self.et.sha256, self.kineto.path: self.kineto.sha256}
-            | ({self.comms.path: _sha256(self.comms.path)} if self.comms else {}),
+            inputs={PurePosixPath(path).name: digest for path, digest in inputs.items()},
             host=self.host,
             activities=activities,
             communications=found.communications,
@@ -143,7 +144,6 @@ class _Linking:
             event, node, method = device[index], self.launches.node[index], self.launches.method[index]
             if method in OUTSIDE:
                 continue
-            known = communication_kernel(event.name) if event.category == "kernel" else None
             ids[index] = next_id + len(ids)
             activities.append(
                 Activity(
@@ -158,7 +158,6 @@ class _Linking:
                     host=self.et.nodes[node].id if node >= 0 else None,
                     unlinked=None if node >= 0 else method,
                     args=event.args,
-                    library=known[0] if known else None,
                 )
             )
         return activities, ids
