@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from crossrank.tools.graph.linking.event_matching import HostMatch
+from crossrank.tools.graph.linking.event_matching import HostMatch, nearest_nodes
 from crossrank.tools.graph.linking.nesting import Nesting
 from crossrank.tools.traces.kineto import DeviceEvent, Id, KinetoTrace
 
@@ -51,7 +51,7 @@ def find_launches(kineto: KinetoTrace, match: HostMatch, nesting: Nesting, pid: 
         for index, event in enumerate(kineto.host)
         if event.external_id and event.pid in processes
     }
-    nearest = _nearest_nodes(match, nesting)
+    nearest = nearest_nodes(match, nesting)
     launches = LaunchLookup()
     if doubled:
         launches.warnings.append(
@@ -119,13 +119,3 @@ def _pick(kineto: KinetoTrace, activity: DeviceEvent, candidates: Sequence[int],
     if activity.external_id is not None and activity.external_id != activity.correlation:
         candidates = [i for i in candidates if calls[i].external_id == activity.external_id] or candidates
     return max(candidates, key=lambda index: (calls[index].pid in prefer, calls[index].start, -index))
-
-
-def _nearest_nodes(match: HostMatch, nesting: Nesting) -> list[int]:
-    """For every event the node of the innermost event around it, itself included, that has one."""
-    # Parents come first in the order of starts, so one pass settles all.
-    nearest = list(match.node_of)
-    for event in nesting.order:
-        if nearest[event] < 0 and nesting.parent[event] >= 0:
-            nearest[event] = nearest[nesting.parent[event]]
-    return nearest

@@ -198,7 +198,7 @@ class _Linking:
             event = self.nesting.around_call[index]
             if event >= 0 and self.match.node_of[event] >= 0:
                 op = self.host[self.match.node_of[event]]
-                op.blocked_ns = min(op.blocked_ns + waited, op.exclusive_ns or 0)
+                op.blocked_ns = min(op.blocked_ns + waited, op.exclusive_ns)
         return list(edges.values())
 
     def _report(

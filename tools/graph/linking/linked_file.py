@@ -199,7 +199,7 @@ def _host_node(op: HostOp, deps: list[IncomingEdge], communication: Communicatio
         pg_name=communication.record.pg if communication else None,
         deps=deps,
     )
-    if op.start_ns is not None and op.duration_ns is not None and op.exclusive_ns is not None:
+    if op.start_ns is not None:
         out.inclusive_dur = microseconds(op.duration_ns)
         out.exclusive_dur = microseconds(op.exclusive_ns)
         out.blocked_dur = microseconds(op.blocked_ns) if op.blocked_ns else UNSET

@@ -51,14 +51,15 @@ class Edge(msgspec.Struct, frozen=True, gc=False):
 
 
 class HostOp(msgspec.Struct, gc=False):
-    """A node of the execution trace with its times; None where no Kineto event matched."""
+    """A node of the execution trace with its times."""
 
     node: HostNode
     caller: int
     """Id of the calling node; that of the execution trace, unless that is impossible. 0 where there is none."""
     start_ns: int | None = None
-    duration_ns: int | None = None
-    exclusive_ns: int | None = None
+    """None where no Kineto event matched; then it has no other time either."""
+    duration_ns: int = 0
+    exclusive_ns: int = 0
     """Duration without the operations called on the same thread."""
     blocked_ns: int = 0
     """Part of the exclusive time in which it stood in a runtime call that waited for the GPU, as far as an edge says
@@ -69,6 +70,10 @@ class HostOp(msgspec.Struct, gc=False):
     @property
     def id(self) -> int:
         return self.node.id
+
+    @property
+    def end_ns(self) -> int:
+        return (self.start_ns or 0) + self.duration_ns
 
 
 class Activity(msgspec.Struct, gc=False):
