@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import PurePosixPath
@@ -21,11 +22,10 @@ from crossrank.tools.graph.linking.communications import Communications, find_co
 from crossrank.tools.graph.linking.event_matching import HostMatch, doubts, match_hosts
 from crossrank.tools.graph.linking.linked_trace import Activity, Edge, EdgeKind, HostOp, LinkedTrace, MatchReport
 from crossrank.tools.graph.linking.nesting import is_work, nest
-from crossrank.tools.graph.linking.ordered import ordered_by
 from crossrank.tools.graph.linking.waits import CLOCK_NS, GpuWaits, Surroundings, find_waits
 from crossrank.tools.paused_gc import paused_gc
 from crossrank.tools.traces.execution_trace import ExecutionTrace, read_execution_trace
-from crossrank.tools.traces.kineto import KinetoTrace, read_kineto
+from crossrank.tools.traces.kineto import KinetoTrace, RuntimeCall, read_kineto
 
 _NAMES = 5
 
@@ -168,26 +168,22 @@ class _Linking:
 
     def _wait_edges(self, waits: GpuWaits, ids: dict[int, int]) -> list[Edge]:
         """The edges of `waits`, after which the operations around waiting calls know how long they were blocked."""
-        kineto, nodes = self.kineto, self.et.nodes
-        matched = [(nodes[position].id, kineto.host[i]) for position, i in enumerate(self.match.event_of) if i >= 0]
-        begun = ordered_by(((event.pid, event.tid), event.start, node) for node, event in matched)
-        starts = {node: event.start for node, event in matched}
-        starts |= {number: kineto.device[index].start for index, number in ids.items()}
+        kineto = self.kineto
         edges: dict[tuple[int, int, EdgeKind], Edge] = {}
         blocked: dict[int, int] = {}
         for wait in waits.waits:
             call = kineto.calls[wait.call] if wait.call >= 0 else None
             kind: EdgeKind = "stream_wait" if wait.target >= 0 else "sync"
             if kind == "stream_wait":
-                target = ids.get(wait.target, -1)
+                target, start_ns = ids.get(wait.target), kineto.device[wait.target].start
             else:
-                target = begun[call.pid, call.tid].first_from(call.end) if call else -1
+                target, start_ns = self._begun_after(call) if call is not None else (None, 0)
             ended = kineto.device[wait.source].end
             if wait.source not in ids:
                 waits.unresolved["the activity waited for was launched outside the execution trace"] += 1
-            elif target < 0:
+            elif target is None:
                 waits.unresolved["nothing follows the wait in the execution trace"] += 1
-            elif ended > starts[target] + CLOCK_NS:
+            elif ended > start_ns + CLOCK_NS:
                 waits.unresolved["the times contradict it"] += 1
             else:
                 source = ids[wait.source]
@@ -200,6 +196,15 @@ class _Linking:
                 op = self.host[self.match.node_of[event]]
                 op.blocked_ns = min(op.blocked_ns + waited, op.exclusive_ns)
         return list(edges.values())
+
+    def _begun_after(self, call: RuntimeCall) -> tuple[int | None, int]:
+        """The id and the start of the operation that the thread of a call began next after it."""
+        events = self.nesting.threads.get((call.pid, call.tid), [])
+        at = bisect_left(events, call.end, key=lambda event: self.kineto.host[event].start)
+        for event in map(events.__getitem__, range(at, len(events))):
+            if (node := self.match.node_of[event]) >= 0:
+                return self.host[node].id, self.kineto.host[event].start
+        return None, 0
 
     def _report(
         self, found: Communications, waits: GpuWaits, edges: Iterable[Edge], corrections: Iterable[str]
