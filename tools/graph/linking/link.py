@@ -20,7 +20,7 @@ from crossrank.tools.graph.linking.activities import OUTSIDE, find_launches
 from crossrank.tools.graph.linking.callers import correct_callers
 from crossrank.tools.graph.linking.communications import Communications, find_communications
 from crossrank.tools.graph.linking.event_matching import HostMatch, doubts, match_hosts
-from crossrank.tools.graph.linking.linked_trace import Activity, Edge, EdgeKind, HostOp, LinkedTrace, MatchReport
+from crossrank.tools.graph.linking.linked_trace import Edge, EdgeKind, HostOp, LinkedTrace, MatchReport
 from crossrank.tools.graph.linking.nesting import is_work, nest
 from crossrank.tools.graph.linking.waits import CLOCK_NS, GpuWaits, Surroundings, find_waits
 from crossrank.tools.paused_gc import paused_gc
@@ -64,7 +64,7 @@ class _Linking:
                 f"{et.path} and {kineto.path} are not of one run ({'; '.join(self.doubts)}); pair the files anew"
             )
         self.nesting = nest(kineto.host, kineto.calls)
-        self.launches = find_launches(kineto, self.match, self.nesting, et.pid)
+        self.launches = find_launches(et, kineto, self.match, self.nesting)
         self.host = [self._host_op(position) for position in range(len(et.nodes))]
         self.comms = None if comms is None else CommsFile(comms)
         ranges = {node.name for node in et.nodes if node.name.startswith(RANGE)}
@@ -74,7 +74,7 @@ class _Linking:
 
     def link(self, rank: int | None) -> LinkedTrace:
         corrections = correct_callers(self.host, self.match, self.nesting)
-        activities, ids = self._activities()
+        activities, ids = self.launches.activities, self.launches.id_of
         header = self.comms.header if self.comms else None
         world_size = header.world_size if header else self.kineto.world_size
         found = find_communications(
@@ -135,33 +135,6 @@ class _Linking:
         duration, exclusive = event.end - event.start, self.nesting.exclusive_ns[index]
         return HostOp(node, node.parent, event.start, duration, exclusive, is_work=is_work(node.name))
 
-    def _activities(self) -> tuple[list[Activity], dict[int, int]]:
-        """The activities of this trace in the order of starts, and the id of each by its position."""
-        activities: list[Activity] = []
-        ids: dict[int, int] = {}
-        device, next_id = self.kineto.device, self.host[-1].id + 1 if self.host else 1
-        for index in sorted(range(len(device)), key=lambda index: (device[index].start, index)):
-            event, node, method = device[index], self.launches.node[index], self.launches.method[index]
-            if method in OUTSIDE:
-                continue
-            ids[index] = next_id + len(ids)
-            activities.append(
-                Activity(
-                    id=ids[index],
-                    name=event.name,
-                    category=event.category,
-                    device=event.device,
-                    stream=event.stream,
-                    start_ns=event.start,
-                    duration_ns=event.end - event.start,
-                    correlation=event.correlation,
-                    host=self.et.nodes[node].id if node >= 0 else None,
-                    unlinked=None if node >= 0 else method,
-                    args=event.args,
-                )
-            )
-        return activities, ids
-
     def _event_args(self, position: int) -> msgspec.Raw | None:
         index = self.match.event_of[position]
         return self.kineto.host[index].args if index >= 0 else None
@@ -210,8 +183,7 @@ class _Linking:
         self, found: Communications, waits: GpuWaits, edges: Iterable[Edge], corrections: Iterable[str]
     ) -> MatchReport:
         et, kineto, match, launches = self.et, self.kineto, self.match, self.launches
-        methods = Counter(method for method, node in zip(launches.method, launches.node, strict=True) if node >= 0)
-        unlinked = Counter(method for method, node in zip(launches.method, launches.node, strict=True) if node < 0)
+        unlinked = launches.unlinked.copy()
         outside = {reason: unlinked.pop(reason) for reason in OUTSIDE if reason in unlinked}
         names = Counter(et.nodes[position].name for position in match.unmatched)
         report = MatchReport(
@@ -221,7 +193,7 @@ class _Linking:
             host_unmatched_names=dict(names.most_common(_NAMES)),
             kineto_unmatched=_kineto_unmatched(kineto, match),
             activities=dict(Counter(event.category for event in kineto.device)),
-            activities_linked=dict(methods),
+            activities_linked=dict(launches.linked),
             activities_unlinked=dict(unlinked),
             activities_outside=outside,
             communications=dict(Counter(communication.origin for communication in found.communications)),
