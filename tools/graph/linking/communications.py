@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -106,7 +107,6 @@ def find_communications(
     for activity in activities:
         found.attach(activity)
     found.sort()
-    _number(found.communications)
     return found
 
 
@@ -133,17 +133,17 @@ class _Finder(Communications):
         if match is None:
             return
         number = int(match[1])
-        record, source = self.records.get(number), "comms file"
-        if record is None:
-            source = "crossrank range"
-            values = io(op.node.inputs).values
-            given = parse(values[0], dict[str, Any]) if values else None
-            try:
-                record = msgspec.convert({"id": number, "t": op.start_ns or 0, **(given or {})}, CommRecord)
-            except (msgspec.MsgspecError, TypeError):
-                self.warnings.append(f"node {op.id} ({op.node.name}) does not carry a record; read as its c10d op")
-                return
-        self._add(position, record, source)
+        if number in self.records:
+            self._add(position, self.records[number], "comms file")
+            return
+        values = io(op.node.inputs).values
+        given = parse(values[0], dict[str, Any]) if values else None
+        try:
+            record = msgspec.convert({"id": number, "t": op.start_ns or 0, **(given or {})}, CommRecord)
+        except (msgspec.MsgspecError, TypeError):
+            self.warnings.append(f"node {op.id} ({op.node.name}) does not carry a record; read as its c10d op")
+            return
+        self._add(position, record, "crossrank range")
 
     def cover_ops_around(self, positions: Iterable[int]) -> None:
         """Cover the ops that our ranges ran in where the trace names another caller, which it does beside a Work that
@@ -283,12 +283,13 @@ class _Finder(Communications):
         if communication is not None:
             communication.activities.append(activity.id)
             if described is not None and communication.origin not in OURS:
-                self._complete(communication, described)
+                described.pg = communication.record.pg or described.pg
+                communication.group = communication.group or self._group(described)
+                communication.record = msgspec.structs.replace(communication.record, pg=described.pg)
             return
         self.kernels_alone += 1
-        source = "kineto kernel"
+        source = "kernel name" if described is None else "kineto kernel"
         if described is None:
-            source = "kernel name"
             described = ParamComms(name=(known[1] if known else None) or activity.name.split("(")[0])
         group = self._group(described)
         record = to_record(described, group, number=0, time=activity.start_ns, c10d="")
@@ -296,44 +297,31 @@ class _Finder(Communications):
             Communication(record=record, group=group, origin=source, host=None, activities=[activity.id])
         )
 
-    def _complete(self, communication: Communication, described: ParamComms) -> None:
-        """Add what only Kineto says to a record that is not our own."""
-        record = communication.record
-        if not record.pg and described.pg:
-            communication.group = self._group(described)
-            communication.record = msgspec.structs.replace(record, pg=described.pg)
-        elif communication.group is None:
-            described.pg = record.pg
-            communication.group = self._group(described)
-
     def sort(self) -> None:
         """Put the communications in the order in which they began; a call without a time began after the one before
-        it."""
-        calls = []
+        it, a kernel without a call by its own time. Number those that are not ours, and the calls of each group whose
+        source has no sequence number."""
+        calls: list[tuple[int, int | None, Communication]] = []
         for communication in self.communications:
             op = self.host[self._position[communication.host]] if communication.host is not None else None
-            # A kernel without a call comes last.
-            calls.append((op.node.rf_id if op is not None else sys.maxsize, op, communication))
+            by_order = (op.node.rf_id, op.start_ns) if op is not None else (sys.maxsize, communication.record.t)
+            calls.append((*by_order, communication))
         begun = []
         time = 0
-        for _, op, communication in sorted(calls, key=lambda call: call[0]):
-            time = time if op is not None and op.start_ns is None else (op and op.start_ns) or communication.record.t
+        for _, start, communication in sorted(calls, key=itemgetter(0)):
+            time = time if start is None else start
             begun.append((time, communication))
-        self.communications = [communication for _, communication in sorted(begun, key=lambda entry: entry[0])]
-
-
-def _number(communications: Iterable[Communication]) -> None:
-    """Number those that are not ours, and the calls of each group whose source has no sequence number."""
-    counts: Counter[tuple[object, ...]] = Counter()
-    for position, communication in enumerate(communications):
-        record, order = communication.record, communication.order
-        counts[order] += 1
-        changes = {} if communication.origin in OURS else {"id": position}
-        number = "p2p_seq" if is_p2p(record) else "seq"
-        if getattr(record, number) is None:
-            changes[number] = counts[order]
-            communication.seq_counted = True
-        communication.record = msgspec.structs.replace(record, **changes)
+        self.communications = [communication for _, communication in sorted(begun, key=itemgetter(0))]
+        counts: Counter[tuple[object, ...]] = Counter()
+        for position, communication in enumerate(self.communications):
+            record = communication.record
+            counts[communication.order] += 1
+            changes = {} if communication.origin in OURS else {"id": position}
+            number = "p2p_seq" if is_p2p(record) else "seq"
+            if getattr(record, number) is None:
+                changes[number] = counts[communication.order]
+                communication.seq_counted = True
+            communication.record = msgspec.structs.replace(record, **changes)
 
 
 def _fill(comms: ParamComms, kineto: ParamComms) -> None:

@@ -95,16 +95,17 @@ class _Linking:
             waiting=found.waits,
         )
         waits = find_waits(self.kineto, self.launches.call, around)
+        ordered = draw.in_program_order(self.host)
         edges = [
             *draw.callers(self.host),
-            *draw.program_order(self.host),
-            *draw.forward_backward(self.host),
-            *draw.inter_thread(self.host),
+            *draw.program_order(ordered),
+            *draw.forward_backward(ordered),
+            *draw.inter_thread(ordered),
             *draw.launches(activities),
             *draw.stream_order(activities),
             *draw.group_order(found.communications),
             *self._wait_edges(waits, ids),
-            *draw.work_waits(self.host, found.communications, waits.unresolved),
+            *draw.work_waits(self.host, ordered, found.communications, waits.unresolved),
         ]
         inputs = {self.et.path: self.et.sha256, self.kineto.path: self.kineto.sha256}
         inputs |= {self.comms.path: _sha256(self.comms.path)} if self.comms else {}
