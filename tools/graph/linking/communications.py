@@ -120,7 +120,7 @@ class _Finder(Communications):
     budget: Budget
 
     def __post_init__(self) -> None:
-        self._position = {op.id: position for position, op in enumerate(self.host)}
+        self._position = {op.node.id: position for position, op in enumerate(self.host)}
         self._places: dict[int, int] = {}
         """Position in `communications` -> root or peer as a rank within the group, of calls whose group was not
         known."""
@@ -227,11 +227,12 @@ class _Finder(Communications):
         The caller that the trace names for it is not reliable, see `callers`.
         """
         last: dict[int, tuple[int, Communication]] = {}
-        for position in sorted(range(len(self.host)), key=lambda position: self.host[position].node.rf_id):
+        involved = [position for position, op in enumerate(self.host) if op.is_work or position in self.at]
+        for position in sorted(involved, key=lambda position: self.host[position].node.rf_id):
             op = self.host[position]
             if position in self.at:
                 last[op.node.tid] = (op.node.rf_id, self.at[position])
-            elif op.is_work:
+            else:
                 rf_id, communication = last.get(op.node.tid, (-_WORK_FOLLOWS, None))
                 if communication is not None and op.node.rf_id - rf_id < _WORK_FOLLOWS:
                     op.caller = communication.host or op.caller

@@ -16,12 +16,6 @@ _BACKWARD_SCOPE = 1
 _LOOK_BACK = 64
 
 
-def callers(host: Sequence[HostOp]) -> Iterator[Edge]:
-    for op in host:
-        if op.caller:
-            yield Edge(op.caller, op.node.id, "caller")
-
-
 def program_order(ordered: Sequence[HostOp]) -> Iterator[Edge]:
     """From each operation to the next that its thread began, where that is not called by it."""
     last: dict[int, int] = {}
@@ -36,12 +30,6 @@ def program_order(ordered: Sequence[HostOp]) -> Iterator[Edge]:
 def in_program_order(host: Sequence[HostOp]) -> list[HostOp]:
     """Operations by the start of their RecordFunctions, without the roots and without what no thread runs."""
     return sorted((op for op in host if op.node.rf_id > 0 and not op.is_work), key=lambda op: op.node.rf_id)
-
-
-def launches(activities: Sequence[Activity]) -> Iterator[Edge]:
-    for activity in activities:
-        if activity.host is not None:
-            yield Edge(activity.host, activity.id, "launch")
 
 
 def stream_order(activities: Sequence[Activity]) -> Iterator[Edge]:

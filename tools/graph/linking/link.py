@@ -97,11 +97,11 @@ class _Linking:
         waits = find_waits(self.kineto, self.launches.call, around)
         ordered = draw.in_program_order(self.host)
         edges = [
-            *draw.callers(self.host),
+            *(Edge(op.caller, op.node.id, "caller") for op in self.host if op.caller),
             *draw.program_order(ordered),
             *draw.forward_backward(ordered),
             *draw.inter_thread(ordered),
-            *draw.launches(activities),
+            *(Edge(one.host, one.id, "launch") for one in activities if one.host is not None),
             *draw.stream_order(activities),
             *draw.group_order(found.communications),
             *self._wait_edges(waits, ids),

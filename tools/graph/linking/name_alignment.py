@@ -94,13 +94,13 @@ def _best_place(ours: list[int], theirs: list[int]) -> tuple[list[Pair], int, in
     if len(ours) > len(theirs):
         anchors, agree, places = _best_place(theirs, ours)
         return [(i, j) for j, i in anchors], agree, places
-    a, b = np.array(ours, dtype=int), np.array(theirs, dtype=int)
-    counts = np.bincount(b, minlength=max([0, *ours]) + 1)
-    common = a[counts[a] > 0]
-    if not len(common):
+    counts = Counter(theirs)
+    common = [name for name in ours if counts[name]]
+    if not common:
         return [], 0, 0
-    rarest = common[counts[common].argmin()]
-    first = int((a == rarest).argmax())
+    rarest = min(common, key=counts.__getitem__)
+    first = ours.index(rarest)
+    a, b = np.array(ours), np.array(theirs)
     places = np.flatnonzero(b == rarest)[: 1 + _WORK // len(a)].tolist()
     scores = []
     for shift in (place - first for place in places):
