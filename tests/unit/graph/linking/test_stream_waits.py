@@ -43,6 +43,7 @@ def test_a_communication_waits_for_the_compute_before_it(tmp_path: Path) -> None
     trace.op("aten::mm", 0, 10)
     trace.launch("gemm", 2, 50, 100, 501)
     issue(trace, 20, 3, 510, 153, 60)
+    trace.launch("launched after the communication", 30, 300, 5, 520)
     result = link(*trace.write(tmp_path))
     assert stream_waits(result) == [("gemm@50", "ncclDevKernel@153", 3_000)]
     assert result.report.syncs == {"cudaStreamWaitEvent": 2}
