@@ -19,6 +19,7 @@ def plain(names: str) -> OpSequence:
 def test_a_sequence_that_stands_whole_in_the_other_is_found() -> None:
     assert align(plain("bcd"), plain("abcde")).pairs == [(0, 1), (1, 2), (2, 3)]
     assert align(plain("abcde"), plain("bcd")).pairs == [(1, 0), (2, 1), (3, 2)]
+    assert align(plain("aba"), plain("abbaba")).pairs == [(0, 3), (1, 4), (2, 5)]
 
 
 def test_extra_and_missing_events_at_both_ends_and_inside_stay_unmatched() -> None:
