@@ -25,7 +25,7 @@ OUTSIDE = ("launched before or after the execution trace", "launched before the 
 
 
 @dataclass(kw_only=True)
-class Launches:
+class LaunchLookup:
     """The activities of a trace, and what launched them."""
 
     activities: list[Activity] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Launches:
     warnings: list[str] = field(default_factory=list)
 
 
-def find_launches(et: ExecutionTrace, kineto: KinetoTrace, match: HostMatch, nesting: Nesting) -> Launches:
+def find_launches(et: ExecutionTrace, kineto: KinetoTrace, match: HostMatch, nesting: Nesting) -> LaunchLookup:
     """Find the launch and the launching node of every activity."""
     matched = [kineto.host[event] for event in match.event_of if event >= 0]
     processes = {event.pid for event in matched} or {et.pid}
@@ -58,7 +58,7 @@ def find_launches(et: ExecutionTrace, kineto: KinetoTrace, match: HostMatch, nes
         if event.external_id and event.pid in processes
     }
     nearest = nearest_nodes(match, nesting)
-    launches = Launches(call=[-1] * len(kineto.device))
+    launches = LaunchLookup(call=[-1] * len(kineto.device))
     if doubled:
         launches.warnings.append(
             f"{len(doubled)} correlation id(s) belong to several calls (first: {min(doubled)}); "

@@ -39,7 +39,7 @@ def test_kernels_copies_and_memsets_belong_to_the_innermost_operation_around_the
 def test_any_call_with_the_correlation_id_is_a_launch(tmp_path: Path) -> None:
     trace = SmallTrace()
     op = trace.op("graph", 0, 100)
-    names = "cudaGraphLaunch cudaLaunchCooperativeKernel cuLaunchKernelEx hipExtModuleLaunchKernel newCall".split()
+    names = ("cudaGraphLaunch", "cudaLaunchCooperativeKernel", "cuLaunchKernelEx", "hipExtModuleLaunchKernel", "new")
     for number, name in enumerate(names, start=501):
         trace.call(name, number - 500, 0.5, number)
         trace.activity(f"kernel of {name}", 10 * number, 5, number)
