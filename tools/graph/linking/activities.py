@@ -8,12 +8,14 @@ with its operation, takes its place.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from crossrank.tools.graph.linking.event_matching import HostMatch
+from crossrank.tools.graph.linking.event_matching import HostMatch, nearest_nodes
+from crossrank.tools.graph.linking.linked_trace import Activity
 from crossrank.tools.graph.linking.nesting import Nesting
+from crossrank.tools.traces.execution_trace import ExecutionTrace
 from crossrank.tools.traces.kineto import DeviceEvent, Id, KinetoTrace
 
 BY_CORRELATION = "correlation id"
@@ -24,21 +26,25 @@ OUTSIDE = ("launched before or after the execution trace", "launched before the 
 
 @dataclass(kw_only=True)
 class LaunchLookup:
-    """By positions in `KinetoTrace.device`; -1 where there is none."""
+    """The activities of a trace, and what launched them."""
 
-    call: list[int] = field(default_factory=list)
-    """The launch call, as a position in `KinetoTrace.calls`."""
-    node: list[int] = field(default_factory=list)
-    """The host node, as a position in `ExecutionTrace.nodes`."""
-    method: list[str] = field(default_factory=list)
-    """How the node was found, or why there is none."""
+    activities: list[Activity] = field(default_factory=list)
+    """Without those that have no part in the trace, in the order of starts."""
+    id_of: dict[int, int] = field(default_factory=dict)
+    """Position in `KinetoTrace.device` -> id."""
+    call: list[int]
+    """Position of every activity's launch in `KinetoTrace.calls`; -1 where there is none."""
+    linked: Counter[str] = field(default_factory=Counter)
+    """How the host node was found -> activities."""
+    unlinked: Counter[str] = field(default_factory=Counter)
+    """Why there is none -> activities."""
     warnings: list[str] = field(default_factory=list)
 
 
-def find_launches(kineto: KinetoTrace, match: HostMatch, nesting: Nesting, pid: Id) -> LaunchLookup:
-    """Find the launch and the launching node of every activity. `pid` is the process of the execution trace."""
+def find_launches(et: ExecutionTrace, kineto: KinetoTrace, match: HostMatch, nesting: Nesting) -> LaunchLookup:
+    """Find the launch and the launching node of every activity."""
     matched = [kineto.host[event] for event in match.event_of if event >= 0]
-    processes = {event.pid for event in matched} or {pid}
+    processes = {event.pid for event in matched} or {et.pid}
     begin, end = min((event.start for event in matched), default=0), max((event.end for event in matched), default=0)
     calls: dict[int, list[int]] = defaultdict(list)
     for index, call in enumerate(kineto.calls):
@@ -51,15 +57,17 @@ def find_launches(kineto: KinetoTrace, match: HostMatch, nesting: Nesting, pid: 
         for index, event in enumerate(kineto.host)
         if event.external_id and event.pid in processes
     }
-    nearest = _nearest_nodes(match, nesting)
-    launches = LaunchLookup()
+    nearest = nearest_nodes(match, nesting)
+    launches = LaunchLookup(call=[-1] * len(kineto.device))
     if doubled:
         launches.warnings.append(
             f"{len(doubled)} correlation id(s) belong to several calls (first: {min(doubled)}); "
             "the call was chosen by external id, process and time"
         )
     preferred = _preferred_processes(kineto, calls, processes) if doubled else {}
-    for activity in kineto.device:
+    first_id = et.nodes[-1].id + 1 if et.nodes else 1
+    for position in sorted(range(len(kineto.device)), key=lambda position: kineto.device[position].start):
+        activity = kineto.device[position]
         candidates = calls.get(activity.correlation or 0, [])
         index = candidates[0] if candidates else -1
         if len(candidates) > 1:
@@ -88,9 +96,26 @@ def find_launches(kineto: KinetoTrace, match: HostMatch, nesting: Nesting, pid: 
                 method = "it has no correlation id"
             else:
                 method = "no launch call has its correlation id"
-        launches.call.append(index)
-        launches.node.append(node)
-        launches.method.append(method)
+        launches.call[position] = index
+        (launches.linked if node >= 0 else launches.unlinked)[method] += 1
+        if method in OUTSIDE:
+            continue
+        launches.id_of[position] = number = first_id + len(launches.id_of)
+        launches.activities.append(
+            Activity(
+                id=number,
+                name=activity.name,
+                category=activity.category,
+                device=activity.device,
+                stream=activity.stream,
+                start_ns=activity.start,
+                duration_ns=activity.end - activity.start,
+                correlation=activity.correlation,
+                host=et.nodes[node].id if node >= 0 else None,
+                unlinked=None if node >= 0 else method,
+                args=activity.args,
+            )
+        )
     return launches
 
 
@@ -119,13 +144,3 @@ def _pick(kineto: KinetoTrace, activity: DeviceEvent, candidates: Sequence[int],
     if activity.external_id is not None and activity.external_id != activity.correlation:
         candidates = [i for i in candidates if calls[i].external_id == activity.external_id] or candidates
     return max(candidates, key=lambda index: (calls[index].pid in prefer, calls[index].start, -index))
-
-
-def _nearest_nodes(match: HostMatch, nesting: Nesting) -> list[int]:
-    """For every event the node of the innermost event around it, itself included, that has one."""
-    # Parents come first in the order of starts, so one pass settles all.
-    nearest = list(match.node_of)
-    for event in nesting.order:
-        if nearest[event] < 0 and nesting.parent[event] >= 0:
-            nearest[event] = nearest[nesting.parent[event]]
-    return nearest

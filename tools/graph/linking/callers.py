@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from crossrank.tools.graph.linking.event_matching import HostMatch
+from crossrank.tools.graph.linking.event_matching import HostMatch, nearest_nodes
 from crossrank.tools.graph.linking.linked_trace import HostOp
 from crossrank.tools.graph.linking.nesting import Nesting
 from crossrank.tools.traces.execution_trace import is_thread_root
@@ -21,20 +21,21 @@ def correct_callers(host: Sequence[HostOp], match: HostMatch, nesting: Nesting) 
 
     Changes `HostOp.caller` in place and returns a warning about it.
     """
-    position_of = {op.id: position for position, op in enumerate(host)}
+    op_of = {op.node.id: op for op in host}
     roots = {op.node.tid: op.id for op in reversed(host) if is_thread_root(op.node)}
+    nearest = nearest_nodes(match, nesting)
     corrected = []
     for position, op in enumerate(host):
-        at = position_of.get(op.caller)
-        if at is None or op.is_work or op.start_ns is None:
+        caller = op_of.get(op.caller)
+        if caller is None or caller.start_ns is None or op.is_work or op.start_ns is None:
             continue
         event = nesting.parent[match.event_of[position]]
-        while event >= 0 and match.node_of[event] < 0:
-            event = nesting.parent[event]
-        around = host[match.node_of[event]] if event >= 0 else None
-        if _cannot_call(host[at], op):
+        around = host[nearest[event]] if event >= 0 and nearest[event] >= 0 else None
+        if around is caller:
+            continue
+        if caller.is_work or not caller.start_ns <= op.start_ns <= caller.end_ns:
             op.caller = around.id if around is not None else roots.get(op.node.tid, 0)
-        elif around is not None and around is not host[at] and _is_between(host[at], around, op):
+        elif around is not None and _is_between(caller, around, op):
             op.caller = around.id
         else:
             continue
@@ -47,21 +48,11 @@ def correct_callers(host: Sequence[HostOp], match: HostMatch, nesting: Nesting) 
     ]
 
 
-def _cannot_call(caller: HostOp, op: HostOp) -> bool:
-    return (
-        op.start_ns is not None
-        and (span := _span(caller)) is not None
-        and (caller.is_work or not span[0] <= op.start_ns <= span[1])
-    )
-
-
 def _is_between(caller: HostOp, around: HostOp, op: HostOp) -> bool:
     """Whether `around` ran inside `caller`, and `op` inside it: not at its edge, since times may be rounded."""
-    outer, middle, inner = _span(caller), _span(around), _span(op)
-    if outer is None or middle is None or inner is None or caller.node.tid != around.node.tid:
-        return False
-    return outer[0] <= middle[0] < inner[0] and inner[1] < middle[1] <= outer[1]
-
-
-def _span(op: HostOp) -> tuple[int, int] | None:
-    return None if op.start_ns is None or op.duration_ns is None else (op.start_ns, op.start_ns + op.duration_ns)
+    starts = [one.start_ns or 0 for one in (caller, around, op)]
+    return (
+        caller.node.tid == around.node.tid
+        and starts[0] <= starts[1] < starts[2]
+        and op.end_ns < around.end_ns <= caller.end_ns
+    )

@@ -21,8 +21,6 @@ from crossrank.tools.traces.param_comms import ParamComms
 class CommunicationTrace:
     """What one rank communicated."""
 
-    path: str
-    schema: str
     communications: list[Communication]
     """In the order in which they began; `record.t` is 0, for an execution trace has no times."""
     waits: list[tuple[int, ParamComms]]
@@ -44,8 +42,6 @@ def read_communication_trace(path: str, world_size: int | None = None) -> Commun
     begun = sorted(order[c.host] for c in found.communications if c.host is not None)
     waits = [(bisect_left(begun, host[position].node.rf_id), comms) for position, comms in found.waits.items()]
     return CommunicationTrace(
-        path=path,
-        schema=trace.schema,
         communications=found.communications,
         waits=sorted(waits, key=lambda wait: wait[0]),
         groups=list(found.groups.values()),

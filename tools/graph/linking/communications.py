@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -87,7 +88,7 @@ def find_communications(
 
     `groups` by name, as the most trusted source has them; `records` of the comms file by id; `event_args` gives the
     Kineto arguments of a host node by its position; `budget` is that of the execution trace. Sets `HostOp.caller` of
-    ranges of a Work, and `Activity.library`.
+    ranges of a Work.
     """
     found = _Finder(groups=dict(groups), host=host, records=records, event_args=event_args, budget=budget)
     communicating = [position for position, op in enumerate(host) if op.node.name.startswith(COMMUNICATING)]
@@ -106,7 +107,6 @@ def find_communications(
     for activity in activities:
         found.attach(activity)
     found.sort()
-    _number(found.communications)
     return found
 
 
@@ -120,7 +120,7 @@ class _Finder(Communications):
     budget: Budget
 
     def __post_init__(self) -> None:
-        self._position = {op.id: position for position, op in enumerate(self.host)}
+        self._position = {op.node.id: position for position, op in enumerate(self.host)}
         self._places: dict[int, int] = {}
         """Position in `communications` -> root or peer as a rank within the group, of calls whose group was not
         known."""
@@ -133,17 +133,17 @@ class _Finder(Communications):
         if match is None:
             return
         number = int(match[1])
-        record, source = self.records.get(number), "comms file"
-        if record is None:
-            source = "crossrank range"
-            values = io(op.node.inputs).values
-            given = parse(values[0], dict[str, Any]) if values else None
-            try:
-                record = msgspec.convert({"id": number, "t": op.start_ns or 0, **(given or {})}, CommRecord)
-            except (msgspec.MsgspecError, TypeError):
-                self.warnings.append(f"node {op.id} ({op.node.name}) does not carry a record; read as its c10d op")
-                return
-        self._add(position, record, source)
+        if number in self.records:
+            self._add(position, self.records[number], "comms file")
+            return
+        values = io(op.node.inputs).values
+        given = parse(values[0], dict[str, Any]) if values else None
+        try:
+            record = msgspec.convert({"id": number, "t": op.start_ns or 0, **(given or {})}, CommRecord)
+        except (msgspec.MsgspecError, TypeError):
+            self.warnings.append(f"node {op.id} ({op.node.name}) does not carry a record; read as its c10d op")
+            return
+        self._add(position, record, "crossrank range")
 
     def cover_ops_around(self, positions: Iterable[int]) -> None:
         """Cover the ops that our ranges ran in where the trace names another caller, which it does beside a Work that
@@ -227,11 +227,12 @@ class _Finder(Communications):
         The caller that the trace names for it is not reliable, see `callers`.
         """
         last: dict[int, tuple[int, Communication]] = {}
-        for position in sorted(range(len(self.host)), key=lambda position: self.host[position].node.rf_id):
+        involved = [position for position, op in enumerate(self.host) if op.is_work or position in self.at]
+        for position in sorted(involved, key=lambda position: self.host[position].node.rf_id):
             op = self.host[position]
             if position in self.at:
                 last[op.node.tid] = (op.node.rf_id, self.at[position])
-            elif op.is_work:
+            else:
                 rf_id, communication = last.get(op.node.tid, (-_WORK_FOLLOWS, None))
                 if communication is not None and op.node.rf_id - rf_id < _WORK_FOLLOWS:
                     op.caller = communication.host or op.caller
@@ -272,23 +273,24 @@ class _Finder(Communications):
 
     def attach(self, activity: Activity) -> None:
         """Give a communication its kernel; one without a call around it becomes a communication of its own."""
-        described = from_kineto(activity.args) if activity.category == "kernel" else None
-        if activity.library is None and described is None:
+        if activity.category != "kernel":
             return
-        activity.library = activity.library or "unknown"
+        described, known = from_kineto(activity.args), communication_kernel(activity.name)
+        if described is None and known is None:
+            return
         position = self._position.get(activity.host or 0)
         around = () if position is None else (position, *self._callers(position, 63))
         communication = next((self.at[at] for at in around if at in self.at), None)
         if communication is not None:
             communication.activities.append(activity.id)
             if described is not None and communication.origin not in OURS:
-                self._complete(communication, described)
+                described.pg = communication.record.pg or described.pg
+                communication.group = communication.group or self._group(described)
+                communication.record = msgspec.structs.replace(communication.record, pg=described.pg)
             return
         self.kernels_alone += 1
-        source = "kineto kernel"
+        source = "kernel name" if described is None else "kineto kernel"
         if described is None:
-            source = "kernel name"
-            known = communication_kernel(activity.name)
             described = ParamComms(name=(known[1] if known else None) or activity.name.split("(")[0])
         group = self._group(described)
         record = to_record(described, group, number=0, time=activity.start_ns, c10d="")
@@ -296,44 +298,31 @@ class _Finder(Communications):
             Communication(record=record, group=group, origin=source, host=None, activities=[activity.id])
         )
 
-    def _complete(self, communication: Communication, described: ParamComms) -> None:
-        """Add what only Kineto says to a record that is not our own."""
-        record = communication.record
-        if not record.pg and described.pg:
-            communication.group = self._group(described)
-            communication.record = msgspec.structs.replace(record, pg=described.pg)
-        elif communication.group is None:
-            described.pg = record.pg
-            communication.group = self._group(described)
-
     def sort(self) -> None:
         """Put the communications in the order in which they began; a call without a time began after the one before
-        it."""
-        calls = []
+        it, a kernel without a call by its own time. Number those that are not ours, and the calls of each group whose
+        source has no sequence number."""
+        calls: list[tuple[int, int | None, Communication]] = []
         for communication in self.communications:
             op = self.host[self._position[communication.host]] if communication.host is not None else None
-            # A kernel without a call comes last.
-            calls.append((op.node.rf_id if op is not None else sys.maxsize, op, communication))
+            by_order = (op.node.rf_id, op.start_ns) if op is not None else (sys.maxsize, communication.record.t)
+            calls.append((*by_order, communication))
         begun = []
         time = 0
-        for _, op, communication in sorted(calls, key=lambda call: call[0]):
-            time = time if op is not None and op.start_ns is None else (op and op.start_ns) or communication.record.t
+        for _, start, communication in sorted(calls, key=itemgetter(0)):
+            time = time if start is None else start
             begun.append((time, communication))
-        self.communications = [communication for _, communication in sorted(begun, key=lambda entry: entry[0])]
-
-
-def _number(communications: Iterable[Communication]) -> None:
-    """Number those that are not ours, and the calls of each group whose source has no sequence number."""
-    counts: Counter[tuple[object, ...]] = Counter()
-    for position, communication in enumerate(communications):
-        record, order = communication.record, communication.order
-        counts[order] += 1
-        changes = {} if communication.origin in OURS else {"id": position}
-        number = "p2p_seq" if is_p2p(record) else "seq"
-        if getattr(record, number) is None:
-            changes[number] = counts[order]
-            communication.seq_counted = True
-        communication.record = msgspec.structs.replace(record, **changes)
+        self.communications = [communication for _, communication in sorted(begun, key=itemgetter(0))]
+        counts: Counter[tuple[object, ...]] = Counter()
+        for position, communication in enumerate(self.communications):
+            record = communication.record
+            counts[communication.order] += 1
+            changes = {} if communication.origin in OURS else {"id": position}
+            number = "p2p_seq" if is_p2p(record) else "seq"
+            if getattr(record, number) is None:
+                changes[number] = counts[communication.order]
+                communication.seq_counted = True
+            communication.record = msgspec.structs.replace(record, **changes)
 
 
 def _fill(comms: ParamComms, kineto: ParamComms) -> None:

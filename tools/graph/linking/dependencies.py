@@ -16,35 +16,20 @@ _BACKWARD_SCOPE = 1
 _LOOK_BACK = 64
 
 
-def callers(host: Sequence[HostOp]) -> Iterator[Edge]:
-    for op in host:
-        if op.caller:
-            yield Edge(op.caller, op.id, "caller")
-
-
-def program_order(host: Sequence[HostOp]) -> Iterator[Edge]:
+def program_order(ordered: Sequence[HostOp]) -> Iterator[Edge]:
     """From each operation to the next that its thread began, where that is not called by it."""
     last: dict[int, int] = {}
-    for op in in_program_order(host):
-        before = last.get(op.node.tid)
+    for op in ordered:
+        node = op.node
+        before = last.get(node.tid)
         if before is not None and before != op.caller:
-            yield Edge(before, op.id, "program_order")
-        last[op.node.tid] = op.id
+            yield Edge(before, node.id, "program_order")
+        last[node.tid] = node.id
 
 
 def in_program_order(host: Sequence[HostOp]) -> list[HostOp]:
     """Operations by the start of their RecordFunctions, without the roots and without what no thread runs."""
-    return sorted((op for op in host if op.node.rf_id > 0 and not op.is_work), key=_rf_id)
-
-
-def _rf_id(op: HostOp) -> int:
-    return op.node.rf_id
-
-
-def launches(activities: Sequence[Activity]) -> Iterator[Edge]:
-    for activity in activities:
-        if activity.host is not None:
-            yield Edge(activity.host, activity.id, "launch")
+    return sorted((op for op in host if op.node.rf_id > 0 and not op.is_work), key=lambda op: op.node.rf_id)
 
 
 def stream_order(activities: Sequence[Activity]) -> Iterator[Edge]:
@@ -57,31 +42,29 @@ def stream_order(activities: Sequence[Activity]) -> Iterator[Edge]:
         last[lane] = activity.id
 
 
-def forward_backward(host: Sequence[HostOp]) -> Iterator[Edge]:
+def forward_backward(ordered: Sequence[HostOp]) -> Iterator[Edge]:
     """Autograd gives a backward node the sequence number and the thread of its forward operation.
 
     Several forward operations share a number where an inner one needs no gradient; the one begun last made the
     backward node, as Kineto's `fwdbwd` arrows have it.
     """
     forward: dict[tuple[int, int], int] = {}
-    for op in sorted((op for op in host if op.node.seq_id >= 0), key=_rf_id):
-        node = op.node
+    for node in (op.node for op in ordered if op.node.seq_id >= 0):
         if node.scope != _BACKWARD_SCOPE and not node.fw_tid:
-            forward[node.tid, node.seq_id] = op.id
-            continue
-        if (node.fw_tid, node.seq_id) in forward:
-            yield Edge(forward[node.fw_tid, node.seq_id], op.id, "forward_backward")
+            forward[node.tid, node.seq_id] = node.id
+        elif (node.fw_tid, node.seq_id) in forward:
+            yield Edge(forward[node.fw_tid, node.seq_id], node.id, "forward_backward")
 
 
-def inter_thread(host: Sequence[HostOp]) -> Iterator[Edge]:
+def inter_thread(ordered: Sequence[HostOp]) -> Iterator[Edge]:
     """Where a thread begins, or goes on after a pause: what another thread finished last before that.
 
     After a pause only what was finished during it counts.
     """
     threads: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # (start, end, id)
-    for op in host:
-        if op.start_ns is not None and op.duration_ns is not None and not op.is_work and op.node.rf_id > 0:
-            threads[op.node.tid].append((op.start_ns, op.start_ns + op.duration_ns, op.id))
+    for op in ordered:
+        if op.start_ns is not None:
+            threads[op.node.tid].append((op.start_ns, op.end_ns, op.node.id))
     if len(threads) < 2:
         return
     ends = ordered_by((tid, end, op_id) for tid, ops in threads.items() for _, end, op_id in ops)
@@ -98,23 +81,26 @@ def inter_thread(host: Sequence[HostOp]) -> Iterator[Edge]:
 
 
 def work_waits(
-    host: Sequence[HostOp], communications: Sequence[Communication], unresolved: Counter[str]
+    host: Sequence[HostOp],
+    ordered: Sequence[HostOp],
+    communications: Sequence[Communication],
+    unresolved: Counter[str],
 ) -> Iterator[Edge]:
     """Where a thread goes on after the Work of a communication that runs on the host (gloo).
 
     A call that is not asynchronous returns when its Work is done. Otherwise the thread waited if it did nothing, or
     was inside a communication, when the Work ended, and went on soon after. The rest is counted in `unresolved`.
     """
-    ops = {op.id: op for op in host}
+    works = {op.id: op for op in host if op.is_work}
     threads: dict[int, list[HostOp]] = defaultdict(list)
-    for op in in_program_order(host):
+    for op in ordered if works else ():
         if op.start_ns is not None:
             threads[op.node.tid].append(op)
     for communication in communications:
-        work = ops.get(communication.work) if communication.work is not None else None
-        if work is None or work.start_ns is None or work.duration_ns is None:
+        work = works.get(communication.work or 0)
+        if work is None or work.start_ns is None:
             continue
-        end = work.start_ns + work.duration_ns
+        end = work.end_ns
         thread = threads.get(work.node.tid, [])
         at = bisect_left(thread, end, key=_start)
         if at == len(thread):
@@ -133,10 +119,9 @@ def _idle(thread: Sequence[HostOp], following: int, moment: int, slack: int) -> 
     """Whether a thread did nothing but wait at a moment: for longer than it then took to go on."""
     busy_until = 0
     for op in reversed(thread[max(0, following - _LOOK_BACK) : following]):
-        start, duration = op.start_ns or 0, op.duration_ns or 0
-        if start + duration >= moment:
+        if op.end_ns >= moment:
             return operation_of(op.node.name) is not None or "wait" in op.node.name
-        busy_until = max(busy_until, start + duration)
+        busy_until = max(busy_until, op.end_ns)
     return moment - busy_until > slack
 
 

@@ -12,14 +12,12 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
 from crossrank.tools.graph.linking.name_alignment import OpSequence, align
+from crossrank.tools.graph.linking.nesting import Nesting, events_by_thread
 from crossrank.tools.traces.execution_trace import ExecutionTrace
-from crossrank.tools.traces.kineto import HostEvent, Id, KinetoTrace
+from crossrank.tools.traces.kineto import HostEvent, KinetoTrace
 
 BY_RF_ID = "record function id"
 BY_SEQUENCE = "sequence of names"
-
-Thread = tuple[Id, Id]
-
 # Local times of ET and Kineto may be in any two time zones.
 _SECONDS_BETWEEN_ZONES = 26 * 3600
 
@@ -37,7 +35,7 @@ class HostMatch:
 
     @property
     def matched(self) -> int:
-        return sum(event >= 0 for event in self.event_of)
+        return len(self.event_of) - self.event_of.count(-1)
 
     @property
     def rate(self) -> float:
@@ -96,10 +94,8 @@ def _match_by_id(et: ExecutionTrace, events: Sequence[HostEvent], match: HostMat
     # A trace of several processes has the ids of each.
     known = any(event.pid == et.pid for event in events)
     for index, event in enumerate(events):
-        if known and event.pid != et.pid:
-            continue
-        if event.rf_id is not None and event_of_id.setdefault(event.rf_id, index) != index:
-            doubled += 1
+        if event.rf_id is not None and (event.pid == et.pid or not known):
+            doubled += event_of_id.setdefault(event.rf_id, index) != index
     if doubled:
         match.warnings.append(f"{doubled} Kineto event(s) repeat a record function id; the first of each was taken")
     first, last = min(event_of_id, default=0), max(event_of_id, default=0)
@@ -124,11 +120,9 @@ def _match_by_sequence(et: ExecutionTrace, events: Sequence[HostEvent], match: H
     for position in sorted(range(len(nodes)), key=lambda position: nodes[position].rf_id):
         if nodes[position].rf_id > 0:
             positions_of[nodes[position].tid].append(position)
-    threads: dict[Thread, list[int]] = defaultdict(list)
-    pids = {event.pid for event in events}
-    for index in in_order_of_starts(events):
-        if et.pid not in pids or events[index].pid == et.pid:
-            threads[events[index].pid, events[index].tid].append(index)
+    threads = events_by_thread(events)
+    if any(pid == et.pid for pid, _ in threads):
+        threads = {thread: indices for thread, indices in threads.items() if thread[0] == et.pid}
     names = {thread: Counter(events[index].name for index in indices) for thread, indices in threads.items()}
     for tid, positions in sorted(positions_of.items(), key=lambda item: -len(item[1])):
         wanted = Counter(nodes[position].name for position in positions)
@@ -165,6 +159,10 @@ def _match_by_sequence(et: ExecutionTrace, events: Sequence[HostEvent], match: H
         del names[thread]
 
 
-def in_order_of_starts(events: Sequence[HostEvent]) -> list[int]:
-    """Indices in the order of starts. The external id, given at the start, decides between equal times."""
-    return sorted(range(len(events)), key=lambda i: (events[i].start, events[i].external_id or 0, -events[i].end))
+def nearest_nodes(match: HostMatch, nesting: Nesting) -> list[int]:
+    """For every event the node of the innermost event around it, itself included, that has one."""
+    nearest = list(match.node_of)
+    for event in nesting.order:
+        if nearest[event] < 0 and nesting.parent[event] >= 0:
+            nearest[event] = nearest[nesting.parent[event]]
+    return nearest

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import PurePosixPath
 
 import msgspec
 
@@ -18,14 +20,12 @@ from crossrank.tools.graph.linking.activities import OUTSIDE, find_launches
 from crossrank.tools.graph.linking.callers import correct_callers
 from crossrank.tools.graph.linking.communications import Communications, find_communications
 from crossrank.tools.graph.linking.event_matching import HostMatch, doubts, match_hosts
-from crossrank.tools.graph.linking.linked_trace import Activity, Edge, EdgeKind, HostOp, LinkedTrace, MatchReport
+from crossrank.tools.graph.linking.linked_trace import Edge, EdgeKind, HostOp, LinkedTrace, MatchReport
 from crossrank.tools.graph.linking.nesting import is_work, nest
-from crossrank.tools.graph.linking.ordered import ordered_by
 from crossrank.tools.graph.linking.waits import CLOCK_NS, GpuWaits, Surroundings, find_waits
 from crossrank.tools.paused_gc import paused_gc
 from crossrank.tools.traces.execution_trace import ExecutionTrace, read_execution_trace
-from crossrank.tools.traces.kernels import communication_kernel
-from crossrank.tools.traces.kineto import KinetoTrace, read_kineto
+from crossrank.tools.traces.kineto import KinetoTrace, RuntimeCall, read_kineto
 
 _NAMES = 5
 
@@ -64,7 +64,7 @@ class _Linking:
                 f"{et.path} and {kineto.path} are not of one run ({'; '.join(self.doubts)}); pair the files anew"
             )
         self.nesting = nest(kineto.host, kineto.calls)
-        self.launches = find_launches(kineto, self.match, self.nesting, et.pid)
+        self.launches = find_launches(et, kineto, self.match, self.nesting)
         self.host = [self._host_op(position) for position in range(len(et.nodes))]
         self.comms = None if comms is None else CommsFile(comms)
         ranges = {node.name for node in et.nodes if node.name.startswith(RANGE)}
@@ -74,7 +74,7 @@ class _Linking:
 
     def link(self, rank: int | None) -> LinkedTrace:
         corrections = correct_callers(self.host, self.match, self.nesting)
-        activities, ids = self._activities()
+        activities, ids = self.launches.activities, self.launches.id_of
         header = self.comms.header if self.comms else None
         world_size = header.world_size if header else self.kineto.world_size
         found = find_communications(
@@ -95,17 +95,20 @@ class _Linking:
             waiting=found.waits,
         )
         waits = find_waits(self.kineto, self.launches.call, around)
+        ordered = draw.in_program_order(self.host)
         edges = [
-            *draw.callers(self.host),
-            *draw.program_order(self.host),
-            *draw.forward_backward(self.host),
-            *draw.inter_thread(self.host),
-            *draw.launches(activities),
+            *(Edge(op.caller, op.node.id, "caller") for op in self.host if op.caller),
+            *draw.program_order(ordered),
+            *draw.forward_backward(ordered),
+            *draw.inter_thread(ordered),
+            *(Edge(one.host, one.id, "launch") for one in activities if one.host is not None),
             *draw.stream_order(activities),
             *draw.group_order(found.communications),
             *self._wait_edges(waits, ids),
-            *draw.work_waits(self.host, found.communications, waits.unresolved),
+            *draw.work_waits(self.host, ordered, found.communications, waits.unresolved),
         ]
+        inputs = {self.et.path: self.et.sha256, self.kineto.path: self.kineto.sha256}
+        inputs |= {self.comms.path: _sha256(self.comms.path)} if self.comms else {}
         return LinkedTrace(
             rank=next((r for r in (rank, header.rank if header else None, self.kineto.rank) if r is not None), None),
             kineto_rank=self.kineto.rank,
@@ -116,8 +119,7 @@ class _Linking:
             start_ts=self.et.start_ts,
             finish_ts=self.et.finish_ts,
             base_ns=self.kineto.base_ns,
-            inputs={self.et.path: self.et.sha256, self.kineto.path: self.kineto.sha256}
-            | ({self.comms.path: _sha256(self.comms.path)} if self.comms else {}),
+            inputs={PurePosixPath(path).name: digest for path, digest in inputs.items()},
             host=self.host,
             activities=activities,
             communications=found.communications,
@@ -134,61 +136,28 @@ class _Linking:
         duration, exclusive = event.end - event.start, self.nesting.exclusive_ns[index]
         return HostOp(node, node.parent, event.start, duration, exclusive, is_work=is_work(node.name))
 
-    def _activities(self) -> tuple[list[Activity], dict[int, int]]:
-        """The activities of this trace in the order of starts, and the id of each by its position."""
-        activities: list[Activity] = []
-        ids: dict[int, int] = {}
-        device, next_id = self.kineto.device, self.host[-1].id + 1 if self.host else 1
-        for index in sorted(range(len(device)), key=lambda index: (device[index].start, index)):
-            event, node, method = device[index], self.launches.node[index], self.launches.method[index]
-            if method in OUTSIDE:
-                continue
-            known = communication_kernel(event.name) if event.category == "kernel" else None
-            ids[index] = next_id + len(ids)
-            activities.append(
-                Activity(
-                    id=ids[index],
-                    name=event.name,
-                    category=event.category,
-                    device=event.device,
-                    stream=event.stream,
-                    start_ns=event.start,
-                    duration_ns=event.end - event.start,
-                    correlation=event.correlation,
-                    host=self.et.nodes[node].id if node >= 0 else None,
-                    unlinked=None if node >= 0 else method,
-                    args=event.args,
-                    library=known[0] if known else None,
-                )
-            )
-        return activities, ids
-
     def _event_args(self, position: int) -> msgspec.Raw | None:
         index = self.match.event_of[position]
         return self.kineto.host[index].args if index >= 0 else None
 
     def _wait_edges(self, waits: GpuWaits, ids: dict[int, int]) -> list[Edge]:
         """The edges of `waits`, after which the operations around waiting calls know how long they were blocked."""
-        kineto, nodes = self.kineto, self.et.nodes
-        matched = [(nodes[position].id, kineto.host[i]) for position, i in enumerate(self.match.event_of) if i >= 0]
-        begun = ordered_by(((event.pid, event.tid), event.start, node) for node, event in matched)
-        starts = {node: event.start for node, event in matched}
-        starts |= {number: kineto.device[index].start for index, number in ids.items()}
+        kineto = self.kineto
         edges: dict[tuple[int, int, EdgeKind], Edge] = {}
         blocked: dict[int, int] = {}
         for wait in waits.waits:
             call = kineto.calls[wait.call] if wait.call >= 0 else None
             kind: EdgeKind = "stream_wait" if wait.target >= 0 else "sync"
             if kind == "stream_wait":
-                target = ids.get(wait.target, -1)
+                target, start_ns = ids.get(wait.target), kineto.device[wait.target].start
             else:
-                target = begun[call.pid, call.tid].first_from(call.end) if call else -1
+                target, start_ns = self._begun_after(call) if call is not None else (None, 0)
             ended = kineto.device[wait.source].end
             if wait.source not in ids:
                 waits.unresolved["the activity waited for was launched outside the execution trace"] += 1
-            elif target < 0:
+            elif target is None:
                 waits.unresolved["nothing follows the wait in the execution trace"] += 1
-            elif ended > starts[target] + CLOCK_NS:
+            elif ended > start_ns + CLOCK_NS:
                 waits.unresolved["the times contradict it"] += 1
             else:
                 source = ids[wait.source]
@@ -199,15 +168,23 @@ class _Linking:
             event = self.nesting.around_call[index]
             if event >= 0 and self.match.node_of[event] >= 0:
                 op = self.host[self.match.node_of[event]]
-                op.blocked_ns = min(op.blocked_ns + waited, op.exclusive_ns or 0)
+                op.blocked_ns = min(op.blocked_ns + waited, op.exclusive_ns)
         return list(edges.values())
+
+    def _begun_after(self, call: RuntimeCall) -> tuple[int | None, int]:
+        """The id and the start of the operation that the thread of a call began next after it."""
+        events = self.nesting.threads.get((call.pid, call.tid), [])
+        at = bisect_left(events, call.end, key=lambda event: self.kineto.host[event].start)
+        for event in map(events.__getitem__, range(at, len(events))):
+            if (node := self.match.node_of[event]) >= 0:
+                return self.host[node].id, self.kineto.host[event].start
+        return None, 0
 
     def _report(
         self, found: Communications, waits: GpuWaits, edges: Iterable[Edge], corrections: Iterable[str]
     ) -> MatchReport:
         et, kineto, match, launches = self.et, self.kineto, self.match, self.launches
-        methods = Counter(method for method, node in zip(launches.method, launches.node, strict=True) if node >= 0)
-        unlinked = Counter(method for method, node in zip(launches.method, launches.node, strict=True) if node < 0)
+        unlinked = launches.unlinked.copy()
         outside = {reason: unlinked.pop(reason) for reason in OUTSIDE if reason in unlinked}
         names = Counter(et.nodes[position].name for position in match.unmatched)
         report = MatchReport(
@@ -217,7 +194,7 @@ class _Linking:
             host_unmatched_names=dict(names.most_common(_NAMES)),
             kineto_unmatched=_kineto_unmatched(kineto, match),
             activities=dict(Counter(event.category for event in kineto.device)),
-            activities_linked=dict(methods),
+            activities_linked=dict(launches.linked),
             activities_unlinked=dict(unlinked),
             activities_outside=outside,
             communications=dict(Counter(communication.origin for communication in found.communications)),

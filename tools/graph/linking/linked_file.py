@@ -22,16 +22,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from decimal import Decimal
 from itertools import islice
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import msgspec
 import zstandard
 from msgspec import UNSET, UnsetType
 
-import crossrank
 from crossrank.atomic_file import gzip_writer, whole_file
-from crossrank.comm import Count, Group, Int
+from crossrank.comm import Count, Int
 from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.tools.graph.linking.linked_trace import (
     Activity,
@@ -40,7 +39,7 @@ from crossrank.tools.graph.linking.linked_trace import (
     EdgeKind,
     HostOp,
     LinkedTrace,
-    MatchReport,
+    Provenance,
 )
 from crossrank.tools.graph.linking.nesting import is_work
 from crossrank.tools.traces.execution_trace import (
@@ -52,7 +51,6 @@ from crossrank.tools.traces.execution_trace import (
     read_attributes,
 )
 from crossrank.tools.traces.json_document import Shape, read_document
-from crossrank.tools.traces.kernels import communication_kernel
 
 Compression = Literal["zst", "gz", "none"]
 
@@ -66,6 +64,7 @@ _BATCH = 2048
 _MOST_US = 1 << 52
 _NO_HOST = HostNode(id=0, name="", parent=0, rf_id=0, tid=0)
 _EMPTY = msgspec.Raw(b"[]")
+_NO_ARGS = msgspec.Raw(b"{}")
 
 
 class IncomingEdge(msgspec.Struct, gc=False, omit_defaults=True):
@@ -77,7 +76,7 @@ class IncomingEdge(msgspec.Struct, gc=False, omit_defaults=True):
     slack_ns: Int | None = None
 
 
-class Node(msgspec.Struct, gc=False, kw_only=True):
+class Node(msgspec.Struct, gc=False, kw_only=True, omit_defaults=True):
     """A host operation, or a GPU activity, which has `cat`. Times are microseconds."""
 
     id: Int
@@ -91,32 +90,18 @@ class Node(msgspec.Struct, gc=False, kw_only=True):
     blocked_dur: msgspec.Raw | UnsetType = UNSET
     ts: msgspec.Raw | UnsetType = UNSET
     inter_thread_dep: Int | UnsetType | None = UNSET
-    sync_dep: list[Int] | UnsetType = UNSET
-    cat: str | UnsetType = UNSET
-    ph: str | UnsetType = UNSET
-    device: Int | str | UnsetType | None = UNSET
-    stream: Int | str | UnsetType | None = UNSET
-    correlation: Int | UnsetType = UNSET
-    pg_name: str | UnsetType = UNSET
-    unlinked: str | UnsetType = UNSET
-    args: msgspec.Raw | UnsetType = UNSET
-    comm: Communication | UnsetType = UNSET
-    comm_host: Int | UnsetType = UNSET
-    deps: list[IncomingEdge] | UnsetType = UNSET
-
-
-class Provenance(msgspec.Struct, kw_only=True):
-    """Where a linked trace comes from."""
-
-    version: str
-    rank: Int | None
-    world_size: Int | None
-    et_schema: str
-    base_time_ns: Int
-    inputs: dict[str, str]
-    """File name -> SHA-256 of its uncompressed content."""
-    groups: list[Group]
-    match: MatchReport
+    sync_dep: list[Int] = []
+    cat: str | None = None
+    ph: str | None = None
+    device: Int | str | None = None
+    stream: Int | str | None = None
+    correlation: Int | None = None
+    pg_name: str | None = None
+    unlinked: str | None = None
+    args: msgspec.Raw = _NO_ARGS
+    comm: Communication | None = None
+    comm_host: Int | None = None
+    deps: list[IncomingEdge] = []
 
 
 class LinkedFile(msgspec.Struct, kw_only=True):
@@ -155,16 +140,7 @@ def _head(trace: LinkedTrace) -> LinkedFile:
         time=trace.time,
         start_ts=trace.start_ts,
         finish_ts=trace.finish_ts,
-        crossrank=Provenance(
-            version=crossrank.__version__,
-            rank=trace.rank,
-            world_size=trace.world_size,
-            et_schema=trace.schema,
-            base_time_ns=trace.base_ns,
-            inputs={PurePosixPath(path).name: digest for path, digest in trace.inputs.items()},
-            groups=trace.groups,
-            match=trace.report,
-        ),
+        crossrank=Provenance(**{name: getattr(trace, name) for name in Provenance.__struct_fields__}),
     )
 
 
@@ -176,67 +152,60 @@ def _nodes(trace: LinkedTrace) -> Iterator[Node]:
     by_host = {c.host: c for c in trace.communications}
     by_activity = {activity: c for c in trace.communications for activity in c.activities}
     for op in trace.host:
-        yield _host_node(op, deps.pop(op.id, []), by_host.get(op.id))
-    hosts = {op.id: op.node for op in trace.host}
+        yield _host_node(op, deps.pop(op.node.id, []), by_host.get(op.node.id))
+    hosts = {op.node.id: op.node for op in trace.host}
     root = next((op.id for op in trace.host if is_thread_root(op.node)), trace.host[0].id if trace.host else 0)
     for activity in trace.activities:
         host = _NO_HOST if activity.host is None else hosts[activity.host]
-        yield _activity_node(activity, host, root, deps.pop(activity.id, []), by_activity.get(activity.id))
+        communication = by_activity.get(activity.id)
+        alone = communication is not None and communication.host is None
+        duration = microseconds(activity.duration_ns)
+        yield Node(
+            id=activity.id,
+            name=activity.name,
+            ctrl_deps=host.id or root,
+            inputs=host.inputs,
+            outputs=host.outputs,
+            attrs=attribute_text(host),
+            inclusive_dur=duration,
+            exclusive_dur=duration,
+            ts=microseconds(activity.start_ns),
+            inter_thread_dep=None,
+            cat=activity.category,
+            ph="X",
+            device=activity.device,
+            stream=activity.stream,
+            correlation=activity.correlation,
+            pg_name=communication.record.pg if communication else None,
+            unlinked=activity.unlinked,
+            args=activity.args,
+            comm=communication if alone else None,
+            comm_host=communication.host if communication else None,
+            deps=deps.pop(activity.id, []),
+        )
 
 
 def _host_node(op: HostOp, deps: list[IncomingEdge], communication: Communication | None) -> Node:
+    node = op.node
     out = Node(
-        id=op.id,
-        name=op.node.name,
-        ctrl_deps=op.caller or op.id,  # torch's own root is its own parent
-        inputs=op.node.inputs,
-        outputs=op.node.outputs,
-        attrs=attribute_text(op.node),
-        sync_dep=[one.id for one in deps if one.kind == "sync"] or UNSET,
-        comm=communication or UNSET,
-        pg_name=communication.record.pg if communication else UNSET,
-        deps=deps or UNSET,
+        id=node.id,
+        name=node.name,
+        ctrl_deps=op.caller or node.id,  # torch's own root is its own parent
+        inputs=node.inputs,
+        outputs=node.outputs,
+        attrs=attribute_text(node),
+        sync_dep=[one.id for one in deps if one.kind == "sync"],
+        comm=communication,
+        pg_name=communication.record.pg if communication else None,
+        deps=deps,
     )
-    if op.start_ns is not None and op.duration_ns is not None and op.exclusive_ns is not None:
+    if op.start_ns is not None:
         out.inclusive_dur = microseconds(op.duration_ns)
         out.exclusive_dur = microseconds(op.exclusive_ns)
         out.blocked_dur = microseconds(op.blocked_ns) if op.blocked_ns else UNSET
         out.ts = microseconds(op.start_ns)
         out.inter_thread_dep = next((one.id for one in reversed(deps) if one.kind == "inter_thread"), None)
     return out
-
-
-def _activity_node(
-    activity: Activity,
-    host: HostNode,
-    root: int,
-    deps: list[IncomingEdge],
-    communication: Communication | None,
-) -> Node:
-    duration = microseconds(activity.duration_ns)
-    return Node(
-        id=activity.id,
-        name=activity.name,
-        ctrl_deps=host.id or root,
-        inputs=host.inputs,
-        outputs=host.outputs,
-        attrs=attribute_text(host),
-        inclusive_dur=duration,
-        exclusive_dur=duration,
-        ts=microseconds(activity.start_ns),
-        inter_thread_dep=None,
-        cat=activity.category,
-        ph="X",
-        device=activity.device,
-        stream=activity.stream,
-        correlation=UNSET if activity.correlation is None else activity.correlation,
-        pg_name=communication.record.pg if communication else UNSET,
-        unlinked=UNSET if activity.unlinked is None else activity.unlinked,
-        args=activity.args,
-        comm=communication if communication and communication.host is None else UNSET,
-        comm_host=communication.host if communication and communication.host is not None else UNSET,
-        deps=deps or UNSET,
-    )
 
 
 def microseconds(ns: int) -> msgspec.Raw:
@@ -264,22 +233,15 @@ def read_linked(path: str) -> LinkedTrace:
         raise CrossrankError(f"{path}: {document.damage[0]}; link it anew")
     graph.check()
     return LinkedTrace(
-        rank=head.rank,
-        kineto_rank=None,
-        world_size=head.world_size,
-        schema=head.et_schema,
+        **msgspec.structs.asdict(head),
         pid=file.pid,
         time=file.time,
         start_ts=file.start_ts,
         finish_ts=file.finish_ts,
-        base_ns=head.base_time_ns,
-        inputs=head.inputs,
         host=graph.host,
         activities=graph.activities,
         communications=sorted(graph.communications, key=lambda communication: communication.record.id),
-        groups=head.groups,
         edges=graph.edges,
-        report=head.match,
     )
 
 
@@ -299,23 +261,18 @@ class _Graph:
             if node.id in self._ids:
                 self._refuse(f"two nodes have the id {node.id}, the second is {node.name[:60]!r}")
             self._ids.add(node.id)
+            self.edges += [Edge(d.id, node.id, d.kind, d.inferred, d.slack_ns) for d in node.deps]
+            if node.comm is not None:
+                self.communications.append(node.comm)
             try:
-                self._add(node)
+                if node.cat is not None:
+                    self.activities.append(_read_activity(node, node.cat))
+                    continue
+                self.host.append(op := _read_host_op(node))
             except BROKEN as error:
                 self._refuse(f"node {node.id} ({node.name[:60]!r}): {one_line(error)}")
-
-    def _add(self, node: Node) -> None:
-        if node.deps is not UNSET:
-            self.edges += [Edge(d.id, node.id, d.kind, d.inferred, d.slack_ns) for d in node.deps]
-        if node.comm is not UNSET:
-            self.communications.append(node.comm)
-        if node.cat is not UNSET:
-            self.activities.append(_read_activity(node, node.cat))
-            return
-        op = _read_host_op(node)
-        self.host.append(op)
-        if op.caller:
-            self.edges.append(Edge(op.caller, op.id, "caller"))
+            if op.caller:
+                self.edges.append(Edge(op.caller, op.id, "caller"))
 
     def check(self) -> None:
         """Whether all that is named is there."""
@@ -354,21 +311,18 @@ def _read_host_op(node: Node) -> HostOp:
 
 
 def _read_activity(node: Node, category: str) -> Activity:
-    known = communication_kernel(node.name) if category == "kernel" else None
-    is_linked = node.unlinked is UNSET
     return Activity(
         id=node.id,
         name=node.name,
         category=category,
-        device=None if node.device is UNSET else node.device,
-        stream=None if node.stream is UNSET else node.stream,
+        device=node.device,
+        stream=node.stream,
         start_ns=_ns(node.ts),
         duration_ns=_ns(node.inclusive_dur),
-        correlation=None if node.correlation is UNSET else node.correlation,
-        host=node.ctrl_deps if is_linked else None,
-        unlinked=None if node.unlinked is UNSET else node.unlinked,
-        args=msgspec.Raw(b"{}") if node.args is UNSET else node.args,
-        library=known[0] if known else None,
+        correlation=node.correlation,
+        host=node.ctrl_deps if node.unlinked is None else None,
+        unlinked=node.unlinked,
+        args=node.args,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+import crossrank
 from crossrank.comm import CommRecord, Group, Int, is_p2p
 from crossrank.tools.traces.execution_trace import HostNode
 
@@ -50,14 +51,15 @@ class Edge(msgspec.Struct, frozen=True, gc=False):
 
 
 class HostOp(msgspec.Struct, gc=False):
-    """A node of the execution trace with its times; None where no Kineto event matched."""
+    """A node of the execution trace with its times."""
 
     node: HostNode
     caller: int
     """Id of the calling node; that of the execution trace, unless that is impossible. 0 where there is none."""
     start_ns: int | None = None
-    duration_ns: int | None = None
-    exclusive_ns: int | None = None
+    """None where no Kineto event matched; then it has no other time either."""
+    duration_ns: int = 0
+    exclusive_ns: int = 0
     """Duration without the operations called on the same thread."""
     blocked_ns: int = 0
     """Part of the exclusive time in which it stood in a runtime call that waited for the GPU, as far as an edge says
@@ -68,6 +70,10 @@ class HostOp(msgspec.Struct, gc=False):
     @property
     def id(self) -> int:
         return self.node.id
+
+    @property
+    def end_ns(self) -> int:
+        return (self.start_ns or 0) + self.duration_ns
 
 
 class Activity(msgspec.Struct, gc=False):
@@ -88,8 +94,6 @@ class Activity(msgspec.Struct, gc=False):
     unlinked: str | None
     args: msgspec.Raw
     """As they stand in the Kineto trace."""
-    library: str | None = None
-    """Whose communication kernel it is; None for one that does not communicate."""
 
 
 class Communication(msgspec.Struct, gc=False, kw_only=True):
@@ -168,29 +172,34 @@ class MatchReport:
         return linked / total if total else 1.0
 
 
-@dataclass(kw_only=True)
-class LinkedTrace:
+class Provenance(msgspec.Struct, kw_only=True):
+    """Where a linked trace comes from, as its file has it."""
+
+    version: str = crossrank.__version__
+    rank: Int | None
+    world_size: Int | None
+    schema: str = msgspec.field(name="et_schema")
+    """Schema of the execution trace."""
+    base_ns: Int = msgspec.field(name="base_time_ns")
+    """Nanoseconds since 1970 at time 0 of the trace."""
+    inputs: dict[str, str]
+    """File name -> SHA-256 of its uncompressed content."""
+    groups: list[Group]
+    report: MatchReport = msgspec.field(name="match")
+
+
+class LinkedTrace(Provenance, kw_only=True):
     """Everything that one rank did in one window, in one graph."""
 
-    rank: int | None
-    kineto_rank: int | None
+    kineto_rank: int | None = None
     """What the Kineto trace's `distributedInfo` says."""
-    world_size: int | None
-    schema: str
-    """Schema of the execution trace."""
     pid: int | None
     time: str | None
     start_ts: int | None
     finish_ts: int | None
-    base_ns: int
-    """Nanoseconds since 1970 at time 0 of the trace."""
-    inputs: dict[str, str]
-    """Path -> SHA-256 of its uncompressed content."""
     host: list[HostOp]
     """In ascending order of ids."""
     activities: list[Activity]
     """In ascending order of ids, and of starts."""
     communications: list[Communication]
-    groups: list[Group]
     edges: list[Edge]
-    report: MatchReport

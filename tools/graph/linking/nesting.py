@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from crossrank.tools.graph.linking.event_matching import in_order_of_starts
 from crossrank.tools.traces.kineto import HostEvent, Id, RuntimeCall
 
 ASYNC_PREFIXES = ("gloo:", "mpi:", "ucc:")
 """Ranges of a Work: begun where the call is made, ended elsewhere when it is done. Nothing runs inside them."""
+
+Thread = tuple[Id, Id]
 
 
 def is_work(name: str) -> bool:
@@ -28,10 +30,16 @@ class Nesting:
     """Duration of an event without the time that events inside it cover."""
     around_call: list[int]
     """The innermost event on the thread of a call that encloses it from its start to its end."""
-    order: list[int]
-    """Events in the order of starts, over all threads."""
-    overlaps: int
+    threads: dict[Thread, list[int]]
+    """The events of each thread in the order of starts."""
+    overlaps: int = 0
     """Events that begin inside another one and end after it, other than those of a Work."""
+
+    @property
+    def order(self) -> Iterator[int]:
+        """All events, each after those around it."""
+        for events in self.threads.values():
+            yield from events
 
     def upwards(self, call: int) -> Iterator[int]:
         """The events around a call, the innermost first."""
@@ -41,59 +49,66 @@ class Nesting:
             event = self.parent[event]
 
 
+def events_by_thread(events: Sequence[HostEvent]) -> dict[Thread, list[int]]:
+    """Positions of the events of each thread, in the order of starts. The external id, given at the start, decides
+    between equal times."""
+    threads: dict[Thread, list[int]] = defaultdict(list)
+    for index in sorted(
+        range(len(events)), key=lambda i: (events[i].start, events[i].external_id or 0, -events[i].end)
+    ):
+        threads[events[index].pid, events[index].tid].append(index)
+    return threads
+
+
 def nest(events: Sequence[HostEvent], calls: Sequence[RuntimeCall]) -> Nesting:
     """Nest the events and calls of every thread, by one sweep over each."""
     nesting = Nesting(
         parent=[-1] * len(events),
         exclusive_ns=[event.end - event.start for event in events],
         around_call=[-1] * len(calls),
-        order=in_order_of_starts(events),
-        overlaps=0,
+        threads=events_by_thread(events),
     )
-    threads: dict[tuple[Id, Id], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
-    for index in nesting.order:
-        threads[events[index].pid, events[index].tid][0].append(index)
-    for index in sorted(range(len(calls)), key=lambda index: calls[index].start):
-        threads[calls[index].pid, calls[index].tid][1].append(index)
-    for of_thread, calls_of_thread in threads.values():
-        _sweep(nesting, events, calls, of_thread, calls_of_thread)
+    calls_of: dict[Thread, list[int]] = defaultdict(list)
+    for index in sorted(range(len(calls)), key=lambda index: calls[index].start, reverse=True):
+        calls_of[calls[index].pid, calls[index].tid].append(index)
+    for thread, order in nesting.threads.items():
+        _sweep(nesting, events, order, calls, calls_of[thread])
     return nesting
 
 
 def _sweep(
-    nesting: Nesting, events: Sequence[HostEvent], calls: Sequence[RuntimeCall], order: list[int], call_order: list[int]
+    nesting: Nesting, events: Sequence[HostEvent], order: list[int], calls: Sequence[RuntimeCall], pending: list[int]
 ) -> None:
+    """`pending` are the thread's calls, the last first."""
+    # The events that are open, the outermost first, with their ends as negative numbers: those ascend.
     open_: list[int] = []
-    covered_until: list[int] = []  # parallel to open_
-    next_call = 0
-    for index in [*order, -1]:
-        start = events[index].start if index >= 0 else None
-        while next_call < len(call_order) and (start is None or calls[call_order[next_call]].start < start):
-            call = call_order[next_call]
-            nesting.around_call[call] = _around(calls[call], events, open_)
-            next_call += 1
-        if index < 0:
-            return
+    ends: list[int] = []
+    covered_until: list[int] = []
+
+    def place_calls(until: float) -> None:
+        while pending and calls[pending[-1]].start < until:
+            call = pending.pop()
+            around = bisect_right(ends, -calls[call].end)
+            nesting.around_call[call] = open_[around - 1] if around else -1
+
+    for index in order:
         event = events[index]
+        start, end = event.start, event.end
+        if pending and calls[pending[-1]].start < start:
+            place_calls(start)
         if is_work(event.name):
             continue
-        while open_ and events[open_[-1]].end < event.end:
-            if events[open_[-1]].end > event.start:
-                nesting.overlaps += 1
+        while ends and -ends[-1] < end:
+            nesting.overlaps += -ends.pop() > start
             open_.pop()
             covered_until.pop()
         if open_:
-            parent = open_[-1]
-            nesting.parent[index] = parent
-            new = event.end - max(event.start, covered_until[-1])
+            nesting.parent[index] = open_[-1]
+            new = end - max(start, covered_until[-1])
             if new > 0:
-                nesting.exclusive_ns[parent] -= new
-                covered_until[-1] = event.end
+                nesting.exclusive_ns[open_[-1]] -= new
+                covered_until[-1] = end
         open_.append(index)
-        covered_until.append(event.start)
-
-
-def _around(call: RuntimeCall, events: Sequence[HostEvent], open_: list[int]) -> int:
-    # No open event ends after one that is further out, so they can be halved.
-    at = bisect_right(open_, -call.end, key=lambda index: -events[index].end)
-    return open_[at - 1] if at else -1
+        ends.append(-end)
+        covered_until.append(start)
+    place_calls(math.inf)

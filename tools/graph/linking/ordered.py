@@ -28,9 +28,6 @@ class Ordered(list[tuple[int, int]]):
         """The last thing at or before `time`."""
         return self.at_or_before(time)[1]
 
-    def last_before(self, time: int) -> int:
-        return self.last_until(time - 1)
-
     def first_from(self, time: int) -> int:
         """The first thing at or after `time`."""
         at = bisect_left(self, time, key=_time)

@@ -19,11 +19,16 @@ def plain(names: str) -> OpSequence:
 def test_a_sequence_that_stands_whole_in_the_other_is_found() -> None:
     assert align(plain("bcd"), plain("abcde")).pairs == [(0, 1), (1, 2), (2, 3)]
     assert align(plain("abcde"), plain("bcd")).pairs == [(1, 0), (2, 1), (3, 2)]
+    assert align(plain("aba"), plain("abbaba")).pairs == [(0, 3), (1, 4), (2, 5)]
 
 
 def test_extra_and_missing_events_at_both_ends_and_inside_stay_unmatched() -> None:
     alignment = align(plain("xxabcdefg"), plain("abcQdegzz"))
     assert alignment.pairs == [(2, 0), (3, 1), (4, 2), (5, 4), (6, 5), (8, 6)]
+
+
+def test_the_longest_chain_of_unique_names_in_the_same_order_is_kept() -> None:
+    assert align(plain("abcd"), plain("xadbc")).pairs == [(0, 1), (1, 3), (2, 4)]
 
 
 def test_sequence_numbers_find_the_iteration() -> None:
@@ -82,7 +87,7 @@ def test_pairs_ascend_on_both_sides_and_agree_in_their_names(a: list[str], b: li
 def test_a_thread_with_numbers_is_matched_whole_wherever_the_other_side_begins(
     names: list[str], before: int, after: int
 ) -> None:
-    numbers = list(range(100, 100 + len(names)))
+    numbers = list(range(len(names)))
     device = OpSequence(["a"] * before + names + ["a"] * after, [-1] * before + numbers + [-1] * after)
     assert align(OpSequence(names, numbers), device).pairs == [(i, i + before) for i in range(len(names))]
 

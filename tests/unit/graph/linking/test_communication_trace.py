@@ -24,7 +24,6 @@ from tests.unit.replay.test_readers import SCHEMAS, et_node
 
 def _summary(trace: CommunicationTrace) -> Any:
     return (
-        trace.schema,
         [(one.record, one.group, one.origin, one.host) for one in trace.communications],
         [(before, wait.seq) for before, wait in trace.waits],
         trace.groups,

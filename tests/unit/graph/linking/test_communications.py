@@ -134,15 +134,12 @@ def test_a_kernel_without_a_call_is_a_communication_of_its_own(tmp_path: Path) -
         "Group size": 2,
     }
     trace.launch("some_new_kernel", 40, 60, 30, 502, **args)
-    by_name, by_args = found(trace, tmp_path)
-    assert (by_name.origin, by_name.record.op, by_name.record.bytes, by_name.group) == (
-        "kernel name",
-        "ncclDevKernel_SendRecv",
-        0,
-        None,
-    )
-    assert (by_args.origin, by_args.record.op, by_args.record.bytes) == ("kineto kernel", "all_gather", 20)
-    assert by_args.group == Group(pg="4", size=2, ranks=[1, 3])
+    result = link(*trace.write(tmp_path))
+    assert [(c.origin, c.record.op, c.record.bytes, c.group) for c in result.communications] == [
+        ("kernel name", "ncclDevKernel_SendRecv", 0, None),
+        ("kineto kernel", "all_gather", 20, Group(pg="4", size=2, ranks=[1, 3])),
+    ]
+    assert result.report.communication_kernels_alone == 2
 
 
 def test_waits_and_unknown_layouts_are_no_communications(tmp_path: Path) -> None:
@@ -160,20 +157,10 @@ def test_waits_and_unknown_layouts_are_no_communications(tmp_path: Path) -> None
 def test_a_group_named_by_an_address_is_the_world_if_it_has_its_size(tmp_path: Path) -> None:
     trace = SmallTrace()
     pointer = 94594108284448
-    values = [[FLOATS], 5, pointer, 0, "all_to_allv", [20, 4], [12, 12]]
-    trace.op(
-        "record_param_comms",
-        0,
-        5,
-        inputs={"values": values, "shapes": [[[24]]] + [[]] * 6, "types": ["GenericList[Tensor(float)]"] + [""] * 6},
-    )
-    reduce = [[FLOATS], 6, pointer, 0, "allreduce", [], []]
-    trace.op(
-        "record_param_comms",
-        10,
-        5,
-        inputs={"values": reduce, "shapes": [[[24]]] + [[]] * 6, "types": ["GenericList[Tensor(float)]"] + [""] * 6},
-    )
+    layout = {"shapes": [[[24]]] + [[]] * 6, "types": ["GenericList[Tensor(float)]"] + [""] * 6}
+    for seq, called in enumerate((("all_to_allv", [20, 4], [12, 12]), ("allreduce", [], []))):
+        values = [[FLOATS], 5 + seq, pointer, 0, *called]
+        trace.op("record_param_comms", 10 * seq, 5, inputs=layout | {"values": values})
     exchange, total = found(trace, tmp_path)
     assert exchange.record.in_split == [20, 4]
     assert exchange.group == total.group == Group(pg=str(pointer), size=2, ranks=[0, 1])
@@ -185,7 +172,7 @@ def test_a_range_whose_text_was_cut_short_falls_back_to_the_c10d_op(tmp_path: Pa
     trace.op("crossrank#7", 5, 90, c10d, inputs={"values": ['{"op": "all_re'], "shapes": [[]], "types": ["String"]})
     result = link(*trace.write(tmp_path))
     assert [(c.origin, c.host, c.record.bytes) for c in result.communications] == [("c10d op", c10d, 96)]
-    assert "(crossrank#7) does not carry a record; read as its c10d op" in result.report.warnings[0]
+    assert result.report.warnings == ["node 5 (crossrank#7) does not carry a record; read as its c10d op"]
 
 
 def test_a_hostile_range_is_read_as_its_c10d_op(tmp_path: Path) -> None:

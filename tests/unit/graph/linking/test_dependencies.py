@@ -6,6 +6,7 @@ from pathlib import Path
 
 from crossrank.tools.graph.linking import Edge, EdgeKind, LinkedTrace, link
 from tests.unit.graph.linking.small_traces import SmallTrace
+from tests.unit.graph.linking.test_communications import text
 
 
 def edges(result: LinkedTrace, kind: EdgeKind) -> list[tuple[int, int]]:
@@ -65,6 +66,33 @@ def test_a_thread_that_begins_or_pauses_depends_on_what_another_finished_last(tm
     ]
 
 
+def test_a_thread_waits_for_a_work_where_its_call_or_its_idle_time_says_so(tmp_path: Path) -> None:
+    trace = SmallTrace()
+
+    def call(ts: float, number: int, work_us: float, *, is_async: bool) -> int:
+        record = {"op": "all_reduce", "c10d": "allreduce_", "pg": "0", "bytes": 96, "async": is_async}
+        trace.op(f"crossrank#{number}", ts, 20, inputs=text(record))
+        return trace.op("gloo:all_reduce", ts + 5, work_us)
+
+    blocking = call(0, 1, 10, is_async=False)
+    trace.op("after", 30, 10)
+    waited_for = call(100, 2, 300, is_async=True)
+    after = trace.op("after", 420, 10)
+    call(500, 3, 100, is_async=True)
+    trace.op("aten::mm", 530, 300)
+    trace.op("busy when the Work ended", 840, 10)
+    call(900, 4, 50, is_async=True)
+    result = link(*trace.write(tmp_path))
+    assert [edge for edge in result.edges if edge.kind == "sync"] == [
+        Edge(blocking, blocking + 1, "sync"),
+        Edge(waited_for, after, "sync", inferred=True, slack_ns=15_000),
+    ]
+    assert result.report.syncs_unresolved == {
+        "nothing is seen to wait for a Work when it ends": 1,
+        "nothing follows the wait in the execution trace": 1,
+    }
+
+
 def test_communications_of_a_group_are_in_order_and_peers_apart(tmp_path: Path) -> None:
     trace = SmallTrace()
 
@@ -96,6 +124,6 @@ def test_every_edge_joins_nodes_that_exist_and_none_is_drawn_twice(tmp_path: Pat
     result = link(*trace.write(tmp_path))
     ids = {op.id for op in result.host} | {activity.id for activity in result.activities}
     pairs = [(edge.source, edge.target, edge.kind) for edge in result.edges]
-    assert all(source in ids and target in ids for source, target, _ in pairs)
+    assert ids.issuperset(end for source, target, _ in pairs for end in (source, target))
     assert len(pairs) == len(set(pairs))
     assert sum(result.report.edges.values()) == len(pairs)

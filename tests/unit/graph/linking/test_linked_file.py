@@ -55,8 +55,7 @@ def test_nodes_have_the_fields_that_the_converter_of_chakra_reads(tmp_path: Path
     }
     nodes = {node["id"]: node for node in content["nodes"]}
     assert list(nodes) == [1, 2, 3, 4, 5, 6, 7, 90, 91, 92]
-    for node in content["nodes"]:
-        assert {"id", "name", "ctrl_deps", "inputs", "outputs", "attrs"} <= set(node)
+    assert all({"id", "name", "ctrl_deps", "inputs", "outputs", "attrs"} <= set(node) for node in content["nodes"])
     assert nodes[4] | {"inputs": 0, "outputs": 0, "attrs": 0} == {
         "id": 4,
         "name": "aten::mm",
@@ -70,22 +69,12 @@ def test_nodes_have_the_fields_that_the_converter_of_chakra_reads(tmp_path: Path
         "inter_thread_dep": None,
     }
     gemm, reduce = nodes[91], nodes[92]
-    assert (gemm["ctrl_deps"], gemm["cat"], gemm["ph"], gemm["stream"], gemm["ts"], gemm["inclusive_dur"]) == (
-        4,
-        "kernel",
-        "X",
-        7,
-        30.001,
-        270,
-    )
+    fields = ("ctrl_deps", "cat", "ph", "stream", "ts", "inclusive_dur")
+    assert [gemm[name] for name in fields] == [4, "kernel", "X", 7, 30.001, 270]
     assert gemm["attrs"] == nodes[4]["attrs"]  # the converter reads thread and ids of an activity from its host node
     assert "pg_name" not in gemm
-    assert (reduce["ctrl_deps"], reduce["pg_name"], reduce["comm_host"], reduce["args"]["grid"]) == (
-        5,
-        "0",
-        5,
-        [8, 1, 1],
-    )
+    assert [reduce[name] for name in ("ctrl_deps", "pg_name", "comm_host")] == [5, "0", 5]
+    assert reduce["args"]["grid"] == [8, 1, 1]
     assert nodes[6]["sync_dep"] == [91, 92]
     assert nodes[7]["inter_thread_dep"] == 6
     assert "ts" not in nodes[90]
@@ -93,11 +82,8 @@ def test_nodes_have_the_fields_that_the_converter_of_chakra_reads(tmp_path: Path
 
 def test_our_own_fields_say_dependencies_and_communications(tmp_path: Path) -> None:
     nodes = {node["id"]: node for node in written(trace_with_everything(), tmp_path)["nodes"]}
-    assert nodes[6]["deps"] == [
-        {"id": 5, "kind": "program_order"},
-        {"id": 91, "kind": "sync"},
-        {"id": 92, "kind": "sync"},
-    ]
+    waited_for = {5: "program_order", 91: "sync", 92: "sync"}
+    assert nodes[6]["deps"] == [{"id": source, "kind": kind} for source, kind in waited_for.items()]
     assert nodes[7]["deps"] == [{"id": 6, "kind": "inter_thread", "inferred": True, "slack_ns": 4550000}]
     assert nodes[92]["deps"] == [{"id": 5, "kind": "launch"}]
     assert nodes[5]["comm"] == {
@@ -180,15 +166,10 @@ def test_an_activity_without_a_host_node_is_kept_under_a_thread_and_marked(tmp_p
     trace.op("late", 40, 10)
     node = written(trace, tmp_path)["nodes"][-1]
     assert (node["name"], node["ctrl_deps"], node["unlinked"]) == ("between", 2, "no operation encloses its launch")
-    assert {attr["name"] for attr in node["attrs"]} == {
-        "rf_id",
-        "fw_parent",
-        "seq_id",
-        "scope",
-        "tid",
-        "fw_tid",
-        "op_schema",
-    }
+    names = ("rf_id", "fw_parent", "seq_id", "scope", "tid", "fw_tid", "op_schema")
+    assert [(one["name"], one["value"]) for one in node["attrs"]] == list(
+        zip(names, (0, 0, -1, 0, 0, 0, ""), strict=True)
+    )
 
 
 def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

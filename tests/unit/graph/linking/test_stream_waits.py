@@ -12,8 +12,8 @@ TENSOR = [5, 6, 0, 24, 4, "cuda:0"]
 COMPUTE, NCCL = 7, 20
 
 
-def params(name: str, seq: int) -> dict[str, Any]:
-    values = [[TENSOR], seq, ["0", ""], 0, name, [], [], 0, 1, 2]
+def params(name: str, seq: int, pg: str) -> dict[str, Any]:
+    values = [[TENSOR], seq, [pg, ""], 0, name, [], [], 0, 1, 2]
     return {"values": values, "shapes": [[[24]]] + [[]] * 9, "types": ["GenericList[Tensor(float)]"] + [""] * 9}
 
 
@@ -21,11 +21,9 @@ def waiting(seq: int) -> dict[str, Any]:
     return {"values": [seq, 0, 0, "wait", [], []], "shapes": [[]] * 6, "types": [""] * 6}
 
 
-def issue(
-    trace: SmallTrace, ts: float, seq: int, correlation: int, start: float, dur: float, name: str = "allreduce"
-) -> None:
+def issue(trace: SmallTrace, ts: float, seq: int, correlation: int, start: float, dur: float, pg: str = "0") -> None:
     """A collective as NCCL issues it: the stream waits before the launch, and once more after it."""
-    trace.op("record_param_comms", ts, 20, inputs=params(name, seq))
+    trace.op("record_param_comms", ts, 20, inputs=params("allreduce", seq, pg))
     trace.call("cudaStreamWaitEvent", ts + 2, 1, correlation + 1)
     trace.launch("ncclDevKernel_AllReduce_Sum_f32(x)", ts + 5, start, dur, correlation, stream=NCCL)
     trace.call("cudaStreamWaitEvent", ts + 15, 1, correlation + 2)
@@ -45,6 +43,7 @@ def test_a_communication_waits_for_the_compute_before_it(tmp_path: Path) -> None
     trace.op("aten::mm", 0, 10)
     trace.launch("gemm", 2, 50, 100, 501)
     issue(trace, 20, 3, 510, 153, 60)
+    trace.launch("launched after the communication", 30, 300, 5, 520)
     result = link(*trace.write(tmp_path))
     assert stream_waits(result) == [("gemm@50", "ncclDevKernel@153", 3_000)]
     assert result.report.syncs == {"cudaStreamWaitEvent": 2}
@@ -58,7 +57,7 @@ def test_compute_waits_for_the_communication_that_a_wait_node_names_on_whatever_
     trace.op("aten::mm", 0, 10)
     trace.launch("gemm", 2, 10, 5, 501)
     issue(trace, 20, 3, 510, 40, 60)
-    issue(trace, 60, 4, 520, 110, 200)
+    issue(trace, 60, 3, 520, 110, 200, pg="4")
     trace.op("record_param_comms", 90, 5, inputs=waiting(3))
     trace.call("cudaStreamWaitEvent", 92, 1, 530)
     trace.op("aten::add", 96, 10, 3, tid=2)

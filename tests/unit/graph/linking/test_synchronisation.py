@@ -50,7 +50,10 @@ def test_a_stream_wait_joins_the_activity_before_the_event_with_the_next_launch_
     trace = two_streams()
     event = {"wait_on_stream": 7, "wait_on_cuda_event_record_corr_id": 502}
     trace.sync("Stream Wait Event", 23, 1, 503, stream=20, **event)
-    assert waits_of(link(*trace.write(tmp_path))) == [Edge(6, 7, "stream_wait")]
+    trace.sync("Stream Wait Event", 24, 1, 9999, stream=20, **event)  # its call is not in the trace
+    result = link(*trace.write(tmp_path))
+    assert waits_of(result) == [Edge(6, 7, "stream_wait")]
+    assert (result.report.syncs, result.report.syncs_unresolved) == ({"Stream Wait Event": 2}, {})
 
 
 def test_an_event_sync_waits_for_what_was_launched_before_the_event(tmp_path: Path) -> None:
