@@ -8,7 +8,7 @@ from crossrank.comm import MOST_RANKS
 from crossrank.errors import CrossrankError
 from crossrank.replay.plan.replay_inputs import KINDS
 from crossrank.replay.run.pacing import parse_pace
-from crossrank.tools.commands.options import add_fleet_arguments
+from crossrank.tools.commands.options import add_shared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--one-trace", "--use-one-trace", action="store_true", help="let one rank's file stand for all ranks"
     )
     what.add_argument("--world-size", type=int, metavar="N", help="ranks of the recorded job, where no file says it")
-    add_fleet_arguments(parser)
+    add_shared(parser)
     change = parser.add_argument_group("what if")
     change.add_argument(
         "--nproc",

@@ -75,10 +75,9 @@ def _figures(arguments: argparse.Namespace) -> Figures:
     fleet = fleet_of(arguments)
     items: list[RankSources | FoundFile] = [*times.tasks, *candidates]
     results = progress("reading", len(items), lambda done: map_ranks(_read, items, fleet, failed=_failed, done=done))
-    measured, evidence = results[: len(times.tasks)], results[len(times.tasks) :]
-    times.skipped += [one for one in measured if isinstance(one, str)]
-    ranks = sources.settle([rank for one in measured if isinstance(one, list) for rank in one], times)
-    diagnosis, problem = _diagnose(candidates, evidence)
+    count = len(times.tasks)
+    ranks = sources.settle(results[:count], times)
+    diagnosis, problem = _diagnose(candidates, results[count:])
     return figures(
         ranks,
         match_collectives(Job.match(ranks)),
