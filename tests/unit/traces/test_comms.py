@@ -96,7 +96,7 @@ def test_what_a_header_or_a_record_may_not_say_is_counted(tmp_path: Path) -> Non
     assert (*found.calls.called, *found.calls.step, *found.calls.number, *found.calls.id) == (0, 0, 0, 1 << 61)
     assert found.notes == [f"{path}: reports 0 ranks for the job, which is not a valid number"]
     (tmp_path / "d").write_text("{}")
-    with pytest.raises(CrossrankError, match="d: line 1 is no crossrank header; record it again"):
+    with pytest.raises(CrossrankError, match="d: line 1 is not a crossrank header; record it again"):
         read_comms(str(tmp_path / "d"))
 
 

@@ -24,7 +24,7 @@ def test_a_coverage_is_complete_where_nothing_was_left_out_or_lost() -> None:
     [
         (b"{", "Input data was truncated"),
         (b'{"source": 3}', "Expected `str`"),
-        (b"\x1f\x8b\x08", "the gzip stream is cut off"),
+        (b"\x1f\x8b\x08", "the last gzip stream is cut off"),
         (None, "cannot be opened: No such file"),
     ],
 )
