@@ -8,7 +8,7 @@ The comms file is JSON lines. A line that starts with `{"id":` is a `CommRecord`
 with one key that says what it is: `header` (always first), `gpu` (where it was known too late for the header),
 `group`, `step`, `clock`, `counters`, `window`, `end` (last; without it the process died). The last `clock` of a file
 says until when no call is missing in it. The file consists of complete zstd frames, so whatever follows the last
-whole frame is torn, and is reported rather than raised.
+whole frame is cut off, and is reported rather than raised.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def temporary_name(name: str) -> str:
 
 
 def rank_of(name: str) -> int | None:
-    """The rank that wrote a file of this name, whole or cut off; None for a foreign file."""
+    """The rank that wrote a file of this name, whole or cut off; None for an unrecognized file."""
     cut_off = _TEMPORARY.fullmatch(name)
     match = re.match(r"rank-(\d{1,18})\.", cut_off["name"] if cut_off else name)
     return int(match[1]) if match else None
@@ -114,9 +114,9 @@ class Listing:
     """What a folder holds."""
 
     files: tuple[RankFile, ...]
-    torn: tuple[str, ...]
+    partial: tuple[str, ...]
     """Files that were cut off while they were written, by their names."""
-    foreign: tuple[str, ...]
+    unrecognized: tuple[str, ...]
     """Files that are none of a recording's, by their names."""
     folders: tuple[str, ...]
     """Folders in it, by their names."""
@@ -143,7 +143,7 @@ def list_recording(path: str) -> Listing:
     except Exception as error:  # every kind of file system has errors of its own
         raise CrossrankError(f"{path}: cannot be listed ({one_line(error)})") from error
     files: list[RankFile] = []
-    names: dict[str, list[str]] = {"torn": [], "foreign": [], "folders": [], "special": []}
+    names: dict[str, list[str]] = {"partial": [], "unrecognized": [], "folders": [], "special": []}
     for entry in entries:
         name = PurePosixPath(entry["name"]).name
         is_file = entry["type"] == "file" or (entry.get("islink") and file_system.isfile(entry["name"]))
@@ -163,7 +163,7 @@ def list_recording(path: str) -> Listing:
                 )
             )
         else:
-            names["torn" if _TEMPORARY.fullmatch(name) else "foreign"].append(name)
+            names["partial" if _TEMPORARY.fullmatch(name) else "unrecognized"].append(name)
     files.sort(key=lambda file: (file.rank, file.kind, file.window))
     return Listing(files=tuple(files), **{kind: tuple(sorted(found)) for kind, found in names.items()})
 
@@ -198,7 +198,7 @@ def _url(file_system: Any, name: str, folder: str) -> str:
     return str(file_system.unstrip_protocol(name)) + (chained + rest if "://" in first else "")
 
 
-class Damage:
+class ReadIssues:
     """What could not be read of a file, and what the file has used of its budget. Filled in while it is read."""
 
     def __init__(self, path: str) -> None:
@@ -207,8 +207,8 @@ class Damage:
         self.budget = Budget(path)
 
 
-def read_chunks(path: str, damage: Damage, size: int = _CHUNK) -> Iterator[bytes]:
-    """The uncompressed content of a plain, gzip or zstd file; what is torn is noted in `damage`.
+def read_chunks(path: str, issues: ReadIssues, size: int = _CHUNK) -> Iterator[bytes]:
+    """The uncompressed content of a plain, gzip or zstd file; what is cut off is noted in `issues`.
 
     The first bytes, not the name, decide the compression. `size` bytes of a plain file are read at a time. Raises
     `BudgetError` where a small file has no end.
@@ -218,20 +218,20 @@ def read_chunks(path: str, damage: Damage, size: int = _CHUNK) -> Iterator[bytes
         source = cast(BinaryIO, file_system.open(local, "rb")) if file_system else open(local, "rb")  # noqa: SIM115
     except Exception as error:  # every kind of file system has errors of its own
         reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
-        damage.problems.append(f"cannot be opened: {reason}")
+        issues.problems.append(f"cannot be opened: {reason}")
         return
-    damage.budget.size = _size(path)
+    issues.budget.size = _size(path)
     try:
-        for chunk in _content(source, damage, size):
+        for chunk in _content(source, issues, size):
             # In pieces, so that what comes before the end of the budget is read.
             for start in range(0, len(chunk), _CHUNK):
                 piece = chunk if len(chunk) <= _CHUNK else chunk[start : start + _CHUNK]
-                damage.budget.spend(BYTES, len(piece))
+                issues.budget.spend(BYTES, len(piece))
                 yield piece
     except (OSError, CrossrankError):
         raise
     except Exception as error:
-        damage.problems.append(f"cannot be read further ({one_line(error)}); what comes before it was read")
+        issues.problems.append(f"cannot be read further ({one_line(error)}); what comes before it was read")
 
 
 # First bytes; what each part of the file is called; the padding behind it, which RFC 1952 allows; its decompressor.
@@ -241,20 +241,20 @@ _FORMATS: tuple[tuple[bytes, str, bytes, Callable[[], Callable[[], Any]]], ...] 
 )
 
 
-def _content(source: BinaryIO, damage: Damage, size: int) -> Iterator[bytes]:
+def _content(source: BinaryIO, issues: ReadIssues, size: int) -> Iterator[bytes]:
     with source:
         start = source.read(4)
         source.seek(0)
         for magic, part, padding, prepare in _FORMATS:
             if start.startswith(magic):
-                yield from _decompress(source, damage, part, padding, prepare())
+                yield from _decompress(source, issues, part, padding, prepare())
                 return
         while chunk := source.read(size):
             yield chunk
 
 
 def _decompress(
-    source: BinaryIO, damage: Damage, part: str, padding: bytes, make: Callable[[], Any]
+    source: BinaryIO, issues: ReadIssues, part: str, padding: bytes, make: Callable[[], Any]
 ) -> Iterator[bytes]:
     """The content of all parts of the file, which follow each other as those of `cat a.gz b.gz`, pigz and bgzip do."""
     stream, offset = make(), 0
@@ -265,7 +265,7 @@ def _decompress(
             try:
                 content = stream.decompress(chunk)
             except (zlib.error, zstandard.ZstdError) as error:
-                damage.problems.append(
+                issues.problems.append(
                     f"broken {part} before byte {offset} ({one_line(error)}); what comes before it was read"
                 )
                 return
@@ -273,7 +273,7 @@ def _decompress(
                 yield content
             chunk = stream.unused_data
     if not stream.eof:
-        damage.problems.append(f"the last {part} is cut off; what comes before it was read")
+        issues.problems.append(f"the last {part} is cut off; what comes before it was read")
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -326,14 +326,14 @@ _SEVERAL = {"group": "groups", "window": "windows", "clock": "clocks", "step": "
 class CommsFile:
     """One rank's comms file. Iterate `records()` first; the rest is known when that is through.
 
-    Nothing is raised for a damaged file: `damage.problems` says what is missing, and where a rank other than `rank`
+    Nothing is raised for a damaged file: `issues.problems` says what is missing, and where a rank other than `rank`
     wrote it.
     """
 
     def __init__(self, path: str, rank: int | None = None) -> None:
         self.path = path
         self.rank = rank
-        self.damage = Damage(path)
+        self.issues = ReadIssues(path)
         self.header: Header | None = None
         self.groups: list[Group] = []
         self.windows: list[dict[str, Any]] = []
@@ -353,35 +353,35 @@ class CommsFile:
                     continue
                 other = decode_line(line)
             except BROKEN as error:
-                if len(self.damage.problems) < _MOST_PROBLEMS:
-                    self.damage.problems.append(f"line {number} is not a comms record: {one_line(error)}")
+                if len(self.issues.problems) < _MOST_PROBLEMS:
+                    self.issues.problems.append(f"line {number} is not a comms record: {one_line(error)}")
                 else:
                     more += 1
                 if self.header is None:
-                    return  # a foreign file: one complaint is enough
+                    return  # an unrecognized file: one complaint is enough
                 continue
             if other.group is not None:
                 try:
-                    self.damage.budget.spend(MEMBERS, len(other.group.ranks or ()))
+                    self.issues.budget.spend(MEMBERS, len(other.group.ranks or ()))
                 except BudgetError as error:
-                    self.damage.problems.append(error.what)
+                    self.issues.problems.append(error.what)
                     return
             self._take(other)
             if number == 1 and self.header is None:
-                self.damage.problems.append("line 1 is not a crossrank header")
+                self.issues.problems.append("line 1 is not a crossrank header")
                 return
         if more:
-            self.damage.problems.append(f"{more} more lines are not comms records")
-        if number == 0 and not self.damage.problems:
-            self.damage.problems.append("the file is empty")
+            self.issues.problems.append(f"{more} more lines are not comms records")
+        if number == 0 and not self.issues.problems:
+            self.issues.problems.append("the file is empty")
 
     def _take(self, line: _Line) -> None:
         if line.header is not None:
             self.header = line.header
             if self.rank not in (None, line.header.rank):
-                self.damage.problems.append(f"is named for rank {self.rank} and was written by rank {line.header.rank}")
+                self.issues.problems.append(f"is named for rank {self.rank} and was written by rank {line.header.rank}")
             if line.header.schema != SCHEMA:
-                self.damage.problems.append(
+                self.issues.problems.append(
                     f"written as {line.header.schema!r}, read as {SCHEMA!r}: use the crossrank that wrote it"
                 )
         if line.gpu is not None and self.header is not None:
@@ -396,20 +396,20 @@ class CommsFile:
     def _lines(self) -> Iterator[bytes]:
         rest = b""
         try:
-            for chunk in read_chunks(self.path, self.damage):
+            for chunk in read_chunks(self.path, self.issues):
                 lines = (rest + chunk).split(b"\n")
                 rest = lines.pop()
-                self.damage.budget.spend(LINES, len(lines))
+                self.issues.budget.spend(LINES, len(lines))
                 yield from lines
                 if len(rest) > _LONGEST_LINE:
-                    self.damage.problems.append(
+                    self.issues.problems.append(
                         f"a line is longer than {_LONGEST_LINE >> 20} MiB, which a comms file never has"
                     )
                     return
         except BudgetError as error:
-            self.damage.problems.append(error.what)
+            self.issues.problems.append(error.what)
             return
         if rest:
-            if self.damage.problems:  # the cut goes through this line
+            if self.issues.problems:  # the cut goes through this line
                 return
             yield rest

@@ -35,7 +35,7 @@ def mismatches(plan: Plan, walk: Walk) -> list[str]:
     if not found and not walk.ends:
         at = {rank.rank: rank.calls[walk.reached[rank.rank] :] for rank in plan.ranks}
         found += [
-            f"rank {rank} waits for ever in {calls[0].record.op} (call {calls[0].record.id} of {files[rank]})"
+            f"rank {rank} waits forever in {calls[0].record.op} (call {calls[0].record.id} of {files[rank]})"
             for rank, calls in at.items()
             if calls
         ]

@@ -17,7 +17,7 @@ import zstandard
 from crossrank.atomic_file import whole_file
 from crossrank.comm import MOST_RANKS, CommRecord, Count, Group, Int, has_size, is_p2p
 from crossrank.errors import CrossrankError, one_line
-from crossrank.recording import Damage, read_chunks
+from crossrank.recording import ReadIssues, read_chunks
 from crossrank.replay.plan.shapes import BrokenError, LeftOutError, complete
 from crossrank.tools.traces.replayed import Coverage
 
@@ -207,10 +207,10 @@ def save_plan(plan: Plan, path: str | Path) -> None:
 
 def load_plan(path: str) -> Plan:
     """The plan in `path`, plain, gzip or zstd. Raises `CrossrankError` where it holds none."""
-    damage = Damage(path)
-    data = b"".join(read_chunks(path, damage))
-    if damage.problems:
-        raise CrossrankError(f"{path}: {damage.problems[0]}; save the plan anew")
+    issues = ReadIssues(path)
+    data = b"".join(read_chunks(path, issues))
+    if issues.problems:
+        raise CrossrankError(f"{path}: {issues.problems[0]}; save the plan anew")
     try:
         plan = msgspec.json.decode(data, type=Plan)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -43,7 +43,7 @@ def test_a_signal_in_a_window_leaves_whole_files_and_kills_as_ever(number: signa
     process.communicate(timeout=30)
     assert process.returncode == -number
     comms, ids = read(tmp_path)
-    assert comms.damage.problems == []
+    assert comms.issues.problems == []
     assert comms.end is not None
     assert comms.end["reason"] == ("SIGTERM" if number == signal.SIGTERM else "exit")
     assert ids == list(range(len(ids)))
@@ -92,9 +92,9 @@ def test_os_exit_loses_at_most_the_last_second_and_names_the_torn_trace(tmp_path
     assert result.returncode == 5
     comms, ids = read(tmp_path)
     assert ids[:1] == [0]
-    assert comms.damage.problems == []
+    assert comms.issues.problems == []
     assert comms.end is None
-    assert list_recording(str(tmp_path / RECORDING)).torn == (".rank-0.et.json.part",)
+    assert list_recording(str(tmp_path / RECORDING)).partial == (".rank-0.et.json.part",)
     inspected = jobs.run([sys.executable, "-m", "crossrank.tools.cli", "inspect", RECORDING], tmp_path)
     assert "unfinished rank 0" in inspected.stdout
     assert "cut off    .rank-0.et.json.part" in inspected.stdout
@@ -123,7 +123,7 @@ for number in range(1000000):
     assert process.returncode == -signal.SIGKILL
     comms = CommsFile(str(tmp_path / RECORDING / "rank-0.comms.jsonl.zst"))
     records = list(comms.records())
-    assert comms.damage.problems == []
+    assert comms.issues.problems == []
     assert records[-1].t > ready
     assert killed - records[-1].t < 1_000_000_000
     assert [record.id for record in records] == list(range(len(records)))
@@ -206,7 +206,7 @@ def test_a_forked_child_leaves_the_parents_files_intact(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     comms, ids = read(tmp_path)
-    assert comms.damage.problems == []
+    assert comms.issues.problems == []
     assert ids == [0]
     assert set(execution_trace_ids(load(tmp_path / RECORDING, "et"))) == {0}
     assert set(kineto_ids(load(tmp_path / RECORDING, "kineto"))) == {0}
@@ -230,7 +230,7 @@ def test_data_loader_workers_do_no_harm(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     comms, ids = read(tmp_path)
-    assert comms.damage.problems == []
+    assert comms.issues.problems == []
     assert ids == [0, 1, 2, 3]
     assert {0, 1, 2, 3} <= set(execution_trace_ids(load(tmp_path / RECORDING, "et")))
 
@@ -269,7 +269,7 @@ def test_a_forked_child_may_record_on_its_own(tmp_path: Path) -> None:
     for folder, expected in (("parent", ["all_reduce"]), ("child", ["barrier"])):
         comms = CommsFile(str(tmp_path / folder / "rank-0.comms.jsonl.zst"))
         assert [record.op for record in comms.records()] == expected
-        assert comms.damage.problems == []
+        assert comms.issues.problems == []
 
 
 def test_forked_workers_of_multiprocessing_finish_their_files(tmp_path: Path) -> None:
@@ -461,7 +461,7 @@ def test_the_calls_of_a_slow_job_are_on_disk_half_a_second_later_also_at_its_sta
     ranks[0].kill()
     killed = time.monotonic_ns()
     comms, ids = read(tmp_path)
-    assert comms.damage.problems == []
+    assert comms.issues.problems == []
     old_enough = sum(moment < killed - 500_000_000 for moment in called)
     assert old_enough >= 10
     assert len(ids) >= old_enough
@@ -486,7 +486,7 @@ def test_an_abort_of_gloo_leaves_the_call_that_caused_it(tmp_path: Path) -> None
     assert "terminate called after throwing an instance of 'gloo::EnforceNotMet'" in errors[0]
     comms, ids = read(tmp_path)
     assert ids == [0, 1]
-    assert comms.damage.problems == []
+    assert comms.issues.problems == []
     assert comms.end is not None
     assert comms.end["reason"] == "SIGABRT"
     assert load(tmp_path / RECORDING, "flight")["crossrank"]["reason"] == "SIGABRT"
@@ -572,7 +572,7 @@ time.sleep(600)
     process.communicate()
     comms, ids = read(tmp_path)
     assert ids == [0]
-    assert comms.damage.problems == []
+    assert comms.issues.problems == []
     assert ready < comms.clocks[-1]["t"] < killed
     assert killed - comms.clocks[-1]["t"] < 500_000_000
     assert abs(path.stat().st_size - size) < 100  # a rank that stands still writes over its last word

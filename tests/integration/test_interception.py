@@ -128,7 +128,7 @@ for _caller in callers.ABSENT:
 def records_of(recording: Path, rank: int) -> list[Any]:
     comms = CommsFile(str(recording / f"rank-{rank}.comms.jsonl.zst"))
     records = list(comms.records())
-    assert comms.damage.problems == []
+    assert comms.issues.problems == []
     assert comms.end is not None
     assert comms.end["errors"] == 0
     return records

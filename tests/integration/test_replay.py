@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import crossrank
-from crossrank.recording import CommsFile, Damage, read_chunks
+from crossrank.recording import CommsFile, ReadIssues, read_chunks
 from crossrank.replay.plan.build_plan import build, settle
 from crossrank.replay.plan.plan import Plan
 from crossrank.replay.plan.replay_inputs import find, read
@@ -336,7 +336,7 @@ def test_a_sweep_makes_every_combination_and_goes_on_where_it_stopped(
 
 
 def _ranges_in_trace(recorded: Path, rank: int) -> set[int]:
-    content = b"".join(read_chunks(str(recorded / f"rank-{rank}.et.json.zst"), Damage("")))
+    content = b"".join(read_chunks(str(recorded / f"rank-{rank}.et.json.zst"), ReadIssues("")))
     return {int(number) for number in re.findall(rb'"crossrank#(\d+)"', content)}
 
 

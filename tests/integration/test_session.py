@@ -383,7 +383,7 @@ def test_a_full_disk_loses_the_rest_and_counts_it(tmp_path: Path) -> None:
     assert result.stderr.count("cannot write") == 1
     comms = CommsFile(str(tmp_path / "crossrank-recording" / "rank-0.comms.jsonl.zst"))
     records = list(comms.records())
-    assert comms.damage.problems == []
+    assert comms.issues.problems == []
     assert comms.end is not None
     assert comms.end["unwritten"] > 0
     assert comms.end["records"] == len(records)

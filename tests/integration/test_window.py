@@ -50,7 +50,7 @@ def test_every_record_of_a_window_is_found_by_id_in_both_traces(
             in_kineto = kineto_ids(load(recording, "kineto", rank, window))
             assert set(in_trace) == wanted
             assert in_kineto == in_trace  # also the record-function ids
-    assert list_recording(str(recording)).torn == ()
+    assert list_recording(str(recording)).partial == ()
 
 
 def test_kineto_knows_the_groups_and_the_execution_trace_has_true_ranks(

@@ -124,5 +124,5 @@ def test_what_comes_before_the_end_of_the_budget_is_read(tmp_path: Path) -> None
     read = sum(1 for _ in file.records())
 
     assert 100_000 < read < 131_072
-    assert len(file.damage.problems) == 1
-    assert "more than 131,072 lines" in file.damage.problems[0]
+    assert len(file.issues.problems) == 1
+    assert "more than 131,072 lines" in file.issues.problems[0]

@@ -268,7 +268,7 @@ def test_files_that_stopped_growing_and_foreign_names_are_listed(
     code, out, _ = inspect(folder, capsys)
     assert code == 1
     assert "cut off    .rank-0.et.json.part: the process ended while it was written\n" in out
-    assert "foreign    1 file(s) that are no recording's: report.nsys-rep\n" in out
+    assert "ignored    1 file(s) that are no recording's: report.nsys-rep\n" in out
     assert list(json.loads(inspect(folder, capsys, "--json")[1])["files"]) == ["comms"]
 
 

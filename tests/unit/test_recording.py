@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from crossrank.comm import CommRecord
 from crossrank.errors import CrossrankError
-from crossrank.recording import CommsFile, Damage, file_name, list_recording, rank_of, read_chunks, temporary_name
+from crossrank.recording import CommsFile, ReadIssues, file_name, list_recording, rank_of, read_chunks, temporary_name
 
 HEADER = b'{"header":{"schema":"crossrank-comms 1","rank":0,"world_size":1,"host":"h","node":"n"}}\n'
 GROUP = b'{"group":{"pg":"0","size":1,"ranks":[0],"desc":"default_pg","backend":"gloo","locality":"intra_node"}}\n'
@@ -39,7 +39,7 @@ def test_content_and_not_the_name_decides_the_compression(pack: object, tmp_path
     path.write_bytes(pack(HEADER + GROUP + RECORD % 7 + END))  # type: ignore[operator]
     ids, comms = read(path)
     assert ids == [7]
-    assert comms.damage.problems == []
+    assert comms.issues.problems == []
     assert comms.header is not None
     assert (comms.header.rank, comms.header.node) == (0, "n")
     assert [group.ranks for group in comms.groups] == [[0]]
@@ -51,15 +51,15 @@ def test_a_gzip_of_two_members_is_read_whole(tmp_path: Path) -> None:
     members = [gzip.compress(part) for part in (HEADER + GROUP, RECORD % 0 + RECORD % 1, END)]
     path.write_bytes(b"".join(members))
     ids, comms = read(path)
-    assert (ids, comms.damage.problems, comms.end is not None) == ([0, 1], [], True)
+    assert (ids, comms.issues.problems, comms.end is not None) == ([0, 1], [], True)
     path.write_bytes(b"".join(members) + bytes(512))  # padded to whole blocks, as on tape
-    assert read(path)[1].damage.problems == []
+    assert read(path)[1].issues.problems == []
     path.write_bytes(b"".join(members)[:-9])
-    assert read(path)[1].damage.problems == ["the last gzip stream is cut off; what comes before it was read"]
+    assert read(path)[1].issues.problems == ["the last gzip stream is cut off; what comes before it was read"]
     path.write_bytes(b"".join(members) + b"PK")
     ids, comms = read(path)
     assert (ids, comms.end is not None) == ([0, 1], True)
-    assert comms.damage.problems[0].startswith("broken gzip stream before byte ")
+    assert comms.issues.problems[0].startswith("broken gzip stream before byte ")
 
 
 @given(st.integers(min_value=0, max_value=sum(map(len, WHOLE))))
@@ -75,7 +75,7 @@ def test_a_file_cut_anywhere_gives_its_whole_frames_and_says_so(cut: int) -> Non
     # Of the torn frame some lines may be readable as well.
     assert ids[: [0, 0, 1, 3, 3][whole_frames]] == [[], [], [0], [0, 1, 2], [0, 1, 2]][whole_frames]
     assert (comms.end is not None) >= (cut == edges[-1])
-    assert bool(comms.damage.problems) == (cut not in edges or cut == 0)
+    assert bool(comms.issues.problems) == (cut not in edges or cut == 0)
 
 
 @given(st.binary(max_size=200))
@@ -87,7 +87,7 @@ def test_a_foreign_file_is_named_and_nothing_is_raised(content: bytes) -> None:
         path.write_bytes(content)
         ids, comms = read(path)
     assert ids == []
-    assert comms.damage.problems
+    assert comms.issues.problems
 
 
 def test_damage_in_the_middle_keeps_what_comes_before(tmp_path: Path) -> None:
@@ -95,14 +95,14 @@ def test_damage_in_the_middle_keeps_what_comes_before(tmp_path: Path) -> None:
     path.write_bytes(WHOLE[0] + WHOLE[1] + b"\0garbage" + WHOLE[2])
     ids, comms = read(path)
     assert ids == [0]
-    (problem,) = comms.damage.problems
+    (problem,) = comms.issues.problems
     assert problem.startswith("broken zstd frame")
 
 
 def test_a_missing_file_is_a_problem_not_a_crash(tmp_path: Path) -> None:
-    damage = Damage("x")
-    assert list(read_chunks(str(tmp_path / "nowhere"), damage)) == []
-    assert damage.problems == ["cannot be opened: No such file or directory"]
+    issues = ReadIssues("x")
+    assert list(read_chunks(str(tmp_path / "nowhere"), issues)) == []
+    assert issues.problems == ["cannot be opened: No such file or directory"]
 
 
 def test_names_of_files() -> None:
@@ -128,8 +128,8 @@ def test_a_folder_is_sorted_into_files_torn_and_foreign(tmp_path: Path) -> None:
         (0, "kineto", 2),
         (1, "comms", 1),
     ]
-    assert listing.torn == (".rank-1.et.json.part",)
-    assert listing.foreign == ("notes.txt",)
+    assert listing.partial == (".rank-1.et.json.part",)
+    assert listing.unrecognized == ("notes.txt",)
 
 
 def test_nothing_at_the_path_says_what_to_name(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_sizes_and_ranks_that_an_archive_makes_up_do_not_end_the_listing(tmp_pat
     listing = list_recording(f"reference://run::{tmp_path}/run.json")
 
     assert [(file.rank, file.size) for file in listing.files] == [(0, 0), (1, len(content))]
-    assert listing.foreign == (names[1],)
+    assert listing.unrecognized == (names[1],)
 
 
 def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path: Path) -> None:
     ids, comms = read(tmp_path / "rank-0.comms.jsonl.zst")
 
     assert ids == [0]
-    assert comms.damage.problems == ["a line is longer than 16 MiB, which a comms file never has"]
+    assert comms.issues.problems == ["a line is longer than 16 MiB, which a comms file never has"]
 
 
 def test_of_many_broken_lines_the_first_are_told_and_the_others_counted(tmp_path: Path) -> None:
@@ -209,5 +209,5 @@ def test_of_many_broken_lines_the_first_are_told_and_the_others_counted(tmp_path
     ids, comms = read(tmp_path / "rank-0.comms.jsonl")
 
     assert ids == [0]
-    assert len(comms.damage.problems) == 101
-    assert comms.damage.problems[-1] == "900 more lines are not comms records"
+    assert len(comms.issues.problems) == 101
+    assert comms.issues.problems[-1] == "900 more lines are not comms records"

@@ -84,7 +84,7 @@ class Summary(msgspec.Struct):
     """The files come from several jobs."""
     cut_off: list[str]
     """Files that were cut off while they were written."""
-    foreign: list[str]
+    unrecognized: list[str]
     """Files that are none of a recording's."""
     other_jobs: list[str]
     """Folders in it with recordings of other jobs: `earlier-K`, `spawned-K`."""
@@ -122,7 +122,7 @@ def summarise_rank(file: FoundFile) -> RankSummary:
         CallKey(one.op, one.api or "(C++)", one.pg, one.source or "(C++)", one.locality, one.bytes)
         for one in comms.records()
     )
-    problems, header, end = comms.damage.problems, comms.header, comms.end or {}
+    problems, header, end = comms.issues.problems, comms.header, comms.end or {}
     if header is not None and not _is_possible(header):
         problems.append(f"has the invalid world size {header.world_size}")
     numbers = {name: value for name, value in end.items() if isinstance(value, int) and name != "step"}
@@ -217,8 +217,8 @@ def _merge(path: str, found: Sequence[FoundFile], ranks: list[RankSummary], prob
         unfinished_ranks=[rank.rank for rank in ranks if not rank.finished],
         endings=_ranks_by((rank.ended_by, rank.rank) for rank in ranks if rank.ended_by is not None),
         mixed=len({header.world_size for header in headers}) > 1,
-        cut_off=[file.name for file in found if file.torn],
-        foreign=[file.name for file in found if file.kind not in KINDS and not file.torn],
+        cut_off=[file.name for file in found if file.partial],
+        unrecognized=[file.name for file in found if file.kind not in KINDS and not file.partial],
         other_jobs=other_jobs(path),
         problems=problems + [f"{rank.path}: {problem}" for rank in ranks for problem in rank.problems],
         warnings=_warnings(headers, counts, ranks)

@@ -96,8 +96,8 @@ def _missing(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "cut off", f"{name}: the process ended while it was written"
     for warning in summary.warnings:
         yield "warning", warning
-    if foreign := summary.foreign:
-        yield "foreign", f"{len(foreign)} file(s) that are no recording's: {', '.join(foreign[:5])}"
+    if unrecognized := summary.unrecognized:
+        yield "ignored", f"{len(unrecognized)} file(s) that are no recording's: {', '.join(unrecognized[:5])}"
     if others := summary.other_jobs:
         what = "folder(s) of other jobs, an earlier one or processes that ranks started, not counted here"
         yield "others", f"{len(others)} {what}: {', '.join(others[:5])}{', …' if len(others) > 5 else ''}"

@@ -92,7 +92,7 @@ def _figures(arguments: argparse.Namespace) -> Figures:
 
 def _replay(paths: Sequence[str], folder: str | None) -> ReplayReport | None:
     """The replay in `folder`, or in that of the recording."""
-    folder = folder or next((path for path in paths if JSON in list_recording(path).foreign), None)
+    folder = folder or next((path for path in paths if JSON in list_recording(path).unrecognized), None)
     return read_report(folder) if folder is not None else None
 
 

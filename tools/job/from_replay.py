@@ -17,7 +17,7 @@ import numpy as np
 from crossrank.atomic_file import join
 from crossrank.comm import MOST_RANKS, CommRecord, Group, Int, is_p2p
 from crossrank.errors import BROKEN, CrossrankError, one_line
-from crossrank.recording import Damage, list_recording, read_chunks
+from crossrank.recording import ReadIssues, list_recording, read_chunks
 from crossrank.text import from_csv_text
 from crossrank.tools.job.clocks import Clocks
 from crossrank.tools.job.collectives import Collectives, match_collectives
@@ -51,16 +51,16 @@ def is_replay(path: str) -> bool:
         listing = list_recording(path)
     except CrossrankError:
         return False
-    return {CSV, JSON} <= set(listing.foreign) and not listing.files
+    return {CSV, JSON} <= set(listing.unrecognized) and not listing.files
 
 
 def read_replay(path: str) -> tuple[list[RankTrace], Collectives]:
     """The calls in the folder of a replay. Raises `CrossrankError` where its files are damaged."""
     report = read_report(path)
-    damage = Damage(join(path, CSV))
-    content = b"".join(read_chunks(damage.path, damage))
-    if damage.problems:
-        raise CrossrankError(f"{path}: {damage.problems[0]}; replay anew")
+    issues = ReadIssues(join(path, CSV))
+    content = b"".join(read_chunks(issues.path, issues))
+    if issues.problems:
+        raise CrossrankError(f"{path}: {issues.problems[0]}; replay anew")
     try:
         lines = csv.DictReader(io.StringIO(content.decode()))
         given = [{name: from_csv_text(value) for name, value in line.items() if value and name} for line in lines]
@@ -69,7 +69,7 @@ def read_replay(path: str) -> tuple[list[RankTrace], Collectives]:
         raise CrossrankError(f"{path}: {CSV} is not what a replay writes ({one_line(error)}); replay anew") from error
     if not calls or not max(call.rank for call in calls) < report.world_size <= MOST_RANKS:
         raise CrossrankError(f"{path}: {CSV} has no call, or one of a rank beyond {report.world_size}; replay anew")
-    traces = _traces(calls, report, damage.path)
+    traces = _traces(calls, report, issues.path)
     found = match_collectives(Job.match(traces, report.world_size))
     of = {(call.rank, call.call): call for call in calls}
     made = [of[key] for key in zip(found.rank.tolist(), found.id.tolist(), strict=True)]

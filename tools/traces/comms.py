@@ -36,7 +36,7 @@ def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | N
     records = list(file.records())
     header = file.header
     if header is None:
-        raise CrossrankError(f"{path}: {'; '.join(file.damage.problems) or 'has no header'}; record it again")
+        raise CrossrankError(f"{path}: {'; '.join(file.issues.problems) or 'has no header'}; record it again")
     end = file.end or {}
     clock = WallClock([header.clock, *file.clocks])
     trace.rank = header.rank if rank is None else rank
@@ -46,7 +46,7 @@ def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | N
     trace.filtered = header.leaves_out_calls
     trace.about = {name: version for name, version in header.versions.items() if version}
     trace.about["TRACING"] = str(header.config.get("emit", ""))
-    trace.problems = file.damage.problems
+    trace.problems = file.issues.problems
     trace.dropped, trace.left_out = _count(end.get("dropped")), _count(end.get("filtered"))
     trace.steps = [(line["step"], clock.at(line["t"])) for line in file.steps if "step" in line and "t" in line]
     trace.ending.ended, trace.ending.unseen = file.end is not None, file.end is None

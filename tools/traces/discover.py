@@ -23,7 +23,7 @@ from crossrank.recording import (
     FLIGHT,
     KINETO,
     LINKED,
-    Damage,
+    ReadIssues,
     is_folder,
     list_recording,
     read_chunks,
@@ -113,7 +113,7 @@ class FoundFile:
     """Folders between it and the path that was named."""
     problem: str = ""
     """Why it cannot be used."""
-    torn: bool = False
+    partial: bool = False
     """It was cut off while it was written."""
     left_out: bool = False
     """It can be used, but another one is nearer to the path that was named."""
@@ -158,15 +158,15 @@ def _valid(text: str | bytes) -> int | None:
 def look(path: str) -> FoundFile:
     """The kind and rank of one file by its first bytes and its name. What cannot be opened has a `problem`."""
     name = PurePosixPath(path).name
-    damage = Damage(path)
+    issues = ReadIssues(path)
     head = b""
     try:
-        for chunk in read_chunks(path, damage, _HEAD):
+        for chunk in read_chunks(path, issues, _HEAD):
             head += chunk
             if len(head) >= _HEAD:
                 break
     except OSError as error:
-        damage.problems.append(f"cannot be read ({one_line(error)})")
+        issues.problems.append(f"cannot be read ({one_line(error)})")
     head = head[:_HEAD]
     kind = next((kind for kind, signs in _COMPILED if all(sign.search(head) for sign in signs)), "")
     kind = kind or next((kind for suffix, kind in _BY_NAME.items() if name.endswith(suffix)), "")
@@ -175,7 +175,7 @@ def look(path: str) -> FoundFile:
         rank = _valid(found[1])
     if rank is None:
         rank = _numbered_rank(name)
-    problem = "" if head else [*damage.problems, "is empty"][0]
+    problem = "" if head else [*issues.problems, "is empty"][0]
     return FoundFile(path=path, kind=kind, rank=rank, problem=problem)
 
 
@@ -211,12 +211,12 @@ def _walk(path: str, depth: int) -> Iterator[FoundFile]:
             depth=depth,
             problem="" if valid else f"invalid rank {file.rank}; a job has at most {MOST_RANKS} ranks",
         )
-    for name in listing.foreign:
+    for name in listing.unrecognized:
         whole = folder + name if is_folder(path) else path
         yield replace(look(whole), size=os.path.getsize(whole) if os.path.isfile(whole) else 0, depth=depth)
     useless = FoundFile(path="", kind="", rank=None, depth=depth, problem="is neither a file nor a folder")
-    torn = replace(useless, problem="was cut off while it was written", torn=True)
-    for like, names in ((torn, listing.torn), (useless, listing.special)):
+    partial = replace(useless, problem="was cut off while it was written", partial=True)
+    for like, names in ((partial, listing.partial), (useless, listing.special)):
         for name in names:
             yield replace(like, path=folder + name, rank=rank_in_name(name))
     if depth < _DEEPEST:

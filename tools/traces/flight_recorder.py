@@ -35,7 +35,7 @@ from msgspec import structs
 from crossrank.budget import EXTENTS, MEMBERS, ROWS, VALUES, Budget, BudgetError
 from crossrank.comm import MOST_RANKS, CommRecord, Group, Int
 from crossrank.errors import BROKEN, CrossrankError, one_line
-from crossrank.recording import Damage, read_chunks
+from crossrank.recording import ReadIssues, read_chunks
 from crossrank.tools.traces.json_document import parse
 from crossrank.tools.traces.safe_pickle import RefusedPickleError, load_data
 
@@ -190,20 +190,20 @@ class FlightDump(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NoDumpError(CrossrankError):
-    """The file cannot be used: it is no dump (`foreign`), or one that asks for more than data (`refused`)."""
+    """The file cannot be used: it is no dump (`unrecognized`), or one that asks for more than data (`refused`)."""
 
-    def __init__(self, text: str, *, refused: bool = False, foreign: bool = False) -> None:
+    def __init__(self, text: str, *, refused: bool = False, unrecognized: bool = False) -> None:
         super().__init__(text)
         self.refused = refused
-        self.foreign = foreign
+        self.unrecognized = unrecognized
 
 
 def read_flight_dump(path: str) -> FlightDump:
     """Read one dump, plain, gzip or zstd. Raises `NoDumpError` where nothing of it can be used."""
-    damage = Damage(path)
+    issues = ReadIssues(path)
     try:
-        data = b"".join(read_chunks(path, damage))
-        return decode_flight_dump(path, data, damage.problems, damage.budget)
+        data = b"".join(read_chunks(path, issues))
+        return decode_flight_dump(path, data, issues.problems, issues.budget)
     except BudgetError as error:
         raise NoDumpError(str(error), refused=True) from error
     except MemoryError:
@@ -221,7 +221,9 @@ def decode_flight_dump(path: str, data: bytes, problems: list[str], budget: Budg
         raise NoDumpError(f"{path}: {'; '.join(['is empty', *problems])}")
     content = _decode(path, data, budget)
     if not isinstance(content, dict) or not any(name in content for name in ("version", "pg_config", "entries")):
-        raise NoDumpError(f"{path}: is no flight-recorder dump: it lacks version, pg_config and entries", foreign=True)
+        raise NoDumpError(
+            f"{path}: is no flight-recorder dump: it lacks version, pg_config and entries", unrecognized=True
+        )
 
     def convert(value: Any, into: Any, what: str) -> Any:
         """`value` as `into`, or None and a problem."""
@@ -396,7 +398,7 @@ def _decode(path: str, data: bytes, budget: Budget) -> Any:
             raise NoDumpError(f"{path}: {refused}the pickle {error}; {step}", refused=not error.cut_off) from error
     if data.lstrip()[:1] != b"{":
         lacks = "it starts neither as a pickle nor as JSON"
-        raise NoDumpError(f"{path}: is no flight-recorder dump: {lacks}", foreign=True)
+        raise NoDumpError(f"{path}: is no flight-recorder dump: {lacks}", unrecognized=True)
     budget.spend(VALUES, data.count(b"{") + data.count(b"[") + data.count(b","))
     try:
         return orjson.loads(data)

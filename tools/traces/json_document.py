@@ -21,7 +21,7 @@ import msgspec
 
 from crossrank.budget import OBJECTS, ROWS, Budget
 from crossrank.errors import BROKEN, CrossrankError, one_line
-from crossrank.recording import Damage, read_chunks
+from crossrank.recording import ReadIssues, read_chunks
 
 Content = TypeVar("Content")
 
@@ -87,8 +87,8 @@ def read_document(
     return Document(
         content=content,
         sha256=reader.digest.hexdigest(),
-        budget=reader.damage.budget,
-        damage=tuple(reader.damage.problems),
+        budget=reader.issues.budget,
+        damage=tuple(reader.issues.problems),
     )
 
 
@@ -97,7 +97,7 @@ class _Reader(Generic[Content]):
 
     def __init__(self, path: str, shape: Shape[Content], take: Callable[[list[Any]], object]) -> None:
         self.path = path
-        self.damage = Damage(path)
+        self.issues = ReadIssues(path)
         self.digest = hashlib.sha256()
         self._shape = shape
         self._hand_on = take
@@ -118,7 +118,7 @@ class _Reader(Generic[Content]):
             self._stream()
         except OSError as error:
             raise CrossrankError(f"{self.path}: cannot be read ({one_line(error)})") from error
-        problems = "".join(f"; {problem}" for problem in self.damage.problems)
+        problems = "".join(f"; {problem}" for problem in self.issues.problems)
         if not self._head and not self._rest.strip():
             what = problems[2:] or f"is empty; it should be {self._shape.what}"
             raise CrossrankError(f"{self.path}: {what}")
@@ -138,7 +138,7 @@ class _Reader(Generic[Content]):
         """Hand on the rows, and leave the last ones and what follows the list in `_rest`."""
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         size = 0
-        for chunk in read_chunks(self.path, self.damage):
+        for chunk in read_chunks(self.path, self.issues):
             size += len(chunk)
             if size * _MEMORY_PER_BYTE > memory:
                 raise CrossrankError(
@@ -146,7 +146,7 @@ class _Reader(Generic[Content]):
                     f"{memory / 1e9:.0f} GB of memory; record a shorter window, or use a larger machine"
                 )
             self.digest.update(chunk)
-            self.damage.budget.spend(OBJECTS, chunk.count(b"{"))
+            self.issues.budget.spend(OBJECTS, chunk.count(b"{"))
             searched = max(0, len(self._rest) - 100)
             self._rest += chunk
             if not self._head:
@@ -186,13 +186,13 @@ class _Reader(Generic[Content]):
         self._rest[0] = ord("[")
 
     def _take(self, rows: list[Any]) -> None:
-        self.damage.budget.spend(ROWS, len(rows))
+        self.issues.budget.spend(ROWS, len(rows))
         self._count += len(rows)
         self._hand_on(rows)
 
     def _salvage(self) -> Content | None:
         """Read row by row what does not decode as a whole. None where there is no row."""
-        problems, name = self.damage.problems, self._shape.rows
+        problems, name = self.issues.problems, self._shape.rows
         text = self._rest[1:].decode(errors="replace")
         decoder = msgspec.json.Decoder(self._shape.row, strict=False)
         rows, broken = [], []
@@ -226,7 +226,7 @@ class _Reader(Generic[Content]):
         ):
             with suppress(ValueError, RecursionError):
                 fields = json.loads(candidate)
-                self.damage.problems += [problem] if problem else []
+                self.issues.problems += [problem] if problem else []
                 break
         good: dict[str, Any] = {name: []}
         for field in self._shape.content.__struct_encode_fields__:  # type: ignore[attr-defined]
@@ -236,7 +236,7 @@ class _Reader(Generic[Content]):
                     msgspec.convert(good | {field: fields[field]}, self._shape.content, strict=False)
                     good[field] = fields[field]
                 except BROKEN as error:
-                    self.damage.problems.append(f"{field} is unusable ({one_line(error)})")
+                    self.issues.problems.append(f"{field} is unusable ({one_line(error)})")
         return msgspec.convert(good, self._shape.content, strict=False)
 
 

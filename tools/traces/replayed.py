@@ -11,7 +11,7 @@ import crossrank
 from crossrank.atomic_file import join
 from crossrank.comm import Int
 from crossrank.errors import BROKEN, CrossrankError, one_line
-from crossrank.recording import Damage, read_chunks
+from crossrank.recording import ReadIssues, read_chunks
 
 CSV, JSON = "replay.csv", "replay.json"
 
@@ -207,11 +207,11 @@ class ReplayReport(msgspec.Struct, kw_only=True):
 def read_report(folder: str) -> ReplayReport:
     """The report in the folder of a replay, or in the file `….json`. Raises `CrossrankError` where it is none."""
     path = folder if folder.endswith(".json") else join(folder, JSON)
-    damage = Damage(path)
-    content = b"".join(read_chunks(path, damage))
+    issues = ReadIssues(path)
+    content = b"".join(read_chunks(path, issues))
     try:
-        if damage.problems:
-            raise msgspec.DecodeError(damage.problems[0])
+        if issues.problems:
+            raise msgspec.DecodeError(issues.problems[0])
         report = msgspec.json.decode(content, type=ReplayReport)
         if not report.schema.startswith("crossrank-replay"):
             raise msgspec.DecodeError("its schema is not that of a replay")

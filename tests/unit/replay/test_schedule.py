@@ -100,7 +100,7 @@ def test_ranks_that_no_diagnosis_finds_a_fault_in_are_refused_where_they_wait() 
     plan = plan_of(*[[record("all_reduce"), record("barrier")]] * 2)
     over = dict.fromkeys((0, 1), bytearray([1, 0]))
     stuck = Walk(reached={0: 1, 1: 2}, over=over, keys={rank.rank: keys_of(rank) for rank in plan.ranks})
-    assert mismatches(plan, stuck) == ["rank 0 waits for ever in barrier (call 1 of rank-0)"]
+    assert mismatches(plan, stuck) == ["rank 0 waits forever in barrier (call 1 of rank-0)"]
 
 
 _OPS = st.sampled_from(["blocking", "async", "batch"])

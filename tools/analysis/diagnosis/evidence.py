@@ -16,7 +16,7 @@ import msgspec
 
 from crossrank.comm import is_p2p
 from crossrank.errors import CrossrankError
-from crossrank.recording import COMMS, FLIGHT, Damage, read_chunks
+from crossrank.recording import COMMS, FLIGHT, ReadIssues, read_chunks
 from crossrank.text import writable
 from crossrank.tools.analysis.diagnosis.findings import call_text, group_text, rank_text
 from crossrank.tools.parallel import Fleet, map_ranks
@@ -66,7 +66,7 @@ def find_candidates(paths: Iterable[str], files: Sequence[FoundFile] | None = No
     found = [
         file
         for file in (discover(named) if files is None else files)
-        if (file.kind in (FLIGHT, COMMS, "") and not file.torn) or file.path in named
+        if (file.kind in (FLIGHT, COMMS, "") and not file.partial) or file.path in named
     ]
     # A file without a kind is read all the same: what is wrong with a dump, reading it says best.
     return [replace(one, problem="") if not one.kind and os.path.isfile(one.path) else one for one in found]
@@ -75,7 +75,7 @@ def find_candidates(paths: Iterable[str], files: Sequence[FoundFile] | None = No
 def read_evidence(
     candidates: Sequence[FoundFile], fleet: Fleet, done: Callable[[], None] = lambda: None, *, named: bool = False
 ) -> Evidence:
-    """Read all `candidates` with `fleet`. `named`: the user named each file, so none may be foreign."""
+    """Read all `candidates` with `fleet`. `named`: the user named each file, so none may be unrecognized."""
     results = map_ranks(read_candidate, candidates, fleet, failed=failed, done=done)
     return put_together(candidates, results, named=named)
 
@@ -135,7 +135,7 @@ def read_candidate(candidate: FoundFile) -> RankTrace | Failure:
     try:
         trace = _read(candidate)
     except NoDumpError as error:
-        kind = "" if error.foreign else "refused_dump" if error.refused else "unreadable_dump"
+        kind = "" if error.unrecognized else "refused_dump" if error.refused else "unreadable_dump"
         return Failure(candidate, writable(str(error)), kind)
     except CrossrankError as error:
         return Failure(candidate, writable(str(error)))
@@ -150,10 +150,10 @@ def _read(candidate: FoundFile) -> RankTrace:
     if kind == COMMS:
         return read_comms(path, candidate.rank)
     if kind not in (FLIGHT, ""):
-        raise NoDumpError(f"{path}: is {WHAT[kind]}, no flight-recorder dump", foreign=True)
+        raise NoDumpError(f"{path}: is {WHAT[kind]}, no flight-recorder dump", unrecognized=True)
     if not kind and not _looks_like_dump(path):
         text = f"{path}: is no flight-recorder dump: it starts neither as a pickle nor as JSON"
-        raise NoDumpError(text, foreign=True)
+        raise NoDumpError(text, unrecognized=True)
     # A dump is tens of thousands of small containers without a cycle among them: looking for one takes longer than
     # reading the dump.
     with paused_gc():
@@ -167,7 +167,7 @@ def failed(candidate: FoundFile, error: CrossrankError) -> RankTrace | Failure:
 
 def _looks_like_dump(path: str) -> bool:
     try:
-        start = next(read_chunks(path, Damage(path)), b"")[:64].lstrip()
+        start = next(read_chunks(path, ReadIssues(path)), b"")[:64].lstrip()
     except OSError:
         return True  # what it is, reading it will say
     return start[:1] in (b"\x80", b"{") or not start

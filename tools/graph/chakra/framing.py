@@ -9,7 +9,7 @@ from typing import BinaryIO
 from google.protobuf.message import DecodeError
 
 from crossrank.errors import CrossrankError
-from crossrank.recording import Damage, read_chunks
+from crossrank.recording import ReadIssues, read_chunks
 from crossrank.tools.graph.chakra.et_def_pb2 import GlobalMetadata, Node
 from crossrank.tools.varint import varint
 
@@ -65,11 +65,11 @@ def _nodes(path: str, messages: Iterator[tuple[int, bytes]]) -> Iterator[tuple[i
 
 
 def _messages(path: str) -> Iterator[tuple[int, bytes]]:
-    damage = Damage(path)
+    issues = ReadIssues(path)
     buffer = bytearray()
     start = 0  # of the buffer in the file
     at = 0  # in the buffer
-    for chunk in read_chunks(path, damage):
+    for chunk in read_chunks(path, issues):
         del buffer[:at]
         start, at = start + at, 0
         buffer += chunk
@@ -79,10 +79,10 @@ def _messages(path: str) -> Iterator[tuple[int, bytes]]:
                 break
             yield start + at, bytes(buffer[after : after + length])
             at = after + length
-    if damage.problems and not buffer:
-        raise CrossrankError(f"{path}: {damage.problems[0]}")
-    if at < len(buffer) or damage.problems:
-        why = f" ({damage.problems[0]})" if damage.problems else ""
+    if issues.problems and not buffer:
+        raise CrossrankError(f"{path}: {issues.problems[0]}")
+    if at < len(buffer) or issues.problems:
+        why = f" ({issues.problems[0]})" if issues.problems else ""
         raise CrossrankError(f"{path}: cut off in the message at byte {start + at}{why}; convert it anew")
 
 

@@ -14,7 +14,7 @@ import msgspec
 from crossrank.budget import Budget
 from crossrank.comm import Group
 from crossrank.errors import CrossrankError
-from crossrank.recording import RANGE, CommsFile, Damage, read_chunks
+from crossrank.recording import RANGE, CommsFile, ReadIssues, read_chunks
 from crossrank.tools.graph.linking import dependencies as draw
 from crossrank.tools.graph.linking.activities import OUTSIDE, find_launches
 from crossrank.tools.graph.linking.callers import correct_callers
@@ -206,7 +206,7 @@ class _Linking:
             damage=[
                 *_of("execution trace", et.damage),
                 *_of("Kineto trace", kineto.damage),
-                *_of("comms file", self.comms.damage.problems if self.comms else ()),
+                *_of("comms file", self.comms.issues.problems if self.comms else ()),
             ],
             unread=kineto.unread,
             warnings=[
@@ -225,7 +225,7 @@ class _Linking:
 
 def _sha256(path: str) -> str:
     digest = hashlib.sha256()
-    for chunk in read_chunks(path, Damage(path)):
+    for chunk in read_chunks(path, ReadIssues(path)):
         digest.update(chunk)
     return digest.hexdigest()
 

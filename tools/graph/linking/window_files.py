@@ -106,7 +106,7 @@ def _pairs(files: list[FoundFile]) -> Inputs:
 def _may_be_trace(file: FoundFile) -> bool:
     """Whether what a file is called lets one miss it."""
     cut_off = f".{EXECUTION_TRACE}." in file.name or f".{KINETO}." in file.name
-    return cut_off if file.torn else file.name.endswith((".json", ".gz", ".zst"))
+    return cut_off if file.partial else file.name.endswith((".json", ".gz", ".zst"))
 
 
 def _no_pair(ets: list[FoundFile], kinetos: list[FoundFile]) -> Problem:
