@@ -1,8 +1,9 @@
 """Samples mutations of the offline code and counts how many the unit tests notice: `python -m tests.mutation`.
 
 The tests that run a line are found once with coverage.py; a mutation of the line runs those alone, in a copy of the
-tree. One that no test runs is not noticed; one that makes a test hang is. `equivalent.txt` lists mutations that change
-nothing that can be seen, with the reason.
+tree; of a constant or default, which no test runs by itself, the tests of its file. One that no test runs is not
+noticed; one that makes a test hang is. `equivalent.txt` lists mutations that change nothing that can be seen, with the
+reason.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -29,6 +31,8 @@ FOLDERS = ("tools/traces", "tools/job", "tools/graph", "tools/analysis", "replay
 TESTS = ("tests/unit/traces", "tests/unit/job", "tests/unit/graph", "tests/unit/analysis", "tests/unit/replay")
 _EQUIVALENT = Path(__file__).with_name("equivalent.txt")
 _MOST_TESTS = 60
+_AT_IMPORT = 0
+"""Stands for the lines of a file that run when it is imported, of which every test of the file is one."""
 _PATIENCE_S = 300
 
 Tests = dict[tuple[str, int], list[str]]
@@ -83,17 +87,21 @@ def _tests_by_line(folder: Path, tests: Sequence[str]) -> Tests:
             "JOIN file ON file.id = line_bits.file_id JOIN context ON context.id = line_bits.context_id "
             "WHERE context.context != ''"
         )
+        lines_of: Counter[str] = Counter()
         for path, context, numbits in rows:
-            name = str(Path(path).resolve().relative_to(ROOT))
-            for line in numbits_to_nums(numbits):
-                found.setdefault((name, line), []).append(context.partition("|")[0])
-    return found
+            name, test = str(Path(path).resolve().relative_to(ROOT)), context.partition("|")[0]
+            lines = numbits_to_nums(numbits)
+            lines_of[test] += len(lines)
+            for line in (*lines, _AT_IMPORT):
+                found.setdefault((name, line), []).append(test)
+    # A test that runs little says most about the lines that it runs.
+    return {place: sorted(set(of_line), key=lambda test: (lines_of[test], test)) for place, of_line in found.items()}
 
 
 def _is_noticed(tests: Tests, site: Site, copy: Path) -> bool:
     """Whether a test fails with the mutation."""
-    of_line = tests.get((site.path, site.line)) or tests.get((site.path, site.statement)) or []
-    chosen = sorted(set(of_line), key=len)[:_MOST_TESTS]
+    lines = (site.line, site.statement, _AT_IMPORT)
+    chosen = next((tests[site.path, line] for line in lines if (site.path, line) in tests), [])[:_MOST_TESTS]
     if not chosen:
         return False
     ignored = shutil.ignore_patterns(".venv", ".git", "__pycache__", ".*_cache", "demo*")
