@@ -20,7 +20,7 @@ from crossrank.tools.traces.rank_trace import RankGroup, RankTrace, Signatures, 
 
 
 @dataclass(frozen=True)
-class Form:
+class StridedGroup:
     """A regular group: the form that all groups of one dimension of a job share."""
 
     stride: int
@@ -37,16 +37,16 @@ class Form:
         return list(range(start, start + self.block, self.stride))
 
 
-def form_of(ranks: list[int], world_size: int) -> Form | None:
+def strided_group(ranks: list[int], world_size: int) -> StridedGroup | None:
     """The form of a group; None for one that is not regular, or whose like do not tile the world.
 
-    >>> form_of([1, 3, 5, 7], 8), form_of([0, 1, 3], 4), form_of([1, 2], 4)
-    (Form(stride=2, size=4), None, None)
+    >>> strided_group([1, 3, 5, 7], 8), strided_group([0, 1, 3], 4), strided_group([1, 2], 4)
+    (StridedGroup(stride=2, size=4), None, None)
     """
     stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     if stride < 1:
         return None
-    form = Form(stride, len(ranks))
+    form = StridedGroup(stride, len(ranks))
     return form if world_size % form.block == 0 and form.members(ranks[0]) == ranks else None
 
 
@@ -62,12 +62,12 @@ def spread(source: RankTrace, world_size: int | None = None) -> list[RankTrace]:
     size = source.world_size or world_size or highest + 1
     if home >= size:
         raise CrossrankError(f"{source.path}: is of rank {home}, which is not among {size} ranks")
-    forms: dict[str, Form] = {}
+    forms: dict[str, StridedGroup] = {}
     for group in (one.group for one in source.groups):
         ranks = group.ranks or (list(range(size)) if group.size in (0, size) else [])
         if home not in ranks:
             continue
-        form = form_of(ranks, size)
+        form = strided_group(ranks, size)
         if form is None:
             raise CrossrankError(
                 f"{source.path}: group {group.pg!r} (ranks {rank_ranges(ranks)}) has no regular form that tiles "
@@ -85,7 +85,7 @@ def spread(source: RankTrace, world_size: int | None = None) -> list[RankTrace]:
     return made
 
 
-def _copy(whole: RankTrace, home: int, rank: int, size: int, forms: dict[str, Form]) -> RankTrace:
+def _copy(whole: RankTrace, home: int, rank: int, size: int, forms: dict[str, StridedGroup]) -> RankTrace:
     """What `rank` does where `home` does what is in `whole`."""
     moved = Signatures()
     numbers = [
@@ -115,7 +115,7 @@ def _copy(whole: RankTrace, home: int, rank: int, size: int, forms: dict[str, Fo
 _OF_A_COPY: dict[str, Any] = {"is_copy": True, "dropped": 0, "problems": [], "notes": []}
 
 
-def _moved(record: CommRecord, home: int, rank: int, form: Form) -> CommRecord:
+def _moved(record: CommRecord, home: int, rank: int, form: StridedGroup) -> CommRecord:
     """The call that `rank` makes where `home` made `record`."""
     there, here = form.members(home), form.members(rank)
     at_home, at_rank = there.index(home), here.index(rank)
@@ -136,7 +136,7 @@ def _moved(record: CommRecord, home: int, rank: int, form: Form) -> CommRecord:
     )
 
 
-def _with_both_ends(source: RankTrace, forms: dict[str, Form], home: int) -> tuple[RankTrace, int]:
+def _with_both_ends(source: RankTrace, forms: dict[str, StridedGroup], home: int) -> tuple[RankTrace, int]:
     """The calls with a receive beside every send without one from as far on the other side, and the reverse; how many
     were added."""
     records = list(source.records())
@@ -180,7 +180,7 @@ def _sign(record: CommRecord) -> int:
     return 1 if record.op == "send" else -1
 
 
-def _way(record: CommRecord, forms: dict[str, Form], home: int) -> Way | None:
+def _way(record: CommRecord, forms: dict[str, StridedGroup], home: int) -> Way | None:
     form = forms.get(record.pg)
     if form is None or not is_p2p(record) or record.peer not in (members := form.members(home)):
         return None

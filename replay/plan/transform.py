@@ -22,7 +22,7 @@ from crossrank.comm import OPERATIONS, CommRecord, Group, is_p2p, operation_of
 from crossrank.dtypes import DTYPES, dtype_of
 from crossrank.errors import CrossrankError
 from crossrank.replay.plan.build_plan import used_groups
-from crossrank.replay.plan.one_trace import Form, form_of
+from crossrank.replay.plan.one_trace import StridedGroup, strided_group
 from crossrank.replay.plan.plan import LeftOut, Plan, PlannedCall, RankPlan, copy_left_out, leave_out, with_records
 from crossrank.replay.plan.schedule import calls_by_key, keys_of, takers
 from crossrank.replay.plan.shapes import IN_ONE, OWN_INPUTS, OWN_OUTPUTS, of_all_members, own_first, parts, sized
@@ -30,7 +30,7 @@ from crossrank.text import rank_ranges
 
 BEYOND = "its peer is beyond the smaller number of ranks"
 GONE = "its rank is beyond the smaller number of ranks"
-Forms = tuple[Form, Form]
+Forms = tuple[StridedGroup, StridedGroup]
 """What a group is in the recording, and in the plan for another number of ranks."""
 
 
@@ -218,7 +218,7 @@ def _without(plan: Plan, world_size: int) -> dict[str, LeftOut]:
 
 def _forms(group: Group, old: int, new: int) -> Forms:
     ranks = group.ranks or []
-    form = form_of(ranks, old)
+    form = strided_group(ranks, old)
     if form is None:
         raise CrossrankError(
             f"group {group.pg!r} (ranks {rank_ranges(ranks)}) is not regular: {old} ranks cannot be made {new}; "
@@ -236,10 +236,10 @@ def _forms(group: Group, old: int, new: int) -> Forms:
             f"{new} ranks do not divide as the {old} recorded ones: group {group.pg!r} has {form.size} members "
             f"{form.stride} apart, and would have {form.size * new / old:g}"
         )
-    return form, Form(form.stride, form.size * new // old)
+    return form, StridedGroup(form.stride, form.size * new // old)
 
 
-def _group_at(group: Group, was: Form, now: Form, rank: int, shift: int) -> Group:
+def _group_at(group: Group, was: StridedGroup, now: StridedGroup, rank: int, shift: int) -> Group:
     """What stands for `group` around `rank`, which is `shift` beyond the recorded rank that it follows."""
     name = group.pg if shift == 0 or was != now else f"{group.pg} +{shift}"
     return msgspec.structs.replace(group, pg=name, ranks=now.members(rank), size=now.size)

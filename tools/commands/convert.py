@@ -29,7 +29,7 @@ from crossrank.tools.traces.discover import discover
 
 _SHOWN, _BUSIEST = 16, 12
 _FIGURES = ("makespan_ns", "measured_ns", "by_clocks", "error", "critical_ns", "waiting_ns", "joined", "alone")
-"""What `--json` says of a simulation besides how busy its lanes are."""
+"""What `--json` says of a simulation besides how busy its threads and streams are."""
 
 
 class ConvertCommand:
@@ -184,7 +184,7 @@ def _simulate(results: Sequence[ConvertedRank], timeline: str | None) -> dict[in
 
 
 def _figures(window: int, simulation: Simulation) -> dict[str, object]:
-    busy = [{"rank": rank, "lane": lane, "ns": ns} for (rank, lane), ns in simulation.busy_ns.items()]
+    busy = [{"rank": rank, "runs_on": runs_on, "ns": ns} for (rank, runs_on), ns in simulation.busy_ns.items()]
     return {"window": window, "busy_ns": busy} | {name: getattr(simulation, name) for name in _FIGURES}
 
 

@@ -15,7 +15,7 @@ from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
 from crossrank.errors import CrossrankError
 from crossrank.tools.job.collectives import match_collectives
 from crossrank.tools.job.job import Job
-from crossrank.tools.output.timeline.build import Flows, lanes, write_timeline
+from crossrank.tools.output.timeline.build import Flows, slots, write_timeline
 from crossrank.tools.output.timeline.perfetto import Events, PerfettoWriter
 from tests.unit.job.ranks import EPOCH, Rank
 
@@ -196,9 +196,9 @@ def test_any_events_come_back_as_they_were_given(rows: list[Any]) -> None:
 def test_lanes_never_overlap_and_are_as_few_as_run_at_a_time(spans: list[tuple[int, int]]) -> None:
     spans.sort()
     start, end = (np.array([a for a, _ in spans]), np.array([a + b for a, b in spans]))
-    lane = lanes(start, end)
-    for number in set(lane.tolist()):
-        mine = lane == number
+    slot = slots(start, end)
+    for number in set(slot.tolist()):
+        mine = slot == number
         assert (start[mine][1:] >= end[mine][:-1]).all()
     at_a_time = max((int(((start <= at) & (end > at)).sum()) for at in start.tolist()), default=0)
-    assert len(set(lane.tolist())) <= max(at_a_time, 1)
+    assert len(set(slot.tolist())) <= max(at_a_time, 1)

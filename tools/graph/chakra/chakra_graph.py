@@ -1,4 +1,4 @@
-"""The graph between a linked trace and a Chakra file: nodes with their lane, and edges with their reasons."""
+"""The graph between a linked trace and a Chakra file: nodes on threads and streams, edges with their reasons."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from crossrank.tools.graph.chakra.group_numbers import NumberedGroup
 from crossrank.tools.graph.linking import EdgeKind
 from crossrank.tools.traces.execution_trace import HostNode
 
-Lane = tuple[str, object]
+RunsOn = tuple[str, object]
 """What runs one thing after the other: ("thread", tid) or ("stream", (device, stream)); a communication that runs
 elsewhere has one of its own, ("communication", its id)."""
 
@@ -44,7 +44,7 @@ class ChakraNode(msgspec.Struct, gc=False):
 
     id: int
     name: str
-    lane: Lane
+    runs_on: RunsOn
     start_ns: int
     duration_ns: int
     """On a thread: exclusive, because the operations it calls are nodes of their own; and after `cut_waits` only

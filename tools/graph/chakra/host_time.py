@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from itertools import count, pairwise
 
-from crossrank.tools.graph.chakra.chakra_graph import PAUSE, ChakraNode, Dependency, Lane
+from crossrank.tools.graph.chakra.chakra_graph import PAUSE, ChakraNode, Dependency, RunsOn
 from crossrank.tools.graph.linking.dependencies import PAUSE_NS
 
 USER_SCOPE = 7
@@ -29,14 +29,14 @@ def wait_for_threads(nodes: Mapping[int, ChakraNode], ranges: Collection[int]) -
     """Add to what waits for a thread an edge from that thread's last node, and to the first of a thread that was set
     going one from what did that. `ranges` are the ids of ranges of the user's: one that waits is cut to the time until
     the other thread began."""
-    threads: dict[Lane, list[ChakraNode]] = defaultdict(list)
+    threads: dict[RunsOn, list[ChakraNode]] = defaultdict(list)
     for node in nodes.values():
         if node.is_cpu:
-            threads[node.lane].append(node)
+            threads[node.runs_on].append(node)
     for members in threads.values():
         members.sort(key=_start)
-    for lane, members in threads.items():
-        others = [other for other_lane, other in threads.items() if other_lane != lane]
+    for runs_on, members in threads.items():
+        others = [other for other_place, other in threads.items() if other_place != runs_on]
         for node, following in pairwise(members):
             ran = 0 if node.id in ranges else min(node.duration_ns, following.start_ns - node.start_ns)
             if others and following.start_ns - node.start_ns - ran > PAUSE_NS:
@@ -77,12 +77,12 @@ def _end(thread: Sequence[ChakraNode], at: int) -> int:
 
 def cut_waits(nodes: Sequence[ChakraNode]) -> None:
     """Cut the duration of every host node to what it ran before the next node of its thread began."""
-    following: dict[Lane, int] = {}
+    following: dict[RunsOn, int] = {}
     for node in reversed(nodes):
         if node.is_cpu:
-            until_next = following.get(node.lane, node.start_ns + node.duration_ns) - node.start_ns
+            until_next = following.get(node.runs_on, node.start_ns + node.duration_ns) - node.start_ns
             node.duration_ns = max(0, min(node.duration_ns, until_next))
-            following[node.lane] = node.start_ns
+            following[node.runs_on] = node.start_ns
 
 
 def with_pauses(nodes: Sequence[ChakraNode]) -> list[ChakraNode]:
@@ -94,21 +94,21 @@ def with_pauses(nodes: Sequence[ChakraNode]) -> list[ChakraNode]:
     ends = {node.id: node.start_ns + node.duration_ns for node in nodes}
     begin = min((node.start_ns for node in nodes), default=0)
     fresh = count(1 + max(ends, default=0))
-    busy: dict[Lane, int] = {}  # when the last node of a thread ended; its pauses are no part of that
-    owed: dict[Lane, int] = {}  # pauses too short for a node of their own
+    busy: dict[RunsOn, int] = {}  # when the last node of a thread ended; its pauses are no part of that
+    owed: dict[RunsOn, int] = {}  # pauses too short for a node of their own
     result = []
     for node in nodes:
         if node.is_cpu:
-            start, waited_until = node.start_ns, busy.get(node.lane, begin)
-            busy[node.lane] = (start if start > waited_until else waited_until) + node.duration_ns
+            start, waited_until = node.start_ns, busy.get(node.runs_on, begin)
+            busy[node.runs_on] = (start if start > waited_until else waited_until) + node.duration_ns
             for dependency in node.dependencies:
                 end = ends.get(dependency.source, begin)
                 if end > waited_until:
                     waited_until = end
-            pause = owed.get(node.lane, 0)
+            pause = owed.get(node.runs_on, 0)
             if start > waited_until:
                 pause += start - waited_until
-            owed[node.lane] = pause if pause < _LEAST_NS else 0
+            owed[node.runs_on] = pause if pause < _LEAST_NS else 0
             if pause >= _LEAST_NS:
                 result.append(_pause(node, next(fresh), pause))
         result.append(node)
@@ -117,7 +117,7 @@ def with_pauses(nodes: Sequence[ChakraNode]) -> list[ChakraNode]:
 
 def _pause(node: ChakraNode, pause_id: int, duration_ns: int) -> ChakraNode:
     begin = node.start_ns - duration_ns
-    pause = ChakraNode(pause_id, PAUSE, node.lane, begin, duration_ns, is_cpu=True, is_pause=True)
+    pause = ChakraNode(pause_id, PAUSE, node.runs_on, begin, duration_ns, is_cpu=True, is_pause=True)
     pause.dependencies = node.dependencies
     callers = [dependency for dependency in node.dependencies if dependency.kind == "caller"]
     node.dependencies = [*callers, Dependency(pause_id, "program_order")]

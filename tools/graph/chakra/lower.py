@@ -80,7 +80,7 @@ def _after_messages(nodes: Collection[ChakraNode]) -> list[ChakraNode]:
     fresh = 1 + max(node.id for node in nodes)
     begin = max(node.start_ns + node.duration_ns for node in open_ends)
     waits = [Dependency(node.id, "sync", inferred=True) for node in open_ends]
-    return [ChakraNode(fresh, MESSAGES_END, host.lane, begin, 0, is_cpu=True, dependencies=waits)]
+    return [ChakraNode(fresh, MESSAGES_END, host.runs_on, begin, 0, is_cpu=True, dependencies=waits)]
 
 
 def _runs_as(record: CommRecord, members: int) -> CommRecord:

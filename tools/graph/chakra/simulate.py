@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from crossrank.comm import is_p2p
-from crossrank.tools.graph.chakra.chakra_graph import LATE, PAUSE, ChakraNode, Comm, Lane
+from crossrank.tools.graph.chakra.chakra_graph import LATE, PAUSE, ChakraNode, Comm, RunsOn
 from crossrank.tools.graph.chakra.write import message_ends
 from crossrank.tools.paused_gc import paused_gc
 
@@ -30,7 +30,7 @@ class RankNode(msgspec.Struct, gc=False):
     """A node as the simulation takes it."""
 
     name: str
-    lane: str
+    runs_on: str
     category: str
     start_ns: int
     """As measured, since the first start of the rank."""
@@ -95,11 +95,11 @@ def rank_graph(nodes: Sequence[ChakraNode], rank: int, begin_ns: int, length_ns:
         else:
             numbers[group] += 1
             joins[node.id] = (group, "collective", -1, -1, numbers[group])
-    names: dict[Lane, str] = {}
+    names: dict[RunsOn, str] = {}
     played = [
         RankNode(
             node.name,
-            names.get(node.lane) or names.setdefault(node.lane, _lane_name(node.lane)),
+            names.get(node.runs_on) or names.setdefault(node.runs_on, _runs_on_text(node.runs_on)),
             _category(node),
             node.start_ns - begin,
             node.duration_ns,
@@ -117,8 +117,8 @@ def _category(node: ChakraNode) -> str:
     return PAUSE if node.is_pause else HOST if node.is_cpu else GPU
 
 
-def _lane_name(lane: Lane) -> str:
-    kind, place = lane
+def _runs_on_text(runs_on: RunsOn) -> str:
+    kind, place = runs_on
     if kind == "stream" and isinstance(place, tuple):
         return f"device {place[0]} stream {place[1]}"
     return f"thread {place}" if kind == "thread" else "communication outside streams"
@@ -172,9 +172,9 @@ def simulate(graphs: Sequence[RankGraph]) -> Simulation:
     )
     for rank, of_rank in by_rank.items():
         for run in of_rank:
-            lane = (rank, run.node.lane)
+            runs_on = (rank, run.node.runs_on)
             spent = 0 if run.node.category == PAUSE else run.end - run.begin
-            result.busy_ns[lane] = result.busy_ns.get(lane, 0) + spent
+            result.busy_ns[runs_on] = result.busy_ns.get(runs_on, 0) + spent
         result.waiting_ns[rank] = sum(run.begin - run.ready for run in of_rank if run.node.join)
         result.runs_ns[rank] = [(run.begin, run.end - run.begin) for run in of_rank]
     return result

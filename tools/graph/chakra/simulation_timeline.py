@@ -36,11 +36,11 @@ def write_timeline(graphs: Sequence[RankGraph], simulation: Simulation, path: Pa
 def _events(graph: RankGraph, simulation: Simulation) -> Iterator[dict[str, object]]:
     rank = graph.rank
     yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-    lanes = {lane: number for number, lane in enumerate(dict.fromkeys(node.lane for node in graph.nodes))}
-    for lane, number in lanes.items():
-        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}}
+    threads = {name: number for number, name in enumerate(dict.fromkeys(node.runs_on for node in graph.nodes))}
+    for name, number in threads.items():
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": name}}
     for node, (begin, duration) in zip(graph.nodes, simulation.runs_ns[rank], strict=True):
         if node.category != PAUSE:
             measured = {"measured start us": node.start_ns / 1000, "measured us": node.duration_ns / 1000}
-            where = {"name": node.name, "cat": node.category, "pid": rank, "tid": lanes[node.lane]}
+            where = {"name": node.name, "cat": node.category, "pid": rank, "tid": threads[node.runs_on]}
             yield {"ph": "X", **where, "ts": begin / 1000, "dur": duration / 1000, "args": measured}

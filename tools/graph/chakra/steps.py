@@ -6,9 +6,8 @@ communication node: its kernel, or the range of its Work where a backend without
 neither is known. A kernel that runs a batch of sends and receives becomes one node for each of them. Roots of
 processes and threads are removed; they wait for nothing, so nothing is lost with them.
 
-Dependencies. Everything on one lane (thread, stream) follows what comes before it there; every other edge of the
-linked trace is kept, unless the order of the two lanes implies it, and what ran through the host where that is left
-out.
+Dependencies. Everything on one thread or stream follows what comes before it there; every other edge of the linked
+trace is kept, unless those orders imply it, and what ran through the host where that is left out.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import msgspec
 
 from crossrank.comm import is_p2p, operation_of
 from crossrank.errors import CrossrankError
-from crossrank.tools.graph.chakra.chakra_graph import ChakraNode, Comm, Dependency, Lane
+from crossrank.tools.graph.chakra.chakra_graph import ChakraNode, Comm, Dependency, RunsOn
 from crossrank.tools.graph.chakra.group_numbers import NumberedGroup
 from crossrank.tools.graph.linking import Communication, EdgeKind, HostOp, LinkedTrace
 from crossrank.tools.graph.linking.dependencies import in_program_order
@@ -44,7 +43,7 @@ def convert_nodes(trace: LinkedTrace) -> dict[int, ChakraNode]:
         nodes[op.id] = ChakraNode(
             id=op.id,
             name=op.node.name,
-            lane=("thread", op.node.tid),
+            runs_on=("thread", op.node.tid),
             start_ns=start,
             duration_ns=max(0, (op.exclusive_ns or 0) - op.blocked_ns),
             is_cpu=True,
@@ -57,7 +56,7 @@ def convert_nodes(trace: LinkedTrace) -> dict[int, ChakraNode]:
         nodes[activity.id] = ChakraNode(
             id=activity.id,
             name=activity.name,
-            lane=("stream", (activity.device, activity.stream)),
+            runs_on=("stream", (activity.device, activity.stream)),
             start_ns=activity.start_ns,
             duration_ns=activity.duration_ns,
             tensor_bytes=launched_by.tensor_bytes if launched_by else 0,
@@ -99,7 +98,7 @@ def convert_communications(
                     run,
                     id=node_id,
                     name=run.name if len(calls) == 1 else _name(call),
-                    lane=run.lane if node_id == run.id else _own_lane(node_id),
+                    runs_on=run.runs_on if node_id == run.id else _on_its_own(node_id),
                     dependencies=[],
                     comm=_comm(call, groups),
                 )
@@ -125,7 +124,12 @@ def _without_kernel(
     """A communication that `op` ran. Where nothing but the `call` is known it takes no time beyond the call's own."""
     start = call.start_ns if call is not None else communication.record.t
     node = ChakraNode(
-        id=node_id, name=_name(communication), lane=_own_lane(node_id), start_ns=start, duration_ns=0, dependencies=[]
+        id=node_id,
+        name=_name(communication),
+        runs_on=_on_its_own(node_id),
+        start_ns=start,
+        duration_ns=0,
+        dependencies=[],
     )
     if op is not None:
         node.name, node.rf_id, node.duration_ns = op.node.name, op.node.rf_id, op.duration_ns or 0
@@ -139,7 +143,7 @@ def _name(communication: Communication) -> str:
     return communication.record.c10d or communication.record.op
 
 
-def _own_lane(node_id: int) -> Lane:
+def _on_its_own(node_id: int) -> RunsOn:
     """A communication outside the streams follows others only by its edges."""
     return ("communication", node_id)
 
@@ -179,30 +183,30 @@ def draw_dependencies(
 
 
 def reduce_dependencies(nodes: Mapping[int, ChakraNode]) -> int:
-    """Drop the edges that the order of lanes implies, and double ones. Returns how many went.
+    """Drop the edges that the order of threads and streams implies, and double ones. Returns how many went.
 
-    Along a lane every node waits for the one before it. So of several edges from one lane the last source implies
-    the others, and an edge is implied by one that an earlier node of the target's lane has.
+    Along a thread or stream every node waits for the one before it. So of several edges from one of them the last
+    source implies the others, and an edge is implied by one that an earlier node of the target's has.
     """
-    places: dict[int, tuple[Lane, int]] = {}
-    lanes: dict[Lane, list[ChakraNode]] = defaultdict(list)
+    places: dict[int, tuple[RunsOn, int]] = {}
+    in_order: dict[RunsOn, list[ChakraNode]] = defaultdict(list)
     # On a thread by the start of the RecordFunction.
     for node in sorted(nodes.values(), key=lambda n: (n.rf_id, 0, 0) if n.is_cpu else (0, n.start_ns, n.id)):
-        places[node.id] = node.lane, len(lanes[node.lane])
-        lanes[node.lane].append(node)
+        places[node.id] = node.runs_on, len(in_order[node.runs_on])
+        in_order[node.runs_on].append(node)
     dropped = 0
-    for lane, members in lanes.items():
-        reached: dict[Lane, int] = {}
+    for runs_on, members in in_order.items():
+        reached: dict[RunsOn, int] = {}
         for place, node in enumerate(members):
-            best: dict[Lane, tuple[int, Dependency]] = {}
+            best: dict[RunsOn, tuple[int, Dependency]] = {}
             callers: list[Dependency] = []
             # The caller is often the one before, so its edge alone does not say the order.
-            kept = [Dependency(members[place - 1].id, _LANE_KINDS[lane[0]])] if place else []
+            kept = [Dependency(members[place - 1].id, _ORDER_OF[runs_on[0]])] if place else []
             for dependency in node.dependencies:
                 other, at = places[dependency.source]
                 if dependency.kind == "caller":
                     callers.append(dependency)
-                elif other != lane:
+                elif other != runs_on:
                     if other not in best or at > best[other][0]:
                         best[other] = at, dependency
                 elif at > place:
@@ -216,7 +220,7 @@ def reduce_dependencies(nodes: Mapping[int, ChakraNode]) -> int:
     return dropped
 
 
-_LANE_KINDS: dict[str, EdgeKind] = {"thread": "program_order", "stream": "stream"}
+_ORDER_OF: dict[str, EdgeKind] = {"thread": "program_order", "stream": "stream"}
 
 
 def device_nodes(nodes: Sequence[ChakraNode]) -> dict[int, ChakraNode]:
@@ -237,7 +241,7 @@ def device_nodes(nodes: Sequence[ChakraNode]) -> dict[int, ChakraNode]:
                 for source, through in waits[dependency.source].items():
                     found.setdefault(source, through)
         if len(found) > 1:
-            last = {kept[source].lane: source for source in sorted(found, key=place.__getitem__)}.values()
+            last = {kept[source].runs_on: source for source in sorted(found, key=place.__getitem__)}.values()
             implied = {dependency.source for source in last for dependency in kept[source].dependencies}
             found = {source: found[source] for source in last if source not in implied}
         waits[node.id] = found

@@ -26,7 +26,7 @@ from crossrank.atomic_file import whole_file
 from crossrank.comm import OPERATIONS, CommRecord
 from crossrank.errors import CrossrankError, one_line
 from crossrank.tools.graph.chakra import et_def_pb2 as pb
-from crossrank.tools.graph.chakra.chakra_graph import LATE, ChakraNode, Comm, Lane, Options
+from crossrank.tools.graph.chakra.chakra_graph import LATE, ChakraNode, Comm, Options, RunsOn
 from crossrank.tools.graph.chakra.framing import KINDS, read_trace, write_message
 from crossrank.tools.graph.chakra.group_numbers import NumberedGroup
 from crossrank.tools.graph.linking import LinkedTrace
@@ -180,14 +180,14 @@ def _encode(node: ChakraNode, template: _Template, trace: LinkedTrace, mode: str
     encoded = message.SerializeToString()
     if comm is not None:
         encoded += _with_attributes(pb.Node(), _comm_attributes(comm, trace.rank))
-    return encoded + _usual_attributes(node.lane, node.is_cpu, node.tensor_bytes, comm is not None)
+    return encoded + _usual_attributes(node.runs_on, node.is_cpu, node.tensor_bytes, comm is not None)
 
 
 @lru_cache(maxsize=1 << 14)
-def _usual_attributes(lane: Lane, is_cpu: bool, tensor_bytes: int, communicates: bool) -> bytes:
+def _usual_attributes(runs_on: RunsOn, is_cpu: bool, tensor_bytes: int, communicates: bool) -> bytes:
     """The attributes that many nodes have alike."""
     values: dict[str, object] = {"is_cpu_op": is_cpu}
-    kind, place = lane
+    kind, place = runs_on
     if kind == "thread":
         values["tid"] = _as_int(place)
     elif kind == "stream" and isinstance(place, tuple):

@@ -36,10 +36,10 @@ def stream_order(activities: Sequence[Activity]) -> Iterator[Edge]:
     """`activities` are in the order of starts."""
     last: dict[tuple[object, object], int] = {}
     for activity in activities:
-        lane = (activity.device, activity.stream)
-        if lane in last:
-            yield Edge(last[lane], activity.id, "stream")
-        last[lane] = activity.id
+        stream = (activity.device, activity.stream)
+        if stream in last:
+            yield Edge(last[stream], activity.id, "stream")
+        last[stream] = activity.id
 
 
 def forward_backward(ordered: Sequence[HostOp]) -> Iterator[Edge]:

@@ -127,9 +127,9 @@ def _of_rank(shown: _Shown, one: RankTrace, rows: Ints) -> Iterator[tuple[str, E
         )
     placed = rows[shown.on_device[rows]]
     placed = placed[np.argsort(found.began[placed], kind="stable")]
-    lane = lanes(found.began[placed], found.ended[placed])
-    for index in range(int(lane.max(initial=-1)) + 1):
-        mine = placed[lane == index]
+    slot = slots(found.began[placed], found.ended[placed])
+    for index in range(int(slot.max(initial=-1)) + 1):
+        mine = placed[slot == index]
         yield (
             "device" if index == 0 else f"device {index + 1}",
             Events(
@@ -143,21 +143,21 @@ def _of_rank(shown: _Shown, one: RankTrace, rows: Ints) -> Iterator[tuple[str, E
         )
 
 
-def lanes(start: Ints, end: Ints) -> Ints:
-    """A lane for each event, in the order of starts, so that none overlaps another of its lane; as few as it takes.
+def slots(start: Ints, end: Ints) -> Ints:
+    """A slot for each event, in the order of starts, so that none overlaps another of its slot; as few as it takes.
 
-    >>> lanes(np.array([0, 1, 5]), np.array([4, 9, 6])).tolist()
+    >>> slots(np.array([0, 1, 5]), np.array([4, 9, 6])).tolist()
     [0, 1, 0]
     """
-    lane = np.zeros(len(start), np.int64)
+    slot = np.zeros(len(start), np.int64)
     if not len(start) or (start[1:] >= np.maximum.accumulate(end)[:-1]).all():
-        return lane
+        return slot
     free: list[int] = []
     for index, (begin, stop) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
         number = next((number for number, until in enumerate(free) if until <= begin), len(free))
         free[number : number + 1] = [stop]
-        lane[index] = number
-    return lane
+        slot[index] = number
+    return slot
 
 
 def _steps(shown: _Shown, one: RankTrace, rows: Ints) -> Events:

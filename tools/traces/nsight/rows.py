@@ -113,13 +113,13 @@ def _batches(calls: Ranges, kernels: Activities) -> Iterator[tuple[list[int], in
     for index, (thread, identity) in enumerate(zip(calls.thread.tolist(), calls.id.tolist(), strict=True)):
         meaning = calls.of_range(index)
         old_p2p = meaning.old and is_p2p(meaning.record)
-        lane = thread, "" if old_p2p else meaning.record.pg
+        place = thread, "" if old_p2p else meaning.record.pg
         if meaning.what == BATCH:
-            yield _of_batch(calls, waiting.pop(lane, []), identity), index, identity
+            yield _of_batch(calls, waiting.pop(place, []), identity), index, identity
         elif index not in launched:
             if old_p2p or not meaning.old:
-                waiting[lane].append(index)
-        elif old_p2p and (members := waiting.pop(lane, [])):
+                waiting[place].append(index)
+        elif old_p2p and (members := waiting.pop(place, [])):
             yield [*members, index], index, identity
 
 

@@ -19,7 +19,7 @@ from tests.unit.graph.linking.small_traces import SmallTrace
 
 
 def one(node_id: int, start: int, duration: int, **fields: Any) -> ChakraNode:
-    given: dict[str, Any] = {"lane": ("stream", (0, 7)), "is_cpu": False} | fields
+    given: dict[str, Any] = {"runs_on": ("stream", (0, 7)), "is_cpu": False} | fields
     return ChakraNode(id=node_id, name=f"n{node_id}", start_ns=start, duration_ns=duration, dependencies=[], **given)
 
 
@@ -88,13 +88,13 @@ def test_a_message_of_a_rank_to_itself_is_a_computation(peer: int, runs: bool) -
 def test_what_ran_at_the_same_time_does_not_take_its_time_twice() -> None:
     nodes = [
         one(1, 0, 100),
-        one(2, 50, 100, lane=("stream", (0, 8))),  # half of it beside the first
-        one(3, 60, 20, lane=("stream", (0, 9))),  # all of it
+        one(2, 50, 100, runs_on=("stream", (0, 8))),  # half of it beside the first
+        one(3, 60, 20, runs_on=("stream", (0, 9))),  # all of it
         one(4, 10, 100, comm=comm("all_reduce", 96)),  # the network is free
         one(5, 20, 100, comm=comm("all_gather", 960)),
         one(6, 30, 50, comm=comm("recv", 96)),  # receives are exempt
-        one(7, 0, 30, is_cpu=True, lane=("thread", 1)),
-        one(8, 20, 30, is_cpu=True, lane=("thread", 2)),
+        one(7, 0, 30, is_cpu=True, runs_on=("thread", 1)),
+        one(8, 20, 30, is_cpu=True, runs_on=("thread", 2)),
     ]
     nodes[-1].dependencies.append(Dependency(6, "sync"))
     assert lower(nodes, 0) == {"shorter by what another thread or stream ran at the same time": 4}
@@ -102,7 +102,7 @@ def test_what_ran_at_the_same_time_does_not_take_its_time_twice() -> None:
 
 
 def test_no_rank_with_host_nodes_ends_with_a_message() -> None:
-    host = {"is_cpu": True, "lane": ("thread", 1)}
+    host = {"is_cpu": True, "runs_on": ("thread", 1)}
     nodes = [one(1, 0, 10, **host), one(2, 10, 30, comm=comm("send", 96)), one(3, 10, 10, comm=comm("recv", 96))]
     nodes.append(one(4, 20, 10, **host))
     nodes[-1].dependencies = [Dependency(3, "sync")]
