@@ -56,7 +56,7 @@ def uninstall() -> None:
     _watching = False
 
 
-def backward_began() -> bool:
+def take_backward_began() -> bool:
     """Whether a backward pass has begun since the last call of this; always true where backward passes are not seen."""
     global _began
     result, _began = _began, False

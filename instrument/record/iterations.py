@@ -32,7 +32,7 @@ import torch
 
 from crossrank.errors import one_line
 from crossrank.instrument.hooks import signals
-from crossrank.instrument.hooks.optimizer import backward_began
+from crossrank.instrument.hooks.optimizer import take_backward_began
 from crossrank.instrument.log import log
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Iterations:
             return
         with session.failures.reported("an iteration was not counted"):
             parameter = first_parameter(optimizer.param_groups)
-            for _iteration in range(self._boundaries.count(optimizer, parameter, after_backward=backward_began())):
+            for _iteration in range(self._boundaries.count(optimizer, parameter, after_backward=take_backward_began())):
                 ended = self._advance()
                 if session.config.window is not None or session.recorder.window_open:
                     # torch calls its hooks within a range of the optimizer's, which no edge must cross. The dictionary

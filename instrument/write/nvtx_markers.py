@@ -41,7 +41,7 @@ MAX_KEPT = 4 << 20
 MAX_BYTES = 60_000
 """UTF-8 bytes of a text."""
 _MOST_NAME = 1000
-"""Characters that are left of a name that makes the text too long."""
+"""Characters, from its end, that are kept of a name that makes the text too long."""
 _CUT = "..."
 # What stands in the message, as long as there is room: (sizes, user's line, share of the limits).
 _DETAILS = ((True, True, 1), (False, True, 2))

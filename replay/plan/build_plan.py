@@ -15,7 +15,7 @@ import msgspec
 from crossrank.comm import MOST_RANKS, Group
 from crossrank.errors import CrossrankError
 from crossrank.recording import FLIGHT
-from crossrank.replay.plan.counterparts import BROKEN, Rank, align, name_sources
+from crossrank.replay.plan.counterparts import CONTRADICTS_ITSELF, Rank, align, name_sources
 from crossrank.replay.plan.match import mismatches
 from crossrank.replay.plan.plan import (
     NOT_IN_STEPS,
@@ -217,7 +217,7 @@ def _complete(rank: Rank) -> Iterator[str]:
         except LeftOutError as error:
             rank.records.append(str(error))
         except BrokenError as error:
-            rank.records.append(BROKEN)
+            rank.records.append(CONTRADICTS_ITSELF)
             what = f"call {record.id} ({call_text(record.op, number_of(record))} on {record.pg!r})"
             yield f"{rank.source.path}: rank {rank.rank}, {what}: {error}"
 

@@ -22,7 +22,7 @@ from crossrank.tools.traces.rank_trace import RankTrace
 
 _OUT_OF_RING = "another rank's dump no longer has it"
 _ALONE = "another rank of its group has no such call"
-BROKEN = "it contradicts itself"
+CONTRADICTS_ITSELF = "it contradicts itself"
 
 
 @dataclass
@@ -147,7 +147,7 @@ def _give_parts(lane: Lane, ranks: dict[int, Rank], broken: list[str]) -> int:
                 splits = {"in_split": parts[place], "out_split": [row[place] for row in parts]}
                 rank.records[index] = msgspec.structs.replace(record, **splits)
                 continue
-            rank.records[index] = BROKEN
+            rank.records[index] = CONTRADICTS_ITSELF
             broken.append(
                 f"{rank.source.path}: rank {member}, call {record.id} (all_to_all #{number} on {record.pg!r}): what "
                 "its ranks send is not what they receive"

@@ -89,7 +89,7 @@ def with_dtype(plan: Plan, name: str) -> Plan:
     def change(record: CommRecord, group: Group) -> CommRecord:
         return record if record.dtype is None else sized(msgspec.structs.replace(record, dtype=dtype.name), group)
 
-    return _resized(plan, change)
+    return _with_tensors(plan, change)
 
 
 def scale_bytes(plan: Plan, factor: float) -> Plan:
@@ -99,10 +99,10 @@ def scale_bytes(plan: Plan, factor: float) -> Plan:
     """
     if not 0 < factor <= 1e6:
         raise CrossrankError(f"--scale-bytes {factor:g} is not above 0 and up to 1,000,000")
-    return plan if factor == 1 else _resized(plan, lambda record, group: _scaled(record, group, factor))
+    return plan if factor == 1 else _with_tensors(plan, lambda record, group: _scaled(record, group, factor))
 
 
-def _resized(plan: Plan, change: Callable[[CommRecord, Group], CommRecord]) -> Plan:
+def _with_tensors(plan: Plan, change: Callable[[CommRecord, Group], CommRecord]) -> Plan:
     """`plan` with other sizes, without recorded durations: calls of another size took another time."""
     groups = {group.pg: group for group in plan.groups}
     changed = with_calls(plan, lambda rank, index, call: change(call.record, groups[call.record.pg]))
@@ -187,7 +187,7 @@ def resize(plan: Plan, world_size: int) -> Plan:
         }
         groups |= {group.pg: group for _, group in own.values()}
         calls = [
-            _moved(call, *own[call.record.pg], number, old, sent.get(key, {}))
+            _of_rank(call, *own[call.record.pg], number, old, sent.get(key, {}))
             for call, key in zip(template.calls, keys[template.rank], strict=True)
         ]
         is_copy = number >= old or template.is_copy
@@ -245,7 +245,7 @@ def _group_at(group: Group, was: StridedGroup, now: StridedGroup, rank: int, shi
     return msgspec.structs.replace(group, pg=name, ranks=now.members(rank), size=now.size)
 
 
-def _moved(call: PlannedCall, was: Group, group: Group, rank: int, old: int, sent: dict[int, int]) -> PlannedCall:
+def _of_rank(call: PlannedCall, was: Group, group: Group, rank: int, old: int, sent: dict[int, int]) -> PlannedCall:
     record = call.record
     members, before = group.ranks or [], was.ranks or []
     root = members[before.index(record.root) % len(members)] if record.root is not None else None

@@ -30,7 +30,7 @@ KEYS = {
     "locality": ("locality",),
     "source": ("source",),
 }
-"""What rows may be grouped by -> the columns that it is."""
+"""What rows may be grouped by -> the columns that stand for it."""
 BY = ("op", "group", "size", "locality")
 
 Spread = dict[str, float]

@@ -36,7 +36,7 @@ class Clocks(msgspec.Struct, kw_only=True):
     """p50, p95 and max over the collectives: from the first rank's end to the last one's, after the correction. None
     where no collective was seen by two clocks."""
     unaligned: list[str] = []
-    """Clocks that share no collective with the others: what compares them is not given."""
+    """Clocks that share no collective with the others: nothing that compares them is reported."""
 
     @property
     def slack_ns(self) -> float:

@@ -13,8 +13,9 @@ With d the duration of a collective on a rank (its kernel, or its Work on a back
 
 An all_to_all with splits releases nobody together: a rank that exchanges nothing with the last to arrive has ended
 before. A collective that not all members of its group were seen in, or whose members are not known, has a time that
-includes waiting for the others: an upper bound, which is counted as such. So has a launch of several sends and
-receives, which is a rank's own, and what is shorter than the clocks that it was measured on agree.
+includes waiting for the others: an upper bound, which is counted as such. Upper bounds too: the
+time of a launch of several sends and receives, of which one rank alone is known, and any time that is shorter than
+the residual of the clocks it was measured on.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from crossrank.tools.job.clocks import Clocks, align
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.job.job import Job
 from crossrank.tools.job.launches import SEND_RECV, Bools, Ints, Launches, launches, reduce_by
-from crossrank.tools.job.matching import Joined, contradicted, match_calls
+from crossrank.tools.job.matching import Joined, match_calls, part_lanes
 from crossrank.tools.traces.rank_trace import Interned
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Collectives(Launches):
     """Kind on its first rank."""
     bytes: Ints
     """S of nccl-tests; the largest of its ranks'."""
-    moved: Ints
+    exchanged: Ints
     """-1 where the bus factor tells it."""
     seen: Ints
     """Ranks with times."""
@@ -102,8 +103,8 @@ class Collectives(Launches):
     def busbw(self) -> Floats:
         """GB/s (1e9 bytes) by collective; NaN where none can be given."""
         factor = self.by_kind(lambda one: _factor(one.op, self.groups[one.group].size), float)[self.of_kind]
-        own = (self.moved >= 0) & (self.time > 0) & ~np.isnan(factor)
-        rate: Floats = np.where(own, _rate(self.moved, self.time), self.algbw() * factor)
+        own = (self.exchanged >= 0) & (self.time > 0) & ~np.isnan(factor)
+        rate: Floats = np.where(own, _rate(self.exchanged, self.time), self.algbw() * factor)
         return rate
 
     def _kinds(self) -> pl.DataFrame:
@@ -189,12 +190,12 @@ def match_collectives(job: Job) -> Collectives:
         )
         comparable = placed & aligned[clock]
         times = [np.where(one > 0, one + shift[clock], 0) for one in (found.called, found.began, found.ended)]
-        moved = replace(found, number=joined.number, called=times[0], began=times[1], ended=times[2])
-        bad_lanes = contradicted(joined, moved, releasing & comparable & found.measured, clocks.slack_ns)
-    _note_large_moves(joined, shift[clock])
+        on_one_clock = replace(found, number=joined.number, called=times[0], began=times[1], ended=times[2])
+        bad_lanes = part_lanes(joined, on_one_clock, releasing & comparable & found.measured, clocks.slack_ns)
+    _note_large_shifts(joined, shift[clock])
     unknown = np.full(joined.count, -1, np.int64)
     result = Collectives(
-        **vars(moved),
+        **vars(on_one_clock),
         groups=job.groups,
         ranks=sorted(job.ranks),
         world_size=len(job.world),
@@ -206,9 +207,9 @@ def match_collectives(job: Job) -> Collectives:
         comparable=comparable,
         of_kind=joined.of_kind,
         bytes=_largest(joined, found.by_kind(lambda one: one.bytes, np.int64)),
-        moved=_largest(joined, found.by_kind(lambda one: one.moved, np.int64)),
-        seen=np.bincount(joined.collective[moved.measured], minlength=joined.count),
-        expected=np.where(joined.own, 1, _members(moved, job.groups)[joined.of_kind]),
+        exchanged=_largest(joined, found.by_kind(lambda one: one.exchanged, np.int64)),
+        seen=np.bincount(joined.collective[on_one_clock.measured], minlength=joined.count),
+        expected=np.where(joined.own, 1, _members(on_one_clock, job.groups)[joined.of_kind]),
         time=unknown,
         bound=unknown > 0,
         last_rank=unknown.copy(),
@@ -217,14 +218,14 @@ def match_collectives(job: Job) -> Collectives:
     return result
 
 
-def _note_large_moves(joined: Joined, moved: Ints) -> None:
+def _note_large_shifts(joined: Joined, shift_ns: Ints) -> None:
     """A clock that was moved by more than half the time between calls may hide that they were counted from different
     ones: shifted numbers look like a shifted clock."""
     began = joined.calls.began
-    rows = np.flatnonzero(joined.calls.counted & ~joined.apart & (began > 0) & (moved != 0))
+    rows = np.flatnonzero(joined.calls.counted & ~joined.apart & (began > 0) & (shift_ns != 0))
     order = rows[np.lexsort((began[rows], joined.lane[rows]))]
     steps = np.diff(began[order])[np.diff(joined.lane[order]) == 0]
-    if len(steps) and int(np.abs(moved[rows]).max()) > np.median(steps) / 2:
+    if len(steps) and int(np.abs(shift_ns[rows]).max()) > np.median(steps) / 2:
         joined.unmatched[MOVED] += len(rows)
 
 

@@ -1,7 +1,8 @@
-"""All ranks of a job together: their groups, which calls are one collective, which send belongs to which receive.
+"""All ranks of a job together: their groups, and the collectives of each rank on each group by number.
 
-`Job.match` is the only code that looks across ranks. What asks whether ranks fit, how fast they communicated or whom
-they wait for asks the job.
+`Job.match` joins groups across ranks for every command. On top of it `matching` joins launches that were timed, for
+bandwidth, timeline and report, `analysis/diagnosis/p2p` pairs sends with receives that may never meet, and
+`replay/plan/counterparts` those that are to be made again.
 """
 
 from __future__ import annotations

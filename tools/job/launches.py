@@ -58,7 +58,7 @@ class CallKind(msgspec.Struct, frozen=True):
     """S of nccl-tests; of a launch of several calls the sum, of an all_to_all the larger of sent and received."""
     recorded: int = 0
     """Sum of S of its calls as they were recorded."""
-    moved: int = -1
+    exchanged: int = -1
     """Bytes that this rank sends to others or receives from them, the larger; -1 where the bus factor tells them."""
     ends: tuple[int, int] | None = None
     """Sender and receiver of a send or receive."""
@@ -76,7 +76,7 @@ class CallKind(msgspec.Struct, frozen=True):
     def releases_all(self) -> bool:
         """Whether it ends on no rank before every rank has begun it."""
         row = OPERATIONS.get(self.op)
-        return row is not None and row.releases_all and self.moved < 0
+        return row is not None and row.releases_all and self.exchanged < 0
 
     @property
     def is_p2p(self) -> bool:
@@ -289,17 +289,17 @@ class _RankLaunches:
 
 def _kind(records: Sequence[CommRecord], group: ProcessGroup, rank: int, whole: bool) -> CallKind:
     first = records[0]
-    size, moved, ends, op, locality = sum(record.bytes for record in records), -1, None, first.op, first.locality
+    size, exchanged, ends, op, locality = sum(record.bytes for record in records), -1, None, first.op, first.locality
     recorded = size
     if len(records) == 1 and is_p2p(first):
         ends = None if first.peer is None else ends_of(first.op, rank, first.peer)
     elif len(records) == 1:
-        size, moved = _exchanged(first, group, rank)
+        size, exchanged = _exchanged(first, group, rank)
     elif any(map(is_p2p, records)):
         far = {record.locality for record in records}
         op, locality = SEND_RECV, next((name for name in _FARTHEST if name in far), locality)
         # What a rank sends to itself leaves it as little as what it receives from itself comes to it.
-        size = moved = max(
+        size = exchanged = max(
             sum(record.bytes for record in records if record.op == way and record.peer != rank)
             for way in ("send", "recv")
         )
@@ -308,7 +308,7 @@ def _kind(records: Sequence[CommRecord], group: ProcessGroup, rank: int, whole: 
         group=group.index,
         bytes=size,
         recorded=recorded,
-        moved=moved,
+        exchanged=exchanged,
         ends=ends,
         root=first.root if op != SEND_RECV else None,
         source=first.source,

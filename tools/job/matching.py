@@ -103,7 +103,7 @@ def match_calls(found: Launches, unmatched: Counter[str]) -> Joined:
     joined.leave_out((found.number <= 0) & ~own, NO_NUMBER)
     unlike = _unlike_counts(joined)
     if unlike.any():
-        at_edge = _shift(joined, unlike)
+        at_edge = _renumber_shifted(joined, unlike)
         joined.leave_out(at_edge, AT_EDGE)
         joined.leave_out(unlike, UNLIKE_COUNTS)
     joined.leave_out(_twice(joined), TWICE)
@@ -112,15 +112,16 @@ def match_calls(found: Launches, unmatched: Counter[str]) -> Joined:
     return joined
 
 
-def contradicted(joined: Joined, moved: Launches, usable: Bools, slack_ns: float) -> bool:
-    """Part lanes with counted numbers whose collectives end on a rank before another has begun: whether there are any.
+def part_lanes(joined: Joined, on_one_clock: Launches, usable: Bools, slack_ns: float) -> bool:
+    """Take apart lanes with counted numbers in which a collective ends on one rank before another has begun it.
+    Returns whether there were any.
 
-    `moved` are the calls on clocks that may be `slack_ns` apart; only those that are `usable` are looked at.
+    `on_one_clock` are the calls on clocks that may be `slack_ns` apart; only those that are `usable` are looked at.
     """
     rows = np.flatnonzero(usable & ~joined.own[joined.collective])
     collective, count = joined.collective[rows], joined.count
-    last_begin = reduce_by(np.maximum, collective, moved.began[rows], count, -_MAX)
-    first_end = reduce_by(np.minimum, collective, moved.ended[rows], count, _MAX)
+    last_begin = reduce_by(np.maximum, collective, on_one_clock.began[rows], count, -_MAX)
+    first_end = reduce_by(np.minimum, collective, on_one_clock.ended[rows], count, _MAX)
     calls = joined.on_bad_lanes(rows, (last_begin > first_end + slack_ns)[collective])
     if not calls.any():
         return False
@@ -129,9 +130,9 @@ def contradicted(joined: Joined, moved: Launches, usable: Bools, slack_ns: float
     return True
 
 
-def _shift(joined: Joined, unlike: Bools) -> Bools:
-    """Renumber the calls of lanes of which the ranks began at different calls, and take them out of `unlike`; which
-    calls ranks have beyond those of the others.
+def _renumber_shifted(joined: Joined, unlike: Bools) -> Bools:
+    """Renumber the calls of lanes of which the ranks began at different calls, and take them out of `unlike`, both in
+    place. Returns which calls ranks have beyond those of the others.
 
     On each lane the rank with the fewest calls is what the others are shifted to.
     """

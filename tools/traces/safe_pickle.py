@@ -69,7 +69,8 @@ def _check(data: bytes) -> None:
     """Walk over every opcode without carrying any out. Raises `RefusedPickleError` at one that could do harm.
 
     A memo index is given at once to a container that was made or filled, a string, or a pair of strings, so that it is
-    known which gets are of pairs. What is filled with nothing could be a pair, but for a container made just before.
+    known which gets are of pairs. An opcode that fills with nothing leaves what is on top of the stack, which may be a
+    pair, unless it is a container made just before.
     """
     numbered = data[1:2] in (b"\x02", b"\x03")  # from protocol 4 on, memo indices count up by themselves
     if data[1:2] and not numbered and data[1:2] not in (b"\x04", b"\x05"):

@@ -110,10 +110,10 @@ WAYS = [
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_backward_pass_is_seen_once(way: Callable[[], None], watch: ModuleType) -> None:
-    assert not watch.backward_began()
+    assert not watch.take_backward_began()
     way()
-    assert watch.backward_began()
-    assert not watch.backward_began()
+    assert watch.take_backward_began()
+    assert not watch.take_backward_began()
 
 
 def test_what_is_no_backward_pass_is_none(watch: ModuleType) -> None:
@@ -122,13 +122,13 @@ def test_what_is_no_backward_pass_is_none(watch: ModuleType) -> None:
     torch.optim.Adam([parameter]).step()
     checkpoint(torch.sin, parameter, use_reentrant=True)
     checkpoint(torch.sin, parameter, use_reentrant=False)
-    assert not watch.backward_began()
+    assert not watch.take_backward_began()
 
 
 def test_a_backward_pass_that_fails_raises_what_it_would_without(watch: ModuleType) -> None:
     with pytest.raises(RuntimeError, match="does not require grad"):
         torch.ones(1).backward()
-    assert watch.backward_began()
+    assert watch.take_backward_began()
 
 
 def test_an_engine_that_another_library_put_in_place_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,5 +154,5 @@ def test_without_the_engine_every_step_follows_a_backward_pass(
     (record,) = caplog.records
     assert "has no torch.autograd.Variable._execution_engine.run_backward: every optimizer step" in record.getMessage()
     assert Variable._execution_engine is engine
-    assert backward.backward_began()
-    assert backward.backward_began()
+    assert backward.take_backward_began()
+    assert backward.take_backward_began()

@@ -75,7 +75,7 @@ def test_an_uneven_all_to_all_counts_the_busiest_rank_and_not_what_stays() -> No
         ranks.append(one)
     found = together(*ranks)
     assert found.bytes.tolist() == [200_000]  # rank 1 receives 50 rows
-    assert found.moved.tolist() == [120_000]  # 30 rows cross
+    assert found.exchanged.tolist() == [120_000]  # 30 rows cross
     assert found.busbw().tolist() == [1.2]
     kept = [
         Rank(rank).call(100, 200, "all_to_all", dtype="int8", in_split=split, inputs=[[8]], bytes=8)

@@ -51,7 +51,7 @@ def test_sends_and_receives_of_one_launch_are_one_row_with_the_larger_direction(
         times=(4, 5, 0, 5),
     )
     found = made(trace)
-    assert [(one.label, one.bytes, one.recorded, one.moved, one.ends, one.calls) for one in found.kinds] == [
+    assert [(one.label, one.bytes, one.recorded, one.exchanged, one.ends, one.calls) for one in found.kinds] == [
         ("all_reduce", 64, 64, -1, None, 1),
         ("send/recv, batched", 107, 5197, 107, None, 4),
         (SEND_RECV, 30, 30, -1, (1, 0), 1),
@@ -92,7 +92,7 @@ def test_an_uneven_all_to_all_says_to_whom_how_much_goes() -> None:
             uneven | {"bytes": 40},
         )
     )
-    assert [(one.bytes, one.recorded, one.moved, one.calls) for one in (found.kinds[at] for at in found.kind)] == [
+    assert [(one.bytes, one.recorded, one.exchanged, one.calls) for one in (found.kinds[at] for at in found.kind)] == [
         (160, 96, 128, 1),
         (160, 96, 128, 1),
         (96, 96, 64, 1),
@@ -106,7 +106,7 @@ def test_an_uneven_all_to_all_says_to_whom_how_much_goes() -> None:
     assert found.sent == {1: {2: 4 * 16, 0: 4 * 48}}
     assert found.not_placed == 2 * 96
     inferred = made(traced(full, group=Group(pg="7", size=3), rank=0))
-    assert ([one.moved for one in inferred.kinds], inferred.not_placed) == ([160], 96)
+    assert ([one.exchanged for one in inferred.kinds], inferred.not_placed) == ([160], 96)
 
 
 def test_calls_of_one_launch_are_whole_where_their_ids_follow_each_other() -> None:
