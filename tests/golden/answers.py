@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+from crossrank.recording import ReadIssues, read_chunks
 from crossrank.tools.cli import main
+from tests.unit.traces.nsight.exports import write_exports
 
 GOLDEN = Path(__file__).parent
+SEEDS = GOLDEN.parent / "fuzz" / "seeds"
+SMALL = ("recording", "flight", "replay", "gpu", "exports")
+"""Folders of small real files beside the tests, and exports of Nsight Systems that are made."""
 TRACES = (
     "cuda_sync",
     "dlrm_8gpu",
@@ -29,13 +36,19 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "inspect": ("inspect", "TRACES"),
     "link": ("link", "TRACES", "-o", "OUT/linked"),
     "convert": ("convert", "TRACES", "-o", "OUT/chakra", "--simulate"),
+    "convert for a simulator": ("convert", "TRACES", "-o", "OUT/lowered", "--lower", "astra-sim", "--deps", "data"),
+    "convert without the host": ("convert", "TRACES", "-o", "OUT/gpu", "--nodes", "gpu", "--group-node"),
     "check": ("check", "OUT/chakra/chakra.0.et"),
     "diagnose": ("diagnose", "TRACES"),
     "bandwidth": ("bandwidth", "TRACES"),
+    "bandwidth by all": ("bandwidth", "TRACES", "--by", "op,group,size,locality,source", "--line-rate", "50GB/s"),
     "timeline": ("timeline", "TRACES", "-o", "OUT/timeline.pftrace"),
     "report": ("report", "TRACES", "-o", "OUT/report.html"),
     "replay": ("replay", "TRACES", "--dry-run"),
     "replay of one trace": ("replay", "TRACES", "--dry-run", "--one-trace"),
+    "replay as recorded": ("replay", "TRACES", "--dry-run", "--pace", "recorded", "--save-plan", "OUT/plan.json"),
+    "replay on more ranks": ("replay", "TRACES", "--dry-run", "--nproc", "16", "--save-plan", "OUT/more.json"),
+    "replay of half": ("replay", "TRACES", "--dry-run", "--scale-bytes", "0.5", "--save-plan", "OUT/half.json"),
 }
 
 
@@ -44,8 +57,30 @@ def golden_file(trace: str) -> Path:
 
 
 def answers(traces: Path, out: Path) -> dict[str, Any]:
-    """Command -> its exit code, what it said on stderr, and its `--json`. `out` is an empty folder."""
-    return {name: _answer(words, {"TRACES": str(traces), "OUT": str(out)}) for name, words in COMMANDS.items()}
+    """Command -> its exit code, what it said on stderr, and its `--json`; and a digest of each file that was written.
+    `out` is an empty folder."""
+    found = {name: _answer(words, {"TRACES": str(traces), "OUT": str(out)}) for name, words in COMMANDS.items()}
+    files = {str(path.relative_to(out)): _digest(path, out, traces) for path in sorted(out.rglob("*.*"))}
+    return found | {"files": files}
+
+
+def answers_on_a_copy(name: str, folder: Path) -> dict[str, Any]:
+    """`answers` on one of `SMALL`, with an empty `folder` for the copy and for what is written."""
+    if name == "exports":
+        (folder / "traces").mkdir()
+        write_exports(folder / "traces", 3, world=4)
+    else:
+        shutil.copytree(SEEDS / name, folder / "traces")
+    (folder / "out").mkdir()
+    return answers(folder / "traces", folder / "out")
+
+
+def _digest(path: Path, *folders: Path) -> str:
+    """Of what a file holds, however it is compressed, wherever the `folders` are."""
+    content = b"".join(read_chunks(str(path), ReadIssues(str(path))))
+    for folder in folders:
+        content = content.replace(str(folder).encode(), b"")
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def as_text(found: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The commands answer on the public traces as they did."""
+"""The commands answer on the public traces, and on small files of their kinds, as they did."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.golden.answers import TRACES, answers, as_text, golden_file
+from tests.golden.answers import SMALL, TRACES, answers, answers_on_a_copy, as_text, golden_file
 from tests.unit.graph.linking.public_traces import needs_traces, public
 
 
@@ -14,3 +14,8 @@ from tests.unit.graph.linking.public_traces import needs_traces, public
 @pytest.mark.parametrize("trace", TRACES)
 def test_every_command_answers_as_it_did(trace: str, tmp_path: Path) -> None:
     assert as_text(answers(Path(public(trace)), tmp_path)) == golden_file(trace).read_text()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_command_answers_on_small_files_as_it_did(name: str, tmp_path: Path) -> None:
+    assert as_text(answers_on_a_copy(name, tmp_path)) == golden_file(f"small-{name}").read_text()

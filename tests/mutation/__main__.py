@@ -28,7 +28,14 @@ from tests.mutation.sites import Site, sites
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("tools/traces", "tools/job", "tools/graph", "tools/analysis", "replay/plan", "replay/results")
-TESTS = ("tests/unit/traces", "tests/unit/job", "tests/unit/graph", "tests/unit/analysis", "tests/unit/replay")
+TESTS = (
+    "tests/unit/traces",
+    "tests/unit/job",
+    "tests/unit/graph",
+    "tests/unit/analysis",
+    "tests/unit/replay",
+    "tests/golden",
+)
 _EQUIVALENT = Path(__file__).with_name("equivalent.txt")
 _MOST_TESTS = 60
 _AT_IMPORT = 0
