@@ -162,18 +162,33 @@ def test_a_rank_that_a_signal_or_an_exception_ended_is_named(
 
 
 def test_a_folder_or_file_without_comms_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    empty = f"crossrank: {tmp_path} is no recording: it is empty; name the folder given as TRACING_DIR\n"
+    step = (
+        "; name the folder given as TRACING_DIR "
+        "(bandwidth, timeline, report, link, diagnose and replay read other traces)\n"
+    )
+    empty = f"crossrank: {tmp_path} is no recording: it is empty{step}"
     assert inspect(tmp_path, capsys) == (2, "", empty)
     (tmp_path / "run1").mkdir()
     trace = tmp_path / "rank-0.et.json.zst"
     trace.write_bytes(b"")
-    ending = ", but there are the folders run1; name the folder given as TRACING_DIR\n"
+    ending = f", but there are the folders run1{step}"
     assert inspect(tmp_path, capsys)[2] == (
         f"crossrank: {tmp_path} is no recording: no comms file among rank-0.et.json.zst{ending}"
     )
     assert inspect(trace, capsys)[0] == 2
     trace.unlink()
     assert inspect(tmp_path, capsys)[2] == (f"crossrank: {tmp_path} is no recording: no file in it{ending}")
+
+
+def test_two_comms_files_of_a_rank_are_not_added_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = folder / "copy.rank-0.zst", folder / "rank-0.comms.jsonl.zst"
+    first.write_bytes(second.read_bytes())
+    code, out, err = inspect(folder, capsys)
+    assert (code, out) == (2, "")
+    assert sorted(map(str, (first, second))) == sorted(
+        err.removeprefix("crossrank: ").split(" are both")[0].split(" and ")
+    )
+    assert err.endswith(" are both of rank 0; name the one that counts, or the folder of one run\n")
 
 
 def test_files_of_two_jobs_are_no_complete_recording(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

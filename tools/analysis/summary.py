@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -99,7 +100,16 @@ def summarise(path: str, files: Sequence[FoundFile], fleet: Fleet, done: Callabl
     comms = [file for file in found if file.rank is not None and not file.problem]
     unusable = [f"{file.path}: {file.problem or 'does not say its rank'}" for file in found if file not in comms]
     if not comms:
-        raise CrossrankError(f"{path} is no recording: {_found(path, files)}; name the folder given as TRACING_DIR")
+        raise CrossrankError(
+            f"{path} is no recording: {_found(path, files)}; name the folder given as TRACING_DIR "
+            "(bandwidth, timeline, report, link, diagnose and replay read other traces)"
+        )
+    for one, other in pairwise(sorted(comms, key=lambda file: file.rank or 0)):
+        if one.rank == other.rank:
+            raise CrossrankError(
+                f"{one.path} and {other.path} are both of rank {one.rank}; name the one that counts, or the folder of "
+                "one run"
+            )
     return _merge(path, files, map_ranks(summarise_rank, comms, fleet, failed=_failed, done=done), unusable)
 
 

@@ -15,6 +15,7 @@ from crossrank.tools.output.console import print_json, table_of
 from crossrank.tools.traces.discover import discover
 
 _MOST_ENDINGS = 8
+_MOST_LINES = 12
 _LONGEST_ENDING = 200
 _CHAKRA = (".et", ".et.gz", ".et.zst")
 
@@ -44,7 +45,7 @@ class InspectCommand:
             print_json(summary)
         else:
             _print(summary, arguments.top)
-        complain(*summary.problems)
+        complain(*summary.problems, most=_MOST_LINES)
         if summary.problems:
             return 2
         return 1 if _lacks(summary) else 0
@@ -94,8 +95,10 @@ def _missing(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "ended", f"rank {rank_ranges(ranks)} by {ending[:_LONGEST_ENDING]}"
     for name in summary.cut_off:
         yield "cut off", f"{name}: the process ended while it was written"
-    for warning in summary.warnings:
+    for warning in summary.warnings[:_MOST_LINES]:
         yield "warning", warning
+    if len(summary.warnings) > _MOST_LINES:
+        yield "warning", f"… and {len(summary.warnings) - _MOST_LINES} more: --json has all"
     if unrecognized := summary.unrecognized:
         yield "ignored", f"{len(unrecognized)} file(s) that are no recording's: {', '.join(unrecognized[:5])}"
     if others := summary.other_jobs:

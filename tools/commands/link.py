@@ -102,6 +102,9 @@ def _print(linked: Sequence[LinkedRank], groups: Sequence[GroupRow], folder: str
         print_counts("Communication kernels without a call around them", [("all", alone)])
     if groups:
         table_of(groups, _GROUPS, limit=_ROWS).print("Process groups, over the ranks linked")
+    absent = sorted({rank for row in groups for rank in row.ranks} - {result.rank for result in linked})
+    if absent:
+        print(f"\nmissing    rank {rank_ranges(absent)}: of these groups, and not linked here")
     warnings = _warnings(linked)
     for text, ranks in warnings[:_WARNINGS]:
         print(f"\nwarning    {printable(text)} ({', '.join(ranks[:4])}{', …' if len(ranks) > 4 else ''})")

@@ -84,14 +84,17 @@ def _count_matched(window: LinkedTrace, trace: RankTrace) -> None:
 
 
 def _windows(given: RankSources, trace: RankTrace) -> Iterator[LinkedTrace]:
-    """The linked traces of a rank's windows; one that cannot be used is noted."""
+    """The linked traces of a rank's windows; one that cannot be used, or that lost a part, is noted."""
     windows: list[Callable[[], LinkedTrace]] = [partial(read_linked, path) for path in given.linked]
     windows += [partial(link, pair.et, pair.kineto, pair.comms, rank=pair.rank) for pair in given.pairs]
     for window in windows:
         try:
-            yield window()
+            linked = window()
         except CrossrankError as error:
             trace.notes.append(f"no durations from it: {error}")
+        else:
+            trace.notes += linked.report.damage
+            yield linked
 
 
 def _give_times(window: LinkedTrace, trace: RankTrace, calls_of: Iterable[tuple[int, Communication]]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 
 from crossrank.comm import MOST_RANKS
 from crossrank.errors import CrossrankError
@@ -65,9 +64,9 @@ def files_by_rank(files: Iterable[FoundFile], kinds: Collection[str]) -> dict[in
         same = found[file.rank].setdefault(file.kind, [])
         same.append(file)
         if len(same) > 1 and same[-2].window == file.window:
-            names = ", ".join(PurePosixPath(one.path).name for one in same[-2:])
+            names = " and ".join(one.path for one in same[-2:])
             of = f"of rank {file.rank}" if file.rank is not None else "without a rank in their names"
-            raise CrossrankError(f"{same[0].path}: {names} are both {of}; name the folder of one job")
+            raise CrossrankError(f"{names} are both {of}; name the one that counts, or the folder of one run")
     return dict(found)
 
 
@@ -210,7 +209,8 @@ def _refuse_several_runs(ranks: list[RankTrace]) -> None:
             one.rank = 0
         if one.rank in seen:
             raise CrossrankError(
-                f"{seen[one.rank].path} and {one.path} are both of rank {one.rank}; name the files of one run"
+                f"{seen[one.rank].path} and {one.path} are both of rank {one.rank}; name the one that counts, or the "
+                "folder of one run"
             )
         seen[one.rank] = one
     sizes = {one.world_size: one.path for one in ranks if one.world_size is not None}

@@ -126,7 +126,7 @@ def test_ranks_of_different_runs_are_refused(folder: Path, capsys: pytest.Captur
     (folder / "copy_1.sqlite").write_bytes((folder / "rank_1.sqlite").read_bytes())
     assert run(command, folder) == 2
     assert "copy_1.sqlite and " in (error := capsys.readouterr().err)
-    assert error.endswith("are both of rank 1; name the files of one run\n")
+    assert error.endswith("are both of rank 1; name the one that counts, or the folder of one run\n")
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,12 @@ def test_windows_beside_a_comms_file_give_its_calls_their_times(tmp_path: Path) 
     assert trace.matched == {"host operations": (24, 24), "GPU activities": (4, 4)}
     assert [note.partition(": ")[0] for note in trace.notes] == ["no durations from it"]
 
+    whole = Path(pairs[1].et).read_bytes()
+    Path(pairs[1].et).write_bytes(whole[: len(whole) * 3 // 4])
+    assert READERS[COMMS](given).notes[1:] == [
+        f"{pairs[1].et}: cut off or broken after 11 nodes; 11 whole nodes were read"
+    ]
+
 
 @pytest.mark.parametrize(("world_size", "size"), [(None, 2), (3, 0)])
 def test_an_execution_trace_alone_gives_the_order_of_calls_and_waits(

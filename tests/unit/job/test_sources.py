@@ -216,7 +216,7 @@ def test_of_the_files_of_a_rank_those_that_say_most_are_read(
         ([file("flight"), report("r.qdrep")], "nsight", "^r.qdrep: is a report, not an export; run: "),
         ([report("r.qdrep")], "flight", "^r.qdrep: is a report, not an export; run: "),
         ([file("flight")], "nsight", "holds no Nsight export"),
-        ([file("flight"), replace(file("flight"), path="x/b")], None, "^flight-0.1: flight-0.1, b are both of rank 0;"),
+        ([file("flight"), replace(file("flight"), path="x/b")], None, "^flight-0.1 and x/b are both of rank 0;"),
         ([file("flight", None), replace(file("flight", None), path="b")], None, "are both without a rank in their n"),
     ],
 )  # fmt: skip

@@ -204,9 +204,9 @@ class _Linking:
             edges=dict(Counter(f"inferred {edge.kind}" if edge.inferred else edge.kind for edge in edges)),
             doubts=self.doubts,
             damage=[
-                *_of("execution trace", et.damage),
-                *_of("Kineto trace", kineto.damage),
-                *_of("comms file", self.comms.issues.problems if self.comms else ()),
+                *_of(et.path, et.damage),
+                *_of(kineto.path, kineto.damage),
+                *(_of(self.comms.path, self.comms.issues.problems) if self.comms else ()),
             ],
             unread=kineto.unread,
             warnings=[

@@ -164,7 +164,7 @@ def test_a_truncated_file_is_linked_as_far_as_it_goes(folder: Path, capsys: pyte
     (folder / "rank-0.et.json").write_bytes(whole[: len(whole) * 2 // 3])
     assert run(folder, "--ranks", "0") == 1
     (complaint,) = capsys.readouterr().err.splitlines()
-    assert complaint.startswith("crossrank: rank 0: execution trace: cut off or broken after ")
+    assert complaint.startswith(f"crossrank: rank 0: {folder}/rank-0.et.json: cut off or broken after ")
     assert complaint.endswith("whole nodes were read")
     assert len(load(folder / "rank-0.linked.json.zst")["nodes"]) < 17
 
