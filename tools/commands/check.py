@@ -9,6 +9,7 @@ from collections import Counter
 import msgspec
 
 from crossrank.errors import CrossrankError
+from crossrank.recording import is_folder
 from crossrank.tools.commands.options import SHARED, complain
 from crossrank.tools.graph.chakra.convert_ranks import GROUPS
 from crossrank.tools.graph.chakra.feeder_contract import Checked, check
@@ -32,6 +33,8 @@ class CheckCommand:
         results: list[Checked] = []
         for path in arguments.traces:
             try:
+                if is_folder(path):
+                    raise CrossrankError(f"{path}: is a folder; name the files in it, {path}/*.et")
                 results.append(check(path, groups))
             except CrossrankError as error:
                 complain(str(error))

@@ -106,6 +106,8 @@ def find(
     if source == "nsight":
         raise CrossrankError(f"{', '.join(paths)}: holds no Nsight export (.sqlite); make one with: {EXPORT} REPORT")
     wanted = [rank for rank in by_rank if (ranks is None or rank in ranks) and (rank or 0) < MOST_RANKS]
+    if by_rank and not wanted and ranks is not None:
+        raise CrossrankError(f"{', '.join(paths)}: holds none of the ranks that --ranks names")
     tasks = [one for rank in wanted if (one := _most_telling(rank, by_rank[rank], skipped)) is not None]
     if not tasks:
         asked = f" for --source {source}" if source else ""
