@@ -211,26 +211,35 @@ class _RankLaunches:
             map(pl.col, ("began", "ended", "took", "batch", "id")),
         )
         columns = {one.name: np.asarray(getattr(calls, one.name)) for one in fields(calls)}
-        return (
+        rows = (
             pl.DataFrame(columns)
+            .with_row_index("row")
             .with_columns(began=pl.when((took > 0) & (began == 0)).then("called").otherwise(began))
             .with_columns(ended=pl.when(took > 0).then(began + took).otherwise(ended * (began > 0)))
             .with_columns(began=pl.when(ended > 0).then(began))
-            .group_by(
-                pl.when(batch < 0).then(-1 - pl.int_range(pl.len())).otherwise(batch).alias("launch"),
-                maintain_order=True,
-            )
+        )
+        alone = rows.filter(batch < 0).select(
+            *("row", "id", "number", "step", "called", "began", "ended"),
+            pl.concat_list("signature").alias("signature"),
+            pl.concat_list("group").alias("group"),
+            whole=True,
+            calls=pl.lit(1, pl.UInt32),
+        )
+        batches = (
+            rows.filter(batch >= 0)
+            .group_by("batch", maintain_order=True)
             .agg(
-                pl.col("signature", "group"),
-                pl.col("id", "number", "step", "called").first(),
+                *(pl.col(name).first() for name in ("row", "id", "number", "step", "called")),
                 began.min(),
                 ended.max(),
+                pl.col("signature", "group"),
                 # The first call gives the batch its id, and their ids follow each other.
                 whole=(pl.len() == 1) | ((id.first() == batch.first()) & (id.last() - id.first() == pl.len() - 1)),
                 calls=pl.len(),
             )
-            .with_columns(began.fill_null(0))
+            .drop("batch")
         )
+        return pl.concat([alone, batches]).sort("row").drop("row").with_columns(began.fill_null(0))
 
     def _count(self, made: pl.DataFrame) -> None:
         """Count what has times, where the reader has not, and what has none."""
