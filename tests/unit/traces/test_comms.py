@@ -82,7 +82,9 @@ def test_a_recording_without_end_leaves_its_last_call_and_its_isends_open(
 
 
 def test_a_rank_that_was_stopped_may_be_within_its_last_call(tmp_path: Path) -> None:
-    path = write(tmp_path / "c", {"group": GROUP}, REDUCE, SEND | {"api": "send"}, {"end": {"reason": "SIGTERM"}}, world_size=1)
+    path = write(
+        tmp_path / "c", {"group": GROUP}, REDUCE, SEND | {"api": "send"}, {"end": {"reason": "SIGTERM"}}, world_size=1
+    )
     found = read_comms(path)
     assert (list(found.calls.state), found.unawaited) == ([RETIRED, SCHEDULED], set())
     assert (found.span, found.world_size) == ((WALL, WALL + 2000), 1)
@@ -113,7 +115,9 @@ def test_the_line_that_a_record_names_is_a_stack_of_one_frame(source: str, filen
 
 
 def test_between_two_readings_a_time_drifts_from_the_one_offset_to_the_other() -> None:
-    clock = WallClock([{"t": 2 * SECOND, "wall": WALL + 2 * SECOND}, {"t": 12 * SECOND, "wall": WALL + 12 * SECOND + 4000}])
+    clock = WallClock(
+        [{"t": 2 * SECOND, "wall": WALL + 2 * SECOND}, {"t": 12 * SECOND, "wall": WALL + 12 * SECOND + 4000}]
+    )
     assert [clock.at(second * SECOND) - WALL - second * SECOND for second in (2, 7, 12)] == [0, 2000, 4000]
 
 
