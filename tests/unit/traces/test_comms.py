@@ -62,7 +62,7 @@ def test_a_recording_that_was_ended_has_all_its_calls_done(tmp_path: Path) -> No
     ending = Ending(reason="exit", ended=True, error="ValueError: x", causes=("y",))
     ending.of_threads = [Raised(thread="loader", error="ValueError: x", causes=["y"])]
     whole = {"ending": ending, "dropped": 2, "steps": [(1, WALL + 2500)], "span": (WALL, WALL + 4000)}
-    assert read_comms(path, 3) == trace(path, 7, 8, 9, **whole)
+    assert read_comms(path, 3) == trace(path, 7, 8, 9, **whole, skipped=(0, 0))
     assert read_comms(path, steps=(0, 1)) == trace(path, 7, 8, **whole, skipped=(1, 8))
     assert read_comms(path, steps=(1, 2)) == trace(path, 9, **whole, skipped=(2, 8))  # sizes below 0 count as none
 

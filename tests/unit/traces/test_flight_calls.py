@@ -18,7 +18,7 @@ DONE |= {"time_discovered_started_ns": 7000, "time_discovered_completed_ns": 900
 
 
 def entry(number: int, name: str, seq: int = 0, p2p: int = 0, group: str = "0", **fields: Any) -> dict[str, Any]:
-    sizes = {} if "coalesced" in name else {f"{side}put_sizes": [[4]] for side in ("in", "out")}
+    sizes: dict[str, Any] = {} if "coalesced" in name else {f"{side}put_sizes": [[4]] for side in ("in", "out")}
     sizes |= {f"{side}put_dtypes": ["Float"] for side in ("in", "out") if sizes}
     return {
         "record_id": number,
@@ -122,7 +122,7 @@ def test_entries_are_calls_and_launches(tmp_path: Path, entries: list[dict[str, 
 
 def test_what_an_entry_says_of_its_call(tmp_path: Path) -> None:
     frames = [{"name": "f", "filename": "a.py", "line": 3}]
-    out = {"output_sizes": [[4], [4]], "frames": frames}
+    out: dict[str, Any] = {"output_sizes": [[4], [4]], "frames": frames}
     trace = read(
         tmp_path,
         entry(0, "gather", 1, **out),
@@ -283,7 +283,9 @@ def test_roots_and_source_lines_come_from_the_records_of_the_same_calls(tmp_path
 def test_the_last_call_of_a_group_shows_from_where_on_calls_were_recorded(
     tmp_path: Path, name: str, call: dict[str, Any], found: dict[str, int]
 ) -> None:
-    trace = read(tmp_path, entry(0, name, 1), crossrank=moment({"id": 0, "seq": 1} | call))
+    trace = read(
+        tmp_path, entry(0, name, 1), crossrank=moment({"id": 0, "seq": 1} | call, {"id": 1, "t": 0, "pg": "7"})
+    )
     assert trace.dump.recorded_from == found
     assert trace.starts_late is False
 
