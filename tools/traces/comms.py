@@ -36,9 +36,10 @@ def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | N
     records = list(file.records())
     header = file.header
     if header is None:
-        raise CrossrankError(f"{path}: {'; '.join(file.issues.problems) or 'has no header'}; record it again")
+        raise CrossrankError(f"{path}: {'; '.join(file.issues.problems)}; record it again")
     end = file.end or {}
-    clock = WallClock([header.clock, *file.clocks])
+    clocks = [header.clock, *file.clocks]
+    clock = WallClock(clocks)
     trace.rank = header.rank if rank is None else rank
     trace.world_size = header.world_size if 0 < header.world_size <= MOST_RANKS else None
     trace.version = header.schema
@@ -78,8 +79,8 @@ def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | N
         trace.notes.append(f"{path}: has no end: the process died, or still runs")
     elif "wall" in header.clock:
         # Of a file without an end nobody knows how long the run went on.
-        ends = [line["wall"] for line in file.clocks if "wall" in line] + ([clock.at(last.t)] if last else [])
-        trace.span = header.clock["wall"], max(ends, default=0)
+        ends = [line["wall"] for line in clocks if "wall" in line] + ([clock.at(last.t)] if last else [])
+        trace.span = header.clock["wall"], max(ends)
     return trace
 
 

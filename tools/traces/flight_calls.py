@@ -79,8 +79,8 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False) 
     backends = _backends(dump)
     trace.backend = next((backend for backend in backends if backend != GLOO), backends[0] if backends else "")
     trace.dump.active_only = _is_active_only(dump, trace.backend)
-    trace.dump.wrapped = not trace.dump.active_only and bool(dump.entries) and dump.entries[0].record_id > 0
-    trace.starts_late = bool(dump.entries) and dump.entries[0].record_id > 0
+    trace.starts_late = any(first > 0 for first in dump.entries.columns["record_id"][:1])
+    trace.dump.wrapped = trace.starts_late and not trace.dump.active_only
     if moment is None:
         trace.notes += [GLOO_ALONE] if trace.backend == GLOO else []
     else:
@@ -88,7 +88,7 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False) 
         ending = trace.ending
         ending.taken_at, ending.reason, ending.stacks = moment.time_ns, moment.reason, list(moment.stacks)
         ending.take_exceptions(moment.exceptions, moment.error)
-        trace.starts_late = trace.starts_late or (bool(moment.calls) and moment.calls[0].id > 0)
+        trace.starts_late |= any(first.id > 0 for first in moment.calls[:1])
     if own_calls and moment is not None and moment.calls and trace.backend in ("", GLOO):
         builder, clock = TraceBuilder(trace, (*dump.groups, *moment.groups)), WallClock([moment.clock])
         for record in moment.calls:
@@ -246,11 +246,11 @@ class _Reading:
         joined = dict(self._pg_ids)
         names = [one.group.pg for one in groups]
         by_order: dict[int, int] = {}
-        if not self._is_mixed and names and all(map(_NUMBER.fullmatch, names)):
+        if not self._is_mixed and all(map(_NUMBER.fullmatch, names)):
             by_name = sorted(range(len(names)), key=lambda index: int(names[index]))
             if len(groups) == len(status):
                 by_order = dict(zip(sorted(status), by_name, strict=True))
-            elif status and max(status) < len(groups):
+            elif all(pg_id < len(groups) for pg_id in status):
                 by_order = dict(enumerate(by_name))
         if by_order and all(by_order.get(pg_id) == group for pg_id, group in joined.items()):
             joined = by_order
@@ -342,11 +342,8 @@ def _over(dump: FlightDump, entries: Sequence[Entry], runs: list[list[int]]) -> 
     """
     found: set[int] = set()
     records = {entry.record_id for entry in entries}
-    last_record = max(records, default=0)
-    newest: dict[int, int] = {}
-    for entry in entries:
-        if entry.is_p2p:
-            newest[entry.pg_id] = max(newest.get(entry.pg_id, 0), entry.p2p_seq_id)
+    last_record = max(records)
+    newest = {entry.pg_id: entry.p2p_seq_id for entry in entries if entry.is_p2p}
     for run in runs:
         first, last = entries[run[0]], entries[run[-1]]
         if is_closing(last):
@@ -394,20 +391,21 @@ def _add_roots(builder: TraceBuilder, moment: Moment) -> None:
             name = trace.groups[group].group.pg
             by_number[name, number] = row
             last[name] = row
-    collectives = [record for record in moment.calls if record.seq is not None]
-    for record in {record.pg: record for record in collectives}.values():
-        row = last.get(record.pg, -1)
-        if row < 0 or record.seq is None:
+    collectives = [(record.pg, record.seq, record) for record in moment.calls if record.seq is not None]
+    newest = {pg: (seq, record) for pg, seq, record in collectives}
+    for pg, row in last.items():
+        if pg not in newest:
             continue
+        seq, record = newest[pg]
         op = signatures.rows[calls.signature[row]].op
         # gloo makes a reduce_scatter of an all_reduce, and torch's recorder notes what gloo makes
         same = op == record.op or (op, record.op) == ("all_reduce", "reduce_scatter")
         if same and abs(calls.called[row] - clock.at(record.t)) < SAME_TIME:
-            recorded_from[record.pg] = calls.number[row] - record.seq
-    for record in collectives:
-        row = by_number.get((record.pg, (record.seq or 0) + recorded_from.get(record.pg, 0)), -1)
-        if row < 0 or record.pg not in recorded_from:
+            recorded_from[pg] = calls.number[row] - seq
+    for pg, seq, record in collectives:
+        if pg not in recorded_from or (pg, seq + recorded_from[pg]) not in by_number:
             continue
+        row = by_number[pg, seq + recorded_from[pg]]
         known = signatures.rows[calls.signature[row]]
         calls.signature[row] = signatures.of(msgspec.structs.replace(known, root=record.root, reduce=record.reduce))
         if not calls.stack[row]:

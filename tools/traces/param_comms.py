@@ -79,8 +79,8 @@ def from_node(node: HostNode) -> ParamComms | None:
     """What a `record_param_comms` node says; None where its arguments have no layout that is known."""
     given, result = io(node.inputs), io(node.outputs)
     values = given.values
-    at = max((i for i in range(3, len(values)) if isinstance(values[i], str) and _is_int(values[i - 1])), default=-1)
-    if at < 0:
+    at = max((i for i in range(3, len(values)) if isinstance(values[i], str) and _is_int(values[i - 1])), default=None)
+    if at is None:
         return None
     seq, group, rest = values[at - 3], values[at - 2], values[at + 1 :]
     pair = group if isinstance(group, list) else [group]

@@ -81,10 +81,10 @@ class Calls(_Columns):
         signature: int,
         number: int,
         id: int,
+        called: int,
         batch: int = -1,
         step: int = 0,
         state: int = COMPLETED,
-        called: int = 0,
         began: int = 0,
         ended: int = 0,
         took: int = 0,
@@ -368,9 +368,9 @@ class TraceBuilder:
 
         A call with numbers that no file has by right is counted, and has no number and no times.
         """
-        number = record.p2p_seq if is_p2p(record) else record.seq
+        number = (record.p2p_seq if is_p2p(record) else record.seq) or 0
         if not (
-            all(0 <= moment < _MOST for moment in (called, began, ended, number or 0))
+            all(0 <= moment < _MOST for moment in (called, began, ended, number))
             and abs(record.step) < _MOST_STEPS
             and abs(record.id) < _MOST
         ):
@@ -381,7 +381,7 @@ class TraceBuilder:
         calls.append(
             group=self.group(record.pg) if group is None else group,
             signature=self.signatures.of(record),
-            number=number or 0,
+            number=number,
             id=record.id,
             batch=-1 if record.batch is None else record.batch,
             step=record.step,

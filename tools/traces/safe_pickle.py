@@ -72,9 +72,10 @@ def _check(data: bytes) -> None:
     known which gets are of pairs. An opcode that fills with nothing leaves what is on top of the stack, which may be a
     pair, unless it is a container made just before.
     """
-    numbered = data[1:2] in (b"\x02", b"\x03")  # from protocol 4 on, memo indices count up by themselves
-    if data[1:2] and not numbered and data[1:2] not in (b"\x04", b"\x05"):
-        raise RefusedPickleError(f"has protocol {data[1]}; 2 to 5 are read")
+    protocol = data[1:2]
+    numbered = protocol in (b"\x02", b"\x03")  # from protocol 4 on, memo indices count up by themselves
+    if protocol and not numbered and protocol not in (b"\x04", b"\x05"):
+        raise RefusedPickleError(f"has protocol {protocol[0]}; 2 to 5 are read")
     opcodes = _opcodes(len(data), numbered)
     # Not the gets that a pair is made of: the expression gives back up to two.
     run = re.compile(rb"(?s)(?:%s){0,%d}(?!%s?\x86)" % (opcodes, _LONGEST_RUN, _GET)).match
@@ -116,7 +117,7 @@ def _check(data: bytes) -> None:
         else:
             raise RefusedPickleError(_OTHER_OPCODE)
         if numbered:
-            put = _PUT.match(data, position)
+            put = _PUT.match(data, min(position, len(data)))
             assert put is not None  # the empty one always matches
             index, position = _index(put[0]) if put[0] else None, put.end()
         else:

@@ -22,7 +22,7 @@ HEADER = {"schema": "crossrank-comms 1", "rank": 3, "world_size": 4, "host": "h"
 HEADER |= {"clock": {"t": 0, "wall": WALL}, "versions": {"torch": "2.13", "driver": None}, "config": {"emit": "ALL"}}
 GROUP = {"pg": "0", "size": 4, "ranks": [0, 1, 2, 3], "backend": "gloo"}
 REDUCE = {"id": 7, "op": "all_reduce", "c10d": "allreduce_", "pg": "0", "bytes": 8, "t": 1000, "seq": 1}
-SEND = {"id": 8, "op": "send", "c10d": "send", "pg": "0", "bytes": 4, "t": 2000, "p2p_seq": 5, "peer": 1, "batch": 8}
+SEND = {"id": 8, "op": "send", "c10d": "send", "pg": "0", "bytes": -4, "t": 2000, "p2p_seq": 5, "peer": 1, "batch": 8}
 LAST = REDUCE | {"id": 9, "t": 3000, "seq": 2, "step": 1, "api": "all_reduce", "source": "a.py:12"}
 ENDED = {"reason": "exit", "dropped": 2, "filtered": "many"}
 
@@ -35,7 +35,7 @@ def write(path: Path, *lines: dict[str, Any], **header: Any) -> str:
 def trace(path: str, *ids: int, **differs: Any) -> RankTrace:
     """What is read of a file with those of the calls 7, 8 and 9, as far as it is the same with any ending."""
     first = CommRecord(id=0, op="all_reduce", c10d="allreduce_", pg="0", bytes=8, t=0)
-    send = CommRecord(id=0, op="send", c10d="send", pg="0", bytes=4, t=0, peer=1)
+    send = CommRecord(id=0, op="send", c10d="send", pg="0", bytes=-4, t=0, peer=1)
     last = CommRecord(
         id=0, op="all_reduce", c10d="allreduce_", pg="0", bytes=8, t=0, api="all_reduce", source="a.py:12"
     )
@@ -58,21 +58,20 @@ def test_a_recording_that_was_ended_has_all_its_calls_done(tmp_path: Path) -> No
     raised = {"thread": "MainThread", "error": "ValueError: x", "causes": ["y"], "frames": []}
     step, clock = {"step": {"step": 1, "t": 2500}}, {"clock": {"t": 4000, "wall": WALL + 4000}}
     end = {"end": ENDED | {"exceptions": [raised, raised | {"thread": "loader"}]}}
-    path = write(tmp_path / "c", {"group": GROUP}, REDUCE, SEND, step, {"step": {}}, LAST, clock, end)
+    path = write(tmp_path / "c", {"group": GROUP}, REDUCE, SEND, step, {"step": {"step": 2}}, LAST, clock, end)
     ending = Ending(reason="exit", ended=True, error="ValueError: x", causes=("y",))
     ending.of_threads = [Raised(thread="loader", error="ValueError: x", causes=["y"])]
     whole = {"ending": ending, "dropped": 2, "steps": [(1, WALL + 2500)], "span": (WALL, WALL + 4000)}
-    assert read_comms(path, 3) == trace(path, 7, 8, 9, **whole)
+    assert read_comms(path, 3) == trace(path, 7, 8, 9, **whole, skipped=(0, 0))
     assert read_comms(path, steps=(0, 1)) == trace(path, 7, 8, **whole, skipped=(1, 8))
-    assert read_comms(path, steps=(1, 2)) == trace(path, 9, **whole, skipped=(2, 12))
+    assert read_comms(path, steps=(1, 2)) == trace(path, 9, **whole, skipped=(2, 8))  # sizes below 0 count as none
 
 
-@pytest.mark.parametrize(("until", "taken_at"), [(4000, WALL + 4000), (3000, None), (1 << 62, None)])
+@pytest.mark.parametrize(("until", "taken_at"), [(4000, WALL + 4000), (3000, None), (0, None), ((1 << 62) - 1, None)])
 def test_a_recording_without_end_leaves_its_last_call_and_its_isends_open(
     tmp_path: Path, until: int, taken_at: int | None
 ) -> None:
-    clock = {"clock": {"t": until, "wall": WALL + until}}
-    path = write(tmp_path / "c", {"group": GROUP}, REDUCE, SEND, LAST, *[clock] * (until < 1 << 62), {"clock": {}})
+    path = write(tmp_path / "c", {"group": GROUP}, REDUCE, SEND, LAST, {"clock": {"t": until}}, {"clock": {}})
     assert read_comms(path) == trace(
         path,
         *(7, 8, 9),
@@ -83,10 +82,12 @@ def test_a_recording_without_end_leaves_its_last_call_and_its_isends_open(
 
 
 def test_a_rank_that_was_stopped_may_be_within_its_last_call(tmp_path: Path) -> None:
-    path = write(tmp_path / "c", {"group": GROUP}, REDUCE, SEND | {"api": "send"}, {"end": {"reason": "SIGTERM"}})
-    assert list(read_comms(path).calls.state) == [RETIRED, SCHEDULED]
-    assert read_comms(path).unawaited == set()
-    assert read_comms(path).span == (WALL, WALL + 2000)
+    path = write(
+        tmp_path / "c", {"group": GROUP}, REDUCE, SEND | {"api": "send"}, {"end": {"reason": "SIGTERM"}}, world_size=1
+    )
+    found = read_comms(path)
+    assert (list(found.calls.state), found.unawaited) == ([RETIRED, SCHEDULED], set())
+    assert (found.span, found.world_size) == ((WALL, WALL + 2000), 1)
 
 
 def test_what_a_header_or_a_record_may_not_say_is_counted(tmp_path: Path) -> None:
@@ -94,6 +95,7 @@ def test_what_a_header_or_a_record_may_not_say_is_counted(tmp_path: Path) -> Non
     found = read_comms(path)
     assert (found.world_size, found.unattributed) == (None, {IMPOSSIBLE: 1})
     assert (*found.calls.called, *found.calls.step, *found.calls.number, *found.calls.id) == (0, 0, 0, 1 << 61)
+    assert read_comms(write(tmp_path / "e", {"end": {}})).span == (WALL, WALL)
     assert found.notes == [f"{path}: reports 0 ranks for the job, which is not a valid number"]
     (tmp_path / "d").write_text("{}")
     with pytest.raises(CrossrankError, match="d: line 1 is not a crossrank header; record it again"):
@@ -113,8 +115,10 @@ def test_the_line_that_a_record_names_is_a_stack_of_one_frame(source: str, filen
 
 
 def test_between_two_readings_a_time_drifts_from_the_one_offset_to_the_other() -> None:
-    clock = WallClock([{"t": 0, "wall": WALL}, {"t": 10 * SECOND, "wall": WALL + 10 * SECOND + 4000}])
-    assert [clock.at(second * SECOND) - WALL - second * SECOND for second in (0, 5, 10)] == [0, 2000, 4000]
+    clock = WallClock(
+        [{"t": 2 * SECOND, "wall": WALL + 2 * SECOND}, {"t": 12 * SECOND, "wall": WALL + 12 * SECOND + 4000}]
+    )
+    assert [clock.at(second * SECOND) - WALL - second * SECOND for second in (2, 7, 12)] == [0, 2000, 4000]
 
 
 def test_before_the_first_reading_and_after_the_last_their_offsets_hold() -> None:
@@ -128,6 +132,13 @@ def test_a_clock_that_was_set_goes_on_as_if_it_had_not_been_and_says_by_how_much
     clock = WallClock(moments)
     assert clock.set_by == 5 * SECOND
     assert [clock.at(second * SECOND) - WALL for second in (5, 10, 20)] == [5 * SECOND, 10 * SECOND, 20 * SECOND + 1000]
+
+
+@pytest.mark.parametrize(("by", "set_by"), [(11_000_000, 0), (11_000_001, 11_000_001), (-11_000_001, -11_000_001)])
+def test_a_clock_that_goes_further_than_clocks_drift_was_set(by: int, set_by: int) -> None:
+    moments = [(5, 0), (10, 1000), (20, 1000 + by)]
+    clock = WallClock({"t": at * SECOND, "wall": WALL + at * SECOND + off} for at, off in moments)
+    assert (clock.set_by, clock.at(20 * SECOND) - WALL - 20 * SECOND) == (set_by, 1000 + by - set_by)
 
 
 def test_readings_that_lack_a_clock_or_go_back_are_left_out() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import zstandard
 
+from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED
 from crossrank.tools.traces.discover import (
     BASIC,
@@ -20,6 +21,7 @@ from crossrank.tools.traces.discover import (
     PLAN,
     REPORT,
     TIMELINE,
+    FoundFile,
     discover,
     look,
     other_jobs,
@@ -61,7 +63,9 @@ from crossrank.tools.traces.discover import (
         ("dlrm_8gpu.json", None),
         ("trace_2026-11-22.json", None),
         ("gpu07_4711.1790000000000000000.pt.trace.json", None),
-        ("rank_99999999.json", None),
+        ("rank_1048575.json", 1_048_575),
+        ("rank_1048576.json", None),
+        ("rank_00000001.json", None),
     ],
 )
 def test_the_rank_that_a_name_says(name: str, rank: int | None) -> None:
@@ -95,7 +99,7 @@ CONTENTS: dict[str, list[bytes]] = {
     PLAN: [b'{"schema":"crossrank-plan 1","source":"x"}'],
     TIMELINE: [b'{"metadata":{"crossrank":"0.1.0"},"traceEvents":[]}'],
     REPORT: [],
-    "": [b"a note", b'{"events": []}', b"PK\3\4", b'{"nodes": 3}', b'log: "entries": 4'],
+    "": [b"a note", b'{"events": []}', b"PK\3\4", b'{"nodes": 3}', b'log: "entries": 4', b" " * (1 << 16) + kineto()],
 }
 
 
@@ -153,16 +157,26 @@ def test_a_folder_is_searched_with_all_below_it_but_for_other_jobs(tmp_path: Pat
 def test_files_of_one_rank_share_it(tmp_path: Path) -> None:
     put(tmp_path, "kineto.json", content=kineto(5))
     put(tmp_path, "et.json", content=CONTENTS[EXECUTION_TRACE][0])
-    assert names_and_ranks(tmp_path) == [("et.json", 5), ("kineto.json", 5)]
+    put(tmp_path, "notes-7.txt", "notes.txt", content=b"a note")
+    notes = [("notes-7.txt", 7), ("notes.txt", None)]
+    assert names_and_ranks(tmp_path) == [("et.json", 5), ("kineto.json", 5), *notes]
+    put(tmp_path, "dump_6")
+    assert names_and_ranks(tmp_path) == [("dump_6", 6), ("et.json", None), ("kineto.json", 5), *notes]
+    put(tmp_path, "dump_5")
+    (tmp_path / "dump_6").unlink()
+    assert names_and_ranks(tmp_path)[:2] == [("dump_5", 5), ("et.json", 5)]
     put(tmp_path, "other.json", content=CONTENTS[EXECUTION_TRACE][0])
-    assert names_and_ranks(tmp_path) == [("et.json", None), ("kineto.json", 5), ("other.json", None)]
+    assert names_and_ranks(tmp_path)[1:3] == [("et.json", None), ("kineto.json", 5)]
 
 
 def test_the_file_nearest_to_the_path_is_taken_and_the_other_is_said(tmp_path: Path) -> None:
     put(tmp_path, "rank_0", "copy/rank_0", "copy/rank_1")
     put(tmp_path, "rank-0.linked.json", "copy/rank-0.linked.json", content=CONTENTS[LINKED][0])
+    put(tmp_path, "rank_0.sqlite", "copy/rank_0.sqlite", content=b"an export holds several ranks")
+    put(tmp_path, "et.json", "copy/et.json", content=CONTENTS[EXECUTION_TRACE][0])
     problems = {str(Path(file.path).relative_to(tmp_path)): file.problem for file in discover([str(tmp_path)])}
     assert problems == {
+        **dict.fromkeys(("rank_0.sqlite", "copy/rank_0.sqlite", "et.json", "copy/et.json"), ""),
         "rank_0": "",
         "rank-0.linked.json": "",
         "copy/rank_1": "",
@@ -192,5 +206,9 @@ def test_what_cannot_be_used_says_why(tmp_path: Path) -> None:
 
 
 def test_a_file_named_twice_is_found_once(tmp_path: Path) -> None:
-    put(tmp_path, "dump_0")
-    assert len(discover([str(tmp_path), str(tmp_path / "dump_0")])) == 1
+    put(tmp_path, "a/b/dump_0", content=CONTENTS[FLIGHT][1])
+    (file,) = discover([str(tmp_path), str(tmp_path / "a/b/dump_0")])
+    path, size = f"{tmp_path}/a/b/dump_0", len(CONTENTS[FLIGHT][1])
+    assert file == FoundFile(path=path, kind=FLIGHT, rank=0, window=1, size=size, depth=2)
+    with pytest.raises(CrossrankError, match="gone"):
+        discover([str(tmp_path / "gone")])

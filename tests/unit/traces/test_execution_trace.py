@@ -77,7 +77,8 @@ def test_known_schemas_are_read_without_a_word(tmp_path: Path, schema: str) -> N
 
 
 def test_an_unknown_schema_is_tried_with_a_warning(tmp_path: Path) -> None:
-    trace = read(tmp_path, [nested_node(1, "a", 0)], "1.4.0-chakra.2")
+    trace = read(tmp_path, [nested_node(1, "a", 0), nested_node(2, "b", 0) | {"ctrl_deps": None}], "1.4.0-chakra.2")
+    assert [node.parent for node in trace.nodes] == [0, 0]
     assert trace.warnings == (
         "schema '1.4.0-chakra.2' is not known, read as '1.1.1-chakra.0.0.4'; check what it links",
     )
@@ -106,8 +107,9 @@ def test_duplicate_ids_are_renumbered_and_named(tmp_path: Path) -> None:
 
 def test_a_parent_that_is_not_there_is_replaced_by_the_thread(tmp_path: Path) -> None:
     root = nested_node(2, "[pytorch|profiler|execution_trace|thread]", 0, tid=1)
-    trace = read(tmp_path, [root, nested_node(5, "a", 77, 1), nested_node(6, "b", 78, 2, tid=4)])
-    assert [(node.id, node.parent) for node in trace.nodes] == [(2, 0), (5, 2), (6, 0)]
+    process = nested_node(3, "[pytorch|profiler|execution_trace|process]", 0, tid=4)
+    trace = read(tmp_path, [root, process, nested_node(5, "a", 77, 1), nested_node(6, "b", 78, 2, tid=4)])
+    assert [(node.id, node.parent) for node in trace.nodes] == [(2, 0), (3, 0), (5, 2), (6, 0)]
     assert "2 node(s) name a parent that is not in the file (first: node 5;" in trace.warnings[0]
 
 
@@ -128,11 +130,22 @@ def test_a_chain_of_a_hundred_thousand_parents_is_no_problem(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "attrs", [None, {}, [1], [{"value": 1}], [{"name": "rf_id", "value": "abc"}], [{"name": "tid", "value": 2.7}]]
+    "attrs",
+    [
+        None,
+        {},
+        [1],
+        [{"value": 1}],
+        [{"name": "rf_id", "value": "abc"}],
+        [{"name": "tid", "value": 2.7}],
+        [{"name": "tid", "value": 1 << 64}],
+    ],
 )
 def test_attributes_that_are_not_as_they_should_be_are_counted(tmp_path: Path, attrs: Any) -> None:
     trace = read(tmp_path, [nested_node(1, "a", 0), nested_node(8, "b", 1) | {"attrs": attrs}])
-    assert [(node.name, node.rf_id, node.tid) for node in trace.nodes] == [("a", 0, 1), ("b", 0, 0)]
+    a, b = trace.nodes
+    assert (a.name, a.rf_id, a.tid) == ("a", 0, 1)
+    assert (b.name, b.rf_id, b.tid, b.seq_id, b.scope, b.fw_parent, b.fw_tid) == ("b", 0, 0, -1, 0, 0, 0)
     assert trace.damage == ("1 attribute(s) are not as the schema has them (first: of node 8)",)
 
 
@@ -167,11 +180,13 @@ def test_process_groups_are_read_and_the_world_has_its_ranks(tmp_path: Path) -> 
 
 def test_the_nodes_that_are_wanted_lie_under_their_nearest_caller_that_is(tmp_path: Path) -> None:
     parents = {2: ("a", 0), 3: ("x", 2), 4: ("x", 3), 5: ("a", 4), 6: ("x", 7), 7: ("x", 6), 8: ("a", 6), 9: ("a", 2)}
+    parents |= {1: ("a", 0), 10: ("a", 77)}
     given = {"values": [1], "shapes": [[]], "types": ["Int"]}
     nodes = [nested_node(id, name, parent, id, inputs=given) for id, (name, parent) in parents.items()]
     read(tmp_path, nodes)
     trace = read_execution_trace(str(tmp_path / "et.json"), lambda name: name == "a")
-    assert [(node.id, node.parent, node.rf_id) for node in trace.nodes] == [(2, 0, 2), (5, 2, 5), (8, 0, 8), (9, 2, 9)]
+    assert [(node.id, node.parent) for node in trace.nodes] == [(1, 0), (2, 0), (5, 2), (8, 0), (9, 2), (10, 0)]
+    assert all(node.rf_id == node.id for node in trace.nodes)
     assert io_texts(trace.nodes[0].inputs) == ("[1]", "[[]]", '["Int"]')
     assert io_texts(trace.nodes[0].outputs) == io_texts(msgspec.Raw(b"[]")) == ("[]", "[]", "[]")
     assert trace.warnings == ()

@@ -108,6 +108,21 @@ def test_the_status_of_json_has_its_numbers_as_strings() -> None:
     assert decode(content).status == {0: Progress(17, 17)}
 
 
+def test_what_a_dump_does_not_say_is_not_known() -> None:
+    content = {"version": "2.10", "pg_status": {"0": {}}, "entries": [{"record_id": 0, "profiling_name": "x"}]}
+    dump = decode(content | {"crossrank": {"rank": 1, "world_size": 1, "time_ns": 5}})  # which a pickle never has
+    (one,) = dump.entries
+    assert (one.pg_id, one.collective_seq_id, one.p2p_seq_id, one.time_created_ns) == (-1, 0, 0, 0)
+    assert (dump.status, dump.moment, dump.rank, dump.groups) == ({0: Progress(-1, -1)}, None, None, [])
+
+
+@pytest.mark.parametrize(("world_size", "is_valid"), [(0, False), (1, True), (1 << 20, True), ((1 << 20) + 1, False)])
+def test_what_we_add_to_a_dump_has_a_valid_size_of_the_job(world_size: int, is_valid: bool) -> None:
+    content = {"version": "2.10", "crossrank": {"rank": 0, "world_size": world_size, "time_ns": 5}}
+    dump = decode_flight_dump("rank_0", json.dumps(content).encode(), [], Budget("rank_0"))
+    assert ((dump.moment is not None), not dump.problems) == (is_valid, is_valid)
+
+
 def test_calls_that_differ_in_what_comes_out_are_different_calls(job: SimulatedJob, tmp_path: Path) -> None:
     content = job.dump(0)
     first, second = (dict(content["entries"][0], record_id=number, collective_seq_id=number + 1) for number in (0, 1))
@@ -152,7 +167,7 @@ def test_numbers_and_dtypes_may_be_text() -> None:
     first, second = dump.entries
     assert (first.collective_seq_id, first.input_sizes, first.input_dtypes) == (1, ((4, 4), (2,)), ("float32",) * 2)
     assert (second.input_dtypes, second.output_sizes, second.output_dtypes) == (("float32",), (), ())
-    assert first.pg_id != second.pg_id
+    assert (first.pg_id, second.pg_id) == (-2, -3)
 
 
 def uneven_all_gather(*sizes: int) -> list[dict[str, Any]]:

@@ -36,6 +36,7 @@ def test_calls_have_groups_sizes_waits_and_batches(tmp_path: Path) -> None:
         {"comms": "irecv", "use_batch": True, "src_rank": 2, "dst_rank": 1, **sized},
         {"comms": "all_to_allv", "in_split": [2, 4], "out_split": [3, 3], **sized},
         {"comms": "wait", "req": [4, 0]},
+        {"comms": "warp", "src_rank": 2, "in_split": [], "out_split": [], **sized},
     )
     same: dict[str, Any] = {"c10d": "", "bytes": 24, "inputs": [[6]], "outputs": [[6]], "dtype": "float32", "pg": "0"}
     assert list(trace.records()) == [
@@ -46,11 +47,12 @@ def test_calls_have_groups_sizes_waits_and_batches(tmp_path: Path) -> None:
         CommRecord(id=4, op="reduce", t=0, root=2, **same),
         CommRecord(id=5, op="recv", t=0, peer=2, batch=5, **same),
         CommRecord(id=6, op="all_to_all", t=0, in_split=[2, 4], out_split=[3, 3], **same),
+        CommRecord(id=7, op="warp", t=0, **same),
     ]
     assert trace.waits == Waits(
-        before=array("q", [2, -1, 7, -1, -1, -1, -1]),
-        blocking=array("b", [0, 1, 0, 1, 1, 1, 1]),
-        returned=array("q", [0] * 7),
+        before=array("q", [2, -1, 7, -1, -1, -1, -1, -1]),
+        blocking=array("b", [0, 1, 0, 1, 1, 1, 1, 1]),
+        returned=array("q", [0] * 8),
         recorded=2,
         without_call=1,
     )
@@ -71,5 +73,7 @@ def test_a_side_that_is_not_counted_has_no_tensor(
     (record,) = trace.records()
     assert (record.inputs, record.outputs, record.bytes) == (*shapes, 8 if 8 in (inputs, outputs) else 0)
     assert (trace.world_size, trace.timed, trace.notes) == (None, False, [])
+    assert [one.group for one in trace.groups] == [Group(pg="0", size=0)]
+    assert read(tmp_path, {"compute": "gemm"}).world_size is read(tmp_path).world_size is None
     assert trace.waits is not None
     assert list(trace.waits.blocking) == [-1]

@@ -10,7 +10,16 @@ import pytest
 
 from crossrank.comm import MOST_RANKS, CommRecord, Group
 from crossrank.tools.traces.execution_trace import HostNode
-from crossrank.tools.traces.param_comms import ParamComms, from_kineto, from_node, from_op, to_record
+from crossrank.tools.traces.param_comms import (
+    ParamComms,
+    from_kineto,
+    from_node,
+    from_op,
+    named_by_address,
+    shapes_from_elements,
+    tensor_bytes,
+    to_record,
+)
 
 FLOATS = [5, 6, 0, 24, 4, "cuda:0"]
 HALVES = [7, 8, 0, 48, 2, "cuda:0"]
@@ -58,6 +67,7 @@ def test_the_layout_of_1_0_1_with_a_pointer_for_the_group() -> None:
     )
     assert comms is not None
     assert (comms.name, comms.pg, comms.seq, comms.rank) == ("all_to_allv", "94594108284448", 150, 0)
+    assert (comms.group_size, comms.ranks, comms.is_p2p) == (0, None, False)
     made = record(comms, None)
     assert (made.op, made.bytes, made.dtype, made.seq) == ("all_to_all", 3392 * 4, "int32", 150)
     assert (made.inputs, made.outputs, made.in_split, made.out_split) == ([[3392]], [[768]], [96, 224], [96, 96])
@@ -81,6 +91,7 @@ def test_the_layout_of_1_0_3_with_name_and_description_and_the_shape_of_the_grou
     )
     assert comms is not None
     assert (comms.pg, comms.desc, comms.ranks, comms.group_size) == ("3", "dp", range(4, 8, 2), 2)
+    assert (comms.in_split, comms.out_split, comms.is_p2p) == (None, None, False)
     made = record(comms)
     assert (made.op, made.root, made.bytes, made.inputs) == ("broadcast", 6, 192, [[24], [4, 6]])
 
@@ -88,8 +99,8 @@ def test_the_layout_of_1_0_3_with_name_and_description_and_the_shape_of_the_grou
 def test_the_layout_of_newer_torch_with_a_pair_for_the_sequence_and_attributes() -> None:
     comms = from_node(
         node(
-            [[FLOATS], [7, True], ["3", "pp"], 1, "send", [], [], 4, 2, 2],
-            [[[24]], [[], []], [[], []], [], [], [], [], [], [], []],
+            [[FLOATS], [7, True], ["3", "pp"], 1, "send", [], []],
+            [[[24]], [[], []], [[], []], [], [], [], []],
             ["GenericList[Tensor(float)]", "Tuple[Int,Bool]", "Tuple[String,String]", *REST],
             collective_name="send",
             dtype="Float",
@@ -100,14 +111,14 @@ def test_the_layout_of_newer_torch_with_a_pair_for_the_sequence_and_attributes()
             global_rank_start=4,
             global_rank_stride=2,
             pg_name="3",
-            pg_desc="pp",
+            pg_desc="pipeline",
             pg_size=2,
         )
     )
     made = record(comms)
     assert (made.op, made.peer, made.p2p_seq, made.seq, made.bytes, made.dtype) == ("send", 6, 7, None, 96, "float32")
     assert comms is not None
-    assert (comms.is_p2p, comms.desc, comms.ranks) == (True, "pp", range(4, 8, 2))
+    assert (comms.is_p2p, comms.desc, comms.ranks) == (True, "pipeline", range(4, 8, 2))
 
 
 def test_a_receive_takes_its_bytes_from_the_side_that_names_the_tensor() -> None:
@@ -125,6 +136,9 @@ def test_hostile_values_do_no_harm() -> None:
     )
     assert comms is not None
     assert (comms.ranks, comms.in_split, comms.out_split, comms.dtype) == (None, None, None, "float")
+    shapeless = from_node(node([[FLOATS], *layout[1:5]], [7] + [[]] * 4, ["Tensor(float)"]))
+    assert shapeless is not None
+    assert (shapeless.name, shapeless.inputs) == ("allreduce", [])
     args = {"Collective name": "allreduce", "Group size": 1 << 61, "Global rank start": 0, "Global rank stride": 1}
     described = from_kineto(msgspec.Raw(json.dumps(args).encode()))
     assert described is not None
@@ -224,6 +238,7 @@ def test_the_tensor_of_a_receive_is_its_output(name: str, sides: tuple[list[list
         ({"name": "all_gather", "in_elements": 4, "group_size": 3}, 2, 32),
         ({"name": "reduce_scatter", "outputs": [[2, 3]]}, 2, 48),
         ({"name": "broadcast", "outputs": [[2, 3]], "dtype": "no such type"}, 2, 0),
+        ({"name": "broadcast", "outputs": [[2, 3]]}, 2, 24),
         ({"name": "barrier", "in_elements": 1}, 2, 0),
         ({"name": "something", "in_elements": 4}, 2, 16),
     ],
@@ -253,3 +268,25 @@ def test_ranks_in_even_steps_are_those_of_a_group(start: Any, stride: Any, size:
     comms = from_kineto(msgspec.Raw(json.dumps(args).encode()))
     assert comms is not None
     assert (comms.ranks, comms.rank, comms.is_p2p) == (ranks, 1, True)
+
+
+def test_a_call_of_no_known_operation_or_size_is_taken_by_its_name() -> None:
+    args = {"Collective name": "warp", "Src Rank": 3, "Global rank start": 0, "Global rank stride": 1}
+    assert from_kineto(msgspec.Raw(json.dumps(args).encode())) == ParamComms(name="warp", group_size=0)
+
+
+@pytest.mark.parametrize("inputs", [[[2, 3]], []])
+@pytest.mark.parametrize("in_elements", [6, 0])
+def test_shapes_that_are_recorded_are_not_made_of_counts(inputs: list[list[int]], in_elements: int) -> None:
+    comms = ParamComms(name="x", inputs=inputs, outputs=[[5]], in_elements=in_elements, out_elements=8)
+    shapes_from_elements(comms)
+    assert (comms.inputs, comms.outputs) == (inputs or [[6]] * (in_elements > 0), [[5]])
+
+
+def test_bytes_of_tensors_count_however_deep_they_lie() -> None:
+    assert tensor_bytes([FLOATS, 3, [HALVES, [1]], [*FLOATS[:5], 0]]) == 192
+
+
+@pytest.mark.parametrize(("pg", "is_address"), [("123456789", True), ("12345678", False), ("default_pg", False)])
+def test_a_long_number_for_a_name_is_an_address(pg: str, is_address: bool) -> None:
+    assert named_by_address(pg) == is_address

@@ -35,7 +35,7 @@ def build(*records: CommRecord) -> RankTrace:
 
 RECORDS = [
     call(1, t=300, seq=1, step=2),
-    call(2, "send", t=200, p2p_seq=1, peer=1, batch=2),
+    call(2, "send", t=200, p2p_seq=1, peer=1, batch=0),
     call(3, t=100, seq=2, step=3),
 ]
 
@@ -95,6 +95,7 @@ def test_other_calls_keep_the_times_and_waits_of_their_rows() -> None:
     made = with_records(trace, [(RECORDS[0], 0), (other, 1), (RECORDS[1], 1), (RECORDS[2], 2)])
     assert list(made.records()) == [RECORDS[0], msgspec.structs.replace(other, t=200), *RECORDS[1:]]
     assert list(made.calls.ended) == [325, 225, 225, 125]
+    assert list(made.calls.batch) == [-1, 2, 0, -1]
     assert made.waits == Waits(
         array("q", [3, -1, -1, 4]), array("b", [0, -1, -1, 1]), array("q", [10, 20, 20, 30]), 2, 1
     )

@@ -19,6 +19,7 @@ from crossrank.tools.traces import safe_pickle
 from crossrank.tools.traces.safe_pickle import RefusedPickleError, load_data
 
 TEXT = st.text(max_size=8)
+EMPTY = b"X\0\0\0\0"
 LEAVES = st.none() | st.booleans() | st.integers(-(1 << 62), 1 << 62) | st.floats(allow_nan=False) | TEXT
 DATA = st.recursive(
     LEAVES | st.tuples(TEXT, TEXT),
@@ -30,6 +31,11 @@ DATA = st.recursive(
 @given(DATA, st.sampled_from([2, 3, 4, 5]))
 def test_data_is_read_as_pickle_reads_it(thing: Any, protocol: int) -> None:
     assert load_data(pickle.dumps(thing, protocol), Budget("dump")) == thing
+
+
+@pytest.mark.parametrize("opcode", [b"U\x03", b"T\x03\0\0\0", b"X\x03\0\0\0"])
+def test_strings_of_other_makers_are_read(opcode: bytes) -> None:
+    assert load_data(b"\x80\x02" + opcode + b"abc.", Budget("dump")) == "abc"
 
 
 class _Witness(pickle._Unpickler):
@@ -96,6 +102,12 @@ def _doubled(levels: int, between: bytes = b"") -> bytes:
         pytest.param(b"\x80\x02\x82\x01.", "opcode", id="extension"),
         pytest.param(b"\x80\x02}q\x00}b.", "opcode", id="build"),
         pytest.param(b"\x80\x02p9999999999\n.", "opcode", id="memo-index-as-text"),
+        pytest.param(b"\x80\x06N.", "has protocol 6; 2 to 5 are read", id="protocol"),
+        pytest.param(b"\x80\x02" + EMPTY + b"\x86.", "tuple", id="pair-of-one"),
+        pytest.param(b"\x80\x02]" + EMPTY + b"\x86.", "tuple", id="pair-with-a-list"),
+        pytest.param(b"\x80\x04]" + EMPTY + b"\x86.", "tuple", id="pair-with-a-list-of-protocol-4"),
+        pytest.param(b"\x80\x02\x8a\x01\x05" + EMPTY + b"\x86.", "tuple", id="pair-with-a-number"),
+        pytest.param(b"\x80\x02" + EMPTY * 2 + b"\x86" + EMPTY + b"\x86.", "tuple", id="pair-with-a-pair"),
         pytest.param(_nested(b"\x85", 200_000), "opcode", id="deep-key"),
         pytest.param(_nested(b"X\x00\x00\x00\x00\x86", 200_000), "tuple", id="deep-key-of-pairs"),
         pytest.param(_nested(b"h\x00X\x00\x00\x00\x00\x86", 200_000), "no sound", id="pairs-under-pairs"),
@@ -110,6 +122,7 @@ def _doubled(levels: int, between: bytes = b"") -> bytes:
         pytest.param(_doubled(60, b"q\xff"), "order", id="exponential-hash-by-a-second-index"),
         pytest.param(_doubled(60, b"(u"), "order", id="exponential-hash-behind-an-empty-update"),
         pytest.param(b"\x80\x02" + b"X\xff\xff\xff\xff" + b"a" * 99 + b".", "cut off", id="string-without-end"),
+        pytest.param(b"\x80\x02\x8d" + b"\xff" * 8 + b"a.", "cut off", id="string-longer-than-any-memory"),
         pytest.param(b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7fa.", "opcode", id="bytes-without-end"),
     ],
 )
@@ -122,6 +135,15 @@ def test_a_pickle_that_is_more_than_data_is_refused(content: bytes, reason: str)
 def test_a_memo_index_allocates_nothing(content: bytes) -> None:
     with pytest.raises(RefusedPickleError, match=r"memo index|order"):
         load_data(b"\x80\x02" + content + b"r\xff\xff\xff\x7f.", Budget("dump"))
+
+
+def test_a_memo_index_is_no_larger_than_the_file_and_some_more() -> None:
+    put = b"\x80\x02" + EMPTY + b"r%b."
+    assert load_data(put % (13 + (1 << 16)).to_bytes(4, "little"), Budget("dump")) == ""
+    with pytest.raises(RefusedPickleError, match="has the memo index 65550, more than a pickle of 13 bytes needs"):
+        load_data(put % (14 + (1 << 16)).to_bytes(4, "little"), Budget("dump"))
+    with pytest.raises(RefusedPickleError, match="order"):
+        load_data(b"\x80\x02]r\0\0\2\0.", Budget("dump"))
 
 
 def test_a_pickle_with_more_values_than_any_dump_is_refused() -> None:

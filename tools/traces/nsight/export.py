@@ -204,11 +204,11 @@ def lookup(ordered: Column, values: Column) -> Column:
     return np.where(ordered[at] == values, at, NONE)
 
 
-def at(values: Column | Mask, index: Column, default: int = NONE) -> Column:
-    """The value at each index; `default` where that is negative."""
+def at(values: Column | Mask, index: Column) -> Column:
+    """The value at each index; `NONE` where that is negative."""
     if not len(values):
-        return np.full(len(index), default, np.int64)
-    return np.where(index < 0, default, values[np.maximum(index, 0)])
+        return np.full(len(index), NONE, np.int64)
+    return np.where(index < 0, NONE, values[np.maximum(index, 0)])
 
 
 @dataclass

@@ -115,8 +115,6 @@ def _launches(export: Export, process: Column, correlation: Column) -> tuple[Col
 def innermost(ranges: Ranges, thread: Column, moment: Column) -> Column:
     """Index of the innermost range around each moment of a thread; `NONE` where there is none."""
     found = np.full(len(moment), NONE, np.int64)
-    if not len(ranges) or not len(moment):
-        return found
     by_thread = np.argsort(ranges.thread, kind="stable")
     bounds = {tid: (first, last) for tid, first, last in runs(ranges.thread[by_thread])}
     asked = np.argsort(thread, kind="stable")
@@ -152,13 +150,10 @@ def _ends(ranges: Ranges, mine: Column) -> Column:
 
 def _parents(start: Column, end: Column) -> Column:
     """Index of the range around each of a thread's ranges, which are in the order of starts; -1 for none."""
-    parent = np.arange(-1, len(start) - 1, dtype=np.int64)
+    parent = np.full(len(start), NONE, np.int64)
     reach = np.maximum.accumulate(end)
     # Most ranges follow each other: behind one that lies around none of those before, nothing is to be looked for.
-    alone = np.ones(len(start), bool)
-    alone[1:] = reach[:-1] < start[1:]
-    parent[alone] = -1
-    for index in np.flatnonzero(~alone):
+    for index in np.flatnonzero(reach[:-1] >= start[1:]) + 1:
         above = index - 1
         while above >= 0 and end[above] < end[index]:
             above = int(parent[above])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from itertools import count
 
 import msgspec
 import numpy as np
@@ -29,7 +30,7 @@ from crossrank.tools.traces.nsight.kernel_launches import (
     peer_copies,
     runs,
 )
-from crossrank.tools.traces.nsight.markers import BATCH, CALL, GROUP, IDENTITY, NCCL, Ranges, read_ranges
+from crossrank.tools.traces.nsight.markers import BATCH, CALL, GROUP, NCCL, Ranges, read_ranges
 from crossrank.tools.traces.nsight.nccl import NcclRanges
 from crossrank.tools.traces.nsight.rows import FILTERED, rows_of_comms, rows_of_markers
 from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder, launch_of
@@ -76,9 +77,9 @@ def read_export(path: str, rank: int | None, comms: Mapping[int, str]) -> list[R
         _check_attributed(export, found, len(ranges.of(CALL, BATCH)), len(kernels))
         strangers = ~np.isin(kernels.process, [process.number for process in processes])
         if strangers.any():
-            count = len(np.unique(kernels.process[strangers]))
+            others = len(np.unique(kernels.process[strangers]))
             found[0].notes.append(
-                f"{path}: {int(strangers.sum())} communication kernels of {count} process(es) without any marker"
+                f"{path}: {int(strangers.sum())} communication kernels of {others} process(es) without any marker"
             )
         found[0].notes += [f"{path}: {note}" for note in export.notes]
         return found
@@ -96,7 +97,7 @@ def _give_ranks(path: str, processes: list[_Process], named: int | None) -> None
     unknown = [process.times for process in processes if process.times.rank is None]
     if unknown and len(processes) > 1:
         taken = {process.times.rank for process in processes}
-        free = (rank for rank in range(2 * len(processes)) if rank not in taken)
+        free = (rank for rank in count() if rank not in taken)
         for one, rank in zip(unknown, free, strict=False):
             one.rank = rank
         unknown[0].notes.append(
@@ -125,7 +126,7 @@ def _check_attributed(export: Export, found: list[RankTrace], calls: int, kernel
         )
         return
     reasons = sum((one.unattributed for one in found), Counter[str]())
-    why = "; ".join(f"{count} {text}" for text, count in reasons.most_common())
+    why = "; ".join(f"{number} {text}" for text, number in reasons.most_common())
     graphs = export.has(GRAPH_TRACE) or bool(reasons[GRAPHS])
     step = (
         "record with --cuda-graph-trace=node, or without the graph"
@@ -156,11 +157,11 @@ class _Process:
             node=str(export.value("TARGET_INFO_SYSTEM_ENV", "value", "Hostname") or ""),
             numbered=False,
         )
-        self._began: Column = np.empty(0, np.int64)
+        self._began: Column
         """By row, on the clock of the export; so is `_ended`, 0 = no kernel."""
-        self._ended: Column = np.empty(0, np.int64)
+        self._ended: Column
         for meaning in self._meanings:
-            if meaning.rank is not None and meaning.what in (IDENTITY, CALL):
+            if meaning.rank is not None:
                 times.rank = meaning.rank
                 times.world_size = meaning.world_size or times.world_size
                 times.node = times.node or meaning.host
@@ -191,17 +192,17 @@ class _Process:
             times.attributed[NOT_EMITTED] += int(hidden.sum())
             kernels, row = kernels.take(~hidden), row[~hidden]
         left = self._give(row, kernels, IN_OLD if any(meaning.old for meaning in self._meanings) else IN_OURS)
-        if len(calls) and (self._ended == 0).any():
+        if (self._ended == 0).any():
             copies = peer_copies(self._export)
             copies = copies.take(copies.process == self.number)
             row = at(row_of, innermost(calls, copies.thread, copies.launched))
             self._give(np.where(at(self._ended, row) == 0, row, NONE), copies, COPIES)
             left = self._in_order(left)
-        known = self._ended > 0
+        known = self._ended != 0
         times.calls.began = array("q", np.where(known, self._began + epoch, 0).tobytes())
         times.calls.ended = array("q", np.where(known, self._ended + epoch, 0).tobytes())
         left, captured = self._by_graph_nodes(row_of, left)
-        if self._nccl is not None and len(left):
+        if self._nccl is not None:
             left = self._by_nccl(self._nccl, builder, left)
         self._count_unattributed(int((~known).sum()) - captured, captured, left)
         return times
@@ -226,7 +227,7 @@ class _Process:
         """A marker without extent reaches to the next one, and so around launches that are none of its own: it gets the
         first that runs the kernel of its operation and is no graph's."""
         calls = self._calls
-        instant = at(calls.instant, inside, 0) > 0
+        instant = at(calls.instant, inside) > 0
         if not instant.any():
             return inside
         marked = np.array([_kernel_of(one.record.op) for one in calls.meanings], object)
@@ -280,7 +281,7 @@ class _Process:
         """
         columns = ("start", "globalTid", "graphNodeId", "originalGraphNodeId")
         table = next((name for name in GRAPH_NODES if {*columns[:3]} <= self._export.columns(name)), None)
-        if not len(self._calls) or table is None:
+        if table is None:
             return left, 0
         start, thread, node, original = self._export.all(table, columns)
         mine = np.flatnonzero((thread >> 24) == self.number)
@@ -340,7 +341,7 @@ class _Process:
     def _count_unattributed(self, without: int, captured: int, left: Activities) -> None:
         """Count calls without a kernel, and kernels without a call."""
         times = self.times
-        graphs = left.graph_node > 0
+        graphs = left.graph_node != 0
         no_launch = ~graphs & (left.thread == NONE)
         times.unattributed += Counter(
             {

@@ -15,7 +15,7 @@ import numpy as np
 
 from crossrank.comm import CommRecord, is_p2p
 from crossrank.recording import CommsFile
-from crossrank.tools.traces.nsight.export import NONE, Column
+from crossrank.tools.traces.nsight.export import NONE, Column, at
 from crossrank.tools.traces.nsight.kernel_launches import Activities, innermost
 from crossrank.tools.traces.nsight.markers import BATCH, CALL, Ranges
 from crossrank.tools.traces.rank_trace import TraceBuilder, launch_of
@@ -96,7 +96,7 @@ def rows_of_markers(calls: Ranges, kernels: Activities, builder: TraceBuilder, e
         "batch": np.full(len(heads), -1),
     }
     trace.calls.extend(columns)
-    return np.where(head == FILTERED, FILTERED, row[head])
+    return np.where(head == FILTERED, FILTERED, at(row, head))
 
 
 def _batches(calls: Ranges, kernels: Activities) -> Iterator[tuple[list[int], int, int]]:

@@ -174,9 +174,9 @@ class Process:
             graphNodeId=graph_node,
         )
 
-    def copy(self, launched: int, start: int, end: int, *, kind: int = 10, thread: int = 1) -> None:
-        """A copy between GPUs."""
-        devices = {"deviceId": 0, "srcDeviceId": 0, "dstDeviceId": 1 if kind == 10 else 0}
+    def copy(self, launched: int, start: int, end: int, *, kind: int = 10, to: int = 0, thread: int = 1) -> None:
+        """A copy; from one GPU to another where that is its kind, or where it is not to the first one."""
+        devices = {"deviceId": 0, "srcDeviceId": 0, "dstDeviceId": to}
         self._activity("MEMCPY", launched, thread, start=start, end=end, streamId=20, copyKind=kind, **devices)
 
     def _activity(self, table: str, launched: int | None, thread: int, **columns: int | None) -> int:

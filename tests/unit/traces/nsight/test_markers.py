@@ -28,9 +28,10 @@ def test_the_texts_of_ours() -> None:
     for given, meaning in (
         (call | {"bytes": 7, "id": 4, "t": 5}, Meaning(CALL, record=whole)),
         ({"op": "send", "pg": "3", "left_out": {"in": 3}}, Meaning(CALL, record=less, sizeless=True, left_out=True)),
+        ({"op": "send", "pg": "3", "bytes": 0}, Meaning(CALL, record=less)),
         ({"op": "coalesced", "pg": "3"}, Meaning(BATCH, record=batch)),
         ({"crossrank": "1", "rank": 0, "host": "a"}, Meaning(IDENTITY, rank=0, host="a")),
-        ({"crossrank": "1", "rank": MOST_RANKS}, None),
+        *((one, None) for one in ({"crossrank": "1", "rank": MOST_RANKS}, {"crossrank": "1"}, {"rank": 1})),
         (
             {"group": {"pg": "3", "size": 9, "left_out": {"ranks": 9}}},
             Meaning(GROUP, group=Group(pg="3", size=9), left_out=True),

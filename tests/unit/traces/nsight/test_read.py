@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from crossrank.comm import MOST_RANKS
 from crossrank.tools.job.job import Job
 from crossrank.tools.job.launches import Launches, launches
 from crossrank.tools.traces.nsight.kernel_launches import innermost
@@ -76,6 +77,7 @@ def test_a_kernel_belongs_to_the_marker_that_its_launch_lies_in(tmp_path: Path, 
     assert (times.rank, times.world_size, times.source, times.node) == (1, 2, "nsight", "host-a")
     assert times.groups[0].group.ranks == [0, 1]
     assert times.calls.called.tolist() == [EPOCH + 1000, EPOCH + 2000]
+    assert times.calls.batch.tolist() == [-1, -1]
     assert dict(times.attributed) == {IN_OURS: 2}
     assert not times.unattributed
 
@@ -94,6 +96,14 @@ def test_processes_of_one_export_reuse_correlation_ids_and_stay_apart(tmp_path: 
     assert [row[4:] for row in rows(second)] == [(1507, 1907), (2507, 2907)]
     assert (first.rank, second.rank) == (0, 1)
     assert first.notes == [f"{tmp_path}/a.sqlite: 2 communication kernels of 1 process(es) without any marker"]
+
+
+def test_two_processes_that_do_not_tell_their_rank_are_numbered(tmp_path: Path) -> None:
+    export = ExportFile()
+    for pid in (71, 70):
+        two_calls(export.process(pid))
+    found = read_export(str(export.write(tmp_path / "a.sqlite")), 5, {})
+    assert [times.rank for times in found] == [0, 1]
 
 
 def test_markers_of_other_threads_do_not_count(tmp_path: Path, process: Process) -> None:
@@ -160,7 +170,7 @@ def test_the_texts_of_the_older_shim_have_no_id_and_no_extent(tmp_path: Path) ->
         for number in (1, 2, 3):
             text = {"name": "all_reduce", "message_size": 4096, "group_ranks": [0, 2], "timestamp": number}
             process.event(34, 1000 * number, None, json.dumps(text))
-            process.kernel(1000 * number + 200, 1000 * number + 500, 1000 * number + 900)
+            process.kernel(1000 * number + 999, 1000 * number + 500, 1000 * number + 900)
         (times,) = read_export(str(export.write(tmp_path / "rank_2.sqlite")), 2, {})
         assert rows(times) == [("all_reduce", "0,2", n, n - 1, 1000 * n + 500, 1000 * n + 900) for n in (1, 2, 3)]
         assert times.groups[0].group.ranks == [0, 2]
@@ -171,7 +181,7 @@ def test_the_texts_of_the_older_shim_have_no_id_and_no_extent(tmp_path: Path) ->
 def test_copies_between_gpus_serve_where_no_kernel_was_launched(tmp_path: Path, process: Process) -> None:
     process.marker(1000, 1100, 1, op="all_gather")
     process.copy(1020, 2000, 2500)
-    process.copy(1030, 2100, 2700)
+    process.copy(1030, 2100, 2700, kind=1, to=1)
     process.copy(1040, 100, 9000, kind=8)  # within the device: a list is flattened
     process.marker(3000, 3100, 2)
     process.kernel(3050, 3500, 3900)
@@ -188,10 +198,11 @@ def test_launches_of_ncclS_own_thread_are_taken_in_order_where_numbers_agree(tmp
     process.marker(5000, 5010, 3, op="broadcast")
     process.kernel(5005, 5100, 5200, name="ncclDevKernel_Broadcast_RING_LL()")
     process.marker(6000, 6010, 4, op="all_gather")
+    process.kernel(6005, 7000, 7100, thread=9, stream=21)
     times = read(process, tmp_path)
     assert [row[3:] for row in rows(times)] == [(1, 1500, 1900), (2, 2500, 2900), (3, 5100, 5200), (4, 0, 0)]
     assert dict(times.attributed) == {IN_OURS: 1, IN_ORDER: 2}
-    assert dict(times.unattributed) == {NO_KERNEL: 1}
+    assert dict(times.unattributed) == {NO_KERNEL: 1, OUTSIDE: 1}
 
 
 def test_a_kernel_that_begins_before_its_call_is_not_taken_in_order(tmp_path: Path, process: Process) -> None:
@@ -218,23 +229,25 @@ def test_graph_launches_are_told_and_attributed_where_the_nodes_are_known(tmp_pa
     assert dict(times.attributed) == {IN_OURS: 2, IN_GRAPH: 2}
     assert dict(times.unattributed) == {CAPTURED: 1}
     assert [times.calls.called[row] - EPOCH for row in (3, 4)] == [5000, 10000]
-    assert list(times.calls.number[-2:]) == [-1, -1]
+    assert (list(times.calls.number[-2:]), set(times.calls.batch)) == ([-1, -1], {-1})
     assert [row[3:] for row in rows(times)][3:] == [(3, 5100, 5300), (3, 10100, 10300)]
 
 
 def test_the_nodes_of_graphs_had_another_table_until_2023(tmp_path: Path) -> None:
     export = ExportFile("3.0.0")
     process = export.process(70)
+    process.marker(400, 410, 3)
     two_calls(process)
-    process.marker(4000, 4100, 3)
     process.kernel(5000, 5100, 5300, graph_node=7)
-    process.graph_node(4050, 7)
+    process.kernel(6000, 6100, 6300, graph_node=7, launch=False)
+    process.graph_node(405, 7)
     path = export.write(tmp_path / "a.sqlite")
     with sqlite3.connect(path) as connection:
         connection.execute("ALTER TABLE CUDA_GRAPH_NODE_EVENTS RENAME TO CUDA_GRAPH_EVENTS")
     connection.close()
     (times,) = read_export(str(path), None, {})
-    assert dict(times.attributed) == {IN_OURS: 2, IN_GRAPH: 1}
+    assert dict(times.attributed) == {IN_OURS: 2, IN_GRAPH: 2}
+    assert times.calls.called.tolist()[-2:] == [EPOCH + 5000, 0]
 
 
 def test_times_that_were_normalised_are_since_1970_already(tmp_path: Path) -> None:
@@ -249,6 +262,10 @@ def test_times_that_were_normalised_are_since_1970_already(tmp_path: Path) -> No
     assert dict(absolute.attributed) == {IN_OURS: 2}
     assert absolute.calls == relative.calls
     assert absolute.notes == []
+    for start, called in ((1 << 56, EPOCH + (1 << 56)), ((1 << 56) + 1, (1 << 56) + 1)):
+        late = ExportFile().process(70)
+        late.marker(start, start + 1, 1)
+        assert read(late, tmp_path).calls.called.tolist() == [called]
 
 
 def test_ncclS_own_ranges_serve_where_our_markers_are_missing(tmp_path: Path, process: Process) -> None:
@@ -281,13 +298,26 @@ def test_ncclS_ranges_without_payload_have_times_and_no_size(tmp_path: Path, pro
     process.nccl(1000, 1100, "ncclAllReduce")
     process.kernel(1050, 1500, 1900)
     times = read(process, tmp_path, 0)
-    assert [kind.bytes for kind in launched(times).kinds] == [0]
+    assert [(kind.bytes, times.groups[0].group.pg) for kind in launched(times).kinds] == [(0, "nccl:?")]
     assert times.unattributed == {NO_PAYLOAD: 1}
+
+
+@pytest.mark.parametrize(("ranks", "bytes"), [(0, 0), (1, 8), (MOST_RANKS, 8 * MOST_RANKS), (MOST_RANKS + 1, 0)])
+def test_a_communicator_has_as_many_ranks_as_a_job_may_have(
+    tmp_path: Path, process: Process, ranks: int, bytes: int
+) -> None:
+    process.nccl(10, 20, "ncclCommInitRankConfig", comm=0xABC, ranks=ranks, rank=0)
+    process.nccl(30, 40, "ncclCommInitRankConfig", ranks=5, rank=0)
+    process.nccl(1000, 1100, "ncclAllGather", comm=0xABC, size=8)
+    process.kernel(1050, 1500, 1900)
+    times = read(process, tmp_path, 0)
+    assert [one.bytes for one in times.signatures] == [bytes]
+    assert times.groups[0].group.size == (ranks if bytes else 0)
 
 
 def test_kernels_without_launch_are_counted(tmp_path: Path, process: Process) -> None:
     two_calls(process)
-    process.kernel(0, 100, 200, launch=False)
+    process.kernel(0, 0, 200, launch=False)
     times = read(process, tmp_path)
     assert dict(times.unattributed) == {NO_LAUNCH: 1}
 
@@ -342,29 +372,65 @@ def test_the_launch_of_calls_that_were_not_emitted_is_none_of_ours(tmp_path: Pat
     assert [row[3] for row in rows(times)] == [1]
     assert dict(times.attributed) == {IN_OURS: 1, NOT_EMITTED: 1}
     assert not times.unattributed
+    alone = ExportFile().process(70)
+    alone.event(59, 2000, 2100, json.dumps({"op": "coalesced", "pg": "9"}))
+    alone.kernel(2050, 2500, 2900, name=SEND_RECV_KERNEL)
+    assert dict(read(alone, tmp_path).attributed) == {NOT_EMITTED: 1}
 
 
-def write_comms(path: Path, *records: Mapping[str, object], pid: int | None = None) -> str:
-    header = {"schema": "crossrank-comms 1", "rank": 0, "world_size": 2, "host": "h", "node": "n", "pid": pid}
+def write_comms(path: Path, *records: Mapping[str, object], pid: int | None = None, **more: object) -> str:
+    header = {"schema": "crossrank-comms 1", "rank": 0, "world_size": 2, "host": "h", "node": "n", "pid": pid} | more
+    steps: list[dict[str, object]] = [{"step": {"step": 7, "t": 50}}, {"step": {"t": 60}}]
     group = {"pg": "0", "size": 2, "ranks": [0, 1], "locality": "cross_node"}
     rest = {"c10d": "", "pg": "0", "t": 0, "bytes": 4_000_000}
     whole = [{"id": record["id"], **rest, **record} for record in records]  # a record begins with its id
-    path.write_text("\n".join(map(json.dumps, [{"header": header}, {"group": group}, *whole])) + "\n")
+    path.write_text("\n".join(map(json.dumps, [{"header": header}, {"group": group}, *steps, *whole])) + "\n")
     return str(path)
 
 
-def test_a_comms_file_tells_numbers_and_steps_of_the_ids_in_the_markers(tmp_path: Path, process: Process) -> None:
+@pytest.mark.parametrize(("clock", "began"), [({"t": 5, "wall": 105}, 150), ({}, 50)])
+def test_a_comms_file_tells_numbers_and_steps_of_the_ids_in_the_markers(
+    tmp_path: Path, process: Process, clock: dict[str, int], began: int
+) -> None:
     process.identity(0)
     two_calls(process)
     comms = write_comms(
         tmp_path / "rank-0.comms.jsonl",
         {"id": 1, "op": "all_reduce", "seq": 41, "step": 7},
         {"id": 2, "op": "all_reduce", "seq": 42, "step": 7},
+        clock=clock,
     )
     (times,) = read_export(str(process.export.write(tmp_path / "a.sqlite")), None, {0: comms})
     assert [row[2:4] for row in rows(times)] == [(41, 1), (42, 2)]
     assert times.calls.step.tolist() == [7, 7]
-    assert times.numbered
+    assert times.calls.called.tolist() == [EPOCH + 1000, EPOCH + 2000]
+    assert (times.numbered, times.numbered_pairs, times.steps) == (True, True, [(7, began)])
+    assert (times.world_size, times.node) == (2, "n")
+
+
+def test_calls_of_a_batch_are_one_launch_whichever_of_them_has_a_marker(tmp_path: Path, process: Process) -> None:
+    process.identity(0)
+    process.marker(1000, 1005, 4, op="send", bytes=100)
+    process.event(59, 1100, 1200, json.dumps({"op": "coalesced", "pg": "0"}), payload=4)
+    process.kernel(1150, 2000, 2600, name=SEND_RECV_KERNEL)
+    send, receive = ({"id": id, "op": op, "batch": 4, "bytes": 100} for id, op in ((4, "send"), (5, "recv")))
+    comms = write_comms(tmp_path / "c", {"id": 3, "op": "send"}, send, receive, {"id": 6, "op": "send"})
+    (times,) = read_export(str(process.export.write(tmp_path / "a.sqlite")), None, {0: comms})
+    assert [[member.op for member in one.members] for one in times.signatures] == [["send", "recv"]]
+    assert (times.calls.id.tolist(), times.calls.ended.tolist()) == ([4], [EPOCH + 2600])
+
+
+@pytest.mark.parametrize(("calls", "is_used"), [(99, False), (100, True)])
+def test_one_record_of_a_hundred_may_say_something_else_than_its_marker(
+    tmp_path: Path, process: Process, calls: int, is_used: bool
+) -> None:
+    process.identity(0)
+    for number in range(calls):
+        process.marker(10 * number, 10 * number + 5, number, bytes=1)
+    records = ({"id": number, "op": "all_reduce", "seq": number + 1, "bytes": 1} for number in range(1, calls))
+    comms = write_comms(tmp_path / "c", {"id": 0, "op": "all_reduce", "seq": 1, "bytes": 2}, *records)
+    (times,) = read_export(str(process.export.write(tmp_path / "a.sqlite")), None, {0: comms})
+    assert times.numbered == is_used
 
 
 @pytest.mark.parametrize(
@@ -383,6 +449,7 @@ def test_a_comms_file_of_another_run_is_not_believed(
 
 
 def test_groups_within_groups_of_nccl_are_one_launch(tmp_path: Path, process: Process) -> None:
+    process.identity(1)
     process.nccl(10, 20, "ncclCommInitRankConfig", comm=0xABC, ranks=2, rank=0)
     process.nccl(1000, 1005, "ncclGroupStart")
     for start in (1010, 1050):
@@ -394,6 +461,7 @@ def test_groups_within_groups_of_nccl_are_one_launch(tmp_path: Path, process: Pr
     times = read(process, tmp_path)
     assert [(row[0], row[4]) for row in rows(times)] == [("all_gather", 1500)]
     assert (launched(times).kinds[0].bytes, launched(times).kinds[0].calls) == (2048, 2)
+    assert (times.rank, times.notes) == (1, [])
 
 
 def test_a_group_of_nccl_that_began_before_the_capture_is_one_launch_and_ends_once(
@@ -432,6 +500,7 @@ def test_processes_that_do_not_tell_their_rank_are_known_by_their_comms_file_or_
 
 
 def test_markers_without_ids_are_a_batch_as_far_as_they_are_of_one_kind(tmp_path: Path, process: Process) -> None:
+    process.identity(0)
     ops = ("all_reduce", "send", "recv", "send")
     for number, op in enumerate(ops):
         process.marker(1000 + 10 * number, 1005 + 10 * number, None, op=op, bytes=100 * (number + 1), peer=1)
@@ -441,7 +510,8 @@ def test_markers_without_ids_are_a_batch_as_far_as_they_are_of_one_kind(tmp_path
     process.kernel(3005, 3500, 3900)
     process.event(59, 4000, 4010, json.dumps({"op": "all_gather", "pg": "1"}))
     process.kernel(4005, 4500, 4900, name="ncclDevKernel_AllGather_RING_LL()")
-    times = read(process, tmp_path)
+    no_ids_to_look_up = {0: str(tmp_path / "not opened")}
+    (times,) = read_export(str(process.export.write(tmp_path / "a.sqlite")), None, no_ids_to_look_up)
     assert [(row[0], row[1], *row[3:]) for row in rows(times)] == [
         ("all_reduce", "0", 0, 0, 0),
         ("send/recv", "0", 1, 2000, 2600),

@@ -1,0 +1,335 @@
+"""The entries of a flight-recorder dump as calls: launches, states, groups, and what our own dumps carry beside."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossrank.comm import Group
+from crossrank.tools.traces.flight_calls import GLOO_ALONE, SAME_TIME, read_flight
+from crossrank.tools.traces.flight_recorder import Frame, Progress
+from crossrank.tools.traces.rank_trace import COMPLETED, RETIRED, SCHEDULED, STARTED, RankTrace
+
+DONE: dict[str, Any] = {"state": "completed", "duration_ms": 0.5, "retired": True}
+DONE |= {"time_discovered_started_ns": 7000, "time_discovered_completed_ns": 9000}
+
+
+def entry(number: int, name: str, seq: int = 0, p2p: int = 0, group: str = "0", **fields: Any) -> dict[str, Any]:
+    sizes: dict[str, Any] = {} if "coalesced" in name else {f"{side}put_sizes": [[4]] for side in ("in", "out")}
+    sizes |= {f"{side}put_dtypes": ["Float"] for side in ("in", "out") if sizes}
+    return {
+        "record_id": number,
+        "profiling_name": name if ":" in name else f"nccl:{name}",
+        "process_group": (group, "undefined"),
+        "pg_id": int(group),
+        "collective_seq_id": seq,
+        "p2p_seq_id": p2p,
+        "is_p2p": p2p > 0,
+        "time_created_ns": 1000 + number,
+        **sizes,
+        **fields,
+    }
+
+
+def read(
+    folder: Path, *entries: dict[str, Any], completed: dict[str, int] | None = None, own: bool = False, **content: Any
+) -> RankTrace:
+    config = {number: {"name": number, "desc": f"group {number}", "ranks": "[4, 6]"} for number in ("0", "1")}
+    status = {pg_id: {"last_completed_collective": done} for pg_id, done in (completed or {}).items()}
+    whole = {"version": "2.10", "pg_config": config, "pg_status": status, "entries": entries} | content
+    (folder / "dump").write_text(json.dumps(whole))
+    return read_flight(str(folder / "dump"), 4, own_calls=own)
+
+
+def rows(trace: RankTrace) -> list[tuple[str, int, int, int, int, int, list[str]]]:
+    """(operation, number, id, batch, state, bytes, members) of every call."""
+    calls = trace.calls
+    kinds = [trace.signatures[one] for one in calls.signature]
+    members = [[member.op for member in kind.members] for kind in kinds]
+    columns = zip(kinds, calls.number, calls.id, calls.batch, calls.state, members, strict=True)
+    return [(kind.op, number, id, batch, state, kind.bytes, of) for kind, number, id, batch, state, of in columns]
+
+
+SEND, RECEIVE = entry(0, "send 0->1", p2p=3), entry(1, "recv 0<-1", p2p=3)
+GATHERS = [entry(number, "all_gather", 5) for number in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("entries", "calls"),
+    [
+        (
+            [entry(0, "all_reduce", 1, **DONE), entry(1, "all_reduce", 2, state="started"), entry(2, "barrier", 3)],
+            [
+                ("all_reduce", 1, 0, -1, COMPLETED, 16, []),
+                ("all_reduce", 2, 1, -1, STARTED, 16, []),
+                ("barrier", 3, 2, -1, SCHEDULED, 0, []),
+            ],
+        ),
+        (
+            [SEND, RECEIVE, entry(2, "coalesced", p2p=3, **DONE)],
+            [("send", 3, 0, 0, COMPLETED, 16, []), ("recv", 3, 1, 0, COMPLETED, 16, [])],
+        ),
+        ([SEND, entry(1, "coalesced", p2p=3, **DONE)], [("send", 3, 0, -1, COMPLETED, 16, [])]),
+        ([SEND, RECEIVE], [("send", 3, 0, -1, SCHEDULED, 16, []), ("recv", 3, 1, -1, SCHEDULED, 16, [])]),
+        (
+            [*GATHERS, entry(2, "coalesced", 5, **DONE), entry(3, "all_reduce", 6)],
+            [
+                ("all_gather", 5, 2, -1, COMPLETED, 32, ["all_gather"] * 2),
+                ("all_reduce", 6, 3, -1, SCHEDULED, 16, []),
+            ],
+        ),
+        (
+            [GATHERS[0], entry(1, "broadcast", 5), entry(2, "coalesced", 5)],
+            [("coalesced", 5, 2, -1, SCHEDULED, 32, ["all_gather", "broadcast"])],
+        ),
+        (
+            [GATHERS[0], entry(1, "all_reduce_coalesced", 5)],
+            [("all_reduce", 5, 1, -1, SCHEDULED, 16, ["all_gather"])],
+        ),
+        (GATHERS, [("all_gather", 5, 1, -1, SCHEDULED, 32, ["all_gather"] * 2)]),
+        (
+            # Of a ring that has gone round, the first launch may lack members.
+            [entry(7, "coalesced", 5), entry(8, "all_reduce", 6)],
+            [("all_reduce", 6, 8, -1, SCHEDULED, 16, [])],
+        ),
+        (
+            [entry(7, "all_gather", 5), entry(8, "coalesced", 5), entry(9, "broadcast", 6), entry(10, "coalesced", 6)],
+            [("all_gather", 5, 8, -1, SCHEDULED, 16, []), ("broadcast", 6, 10, -1, SCHEDULED, 16, ["broadcast"])],
+        ),
+        (
+            [entry(0, "gloo:all_reduce", 1, retired=True), entry(1, "gloo:all_reduce", 2)],
+            [("all_reduce", 1, 0, -1, RETIRED, 16, []), ("all_reduce", 2, 1, -1, SCHEDULED, 16, [])],
+        ),
+        ([entry(0, "ucc:all_reduce", 1, retired=True)], [("all_reduce", 1, 0, -1, RETIRED, 16, [])]),
+        (
+            [entry(0, "ucc:all_reduce", 1, retired=True), entry(1, "ucc:all_reduce", 2, **DONE)],
+            [("all_reduce", 1, 0, -1, SCHEDULED, 16, []), ("all_reduce", 2, 1, -1, COMPLETED, 16, [])],
+        ),
+        ([entry(0, "all_reduce", 1, retired=True)], [("all_reduce", 1, 0, -1, SCHEDULED, 16, [])]),
+    ],
+)
+def test_entries_are_calls_and_launches(tmp_path: Path, entries: list[dict[str, Any]], calls: list[Any]) -> None:
+    trace = read(tmp_path, *entries)
+    assert rows(trace) == calls
+    assert trace.dump.wrapped == trace.starts_late == (entries[0]["record_id"] > 0)
+    for row, state in enumerate(trace.calls.state):
+        times = (trace.calls.began[row], trace.calls.ended[row], trace.calls.took[row])
+        assert times == ((7000, 9000, 500_000) if state == COMPLETED else (0, 0, 0))
+
+
+def test_what_an_entry_says_of_its_call(tmp_path: Path) -> None:
+    frames = [{"name": "f", "filename": "a.py", "line": 3}]
+    out: dict[str, Any] = {"output_sizes": [[4], [4]], "frames": frames}
+    trace = read(
+        tmp_path,
+        entry(0, "gather", 1, **out),
+        entry(1, "scatter", 2, input_sizes=[[4], [4]]),
+        entry(2, "gather", 3, output_sizes=[]),
+        entry(3, "send 0->1", p2p=1, group="1", collective_seq_id=4),
+        entry(4, "recv 0<-2", p2p=2, output_sizes=[], output_dtypes=[], group="1"),
+        entry(5, "all_reduce", 5, output_dtypes=["Half"], process_group=("", "")),
+    )
+    said = [(one.pg, one.root, one.peer, one.inputs, one.outputs, one.dtype, one.out_dtype) for one in trace.signatures]
+    pair: list[list[int]] = [[4], [4]]
+    assert said == [
+        ("0", 4, None, [[4]], pair, "float32", None),
+        ("0", 4, None, pair, [[4]], "float32", None),
+        ("0", None, None, [[4]], [], "float32", None),
+        ("1", None, 6, [[4]], [[4]], "float32", None),
+        ("1", None, 2, [], [[4]], "float32", None),
+        ("", None, None, [[4]], [[4]], "float32", "float16"),
+    ]
+    groups = [Group(pg=name, desc=f"group {name}", size=2, ranks=[4, 6]) for name in ("0", "1")]
+    assert [one.group for one in trace.groups] == [*groups, Group(pg="", size=0)]
+    assert (list(trace.calls.stack), trace.stacks[1]) == ([1, 0, 0, 0, 0, 0], (Frame("f", "a.py", 3),))
+    assert list(trace.calls.called) == list(range(1000, 1006))
+    assert trace.dump.collectives_seen == {0: 3, 1: 4, 2: 5}
+    assert trace.dump.with_p2p == {1}
+    assert (trace.rank, trace.timed_by, trace.placed, trace.notes) == (4, "flight", False, [])
+
+
+@pytest.mark.parametrize(
+    ("entries", "completed", "progress", "all_joined"),
+    [
+        ([], {}, {}, False),
+        ([entry(0, "all_reduce", 1, group="1")], {"1": 1, "5": 1}, {1: 1}, False),
+        ([entry(0, "all_reduce", 1, group="1", pg_id=7)], {"3": 1, "7": 2}, {0: 1, 1: 2}, True),
+        ([], {"1": 2}, {1: 2}, True),
+        ([], {"2": 2}, {}, False),
+        ([entry(0, "all_reduce", 1, group="1", pg_id=0)], {"0": 1, "1": 2}, {1: 1}, False),
+        ([entry(0, "all_reduce", 1), entry(1, "gloo:all_reduce", 1, pg_id=5)], {"0": 1, "1": 1}, {0: 1}, False),
+        ([entry(0, "all_reduce", 1, process_group=("dp", ""))], {"0": 1, "1": 1, "2": 1}, {2: 1}, False),
+    ],
+)
+def test_a_status_is_that_of_the_group_whose_entries_or_place_it_has(
+    tmp_path: Path, entries: list[dict[str, Any]], completed: dict[str, int], progress: dict[int, int], all_joined: bool
+) -> None:
+    state = read(tmp_path, *entries, completed=completed).dump
+    assert state.progress == {group: Progress(-1, done) for group, done in progress.items()}
+    assert (state.has_status, state.all_joined) == (bool(completed), all_joined)
+
+
+def later(number: int) -> dict[str, Any]:
+    return entry(number, "all_reduce", 4)
+
+
+@pytest.mark.parametrize(
+    ("entries", "completed", "states"),
+    [
+        # Without a status, a gap between the entries shows that some were left out.
+        ([later(0), entry(2, "all_reduce", 5)], {}, [SCHEDULED] * 2),
+        ([later(0), entry(1, "all_reduce", 5)], {}, None),
+        ([later(4)], {"0": 3}, [SCHEDULED]),
+        ([later(4)], {"0": 1, "1": 1}, None),
+        ([later(4)], {"0": 2}, None),
+        ([later(4)], {"1": 1}, [SCHEDULED]),
+        ([later(4)], {"1": 0}, None),
+        ([entry(0, "all_reduce", 1)], {"0": -1, "1": 1}, [SCHEDULED]),
+        ([entry(0, "all_reduce", 2)], {"0": -1, "1": 1}, None),
+        ([later(4), entry(5, "all_reduce", 9)], {"0": 3}, [SCHEDULED] * 2),
+        ([entry(0, "send 0->1", 9, p2p=1)], {"0": 3}, [SCHEDULED]),
+        ([entry(0, "send 0->1", 9, p2p=1, is_p2p=None)], {"0": 3}, [SCHEDULED]),
+        ([later(4) | DONE, entry(6, "all_reduce", 9)], {"0": 3}, None),
+        ([entry(0, "gloo:all_reduce", 4), entry(2, "gloo:all_reduce", 5)], {}, None),
+        ([entry(0, "gloo:all_reduce", 9), later(1)], {"0": 3}, [SCHEDULED] * 2),
+        # A batch is over where the status has its number, or where its closing entry is not there and later ones are.
+        ([SEND, RECEIVE], {"0": 3}, [COMPLETED] * 2),
+        ([SEND, RECEIVE, later(5)], {"0": 4}, [COMPLETED] * 2 + [SCHEDULED]),
+        ([SEND, RECEIVE, later(2)], {"0": 2}, None),
+        ([SEND, RECEIVE, later(5)], {"1": 3}, [COMPLETED] * 2 + [SCHEDULED]),
+        ([SEND, RECEIVE, later(2)], {"1": 3}, [SCHEDULED] * 3),
+        ([SEND, RECEIVE], {"1": 3}, [SCHEDULED] * 2),
+        ([SEND, later(5)], {"1": 3}, [SCHEDULED] * 2),
+        ([SEND, RECEIVE], {"0": 2}, [SCHEDULED] * 2),
+        ([SEND, RECEIVE, entry(2, "coalesced", p2p=3)], {"0": 3}, [SCHEDULED] * 2),
+        (
+            [entry(0, "all_gather", 4), entry(1, "all_gather", 4), entry(5, "barrier", 5)],
+            {"0": 3},
+            [COMPLETED, SCHEDULED],
+        ),
+        ([SEND | {"collective_seq_id": 1}], {"0": 3}, [SCHEDULED]),
+    ],
+)
+def test_completed_calls_may_have_been_left_out(
+    tmp_path: Path, entries: list[dict[str, Any]], completed: dict[str, int], states: list[int] | None
+) -> None:
+    trace = read(tmp_path, *entries, completed=completed)
+    assert trace.dump.active_only == (states is not None)
+    assert trace.dump.wrapped == (states is None and entries[0]["record_id"] > 0)
+    assert states in (None, list(trace.calls.state))
+
+
+def test_a_status_is_of_sends_where_their_number_was_the_last(tmp_path: Path) -> None:
+    status = {"0": {"last_enqueued_collective": 3, "last_completed_collective": 3}}
+    sends = [entry(0, "send 0->1", 1, p2p=2), entry(1, "send 0->1", 1, p2p=3)]
+    assert list(read(tmp_path, *sends, pg_status=status).calls.state) == [COMPLETED] * 2
+
+
+# --- what our own dumps carry beside torch's entries ------------------------------------------------------------------
+
+CALL = {"op": "all_reduce", "c10d": "allreduce_", "pg": "0", "bytes": 16}
+
+
+def moment(*calls: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    wall = {"clock": {"t": 0, "wall": 0}, "calls": [CALL | call for call in calls]}
+    return {"rank": 4, "world_size": 8, "host": "h", "reason": "hang", "time_ns": 99} | wall | fields
+
+
+def test_roots_and_source_lines_come_from_the_records_of_the_same_calls(tmp_path: Path) -> None:
+    entries = [
+        entry(0, "broadcast", 3),
+        entry(1, "all_reduce", 4, frames=[{"name": "f", "filename": "a.py", "line": 3}]),
+        entry(2, "all_reduce", 1, group="1"),
+        entry(3, "send 0->1", p2p=3),
+    ]
+    calls = [
+        {"id": 1, "op": "broadcast", "t": 1000, "seq": 1, "root": 6, "source": "b.py:7"},
+        {"id": 2, "t": 1001 + SAME_TIME - 1, "seq": 2, "reduce": "sum", "source": "c.py:8"},
+        {"id": 3, "t": 1001, "seq": 3, "pg": "1", "op": "broadcast", "root": 4},
+        {"id": 4, "t": 1001, "seq": 1, "pg": "2", "reduce": "sum"},
+    ]
+    trace = read(tmp_path, *entries, crossrank=moment(*calls))
+    assert [(one.root, one.reduce) for one in (trace.signatures[row] for row in trace.calls.signature)] == [
+        (6, None),
+        (None, "sum"),
+        (None, None),
+        (None, None),
+    ]
+    assert [trace.stacks[one] for one in trace.calls.stack] == [
+        (Frame("(C++)", "b.py", 7),),
+        (Frame("f", "a.py", 3),),
+        (),
+        (),
+    ]
+    assert trace.dump.recorded_from == {"0": 2}
+    assert (trace.host, trace.world_size, trace.ending.taken_at, trace.ending.reason) == ("h", 8, 99, "hang")
+    assert (trace.starts_late, trace.dump.has_status, trace.numbered_pairs, len(trace)) == (True, True, False, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "found"),
+    [
+        ("gloo:all_reduce", {"op": "reduce_scatter", "t": 1000}, {"0": 0}),
+        ("gloo:reduce_scatter", {"op": "all_reduce", "t": 1000}, {}),
+        ("all_reduce", {"t": 1000 + SAME_TIME}, {}),
+        ("all_reduce", {"t": 1001 - SAME_TIME}, {"0": 0}),
+        ("all_reduce", {"t": 1000, "pg": "1"}, {}),
+        ("all_reduce", {"t": 1000, "op": "send", "seq": None, "p2p_seq": 1}, {}),
+    ],
+)
+def test_the_last_call_of_a_group_shows_from_where_on_calls_were_recorded(
+    tmp_path: Path, name: str, call: dict[str, Any], found: dict[str, int]
+) -> None:
+    trace = read(
+        tmp_path, entry(0, name, 1), crossrank=moment({"id": 0, "seq": 1} | call, {"id": 1, "t": 0, "pg": "7"})
+    )
+    assert trace.dump.recorded_from == found
+    assert trace.starts_late is False
+
+
+def test_sends_that_no_entry_has_are_added_where_they_were_made(tmp_path: Path) -> None:
+    send = CALL | {"op": "send", "c10d": "send", "peer": 6}
+    calls = [send | {"id": 5, "t": 900, "p2p_seq": 1}, send | {"id": 6, "t": 2000, "p2p_seq": 2, "api": "send"}]
+    trace = read(tmp_path, entry(0, "gloo:all_reduce", 1, **DONE), crossrank=moment(*calls))
+    assert rows(trace) == [
+        ("send", 1, 5, -1, SCHEDULED, 16, []),
+        ("all_reduce", 1, 0, -1, COMPLETED, 16, []),
+        ("send", 2, 6, -1, SCHEDULED, 16, []),
+    ]
+    assert (trace.unawaited, trace.numbered_pairs, trace.notes) == ({0}, True, [])
+
+
+def test_own_calls_take_the_place_of_entries_of_gloo_alone(tmp_path: Path) -> None:
+    call = {"id": 0, "t": 5, "seq": 1, "op": "reduce_scatter"}
+    gloo, nccl = entry(0, "gloo:all_reduce", 1), entry(0, "nccl:all_reduce", 1)
+    for entries, moments, ops in (
+        ([gloo], moment(call), ["reduce_scatter"]),
+        ([], moment(call), ["reduce_scatter"]),
+        ([nccl], moment(call), ["all_reduce"]),
+        ([gloo], moment(), ["all_reduce"]),
+        ([gloo], None, ["all_reduce"]),
+    ):
+        trace = read(tmp_path, *entries, own=True, crossrank=moments)
+        assert [trace.signatures[one].op for one in trace.calls.signature] == ops
+        assert trace.notes == ([GLOO_ALONE] if moments is None else [])
+        assert trace.dump.has_status == (moments is not None and ops == ["all_reduce"])
+    assert read(tmp_path, gloo, crossrank=moment(call)).signatures[0].op == "all_reduce"
+
+
+def test_gloo_beside_another_backend_is_counted_apart(tmp_path: Path) -> None:
+    both = [entry(0, "gloo:all_reduce", 1, retired=True, pg_id=5), entry(1, "all_reduce", 1, retired=True)]
+    trace = read(tmp_path, *both, crossrank=moment({"id": 0, "t": 1001, "seq": 1, "reduce": "sum"}))
+    assert [(one.group.pg, one.apart) for one in trace.groups] == [("0", ""), ("1", ""), ("0", "gloo")]
+    assert (list(trace.calls.group), list(trace.calls.state)) == ([2, 0], [RETIRED, SCHEDULED])
+    assert [trace.signatures[one].reduce for one in trace.calls.signature] == [None, "sum"]
+    assert trace.backend == "nccl"
+
+
+def test_the_group_without_a_name_that_gloo_lists_is_the_world(tmp_path: Path) -> None:
+    config = {"": {"name": "", "desc": "", "ranks": "[0, 1, 2]"}}
+    assert read(tmp_path, entry(0, "gloo:all_reduce", 1), pg_config=config).world_size == 3
+    own = moment(groups=[{"pg": "9", "size": 1}])
+    assert [one.group.pg for one in read(tmp_path, pg_config={}, crossrank=own).groups] == ["9"]
