@@ -36,6 +36,7 @@ def ring(amount: int) -> list[list[int]]:
 )
 def test_a_ring_moves_the_bus_factor_to_the_next(op: str, bytes_of_each: int) -> None:
     assert job(op).bytes == ring(bytes_of_each)
+    assert job("all_reduce", 2).bytes == [[0, SIZE], [SIZE, 0]]
 
 
 def test_a_broadcast_goes_round_from_the_root_and_a_reduce_comes_back_to_it() -> None:

@@ -365,12 +365,14 @@ def test_rows_hold_the_figures_of_their_collectives() -> None:
     for took in (100, 200, 400):
         for rank in ranks:
             rank.call(1000, 1000 + took, source="train.py:7", locality="cross_node")
-    ranks[0].call(5000, 5900, bytes=100)
-    ranks[1].call(5800, 5900, bytes=100)
+    ranks[0].call(5000, 5900, bytes=100).call(6000, 6400, bytes=5000)
+    ranks[1].call(5800, 5900, bytes=100).call(0, 0, bytes=5000)
     result = bandwidth(
-        [one.times for one in ranks], together(*ranks), rates=line_rates(["cross_node=160Gbps", "20000kB/s"])
+        [one.times for one in ranks], together(*ranks), rates=line_rates(["cross_node=0.16Tbps", "20000kB/s"])
     )
-    big, small = result.rows
+    assert (result.calls, result.timed_calls, result.collectives, result.total_ms) == (10, 9, 5, 1.2)
+    big, half, small = result.rows
+    assert (half.collectives, half.calls, half.upper_bounds, half.kernel_us["p50"]) == (1, 1, 1, 400.0)
     assert (big.op, big.pg, big.ranks, big.size_from, big.size_to) == ("all_reduce", "0", 2, 262145, 1048576)
     assert (big.collectives, big.calls, big.bytes) == (3, 6, 3_000_000)
     assert big.time_us == {"p50": 200.0, "p95": 380.0, "max": 400.0, "total": 700.0}
