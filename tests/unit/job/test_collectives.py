@@ -312,7 +312,7 @@ def test_a_clock_that_shares_few_collectives_does_not_pull_the_others() -> None:
 
 @pytest.mark.parametrize(("took", "bound"), [(150, True), (250, False)])
 def test_between_clocks_that_drift_the_shortest_duration_tells_who_came_last(took: int, bound: bool) -> None:
-    ranks = [Rank(0, host="a"), Rank(1, host="b")]
+    ranks = [Rank(0, host="a", numbered=False), Rank(1, host="b", numbered=False)]
     for number in range(40):
         drift = 10 * number
         ranks[0].call(1000 * number + 150, 1000 * number + 200)
@@ -323,6 +323,7 @@ def test_between_clocks_that_drift_the_shortest_duration_tells_who_came_last(too
     assert set(found.last_rank[:40].tolist()) == {0}
     assert found.clocks.residual_us is not None
     assert found.clocks.residual_us["max"] == 195.0
+    assert found.unmatched == {}  # within what the clocks agree to, an end before a begin is none
     # What takes less than the clocks agree is a bound.
     assert found.bound.tolist() == [False] * 40 + [bound]
 

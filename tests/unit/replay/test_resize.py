@@ -132,6 +132,7 @@ def test_an_irregular_group_is_refused_for_another_number_of_ranks() -> None:
 def test_messages_to_ranks_that_are_gone_are_left_out_and_counted() -> None:
     plan = built([isend(2)], [], [irecv(0)], [])
     made = resize(plan, 2)
+    assert ops(resize(built(*[[record("all_reduce")]] * 2), 1)) == ["all_reduce"]
     assert made.coverage().reasons == {
         "its peer is beyond the smaller number of ranks": 1,
         "its rank is beyond the smaller number of ranks": 1,
