@@ -129,6 +129,18 @@ def test_groups_made_alike_are_one_class() -> None:
     ]
 
 
+def test_what_is_beyond_the_largest_classes_and_most_common_versions_is_put_together() -> None:
+    descs = {f"of {number:02d}": [[0, 1]] for number in range(26)} | {"undefined": [[0, 1], [1, 0]]}
+    ranks = groups_job(descs, 4)
+    for trace in ranks:
+        trace.about = {"torch": f"2.{trace.rank}"}
+    found = figures_of_times(ranks)
+    classes = [f"of {number:02d}: 2 ranks" for number in range(23)]
+    assert found.matrix.groups == ["groups unknown: 2 of 2 ranks", *classes, "others"]
+    assert (found.matrix.calls, found.matrix.bytes) == ([[4, *[2] * 23, 6]], [[400, *[200] * 23, 600]])
+    assert found.about == {"torch": "2.0 / 2.1 / 2.2 / …"}
+
+
 def test_one_rank_waits_for_nobody_and_its_times_are_its_own() -> None:
     found = figures_of(Rank(0, 1).call(100, 200))
     assert (found.ranks, found.missing_ranks, found.waiting) == (1, "", None)

@@ -124,7 +124,7 @@ def test_the_launch_of_a_batch_is_its_ranks_own_and_a_bound() -> None:
     assert found.kinds[0].label == "send/recv, batched"
     assert found.time.tolist() == [100_000]
     assert found.busbw().tolist() == [3.0]
-    assert found.bound.tolist() == [True]
+    assert (found.bound.tolist(), found.seen.tolist(), found.expected.tolist()) == ([True], [1], [1])
 
 
 def test_what_not_all_members_show_is_a_bound() -> None:

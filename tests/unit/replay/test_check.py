@@ -25,7 +25,7 @@ Tensors = list[list[torch.Tensor]]
 
 
 def checkers(call: CommRecord, n: int) -> tuple[list[Checker], Tensors, Tensors]:
-    """One for each member of a group of `n` that makes `call` twice, with the tensors of all, filled the second time."""
+    """One for each of `n` members that make `call` twice, with the tensors of all as the second one fills them."""
     group = Group(pg="0", size=n, ranks=list(range(n)))
     made, inputs, outputs = [], [], []
     for rank in range(n):
@@ -125,9 +125,7 @@ def test_a_reduction_is_right_with_every_member_once(
     ("reduction", "combine"),
     [("product", mul), ("min", min), ("max", max), ("band", and_), ("bor", or_), ("bxor", xor)],
 )
-def test_a_reduction_without_a_member_that_decides_is_wrong(
-    reduction: str, combine: Callable[[int, int], int]
-) -> None:
+def test_a_reduction_without_a_member_that_decides_is_wrong(reduction: str, combine: Callable[[int, int], int]) -> None:
     call = record("all_reduce", inputs=[[3]], outputs=[[3]], reduce=reduction, dtype="int32")
     made, inputs, outputs = checkers(call, 4)
     sent = [mine[0].tolist() for mine in inputs]
