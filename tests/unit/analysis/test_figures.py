@@ -80,16 +80,16 @@ def test_the_figures_of_a_job_with_a_late_rank() -> None:
 
 
 def test_calls_without_durations_tell_who_waits_by_when_hosts_made_them() -> None:
-    ranks = [Rank(0), Rank(1)]
-    for rank, called in zip(ranks, (EPOCH, EPOCH + 70_040), strict=True):
-        rank.call(0, 0)
-        rank.times.calls.called[0] = called
-    found = figures_of(*ranks)
-    assert found.waiting is not None
-    assert found.waiting.measured == "the moments at which the hosts made their calls"
-    assert found.waiting.last == [Last(rank=1, last=1, of=1, cost_ms=0.07)]
-    assert found.waiting.max_us == [70.0]
-    assert found.bandwidth.rows == []
+    for late in (0, 1):
+        ranks = [Rank(rank).call(0, 0) for rank in (0, 1)]
+        for rank, one in enumerate(ranks):
+            one.times.calls.called[0] = EPOCH + 70_040 * (rank == late)
+        found = figures_of(*ranks)
+        assert found.waiting is not None
+        assert found.waiting.measured == "the moments at which the hosts made their calls"
+        assert found.waiting.last == [Last(rank=late, last=1, of=1, cost_ms=0.07)]
+        assert (found.waiting.bins, found.waiting.p50_us, found.waiting.max_us) == ([0.0], [35.0], [70.0])
+        assert (found.bandwidth.rows, found.sources[0].time_ms) == ([], None)
     other_clock = [Rank(0, host="a"), Rank(1, host="b")]
     for rank in other_clock:
         rank.call(0, 0)
