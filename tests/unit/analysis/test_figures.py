@@ -82,8 +82,8 @@ def test_the_figures_of_a_job_with_a_late_rank() -> None:
 def test_calls_without_durations_tell_who_waits_by_when_hosts_made_them() -> None:
     for late in (0, 1):
         ranks = [Rank(rank).call(0, 0) for rank in (0, 1)]
-        for rank, one in enumerate(ranks):
-            one.times.calls.called[0] = EPOCH + 70_040 * (rank == late)
+        for one in ranks:
+            one.times.calls.called[0] = EPOCH + 70_040 * (one.times.rank == late)
         found = figures_of(*ranks)
         assert found.waiting is not None
         assert found.waiting.measured == "the moments at which the hosts made their calls"
@@ -91,9 +91,9 @@ def test_calls_without_durations_tell_who_waits_by_when_hosts_made_them() -> Non
         assert (found.waiting.bins, found.waiting.p50_us, found.waiting.max_us) == ([0.0], [35.0], [70.0])
         assert (found.bandwidth.rows, found.sources[0].time_ms) == ([], None)
     other_clock = [Rank(0, host="a"), Rank(1, host="b")]
-    for rank in other_clock:
-        rank.call(0, 0)
-        rank.times.calls.called[0] = EPOCH
+    for one in other_clock:
+        one.call(0, 0)
+        one.times.calls.called[0] = EPOCH
     assert figures_of(*other_clock).waiting is None
 
 
