@@ -19,6 +19,7 @@ from crossrank.replay.plan.counterparts import CONTRADICTS_ITSELF, Rank, align, 
 from crossrank.replay.plan.match import mismatches
 from crossrank.replay.plan.plan import (
     NOT_IN_STEPS,
+    UNPLACED,
     Plan,
     PlannedCall,
     RankPlan,
@@ -241,7 +242,7 @@ def _rank_plan(rank: Rank) -> RankPlan:
     plan = with_records(recorded, rank.records)
     for first, end in launches(plan.calls):  # calls of one launch are waited for together
         batch = plan.calls[first:end]
-        if len(batch) > 1 and any(call.wait_before >= 0 for call in batch):
+        if any(call.wait_before != UNPLACED for call in batch):
             latest = max(end, *(call.wait_before for call in batch))
             for call in batch:
                 call.wait_before = latest

@@ -81,7 +81,7 @@ def assign_offsets(needs: Sequence[Need]) -> Layout:
                     break
                 at = max(at, end)
             insort(taken, (at, at + size, need.until))
-            oldest_end = min((piece[2] for piece in taken), default=0)
+            oldest_end = min(piece[2] for piece in taken)
         layout.offsets.append(at)
         layout.size = max(layout.size, at + size)
     return layout

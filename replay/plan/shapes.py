@@ -208,7 +208,7 @@ def _check_split(name: str, split: list[int] | None, shape: list[int], n: int) -
 def sized(record: CommRecord, group: Group) -> CommRecord:
     """`record` with `bytes` as its tensors now have it."""
     operation = OPERATIONS[record.op]
-    item = DTYPES[record.dtype].size if record.dtype else 0
+    item = DTYPES[record.dtype or "uint8"].size
     size = operation.bytes(total_bytes(record.inputs, item), total_bytes(record.outputs, item), len(group.ranks or ()))
     return msgspec.structs.replace(record, bytes=size)
 

@@ -87,13 +87,9 @@ class Checker:
         op, reduction = record.op, self.program.substitutes[index].reduce or "sum"
         if op == "reduce" and record.root != self.rank:
             return None
-        if op in ("all_reduce", "reduce"):
-            return _reduced(piece, reduction, number + _PART * part, n, piece.numel(), 0)
-        if op == "reduce_scatter":
-            # A list has a tensor for each member, a single one a stretch of it.
-            if record.c10d == "reduce_scatter_":
-                return _reduced(piece, reduction, number + _PART * mine, n, piece.numel(), 0)
-            return _reduced(piece, reduction, number + _PART * part, n, piece.numel(), mine * piece.numel())
+        if op in REDUCING:
+            # A list to scatter has a tensor for each member, a single one a stretch of it.
+            return _reduced(piece, reduction, number + _PART * (mine if record.c10d == "reduce_scatter_" else part), n)
         if op == "broadcast":
             return _moved(piece, number + _PART * part, self._index(record, record.root))
         if op in ("all_gather", "gather"):
@@ -128,8 +124,7 @@ class Checker:
         return list(enumerate(flat.split(sizes)))
 
     def _index(self, record: CommRecord, rank: int | None) -> int:
-        ranks = self.program.groups[record.pg].ranks or []
-        return ranks.index(rank) if rank in ranks else 0
+        return [one == rank for one in self.program.groups[record.pg].ranks or ()].index(True)
 
     def _compare(self, index: int, part: int, offset: int, piece: torch.Tensor, expected: torch.Tensor | None) -> None:
         if expected is None or not piece.numel():
@@ -137,7 +132,7 @@ class Checker:
         self.checked += 1
         record = self.program.calls[index].record
         wrong = piece != expected
-        if record.op in REDUCING and (self.program.substitutes[index].reduce or "") == "avg":
+        if record.op in REDUCING and self.program.substitutes[index].reduce == "avg":
             # Each backend divides in its own way.
             wrong = (piece - expected).abs() > expected.abs() * 4 * torch.finfo(piece.dtype).eps
             wrong |= ~torch.isfinite(piece)
@@ -195,11 +190,11 @@ def _to_reduce(piece: torch.Tensor, reduction: str, shift: int, member: int, n: 
     return torch.where(_decides(_places(piece), shift, member, n, whole), own, others).to(piece.dtype)
 
 
-def _reduced(piece: torch.Tensor, reduction: str, shift: int, n: int, whole: int, start: int) -> torch.Tensor:
-    """What `n` members give in a stretch that begins at `start` of the tensor that was reduced."""
+def _reduced(piece: torch.Tensor, reduction: str, shift: int, n: int) -> torch.Tensor:
+    """What `n` members give in a stretch like `piece` of the tensor that was reduced."""
     _, own = _VALUES[reduction]
-    turns = max(1, min(n, whole))
-    places = (_places(piece) + start + shift) % turns
+    turns = max(1, min(n, piece.numel()))
+    places = (_places(piece) + shift) % turns
     deciding = (n - 1 - places) // turns + 1  # members with that remainder
     if reduction in ("sum", "avg"):
         total: torch.Tensor = deciding.to(torch.float64)

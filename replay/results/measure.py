@@ -184,11 +184,10 @@ def _row(plan: Plan, *, record_op: str, rates: dict[str, float | None], **column
 
 def end_to_end_ns(results: Sequence[RankResult]) -> list[int]:
     """By pass: from the first rank's start to the last rank's end."""
-    passes = len(results[0].passes) if results else 0
     return [
         max(one.passes[n].end + one.offset_ns for one in results)
         - min(one.passes[n].start + one.offset_ns for one in results)
-        for n in range(passes)
+        for n in range(len(results[0].passes))
     ]
 
 

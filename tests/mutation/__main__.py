@@ -34,6 +34,7 @@ TESTS = (
     "tests/unit/graph",
     "tests/unit/analysis",
     "tests/unit/replay",
+    "tests/unit/test_inspect.py",
     "tests/golden",
 )
 _EQUIVALENT = Path(__file__).with_name("equivalent.txt")

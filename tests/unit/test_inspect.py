@@ -120,7 +120,9 @@ def test_the_json_holds_the_same_numbers(folder: Path, capsys: pytest.CaptureFix
         "cross_node_bytes": 6000,
         "unknown_bytes": 0,
     }
-    assert summary["missing_ranks"] == summary["unfinished_ranks"] == summary["problems"] == []
+    empty = ("missing_ranks", "unfinished_ranks", "problems", "warnings", "cut_off", "unrecognized", "other_jobs")
+    assert [summary[name] for name in empty] == [[]] * 7
+    assert (summary["world_size"], summary["emit"], summary["mixed"], summary["endings"]) == (2, "ALL", False, {})
 
 
 def test_several_processes_read_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,7 +177,7 @@ def test_a_folder_or_file_without_comms_says_what_is_there(tmp_path: Path, capsy
     assert inspect(tmp_path, capsys)[2] == (
         f"crossrank: {tmp_path} is no recording: no comms file among rank-0.et.json.zst{ending}"
     )
-    assert inspect(trace, capsys)[0] == 2
+    assert inspect(trace, capsys)[2].startswith(f"crossrank: {trace} is no recording: no comms file among rank-0.et")
     trace.unlink()
     assert inspect(tmp_path, capsys)[2] == (f"crossrank: {tmp_path} is no recording: no file in it{ending}")
 
@@ -193,11 +195,24 @@ def test_two_comms_files_of_a_rank_are_not_added_up(folder: Path, capsys: pytest
 
 def test_files_of_two_jobs_are_no_complete_recording(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "rank-1.comms.jsonl.zst").write_bytes(comms(1, "beta", world=3))
-    (folder / "rank-2.comms.jsonl.zst").write_bytes(comms(2, "beta", world=3))
+    other = zstandard.decompress(comms(2, "beta", world=3)).replace(b"2.13.0", b"2.12.0")
+    other = other.replace(b"cross_node", b"unknown").replace(b'"dropped":0', b'"dropped":3')
+    (folder / "rank-2.comms.jsonl").write_bytes(other)
     code, out, _ = inspect(folder, capsys)
     assert code == 1
-    assert "the files come from jobs of different world sizes: [2, 3]" in out
     assert "complete" not in out
+    summary = json.loads(inspect(folder, capsys, "--json")[1])
+    assert (summary["mixed"], summary["world_size"], summary["ranks"]) == (True, 3, [0, 1, 2])
+    assert summary["calls"] == {"calls": 6, "bytes": 12_000, "cross_node_bytes": 6000, "unknown_bytes": 3000}
+    assert [(one["size"], one["ranks"], one["locality"], one["calls"], one["bytes"]) for one in summary["groups"]] == [
+        (3, [0, 1, 2], "cross_node", 4, 8000),
+        (2, [0, 1], "unknown", 2, 4000),
+    ]
+    assert summary["warnings"] == [
+        "3 calls were dropped because the ring was full; raise TRACING_RING",
+        "the files come from jobs of different world sizes: [2, 3]",
+        "the ranks ran different versions of torch",
+    ]
 
 
 def test_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -327,3 +342,4 @@ def test_blind_spots_that_are_no_texts_are_not_shown(
     code, out, _ = inspect(tmp_path, capsys, "--json")
     summary = json.loads(out)
     assert (code, set(summary["calls"].values()), summary["warnings"]) == (0, {0}, [])
+    assert (summary["steps"], summary["world_size"], summary["unfinished_ranks"]) == (0, 1, [])

@@ -154,7 +154,7 @@ def bandwidth(
         ranks=found.ranks,
         missing_ranks=[rank for rank in range(found.world_size) if rank not in present],
         calls=int(found.calls.sum()),
-        timed_calls=int(found.calls[found.ended > 0].sum()),
+        timed_calls=int(found.calls[found.measured].sum()),
         collectives=len(found.of_kind),
         timed_collectives=int(found.timed.sum()),
         attributed=dict(found.attributed.most_common()),

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from crossrank.text import rank_ranges
 from crossrank.tools.job.collectives import Collectives
 from crossrank.tools.job.groups import ProcessGroup
-from crossrank.tools.job.launches import SEND_RECV, CallKind
+from crossrank.tools.job.launches import CallKind
 from crossrank.tools.traces.rank_trace import RankTrace
 
 _EACH = 64
@@ -117,7 +117,7 @@ def _sent(found: Collectives, lost: Counter[str]) -> Iterator[tuple[int, Places,
 def _of_collective(kind: CallKind, group: ProcessGroup, rank: int, world: int) -> str | tuple[Places, float]:
     """What a rank sends in a call, (to, bytes to each), or why that is not known."""
     n = len(group.members)
-    if kind.op == SEND_RECV or kind.exchanged >= 0 or n < 2 or not kind.bytes:
+    if kind.exchanged >= 0 or n < 2 or not kind.bytes:
         return [], 0.0  # batches and uneven all_to_alls stand in `sent`
     if kind.op not in _PATTERNS:
         return "operations that are not known"

@@ -211,7 +211,7 @@ def match_collectives(job: Job) -> Collectives:
         seen=np.bincount(joined.collective[on_one_clock.measured], minlength=joined.count),
         expected=np.where(joined.own, 1, _members(on_one_clock, job.groups)[joined.of_kind]),
         time=unknown,
-        bound=unknown > 0,
+        bound=joined.own,
         last_rank=unknown.copy(),
     )
     _measure(result, joined, releasing)

@@ -93,9 +93,8 @@ def _without_strangers(traces: list[RankTrace], world_size: int | None) -> tuple
     for trace in traces:
         of_group = [max(valid_members(one.group), default=-1) + 1 for one in trace.groups if is_world(one.group)]
         claims[trace.world_size or max(of_group, default=0)] += 1
-    size, by = max(claims.items(), key=lambda claim: (claim[1], claim[0]), default=(0, 0))
     # What one rank says does not shut out the others.
-    size = world_size or (size if by * 2 > len(traces) else 0)
+    size = world_size or next((size for size, by in claims.items() if by * 2 > len(traces)), 0)
     if not size:
         return traces, []
     outside = [

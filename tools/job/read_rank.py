@@ -210,7 +210,7 @@ def _place_recorded_waits(trace: RankTrace, recorded: Sequence[tuple[int, ParamC
         else:
             waits.without_call += 1
     if recorded:
-        waits.blocking = array("b", [1 if before < 0 else 0 for before in waits.before])
+        waits.blocking = array("b", [before == -1 for before in waits.before])
 
 
 # --- durations of the flight recorder, beside a comms file ------------------------------------------------------------

@@ -80,20 +80,20 @@ def test_the_figures_of_a_job_with_a_late_rank() -> None:
 
 
 def test_calls_without_durations_tell_who_waits_by_when_hosts_made_them() -> None:
-    ranks = [Rank(0), Rank(1)]
-    for rank, called in zip(ranks, (EPOCH, EPOCH + 70_040), strict=True):
-        rank.call(0, 0)
-        rank.times.calls.called[0] = called
-    found = figures_of(*ranks)
-    assert found.waiting is not None
-    assert found.waiting.measured == "the moments at which the hosts made their calls"
-    assert found.waiting.last == [Last(rank=1, last=1, of=1, cost_ms=0.07)]
-    assert found.waiting.max_us == [70.0]
-    assert found.bandwidth.rows == []
+    for late in (0, 1):
+        ranks = [Rank(rank).call(0, 0) for rank in (0, 1)]
+        for one in ranks:
+            one.times.calls.called[0] = EPOCH + 70_040 * (one.times.rank == late)
+        found = figures_of(*ranks)
+        assert found.waiting is not None
+        assert found.waiting.measured == "the moments at which the hosts made their calls"
+        assert found.waiting.last == [Last(rank=late, last=1, of=1, cost_ms=0.07)]
+        assert (found.waiting.bins, found.waiting.p50_us, found.waiting.max_us) == ([0.0], [35.0], [70.0])
+        assert (found.bandwidth.rows, found.sources[0].time_ms) == ([], None)
     other_clock = [Rank(0, host="a"), Rank(1, host="b")]
-    for rank in other_clock:
-        rank.call(0, 0)
-        rank.times.calls.called[0] = EPOCH
+    for one in other_clock:
+        one.call(0, 0)
+        one.times.calls.called[0] = EPOCH
     assert figures_of(*other_clock).waiting is None
 
 
@@ -127,6 +127,18 @@ def test_groups_made_alike_are_one_class() -> None:
         ("tp: 2 of 2 ranks", 2),
         ("group 0: 4 ranks", 1),
     ]
+
+
+def test_what_is_beyond_the_largest_classes_and_most_common_versions_is_put_together() -> None:
+    descs = {f"of {number:02d}": [[0, 1]] for number in range(26)} | {"undefined": [[0, 1], [1, 0]]}
+    ranks = groups_job(descs, 4)
+    for trace in ranks:
+        trace.about = {"torch": f"2.{trace.rank}"}
+    found = figures_of_times(ranks)
+    classes = [f"of {number:02d}: 2 ranks" for number in range(23)]
+    assert found.matrix.groups == ["groups unknown: 2 of 2 ranks", *classes, "others"]
+    assert (found.matrix.calls, found.matrix.bytes) == ([[4, *[2] * 23, 6]], [[400, *[200] * 23, 600]])
+    assert found.about == {"torch": "2.0 / 2.1 / 2.2 / …"}
 
 
 def test_one_rank_waits_for_nobody_and_its_times_are_its_own() -> None:

@@ -36,6 +36,7 @@ def ring(amount: int) -> list[list[int]]:
 )
 def test_a_ring_moves_the_bus_factor_to_the_next(op: str, bytes_of_each: int) -> None:
     assert job(op).bytes == ring(bytes_of_each)
+    assert job("all_reduce", 2).bytes == [[0, SIZE], [SIZE, 0]]
 
 
 def test_a_broadcast_goes_round_from_the_root_and_a_reduce_comes_back_to_it() -> None:
@@ -101,6 +102,7 @@ def test_many_ranks_are_put_together_by_node_or_in_blocks() -> None:
     assert blocks.bytes[1][1] == blocks.bytes[1][2] == 510
     assert waiting is not None
     assert (waiting.rows[1], len(waiting.bins), waiting.mean_us[1][:2]) == ("rank 2-3", 32, [252.5, None])
+    assert waiting.bins[:2] == [0.0, 0.008]
     for rank in ranks:
         rank.times.node = f"host-{(rank.times.rank or 0) // 8:02d}"
     nodes = map_of(*ranks)

@@ -124,7 +124,7 @@ def test_the_launch_of_a_batch_is_its_ranks_own_and_a_bound() -> None:
     assert found.kinds[0].label == "send/recv, batched"
     assert found.time.tolist() == [100_000]
     assert found.busbw().tolist() == [3.0]
-    assert found.bound.tolist() == [True]
+    assert (found.bound.tolist(), found.seen.tolist(), found.expected.tolist()) == ([True], [1], [1])
 
 
 def test_what_not_all_members_show_is_a_bound() -> None:
@@ -312,7 +312,7 @@ def test_a_clock_that_shares_few_collectives_does_not_pull_the_others() -> None:
 
 @pytest.mark.parametrize(("took", "bound"), [(150, True), (250, False)])
 def test_between_clocks_that_drift_the_shortest_duration_tells_who_came_last(took: int, bound: bool) -> None:
-    ranks = [Rank(0, host="a"), Rank(1, host="b")]
+    ranks = [Rank(0, host="a", numbered=False), Rank(1, host="b", numbered=False)]
     for number in range(40):
         drift = 10 * number
         ranks[0].call(1000 * number + 150, 1000 * number + 200)
@@ -323,6 +323,7 @@ def test_between_clocks_that_drift_the_shortest_duration_tells_who_came_last(too
     assert set(found.last_rank[:40].tolist()) == {0}
     assert found.clocks.residual_us is not None
     assert found.clocks.residual_us["max"] == 195.0
+    assert found.unmatched == {}  # within what the clocks agree to, an end before a begin is none
     # What takes less than the clocks agree is a bound.
     assert found.bound.tolist() == [False] * 40 + [bound]
 
@@ -365,12 +366,14 @@ def test_rows_hold_the_figures_of_their_collectives() -> None:
     for took in (100, 200, 400):
         for rank in ranks:
             rank.call(1000, 1000 + took, source="train.py:7", locality="cross_node")
-    ranks[0].call(5000, 5900, bytes=100)
-    ranks[1].call(5800, 5900, bytes=100)
+    ranks[0].call(5000, 5900, bytes=100).call(6000, 6400, bytes=5000)
+    ranks[1].call(5800, 5900, bytes=100).call(0, 0, bytes=5000)
     result = bandwidth(
-        [one.times for one in ranks], together(*ranks), rates=line_rates(["cross_node=160Gbps", "20000kB/s"])
+        [one.times for one in ranks], together(*ranks), rates=line_rates(["cross_node=0.16Tbps", "20000kB/s"])
     )
-    big, small = result.rows
+    assert (result.calls, result.timed_calls, result.collectives, result.total_ms) == (10, 9, 5, 1.2)
+    big, half, small = result.rows
+    assert (half.collectives, half.calls, half.upper_bounds, half.kernel_us["p50"]) == (1, 1, 1, 400.0)
     assert (big.op, big.pg, big.ranks, big.size_from, big.size_to) == ("all_reduce", "0", 2, 262145, 1048576)
     assert (big.collectives, big.calls, big.bytes) == (3, 6, 3_000_000)
     assert big.time_us == {"p50": 200.0, "p95": 380.0, "max": 400.0, "total": 700.0}

@@ -150,10 +150,11 @@ def test_the_world_is_every_rank_that_is_known_of(
 def test_a_lane_has_the_collectives_of_a_rank_in_the_order_of_their_numbers() -> None:
     numbers = (0, 3, 4, 4, 7, 2)
     sends = call("0", "send", p2p_seq=1, peer=0)
-    records = (*(call("0", seq=number) for number in numbers), call("1", seq=1), sends)
+    records = (*(call("0", seq=number) for number in numbers), call("1", seq=1), sends, call("1", seq=9))
     job = Job.match([rank(1, DEFAULT, pair("1", 0, 1), calls=records)])
-    lane = job.groups[0].lanes[1]
+    lane, other = (group.lanes[1] for group in job.groups)
     assert (lane.rows.tolist(), lane.numbers.tolist()) == ([1, 2, 4], [3, 4, 7])
+    assert (other.rows.tolist(), other.numbers.tolist()) == ([6, 8], [1, 9])
     assert [lane.row(number) for number in range(2, 9)] == [None, 1, 2, None, None, 4, None]
     assert [one.has_p2p for one in job.groups] == [True, False]
     assert (job.signature(1, 7).op, job.group_at(1, 6).name, job.stack(1, 0)) == ("send", "1", ())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from crossrank.tools.cli import main
-from crossrank.tools.job.kineto_calls import ARGUMENTS, NAME, NOTHING, RANGE, read_kineto_trace
+from crossrank.tools.job.kineto_calls import ARGUMENTS, HALF_HOUR, NAME, NOTHING, RANGE, read_kineto_trace
 
 DESCRIBED: dict[str, Any] = {
     "Collective name": "allreduce",
@@ -91,6 +91,23 @@ def test_kernels_without_arguments_count_beside_those_with_some(
         ("ncclDevKernel_SendRecv", ""): (1, 0, 1),
         ("ncclDevKernel_SendRecv", "0"): (1, 0, 1),
     }
+
+
+@pytest.mark.parametrize(("base", "span"), [(BASE, (BASE, BASE + HALF_HOUR)), (0, None)])
+def test_without_kernels_the_records_of_the_host_are_calls_without_times(
+    tmp_path: Path, base: int, span: tuple[int, int] | None
+) -> None:
+    trace = Trace()
+    for start, name in ((10, "wait"), (50, "allreduce"), (30, "broadcast"), (40, "coalesced")):
+        trace.host("record_param_comms", start, start + 5, **DESCRIBED | {"Collective name": name})
+    trace.host("aten::mm", 20, 25)
+    path = tmp_path / "rank-3.json"
+    path.write_text(json.dumps({"baseTimeNanoseconds": base, "traceEvents": trace.events}))
+    found = read_kineto_trace(str(path), 5)
+    assert (found.rank, found.span, found.attributed, found.unattributed) == (5, span, {}, {})
+    assert [record.op for record in found.records()] == ["broadcast", "all_reduce"]
+    assert [one - base for one in found.calls.called] == [30_000, 50_000]
+    assert (found.calls.id.tolist(), *map(list, (found.calls.began, found.calls.ended))) == ([0, 1], [0, 0], [0, 0])
 
 
 def test_bytes_that_nothing_says_are_unknown_and_not_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

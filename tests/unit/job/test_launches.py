@@ -105,6 +105,8 @@ def test_an_uneven_all_to_all_says_to_whom_how_much_goes() -> None:
     assert [found.kinds[at].releases_all for at in found.kind[-3:]] == [True, False, True]
     assert found.sent == {1: {2: 4 * 16, 0: 4 * 48}}
     assert found.not_placed == 2 * 96
+    last = made(traced(full | {"in_split": [1, 5]}, rank=0))
+    assert [(one.bytes, one.exchanged) for one in last.kinds] == [(160, 96)]
     inferred = made(traced(full, group=Group(pg="7", size=3), rank=0))
     assert ([one.exchanged for one in inferred.kinds], inferred.not_placed) == ([160], 96)
 
@@ -126,9 +128,10 @@ def test_calls_of_one_launch_are_whole_where_their_ids_follow_each_other() -> No
         ("all_gather, coalesced", 20, False, True),
         ("all_gather, coalesced", 10, False, False),
     ]
-    members = [CommRecord(id=n, op="all_gather", c10d="", pg="0", bytes=10, t=0, batch=3) for n in (3, 4)]
-    alone = made(traced({"op": "all_gather", "members": members, "bytes": 20, "seq": 1}))
-    assert [(one.bytes, one.calls, one.whole) for one in alone.kinds] == [(20, 2, True)]
+    for batch, ids, whole in ((3, (3, 4), True), (3, (3, 5), False), (None, (3, 5), True)):
+        members = [CommRecord(id=n, op="all_gather", c10d="", pg="0", bytes=10, t=0, batch=batch) for n in ids]
+        alone = made(traced({"op": "all_gather", "members": members, "bytes": 20, "seq": 1}))
+        assert [(one.bytes, one.calls, one.whole) for one in alone.kinds] == [(20, 2, whole)]
 
 
 @pytest.mark.parametrize(

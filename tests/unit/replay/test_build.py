@@ -78,11 +78,12 @@ def test_any_name_is_a_groups_name() -> None:
 
 def test_a_group_that_no_file_defines_is_refused_with_rank_call_and_file() -> None:
     with pytest.raises(CrossrankError) as refused:
-        built([record("all_reduce", pg="7")], [], groups={"0": [0, 1]})
-    assert str(refused.value) == (
-        "rank-0: rank 0, call 0 (all_reduce #1 on '7'): its group '7' is defined nowhere; "
-        "--partial leaves such calls out"
-    )
+        built([record("all_reduce", pg="7")] * 5, [], groups={"0": [0, 1]})
+    listed = [
+        f"rank-0: rank 0, call {number} (all_reduce #{number + 1} on '7'): its group '7' is defined nowhere; "
+        for number in range(3)
+    ]
+    assert str(refused.value) == "".join(listed) + "and 2 more; --partial leaves such calls out"
 
 
 def test_splits_that_do_not_add_up_are_refused_or_in_part_left_out_on_all_ranks() -> None:
@@ -98,8 +99,11 @@ def test_splits_that_do_not_add_up_are_refused_or_in_part_left_out_on_all_ranks(
 
 
 def test_what_cannot_be_made_again_is_left_out_on_all_ranks_with_its_reason() -> None:
-    plan = plan_of(*[[record("all_reduce", dtype=None), SUM]] * 2)
-    assert plan.coverage().reasons == {"its element type is not recorded": 2}
+    unsized = record("all_reduce", inputs=[], outputs=[], bytes=-1)
+    plan = plan_of(*[[record("all_reduce", dtype=None), unsized, SUM]] * 2)
+    found = plan.coverage()
+    assert found.reasons == {"its element type is not recorded": 2, "its size is not recorded": 2}
+    assert (found.bytes, found.recorded_bytes) == (32, 64)
     assert ops(plan) == ["all_reduce"]
 
 
@@ -137,6 +141,10 @@ def test_a_saved_plan_is_the_same_when_it_is_loaded(tmp_path: object) -> None:
         path = f"{tmp_path}/{name}"
         save_plan(plan, path)
         assert load_plan(path) == plan
+    with open(path, "r+b") as file:
+        file.truncate(40)
+    with pytest.raises(CrossrankError, match=r"plan.json.zst: the last zstd frame is cut off.*; save the plan anew"):
+        load_plan(path)
 
 
 def _grouped(plan: Plan, *members: int) -> None:
@@ -263,7 +271,8 @@ def test_damage_counts_against_the_coverage() -> None:
         ([replace(rank_trace(0, []), rank=None), rank_trace(1, [])], "rank-0: neither its name nor its content gives"),
         ([rank_trace(0, []), rank_trace(0, [])], "rank-0 and rank-0 are both of rank 0"),
         ([rank_trace(0, [], world=2), rank_trace(1, [], world=4)], "the ranks are of jobs of 2, 4 ranks"),
-        ([rank_trace(0, [BARRIER], span=LATE), rank_trace(1, [BARRIER], span=(0, 5_000_000_000))],
+        ([rank_trace(0, [BARRIER], world=3, span=LATE), rank_trace(1, [BARRIER], world=3, span=(0, 5_000_000_000)),
+          rank_trace(2, [BARRIER], world=3, span=(1, 80_000_000_000))],
          "rank-1 ended 60 s before rank-0 began: they are of different runs"),
         ([rank_trace(0, [BARRIER], dropped=3), rank_trace(1, [BARRIER])], "its recorder could not keep 3 calls"),
         ([rank_trace(0, []), rank_trace(1, [])],

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
+from operator import and_, mul, or_, xor
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +25,7 @@ Tensors = list[list[torch.Tensor]]
 
 
 def checkers(call: CommRecord, n: int) -> tuple[list[Checker], Tensors, Tensors]:
-    """One for each member of a group of `n` that makes `call`, with the tensors of all, filled."""
+    """One for each of `n` members that make `call` twice, with the tensors of all as the second one fills them."""
     group = Group(pg="0", size=n, ranks=list(range(n)))
     made, inputs, outputs = [], [], []
     for rank in range(n):
@@ -32,10 +35,10 @@ def checkers(call: CommRecord, n: int) -> tuple[list[Checker], Tensors, Tensors]
         if call.op in ("all_reduce", "reduce", "broadcast"):
             sides[1] = sides[0]
         program = Program(
-            calls=[PlannedCall(record=mine, wait_before=1, blocking=True)],
+            calls=[PlannedCall(record=mine, wait_before=at + 1, blocking=True) for at in (0, 1)],
             bound=[
                 Bound(
-                    first=0,
+                    first=at,
                     count=1,
                     launch=_nothing,
                     waits=(),
@@ -44,9 +47,10 @@ def checkers(call: CommRecord, n: int) -> tuple[list[Checker], Tensors, Tensors]
                     holds_host=False,
                     lane="0",
                 )
+                for at in (0, 1)
             ],
-            tensors=[(sides[0], sides[1])],
-            substitutes=[substitute(mine, "gloo")],
+            tensors=[(sides[0], sides[1])] * 2,
+            substitutes=[substitute(mine, "gloo")] * 2,
             device=torch.device("cpu"),
             groups={"0": group},
             last_waits=(),
@@ -54,7 +58,7 @@ def checkers(call: CommRecord, n: int) -> tuple[list[Checker], Tensors, Tensors]
             width=1,
         )
         checker = Checker(program, rank)
-        checker.fill(0)
+        checker.fill(1)
         made.append(checker)
         inputs.append(sides[0])
         outputs.append(sides[1])
@@ -68,7 +72,7 @@ def _nothing() -> None:
 def failures(made: list[Checker]) -> list[int]:
     """Ranks that find a wrong result."""
     for checker in made:
-        checker.verify(0)
+        checker.verify(1)
     return [checker.rank for checker in made if checker.failures]
 
 
@@ -117,13 +121,102 @@ def test_a_reduction_is_right_with_every_member_once(
         assert failures(made) == list(range(n))
 
 
-@pytest.mark.parametrize("reduction", ["product", "min", "max"])
-def test_a_reduction_without_the_member_that_decides_is_wrong(reduction: str) -> None:
-    made, inputs, outputs = checkers(record("all_reduce", inputs=[[8]], outputs=[[8]], reduce=reduction), 4)
-    without = reduced(inputs, reduction, [0, 1, 2])
-    for tensors in outputs:
-        tensors[0].copy_(without)
-    assert failures(made) == [0, 1, 2, 3]
+@pytest.mark.parametrize(
+    ("reduction", "combine"),
+    [("product", mul), ("min", min), ("max", max), ("band", and_), ("bor", or_), ("bxor", xor)],
+)
+def test_a_reduction_without_a_member_that_decides_is_wrong(reduction: str, combine: Callable[[int, int], int]) -> None:
+    call = record("all_reduce", inputs=[[3]], outputs=[[3]], reduce=reduction, dtype="int32")
+    made, inputs, outputs = checkers(call, 4)
+    sent = [mine[0].tolist() for mine in inputs]
+    for members, wrong in ((range(4), []), ((0, 2, 3), [0, 1, 2, 3])):
+        whole = torch.tensor([reduce(combine, (sent[member][at] for member in members)) for at in range(3)])
+        for tensors in outputs:
+            tensors[0].copy_(whole)
+        assert failures(made) == wrong
+
+
+def test_an_average_may_be_rounded_in_another_way() -> None:
+    made, inputs, outputs = checkers(record("all_reduce", inputs=[[3]], outputs=[[3]], reduce="avg"), 3)
+    whole = reduced(inputs, "avg", [0, 1, 2])
+    eps = torch.finfo(torch.float32).eps
+    for tensors, factor in zip(outputs, (1 + 3 * eps, 1 - 6 * eps, float("inf")), strict=True):
+        tensors[0].copy_(whole * factor)
+    assert failures(made) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "prime"),
+    [("bfloat16", 251), ("float16", 2039), ("float32", 65_521), ("uint8", 251), ("int8", 127), ("int64", 65_521)],
+)
+def test_what_is_moved_counts_on_from_its_sender_to_the_largest_prime_of_its_type(dtype: str, prime: int) -> None:
+    _, inputs, _ = checkers(record("all_gather", inputs=[[70_000]], dtype=dtype), 2)
+    for member, (tensor,) in enumerate(inputs):
+        assert torch.equal(tensor.to(torch.int64), (torch.arange(70_000) + 31 * member + 7) % prime)
+
+
+def given_to(member: int, call: CommRecord, inputs: Tensors) -> list[torch.Tensor]:
+    """The outputs of a member, made of what all put in."""
+    sums = [torch.stack(parts).sum(0) for parts in zip(*inputs, strict=True)] if "reduce" in call.op else []
+    match call.op, call.c10d:
+        case "all_reduce" | "reduce", _:
+            return sums
+        case "reduce_scatter", "reduce_scatter_":
+            return sums[member : member + 1]
+        case "reduce_scatter", _:
+            return [whole.view(len(inputs), -1)[member] for whole in sums]
+        case "all_gather", "_allgather_base_" | "allgather_into_tensor_coalesced_":
+            return [torch.cat(parts) for parts in zip(*inputs, strict=True)]
+        case "all_gather" | "gather", _:
+            return [tensor for mine in inputs for tensor in mine]
+        case _, "scatter_":
+            return inputs[call.root or 0][member : member + 1]
+        case _:
+            return [mine[member] for mine in inputs]
+
+
+@pytest.mark.parametrize(
+    ("op", "fields"),
+    [
+        ("all_reduce", {"inputs": [[3], [9]]}),
+        ("all_reduce", {"inputs": [[3], [9]], "dtype": "bool"}),
+        ("reduce", {"inputs": [[3]], "root": 2}),
+        ("all_gather", {"inputs": [[3]]}),
+        ("all_gather", {"inputs": [[15]], "dtype": "bool"}),
+        ("all_gather", {"inputs": [[3], [9]], "outputs": [[12], [36]]}),
+        ("all_gather", {"inputs": [[3]], "outputs": [[3]] * 4}),
+        ("all_gather", {"inputs": [[3], [9]], "outputs": [[3], [9]] * 4, "c10d": "allgather_coalesced_"}),
+        ("reduce_scatter", {"inputs": [[12], [36]], "outputs": [[3], [9]]}),
+        ("reduce_scatter", {"inputs": [[3]] * 4, "outputs": [[3]]}),
+        ("gather", {"inputs": [[3]], "root": 2}),
+        ("scatter", {"outputs": [[3]], "inputs": [], "root": 2}),
+        ("all_to_all", {"inputs": [[3]] * 4}),
+    ],
+)
+def test_the_second_call_of_an_operation_is_right_and_with_another_last_element_wrong(
+    op: str, fields: dict[str, Any]
+) -> None:
+    made, inputs, outputs = checkers(record(op, **{"c10d": ""} | fields), 4)
+    results = [given_to(checker.rank, checker.program.calls[1].record, inputs) for checker in made]
+    holders = [rank for rank, mine in enumerate(outputs) if mine and op != "reduce"] or [2]
+    for rank in holders:
+        for tensor, result in zip(outputs[rank], results[rank], strict=True):
+            tensor.copy_(result)
+    assert failures(made) == []
+    spoilt = outputs[holders[-1]][-1]
+    wrong = spoilt[-1].item()
+    spoilt[-1] = not wrong if spoilt.dtype == torch.bool else wrong + 1
+    assert failures(made) == holders[-1:]
+    (found,) = made[holders[-1]].failures
+    assert (found.tensor, found.element, found.elements) == (len(outputs[holders[-1]]) - 1, len(spoilt) - 1, 1)
+    assert (found.expected, found.got) == (wrong, spoilt[-1].item())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_what_was_not_written_is_wrong(dtype: str) -> None:
+    made, _, outputs = checkers(record("all_gather", inputs=[[1]], dtype=dtype), 1)
+    assert outputs[0][0].view(torch.uint8).unique().tolist() == [0x55]
+    assert failures(made) == [0]
 
 
 @settings(deadline=None, max_examples=40)
@@ -161,6 +254,7 @@ def test_parts_of_an_exchange_come_from_the_right_sender_and_place() -> None:
     for receiver, (_, received) in enumerate(tensors):
         received[0].copy_(torch.cat([pieces[sender][receiver] for sender in range(3)]))
     assert failures(made) == []
+    assert [checker.checked for checker in made] == [3, 2, 3]  # an empty part is none
     tensors[2][1][0].copy_(tensors[2][1][0].flip(0))
     assert failures(made) == [2]
 

@@ -35,6 +35,7 @@ def test_a_stand_in_has_the_same_bytes(backend: str, op: str, dtype: str) -> Non
         ({"reduce": "premul_sum"}, "nccl", "sum", ("all_reduce as sum, in the place of premul_sum",)),
         ({"reduce": "band", "dtype": "int32"}, "gloo", "band", ()),
         ({"reduce": "band", "dtype": "int32"}, "nccl", "sum", ("all_reduce as sum, for nccl has no band of int32",)),
+        ({"reduce": "band"}, "gloo", "sum", ("all_reduce as sum, for gloo has no band of float32",)),
         ({"reduce": "avg", "dtype": "int64"}, "gloo", "sum", ("all_reduce as sum, for there is no avg of int64",)),
     ],
 )

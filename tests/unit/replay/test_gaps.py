@@ -64,6 +64,7 @@ ASYNC: dict[str, Any] = {"api": "all_reduce", "is_async": True}
 def test_the_gap_after_a_call_that_blocked_begins_when_it_was_over() -> None:
     first = Called(record("all_reduce", **BLOCKING), 1000, returned=1100, began=1050, took=170_000)
     assert gaps(first, Called(record("barrier"), 175_050)) == [(0, False), (4000, True)]
+    assert gaps(first, Called(record("barrier"), 171_050)) == [(0, False), (0, True)]
 
 
 def test_a_call_that_was_over_before_its_launch_returned_ends_with_its_launch() -> None:
@@ -79,7 +80,8 @@ def test_the_gap_after_an_asynchronous_call_begins_when_its_launch_returned_for_
 @pytest.mark.parametrize("times", [{}, {"returned": 1100}, {"returned": 1100, "took": 170_000}])
 def test_a_call_that_blocked_till_nobody_knows_when_leaves_a_gap_from_launch_to_launch(times: dict[str, int]) -> None:
     first = Called(record("all_reduce", **BLOCKING), 1000, **times)
-    assert gaps(first, Called(record("barrier"), 175_000)) == [(0, False), (174_000, False)]
+    after = build([traced_calls(first, Called(record("barrier"), 175_000))], "job", "comms").ranks[0].calls[1]
+    assert (after.gap_ns, after.gap_from_return, after.exposed_ns) == (174_000, False, times.get("took", 0))
 
 
 def test_a_call_that_was_launched_before_the_one_before_was_over_follows_its_launch() -> None:

@@ -6,11 +6,11 @@ from array import array
 
 import pytest
 
-from crossrank.replay.plan.plan import Plan
+from crossrank.replay.plan.plan import NOT_IN_STEPS, LeftOut, Plan
 from crossrank.replay.results.measure import Pass, RankResult, compare, end_to_end_ns, measure, table
 from crossrank.replay.results.replay_report import make_report, to_csv
-from crossrank.tools.traces.replayed import Percentiles, Settings
-from tests.unit.replay.plans import isend, plan_of, record, recv
+from crossrank.tools.traces.replayed import CheckResult, Percentiles, Settings
+from tests.unit.replay.plans import irecv, isend, plan_of, record, recv
 
 
 def result(rank: int, *passes: list[tuple[int, int, int]], offset: int = 0) -> RankResult:
@@ -79,6 +79,10 @@ def test_a_send_and_its_receive_are_one_row() -> None:
     measured = measure(plan, [result(0, [(0, 10, 100)]), result(1, [(20, 30, 140)])])
     rows = table(measured, plan)
     assert [(row.op, row.calls, row.bytes, row.time_us.p50) for row in rows] == [("send/recv", 1, 16, 0.12)]
+    assert rows[0].algbw_gb_per_s == Percentiles(p50=16 / 120, p95=16 / 120, p99=16 / 120)
+    plan = plan_of(*[[isend(1 - rank, batch=0), irecv(1 - rank, batch=0)] for rank in (0, 1)])
+    (row,) = table(measure(plan, [result(rank, [(0, 10, 100)] * 2) for rank in (0, 1)]), plan)
+    assert (row.op, row.calls, row.bytes, row.algbw_gb_per_s) == ("send/recv, batched", 2, 32, None)
 
 
 def test_a_barrier_has_no_bandwidth() -> None:
@@ -108,10 +112,37 @@ def test_a_call_without_a_recorded_time_is_counted() -> None:
     assert found.rows[0].collective_recorded_us is None
 
 
+def test_the_recording_took_from_the_first_call_to_the_last_end_where_all_of_it_is_replayed() -> None:
+    calls = [record("all_reduce"), record("broadcast", root=0)]
+    plan = plan_of(calls, calls)
+    for rank, took in zip(plan.ranks, ((7000, None), (100, 4000)), strict=True):
+        for call, ns in zip(rank.calls, took, strict=True):
+            call.took_ns = ns
+    results = [result(rank, [(0, 10, 500), (1600, 1610, 2500 + rank)]) for rank in (0, 1)]
+
+    def spans() -> tuple[float | None, float]:
+        found = compare(plan, measure(plan, results), results)
+        return found.recorded_end_to_end_us, found.replayed_end_to_end_us
+
+    found = compare(plan, measure(plan, results), results)
+    assert (found.calls, found.without_time) == (3, 1)
+    assert {row.op: row.collective_recorded_us for row in found.rows} == {"all_reduce": 0.1, "broadcast": None}
+    assert spans() == (7.0, 2.501)
+    plan.ranks[0].left_out = {NOT_IN_STEPS: LeftOut(calls=1)}
+    assert spans() == (7.0, 2.501)
+    plan.ranks[0].left_out["another"] = LeftOut(calls=1)
+    assert spans() == (None, 2.501)
+    plan.ranks[0].left_out, plan.damage = {}, ["a line"]
+    assert spans() == (None, 2.501)
+
+
 def test_the_table_of_calls_has_one_line_per_call_and_rank() -> None:
     plan, results = job()
-    report, measured = make_report(plan, Settings(backend="gloo", device="cpu"), results, what_if={}, variables={})
-    assert report.comparison is None
+    results[0].cpu_s, results[1].check_failures, results[1].checked = 6e-6, [], 3
+    settings = Settings(backend="gloo", device="cpu", repeats=2)
+    report, measured = make_report(plan, settings, results, what_if={}, variables={})
+    assert (report.comparison, report.check) == (None, CheckResult(tensors=3, failures=[]))
+    assert (report.cpu_us_per_call, report.hosts) == (1.5, {"host": 2})
     assert to_csv(plan, measured).splitlines() == [
         "rank,call,op,pg,seq,peer,bytes,dtype,source,issue_us_p50,completion_us_p50,completion_us_p95,waiting_us_p50,"
         "time_us_p50,has_rate,recorded_us,relative_error",

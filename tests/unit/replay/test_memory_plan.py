@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossrank.replay.plan.memory_plan import Need, assign_offsets, bytes_needed
+from crossrank.replay.plan.memory_plan import Layout, Need, assign_offsets, bytes_needed
 from crossrank.replay.plan.plan import PlannedCall
 from tests.unit.replay.plans import record
 
@@ -32,6 +32,9 @@ def test_calls_one_after_the_other_share_their_memory() -> None:
     layout = assign_offsets([Need(1 << 20, number, number + 1) for number in range(100)])
     assert layout.size == 1 << 20
     assert set(layout.offsets) == {0}
+    assert assign_offsets([]).size == 0
+    in_turn = [Need(513, 0, 2), Need(512, 0, 3), Need(1024, 2, 3), Need(1, 2, 3)]
+    assert assign_offsets(in_turn) == Layout([0, 1024, 0, 1536], 2048)
 
 
 def test_what_is_alive_at_once_is_what_a_rank_needs() -> None:

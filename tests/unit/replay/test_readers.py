@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -242,8 +243,16 @@ def test_a_rank_that_neither_name_nor_content_tells_is_asked_for(tmp_path: Path)
         plan_at(tmp_path)
 
 
-def test_the_world_size_may_be_given_where_no_file_says_it() -> None:
-    calls = rank_trace(0, [record("barrier")], {"0": [0, 1, 2, 3]})
-    calls.world_size = None
-    with pytest.raises(CrossrankError, match="has no file of rank 1-3 of 4"):
-        build([calls], "p", "et", world_size=4)
+@pytest.mark.parametrize(("given", "missing"), [(5, "1-3 of 5"), (None, "1-3 of 4")])
+def test_the_world_size_where_no_file_says_it_is_what_is_given_or_the_groups_show(
+    given: int | None, missing: str
+) -> None:
+    calls = replace(rank_trace(0, [record("barrier")], {"0": [0, 1, 2, 3]}), world_size=None)
+    with pytest.raises(CrossrankError, match=f"has no file of rank {missing};"):
+        build([calls], "p", "et", world_size=given)
+
+
+def test_a_file_that_says_neither_its_rank_nor_its_group_is_rank_0_of_1() -> None:
+    calls = replace(rank_trace(0, [record("barrier")], world=1), rank=None, world_size=None)
+    plan = build([calls], "p", "et")
+    assert (plan.world_size, [rank.rank for rank in plan.ranks]) == (1, [0])

@@ -132,6 +132,7 @@ def test_an_irregular_group_is_refused_for_another_number_of_ranks() -> None:
 def test_messages_to_ranks_that_are_gone_are_left_out_and_counted() -> None:
     plan = built([isend(2)], [], [irecv(0)], [])
     made = resize(plan, 2)
+    assert ops(resize(built(*[[record("all_reduce")]] * 2), 1)) == ["all_reduce"]
     assert made.coverage().reasons == {
         "its peer is beyond the smaller number of ranks": 1,
         "its rank is beyond the smaller number of ranks": 1,
@@ -194,6 +195,8 @@ def test_other_ends_are_added_beside_with_ids_of_their_own() -> None:
         (4, "barrier", "", None, None, None),
     ]
     assert made[0].notes[1:] == ["2 sends or receives have no other end in it, which was added on every rank"]
+    for tag, calls in ((None, 2), (3, 4)):
+        assert len(spread(rank_trace(0, [isend(1, tag=tag), irecv(1, tag=0)]))[1]) == calls
 
 
 def test_the_ranks_of_one_file_are_those_that_it_or_the_user_gives() -> None:

@@ -72,6 +72,7 @@ def completed(op: str, rank: int = 0, **fields: Any) -> tuple[str, list[list[int
         ("send", {"peer": 1, "inputs": [], "outputs": [[3]]}, ("send", [[3]], [])),
         ("recv", {"peer": 1, "inputs": [[5]], "outputs": []}, ("recv_", [], [[5]])),
         ("recv", {"peer": 1, "outputs": [], "bytes": 12}, ("recv_", [], [[3]])),
+        ("recv", {"peer": 1, "tag": 0, "outputs": [], "bytes": 1, "dtype": "int8"}, ("recv_", [], [[1]])),
         ("barrier", {}, ("barrier", [], [])),
     ],
 )  # fmt: skip
@@ -108,6 +109,7 @@ def test_a_call_that_cannot_be_made_again_says_why(op: str, fields: dict[str, An
         ("all_gather", {"outputs": [[7]]}, "4 elements of each of 4 ranks are not the 7 of the other side"),
         ("reduce_scatter", {"inputs": [[7]]}, "7 elements cannot be shared out among 4 ranks"),
         ("all_to_all", {"inputs": [[7]]}, "its 7 rows cannot be shared out evenly among 4 ranks"),
+        ("all_to_all", {"inputs": [[]]}, "its 1 rows cannot be shared out evenly among 4 ranks"),
         ("all_to_all", {"inputs": [[7]], "in_split": [1, 2, 3]}, "in_split [1, 2, 3] " + _NOT_FOUR),
         ("all_to_all", {"inputs": [[2]], "in_split": [5, -1, -1, -1]}, "in_split [5, -1, -1, -1] " + _NOT_FOUR),
         ("all_reduce", {"inputs": [[-1]]}, "a tensor of it has a negative extent"),
