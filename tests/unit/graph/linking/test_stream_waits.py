@@ -60,6 +60,8 @@ def test_compute_waits_for_the_communication_that_a_wait_node_names_on_whatever_
     issue(trace, 60, 3, 520, 110, 200, pg="4")
     trace.op("record_param_comms", 90, 5, inputs=waiting(3))
     trace.call("cudaStreamWaitEvent", 92, 1, 530)
+    trace.op("record_param_comms", 91, 4, 3, tid=2, inputs=waiting(3))
+    trace.call("cudaStreamWaitEvent", 93, 1, 531, tid=2)  # by a thread that has launched nothing yet
     trace.op("aten::add", 96, 10, 3, tid=2)
     trace.call("cudaLaunchKernel", 97, 1, 540, tid=2)
     trace.activity("add", 99, 5, 540, stream=COMPUTE)
@@ -71,6 +73,7 @@ def test_compute_waits_for_the_communication_that_a_wait_node_names_on_whatever_
         ("gemm@10", "ncclDevKernel@40", 15_000),
         ("gemm@10", "ncclDevKernel@110", 45_000),
         ("ncclDevKernel@40", "add@99", 0),
+        ("ncclDevKernel@40", "other@210", 9_000),
     ]
 
 
