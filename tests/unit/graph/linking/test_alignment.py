@@ -30,6 +30,7 @@ def test_extra_and_missing_events_at_both_ends_and_inside_stay_unmatched() -> No
 
 def test_the_longest_chain_of_unique_names_in_the_same_order_is_kept() -> None:
     assert align(plain("abcd"), plain("xadbc")).pairs == [(0, 1), (1, 3), (2, 4)]
+    assert align(plain("daef"), plain("gedxfa")).pairs == [(2, 1), (3, 4)]
     assert align(plain("abz"), plain("zab")).pairs == [(0, 1), (1, 2)]
     assert align(plain("zab"), plain("abz")).pairs == [(1, 0), (2, 1)]
 

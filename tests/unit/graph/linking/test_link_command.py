@@ -257,6 +257,16 @@ def test_an_unrelated_file_in_a_folder_is_told_and_the_rest_is_linked(
     assert os.listdir(tmp_path / "out") == ["rank-0.linked.json.zst"]
 
 
+def test_a_copy_in_a_folder_below_is_left_out_and_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = folder / "below" / "rank-0.et.json"
+    copy.parent.mkdir()
+    copy.write_bytes((folder / "rank-0.et.json").read_bytes())
+    assert run(folder) == 0
+    assert capsys.readouterr().err == (
+        f"crossrank: {copy}: is of rank 0, as {folder}/rank-0.et.json is, and was left out\n"
+    )
+
+
 def test_two_files_for_one_part_are_not_chosen_between(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "rank-0.et.json.gz").write_bytes(b"")
     assert run(folder, "-o", folder / "out") == 1
