@@ -46,12 +46,12 @@ def find_launches(et: ExecutionTrace, kineto: KinetoTrace, match: HostMatch, nes
     matched = [kineto.host[event] for event in match.event_of if event >= 0]
     processes = {event.pid for event in matched} or {et.pid}
     begin, end = min((event.start for event in matched), default=0), max((event.end for event in matched), default=0)
-    calls: dict[int, list[int]] = defaultdict(list)
+    calls: dict[int | None, list[int]] = defaultdict(list)
     for index, call in enumerate(kineto.calls):
         if call.correlation:
             calls[call.correlation].append(index)
-    doubled = [correlation for correlation, indices in calls.items() if len(indices) > 1]
-    first = min(calls, default=0)
+    doubled = [correlation for correlation, indices in calls.items() if correlation and len(indices) > 1]
+    first = min((call.correlation for call in kineto.calls if call.correlation), default=0)
     by_external_id: dict[int | None, int] = {
         event.external_id: index
         for index, event in enumerate(kineto.host)
@@ -65,10 +65,10 @@ def find_launches(et: ExecutionTrace, kineto: KinetoTrace, match: HostMatch, nes
             "the call was chosen by external id, process and time"
         )
     preferred = _preferred_processes(kineto, calls, processes) if doubled else {}
-    first_id = et.nodes[-1].id + 1 if et.nodes else 1
+    first_id = et.nodes[-1].id + 1
     for position in sorted(range(len(kineto.device)), key=lambda position: kineto.device[position].start):
         activity = kineto.device[position]
-        candidates = calls.get(activity.correlation or 0, [])
+        candidates = calls.get(activity.correlation, [])
         index = candidates[0] if candidates else -1
         if len(candidates) > 1:
             index = _pick(kineto, activity, candidates, preferred.get((activity.device, activity.context), processes))
@@ -86,7 +86,7 @@ def find_launches(et: ExecutionTrace, kineto: KinetoTrace, match: HostMatch, nes
                 method = "launched by another process"
             elif not begin <= at <= end:
                 method = OUTSIDE[0]
-            elif index < 0 and (activity.correlation or first) < first:
+            elif (activity.correlation or first) < first:
                 method = OUTSIDE[1]  # correlation ids rise
             elif event >= 0:
                 method = "no operation around its launch is in the execution trace"
@@ -120,12 +120,12 @@ def find_launches(et: ExecutionTrace, kineto: KinetoTrace, match: HostMatch, nes
 
 
 def _preferred_processes(
-    kineto: KinetoTrace, calls: Mapping[int, Sequence[int]], ours: set[Id]
+    kineto: KinetoTrace, calls: Mapping[int | None, Sequence[int]], ours: set[Id]
 ) -> dict[tuple[Id, int | None], set[Id]]:
     """The processes that launch into a context which is another process's, by the activities that leave no choice."""
     users: dict[tuple[Id, int | None], set[Id]] = defaultdict(set)
     for activity in kineto.device:
-        candidates = calls.get(activity.correlation or 0, ())
+        candidates = calls.get(activity.correlation, ())
         if len(candidates) == 1:
             users[activity.device, activity.context].add(kineto.calls[candidates[0]].pid)
     if all(pids.isdisjoint(ours) for pids in users.values()):
@@ -141,6 +141,5 @@ def _pick(kineto: KinetoTrace, activity: DeviceEvent, candidates: Sequence[int],
     """
     calls = kineto.calls
     candidates = [index for index in candidates if calls[index].start <= activity.start] or candidates
-    if activity.external_id is not None and activity.external_id != activity.correlation:
-        candidates = [i for i in candidates if calls[i].external_id == activity.external_id] or candidates
+    candidates = [i for i in candidates if calls[i].external_id == activity.external_id] or candidates
     return max(candidates, key=lambda index: (calls[index].pid in prefer, calls[index].start, -index))

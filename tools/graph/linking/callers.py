@@ -50,9 +50,5 @@ def correct_callers(host: Sequence[HostOp], match: HostMatch, nesting: Nesting) 
 
 def _is_between(caller: HostOp, around: HostOp, op: HostOp) -> bool:
     """Whether `around` ran inside `caller`, and `op` inside it: not at its edge, since times may be rounded."""
-    starts = [one.start_ns or 0 for one in (caller, around, op)]
-    return (
-        caller.node.tid == around.node.tid
-        and starts[0] <= starts[1] < starts[2]
-        and op.end_ns < around.end_ns <= caller.end_ns
-    )
+    starts = [one.start_ns or 0 for one in (around, op)]
+    return caller.node.tid == around.node.tid and starts[0] < starts[1] and op.end_ns < around.end_ns <= caller.end_ns

@@ -120,10 +120,9 @@ class _Finder(Communications):
     budget: Budget
 
     def __post_init__(self) -> None:
-        self._position = {op.node.id: position for position, op in enumerate(self.host)}
+        self._position: dict[int | None, int] = {op.node.id: position for position, op in enumerate(self.host)}
         self._places: dict[int, int] = {}
-        """Position in `communications` -> root or peer as a rank within the group, of calls whose group was not
-        known."""
+        """Position in `communications` -> root or peer as a rank within the group."""
         self._covered: set[int] = set()
         """Positions of the nodes above a communication."""
 
@@ -183,7 +182,7 @@ class _Finder(Communications):
                 self.waits[position] = comms
             elif operation_of(comms.name) is not None:
                 group = self._group(comms)
-                if group is None and comms.rank is not None:
+                if comms.rank is not None:
                     self._places[len(self.communications)] = comms.rank
                 names = (self.host[at].node.name for at in (position, *above))
                 c10d = next((name.removeprefix(C10D) for name in names if name.startswith(C10D)), comms.name)
@@ -196,12 +195,12 @@ class _Finder(Communications):
 
     def _callers(self, position: int, depth: int = _DEPTH) -> Iterator[int]:
         """Positions of the nodes above, as far up as one call's nodes can stand."""
-        at: int | None = position
         for _ in range(depth):
-            at = self._position.get(self.host[at].caller) if at is not None else None
-            if at is None:
+            above = self._position.get(self.host[position].caller)
+            if above is None:
                 return
-            yield at
+            yield above
+            position = above
 
     def _add(self, position: int, record: CommRecord, source: str) -> None:
         communication = Communication(
@@ -278,7 +277,7 @@ class _Finder(Communications):
         described, known = from_kineto(activity.args), communication_kernel(activity.name)
         if described is None and known is None:
             return
-        position = self._position.get(activity.host or 0)
+        position = self._position.get(activity.host)
         around = () if position is None else (position, *self._callers(position, 63))
         communication = next((self.at[at] for at in around if at in self.at), None)
         if communication is not None:

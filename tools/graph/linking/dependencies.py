@@ -12,7 +12,6 @@ from crossrank.tools.graph.linking.ordered import NEVER, ordered_by
 
 PAUSE_NS = 1_000_000
 """A thread that did nothing for longer than this may have waited for another one."""
-_BACKWARD_SCOPE = 1
 _LOOK_BACK = 64
 
 
@@ -50,7 +49,7 @@ def forward_backward(ordered: Sequence[HostOp]) -> Iterator[Edge]:
     """
     forward: dict[tuple[int, int], int] = {}
     for node in (op.node for op in ordered if op.node.seq_id >= 0):
-        if node.scope != _BACKWARD_SCOPE and not node.fw_tid:
+        if not node.fw_tid:
             forward[node.tid, node.seq_id] = node.id
         elif (node.fw_tid, node.seq_id) in forward:
             yield Edge(forward[node.fw_tid, node.seq_id], node.id, "forward_backward")
@@ -65,19 +64,17 @@ def inter_thread(ordered: Sequence[HostOp]) -> Iterator[Edge]:
     for op in ordered:
         if op.start_ns is not None:
             threads[op.node.tid].append((op.start_ns, op.end_ns, op.node.id))
-    if len(threads) < 2:
-        return
     ends = ordered_by((tid, end, op_id) for tid, ops in threads.items() for _, end, op_id in ops)
     for tid, ops in threads.items():
         ops.sort()
-        busy_until: int | None = None
+        busy_until, _ = NEVER
         for start, end, op_id in ops:
-            if busy_until is None or start - busy_until > PAUSE_NS:
+            if start - busy_until > PAUSE_NS:
                 others = (entries.at_or_before(start) for other, entries in ends.items() if other != tid)
                 latest, source = max(others, default=NEVER)
-                if source >= 0 and (busy_until is None or latest > busy_until):
+                if latest > busy_until:
                     yield Edge(source, op_id, "inter_thread", inferred=True, slack_ns=start - latest)
-            busy_until = end if busy_until is None else max(busy_until, end)
+            busy_until = max(busy_until, end)
 
 
 def work_waits(
@@ -91,13 +88,13 @@ def work_waits(
     A call that is not asynchronous returns when its Work is done. Otherwise the thread waited if it did nothing, or
     was inside a communication, when the Work ended, and went on soon after. The rest is counted in `unresolved`.
     """
-    works = {op.id: op for op in host if op.is_work}
+    works: dict[int | None, HostOp] = {op.id: op for op in host if op.is_work}
     threads: dict[int, list[HostOp]] = defaultdict(list)
     for op in ordered if works else ():
         if op.start_ns is not None:
             threads[op.node.tid].append(op)
     for communication in communications:
-        work = works.get(communication.work or 0)
+        work = works.get(communication.work)
         if work is None or work.start_ns is None:
             continue
         end = work.end_ns
@@ -135,7 +132,7 @@ def group_order(communications: Sequence[Communication]) -> Iterator[Edge]:
     for communication in communications:
         node = runs_as(communication)
         before = last.get(communication.order)
-        if before is not None and before != node:
+        if before is not None:
             yield Edge(before, node, "group_order")
         last[communication.order] = node
 

@@ -68,13 +68,12 @@ def _link_one(given: RankInput, folder: str, compression: Compression) -> Linked
     trace = link(given.et, given.kineto, given.comms, rank=given.rank)
     if given.rank is not None and trace.kineto_rank not in (None, given.rank):
         trace.report.doubts.append(f"rank {given.rank} by its name, {trace.kineto_rank} by what the Kineto trace says")
-    rank = trace.rank if given.rank is None else given.rank
-    name = file_name(LINKED, rank or 0, given.window).removesuffix(".zst") + EXTENSIONS[compression]
+    name = file_name(LINKED, trace.rank or 0, given.window).removesuffix(".zst") + EXTENSIONS[compression]
     path = join(folder, name)
     with writing(path):
         write_linked(trace, path, compression)
     return LinkedRank(
-        rank=rank,
+        rank=trace.rank,
         window=given.window,
         output=path,
         nodes=len(trace.host) + len(trace.activities),

@@ -154,7 +154,7 @@ def _nodes(trace: LinkedTrace) -> Iterator[Node]:
     for op in trace.host:
         yield _host_node(op, deps.pop(op.node.id, []), by_host.get(op.node.id))
     hosts = {op.node.id: op.node for op in trace.host}
-    root = next((op.id for op in trace.host if is_thread_root(op.node)), trace.host[0].id if trace.host else 0)
+    root = next((op.id for op in trace.host if is_thread_root(op.node)), trace.host[0].id)
     for activity in trace.activities:
         host = _NO_HOST if activity.host is None else hosts[activity.host]
         communication = by_activity.get(activity.id)

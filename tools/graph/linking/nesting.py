@@ -94,8 +94,7 @@ def _sweep(
     for index in order:
         event = events[index]
         start, end = event.start, event.end
-        if pending and calls[pending[-1]].start < start:
-            place_calls(start)
+        place_calls(start)
         if is_work(event.name):
             continue
         while ends and -ends[-1] < end:

@@ -152,11 +152,7 @@ class _Search(GpuWaits):
     def infer_host_waits(self) -> None:
         device = self.kineto.device
         by_end = self._by_stream((index, activity.end) for index, activity in enumerate(device))
-        copies = {
-            activity.correlation: index
-            for index, activity in enumerate(device)
-            if activity.category == "gpu_memcpy" and activity.correlation
-        }
+        launched = {activity.correlation: index for index, activity in enumerate(device) if activity.correlation}
         for index, call in enumerate(self.kineto.calls):
             if call.name.endswith((*_ALL_STREAMS, *_ONE_STREAM)):
                 ended = [stream.last_until(call.end + CLOCK_NS) for stream in by_end.values()]
@@ -164,8 +160,8 @@ class _Search(GpuWaits):
                 if call.name.endswith(_ONE_STREAM):
                     inside = [source for source in sources if device[source].end >= call.start]
                     sources = [max(inside, key=lambda source: device[source].end)] if inside else []
-            elif "Memcpy" in call.name and call.correlation in copies:
-                sources = [copies[call.correlation]]
+            elif "Memcpy" in call.name and call.correlation in launched:
+                sources = [launched[call.correlation]]
                 # A copy that its call outlives, or that is synchronous by name, blocked the host.
                 if "Async" in call.name and device[sources[0]].end > call.end + CLOCK_NS:
                     continue
@@ -198,7 +194,7 @@ class _Search(GpuWaits):
                 if target < 0:
                     self.unresolved["it is a communication's own, after its launch"] += 1
                     continue
-                pairs = [(computing(call).last_until(call.start - 1), target)]
+                pairs = [(computing(call).last_until(call.start), target)]
             elif node is not None or (not nodes and bucket and bucket[0][0] <= call.start):
                 # The stream that the caller computes on waits for a communication.
                 kernels = waited_for[node] if node is not None else bucket.popleft()[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from crossrank.tools.graph.linking import LinkedTrace, link
 from tests.unit.graph.linking.small_traces import SmallTrace
@@ -16,6 +17,10 @@ def hosts(result: LinkedTrace) -> list[tuple[str, int | None]]:
     return [(activity.name, activity.host) for activity in result.activities]
 
 
+def external_id(number: int) -> dict[str, Any]:
+    return {"External id": number}
+
+
 def test_kernels_copies_and_memsets_belong_to_the_innermost_operation_around_their_launch(tmp_path: Path) -> None:
     trace = SmallTrace()
     outer = trace.op("aten::linear", 0, 100)
@@ -24,7 +29,7 @@ def test_kernels_copies_and_memsets_belong_to_the_innermost_operation_around_the
     trace.call("cudaMemsetAsync", 22, 1, 502)
     trace.activity("Memset (Device)", 25, 1, 502, category="gpu_memset")
     trace.call("cudaMemcpyAsync", 70, 2, 503)
-    trace.activity("Memcpy DtoH (Device -> Pinned)", 240, 4, 503, category="gpu_memcpy")
+    trace.activity("Memcpy DtoH (Device -> Pinned)", 240, 4, 503, category="gpu_memcpy", **external_id(2))
     result = linked(trace, tmp_path)
     assert hosts(result) == [
         ("Memset (Device)", inner),
@@ -34,6 +39,7 @@ def test_kernels_copies_and_memsets_belong_to_the_innermost_operation_around_the
     assert [activity.id for activity in result.activities] == [6, 7, 8]
     assert result.report.activities == {"gpu_memcpy": 1, "gpu_memset": 1, "kernel": 1}
     assert result.report.activities_linked == {"correlation id": 3}
+    assert result.report.host_matched == {"record function id": 2}
 
 
 def test_any_call_with_the_correlation_id_is_a_launch(tmp_path: Path) -> None:
@@ -52,7 +58,7 @@ def test_any_call_with_the_correlation_id_is_a_launch(tmp_path: Path) -> None:
 def test_an_operation_that_ended_before_the_launch_does_not_get_it(tmp_path: Path) -> None:
     trace = SmallTrace()
     trace.op("early", 0, 10)
-    trace.launch("between", 20, 25, 5, 501)
+    trace.launch("between", 20, 60, 5, 501)
     trace.op("late", 40, 10)
     result = linked(trace, tmp_path)
     assert hosts(result) == [("between", None)]
@@ -63,12 +69,12 @@ def test_an_operation_that_ended_before_the_launch_does_not_get_it(tmp_path: Pat
 def test_calls_of_another_process_with_the_same_correlation_id_are_not_mixed_in(tmp_path: Path) -> None:
     trace = SmallTrace()
     op = trace.op("ours", 0, 100)
+    trace.call("cudaLaunchKernel", 36, 1, 777, pid=99)
     trace.launch("ours only", 10, 20, 5, 500)
     trace.call("cudaLaunchKernel", 30, 1, 501)
     trace.activity("ours", 40, 5, 501)
     trace.call("cudaLaunchKernel", 35, 1, 501, pid=99)
     trace.activity("theirs", 41, 5, 501, context=2)
-    trace.call("cudaLaunchKernel", 36, 1, 777, pid=99)
     trace.activity("theirs alone", 42, 5, 777, context=2)
     result = linked(trace, tmp_path)
     assert hosts(result) == [("ours only", op), ("ours", op), ("theirs", None), ("theirs alone", None)]
@@ -84,24 +90,42 @@ def test_a_correlation_id_used_twice_goes_to_the_last_call_before_the_kernel(tmp
     second = trace.op("second", 100, 10)
     trace.launch("a", 5, 20, 5, 501)
     trace.launch("b", 105, 120, 5, 501)
-    assert hosts(linked(trace, tmp_path)) == [("a", first), ("b", second)]
+    for call_ts, operation in ((6, 1), (106, 2)):
+        trace.call("cudaLaunchKernel", call_ts, 1, 777, **external_id(operation))
+    trace.activity("of the first, by its external id", 130, 5, 777, **external_id(1))
+    assert hosts(linked(trace, tmp_path)) == [("a", first), ("b", second), ("of the first, by its external id", first)]
 
 
 def test_without_its_call_an_activity_is_found_by_its_external_id(tmp_path: Path) -> None:
     trace = SmallTrace()
+    trace.op("begins later", 50, 10)
     op = trace.op("aten::mm", 0, 10)
     trace.launch("other", 5, 12, 1, 400)
-    external_id = trace.events[0]["args"]["External id"]
-    trace.activity("blocklisted launch", 20, 5, 501, **{"External id": external_id})
+    trace.add("cpu_op", "of another process", 0, 10, 99, 99, external_id(2))
+    trace.activity("blocklisted launch", 20, 5, 501, **external_id(2))
     trace.activity("legacy id", 30, 5, 502)
-    trace.op("begins later", 50, 10)
-    trace.activity(
-        "of an operation that begins later", 40, 5, 503, **{"External id": trace.events[-1]["args"]["External id"]}
-    )
+    trace.activity("of an operation that begins later", 40, 5, 503, **external_id(1))
     result = linked(trace, tmp_path)
     assert hosts(result)[:2] == [("other", op), ("blocklisted launch", op)]
     assert result.report.activities_linked == {"correlation id": 1, "external id": 1}
     assert result.report.activities_unlinked == {"no launch call has its correlation id": 2}
+    assert result.report.activity_rate == 0.5
+
+
+def test_why_an_activity_has_no_operation_is_told(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    trace.op("aten::mm", 0, 10)
+    trace.host_event("not in the execution trace", 20, 10, None)
+    trace.launch("of the other", 22, 23, 1, 1)
+    trace.activity("of nothing", 30, 1, 501)
+    del trace.events[-1]["args"]["correlation"]
+    trace.op("aten::mm", 40, 10)
+    report = linked(trace, tmp_path).report
+    assert report.activities_unlinked == {
+        "no operation around its launch is in the execution trace": 1,
+        "it has no correlation id": 1,
+    }
+    assert report.kineto_unmatched == {"within the execution trace": 1}
 
 
 def test_what_was_launched_before_the_trace_is_counted_and_left_out(tmp_path: Path) -> None:
@@ -124,7 +148,16 @@ def test_an_operation_outside_the_execution_trace_passes_its_launches_to_the_one
     outer = trace.op("known", 0, 100)
     trace.host_event("not in the execution trace", 10, 50, None)
     trace.launch("kernel", 20, 30, 5, 501)
-    assert hosts(linked(trace, tmp_path)) == [("kernel", outer)]
+    trace.op("last", 150, 10)
+    trace.host_event("after it", 300, 10, None)
+    del trace.nodes[:3]  # whether it has roots or not
+    result = linked(trace, tmp_path)
+    assert hosts(result) == [("kernel", outer)]
+    assert result.report.activities_linked == {"correlation id": 1}
+    assert result.report.kineto_unmatched == {
+        "within the execution trace": 1,
+        "before or after the execution trace": 1,
+    }
 
 
 def test_a_call_is_ours_where_nothing_says_otherwise(tmp_path: Path) -> None:

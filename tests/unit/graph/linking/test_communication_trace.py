@@ -70,13 +70,16 @@ def test_real_traces_give_the_same_in_pieces() -> None:
 
 
 def test_a_torn_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
-    nodes = [et_node(SCHEMAS[-1], number, "allreduce", number) for number in range(2, 6)]
+    names = ("wait", "allreduce", "start_coalescing", "allreduce", "wait", "novel", "allreduce", "allreduce")
+    nodes = [et_node(SCHEMAS[-1], number, name, number) for number, name in enumerate(names, start=2)]
     text = json.dumps({"schema": SCHEMAS[-1], "nodes": nodes})
     path = tmp_path / "rank-0.json"
     path.write_text(text[: len(text) - 40])
     trace = read_communication_trace(str(path))
     assert len(trace.communications) == 3
-    assert "3 whole nodes were read" in trace.damage[0]
+    assert [before for before, _ in trace.waits] == [0, 2]
+    assert trace.unknown == ["novel"]
+    assert "7 whole nodes were read" in trace.damage[0]
 
 
 @pytest.mark.parametrize("taken_off", ["nothing", "c10d", "functional", "both"])
@@ -90,6 +93,8 @@ def test_a_call_whose_ops_another_thread_took_off_the_stack_of_callers_is_one(ta
         around_range = {"c10d": functional, "both": backward}.get(taken_off, c10d)
         trace.op(f"crossrank#{call}", 12, 70, around_range, inputs=text(RANGE))
     alone = trace.op("c10d::allreduce_", 150, 9, backward, inputs=TENSORS, op_schema=SCHEMA)
+    trace.op("crossrank#9", 170, 9, backward, inputs=text(RANGE | {"op": "broadcast"}))
     found = read_communication_trace(trace.write(tmp_path)[0]).communications
-    assert [one.origin for one in found] == ["crossrank range", "crossrank range", "c10d op"]
+    assert [one.origin for one in found] == ["crossrank range", "crossrank range", "c10d op", "crossrank range"]
     assert found[2].host == alone
+    assert {one.record.t for one in found} == {0}

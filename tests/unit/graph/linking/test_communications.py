@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import zstandard
 
 from crossrank.comm import CommRecord, Group
@@ -77,10 +78,17 @@ def test_our_range_is_trusted_more_and_the_comms_file_most(tmp_path: Path) -> No
     trace = SmallTrace()
     c10d = trace.op("c10d::allreduce_", 0, 100, inputs=TENSORS, op_schema=SCHEMA)
     ours = trace.op("crossrank#7", 5, 90, c10d, inputs=text(RANGE | {"source": "train.py:3"}))
-    work = trace.op("gloo:all_reduce", 6, 500, ours)
-    (only,) = found(trace, tmp_path)
+    work = trace.op("gloo:all_reduce", 6, 500)
+    trace.op("record_param_comms", 7, 80, ours, inputs=PARAMS)
+    for i in range(14):
+        trace.op("aten::mm", 600 + i, 1)
+    late = trace.op("gloo:all_reduce", 700, 500)
+    result = link(*trace.write(tmp_path))
+    (only,) = result.communications
+    callers = {op.id: op.caller for op in result.host}
+    assert (callers[work], callers[late]) == (ours, 2)  # a Work follows its call at once
     assert (only.origin, only.host, only.work, only.seq_counted) == ("crossrank range", ours, work, True)
-    assert (only.record.id, only.record.source, only.record.seq) == (7, "train.py:3", 1)
+    assert (only.record.id, only.record.source, only.record.seq, only.record.t) == (7, "train.py:3", 1, 5_000)
     header = {"schema": "crossrank-comms 1", "rank": 0, "world_size": 2, "host": "h", "node": "n"}
     group = {"pg": "0", "size": 2, "ranks": [0, 1], "desc": "default_pg", "locality": "cross_node"}
     lines = [{"header": header}, {"group": group}, {"id": 7, "seq": 31, "t": 4, "step": 2} | RANGE]
@@ -131,7 +139,6 @@ def test_a_kernel_without_a_call_is_a_communication_of_its_own(tmp_path: Path) -
         "dtype": "Half",
         "Process Group Name": "4",
         "Process Group Ranks": "[1, 3]",
-        "Group size": 2,
     }
     trace.launch("some_new_kernel", 40, 60, 30, 502, **args)
     result = link(*trace.write(tmp_path))
@@ -140,6 +147,62 @@ def test_a_kernel_without_a_call_is_a_communication_of_its_own(tmp_path: Path) -
         ("kineto kernel", "all_gather", 20, Group(pg="4", size=2, ranks=[1, 3])),
     ]
     assert result.report.communication_kernels_alone == 2
+
+
+def test_a_kernel_names_the_group_that_its_call_does_not(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    trace.op("c10d::allreduce_", 0, 50, inputs=TENSORS, op_schema=SCHEMA)
+    trace.op("crossrank#7", 100, 50, inputs=text(RANGE | {"op": "broadcast"}))
+    args: dict[str, Any] = {"Collective name": "allreduce", "Process Group Name": "4", "Group size": 3}
+    trace.launch("ncclDevKernel_AllReduce_Sum_f32(x)", 5, 60, 9, 501, **args)
+    trace.launch("ncclDevKernel_AllReduce_Sum_f32(x)", 105, 160, 9, 502, **args)
+    assert [(one.origin, one.record.pg, one.group) for one in found(trace, tmp_path)] == [
+        ("c10d op", "4", Group(pg="4", size=3, ranks=None)),
+        ("crossrank range", "0", None),
+    ]
+
+
+POINTER = 94594108284448
+
+
+def called_by_pointer(trace: SmallTrace, name: str, *, rank: int = 0, splits: tuple[list[int], list[int]]) -> None:
+    """A call as the oldest traces have it: its group is the address of an object."""
+    values = [[FLOATS], 5, POINTER, rank, name, *splits]
+    layout = {"shapes": [[[24]]] + [[]] * 6, "types": ["GenericList[Tensor(float)]"] + [""] * 6}
+    trace.op("record_param_comms", 10 * len(trace.nodes), 5, inputs=layout | {"values": values})
+
+
+@pytest.mark.parametrize(
+    ("pg", "from_kineto", "expected"),
+    [(POINTER, "4", "4"), (POINTER, "", str(POINTER)), ("0", "4", "0")],
+)
+def test_what_a_node_does_not_say_is_taken_from_its_event(
+    pg: int | str, from_kineto: str, expected: str, tmp_path: Path
+) -> None:
+    trace = SmallTrace()
+    called_by_pointer(trace, "allreduce", splits=([], []))
+    trace.nodes[-1]["inputs"]["values"][2] = pg
+    trace.events[0]["args"] |= {
+        "Collective name": "allreduce",
+        "Process Group Name": from_kineto,
+        "Process Group Ranks": "[0, 1, 2]",
+        "Is asynchronized op": True,
+    }
+    del trace.nodes[:3]  # whether it has roots or not
+    (only,) = found(trace, tmp_path)
+    assert (only.record.pg, only.record.is_async) == (expected, True)
+    assert only.group == Group(pg=expected, size=3, ranks=[0, 1, 2])
+
+
+def test_a_call_without_a_time_began_after_the_one_before_it(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    nodes = [trace.op("record_param_comms", ts, 5, inputs=PARAMS) for ts in (10, 20, 40)]
+    del trace.events[1]
+    trace.activity("ncclDevKernel_AllReduce_Sum_f32(x)", 30, 5, 501)
+    trace.op("aten::mm", 50, 5)
+    calls = found(trace, tmp_path)
+    assert [one.host for one in calls] == [*nodes[:2], None, nodes[2]]
+    assert [one.record.t for one in calls] == [10_000, 0, 30_000, 40_000]
 
 
 def test_waits_and_unknown_layouts_are_no_communications(tmp_path: Path) -> None:
@@ -154,16 +217,25 @@ def test_waits_and_unknown_layouts_are_no_communications(tmp_path: Path) -> None
     ]
 
 
-def test_a_group_named_by_an_address_is_the_world_if_it_has_its_size(tmp_path: Path) -> None:
+@pytest.mark.parametrize("splits", [([20, 4], [12, 12]), ([20, 4], []), ([], [12, 12]), ([8, 8, 8], [])])
+def test_a_group_named_by_an_address_is_the_world_if_it_has_its_size(
+    splits: tuple[list[int], list[int]], tmp_path: Path
+) -> None:
     trace = SmallTrace()
-    pointer = 94594108284448
-    layout = {"shapes": [[[24]]] + [[]] * 6, "types": ["GenericList[Tensor(float)]"] + [""] * 6}
-    for seq, called in enumerate((("all_to_allv", [20, 4], [12, 12]), ("allreduce", [], []))):
-        values = [[FLOATS], 5 + seq, pointer, 0, *called]
-        trace.op("record_param_comms", 10 * seq, 5, inputs=layout | {"values": values})
-    exchange, total = found(trace, tmp_path)
-    assert exchange.record.in_split == [20, 4]
-    assert exchange.group == total.group == Group(pg=str(pointer), size=2, ranks=[0, 1])
+    called_by_pointer(trace, "all_to_allv", splits=splits)
+    for name, rank in (("allreduce", 0), ("gather", 1), ("broadcast", 5), ("send", 1)):
+        called_by_pointer(trace, name, rank=rank, splits=([], []))
+    calls = found(trace, tmp_path)
+    assert calls[0].record.in_split == (splits[0] or None)
+    world = splits[0] != [8, 8, 8]
+    group = Group(pg=str(POINTER), size=2, ranks=[0, 1]) if world else None
+    assert [one.group for one in calls] == [group] * 5
+    assert [(one.record.bytes, one.record.root, one.record.peer) for one in calls[1:]] == [
+        (96, None, None),
+        (96 * 2 if world else 96, 1 if world else None, None),
+        (96, None, None),
+        (96, None, 1 if world else None),
+    ]
 
 
 def test_a_range_whose_text_was_cut_short_falls_back_to_the_c10d_op(tmp_path: Path) -> None:

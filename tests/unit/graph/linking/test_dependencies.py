@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from crossrank.tools.graph.linking import Edge, EdgeKind, LinkedTrace, link
 from tests.unit.graph.linking.small_traces import SmallTrace
 from tests.unit.graph.linking.test_communications import text
@@ -15,6 +17,7 @@ def edges(result: LinkedTrace, kind: EdgeKind) -> list[tuple[int, int]]:
 
 def test_callers_and_program_order_follow_the_starts_on_each_thread(tmp_path: Path) -> None:
     trace = SmallTrace()
+    first = trace.op("first", -10, 5, 1)
     a = trace.op("a", 0, 100)
     b = trace.op("b", 10, 20, a)
     c = trace.op("c", 12, 5, b)
@@ -22,8 +25,23 @@ def test_callers_and_program_order_follow_the_starts_on_each_thread(tmp_path: Pa
     d = trace.op("d", 40, 20, a)
     e = trace.op("e", 200, 20)
     result = link(*trace.write(tmp_path))
-    assert edges(result, "caller") == [(1, 2), (1, 3), (2, a), (a, b), (b, c), (3, other), (a, d), (2, e)]
-    assert edges(result, "program_order") == [(c, d), (d, e)]  # a to b and b to c are calls
+    assert edges(result, "caller") == [(1, 2), (1, 3), (1, first), (2, a), (a, b), (b, c), (3, other), (a, d), (2, e)]
+    assert edges(result, "program_order") == [(first, a), (c, d), (d, e)]  # a to b and b to c are calls
+
+
+def test_an_operation_whose_recorded_caller_had_ended_gets_the_one_that_ran_around_it(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    outer = trace.op("outer", 0, 200)
+    work = trace.op("gloo:all_reduce", 10, 400, outer)
+    inside_work = trace.op("inside the time of a Work", 50, 10, work)
+    ended = trace.op("ended", 70, 10, outer)
+    late = trace.op("late", 100, 10, ended)
+    at_edge = trace.op("at the edge of another", 100, 5, outer)
+    alone = trace.op("outside all", 300, 10, work)
+    del trace.nodes[:3]
+    callers = {op.id: op.caller for op in link(*trace.write(tmp_path)).host}
+    expected = {inside_work: outer, ended: outer, late: outer, at_edge: outer, alone: 0}
+    assert {one: callers[one] for one in expected} == expected
 
 
 def test_streams_are_ordered_per_device(tmp_path: Path) -> None:
@@ -41,28 +59,29 @@ def test_streams_are_ordered_per_device(tmp_path: Path) -> None:
 
 def test_a_backward_operation_depends_on_the_last_forward_operation_with_its_number(tmp_path: Path) -> None:
     trace = SmallTrace()
-    trace.op("aten::linear", 0, 50, seq_id=7)
-    addmm = trace.op("aten::addmm", 10, 30, 4, seq_id=7)
+    trace.op("aten::linear", 0, 50, seq_id=0)
+    addmm = trace.op("aten::addmm", 10, 30, 4, seq_id=0)
     trace.op("aten::relu", 60, 5, seq_id=8)
     evaluate = trace.op("autograd::engine::evaluate_function: AddmmBackward0", 100, 50, 3, tid=2)
-    backward = trace.op("AddmmBackward0", 105, 40, evaluate, tid=2, seq_id=7, scope=1, fw_tid=1)
+    backward = trace.op("AddmmBackward0", 105, 40, evaluate, tid=2, seq_id=0, scope=1, fw_tid=1)
     trace.op("OtherBackward0", 160, 4, 3, tid=2, seq_id=99, scope=1, fw_tid=1)
     assert edges(link(*trace.write(tmp_path)), "forward_backward") == [(addmm, backward)]
 
 
 def test_a_thread_that_begins_or_pauses_depends_on_what_another_finished_last(tmp_path: Path) -> None:
     trace = SmallTrace()
-    trace.op("forward", 0, 100)
-    loss = trace.op("loss", 120, 30)
+    loss = trace.op("loss", 0, 150)
     backward = trace.op("backward", 200, 5000, 3, tid=2)
     trace.op("more backward", 5300, 100, 3, tid=2)
     step = trace.op("optimizer", 5600, 50)
+    trace.op("between two that follow one another", 5660, 20, 3, tid=2)
+    trace.op("soon after", 5700, 50)
     trace.op("after a pause in which nobody else worked", 90_000, 50)
     result = link(*trace.write(tmp_path))
     inferred = sorted((edge for edge in result.edges if edge.kind == "inter_thread"), key=lambda edge: edge.target)
     assert inferred == [
         Edge(loss, backward, "inter_thread", inferred=True, slack_ns=50_000),
-        Edge(7, step, "inter_thread", inferred=True, slack_ns=200_000),
+        Edge(step - 1, step, "inter_thread", inferred=True, slack_ns=200_000),
     ]
 
 
@@ -91,6 +110,29 @@ def test_a_thread_waits_for_a_work_where_its_call_or_its_idle_time_says_so(tmp_p
         "nothing is seen to wait for a Work when it ends": 1,
         "nothing follows the wait in the execution trace": 1,
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "until", "waits"),
+    [
+        ("aten::mm", 500, False),
+        ("Reducer::wait", 500, True),
+        ("c10d::barrier", 500, True),
+        ("aten::mm", 404, False),
+        ("aten::mm", 30, True),
+    ],
+)
+def test_what_a_thread_does_when_a_work_ends_says_whether_it_waits(
+    name: str, until: float, waits: bool, tmp_path: Path
+) -> None:
+    trace = SmallTrace()
+    around = trace.op(name, 0, until)
+    trace.op(
+        "crossrank#1", 5, 20, around, inputs=text({"op": "all_reduce", "c10d": "allreduce_", "pg": "0", "bytes": 96})
+    )
+    work = trace.op("gloo:all_reduce", 10, 400)
+    after = trace.op("after", 420, 10)
+    assert edges(link(*trace.write(tmp_path)), "sync") == ([(work, after)] if waits else [])
 
 
 def test_communications_of_a_group_are_in_order_and_peers_apart(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.unit.graph.linking.small_traces import SmallTrace
 FLOATS = [5, 6, 0, 24, 4, "cuda:0"]
 
 
-def rank_trace(rank: int, *, collectives: int = 2) -> SmallTrace:
+def rank_trace(rank: int | None, *, collectives: int = 2) -> SmallTrace:
     trace = SmallTrace()
     trace.kineto_head["distributedInfo"]["rank"] = rank
     for i in range(collectives):
@@ -92,15 +92,24 @@ def test_json_has_the_whole_report_of_every_rank(folder: Path, capsys: pytest.Ca
     assert sorted(os.listdir(folder / "out")) == ["rank-1.linked.json.zst"]
 
 
-@pytest.mark.parametrize("compression", ["zst", "gz", "none"])
-def test_the_two_files_of_one_rank_are_linked_in_either_order(tmp_path: Path, compression: str) -> None:
-    et, kineto = rank_trace(5).write(tmp_path, 5)
+@pytest.mark.parametrize(
+    ("rank", "compression", "linked"),
+    [
+        (5, "zst", "rank-5.linked.json.zst"),
+        (5, "gz", "rank-5.linked.json.gz"),
+        (5, "none", "rank-5.linked.json"),
+        (None, "none", "rank-0.linked.json"),
+    ],
+)
+def test_the_two_files_of_one_rank_are_linked_in_either_order(
+    tmp_path: Path, rank: int | None, compression: str, linked: str
+) -> None:
+    et, kineto = rank_trace(rank).write(tmp_path, 5)
     renamed = [tmp_path / "observer.json.gz", tmp_path / "worker.pt.trace.json.gz"]
     for path, new in zip((et, kineto), renamed, strict=True):
         new.write_bytes(gzip.compress(Path(path).read_bytes()))
     assert run(renamed[1], renamed[0], "-o", tmp_path / "out", "--compress", compression) == 0
-    (name,) = os.listdir(tmp_path / "out")
-    assert name == "rank-5.linked.json" + {"zst": ".zst", "gz": ".gz", "none": ""}[compression]
+    assert os.listdir(tmp_path / "out") == [linked]
 
 
 @pytest.mark.parametrize(
@@ -130,8 +139,13 @@ def test_windows_are_linked_apart(folder: Path) -> None:
     for kind in ("et", "kineto"):
         (folder / f"rank-1.{kind}.json").unlink()
         (folder / f"rank-0.w2.{kind}.json").write_bytes((folder / f"rank-0.{kind}.json").read_bytes())
+    header = {"schema": "crossrank-comms 1", "rank": 0, "world_size": 2, "host": "h", "node": "n"}
+    (folder / "rank-0.comms.jsonl.zst").write_bytes(zstandard.compress(json.dumps({"header": header}).encode() + b"\n"))
     assert run(folder, "-o", folder / "out") == 0
-    assert sorted(os.listdir(folder / "out")) == ["rank-0.linked.json.zst", "rank-0.w2.linked.json.zst"]
+    names = ["rank-0.linked.json.zst", "rank-0.w2.linked.json.zst"]
+    assert sorted(os.listdir(folder / "out")) == names
+    for name in names:
+        assert "rank-0.comms.jsonl.zst" in load(folder / "out" / name)["crossrank"]["inputs"]
 
 
 def test_processes_give_the_same_files(folder: Path) -> None:
@@ -148,6 +162,8 @@ def test_a_rank_without_its_kineto_trace_is_told_and_the_others_are_linked(
     assert run(folder, "-o", folder / "out") == 1
     assert capsys.readouterr().err == f"crossrank: rank 1: no Kineto trace beside {folder}/rank-1.et.json\n"
     assert os.listdir(folder / "out") == ["rank-0.linked.json.zst"]
+    assert (run(folder, "--ranks", "0"), run(folder, "--ranks", "0,1")) == (0, 1)
+    assert capsys.readouterr().err == f"crossrank: rank 1: no Kineto trace beside {folder}/rank-1.et.json\n"
 
 
 def test_a_rank_that_fails_is_told_and_the_others_are_linked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,6 +173,9 @@ def test_a_rank_that_fails_is_told_and_the_others_are_linked(folder: Path, capsy
         message = f"crossrank: rank 0: {folder}/rank-0.et.json: is empty; it should be an execution trace\n"
         assert capsys.readouterr().err == message
         assert os.listdir(folder / "out") == ["rank-1.linked.json.zst"]
+    assert run(folder, "--json") == 1
+    failed = json.loads(capsys.readouterr().out)["ranks"][0]
+    assert [failed[name] for name in ("nodes", "host_nodes", "communication_kernels_alone")] == [0, 0, 0]
 
 
 def test_a_truncated_file_is_linked_as_far_as_it_goes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,9 +247,24 @@ def test_an_unrelated_file_in_a_folder_is_told_and_the_rest_is_linked(
     for path, name in zip(rank_trace(0).write(tmp_path, 0), ("et_0.json", "worker0.pt.trace.json"), strict=True):
         os.replace(path, tmp_path / name)
     (tmp_path / "notes.json").write_text("")
-    assert run(tmp_path, "-o", tmp_path / "out") == 1
-    assert "notes.json: cannot be linked, it is empty" in capsys.readouterr().err
+    (tmp_path / "notes.txt").write_text("")
+    (tmp_path / "rank-0.flight.pickle").write_text("")
+    for words in ((), ("--ranks", "0")):
+        assert run(tmp_path, "-o", tmp_path / "out", *words) == 1
+        assert capsys.readouterr().err.splitlines() == [
+            f"crossrank: {tmp_path}/notes.json: cannot be linked, it is empty; remove it or record it anew"
+        ]
     assert os.listdir(tmp_path / "out") == ["rank-0.linked.json.zst"]
+
+
+def test_a_copy_in_a_folder_below_is_left_out_and_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = folder / "below" / "rank-0.et.json"
+    copy.parent.mkdir()
+    copy.write_bytes((folder / "rank-0.et.json").read_bytes())
+    assert run(folder) == 0
+    assert capsys.readouterr().err == (
+        f"crossrank: {copy}: is of rank 0, as {folder}/rank-0.et.json is, and was left out\n"
+    )
 
 
 def test_two_files_for_one_part_are_not_chosen_between(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,13 +288,14 @@ def test_names_in_a_trace_do_not_steer_the_terminal(folder: Path, capsys: pytest
     assert "out\\x1b[31m" in captured.out
 
 
+@pytest.mark.parametrize(("collectives", "told"), [(0, "0 on rank 1; 2 on rank 0"), (3, "2 on rank 0; 3 on rank 1")])
 def test_ranks_that_disagree_on_the_collectives_of_a_group_are_named(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str], collectives: int, told: str
 ) -> None:
-    rank_trace(1, collectives=3).write(folder, 1)
+    rank_trace(1, collectives=collectives).write(folder, 1)
     assert run(folder) == 1
     assert capsys.readouterr().err == (
-        "crossrank: the ranks of group 0 made different numbers of collectives: 2 on rank 0; 3 on rank 1\n"
+        f"crossrank: the ranks of group 0 made different numbers of collectives: {told}\n"
     )
 
 
@@ -269,7 +304,10 @@ def test_ranks_that_disagree_on_the_collectives_of_a_group_are_named(
     [
         (["{folder}/gone"], "gone: no such file or folder"),
         (["{folder}/empty"], "no execution trace with its Kineto trace in it; record a window"),
-        (["{folder}/rank-0.et.json", "{folder}/rank-1.et.json"], "need one execution trace and one Kineto trace, but"),
+        (
+            ["{folder}/rank-0.et.json", "{folder}/rank-1.et.json"],
+            "one Kineto trace, but {folder}/rank-0.et.json is an execution trace, {folder}/rank-1.et.json is an",
+        ),
         (["{folder}/rank-0.et.json"], "is one file; name its other half beside it"),
         (["{folder}/a", "{folder}/b", "{folder}/c"], "3 paths given; name one folder, or the two files of one rank"),
         (["{folder}", "--ranks", "7"], "rank 7 has no pair of traces"),
@@ -285,7 +323,7 @@ def test_input_that_cannot_be_used_is_one_line_and_exit_2(
     (folder / "empty").mkdir()
     assert run(*[word.format(folder=folder) for word in words]) == 2
     error = capsys.readouterr().err
-    assert message in error
+    assert message.format(folder=folder) in error
     assert error.count("\n") == 1
     assert not list(folder.glob("*.linked.*"))
 

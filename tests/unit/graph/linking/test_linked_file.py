@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import zstandard
 
-from crossrank.tools.graph.linking import Edge, link, linked_file
-from crossrank.tools.graph.linking.linked_file import microseconds, write_linked
+from crossrank.errors import CrossrankError
+from crossrank.tools.graph.linking import Edge, LinkedTrace, link, linked_file
+from crossrank.tools.graph.linking.linked_file import microseconds, read_linked, write_linked
 from tests.unit.graph.linking.small_traces import SmallTrace, flat_node
 
 
@@ -86,6 +87,7 @@ def test_our_own_fields_say_dependencies_and_communications(tmp_path: Path) -> N
     assert nodes[6]["deps"] == [{"id": source, "kind": kind} for source, kind in waited_for.items()]
     assert nodes[7]["deps"] == [{"id": 6, "kind": "inter_thread", "inferred": True, "slack_ns": 4550000}]
     assert nodes[92]["deps"] == [{"id": 5, "kind": "launch"}]
+    assert [number for number, node in nodes.items() if "comm" in node] == [5]
     assert nodes[5]["comm"] == {
         "record": {
             "id": 0,
@@ -159,13 +161,17 @@ def test_flat_nodes_are_lifted_into_the_layout_that_the_converter_reads(tmp_path
     }
 
 
-def test_an_activity_without_a_host_node_is_kept_under_a_thread_and_marked(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("lost", "under"), [(0, 2), (3, 4)])
+def test_an_activity_without_a_host_node_is_kept_under_a_thread_and_marked(
+    lost: int, under: int, tmp_path: Path
+) -> None:
     trace = SmallTrace()
     trace.op("early", 0, 10)
     trace.launch("between", 20, 25, 5, 501)
     trace.op("late", 40, 10)
+    del trace.nodes[:lost]  # without roots it stands under the first node
     node = written(trace, tmp_path)["nodes"][-1]
-    assert (node["name"], node["ctrl_deps"], node["unlinked"]) == ("between", 2, "no operation encloses its launch")
+    assert (node["name"], node["ctrl_deps"], node["unlinked"]) == ("between", under, "no operation encloses its launch")
     names = ("rf_id", "fw_parent", "seq_id", "scope", "tid", "fw_tid", "op_schema")
     assert [(one["name"], one["value"]) for one in node["attrs"]] == list(
         zip(names, (0, 0, -1, 0, 0, 0, ""), strict=True)
@@ -178,6 +184,52 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(TypeError):
         write_linked(result, tmp_path / "out.json.zst")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.et.json", "rank-0.kineto.json"]
+
+
+def _content(trace: LinkedTrace) -> Any:
+    ops = [
+        (op.id, op.node.name, op.node.rf_id, op.node.tid, op.caller, op.is_work, op.start_ns)
+        + (op.duration_ns, op.exclusive_ns, op.blocked_ns)
+        for op in trace.host
+    ]
+    return ops, trace.activities, trace.communications, sorted(trace.edges, key=str), trace.report
+
+
+def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
+    trace = trace_with_everything()
+    trace.op("gloo:all_reduce", 6000, 90, 7)
+    trace.launch("in no operation", 390, 392, 23, 505)
+    trace.call("cudaStreamSynchronize", 410, 20, 506)
+    trace.sync("Stream Sync", 410, 20, 506)
+    trace.op("aten::mul", 460, 5)
+    result = link(*trace.write(tmp_path))
+    assert [op.blocked_ns for op in result.host if op.blocked_ns] == [5_000]
+    write_linked(result, tmp_path / "linked.json.zst")
+    assert _content(read_linked(str(tmp_path / "linked.json.zst"))) == _content(result)
+
+
+@pytest.mark.parametrize(
+    ("node", "changes", "message"),
+    [
+        (6, {"id": 4}, "two nodes have the id 4, the second is 'aten::add'"),
+        (6, {"deps": [{"id": 777, "kind": "sync"}]}, "node 6 depends on 777, which is no other node of the file"),
+        (6, {"deps": [{"id": 6, "kind": "sync"}]}, "node 6 depends on 6, which is no other node of the file"),
+        (5, {"comm": {"work": 777}}, "the all_reduce of node 5 names node 777, which is not there"),
+        (5, {"comm": {"activities": [92, 777]}}, "the all_reduce of node 5 names node 777, which is not there"),
+        (6, {"ts": 1 << 52}, "node 6 ('aten::add'): ValueError: invalid time 4503599627370496 us"),
+    ],
+)
+def test_a_file_that_contradicts_itself_is_refused(
+    node: int, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    content = written(trace_with_everything(), tmp_path)
+    (changed,) = (one for one in content["nodes"] if one["id"] == node)
+    changed |= {"comm": changed["comm"] | changes["comm"]} if "comm" in changes else changes
+    path = tmp_path / "changed.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(CrossrankError) as error:
+        read_linked(str(path))
+    assert str(error.value) == f"{path}: {message}; link it anew"
 
 
 def test_microseconds_keep_every_digit() -> None:

@@ -40,9 +40,9 @@ def stream_waits(result: LinkedTrace) -> list[tuple[str, str, int | None]]:
 
 def test_a_communication_waits_for_the_compute_before_it(tmp_path: Path) -> None:
     trace = SmallTrace()
+    issue(trace, 20, 3, 510, 153, 60)
     trace.op("aten::mm", 0, 10)
     trace.launch("gemm", 2, 50, 100, 501)
-    issue(trace, 20, 3, 510, 153, 60)
     trace.launch("launched after the communication", 30, 300, 5, 520)
     result = link(*trace.write(tmp_path))
     assert stream_waits(result) == [("gemm@50", "ncclDevKernel@153", 3_000)]
@@ -60,10 +60,21 @@ def test_compute_waits_for_the_communication_that_a_wait_node_names_on_whatever_
     issue(trace, 60, 3, 520, 110, 200, pg="4")
     trace.op("record_param_comms", 90, 5, inputs=waiting(3))
     trace.call("cudaStreamWaitEvent", 92, 1, 530)
+    trace.op("record_param_comms", 91, 4, 3, tid=2, inputs=waiting(3))
+    trace.call("cudaStreamWaitEvent", 93, 1, 531, tid=2)  # by a thread that has launched nothing yet
     trace.op("aten::add", 96, 10, 3, tid=2)
     trace.call("cudaLaunchKernel", 97, 1, 540, tid=2)
-    trace.activity("add", 104, 5, 540, stream=COMPUTE)
-    assert ("ncclDevKernel@40", "add@104", 4_000) in stream_waits(link(*trace.write(tmp_path)))
+    trace.activity("add", 99, 5, 540, stream=COMPUTE)
+    trace.op("aten::add", 200, 50, 3, tid=2)
+    for number in range(3):  # on the stream that most is launched on
+        trace.call("cudaLaunchKernel", 201 + number, 0.5, 550 + number, tid=2)
+        trace.activity("other", 210 + 10 * number, 5, 550 + number, stream=9)
+    assert stream_waits(link(*trace.write(tmp_path))) == [
+        ("gemm@10", "ncclDevKernel@40", 15_000),
+        ("gemm@10", "ncclDevKernel@110", 45_000),
+        ("ncclDevKernel@40", "add@99", 0),
+        ("ncclDevKernel@40", "other@210", 9_000),
+    ]
 
 
 def test_a_wait_for_a_communication_before_the_trace_is_counted(tmp_path: Path) -> None:
@@ -71,8 +82,12 @@ def test_a_wait_for_a_communication_before_the_trace_is_counted(tmp_path: Path) 
     issue(trace, 20, 3, 510, 40, 60)
     trace.op("record_param_comms", 90, 5, inputs=waiting(2))
     trace.call("cudaStreamWaitEvent", 92, 1, 530)
-    unresolved = link(*trace.write(tmp_path)).report.syncs_unresolved
-    assert unresolved["the communication that it waits for is not in the trace"] == 1
+    del trace.nodes[:3]  # whether it has roots or not
+    assert link(*trace.write(tmp_path)).report.syncs_unresolved == {
+        "nothing runs on the stream before or after": 1,
+        "it is a communication's own, after its launch": 1,
+        "the communication that it waits for is not in the trace": 1,
+    }
 
 
 def test_the_reducer_waits_for_its_buckets_in_order_outside_any_operation(tmp_path: Path) -> None:
@@ -86,7 +101,9 @@ def test_the_reducer_waits_for_its_buckets_in_order_outside_any_operation(tmp_pa
     trace.op("aten::addcmul_", 120, 10)
     trace.launch("step", 125, 312, 5, 540)
     result = link(*trace.write(tmp_path))
-    assert [wait for wait in stream_waits(result) if wait[1] == "step@312"] == [
+    assert stream_waits(result) == [
+        ("gemm@10", "ncclDevKernel@40", 15_000),
+        ("gemm@10", "ncclDevKernel@110", 45_000),
         ("ncclDevKernel@40", "step@312", 187_000),
         ("ncclDevKernel@110", "step@312", 2_000),
     ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from crossrank.tools.graph.linking import Edge, LinkedTrace, link
 from crossrank.tools.graph.linking.waits import GpuWait, GpuWaits, find_waits
 from crossrank.tools.traces.kineto import read_kineto
@@ -11,15 +13,15 @@ from tests.unit.graph.linking.public_traces import needs_traces, public
 from tests.unit.graph.linking.small_traces import SmallTrace
 
 
-def two_streams() -> SmallTrace:
+def two_streams(wait: str = "cudaDeviceSynchronize") -> SmallTrace:
     """Op A launches on stream 7 (until 300) and, in between, on stream 20 (until 250); op B follows a wait."""
     trace = SmallTrace()
     trace.op("A", 0, 100)
     trace.launch("compute", 10, 30, 270, 501)
     trace.call("cudaEventRecord", 20, 1, 502)
     trace.call("cudaStreamWaitEvent", 22, 1, 503)
-    trace.launch("ncclDevKernel_AllReduce_Sum_f32(x)", 30, 305, 45, 504, stream=20)
-    trace.call("cudaDeviceSynchronize", 110, 250, 505)
+    trace.launch("ncclDevKernel_AllReduce_Sum_f32(x)", 30, 305, 57, 504, stream=20)
+    trace.call(wait, 110, 250, 505)
     trace.op("B", 400, 50)
     return trace
 
@@ -49,10 +51,12 @@ def test_a_stream_wait_joins_the_activity_before_the_event_with_the_next_launch_
 ) -> None:
     trace = two_streams()
     event = {"wait_on_stream": 7, "wait_on_cuda_event_record_corr_id": 502}
-    trace.sync("Stream Wait Event", 23, 1, 503, stream=20, **event)
+    trace.sync("Stream Wait Event", 40, 1, 503, stream=20, **event)
     trace.sync("Stream Wait Event", 24, 1, 9999, stream=20, **event)  # its call is not in the trace
+    trace.events.sort(key=lambda event: not event["name"].startswith(("cudaStreamWait", "nccl")))
     result = link(*trace.write(tmp_path))
     assert waits_of(result) == [Edge(6, 7, "stream_wait")]
+    assert [op.blocked_ns for op in result.host] == [0] * 5
     assert (result.report.syncs, result.report.syncs_unresolved) == ({"Stream Wait Event": 2}, {})
 
 
@@ -60,6 +64,7 @@ def test_an_event_sync_waits_for_what_was_launched_before_the_event(tmp_path: Pa
     trace = two_streams()
     event = {"wait_on_stream": 7, "wait_on_cuda_event_record_corr_id": 502}
     trace.sync("Event Sync", 110, 245, 505, stream=7, **event)
+    trace.events.sort(key=lambda event: event["name"] != "cudaEventRecord")
     assert waits_of(link(*trace.write(tmp_path))) == [Edge(6, 5, "sync")]
 
 
@@ -67,6 +72,7 @@ def test_what_gives_no_dependency_is_counted_by_reason(tmp_path: Path) -> None:
     trace = two_streams()
     trace.sync("Stream Sync", 110, 245, 505, stream=99)
     trace.sync("Event Sync", 110, 245, 505, wait_on_stream=7, wait_on_cuda_event_record_corr_id=9999)
+    trace.sync("Event Sync", 110, 245, 505, wait_on_stream=7)
     trace.sync("Stream Wait Event", 23, 1, 503, stream=99, wait_on_stream=7, wait_on_cuda_event_record_corr_id=502)
     trace.sync("Event Sync", 110, 245, 505, wait_on_stream=20, wait_on_cuda_event_record_corr_id=502)
     trace.call("cudaStreamSynchronize", 500, 10, 506)
@@ -75,31 +81,40 @@ def test_what_gives_no_dependency_is_counted_by_reason(tmp_path: Path) -> None:
     assert waits_of(result) == []
     assert result.report.syncs_unresolved == {
         "nothing ran on the stream before": 1,
-        "the call that recorded the event is not in the trace": 1,
+        "the call that recorded the event is not in the trace": 2,
         "nothing was launched on the waiting stream after": 1,
         "nothing was launched on the stream before its event": 1,
         "nothing follows the wait in the execution trace": 1,
     }
 
 
-def test_a_wait_that_the_times_contradict_is_counted_and_not_drawn(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("until", "drawn"), [(12, True), (12.001, False)])
+def test_a_wait_that_the_times_contradict_is_counted_and_not_drawn(until: float, drawn: bool, tmp_path: Path) -> None:
     trace = SmallTrace()
     trace.op("aten::a", 10, 20)
-    trace.launch("k1", 15, 25, 30, 501)
+    trace.launch("k1", 10.5, 11, until - 11, 501)
     trace.call("cudaDeviceSynchronize", 1, 5, 505)
     trace.sync("Context Sync", 75, 5, 505, stream=4294967295)
+    del trace.nodes[:3]  # whether it has roots or not
     result = link(*trace.write(tmp_path))
-    assert waits_of(result) == []
-    assert result.report.syncs_unresolved == {"the times contradict it": 1}
+    assert waits_of(result) == ([Edge(5, 4, "sync")] if drawn else [])
+    assert result.report.syncs_unresolved == ({} if drawn else {"the times contradict it": 1})
 
 
-def test_without_sync_events_waits_are_inferred_and_say_how_long_after(tmp_path: Path) -> None:
-    result = link(*two_streams().write(tmp_path))
-    assert waits_of(result) == [
-        Edge(6, 5, "sync", inferred=True, slack_ns=60_000),
-        Edge(7, 5, "sync", inferred=True, slack_ns=10_000),
-    ]
-    assert result.report.syncs_unresolved == {"a stream waits for an event, but the trace does not say which": 1}
+@pytest.mark.parametrize(("call", "first"), [("cudaDeviceSynchronize", 0), ("cudaStreamSynchronize", 1)])
+def test_without_sync_events_waits_are_inferred_and_say_how_long_after(call: str, first: int, tmp_path: Path) -> None:
+    trace = two_streams(call)
+    trace.call(call, 2, 3, 506)
+    trace.call("cudaMemcpyAsync", 6, 1, 507)
+    result = link(*trace.write(tmp_path))
+    compute = Edge(6, 5, "sync", inferred=True, slack_ns=60_000)
+    assert waits_of(result) == [compute, Edge(7, 5, "sync", inferred=True, slack_ns=0)][first:]
+    assert result.report.syncs == {call: 2, "cudaStreamWaitEvent": 1}
+    assert result.report.syncs_unresolved == {
+        "nothing ended while the call lasted": 1,
+        "a stream waits for an event, but the trace does not say which": 1,
+    }
+    assert {op.blocked_ns for op in result.host} == {0}  # the calls are in no operation
 
 
 def test_a_copy_that_ends_within_its_call_blocked_the_host(tmp_path: Path) -> None:
@@ -107,10 +122,18 @@ def test_a_copy_that_ends_within_its_call_blocked_the_host(tmp_path: Path) -> No
     trace.op("aten::item", 0, 100)
     trace.call("cudaMemcpyAsync", 10, 50, 501)
     trace.activity("Memcpy DtoH (Device -> Pageable)", 20, 30, 501, category="gpu_memcpy")
+    trace.call("cudaMemcpyAsync", 62, 4, 503)
+    trace.activity("Memcpy DtoH (Device -> Pageable)", 64, 4, 503, category="gpu_memcpy")
     trace.call("cudaMemcpyAsync", 70, 5, 502)
     trace.activity("Memcpy HtoD (Pinned -> Device)", 90, 40, 502, category="gpu_memcpy")
     trace.op("next", 200, 10)
-    assert waits_of(link(*trace.write(tmp_path))) == [Edge(6, 5, "sync", inferred=True, slack_ns=10_000)]
+    del trace.nodes[:3]
+    result = link(*trace.write(tmp_path))
+    assert waits_of(result) == [
+        Edge(6, 5, "sync", inferred=True, slack_ns=10_000),
+        Edge(7, 5, "sync", inferred=True, slack_ns=0),
+    ]
+    assert [op.blocked_ns for op in result.host] == [40_000 + 4_000, 0]
 
 
 def test_the_host_goes_on_where_its_own_thread_does(tmp_path: Path) -> None:

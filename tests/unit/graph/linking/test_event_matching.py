@@ -1,0 +1,132 @@
+"""Which host event is which node, what has no event and why, and when two files are not of one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossrank.tools.graph.linking import link
+from tests.unit.graph.linking.small_traces import SmallTrace
+
+PROCESS = "process 123 in the one, 70 in the other"
+
+
+@pytest.mark.parametrize(
+    ("head", "base_s", "doubts"),
+    [
+        ({}, 1714644000, []),
+        ({"pid": None, "time": "?"}, 1714644000, []),
+        ({"pid": 123}, 1714644000, [PROCESS]),
+        ({"time": "2024-05-03 13:00:00"}, 1714644000, []),  # 26 hours later, by the clocks of two time zones
+        (
+            {"time": "2024-05-03 13:00:01"},
+            1714644000,
+            ["written 2024-05-03 13:00:01 in the one, 2024-05-02 11:00:00 UTC in the other"],
+        ),
+        (
+            {"time": "2024-05-01 08:59:59"},
+            1714644000,
+            ["written 2024-05-01 08:59:59 in the one, 2024-05-02 11:00:00 UTC in the other"],
+        ),
+    ],
+)
+def test_signs_that_two_files_are_of_different_runs(
+    head: dict[str, Any], base_s: int, doubts: list[str], tmp_path: Path
+) -> None:
+    trace = SmallTrace()
+    trace.op("a", 3600e6, 5)
+    trace.op("b", 3700e6, 5)
+    trace.et_head |= head
+    trace.kineto_head["baseTimeNanoseconds"] = base_s * 10**9
+    assert link(*trace.write(tmp_path)).report.doubts == doubts
+
+
+def test_a_doubt_and_few_matches_are_two_files_of_different_runs(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    for number in range(3):
+        trace.op(f"op {number}", 10 * number, 5)
+    trace.et_head["pid"] = 123
+    del trace.events[1:]
+    with pytest.raises(Exception, match=f"{PROCESS}; only 1 of 3 operations match by name"):
+        link(*trace.write(tmp_path))
+    trace.et_head["pid"] = 70
+    assert link(*trace.write(tmp_path)).report.doubts == []
+
+
+def test_nodes_without_an_event_of_their_id_are_told_with_the_reason(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    for number in range(6):
+        trace.op(f"op {number}", 10 * number, 5)
+    trace.nodes.append(trace.nodes[3] | {"id": 99})  # a record function id that stands twice
+    trace.events[2]["name"] = "renamed"
+    trace.events[4]["args"]["Record function id"] = 4  # twice, and 5 not at all
+    del trace.events[5]
+    trace.host_event("later", 70, 5, 9)
+    trace.op("first of what is outside", 80, 5)
+    trace.nodes[-1]["attrs"][0]["value"] = 10
+    del trace.events[-1], trace.nodes[:3]
+    report = link(*trace.write(tmp_path)).report
+    assert (report.host_nodes, report.host_matched) == (8, {"record function id": 3})
+    assert report.host_unmatched == {
+        "the Kineto event with its id has another name": 1,
+        "no Kineto event with its id": 2,
+        "its id was used before": 1,
+        "outside the Kineto trace": 1,
+    }
+    assert report.warnings[1:] == ["1 Kineto event(s) repeat a record function id; the first of each was taken"]
+
+
+def without_ids(trace: SmallTrace) -> SmallTrace:
+    for event in trace.events:
+        event["args"].pop("Record function id", None)
+    return trace
+
+
+def test_without_ids_each_thread_is_matched_by_its_names(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    for number, name in enumerate("abcde"):
+        trace.op(name, 10 * number, 5)
+    for number, name in enumerate("xyz"):
+        trace.op(name, 10 * number, 5, 3, tid=2)
+    trace.op("of a third thread", 90, 5, tid=3)
+    trace.events = [event for event in trace.events if event["name"] not in ("a", "c", "e", "of a third thread")]
+    trace.add("cpu_op", "a", 0, 5, 99, 99, {})
+    del trace.nodes[:3]
+    report = link(*without_ids(trace).write(tmp_path)).report
+    assert (report.host_nodes, report.host_matched) == (9, {"sequence of names": 5})
+    assert report.host_unmatched == {
+        "outside the Kineto trace": 2,
+        "no Kineto event in its place": 1,
+        "its thread is not in the Kineto trace": 1,
+    }
+    assert len(report.warnings) == 1  # that the trace has no roots
+
+
+@pytest.mark.parametrize(
+    ("numbers", "warnings"),
+    [
+        (
+            (0, 1),
+            ["thread 1: autograd's sequence numbers differ by 40 (2 of 2 operations): the two files hold different"],
+        ),
+        ((40, 41), []),
+        (
+            (-1, -1),
+            ["thread 1: its names fit the Kineto trace at 2 places equally well; the first was taken, so times"],
+        ),
+    ],
+)
+def test_names_that_fit_another_iteration_are_told(
+    numbers: tuple[int, int], warnings: list[str], tmp_path: Path
+) -> None:
+    trace = SmallTrace()
+    for iteration in range(1 + (numbers[0] < 0)):
+        for at, number in enumerate(numbers):
+            trace.op(f"aten::op{at}", 100 * iteration + 10 * at, 5, seq_id=number)
+            if numbers[0] >= 0:
+                trace.events[-1]["args"]["Sequence number"] = 40 + at
+    del trace.nodes[5:]
+    found = link(*without_ids(trace).write(tmp_path)).report.warnings
+    assert [one[: len(expected)] for one, expected in zip(found, warnings, strict=True)] == warnings
