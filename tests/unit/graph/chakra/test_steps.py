@@ -22,7 +22,7 @@ GROUP = NumberedGroup(number="0", ranks=(0, 1), pg="0")
 
 def linked(**fields: Any) -> LinkedTrace:
     given: dict[str, Any] = {"host": [], "activities": [], "communications": [], "edges": []} | fields
-    unknown = dict.fromkeys(("rank", "world_size", "pid", "time", "start_ts", "finish_ts"))
+    unknown: dict[str, Any] = dict.fromkeys(("rank", "world_size", "pid", "time", "start_ts", "finish_ts"))
     return LinkedTrace(schema="", base_ns=0, inputs={}, groups=[], report=MatchReport(), **unknown, **given)
 
 
