@@ -33,10 +33,7 @@ def convert_nodes(trace: LinkedTrace) -> dict[int, ChakraNode]:
     nodes: dict[int, ChakraNode] = {}
     begin = min((op.start_ns for op in trace.host if op.start_ns is not None), default=0)
     last_start: dict[int, int] = {}
-    launching = {activity.host for activity in trace.activities}
-    sizes: dict[int | None, int] = {
-        op.id: tensor_bytes(io(op.node.inputs).values) for op in trace.host if op.id in launching
-    }
+    inputs = {op.id: op.node.inputs for op in trace.host}
     for op in in_program_order(trace.host):
         if is_group_node(op.node.name):
             continue  # the groups stand in a metadata node
@@ -60,7 +57,7 @@ def convert_nodes(trace: LinkedTrace) -> dict[int, ChakraNode]:
             runs_on=("stream", (activity.device, activity.stream)),
             start_ns=activity.start_ns,
             duration_ns=activity.duration_ns,
-            tensor_bytes=sizes.get(activity.host, 0),
+            tensor_bytes=tensor_bytes(io(inputs[activity.host]).values) if activity.host in inputs else 0,
         )
     return nodes
 
