@@ -47,12 +47,13 @@ def test_operations_without_times_begin_at_0_and_none_runs_for_less_than_nothing
 def test_every_communication_has_a_node_but_those_of_which_the_operation_is_not_known() -> None:
     trace = linked(
         host=[host_op(1, start_ns=5), host_op(2, start_ns=6, duration_ns=3)],
-        activities=[kernel(3), kernel(4)],
+        activities=[kernel(3), kernel(4), kernel(5)],
         communications=[
             call("send", "isend", batch=0),
             call("all_reduce", activities=[3], group=Group(pg="0", size=2)),
             call("recv", "irecv", batch=0, activities=[4], host=1),  # the kernel of the whole batch
             call("mystery"),
+            call("mystery", activities=[5], host=1),
             call("all_gather"),
             call("mystery", work=2),
             call("send", batch=1),
@@ -60,17 +61,17 @@ def test_every_communication_has_a_node_but_those_of_which_the_operation_is_not_
         ],
     )
     nodes, warnings = convert_nodes(trace), list[str]()
-    assert convert_communications(trace, nodes, {"0": GROUP}, warnings) == {3: [3], 4: [4, 5]}
-    assert [text.partition(" of ")[0] for text in warnings] == ["1 communication(s)"]
+    assert convert_communications(trace, nodes, {"0": GROUP}, warnings) == {3: [3], 4: [4, 6], 5: [5]}
+    assert [text.partition(" of ")[0] for text in warnings] == ["2 communication(s)"]
     stream = ("stream", (0, 7))
     assert [(n.id, n.name, n.runs_on, n.start_ns, n.duration_ns) for n in nodes.values() if n.comm is not None] == [
         (2, "op 2", ("communication", 2), 6, 3),
         (3, "kernel", stream, 30, 5),
         (4, "isend", stream, 40, 5),
-        (5, "irecv", ("communication", 5), 40, 5),
-        (6, "all_gather", ("communication", 6), 70, 0),
-        (7, "barrier", ("communication", 7), 70, 0),
-        (8, "send", ("communication", 8), 70, 0),
+        (6, "irecv", ("communication", 6), 40, 5),
+        (7, "all_gather", ("communication", 7), 70, 0),
+        (8, "barrier", ("communication", 8), 70, 0),
+        (9, "send", ("communication", 9), 70, 0),
     ]
     assert not any(node.dependencies for node in nodes.values())
 
