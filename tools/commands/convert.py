@@ -96,7 +96,7 @@ class ConvertCommand:
         good = [result for result in results if result.error is None]
         group_file = write_groups(good, folder) if good else None
         apart = delay_starts(good)
-        differ = disagreements(results)
+        differ = disagreements(good)
         simulations = _simulate(good, arguments.timeline)
         if arguments.json:
             print_json(

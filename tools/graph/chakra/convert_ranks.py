@@ -124,7 +124,7 @@ def disagreements(results: Sequence[ConvertedRank]) -> list[str]:
     members = {group.number: group.ranks for result in results for group in result.converted.groups}
     for result in results:
         for number, ranks in members.items():
-            if result.error is None and result.rank is not None and result.rank in ranks:
+            if result.rank in ranks:
                 sequences[result.window, number][result.rank] = result.converted.collectives.get(number, [])
     found = []
     for (_, number), by_rank in sorted(sequences.items()):

@@ -47,7 +47,7 @@ _LOWER = "convert with --lower astra-sim"
 _ON_HOST = "a computation on the host: ASTRA-sim reports no overlap where there is one; --nodes gpu leaves them out"
 _INTEGER = re.compile(r"(?:u?int|s?fixed|sint)(?:32|64)_val")
 _RANK = re.compile(r"\.(\d+)\.et(?:\.gz|\.zst)?$")
-_RUN = 1 << 9
+_RUN = 512
 
 
 @dataclass(kw_only=True)
@@ -159,7 +159,7 @@ def _faults(node: pb.Node, values: Mapping[str, Any], rank: int | None, groups: 
         yield f"ASTRA-sim cannot run {known}; {_LOWER}" if known else f"ASTRA-sim cannot run comm_type {number}"
     if number == pb.ALL_GATHER and isinstance(size, int) and 0 <= size < CHUNKS:
         yield f"an ALL_GATHER of less than {CHUNKS} B, which never ends in ASTRA-sim; {_LOWER}"
-    if is_collective and len((groups or {}).get(str(values.get("pg_name")), (0, 1))) == 1:
+    if is_collective and len((groups or {}).get(str(values.get("pg_name")), ())) == 1:
         yield f"a collective of a group of one rank, which never ends in ASTRA-sim; {_LOWER}"
     if node.type in _ENDS:
         own, other = _ENDS[node.type]

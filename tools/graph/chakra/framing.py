@@ -29,7 +29,7 @@ def write_message(file: BinaryIO, message: bytes) -> None:
     file.write(_prefix(len(message)) + message)
 
 
-_prefix = lru_cache(maxsize=1 << 12)(varint)
+_prefix = lru_cache(maxsize=4096)(varint)
 
 
 def read_trace(path: str) -> tuple[GlobalMetadata, Iterator[tuple[int, Node]]]:

@@ -39,7 +39,7 @@ def wait_for_threads(nodes: Mapping[int, ChakraNode], ranges: Collection[int]) -
         others = [other for other_place, other in threads.items() if other_place != runs_on]
         for node, following in pairwise(members):
             ran = 0 if node.id in ranges else min(node.duration_ns, following.start_ns - node.start_ns)
-            if others and following.start_ns - node.start_ns - ran > PAUSE_NS:
+            if following.start_ns - node.start_ns - ran > PAUSE_NS:
                 _wait(node, following, node.start_ns + ran, others, is_range=node.id in ranges)
 
 

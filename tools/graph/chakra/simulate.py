@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import msgspec
 
@@ -22,8 +23,8 @@ from crossrank.tools.paused_gc import paused_gc
 HOST = "operations on the host"
 GPU = "computation on a GPU"
 COMMUNICATION = "communication"
-JoinKey = tuple[str, str, int, int, int]
-"""Group, kind, source and destination of a P2P message, and its number: what all members of a communication have."""
+JoinKey = tuple[str, tuple[int, int] | None, int | None]
+"""Group, source and destination of a P2P message, and its number: what all members of a communication have."""
 
 
 class RankNode(msgspec.Struct, gc=False):
@@ -66,9 +67,9 @@ class Simulation:
     """What the critical path consists of -> time."""
     waiting_ns: dict[int, int] = field(default_factory=dict)
     """Rank -> time in which its communications were ready and waited for other ranks."""
-    joined: int = 0
+    joined: int
     """Collectives and messages of which several members were played together."""
-    alone: int = 0
+    alone: int
     """Communications that one rank played alone: the others are not there, or never came."""
     runs_ns: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """Rank -> when each node begins, and how long it runs."""
@@ -91,15 +92,14 @@ def rank_graph(nodes: Sequence[ChakraNode], rank: int, begin_ns: int, length_ns:
     for node, comm in in_group_order(nodes):
         record, group = comm.record, comm.group.number
         if is_p2p(record):
-            joins[node.id] = (group, "message", *message_ends(record, rank), record.p2p_seq or 0)
+            joins[node.id] = (group, message_ends(record, rank), record.p2p_seq)
         else:
             numbers[group] += 1
-            joins[node.id] = (group, "collective", -1, -1, numbers[group])
-    names: dict[RunsOn, str] = {}
+            joins[node.id] = (group, None, numbers[group])
     played = [
         RankNode(
             node.name,
-            names.get(node.runs_on) or names.setdefault(node.runs_on, _runs_on_text(node.runs_on)),
+            _runs_on_text(node.runs_on),
             _category(node),
             node.start_ns - begin,
             node.duration_ns,
@@ -117,9 +117,10 @@ def _category(node: ChakraNode) -> str:
     return PAUSE if node.is_pause else HOST if node.is_cpu else GPU
 
 
+@lru_cache
 def _runs_on_text(runs_on: RunsOn) -> str:
     kind, place = runs_on
-    if kind == "stream" and isinstance(place, tuple):
+    if isinstance(place, tuple):
         return f"device {place[0]} stream {place[1]}"
     return f"thread {place}" if kind == "thread" else "communication outside streams"
 
@@ -132,9 +133,9 @@ def in_group_order(nodes: Iterable[ChakraNode]) -> list[tuple[ChakraNode, Comm]]
 
 def offsets(spans: Sequence[tuple[int, int]]) -> tuple[list[int], bool]:
     """When each rank begins after the first one, and whether their clocks say so. `spans` are (begin, length)."""
-    first = min((begin for begin, _ in spans), default=0)
+    first = min(begin for begin, _ in spans)
     late = [begin - first for begin, _ in spans]
-    if max(late, default=0) > max((length for _, length in spans), default=0):
+    if max(late) > max(length for _, length in spans):
         return [0] * len(late), False
     return late, True
 
@@ -164,7 +165,7 @@ def simulate(graphs: Sequence[RankGraph]) -> Simulation:
     last = max(reversed(runs), key=lambda run: run.end, default=None)
     result = Simulation(
         makespan_ns=last.end if last else 0,
-        measured_ns=max((graph.end_ns + offset for graph, offset in zip(graphs, late, strict=True)), default=0),
+        measured_ns=max(graph.end_ns + offset for graph, offset in zip(graphs, late, strict=True)),
         by_clocks=by_clocks,
         critical_ns=_critical_path(last),
         joined=sum(members > 1 for members in joined),

@@ -33,7 +33,7 @@ def convert_nodes(trace: LinkedTrace) -> dict[int, ChakraNode]:
     nodes: dict[int, ChakraNode] = {}
     begin = min((op.start_ns for op in trace.host if op.start_ns is not None), default=0)
     last_start: dict[int, int] = {}
-    launching = {activity.host for activity in trace.activities}
+    inputs = {op.id: op.node.inputs for op in trace.host}
     for op in in_program_order(trace.host):
         if is_group_node(op.node.name):
             continue  # the groups stand in a metadata node
@@ -45,21 +45,19 @@ def convert_nodes(trace: LinkedTrace) -> dict[int, ChakraNode]:
             name=op.node.name,
             runs_on=("thread", op.node.tid),
             start_ns=start,
-            duration_ns=max(0, (op.exclusive_ns or 0) - op.blocked_ns),
+            duration_ns=max(0, op.exclusive_ns - op.blocked_ns),
             is_cpu=True,
             rf_id=op.node.rf_id,
-            tensor_bytes=tensor_bytes(io(op.node.inputs).values) if op.id in launching else 0,
             op=op.node,
         )
     for activity in trace.activities:
-        launched_by = nodes.get(activity.host or 0)
         nodes[activity.id] = ChakraNode(
             id=activity.id,
             name=activity.name,
             runs_on=("stream", (activity.device, activity.stream)),
             start_ns=activity.start_ns,
             duration_ns=activity.duration_ns,
-            tensor_bytes=launched_by.tensor_bytes if launched_by else 0,
+            tensor_bytes=tensor_bytes(io(inputs[activity.host]).values) if activity.host in inputs else 0,
         )
     return nodes
 
@@ -132,7 +130,7 @@ def _without_kernel(
         dependencies=[],
     )
     if op is not None:
-        node.name, node.rf_id, node.duration_ns = op.node.name, op.node.rf_id, op.duration_ns or 0
+        node.name, node.rf_id, node.duration_ns = op.node.name, op.node.rf_id, op.duration_ns
         node.start_ns = op.start_ns if op.start_ns is not None else start
     elif call is not None:
         node.dependencies.append(Dependency(call.id, "launch"))
@@ -191,7 +189,7 @@ def reduce_dependencies(nodes: Mapping[int, ChakraNode]) -> int:
     places: dict[int, tuple[RunsOn, int]] = {}
     in_order: dict[RunsOn, list[ChakraNode]] = defaultdict(list)
     # On a thread by the start of the RecordFunction.
-    for node in sorted(nodes.values(), key=lambda n: (n.rf_id, 0, 0) if n.is_cpu else (0, n.start_ns, n.id)):
+    for node in sorted(nodes.values(), key=lambda n: (n.rf_id,) if n.is_cpu else (n.start_ns, n.id)):
         places[node.id] = node.runs_on, len(in_order[node.runs_on])
         in_order[node.runs_on].append(node)
     dropped = 0

@@ -53,7 +53,7 @@ def comm_size(record: CommRecord, group_size: int) -> int:
     >>> comm_size(record, 8)
     100
     """
-    return record.bytes // group_size if record.op in _PER_MEMBER and group_size else record.bytes
+    return record.bytes // group_size if record.op in _PER_MEMBER else record.bytes
 
 
 def write_chakra(
@@ -91,7 +91,7 @@ def _with_attributes(message: pb.Node | pb.GlobalMetadata, values: Mapping[str, 
     """`message` with those of `values` that are not None, as bytes."""
     for name, value in values.items():
         kind = KINDS.get(name) or _KIND_OF_TYPE.get(type(value))
-        if kind is not None and value is not None:
+        if kind is not None:
             given: Any = {"values": value} if isinstance(value, list) else value
             message.attr.add(name=name, **{kind: given})
     return message.SerializeToString()
@@ -190,7 +190,7 @@ def _usual_attributes(runs_on: RunsOn, is_cpu: bool, tensor_bytes: int, communic
     kind, place = runs_on
     if kind == "thread":
         values["tid"] = _as_int(place)
-    elif kind == "stream" and isinstance(place, tuple):
+    elif isinstance(place, tuple):
         values |= {"device": _as_int(place[0]), "stream": _as_int(place[1])}
     if not is_cpu and not communicates:
         # A roofline needs both and no size of 0. The operations are not known: 1 stands for that.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from crossrank.tools.graph.chakra.convert import Converted, convert
 from crossrank.tools.graph.chakra.feeder_contract import check
 from crossrank.tools.graph.chakra.framing import read_trace
 from crossrank.tools.graph.chakra.lower import RUNS_AS
+from crossrank.tools.graph.chakra.simulate import RankGraph, simulate
 from crossrank.tools.graph.chakra.write import COLLECTIVE_TYPES, comm_size
-from crossrank.tools.graph.linking import Communication, Edge, LinkedTrace, link
+from crossrank.tools.graph.linking import Communication, Edge, LinkedTrace, MatchReport, link
 from crossrank.tools.output.chakra import as_dict
 from tests.unit.graph.linking.small_traces import SmallTrace
 
@@ -106,10 +108,21 @@ def test_nodes_have_their_times_and_what_both_feeders_read(tmp_path: Path) -> No
     }
     kinds = {a.name: (a.WhichOneof("value"), getattr(a, a.WhichOneof("value") or "")) for a in reduce.attr}
     assert reduce.type == pb.COMM_COLL_NODE
-    assert kinds["comm_type"] == ("int64_val", pb.ALL_REDUCE)
-    assert kinds["comm_size"] == ("int64_val", 96)
-    assert kinds["pg_name"] == ("string_val", "0")
-    assert kinds["is_cpu_op"] == ("bool_val", False)
+    assert kinds == {
+        "is_cpu_op": ("bool_val", False),
+        "start_ns": ("int64_val", 305_000),
+        "duration_ns": ("int64_val", 45_000),
+        "device": ("int64_val", 0),
+        "stream": ("int64_val", 20),
+        "comm_size": ("int64_val", 96),
+        "pg_name": ("string_val", "0"),
+        "comm_op": ("string_val", "all_reduce"),
+        "dtype": ("string_val", "float32"),
+        "comm_type": ("int64_val", pb.ALL_REDUCE),
+        "seq": ("int64_val", 1),
+    }
+    host = {"is_cpu_op": True, "start_ns": 0, "duration_ns": 10_000, "rf_id": 1, "tid": 1}
+    assert as_dict(nodes[4])["attr"] == host
     addmm = nodes[5]
     assert (addmm.duration_micros, nodes[4].duration_micros) == (20, 10)  # of the caller, until its call
     assert json.loads(addmm.inputs.shapes) == [[24]]
@@ -121,15 +134,17 @@ def test_the_metadata_says_where_it_comes_from_and_lists_groups_as_the_feeder_pa
     path = tmp_path / "chakra.0.et"
     result = convert(link(*trace.write(tmp_path)), path, Options(group_node=True))
     metadata, nodes = read_trace(str(path))
-    values = {attribute.name: attribute for attribute in metadata.attr}
     assert metadata.version == "0.0.4"
-    assert values["schema"].string_val == "1.1.1-chakra.0.0.4"
-    assert values["pid"].uint64_val == 70
-    assert json.loads(values["match"].string_val)["host_nodes"] == 5
+    values = as_dict(pb.Node(attr=metadata.attr))["attr"]
+    assert json.loads(values["match"])["host_nodes"] == 5
+    given = {"schema": "1.1.1-chakra.0.0.4", "pid": 70, "time": "2024-05-02 10:00:01", "start_ts": 1, "finish_ts": 2}
+    assert given.items() <= values.items()
     world, small = result.groups
     assert (world.number, world.ranks, small.ranks, small.pg) == ("0", (0, 1), (0,), "tp-group")
     assert 0 < int(small.number) < 1 << 31
-    first = next(node for _, node in nodes if node.type == pb.METADATA_NODE)
+    assert [fault.partition(",")[0] for fault in check(str(path)).faults] == ["a METADATA_NODE"]
+    start, first = (node for _, node in nodes if node.name == LATE or node.type == pb.METADATA_NODE)
+    assert first.id == start.id + 1
     assert first.inputs.values.startswith("['[")
     assert json.loads(first.inputs.values[2:-2]) == [
         {"pg_name": "0", "pg_desc": "desc", "ranks": [0, 1]},
@@ -175,7 +190,7 @@ def test_a_batch_of_sends_and_receives_is_not_an_all_to_all(tmp_path: Path) -> N
     (alone,) = result.communications
     assert alone.activities == [kernel]
     for number, (op, host) in enumerate((("send", first), ("recv", second))):
-        record = CommRecord(id=number, op=op, c10d=op, pg="0", bytes=96, t=host, peer=1, p2p_seq=4, batch=0)
+        record = CommRecord(id=number, op=op, c10d=op, pg="0", bytes=96, t=host, peer=1, p2p_seq=(1 << 20) + 4, batch=0)
         result.communications.insert(number, Communication(record=record, group=group, origin="comms file", host=host))
     nodes, _ = write(result, tmp_path)
     send, receive = nodes[kernel], nodes[9]
@@ -188,7 +203,7 @@ def test_a_batch_of_sends_and_receives_is_not_an_all_to_all(tmp_path: Path) -> N
     assert nodes[after]["data_deps"] == [kernel, 9]
 
 
-@pytest.mark.parametrize(("times", "node"), [((7_000, 3_000), (7, 3)), ((None, None), (10, 0))])
+@pytest.mark.parametrize(("times", "node"), [((7_000, 3_000), (7, 3)), ((None, 0), (10, 0))])
 def test_a_work_is_a_communication_of_its_own_time(tmp_path: Path, times: Any, node: tuple[int, int]) -> None:
     trace = SmallTrace()
     call, work = trace.op("c10d::allreduce_", 10, 5), trace.op("gloo:all_reduce", 12, 9, 3, tid=2)
@@ -263,6 +278,36 @@ def test_collectives_are_compared_in_the_order_of_their_sequence_numbers(tmp_pat
         trace.launch("ncclDevKernel_AllReduce_Sum_f32(x)", 20 * i + 2, start, 20, 501 + i, stream=20 + i)
     _, report = converted(trace, tmp_path)
     assert report.collectives == {"0": ["all_reduce of 96 B", "broadcast of 96 B"]}
+
+
+def test_nodes_stand_behind_what_they_wait_for_whatever_the_times_say(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    trace.op("aten::mm", 10, 100)
+    for i, (start, stream) in enumerate(((20, 7), (30, 7), (35, 8))):
+        trace.launch(f"kernel {i}", 11 + i, start, 5, 501 + i, stream=stream)
+    result = link(*trace.write(tmp_path))
+    result.edges.append(Edge(7, 5, "stream_wait"))
+    nodes, report = write(result, tmp_path)
+    assert list(nodes) == [4, 7, 5, 6]
+    assert (report.begin_ns - result.base_ns, report.length_ns) == (10_000, 100_000)
+
+
+def test_a_trace_without_nodes_becomes_a_file_without_nodes(tmp_path: Path) -> None:
+    path = tmp_path / "chakra.0.et"
+    trace = LinkedTrace(
+        rank=None, world_size=None, schema="", base_ns=0, inputs={}, groups=[], report=MatchReport(), pid=None,
+        time=None, start_ts=None, finish_ts=None, host=[], activities=[], communications=[], edges=[],
+    )  # fmt: skip
+    result = convert(trace, path, Options(group_node=True), keep_graph=True)
+    assert result.graph == RankGraph(rank=0, begin_ns=0, end_ns=0, nodes=[])
+    assert simulate([result.graph]).makespan_ns == 0
+    assert replace(result, size=Converted().size, graph=None) == Converted()
+    assert Converted().size == 0
+    metadata, nodes = read_trace(str(path))
+    assert {"pid": 0, "time": "", "start_ts": 0, "finish_ts": 0}.items() <= as_dict(pb.Node(attr=metadata.attr))[
+        "attr"
+    ].items()
+    assert [node.id for _, node in nodes] == [2]
 
 
 def test_a_value_that_does_not_fit_names_its_node(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from crossrank.tools.cli import main
 from tests.unit.graph.linking.public_traces import needs_traces, public
+from tests.unit.graph.linking.small_traces import SmallTrace
 from tests.unit.graph.linking.test_link_command import rank_trace
 
 
@@ -47,9 +48,27 @@ def test_linked_traces_give_the_same_files(folder: Path) -> None:
 
 
 def test_ranks_with_different_collectives_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rank_trace(1, collectives=3).write(folder, 1)
+    rank_trace(1, collectives=4).write(folder, 1)
     assert run(folder, "-o", folder / "out") == 1
-    assert "group 0: collective 3 is all_reduce of 96 B on rank 1 and nothing on rank 0" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        "crossrank: group 0: collective 3 is all_reduce of 96 B on rank 1 and nothing on rank 0\n"
+    )
+
+
+def test_a_rank_that_fails_has_no_say_in_what_the_others_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "rank-1.et.json").write_text("{}")
+    assert run(folder, "-o", folder / "out", "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["disagreements"], [rank["size"] > 0 for rank in found["ranks"]]) == ([], [True, False])
+
+
+def test_two_files_that_name_no_rank_are_of_rank_0(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    del trace.kineto_head["distributedInfo"]
+    trace.op("aten::mm", 0, 5)
+    et, kineto = (Path(path) for path in trace.write(tmp_path))
+    assert run(et.rename(tmp_path / "a.json"), kineto.rename(tmp_path / "b.json"), "-o", tmp_path / "out") == 0
+    assert sorted(os.listdir(tmp_path / "out")) == ["chakra.0.et", "comm_groups.json"]
 
 
 def test_a_json_that_is_no_linked_trace_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from crossrank.comm import Group
 from crossrank.errors import CrossrankError
 from crossrank.tools.cli import main
 from crossrank.tools.graph.chakra import et_def_pb2 as pb
-from crossrank.tools.graph.chakra.feeder_contract import RUN_BY_ASTRA_SIM, check
+from crossrank.tools.graph.chakra.feeder_contract import RUN_BY_ASTRA_SIM, Checked, check
 from crossrank.tools.graph.chakra.framing import read_trace, write_message
-from crossrank.tools.graph.chakra.group_numbers import merge, number_group
+from crossrank.tools.graph.chakra.group_numbers import NumberedGroup, merge, number_group
+from crossrank.tools.varint import varint
 
 LOWER = "convert with --lower astra-sim"
 SEND: dict[str, Any] = {"kind": pb.COMM_SEND_NODE, "comm_dst": 1, "comm_tag": 1, "comm_size": 8}
@@ -69,9 +71,31 @@ def test_what_is_framed_is_read_back(tmp_path_factory: pytest.TempPathFactory, n
 
 
 def test_a_compressed_file_is_read(tmp_path: Path) -> None:
-    plain = file_of(tmp_path / "a.0.et", node(1), node(2, 1))
-    (tmp_path / "b.0.et.gz").write_bytes(gzip.compress(Path(plain).read_bytes()))
-    assert check(str(tmp_path / "b.0.et.gz")).nodes == 2
+    plain = file_of(tmp_path / "a.0.et", node(1), node(2, 1, kind=99))
+    path = tmp_path / "b.0.et.gz"
+    compressed = gzip.compress(Path(plain).read_bytes())
+    path.write_bytes(compressed)
+    assert check(str(path)) == Checked(path=str(path), nodes=2, types=Counter({"COMP_NODE": 1, "type 99": 1}))
+    path.write_bytes(compressed[:-9])
+    with pytest.raises(CrossrankError, match=r"b\.0\.et\.gz: cut off in the message at byte \d+ \("):
+        check(str(path))
+    with pytest.raises(CrossrankError, match=r"gone\.et: cannot be opened: No such file"):
+        check(str(tmp_path / "gone.et"))
+
+
+def test_nodes_come_with_their_places_in_a_large_file(tmp_path: Path) -> None:
+    nodes = [pb.Node(id=i, name="n" * (i * 700_000)) for i in range(4)]
+    path = Path(file_of(tmp_path / "a.0.et", *nodes))
+    content = path.read_bytes()
+    found = list(read_trace(str(path))[1])
+    assert [node for _, node in found] == nodes
+    for offset, node in found:
+        assert content[offset:].startswith(varint(node.ByteSize()) + node.SerializeToString())
+    for broken, what in ((content[:-1], f"cut off in the message at byte {found[-1][0]};"),
+                         (content + b"\xff" * 5, f"no message length at byte {len(content)};")):  # fmt: skip
+        path.write_bytes(broken)
+        with pytest.raises(CrossrankError, match=what):
+            list(read_trace(str(path))[1])
 
 
 def test_a_file_cut_off_anywhere_is_refused_with_the_place(tmp_path: Path) -> None:
@@ -89,6 +113,9 @@ def test_a_file_cut_off_anywhere_is_refused_with_the_place(tmp_path: Path) -> No
     [
         (b"", "is empty; a Chakra trace begins with its metadata"),
         (b"\xff" * 20, "no message length at byte 0; the file is broken or no Chakra trace"),
+        (b"\x81\x80\x80\x80\x04", "no message length at byte 0; the file is broken or no Chakra trace"),  # above 1 GiB
+        (b"\x80\x80\x80\x80\x04", "cut off in the message at byte 0"),
+        (b"\x80", "cut off in the message at byte 0"),
         (b'{"nodes": []}', "cut off in the message at byte 0"),
         (b"\x03\xff\xff\xff", "the first message is no Chakra metadata"),
         (b"\x02\x08\x05", "does not begin with Chakra metadata but with something else"),
@@ -126,9 +153,12 @@ def test_control_and_data_dependencies_together_must_not_form_a_cycle(tmp_path: 
 
 
 def test_nodes_in_another_order_are_accepted_with_a_note(tmp_path: Path) -> None:
-    result = check(file_of(tmp_path / "a.0.et", node(2, 1), node(1)))
+    result = check(file_of(tmp_path / "a.et", node(512, 0), node(0)))
     assert result.faults == {}
-    assert list(result.notes) == ["nodes stand before what they wait for: an older feeder keeps all of them in memory"]
+    assert result.notes == {
+        "the name does not end in .RANK.et, by which ASTRA-sim finds a rank's file": 1,
+        "nodes stand before what they wait for: an older feeder keeps all of them in memory": 1,
+    }
 
 
 def test_communication_nodes_need_what_the_feeders_read(tmp_path: Path) -> None:
@@ -167,8 +197,8 @@ def test_communication_nodes_need_what_the_feeders_read(tmp_path: Path) -> None:
         *((pb.COMM_COLL_NODE, {"comm_type": number, "comm_size": 64}, f"ASTRA-sim cannot run {name}; {LOWER}")
           for name, number in pb.CollectiveCommType.items() if number not in RUN_BY_ASTRA_SIM),
         (pb.COMM_COLL_NODE, {"comm_type": 99, "comm_size": 64}, "ASTRA-sim cannot run comm_type 99"),
-        (pb.COMM_COLL_NODE, {"comm_type": pb.ALL_GATHER, "comm_size": 3},
-         f"an ALL_GATHER of less than 4 B, which never ends in ASTRA-sim; {LOWER}"),
+        *((pb.COMM_COLL_NODE, {"comm_type": pb.ALL_GATHER, "comm_size": size},
+           f"an ALL_GATHER of less than 4 B, which never ends in ASTRA-sim; {LOWER}") for size in (0, 3)),
         (pb.COMM_COLL_NODE, {"comm_type": pb.ALL_REDUCE, "comm_size": 64, "pg_name": "7"},
          f"a collective of a group of one rank, which never ends in ASTRA-sim; {LOWER}"),
         (pb.COMM_SEND_NODE, {"comm_dst": 1, "comm_tag": 1, "comm_size": 0},
@@ -221,12 +251,16 @@ def test_values_that_cannot_be_break_the_contract(tmp_path: Path) -> None:
         node(1, kind=pb.COMM_SEND_NODE, comm_dst=-1, comm_size=-8, comm_tag=1),
         listed,
         node(3, kind=pb.COMM_COLL_NODE, comm_type=0, comm_size=8, pg_name="\u0663"),
+        node(4, kind=pb.COMM_COLL_NODE, comm_type=0, comm_size=8, pg_name="2147483648"),
+        node(5, kind=pb.MEM_LOAD_NODE, tensor_size=8),
     )
-    assert check(path).faults == {
+    result = check(path)
+    assert result.notes == {"tensor_size is int64_val, the older feeder reads uint64_val": 1}
+    assert result.faults == {
         "comm_size is negative": 1,
         "comm_dst is negative": 1,
         "comm_type is int64_list, not int64_val": 1,
-        "pg_name is no integer, at which ASTRA-sim stops": 1,
+        "pg_name is no integer, at which ASTRA-sim stops": 2,
     }
 
 
@@ -271,7 +305,7 @@ def test_a_group_has_the_same_number_wherever_it_is_made() -> None:
     ours = number_group(Group(pg="7", size=2, ranks=[0, 2], desc="dp"), 4)
     theirs = number_group(Group(pg="7", size=2, ranks=[0, 2], desc="dp"), 4)
     other = number_group(Group(pg="8", size=2, ranks=[0, 2], desc="tp"), 4)
-    assert ours.number == theirs.number != other.number
+    assert ours.number == theirs.number == "302173221" != other.number
     assert number_group(Group(pg="0", size=4, ranks=[0, 1, 2, 3]), 4).number == "0"
     assert number_group(Group(pg="94594108284448", size=4, ranks=[0, 1, 2, 3]), 4).number == "0"
     # A second communicator of all ranks orders its collectives by itself.
@@ -284,5 +318,7 @@ def test_a_group_has_the_same_number_wherever_it_is_made() -> None:
         ours.number: [0, 2],
         other.number: [0, 2],
     }
+    with pytest.raises(CrossrankError, match=r"groups '7' \[0, 2\] and 'x' \[1, 2\] got the same number"):
+        merge([[ours], [NumberedGroup(number=ours.number, ranks=(1, 2), pg="x")]])
     with pytest.raises(CrossrankError, match="process group 'pp' has no known members"):
         number_group(Group(pg="pp", size=2), 4)

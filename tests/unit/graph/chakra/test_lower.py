@@ -9,7 +9,7 @@ import pytest
 
 from crossrank.comm import CommRecord
 from crossrank.tools.graph.chakra import et_def_pb2 as pb
-from crossrank.tools.graph.chakra.chakra_graph import ChakraNode, Comm, Dependency
+from crossrank.tools.graph.chakra.chakra_graph import MESSAGES_END, ChakraNode, Comm, Dependency
 from crossrank.tools.graph.chakra.feeder_contract import RUN_BY_ASTRA_SIM
 from crossrank.tools.graph.chakra.group_numbers import NumberedGroup
 from crossrank.tools.graph.chakra.lower import lower
@@ -107,9 +107,8 @@ def test_no_rank_with_host_nodes_ends_with_a_message() -> None:
     nodes.append(one(4, 20, 10, **host))
     nodes[-1].dependencies = [Dependency(3, "sync")]
     assert lower(nodes, 0) == {"a node of no time after messages that nothing waits for": 1}
-    last = nodes[-1]
-    assert (last.id, last.is_cpu, last.duration_ns) == (5, True, 0)
-    assert [dependency.source for dependency in last.dependencies] == [2]
+    waits = [Dependency(2, "sync", inferred=True)]
+    assert nodes[-1] == ChakraNode(5, MESSAGES_END, ("thread", 1), 40, 0, is_cpu=True, dependencies=waits)
     assert lower(nodes, 0) == {}
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from crossrank.errors import CrossrankError
 from crossrank.tools.graph.chakra.chakra_graph import ChakraNode, Dependency
-from crossrank.tools.graph.chakra.order import in_order
+from crossrank.tools.graph.chakra.order import in_order, is_in_order
 
 
 def graph(edges: dict[int, list[Dependency]]) -> dict[int, ChakraNode]:
@@ -66,6 +66,19 @@ def test_what_is_ordered_follows_all_that_it_waits_for(drawn: dict[int, list[int
 
 
 def test_a_cycle_of_facts_names_its_nodes_and_kinds() -> None:
-    nodes = graph({1: [Dependency(2, "stream")], 2: [Dependency(1, "launch")]})
-    with pytest.raises(CrossrankError, match=r"1 \(n1\) waits by stream for 2 \(n2\) waits by launch for 1; no edge"):
-        in_order(nodes)
+    waits = (
+        "1 (n1) waits by launch for 2 (n2) waits by launch for 3 (n3) waits by launch for 4 (n4) waits by launch for "
+    )
+    shown = waits + "5 (n5) waits by launch for 6 (n6) waits by launch for"
+    for count, rest in ((6, " 1"), (8, " … 2 more … 1")):
+        nodes = graph({i: [Dependency(i % count + 1, "launch")] for i in range(1, count + 1)})
+        with pytest.raises(CrossrankError) as error:
+            in_order(nodes)
+        why = "no edge of it is inferred, so none can be dropped"
+        assert str(error.value) == f"dependencies form a cycle: {shown}{rest}; {why}"
+
+
+def test_nodes_are_in_order_where_each_follows_what_it_waits_for() -> None:
+    nodes = list(graph({1: [], 2: [Dependency(1, "launch")]}).values())
+    assert is_in_order(nodes)
+    assert not is_in_order(nodes[::-1])

@@ -9,10 +9,21 @@ from pathlib import Path
 
 import pytest
 
+from crossrank.comm import CommRecord
 from crossrank.tools.cli import main
-from crossrank.tools.graph.chakra.chakra_graph import LATE, PAUSE
+from crossrank.tools.graph.chakra.chakra_graph import LATE, PAUSE, ChakraNode, Comm, Dependency, RunsOn
 from crossrank.tools.graph.chakra.convert import convert
-from crossrank.tools.graph.chakra.simulate import GPU, HOST, RankGraph, Simulation, simulate
+from crossrank.tools.graph.chakra.group_numbers import NumberedGroup
+from crossrank.tools.graph.chakra.simulate import (
+    COMMUNICATION,
+    GPU,
+    HOST,
+    RankGraph,
+    RankNode,
+    Simulation,
+    rank_graph,
+    simulate,
+)
 from crossrank.tools.graph.chakra.simulation_timeline import write_timeline
 from crossrank.tools.graph.linking import link
 from tests.unit.graph.chakra.test_convert import params, two_streams
@@ -51,6 +62,59 @@ def test_one_rank_is_played_as_it_was_measured(tmp_path: Path) -> None:
     }
     assert (simulation.makespan_ns, simulation.measured_ns) == (445_000, 450_000)
     assert simulation.critical_ns == {GPU: 270_000, "communication": 45_000, HOST: 80_000, PAUSE: 50_000}
+    busy = {"thread 1": 100_000, "device 0 stream 7": 270_000, "device 0 stream 20": 45_000}
+    assert simulation.busy_ns == {(0, runs_on): ns for runs_on, ns in busy.items()}
+
+
+def test_a_graph_has_times_from_its_begin_and_tells_communications_apart() -> None:
+    group = NumberedGroup(number="5", ranks=(0, 1), pg="x")
+    thread: RunsOn = ("thread", 1)
+    nodes = [ChakraNode(1, "op", thread, 100, 50, is_cpu=True)]
+    nodes.append(
+        ChakraNode(2, PAUSE, thread, 150, 30, is_cpu=True, is_pause=True, dependencies=[Dependency(1, "sync")])
+    )
+    nodes.append(ChakraNode(3, "gemm", ("stream", (2, 7)), 120, 5))
+    numbers = [
+        ("send", None, 1),
+        ("recv", None, 2),
+        ("all_reduce", 2, None),
+        ("broadcast", 1, None),
+        ("barrier", None, None),
+    ]
+    for node_id, (op, seq, p2p_seq) in enumerate(numbers, start=4):
+        record = CommRecord(id=0, op=op, c10d="", pg="x", bytes=8, t=0, seq=seq, p2p_seq=p2p_seq, peer=1)
+        nodes.append(ChakraNode(node_id, op, ("communication", node_id), 130 + node_id, 5, comm=Comm(record, group)))
+    outside = ("communication outside streams", COMMUNICATION)
+    assert rank_graph(nodes, 0, 7, 99) == RankGraph(
+        rank=0,
+        begin_ns=7,
+        end_ns=99,
+        nodes=[
+            RankNode("op", "thread 1", HOST, 0, 50, [], None),
+            RankNode(PAUSE, "thread 1", PAUSE, 50, 30, [0], None),
+            RankNode("gemm", "device 2 stream 7", GPU, 20, 5, [], None),
+            RankNode("send", *outside, 34, 5, [], ("5", (0, 1), 1)),
+            RankNode("recv", *outside, 35, 5, [], ("5", (1, 0), 2)),
+            RankNode("all_reduce", *outside, 36, 5, [], ("5", None, 3)),
+            RankNode("broadcast", *outside, 37, 5, [], ("5", None, 2)),
+            RankNode("barrier", *outside, 38, 5, [], ("5", None, 1)),  # without a number it comes first
+        ],
+    )
+
+
+def test_ranks_that_wait_for_each_other_go_on_without() -> None:
+    def rank(number: int, *groups: str) -> RankGraph:
+        nodes = [
+            RankNode(group, f"thread {i}", COMMUNICATION, 0, 10, [i - 1] if i else [], (group, None, 1))
+            for i, group in enumerate(groups)
+        ]
+        return RankGraph(rank=number, begin_ns=0, end_ns=20, nodes=nodes)
+
+    simulation = simulate([rank(0, "x", "y"), rank(1, "y", "x")])
+    assert simulation.runs_ns == {0: [(0, 10), (10, 10)], 1: [(10, 10), (20, 10)]}
+    assert (simulation.joined, simulation.alone) == (1, 2)
+    assert simulation.critical_ns == {COMMUNICATION: 30}
+    assert simulation.waiting_ns == {0: 0, 1: 10}
 
 
 def test_a_collective_begins_when_its_last_member_is_ready_and_takes_the_shortest_time(tmp_path: Path) -> None:
@@ -76,6 +140,7 @@ def test_a_rank_that_begins_late_is_on_the_critical_path_with_its_delay(tmp_path
     graphs[1].begin_ns += 100_000
     simulation = simulate(graphs)
     assert simulation.critical_ns[LATE] == 100_000
+    assert simulation.measured_ns == 550_000
     assert sum(simulation.critical_ns.values()) == simulation.makespan_ns == 545_000
 
 
