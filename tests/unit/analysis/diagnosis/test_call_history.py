@@ -45,7 +45,7 @@ def made(letters: str) -> JobState:
 def test_a_call_is_usual_where_the_like_led_to_it_and_new_where_it_never_was_made(
     letters: str, usual: bool, new: bool
 ) -> None:
-    found, last = made(letters), len(letters) - 1
+    found, last = made(letters + "d"), len(letters) - 1
 
     assert (is_usual(found, 0, last), is_new(found, 0, last)) == (usual, new)
 
@@ -70,6 +70,6 @@ def test_a_call_is_usual_where_the_like_led_to_it_and_new_where_it_never_was_mad
 def test_a_call_is_skipped_where_one_that_was_made_before_stands_in_its_turn(
     letters: str, group_of_it: int, peers: tuple[int, ...], skipped: bool
 ) -> None:
-    found = made(letters)
+    found = made(letters + "d")
 
     assert has_skipped(found, 0, found.groups[group_of_it], len(letters) - 1, peers) == skipped

@@ -121,6 +121,8 @@ def test_ends_that_a_rank_has_not_noticed_although_they_were_long_before_its_dum
 
     assert (found.unnoticed, found.blind_until(1)) == ({1: rows} if rows else {}, blind)
     assert (found.blind_until(0), found.moment(0, 0)) == (0, 0)
+    found.clock_offset[0] = 7
+    assert found.moment(0, 0) == 7
 
 
 def test_a_rank_whose_dump_does_not_show_that_calls_are_left_out_leaves_out_as_the_others_do() -> None:

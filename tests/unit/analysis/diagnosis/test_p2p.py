@@ -38,6 +38,9 @@ def both(*rows: int) -> set[tuple[int, int]]:
     ("sends", "receives", "facts", "expected"),
     [
         pytest.param([send(), send(2)], [recv()], {}, Pairing(pairs((0, 0)), {(0, 1)}), id="in order"),
+        pytest.param([send(0)], [], {}, Pairing(alone={(0, 0)}), id="without a number"),
+        pytest.param([send(0)], [], COMMS, Pairing(alone={(0, 0)}), id="counted from 0"),
+        pytest.param([], [recv(peer=None)], {}, Pairing(), id="from any source"),
         pytest.param([send(tag=1)], [recv(tag=2)], {}, Pairing({}, both(0)), id="tags differ"),
         pytest.param([send(tag=1)], [recv()], {}, Pairing(pairs((0, 0))), id="a tag that one does not know"),
         pytest.param([send(inputs=[[2, 4]])], [recv()], {}, Pairing(pairs((0, 0))), id="one size"),
@@ -80,7 +83,7 @@ def both(*rows: int) -> set[tuple[int, int]]:
         ),
         pytest.param([send(4), send(5), send(6)], [], CUT, Pairing(alone={(0, 0), (0, 1), (0, 2)}), id="nothing left"),
         pytest.param(
-            [send(3), send(4), send(6)],
+            [send(3), send(4), send(5)],
             [recv(4)],
             CUT,
             Pairing(pairs((1, 0)), {(0, 2)}),
@@ -94,11 +97,11 @@ def both(*rows: int) -> set[tuple[int, int]]:
             id="out of step, from the end",
         ),
         pytest.param(
-            [send(3, called=5), send(5, called=6), send(6, called=7)],
-            [recv(2, COMPLETED, ended=5), recv(3), recv(4)],
+            [send(3, called=1), send(5, called=2), send(6, called=3)],
+            [recv(1, COMPLETED, ended=1), recv(2, COMPLETED, ended=1), recv(3), recv(4)],
             CUT,
-            Pairing(pairs((1, 1), (2, 2)), done={(0, 0)}),
-            id="the other side saw one end",
+            Pairing(pairs((1, 2), (2, 3)), done={(0, 0)}),
+            id="the other side saw ends",
         ),
         pytest.param(
             [send(3, called=5), send(5, called=6), send(6, called=7)],
@@ -113,6 +116,27 @@ def test_sends_and_receives_of_two_ranks(
     sends: list[Call], receives: list[Call], facts: dict[str, Any], expected: Pairing
 ) -> None:
     assert pair_up(job(rank(0, *sends, **facts), rank(1, *receives, **facts))) == expected
+
+
+@pytest.mark.parametrize("facts", [CUT, ACTIVE, {"numbered_pairs": True}])
+def test_the_first_belongs_to_the_first_where_both_files_are_whole_and_count_alike(facts: dict[str, Any]) -> None:
+    def partner(of_sender: dict[str, Any], of_receiver: dict[str, Any]) -> dict[tuple[int, int], tuple[int, int]]:
+        return pair_up(job(rank(0, send(1, COMPLETED), send(3), **of_sender), rank(1, recv(2), **of_receiver))).partner
+
+    assert partner({}, {}) == pairs((0, 0))
+    assert partner(facts, {}) == partner({}, facts) == pairs((1, 0))
+
+
+@pytest.mark.parametrize(("first", "expected"), [(3, pairs((1, 0))), (1, pairs((0, 0), (1, 1)))])
+def test_numbers_count_in_a_larger_group_where_some_are_seen_on_both_ends(
+    first: int, expected: dict[tuple[int, int], tuple[int, int]]
+) -> None:
+    of_three: dict[str, Any] = CUT | {"groups": (world(3),)}
+
+    assert (
+        pair_up(job(rank(0, send(first), send(first + 1), **of_three), rank(1, recv(4), recv(5), **of_three))).partner
+        == expected
+    )
 
 
 def progress(enqueued: int, completed: int) -> dict[str, Any]:
@@ -147,6 +171,19 @@ def test_a_peer_without_a_file_answers_nothing_but_to_a_rank_that_notices_no_end
 
 
 def test_what_a_call_transfers_in_words() -> None:
-    found = job(rank(0, send(inputs=[[2, 3], [4]]), recv(peer=1, outputs=[[5]]), send(dtype=None, inputs=[], outputs=[[7]])))
+    found = job(
+        rank(
+            0,
+            send(inputs=[[2, 3], [4]], outputs=[[9]]),
+            recv(peer=1, inputs=[[9]], outputs=[[5]]),
+            send(dtype=None, inputs=[], outputs=[[7]]),
+            recv(inputs=[[6]], outputs=[]),
+        )
+    )
 
-    assert [content_text(found, (0, row)) for row in range(3)] == ["[2, 3] + [4] float32", "[5] float32", "[7]"]
+    assert [content_text(found, (0, row)) for row in range(4)] == [
+        "[2, 3] + [4] float32",
+        "[5] float32",
+        "[7]",
+        "[6] float32",
+    ]
