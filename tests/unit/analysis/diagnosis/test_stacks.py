@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from crossrank.tools.analysis.diagnosis.findings import Finding
-from crossrank.tools.analysis.diagnosis.stacks import frame_texts
+from crossrank.tools.analysis.diagnosis.stacks import frame_texts, waits_unrecorded
 from crossrank.tools.output.diagnosis.verdict import next_step
-from crossrank.tools.traces.flight_recorder import Frame
+from crossrank.tools.traces.flight_recorder import Frame, OwnStack
 from tests.unit.analysis.diagnosis.moments import CLOSED, Moment, write_moments
+from tests.unit.analysis.diagnosis.ranks import call, job, rank
 from tests.unit.analysis.diagnosis.simulated_jobs import Collective, Groups, Programs, SimulatedJob
 from tests.unit.analysis.diagnosis.verdicts import diagnosis_of
 
@@ -127,3 +128,43 @@ def test_of_a_culprit_whose_main_thread_communicates_another_thread_is_shown(tmp
 
     assert finding.places[0].what == "its thread metrics when it was dumped"
     assert finding.places[0].frames[0] == "average (metrics.py:9)"
+
+
+C10D = ("wait", "/opt/torch/distributed/distributed_c10d.py", 5)
+MAIN = ("main", "/home/me/train.py", 7)
+RECORDS = ("record", "/opt/crossrank/instrument/hooks.py", 3)
+SECOND = 10**9
+
+
+@pytest.mark.parametrize(
+    ("reason", "after", "stack", "ending", "line", "waits"),
+    [
+        ("hang", 0, (C10D, MAIN), {}, 6, True),
+        ("SIGTERM", 2 * SECOND + 1, (C10D, MAIN), {}, 6, True),
+        ("SIGTERM", 2 * SECOND, (C10D, MAIN), {}, 6, False),
+        ("exit", 9 * SECOND, (C10D, MAIN), {}, 6, False),
+        ("hang", 0, (RECORDS, C10D, MAIN), {}, 6, True),
+        ("hang", 0, (C10D, MAIN), {"error": "ValueError: x"}, 6, False),
+        ("hang", 0, (C10D, MAIN), {}, 7, False),
+        ("hang", 0, (C10D, MAIN), {}, None, True),
+        ("hang", 0, (MAIN,), {}, 6, False),
+        ("hang", 0, (C10D, C10D), {}, 6, False),
+        ("hang", 0, (), {}, 6, False),
+    ],
+)
+def test_a_rank_hung_inside_torch_distributed_in_something_else_than_its_last_call(
+    reason: str,
+    after: int,
+    stack: tuple[tuple[str, str, int], ...],
+    ending: dict[str, str],
+    line: int | None,
+    waits: bool,
+) -> None:
+    own = [Frame(name=name, filename=file, line=at) for name, file, at in stack]
+    calls = [
+        call(called=1),
+        call(number=2, called=SECOND, stack=(Frame(name="main", filename="train.py", line=line or 0),)),
+    ]
+    facts = {"reason": reason, "taken_at": SECOND + after, "stacks": [OwnStack(thread="MainThread", frames=own)]}
+
+    assert waits_unrecorded(job(rank(0, *(calls if line else []), ending=facts | ending)), 0) == waits
