@@ -46,6 +46,22 @@ def test_what_must_be_the_same_on_all_ranks(made: CommRecord, key: MatchKey, tex
 
 
 @pytest.mark.parametrize(
+    ("key", "fits"),
+    [
+        (MatchKey("all_reduce", 8, root=0), True),
+        (MatchKey("all_reduce"), True),
+        (MatchKey("all_reduce", 8, "float32", 0, "sum"), True),
+        (MatchKey("all_reduce", 9, root=0), False),
+        (MatchKey("broadcast"), False),
+    ],
+)
+def test_what_only_one_call_states_is_no_difference(key: MatchKey, fits: bool) -> None:
+    this = MatchKey("all_reduce", 8, root=0)
+
+    assert (this.fits(key), key.fits(this)) == (fits, fits)
+
+
+@pytest.mark.parametrize(
     ("made", "size", "text"),
     [
         (record(outputs=[[8]]), 2, ""),

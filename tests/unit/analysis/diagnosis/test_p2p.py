@@ -17,12 +17,12 @@ ACTIVE: dict[str, Any] = {"dump": {"active_only": True}}
 COMMS: dict[str, Any] = {"source": "comms", "numbered_pairs": True}
 
 
-def send(number: int = 1, state: int = OPEN, peer: int = 1, **facts: Any) -> Call:
-    return call("send", number, state, **{"peer": peer, "dtype": "float32"} | facts)
+def send(number: int = 1, state: int = OPEN, peer: int | None = 1, **facts: Any) -> Call:
+    return call("send", number, state, **dict[str, Any](peer=peer, dtype="float32") | facts)
 
 
-def recv(number: int = 1, state: int = OPEN, peer: int = 0, **facts: Any) -> Call:
-    return call("recv", number, state, **{"peer": peer, "dtype": "float32", "inputs": [], "outputs": [[8]]} | facts)
+def recv(number: int = 1, state: int = OPEN, peer: int | None = 0, **facts: Any) -> Call:
+    return call("recv", number, state, **dict[str, Any](peer=peer, dtype="float32", inputs=[], outputs=[[8]]) | facts)
 
 
 def pairs(*rows: tuple[int, int]) -> dict[tuple[int, int], tuple[int, int]]:

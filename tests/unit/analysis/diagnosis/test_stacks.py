@@ -107,8 +107,8 @@ def test_gpus_are_to_blame_on_nccl_alone_and_after_no_exception(
 def test_culprits_that_went_wrong_in_different_places_are_all_shown(tmp_path: Path) -> None:
     programs: Programs = [[Collective("0")] * (2 if rank in (0, 1) else 1) for rank in range(4)]
     moments = {0: Moment(), 1: Moment()}
-    for rank, error in ((2, "ValueError: a"), (3, "KeyError: b")):
-        moments[rank] = Moment(reason="exit", after=0, error=error, traceback=(("f", "train.py", rank),))
+    for culprit, error in ((2, "ValueError: a"), (3, "KeyError: b")):
+        moments[culprit] = Moment(reason="exit", after=0, error=error, traceback=(("f", "train.py", culprit),))
     write_moments(SimulatedJob(programs, WORLD, backend="gloo"), tmp_path, moments)
 
     (finding,) = diagnosis_of(tmp_path).findings

@@ -26,9 +26,9 @@ def write_dumps(folder: Path, arrivals_ms: list[list[float]], *, clock_ms: list[
     ahead = clock_ms or [0.0] * len(arrivals_ms)
     ends = [max(column) + 1 for column in zip(*arrivals_ms, strict=True)]
     config = {"0": {"name": "0", "desc": "default_pg", "ranks": str(list(range(len(arrivals_ms))))}}
-    for rank, moments in enumerate(arrivals_ms):
+    for own, moments in enumerate(arrivals_ms):
 
-        def entry(number: int, moment: float, ahead_ms: float = ahead[rank]) -> dict[str, Any]:
+        def entry(number: int, moment: float, ahead_ms: float = ahead[own]) -> dict[str, Any]:
             return {
                 "record_id": number,
                 "pg_id": 0,
@@ -44,7 +44,7 @@ def write_dumps(folder: Path, arrivals_ms: list[list[float]], *, clock_ms: list[
 
         entries = [entry(number, moment) for number, moment in enumerate(moments)]
         dump = {"version": "2.10", "pg_config": config, "pg_status": {}, "entries": entries}
-        (folder / f"rank_{rank}").write_bytes(pickle.dumps(dump, 2))
+        (folder / f"rank_{own}").write_bytes(pickle.dumps(dump, 2))
     return folder
 
 
