@@ -185,6 +185,18 @@ def all_to_all(inputs: int, outputs: int) -> list[Call]:
             (calls("aa"), calls("bb", 2), calls("aa")),
             [("size_mismatch", 2, (1,), "all_reduce", "rank 0,2: A; rank 1: B", [0, 1, 2], 2)],
         ),
+        (
+            (calls("aa"), [call(outputs=[[9]]), *calls("b", 2)], calls("aa")),
+            [("size_mismatch", 1, (1,), "all_reduce", "rank 1: 8 elements go in and 9 come out", [0, 1, 2], 0)],
+        ),
+        (
+            (calls("a"), [call(outputs=[[8]], dtype="f", out_dtype="g")], []),
+            [("dtype_mismatch", 1, (1,), "all_reduce", "rank 1: f goes in and g comes out", [0, 1], 0)],
+        ),
+        (
+            ([call(outputs=[[9]])], [call(outputs=[[9]])], []),
+            [("size_mismatch", 1, (), "all_reduce", "rank 0-1: 8 elements go in and 9 come out", [0, 1], 0)],
+        ),
         ((all_to_all(8, 8), all_to_all(9, 8), all_to_all(7, 8)), []),
         ((all_to_all(8, 8), all_to_all(9, 8), []), []),
         (
