@@ -94,7 +94,7 @@ def _lists(job: JobState) -> dict[int, Rows]:
 
 def _pair(job: JobState, group: ProcessGroup, send: _End, receive: _End, in_step: bool, pairing: Pairing) -> None:
     numbered = send.trace.numbered_pairs and receive.trace.numbered_pairs
-    exact = numbered or (send.is_whole() and receive.is_whole())
+    exact = send.is_whole() and receive.is_whole()
     if numbered or (in_step and not exact):
         pairs = _by_number(send, receive, numbered)
     elif exact:

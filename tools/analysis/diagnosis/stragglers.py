@@ -120,7 +120,7 @@ def _measure(times: _Times, offsets: dict[int, int]) -> GroupStragglers:
     last = arrivals.argmax(axis=0)
     often = np.bincount(last[waits > 0], minlength=len(times.ranks))
     ordered = np.sort(waits)
-    middle, high = len(ordered) // 2, min(len(ordered) - 1, len(ordered) * 95 // 100)
+    middle, high = len(ordered) // 2, len(ordered) * 95 // 100
     late = np.median(arrivals - first, axis=1)
     return GroupStragglers(
         pg=times.group.pg,

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from crossrank.tools.analysis.diagnosis.findings import Finding
-from crossrank.tools.analysis.diagnosis.stacks import frame_texts
+from crossrank.tools.analysis.diagnosis.stacks import frame_texts, waits_unrecorded
 from crossrank.tools.output.diagnosis.verdict import next_step
-from crossrank.tools.traces.flight_recorder import Frame
+from crossrank.tools.traces.flight_recorder import Frame, OwnStack
 from tests.unit.analysis.diagnosis.moments import CLOSED, Moment, write_moments
+from tests.unit.analysis.diagnosis.ranks import call, job, rank
 from tests.unit.analysis.diagnosis.simulated_jobs import Collective, Groups, Programs, SimulatedJob
 from tests.unit.analysis.diagnosis.verdicts import diagnosis_of
 
@@ -106,8 +107,8 @@ def test_gpus_are_to_blame_on_nccl_alone_and_after_no_exception(
 def test_culprits_that_went_wrong_in_different_places_are_all_shown(tmp_path: Path) -> None:
     programs: Programs = [[Collective("0")] * (2 if rank in (0, 1) else 1) for rank in range(4)]
     moments = {0: Moment(), 1: Moment()}
-    for rank, error in ((2, "ValueError: a"), (3, "KeyError: b")):
-        moments[rank] = Moment(reason="exit", after=0, error=error, traceback=(("f", "train.py", rank),))
+    for culprit, error in ((2, "ValueError: a"), (3, "KeyError: b")):
+        moments[culprit] = Moment(reason="exit", after=0, error=error, traceback=(("f", "train.py", culprit),))
     write_moments(SimulatedJob(programs, WORLD, backend="gloo"), tmp_path, moments)
 
     (finding,) = diagnosis_of(tmp_path).findings
@@ -127,3 +128,43 @@ def test_of_a_culprit_whose_main_thread_communicates_another_thread_is_shown(tmp
 
     assert finding.places[0].what == "its thread metrics when it was dumped"
     assert finding.places[0].frames[0] == "average (metrics.py:9)"
+
+
+C10D = ("wait", "/opt/torch/distributed/distributed_c10d.py", 5)
+MAIN = ("main", "/home/me/train.py", 7)
+RECORDS = ("record", "/opt/crossrank/instrument/hooks.py", 3)
+SECOND = 10**9
+
+
+@pytest.mark.parametrize(
+    ("reason", "after", "stack", "ending", "line", "waits"),
+    [
+        ("hang", 0, (C10D, MAIN), {}, 6, True),
+        ("SIGTERM", 2 * SECOND + 1, (C10D, MAIN), {}, 6, True),
+        ("SIGTERM", 2 * SECOND, (C10D, MAIN), {}, 6, False),
+        ("exit", 9 * SECOND, (C10D, MAIN), {}, 6, False),
+        ("hang", 0, (RECORDS, C10D, MAIN), {}, 6, True),
+        ("hang", 0, (C10D, MAIN), {"error": "ValueError: x"}, 6, False),
+        ("hang", 0, (C10D, MAIN), {}, 7, False),
+        ("hang", 0, (C10D, MAIN), {}, None, True),
+        ("hang", 0, (MAIN,), {}, 6, False),
+        ("hang", 0, (C10D, C10D), {}, 6, False),
+        ("hang", 0, (), {}, 6, False),
+    ],
+)
+def test_a_rank_hung_inside_torch_distributed_in_something_else_than_its_last_call(
+    reason: str,
+    after: int,
+    stack: tuple[tuple[str, str, int], ...],
+    ending: dict[str, str],
+    line: int | None,
+    waits: bool,
+) -> None:
+    own = [Frame(name=name, filename=file, line=at) for name, file, at in stack]
+    calls = [
+        call(called=1),
+        call(number=2, called=SECOND, stack=(Frame(name="main", filename="train.py", line=line or 0),)),
+    ]
+    facts = {"reason": reason, "taken_at": SECOND + after, "stacks": [OwnStack(thread="MainThread", frames=own)]}
+
+    assert waits_unrecorded(job(rank(0, *(calls if line else []), ending=facts | ending)), 0) == waits

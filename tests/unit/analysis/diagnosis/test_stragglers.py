@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from crossrank.tools.analysis.diagnosis.findings import Diagnosis
+from crossrank.tools.analysis.diagnosis.findings import ClockAlignment, Diagnosis, Finding, GroupStragglers
+from crossrank.tools.analysis.diagnosis.stragglers import find_stragglers
+from tests.unit.analysis.diagnosis.ranks import Call, call, group, job, rank
 from tests.unit.analysis.diagnosis.verdicts import diagnosis_of
 
 START = 1_795_000_000_000_000_000
@@ -24,9 +26,9 @@ def write_dumps(folder: Path, arrivals_ms: list[list[float]], *, clock_ms: list[
     ahead = clock_ms or [0.0] * len(arrivals_ms)
     ends = [max(column) + 1 for column in zip(*arrivals_ms, strict=True)]
     config = {"0": {"name": "0", "desc": "default_pg", "ranks": str(list(range(len(arrivals_ms))))}}
-    for rank, moments in enumerate(arrivals_ms):
+    for own, moments in enumerate(arrivals_ms):
 
-        def entry(number: int, moment: float, ahead_ms: float = ahead[rank]) -> dict[str, Any]:
+        def entry(number: int, moment: float, ahead_ms: float = ahead[own]) -> dict[str, Any]:
             return {
                 "record_id": number,
                 "pg_id": 0,
@@ -42,7 +44,7 @@ def write_dumps(folder: Path, arrivals_ms: list[list[float]], *, clock_ms: list[
 
         entries = [entry(number, moment) for number, moment in enumerate(moments)]
         dump = {"version": "2.10", "pg_config": config, "pg_status": {}, "entries": entries}
-        (folder / f"rank_{rank}").write_bytes(pickle.dumps(dump, 2))
+        (folder / f"rank_{own}").write_bytes(pickle.dumps(dump, 2))
     return folder
 
 
@@ -59,16 +61,75 @@ def test_the_rank_that_comes_last_is_named_with_what_the_others_wait(tmp_path: P
 
     found = diagnosis_of(write_dumps(tmp_path / "dumps", arrivals))
 
-    assert stragglers(found) == (2, 0.9, 5.0, 5.0)
-    assert found.stragglers[0].late_ms == {"0": 0.0, "1": 0.5, "2": 5.0, "3": 1.5}
-    assert found.verdict == "ok"
-    assert [(note.kind, note.culprit_ranks, note.text) for note in found.advisory] == [
-        (
-            "straggler",
-            [],
-            "rank 2 came last in 90% of 10 collectives; the first waited 5 ms for the last (median)",
+    about: dict[str, Any] = {"pg": ["0", "default_pg"], "pg_ranks": [0, 1, 2, 3]}
+    assert found.stragglers == [
+        GroupStragglers(
+            **about,
+            collectives=10,
+            last_rank=2,
+            last_share=0.9,
+            max_rank=2,
+            wait_ms={"p50": 5.0, "p95": 5.0, "max": 5.0, "total": 46.5},
+            late_ms={"0": 0.0, "1": 0.5, "2": 5.0, "3": 1.5},
         )
     ]
+    assert found.verdict == "ok"
+    text = "rank 2 came last in 90% of 10 collectives; the first waited 5 ms for the last (median)"
+    assert found.advisory == [Finding(kind="straggler", **about, waiting_ranks=[0, 1, 3], text=text)]
+
+
+@pytest.mark.parametrize(("calls", "late", "noted"), [(5, 1.0, [1]), (5, 0.99, [0]), (4, 1.0, [])])
+def test_a_rank_is_noted_from_five_collectives_and_a_median_of_1_ms_on(
+    calls: int, late: float, noted: list[int], tmp_path: Path
+) -> None:
+    arrivals = [[100.0 * call for call in range(calls)], [100.0 * call + late for call in range(calls)]]
+
+    found = diagnosis_of(write_dumps(tmp_path / "dumps", arrivals))
+
+    assert [len(found.advisory) for _ in found.stragglers] == noted
+
+
+def test_of_many_waits_the_middle_one_and_that_above_95_of_100_are_told(tmp_path: Path) -> None:
+    arrivals = [[100.0 * call for call in range(40)], [100.0 * call + call for call in range(40)]]
+
+    (row,) = diagnosis_of(write_dumps(tmp_path / "dumps", arrivals)).stragglers
+
+    assert (row.last_share, row.wait_ms) == (0.975, {"p50": 20.0, "p95": 38.0, "max": 39.0, "total": 780.0})
+
+
+def test_clocks_are_brought_together_over_groups_that_share_a_rank() -> None:
+    def at(number: int, clock: int, ends: bool = True, **facts: Any) -> Call:
+        return call(
+            number=number, called=(100 * number + clock) * MS, ended=ends * (100 * number + clock + 1) * MS, **facts
+        )
+
+    groups = (group("a", 0, 1), group("b", 1, 2), group("c", 2, 3))
+    numbers = range(1, 6)
+    ranks = [
+        rank(0, *(at(n, 0, pg="a") for n in numbers), groups=groups),
+        rank(1, *(at(n, 70, pg=pg) for pg in "ab" for n in numbers), groups=groups),
+        rank(2, *(at(n, 170, pg=pg) for pg in "bc" for n in numbers), groups=groups),
+        rank(3, *(at(n, 270, ends=False, pg="c") for n in numbers), groups=groups),
+    ]
+
+    assert find_stragglers(job(*ranks))[1] == ClockAlignment(
+        aligned=True,
+        offset_ms={"1": -70.0, "2": -170.0, "3": -269.0},
+        note="the clocks of 3 rank(s) were moved",
+    )
+
+
+def test_what_no_clock_explains_is_told_and_without_ends_no_clock_is_moved() -> None:
+    def made(*moments: int, ends: bool = True) -> list[Call]:
+        return [call(number=n, called=at, ended=ends * (at + 2)) for n, at in enumerate(moments, 1)]
+
+    drifts = job(rank(0, *made(10, 20, 30, 40, 50)), rank(1, *made(10, 20, 30, 40, 60)))
+    assert find_stragglers(drifts)[1] == ClockAlignment(
+        aligned=True, offset_ms={"1": -5e-6}, residual_ms=3e-6, note="the clocks of 1 rank(s) were moved"
+    )
+    unknown = job(*(rank(one, *made(1, 2, 3, 4, 5, ends=False)) for one in (0, 1)))
+    note = "no dump has times of completion: clocks are taken as they are"
+    assert find_stragglers(unknown)[1] == ClockAlignment(aligned=False, note=note)
 
 
 def test_ranks_that_take_turns_in_coming_last_are_no_stragglers(tmp_path: Path) -> None:

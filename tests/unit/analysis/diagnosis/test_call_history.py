@@ -1,0 +1,75 @@
+"""What a rank usually does shows which of its calls is out of turn."""
+
+from __future__ import annotations
+
+import pytest
+
+from crossrank.tools.analysis.diagnosis.call_history import has_skipped, is_new, is_usual
+from crossrank.tools.analysis.diagnosis.job_state import JobState
+from tests.unit.analysis.diagnosis.ranks import call, group, job, rank, world
+
+KINDS = {
+    "a": call(),
+    "b": call(pg="1"),
+    "c": call("broadcast"),
+    "d": call("barrier"),
+    "A": call(source="other.py:1"),
+    "s": call("send", peer=1),
+    "t": call("send", peer=2),
+}
+"""A letter stands for one kind of call: on group 0 but for b."""
+
+
+def made(letters: str) -> JobState:
+    return job(rank(0, *map(KINDS.__getitem__, letters), groups=(world(3), group("1", 0, 1, 2))))
+
+
+@pytest.mark.parametrize(
+    ("letters", "usual", "new"),
+    [
+        ("a", False, False),
+        ("aa", False, False),
+        ("aaa", True, False),
+        ("abab", True, False),
+        ("abac", False, True),
+        ("abaa", False, False),
+        ("abcad", False, True),
+        ("abacab", True, False),
+        ("abacac", True, False),
+        ("dabcacdab", True, False),  # what followed where most before it was the same
+        ("dabcacdac", False, False),
+        ("abcd", False, False),
+        ("asat", False, True),
+    ],
+)
+def test_a_call_is_usual_where_the_like_led_to_it_and_new_where_it_never_was_made(
+    letters: str, usual: bool, new: bool
+) -> None:
+    found, last = made(letters + "d"), len(letters) - 1
+
+    assert (is_usual(found, 0, last), is_new(found, 0, last)) == (usual, new)
+
+
+@pytest.mark.parametrize(
+    ("letters", "group_of_it", "peers", "skipped"),
+    [
+        ("abcabcac", 1, (), True),
+        ("abcabcac", 0, (), False),
+        ("abcabcac", 1, (1,), False),
+        ("abcabcab", 1, (), False),
+        ("abcabcad", 1, (), False),
+        ("abc", 1, (), False),
+        ("ascascac", 0, (1, 2), True),
+        ("ascascac", 0, (2,), False),
+        ("ascascac", 0, (), False),
+        ("ascascac", 1, (1,), False),
+        ("ascatcac", 0, (1,), False),
+        ("ascatcac", 0, (1, 2), True),
+    ],
+)
+def test_a_call_is_skipped_where_one_that_was_made_before_stands_in_its_turn(
+    letters: str, group_of_it: int, peers: tuple[int, ...], skipped: bool
+) -> None:
+    found = made(letters + "d")
+
+    assert has_skipped(found, 0, found.groups[group_of_it], len(letters) - 1, peers) == skipped

@@ -1,0 +1,96 @@
+"""What is told of jobs of a few calls: roots, what follows from them, and whose fault it is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from crossrank.tools.analysis.diagnosis.diagnose import diagnose
+from crossrank.tools.analysis.diagnosis.evidence import Evidence
+from crossrank.tools.analysis.diagnosis.findings import Diagnosis
+from crossrank.tools.traces.flight_recorder import Progress
+from crossrank.tools.traces.rank_trace import COMPLETED, SCHEDULED, RankTrace
+from tests.unit.analysis.diagnosis.ranks import Call, call, group, rank, world
+from tests.unit.analysis.diagnosis.verdicts import in_short, roots
+
+OPEN = SCHEDULED
+
+
+def calls(*states: int, first: int = 1, **facts: Any) -> list[Call]:
+    return [call("all_reduce", number, state, called=number, **facts) for number, state in enumerate(states, first)]
+
+
+def of_four(number: int, *made: Call, **facts: Any) -> RankTrace:
+    return rank(number, *made, groups=(world(4), group("1", 0, 1), group("2", 2, 3)), **facts)
+
+
+def diagnosed(*ranks: RankTrace, **options: Any) -> Diagnosis:
+    return diagnose(Evidence(list(ranks)), **options)[0]
+
+
+@pytest.mark.parametrize(
+    ("stale", "taken_at", "expected"),
+    [
+        ((3,), 2 * 10**9, [("not_completed", "default_pg", 2, [3], [])]),
+        ((3,), None, [("all_joined_not_completed", "default_pg", 2, [], [3])]),
+        ((2, 3), 2 * 10**9, [("all_joined_not_completed", "default_pg", 2, [], [one]) for one in (2, 3)]),
+    ],
+)
+def test_a_last_call_that_is_over_for_most_hangs_where_it_is_open_long_after(
+    stale: tuple[int, ...], taken_at: int | None, expected: list[Any]
+) -> None:
+    ending = {"taken_at": taken_at}
+    ranks = [of_four(one, *calls(COMPLETED, OPEN if one in stale else COMPLETED), ending=ending) for one in range(4)]
+
+    found = diagnosed(*ranks)
+
+    assert (found.verdict, roots(found)) == ("error", expected)
+    assert {finding.backend for finding in found.findings} == {"nccl"}
+
+
+@pytest.mark.parametrize(("stale", "named"), [((), []), ((1,), [1]), ((0, 1), [])])
+def test_few_ranks_that_notice_no_ends_are_a_fault_of_their_own_beside_a_hang(
+    stale: tuple[int, ...], named: list[int]
+) -> None:
+    ranks = [of_four(one, *calls(*[OPEN if one in stale else COMPLETED] * 3, OPEN)) for one in range(3)]
+
+    found = diagnosed(*ranks, of_four(3, *calls(COMPLETED, COMPLETED, COMPLETED)))
+
+    assert sorted((one.kind, *one.culprit_ranks) for one in found.findings) == sorted(
+        [("missing_rank", 3), *(("not_completed", one) for one in named)]
+    )
+
+
+def test_the_root_that_began_first_comes_first_and_what_follows_points_to_its_own() -> None:
+    later: dict[str, Any] = {"ending": {"taken_at": 60 * 10**9}, "dump": {"has_status": True}}
+    pairs = (world(6), group("1", 0, 1), group("2", 2, 3, 4), group("3", 4, 5))
+    one, three = (calls(OPEN, pg=pg) for pg in "13")
+    second = [call("all_reduce", 1, OPEN, pg="2", called=5)]
+    ranks = [
+        rank(number, *made, groups=pairs, **later)
+        for number, made in enumerate((one, [], [*second], [], [*second, *three], three))
+    ]
+
+    found = diagnosed(*ranks)
+
+    assert roots(found) == [("missing_rank", "", 1, [1], [0]), ("missing_rank", "", 1, [3], [2, 4])]
+    assert [(*in_short(each), each.because_of) for each in found.consequences] == [
+        ("all_joined_not_completed", "", 1, [4], [5], 1)
+    ]
+    assert found.counts == {"ranks": 6, "groups": 4, "calls": 5, "collectives": 3}
+
+
+@pytest.mark.parametrize(
+    ("first", "completed", "backend", "lost"),
+    [(5, 3, "nccl", True), (5, 4, "nccl", False), (1, -1, "nccl", False), (2, -1, "nccl", True), (5, 3, "gloo", False)],
+)
+def test_a_rank_whose_first_open_call_fell_out_of_its_ring_is_accused_of_nothing(
+    first: int, completed: int, backend: str, lost: bool
+) -> None:
+    dump = {"progress": {0: Progress(first + 1, completed)}, "has_status": True}
+    ranks = [rank(one, *calls(OPEN, OPEN, first=first), dump=dump, backend=backend) for one in (0, 1)]
+
+    notes = diagnosed(*ranks).notes
+
+    assert any("has more calls open than its ring holds" in note for note in notes) == lost

@@ -1,0 +1,218 @@
+"""Which calls of a group do not fit, who is the odd one, and how that is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from crossrank.comm import CommRecord
+from crossrank.tools.analysis.diagnosis.mismatches import MatchKey, contradiction, find_mismatches, match_key
+from tests.unit.analysis.diagnosis.ranks import Call, call, job, rank, world
+
+
+def record(op: str = "all_reduce", **facts: Any) -> CommRecord:
+    return call(op, **facts)[0]
+
+
+PARTS = [record(inputs=[[2]], outputs=[[4], [2]]), record(inputs=[[3]], outputs=[])]
+
+
+@pytest.mark.parametrize(
+    ("made", "key", "text"),
+    [
+        (record(dtype="float32"), MatchKey("all_reduce", 8, "float32"), "all_reduce of 8 elements float32"),
+        (record("all_gather", outputs=[[4], [2, 3]]), MatchKey("all_gather", 10), "all_gather of 10 elements"),
+        (record("all_gather", inputs=[]), MatchKey("all_gather"), "all_gather"),
+        (record("all_gather"), MatchKey("all_gather", 0), "all_gather of 0 elements"),
+        (record("broadcast", root=0), MatchKey("broadcast", 8, root=0), "broadcast of 8 elements with root 0"),
+        (record("all_to_all"), MatchKey("all_to_all"), "all_to_all"),
+        (record("unheard_of", reduce="sum"), MatchKey("unheard_of", 8, reduce="sum"), "unheard_of of 8 elements sum"),
+        (
+            record(dtype="float32", out_dtype="float16"),
+            MatchKey("all_reduce", 8, "float32 into float16"),
+            "all_reduce of 8 elements float32 into float16",
+        ),
+        (record("coalesced", inputs=[]), MatchKey(), "coalesced"),
+        (
+            record("coalesced", inputs=[], members=PARTS),
+            MatchKey("coalesced", (6, 3)),
+            "coalesced of (6, 3) elements",
+        ),
+    ],
+)
+def test_what_must_be_the_same_on_all_ranks(made: CommRecord, key: MatchKey, text: str) -> None:
+    assert (match_key(made), match_key(made).text) == (key, text)
+
+
+@pytest.mark.parametrize(
+    ("key", "fits"),
+    [
+        (MatchKey("all_reduce", 8, root=0), True),
+        (MatchKey("all_reduce"), True),
+        (MatchKey("all_reduce", 8, "float32", 0, "sum"), True),
+        (MatchKey("all_reduce", 9, root=0), False),
+        (MatchKey("broadcast"), False),
+    ],
+)
+def test_what_only_one_call_states_is_no_difference(key: MatchKey, fits: bool) -> None:
+    this = MatchKey("all_reduce", 8, root=0)
+
+    assert (this.fits(key), key.fits(this)) == (fits, fits)
+
+
+@pytest.mark.parametrize(
+    ("made", "size", "text"),
+    [
+        (record(outputs=[[8]]), 2, ""),
+        (record(outputs=[[9]]), 0, "8 elements go in and 9 come out"),
+        (record(), 2, ""),
+        (record(inputs=[], outputs=[[9]]), 2, ""),
+        (record(outputs=[[9]], members=PARTS), 2, ""),
+        (record("broadcast", outputs=[[9]]), 2, ""),
+        (record(outputs=[[8]], dtype="float32", out_dtype="float16"), 2, "float32 goes in and float16 comes out"),
+        (record("all_gather", outputs=[[16]]), 2, ""),
+        (record("all_gather", outputs=[[16]]), 3, "8 elements go in and 16 come out"),
+        (record("all_gather", outputs=[[16]]), 0, ""),
+        (record("all_gather", outputs=[[8], [9]]), 2, ""),
+        (record("all_gather", outputs=[[9], [9]]), 2, "8 elements go in and 18 come out"),
+        (record("all_gather", inputs=[[4], [4]], outputs=[[8], [9]]), 2, "8 elements go in and 17 come out"),
+        (record("reduce_scatter", inputs=[[16]], outputs=[[8]]), 2, ""),
+        (record("reduce_scatter", inputs=[[8]], outputs=[[16]]), 2, "8 elements go in and 16 come out"),
+        (record("reduce_scatter", inputs=[[8], [9]], outputs=[[8]]), 2, ""),
+    ],
+)
+def test_how_a_call_contradicts_itself(made: CommRecord, size: int, text: str) -> None:
+    assert contradiction(made, size) == text
+
+
+SIZES = {"a": [[8]], "b": [[9]], "c": [[10]]}
+
+
+def calls(letters: str, first: int = 1) -> list[Call]:
+    """all_reduces: a letter stands for its size, a capital one for another operation of that size; `-` leaves the
+    number out."""
+    return [
+        call("broadcast" if letter.isupper() else "all_reduce", number, called=number, inputs=SIZES[letter.lower()])
+        for number, letter in enumerate(letters, first)
+        if letter != "-"
+    ]
+
+
+def all_to_all(inputs: int, outputs: int) -> list[Call]:
+    return [call("all_to_all", inputs=[[inputs]], outputs=[[outputs]])]
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "expected"),
+    [
+        ((calls("aa"), calls("aa"), calls("aa")), []),
+        ((calls("aa"), calls("a"), calls("aa")), []),
+        ((calls("ab"),), []),
+        (
+            (calls("aa"), calls("ab"), calls("aa")),
+            [("size_mismatch", 2, (1,), "all_reduce", "rank 0,2: A; rank 1: B", [0, 1, 2], 2)],
+        ),
+        (
+            (calls("aa"), calls("aA"), calls("aa")),
+            [("type_mismatch", 2, (1,), "all_reduce", "rank 0,2: A; rank 1: broadcast of 8 elements", [0, 1, 2], 2)],
+        ),
+        (
+            (calls("ab"), calls("aa"), []),
+            [("size_mismatch", 2, (), "all_reduce", "rank 0: B; rank 1: A", [0, 1], 2)],
+        ),
+        (
+            (calls("aab"), calls("ab"), calls("aab")),
+            [
+                (
+                    "missing_rank",
+                    2,
+                    (1,),
+                    "all_reduce",
+                    "rank 1 left this call out; its next calls fit the others' again",
+                    [0, 1, 2],
+                    2,
+                )
+            ],
+        ),
+        (
+            (calls("ab"), calls("aab"), calls("ab")),
+            [
+                (
+                    "extra_collective",
+                    2,
+                    (1,),
+                    "all_reduce",
+                    "rank 1 made this call and the others did not; their next calls fit again",
+                    [0, 1, 2],
+                    2,
+                )
+            ],
+        ),
+        (
+            (calls("abab"), calls("bab"), calls("abab")),
+            [
+                (
+                    "missing_rank",
+                    1,
+                    (1,),
+                    "all_reduce",
+                    "rank 1 left this call out; its next calls fit the others' again",
+                    [0, 1, 2],
+                    1,
+                )
+            ],
+        ),
+        (
+            (calls("bab"), calls("abab"), calls("bab")),
+            [
+                (
+                    "extra_collective",
+                    1,
+                    (1,),
+                    "all_reduce",
+                    "rank 1 made this call and the others did not; their next calls fit again",
+                    [0, 1, 2],
+                    1,
+                )
+            ],
+        ),
+        (
+            (calls("abab"), calls("baba"), calls("abab")),
+            [("size_mismatch", 1, (1,), "all_reduce", "rank 0,2: A; rank 1: B", [0, 1, 2], 1)],
+        ),
+        (
+            (calls("aa"), calls("bb", 2), calls("aa")),
+            [("size_mismatch", 2, (1,), "all_reduce", "rank 0,2: A; rank 1: B", [0, 1, 2], 2)],
+        ),
+        (
+            (calls("aa"), [call(outputs=[[9]]), *calls("b", 2)], calls("aa")),
+            [("size_mismatch", 1, (1,), "all_reduce", "rank 1: 8 elements go in and 9 come out", [0, 1, 2], 0)],
+        ),
+        (
+            (calls("a"), [call(outputs=[[8]], dtype="f", out_dtype="g")], []),
+            [("dtype_mismatch", 1, (1,), "all_reduce", "rank 1: f goes in and g comes out", [0, 1], 0)],
+        ),
+        (
+            ([call(outputs=[[9]])], [call(outputs=[[9]])], []),
+            [("size_mismatch", 1, (), "all_reduce", "rank 0-1: 8 elements go in and 9 come out", [0, 1], 0)],
+        ),
+        ((all_to_all(8, 8), all_to_all(9, 8), all_to_all(7, 8)), []),
+        ((all_to_all(8, 8), all_to_all(9, 8), []), []),
+        (
+            (all_to_all(8, 8), all_to_all(9, 8), all_to_all(8, 8)),
+            [("size_mismatch", 1, (), "all_to_all", "the ranks send 25 elements in all and expect 24", [0, 1, 2], 0)],
+        ),
+    ],
+)
+def test_the_first_calls_of_a_group_that_do_not_fit(of_ranks: tuple[list[Call], ...], expected: list[Any]) -> None:
+    found = find_mismatches(job(*(rank(one, *made, groups=(world(3),)) for one, made in enumerate(of_ranks))))
+
+    short = {"all_reduce of 8 elements": "A", "all_reduce of 9 elements": "B"}
+    texts = [one.text for one in found]
+    for long, letter in short.items():
+        texts = [text.replace(long, letter) for text in texts]
+    assert [
+        (one.kind, one.seq, one.culprits, one.op, text, one.ranks, one.since)
+        for one, text in zip(found, texts, strict=True)
+    ] == expected

@@ -1,0 +1,189 @@
+"""Which send belongs to which receive, and which are over or alone, by what both ends' files show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from crossrank.tools.analysis.diagnosis.p2p import Pairing, content_text, pair_up
+from crossrank.tools.traces.flight_recorder import Progress
+from crossrank.tools.traces.rank_trace import COMPLETED, RETIRED, SCHEDULED, RankTrace
+from tests.unit.analysis.diagnosis.ranks import Call, call, job, rank, world
+
+OPEN = SCHEDULED
+CUT: dict[str, Any] = {"dump": {"wrapped": True}}
+ACTIVE: dict[str, Any] = {"dump": {"active_only": True}}
+COMMS: dict[str, Any] = {"source": "comms", "numbered_pairs": True}
+
+
+def send(number: int = 1, state: int = OPEN, peer: int | None = 1, **facts: Any) -> Call:
+    return call("send", number, state, **dict[str, Any](peer=peer, dtype="float32") | facts)
+
+
+def recv(number: int = 1, state: int = OPEN, peer: int | None = 0, **facts: Any) -> Call:
+    return call("recv", number, state, **dict[str, Any](peer=peer, dtype="float32", inputs=[], outputs=[[8]]) | facts)
+
+
+def pairs(*rows: tuple[int, int]) -> dict[tuple[int, int], tuple[int, int]]:
+    """Rows of rank 0 with those of rank 1, both ways."""
+    return {(0, a): (1, b) for a, b in rows} | {(1, b): (0, a) for a, b in rows}
+
+
+def both(*rows: int) -> set[tuple[int, int]]:
+    return {(rank, row) for rank in (0, 1) for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("sends", "receives", "facts", "expected"),
+    [
+        pytest.param([send(), send(2)], [recv()], {}, Pairing(pairs((0, 0)), {(0, 1)}), id="in order"),
+        pytest.param([send(0)], [], {}, Pairing(alone={(0, 0)}), id="without a number"),
+        pytest.param([send(0)], [], COMMS, Pairing(alone={(0, 0)}), id="counted from 0"),
+        pytest.param([], [recv(peer=None)], {}, Pairing(), id="from any source"),
+        pytest.param([send(tag=1)], [recv(tag=2)], {}, Pairing({}, both(0)), id="tags differ"),
+        pytest.param([send(tag=1)], [recv()], {}, Pairing(pairs((0, 0))), id="a tag that one does not know"),
+        pytest.param([send(inputs=[[2, 4]])], [recv()], {}, Pairing(pairs((0, 0))), id="one size"),
+        pytest.param([send(dtype=None)], [recv()], {}, Pairing(pairs((0, 0))), id="a type that one does not know"),
+        pytest.param(
+            [send(inputs=[[9]])],
+            [recv(1, COMPLETED)],
+            {},
+            Pairing(pairs((0, 0)), sizes_differ=[((0, 0), (1, 0))]),
+            id="sizes differ",
+        ),
+        pytest.param(
+            [send(dtype="float64")], [recv()], {}, Pairing(pairs((0, 0)), sizes_differ=[((0, 0), (1, 0))]), id="types"
+        ),
+        pytest.param(
+            [send(), send(2)],
+            [recv(), recv(2, COMPLETED)],
+            {},
+            Pairing(pairs((0, 0), (1, 1)), done={(0, 0), (0, 1), (1, 0)}),
+            id="over on one side, and all before",
+        ),
+        pytest.param(
+            [send(1, RETIRED)], [recv()], {}, Pairing(pairs((0, 0))), id="of what was given up nothing follows"
+        ),
+        pytest.param(
+            [send(3), send(4)],
+            [recv(4), recv(5)],
+            COMMS,
+            Pairing(pairs((1, 0)), {(1, 1)}, {(0, 0), (0, 1), (1, 0)}),
+            id="counted for the pair",
+        ),
+        pytest.param([send(4), send(5)], [], COMMS, Pairing(alone={(0, 0), (0, 1)}), id="counted, and not answered"),
+        pytest.param([send(2)], [recv(4)], COMMS, Pairing(alone={(1, 0)}), id="from before what the other's file has"),
+        pytest.param(
+            [send(3), send(4), send(5)],
+            [recv(4), recv(5)],
+            CUT,
+            Pairing(pairs((1, 0), (2, 1))),
+            id="in step, and the rings are cut",
+        ),
+        pytest.param([send(4), send(5), send(6)], [], CUT, Pairing(alone={(0, 0), (0, 1), (0, 2)}), id="nothing left"),
+        pytest.param(
+            [send(3), send(4), send(5)],
+            [recv(4)],
+            CUT,
+            Pairing(pairs((1, 0)), {(0, 2)}),
+            id="in step, and one is ahead",
+        ),
+        pytest.param(
+            [send(3), send(5), send(6)],
+            [recv(3), recv(4)],
+            CUT,
+            Pairing(pairs((0, 0), (1, 1)), {(0, 2)}),
+            id="out of step, from the end",
+        ),
+        pytest.param(
+            [send(3, called=1), send(5, called=2), send(6, called=3)],
+            [recv(1, COMPLETED, ended=1), recv(2, COMPLETED, ended=1), recv(3), recv(4)],
+            CUT,
+            Pairing(pairs((1, 2), (2, 3)), done={(0, 0)}),
+            id="the other side saw ends",
+        ),
+        pytest.param(
+            [send(3, called=5), send(5, called=6), send(6, called=7)],
+            [recv(2, COMPLETED, ended=4), recv(3), recv(4)],
+            CUT,
+            Pairing(pairs((0, 1), (1, 2)), {(0, 2)}),
+            id="the other side saw one end before",
+        ),
+    ],
+)
+def test_sends_and_receives_of_two_ranks(
+    sends: list[Call], receives: list[Call], facts: dict[str, Any], expected: Pairing
+) -> None:
+    assert pair_up(job(rank(0, *sends, **facts), rank(1, *receives, **facts))) == expected
+
+
+@pytest.mark.parametrize("facts", [CUT, ACTIVE, {"numbered_pairs": True}])
+def test_the_first_belongs_to_the_first_where_both_files_are_whole_and_count_alike(facts: dict[str, Any]) -> None:
+    def partner(of_sender: dict[str, Any], of_receiver: dict[str, Any]) -> dict[tuple[int, int], tuple[int, int]]:
+        return pair_up(job(rank(0, send(1, COMPLETED), send(3), **of_sender), rank(1, recv(2), **of_receiver))).partner
+
+    assert partner({}, {}) == pairs((0, 0))
+    assert partner(facts, {}) == partner({}, facts) == pairs((1, 0))
+
+
+@pytest.mark.parametrize(("first", "expected"), [(3, pairs((1, 0))), (1, pairs((0, 0), (1, 1)))])
+def test_numbers_count_in_a_larger_group_where_some_are_seen_on_both_ends(
+    first: int, expected: dict[tuple[int, int], tuple[int, int]]
+) -> None:
+    of_three: dict[str, Any] = CUT | {"groups": (world(3),)}
+
+    assert (
+        pair_up(job(rank(0, send(first), send(first + 1), **of_three), rank(1, recv(4), recv(5), **of_three))).partner
+        == expected
+    )
+
+
+def progress(enqueued: int, completed: int) -> dict[str, Any]:
+    return {"dump": {"active_only": True, "progress": {0: Progress(enqueued, completed)}}}
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (rank(1, **progress(5, 4)), Pairing(alone={(0, 1)}, done={(0, 0)})),
+        (rank(1, **progress(5, 5)), Pairing(done={(0, 0), (0, 1)})),
+        (rank(1, **ACTIVE), Pairing(alone={(0, 0), (0, 1)})),
+        (rank(1, dump={"wrapped": True, "progress": {0: Progress(5, 5)}}), Pairing(alone={(0, 0), (0, 1)})),
+    ],
+)
+def test_what_is_no_longer_among_the_active_calls_of_the_peer_is_over(other: RankTrace, expected: Pairing) -> None:
+    sender = rank(0, send(4), send(5), dump={"wrapped": True})
+    if other.dump.wrapped:
+        sender.dump.active_only = False
+
+    assert pair_up(job(sender, other)) == expected
+
+
+def test_a_peer_without_a_file_answers_nothing_but_to_a_rank_that_notices_no_ends() -> None:
+    collectives = [call(number=number, state=OPEN) for number in (1, 2, 3)]
+    alone = job(rank(0, send(), *collectives, send(2), groups=(world(3),)), rank(2, groups=(world(3),)))
+    assert pair_up(alone) == Pairing(alone={(0, 0), (0, 4)})
+
+    done = rank(2, *(call(number=number) for number in (1, 2, 3)), groups=(world(3),))
+    blind = job(rank(0, send(), *collectives, send(2), groups=(world(3),)), done)
+    assert pair_up(blind) == Pairing(alone={(0, 4)}, done={(0, 0)})
+
+
+def test_what_a_call_transfers_in_words() -> None:
+    found = job(
+        rank(
+            0,
+            send(inputs=[[2, 3], [4]], outputs=[[9]]),
+            recv(peer=1, inputs=[[9]], outputs=[[5]]),
+            send(dtype=None, inputs=[], outputs=[[7]]),
+            recv(inputs=[[6]], outputs=[]),
+        )
+    )
+
+    assert [content_text(found, (0, row)) for row in range(4)] == [
+        "[2, 3] + [4] float32",
+        "[5] float32",
+        "[7]",
+        "[6] float32",
+    ]

@@ -1,0 +1,270 @@
+"""What each rank is stuck in and whom it waits for, in jobs of a few calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from crossrank.tools.analysis.diagnosis.p2p import pair_up
+from crossrank.tools.analysis.diagnosis.wait_for_graph import StuckOp, wait_for_graph
+from crossrank.tools.traces.rank_trace import COMPLETED, RETIRED, SCHEDULED, RankTrace
+from tests.unit.analysis.diagnosis.ranks import Call, call, group, job, rank, world
+
+OPEN = SCHEDULED
+SECOND = 10**9
+FAILED = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:21141."
+CUT: dict[str, Any] = {"wrapped": True}
+
+
+def made(*states: int, first: int = 1, op: str = "all_reduce", **facts: Any) -> list[Call]:
+    return [call(op, number, state, **facts) for number, state in enumerate(states, first)]
+
+
+def send(peer: int, number: int = 1, state: int = OPEN, **facts: Any) -> Call:
+    return call("send", number, state, peer=peer, **facts)
+
+
+def recv(peer: int | None, number: int = 1, state: int = OPEN, **facts: Any) -> Call:
+    return call("recv", number, state, peer=peer, inputs=[], outputs=[[8]], **facts)
+
+
+def stuck(*ranks: RankTrace) -> tuple[dict[int, int], list[tuple[Any, ...]]]:
+    """(rank -> row that it is stuck in, (operation, number, and who waits, is absent, behind, through, unknown))"""
+    found = job(*ranks)
+    graph = wait_for_graph(found, pair_up(found))
+    return graph.blocked, [_in_short(op) for op in graph.ops]
+
+
+def _in_short(op: StuckOp) -> tuple[Any, ...]:
+    return op.op, op.seq, op.waiting, *map(sorted, (op.absent, op.behind, op.passed, op.unknown))
+
+
+def of_three(number: int, *calls: Call, **facts: Any) -> RankTrace:
+    return rank(number, *calls, groups=(world(3), group("1", 0, 1)), **facts)
+
+
+def gloo(number: int, *calls: Call, **facts: Any) -> RankTrace:
+    return of_three(number, *calls, backend="gloo", **facts)
+
+
+def comms(number: int, *calls: Call, **facts: Any) -> RankTrace:
+    return of_three(number, *calls, source="comms", numbered_pairs=True, **facts)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "blocked", "ops"),
+    [
+        pytest.param(
+            [of_three(0, *made(COMPLETED, OPEN)), of_three(1, *made(COMPLETED, OPEN)), of_three(2, *made(COMPLETED))],
+            {0: 1, 1: 1},
+            [("all_reduce", 2, [0, 1], [2], [], [], [])],
+            id="one has not made it",
+        ),
+        pytest.param(
+            [of_three(0, *made(OPEN)), of_three(1, call(pg="1"), dump=CUT), of_three(2, dump={"active_only": True})],
+            {0: 0},
+            [("all_reduce", 1, [0], [2], [], [], [1])],
+            id="what a ring lost is not known, what is not active was not made",
+        ),
+        pytest.param(
+            [of_three(0, *made(OPEN, op="broadcast")), of_three(2, dump={"active_only": True})],
+            {0: 0},
+            [("broadcast", 1, [0], [1], [], [], [2])],
+            id="one has no file, one may be through",
+        ),
+        pytest.param(
+            [
+                of_three(0, *made(OPEN, op="broadcast")),
+                of_three(1, *made(COMPLETED, op="broadcast")),
+                of_three(2, *made(COMPLETED, op="broadcast"), *made(OPEN, first=2)),
+            ],
+            {0: 0, 2: 1},
+            [("broadcast", 1, [0], [], [], [1, 2], []), ("all_reduce", 2, [2], [0, 1], [], [], [])],
+            id="two are through",
+        ),
+        pytest.param(
+            [
+                of_three(0, *made(OPEN), *made(OPEN, pg="1")),
+                of_three(1, *made(OPEN, pg="1"), *made(OPEN)),
+                of_three(2, *made(OPEN)),
+            ],
+            {0: 0, 1: 0, 2: 0},
+            [("all_reduce", 1, [0, 2], [], [1], [], []), ("all_reduce", 1, [1], [], [0], [], [])],
+            id="in another order",
+        ),
+        pytest.param(
+            [of_three(0, *made(COMPLETED, OPEN)), of_three(1, *made(OPEN, OPEN)), of_three(2, *made(OPEN))],
+            {0: 1, 1: 1},
+            [("all_reduce", 2, [0, 1], [2], [], [], [])],
+            id="what is over for one is over for all",
+        ),
+        pytest.param(
+            [of_three(0, send(1), *made(OPEN)), of_three(1, *made(OPEN), recv(0)), of_three(2, *made(OPEN))],
+            {0: 0, 1: 0, 2: 0},
+            [("send", 1, [0], [], [1], [], []), ("all_reduce", 1, [1, 2], [], [0], [], [])],
+            id="a receive after a collective",
+        ),
+        pytest.param(
+            [of_three(0, send(1), recv(2)), of_three(1, recv(0)), of_three(2)],
+            {0: 0, 1: 0},
+            [("send", 1, [0, 1], [2], [], [], [])],
+            id="a batch of which one answer lacks",
+        ),
+        pytest.param(
+            [of_three(0, send(1), recv(2, 2)), of_three(1, recv(0)), of_three(2)],
+            {0: 0, 1: 0},
+            [("send", 1, [0, 1], [], [], [], [])],
+            id="two launches",
+        ),
+        pytest.param(
+            [of_three(0, recv(None)), of_three(1), of_three(2)],
+            {0: 0},
+            [("recv", 1, [0], [1, 2], [], [], [])],
+            id="from any source",
+        ),
+        pytest.param(
+            [of_three(0, send(1)), of_three(2)], {0: 0}, [("send", 1, [0], [1], [], [], [])], id="to one without a file"
+        ),
+        pytest.param(
+            [of_three(0, send(1), send(1, 2)), of_three(1, recv(0), recv(0, 2)), of_three(2)],
+            {0: 0, 1: 0},
+            [("send", 1, [0, 1], [], [], [], [])],
+            id="both are there",
+        ),
+        pytest.param(
+            [of_three(0, send(2), send(1, 2)), of_three(1, recv(0)), of_three(2, recv(1), recv(0))],
+            {0: 0, 1: 0, 2: 0},
+            [("send", 1, [0, 2], [1], [], [], []), ("recv", 1, [1], [], [0], [], [])],
+            id="one launch answers, one is later",
+        ),
+        pytest.param(
+            [of_three(0, send(2)), of_three(1), of_three(2, recv(1), recv(0, 2))],
+            {0: 0, 2: 0},
+            [("send", 1, [0], [], [2], [], []), ("recv", 1, [2], [1], [], [], [])],
+            id="a receive after another",
+        ),
+        pytest.param(
+            [comms(0, send(1), send(2)), comms(1), comms(2)],
+            {0: 0},
+            [("send", 1, [0], [1], [], [], [])],
+            id="counted for each pair, so that one number is no launch",
+        ),
+        pytest.param(
+            [rank(0, send(1, 3), send(1, 4), dump=CUT), rank(1, recv(0, 4), recv(0, 5), dump=CUT)],
+            {0: 0, 1: 0},
+            [("send", 3, [0], [], [], [], []), ("recv", 4, [1], [], [0], [], [])],
+            id="what answers it is no longer there",
+        ),
+        pytest.param(
+            [of_three(0, *made(COMPLETED, OPEN), ending={"error": "ValueError: x"}), of_three(1), of_three(2)],
+            {},
+            [],
+            id="it left by an exception",
+        ),
+        pytest.param(
+            [comms(0, send(1, api="isend"), *made(OPEN), unawaited={0}), comms(1), comms(2)],
+            {0: 1},
+            [("all_reduce", 1, [0], [1, 2], [], [], [])],
+            id="a send that nobody waited for comes last",
+        ),
+        pytest.param(
+            [comms(0, send(1, api="isend"), send(1, 2), unawaited={0, 1}), comms(1), comms(2)],
+            {0: 0},
+            [("send", 1, [0], [1], [], [], [])],
+            id="the first of those that nobody waited for",
+        ),
+    ],
+)
+def test_who_waits_for_whom(ranks: list[RankTrace], blocked: dict[int, int], ops: list[tuple[Any, ...]]) -> None:
+    assert stuck(*ranks) == (blocked, ops)
+
+
+@pytest.mark.parametrize(
+    ("op", "facts", "others", "is_stuck"),
+    [
+        ("all_reduce", {}, [gloo(1, *made(RETIRED)), gloo(2)], True),
+        ("all_reduce", {}, [gloo(1, *made(RETIRED)), gloo(2, *made(RETIRED))], False),
+        ("all_reduce", {}, [gloo(1, *made(RETIRED))], False),
+        ("all_reduce", {"error": FAILED}, [gloo(1, *made(RETIRED))], True),
+        ("all_reduce", {"error": FAILED}, [gloo(1, *made(RETIRED)), gloo(2, dump=CUT)], False),
+        ("all_reduce", {}, [gloo(1, *made(RETIRED)), gloo(2, ending={"taken_at": 9})], False),
+        ("all_reduce", {}, [gloo(1, *made(RETIRED)), gloo(2, ending={"taken_at": 10})], True),
+        ("all_reduce", {}, [gloo(1, *made(RETIRED)), gloo(2, ending={"taken_at": 9, "reason": "exit"})], True),
+        ("all_reduce", {}, [gloo(1, *made(RETIRED)), gloo(2, ending={"taken_at": 9, "unseen": True})], True),
+        ("broadcast", {}, [gloo(1, *made(RETIRED)), gloo(2)], False),
+        ("broadcast", {"error": FAILED}, [gloo(1, *made(RETIRED)), gloo(2)], True),
+        ("send", {"error": FAILED}, [gloo(1), gloo(2)], False),
+        ("unheard_of", {"error": FAILED}, [gloo(1), gloo(2)], False),
+    ],
+)
+def test_a_call_that_gloo_gave_up_is_where_its_rank_was_stuck_if_another_stayed_away(
+    op: str, facts: dict[str, Any], others: list[RankTrace], is_stuck: bool
+) -> None:
+    first = gloo(0, call(op, 1, RETIRED, called=10, peer=1 if op == "send" else None), ending=facts)
+
+    assert stuck(first, *others)[0].get(0) == (0 if is_stuck else None)
+
+
+def test_what_has_ended_is_not_given_up_and_a_rank_without_calls_gave_up_none() -> None:
+    assert stuck(of_three(0, *made(COMPLETED)), of_three(1), of_three(2))[0] == {}
+    assert stuck(gloo(0), gloo(1), gloo(2))[0] == {}
+
+
+@pytest.mark.parametrize(
+    ("called", "others", "blocked"),
+    [
+        ([call(), call(number=1, pg="1", called=5), call(number=2, called=9)], 5 + SECOND, {}),
+        ([call(), call(number=1, pg="1", called=5), call(number=2, called=9)], 6 + SECOND, {0: 1}),
+        ([call(), call("broadcast", 1, pg="1", called=5), call(number=2, called=9)], 6 + SECOND, {}),
+        ([call(pg="1", called=5), call(number=2, pg="1", called=6), call(number=2, called=9)], 7 + SECOND, {0: 1}),
+    ],
+)
+def test_a_thread_of_a_comms_file_is_held_where_a_member_goes_on_for_long_without_its_call(
+    called: list[Call], others: int, blocked: dict[int, int]
+) -> None:
+    ended = {"taken_at": others}
+    ranks = [
+        comms(0, *called),
+        comms(1, *made(COMPLETED, COMPLETED), ending=ended),
+        comms(2, *made(COMPLETED, COMPLETED)),
+    ]
+
+    assert stuck(*ranks)[0] == blocked
+
+
+@pytest.mark.parametrize(
+    ("op", "root", "unseen", "open_calls", "number", "row"),
+    [
+        ("all_reduce", None, True, 1, 2, None),
+        ("broadcast", 0, True, 1, 2, None),
+        ("broadcast", 0, False, 1, 2, 0),
+        ("broadcast", 0, True, 1, 1, 0),
+        ("broadcast", 0, True, 2, 3, 0),
+        ("gather", 0, True, 1, 2, 0),
+        ("gather", 1, True, 1, 2, None),
+    ],
+)
+def test_the_last_call_of_an_unfinished_file_is_over_where_another_went_on(
+    op: str, root: int | None, unseen: bool, open_calls: int, number: int, row: int | None
+) -> None:
+    last = of_three(0, *made(*[OPEN] * open_calls, op=op, root=root), ending={"unseen": unseen}, dump=CUT)
+
+    assert stuck(last, *(of_three(one, call(op, number)) for one in (1, 2)))[0].get(0) == row
+
+
+def test_ends_that_others_alone_saw_are_counted_and_who_is_absent_is_waited_for_before_who_is_behind() -> None:
+    found = job(
+        of_three(0, *made(COMPLETED, COMPLETED, OPEN)),
+        of_three(1, *made(OPEN, OPEN, OPEN)),
+        comms(2, *made(OPEN, OPEN)),
+    )
+    graph = wait_for_graph(found, pair_up(found))
+
+    assert (graph.missed_ends, graph.targets(0), graph.targets(2)) == ({1: 2}, {2}, set())
+    graph.op_of[0].behind.add(1)
+    assert graph.targets(0) == {2}
+    graph.op_of[0].absent = {0}
+    assert graph.targets(0) == set()
+    graph.op_of[0].absent = set()
+    assert graph.targets(0) == {1}
