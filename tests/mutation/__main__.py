@@ -38,7 +38,8 @@ TESTS = (
     "tests/golden",
 )
 _EQUIVALENT = Path(__file__).with_name("equivalent.txt")
-_MOST_TESTS = 60
+_FEW_LINES, _MANY_LINES = 45, 15
+"""How many tests of a line are run: of those that run the fewest lines, and of those that run the most."""
 _AT_IMPORT = 0
 """Stands for the lines of a file that run when it is imported, of which every test of the file is one."""
 _PATIENCE_S = 300
@@ -109,7 +110,8 @@ def _tests_by_line(folder: Path, tests: Sequence[str]) -> Tests:
 def _is_noticed(tests: Tests, site: Site, copy: Path) -> bool:
     """Whether a test fails with the mutation."""
     lines = (site.line, site.statement, _AT_IMPORT)
-    chosen = next((tests[site.path, line] for line in lines if (site.path, line) in tests), [])[:_MOST_TESTS]
+    of_line = next((tests[site.path, line] for line in lines if (site.path, line) in tests), [])
+    chosen = list(dict.fromkeys((*of_line[:_FEW_LINES], *of_line[-_MANY_LINES:])))
     if not chosen:
         return False
     ignored = shutil.ignore_patterns(".venv", ".git", "__pycache__", ".*_cache", "demo*")
