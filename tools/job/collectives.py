@@ -107,29 +107,23 @@ class Collectives(Launches):
         rate: Floats = np.where(own, _rate(self.exchanged, self.time), self.algbw() * factor)
         return rate
 
-    def _kinds(self) -> pl.DataFrame:
-        import polars as pl
-
-        schema = {"op": pl.String, "group": pl.Int64, "locality": pl.String, "source": pl.String}
-        rows = [(one.label, one.group, one.locality, one.source) for one in self.kinds]
-        return pl.DataFrame(rows, schema=schema, orient="row").with_columns(sized=self.by_kind(lambda one: one.sized))
-
     def calls_frame(self) -> pl.DataFrame:
         """One row per launch and rank. Times are ns, 0 = not known; `waiting` is null where it is not known."""
         import polars as pl
 
-        return self._kinds()[self.kind].with_columns(
-            rank=self.rank,
-            step=self.step,
-            calls=self.calls,
-            unsized=pl.when("sized").then(0).otherwise(self.calls),
-            collective=self.collective,
-            called=self.called,
-            began=self.began,
-            ended=self.ended,
-            waiting=pl.Series(self.waiting).replace(-1, None),
-            last_rank=self.last_rank[self.collective],
-            expected=self.expected[self.collective],
+        return pl.DataFrame(
+            {
+                "rank": self.rank,
+                "step": self.step,
+                "calls": self.calls,
+                "collective": self.collective,
+                "called": self.called,
+                "began": self.began,
+                "ended": self.ended,
+                "waiting": pl.Series(self.waiting).replace(-1, None),
+                "last_rank": self.last_rank[self.collective],
+                "expected": self.expected[self.collective],
+            }
         )
 
     def collectives_frame(self) -> pl.DataFrame:
@@ -137,8 +131,12 @@ class Collectives(Launches):
         null where they are not known; bandwidths are in GB/s."""
         import polars as pl
 
+        # As categories texts cost 4 bytes a row.
+        schema = {"op": pl.Categorical, "group": pl.Int64, "locality": pl.Categorical, "source": pl.Categorical}
+        rows = [(one.label, one.group, one.locality, one.source) for one in self.kinds]
+        kinds = pl.DataFrame(rows, schema=schema, orient="row").with_columns(sized=self.by_kind(lambda one: one.sized))
         return (
-            self._kinds()[self.of_kind]
+            kinds[self.of_kind]
             .with_columns(unsized=~pl.col("sized") & pl.Series(self.bytes == 0))
             .with_columns(
                 bytes=pl.when(~pl.col("unsized")).then(self.bytes),
