@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED, is_url
 from crossrank.tools.job.read_rank import READERS, RankSources
-from crossrank.tools.job.sources import files_by_rank
 from crossrank.tools.parallel import Fleet, map_ranks
-from crossrank.tools.traces.discover import BASIC, WHAT, discover
+from crossrank.tools.traces.discover import BASIC, WHAT, discover, files_by_rank
 from crossrank.tools.traces.rank_trace import RankTrace
 
 KINDS = {

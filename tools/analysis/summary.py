@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -13,7 +12,7 @@ from crossrank.comm import MOST_RANKS, Group, Locality
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, KINDS, CommsFile, Header, list_recording
 from crossrank.tools.parallel import Fleet, map_ranks
-from crossrank.tools.traces.discover import FoundFile, other_jobs
+from crossrank.tools.traces.discover import FoundFile, files_by_rank, other_jobs
 
 
 class Tally(msgspec.Struct):
@@ -104,12 +103,7 @@ def summarise(path: str, files: Sequence[FoundFile], fleet: Fleet, done: Callabl
             f"{path} is no recording: {_found(path, files)}; name the folder given as TRACING_DIR "
             "(bandwidth, timeline, report, link, diagnose and replay read other traces)"
         )
-    for one, other in pairwise(sorted(comms, key=lambda file: file.rank or 0)):
-        if one.rank == other.rank:
-            raise CrossrankError(
-                f"{one.path} and {other.path} are both of rank {one.rank}; name the one that counts, or the folder of "
-                "one run"
-            )
+    files_by_rank(comms, (COMMS,))  # refuses two of a rank, whose calls would be added up
     return _merge(path, files, map_ranks(summarise_rank, comms, fleet, failed=_failed, done=done), unusable)
 
 

@@ -7,7 +7,6 @@ of them gives the meaning of the calls, and by itself says when they were made.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +17,7 @@ from crossrank.text import rank_ranges, writable
 from crossrank.tools.graph.linking.window_files import RankInput
 from crossrank.tools.job.read_rank import READERS, RankSources
 from crossrank.tools.parallel import Fleet, map_ranks
-from crossrank.tools.traces.discover import NSIGHT, REPORT, WHAT, FoundFile, discover
+from crossrank.tools.traces.discover import NSIGHT, REPORT, WHAT, Files, FoundFile, discover, files_by_rank
 from crossrank.tools.traces.nsight.read import read_export
 from crossrank.tools.traces.rank_trace import RankTrace
 
@@ -49,25 +48,6 @@ _OF_SOURCE = {
     "comms": (COMMS,),
 }
 """What is read where the user asks for a source."""
-Files = dict[str, list[FoundFile]]
-"""Kind -> files, in the order of their windows."""
-
-
-def files_by_rank(files: Iterable[FoundFile], kinds: Collection[str]) -> dict[int | None, Files]:
-    """The usable files of these kinds by rank, ranks in their order and what has none last.
-
-    Raises `CrossrankError` where two files are of one kind, rank and window.
-    """
-    found: dict[int | None, Files] = defaultdict(dict)
-    usable = [file for file in files if file.kind in kinds and not file.problem]
-    for file in sorted(usable, key=lambda one: (one.rank is None, one.rank or 0, one.window, one.path)):
-        same = found[file.rank].setdefault(file.kind, [])
-        same.append(file)
-        if len(same) > 1 and same[-2].window == file.window:
-            names = " and ".join(one.path for one in same[-2:])
-            of = f"of rank {file.rank}" if file.rank is not None else "without a rank in their names"
-            raise CrossrankError(f"{names} are both {of}; name the one that counts, or the folder of one run")
-    return dict(found)
 
 
 def find(

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
@@ -257,3 +258,24 @@ def _without_doubles(files: list[FoundFile]) -> list[FoundFile]:
 def other_jobs(path: str) -> list[str]:
     """Names of the folders at a path that hold recordings of other jobs."""
     return [name for name in list_recording(path).folders if _OTHER_JOBS.fullmatch(name)]
+
+
+Files = dict[str, list[FoundFile]]
+"""Kind -> files, in the order of their windows."""
+
+
+def files_by_rank(files: Iterable[FoundFile], kinds: Collection[str]) -> dict[int | None, Files]:
+    """The usable files of these kinds by rank, ranks in their order and what has none last.
+
+    Raises `CrossrankError` where two files are of one kind, rank and window.
+    """
+    found: dict[int | None, Files] = defaultdict(dict)
+    usable = [file for file in files if file.kind in kinds and not file.problem]
+    for file in sorted(usable, key=lambda one: (one.rank is None, one.rank or 0, one.window, one.path)):
+        same = found[file.rank].setdefault(file.kind, [])
+        same.append(file)
+        if len(same) > 1 and same[-2].window == file.window:
+            names = " and ".join(one.path for one in same[-2:])
+            of = f"of rank {file.rank}" if file.rank is not None else "without a rank in their names"
+            raise CrossrankError(f"{names} are both {of}; name the one that counts, or the folder of one run")
+    return dict(found)
