@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -138,98 +138,97 @@ def reduce_by(ufunc: np.ufunc, of: Ints, values: Ints, count: int, start: int) -
 
 def launches(job: Job) -> Launches:
     """The launches of all ranks of a job, of which there is one."""
-    import polars as pl
-
-    found = _Found()
-    columns = pl.concat([_RankLaunches(job, rank, found).columns() for rank in job.ranks])
-    return Launches(**vars(found) | {"kinds": list(found.kinds)} | {one.name: one.to_numpy() for one in columns})
+    return _Found(job).launches()
 
 
-@dataclass
 class _Found:
-    """What is not by launch, as in `Launches`."""
+    """What is found while the calls of all ranks become launches."""
 
-    kinds: dict[CallKind, int] = field(default_factory=dict)
-    sent: dict[int, Counter[int]] = field(default_factory=dict)
-    not_placed: int = 0
-    attributed: Counter[str] = field(default_factory=Counter)
-    unattributed: Counter[str] = field(default_factory=Counter)
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._kinds: dict[CallKind, int] = {}
+        self._sent: dict[int, Counter[int]] = {rank: Counter() for rank in job.ranks}
+        self._not_placed = 0
+        self._attributed = Counter[str]()
+        self._unattributed = Counter[str]()
 
-
-class _RankLaunches:
-    """The launches of one rank."""
-
-    def __init__(self, job: Job, rank: int, found: _Found) -> None:
-        self._job, self._rank, self._trace, self._found = job, rank, job.ranks[rank], found
-        self._sent = found.sent.setdefault(rank, Counter())
-
-    def columns(self) -> pl.DataFrame:
-        """The columns of `Launches`, from `rank` to `ended`."""
-        import polars as pl
-
-        trace, made = self._trace, self._rows()
+    def launches(self) -> Launches:
+        made = self._made()
         self._count(made)
-        kind = np.zeros(len(made), np.int64)
-        alike = made.with_row_index("row").group_by("signature", "group", "whole", maintain_order=True).agg("row")
-        for signatures, groups, whole, rows in alike.iter_rows():
-            kind[rows] = self._kind_of([self._job.signatures[one] for one in signatures], groups[0], len(rows), whole)
-        kinds, lanes = self._found.kinds, Interned[object]()
-        lane = np.array([lanes.number((one.group, one.ends, one.op == SEND_RECV)) for one in kinds], np.int64)
-        batched = np.array([one.op == SEND_RECV for one in kinds], bool)
-        known = np.array([one.op in OPERATIONS or trace.numbered for one in kinds], bool) | batched
+        columns = {one.name: one.to_numpy() for one in made.iter_columns()}
+        rank, kind, given = columns["rank"], columns["kind"], columns["number"]
+        place = np.searchsorted(list(self._job.ranks), rank)
+        numbered, numbered_pairs, timed = (
+            np.array([getattr(trace, name) for trace in self._job.ranks.values()], bool)[place]
+            for name in ("numbered", "numbered_pairs", "timed")
+        )
+        batched, known, p2p = (
+            np.array([fact(one) for one in self._kinds], bool)[kind]
+            for fact in (lambda one: one.op == SEND_RECV, lambda one: one.op in OPERATIONS, lambda one: one.is_p2p)
+        )
         # torch numbers the sends and receives of a group, our records those of each pair.
-        counted = np.array([not trace.numbered or (one.is_p2p and not trace.numbered_pairs) for one in kinds], bool)
-        given, count = pl.col("number"), pl.int_range(1, pl.len() + 1).over(pl.lit(pl.Series(lane[kind])))
-        own = (given == 0) | (pl.Series(counted[kind]) & (given > 0)) | pl.Series(batched[kind])
-        return made.select(
-            pl.lit(self._rank, pl.Int64).alias("rank"),
-            pl.Series("kind", kind),
-            "id",
-            pl.when((given < 0) | ~pl.Series(known[kind]))
-            .then(0)
-            .when(own)
-            .then(count)
-            .otherwise(given)
-            .alias("number"),
-            pl.Series("counted", counted[kind]),
-            pl.col("step").cast(pl.Int64),
-            pl.col("called") * int(trace.timed),
-            "began",
-            "ended",
+        counted = ~numbered | (p2p & ~numbered_pairs)
+        without = (given < 0) | ~(known | numbered | batched)
+        own = (given == 0) | counted | batched
+        return Launches(
+            kinds=list(self._kinds),
+            rank=rank,
+            kind=kind,
+            id=columns["id"],
+            number=np.where(without, 0, np.where(own, self._running_numbers(rank, kind), given)),
+            counted=counted,
+            step=columns["step"].astype(np.int64),
+            called=columns["called"] * timed,
+            began=columns["began"],
+            ended=columns["ended"],
+            sent=self._sent,
+            not_placed=self._not_placed,
+            attributed=self._attributed,
+            unattributed=self._unattributed,
         )
 
-    def _rows(self) -> pl.DataFrame:
-        """One row per launch, with the signatures and groups of its calls.
+    def _running_numbers(self, rank: Ints, kind: Ints) -> Ints:
+        """Of each launch the how many-th it is of its rank on its group, or between its two ends; from 1."""
+        import polars as pl
+
+        lanes = Interned[object]()
+        lane = np.array([lanes.number((one.group, one.ends, one.op == SEND_RECV)) for one in self._kinds], np.int64)
+        count = pl.int_range(1, pl.len() + 1).over("rank", "lane")
+        numbers: Ints = pl.DataFrame({"rank": rank, "lane": lane[kind]}).select(count).to_series().to_numpy()
+        return numbers
+
+    def _made(self) -> pl.DataFrame:
+        """One row per launch, rank after rank: its kind, how many calls it is of, and the columns of `Launches`.
 
         A batch stands where its first call does. Members of one launch share its kernel, or follow each other: the span
         of them all is the launch's.
         """
         import polars as pl
 
-        calls, (began, ended, took, batch, id) = (
-            self._trace.calls,
-            map(pl.col, ("began", "ended", "took", "batch", "id")),
-        )
-        columns = {one.name: np.asarray(getattr(calls, one.name)) for one in fields(calls)}
+        began, ended, took, batch, id = map(pl.col, ("began", "ended", "took", "batch", "id"))
         rows = (
-            pl.DataFrame(columns)
+            pl.concat(
+                pl.DataFrame(
+                    {"rank": np.full(len(trace), rank, np.int64)}
+                    | {one.name: np.asarray(getattr(trace.calls, one.name)) for one in fields(trace.calls)}
+                )
+                for rank, trace in self._job.ranks.items()
+            )
+            .drop("state", "stack")
             .with_row_index("row")
             .with_columns(began=pl.when((took > 0) & (began == 0)).then("called").otherwise(began))
             .with_columns(ended=pl.when(took > 0).then(began + took).otherwise(ended * (began > 0)))
             .with_columns(began=pl.when(ended > 0).then(began))
         )
+        first = ("row", "id", "number", "step", "called")
         alone = rows.filter(batch < 0).select(
-            *("row", "id", "number", "step", "called", "began", "ended"),
-            pl.concat_list("signature").alias("signature"),
-            pl.concat_list("group").alias("group"),
-            whole=True,
-            calls=pl.lit(1, pl.UInt32),
+            "rank", *first, "began", "ended", "signature", "group", whole=True, calls=pl.lit(1, pl.UInt32)
         )
         batches = (
             rows.filter(batch >= 0)
-            .group_by("batch", maintain_order=True)
+            .group_by("rank", "batch", maintain_order=True)
             .agg(
-                *(pl.col(name).first() for name in ("row", "id", "number", "step", "called")),
+                *(pl.col(name).first() for name in first),
                 began.min(),
                 ended.max(),
                 pl.col("signature", "group"),
@@ -239,34 +238,56 @@ class _RankLaunches:
             )
             .drop("batch")
         )
-        return pl.concat([alone, batches]).sort("row").drop("row").with_columns(began.fill_null(0))
+        made = pl.concat([self._with_kinds(alone), self._with_kinds(batches)])
+        return made.sort("row").drop("row").with_columns(began.fill_null(0))
+
+    def _with_kinds(self, made: pl.DataFrame) -> pl.DataFrame:
+        """Launches with the number of their kind in the place of the signatures and groups of their calls."""
+        import polars as pl
+
+        keys = ("rank", "signature", "group", "whole")
+        alike = made.with_row_index("place").group_by(keys, maintain_order=True).agg("place", times=pl.len())
+        kinds = [self._kind_of(*row) for row in alike.select(*keys, "times").iter_rows()]
+        of_kind = alike.select("place", kind=pl.Series(kinds, dtype=pl.Int64)).explode("place").sort("place")
+        return made.drop(keys[1:]).with_columns(of_kind["kind"])
 
     def _count(self, made: pl.DataFrame) -> None:
         """Count what has times, where the reader has not, and what has none."""
-        trace, found = self._trace, self._found
-        found.attributed.update(trace.attributed)
-        found.unattributed.update(trace.unattributed)
-        timed = int(made.filter(made["ended"] > 0)["calls"].sum())
-        if timed and not trace.attributed:
-            found.attributed[TIMED_BY[trace.timed_by]] += timed
-        if trace.left_out:
-            found.unattributed[LEFT_OUT] += trace.left_out
-        if trace.timed_by == "comms" and len(trace):
-            found.unattributed[BEGIN_ALONE] += len(made)
-        elif trace.timed_by != "nsight" and (timed or trace.attributed) and len(trace) > timed:
-            found.unattributed[UNTIMED] += len(trace) - timed
+        import polars as pl
 
-    def _kind_of(self, records: Sequence[CommRecord], local: int, times: int, whole: bool) -> int:
-        """Number of the kind of a launch that was made so many times; notes to whom it sends."""
+        timed_calls = pl.col("calls").filter(pl.col("ended") > 0).sum()
+        counts = {rank: both for rank, *both in made.group_by("rank").agg(timed_calls, pl.len()).iter_rows()}
+        for rank, trace in self._job.ranks.items():
+            timed, count = counts.get(rank, (0, 0))
+            self._attributed.update(trace.attributed)
+            self._unattributed.update(trace.unattributed)
+            if timed and not trace.attributed:
+                self._attributed[TIMED_BY[trace.timed_by]] += timed
+            if trace.left_out:
+                self._unattributed[LEFT_OUT] += trace.left_out
+            if trace.timed_by == "comms" and len(trace):
+                self._unattributed[BEGIN_ALONE] += count
+            elif trace.timed_by != "nsight" and (timed or trace.attributed) and len(trace) > timed:
+                self._unattributed[UNTIMED] += len(trace) - timed
+
+    def _kind_of(
+        self, rank: int, signatures: int | Sequence[int], groups: int | Sequence[int], whole: bool, times: int
+    ) -> int:
+        """Number of the kind of a launch that was made so many times; notes to whom it sends.
+
+        A launch of one call has its signature and group by themselves.
+        """
+        signatures = [signatures] if isinstance(signatures, int) else signatures
+        local = groups if isinstance(groups, int) else groups[0]
+        records: Sequence[CommRecord] = [self._job.signatures[one] for one in signatures]
         if len(records) == 1 and records[0].members:
             records = records[0].members
             batch = records[0].batch
             whole = batch is None or all(one.id == batch + place for place, one in enumerate(records))
-        group = self._job.groups[self._job.group_of[self._rank][local]]
+        group = self._job.groups[self._job.group_of[rank][local]]
         records = [self._possible(record, times) for record in records]
-        self._count_sent(records, group, times)
-        kind = _kind(records, group, self._rank, whole)
-        return self._found.kinds.setdefault(kind, len(self._found.kinds))
+        self._count_sent(rank, records, group, times)
+        return self._kinds.setdefault(_kind(records, group, rank, whole), len(self._kinds))
 
     def _possible(self, record: CommRecord, times: int) -> CommRecord:
         """The record without impossible sizes."""
@@ -276,24 +297,25 @@ class _RankLaunches:
             numbers += [total_bytes(shapes, 16), *(extent for shape in shapes for extent in shape)]
         if all(0 <= number <= _MOST_BYTES for number in numbers):
             return record
-        self._found.unattributed[IMPOSSIBLE] += times
+        self._unattributed[IMPOSSIBLE] += times
         return msgspec.structs.replace(record, bytes=0, in_split=None, out_split=None, inputs=[], outputs=[])
 
-    def _count_sent(self, records: Sequence[CommRecord], group: ProcessGroup, times: int) -> None:
+    def _count_sent(self, rank: int, records: Sequence[CommRecord], group: ProcessGroup, times: int) -> None:
+        sent = self._sent[rank]
         for record in records:
             split = record.in_split
             if record.op == "send" and len(records) > 1:
                 if record.peer is None:
-                    self._found.not_placed += record.bytes * times
+                    self._not_placed += record.bytes * times
                 else:
-                    self._sent[record.peer] += record.bytes * times
+                    sent[record.peer] += record.bytes * times
             elif record.op == "all_to_all" and (split is not None or record.out_split is not None):
                 if split is None or len(group.members) != len(split) or group.inferred:
-                    self._found.not_placed += record.bytes * times
+                    self._not_placed += record.bytes * times
                 elif rows := sum(split):
                     for to, count in zip(group.members, split, strict=True):
-                        self._sent[to] += round(count * record.bytes / rows) * times
-        del self._sent[self._rank]
+                        sent[to] += round(count * record.bytes / rows) * times
+        del sent[rank]
 
 
 def _kind(records: Sequence[CommRecord], group: ProcessGroup, rank: int, whole: bool) -> CallKind:

@@ -7,10 +7,12 @@ send it to the process that matches the ranks.
 
 from __future__ import annotations
 
+import pickle
 from array import array
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
@@ -177,6 +179,15 @@ class RankGroup(msgspec.Struct, frozen=True):
     apart: str = ""
     """Of what calls it is: `monitored_barrier_`, which torch's recorder neither notes nor counts, or `gloo` beside
     another backend of the same group."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Groups have up to thousands of members and ranks have them alike: what workers send is one object here.
+        return _shared_group, (pickle.dumps((self.group, self.apart)),)
+
+
+@lru_cache(maxsize=1 << 14)
+def _shared_group(pickled: bytes) -> RankGroup:
+    return RankGroup(*pickle.loads(pickled))
 
 
 @dataclass
