@@ -63,7 +63,6 @@ dist.destroy_process_group()
 
 _READ = """
 import json, resource, sys
-from crossrank.tools.job.rank_readers import Input, read_et
 from crossrank.replay.plan.replay_inputs import find, read
 from crossrank.tools.parallel import Fleet
 before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
