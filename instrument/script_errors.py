@@ -48,9 +48,13 @@ class Failures:
         except Exception as error:
             if raised_by_script(error):
                 raise
-            if consequence not in self._reported:
-                self._reported.add(consequence)
-                log.warning("crossrank: %s: %s", consequence, one_line(error))
+            self.report(consequence, error)
+
+    def report(self, consequence: str, error: Exception) -> None:
+        """Log a failure once, with what it means for the recording."""
+        if consequence not in self._reported:
+            self._reported.add(consequence)
+            log.warning("crossrank: %s: %s", consequence, one_line(error))
 
 
 def raised_by_script(error: BaseException) -> bool:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -34,10 +35,13 @@ from crossrank.errors import one_line
 from crossrank.instrument.hooks import signals
 from crossrank.instrument.hooks.optimizer import take_backward_began
 from crossrank.instrument.log import log
+from crossrank.instrument.script_errors import raised_by_script
 
 if TYPE_CHECKING:
     from crossrank.instrument.session import Session
 
+_LOOK_EVERY = 1_000_000_000
+"""ns between two looks whether signals still reach us."""
 _REPEATS_WITHOUT_BACKWARD = 2
 """How often one update may repeat itself beyond twice what was seen before, until backward passes count as hidden."""
 
@@ -50,6 +54,7 @@ class Iterations:
         self._boundaries = StepBoundaries(self._warn_of_uneven_steps)
         self._explicit = False
         self._warned = False
+        self._look_at = 0
 
     def step(self) -> None:
         """The training loop says that an iteration has ended. From now on only these calls count."""
@@ -64,7 +69,8 @@ class Iterations:
         session = self._session
         if self._explicit or session.closing:
             return
-        with session.failures.reported("an iteration was not counted"):
+        # Once per step, after a step has evicted the caches, each line here costs microseconds: no context manager.
+        try:
             parameter = first_parameter(optimizer.param_groups)
             for _iteration in range(self._boundaries.count(optimizer, parameter, after_backward=take_backward_began())):
                 ended = self._advance()
@@ -72,14 +78,21 @@ class Iterations:
                     # torch calls its hooks within a range of the optimizer's, which no edge must cross. The dictionary
                     # dies with the call of `step`, when that range has ended.
                     keywords["crossrank"] = _AtDeath(functools.partial(session.windows.pass_edge, ended))
+        except Exception as error:
+            if raised_by_script(error):
+                raise
+            session.failures.report("an iteration was not counted", error)
 
     def _advance(self) -> int:
         """An iteration ends; returns its number."""
-        session, ended = self._session, self._session.recorder.step
-        signals.keep_watching()
-        session.recorder.step += 1
+        session, now = self._session, time.monotonic_ns()
+        ended = session.recorder.step
+        session.recorder.step = ended + 1
+        if now >= self._look_at:
+            self._look_at = now + _LOOK_EVERY
+            signals.keep_watching()
         if session.writer is not None:
-            session.writer.line("step", {"step": session.recorder.step, "t": time.monotonic_ns()})
+            session.writer.line("step", lambda: {"step": ended + 1, "t": now})
         return ended
 
     def _warn_of_uneven_steps(self) -> None:
@@ -124,6 +137,8 @@ class StepBoundaries:
         self._lengths: deque[int] = deque(maxlen=2)  # steps of the finished iterations
         self._most_repeats = 1
         self._backward_is_hidden = False
+        self._steady: tuple[weakref.ref[object], int] | None = None
+        """(optimizer, part) of which one step after each backward pass has been an iteration, and the next one is."""
 
     def count(self, optimizer: object, part: int = 0, *, after_backward: bool = True) -> int:
         """How many iterations the step just made has ended, mostly 0 or 1; more where earlier ones were missed.
@@ -137,6 +152,10 @@ class StepBoundaries:
         >>> [gan.count(optimizer) for optimizer in (discriminator, generator) * 3]
         [1, 0, 0, 1, 0, 1]
         """
+        steady, self._steady = self._steady, None
+        if after_backward and steady is not None and steady[1] == part and steady[0]() is optimizer:
+            self._steady = steady  # all that follows would leave this as it is
+            return 1
         ended = 0
         number = self._numbers.setdefault(optimizer, next(self._next_number))
         if after_backward or self._backward_is_hidden or not self._updates:
@@ -149,6 +168,9 @@ class StepBoundaries:
         if not self._counted and _length(self._updates) >= min(self._lengths, default=1):
             self._counted = True
             ended += 1
+        alone = self._updates == [{(number, part): 1}] and self._previous == {number}
+        if ended == 1 and alone and list(self._lengths) == [1, 1]:
+            self._steady = weakref.ref(optimizer), part
         return ended
 
     def _begins_iteration(self, optimizer: int) -> bool:
@@ -193,7 +215,10 @@ def first_parameter(param_groups: Iterable[Mapping[str, Any]]) -> int:
 
     DeepSpeed's ZeRO calls its inner optimizer once per group or sub-group, with only that one's parameters in it.
     """
-    return next((id(parameter) for group in param_groups for parameter in group["params"]), 0)
+    for group in param_groups:
+        for parameter in group["params"]:
+            return id(parameter)
+    return 0
 
 
 def _length(updates: list[_Update]) -> int:
