@@ -2,10 +2,11 @@
 
     python benchmarks/overhead.py [--quick] [SECTION ...]
 
-Sections: calls, nvtx, steps, disk, off. Every comparison is paired: both variants run in turn in the same process
-(calls, nvtx, off) or job (steps), and the median of the paired differences or ratios is printed, with the
-quartiles, because machines are shared and noisy. CPU times are of the calling thread, and of the whole process
-where the writer's thread is to be counted too; a process's own background (gloo's threads) cancels in the pair.
+Sections: calls, cold, threads, nvtx, steps, disk, off; all but `off` with both kernels. Every comparison is paired:
+both variants run in turn in the same process (or job: steps), and the median of the paired differences or ratios is
+printed, with the quartiles, because machines are shared and noisy. CPU times are of the calling thread, and of the
+whole process where the writer's thread is to be counted too; a process's own background (gloo's threads) cancels in
+the pair.
 
 The shim that is measured beside crossrank is what people have today: it replaces `dist.all_reduce`, walks
 `inspect.stack()` and builds new JSON for every call.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import json
 import os
 import resource
@@ -23,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,12 +33,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import crossrank
 from crossrank.instrument import api
 from crossrank.tools.output.console import print_table
 
 HERE = Path(__file__).parent
+KERNELS = ("compiled", "python")
 CAPTURE = HERE.parent / "tests" / "integration" / "nvtx_capture.c"
 
 
@@ -66,7 +72,7 @@ def wait_for_writer() -> None:
     if current is None or current.writer is None:
         return
     writer = current.writer
-    while writer.ring:
+    while current.recorder.waiting:
         time.sleep(0.02)
     with writer._lock:
         pass
@@ -128,17 +134,17 @@ def calls(rounds: int, number: int) -> None:
     }
     rows = []
     folder = tempfile.mkdtemp()
-    for name, call in kinds.items():
+    for kernel, (name, call) in itertools.product(KERNELS, kinds.items()):
         count = number if call is not moe else min(number, 1000)
         thread, process, untraced, inactive = [], [], [], []
         for _ in range(rounds):
             without = cpu_per_call(call, count, wait_for_writer)
-            with crossrank.enable(tracing="ALL", directory=folder, flight=False):
+            with crossrank.enable(tracing="ALL", directory=folder, flight=False, kernel=kernel):
                 call()
                 wait_for_writer()
                 recorder = api._current.recorder  # type: ignore[union-attr]
                 with_ = cpu_per_call(call, count, wait_for_writer)
-                # The same kernel that only passes the call on: what the dispatcher takes to call Python at all.
+                # The same kernel that only passes the call on: what the dispatcher takes to call it at all.
                 recorder.active = False
                 bare = cpu_per_call(call, count, wait_for_writer)
                 recorder.active = True
@@ -148,7 +154,7 @@ def calls(rounds: int, number: int) -> None:
             inactive.append(bare[0] - without[0])
         rows.append(
             (
-                f"crossrank: {name}",
+                f"{kernel}: {name}",
                 f"{statistics.median(untraced):.1f}",
                 spread(thread),
                 spread(process),
@@ -173,6 +179,101 @@ def calls(rounds: int, number: int) -> None:
     )
 
 
+def cold(rounds: int, number: int) -> None:
+    """Added CPU time per step of a small DDP model: between its calls the step evicts the caches.
+
+    A step is the median of those of a turn, for a neighbour's burst is not what is measured."""
+    start_one_rank()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(256, 256) for _ in range(12))), bucket_cap_mb=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batch = torch.randn(256, 256)
+    folder = tempfile.mkdtemp()
+
+    def us_per_step() -> float:
+        taken = []
+        for _ in range(number):
+            started = time.thread_time_ns()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            taken.append((time.thread_time_ns() - started) / 1000)
+        return statistics.median(taken)
+
+    us_per_step()
+    rows = []
+    for kernel in KERNELS:
+        added, noise, untraced = [], [], []
+        for turn in range(rounds):
+            first = us_per_step()
+            with crossrank.enable(tracing="ALL", directory=folder, flight=False, kernel=kernel):
+                us_per_step()
+                before = api._current.recorder.calls()  # type: ignore[union-attr]
+                traced = us_per_step()
+                per_step = (api._current.recorder.calls() - before) / number  # type: ignore[union-attr]
+            second = us_per_step()
+            untraced.append((first + second) / 2)
+            added.append(traced - untraced[-1])
+            noise.append((second - first) * (1 if turn % 2 else -1))
+        median = statistics.median(untraced)
+        rows.append(
+            (
+                kernel,
+                f"{per_step:g}",
+                f"{median:.0f}",
+                spread(added),
+                f"{100 * statistics.median(added) / median:.2f}",
+                spread(noise),
+            )
+        )
+    shutil.rmtree(folder)
+    print_table(
+        f"Added CPU us per step in this thread, DDP of 12 x Linear(256), 1 rank on one core: {rounds} pairs of {number}"
+        " steps",
+        ("kernel", "#calls", "#untraced", "#added", "#% of the step", "#untraced - untraced"),
+        rows,
+    )
+
+
+def threads(rounds: int, number: int) -> None:
+    """Wall time per call where many threads call at once, each on a group of its own."""
+    start_one_rank()
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    groups = [dist.new_group([0]) for _ in range(16)]
+    folder = tempfile.mkdtemp()
+
+    def us_per_call(count: int) -> float:
+        def call(group: Any) -> None:
+            tensor = torch.ones(4)
+            for _ in range(number // count):
+                dist.all_reduce(tensor, group=group)
+
+        workers = [threading.Thread(target=call, args=(group,)) for group in groups[:count]]
+        started = time.perf_counter_ns()
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        return (time.perf_counter_ns() - started) / (number // count * count) / 1000
+
+    rows = []
+    for kernel, count in itertools.product(KERNELS, (1, 16)):
+        added, untraced = [], []
+        for _ in range(rounds):
+            without = us_per_call(count)
+            with crossrank.enable(tracing="ALL", directory=folder, flight=False, kernel=kernel):
+                us_per_call(count)
+                added.append(us_per_call(count) - without)
+            untraced.append(without)
+        rows.append((kernel, count, f"{statistics.median(untraced):.1f}", spread(added)))
+    shutil.rmtree(folder)
+    print_table(
+        f"Added wall us per call where threads call at once: {rounds} pairs of {number} calls",
+        ("kernel", "#threads", "#untraced", "#added"),
+        rows,
+    )
+
+
 def nvtx_attached(rounds: int, number: int) -> None:
     """What an attached NVTX tool adds, in a process of its own: NVTX decides at its first use."""
     if "NVTX_INJECTION64_PATH" not in os.environ:
@@ -186,20 +287,23 @@ def nvtx_attached(rounds: int, number: int) -> None:
     start_one_rank()
     small = torch.ones(4)
     folder = tempfile.mkdtemp()
-    added = []
-    for _ in range(rounds):
-        times = []
-        for mode in ("0", "1"):
-            with crossrank.enable(tracing="ALL", directory=folder, flight=False, nvtx=mode):
-                dist.all_reduce(small)
-                wait_for_writer()
-                times.append(cpu_per_call(lambda: dist.all_reduce(small), number, wait_for_writer)[0])
-        added.append(times[1] - times[0])
+    rows = []
+    for kernel in KERNELS:
+        added = []
+        for _ in range(rounds):
+            times = []
+            for mode in ("0", "1"):
+                with crossrank.enable(tracing="ALL", directory=folder, flight=False, nvtx=mode, kernel=kernel):
+                    dist.all_reduce(small)
+                    wait_for_writer()
+                    times.append(cpu_per_call(lambda: dist.all_reduce(small), number, wait_for_writer)[0])
+            added.append(times[1] - times[0])
+        rows.append((f"{kernel}: all_reduce", spread(added)))
     shutil.rmtree(folder)
     print_table(
         f"Added CPU us per call by an attached NVTX tool whose callbacks do nothing: {rounds} pairs of {number} calls",
         ("call", "#added, this thread"),
-        [("crossrank: all_reduce", spread(added))],
+        rows,
     )
 
 
@@ -225,10 +329,8 @@ def steps(rounds: int, number: int) -> None:
         words += ["steps", "--rounds", str(rounds), "--steps", str(number)]
         subprocess.run(words, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         return
-    from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -248,7 +350,8 @@ def steps(rounds: int, number: int) -> None:
         return fully_shard(model, mesh=mesh)
 
     rows = []
-    for name, make in (("DDP", lambda: DistributedDataParallel(transformer())), ("FSDP2", sharded)):
+    models = (("DDP", lambda: DistributedDataParallel(transformer())), ("FSDP2", sharded))
+    for kernel, (name, make) in itertools.product(KERNELS, models):
         model = make()
         optimizer = torch.optim.AdamW(model.parameters())
         batch = torch.randn(8, 64, 256)
@@ -271,17 +374,18 @@ def steps(rounds: int, number: int) -> None:
         for turn in range(rounds):
             # off, on, off: the second pair of offs tells what the machine's noise alone gives.
             first = seconds()
-            with crossrank.enable(tracing="ALL", directory=folder, flight=False):
+            with crossrank.enable(tracing="ALL", directory=folder, flight=False, kernel=kernel):
                 traced = seconds()
             second = seconds()
             untraced.append((first + second) / 2)
             ratios.append(traced / untraced[-1])
             noise.append(second / first if turn % 2 else first / second)
-        rows.append((name, f"{1000 * statistics.median(untraced):.1f}", spread(ratios, 3), spread(noise, 3)))
+        median = f"{1000 * statistics.median(untraced):.1f}"
+        rows.append((f"{kernel}: {name}", median, spread(ratios, 3), spread(noise, 3)))
     if rank == 0:
         print_table(
             f"Step time, transformer of 3.2 M parameters, 2 gloo ranks: {rounds} pairs of {number} steps",
-            ("model", "#untraced ms", "#traced / untraced", "#untraced / untraced"),
+            ("kernel and model", "#untraced ms", "#traced / untraced", "#untraced / untraced"),
             rows,
         )
     dist.destroy_process_group()
@@ -293,12 +397,13 @@ def disk(records: int) -> None:
     rows = []
     fixed = torch.ones(4)
     pool = torch.ones(1 << 16)
-    for name, call in (
+    sizes = (
         ("fixed size", lambda number: dist.all_reduce(fixed)),
         ("a new size at each call", lambda number: dist.all_reduce(pool[: number % 60_000 + 1])),
-    ):
+    )
+    for kernel, (name, call) in itertools.product(KERNELS, sizes):
         folder = tempfile.mkdtemp()
-        with crossrank.enable(tracing="ALL", directory=folder, flight=False):
+        with crossrank.enable(tracing="ALL", directory=folder, flight=False, kernel=kernel):
             for number in range(records // 10):
                 call(number)
             wait_for_writer()
@@ -308,9 +413,17 @@ def disk(records: int) -> None:
             wait_for_writer()
             late = _resident_mb()
             counts = api._current.writer.counts  # type: ignore[union-attr]
+            dropped = api._current.recorder.counts().dropped  # type: ignore[union-attr]
         size = (Path(folder) / "rank-0.comms.jsonl.zst").stat().st_size
         rows.append(
-            (name, records, counts.dropped, f"{size / counts.records:.1f}", f"{early:.1f}", f"{late - early:+.1f}")
+            (
+                f"{kernel}: {name}",
+                records,
+                dropped,
+                f"{size / counts.records:.1f}",
+                f"{early:.1f}",
+                f"{late - early:+.1f}",
+            )
         )
         shutil.rmtree(folder)
     print_table(
@@ -352,7 +465,7 @@ def off(rounds: int, number: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sections = ("calls", "nvtx", "steps", "disk", "off")
+    sections = ("calls", "cold", "threads", "nvtx", "steps", "disk", "off")
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(sections))
     parser.add_argument("--quick", action="store_true", help="a tenth of the work, to see that it runs")
     parser.add_argument("--rounds", type=int)
@@ -374,6 +487,8 @@ def main() -> None:
         return
     run: dict[str, Callable[[], None]] = {
         "calls": lambda: calls(rounds, number),
+        "cold": lambda: cold(rounds, arguments.steps or max(5, 40 // scale)),
+        "threads": lambda: threads(rounds, number),
         "nvtx": lambda: nvtx_attached(rounds, number),
         "steps": lambda: steps(rounds, arguments.steps or max(5, 15 // scale)),
         "disk": lambda: disk(1_000_000 // scale),

@@ -55,6 +55,7 @@ class Config:
     flight: bool = True
     hang_seconds: float = 300.0
     nsys: bool = False
+    kernel: Literal["auto", "compiled", "python"] = "auto"
     node: str | None = None
     ring: int = 65_536
     """Calls that may wait for the writer before some are dropped."""
@@ -149,6 +150,7 @@ SETTINGS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
     "flight": (_on_off, ("TRACING_FLIGHT",)),
     "hang_seconds": (_seconds, ("TRACING_HANG_SECONDS",)),
     "nsys": (_on_off, ("TRACING_NSYS",)),
+    "kernel": (_one_of("auto", "compiled", "python"), ("TRACING_KERNEL",)),
     "node": (str, ("TRACING_NODE",)),
     "ring": (_positive, ("TRACING_RING",)),
     "gpu_serial": (str, ("GPU_SERIAL",)),

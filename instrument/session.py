@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from crossrank.instrument.config import Config
-from crossrank.instrument.hooks import exits, registry
+from crossrank.instrument.hooks import dispatcher, exits, registry
 from crossrank.instrument.identity.gpu import Gpu, RankGpu
 from crossrank.instrument.identity.header import describe_rank
 from crossrank.instrument.identity.process_groups import GroupState, GroupTable
 from crossrank.instrument.identity.topology import Topology, node_of_this_machine
 from crossrank.instrument.record.iterations import Iterations
-from crossrank.instrument.record.recorder import Recorder
+from crossrank.instrument.record.recorder import CallCounts, Recorder
 from crossrank.instrument.script_errors import Failures
 from crossrank.instrument.torch_private import has, require
 from crossrank.instrument.write import nvtx_markers
@@ -50,13 +50,13 @@ class Session:
         self.groups = GroupTable(self._on_new_group)
         self.gpu = RankGpu(self._on_late_gpu)
         self.nvtx = nvtx_markers.attach() if config.nvtx != "0" else None
-        self.recorder = Recorder(self)
+        self.recorder: Recorder = dispatcher.make_recorder(self)
         self.iterations = Iterations(self)
         self.windows = Windows(self)
         self.dumps = FlightDumps(self)
         self._world: weakref.ref[dist.ProcessGroup] | None = None
         self._epoch = 0
-        self._calls_before = 0  # calls recorded in an earlier file of this session
+        self._before = CallCounts()  # what was recorded in an earlier file of this session
         self._begin_lock = threading.RLock()
         self._close_once = threading.Lock()  # taken for good by the first to close
 
@@ -168,12 +168,14 @@ class Session:
 
     def _begin_files(self) -> None:
         assert self.topology is not None
-        self._calls_before = self.recorder.calls()
+        self.recorder.take()  # what was called while there was no file is of no file
+        self._before = self.recorder.counts()
         self.files = RankFiles(self.config.directory, self.rank, self.world_size)
         self.windows.begin()
         self.writer = CommsWriter(
             str(self.files.path(file_name(COMMS, self.rank))),
             topology=self.topology,
+            recorder=self.recorder,
             ring_capacity=self.config.ring,
             header=describe_rank(self, self.topology.places[self.rank][0]),
             on_look=self._on_look,
@@ -187,14 +189,13 @@ class Session:
         writer, self.writer = self.writer, None
         if writer is not None:
             with self.failures.reported("the comms file was not closed"):
-                writer.counts.calls = self.recorder.calls() - self._calls_before
                 end = {
                     "reason": reason,
                     "exceptions": exits.exceptions(reason),
                     "step": self.recorder.step,
                     "blind_spots": self.groups.unseen_kinds(),
                 }
-                writer.close(lambda: end | msgspec.to_builtins(writer.counts))
+                writer.close(lambda: end | self._counts(writer))
         self.windows.finish(dies=dies)
         if self.files is not None:
             self.files.close()
@@ -202,6 +203,15 @@ class Session:
             self.windows.warn_if_none_opened()
         if self.topology is not None:
             self.topology.stop()
+
+    def _counts(self, writer: CommsWriter) -> dict[str, int]:
+        """What became of the calls of the file that ends."""
+        counts, now, before = writer.counts, self.recorder.counts(), self._before
+        counts.calls = now.calls - before.calls
+        counts.dropped = now.dropped - before.dropped
+        counts.errors += now.errors - before.errors
+        found: dict[str, int] = msgspec.to_builtins(counts)
+        return found
 
     def _on_look(self) -> None:
         """What is checked a few times a second, outside training's threads."""

@@ -17,12 +17,42 @@ def two_ranks() -> Iterator[World]:
     world.close()
 
 
+_OF_THE_RECORDER = (
+    "exit",
+    "flight",
+    "hangs",
+    "interception",
+    "iterations",
+    "live_faults",
+    "nvtx",
+    "record",
+    "runner",
+    "session",
+    "window",
+)
+"""Modules in tests/integration of which every test runs with both kernels."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.module.__name__ in {f"tests.integration.test_{name}" for name in _OF_THE_RECORDER}:
+        metafunc.fixturenames.append("kernel")
+        metafunc.parametrize("kernel", ("compiled", "python"))
+
+
+@pytest.fixture
+def kernel() -> str:
+    return "auto"
+
+
 @pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test sees no tracing variable of the shell that runs it."""
-    for name in list(os.environ):
-        if name.startswith(("TRACING", "TORCH_DISTRIBUTED_TRACING")):
-            monkeypatch.delenv(name)
+def _clean_environment(kernel: str) -> Iterator[None]:
+    """A test sees no tracing variable of the shell that runs it, but for the kernel that it is about."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith(("TRACING", "TORCH_DISTRIBUTED_TRACING")):
+                patch.delenv(name)
+        patch.setenv("TRACING_KERNEL", kernel)
+        yield
 
 
 @pytest.fixture(autouse=True)

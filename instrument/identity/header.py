@@ -45,6 +45,7 @@ def describe_rank(session: Session, node: str) -> dict[str, Any]:
             "cuda": torch.version.cuda,
             "nccl": nccl_version(),
             "driver": gpu.driver if gpu else None,
+            "kernel": session.recorder.kernel,
         },
         "config": asdict(config),
         "all_calls": True,

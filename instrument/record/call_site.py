@@ -20,6 +20,7 @@ import os
 import sys
 import sysconfig
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 
@@ -65,7 +66,8 @@ _PASSED_FILES = (
 )
 _INDUCTOR = ("torchinductor_", os.sep + "inductor" + os.sep)  # its output
 
-_USER, _API, _TRANSPARENT, _PASSED = range(4)
+USER, API, TRANSPARENT, PASSED, PART_OF_API = range(5)
+"""What a frame is; PART_OF_API: a method or nested function of the API, which gives no call its name."""
 
 MAX_SITES = 16_384
 MAX_PATH = 1000
@@ -112,7 +114,11 @@ class _Code:
 class CallSites:
     """Finds the `Site` of the call that is under way on this thread."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, on_forget: Callable[[int], object] | None = None, on_clear: Callable[[], object] | None = None
+    ) -> None:
+        """`on_forget` is called with the id of a code object that has died, `on_clear` when all are forgotten."""
+        self._on_forget, self._on_clear = on_forget, on_clear
         self._codes: dict[int, _Code] = {}
         self._native: dict[str | None, Site] = {}
         self._count = 0
@@ -133,17 +139,16 @@ class CallSites:
             if entry is None:
                 entry = self._classify(code)
             kind = entry.kind
-            if kind == _USER:
+            if kind == USER:
                 key = (frame.f_lasti, direct_api if direct else api)
                 site = entry.sites.get(key)
                 if site is None:
                     site = self._add(entry.sites, key, Site(key[1], code, key[0]))
                 return site, api_frame
-            if kind == _API and running:
-                if entry.name is not None:
-                    api = entry.name
-                    api_frame = frame
-            elif kind == _PASSED and api is not None:
+            if kind == API and running:
+                api = entry.name
+                api_frame = frame
+            elif kind == PASSED and api is not None:
                 running = False
             direct = False
             frame = frame.f_back
@@ -157,9 +162,15 @@ class CallSites:
         if self._count >= MAX_SITES:
             self._codes.clear()
             self._count = 0
+            if self._on_clear is not None:
+                self._on_clear()
         self._count += 1
         sites[key] = site
         return site
+
+    def kind_of(self, code: CodeType) -> int:
+        """What the frames of that code are: `USER`, `API`, …"""
+        return (self._codes.get(id(code)) or self._classify(code)).kind
 
     def _classify(self, code: CodeType) -> _Code:
         key = id(code)
@@ -170,6 +181,8 @@ class CallSites:
         entry = self._codes.pop(key, None)
         if entry is not None:
             self._count -= len(entry.sites)
+            if self._on_forget is not None:
+                self._on_forget(key)
 
 
 def _kind_of(code: CodeType) -> tuple[int, str | None]:
@@ -178,8 +191,8 @@ def _kind_of(code: CodeType) -> tuple[int, str | None]:
         # A method (an autograd Function's forward) or a nested function is part of an API call, not its name.
         module = sys.modules.get("torch." + path[len(_TORCH) : -len(".py")].replace(os.sep, "."))
         is_function = module is not None and hasattr(module, code.co_name)
-        return _API, _API_FILES[path] + code.co_name if is_function else None
+        return (API, _API_FILES[path] + code.co_name) if is_function else (PART_OF_API, None)
     if path in _TRANSPARENT_FILES:
-        return _TRANSPARENT, None
+        return TRANSPARENT, None
     is_passed = path.startswith(_PASSED_FILES) or any(part in path for part in _INDUCTOR)
-    return (_PASSED if is_passed else _USER), None
+    return (PASSED if is_passed else USER), None

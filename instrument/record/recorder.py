@@ -1,8 +1,9 @@
-"""The hot path: what happens between a call's arrival at the dispatcher and its launch.
+"""What happens between a call's arrival at the dispatcher and its launch.
 
-`before` reads what identifies the call, gives it its numbers and leaves a tuple in the writer's ring; all that
-can wait is done by the writer's thread. It costs about 3 us, on top of what the dispatcher needs to call Python
-at all. `before` returns a token where something has to be closed after the launch (NVTX range, profiler range).
+`Recorder` is what both kernels share: markers and ranges around a launch, and the count of failures. `PythonRecorder`
+is the kernel in Python: `before` reads what identifies the call, gives it its numbers and leaves a tuple in a ring; all
+that can wait is done by the writer's thread. It costs about 3 us, on top of what the dispatcher needs to call Python at
+all. `before` returns a token where something has to be closed after the launch (NVTX range, profiler range).
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from time import monotonic_ns
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -20,6 +24,7 @@ import torch.distributed as dist
 
 from crossrank.comm import crosses_nodes
 from crossrank.errors import one_line
+from crossrank.instrument.identity.topology import Topology
 from crossrank.instrument.log import log
 from crossrank.instrument.record.call_site import CallSites
 from crossrank.instrument.record.descriptor import Descriptor
@@ -38,18 +43,155 @@ _getframe: Callable[[int], FrameType] = sys._getframe
 
 # (range of the profiler, whether an NVTX range is open)
 Token = tuple[Any, bool]
+# (descriptor, id, sequence number, time, step, batch, tag)
+Call = tuple[Descriptor, int, int, int, int, int | None, int | None]
 
 
-class Recorder:
-    """Records the calls of one session. `before` and `after` may run on any thread."""
+@dataclass(frozen=True, kw_only=True)
+class CallCounts:
+    """Calls of this process."""
+
+    calls: int = 0
+    """That got an id."""
+    dropped: int = 0
+    """Lost because the ring was full."""
+    errors: int = 0
+    """Failures inside the recorder; the call itself went through."""
+
+
+class Recorder(ABC):
+    """Records the calls of one session, on any thread."""
+
+    kernel: str
+    """Which kernel it is, for people, and why."""
 
     def __init__(self, session: Session) -> None:
+        self._session = session
+        self._config = session.config
+        self._nvtx = nvtx = session.nvtx
+        self._classic = session.config.nvtx == "classic" and nvtx is not None
+        self._texts = self._classic or session.config.print_calls
+        self._ranges = nvtx is not None and not self._classic
+        self._emits = self._texts or self._ranges
+        self._complained = False
         self.active = True
         self.step = 0
         self.window_open = False
-        self._session = session
+
+    @abstractmethod
+    def counts(self) -> CallCounts:
+        """What became of the calls so far."""
+
+    def calls(self) -> int:
+        """How many calls got an id."""
+        return self.counts().calls
+
+    @property
+    @abstractmethod
+    def waiting(self) -> int:
+        """Calls that `take` has not taken yet."""
+
+    @abstractmethod
+    def take(self) -> list[Call]:
+        """The calls since the last time, in about the order in which they were made."""
+
+    @property
+    @abstractmethod
+    def coalescing(self) -> int:
+        """Threads that gather a batch."""
+
+    @abstractmethod
+    def start_coalescing(self) -> None:
+        """From here to `end_coalescing` the calls of this thread become one launch."""
+
+    @abstractmethod
+    def end_coalescing(self, group: dist.ProcessGroup) -> Token | None:
+        """The launch of the batch is about to happen; returns what to close after it."""
+
+    def after(self, token: Token) -> None:
+        """Close what `before` opened on this thread."""
+        handle, pushed = token
+        try:
+            if pushed and self._nvtx is not None:
+                self._nvtx.pop()
+            if handle is not None:
+                torch.autograd._record_function_with_args_exit(handle)
+        except Exception as error:
+            self.failed(error)
+
+    def failed(self, error: Exception) -> None:
+        """Count a failure of the recorder and report the first one. The call itself goes on."""
+        self._count_failure()
+        self.complain(one_line(error))
+
+    def complain(self, why: str) -> None:
+        """Report a failure, once."""
+        if not self._complained:
+            self._complained = True
+            log.warning("crossrank: a call could not be recorded: %s; training goes on, further ones are counted", why)
+
+    @abstractmethod
+    def _count_failure(self) -> None: ...
+
+    def _open(self, descriptor: Descriptor, record_id: int, device: Callable[[], str | None]) -> Token | None:
+        """Open what belongs around a launch: a range for a tool, one in a window."""
+        topology = self._session.topology
+        assert topology is not None  # made before the first group is
+        pushed = False
+        if self._emits and self._wants(descriptor, topology):
+            if self._texts:
+                self._emit_text(descriptor, record_id, device())
+            pushed = self._push(descriptor, record_id, topology)
+        handle = None
+        if self.window_open and has("ranges"):
+            handle = torch.autograd._record_function_with_args_enter(
+                f"{RANGE}{record_id}", descriptor.message(descriptor.locality(topology), sizes=True)
+            )
+        return (handle, pushed) if pushed or handle is not None else None
+
+    def _push(self, descriptor: Descriptor, record_id: int, topology: Topology) -> bool:
+        """Open the range of a call for an attached tool; whether there is one to close."""
+        if self._ranges and self._nvtx is not None:
+            self._nvtx.push(descriptor, record_id, topology)
+            return True
+        return False
+
+    def _wants(self, descriptor: Descriptor, topology: Topology) -> bool:
+        """Whether the user wants to see calls like this one."""
+        wanted = descriptor.emitted
+        if wanted is None:
+            wanted = self._config.emit == "ALL" or crosses_nodes(descriptor.locality(topology))
+            if topology.settled.is_set():
+                descriptor.emitted = wanted
+        return wanted
+
+    def _open_batch(self, group: dist.ProcessGroup, batch: int) -> Token | None:
+        if batch >= 0 and self._ranges and self._nvtx is not None:
+            self._nvtx.push_batch(group.group_name, batch)
+            return None, True
+        return None
+
+    def _emit_text(self, descriptor: Descriptor, record_id: int, device: str | None) -> None:
+        """The older shim's text: as a marker, and on stdout from the group's leader or any rank of P2P."""
+        config = self._config
+        text = classic_text(descriptor, record_id, self._session.rank, device, config)
+        if self._classic and self._nvtx is not None:
+            self._nvtx.mark(text)
+        if config.print_calls and (descriptor.reader.is_p2p or descriptor.state.rank == 0):
+            # One write per line, so that the lines of several ranks do not mix.
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+
+
+class PythonRecorder(Recorder):
+    """The kernel in Python."""
+
+    def __init__(self, session: Session, why: str = "") -> None:
+        """`why` there is no compiled one, where that was not asked for."""
+        super().__init__(session)
+        self.kernel = f"python ({why})" if why else "python"
+        self._calls: deque[Call] = deque()
         self._capacity = session.config.ring
-        self._nvtx = nvtx = session.nvtx
         self._ids = itertools.count()
         self._find_site = CallSites().find
         self._reductions = ReductionReader()
@@ -57,24 +199,17 @@ class Recorder:
         self._unbox: Callable[[Any], dist.ProcessGroup] = dist.ProcessGroup.unbox
         self._state_of = session.groups.by_id
         self._coalescing = 0  # threads that gather a batch; changed under the lock
+        self._dropped = self._errors = 0  # so are these
         self._lock = threading.RLock()  # a signal handler may fail to record while its thread holds it
         self._thread = threading.local()
-        self._config = session.config
-        self._classic = session.config.nvtx == "classic" and nvtx is not None
-        self._texts = self._classic or session.config.print_calls
-        self._ranges = nvtx is not None and not self._classic
-        self._complained = False
-        self._emits = self._texts or self._ranges
 
     def before(self, reader: Reader, args: Sequence[Any]) -> Token | None:
         """Record the call that is about to be launched. Frame 1 is the kernel's, frame 2 whoever called it."""
         session = self._session
-        writer = session.writer
         group = self._unbox(args[reader.group])
         state = self._state_of(id(group))
         if state is None:
             state = session.first_call(group)
-            writer = session.writer
         key = reader.key(args)
         if key is None:
             return None
@@ -106,79 +241,36 @@ class Recorder:
             seq = next(state.seq)
         if self._coalescing:
             batch = self._coalesced_batch(record_id, batch)
-        if writer is not None:  # None where the folder cannot be written: markers go on without it
-            ring = writer.ring
-            if len(ring) < self._capacity:
-                ring.append((descriptor, record_id, seq, monotonic_ns(), self.step, batch, tag))
+        if session.writer is not None:  # None where the folder cannot be written: markers go on without it
+            if len(self._calls) < self._capacity:
+                self._calls.append((descriptor, record_id, seq, monotonic_ns(), self.step, batch, tag))
             else:
-                with writer.counting:
-                    writer.counts.dropped += 1
+                with self._lock:
+                    self._dropped += 1
         if self._emits or self.window_open:
-            return self._open(descriptor, record_id, args)
+            return self._open(descriptor, record_id, lambda: reader.device(args))
         return None
 
-    def after(self, token: Token) -> None:
-        """Close what `before` opened on this thread."""
-        handle, pushed = token
-        try:
-            if pushed and self._nvtx is not None:
-                self._nvtx.pop()
-            if handle is not None:
-                torch.autograd._record_function_with_args_exit(handle)
-        except Exception as error:
-            self.failed(error)
+    def counts(self) -> CallCounts:
+        # Read from the counter's repr: `next` would use an id up.
+        calls = int(repr(self._ids).removeprefix("count(").removesuffix(")"))
+        return CallCounts(calls=calls, dropped=self._dropped, errors=self._errors)
 
-    def failed(self, error: Exception) -> None:
-        """Count a failure of the recorder and report the first one. The call itself goes on."""
-        writer = self._session.writer
-        if writer is not None:
-            with writer.counting:
-                writer.counts.errors += 1
-        if not self._complained:
-            self._complained = True
-            log.warning(
-                "crossrank: a call could not be recorded: %s; training goes on, further ones are counted",
-                one_line(error),
-            )
+    @property
+    def waiting(self) -> int:
+        return len(self._calls)
 
-    def calls(self) -> int:
-        """How many calls got an id. Read from the counter's repr: `next` would use one up."""
-        return int(repr(self._ids).removeprefix("count(").removesuffix(")"))
+    def take(self) -> list[Call]:
+        calls = self._calls
+        return [calls.popleft() for _ in range(len(calls))]
 
-    def _open(self, descriptor: Descriptor, record_id: int, args: Sequence[Any]) -> Token | None:
-        topology = self._session.topology
-        assert topology is not None  # made before the first group is
-        pushed = False
-        if self._emits:
-            wanted = descriptor.emitted
-            if wanted is None:
-                locality = descriptor.locality(topology)
-                wanted = self._config.emit == "ALL" or crosses_nodes(locality)
-                if topology.settled.is_set():
-                    descriptor.emitted = wanted
-            if wanted:
-                if self._texts:
-                    self._emit_text(descriptor, record_id, descriptor.reader.device(args))
-                if self._ranges and self._nvtx is not None:
-                    self._nvtx.push(descriptor, record_id, topology)
-                    pushed = True
-        handle = None
-        if self.window_open and has("ranges"):
-            handle = torch.autograd._record_function_with_args_enter(
-                f"{RANGE}{record_id}", descriptor.message(descriptor.locality(topology), sizes=True)
-            )
-        return (handle, pushed) if pushed or handle is not None else None
+    @property
+    def coalescing(self) -> int:
+        return self._coalescing
 
-    def _emit_text(self, descriptor: Descriptor, record_id: int, device: str | None) -> None:
-        """The older shim's text: as a marker, and on stdout from the group's leader or any rank of P2P."""
-        config = self._config
-        text = classic_text(descriptor, record_id, self._session.rank, device, config)
-        if self._classic and self._nvtx is not None:
-            self._nvtx.mark(text)
-        if config.print_calls and (descriptor.reader.is_p2p or descriptor.state.rank == 0):
-            # One write per line, so that the lines of several ranks do not mix.
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
+    def _count_failure(self) -> None:
+        with self._lock:
+            self._errors += 1
 
     def _p2p_batch(self, frame: FrameType, record_id: int) -> int:
         """The batch id of a call made by `batch_isend_irecv` on a backend without coalescing (gloo).
@@ -193,24 +285,19 @@ class Recorder:
         return current
 
     def start_coalescing(self) -> None:
-        """From here to `end_coalescing` the calls of this thread become one launch."""
         if getattr(self._thread, "batch", None) is None:  # not left over from a batch that raised
             with self._lock:
                 self._coalescing += 1
         self._thread.batch = -1
 
     def end_coalescing(self, group: dist.ProcessGroup) -> Token | None:
-        """The launch of the batch is about to happen; returns what to close after it."""
         batch: int | None = getattr(self._thread, "batch", None)
         if batch is None:
             return None
         self._thread.batch = None
         with self._lock:
             self._coalescing -= 1
-        if batch >= 0 and self._ranges and self._nvtx is not None:
-            self._nvtx.push_batch(group.group_name, batch)
-            return None, True
-        return None
+        return self._open_batch(group, batch)
 
     def _coalesced_batch(self, record_id: int, batch: int | None) -> int | None:
         current: int | None = getattr(self._thread, "batch", None)

@@ -27,6 +27,11 @@ def name_of(reduce_op: Any) -> str | None:
         code: int = reduce_op._get_method("op")()
     except (AttributeError, RuntimeError):
         return None
+    return name_of_code(code)
+
+
+def name_of_code(code: int) -> str:
+    """The reduction of one of c10d's RedOpType."""
     return _NAMES[code] if 0 <= code < len(_NAMES) else f"op_{code}"
 
 

@@ -1,6 +1,6 @@
-"""The comms file of one rank: a ring that training fills and a thread that empties it.
+"""The comms file of one rank: a thread that empties the recorder's ring.
 
-Training appends a tuple and goes on. The writer thread turns what has gathered into JSON lines, compresses them
+The recorder leaves a row and goes on. The writer thread turns what has gathered into JSON lines, compresses them
 into one complete zstd frame and appends that to the file, several times a second, so a killed process loses no
 more than its last half second and what is on disk stays readable. When the ring is full the newest calls are dropped
 and counted; when the disk refuses, the file is cut back to its last whole frame and the loss is counted.
@@ -29,7 +29,7 @@ from crossrank.errors import one_line
 from crossrank.instrument import threads
 from crossrank.instrument.identity.topology import Topology
 from crossrank.instrument.log import log
-from crossrank.instrument.record.descriptor import Descriptor
+from crossrank.instrument.record.recorder import Call, Recorder
 from crossrank.instrument.write.rank_files import create
 
 TICK = 0.25
@@ -49,10 +49,8 @@ _RECENT = 512
 _TOPOLOGY_PATIENCE = 2.0
 """Seconds from the start that records may still get the localities of the job."""
 
-# (descriptor, id, sequence number, time, step, batch, tag)
-Entry = tuple[Descriptor, int, int, int, int, int | None, int | None]
-# A record, or a line of another kind; a callable makes its line when it is written.
-Item = Entry | bytes | Callable[[], bytes]
+# A call, or a line of another kind; a callable makes its line when it is written.
+Item = Call | bytes | Callable[[], bytes]
 
 
 class Counts(msgspec.Struct):
@@ -70,23 +68,23 @@ class Counts(msgspec.Struct):
 
 
 class CommsWriter:
-    """Writes the comms file. Everything but `ring` belongs to the writer's thread until `close`."""
+    """Writes the comms file. All of it belongs to the writer's thread until `close`, but for `line`."""
 
     def __init__(
         self,
         path: str,
         *,
         topology: Topology,
+        recorder: Recorder,
         ring_capacity: int,
         header: dict[str, Any],
         on_look: Callable[[], None],
     ) -> None:
         self.path = path
-        self.ring: deque[Item] = deque([encode_line("header", header)])
         self.counts = Counts()
-        self.counting = threading.RLock()  # a signal handler that closes the file may have interrupted a change
-        """Held while `counts` is changed: training threads and the writer's do so."""
         self.topology = topology
+        self._recorder = recorder
+        self._lines: deque[bytes | Callable[[], bytes]] = deque([encode_line("header", header)])
         self._hurry_at = ring_capacity // 2
         self._on_look = on_look
         self._closing = False
@@ -97,8 +95,8 @@ class CommsWriter:
         self._size = 0  # bytes of the frames that stand for good
         self._end = 0  # bytes of the file
         self._owed: list[bytes] = []
-        self._taken: deque[Item] = deque()  # out of the ring, not in the file for good
-        self._recent: deque[Entry] = deque(maxlen=_RECENT)
+        self._taken: deque[Item] = deque()  # from the recorder, not in the file for good
+        self._recent: deque[Call] = deque(maxlen=_RECENT)
         self._started = time.monotonic()
         self._file = create(Path(path))
         self._thread: threading.Thread | None = None
@@ -115,7 +113,7 @@ class CommsWriter:
 
     def line(self, kind: str, content: object) -> None:
         """Append a line that is not a record: `{kind: content}`. A callable is called when it is written."""
-        self.ring.append((lambda: encode_line(kind, content())) if callable(content) else encode_line(kind, content))
+        self._lines.append((lambda: encode_line(kind, content())) if callable(content) else encode_line(kind, content))
 
     def close(self, end: Callable[[], dict[str, Any]], timeout: float = 10.0) -> None:
         """Write what is left and the `end` line, then close the file. Does nothing the second time."""
@@ -139,7 +137,7 @@ class CommsWriter:
     def abandon(self) -> None:
         """In a forked child: let go of the parent's file without a trace in it."""
         self._closing = True
-        self.ring.clear()
+        self._lines.clear()
         if self._file >= 0:
             self._close_file()
 
@@ -151,7 +149,7 @@ class CommsWriter:
         last = -TICK
         while not self._closing:
             now = time.monotonic()
-            if now - last >= TICK or len(self.ring) >= self._hurry_at:
+            if now - last >= TICK or self._recorder.waiting >= self._hurry_at:
                 last = now
                 try:
                     self._on_look()
@@ -167,7 +165,7 @@ class CommsWriter:
         return (
             self.topology.settled.is_set()
             or time.monotonic() - self._started >= _TOPOLOGY_PATIENCE
-            or len(self._taken) + len(self.ring) >= self._hurry_at
+            or len(self._taken) + self._recorder.waiting >= self._hurry_at
         )
 
     def _drain(self, *, for_good: bool) -> None:
@@ -179,11 +177,7 @@ class CommsWriter:
         if time.monotonic() >= self._next_clock:
             self._next_clock = time.monotonic() + _CLOCK_EVERY
             self.line("clock", moment)
-        for _ in range(len(self.ring)):
-            entry = self.ring.popleft()
-            self._taken.append(entry)
-            if isinstance(entry, tuple):
-                self._recent.append(entry)
+        self._take()
         if not for_good:
             self._append(self._encode(self._taken)[0], moment=moment, for_good=False)
             return
@@ -194,12 +188,18 @@ class CommsWriter:
             lines, context, errors = self._encode(items)
             written = self._append(lines, context, None if self._taken else moment)
             records = len(lines) - len(context)
-            with self.counting:
-                self.counts.errors += errors
-                if written:
-                    self.counts.records += records
-                else:
-                    self.counts.unwritten += records
+            self.counts.errors += errors
+            if written:
+                self.counts.records += records
+            else:
+                self.counts.unwritten += records
+
+    def _take(self) -> None:
+        """Take over what has gathered: first the lines, for calls need those of their groups before them."""
+        calls = self._recorder.take()
+        self._taken.extend(self._lines.popleft() for _ in range(len(self._lines)))
+        self._taken.extend(calls)
+        self._recent.extend(calls)
 
     def _encode(self, items: Iterable[Item]) -> tuple[list[bytes], list[bytes], int]:
         """The lines of `items`, those of them without which later records cannot be read, and records that failed."""
@@ -221,12 +221,13 @@ class CommsWriter:
         return lines, context, errors
 
     def recent(self) -> list[orjson.Fragment]:
-        """The last calls as they stand, or would stand, in the file."""
-        # Each is copied in one step of the interpreter, during which no other thread appends.
-        entries = [entry for entry in (*self._recent, *self.ring) if isinstance(entry, tuple)][-_RECENT:]
-        # While the thread moves a call from the one to the other it may be met in both.
-        once = {entry[1]: entry for entry in entries}
-        return [orjson.Fragment(_record_line(entry, entry[0].locality(self.topology))) for entry in once.values()]
+        """The last calls as they stand, or will stand, in the file. Waits a moment for the writer's thread."""
+        if self._lock.acquire(timeout=_GLANCE * 10):  # not where that is stuck in the disk: then without the newest
+            try:
+                self._take()
+            finally:
+                self._lock.release()
+        return [orjson.Fragment(_record_line(call, call[0].locality(self.topology))) for call in list(self._recent)]
 
     def _append(
         self,
@@ -274,7 +275,7 @@ class CommsWriter:
             log.warning("crossrank: %s: %s; training goes on, the loss is counted", what, one_line(error))
 
 
-def _record_line(entry: Entry, locality: Locality) -> bytes:
+def _record_line(entry: Call, locality: Locality) -> bytes:
     """The record of one call as a line of the file."""
     descriptor, record_id, seq, t, step, batch, tag = entry
     name = "p2p_seq" if descriptor.reader.is_p2p else "seq"

@@ -91,7 +91,7 @@ class NvtxMarkers:
         attributes = descriptor.marker
         if attributes is None:
             settled = topology.settled.is_set()
-            attributes = self._domain.get_event_attributes(message=self._message(descriptor, topology))
+            attributes = self._domain.get_event_attributes(message=self.message(descriptor, topology))
             if settled:
                 descriptor.marker = attributes
         self._domain.push_range(attributes, payload=record_id)
@@ -104,7 +104,7 @@ class NvtxMarkers:
     def pop(self) -> None:
         self._domain.pop_range()
 
-    def _message(self, descriptor: Descriptor, topology: Topology) -> str:
+    def message(self, descriptor: Descriptor, topology: Topology) -> str:
         """The text of a call, as detailed as there is room for."""
         locality = descriptor.locality(topology)
         for sizes, source, share in _DETAILS:

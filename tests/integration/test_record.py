@@ -144,7 +144,7 @@ def _a_frame_that_lies(rank: int) -> None:
     reader = ReductionReader()
     current = api._current
     assert current is not None
-    current.recorder._reductions, current.recorder._read_reduction = reader, reader.read
+    vars(current.recorder).update(_reductions=reader, _read_reduction=reader.read)
     reader._constants = {dist.ReduceOp.SUM: "max"}
     for _ in range(3):
         dist.all_reduce(torch.ones(1))

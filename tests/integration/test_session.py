@@ -134,7 +134,7 @@ def _coalesce_on_threads(rank: int) -> int:
     for thread in threads:
         thread.join()
     sys.setswitchinterval(interval)
-    return recorder._coalescing
+    return recorder.coalescing
 
 
 def test_threads_that_coalesce_at_once_leave_no_batch_open(two_ranks: World, tmp_path: Path) -> None:
@@ -146,18 +146,15 @@ class _LateDevice:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
         from crossrank.instrument.identity import gpu
-        from crossrank.instrument.record import op_schema
 
         self.asked: list[int] = []
         monkeypatch.setattr(gpu, "bound_device", lambda: None)
         monkeypatch.setattr(gpu, "may_use_cuda", lambda: True)
         monkeypatch.setattr(gpu, "cuda_is_in_use", lambda: True)
         monkeypatch.setattr(gpu, "GpuReader", self._read)
-        plain = op_schema.Reader.device
+        plain = gpu.RankGpu.settle
         monkeypatch.setattr(
-            op_schema.Reader,
-            "device",
-            lambda reader, args: "cpu" if reader.c10d == "barrier" else plain(reader, args) and f"cuda:{rank}",
+            gpu.RankGpu, "settle", lambda found, device: plain(found, None if device is None else f"cuda:{rank}")
         )
         self._gpu = gpu
 
@@ -397,11 +394,11 @@ def _broken_recorder(rank: int) -> str:
     assert current is not None
     tensor = torch.ones(1)
 
-    current.recorder._find_site = None  # type: ignore[assignment]  # not callable: raises in the recorder itself
+    vars(current.recorder).update(_find_site=None, _sites=None)  # not callable: raises in the recorder itself
     for _ in range(3):
         dist.all_reduce(tensor)
     assert current.writer is not None
-    return f"{tensor.item()} {current.writer.counts.errors}"
+    return f"{tensor.item()} {current.recorder.counts().errors}"
 
 
 def test_a_failure_inside_the_recorder_is_counted_and_the_call_goes_through(two_ranks: World, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ class World:
         """
         folder.mkdir(parents=True, exist_ok=True)
         for pipe in self._pipes:
-            pipe.send((task, str(folder), arguments, options))
+            pipe.send((task, str(folder), arguments, options, os.environ.get("TRACING_KERNEL", "auto")))
         answers = []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(120):
@@ -73,7 +73,7 @@ def _serve(pipe: Connection, rank: int, size: int) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            task, folder, arguments, options = pipe.recv()
+            task, folder, arguments, options, os.environ["TRACING_KERNEL"] = pipe.recv()
         except EOFError:
             return
         try:

@@ -1,0 +1,247 @@
+"""What Python does for the compiled kernel: makes what is seen for the first time, opens markers, takes the calls.
+
+The kernel calls Python through operations of torch in the namespace `crossrank`, in which no user's mode looks:
+
+* `group(process group) -> number`: a group communicates for the first time.
+* `site(number of the op, device) -> number`: a place in the code does, or one with code that the kernel has not met.
+* `mark(kind) -> 0 or 1`: whether an attached tool is to see a call, while `set_marker` has not said so for good.
+* `open(kind, id) -> 0 or 1`, `close() -> 0`: around a launch, for what only Python opens.
+
+-1 stands for a failure, which is counted here; what a script's signal handler raises meanwhile passes through.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from types import CodeType, FrameType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from crossrank.dtypes import dtype_of
+from crossrank.errors import one_line
+from crossrank.instrument.identity.process_groups import GroupState
+from crossrank.instrument.identity.topology import Topology
+from crossrank.instrument.record.call_site import USER, CallSites, Site
+from crossrank.instrument.record.descriptor import Descriptor
+from crossrank.instrument.record.op_schema import LONG, CallKey, Reader
+from crossrank.instrument.record.recorder import Call, CallCounts, Recorder, Token
+from crossrank.instrument.record.reductions import name_of_code
+from crossrank.instrument.script_errors import raised_by_script
+
+if TYPE_CHECKING:
+    from crossrank.instrument.session import Session
+
+_END_OF_ARGUMENT = -1
+_MOST_AT_ONCE = 256
+
+
+class CompiledRecorder(Recorder):
+    """The kernel in C++."""
+
+    kernel = "compiled"
+
+    def __init__(self, session: Session, native: ModuleType) -> None:
+        self.native = native
+        self._installed = self._active = self._window_open = False
+        self._step = 0
+        super().__init__(session)
+        self._sites = CallSites(on_forget=native.forget_code, on_clear=native.clear_sites)
+        self._errors = 0
+        self._lock = threading.RLock()
+        self.readers: Sequence[Reader] = ()
+        self._dtypes = [_dtype(name) for name in native.scalar_types()]
+
+    # The kernel reads these three at each call.
+
+    @property
+    def active(self) -> bool:
+        return self._active
+
+    @active.setter
+    def active(self, value: bool) -> None:
+        self._active = value
+        self._tell()
+
+    @property
+    def step(self) -> int:
+        return self._step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._step = value
+        if self._installed:
+            self.native.set_step(value)
+
+    @property
+    def window_open(self) -> bool:
+        return self._window_open
+
+    @window_open.setter
+    def window_open(self, value: bool) -> None:
+        self._window_open = value
+        self._tell()
+
+    def begin(self, readers: Sequence[Reader]) -> None:
+        """Make the kernels those of this recorder."""
+        self.readers = readers
+        self._installed = True
+        self.native.begin(self._session.config.ring)
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._installed:
+            self.native.set_step(self._step)
+            marks = self._ranges and self.native.has_nvtx()
+            self.native.set_opens(marks, self._window_open or self._texts or (self._ranges and not marks))
+            self.native.set_active(self._active)
+
+    def counts(self) -> CallCounts:
+        state = self.native.state()
+        return CallCounts(calls=state["calls"], dropped=state["dropped"], errors=state["errors"] + self._errors)
+
+    @property
+    def waiting(self) -> int:
+        waiting: int = self.native.state()["waiting"]
+        return waiting
+
+    @property
+    def coalescing(self) -> int:
+        coalescing: int = self.native.state()["coalescing"]
+        return coalescing
+
+    def take(self) -> list[Call]:
+        state = self.native.state()
+        calls: list[Call] = []
+        for most in range(state["waiting"], 0, -_MOST_AT_ONCE):  # training gets the interpreter in between
+            calls += self.native.take(min(most, _MOST_AT_ONCE))
+        if state["errors"]:
+            self.complain(" ".join(state["first_error"].split()))
+        described = [call for call in calls if call[0] is not None]
+        if len(described) < len(calls):
+            with self._lock:
+                self._errors += len(calls) - len(described)
+        return described
+
+    def start_coalescing(self) -> None:
+        self.native.start_coalescing()
+
+    def end_coalescing(self, group: dist.ProcessGroup) -> Token | None:
+        batch: int | None = self.native.end_coalescing()
+        return None if batch is None else self._open_batch(group, batch)
+
+    def _count_failure(self) -> None:
+        with self._lock:
+            self._errors += 1
+
+    # What the kernel calls.
+
+    def group(self, boxed: Any) -> int:
+        """The number that the kernel gives a group's state."""
+        group = dist.ProcessGroup.unbox(boxed)
+        number: int = self.native.add_group(self._session.first_call(group))
+        weakref.finalize(group, self.native.forget_group, number).atexit = False
+        return number
+
+    def site(self, op: int, device: str | None, frame: FrameType | None) -> int:
+        """The number of the site of a call of that op, entered from `frame`; the kernel learns what is on the way."""
+        if self._session.gpu.is_open:
+            self._session.gpu.settle(device)
+        with self._lock:  # what is told must not be forgotten in between
+            site, _ = self._sites.find(frame, self.readers[op].direct_api)
+            for code, kind in _codes_above(self._sites, frame):
+                self.native.know_code(code, kind)
+        number: int = self.native.add_site(site)
+        return number
+
+    def describe(
+        self,
+        op: int,
+        state: GroupState,
+        site: Site,
+        device: str | None,
+        reduce: int | None,
+        words: Sequence[int | None],
+    ) -> Descriptor | None:
+        """The descriptor of a call, of which `words` are the arguments in the order of its `Reader`."""
+        try:
+            if self._session.gpu.is_open:  # not every device of a site is seen at its first call
+                self._session.gpu.settle(device)
+            reader, reduction = self.readers[op], None if reduce is None else name_of_code(reduce)
+            return Descriptor(reader, state, site, _key(reader, words, self._dtypes), reduction)
+        except Exception as error:
+            if raised_by_script(error):
+                raise
+            self.complain(one_line(error))  # `take` counts the calls that have none
+            return None
+
+    def open(self, kind: int, record_id: int) -> Token | None:
+        """Open what only Python opens around a launch; returns what `after` closes."""
+        descriptor: Descriptor | None = self.native.descriptor(kind)
+        if descriptor is None:
+            return None
+        return self._open(descriptor, record_id, lambda: self.native.device(kind))
+
+    def mark(self, kind: int) -> int:
+        """Tell the kernel how to mark the calls of a kind; 1 = they are marked."""
+        descriptor: Descriptor | None = self.native.descriptor(kind)
+        topology = self._session.topology
+        if descriptor is None or topology is None or self._nvtx is None:
+            return 0
+        is_final = topology.settled.is_set()
+        text = self._nvtx.message(descriptor, topology) if self._wants(descriptor, topology) else None
+        self.native.set_marker(kind, text, is_final)
+        return int(text is not None)
+
+    def _push(self, descriptor: Descriptor, record_id: int, topology: Topology) -> bool:
+        return not self.native.has_nvtx() and super()._push(descriptor, record_id, topology)
+
+
+def layout(reader: Reader) -> tuple[Any, ...]:
+    """Where the arguments of an op are, as the kernel is told: see `Op` there."""
+    places = (
+        reader.group,
+        reader.reduce,
+        reader.peer,
+        reader.tag,
+        reader.in_split,
+        reader.out_split,
+        reader.dummy,
+    )
+    name, count = f"c10d::{reader.c10d}", reader.arguments
+    return name, count, reader.is_p2p, reader.op == "send", places, reader.keyed, reader.tensors_at
+
+
+def _codes_above(sites: CallSites, frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
+    while frame is not None:
+        kind = sites.kind_of(frame.f_code)
+        yield frame.f_code, kind
+        if kind == USER:
+            return
+        frame = frame.f_back
+
+
+def _key(reader: Reader, words: Sequence[int | None], dtypes: Sequence[torch.dtype]) -> CallKey:
+    """The key that `Reader.key` makes of a call's arguments, of the kernel's words for them."""
+    given = iter(words)
+    key: list[Any] = [LONG]
+    for is_bool in reader.keyed_bools:
+        value = next(given)
+        key.append(bool(value) if is_bool and value is not None else value)
+    for _ in reader.tensors_at:
+        while (head := next(given)) != _END_OF_ARGUMENT:
+            assert head is not None
+            key += [tuple(next(given) for _ in range(head & 0xFFFFFFFF)), dtypes[head >> 32]]
+        key.append(None)
+    if reader.in_split >= 0:
+        key += [tuple(next(given) for _ in range(next(given) or 0)) for _ in range(2)]
+    return tuple(key)
+
+
+def _dtype(name: str) -> Any:
+    """torch's dtype of the ScalarType that C++ calls `name`."""
+    known = dtype_of(name)
+    return getattr(torch, known.name if known is not None else name.lower(), None)

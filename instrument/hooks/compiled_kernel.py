@@ -1,0 +1,109 @@
+"""The compiled kernels at torch's dispatcher, and the operations of ours through which they call Python.
+
+These operations are defined once and stay: a call may be within one of them while a session ends. They go to the
+recorder of the latest session. `crossrank.instrument.compiled.recorder` says what each is for.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from crossrank.instrument.compiled.recorder import CompiledRecorder, layout
+from crossrank.instrument.record.op_schema import Reader
+from crossrank.instrument.record.recorder import Token
+from crossrank.instrument.script_errors import raised_by_script
+
+_NAMESPACE = "crossrank"
+_GROUP = "__torch__.torch.classes.c10d.ProcessGroup"
+_BATCH_CODE = dist.batch_isend_irecv.__code__
+
+_getframe: Callable[[int], FrameType] = sys._getframe
+
+_recorder: CompiledRecorder | None = None  # the latest
+_library: torch.library.Library | None = None
+_opened = threading.local()
+"""`stack`: what `open` has opened on this thread and for which recorder."""
+
+
+def install(recorder: CompiledRecorder, readers: Sequence[Reader]) -> Callable[[], None]:
+    """Put the kernels in place, for `recorder`; returns what removes them."""
+    native = recorder.native
+    _define_operations()
+    requests = _BATCH_CODE.co_varnames.index("reqs") if "reqs" in _BATCH_CODE.co_varnames else -1
+    native.install(tuple(map(layout, readers)), _describe, _BATCH_CODE, requests)
+    record_to(recorder, readers)
+    uninstall: Callable[[], None] = native.uninstall
+    return uninstall
+
+
+def record_to(recorder: CompiledRecorder, readers: Sequence[Reader]) -> None:
+    """Make the kernels those of this recorder."""
+    global _recorder
+    _recorder = recorder
+    recorder.begin(readers)
+
+
+def _define_operations() -> None:
+    global _library
+    if _library is not None:
+        return
+    library = torch.library.Library(_NAMESPACE, "DEF")
+    for schema, function in (
+        (f"group({_GROUP} group) -> int", lambda group: _guarded(lambda to: to.group(group), -1)),
+        ("site(int op, str? device) -> int", _site),
+        ("mark(int kind) -> int", lambda kind: _guarded(lambda to: to.mark(kind), 0)),
+        ("open(int kind, int id) -> int", lambda kind, record_id: _guarded(lambda to: _open(to, kind, record_id), 0)),
+        ("close() -> int", _close),
+    ):
+        library.impl(library.define(schema), function, "BackendSelect")
+    _library = library
+
+
+def _guarded(work: Callable[[CompiledRecorder], int], otherwise: int) -> int:
+    """What `work` gives, or `otherwise` where the recorder fails, which is counted."""
+    recorder = _recorder
+    if recorder is None:
+        return otherwise
+    try:
+        return work(recorder)
+    except Exception as error:
+        if raised_by_script(error):
+            raise
+        recorder.failed(error)
+        return otherwise
+
+
+def _site(op: int, device: str | None) -> int:
+    try:
+        frame = _getframe(1)
+    except ValueError:  # a thread of C++
+        frame = None
+    return _guarded(lambda to: to.site(op, device, frame), -1)
+
+
+def _open(recorder: CompiledRecorder, kind: int, record_id: int) -> int:
+    token = recorder.open(kind, record_id)
+    if token is None:
+        return 0
+    stack: list[tuple[CompiledRecorder, Token]] | None = getattr(_opened, "stack", None)
+    if stack is None:
+        stack = _opened.stack = []
+    stack.append((recorder, token))
+    return 1
+
+
+def _close() -> int:
+    recorder, token = _opened.stack.pop()
+    recorder.after(token)
+    return 0
+
+
+def _describe(*call: Any) -> object:
+    return _recorder.describe(*call) if _recorder is not None else None
