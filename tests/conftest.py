@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +33,16 @@ _OF_THE_RECORDER = (
     "window",
 )
 """Modules in tests/integration of which every test runs with both kernels."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Kernels are built beside the tests, once, and not within the time that one of them has."""
+    cache = config.rootpath / ".pytest_cache" / "kernels"
+    cache.mkdir(parents=True, exist_ok=True)
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    if not hasattr(config, "workerinput") and not any(cache.rglob("*.so")):
+        program = "from crossrank.instrument.compiled import build; build.load()"
+        subprocess.run([sys.executable, "-c", program], check=False)  # the tests say what is wrong with it
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
