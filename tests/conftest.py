@@ -47,23 +47,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.module.__name__ in {f"tests.integration.test_{name}" for name in _OF_THE_RECORDER}:
-        metafunc.fixturenames.append("kernel")
-        metafunc.parametrize("kernel", ("compiled", "python"))
+        metafunc.fixturenames.append("recorder_kernel")
+        metafunc.parametrize("recorder_kernel", ("compiled", "python"))
 
 
 @pytest.fixture
-def kernel() -> str:
+def recorder_kernel() -> str:
     return "auto"
 
 
 @pytest.fixture(autouse=True)
-def _clean_environment(kernel: str) -> Iterator[None]:
+def _clean_environment(recorder_kernel: str) -> Iterator[None]:
     """A test sees no tracing variable of the shell that runs it, but for the kernel that it is about."""
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
             if name.startswith(("TRACING", "TORCH_DISTRIBUTED_TRACING")):
                 patch.delenv(name)
-        patch.setenv("TRACING_KERNEL", kernel)
+        patch.setenv("TRACING_KERNEL", recorder_kernel)
         yield
 
 

@@ -93,9 +93,9 @@ def test_both_kernels_record_the_same(tmp_path: Path) -> None:
     ],
     ids=["no compiler", "a build that fails", "no folder"],
 )
-@pytest.mark.parametrize("kernel", ["auto", "compiled"])
+@pytest.mark.parametrize("recorder_kernel", ["auto", "compiled"])
 def test_where_it_cannot_be_built_one_line_says_why_and_python_records(
-    variables: dict[str, str], why: str, kernel: str, tmp_path: Path
+    variables: dict[str, str], why: str, recorder_kernel: str, tmp_path: Path
 ) -> None:
     result = jobs.python(tmp_path, ONE_CALL, **({"XDG_CACHE_HOME": str(tmp_path / "cache")} | variables))
     assert (result.returncode, result.stdout) == (0, "trained\n")
