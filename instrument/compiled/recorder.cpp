@@ -544,6 +544,7 @@ int64_t now_ns() {
 
 // Whether `batch_isend_irecv` makes its first call: it keeps the requests of those before in a local list.
 bool begins_batch(crossrank_frame *api) {
+  if (batch_requests < 0) return true;  // a torch that calls the list otherwise
   auto *requests = static_cast<PyObject *>(crossrank_local(api, batch_requests));
   return requests == nullptr || !PyList_CheckExact(requests) || PyList_GET_SIZE(requests) == 0;
 }

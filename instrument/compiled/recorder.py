@@ -12,7 +12,6 @@ The kernel calls Python through operations of torch in the namespace `crossrank`
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from types import CodeType, FrameType, ModuleType
@@ -50,8 +49,7 @@ class CompiledRecorder(Recorder):
         self._step = 0
         super().__init__(session)
         self._sites = CallSites(on_forget=native.forget_code, on_clear=native.clear_sites)
-        self._errors = 0
-        self._lock = threading.RLock()
+        self._marks = self._ranges and native.has_nvtx()
         self.readers: Sequence[Reader] = ()
         self._dtypes = [_dtype(name) for name in native.scalar_types()]
 
@@ -95,8 +93,7 @@ class CompiledRecorder(Recorder):
     def _tell(self) -> None:
         if self._installed:
             self.native.set_step(self._step)
-            marks = self._ranges and self.native.has_nvtx()
-            self.native.set_opens(marks, self._window_open or self._texts or (self._ranges and not marks))
+            self.native.set_opens(self._marks, self._window_open or self._texts or (self._ranges and not self._marks))
             self.native.set_active(self._active)
 
     def counts(self) -> CallCounts:
@@ -121,9 +118,7 @@ class CompiledRecorder(Recorder):
         if state["errors"]:
             self.complain(" ".join(state["first_error"].split()))
         described = [call for call in calls if call[0] is not None]
-        if len(described) < len(calls):
-            with self._lock:
-                self._errors += len(calls) - len(described)
+        self._count_failures(len(calls) - len(described))
         return described
 
     def start_coalescing(self) -> None:
@@ -132,10 +127,6 @@ class CompiledRecorder(Recorder):
     def end_coalescing(self, group: dist.ProcessGroup) -> Token | None:
         batch: int | None = self.native.end_coalescing()
         return None if batch is None else self._open_batch(group, batch)
-
-    def _count_failure(self) -> None:
-        with self._lock:
-            self._errors += 1
 
     # What the kernel calls.
 
@@ -197,7 +188,7 @@ class CompiledRecorder(Recorder):
         return int(text is not None)
 
     def _push(self, descriptor: Descriptor, record_id: int, topology: Topology) -> bool:
-        return not self.native.has_nvtx() and super()._push(descriptor, record_id, topology)
+        return not self._marks and super()._push(descriptor, record_id, topology)
 
 
 def layout(reader: Reader) -> tuple[Any, ...]:

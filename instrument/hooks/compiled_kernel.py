@@ -13,16 +13,14 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from crossrank.instrument.compiled.recorder import CompiledRecorder, layout
 from crossrank.instrument.record.op_schema import Reader
-from crossrank.instrument.record.recorder import Token
+from crossrank.instrument.record.recorder import BATCH_CODE, Token
 from crossrank.instrument.script_errors import raised_by_script
 
 _NAMESPACE = "crossrank"
 _GROUP = "__torch__.torch.classes.c10d.ProcessGroup"
-_BATCH_CODE = dist.batch_isend_irecv.__code__
 
 _getframe: Callable[[int], FrameType] = sys._getframe
 
@@ -36,8 +34,8 @@ def install(recorder: CompiledRecorder, readers: Sequence[Reader]) -> Callable[[
     """Put the kernels in place, for `recorder`; returns what removes them."""
     native = recorder.native
     _define_operations()
-    requests = _BATCH_CODE.co_varnames.index("reqs") if "reqs" in _BATCH_CODE.co_varnames else -1
-    native.install(tuple(map(layout, readers)), _describe, _BATCH_CODE, requests)
+    requests = BATCH_CODE.co_varnames.index("reqs") if "reqs" in BATCH_CODE.co_varnames else -1
+    native.install(tuple(map(layout, readers)), _describe, BATCH_CODE, requests)
     record_to(recorder, readers)
     uninstall: Callable[[], None] = native.uninstall
     return uninstall

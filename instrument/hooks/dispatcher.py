@@ -1,4 +1,4 @@
-"""Kernels at torch's dispatcher; the only module that touches it.
+"""Kernels at torch's dispatcher, which this module and `compiled_kernel` alone touch.
 
 Every collective and P2P call, whoever makes it (a user, DDP's C++ reducer, FSDP, DTensor, compiled code), passes
 the dispatcher as a `c10d::*` op. A kernel at its `BackendSelect` key on each of these ops, found when tracing is

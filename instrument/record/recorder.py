@@ -37,7 +37,7 @@ from crossrank.recording import RANGE
 if TYPE_CHECKING:
     from crossrank.instrument.session import Session
 
-_BATCH_CODE = dist.batch_isend_irecv.__code__
+BATCH_CODE = dist.batch_isend_irecv.__code__
 
 _getframe: Callable[[int], FrameType] = sys._getframe
 
@@ -73,6 +73,8 @@ class Recorder(ABC):
         self._texts = self._classic or session.config.print_calls
         self._ranges = nvtx is not None and not self._classic
         self._emits = self._texts or self._ranges
+        self._errors = 0  # changed under the lock
+        self._lock = threading.RLock()  # a signal handler may fail to record while its thread holds it
         self._complained = False
         self.active = True
         self.step = 0
@@ -121,7 +123,7 @@ class Recorder(ABC):
 
     def failed(self, error: Exception) -> None:
         """Count a failure of the recorder and report the first one. The call itself goes on."""
-        self._count_failure()
+        self._count_failures(1)
         self.complain(one_line(error))
 
     def complain(self, why: str) -> None:
@@ -130,8 +132,9 @@ class Recorder(ABC):
             self._complained = True
             log.warning("crossrank: a call could not be recorded: %s; training goes on, further ones are counted", why)
 
-    @abstractmethod
-    def _count_failure(self) -> None: ...
+    def _count_failures(self, count: int) -> None:
+        with self._lock:
+            self._errors += count
 
     def _open(self, descriptor: Descriptor, record_id: int, device: Callable[[], str | None]) -> Token | None:
         """Open what belongs around a launch: a range for a tool, one in a window."""
@@ -199,8 +202,7 @@ class PythonRecorder(Recorder):
         self._unbox: Callable[[Any], dist.ProcessGroup] = dist.ProcessGroup.unbox
         self._state_of = session.groups.by_id
         self._coalescing = 0  # threads that gather a batch; changed under the lock
-        self._dropped = self._errors = 0  # so are these
-        self._lock = threading.RLock()  # a signal handler may fail to record while its thread holds it
+        self._dropped = 0  # so is this
         self._thread = threading.local()
 
     def before(self, reader: Reader, args: Sequence[Any]) -> Token | None:
@@ -235,7 +237,7 @@ class PythonRecorder(Recorder):
             peer = args[reader.peer] if reader.peer >= 0 else None
             seq = state.next_p2p_seq(peer, reader.op)
             tag = args[reader.tag] if reader.tag >= 0 else None
-            if api_frame is not None and api_frame.f_code is _BATCH_CODE:
+            if api_frame is not None and api_frame.f_code is BATCH_CODE:
                 batch = self._p2p_batch(api_frame, record_id)
         else:
             seq = next(state.seq)
@@ -267,10 +269,6 @@ class PythonRecorder(Recorder):
     @property
     def coalescing(self) -> int:
         return self._coalescing
-
-    def _count_failure(self) -> None:
-        with self._lock:
-            self._errors += 1
 
     def _p2p_batch(self, frame: FrameType, record_id: int) -> int:
         """The batch id of a call made by `batch_isend_irecv` on a backend without coalescing (gloo).
