@@ -160,6 +160,8 @@ class CommRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defau
     locality: Locality = "unknown"
     step: Int = 0
     """Iteration, counted from 0."""
+    thread: Int | None = None
+    """The thread that called, as the operating system numbers it; None in files of earlier versions."""
     members: list[CommRecord] = msgspec.field(default_factory=list)
     """The calls of a launch that have no numbers of their own, as the flight recorder notes coalesced collectives."""
 

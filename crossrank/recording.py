@@ -6,8 +6,8 @@ adds `rank-N.linked.json.zst` for every window. Every file is also read plain or
 
 The comms file is JSON lines. A line that starts with `{"id":` is a `CommRecord`; every other line is an object
 with one key that says what it is: `header` (always first), `gpu` (where it was known too late for the header),
-`group`, `step`, `clock`, `counters`, `window`, `end` (last; without it the process died). The last `clock` of a file
-says until when no call is missing in it. The file consists of complete zstd frames, so whatever follows the last
+`group`, `step`, `wait`, `clock`, `counters`, `window`, `end` (last; without it the process died). The last `clock` of a
+file says until when no call is missing in it. The file consists of complete zstd frames, so whatever follows the last
 whole frame is cut off, and is reported rather than raised.
 """
 
@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Literal, cast
 
 import msgspec
 import zstandard
 
 from crossrank.budget import BYTES, LINES, MEMBERS, Budget, BudgetError
-from crossrank.comm import CommRecord, Group, Int
+from crossrank.comm import CommRecord, Count, Group, Int
 from crossrank.errors import BROKEN, CrossrankError, one_line
 
 SCHEMA = "crossrank-comms 1"
@@ -307,6 +307,32 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
         return self.config.get("emit") == "CROSSNODE" and not self.all_calls
 
 
+STOOD = ("wait", "wait_tensor", "launch")
+"""In what a thread waited: in `Work.wait`, in `wait_tensor` of a functional collective, or in the launch: of an
+operation that blocks, or one that took over 1 ms, as the first one of a communicator does."""
+
+
+class Wait(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
+    """A time during which a thread of this rank waited for a call.
+
+    On a GPU a wait in Python most often makes the stream wait, and returns at once: then it says where the program
+    needed the result, and not for how long.
+    """
+
+    t: Int
+    """When it began, on the monotonic clock in ns."""
+    took: Count
+    """ns."""
+    thread: Int
+    """As the operating system numbers it."""
+    id: Int | None = None
+    """Of the record of the call; None where the Work is of none that was recorded, or could not be kept."""
+    stood: Literal["wait", "wait_tensor", "launch"] = msgspec.field(name="in", default="wait")
+    """See `STOOD`. What waits in C++ is not seen."""
+    raised: bool = False
+    """It ended with an exception: after a timeout, say."""
+
+
 class _Line(msgspec.Struct):
     """A line that is not a record. Kinds that this version does not know are ignored."""
 
@@ -339,17 +365,22 @@ class CommsFile:
         self.windows: list[dict[str, Any]] = []
         self.clocks: list[dict[str, int]] = []
         self.steps: list[dict[str, int]] = []
+        self.waits: list[Wait] = []
         self.end: dict[str, Any] | None = None
 
     def records(self) -> Iterator[CommRecord]:
         """The records in the order of the file."""
         decode_record = msgspec.json.Decoder(CommRecord).decode
         decode_line = msgspec.json.Decoder(_Line).decode
+        decode_wait = msgspec.json.Decoder(dict[str, Wait]).decode
         number = more = 0
         for number, line in enumerate(self._lines(), 1):
             try:
                 if line.startswith(b'{"id":'):
                     yield decode_record(line)
+                    continue
+                if line.startswith(b'{"wait":'):
+                    self.waits.append(decode_wait(line)["wait"])
                     continue
                 other = decode_line(line)
             except BROKEN as error:

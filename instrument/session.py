@@ -168,6 +168,7 @@ class Session:
 
     def _begin_files(self) -> None:
         assert self.topology is not None
+        self.recorder.take_waits()
         self.recorder.take()  # what was called while there was no file is of no file
         self._before = self.recorder.counts()
         self.files = RankFiles(self.config.directory, self.rank, self.world_size)
@@ -209,6 +210,7 @@ class Session:
         counts, now, before = writer.counts, self.recorder.counts(), self._before
         counts.calls = now.calls - before.calls
         counts.dropped = now.dropped - before.dropped
+        counts.waits_dropped += now.waits_dropped - before.waits_dropped
         counts.errors += now.errors - before.errors
         found: dict[str, int] = msgspec.to_builtins(counts)
         return found

@@ -30,6 +30,7 @@ _OF_THE_RECORDER = (
     "record",
     "runner",
     "session",
+    "waits",
     "window",
 )
 """Modules in tests/integration of which every test runs with both kernels."""

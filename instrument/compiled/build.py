@@ -32,7 +32,6 @@ from crossrank.errors import CrossrankError, one_line
 from crossrank.instrument.log import log
 
 _HERE = Path(__file__).parent
-_SOURCES = ("frames.h", "frames.c", "recorder.cpp")
 _PATIENCE = 180.0
 """Seconds that a rank waits for another one's build, and for its own."""
 _MODULE = "_crossrank_recorder"
@@ -90,8 +89,8 @@ def _refuse_others_file(path: Path) -> None:
 def _fingerprint() -> str:
     """What a built kernel fits: these sources, this torch, this Python, this kind of machine."""
     digest = hashlib.sha256()
-    for name in _SOURCES:
-        digest.update((_HERE / name).read_bytes())
+    for source in sorted(path for path in _HERE.iterdir() if path.suffix in (".h", ".c", ".cpp")):
+        digest.update(source.read_bytes())
     for text in (
         *_nvtx_options(),
         torch.__version__,

@@ -13,7 +13,7 @@ The kernel calls Python through operations of torch in the namespace `crossrank`
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +27,10 @@ from crossrank.instrument.identity.topology import Topology
 from crossrank.instrument.record.call_site import USER, CallSites, Site
 from crossrank.instrument.record.descriptor import Descriptor
 from crossrank.instrument.record.op_schema import LONG, CallKey, Reader
-from crossrank.instrument.record.recorder import Call, CallCounts, Recorder, Token
+from crossrank.instrument.record.recorder import Call, CallCounts, Recorder, Token, wait_of
 from crossrank.instrument.record.reductions import name_of_code
 from crossrank.instrument.script_errors import raised_by_script
+from crossrank.recording import Wait
 
 if TYPE_CHECKING:
     from crossrank.instrument.session import Session
@@ -71,8 +72,7 @@ class CompiledRecorder(Recorder):
     @step.setter
     def step(self, value: int) -> None:
         self._step = value
-        if self._installed:
-            self.native.set_step(value)
+        self._tell()
 
     @property
     def window_open(self) -> bool:
@@ -92,13 +92,15 @@ class CompiledRecorder(Recorder):
 
     def _tell(self) -> None:
         if self._installed:
-            self.native.set_step(self._step)
-            self.native.set_opens(self._marks, self._window_open or self._texts or (self._ranges and not self._marks))
-            self.native.set_active(self._active)
+            opens = self._window_open or self._texts or (self._ranges and not self._marks)
+            self.native.set(self._active, self._marks, opens, self._step)
 
     def counts(self) -> CallCounts:
         state = self.native.state()
-        return CallCounts(calls=state["calls"], dropped=state["dropped"], errors=state["errors"] + self._errors)
+        errors = state["errors"] + self._errors
+        return CallCounts(
+            calls=state["calls"], dropped=state["dropped"], waits_dropped=state["waits_dropped"], errors=errors
+        )
 
     @property
     def waiting(self) -> int:
@@ -121,12 +123,22 @@ class CompiledRecorder(Recorder):
         self._count_failures(len(calls) - len(described))
         return described
 
+    def take_waits(self) -> list[Wait]:
+        return [wait_of(*wait) for wait in self.native.take_waits()]
+
+    def recording_wait(self, original: Callable[..., Any]) -> object:
+        method: object = self.native.recording_wait(dist.Work, original)
+        return method
+
+    def note_work(self, work: dist.Work, record_id: int) -> None:
+        self.native.note_work(work, record_id)
+
     def start_coalescing(self) -> None:
         self.native.start_coalescing()
 
-    def end_coalescing(self, group: dist.ProcessGroup) -> Token | None:
+    def end_coalescing(self) -> int | None:
         batch: int | None = self.native.end_coalescing()
-        return None if batch is None else self._open_batch(group, batch)
+        return batch
 
     # What the kernel calls.
 

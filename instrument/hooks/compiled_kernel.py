@@ -30,12 +30,12 @@ _opened = threading.local()
 """`stack`: what `open` has opened on this thread and for which recorder."""
 
 
-def install(recorder: CompiledRecorder, readers: Sequence[Reader]) -> Callable[[], None]:
+def install(recorder: CompiledRecorder, readers: Sequence[Reader], functional: Sequence[str]) -> Callable[[], None]:
     """Put the kernels in place, for `recorder`; returns what removes them."""
     native = recorder.native
     _define_operations()
     requests = BATCH_CODE.co_varnames.index("reqs") if "reqs" in BATCH_CODE.co_varnames else -1
-    native.install(tuple(map(layout, readers)), _describe, BATCH_CODE, requests)
+    native.install(tuple(map(layout, readers)), tuple(functional), _describe, BATCH_CODE, requests)
     record_to(recorder, readers)
     uninstall: Callable[[], None] = native.uninstall
     return uninstall

@@ -6,12 +6,14 @@ enabled, records the call and passes it on to the kernel that would have run wit
 `torch.distributed` is replaced, so references taken earlier, `is` checks and signatures stay as they are.
 
 There are two kernels: a compiled one (`crossrank.instrument.compiled`), and one in Python for where that cannot be had,
-whose inner edge is `PythonRecorder.before(reader, args)` and `after(token)`.
+whose inner edge is `PythonRecorder.before(reader, args)`, `after(token)` and `launched(launch, reader, result)`.
 
-Where a coalesced launch begins and ends the dispatcher does not say: two methods of ProcessGroup are replaced for that.
+Where a coalesced launch begins and ends, and when a Work is waited for, the dispatcher does not say: two methods of
+ProcessGroup and one of Work are replaced for that. Functional collectives are waited for in an op, `wait_tensor`.
 
 What does not pass the dispatcher is not seen: methods called on a Backend object, subclasses of ProcessGroup
-written in Python, torchcomms, symmetric memory, and replays of a CUDA graph.
+written in Python, torchcomms, symmetric memory, and replays of a CUDA graph; and the waits of C++, such as those of
+DDP's reducer.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from crossrank.instrument.hooks import compiled_kernel
 from crossrank.instrument.hooks.patches import Patches
 from crossrank.instrument.log import log
 from crossrank.instrument.record.op_schema import Reader
-from crossrank.instrument.record.recorder import PythonRecorder, Recorder
+from crossrank.instrument.record.python_recorder import PythonRecorder
+from crossrank.instrument.record.recorder import Recorder
 from crossrank.instrument.script_errors import raised_by_script
 from crossrank.instrument.torch_private import has, require
 
@@ -39,6 +42,8 @@ if TYPE_CHECKING:
     from crossrank.instrument.session import Session
 
 _NAMESPACE = "c10d"
+_FUNCTIONAL = "_c10d_functional"
+_WAIT_TENSOR = "wait_tensor"
 _KEY = "BackendSelect"
 
 
@@ -55,6 +60,8 @@ class _Kernels:
 
 _kernels: _Kernels | None = None
 _patches = Patches()
+_plain_wait: object = None
+"""`Work.wait` as it was before the first recording of this process."""
 
 
 def ops() -> list[str]:
@@ -81,6 +88,8 @@ def install(session: Session) -> None:
             ) from error
     if has("coalescing"):
         _follow_coalescing(session.recorder)
+    if has("waits"):
+        _follow_waits(session.recorder)
 
 
 def make_recorder(session: Session) -> Recorder:
@@ -103,7 +112,8 @@ def _install_kernels(session: Session) -> _Kernels:
     readers = [Reader(name, getattr(torch.ops.c10d, name).default._schema) for name in _c10d_ops()]
     if isinstance(session.recorder, CompiledRecorder):
         try:
-            remove = compiled_kernel.install(session.recorder, readers)
+            functional = [f"{_FUNCTIONAL}::{name}" for name in _functional_ops()]
+            remove = compiled_kernel.install(session.recorder, readers, functional)
             take_over = functools.partial(compiled_kernel.record_to, readers=readers)
             return _Kernels(readers=readers, kind=CompiledRecorder, record_to=take_over, remove=remove)
         except Exception as error:
@@ -135,55 +145,86 @@ def _register(
 ) -> tuple[Callable[[PythonRecorder], None], Callable[[], None]]:
     """A kernel for every op. They share the variables of this function, because reading these costs least."""
     mask = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-    before, after = recorder.before, recorder.after
+    before, after, launched = recorder.before, recorder.after, recorder.launched
 
     def make_kernel(reader: Reader) -> Callable[..., Any]:
         redispatch = getattr(torch.ops.c10d, reader.c10d).default._handle.redispatch_boxed
 
         def kernel(keyset: Any, *args: Any) -> Any:
-            token = None
+            launch = None
             if recorder.active:
                 try:
-                    token = before(reader, args)
+                    launch = before(reader, args)
                 except Exception as error:
                     if raised_by_script(error):
                         raise
                     recorder.failed(error)
-            if token is None:
+            if launch is None:
                 return redispatch(keyset & mask, *args)
             try:
-                return redispatch(keyset & mask, *args)
+                result = redispatch(keyset & mask, *args)
             finally:
-                after(token)
+                if launch[2] is not None:
+                    after(launch[2])
+            try:
+                launched(launch, reader, result)
+            except Exception as error:
+                if raised_by_script(error):
+                    raise
+                recorder.failed(error)
+            return result
 
         return kernel
 
-    def record_to(other: PythonRecorder) -> None:
-        nonlocal recorder, before, after
-        recorder, before, after = other, other.before, other.after
+    def make_functional(name: str) -> Callable[..., Any]:
+        redispatch = getattr(getattr(torch.ops, _FUNCTIONAL), name).default._handle.redispatch_boxed
+        if name == _WAIT_TENSOR:
+            return lambda keyset, tensor: recorder.wait_tensor(redispatch, keyset & mask, tensor)
+        return lambda keyset, *args: recorder.functional(redispatch, keyset & mask, *args)
 
-    library = torch.library.Library(_NAMESPACE, "IMPL", _KEY)
+    def record_to(other: PythonRecorder) -> None:
+        nonlocal recorder, before, after, launched
+        recorder, before, after, launched = other, other.before, other.after, other.launched
+
+    libraries = [torch.library.Library(name, "IMPL", _KEY) for name in (_NAMESPACE, _FUNCTIONAL)]
+
+    def remove() -> None:
+        for library in libraries:
+            library._destroy()
+
     try:
         for reader in readers:
-            library.impl(reader.c10d, make_kernel(reader), with_keyset=True)
+            libraries[0].impl(reader.c10d, make_kernel(reader), with_keyset=True)
+        for name in _functional_ops():
+            libraries[1].impl(name, make_functional(name), with_keyset=True)
     except Exception:
-        library._destroy()
+        remove()
         raise
-    return record_to, library._destroy
+    return record_to, remove
 
 
 def _c10d_ops() -> list[str]:
     """Names of all c10d ops of this torch that communicate, which are those with a group, without the namespace."""
-    prefix = _NAMESPACE + "::"
-    names = (name.removeprefix(prefix) for name in torch._C._dispatch_get_all_op_names() if name.startswith(prefix))
-    return sorted(
+    return [
         name
-        for name in names
-        if "." not in name
-        and any(
-            argument.name == "process_group" for argument in getattr(torch.ops.c10d, name).default._schema.arguments
-        )
-    )
+        for name in _ops_in(_NAMESPACE)
+        if any(argument.name == "process_group" for argument in getattr(torch.ops.c10d, name).default._schema.arguments)
+    ]
+
+
+def _functional_ops() -> list[str]:
+    """Names of the functional collectives, that which waits for a tensor last; none where that cannot be followed."""
+    names = _ops_in(_FUNCTIONAL)
+    if not has("waits") or _WAIT_TENSOR not in names:
+        return []
+    return [*(name for name in names if name != _WAIT_TENSOR), _WAIT_TENSOR]
+
+
+def _ops_in(namespace: str) -> list[str]:
+    """Names of the ops of a namespace that have no overloads, without the namespace."""
+    prefix = namespace + "::"
+    names = (name.removeprefix(prefix) for name in torch._C._dispatch_get_all_op_names() if name.startswith(prefix))
+    return sorted(name for name in names if "." not in name)
 
 
 def _follow_coalescing(recorder: Recorder) -> None:
@@ -197,17 +238,32 @@ def _follow_coalescing(recorder: Recorder) -> None:
         return result
 
     def _end_coalescing(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        token = None
+        batch = token = None
         if recorder.active:
             try:
-                token = recorder.end_coalescing(group)
+                batch = recorder.end_coalescing()
+                if batch is not None:
+                    token = recorder.open_batch(group, batch)
             except Exception as error:
                 recorder.failed(error)
         try:
-            return end(group, *args, **kwargs)
+            work = end(group, *args, **kwargs)
         finally:
             if token is not None:
                 recorder.after(token)
+        if batch is not None and batch >= 0 and isinstance(work, dist.Work):
+            recorder.note_work(work, batch)
+        return work
 
     _patches.replace(group_class, "_start_coalescing", _start_coalescing)
     _patches.replace(group_class, "_end_coalescing", _end_coalescing)
+
+
+def _follow_waits(recorder: Recorder) -> None:
+    global _plain_wait
+    plain = vars(dist.Work)["wait"]
+    if _plain_wait not in (None, plain):  # what has been put around ours since would be called by it, and call it
+        log.warning("crossrank: waits are not recorded: %r has taken the place of torch.distributed.Work.wait", plain)
+        return
+    _plain_wait = plain
+    _patches.replace(dist.Work, "wait", recorder.recording_wait(dist.Work.wait))

@@ -58,6 +58,7 @@ class Reader:
         self.peer = position(_PEER.get(self.op, ""))
         self.tag = position("tag")
         self._async = position("async_op")
+        self.gives_work = bool(schema.returns)
         self.reduce = position("reduce_op")
         self.in_split = position("input_split_sizes")
         self.out_split = position("output_split_sizes")

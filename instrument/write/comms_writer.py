@@ -31,6 +31,7 @@ from crossrank.instrument.identity.topology import Topology
 from crossrank.instrument.log import log
 from crossrank.instrument.record.recorder import Call, Recorder
 from crossrank.instrument.write.rank_files import create
+from crossrank.recording import Wait
 
 TICK = 0.25
 """Seconds between two frames. Well below a half, so that a kill loses no more than that on a busy machine too."""
@@ -49,8 +50,8 @@ _RECENT = 512
 _TOPOLOGY_PATIENCE = 2.0
 """Seconds from the start that records may still get the localities of the job."""
 
-# A call, or a line of another kind; a callable makes its line when it is written.
-Item = Call | bytes | Callable[[], bytes]
+# A call, a wait, or a line of another kind; a callable makes its line when it is written.
+Item = Call | Wait | bytes | Callable[[], bytes]
 
 
 class Counts(msgspec.Struct):
@@ -63,6 +64,10 @@ class Counts(msgspec.Struct):
     """Lost because the ring was full."""
     unwritten: int = 0
     """Lost because the disk refused them."""
+    waits: int = 0
+    """Written to the file."""
+    waits_dropped: int = 0
+    """Lost because the ring was full, or the disk refused them."""
     errors: int = 0
     """Failures inside the recorder; the call itself went through."""
 
@@ -187,18 +192,24 @@ class CommsWriter:
             items = [self._taken.popleft() for _ in range(min(len(self._taken), _FRAME))]
             lines, context, errors = self._encode(items)
             written = self._append(lines, context, None if self._taken else moment)
-            records = len(lines) - len(context)
+            waits = sum(isinstance(item, Wait) for item in items)
+            records = len(lines) - len(context) - waits
             self.counts.errors += errors
             if written:
                 self.counts.records += records
+                self.counts.waits += waits
             else:
                 self.counts.unwritten += records
+                self.counts.waits_dropped += waits
 
     def _take(self) -> None:
-        """Take over what has gathered: first the lines, for calls need those of their groups before them."""
+        """Take over what has gathered: the lines before the calls, which need those of their groups, and the calls
+        before the waits for them."""
+        waits = self._recorder.take_waits()
         calls = self._recorder.take()
         self._taken.extend(self._lines.popleft() for _ in range(len(self._lines)))
         self._taken.extend(calls)
+        self._taken.extend(waits)
         self._recent.extend(calls)
 
     def _encode(self, items: Iterable[Item]) -> tuple[list[bytes], list[bytes], int]:
@@ -207,15 +218,18 @@ class CommsWriter:
         lines: list[bytes] = []
         errors = 0
         for item in items:
-            if not isinstance(item, tuple):
+            if isinstance(item, Wait):
+                lines.append(b'{"wait":' + msgspec.json.encode(item) + b"}\n")
+            elif not isinstance(item, tuple):
                 context.append(item if isinstance(item, bytes) else item())
                 lines.append(context[-1])
                 continue
-            try:
-                lines.append(_record_line(item, item[0].locality(self.topology)))
-            except Exception as error:
-                errors += 1
-                self._fail("a record could not be written", error)
+            else:
+                try:
+                    lines.append(_record_line(item, item[0].locality(self.topology)))
+                except Exception as error:
+                    errors += 1
+                    self._fail("a record could not be written", error)
             if len(lines) % _CHUNK == 0 and not self._closing:
                 time.sleep(_PAUSE)
         return lines, context, errors
@@ -277,14 +291,14 @@ class CommsWriter:
 
 def _record_line(entry: Call, locality: Locality) -> bytes:
     """The record of one call as a line of the file."""
-    descriptor, record_id, seq, t, step, batch, tag = entry
+    descriptor, record_id, seq, t, step, batch, tag, thread = entry
     name = "p2p_seq" if descriptor.reader.is_p2p else "seq"
     extra = b""
     if tag is not None:
         extra += b',"tag":%d' % tag
     if batch is not None:
         extra += b',"batch":%d' % batch
-    head = f'{{"id":{record_id},"{name}":{seq},"t":{t},"step":{step}'.encode()
+    head = f'{{"id":{record_id},"{name}":{seq},"t":{t},"step":{step},"thread":{thread}'.encode()
     return head + extra + descriptor.tail(locality)
 
 

@@ -114,6 +114,7 @@ def test_a_whole_record(two_ranks: World, tmp_path: Path) -> None:
             source=f"{Path(__file__).relative_to(Path.cwd())}:{line}",
             locality="intra_node",
             t=record.t,
+            thread=record.thread,
         )
 
 

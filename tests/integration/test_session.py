@@ -116,7 +116,7 @@ def test_a_torch_that_cannot_be_imported_is_one_line(tmp_path: Path) -> None:
     assert line.startswith("crossrank: tracing is off: ModuleNotFoundError: import of torch.distributed halted")
 
 
-def _coalesce_on_threads(rank: int) -> int:
+def _coalesce_on_threads(rank: int) -> list[int | None]:
     current = api._current
     assert current is not None
     recorder = current.recorder
@@ -124,7 +124,7 @@ def _coalesce_on_threads(rank: int) -> int:
     def batches() -> None:
         for _ in range(3000):
             recorder.start_coalescing()
-            recorder.end_coalescing(dist.group.WORLD)  # type: ignore[arg-type]
+            recorder.end_coalescing()
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -134,11 +134,19 @@ def _coalesce_on_threads(rank: int) -> int:
     for thread in threads:
         thread.join()
     sys.setswitchinterval(interval)
-    return recorder.coalescing
+    recorder.start_coalescing()
+    dist.all_reduce(torch.ones(1))
+    first = recorder.end_coalescing()
+    dist.all_reduce(torch.ones(1))
+    crossrank.disable()
+    records = CommsFile(str(Path(current.config.directory) / f"rank-{rank}.comms.jsonl.zst")).records()
+    found = [record.batch for record in records]
+    assert found[0] == first
+    return found
 
 
-def test_threads_that_coalesce_at_once_leave_no_batch_open(two_ranks: World, tmp_path: Path) -> None:
-    assert two_ranks.run(_coalesce_on_threads, tmp_path) == [0, 0]
+def test_after_threads_have_coalesced_at_once_a_batch_is_still_a_batch(two_ranks: World, tmp_path: Path) -> None:
+    assert two_ranks.run(_coalesce_on_threads, tmp_path) == [[0, None]] * 2
 
 
 class _LateDevice:

@@ -14,6 +14,7 @@ import crossrank
 from crossrank.text import plural, printable, rank_ranges
 from crossrank.tools.analysis.bandwidth import Bandwidth, bandwidth
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
+from crossrank.tools.analysis.exposed import Exposed, exposed_of
 from crossrank.tools.analysis.traffic import Traffic, traffic
 from crossrank.tools.analysis.waiting import Steps, Waiting, steps_of, waiting_of
 from crossrank.tools.job.collectives import Collectives
@@ -77,6 +78,8 @@ class Figures(msgspec.Struct, kw_only=True):
     bandwidth: Bandwidth
     waiting: Waiting | None
     steps: Steps | None
+    exposed: Exposed | None
+    """None where no waits are recorded."""
     matched: dict[str, list[int]]
     """What was linked -> [matched, of how many], over all ranks."""
     diagnosis: Diagnosis | None
@@ -124,6 +127,7 @@ def figures(
         bandwidth=table,
         waiting=waiting_of(found, ranks),
         steps=steps_of(ranks),
+        exposed=exposed_of(ranks),
         matched=matched,
         diagnosis=diagnosis,
         diagnosis_problem=diagnosis_problem,

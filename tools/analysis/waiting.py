@@ -60,7 +60,7 @@ class Waiting(msgspec.Struct, kw_only=True):
 
 
 class Steps(msgspec.Struct, kw_only=True):
-    """Iterations: the time from one to the next."""
+    """Iterations: the time from one to the next, or a part of it."""
 
     step: list[int]
     p50_ms: list[float]
@@ -107,8 +107,8 @@ def waiting_of(found: Collectives, ranks: Sequence[RankTrace]) -> Waiting | None
         mean_us=[[_tenths(mean_of.get((block, at))) for at in places] for block in range(len(blocks))],
         last=_last(waits, calls),
         waiters=[
-            Waiter(rank=rank, waiting_ms=covered)
-            for rank, covered in _covered(waits, "rank", pl.col("moment"), pl.col("moment") + pl.col("wait"))
+            Waiter(rank=rank, waiting_ms=ms)
+            for rank, ms in most_covered(waits, "rank", pl.col("moment"), pl.col("moment") + pl.col("wait"))
         ],
     )
 
@@ -157,26 +157,28 @@ def _last(waits: pl.DataFrame, calls: pl.DataFrame) -> list[Last]:
         .agg(longest=pl.max("wait"), arrival=pl.max("moment"))
         .join(collectives, on="collective")
     )
-    cost = _covered(spans, "last_rank", pl.col("arrival") - pl.col("longest"), pl.col("arrival"))
-    return [Last(rank=rank, last=times[rank], of=took_part.get(rank, 0), cost_ms=covered) for rank, covered in cost]
+    cost = most_covered(spans, "last_rank", pl.col("arrival") - pl.col("longest"), pl.col("arrival"))
+    return [Last(rank=rank, last=times[rank], of=took_part.get(rank, 0), cost_ms=ms) for rank, ms in cost]
 
 
-def _covered(spans: pl.DataFrame, rank: str, begin: pl.Expr, end: pl.Expr) -> list[tuple[int, float]]:
-    """(rank, ms that its spans cover, what overlaps once), of those with the most."""
+def covered(spans: pl.DataFrame, by: Sequence[str], begin: pl.Expr, end: pl.Expr) -> pl.DataFrame:
+    """The ms that the spans of each `by` cover, as the column `ms`; what overlaps counts once."""
     # A span adds what lies behind the end of all that began before it.
-    behind = pl.max_horizontal("begin", pl.col("end").cum_max().shift(1).over(rank))
-    return [
-        (number, round(covered / 1e6, 3))
-        for number, covered in spans.select(rank, begin=begin, end=end)
-        .sort(rank, "begin")
-        .with_columns(covered=(pl.col("end") - behind).clip(0))
-        .group_by(rank)
-        .agg(pl.sum("covered"))
-        .filter(pl.col("covered") > 0)
-        .sort(["covered", rank], descending=[True, False])
-        .head(_MOST_RANKS)
-        .iter_rows()
-    ]
+    behind = pl.max_horizontal("begin", pl.col("end").cum_max().shift(1).over(by))
+    return (
+        spans.select(*by, begin=begin, end=end)
+        .sort(*by, "begin")
+        .with_columns(ns=(pl.col("end") - behind).clip(0))
+        .group_by(by)
+        .agg(ms=pl.sum("ns") / 1e6)
+    )
+
+
+def most_covered(spans: pl.DataFrame, rank: str, begin: pl.Expr, end: pl.Expr) -> list[tuple[int, float]]:
+    """(rank, ms that its spans cover), of those with the most."""
+    found = covered(spans, [rank], begin, end).filter(pl.col("ms") > 0)
+    shown = found.sort("ms", rank, descending=[True, False]).head(_MOST_RANKS)
+    return [(number, round(ms, 3)) for number, ms in shown.iter_rows()]
 
 
 def steps_of(ranks: Sequence[RankTrace]) -> Steps | None:
@@ -188,8 +190,12 @@ def steps_of(ranks: Sequence[RankTrace]) -> Steps | None:
     ]
     if not rows:
         return None
+    return over_ranks(pl.DataFrame(rows, schema={"step": pl.Int64, "ms": pl.Float64}, orient="row"))
+
+
+def over_ranks(by_rank: pl.DataFrame) -> Steps:
+    """What the `ms` of each `step` are over the ranks; of very many steps every n-th."""
     ms = pl.col("ms")
-    steps = pl.DataFrame(rows, schema={"step": pl.Int64, "ms": pl.Float64}, orient="row").group_by("step")
-    found = steps.agg(p50_ms=ms.median(), least_ms=ms.min(), most_ms=ms.max()).sort("step")
+    found = by_rank.group_by("step").agg(p50_ms=ms.median(), least_ms=ms.min(), most_ms=ms.max()).sort("step")
     found = found.gather_every(-(-len(found) // _MOST_STEPS)).with_columns(pl.exclude("step").round(3))
     return Steps(**found.to_dict(as_series=False))

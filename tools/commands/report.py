@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from crossrank.atomic_file import join
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, FLIGHT, list_recording
-from crossrank.text import amount, printable
+from crossrank.text import amount, milliseconds, percent, plural, printable
 from crossrank.tools.analysis.bandwidth import line_rates
 from crossrank.tools.analysis.diagnosis import evidence as diagnosis_inputs
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
@@ -125,5 +125,10 @@ def _print(output: str, size: int, found: Figures) -> None:
         f"holds      {found.ranks} of {found.world_size} rank(s), {found.calls:,} calls, "
         f"{found.bandwidth.timed_calls:,} of them with times; bytes in all: {amount(found.bytes, found.unsized)}"
     )
+    if (exposed := found.exposed) is not None:
+        shown = plural(exposed.waits, "wait")
+        if exposed.steps:
+            shown = f"{percent(exposed.share)} of the iterations, {milliseconds(exposed.per_step_ms)} of each"
+        print(f"exposed    {shown}, on the hosts; {plural(exposed.calls_without, 'call')} without a wait that is seen")
     verdict = found.diagnosis.verdict if found.diagnosis else f"none: {found.diagnosis_problem}"
     print(f"diagnosis  {printable(verdict)}")

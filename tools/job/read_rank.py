@@ -29,7 +29,7 @@ from crossrank.tools.traces.flight_calls import is_closing, read_flight
 from crossrank.tools.traces.flight_recorder import Entry, read_flight_dump
 from crossrank.tools.traces.param_basic import read_basic
 from crossrank.tools.traces.param_comms import ParamComms, from_node
-from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder, Waits
+from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder, waits_of
 
 _SAME_CALL = 5_000_000
 """ns that may lie between our note of a call and torch's."""
@@ -126,14 +126,6 @@ def read_kineto_with_pair(given: RankSources) -> RankTrace:
         return read_kineto_trace(given.path, given.rank)
     (pair,) = given.pairs
     return _of_linked(link(pair.et, pair.kineto, pair.comms, rank=pair.rank), given)
-
-
-def waits_of(trace: RankTrace) -> Waits:
-    """The waits of a trace, of which nothing is known yet where it has none."""
-    if trace.waits is None:
-        count = len(trace)
-        trace.waits = Waits(array("q", [-1]) * count, array("b", [-1]) * count, array("q", [0]) * count)
-    return trace.waits
 
 
 def _of_linked(window: LinkedTrace, given: RankSources) -> RankTrace:

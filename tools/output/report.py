@@ -46,8 +46,10 @@ def _charts(figures: Figures) -> Iterator[Chart]:
         yield _bandwidth(figures.bandwidth)
     if figures.waiting is not None:
         yield from _waiting(figures.waiting)
+    if figures.exposed is not None and figures.exposed.steps is not None:
+        yield _steps("exposed-chart", figures.exposed.steps, "least to most exposed rank")
     if figures.steps is not None:
-        yield _steps(figures.steps)
+        yield _steps("steps-chart", figures.steps, "fastest to slowest rank")
 
 
 def _matrix(matrix: Matrix, is_timed: bool) -> Chart:
@@ -119,13 +121,13 @@ def _waiting(waiting: Waiting) -> Iterator[Chart]:
     yield Chart(id="waiting-map", height=height, traces=[cells], layout=CATEGORIES | {"xaxis": bins})
 
 
-def _steps(steps: Steps) -> Chart:
+def _steps(id: str, steps: Steps, range: str) -> Chart:
     band = {"type": "scatter", "mode": "lines", "x": steps.step, "line": {"width": 0}, "hoverinfo": "skip"}
-    fill = {"fill": "tonexty", "fillcolor": "rgba(80, 130, 210, 0.25)", "name": "fastest to slowest rank"}
+    fill = {"fill": "tonexty", "fillcolor": "rgba(80, 130, 210, 0.25)", "name": range}
     traces = [
         draw.line("median", steps.step, steps.p50_ms, "ms"),
         band | {"y": steps.most_ms, "showlegend": False},
         band | {"y": steps.least_ms} | fill,
     ]
     layout = {"xaxis": axis("iteration", tickformat="d"), "yaxis": axis("ms", rangemode="tozero")}
-    return Chart(id="steps-chart", height=280, traces=traces, layout=layout)
+    return Chart(id=id, height=280, traces=traces, layout=layout)

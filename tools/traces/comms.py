@@ -8,18 +8,25 @@ batch) is left open: whether it was answered shows when it is matched with the o
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import msgspec
 
 from crossrank.comm import MOST_RANKS, CommRecord, is_p2p
 from crossrank.errors import BROKEN, CrossrankError
-from crossrank.recording import CommsFile
+from crossrank.recording import STOOD, CommsFile, Wait
 from crossrank.tools.traces.ending import CUT_SHORT
 from crossrank.tools.traces.flight_recorder import Frame, Raised
-from crossrank.tools.traces.rank_trace import RETIRED, SCHEDULED, RankTrace, TraceBuilder
+from crossrank.tools.traces.rank_trace import (
+    RETIRED,
+    SCHEDULED,
+    RankTrace,
+    TraceBuilder,
+    waits_of,
+)
 
+IMPOSSIBLE_WAITS = "waits with impossible times"
 _BLOCKING_P2P = ("send", "recv")
 _MOST = 1 << 62
 
@@ -71,6 +78,7 @@ def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | N
         until = max([last.t, *(line["t"] for line in file.clocks if "t" in line)])
         if last.t < until and clock.at(until) < _MOST:
             trace.ending.taken_at = clock.at(until)
+    _add_waits(trace, file.waits, clock)
     if clock.set_by:
         trace.notes.append(
             f"{path}: its wall clock was set by {clock.set_by / 1e9:+,.3f} s while it ran; that is left out"
@@ -122,6 +130,28 @@ class WallClock:
 _MOST_DRIFT = 0.001
 _JITTER = 1_000_000
 """ns that may pass between reading one clock and reading the other."""
+
+
+def _add_waits(trace: RankTrace, waits: Sequence[Wait], clock: WallClock) -> None:
+    """Note when the rank waited, and, for replay, before which of its later calls it had waited for each."""
+    if not waits:
+        return
+    calls, host, places = trace.calls, trace.host_waits, waits_of(trace)
+    row_of = {identity: row for row, identity in enumerate(calls.id)}
+    for wait in waits:
+        row = -1 if wait.id is None else row_of.get(wait.id, -1)
+        began, ended = clock.at(wait.t), clock.at(wait.t + wait.took)
+        if not 0 <= began <= ended < _MOST:
+            trace.unattributed[IMPOSSIBLE_WAITS] += 1
+            continue
+        host.row.append(row)
+        host.began.append(began)
+        host.ended.append(ended)
+        host.stood.append(STOOD.index(wait.stood))
+        # A thread beside may have called while this one waited: what it called came before the end.
+        if row >= 0 and places.before[row] < 0 and wait.stood != "launch":
+            places.before[row] = max(row + 1, bisect_right(calls.called, ended))
+            places.recorded += 1
 
 
 def add_records(

@@ -119,6 +119,8 @@ def sort_by_time(trace: RankTrace) -> None:
     called = trace.calls.called
     order = sorted(range(len(called)), key=called.__getitem__)
     trace.unawaited = {new for new, old in enumerate(order) if old in trace.unawaited}
+    new_of = {old: new for new, old in enumerate(order)}
+    trace.host_waits.row = array("q", [new_of.get(row, -1) for row in trace.host_waits.row])
     trace.calls = trace.calls.take(order)
 
 
@@ -151,7 +153,8 @@ class Signatures(Interned[CommRecord]):
 
     def of(self, record: CommRecord) -> int:
         """Number of a recorded call's signature."""
-        return self.number(msgspec.structs.replace(record, id=0, t=0, seq=None, p2p_seq=None, batch=None, step=0))
+        own = {"id": 0, "t": 0, "seq": None, "p2p_seq": None, "batch": None, "step": 0, "thread": None}
+        return self.number(msgspec.structs.replace(record, **own))
 
 
 @dataclass
@@ -170,6 +173,21 @@ class Waits(_Columns):
     """Recorded waits whose call is known."""
     without_call: int = 0
     """Recorded waits for calls that began before the trace."""
+
+
+@dataclass
+class HostWaits(_Columns):
+    """Times during which a thread of the rank waited for a call; a row over all columns is one. Times as in `Calls`."""
+
+    row: array[int] = field(default_factory=lambda: array("q"))
+    """Of the call; -1 = it is not known, or of an iteration that was not asked for."""
+    began: array[int] = field(default_factory=lambda: array("q"))
+    ended: array[int] = field(default_factory=lambda: array("q"))
+    stood: array[int] = field(default_factory=lambda: array("B"))
+    """Index into `recording.STOOD`."""
+
+    def __len__(self) -> int:
+        return len(self.row)
 
 
 class RankGroup(msgspec.Struct, frozen=True):
@@ -227,6 +245,7 @@ class RankTrace:
     stacks: list[tuple[Frame, ...]] = field(default_factory=lambda: [()])
     """Innermost frame first; the first one is that of calls without a stack."""
     waits: Waits | None = None
+    host_waits: HostWaits = field(default_factory=HostWaits)
 
     world_size: int | None = None
     version: str = ""
@@ -329,6 +348,14 @@ def launch_of(records: Sequence[CommRecord]) -> CommRecord:
     if len(records) == 1:
         return first
     return msgspec.structs.replace(first, bytes=sum(one.bytes for one in records), members=list(records))
+
+
+def waits_of(trace: RankTrace) -> Waits:
+    """The waits of a trace, of which nothing is known yet where it has none."""
+    if trace.waits is None:
+        count = len(trace)
+        trace.waits = Waits(array("q", [-1]) * count, array("b", [-1]) * count, array("q", [0]) * count)
+    return trace.waits
 
 
 IMPOSSIBLE = "calls with impossible numbers: they have no times or sizes"

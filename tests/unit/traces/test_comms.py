@@ -11,7 +11,7 @@ import pytest
 
 from crossrank.comm import CommRecord, Group
 from crossrank.errors import CrossrankError
-from crossrank.tools.traces.comms import WallClock, read_comms, stack_of
+from crossrank.tools.traces.comms import IMPOSSIBLE_WAITS, WallClock, read_comms, stack_of
 from crossrank.tools.traces.ending import Ending
 from crossrank.tools.traces.flight_recorder import Frame, Raised
 from crossrank.tools.traces.rank_trace import IMPOSSIBLE, RETIRED, SCHEDULED, RankGroup, RankTrace
@@ -145,3 +145,25 @@ def test_readings_that_lack_a_clock_or_go_back_are_left_out() -> None:
     clock = WallClock([{"t": 10, "wall": WALL}, {"t": 20}, {"t": 5, "wall": 0}, {}])
     assert clock.at(20) == WALL + 10
     assert WallClock([{}]).at(7) == 7
+
+
+def test_waits_are_joined_to_their_calls_and_placed_before_the_next_one(tmp_path: Path) -> None:
+    def wait(t: int, took: int, **more: object) -> dict[str, Any]:
+        return {"wait": {"t": t, "took": took, "thread": 5, **more}}
+
+    lines = (
+        *({"group": GROUP}, REDUCE, SEND, wait(2500, 100, id=7), LAST, wait(3500, 10, id=7), wait(3600, 5)),
+        *(wait(1000, 1, id=8, **{"in": "launch"}), wait(-2 * WALL, 1, id=8), {"end": ENDED}),
+    )
+    found = read_comms(write(tmp_path / "rank-3.comms.jsonl", *lines))
+    host = found.host_waits
+    assert list(zip(host.row, host.began, host.ended, host.stood, strict=True)) == [
+        (0, WALL + 2500, WALL + 2600, 0),
+        (0, WALL + 3500, WALL + 3510, 0),
+        (-1, WALL + 3600, WALL + 3605, 0),
+        (1, WALL + 1000, WALL + 1001, 2),
+    ]
+    assert found.unattributed[IMPOSSIBLE_WAITS] == 1
+    assert found.waits is not None
+    assert list(found.waits.before) == [2, -1, -1]
+    assert (found.waits.recorded, list(found.waits.blocking)) == (1, [-1, -1, -1])

@@ -1,0 +1,220 @@
+// The kernels at the dispatcher: what happens before a launch and after it.
+#pragma once
+
+#include "nvtx.h"
+#include "read_call.h"
+#include "works.h"
+
+namespace crossrank {
+
+// What was opened before a launch.
+struct Opened {
+  bool range = false;
+  bool by_python = false;
+};
+
+inline void close(Opened opened) {
+  if (opened.range) pop_range();
+  if (!opened.by_python) return;
+  try {
+    call_python("crossrank::close", {});
+  } catch (const FromPython &script) {
+    std::rethrow_exception(script.error);
+  } catch (const std::exception &error) {
+    failed(error.what());
+  }
+}
+
+inline Opened open(const std::shared_ptr<Kind> &kind, int64_t id) {
+  Opened opened;
+  bool marks = to.marks.load(std::memory_order_relaxed), opens = to.opens.load(std::memory_order_relaxed);
+  if (!marks && !opens) return opened;
+  std::shared_ptr<Kind> held = kind;
+  c10::IValue number(reinterpret_cast<int64_t>(held.get()));
+  if (marks) {
+    Marker marker = held->marker.load(std::memory_order_acquire);
+    if (marker == Marker::kUnknown) marker = call_python("crossrank::mark", {number}) ? Marker::kRange : Marker::kNone;
+    if (marker == Marker::kRange) {
+      push_range(held->message, id);
+      opened.range = true;
+    }
+  }
+  try {
+    opened.by_python = opens && call_python("crossrank::open", {number, c10::IValue(id)});
+  } FORCED_UNWIND catch (...) {
+    close(opened);
+    throw;
+  }
+  return opened;
+}
+
+// A call that was recorded; its id is kNone where it could not be.
+struct Launch {
+  int64_t id = kNone, time = 0;
+  Opened opened;
+};
+
+// Records the call that is about to be launched.
+inline Launch record(const Op &op, const torch::jit::Stack &stack) {
+  if (!to.active.load(std::memory_order_relaxed)) return {};
+  const c10::IValue *args = stack.data() + stack.size() - op.arguments;
+  ThreadTables &tables = tables_of_thread();
+  try {
+    const auto *group = group_of(tables, args[op.group]);
+    if (group == nullptr) return {};
+    uint64_t before = tables.python_calls;
+    Above above;
+    const auto *site = site_of(tables, op, args, above);
+    if (site == nullptr) return {};
+    std::shared_ptr<Object> kept;
+    if (tables.python_calls != before) {  // which may have thrown away what this thread knew
+      kept = *site;
+      site = &kept;
+      group = group_of(tables, args[op.group]);
+      if (group == nullptr || kept == nullptr) return {};
+    }
+    if (!read_call(tables.words, op, args)) return {};
+    const auto &kind = kind_of(tables, op, *group, *site, args);
+    int64_t id = to.ids.fetch_add(1, std::memory_order_relaxed);
+    Row row{kind, id, kind->counter->fetch_add(1, std::memory_order_relaxed) + 1, 0,
+            to.step.load(std::memory_order_relaxed), kNone, kNone, tables.thread};
+    if (op.is_p2p) {
+      if (op.tag >= 0) row.tag = number_of(args[op.tag]);
+      if (above.api != nullptr && crossrank_code(above.api) == batch_code) {
+        if (tables.p2p_batch == kNone || begins_batch(above.api)) tables.p2p_batch = id;
+        row.batch = tables.p2p_batch;
+      }
+    }
+    if (to.coalescing.load(std::memory_order_relaxed) && tables.batch != kNone) {
+      if (tables.batch < 0) tables.batch = id;
+      row.batch = tables.batch;
+    }
+    Launch launch{id, now_ns(), {}};
+    row.time = launch.time;
+    tables.last = id;
+    auto *ring = to.ring.load(std::memory_order_acquire);
+    if (ring == nullptr || !ring->put(std::move(row))) to.dropped.fetch_add(1);
+    launch.opened = open(kind, id);
+    return launch;
+  } catch (const FromPython &script) {
+    std::rethrow_exception(script.error);
+  } catch (const c10::Error &error) {
+    failed(error.what_without_backtrace());
+    return {};
+  } catch (const std::exception &error) {
+    failed(error.what());
+    return {};
+  }
+}
+
+// What Python raised within the launch, put aside while Python runs for us.
+class AsideError {
+ public:
+  explicit AsideError(bool python_runs) : python_runs_(python_runs) {
+    if (!python_runs_) return;
+    PyGILState_STATE state = PyGILState_Ensure();
+    PyErr_Fetch(&type_, &value_, &traceback_);
+    PyGILState_Release(state);
+  }
+  ~AsideError() {
+    if (type_ == nullptr) return;
+    PyGILState_STATE state = PyGILState_Ensure();
+    PyErr_Restore(type_, value_, traceback_);
+    PyGILState_Release(state);
+  }
+
+ private:
+  bool python_runs_;
+  PyObject *type_ = nullptr, *value_ = nullptr, *traceback_ = nullptr;
+};
+
+// Leaves a row about a wait that is over.
+inline void waited(int64_t id, int64_t begin, In in, bool raised = false) {
+  auto *ring = to.waits.load(std::memory_order_acquire);
+  if (ring == nullptr || !ring->put({to.session, id, begin, now_ns(), tables_of_thread().thread, in, raised}))
+    to.waits_dropped.fetch_add(1);
+}
+
+// A launch that takes so many ns has waited: for a communicator to be made, or for the others.
+constexpr int64_t kLongLaunch = 1000000;
+
+// Notes the Work of a call that was launched. An operation that gives none waits in the launch.
+inline void launched(const Launch &launch, bool gives_work, const torch::jit::Stack &stack) {
+  if (gives_work && stack.back().isObject()) call_of_work.note(held_by(stack.back()), launch.id);
+  if (!gives_work || now_ns() - launch.time > kLongLaunch) waited(launch.id, launch.time, In::kLaunch);
+}
+
+class Kernel : public c10::OperatorKernel {
+ public:
+  explicit Kernel(Op op) : op_(std::move(op)) {}
+
+  void operator()(const c10::OperatorHandle &handle, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
+    static const c10::DispatchKeySet after(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
+    Launch launch = record(op_, *stack);
+    try {
+      handle.redispatchBoxed(keys & after, stack);
+    } FORCED_UNWIND catch (...) {
+      AsideError aside(launch.opened.by_python);
+      close(launch.opened);
+      throw;
+    }
+    close(launch.opened);
+    if (launch.id != kNone) launched(launch, !handle.schema().returns().empty(), *stack);
+  }
+
+ private:
+  Op op_;
+};
+
+// Around an operation of `_c10d_functional` that communicates: which call is waited for with its results.
+class FunctionalKernel : public c10::OperatorKernel {
+ public:
+  void operator()(const c10::OperatorHandle &handle, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
+    static const c10::DispatchKeySet after(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
+    bool active = to.active.load(std::memory_order_relaxed);
+    if (active) tables_of_thread().last = kNone;
+    handle.redispatchBoxed(keys & after, stack);
+    if (!active || stack->empty()) return;
+    if (int64_t id = tables_of_thread().last; id != kNone) note(stack->back(), id);
+  }
+
+ private:
+  static void note(const c10::IValue &result, int64_t id) {
+    if (result.isTensor()) {
+      const at::Tensor &tensor = result.toTensor();
+      if (tensor.defined() && is_real(tensor) && tensor.has_storage())
+        call_of_storage.note(tensor.storage().unsafeGetStorageImpl(), id);
+    } else if (result.isList()) {
+      for (const c10::IValue &item : result.toListRef()) note(item, id);
+    }
+  }
+};
+
+// Around `_c10d_functional::wait_tensor`. A tensor that nobody communicates is waited for in no time.
+class WaitTensorKernel : public c10::OperatorKernel {
+ public:
+  void operator()(const c10::OperatorHandle &handle, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
+    static const c10::DispatchKeySet after(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
+    int64_t id = CallOf::kNoCall;
+    if (to.active.load(std::memory_order_relaxed) && stack->back().isTensor()) {
+      const at::Tensor &tensor = stack->back().toTensor();
+      if (tensor.defined() && is_real(tensor) && tensor.has_storage())
+        id = call_of_storage.take(tensor.storage().unsafeGetStorageImpl());
+    }
+    int64_t begin = id == CallOf::kNoCall ? 0 : now_ns();
+    try {
+      handle.redispatchBoxed(keys & after, stack);
+    } FORCED_UNWIND catch (...) {
+      if (id != CallOf::kNoCall) waited(id, begin, In::kTensor, true);
+      throw;
+    }
+    if (id != CallOf::kNoCall) waited(id, begin, In::kTensor);
+  }
+};
+
+// Functors are kept for good: a call may be within one that is taken away. Nor does the process's exit take them away,
+// for which a forked child would need a lock that a thread of its parent may hold.
+inline auto &kernels = *new std::vector<std::pair<std::string, c10::KernelFunction>>;
+inline auto &registrations = *new std::vector<c10::RegistrationHandleRAII>;
+
+}  // namespace crossrank

@@ -1,0 +1,282 @@
+"""The kernel in Python.
+
+`before` reads what identifies the call, gives it its numbers and leaves a tuple in a ring; `launched` notes the Work
+that a launch gave. They cost about 4 us, on top of what the dispatcher needs to call Python at all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from threading import get_native_id
+from time import monotonic_ns
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from crossrank.instrument.record.call_site import CallSites
+from crossrank.instrument.record.descriptor import Descriptor
+from crossrank.instrument.record.op_schema import Reader
+from crossrank.instrument.record.recorder import (
+    BATCH_CODE,
+    NO_CALL,
+    Call,
+    CallCounts,
+    Recorder,
+    Token,
+    wait_of,
+)
+from crossrank.instrument.record.reductions import ReductionReader
+from crossrank.recording import STOOD, Wait
+
+if TYPE_CHECKING:
+    from crossrank.instrument.session import Session
+
+_getframe: Callable[[int], FrameType] = sys._getframe
+
+# (id, time, what to close after the launch)
+Launch = tuple[int, int, Token | None]
+
+_IN_WORK, _IN_TENSOR, _IN_LAUNCH = range(len(STOOD))
+_LONG_LAUNCH = 1_000_000
+"""A launch that takes so many ns has waited: for a communicator to be made, or for the other ranks."""
+_MOST_WORKS = 2048
+
+
+class PythonRecorder(Recorder):
+    """The kernel in Python."""
+
+    def __init__(self, session: Session, why: str = "") -> None:
+        """`why` there is no compiled one, where that was not asked for."""
+        super().__init__(session)
+        self.kernel = f"python ({why})" if why else "python"
+        self._calls: deque[Call] = deque()
+        self._capacity = session.config.ring
+        self._ids = itertools.count()
+        self._find_site = CallSites().find
+        self._reductions = ReductionReader()
+        self._read_reduction = self._reductions.read
+        self._unbox: Callable[[Any], dist.ProcessGroup] = dist.ProcessGroup.unbox
+        self._state_of = session.groups.by_id
+        self._coalescing = 0  # threads that gather a batch; changed under the lock
+        self._dropped = self._waits_dropped = 0  # so are these
+        self._waits: deque[tuple[int, int, int, int, int, bool]] = deque()
+        self._call_of_work = _CallOf()
+        self._call_of_storage = _CallOf()  # of a functional collective's result
+        self._unbox_work: Callable[[Any], dist.Work] = dist.Work.unbox
+        self._thread = threading.local()
+
+    def before(self, reader: Reader, args: Sequence[Any]) -> Launch | None:
+        """Record the call that is about to be launched. Frame 1 is the kernel's, frame 2 whoever called it."""
+        session = self._session
+        group = self._unbox(args[reader.group])
+        state = self._state_of(id(group))
+        if state is None:
+            state = session.first_call(group)
+        key = reader.key(args)
+        if key is None:
+            return None
+        try:
+            frame = _getframe(2)
+        except ValueError:  # a thread of C++: nothing of Python above the kernel
+            frame = None
+        site, api_frame = self._find_site(frame, reader.direct_api)
+        reduce = self._read_reduction(frame, args[reader.reduce]) if reader.reduce >= 0 else None
+        full_key = (reader, site, key, reduce)
+        descriptor = state.descriptors.get(full_key)
+        if descriptor is None:
+            if reduce is not None:
+                reduce = self._reductions.verify(reduce, args[reader.reduce])
+                full_key = (reader, site, key, reduce)
+            descriptor = Descriptor(reader, state, site, key, reduce)
+            state.descriptors.keep(full_key, descriptor)
+            if session.gpu.is_open:
+                session.gpu.settle(reader.device(args))
+        record_id = next(self._ids)
+        batch = tag = None
+        if reader.is_p2p:
+            peer = args[reader.peer] if reader.peer >= 0 else None
+            seq = state.next_p2p_seq(peer, reader.op)
+            tag = args[reader.tag] if reader.tag >= 0 else None
+            if api_frame is not None and api_frame.f_code is BATCH_CODE:
+                batch = self._p2p_batch(api_frame, record_id)
+        else:
+            seq = next(state.seq)
+        if self._coalescing:
+            batch = self._coalesced_batch(record_id, batch)
+        self._thread.last = record_id
+        now = monotonic_ns()
+        if session.writer is not None:  # None where the folder cannot be written: markers go on without it
+            if len(self._calls) < self._capacity:
+                self._calls.append((descriptor, record_id, seq, now, self.step, batch, tag, get_native_id()))
+            else:
+                with self._lock:
+                    self._dropped += 1
+        token = None
+        if self._emits or self.window_open:
+            token = self._open(descriptor, record_id, lambda: reader.device(args))
+        return record_id, now, token
+
+    def launched(self, launch: Launch, reader: Reader, result: Any) -> None:
+        """Note the Work that a launch gave. An operation that gives none waits in the launch."""
+        record_id, began, _ = launch
+        if reader.gives_work:
+            work = result[-1] if type(result) is tuple else result
+            if work is not None:
+                self.note_work(self._unbox_work(work), record_id)
+            if monotonic_ns() - began <= _LONG_LAUNCH:
+                return
+        self._waited(record_id, began, _IN_LAUNCH, False)
+
+    def note_work(self, work: dist.Work, record_id: int) -> None:
+        self._call_of_work.note(_address(work), record_id)
+
+    def _waited(self, record_id: int, begin: int, stood: int, raised: bool) -> None:
+        if self._session.writer is not None:
+            if len(self._waits) < self._capacity:
+                self._waits.append((record_id, begin, monotonic_ns(), get_native_id(), stood, raised))
+            else:
+                with self._lock:
+                    self._waits_dropped += 1
+
+    def recording_wait(self, original: Callable[..., Any]) -> object:
+        find, waited = self._call_of_work.find, self._waited
+
+        @functools.wraps(original)
+        def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+            if not self.active:
+                return original(work, *args, **kwargs)
+            record_id, begin = find(_address(work)), monotonic_ns()
+            try:
+                result = original(work, *args, **kwargs)
+            except BaseException:
+                waited(record_id, begin, _IN_WORK, True)
+                raise
+            waited(record_id, begin, _IN_WORK, False)
+            return result
+
+        return wait
+
+    def functional(self, redispatch: Callable[..., Any], *args: Any) -> Any:
+        """Call a functional collective, and note which call is waited for with its results."""
+        thread = self._thread
+        thread.last = None
+        result = redispatch(*args)
+        if self.active and thread.last is not None:
+            for tensor in result if isinstance(result, (list, tuple)) else (result,):
+                self._call_of_storage.note(tensor.untyped_storage()._cdata, thread.last)
+        return result
+
+    def wait_tensor(self, redispatch: Callable[..., Any], keys: Any, tensor: torch.Tensor) -> Any:
+        """Call `wait_tensor`. Where nothing communicates the tensor it returns at once, and is no wait."""
+        storages = self._call_of_storage
+        record_id = NO_CALL
+        if self.active and not storages.is_empty:
+            record_id = storages.take(tensor.untyped_storage()._cdata)
+        if record_id == NO_CALL:
+            return redispatch(keys, tensor)
+        begin = monotonic_ns()
+        try:
+            result = redispatch(keys, tensor)
+        except BaseException:
+            self._waited(record_id, begin, _IN_TENSOR, True)
+            raise
+        self._waited(record_id, begin, _IN_TENSOR, False)
+        return result
+
+    def counts(self) -> CallCounts:
+        # Read from the counter's repr: `next` would use an id up.
+        calls = int(repr(self._ids).removeprefix("count(").removesuffix(")"))
+        return CallCounts(calls=calls, dropped=self._dropped, waits_dropped=self._waits_dropped, errors=self._errors)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._calls)
+
+    def take(self) -> list[Call]:
+        calls = self._calls
+        return [calls.popleft() for _ in range(len(calls))]
+
+    def take_waits(self) -> list[Wait]:
+        waits = self._waits
+        return [wait_of(*waits.popleft()) for _ in range(len(waits))]
+
+    def _p2p_batch(self, frame: FrameType, record_id: int) -> int:
+        """The batch id of a call made by `batch_isend_irecv` on a backend without coalescing (gloo).
+
+        That function gathers the requests it has made so far in its local `reqs`: empty means that this is
+        the first call of the batch.
+        """
+        requests = frame.f_locals.get("reqs")
+        current: int | None = getattr(self._thread, "p2p_batch", None)
+        if current is None or not requests:
+            current = self._thread.p2p_batch = record_id
+        return current
+
+    def start_coalescing(self) -> None:
+        if getattr(self._thread, "batch", None) is None:  # not left over from a batch that raised
+            with self._lock:
+                self._coalescing += 1
+        self._thread.batch = -1
+
+    def end_coalescing(self) -> int | None:
+        batch: int | None = getattr(self._thread, "batch", None)
+        if batch is not None:
+            self._thread.batch = None
+            with self._lock:
+                self._coalescing -= 1
+        return batch
+
+    def _coalesced_batch(self, record_id: int, batch: int | None) -> int | None:
+        current: int | None = getattr(self._thread, "batch", None)
+        if current is None:  # another thread is coalescing
+            return batch
+        if current < 0:
+            current = self._thread.batch = record_id
+        return current
+
+
+class _CallOf:
+    """The calls of the objects of C++ that were made last, by their addresses."""
+
+    def __init__(self) -> None:
+        self._new: dict[int, int] = {}
+        self._old: dict[int, int] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._new and not self._old
+
+    def note(self, address: int, record_id: int) -> None:
+        """An object must be noted again where another one is made at its address."""
+        self._new[address] = record_id
+        if len(self._new) > _MOST_WORKS:
+            self._old, self._new = self._new, {}
+
+    def find(self, address: int) -> int:
+        found = self._new.get(address)
+        return self._old.get(address, NO_CALL) if found is None else found
+
+    def take(self, address: int) -> int:
+        found = self.find(address)
+        self._new.pop(address, None)
+        self._old.pop(address, None)
+        return found
+
+
+_HEAD = object.__basicsize__
+
+
+def _address(work: dist.Work) -> int:
+    """Where a Work of C++ is: pybind11 puts that behind the head of its object.
+
+    Where it did otherwise the number would be that of no Work that is known, and the wait one for no known call.
+    """
+    return ctypes.c_void_p.from_address(id(work) + _HEAD).value or 0

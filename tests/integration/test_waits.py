@@ -1,0 +1,239 @@
+"""Waits: which call the host waited for, when, on which thread, and in what; on real gloo."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.distributed_c10d import _get_default_store
+
+from crossrank.comm import CommRecord
+from crossrank.recording import CommsFile, Wait
+from tests.integration import jobs
+from tests.integration.world import World
+
+MS = 1_000_000
+LATE = 0.2  # s by which rank 1 comes later
+
+
+def recorded(folder: Path, rank: int) -> tuple[list[CommRecord], list[Wait]]:
+    file = CommsFile(str(folder / "recording" / f"rank-{rank}.comms.jsonl.zst"))
+    records = list(file.records())
+    assert not file.issues.problems
+    return records, file.waits
+
+
+def _twice(rank: int, wait: Callable[[int], None]) -> None:
+    """What is imported at the first call makes its rank late; at the second one rank 1 alone is."""
+    store = _get_default_store()
+    for turn in ("first", "second"):
+        if rank == 0:
+            store.set(turn, "")
+        else:
+            store.wait([turn])
+            time.sleep(LATE)
+        wait(rank)
+
+
+def _blocking(rank: int) -> None:
+    dist.all_reduce(torch.ones(4))
+
+
+def _asynchronous(rank: int) -> None:
+    dist.all_reduce(torch.ones(4), async_op=True).wait()
+
+
+def _functional(rank: int) -> None:
+    functional.wait_tensor(functional.all_reduce(torch.ones(4), "sum", [0, 1]))
+
+
+def _functional_of_several(rank: int) -> None:
+    for part in functional.all_reduce_coalesced([torch.ones(4), torch.ones(2)], "sum", [0, 1]):
+        functional.wait_tensor(part)
+
+
+def _monitored(rank: int) -> None:
+    dist.monitored_barrier()
+
+
+def _coalesced(rank: int) -> None:
+    with dist._coalescing_manager(async_ops=True) as batch:
+        dist.all_reduce(torch.ones(4))
+        dist.all_reduce(torch.ones(2))
+    batch.wait()
+
+
+def _point_to_point(rank: int) -> None:
+    if rank == 0:
+        dist.recv(torch.ones(2), 1)
+    else:
+        dist.send(torch.ones(2), 0)
+
+
+def _batched(rank: int) -> None:
+    operation = dist.irecv if rank == 0 else dist.isend
+    for work in dist.batch_isend_irecv([dist.P2POp(operation, torch.ones(2), 1 - rank)]):
+        work.wait()
+
+
+@pytest.mark.parametrize(
+    ("wait", "stood"),
+    [
+        (_blocking, "wait"),
+        (_asynchronous, "wait"),
+        (_functional, "wait_tensor"),
+        (_functional_of_several, "wait_tensor"),
+        (_coalesced, "wait"),
+        (_monitored, "launch"),
+        (_point_to_point, "wait"),
+        (_batched, "wait"),
+    ],
+)
+def test_the_rank_that_came_early_waited_as_long_as_the_other_one_was_late(
+    wait: Callable[[int], None], stood: str, two_ranks: World, tmp_path: Path
+) -> None:
+    two_ranks.run(_twice, tmp_path, wait)
+    (_, record), waits = recorded(tmp_path, 0)
+    first = next(one for one in waits if one.stood == stood and one.id == record.id)
+    assert not first.raised
+    assert record.t <= first.t
+    assert LATE * 0.5e9 < first.took < 60e9
+    assert {one.thread for one in waits} == {record.thread}
+    (_, other), theirs = recorded(tmp_path, 1)
+    assert {one.id for one in theirs} == {0, other.id}
+
+
+def _on_threads(rank: int) -> tuple[int, int]:
+    work = dist.all_reduce(torch.ones(4), async_op=True)
+    waiter: list[int] = []
+
+    def wait() -> None:
+        waiter.append(threading.get_native_id())
+        assert work.wait(timeout=timedelta(seconds=60))
+        assert work.wait()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join()
+    return threading.get_native_id(), waiter[0]
+
+
+def test_a_call_and_its_waits_name_the_threads_that_they_were_on(two_ranks: World, tmp_path: Path) -> None:
+    threads = two_ranks.run(_on_threads, tmp_path)
+    for rank in (0, 1):
+        (record,), waits = recorded(tmp_path, rank)
+        assert record.thread == threads[rank][0]
+        of_work = [(one.id, one.thread) for one in waits if one.stood == "wait"]
+        assert of_work == [(record.id, threads[rank][1])] * 2
+
+
+def _many(rank: int) -> None:
+    works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(300)]
+    for work in reversed(works):
+        work.wait()
+
+
+def test_many_works_at_a_time_are_told_apart(two_ranks: World, tmp_path: Path) -> None:
+    two_ranks.run(_many, tmp_path)
+    records, waits = recorded(tmp_path, 0)
+    in_launch = [one for one in waits if one.stood == "launch"]  # on a busy machine a launch takes over 1 ms
+    assert [one.id for one in waits if one not in in_launch] == [one.id for one in reversed(records)]
+
+
+def test_a_wait_that_raises_says_so_and_raises_the_same(tmp_path: Path) -> None:
+    script = jobs.write_script(
+        tmp_path,
+        """
+        from datetime import timedelta
+        import torch, torch.distributed as dist
+        import crossrank
+        dist.init_process_group("gloo")
+        store = dist.distributed_c10d._get_default_store()
+        crossrank.enable()
+        if dist.get_rank() == 0:
+            try:
+                dist.irecv(torch.ones(1), 1).wait(timeout=timedelta(milliseconds=100))
+            except RuntimeError as error:
+                print(error)
+            store.set("it has timed out", "")
+        else:
+            store.wait(["it has timed out"])
+        crossrank.disable()
+        """,
+    )
+    result = jobs.torchrun(tmp_path, script, TRACING_DIR=str(tmp_path / "recording"))
+    assert "Timed out waiting 100ms" in result.stdout, result.stderr
+    (record,), waits = recorded(tmp_path, 0)
+    (wait,) = (one for one in waits if one.stood == "wait")
+    assert (wait.id, wait.raised) == (record.id, True)
+    assert 80 * MS < wait.took < 20_000 * MS
+
+
+def test_waits_for_a_work_that_was_not_recorded_are_of_no_call(tmp_path: Path) -> None:
+    result = jobs.python(
+        tmp_path,
+        """
+        early = dist.all_reduce(torch.ones(1), async_op=True)
+        wait = dist.Work.wait
+        crossrank.enable()
+        early.wait()
+        assert dist.Work.wait is not wait
+        crossrank.disable()
+        assert vars(dist.Work)["wait"].__class__.__name__ == "instancemethod", vars(dist.Work)["wait"]
+        early.wait()
+        """,
+        TRACING_DIR="recording",
+    )
+    assert result.returncode == 0, result.stderr
+    file = CommsFile(str(tmp_path / "recording" / "rank-0.comms.jsonl.zst"))
+    assert list(file.records()) == []
+    (wait,) = file.waits
+    assert (wait.id, wait.stood) == (None, "wait")
+    assert file.end is not None
+    assert (file.end["waits"], file.end["waits_dropped"]) == (1, 0)
+
+
+def test_a_wait_that_another_library_has_replaced_stays_replaced(tmp_path: Path) -> None:
+    result = jobs.python(
+        tmp_path,
+        """
+        crossrank.enable()
+        ours = dist.Work.wait
+        counted = []
+        def theirs(work, *args, **kwargs):
+            counted.append(work)
+            return ours(work, *args, **kwargs)
+        dist.Work.wait = theirs
+        dist.all_reduce(torch.ones(1))
+        crossrank.disable()
+        assert dist.Work.wait is theirs
+        dist.all_reduce(torch.ones(1))
+        crossrank.enable()
+        dist.all_reduce(torch.ones(1))
+        print(len(counted))
+        """,
+    )
+    assert (result.returncode, result.stdout) == (0, "3\n"), result.stderr
+    assert "waits are not recorded: <function theirs" in result.stderr
+
+
+def _ring_of_two(rank: int) -> None:
+    for _ in range(200):
+        dist.all_reduce(torch.ones(1))
+
+
+def test_waits_that_find_the_ring_full_are_counted(two_ranks: World, tmp_path: Path) -> None:
+    two_ranks.run(_ring_of_two, tmp_path, ring=2)
+    file = CommsFile(str(tmp_path / "recording" / "rank-0.comms.jsonl.zst"))
+    list(file.records())
+    assert file.end is not None
+    assert file.end["waits_dropped"] > 0
+    assert file.end["waits"] == len(file.waits)
+    assert file.end["waits"] + file.end["waits_dropped"] >= 200

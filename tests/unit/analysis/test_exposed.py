@@ -1,0 +1,95 @@
+"""Exposed communication, of ranks whose waits are known."""
+
+from __future__ import annotations
+
+from array import array
+
+from crossrank.comm import CommRecord, Group
+from crossrank.recording import STOOD
+from crossrank.tools.analysis.exposed import Exposed, ExposedLine, ExposedRank, exposed_of
+from crossrank.tools.traces.rank_trace import HostWaits, RankTrace, TraceBuilder
+
+MS = 1_000_000
+SEEN = "measured on the host, in Python's Work.wait, in wait_tensor and in launches; what C++ waits for is not seen"
+
+
+def rank(number: int, *waits: tuple[int, float, float, str], steps: int = 0, backend: str = "gloo") -> RankTrace:
+    """A rank with calls 0 (`a.py:1`) and 1 (C++), and its waits: (row, begin and end in ms, in what it stood).
+    Iterations take 10 ms."""
+    trace = RankTrace(rank=number, path="", source="comms", backend=backend)
+    builder = TraceBuilder(trace, [Group(pg="0", size=2)])
+    for id, source in enumerate(("a.py:1", None)):
+        record = CommRecord(id=id, op="all_reduce", c10d="allreduce_", pg="0", bytes=8, t=0, seq=id + 1, source=source)
+        builder.add(record, called=1)
+    rows, begins, ends, stood = zip(*waits, strict=True) if waits else ((), (), (), ())
+    trace.host_waits = HostWaits(
+        array("q", rows),
+        array("q", [round(begin * MS) for begin in begins]),
+        array("q", [round(end * MS) for end in ends]),
+        array("B", map(STOOD.index, stood)),
+    )
+    trace.steps = [(step, step * 10 * MS) for step in range(steps + 1)]
+    return trace
+
+
+def exposed(*ranks: RankTrace) -> Exposed:
+    found = exposed_of(ranks)
+    assert found is not None
+    return found
+
+
+def test_time_is_summed_by_the_line_of_the_call_and_by_what_the_host_stood_in() -> None:
+    found = exposed(
+        rank(0, (0, 1, 3, "wait"), (0, 4, 4.5, "wait"), (1, 5, 6, "launch")),
+        rank(1, (0, 0, 0.25, "wait"), (-1, 7, 8, "wait_tensor")),
+    )
+    assert found.lines == [
+        ExposedLine(source="a.py:1", op="all_reduce", stood="wait", waits=3, exposed_ms=2.75, longest_ms=2.0),
+        ExposedLine(source="(C++)", op="all_reduce", stood="launch", waits=1, exposed_ms=1.0, longest_ms=1.0),
+        ExposedLine(source="(not known)", op="", stood="wait_tensor", waits=1, exposed_ms=1.0, longest_ms=1.0),
+    ]
+    assert (found.waits, found.of_no_call, found.calls_without) == (5, 1, 1)
+    assert (found.per_step_ms, found.share, found.steps) == (None, None, None)
+    assert found.ranks == [
+        ExposedRank(rank=0, exposed_ms=3.5, share=None),
+        ExposedRank(rank=1, exposed_ms=1.25, share=None),
+    ]
+
+
+def test_an_iteration_counts_waits_of_several_threads_at_a_time_once() -> None:
+    (_, of_rank_0), found = (
+        (0, 4.0),
+        exposed(
+            rank(0, (0, 1, 4, "wait"), (1, 2, 5, "wait"), (0, 12, 13, "wait"), steps=2),
+            rank(1, (0, 1, 2, "wait"), steps=2),
+        ),
+    )
+    assert found.steps is not None
+    assert found.steps.step == [0, 1]
+    assert found.steps.most_ms == [of_rank_0, 1.0]
+    assert found.steps.least_ms == [1.0, 0.0]
+    assert found.steps.p50_ms == [2.5, 0.5]
+    assert found.per_step_ms == 1.0
+    assert found.share == 0.15
+    assert [(one.rank, one.exposed_ms, one.share) for one in found.ranks] == [(0, 5.0, 0.25), (1, 1.0, 0.05)]
+
+
+def test_a_wait_counts_for_the_iteration_in_which_it_begins_and_no_longer_than_that_lasts() -> None:
+    found = exposed(rank(0, (0, 8, 13, "wait"), (0, 25, 26, "wait"), steps=2))
+    assert found.steps is not None
+    assert found.steps.p50_ms == [2.0, 0.0]
+
+
+def test_notes_say_what_is_not_seen() -> None:
+    one = rank(0, (0, 1, 2, "wait"))
+    assert exposed(one).notes == [SEEN]
+    on_gpu = rank(1, (0, 1, 2, "wait"), backend="nccl")
+    assert [note.split(":")[0] for note in exposed(on_gpu, rank(2)).notes] == [
+        SEEN,
+        "on a GPU most waits make the stream wait and return at once",
+        "1 rank of 2 recorded no waits",
+    ]
+
+
+def test_a_job_whose_files_have_no_waits_has_no_exposed_communication() -> None:
+    assert exposed_of([rank(0), rank(1)]) is None

@@ -1,0 +1,151 @@
+"""Exposed communication: the time during which the program stood still for its communication, by what it waited for.
+
+It is measured on the host: from the begin of `Work.wait`, of `wait_tensor`, or of a launch that blocks, to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import polars as pl
+
+from crossrank.recording import STOOD
+from crossrank.text import plural, printable
+from crossrank.tools.analysis.waiting import Steps, covered, most_covered, over_ranks
+from crossrank.tools.traces.rank_trace import RankTrace
+
+_MOST_LINES = 20
+
+
+class ExposedLine(msgspec.Struct, kw_only=True):
+    """What was launched at a line of the user's code, and waited for."""
+
+    source: str
+    """Where the call was made; `(C++)` where no Python frame called, `(not known)` where the call is not."""
+    op: str
+    stood: str
+    """In what the host waited: `wait`, `wait_tensor`, or the `launch` itself."""
+    waits: int
+    exposed_ms: float
+    """Summed over ranks and threads."""
+    longest_ms: float
+
+
+class ExposedRank(msgspec.Struct, kw_only=True):
+    """How long one rank stood still."""
+
+    rank: int
+    exposed_ms: float
+    """Waits of several threads at a time count once."""
+    share: float | None
+    """Of the iterations that it is measured in; None where there are none."""
+
+
+class Exposed(msgspec.Struct, kw_only=True):
+    """How long the ranks stood still for communication."""
+
+    waits: int
+    of_no_call: int
+    """Waits of which the call is not known."""
+    calls_without: int
+    """Calls of these ranks for which no wait was seen: C++ waits for them, or nobody."""
+    per_step_ms: float | None
+    """Median over ranks and iterations; None without iterations."""
+    share: float | None
+    """The exposed time of all iterations of all ranks, of their duration."""
+    steps: Steps | None
+    """Waits of several threads of a rank at a time count once; the last iteration, which has no end, is left out."""
+    ranks: list[ExposedRank]
+    """Those with most."""
+    lines: list[ExposedLine]
+    """Those with most."""
+    notes: list[str]
+
+
+def exposed_of(ranks: Sequence[RankTrace]) -> Exposed | None:
+    """Exposed communication of a job; None where no waits are recorded."""
+    recorded = [one for one in ranks if len(one.host_waits)]
+    if not recorded:
+        return None
+    waits = pl.concat(map(_waits, recorded))
+    steps = _by_step(waits, pl.concat(map(_iterations, recorded)))
+    share = pl.sum("ms") / pl.sum("of_ms")
+    share_of = dict(steps.group_by("rank").agg(share.round(4)).iter_rows())
+    has_steps = bool(len(steps))
+    return Exposed(
+        waits=len(waits),
+        of_no_call=len(waits.filter(pl.col("source") == _NOT_KNOWN)),
+        calls_without=sum(len(one) - len(set(one.host_waits.row) - {-1}) for one in recorded),
+        per_step_ms=round(steps.select(pl.median("ms")).item(), 3) if has_steps else None,
+        share=round(steps.select(share).item(), 4) if has_steps else None,
+        steps=over_ranks(steps) if has_steps else None,
+        ranks=[
+            ExposedRank(rank=rank, exposed_ms=ms, share=share_of.get(rank))
+            for rank, ms in most_covered(waits, "rank", pl.col("begin"), pl.col("end"))
+        ],
+        lines=_lines(waits),
+        notes=list(_notes(ranks, recorded)),
+    )
+
+
+_NOT_KNOWN = "(not known)"
+
+
+def _waits(one: RankTrace) -> pl.DataFrame:
+    host, calls = one.host_waits, one.calls
+    rows = np.frombuffer(host.row, np.int64)
+    sources = [signature.source or "(C++)" for signature in one.signatures] + [_NOT_KNOWN]
+    ops = [signature.op for signature in one.signatures] + [""]
+    kinds = np.full(len(rows), len(one.signatures))
+    kinds[rows >= 0] = np.frombuffer(calls.signature, np.uint32)[rows[rows >= 0]]
+    return pl.DataFrame(
+        {
+            "rank": np.full(len(rows), one.rank or 0),
+            "begin": np.frombuffer(host.began, np.int64),
+            "end": np.frombuffer(host.ended, np.int64),
+            "source": pl.Series(sources, dtype=pl.String).gather(kinds),
+            "op": pl.Series(ops, dtype=pl.String).gather(kinds),
+            "stood": pl.Series(STOOD).gather(np.frombuffer(host.stood, np.uint8)),
+        }
+    )
+
+
+def _iterations(one: RankTrace) -> pl.DataFrame:
+    rows = [(step, begin, end) for (step, begin), (_, end) in pairwise(one.steps) if end > begin]
+    schema = {"step": pl.Int64, "from": pl.Int64, "until": pl.Int64}
+    return pl.DataFrame(rows, schema=schema, orient="row").with_columns(rank=pl.lit(one.rank or 0, pl.Int64))
+
+
+def _by_step(waits: pl.DataFrame, iterations: pl.DataFrame) -> pl.DataFrame:
+    """Columns rank, step, `ms` exposed, `of_ms` that the iteration took. A wait is of the one in which it begins."""
+    of_step = (
+        waits.sort("begin")
+        .join_asof(iterations.sort("from"), left_on="begin", right_on="from", by="rank", check_sortedness=False)
+        .filter(pl.col("begin") < pl.col("until"))
+    )
+    exposed = covered(of_step, ["rank", "from"], pl.col("begin"), pl.min_horizontal("end", "until"))
+    return iterations.join(exposed, on=("rank", "from"), how="left").select(
+        *("rank", "step", pl.col("ms").fill_null(0)), of_ms=(pl.col("until") - pl.col("from")) / 1e6
+    )
+
+
+def _lines(waits: pl.DataFrame) -> list[ExposedLine]:
+    took = (pl.col("end") - pl.col("begin")) / 1e6
+    line = ("source", "op", "stood")
+    found = waits.group_by(line).agg(waits=pl.len(), exposed_ms=took.sum().round(3), longest_ms=took.max().round(3))
+    shown = found.sort("exposed_ms", *line, descending=[True, False, False, False]).head(_MOST_LINES)
+    return [ExposedLine(**row | {"source": printable(row["source"])}) for row in shown.to_dicts()]
+
+
+def _notes(ranks: Sequence[RankTrace], recorded: Sequence[RankTrace]) -> Iterator[str]:
+    yield "measured on the host, in Python's Work.wait, in wait_tensor and in launches; what C++ waits for is not seen"
+    if any("gloo" not in one.backend or "nccl" in one.backend for one in recorded):
+        yield (
+            "on a GPU most waits make the stream wait and return at once: what communication costs there shows in the "
+            "kernels of a window"
+        )
+    if len(recorded) < len(ranks):
+        yield f"{plural(len(ranks) - len(recorded), 'rank')} of {len(ranks):,} recorded no waits"
