@@ -38,6 +38,9 @@ KINETO = "kineto"
 FLIGHT = "flight"
 LINKED = "linked"
 
+VERDICT = "verdict.json"
+"""The diagnosis of a hang, as the job itself wrote it beside the dumps."""
+
 RANGE = "crossrank#"
 """Name of the range around a recorded launch in both traces of a window; the record's id follows."""
 
@@ -162,7 +165,7 @@ def list_recording(path: str) -> Listing:
                     size=size if isinstance(size, int) else 0,
                 )
             )
-        else:
+        elif name != VERDICT:
             names["partial" if _TEMPORARY.fullmatch(name) else "unrecognized"].append(name)
     files.sort(key=lambda file: (file.rank, file.kind, file.window))
     return Listing(files=tuple(files), **{kind: tuple(sorted(found)) for kind, found in names.items()})

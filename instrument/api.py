@@ -53,6 +53,7 @@ def enable(
     print_calls: bool | None = None,
     flight: bool | None = None,
     hang_seconds: float | None = None,
+    on_hang: str | None = None,
     nsys: bool | None = None,
     node: str | None = None,
     ring: int | None = None,

@@ -54,6 +54,7 @@ class Config:
     print_calls: bool = False
     flight: bool = True
     hang_seconds: float = 300.0
+    on_hang: Literal["warn", "abort"] = "warn"
     nsys: bool = False
     kernel: Literal["auto", "compiled", "python"] = "auto"
     node: str | None = None
@@ -149,6 +150,7 @@ SETTINGS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
     "print_calls": (_on_off, ("TRACING_PRINT", "TORCH_DISTRIBUTED_TRACING_PRINT")),
     "flight": (_on_off, ("TRACING_FLIGHT",)),
     "hang_seconds": (_seconds, ("TRACING_HANG_SECONDS",)),
+    "on_hang": (_one_of("warn", "abort"), ("TRACING_ON_HANG",)),
     "nsys": (_on_off, ("TRACING_NSYS",)),
     "kernel": (_one_of("auto", "compiled", "python"), ("TRACING_KERNEL",)),
     "node": (str, ("TRACING_NODE",)),

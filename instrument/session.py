@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from crossrank.instrument.config import Config
+from crossrank.instrument.hang.response import Hangs
 from crossrank.instrument.hooks import dispatcher, exits, registry
 from crossrank.instrument.identity.gpu import Gpu, RankGpu
 from crossrank.instrument.identity.header import describe_rank
@@ -54,6 +55,7 @@ class Session:
         self.iterations = Iterations(self)
         self.windows = Windows(self)
         self.dumps = FlightDumps(self)
+        self.hangs = Hangs(self)
         self._world: weakref.ref[dist.ProcessGroup] | None = None
         self._epoch = 0
         self._before = CallCounts()  # what was recorded in an earlier file of this session
@@ -133,7 +135,7 @@ class Session:
         finally:  # a handler of the script may raise in here
             self.finished = True
             self.recorder.active = False
-            self.dumps.stop_watching()
+            self.hangs.stop()
             registry.uninstall()
 
     def abandon(self) -> None:
@@ -141,7 +143,7 @@ class Session:
         self._close_once.acquire(blocking=False)
         self.closing = self.finished = True
         self.recorder.active = False
-        self.dumps.stop_watching()
+        self.hangs.stop()
         self.windows.abandon()
         for opened in (self.writer, self.files):
             if opened is not None:
@@ -181,7 +183,7 @@ class Session:
             header=describe_rank(self, self.topology.places[self.rank][0]),
             on_look=self._on_look,
         )
-        self.dumps.watch()
+        self.hangs.watch()
 
     def _end_files(self, reason: str, *, dies: bool = False) -> None:
         """Finish the files: the dump, the comms file, then the windows."""

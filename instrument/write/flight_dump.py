@@ -9,7 +9,7 @@ the members of the groups (lost on gloo), the last calls with their peers (gloo'
 where every thread of the process is.
 
 Dumps of one rank go to one file. What was written of a hang is kept until communication goes on, for after gloo's
-timeout the call that failed looks completed. So a hang has to be noticed before it: see `HangWatch`.
+timeout the call that failed looks completed. So a hang has to be noticed before it: see `crossrank.instrument.hang`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import pickle
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from types import FrameType
@@ -33,10 +32,8 @@ import torch
 from crossrank.instrument import threads
 from crossrank.instrument.hooks import exits
 from crossrank.instrument.identity.gpu import cuda_is_in_use
-from crossrank.instrument.log import log
 from crossrank.instrument.torch_private import has
 from crossrank.instrument.write.comms_writer import clock
-from crossrank.instrument.write.rank_files import take_lock
 from crossrank.recording import FLIGHT, file_name
 from crossrank.text import writable
 
@@ -48,10 +45,6 @@ _IDENTITY = ("profiling_name", "process_group", "collective_seq_id", "p2p_seq_id
 _VERSION = "2.10"
 """Version of the recorder's format that a dump names in which torch has no part."""
 _FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_LOOKS = 8
-"""Looks per patience."""
-_LONGEST_PAUSE = 0.5
-"""Seconds between two looks: the patience may have become shorter."""
 _PATIENCE = 10.0
 """Seconds that the end of a recording waits for a dump that another thread is writing."""
 
@@ -64,9 +57,7 @@ class FlightDumps:
         # Two threads may dump at once. A fatal signal may interrupt its own thread in here, for good.
         self._once = threading.RLock()
         self._writing = False
-        self._watch: HangWatch | None = None
         self._calls_at_hang: int | None = None
-        self._reporter: socket.socket | None = None  # held by the rank of this node that reports a hang
 
     def write(self, reason: str) -> None:
         """Write torch's flight recorder as it stands now."""
@@ -91,58 +82,6 @@ class FlightDumps:
             self._writing = False
             self._once.release()
 
-    def watch(self) -> None:
-        """Watch for hangs from now on, where that is asked for."""
-        config = self._session.config
-        if self._watch is None and config.hang_seconds > 0 and config.flight:
-            self._watch = HangWatch(
-                self._patience,
-                calls=self._session.recorder.calls,
-                completed=completed,
-                on_hang=self._on_hang,
-                on_end=self._go_on,
-            )
-            self._watch.start()
-
-    def _patience(self) -> float:
-        """Seconds without communication that are taken for a hang.
-
-        At most half of the shortest timeout of a process group: at the timeout itself the job is aborted.
-        """
-        timeout = self._session.groups.shortest_timeout()
-        seconds = self._session.config.hang_seconds
-        return seconds if timeout is None else min(seconds, timeout / 2)
-
-    def stop_watching(self) -> None:
-        """No hang is noticed after this."""
-        if self._watch is not None:
-            self._watch.stop()
-        self._go_on()
-
-    def _go_on(self) -> None:
-        """Communication goes on: another rank may report the next hang."""
-        reporter, self._reporter = self._reporter, None
-        if reporter is not None:
-            reporter.close()
-
-    def _on_hang(self, seconds: float) -> None:
-        session = self._session
-        if session.files is None or session.current_world() is None:
-            return
-        self.write("hang")
-        folder = session.files.folder
-        # A long evaluation or checkpoint is silent as well, on every rank: one rank of a node reports it, and once.
-        self._reporter = take_lock(f"no communication in {folder}")
-        if self._reporter is not None:
-            log.warning(
-                "crossrank: no communication for %.3g s (rank %d): what every rank did last is in %s. If the job "
-                "hangs, `crossrank diagnose %s` shows which rank waits for which",
-                seconds,
-                session.rank,
-                folder,
-                folder,
-            )
-
     def _moment(self, reason: str) -> dict[str, Any]:
         """What a dump says about itself: `Moment` of the tools' reader."""
         session = self._session
@@ -161,61 +100,6 @@ class FlightDumps:
             "calls": session.writer.recent() if session.writer is not None else [],
             "stacks": stacks(),
         }
-
-
-class HangWatch:
-    """Calls `on_hang(seconds)` when nothing has been communicated for `patience()` seconds.
-
-    A thread looks a few times per patience whether a call was begun. When none was for half of it it also asks torch
-    how many calls are over. When neither moves for all of it the hang is reported, once until the next call (`on_end`).
-    Every rank of a hung job does so on its own, also the one that the others wait for, and one that never comes to its
-    first call. The patience may change: a group with a shorter timeout may be made. The thread ends after `stop`.
-    """
-
-    def __init__(
-        self,
-        patience: Callable[[], float],
-        *,
-        calls: Callable[[], int],
-        completed: Callable[[], int],
-        on_hang: Callable[[float], None],
-        on_end: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._patience = patience
-        self._calls = calls
-        self._completed = completed
-        self._on_hang = on_hang
-        self._on_end = on_end
-        self._stopped = False  # a plain flag: an Event's lock may be held by what a signal handler interrupts
-
-    def start(self) -> None:
-        self._stopped = threads.start("watchdog", self._watch, lost="hangs are no longer watched for") is None
-
-    def stop(self) -> None:
-        self._stopped = True
-
-    def _watch(self) -> None:
-        calls, since = self._calls(), time.monotonic()
-        completed: int | None = None
-        reported = False
-        while not self._stopped:
-            patience = self._patience()
-            time.sleep(min(patience / _LOOKS, _LONGEST_PAUSE))
-            now = time.monotonic()
-            if self._calls() != calls:
-                if reported:
-                    self._on_end()
-                calls, since, completed, reported = self._calls(), now, None, False
-                continue
-            if reported or now - since < patience / 2:
-                continue
-            over = self._completed()
-            if completed is not None and over != completed:
-                since = now
-            completed = over
-            if now - since >= patience and not self._stopped:
-                reported = True
-                self._on_hang(now - since)
 
 
 def dump(moment: dict[str, Any]) -> bytes:

@@ -161,6 +161,8 @@ def _ended_by(end: dict[str, Any]) -> str | None:
     for exception in _list_of(dict, end.get("exceptions")):
         return str(exception.get("error"))
     reason = str(end.get("reason", ""))
+    if reason == "abort":
+        return "TRACING_ON_HANG=abort, as the job hung"
     return reason if reason.startswith("SIG") else None
 
 

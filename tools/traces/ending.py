@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from crossrank.tools.traces.flight_recorder import Frame, OwnStack, Raised
 
-CUT_SHORT = ("SIGTERM", "SIGINT", "SIGABRT")
-"""Reasons of our dumps that end a rank wherever it is, so that its last call may not be over."""
+CUT_SHORT = ("SIGTERM", "SIGINT", "SIGABRT", "abort")
+"""Reasons of our dumps that end a rank wherever it is, so that its last call may not be over: `abort` is that of
+`TRACING_ON_HANG`."""
 
 LEFT = ("exit", "disable", *CUT_SHORT)
 """Reasons after which a rank makes no more calls that are seen."""

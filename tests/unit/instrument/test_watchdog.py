@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from crossrank.instrument.write.flight_dump import HangWatch
+from crossrank.instrument.hang.watch import HangWatch
 
 SECONDS = 0.4
 

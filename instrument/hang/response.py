@@ -1,0 +1,204 @@
+"""What happens when this rank communicates no more.
+
+Every rank writes its dump. One of the job waits for the dumps of the others, diagnoses the job and prints the verdict
+into the training log, while the job hangs: rank 0, or another rank of its node where that does not notice, or another
+node. A verdict that is newer than a rank's dump takes that into account, so whoever finds one does nothing more.
+
+With `TRACING_ON_HANG=abort` every rank ends when the verdict says that a rank waits for another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from crossrank.errors import CrossrankError
+from crossrank.instrument import threads
+from crossrank.instrument.hang import verdict
+from crossrank.instrument.hang.verdict import Verdict
+from crossrank.instrument.hang.watch import HangWatch
+from crossrank.instrument.log import log
+from crossrank.instrument.write.flight_dump import completed
+from crossrank.instrument.write.rank_files import take_lock
+from crossrank.recording import FLIGHT, VERDICT, file_name
+
+if TYPE_CHECKING:
+    from crossrank.instrument.session import Session
+
+EXIT_CODE = 79
+"""Of a process that `TRACING_ON_HANG=abort` ended: the first behind those of sysexits.h."""
+_LOOK = 0.1
+_AFTER_RANK_0 = 1.0
+"""Seconds by which rank 0 comes before the other ranks of its node, whose logs are read less."""
+_AFTER_NODE_0, _AFTER_NODE = 8.0, 1.0
+"""Seconds by which its node comes before the next one, and that one before the one after it."""
+_MOST_NODES = 30
+_SETTLED = 1.5
+"""Seconds without a new dump after which no more are expected: ranks do not look for hangs at the same moment."""
+_LATEST = 30.0
+_ENDS_AFTER = 2.0
+"""Seconds from the verdict to the end of all ranks: they end together, for what one of them leaves raises in others."""
+_LATEST_END = 15.0
+"""Seconds that the files may take to be closed."""
+
+
+class Hangs:
+    """Watches one session for hangs."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._watch: HangWatch | None = None
+
+    def watch(self) -> None:
+        """Watch from now on, where that is asked for."""
+        config = self._session.config
+        if self._watch is None and config.hang_seconds > 0 and config.flight:
+            self._watch = HangWatch(
+                self._patience, calls=self._session.recorder.calls, completed=completed, on_hang=self._on_hang
+            )
+            self._watch.start()
+
+    def stop(self) -> None:
+        """No hang is noticed after this."""
+        if self._watch is not None:
+            self._watch.stop()
+
+    def _patience(self) -> float:
+        """Seconds without communication that are taken for a hang.
+
+        At most half of the shortest timeout of a process group: at the timeout itself the job is aborted.
+        """
+        timeout = self._session.groups.shortest_timeout()
+        seconds = self._session.config.hang_seconds
+        return seconds if timeout is None else min(seconds, timeout / 2)
+
+    def _on_hang(self, seconds: float) -> None:
+        session = self._session
+        if session.files is None or session.current_world() is None:
+            return
+        session.dumps.write("hang")
+        _Silence(session, session.files.folder, seconds).respond()
+
+
+class _Silence:
+    """One time during which this rank communicates nothing."""
+
+    def __init__(self, session: Session, folder: Path, seconds: float) -> None:
+        self._session = session
+        self._folder = folder
+        self._seconds = seconds
+        self._calls, self._completed = session.recorder.calls(), completed()
+        self._dumped = _changed(self._dump_of(session.rank)) or time.time_ns()
+
+    def respond(self) -> None:
+        """See that there is a verdict, and do what it asks for."""
+        begun, turn = time.monotonic(), self._turn()
+        while not self._is_over() and not self._has_verdict():
+            # One process of a node at a time; the next one may find that its verdict is there.
+            if time.monotonic() - begun >= turn and (lock := take_lock(f"diagnoses {self._folder}")) is not None:
+                with contextlib.closing(lock):
+                    if not self._has_verdict() and not self._report():
+                        return
+            time.sleep(_LOOK)
+        if self._session.config.on_hang == "abort":
+            self._abort()
+
+    def _turn(self) -> float:
+        """Seconds after which this rank diagnoses the job, where no other one has."""
+        session = self._session
+        places = session.topology.places if session.topology is not None else {}
+        after_rank_0 = 0.0 if session.rank == 0 else _AFTER_RANK_0
+        first_of = {place[0]: rank for rank, place in sorted(places.items(), reverse=True)}
+        own = first_of.get(places[session.rank][0], 0) if session.rank in places else 0
+        if own == 0 or 0 not in places:
+            return after_rank_0
+        before = sum(rank < own for rank in first_of.values())
+        return _AFTER_NODE_0 + _AFTER_NODE * min(before, _MOST_NODES)
+
+    def _is_over(self) -> bool:
+        """Whether communication goes on, or the recording has ended."""
+        return self._session.closing or self._session.recorder.calls() != self._calls
+
+    def _has_verdict(self) -> bool:
+        changed = _changed(self._folder / VERDICT)
+        return changed is not None and changed >= self._dumped
+
+    def _report(self) -> bool:
+        """Diagnose the job, and say what is found unless it has been said; whether there is a verdict."""
+        session, folder = self._session, self._folder
+        self._wait_for_dumps()
+        if self._is_over():
+            return False
+        path = folder / VERDICT
+        since = self._dumped - round(self._seconds * 1e9)
+        earlier = verdict.read(path) if (_changed(path) or 0) > since else None
+        silence = f"no communication for {self._seconds:.3g} s (rank {session.rank})"
+        try:
+            text = verdict.diagnose(folder, path, session.world_size)
+        except CrossrankError as error:
+            log.warning(
+                "crossrank: %s: %s; `crossrank diagnose %s` shows from what every rank did last who waits for whom",
+                *(silence, error, folder),
+            )
+            return False
+        found = verdict.read(path) or Verdict()
+        is_over = self._is_over() or completed() != self._completed
+        if earlier is not None and found.says_as(earlier):
+            return True
+        if found.is_hang:
+            state = "hung, and goes on" if is_over else "hangs"
+            log.warning("crossrank: the job %s: %s; %s says:\n%s", state, silence, path, text)
+        elif not is_over:
+            log.warning(
+                "crossrank: %s, and no rank waits for another: %s has what every rank did last (verdict: %s)",
+                *(silence, folder, found.verdict),
+            )
+        return True
+
+    def _wait_for_dumps(self) -> None:
+        """Wait until the other ranks have written what they did last, as long as more come."""
+        missing = set(range(self._session.world_size)) - {self._session.rank}
+        since = self._dumped - round(self._seconds * 1e9)
+        begun = latest = time.monotonic()
+        while missing and not self._is_over() and time.monotonic() - begun < _LATEST:
+            written = {rank for rank in missing if (_changed(self._dump_of(rank)) or 0) > since}
+            missing -= written
+            if written:
+                latest = time.monotonic()
+            elif time.monotonic() - latest > _SETTLED:
+                return
+            time.sleep(_LOOK)
+
+    def _dump_of(self, rank: int) -> Path:
+        return self._folder / file_name(FLIGHT, rank)
+
+    def _abort(self) -> None:
+        """End this process, where the verdict is that the job hangs, together with the others."""
+        path = self._folder / VERDICT
+        found, given = verdict.read(path), _changed(path) or 0
+        if found is None or not found.is_hang or self._is_over() or completed() != self._completed:
+            return
+        log.error(
+            "crossrank: rank %d ends with exit code %d, for the job hangs (TRACING_ON_HANG=abort)",
+            *(self._session.rank, EXIT_CODE),
+        )
+        # On a thread each: a disk may be stuck, and the lock of a stream be held by a thread that hangs.
+        works = (lambda: self._session.close("abort"), sys.stdout.flush, sys.stderr.flush)
+        ending = [thread for work in works if (thread := threads.start("abort", work)) is not None]
+        until = time.monotonic() + _LATEST_END
+        for thread in ending:
+            thread.join(max(0.0, until - time.monotonic()))
+        time.sleep(max(0.0, min(_ENDS_AFTER, given / 1e9 + _ENDS_AFTER - time.time())))
+        os._exit(EXIT_CODE)
+
+
+def _changed(path: Path) -> int | None:
+    """When a file was written, ns since 1970; None where there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None

@@ -1,0 +1,164 @@
+"""The verdict of a hang stands in the training log while the job hangs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from crossrank.instrument.hang.response import EXIT_CODE
+from crossrank.recording import CommsFile
+from tests.integration import jobs
+
+JOB = """
+import os, signal, sys, threading, time
+import torch, torch.distributed as dist
+import crossrank
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+crossrank.enable(node=f"node-{rank % int(os.environ['NODES'])}")
+
+def train_step():
+    dist.all_reduce(torch.ones(8))
+
+def look_elsewhere():
+    until = time.monotonic() + 60
+    while not os.path.exists("release") and time.monotonic() < until:
+        time.sleep(0.05)
+
+for _ in range(3):
+    train_step()
+"""
+ABSENT = """
+if rank == {absent}:
+    {instead}
+train_step()
+dist.barrier()
+sys.stdout.write(f"rank {{rank}} trained\\n")
+"""
+
+
+def run(folder: Path, source: str, **variables: str) -> tuple[int, str, str]:
+    """Exit code of the launcher and what two ranks print; those that hang are released once there is a verdict."""
+    recording = folder / "recording"
+
+    def release() -> None:
+        until = time.monotonic() + 60
+        while not (recording / "verdict.json").exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        time.sleep(1)  # what was found is printed
+        (folder / "release").touch()
+
+    thread = threading.Thread(target=release, daemon=True)
+    thread.start()
+    script = jobs.write_script(folder, JOB + source)
+    variables = {"TRACING_DIR": str(recording), "TRACING_HANG_SECONDS": "1.5", "NODES": "1"} | variables
+    result = jobs.torchrun(folder, script, ranks=2, **variables)
+    thread.join()
+    return result.returncode, result.stdout, result.stderr
+
+
+def verdict_of(folder: Path) -> tuple[str, list[int]]:
+    found = msgspec.json.decode((folder / "recording" / "verdict.json").read_bytes())
+    return found["verdict"], found["suspect_ranks"]
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_the_log_says_who_is_missing_and_training_that_recovers_goes_on(absent: int, tmp_path: Path) -> None:
+    source = ABSENT.format(absent=absent, instead="look_elsewhere()")
+    code, printed, said = run(tmp_path, source)
+    assert code == 0, said
+    assert sorted(printed.splitlines()) == ["rank 0 trained", "rank 1 trained"]
+    assert said.count("crossrank: the job hangs") == 1
+    _, _, text = said.partition("crossrank: the job hangs: no communication for 1.5")
+    assert text.splitlines()[0].endswith(f" s (rank 0); {tmp_path}/recording/verdict.json says:")
+    assert "missing_rank: a rank has not made a collective that the others wait in" in text
+    assert f"culprit      rank {absent}\n" in text
+    assert f"waiting      rank {1 - absent}\n" in text
+    assert "look_elsewhere (" in text
+    assert "all_reduce #4 of group default_pg [0] (rank 0-1)" in text
+    assert verdict_of(tmp_path) == ("error", [absent])
+
+
+RESUME = """
+def resume():
+    look_elsewhere()
+    for child in open(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read().split():
+        os.kill(int(child), signal.SIGCONT)
+
+if rank == 1:
+    threading.Thread(target=resume).start()
+"""
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_where_rank_0_is_silent_another_one_says_it(nodes: int, tmp_path: Path) -> None:
+    source = RESUME + ABSENT.format(absent=0, instead="os.kill(os.getpid(), signal.SIGSTOP)")
+    code, printed, said = run(tmp_path, source, NODES=str(nodes))
+    assert code == 0, said
+    assert sorted(printed.splitlines()) == ["rank 0 trained", "rank 1 trained"]
+    assert said.count("crossrank: the job hangs") == 1, said
+    assert f" s (rank 1); {tmp_path}/recording/verdict.json says:" in said
+    assert verdict_of(tmp_path) == ("error", [0])
+
+
+def test_a_job_that_is_to_end_when_it_hangs_ends_with_a_code_of_its_own_behind_the_verdict(tmp_path: Path) -> None:
+    source = ABSENT.format(absent=1, instead="time.sleep(600)")
+    code, printed, said = run(tmp_path, source, TRACING_ON_HANG="abort")
+    assert (code, printed) == (1, "")
+    assert f"exitcode  : {EXIT_CODE}" in said
+    hang = said.index("the job hangs")
+    assert hang < said.index("culprit      rank 1\n") < said.index(f"rank 0 ends with exit code {EXIT_CODE}")
+    for rank in (0, 1):
+        file = CommsFile(str(tmp_path / "recording" / f"rank-{rank}.comms.jsonl.zst"))
+        assert len(list(file.records())) == 4 - rank
+        assert file.end is not None
+        assert file.end["reason"] == "abort"
+
+
+def test_a_launcher_that_may_restart_a_job_that_hung_does(tmp_path: Path) -> None:
+    source = ABSENT.format(absent=1, instead='os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and time.sleep(600)')
+    # A gloo group finds the addresses of the last attempt in the launcher's own store.
+    own_store = "init_method=f\"file://{os.getcwd()}/store-{os.environ['TORCHELASTIC_RESTART_COUNT']}\", "
+    own_store += 'rank=int(os.environ["RANK"]), world_size=2'
+    script = jobs.write_script(tmp_path, JOB.replace('"gloo")', f'"gloo", {own_store})') + source)
+    variables = {"TRACING_HANG_SECONDS": "1.5", "TRACING_ON_HANG": "abort", "TRACING_DIR": "recording", "NODES": "1"}
+    result = jobs.torchrun(tmp_path, script, "--max-restarts=1", ranks=2, **variables)
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == ["rank 0 trained", "rank 1 trained"]
+
+
+def test_silence_in_which_no_rank_waits_is_no_hang_and_ends_nothing(tmp_path: Path) -> None:
+    source = "look_elsewhere()\ntrain_step()\nsys.stdout.write('trained\\n')\n"
+    code, printed, said = run(tmp_path, source, TRACING_ON_HANG="abort")
+    assert (code, printed) == (0, "trained\n" * 2), said
+    assert "the job hangs" not in said
+    lines = [line for line in said.splitlines() if line.startswith("crossrank: no communication")]
+    assert len(lines) == 1
+    assert lines[0].endswith("has what every rank did last (verdict: ok)")
+
+
+def test_a_diagnosis_that_fails_is_one_line_and_training_goes_on(tmp_path: Path) -> None:
+    result = jobs.python(
+        tmp_path,
+        """
+        crossrank.enable(hang_seconds=0.4, on_hang="abort")
+        dist.all_reduce(torch.ones(4))
+        sys.executable = "/nowhere/python"
+        time.sleep(3)
+        print("trained")
+        """,
+    )
+    assert (result.returncode, result.stdout) == (0, "trained\n")
+    (line,) = (line for line in result.stderr.splitlines() if line.startswith("crossrank: no communication"))
+    assert "it could not be diagnosed here (FileNotFoundError: " in line
+    assert "`crossrank diagnose " in line
+
+
+def test_what_is_to_happen_at_a_hang_is_one_of_two(tmp_path: Path) -> None:
+    result = jobs.python(tmp_path, "crossrank.enable()", TRACING_ON_HANG="kill")
+    assert result.stderr == "crossrank: tracing is off: TRACING_ON_HANG='kill' is not one of warn, abort\n"
