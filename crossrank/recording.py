@@ -4,11 +4,11 @@ Rank N writes `rank-N.comms.jsonl.zst`, and for every window `rank-N.et.json.zst
 (later windows `rank-N.w2.et.json.zst`, …), and `rank-N.flight.json.zst` for torch's flight recorder. `crossrank link`
 adds `rank-N.linked.json.zst` for every window. Every file is also read plain or gzipped, and from an fsspec URL.
 
-The comms file is JSON lines. A line that starts with `{"id":` is a `CommRecord`; every other line is an object
-with one key that says what it is: `header` (always first), `gpu` (where it was known too late for the header),
-`group`, `step`, `wait`, `clock`, `counters`, `window`, `end` (last; without it the process died). The last `clock` of a
-file says until when no call is missing in it. The file consists of complete zstd frames, so whatever follows the last
-whole frame is cut off, and is reported rather than raised.
+The comms file is JSON lines. A line that starts with `{"id":` is a `CommRecord`; every other line is an object with one
+key that says what it is: `header` (always first), `gpu` (where it was known too late for the header), `group`, `step`,
+`wait`, `ran`, `clock`, `counters`, `window`, `end` (last; without it the process died). The last `clock` of a file says
+until when no call is missing in it. The file consists of complete zstd frames, so whatever follows the last whole frame
+is cut off, and is reported rather than raised.
 """
 
 from __future__ import annotations
@@ -336,6 +336,18 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=Tr
     """It ended with an exception: after a timeout, say."""
 
 
+class Ran(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
+    """How long a call took, from its launch to its end, where the recorder was told to follow that."""
+
+    id: Int
+    t: Int
+    """When it was launched, on the monotonic clock in ns."""
+    took: Count
+    """ns."""
+    raised: bool = False
+    """It ended with an error."""
+
+
 class _Line(msgspec.Struct):
     """A line that is not a record. Kinds that this version does not know are ignored."""
 
@@ -369,6 +381,7 @@ class CommsFile:
         self.clocks: list[dict[str, int]] = []
         self.steps: list[dict[str, int]] = []
         self.waits: list[Wait] = []
+        self.ran: list[Ran] = []
         self.end: dict[str, Any] | None = None
 
     def records(self) -> Iterator[CommRecord]:
@@ -376,6 +389,7 @@ class CommsFile:
         decode_record = msgspec.json.Decoder(CommRecord).decode
         decode_line = msgspec.json.Decoder(_Line).decode
         decode_wait = msgspec.json.Decoder(dict[str, Wait]).decode
+        decode_ran = msgspec.json.Decoder(dict[str, Ran]).decode
         number = more = 0
         for number, line in enumerate(self._lines(), 1):
             try:
@@ -384,6 +398,9 @@ class CommsFile:
                     continue
                 if line.startswith(b'{"wait":'):
                     self.waits.append(decode_wait(line)["wait"])
+                    continue
+                if line.startswith(b'{"ran":'):
+                    self.ran.append(decode_ran(line)["ran"])
                     continue
                 other = decode_line(line)
             except BROKEN as error:

@@ -54,6 +54,7 @@ def enable(
     flight: bool | None = None,
     hang_seconds: float | None = None,
     on_hang: str | None = None,
+    timing: bool | None = None,
     nsys: bool | None = None,
     node: str | None = None,
     ring: int | None = None,

@@ -55,6 +55,7 @@ class Config:
     flight: bool = True
     hang_seconds: float = 300.0
     on_hang: Literal["warn", "abort"] = "warn"
+    timing: bool = False
     nsys: bool = False
     kernel: Literal["auto", "compiled", "python"] = "auto"
     node: str | None = None
@@ -151,6 +152,7 @@ SETTINGS: dict[str, tuple[Callable[[str], object], tuple[str, ...]]] = {
     "flight": (_on_off, ("TRACING_FLIGHT",)),
     "hang_seconds": (_seconds, ("TRACING_HANG_SECONDS",)),
     "on_hang": (_one_of("warn", "abort"), ("TRACING_ON_HANG",)),
+    "timing": (_on_off, ("TRACING_TIMING",)),
     "nsys": (_on_off, ("TRACING_NSYS",)),
     "kernel": (_one_of("auto", "compiled", "python"), ("TRACING_KERNEL",)),
     "node": (str, ("TRACING_NODE",)),

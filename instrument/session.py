@@ -48,7 +48,7 @@ class Session:
         self.closing = False
         self.finished = False
         self.failures = Failures()
-        self.groups = GroupTable(self._on_new_group)
+        self.groups = GroupTable(self._on_new_group, timing=config.timing)
         self.gpu = RankGpu(self._on_late_gpu)
         self.nvtx = nvtx_markers.attach() if config.nvtx != "0" else None
         self.recorder: Recorder = dispatcher.make_recorder(self)
@@ -170,7 +170,7 @@ class Session:
 
     def _begin_files(self) -> None:
         assert self.topology is not None
-        self.recorder.take_waits()
+        self.recorder.take_spans()
         self.recorder.take()  # what was called while there was no file is of no file
         self._before = self.recorder.counts()
         self.files = RankFiles(self.config.directory, self.rank, self.world_size)
@@ -212,7 +212,7 @@ class Session:
         counts, now, before = writer.counts, self.recorder.counts(), self._before
         counts.calls = now.calls - before.calls
         counts.dropped = now.dropped - before.dropped
-        counts.waits_dropped += now.waits_dropped - before.waits_dropped
+        counts.spans_dropped += now.spans_dropped - before.spans_dropped
         counts.errors += now.errors - before.errors
         found: dict[str, int] = msgspec.to_builtins(counts)
         return found

@@ -72,6 +72,10 @@ PARTS = {
         "the hang watch ignores the groups' timeouts",
         "torch.distributed: ProcessGroup._get_backend ProcessGroup._device_types",
     ),
+    "timing": Part(
+        "TRACING_TIMING does not make NCCL measure; set TORCH_NCCL_ENABLE_TIMING=1",
+        "torch.distributed: ProcessGroup._enable_collectives_timing",
+    ),
     "backward passes": Part(
         "every optimizer step counts as following a backward pass",
         "torch.autograd: Variable._execution_engine.run_backward",

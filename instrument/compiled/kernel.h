@@ -1,6 +1,8 @@
 // The kernels at the dispatcher: what happens before a launch and after it.
 #pragma once
 
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
 #include "nvtx.h"
 #include "read_call.h"
 #include "works.h"
@@ -51,8 +53,14 @@ inline Opened open(const std::shared_ptr<Kind> &kind, int64_t id) {
 // A call that was recorded; its id is kNone where it could not be.
 struct Launch {
   int64_t id = kNone, time = 0;
+  bool on_cpu = false;
   Opened opened;
 };
+
+inline bool on_cpu(const Kind &kind) {
+  int64_t device = kind.words[kDevice];
+  return device != kNone && static_cast<c10::DeviceType>(device >> 32) == c10::DeviceType::CPU;
+}
 
 // Records the call that is about to be launched.
 inline Launch record(const Op &op, const torch::jit::Stack &stack) {
@@ -89,7 +97,7 @@ inline Launch record(const Op &op, const torch::jit::Stack &stack) {
       if (tables.batch < 0) tables.batch = id;
       row.batch = tables.batch;
     }
-    Launch launch{id, now_ns(), {}};
+    Launch launch{id, now_ns(), on_cpu(*kind), {}};
     row.time = launch.time;
     tables.last = id;
     auto *ring = to.ring.load(std::memory_order_acquire);
@@ -128,11 +136,27 @@ class AsideError {
   PyObject *type_ = nullptr, *value_ = nullptr, *traceback_ = nullptr;
 };
 
-// Leaves a row about a wait that is over.
-inline void waited(int64_t id, int64_t begin, In in, bool raised = false) {
-  auto *ring = to.waits.load(std::memory_order_acquire);
-  if (ring == nullptr || !ring->put({to.session, id, begin, now_ns(), tables_of_thread().thread, in, raised}))
-    to.waits_dropped.fetch_add(1);
+// Leaves a row about a time that is over.
+inline void leave_span(Span span) {
+  auto *ring = to.spans.load(std::memory_order_acquire);
+  span.end = now_ns();
+  if (ring == nullptr || !ring->put(std::move(span))) to.spans_dropped.fetch_add(1);
+}
+
+inline void waited(int64_t id, int64_t begin, Of of, bool raised = false) {
+  leave_span({to.session, id, begin, 0, tables_of_thread().thread, of, raised});
+}
+
+// Has the end of a call of a CPU backend recorded, by the thread that communicates. On a GPU it would know no end.
+inline void follow(const Launch &launch, c10d::Work &work) {
+  try {
+    work.getFuture()->addCallback([span = Span{to.session, launch.id, launch.time, 0, 0, Of::kCommunication, false}](
+                                      c10::ivalue::Future &future) mutable {
+      span.raised = future.hasError();
+      leave_span(span);
+    });
+  } catch (const std::exception &) {  // a backend whose Work has no future
+  }
 }
 
 // A launch that takes so many ns has waited: for a communicator to be made, or for the others.
@@ -140,8 +164,13 @@ constexpr int64_t kLongLaunch = 1000000;
 
 // Notes the Work of a call that was launched. An operation that gives none waits in the launch.
 inline void launched(const Launch &launch, bool gives_work, const torch::jit::Stack &stack) {
-  if (gives_work && stack.back().isObject()) call_of_work.note(held_by(stack.back()), launch.id);
-  if (!gives_work || now_ns() - launch.time > kLongLaunch) waited(launch.id, launch.time, In::kLaunch);
+  if (gives_work && stack.back().isObject()) {
+    auto *work = held_by(stack.back());
+    call_of_work.note(work, launch.id);
+    if (launch.on_cpu && work != nullptr && to.timing.load(std::memory_order_relaxed))
+      follow(launch, *static_cast<c10d::Work *>(work));
+  }
+  if (!gives_work || now_ns() - launch.time > kLongLaunch) waited(launch.id, launch.time, Of::kLaunch);
 }
 
 class Kernel : public c10::OperatorKernel {
@@ -205,10 +234,10 @@ class WaitTensorKernel : public c10::OperatorKernel {
     try {
       handle.redispatchBoxed(keys & after, stack);
     } FORCED_UNWIND catch (...) {
-      if (id != CallOf::kNoCall) waited(id, begin, In::kTensor, true);
+      if (id != CallOf::kNoCall) waited(id, begin, Of::kTensor, true);
       throw;
     }
-    if (id != CallOf::kNoCall) waited(id, begin, In::kTensor);
+    if (id != CallOf::kNoCall) waited(id, begin, Of::kTensor);
   }
 };
 

@@ -95,12 +95,12 @@ PyObject *begin(PyObject *, PyObject *args) {
   if (!PyArg_ParseTuple(args, "n", &capacity)) return nullptr;
   to.active = false;
   to.session++;
-  to.step = to.ids = to.dropped = to.waits_dropped = to.errors = 0;
+  to.step = to.ids = to.dropped = to.spans_dropped = to.errors = 0;
   to.coalescing = 0;
   // A ring that another thread may still put a row in is never freed: sessions with another capacity are rare.
   if (auto *ring = to.ring.load(); ring == nullptr || ring->capacity() != static_cast<size_t>(capacity)) {
     to.ring = new Ring<Row>(static_cast<size_t>(capacity));
-    to.waits = new Ring<Wait>(static_cast<size_t>(capacity));
+    to.spans = new Ring<Span>(static_cast<size_t>(capacity));
   }
   call_of_work.clear();
   call_of_storage.clear();
@@ -115,12 +115,13 @@ PyObject *begin(PyObject *, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-// set(active, marks, opens, step): whether calls are recorded, a tool is to see the launches, Python opens something
-// around each; and the iteration.
+// set(active, marks, opens, timing, step): whether calls are recorded, a tool is to see the launches, Python opens
+// something around each, and their ends are recorded; and the iteration.
 PyObject *set(PyObject *, PyObject *args) {
-  int active, marks, opens;
+  int active, marks, opens, timing;
   long long step;
-  if (!PyArg_ParseTuple(args, "pppL", &active, &marks, &opens, &step)) return nullptr;
+  if (!PyArg_ParseTuple(args, "ppppL", &active, &marks, &opens, &timing, &step)) return nullptr;
+  to.timing = timing != 0;
   to.step = step;
   to.marks = marks != 0;
   to.opens = opens != 0;
@@ -307,16 +308,16 @@ PyObject *take(PyObject *, PyObject *value) {
   return list;
 }
 
-// take_waits(): (id, begin, end, thread, where, raised) of each wait; an id of -1 = of a call that is not known.
-PyObject *take_waits(PyObject *, PyObject *) {
+// take_spans(): (id, begin, end, thread, of what, raised) of each time; an id of -1 = of a call that is not known.
+PyObject *take_spans(PyObject *, PyObject *) {
   PyObject *list = PyList_New(0);
-  auto *ring = to.waits.load();
+  auto *ring = to.spans.load();
   if (list == nullptr || ring == nullptr) return list;
-  Wait wait;
-  while (ring->take(wait)) {
-    if (wait.session != to.session) continue;
-    PyObject *row = Py_BuildValue("LLLLLN", wait.id, wait.begin, wait.end, wait.thread, static_cast<int64_t>(wait.in),
-                                  PyBool_FromLong(wait.raised));
+  Span span;
+  while (ring->take(span)) {
+    if (span.session != to.session) continue;
+    PyObject *row = Py_BuildValue("LLLLLN", span.id, span.begin, span.end, span.thread, static_cast<int64_t>(span.of),
+                                  PyBool_FromLong(span.raised));
     if (row == nullptr || PyList_Append(list, row) < 0) {
       Py_XDECREF(row);
       Py_DECREF(list);
@@ -339,7 +340,7 @@ PyObject *wait(PyObject *work, PyObject *const *args, Py_ssize_t count, PyObject
   bool active = to.active;
   int64_t id = active ? call_of_work.find(value_of(work)) : CallOf::kNoCall, begin = now_ns();
   PyObject *result = PyObject_Vectorcall(unbound_wait, all.data(), count + 1, names);
-  if (active) waited(id, begin, In::kWork, result == nullptr);
+  if (active) waited(id, begin, Of::kWork, result == nullptr);
   return result;
 }
 
@@ -374,7 +375,7 @@ PyObject *state(PyObject *, PyObject *) {
   }
   return Py_BuildValue("{sLsnsLsLsLsNsi}", "calls", to.ids.load(), "waiting",
                        static_cast<Py_ssize_t>(ring == nullptr ? 0 : ring->length()), "dropped", to.dropped.load(),
-                       "waits_dropped", to.waits_dropped.load(), "errors", to.errors.load(), "first_error",
+                       "spans_dropped", to.spans_dropped.load(), "errors", to.errors.load(), "first_error",
                        PyUnicode_DecodeUTF8(error.data(), static_cast<Py_ssize_t>(error.size()), "replace"),
                        "coalescing", to.coalescing.load());
 }
@@ -398,7 +399,7 @@ PyMethodDef methods[] = {
     {"device", device, METH_O, nullptr},
     {"scalar_types", scalar_types, METH_NOARGS, nullptr},
     {"take", take, METH_O, nullptr},
-    {"take_waits", take_waits, METH_NOARGS, nullptr},
+    {"take_spans", take_spans, METH_NOARGS, nullptr},
     {"recording_wait", recording_wait, METH_VARARGS, nullptr},
     {"note_work", note_work, METH_VARARGS, nullptr},
     {"state", state, METH_NOARGS, nullptr},
@@ -421,7 +422,7 @@ void after_fork() {
 void in_child() {
   to.active = false;
   to.ring = nullptr;  // left behind: a thread of the parent may have been putting a row in
-  to.waits = nullptr;
+  to.spans = nullptr;
   generation.fetch_add(1);
   after_fork();
 }

@@ -27,10 +27,10 @@ from crossrank.instrument.identity.topology import Topology
 from crossrank.instrument.record.call_site import USER, CallSites, Site
 from crossrank.instrument.record.descriptor import Descriptor
 from crossrank.instrument.record.op_schema import LONG, CallKey, Reader
-from crossrank.instrument.record.recorder import Call, CallCounts, Recorder, Token, wait_of
+from crossrank.instrument.record.recorder import Call, CallCounts, Recorder, Token, span_of
 from crossrank.instrument.record.reductions import name_of_code
 from crossrank.instrument.script_errors import raised_by_script
-from crossrank.recording import Wait
+from crossrank.recording import Ran, Wait
 
 if TYPE_CHECKING:
     from crossrank.instrument.session import Session
@@ -93,13 +93,13 @@ class CompiledRecorder(Recorder):
     def _tell(self) -> None:
         if self._installed:
             opens = self._window_open or self._texts or (self._ranges and not self._marks)
-            self.native.set(self._active, self._marks, opens, self._step)
+            self.native.set(self._active, self._marks, opens, self._config.timing, self._step)
 
     def counts(self) -> CallCounts:
         state = self.native.state()
         errors = state["errors"] + self._errors
         return CallCounts(
-            calls=state["calls"], dropped=state["dropped"], waits_dropped=state["waits_dropped"], errors=errors
+            calls=state["calls"], dropped=state["dropped"], spans_dropped=state["spans_dropped"], errors=errors
         )
 
     @property
@@ -123,8 +123,8 @@ class CompiledRecorder(Recorder):
         self._count_failures(len(calls) - len(described))
         return described
 
-    def take_waits(self) -> list[Wait]:
-        return [wait_of(*wait) for wait in self.native.take_waits()]
+    def take_spans(self) -> list[Wait | Ran]:
+        return [span_of(*span) for span in self.native.take_spans()]
 
     def recording_wait(self, original: Callable[..., Any]) -> object:
         method: object = self.native.recording_wait(dist.Work, original)

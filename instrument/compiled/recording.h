@@ -121,14 +121,15 @@ struct Row {
   int64_t id, number, time, step, batch, tag, thread;
 };
 
-// Where a thread stood that waited: in `Work.wait`, in `wait_tensor`, or in the launch itself.
-enum class In : int64_t { kWork, kTensor, kLaunch };
+// What a time of a call is: that of a thread that waited in `Work.wait`, in `wait_tensor` or in the launch itself; or
+// that from the launch to the end of the communication.
+enum class Of : int64_t { kWork, kTensor, kLaunch, kCommunication };
 
-// A time during which a thread waited for a call; -1 = for one that is not known.
-struct Wait {
+// A time of a call; an id of -1 = of one that is not known.
+struct Span {
   uint64_t session = 0;
   int64_t id = 0, begin = 0, end = 0, thread = 0;
-  In in = In::kWork;
+  Of of = Of::kWork;
   bool raised = false;
 };
 
@@ -154,13 +155,14 @@ struct HashOfPlace {
 struct Recording {
   std::atomic<bool> active{false};
   std::atomic<bool> marks{false};  // a tool is attached
+  std::atomic<bool> timing{false};  // when a call of a CPU backend is over is recorded
   std::atomic<bool> opens{false};  // Python is to open something around every launch
   std::atomic<int64_t> step{0};
   std::atomic<uint64_t> session{0};
-  Counter ids{0}, dropped{0}, waits_dropped{0}, errors{0};
+  Counter ids{0}, dropped{0}, spans_dropped{0}, errors{0};
   std::atomic<int> coalescing{0};  // threads that gather a batch
   std::atomic<Ring<Row> *> ring{nullptr};
-  std::atomic<Ring<Wait> *> waits{nullptr};
+  std::atomic<Ring<Span> *> spans{nullptr};
   std::mutex lock;  // of what follows; never held while Python runs
   std::string first_error;
   std::unordered_map<const void *, std::shared_ptr<Group>> groups;

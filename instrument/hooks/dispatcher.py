@@ -95,7 +95,7 @@ def install(session: Session) -> None:
 def make_recorder(session: Session) -> Recorder:
     """The recorder of a session: with the compiled kernel, or in Python where that is asked for or all there is."""
     if session.config.kernel == "python":
-        return PythonRecorder(session)
+        return _in_python(session)
     try:
         return CompiledRecorder(session, build.load())
     except Exception as error:
@@ -105,6 +105,12 @@ def make_recorder(session: Session) -> Recorder:
 def _python_instead(session: Session, error: Exception) -> PythonRecorder:
     why = one_line(error) if not isinstance(error, CrossrankError) else str(error)
     log.warning("crossrank: calls are recorded in Python, at more cost: %s; TRACING_KERNEL=python mutes this", why)
+    return _in_python(session, why)
+
+
+def _in_python(session: Session, why: str = "") -> PythonRecorder:
+    if session.config.timing:
+        log.warning("crossrank: how long calls of a CPU backend take is not recorded: that needs the compiled kernel")
     return PythonRecorder(session, why)
 
 

@@ -55,9 +55,11 @@ class GroupState:
 class GroupTable:
     """Finds the state of a process group, and makes it when a group is first seen."""
 
-    def __init__(self, on_new: Callable[[GroupState], None]) -> None:
+    def __init__(self, on_new: Callable[[GroupState], None], *, timing: bool = False) -> None:
+        """`timing`: have torch measure how long calls take, for its flight recorder."""
         self._states: dict[int, GroupState] = {}
         self._on_new = on_new
+        self._timing = timing
         self._lock = threading.RLock()  # training and the writer's thread both look for new groups
         self.by_id = self._states.get
         """State of the group with this id, or None: the look-up of the hot path."""
@@ -71,6 +73,8 @@ class GroupTable:
                 return known
             state = self._states[key] = _read(group)
             weakref.finalize(group, self._states.pop, key, None).atexit = False
+            if self._timing and has("timing"):
+                _measure(group)
             self._on_new(state)
             return state
 
@@ -112,6 +116,13 @@ class GroupTable:
             for group, name in list(distributed_c10d._world.pg_names.items())
             if type(group) is not dist.ProcessGroup and type(group).__module__ != "torch._C._distributed_c10d"
         ]
+
+
+def _measure(group: dist.ProcessGroup) -> None:
+    try:
+        group._enable_collectives_timing()  # type: ignore[attr-defined]
+    except RuntimeError as error:  # a backend that cannot
+        log.debug("crossrank: torch does not measure the calls of a process group: %s", one_line(error))
 
 
 def _read(group: dist.ProcessGroup) -> GroupState:

@@ -31,10 +31,10 @@ from crossrank.instrument.record.recorder import (
     CallCounts,
     Recorder,
     Token,
-    wait_of,
+    span_of,
 )
 from crossrank.instrument.record.reductions import ReductionReader
-from crossrank.recording import STOOD, Wait
+from crossrank.recording import STOOD, Ran, Wait
 
 if TYPE_CHECKING:
     from crossrank.instrument.session import Session
@@ -66,7 +66,7 @@ class PythonRecorder(Recorder):
         self._unbox: Callable[[Any], dist.ProcessGroup] = dist.ProcessGroup.unbox
         self._state_of = session.groups.by_id
         self._coalescing = 0  # threads that gather a batch; changed under the lock
-        self._dropped = self._waits_dropped = 0  # so are these
+        self._dropped = self._spans_dropped = 0  # so are these
         self._waits: deque[tuple[int, int, int, int, int, bool]] = deque()
         self._call_of_work = _CallOf()
         self._call_of_storage = _CallOf()  # of a functional collective's result
@@ -144,7 +144,7 @@ class PythonRecorder(Recorder):
                 self._waits.append((record_id, begin, monotonic_ns(), get_native_id(), stood, raised))
             else:
                 with self._lock:
-                    self._waits_dropped += 1
+                    self._spans_dropped += 1
 
     def recording_wait(self, original: Callable[..., Any]) -> object:
         find, waited = self._call_of_work.find, self._waited
@@ -194,7 +194,7 @@ class PythonRecorder(Recorder):
     def counts(self) -> CallCounts:
         # Read from the counter's repr: `next` would use an id up.
         calls = int(repr(self._ids).removeprefix("count(").removesuffix(")"))
-        return CallCounts(calls=calls, dropped=self._dropped, waits_dropped=self._waits_dropped, errors=self._errors)
+        return CallCounts(calls=calls, dropped=self._dropped, spans_dropped=self._spans_dropped, errors=self._errors)
 
     @property
     def waiting(self) -> int:
@@ -204,9 +204,9 @@ class PythonRecorder(Recorder):
         calls = self._calls
         return [calls.popleft() for _ in range(len(calls))]
 
-    def take_waits(self) -> list[Wait]:
+    def take_spans(self) -> list[Wait | Ran]:
         waits = self._waits
-        return [wait_of(*waits.popleft()) for _ in range(len(waits))]
+        return [span_of(*waits.popleft()) for _ in range(len(waits))]
 
     def _p2p_batch(self, frame: FrameType, record_id: int) -> int:
         """The batch id of a call made by `batch_isend_irecv` on a backend without coalescing (gloo).

@@ -24,7 +24,7 @@ from crossrank.instrument.log import log
 from crossrank.instrument.record.descriptor import Descriptor
 from crossrank.instrument.torch_private import has
 from crossrank.instrument.write.nvtx_markers import classic_text
-from crossrank.recording import RANGE, STOOD, Wait
+from crossrank.recording import RANGE, STOOD, Ran, Wait
 
 if TYPE_CHECKING:
     from crossrank.instrument.session import Session
@@ -40,10 +40,12 @@ NO_CALL = -1
 """In the place of an id: of a call that is not known."""
 
 
-def wait_of(record_id: int, begin: int, end: int, thread: int, stood: int, raised: bool) -> Wait:
-    """A wait, of what a kernel leaves about it; `stood` is an index into `recording.STOOD`."""
+def span_of(record_id: int, begin: int, end: int, thread: int, of: int, raised: bool) -> Wait | Ran:
+    """A time of a call, of what a kernel leaves about it; `of` is an index into `recording.STOOD`, or one more."""
+    if of == len(STOOD):
+        return Ran(id=record_id, t=begin, took=end - begin, raised=raised)
     call = None if record_id == NO_CALL else record_id
-    return Wait(t=begin, took=end - begin, thread=thread, id=call, stood=STOOD[stood], raised=raised)  # type: ignore[arg-type]
+    return Wait(t=begin, took=end - begin, thread=thread, id=call, stood=STOOD[of], raised=raised)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +56,8 @@ class CallCounts:
     """That got an id."""
     dropped: int = 0
     """Lost because the ring was full."""
-    waits_dropped: int = 0
-    """So were waits."""
+    spans_dropped: int = 0
+    """So were waits, and times of communication."""
     errors: int = 0
     """Failures inside the recorder; the call itself went through."""
 
@@ -99,8 +101,8 @@ class Recorder(ABC):
         """The calls since the last time, in about the order in which they were made."""
 
     @abstractmethod
-    def take_waits(self) -> list[Wait]:
-        """The waits since the last time."""
+    def take_spans(self) -> list[Wait | Ran]:
+        """The waits since the last time, and the times that communication took."""
 
     @abstractmethod
     def recording_wait(self, original: Callable[..., Any]) -> object:

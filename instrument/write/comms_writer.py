@@ -31,7 +31,7 @@ from crossrank.instrument.identity.topology import Topology
 from crossrank.instrument.log import log
 from crossrank.instrument.record.recorder import Call, Recorder
 from crossrank.instrument.write.rank_files import create
-from crossrank.recording import Wait
+from crossrank.recording import Ran, Wait
 
 TICK = 0.25
 """Seconds between two frames. Well below a half, so that a kill loses no more than that on a busy machine too."""
@@ -50,8 +50,8 @@ _RECENT = 512
 _TOPOLOGY_PATIENCE = 2.0
 """Seconds from the start that records may still get the localities of the job."""
 
-# A call, a wait, or a line of another kind; a callable makes its line when it is written.
-Item = Call | Wait | bytes | Callable[[], bytes]
+# A call, a time of one, or a line of another kind; a callable makes its line when it is written.
+Item = Call | Wait | Ran | bytes | Callable[[], bytes]
 
 
 class Counts(msgspec.Struct):
@@ -64,9 +64,9 @@ class Counts(msgspec.Struct):
     """Lost because the ring was full."""
     unwritten: int = 0
     """Lost because the disk refused them."""
-    waits: int = 0
-    """Written to the file."""
-    waits_dropped: int = 0
+    spans: int = 0
+    """Waits, and times that communication took, that were written to the file."""
+    spans_dropped: int = 0
     """Lost because the ring was full, or the disk refused them."""
     errors: int = 0
     """Failures inside the recorder; the call itself went through."""
@@ -192,24 +192,24 @@ class CommsWriter:
             items = [self._taken.popleft() for _ in range(min(len(self._taken), _FRAME))]
             lines, context, errors = self._encode(items)
             written = self._append(lines, context, None if self._taken else moment)
-            waits = sum(isinstance(item, Wait) for item in items)
-            records = len(lines) - len(context) - waits
+            spans = sum(isinstance(item, Wait | Ran) for item in items)
+            records = len(lines) - len(context) - spans
             self.counts.errors += errors
             if written:
                 self.counts.records += records
-                self.counts.waits += waits
+                self.counts.spans += spans
             else:
                 self.counts.unwritten += records
-                self.counts.waits_dropped += waits
+                self.counts.spans_dropped += spans
 
     def _take(self) -> None:
         """Take over what has gathered: the lines before the calls, which need those of their groups, and the calls
-        before the waits for them."""
-        waits = self._recorder.take_waits()
+        before their times."""
+        spans = self._recorder.take_spans()
         calls = self._recorder.take()
         self._taken.extend(self._lines.popleft() for _ in range(len(self._lines)))
         self._taken.extend(calls)
-        self._taken.extend(waits)
+        self._taken.extend(spans)
         self._recent.extend(calls)
 
     def _encode(self, items: Iterable[Item]) -> tuple[list[bytes], list[bytes], int]:
@@ -218,8 +218,9 @@ class CommsWriter:
         lines: list[bytes] = []
         errors = 0
         for item in items:
-            if isinstance(item, Wait):
-                lines.append(b'{"wait":' + msgspec.json.encode(item) + b"}\n")
+            if isinstance(item, Wait | Ran):
+                name = b"wait" if isinstance(item, Wait) else b"ran"
+                lines.append(b'{"%b":%b}\n' % (name, msgspec.json.encode(item)))
             elif not isinstance(item, tuple):
                 context.append(item if isinstance(item, bytes) else item())
                 lines.append(context[-1])

@@ -197,7 +197,7 @@ def test_waits_for_a_work_that_was_not_recorded_are_of_no_call(tmp_path: Path) -
     (wait,) = file.waits
     assert (wait.id, wait.stood) == (None, "wait")
     assert file.end is not None
-    assert (file.end["waits"], file.end["waits_dropped"]) == (1, 0)
+    assert (file.end["spans"], file.end["spans_dropped"]) == (1, 0)
 
 
 def test_a_wait_that_another_library_has_replaced_stays_replaced(tmp_path: Path) -> None:
@@ -234,6 +234,6 @@ def test_waits_that_find_the_ring_full_are_counted(two_ranks: World, tmp_path: P
     file = CommsFile(str(tmp_path / "recording" / "rank-0.comms.jsonl.zst"))
     list(file.records())
     assert file.end is not None
-    assert file.end["waits_dropped"] > 0
-    assert file.end["waits"] == len(file.waits)
-    assert file.end["waits"] + file.end["waits_dropped"] >= 200
+    assert file.end["spans_dropped"] > 0
+    assert file.end["spans"] == len(file.waits)
+    assert file.end["spans"] + file.end["spans_dropped"] >= 200

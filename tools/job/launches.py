@@ -35,6 +35,7 @@ TIMED_BY = {
     "kineto": "Kineto: the kernels of a call, or on a backend without kernels its Work",
     "flight": "torch's flight recorder: durations that its events measured",
     "replay": "a replay: medians over its passes",
+    "work": "the recording (TRACING_TIMING=1): from the launch of a call to the end of its Work",
     "comms": "no times of the communication itself, only when calls were made",
 }
 """What measured the times of a rank."""

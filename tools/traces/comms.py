@@ -15,10 +15,11 @@ import msgspec
 
 from crossrank.comm import MOST_RANKS, CommRecord, is_p2p
 from crossrank.errors import BROKEN, CrossrankError
-from crossrank.recording import STOOD, CommsFile, Wait
+from crossrank.recording import STOOD, CommsFile, Ran, Wait
 from crossrank.tools.traces.ending import CUT_SHORT
 from crossrank.tools.traces.flight_recorder import Frame, Raised
 from crossrank.tools.traces.rank_trace import (
+    COMPLETED,
     RETIRED,
     SCHEDULED,
     RankTrace,
@@ -26,7 +27,7 @@ from crossrank.tools.traces.rank_trace import (
     waits_of,
 )
 
-IMPOSSIBLE_WAITS = "waits with impossible times"
+IMPOSSIBLE_TIMES = "waits and durations with impossible times"
 _BLOCKING_P2P = ("send", "recv")
 _MOST = 1 << 62
 
@@ -78,6 +79,7 @@ def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | N
         until = max([last.t, *(line["t"] for line in file.clocks if "t" in line)])
         if last.t < until and clock.at(until) < _MOST:
             trace.ending.taken_at = clock.at(until)
+    _add_times(trace, file.ran, clock)
     _add_waits(trace, file.waits, clock)
     if clock.set_by:
         trace.notes.append(
@@ -132,6 +134,22 @@ _JITTER = 1_000_000
 """ns that may pass between reading one clock and reading the other."""
 
 
+def _add_times(trace: RankTrace, ran: Sequence[Ran], clock: WallClock) -> None:
+    """Set the times of the calls that were followed to their ends."""
+    calls = trace.calls
+    row_of = {identity: row for row, identity in enumerate(calls.id)} if ran else {}
+    for one in ran:
+        row = row_of.get(one.id)
+        if row is None:
+            continue
+        began, ended = clock.at(one.t), clock.at(one.t + one.took)
+        if not 0 <= began <= ended < _MOST:
+            trace.unattributed[IMPOSSIBLE_TIMES] += 1
+        elif not one.raised:
+            calls.began[row], calls.ended[row], calls.state[row] = began, ended, COMPLETED
+            trace.timed_by = "work"
+
+
 def _add_waits(trace: RankTrace, waits: Sequence[Wait], clock: WallClock) -> None:
     """Note when the rank waited, and, for replay, before which of its later calls it had waited for each."""
     if not waits:
@@ -142,7 +160,7 @@ def _add_waits(trace: RankTrace, waits: Sequence[Wait], clock: WallClock) -> Non
         row = -1 if wait.id is None else row_of.get(wait.id, -1)
         began, ended = clock.at(wait.t), clock.at(wait.t + wait.took)
         if not 0 <= began <= ended < _MOST:
-            trace.unattributed[IMPOSSIBLE_WAITS] += 1
+            trace.unattributed[IMPOSSIBLE_TIMES] += 1
             continue
         host.row.append(row)
         host.began.append(began)

@@ -11,7 +11,7 @@ import pytest
 
 from crossrank.comm import CommRecord, Group
 from crossrank.errors import CrossrankError
-from crossrank.tools.traces.comms import IMPOSSIBLE_WAITS, WallClock, read_comms, stack_of
+from crossrank.tools.traces.comms import IMPOSSIBLE_TIMES, WallClock, read_comms, stack_of
 from crossrank.tools.traces.ending import Ending
 from crossrank.tools.traces.flight_recorder import Frame, Raised
 from crossrank.tools.traces.rank_trace import IMPOSSIBLE, RETIRED, SCHEDULED, RankGroup, RankTrace
@@ -163,7 +163,7 @@ def test_waits_are_joined_to_their_calls_and_placed_before_the_next_one(tmp_path
         (-1, WALL + 3600, WALL + 3605, 0),
         (1, WALL + 1000, WALL + 1001, 2),
     ]
-    assert found.unattributed[IMPOSSIBLE_WAITS] == 1
+    assert found.unattributed[IMPOSSIBLE_TIMES] == 1
     assert found.waits is not None
     assert list(found.waits.before) == [2, -1, -1]
     assert (found.waits.recorded, list(found.waits.blocking)) == (1, [-1, -1, -1])
