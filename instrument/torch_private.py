@@ -36,7 +36,7 @@ PARTS = {
         "the calls of one launch share no batch id",
         "torch.distributed: ProcessGroup._start_coalescing ProcessGroup._end_coalescing",
     ),
-    "waits": Part("when calls are waited for is not recorded", "torch.distributed: Work.wait Work.unbox"),
+    "waits": Part("when calls are waited for is not recorded", "torch.distributed: Work.unbox"),
     "tensor subclasses": Part(
         "calls on traced and fake tensors are recorded as real ones",
         "torch._subclasses.fake_tensor: FakeTensor",

@@ -26,6 +26,10 @@ from crossrank.tools.output.console import Printable
 
 COMMANDS = {
     "inspect": ("tools.commands.inspect:InspectCommand", "what is in a recording, and what is missing"),
+    "watch": (
+        "tools.commands.watch:WatchCommand",
+        "a job while it runs: steps, bandwidth, who is late or silent",
+    ),
     "convert": ("tools.commands.convert:ConvertCommand", "Chakra traces per rank and a group file, for simulators"),
     "check": ("tools.commands.check:CheckCommand", "does a Chakra trace keep the contract of ASTRA-sim's feeders"),
     "link": ("tools.commands.link:LinkCommand", "one linked trace per rank: times, GPU, communication, dependencies"),

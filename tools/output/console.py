@@ -72,6 +72,10 @@ class Table:
         if self.more:
             print(f"  {self.more}")
 
+    def lines(self) -> list[str]:
+        """The table in plain columns."""
+        return _plain(*_cells(self.columns, self.rows)) + ([f"  {self.more}"] if self.more else [])
+
 
 def table_of(
     items: Sequence[Item],
@@ -124,10 +128,7 @@ def print_notes(notes: Iterable[str], most: int = 8) -> None:
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """A titled table; see `Columns` for the names of columns."""
-    names = [column.removeprefix("#") for column in columns]
-    right = [column.startswith("#") for column in columns]
-    cells = [[printable(str(cell)) for cell in row] for row in rows]
-    widths = [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(names)]
+    names, right, cells, widths = _cells(columns, rows)
     # Rich would break words of a table that is wider than the terminal; plain lines are broken by the terminal, whole.
     if sys.stdout.isatty() and sum(widths) + 3 * len(widths) + 1 <= shutil.get_terminal_size().columns:
         from rich import console, table, text
@@ -140,9 +141,26 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
         console.Console(file=terminal(sys.stdout)).print(shown)
         return
     print(f"\n{printable(title)}")
-    for row in [names, *cells]:
-        line = "  ".join(
+    for line in _plain(names, right, cells, widths):
+        print(line)
+
+
+def _cells(
+    columns: Sequence[str], rows: Sequence[Sequence[object]]
+) -> tuple[list[str], list[bool], list[list[str]], list[int]]:
+    """(names, whether a column goes to the right, text of the cells, widths of the columns)."""
+    names = [column.removeprefix("#") for column in columns]
+    cells = [[printable(str(cell)) for cell in row] for row in rows]
+    widths = [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(names)]
+    return names, [column.startswith("#") for column in columns], cells, widths
+
+
+def _plain(names: list[str], right: list[bool], cells: list[list[str]], widths: list[int]) -> list[str]:
+    return [
+        "  "
+        + "  ".join(
             cell.rjust(width) if is_right else cell.ljust(width)
             for cell, width, is_right in zip(row, widths, right, strict=True)
-        )
-        print("  " + line.rstrip())
+        ).rstrip()
+        for row in [names, *cells]
+    ]

@@ -1,0 +1,139 @@
+"""What a look at a running job says, of lines that its ranks have written."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from crossrank.tools.analysis.live import LiveGroup, RankFile, Snapshot, snapshot
+from crossrank.tools.output.watch import as_text
+from crossrank.tools.traces.growing import Growth
+
+MS = 1_000_000
+SECOND = 1000 * MS
+WALL = 1_780_000_000 * SECOND
+
+
+def header(rank: int, node: str = "n") -> dict[str, Any]:
+    about = {"schema": "crossrank-comms 1", "rank": rank, "world_size": 2, "host": "h", "node": node}
+    return {"header": about | {"clock": {"t": 0, "wall": WALL}}}
+
+
+GROUP = {"group": {"pg": "0", "size": 2, "ranks": [0, 1], "desc": "default_pg"}}
+
+
+def call(number: int, ms: float, **more: object) -> dict[str, Any]:
+    about = {"id": number, "op": "all_reduce", "c10d": "allreduce_", "pg": "0", "bytes": 1_000_000, "seq": number}
+    return about | {"t": round(ms * MS)} | more
+
+
+def clock(ms: float) -> dict[str, Any]:
+    return {"clock": {"t": round(ms * MS), "wall": WALL + round(ms * MS)}}
+
+
+def growth(*lines: dict[str, Any], recent: tuple[dict[str, Any], ...] = ()) -> Growth:
+    def text(found: tuple[dict[str, Any], ...]) -> bytes:
+        return b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in found)
+
+    return Growth(settled=text(lines), recent=text(recent))
+
+
+def rank(number: int, *lines: dict[str, Any], node: str = "n") -> RankFile:
+    file = RankFile(number, 2)
+    file.take(growth(header(number, node), GROUP, *lines))
+    return file
+
+
+def look(*files: RankFile, at_ms: float, hang: str = "") -> Snapshot:
+    return snapshot("run", {file.rank: file for file in files}, WALL / 1e9 + at_ms / 1e3, hang)
+
+
+def test_groups_have_totals_rates_and_who_comes_last() -> None:
+    took = [{"ran": {"id": number, "t": 0, "took": 2 * MS}} for number in (1, 2, 3)]
+    slow = [{"ran": {"id": number, "t": 0, "took": 4 * MS}} for number in (1, 2, 3)]
+    found = look(
+        rank(0, call(1, 0), call(2, 500), call(3, 1000), *slow),
+        rank(1, call(1, 3), call(2, 505), call(3, 999), *took),
+        at_ms=1000,
+    )
+    assert found.groups == [
+        LiveGroup(
+            pg="0",
+            desc="default_pg",
+            size=2,
+            calls=6,
+            bytes=6_000_000,
+            calls_per_s=6.0,
+            bytes_per_s=6_000_000,
+            busbw_gb_per_s=0.5,
+            last_rank=1,
+            last_share=0.6667,
+            late_ms=3.0,
+        )
+    ]
+
+
+def test_ranks_have_their_step_its_time_what_is_exposed_and_since_when_they_are_silent() -> None:
+    steps = [{"step": {"step": number, "t": number * 100 * MS}} for number in (1, 2, 3, 4)]
+    waits = [{"wait": {"t": t * MS, "took": 50 * MS, "thread": 1}} for t in (100, 200, 300, 320)]
+    one = rank(0, *steps, *waits, call(1, 390), clock(400))
+    other = rank(1, *steps[:3], call(1, 200), {"end": {"reason": "SIGTERM"}}, node="m")
+    found = look(one, other, at_ms=2400)
+    assert found.step == [3, 4]
+    assert found.step_ms == 100.0
+    first, second = found.ranks
+    assert (first.step, first.step_ms, first.silent_s, first.unheard_s, first.ended) == (4, 100.0, 2.0, 2.0, "")
+    assert first.exposed_share == pytest.approx((50 + 50 + 70) / 300, abs=1e-4)
+    assert (second.step, second.silent_s, second.unheard_s, second.ended) == (3, None, None, "SIGTERM")
+    assert second.exposed_share is None
+    assert found.notes == ["who comes last is by the clocks of 2 nodes, as they are"]
+
+
+def test_what_may_still_change_counts_once() -> None:
+    file = rank(0)
+    for _ in range(3):
+        file.take(growth(recent=(call(1, 0), call(2, 10), clock(20))))
+        assert file.totals == {"0": (2, 2_000_000)}
+    file.take(growth(call(1, 0), recent=(call(2, 10), call(3, 15), clock(20))))
+    assert file.totals == {"0": (3, 3_000_000)}
+    assert [one.seq for one in file.calls] == [1, 2, 3]
+
+
+def test_calls_of_long_ago_count_and_are_not_recent() -> None:
+    file = rank(0, call(1, 0), call(2, 5_000), call(3, 14_000), clock(14_500))
+    assert [one.seq for one in file.calls] == [2, 3]
+    assert file.totals == {"0": (3, 3_000_000)}
+
+
+def test_a_file_that_begins_anew_forgets_the_old_one() -> None:
+    file = rank(0, call(1, 0))
+    again = growth(header(0), GROUP, call(1, 50))
+    again.begins_anew = True
+    file.take(again)
+    assert file.totals == {"0": (1, 1_000_000)}
+
+
+def test_broken_lines_are_counted_and_the_others_read() -> None:
+    file = RankFile(0, 2)
+    good = growth(header(0), GROUP, call(1, 0)).settled
+    file.take(Growth(settled=good + b'{"id":"x"}\n{"id":2,\n' + growth(call(3, 1)).settled))
+    assert file.totals == {"0": (2, 2_000_000)}
+    assert look(file, at_ms=0).notes == ["2 lines of the files could not be read"]
+
+
+def test_the_text_names_what_is_missing_silent_or_hangs() -> None:
+    hang = "missing_rank: 1 rank wait in all_reduce #1 for rank 1"
+    text = as_text(look(rank(0, call(1, 0), clock(10)), at_ms=20_000, hang=hang), 16)
+    assert "ranks      1 of 2, rank 1 without a file; 1 unheard of" in text
+    assert f"hang       {hang}" in text
+    assert "20.0 s ago  unheard of for 20 s" in text
+    assert "all_reduce" in text
+
+
+def test_of_many_ranks_those_that_stand_out_are_shown() -> None:
+    files = [rank(number, {"step": {"step": 7 - (number == 33), "t": 10}}, clock(20)) for number in range(50)]
+    text = as_text(look(*files, at_ms=30), 3)
+    assert "Ranks that stand out, of 50" in text
+    assert [line.split()[0] for line in text.splitlines()[-3:]] == ["0", "1", "33"]

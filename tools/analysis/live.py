@@ -1,0 +1,413 @@
+"""A job as it stands while it runs: iterations, communication, who comes last, who is silent.
+
+Each look takes in what the ranks' comms files have got since the last one. What is called recent is of the calls, waits
+and iterations of the last `RECENT` seconds that a rank has recorded, or of fewer where there are very many.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+
+from crossrank.comm import OPERATIONS, Group, Int
+from crossrank.errors import BROKEN
+from crossrank.recording import Header, Ran, Wait
+from crossrank.text import plural
+from crossrank.tools.traces.growing import Growth
+
+RECENT = 10.0
+"""Seconds."""
+_MOST_CALLS = 100_000
+"""Recent calls of all ranks together that are looked at."""
+_LEAST_CALLS = 64
+"""And of each."""
+_COMPARED = 64
+"""Calls of each rank that are compared with those of the others."""
+_NS = 1e9
+
+
+class Line(msgspec.Struct):
+    """A line of a comms file: what is looked at of a record, or one other kind."""
+
+    id: Int | None = None
+    op: str = ""
+    pg: str = ""
+    bytes: Int = 0
+    t: Int = 0
+    seq: Int | None = None
+    header: Header | None = None
+    group: Group | None = None
+    step: Any = None
+    wait: Wait | None = None
+    ran: Ran | None = None
+    clock: dict[str, Int] | None = None
+    end: dict[str, Any] | None = None
+
+
+_decoder = msgspec.json.Decoder(Line)
+
+
+class LiveGroup(msgspec.Struct, kw_only=True):
+    """One process group."""
+
+    pg: str
+    desc: str
+    size: int
+    calls: int
+    """Of all ranks, since they began to record; so are the bytes."""
+    bytes: int
+    """S of nccl-tests."""
+    calls_per_s: float
+    """Recent, of all ranks; so are the bytes."""
+    bytes_per_s: float
+    busbw_gb_per_s: float | None
+    """Recent median, of collectives of which every member says how long it took (TRACING_TIMING=1)."""
+    last_rank: int | None
+    """That came last in most of the recent collectives that all members have made; None where there are none."""
+    last_share: float | None
+    """In which share of them it did."""
+    late_ms: float | None
+    """From the first rank's call to the last one's, recent median."""
+
+
+class LiveRank(msgspec.Struct, kw_only=True):
+    """One rank."""
+
+    rank: int
+    node: str
+    step: int | None
+    """Iterations that have begun, counted from 0; None before the first one ended."""
+    step_ms: float | None
+    """Recent median."""
+    exposed_share: float | None
+    """Of its recent time, in which a thread of it waited for communication."""
+    calls: int
+    silent_s: float | None
+    """Since its last call; None where there was none, and for one that has ended."""
+    unheard_s: float | None
+    """Since it last wrote to its file, which a process that lives does several times a second; None once it ended."""
+    ended: str
+    """By what its recording ended; empty while it goes on."""
+
+
+class Snapshot(msgspec.Struct, kw_only=True):
+    """A job at one moment."""
+
+    recording: str
+    time: float
+    """Seconds since 1970."""
+    world_size: int | None
+    missing_ranks: list[int]
+    """Without a file."""
+    step: list[int] | None
+    """The lowest and the highest of any rank."""
+    step_ms: float | None
+    """Median over the ranks; so is the share."""
+    exposed_share: float | None
+    groups: list[LiveGroup]
+    """Those of most bytes first."""
+    ranks: list[LiveRank]
+    hang: str
+    """What the verdict says that the job has written last; empty where there is none."""
+    notes: list[str]
+    schema: str = "crossrank-watch 1"
+
+
+class _Content:
+    """What lines say. Totals are of all of them; the rest is of the recent ones."""
+
+    def __init__(self, most: int) -> None:
+        self.header: Header | None = None
+        self.groups: dict[str, Group] = {}
+        self.count: dict[str, int] = defaultdict(int)
+        self.bytes: dict[str, int] = defaultdict(int)
+        self.calls: deque[Line] = deque(maxlen=most)
+        self.waits: deque[Wait] = deque(maxlen=most)
+        self.took: dict[int, int] = {}
+        self.steps: deque[tuple[int, int]] = deque(maxlen=1000)
+        self.clock: dict[str, int] | None = None
+        self.end: dict[str, Any] | None = None
+        self.problems = 0
+
+    def add(self, content: bytes) -> None:
+        for line in self._decode(content):
+            if line.id is not None:
+                self.count[line.pg] += 1
+                self.bytes[line.pg] += line.bytes
+                self.calls.append(line)
+                continue
+            if line.wait is not None:
+                self.waits.append(line.wait)
+                continue
+            if line.ran is not None and not line.ran.raised:
+                self.took[line.ran.id] = line.ran.took
+            elif isinstance(line.step, dict):
+                self.steps.append((int(line.step.get("step", 0)), int(line.step.get("t", 0))))
+            elif line.group is not None:
+                self.groups[line.group.pg] = line.group
+            self.header = line.header or self.header
+            self.clock = line.clock or self.clock
+            self.end = line.end or self.end
+
+    def _decode(self, content: bytes) -> Iterator[Line]:
+        try:
+            yield from _decoder.decode_lines(content)
+        except BROKEN:
+            for line in content.splitlines():
+                try:
+                    yield _decoder.decode(line)
+                except BROKEN:
+                    self.problems += 1
+
+    def trim(self, since: int) -> None:
+        """Forget what was before a moment on the rank's clock."""
+        for times in (self.calls, self.waits):
+            while times and times[0].t < since:
+                times.popleft()
+        while len(self.steps) > 2 and self.steps[1][1] < since:
+            self.steps.popleft()
+        if self.took:
+            first = (self.calls[0].id or 0) if self.calls else 1 << 62
+            self.took = {number: took for number, took in self.took.items() if number >= first}
+
+
+class RankFile:
+    """What one rank's file has said so far."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        """`ranks`: how many are looked at."""
+        self.rank = rank
+        self._most = max(_LEAST_CALLS, _MOST_CALLS // ranks)
+        self._settled = _Content(self._most)
+        self._recent = _Content(self._most)
+
+    def take(self, growth: Growth) -> None:
+        if growth.begins_anew:
+            self._settled = _Content(self._most)
+        self._settled.add(growth.settled)
+        self._recent = _Content(self._most)
+        self._recent.add(growth.recent)
+        now = self.now
+        if now is not None:
+            self._settled.trim(now - round(RECENT * _NS))
+
+    @property
+    def now(self) -> int | None:
+        """The last moment of the rank's clock that is in its file."""
+        both = self.clock
+        last = [line["t"] for line in (both,) if line is not None and "t" in line]
+        last += [calls[-1].t for calls in (self._settled.calls, self._recent.calls) if calls]
+        return max(last, default=None)
+
+    @property
+    def header(self) -> Header | None:
+        return self._settled.header or self._recent.header
+
+    @property
+    def clock(self) -> dict[str, int] | None:
+        return self._recent.clock or self._settled.clock
+
+    @property
+    def end(self) -> dict[str, Any] | None:
+        return self._recent.end or self._settled.end
+
+    @property
+    def problems(self) -> int:
+        return self._settled.problems + self._recent.problems
+
+    @property
+    def groups(self) -> dict[str, Group]:
+        return self._settled.groups | self._recent.groups
+
+    @property
+    def totals(self) -> Mapping[str, tuple[int, int]]:
+        """Group -> (calls, bytes)."""
+        both = self._settled, self._recent
+        names = {pg for content in both for pg in content.count}
+        return {pg: (sum(one.count[pg] for one in both), sum(one.bytes[pg] for one in both)) for pg in names}
+
+    @property
+    def took(self) -> Mapping[int, int]:
+        return self._settled.took | self._recent.took
+
+    @property
+    def calls(self) -> list[Line]:
+        """The recent ones."""
+        return [*self._settled.calls, *self._recent.calls]
+
+    @property
+    def waits(self) -> list[Wait]:
+        return [*self._settled.waits, *self._recent.waits]
+
+    @property
+    def steps(self) -> list[tuple[int, int]]:
+        return [*self._settled.steps, *self._recent.steps]
+
+    def wall(self, t: int) -> int | None:
+        """ns since 1970 of a moment of the rank's clock."""
+        moment = self.clock or (self.header.clock if self.header is not None else None)
+        if not moment or "wall" not in moment or "t" not in moment:
+            return None
+        return t + moment["wall"] - moment["t"]
+
+
+def snapshot(recording: str, files: Mapping[int, RankFile], now: float, hang: str = "") -> Snapshot:
+    """The job as its files say, at `now` s since 1970."""
+    world = Counter(file.header.world_size for file in files.values() if file.header is not None)
+    world_size = world.most_common(1)[0][0] if world else None
+    ranks = [_rank(file, now) for _, file in sorted(files.items())]
+    steps = [one.step for one in ranks if one.step is not None]
+    nodes = {one.node for one in ranks}
+    notes = []
+    if len(nodes) > 1:
+        notes.append(f"who comes last is by the clocks of {plural(len(nodes), 'node')}, as they are")
+    if broken := sum(file.problems for file in files.values()):
+        notes.append(f"{plural(broken, 'line')} of the files could not be read")
+    return Snapshot(
+        recording=recording,
+        time=now,
+        world_size=world_size,
+        missing_ranks=[rank for rank in range(min(world_size or 0, 1 << 20)) if rank not in files],
+        step=[min(steps), max(steps)] if steps else None,
+        step_ms=_median(one.step_ms for one in ranks),
+        exposed_share=_median(one.exposed_share for one in ranks),
+        groups=_groups(files),
+        ranks=ranks,
+        hang=hang,
+        notes=notes,
+    )
+
+
+def _rank(file: RankFile, now: float) -> LiveRank:
+    last, calls, steps = file.now, file.calls, file.steps
+    heard = file.wall(last) if last is not None else None
+    called = file.wall(calls[-1].t) if calls else None
+    ended = "" if file.end is None else str(file.end.get("reason", "")) or "unknown"
+    durations = [(after - before) / 1e6 for (_, before), (_, after) in pairwise(steps) if after > before]
+    return LiveRank(
+        rank=file.rank,
+        node=file.header.node if file.header is not None else "",
+        step=steps[-1][0] if steps else None,
+        step_ms=_median(durations),
+        exposed_share=_exposed(file.waits, last),
+        calls=sum(count for count, _ in file.totals.values()),
+        silent_s=None if ended or called is None else round(max(0.0, now - called / _NS), 1),
+        unheard_s=None if ended or heard is None else round(max(0.0, now - heard / _NS), 1),
+        ended=ended,
+    )
+
+
+def _exposed(waits: Sequence[Wait], last: int | None) -> float | None:
+    """Share of the recent time that waits cover; those of several threads at a time count once."""
+    if not waits or last is None:
+        return None
+    since = max(min(wait.t for wait in waits), last - round(RECENT * _NS))
+    covered, end = 0, since
+    for wait in sorted(waits, key=lambda one: one.t):
+        until = min(wait.t + wait.took, last)
+        covered += max(0, until - max(wait.t, end))
+        end = max(end, until)
+    return round(covered / (last - since), 4) if last > since else None
+
+
+# name and members
+_Key = tuple[str, tuple[int, ...]]
+
+
+class _Collective:
+    """One collective, as far as its members have made it."""
+
+    def __init__(self, call: Line) -> None:
+        self.op, self.bytes = call.op, call.bytes
+        self.first, self.last, self.last_rank = 1 << 62, -1, -1
+        self.members = self.timed = 0
+        self.took = 1 << 62
+
+    def add(self, rank: int, wall: int, took: int | None) -> None:
+        self.members += 1
+        self.first = min(self.first, wall)
+        if wall > self.last:
+            self.last, self.last_rank = wall, rank
+        if took:
+            self.timed += 1
+            self.took = min(self.took, took)
+
+
+class _Group:
+    """What the ranks have made on one group."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.calls = self.bytes = self.recent_calls = self.recent_bytes = 0
+        self.seconds = 0.0
+        self.collectives: dict[int, _Collective] = {}
+
+    def add(self, rank: int, total: tuple[int, int], calls: Sequence[Line], file: RankFile) -> None:
+        """Take in the recent calls of a rank on the group, and its totals."""
+        self.calls += total[0]
+        self.bytes += total[1]
+        if not calls:
+            return
+        self.recent_calls += len(calls)
+        self.recent_bytes += sum(call.bytes for call in calls)
+        self.seconds = max(self.seconds, (calls[-1].t - calls[0].t) / _NS)
+        offset, took = file.wall(0), file.took
+        if offset is None:
+            return
+        for call in calls[-_COMPARED:]:
+            if call.seq is not None:
+                made = self.collectives.get(call.seq)
+                if made is None:
+                    made = self.collectives[call.seq] = _Collective(call)
+                made.add(rank, call.t + offset, took.get(call.id or 0))
+
+    def shown(self) -> LiveGroup:
+        group = self.group
+        whole = [one for one in self.collectives.values() if one.members == group.size > 1]
+        last = Counter(one.last_rank for one in whole).most_common(1)
+        rates = []
+        for one in whole:
+            operation = OPERATIONS.get(one.op)
+            if operation is not None and operation.bus_factor is not None and one.bytes and one.timed == group.size:
+                rates.append(one.bytes * operation.bus_factor(group.size) / one.took)
+        per_second = 1 / self.seconds if self.seconds else 0.0
+        return LiveGroup(
+            pg=group.pg,
+            desc=group.desc,
+            size=group.size,
+            calls=self.calls,
+            bytes=self.bytes,
+            calls_per_s=round(self.recent_calls * per_second, 1),
+            bytes_per_s=round(self.recent_bytes * per_second),
+            busbw_gb_per_s=_median(rates),
+            last_rank=last[0][0] if last else None,
+            last_share=round(last[0][1] / len(whole), 4) if last else None,
+            late_ms=_median((one.last - one.first) / 1e6 for one in whole),
+        )
+
+
+def _groups(files: Mapping[int, RankFile]) -> list[LiveGroup]:
+    """By name and members: groups of several parts of the job may share a name."""
+    found: dict[_Key, _Group] = {}
+    for rank, file in files.items():
+        calls: dict[str, list[Line]] = defaultdict(list)
+        for call in file.calls:
+            calls[call.pg].append(call)
+        totals = file.totals
+        for pg, group in file.groups.items():
+            key = pg, tuple(group.ranks or ())
+            if key not in found:
+                found[key] = _Group(group)
+            found[key].add(rank, totals.get(pg, (0, 0)), calls[pg], file)
+    shown = [group.shown() for group in found.values()]
+    return sorted(shown, key=lambda one: (-one.bytes, -one.calls, one.pg))
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(statistics.median(known), 4) if known else None

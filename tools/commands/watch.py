@@ -1,0 +1,157 @@
+"""`crossrank watch`: a job while it runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from crossrank.budget import BudgetError
+from crossrank.errors import BROKEN, CrossrankError, one_line
+from crossrank.recording import COMMS, VERDICT, is_url, list_recording
+from crossrank.tools.analysis.live import RankFile, Snapshot, snapshot
+from crossrank.tools.commands.options import complain
+from crossrank.tools.output.console import terminal
+from crossrank.tools.output.watch import Metrics, as_text, hang_text
+from crossrank.tools.traces.growing import GrowingFile
+
+_CLEAR = "\x1b[H\x1b[2J"
+
+
+class WatchCommand:
+    """Show a job while it runs, from its files as they grow in a folder that is shared: iterations, calls and bytes per
+    group, bandwidth (with TRACING_TIMING=1), exposed communication, who comes last and by how much, which ranks are
+    silent. Ctrl-C ends it. Exit code 1: ranks are missing or unheard of, or the job hangs."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add("recording", help="the folder given as TRACING_DIR")
+        add("--once", action="store_true", help="look once, print and end")
+        add("--json", action="store_true", help="print a line of JSON per look")
+        add("--interval", type=_seconds, default=2.0, metavar="S", help="seconds between looks (default 2)")
+        add("--top", type=int, default=16, metavar="N", help="groups and ranks to list (default 16)")
+        metrics = parser.add_argument_group("Prometheus")
+        add = metrics.add_argument
+        add("--metrics", type=_port, metavar="PORT", help="serve metrics on this port; 0 = any that is free")
+        meaning = "the address to serve on (default 127.0.0.1: this machine alone)"
+        add("--host", default="127.0.0.1", metavar="ADDRESS", help=meaning)
+        add("--textfile", metavar="FILE", help="write metrics to FILE at each look, for the node exporter")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        folder = arguments.recording
+        if is_url(folder) or not os.path.isdir(folder):
+            raise CrossrankError(f"{folder}: is no folder; name the one given as TRACING_DIR, on a file system")
+        job, metrics = _Job(folder), Metrics()
+        _serve(arguments, metrics)
+        try:
+            while True:
+                begun = time.monotonic()
+                found = metrics.snapshot = job.look()
+                _write(arguments, metrics)
+                _print(arguments, found)
+                if arguments.once:
+                    complain(*job.problems.values(), most=8)
+                    return int(_is_faulty(found))
+                time.sleep(max(0.0, arguments.interval - (time.monotonic() - begun)))
+        except KeyboardInterrupt:
+            return int(metrics.snapshot is not None and _is_faulty(metrics.snapshot))
+
+
+class _Job:
+    """The files of a recording, looked at again and again."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.problems: dict[str, str] = {}
+        self._files: dict[int, tuple[GrowingFile, RankFile]] = {}
+
+    def look(self) -> Snapshot:
+        """What the files say now. Raises `CrossrankError` where there are none."""
+        found = list_recording(self.folder).of_kind(COMMS)
+        for file in found:
+            if file.rank not in self._files:
+                self._files[file.rank] = GrowingFile(file.path), RankFile(file.rank, len(found))
+        if not self._files:
+            raise CrossrankError(f"{self.folder}: no rank has begun to record; name the folder given as TRACING_DIR")
+        for growing, rank in self._files.values():
+            try:
+                rank.take(growing.look())
+                self.problems.pop(growing.path, None)
+            except (OSError, BudgetError) as error:
+                self.problems[growing.path] = f"{growing.path}: {one_line(error)}"
+        return snapshot(self.folder, {rank: of for rank, (_, of) in self._files.items()}, time.time(), self._hang())
+
+    def _hang(self) -> str:
+        """What the job's verdict says, as long as no rank has gone on since."""
+        path = Path(self.folder, VERDICT)
+        try:
+            written = path.stat().st_mtime
+            found = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+        except (OSError, *BROKEN):
+            return ""
+        calls = [(file, file.calls[-1]) for _, file in self._files.values() if file.calls]
+        goes_on = any((file.wall(call.t) or 0) / 1e9 > written for file, call in calls)
+        return "" if goes_on else hang_text(found)
+
+
+def _is_faulty(found: Snapshot) -> bool:
+    unheard = any((one.unheard_s or 0) > 5 for one in found.ranks)
+    return bool(found.missing_ranks or found.hang or unheard)
+
+
+def _print(arguments: argparse.Namespace, found: Snapshot) -> None:
+    if arguments.json:
+        sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+    elif arguments.once or not sys.stdout.isatty():
+        sys.stdout.write(as_text(found, arguments.top) + ("" if arguments.once else "\n"))
+    else:
+        terminal(sys.stdout).write(_CLEAR + as_text(found, arguments.top))
+    sys.stdout.flush()
+
+
+def _serve(arguments: argparse.Namespace, metrics: Metrics) -> None:
+    """Serve metrics where that is asked for."""
+    if arguments.metrics is None:
+        return
+    try:
+        from prometheus_client import start_http_server
+
+        server, _ = start_http_server(arguments.metrics, arguments.host, metrics.registry())
+    except ImportError as error:
+        raise CrossrankError(f"--metrics needs prometheus-client ({error}); pip install crossrank[metrics]") from error
+    except OSError as error:
+        where = f"{arguments.host}:{arguments.metrics}"
+        raise CrossrankError(f"{where}: cannot be listened on ({one_line(error)}); name another port") from error
+    print(f"metrics    http://{arguments.host}:{server.server_port}/metrics", file=sys.stderr)
+
+
+def _write(arguments: argparse.Namespace, metrics: Metrics) -> None:
+    """Write metrics to a file where that is asked for."""
+    if arguments.textfile is None:
+        return
+    try:
+        from prometheus_client import write_to_textfile
+
+        write_to_textfile(arguments.textfile, metrics.registry())
+    except ImportError as error:
+        raise CrossrankError(f"--textfile needs prometheus-client ({error}); pip install crossrank[metrics]") from error
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0.1 to 3600")
+    return seconds
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) < 1 << 16):
+        raise argparse.ArgumentTypeError(f"{text!r} is no port from 0 to 65535")
+    return int(text)

@@ -1,0 +1,164 @@
+"""A running job as text for people, and as metrics for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from crossrank.text import amount, milliseconds, percent, plural, printable, rank_ranges, significant
+from crossrank.tools.analysis.live import LiveGroup, LiveRank, Snapshot
+from crossrank.tools.output.console import Columns, Table, table_of
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.metrics_core import Metric
+
+_SILENT = 5.0
+"""Seconds without a call, or a sign of life, after which a rank is shown as silent."""
+
+_GROUPS: Columns[LiveGroup] = (
+    ("group", lambda row: row.pg),
+    ("description", lambda row: row.desc),
+    ("#size", lambda row: row.size),
+    ("#calls", lambda row: f"{row.calls:,}"),
+    ("#bytes", lambda row: amount(row.bytes)),
+    ("#calls/s", lambda row: significant(row.calls_per_s)),
+    ("#bytes/s", lambda row: amount(row.bytes_per_s)),
+    ("#busbw GB/s", lambda row: significant(row.busbw_gb_per_s)),
+    ("#comes last", lambda row: "-" if row.last_rank is None else f"rank {row.last_rank}"),
+    ("#in", lambda row: percent(row.last_share)),
+    ("#first to last", lambda row: milliseconds(row.late_ms)),
+)
+_RANKS: Columns[LiveRank] = (
+    ("#rank", lambda row: row.rank),
+    ("node", lambda row: row.node[:8]),
+    ("#step", lambda row: "-" if row.step is None else row.step),
+    ("#step time", lambda row: milliseconds(row.step_ms)),
+    ("#exposed", lambda row: percent(row.exposed_share)),
+    ("#calls", lambda row: f"{row.calls:,}"),
+    ("#last call", lambda row: "-" if row.silent_s is None else f"{row.silent_s:,.1f} s ago"),
+    ("state", lambda row: state_of(row)),
+)
+
+
+def state_of(rank: LiveRank) -> str:
+    """What a rank is doing, as far as its file shows."""
+    if rank.ended:
+        return f"ended: {rank.ended}"
+    if rank.unheard_s is not None and rank.unheard_s > _SILENT:
+        return f"unheard of for {rank.unheard_s:,.0f} s"
+    if rank.silent_s is not None and rank.silent_s > _SILENT:
+        return "silent"
+    return "runs"
+
+
+def heading(snapshot: Snapshot) -> Iterator[str]:
+    """Lines about the whole job."""
+    size = snapshot.world_size
+    yield f"recording  {snapshot.recording}"
+    known = f"{len(snapshot.ranks):,} of {size:,}" if size is not None else f"{len(snapshot.ranks):,}"
+    missing = f", rank {rank_ranges(snapshot.missing_ranks)} without a file" if snapshot.missing_ranks else ""
+    states = [state_of(one).split(":")[0].split(" for ")[0] for one in snapshot.ranks]
+    yield f"ranks      {known}{missing}; " + ", ".join(f"{states.count(one):,} {one}" for one in sorted(set(states)))
+    if snapshot.step is not None:
+        low, high = snapshot.step
+        step = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+        yield f"step       {step}, {milliseconds(snapshot.step_ms)} each"
+    if snapshot.exposed_share is not None:
+        yield f"exposed    {percent(snapshot.exposed_share)} of the time, as the hosts waited"
+    if snapshot.hang:
+        yield f"hang       {snapshot.hang}"
+    for note in snapshot.notes:
+        yield f"note       {note}"
+
+
+def tables(snapshot: Snapshot, most: int) -> list[tuple[str, Table]]:
+    """(title, table): the groups, and the ranks that stand out."""
+    ranks = sorted(snapshot.ranks, key=_oddity)
+    title = "Ranks" if len(ranks) <= most else f"Ranks that stand out, of {len(ranks):,}"
+    return [
+        ("Process groups", table_of(snapshot.groups, _GROUPS, limit=most)),
+        (title, table_of(sorted(ranks[:most], key=lambda one: one.rank), _RANKS)),
+    ]
+
+
+def _oddity(rank: LiveRank) -> tuple[float, ...]:
+    """Those that were not heard of for longest come first, then those that are behind, then the slow ones."""
+    unheard = rank.unheard_s if rank.unheard_s is not None and rank.unheard_s > _SILENT else 0.0
+    return -unheard, rank.step if rank.step is not None else -1, -(rank.step_ms or 0.0), rank.rank
+
+
+def as_text(snapshot: Snapshot, most: int) -> str:
+    """One look as plain text."""
+    lines = [printable(line) for line in heading(snapshot)]
+    for title, table in tables(snapshot, most):
+        lines += ["", title, *table.lines()]
+    return "\n".join(lines) + "\n"
+
+
+class Metrics:
+    """The latest look, as Prometheus reads it."""
+
+    def __init__(self) -> None:
+        self.snapshot: Snapshot | None = None
+
+    def registry(self) -> CollectorRegistry:
+        """What the library serves or writes. Raises `ImportError` where that is not installed."""
+        from prometheus_client import CollectorRegistry
+
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        return registry
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the library."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        found = self.snapshot
+        if found is None:
+            return
+
+        def of_ranks(name: str, meaning: str, value: str) -> Metric:
+            family = GaugeMetricFamily(f"crossrank_{name}", meaning, labels=["rank"])
+            for one in found.ranks:
+                if (number := getattr(one, value)) is not None:
+                    family.add_metric([str(one.rank)], number / 1000 if value.endswith("_ms") else number)
+            return family
+
+        yield GaugeMetricFamily("crossrank_ranks", "ranks with a file", value=len(found.ranks))
+        yield GaugeMetricFamily("crossrank_missing_ranks", "ranks without a file", value=len(found.missing_ranks))
+        yield GaugeMetricFamily("crossrank_hang", "1 = the job's last verdict is that it hangs", value=bool(found.hang))
+        yield of_ranks("step", "iterations that have begun", "step")
+        yield of_ranks("step_seconds", "recent median duration of an iteration", "step_ms")
+        yield of_ranks("exposed_ratio", "share of the recent time in which the host waited", "exposed_share")
+        yield of_ranks("silent_seconds", "since the last call", "silent_s")
+        yield of_ranks("unheard_seconds", "since the rank last wrote to its file", "unheard_s")
+        for name, meaning, total in (
+            ("calls", "communication calls of all ranks", "calls"),
+            ("bytes", "S of nccl-tests of those calls", "bytes"),
+        ):
+            counter = CounterMetricFamily(f"crossrank_{name}", meaning, labels=["group", "description"])
+            for group in found.groups:
+                counter.add_metric([group.pg, group.desc], getattr(group, total))
+            yield counter
+        for name, meaning, value, unit in (
+            ("busbw_bytes_per_second", "recent median bus bandwidth", "busbw_gb_per_s", 1e9),
+            ("late_seconds", "recent median from the first rank's call to the last one's", "late_ms", 1e-3),
+        ):
+            gauge = GaugeMetricFamily(f"crossrank_{name}", meaning, labels=["group", "description"])
+            for group in found.groups:
+                if (number := getattr(group, value)) is not None:
+                    gauge.add_metric([group.pg, group.desc], number * unit)
+            yield gauge
+
+
+def hang_text(verdict: dict[str, object]) -> str:
+    """The verdict that a job has written of its hang, in a line; empty where no rank waits for another."""
+    findings = [one for one in verdict.get("findings") or [] if isinstance(one, dict)]  # type: ignore[attr-defined]
+    for finding in findings:
+        if waiting := finding.get("waiting_ranks"):
+            culprits = finding.get("culprit_ranks") or []
+            who = f"rank {rank_ranges(culprits)}" if culprits else "nobody in particular"
+            call = f"{finding.get('op', '')} #{finding.get('collective_seq_id')}"
+            return f"{finding.get('kind')}: {plural(len(waiting), 'rank')} wait in {call} for {who}"
+    return ""
