@@ -13,7 +13,7 @@ import pytest
 from crossrank.comm import CommRecord
 from crossrank.instrument.compiled import build
 from crossrank.recording import CommsFile
-from tests.integration import jobs
+from tests.integration import jobs, names
 
 RECORDING = "crossrank-recording"
 ONE_CALL = """
@@ -34,8 +34,8 @@ for step in range(3):
     dist.all_reduce(wide.bfloat16(), group=group, async_op=True).wait()
     dist.broadcast(wide, 0)
     dist.all_gather([torch.empty(4, 2)], wide)
-    dist.all_gather_single(torch.empty(4, 2), wide)
-    dist.reduce_scatter_single(torch.empty(4, 2), wide, op=dist.ReduceOp.PRODUCT)
+    dist.ALL_GATHER(torch.empty(4, 2), wide)
+    dist.REDUCE_SCATTER(torch.empty(4, 2), wide, op=dist.ReduceOp.PRODUCT)
     dist.all_to_all_single(torch.empty(4, 2), wide, [4], [4])
     dist.gather(wide, [torch.empty(4, 2)])
     dist.scatter(torch.empty(4, 2), [wide])
@@ -56,7 +56,7 @@ dist.destroy_process_group(group)
 del group
 gc.collect()
 dist.all_reduce(wide, group=dist.new_group([0]))
-"""
+""".replace("ALL_GATHER", names.ALL_GATHER).replace("REDUCE_SCATTER", names.REDUCE_SCATTER)
 
 
 def recorded(folder: Path) -> list[CommRecord]:
