@@ -27,7 +27,7 @@ import zstandard
 from crossrank.errors import CrossrankError
 from crossrank.instrument.log import log
 from crossrank.machine import boot_id
-from crossrank.recording import COMMS, CommsFile, file_name, rank_of, temporary_name
+from crossrank.recording import COMMS, VERDICT, CommsFile, file_name, rank_of, temporary_name
 
 _LEVEL = 3
 _PATIENCE = 5.0
@@ -213,13 +213,13 @@ def _set_aside(folder: Path, rank: int, world_size: int) -> None:
     """Move what an earlier recording left for this rank to an `earlier-K` that has none of it.
 
     That is the latest one, which another rank of this job may just have begun, or a new one. Rank 0 also moves what
-    is left of ranks that this job does not have, and of spawned processes.
+    is left of ranks that this job does not have, and of spawned processes, and the verdict.
     """
 
     def is_left(name: str) -> bool:
         owner = rank_of(name)
         if owner is None:
-            return rank == 0 and _SPAWNED.fullmatch(name) is not None
+            return rank == 0 and (name == VERDICT or _SPAWNED.fullmatch(name) is not None)
         return owner == rank or (rank == 0 and owner >= world_size)
 
     names = os.listdir(folder)

@@ -31,7 +31,7 @@ _COMPARED = 64
 _NS = 1e9
 
 
-class Line(msgspec.Struct):
+class LiveLine(msgspec.Struct):
     """A line of a comms file: what is looked at of a record, or one other kind."""
 
     id: Int | None = None
@@ -49,7 +49,7 @@ class Line(msgspec.Struct):
     end: dict[str, Any] | None = None
 
 
-_decoder = msgspec.json.Decoder(Line)
+_decoder = msgspec.json.Decoder(LiveLine)
 
 
 class LiveGroup(msgspec.Struct, kw_only=True):
@@ -126,7 +126,7 @@ class _Content:
         self.groups: dict[str, Group] = {}
         self.count: dict[str, int] = defaultdict(int)
         self.bytes: dict[str, int] = defaultdict(int)
-        self.calls: deque[Line] = deque(maxlen=most)
+        self.calls: deque[LiveLine] = deque(maxlen=most)
         self.waits: deque[Wait] = deque(maxlen=most)
         self.took: dict[int, int] = {}
         self.steps: deque[tuple[int, int]] = deque(maxlen=1000)
@@ -154,7 +154,7 @@ class _Content:
             self.clock = line.clock or self.clock
             self.end = line.end or self.end
 
-    def _decode(self, content: bytes) -> Iterator[Line]:
+    def _decode(self, content: bytes) -> Iterator[LiveLine]:
         try:
             yield from _decoder.decode_lines(content)
         except BROKEN:
@@ -176,7 +176,7 @@ class _Content:
             self.took = {number: took for number, took in self.took.items() if number >= first}
 
 
-class RankFile:
+class LiveFile:
     """What one rank's file has said so far."""
 
     def __init__(self, rank: int, ranks: int) -> None:
@@ -236,7 +236,7 @@ class RankFile:
         return self._settled.took | self._recent.took
 
     @property
-    def calls(self) -> list[Line]:
+    def calls(self) -> list[LiveLine]:
         """The recent ones."""
         return [*self._settled.calls, *self._recent.calls]
 
@@ -256,7 +256,7 @@ class RankFile:
         return t + moment["wall"] - moment["t"]
 
 
-def snapshot(recording: str, files: Mapping[int, RankFile], now: float, hang: str = "") -> Snapshot:
+def snapshot(recording: str, files: Mapping[int, LiveFile], now: float, hang: str = "") -> Snapshot:
     """The job as its files say, at `now` s since 1970."""
     world = Counter(file.header.world_size for file in files.values() if file.header is not None)
     world_size = world.most_common(1)[0][0] if world else None
@@ -283,7 +283,7 @@ def snapshot(recording: str, files: Mapping[int, RankFile], now: float, hang: st
     )
 
 
-def _rank(file: RankFile, now: float) -> LiveRank:
+def _rank(file: LiveFile, now: float) -> LiveRank:
     last, calls, steps = file.now, file.calls, file.steps
     heard = file.wall(last) if last is not None else None
     called = file.wall(calls[-1].t) if calls else None
@@ -322,7 +322,7 @@ _Key = tuple[str, tuple[int, ...]]
 class _Collective:
     """One collective, as far as its members have made it."""
 
-    def __init__(self, call: Line) -> None:
+    def __init__(self, call: LiveLine) -> None:
         self.op, self.bytes = call.op, call.bytes
         self.first, self.last, self.last_rank = 1 << 62, -1, -1
         self.members = self.timed = 0
@@ -347,7 +347,7 @@ class _Group:
         self.seconds = 0.0
         self.collectives: dict[int, _Collective] = {}
 
-    def add(self, rank: int, total: tuple[int, int], calls: Sequence[Line], file: RankFile) -> None:
+    def add(self, rank: int, total: tuple[int, int], calls: Sequence[LiveLine], file: LiveFile) -> None:
         """Take in the recent calls of a rank on the group, and its totals."""
         self.calls += total[0]
         self.bytes += total[1]
@@ -391,11 +391,11 @@ class _Group:
         )
 
 
-def _groups(files: Mapping[int, RankFile]) -> list[LiveGroup]:
+def _groups(files: Mapping[int, LiveFile]) -> list[LiveGroup]:
     """By name and members: groups of several parts of the job may share a name."""
     found: dict[_Key, _Group] = {}
     for rank, file in files.items():
-        calls: dict[str, list[Line]] = defaultdict(list)
+        calls: dict[str, list[LiveLine]] = defaultdict(list)
         for call in file.calls:
             calls[call.pg].append(call)
         totals = file.totals

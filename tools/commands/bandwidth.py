@@ -67,9 +67,7 @@ def _why_none(result: Bandwidth, measured: Measured) -> str:
             if hidden
             else ("holds no communication; name the traces of a job that has some")
         )
-    step = (
-        "record a window (TRACING_WINDOW=START:STOP), or a report of Nsight Systems, or set TORCH_NCCL_ENABLE_TIMING=1"
-    )
+    step = "record with TRACING_TIMING=1 or a window (TRACING_WINDOW=START:STOP), or a report of Nsight Systems"
     if all(one.source == "nsight" for one in measured.ranks):
         step = "name a recording with a window (TRACING_WINDOW=START:STOP); beside exports: --source kineto"
     why = "".join(f" ({note})" for note in result.notes[:2])

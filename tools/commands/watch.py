@@ -13,7 +13,7 @@ import msgspec
 from crossrank.budget import BudgetError
 from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.recording import COMMS, VERDICT, is_url, list_recording
-from crossrank.tools.analysis.live import RankFile, Snapshot, snapshot
+from crossrank.tools.analysis.live import LiveFile, Snapshot, snapshot
 from crossrank.tools.commands.options import complain
 from crossrank.tools.output.console import terminal
 from crossrank.tools.output.watch import Metrics, as_text, hang_text
@@ -67,14 +67,14 @@ class _Job:
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self.problems: dict[str, str] = {}
-        self._files: dict[int, tuple[GrowingFile, RankFile]] = {}
+        self._files: dict[int, tuple[GrowingFile, LiveFile]] = {}
 
     def look(self) -> Snapshot:
         """What the files say now. Raises `CrossrankError` where there are none."""
         found = list_recording(self.folder).of_kind(COMMS)
         for file in found:
             if file.rank not in self._files:
-                self._files[file.rank] = GrowingFile(file.path), RankFile(file.rank, len(found))
+                self._files[file.rank] = GrowingFile(file.path), LiveFile(file.rank, len(found))
         if not self._files:
             raise CrossrankError(f"{self.folder}: no rank has begun to record; name the folder given as TRACING_DIR")
         for growing, rank in self._files.values():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from crossrank.tools.analysis.live import LiveGroup, RankFile, Snapshot, snapshot
+from crossrank.tools.analysis.live import LiveFile, LiveGroup, Snapshot, snapshot
 from crossrank.tools.output.watch import as_text
 from crossrank.tools.traces.growing import Growth
 
@@ -40,13 +40,13 @@ def growth(*lines: dict[str, Any], recent: tuple[dict[str, Any], ...] = ()) -> G
     return Growth(settled=text(lines), recent=text(recent))
 
 
-def rank(number: int, *lines: dict[str, Any], node: str = "n") -> RankFile:
-    file = RankFile(number, 2)
+def rank(number: int, *lines: dict[str, Any], node: str = "n") -> LiveFile:
+    file = LiveFile(number, 2)
     file.take(growth(header(number, node), GROUP, *lines))
     return file
 
 
-def look(*files: RankFile, at_ms: float, hang: str = "") -> Snapshot:
+def look(*files: LiveFile, at_ms: float, hang: str = "") -> Snapshot:
     return snapshot("run", {file.rank: file for file in files}, WALL / 1e9 + at_ms / 1e3, hang)
 
 
@@ -116,7 +116,7 @@ def test_a_file_that_begins_anew_forgets_the_old_one() -> None:
 
 
 def test_broken_lines_are_counted_and_the_others_read() -> None:
-    file = RankFile(0, 2)
+    file = LiveFile(0, 2)
     good = growth(header(0), GROUP, call(1, 0)).settled
     file.take(Growth(settled=good + b'{"id":"x"}\n{"id":2,\n' + growth(call(3, 1)).settled))
     assert file.totals == {"0": (2, 2_000_000)}
