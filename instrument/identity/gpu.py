@@ -58,6 +58,8 @@ _COUNTERS = {
     "NVML_FI_DEV_PCIE_COUNT_RX_BYTES": "pcie_rx_bytes",
     "NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION": "energy_mj",
 }
+_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvmap", "/dev/kfd")
+"""What there is with a driver of NVIDIA, of it under WSL, of it on a Jetson, or of AMD."""
 _PATIENCE = 2.0
 """Seconds for which the other ranks may wait to learn of this rank's NVLink domain."""
 _ALL_LINKS = 0xFFFFFFFF  # scope of the NVLink fields: the sum over all links
@@ -208,8 +210,9 @@ def bound_device() -> int | None:
 
 
 def may_use_cuda() -> bool:
-    """Whether a CUDA device may yet turn up in this process."""
-    return torch.version.cuda is not None or torch.version.hip is not None
+    """Whether a CUDA device may yet turn up in this process: torch is built for one, and this machine has a driver."""
+    is_built = torch.version.cuda is not None or torch.version.hip is not None
+    return is_built and any(map(os.path.exists, _DRIVERS))
 
 
 def nccl_version() -> str | None:

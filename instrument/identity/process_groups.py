@@ -135,7 +135,7 @@ def _read(group: dist.ProcessGroup) -> GroupState:
         ranks = list(range(size)) if dist.is_initialized() and size == dist.get_world_size() else None
     try:
         backend = str(dist.get_backend_config(group))
-    except (KeyError, ValueError, RuntimeError, AssertionError):
+    except (KeyError, ValueError, RuntimeError, AssertionError, TypeError):  # by version, of a group that torch forgot
         backend = group.name()
     return GroupState(
         group=Group(

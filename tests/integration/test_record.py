@@ -15,6 +15,7 @@ import crossrank
 from crossrank.comm import CommRecord
 from crossrank.instrument import api
 from crossrank.instrument.record.reductions import ReductionReader
+from tests.integration import jobs
 from tests.integration.test_interception import records_of
 from tests.integration.world import World
 
@@ -313,3 +314,20 @@ def _group_ranks_with_gap(rank: int) -> bool:
 def test_a_destroyed_group_is_not_kept_alive(two_ranks: World, tmp_path: Path) -> None:
     assert two_ranks.run(_group_ranks_with_gap, tmp_path / "off", record=False) == [True, True]
     assert two_ranks.run(_group_ranks_with_gap, tmp_path / "on") == [True, True]
+
+
+def test_a_call_on_a_group_that_torch_has_forgotten_is_recorded(tmp_path: Path) -> None:
+    result = jobs.python(
+        tmp_path,
+        """
+        forgotten = dist.group.WORLD
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        crossrank.enable()
+        forgotten.allreduce([torch.ones(3)]).wait()
+        """,
+        TRACING_DIR=str(tmp_path / "recording"),
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    (record,) = records_of(tmp_path / "recording", 0)
+    assert (record.op, record.inputs) == ("all_reduce", [[3]])

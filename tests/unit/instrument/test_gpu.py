@@ -179,3 +179,12 @@ def test_the_version_of_nccl_is_asked_of_the_library_that_is_loaded(tmp_path: Pa
 def test_without_cuda_nvml_is_not_even_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert GpuReader(0).gpu is None
+
+
+@pytest.mark.parametrize(("cuda", "driver", "may"), [("13.0", True, True), ("13.0", False, False), (None, True, False)])
+def test_a_device_is_waited_for_where_torch_and_the_machine_may_have_one(
+    cuda: str | None, driver: bool, may: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(gpu, "_DRIVERS", (str(tmp_path if driver else tmp_path / "nowhere"),))
+    assert gpu.may_use_cuda() == may
