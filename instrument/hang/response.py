@@ -24,7 +24,8 @@ from crossrank.instrument.hang.watch import HangWatch
 from crossrank.instrument.log import log
 from crossrank.instrument.write.flight_dump import completed
 from crossrank.instrument.write.rank_files import take_lock
-from crossrank.recording import FLIGHT, VERDICT, file_name
+from crossrank.recording import COMMS, FLIGHT, VERDICT, file_name
+from crossrank.text import rank_ranges
 
 if TYPE_CHECKING:
     from crossrank.instrument.session import Session
@@ -138,12 +139,14 @@ class _Silence:
         earlier = verdict.read(path) if (_changed(path) or 0) > since else None
         silence = f"no communication for {self._seconds:.3g} s (rank {session.rank})"
         try:
+            self._refuse_part_of_job()
             text = verdict.diagnose(folder, path, session.world_size)
         except CrossrankError as error:
             log.warning(
                 "crossrank: %s: %s; `crossrank diagnose %s` shows from what every rank did last who waits for whom",
                 *(silence, error, folder),
             )
+            verdict.write_none(path)
             return False
         found = verdict.read(path) or Verdict()
         is_over = self._is_over() or completed() != self._completed
@@ -158,6 +161,17 @@ class _Silence:
                 *(silence, folder, found.verdict),
             )
         return True
+
+    def _refuse_part_of_job(self) -> None:
+        """Raise where other nodes write to folders of their own: their ranks would seem to be missing."""
+        topology = self._session.topology
+        places = dict(topology.places) if topology is not None else {}
+        here = {place[0] for rank, place in places.items() if (self._folder / file_name(COMMS, rank)).exists()}
+        if apart := sorted(rank for rank, place in places.items() if place[0] not in here):
+            raise CrossrankError(
+                f"{self._folder} holds nothing of rank {rank_ranges(apart)}: gather what other nodes have in folders "
+                "of their own, or name one that all share"
+            )
 
     def _wait_for_dumps(self) -> None:
         """Wait until the other ranks have written what they did last, as long as more come."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -49,6 +50,12 @@ def read(path: Path) -> Verdict | None:
         return msgspec.json.decode(path.read_bytes(), type=Verdict)
     except (OSError, msgspec.MsgspecError):
         return None
+
+
+def write_none(path: Path) -> None:
+    """Leave word for the other ranks of this folder that there is no diagnosis: they need not try."""
+    with contextlib.suppress(OSError):
+        path.write_bytes(msgspec.json.encode(Verdict(verdict="none")))
 
 
 def diagnose(folder: Path, output: Path, world_size: int) -> str:

@@ -142,6 +142,25 @@ def test_silence_in_which_no_rank_waits_is_no_hang_and_ends_nothing(tmp_path: Pa
     assert lines[0].endswith("has what every rank did last (verdict: ok)")
 
 
+def test_ranks_of_nodes_that_share_no_folder_are_not_accused(tmp_path: Path) -> None:
+    job = JOB.replace("crossrank.enable(", 'crossrank.enable(directory=f"recording/{rank}", ')
+    script = jobs.write_script(tmp_path, job + ABSENT.format(absent=1, instead="time.sleep(5)"))
+    variables = {"TRACING_HANG_SECONDS": "1", "TRACING_ON_HANG": "abort", "NODES": "2"}
+    result = jobs.torchrun(tmp_path, script, ranks=2, **variables)
+    assert result.returncode == 0, result.stderr
+    (line,) = (line for line in result.stderr.splitlines() if line.startswith("crossrank: no communication"))
+    assert f"{tmp_path}/recording/0 holds nothing of rank 1: gather what other nodes have" in line
+    assert "the job hangs" not in result.stderr
+
+
+def test_a_diagnosis_that_fails_is_one_line_of_one_rank(tmp_path: Path) -> None:
+    job = JOB + "sys.executable = '/nowhere/python'\n" + ABSENT.format(absent=1, instead="time.sleep(6)")
+    script = jobs.write_script(tmp_path, job)
+    result = jobs.torchrun(tmp_path, script, ranks=2, TRACING_HANG_SECONDS="1", NODES="1")
+    assert result.returncode == 0, result.stderr
+    assert sum(line.startswith("crossrank: no communication") for line in result.stderr.splitlines()) == 1
+
+
 def test_a_diagnosis_that_fails_is_one_line_and_training_goes_on(tmp_path: Path) -> None:
     result = jobs.python(
         tmp_path,
