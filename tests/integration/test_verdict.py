@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from crossrank.instrument.hang.response import EXIT_CODE
 from crossrank.recording import CommsFile
@@ -67,9 +66,8 @@ def verdict_of(folder: Path) -> tuple[str, list[int]]:
     return found["verdict"], found["suspect_ranks"]
 
 
-@pytest.mark.parametrize("absent", [0, 1])
-def test_the_log_says_who_is_missing_and_training_that_recovers_goes_on(absent: int, tmp_path: Path) -> None:
-    source = ABSENT.format(absent=absent, instead="look_elsewhere()")
+def test_the_log_says_who_is_missing_and_training_that_recovers_goes_on(tmp_path: Path) -> None:
+    source = ABSENT.format(absent=1, instead="look_elsewhere()")
     code, printed, said = run(tmp_path, source)
     assert code == 0, said
     assert sorted(printed.splitlines()) == ["rank 0 trained", "rank 1 trained"]
@@ -77,11 +75,11 @@ def test_the_log_says_who_is_missing_and_training_that_recovers_goes_on(absent: 
     _, _, text = said.partition("crossrank: the job hangs: no communication for 1.5")
     assert text.splitlines()[0].endswith(f" s (rank 0); {tmp_path}/recording/verdict.json says:")
     assert "missing_rank: a rank has not made a collective that the others wait in" in text
-    assert f"culprit      rank {absent}\n" in text
-    assert f"waiting      rank {1 - absent}\n" in text
+    assert "culprit      rank 1\n" in text
+    assert "waiting      rank 0\n" in text
     assert "look_elsewhere (" in text
     assert "all_reduce #4 of group default_pg [0] (rank 0-1)" in text
-    assert verdict_of(tmp_path) == ("error", [absent])
+    assert verdict_of(tmp_path) == ("error", [1])
 
 
 RESUME = """
@@ -95,10 +93,9 @@ if rank == 1:
 """
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_where_rank_0_is_silent_another_one_says_it(nodes: int, tmp_path: Path) -> None:
+def test_where_rank_0_is_silent_another_one_says_it(tmp_path: Path) -> None:
     source = RESUME + ABSENT.format(absent=0, instead="os.kill(os.getpid(), signal.SIGSTOP)")
-    code, printed, said = run(tmp_path, source, NODES=str(nodes))
+    code, printed, said = run(tmp_path, source)
     assert code == 0, said
     assert sorted(printed.splitlines()) == ["rank 0 trained", "rank 1 trained"]
     assert said.count("crossrank: the job hangs") == 1, said
@@ -106,21 +103,7 @@ def test_where_rank_0_is_silent_another_one_says_it(nodes: int, tmp_path: Path) 
     assert verdict_of(tmp_path) == ("error", [0])
 
 
-def test_a_job_that_is_to_end_when_it_hangs_ends_with_a_code_of_its_own_behind_the_verdict(tmp_path: Path) -> None:
-    source = ABSENT.format(absent=1, instead="time.sleep(600)")
-    code, printed, said = run(tmp_path, source, TRACING_ON_HANG="abort")
-    assert (code, printed) == (1, "")
-    assert f"exitcode  : {EXIT_CODE}" in said
-    hang = said.index("the job hangs")
-    assert hang < said.index("culprit      rank 1\n") < said.index(f"rank 0 ends with exit code {EXIT_CODE}")
-    for rank in (0, 1):
-        file = CommsFile(str(tmp_path / "recording" / f"rank-{rank}.comms.jsonl.zst"))
-        assert len(list(file.records())) == 4 - rank
-        assert file.end is not None
-        assert file.end["reason"] == "abort"
-
-
-def test_a_launcher_that_may_restart_a_job_that_hung_does(tmp_path: Path) -> None:
+def test_a_job_may_end_when_it_hangs_behind_the_verdict_for_its_launcher_to_restart_it(tmp_path: Path) -> None:
     source = ABSENT.format(absent=1, instead='os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and time.sleep(600)')
     # A gloo group finds the addresses of the last attempt in the launcher's own store.
     own_store = "init_method=f\"file://{os.getcwd()}/store-{os.environ['TORCHELASTIC_RESTART_COUNT']}\", "
@@ -130,6 +113,15 @@ def test_a_launcher_that_may_restart_a_job_that_hung_does(tmp_path: Path) -> Non
     result = jobs.torchrun(tmp_path, script, "--max-restarts=1", ranks=2, **variables)
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == ["rank 0 trained", "rank 1 trained"]
+    hang, end = (result.stderr.index(text) for text in ("the job hangs", f"rank 0 ends with exit code {EXIT_CODE}"))
+    assert hang < result.stderr.index("culprit      rank 1\n") < end
+    assert f"failed (exitcode: {EXIT_CODE})" in result.stderr
+    for rank in (0, 1):
+        file = CommsFile(str(tmp_path / "recording" / "earlier-1" / f"rank-{rank}.comms.jsonl.zst"))
+        assert len(list(file.records())) == 4 - rank
+        assert file.end is not None
+        assert file.end["reason"] == "abort"
+    assert (tmp_path / "recording" / "earlier-1" / "verdict.json").exists()
 
 
 def test_silence_in_which_no_rank_waits_is_no_hang_and_ends_nothing(tmp_path: Path) -> None:
@@ -158,21 +150,6 @@ def test_a_diagnosis_that_fails_is_one_line_of_one_rank(tmp_path: Path) -> None:
     script = jobs.write_script(tmp_path, job)
     result = jobs.torchrun(tmp_path, script, ranks=2, TRACING_HANG_SECONDS="1", NODES="1")
     assert result.returncode == 0, result.stderr
-    assert sum(line.startswith("crossrank: no communication") for line in result.stderr.splitlines()) == 1
-
-
-def test_a_diagnosis_that_fails_is_one_line_and_training_goes_on(tmp_path: Path) -> None:
-    result = jobs.python(
-        tmp_path,
-        """
-        crossrank.enable(hang_seconds=0.4, on_hang="abort")
-        dist.all_reduce(torch.ones(4))
-        sys.executable = "/nowhere/python"
-        time.sleep(3)
-        print("trained")
-        """,
-    )
-    assert (result.returncode, result.stdout) == (0, "trained\n")
     (line,) = (line for line in result.stderr.splitlines() if line.startswith("crossrank: no communication"))
     assert "it could not be diagnosed here (FileNotFoundError: " in line
     assert "`crossrank diagnose " in line
