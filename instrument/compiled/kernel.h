@@ -173,15 +173,17 @@ inline void launched(const Launch &launch, bool gives_work, const torch::jit::St
   if (!gives_work || now_ns() - launch.time > kLongLaunch) waited(launch.id, launch.time, Of::kLaunch);
 }
 
+// The keys of the kernels that would have run without ours.
+inline const c10::DispatchKeySet kBehindOurs(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
+
 class Kernel : public c10::OperatorKernel {
  public:
   explicit Kernel(Op op) : op_(std::move(op)) {}
 
   void operator()(const c10::OperatorHandle &handle, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
-    static const c10::DispatchKeySet after(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
     Launch launch = record(op_, *stack);
     try {
-      handle.redispatchBoxed(keys & after, stack);
+      handle.redispatchBoxed(keys & kBehindOurs, stack);
     } FORCED_UNWIND catch (...) {
       AsideError aside(launch.opened.by_python);
       close(launch.opened);
@@ -195,24 +197,29 @@ class Kernel : public c10::OperatorKernel {
   Op op_;
 };
 
+// Of a tensor that has data somewhere; NULL of anything else.
+inline const void *storage_of(const c10::IValue &value) {
+  if (!value.isTensor()) return nullptr;
+  const at::Tensor &tensor = value.toTensor();
+  if (!tensor.defined() || !is_real(tensor) || !tensor.has_storage()) return nullptr;
+  return tensor.storage().unsafeGetStorageImpl();
+}
+
 // Around an operation of `_c10d_functional` that communicates: which call is waited for with its results.
 class FunctionalKernel : public c10::OperatorKernel {
  public:
   void operator()(const c10::OperatorHandle &handle, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
-    static const c10::DispatchKeySet after(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
     bool active = to.active.load(std::memory_order_relaxed);
     if (active) tables_of_thread().last = kNone;
-    handle.redispatchBoxed(keys & after, stack);
+    handle.redispatchBoxed(keys & kBehindOurs, stack);
     if (!active || stack->empty()) return;
     if (int64_t id = tables_of_thread().last; id != kNone) note(stack->back(), id);
   }
 
  private:
   static void note(const c10::IValue &result, int64_t id) {
-    if (result.isTensor()) {
-      const at::Tensor &tensor = result.toTensor();
-      if (tensor.defined() && is_real(tensor) && tensor.has_storage())
-        call_of_storage.note(tensor.storage().unsafeGetStorageImpl(), id);
+    if (const void *storage = storage_of(result)) {
+      call_of_storage.note(storage, id);
     } else if (result.isList()) {
       for (const c10::IValue &item : result.toListRef()) note(item, id);
     }
@@ -223,21 +230,20 @@ class FunctionalKernel : public c10::OperatorKernel {
 class WaitTensorKernel : public c10::OperatorKernel {
  public:
   void operator()(const c10::OperatorHandle &handle, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
-    static const c10::DispatchKeySet after(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
-    int64_t id = CallOf::kNoCall;
-    if (to.active.load(std::memory_order_relaxed) && stack->back().isTensor()) {
-      const at::Tensor &tensor = stack->back().toTensor();
-      if (tensor.defined() && is_real(tensor) && tensor.has_storage())
-        id = call_of_storage.take(tensor.storage().unsafeGetStorageImpl());
+    const void *storage = to.active.load(std::memory_order_relaxed) ? storage_of(stack->back()) : nullptr;
+    int64_t id = storage == nullptr ? CallOf::kNoCall : call_of_storage.take(storage);
+    if (id == CallOf::kNoCall) {
+      handle.redispatchBoxed(keys & kBehindOurs, stack);
+      return;
     }
-    int64_t begin = id == CallOf::kNoCall ? 0 : now_ns();
+    int64_t begin = now_ns();
     try {
-      handle.redispatchBoxed(keys & after, stack);
+      handle.redispatchBoxed(keys & kBehindOurs, stack);
     } FORCED_UNWIND catch (...) {
-      if (id != CallOf::kNoCall) waited(id, begin, Of::kTensor, true);
+      waited(id, begin, Of::kTensor, true);
       throw;
     }
-    if (id != CallOf::kNoCall) waited(id, begin, Of::kTensor);
+    waited(id, begin, Of::kTensor);
   }
 };
 

@@ -373,11 +373,10 @@ PyObject *state(PyObject *, PyObject *) {
     std::lock_guard<std::mutex> guard(to.lock);
     error = to.first_error;
   }
-  return Py_BuildValue("{sLsnsLsLsLsNsi}", "calls", to.ids.load(), "waiting",
+  return Py_BuildValue("{sLsnsLsLsLsN}", "calls", to.ids.load(), "waiting",
                        static_cast<Py_ssize_t>(ring == nullptr ? 0 : ring->length()), "dropped", to.dropped.load(),
                        "spans_dropped", to.spans_dropped.load(), "errors", to.errors.load(), "first_error",
-                       PyUnicode_DecodeUTF8(error.data(), static_cast<Py_ssize_t>(error.size()), "replace"),
-                       "coalescing", to.coalescing.load());
+                       PyUnicode_DecodeUTF8(error.data(), static_cast<Py_ssize_t>(error.size()), "replace"));
 }
 
 PyMethodDef methods[] = {

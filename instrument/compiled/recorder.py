@@ -107,11 +107,6 @@ class CompiledRecorder(Recorder):
         waiting: int = self.native.state()["waiting"]
         return waiting
 
-    @property
-    def coalescing(self) -> int:
-        coalescing: int = self.native.state()["coalescing"]
-        return coalescing
-
     def take(self) -> list[Call]:
         state = self.native.state()
         calls: list[Call] = []

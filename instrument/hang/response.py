@@ -94,6 +94,7 @@ class _Silence:
         self._seconds = seconds
         self._calls, self._completed = session.recorder.calls(), completed()
         self._dumped = _changed(self._dump_of(session.rank)) or time.time_ns()
+        self._since = self._dumped - round(seconds * 1e9)
 
     def respond(self) -> None:
         """See that there is a verdict, and do what it asks for."""
@@ -135,8 +136,7 @@ class _Silence:
         if self._is_over():
             return False
         path = folder / VERDICT
-        since = self._dumped - round(self._seconds * 1e9)
-        earlier = verdict.read(path) if (_changed(path) or 0) > since else None
+        earlier = verdict.read(path) if (_changed(path) or 0) > self._since else None
         silence = f"no communication for {self._seconds:.3g} s (rank {session.rank})"
         try:
             self._refuse_part_of_job()
@@ -176,10 +176,9 @@ class _Silence:
     def _wait_for_dumps(self) -> None:
         """Wait until the other ranks have written what they did last, as long as more come."""
         missing = set(range(self._session.world_size)) - {self._session.rank}
-        since = self._dumped - round(self._seconds * 1e9)
         begun = latest = time.monotonic()
         while missing and not self._is_over() and time.monotonic() - begun < _LATEST:
-            written = {rank for rank in missing if (_changed(self._dump_of(rank)) or 0) > since}
+            written = {rank for rank in missing if (_changed(self._dump_of(rank)) or 0) > self._since}
             missing -= written
             if written:
                 latest = time.monotonic()

@@ -171,7 +171,7 @@ class PythonRecorder(Recorder):
         result = redispatch(*args)
         if self.active and thread.last is not None:
             for tensor in result if isinstance(result, (list, tuple)) else (result,):
-                self._call_of_storage.note(tensor.untyped_storage()._cdata, thread.last)
+                self._call_of_storage.note(_storage(tensor), thread.last)
         return result
 
     def wait_tensor(self, redispatch: Callable[..., Any], keys: Any, tensor: torch.Tensor) -> Any:
@@ -179,7 +179,7 @@ class PythonRecorder(Recorder):
         storages = self._call_of_storage
         record_id = NO_CALL
         if self.active and not storages.is_empty:
-            record_id = storages.take(tensor.untyped_storage()._cdata)
+            record_id = storages.take(_storage(tensor))
         if record_id == NO_CALL:
             return redispatch(keys, tensor)
         begin = monotonic_ns()
@@ -256,6 +256,8 @@ class _CallOf:
 
     def note(self, address: int, record_id: int) -> None:
         """An object must be noted again where another one is made at its address."""
+        if address < 0:
+            return
         self._new[address] = record_id
         if len(self._new) > _MOST_WORKS:
             self._old, self._new = self._new, {}
@@ -280,3 +282,11 @@ def _address(work: dist.Work) -> int:
     Where it did otherwise the number would be that of no Work that is known, and the wait one for no known call.
     """
     return ctypes.c_void_p.from_address(id(work) + _HEAD).value or 0
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Where a tensor's storage is in C++; -1 for one that has none, of which nothing is known then."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return -1

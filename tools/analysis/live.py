@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from crossrank.comm import OPERATIONS, Group, Int
+from crossrank.comm import MOST_RANKS, OPERATIONS, Group, Int
 from crossrank.errors import BROKEN
 from crossrank.recording import Header, Ran, Wait
 from crossrank.text import plural
@@ -199,9 +199,9 @@ class LiveFile:
     @property
     def now(self) -> int | None:
         """The last moment of the rank's clock that is in its file."""
-        both = self.clock
-        last = [line["t"] for line in (both,) if line is not None and "t" in line]
-        last += [calls[-1].t for calls in (self._settled.calls, self._recent.calls) if calls]
+        last = [calls[-1].t for calls in (self._settled.calls, self._recent.calls) if calls]
+        if self.clock is not None and "t" in self.clock:
+            last.append(self.clock["t"])
         return max(last, default=None)
 
     @property
@@ -272,7 +272,7 @@ def snapshot(recording: str, files: Mapping[int, LiveFile], now: float, hang: st
         recording=recording,
         time=now,
         world_size=world_size,
-        missing_ranks=[rank for rank in range(min(world_size or 0, 1 << 20)) if rank not in files],
+        missing_ranks=[rank for rank in range(min(world_size or 0, MOST_RANKS)) if rank not in files],
         step=[min(steps), max(steps)] if steps else None,
         step_ms=_median(one.step_ms for one in ranks),
         exposed_share=_median(one.exposed_share for one in ranks),

@@ -13,10 +13,11 @@ import msgspec
 from crossrank.budget import BudgetError
 from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.recording import COMMS, VERDICT, is_url, list_recording
+from crossrank.tools.analysis.diagnosis.findings import Diagnosis
 from crossrank.tools.analysis.live import LiveFile, Snapshot, snapshot
 from crossrank.tools.commands.options import complain
 from crossrank.tools.output.console import terminal
-from crossrank.tools.output.watch import Metrics, as_text, hang_text
+from crossrank.tools.output.watch import SILENT, Metrics, as_text, hang_text
 from crossrank.tools.traces.growing import GrowingFile
 
 _CLEAR = "\x1b[H\x1b[2J"
@@ -90,7 +91,7 @@ class _Job:
         path = Path(self.folder, VERDICT)
         try:
             written = path.stat().st_mtime
-            found = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+            found = msgspec.json.decode(path.read_bytes(), type=Diagnosis)
         except (OSError, *BROKEN):
             return ""
         calls = [(file, file.calls[-1]) for _, file in self._files.values() if file.calls]
@@ -99,7 +100,7 @@ class _Job:
 
 
 def _is_faulty(found: Snapshot) -> bool:
-    unheard = any((one.unheard_s or 0) > 5 for one in found.ranks)
+    unheard = any((one.unheard_s or 0) > SILENT for one in found.ranks)
     return bool(found.missing_ranks or found.hang or unheard)
 
 

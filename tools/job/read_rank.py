@@ -58,12 +58,11 @@ def read_comms_and_times(given: RankSources) -> RankTrace:
     """Our own records: every call, on groups with names, and the times that the files beside them have."""
     trace = read_comms(given.path, given.rank, steps=given.steps)
     row_of = {identity: row for row, identity in enumerate(trace.calls.id)}
-    own = any(trace.calls.ended)
     for window in _windows(given, trace):
         _count_matched(window, trace)
         ours = [one for one in window.communications if one.origin in OURS and one.record.id in row_of]
         _give_times(window, trace, ((row_of[one.record.id], one) for one in ours))
-    if own:
+    if trace.timed_by == "work":  # of all calls, where a window knows those of some
         return trace
     if any(trace.calls.ended):
         trace.timed_by = "kineto"

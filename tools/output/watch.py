@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from crossrank.text import amount, milliseconds, percent, plural, printable, rank_ranges, significant
+from crossrank.tools.analysis.diagnosis.findings import Diagnosis, rank_text
 from crossrank.tools.analysis.live import LiveGroup, LiveRank, Snapshot
 from crossrank.tools.output.console import Columns, Table, table_of
+from crossrank.tools.output.diagnosis.verdict import finding_call
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
 
-_SILENT = 5.0
+SILENT = 5.0
 """Seconds without a call, or a sign of life, after which a rank is shown as silent."""
 
 _GROUPS: Columns[LiveGroup] = (
@@ -45,9 +47,9 @@ def state_of(rank: LiveRank) -> str:
     """What a rank is doing, as far as its file shows."""
     if rank.ended:
         return f"ended: {rank.ended}"
-    if rank.unheard_s is not None and rank.unheard_s > _SILENT:
+    if rank.unheard_s is not None and rank.unheard_s > SILENT:
         return f"unheard of for {rank.unheard_s:,.0f} s"
-    if rank.silent_s is not None and rank.silent_s > _SILENT:
+    if rank.silent_s is not None and rank.silent_s > SILENT:
         return "silent"
     return "runs"
 
@@ -84,7 +86,7 @@ def tables(snapshot: Snapshot, most: int) -> list[tuple[str, Table]]:
 
 def _oddity(rank: LiveRank) -> tuple[float, ...]:
     """Those that were not heard of for longest come first, then those that are behind, then the slow ones."""
-    unheard = rank.unheard_s if rank.unheard_s is not None and rank.unheard_s > _SILENT else 0.0
+    unheard = rank.unheard_s if rank.unheard_s is not None and rank.unheard_s > SILENT else 0.0
     return -unheard, rank.step if rank.step is not None else -1, -(rank.step_ms or 0.0), rank.rank
 
 
@@ -152,13 +154,11 @@ class Metrics:
             yield gauge
 
 
-def hang_text(verdict: dict[str, object]) -> str:
+def hang_text(found: Diagnosis) -> str:
     """The verdict that a job has written of its hang, in a line; empty where no rank waits for another."""
-    findings = [one for one in verdict.get("findings") or [] if isinstance(one, dict)]  # type: ignore[attr-defined]
-    for finding in findings:
-        if waiting := finding.get("waiting_ranks"):
-            culprits = finding.get("culprit_ranks") or []
-            who = f"rank {rank_ranges(culprits)}" if culprits else "nobody in particular"
-            call = f"{finding.get('op', '')} #{finding.get('collective_seq_id')}"
-            return f"{finding.get('kind')}: {plural(len(waiting), 'rank')} wait in {call} for {who}"
+    for finding in found.findings:
+        if finding.waiting_ranks:
+            who = rank_text(finding.culprit_ranks) if finding.culprit_ranks else "nobody in particular"
+            waiting = plural(len(finding.waiting_ranks), "rank")
+            return f"{finding.kind}: {waiting} wait in {finding_call(finding)} for {who}"
     return ""

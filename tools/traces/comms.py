@@ -8,7 +8,7 @@ batch) is left open: whether it was answered shows when it is matched with the o
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -79,8 +79,10 @@ def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | N
         until = max([last.t, *(line["t"] for line in file.clocks if "t" in line)])
         if last.t < until and clock.at(until) < _MOST:
             trace.ending.taken_at = clock.at(until)
-    _add_times(trace, file.ran, clock)
-    _add_waits(trace, file.waits, clock)
+    if file.ran or file.waits:
+        row_of = {identity: row for row, identity in enumerate(trace.calls.id)}
+        _add_times(trace, file.ran, clock, row_of)
+        _add_waits(trace, file.waits, clock, row_of)
     if clock.set_by:
         trace.notes.append(
             f"{path}: its wall clock was set by {clock.set_by / 1e9:+,.3f} s while it ran; that is left out"
@@ -134,34 +136,36 @@ _JITTER = 1_000_000
 """ns that may pass between reading one clock and reading the other."""
 
 
-def _add_times(trace: RankTrace, ran: Sequence[Ran], clock: WallClock) -> None:
+def _span(trace: RankTrace, one: Ran | Wait, clock: WallClock) -> tuple[int, int] | None:
+    """Between which moments a time of a call lay; None, and counted, where that cannot be."""
+    began, ended = clock.at(one.t), clock.at(one.t + one.took)
+    if 0 <= began <= ended < _MOST:
+        return began, ended
+    trace.unattributed[IMPOSSIBLE_TIMES] += 1
+    return None
+
+
+def _add_times(trace: RankTrace, ran: Sequence[Ran], clock: WallClock, row_of: Mapping[int, int]) -> None:
     """Set the times of the calls that were followed to their ends."""
     calls = trace.calls
-    row_of = {identity: row for row, identity in enumerate(calls.id)} if ran else {}
     for one in ran:
         row = row_of.get(one.id)
-        if row is None:
-            continue
-        began, ended = clock.at(one.t), clock.at(one.t + one.took)
-        if not 0 <= began <= ended < _MOST:
-            trace.unattributed[IMPOSSIBLE_TIMES] += 1
-        elif not one.raised:
-            calls.began[row], calls.ended[row], calls.state[row] = began, ended, COMPLETED
+        if row is not None and (span := _span(trace, one, clock)) is not None and not one.raised:
+            calls.began[row], calls.ended[row] = span
+            calls.state[row] = COMPLETED
             trace.timed_by = "work"
 
 
-def _add_waits(trace: RankTrace, waits: Sequence[Wait], clock: WallClock) -> None:
+def _add_waits(trace: RankTrace, waits: Sequence[Wait], clock: WallClock, row_of: Mapping[int, int]) -> None:
     """Note when the rank waited, and, for replay, before which of its later calls it had waited for each."""
     if not waits:
         return
     calls, host, places = trace.calls, trace.host_waits, waits_of(trace)
-    row_of = {identity: row for row, identity in enumerate(calls.id)}
     for wait in waits:
         row = -1 if wait.id is None else row_of.get(wait.id, -1)
-        began, ended = clock.at(wait.t), clock.at(wait.t + wait.took)
-        if not 0 <= began <= ended < _MOST:
-            trace.unattributed[IMPOSSIBLE_TIMES] += 1
+        if (span := _span(trace, wait, clock)) is None:
             continue
+        began, ended = span
         host.row.append(row)
         host.began.append(began)
         host.ended.append(ended)

@@ -119,8 +119,6 @@ def sort_by_time(trace: RankTrace) -> None:
     called = trace.calls.called
     order = sorted(range(len(called)), key=called.__getitem__)
     trace.unawaited = {new for new, old in enumerate(order) if old in trace.unawaited}
-    new_of = {old: new for new, old in enumerate(order)}
-    trace.host_waits.row = array("q", [new_of.get(row, -1) for row in trace.host_waits.row])
     trace.calls = trace.calls.take(order)
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from crossrank.tools.analysis.diagnosis.findings import Diagnosis, Finding
 from crossrank.tools.analysis.live import LiveFile, LiveGroup, Snapshot, snapshot
-from crossrank.tools.output.watch import as_text
+from crossrank.tools.output.watch import as_text, hang_text
 from crossrank.tools.traces.growing import Growth
 
 MS = 1_000_000
@@ -137,3 +138,15 @@ def test_of_many_ranks_those_that_stand_out_are_shown() -> None:
     text = as_text(look(*files, at_ms=30), 3)
     assert "Ranks that stand out, of 50" in text
     assert [line.split()[0] for line in text.splitlines()[-3:]] == ["0", "1", "33"]
+
+
+def test_a_verdict_is_a_line_that_names_the_call_and_who_is_waited_for() -> None:
+    def verdict(**finding: Any) -> Diagnosis:
+        found = Finding(kind="p2p_unmatched", pg=["0", "default_pg"], pg_ranks=[0, 1], **finding)
+        about: dict[str, Any] = {"suspect_ranks": [], "consequences": [], "advisory": []}
+        return Diagnosis(verdict="error", world_size=2, ranks=[0, 1], findings=[found], **about)
+
+    stuck = {"op": "send", "p2p_seq_id": 4, "waiting_ranks": [0]}
+    assert hang_text(verdict(**stuck, culprit_ranks=[1])) == "p2p_unmatched: 1 rank wait in send p2p #4 for rank 1"
+    assert hang_text(verdict(**stuck)) == "p2p_unmatched: 1 rank wait in send p2p #4 for nobody in particular"
+    assert hang_text(verdict(op="send", p2p_seq_id=4)) == ""
