@@ -2,7 +2,8 @@
 
 Rank N writes `rank-N.comms.jsonl.zst`, and for every window `rank-N.et.json.zst` and `rank-N.kineto.json.zst`
 (later windows `rank-N.w2.et.json.zst`, …), and `rank-N.flight.json.zst` for torch's flight recorder. `crossrank link`
-adds `rank-N.linked.json.zst` for every window. Every file is also read plain or gzipped, and from an fsspec URL.
+adds `rank-N.linked.json.zst` for every window. Every file is also read plain or gzipped, and from an fsspec URL. In a
+job of more than 64 ranks they lie in folders of a few ranks each: `rank_folder`.
 
 The comms file is JSON lines. A line that starts with `{"id":` is a `CommRecord`; every other line is an object with one
 key that says what it is: `header` (always first), `gpu` (where it was known too late for the header), `group`, `step`,
@@ -44,6 +45,11 @@ VERDICT = "verdict.json"
 RANGE = "crossrank#"
 """Name of the range around a recorded launch in both traces of a window; the record's id follows."""
 
+_MOST_TOGETHER = 64
+"""Ranks that share one folder in a small job."""
+_MOST_FOLDERS = 1024
+RANK_FOLDER = re.compile(r"ranks-\d+-\d+")
+
 _SUFFIXES = {
     COMMS: "comms.jsonl",
     EXECUTION_TRACE: "et.json",
@@ -74,6 +80,25 @@ def file_name(kind: str, rank: int, window: int = 1) -> str:
     """
     infix = "" if window == 1 else f"w{window}."
     return f"rank-{rank}.{infix}{_SUFFIXES[kind]}.zst"
+
+
+def rank_folder(rank: int, world_size: int) -> str:
+    """The folder of a recording that holds the files of a rank; empty where that is the recording itself.
+
+    File systems of clusters are slow in folders of many files. In a large job 8 ranks, which most often are a node,
+    share a folder, or as many more as make no more than 1,024 folders. Where a rank's files are follows from the two
+    numbers alone: a rank finds another one's without asking where that runs.
+
+    >>> rank_folder(13, 64), rank_folder(13, 1024), rank_folder(13, 16384)
+    ('', 'ranks-8-15', 'ranks-0-15')
+    """
+    if world_size <= _MOST_TOGETHER:
+        return ""
+    together = 8
+    while together * _MOST_FOLDERS < world_size:
+        together *= 2
+    first = rank - rank % together
+    return f"ranks-{first}-{first + together - 1}"
 
 
 def temporary_name(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 from crossrank.errors import CrossrankError, one_line
 from crossrank.instrument import config as configuration
 from crossrank.instrument.hooks import fork
-from crossrank.instrument.log import log
+from crossrank.instrument.log import log, once_per_job
 
 if TYPE_CHECKING:
     from crossrank.instrument.session import Session
@@ -83,11 +84,14 @@ def enable(
                 raise CrossrankError("this torch is built without torch.distributed; install a build that has it")
             from crossrank.instrument.session import Session
 
+            once_per_job.hold()
             session = Session(config)
             session.start()
             _current = session
         except Exception as error:
-            log.warning("crossrank: tracing is off: %s", one_line(error))
+            once_per_job.leave()
+            level = logging.WARNING if os.environ.get("RANK", "0") == "0" else logging.INFO  # all ranks have the same
+            log.log(level, "crossrank: tracing is off: %s", one_line(error))
             return Tracing(None)
         return Tracing(_current, ends_recording=True)
 

@@ -1,5 +1,92 @@
-"""The recorder's only logger: whatever it cannot do is logged there as one line."""
+"""The recorder's only logger: whatever it cannot do is logged there as one line.
+
+What the ranks of a job have in common one of them says: before a warning is printed, the job's store is asked whether
+another rank has printed the same text. Where the store cannot be asked, or does not answer, the rank prints it itself.
+The others have the line at level INFO.
+"""
+
+from __future__ import annotations
 
 import logging
+import os
+import time
+from collections.abc import Callable
+from threading import Thread
 
 log = logging.getLogger("crossrank")
+
+ONE_RANK = {"one_rank": True}
+"""`extra` of a warning that one rank of the job alone has: it is printed at once."""
+_PATIENCE = 3.0
+"""Seconds that the store may take: a rank that hangs in it keeps it from all threads of its process."""
+
+
+class _OncePerJob(logging.Filter):
+    """Lets a warning pass on one rank of the job."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: list[logging.LogRecord] | None = None
+        self._is_first: Callable[[str], bool] | None = None
+        self._asking: list[Thread] = []
+
+    def hold(self) -> None:
+        """Keep what the ranks have to say until their job is known."""
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            self._held = []
+
+    def join(self, is_first: Callable[[str], bool] | None) -> None:
+        """The job is known: `is_first` says whether no other rank has said a text. None where there is one rank."""
+        held, self._held, self._is_first = self._held or [], None, is_first
+        for record in held:
+            log.handle(record)
+
+    def leave(self) -> None:
+        """The recording has ended: what is still asked for is waited for."""
+        self.join(self._is_first)
+        until = time.monotonic() + _PATIENCE
+        for thread in self._asking:
+            thread.join(max(0.0, until - time.monotonic()))
+        self.forget()
+
+    def forget(self) -> None:
+        """Print whatever comes from now on."""
+        self._held, self._is_first, self._asking = None, None, []
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING or getattr(record, "one_rank", False):
+            return True
+        if self._held is not None:
+            self._held.append(record)
+            return False
+        if self._is_first is None:
+            return True
+        speaker = Thread(target=self._say, args=(record, self._is_first), name="crossrank-warning", daemon=True)
+        try:
+            speaker.start()
+        except RuntimeError:  # the interpreter shuts down
+            return True
+        self._asking.append(speaker)
+        return False
+
+    def _say(self, record: logging.LogRecord, is_first: Callable[[str], bool]) -> None:
+        answers: list[bool] = []
+
+        def ask() -> None:
+            try:
+                answers.append(is_first(record.getMessage()))
+            except Exception:  # the store is gone
+                answers.append(True)
+
+        asker = Thread(target=ask, name="crossrank-warning", daemon=True)
+        asker.start()
+        asker.join(_PATIENCE)
+        if False in answers:
+            log.info("%s (another rank says so as well)", record.getMessage())
+        else:
+            record.one_rank = True
+            log.handle(record)
+
+
+once_per_job = _OncePerJob()
+log.addFilter(once_per_job)

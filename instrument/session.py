@@ -7,6 +7,8 @@ once and costs that part of the recording; it never reaches the training loop.
 
 from __future__ import annotations
 
+import hashlib
+import os
 import threading
 import weakref
 from dataclasses import asdict
@@ -22,6 +24,7 @@ from crossrank.instrument.identity.gpu import Gpu, RankGpu
 from crossrank.instrument.identity.header import describe_rank
 from crossrank.instrument.identity.process_groups import GroupState, GroupTable
 from crossrank.instrument.identity.topology import Topology, node_of_this_machine
+from crossrank.instrument.log import once_per_job
 from crossrank.instrument.record.iterations import Iterations
 from crossrank.instrument.record.recorder import CallCounts, Recorder
 from crossrank.instrument.script_errors import Failures
@@ -95,6 +98,7 @@ class Session:
             # From here on the writer's thread takes in groups of this world, for the files that they belong to.
             self._world = weakref.ref(world)
             self.rank, self.world_size = rank, size
+            once_per_job.join(self._is_first_to_say if size > 1 else None)
             self.gpu.begin()
             self._begin_topology()
             with self.failures.reported("the recording goes on without files"):
@@ -137,6 +141,7 @@ class Session:
             self.recorder.active = False
             self.hangs.stop()
             registry.uninstall()
+            once_per_job.leave()
 
     def abandon(self) -> None:
         """In a forked child: stop recording, and leave the parent's files and signals to the parent."""
@@ -144,6 +149,7 @@ class Session:
         self.closing = self.finished = True
         self.recorder.active = False
         self.hangs.stop()
+        once_per_job.forget()
         self.windows.abandon()
         for opened in (self.writer, self.files):
             if opened is not None:
@@ -158,7 +164,7 @@ class Session:
     def _begin_topology(self) -> None:
         if self.topology is not None:
             self.topology.stop()
-        self.topology = Topology(self.rank, self.world_size, (self.config.node or node_of_this_machine(), None))
+        self.topology = Topology(self.rank, self.world_size, self.config.node or node_of_this_machine())
         self.topology.start(self._store_of_world, self._epoch, self.gpu.nvlink_domain)
 
     def _store_of_world(self) -> dist.Store | None:
@@ -167,6 +173,12 @@ class Session:
             return None
         store: dist.Store = distributed_c10d._get_default_store()
         return store
+
+    def _is_first_to_say(self, text: str) -> bool:
+        """Whether no other rank of this recording has said a text."""
+        store = self._store_of_world()
+        said = hashlib.sha256(f"{os.path.realpath(self.config.directory)} {text}".encode(errors="replace")).hexdigest()
+        return store is None or store.add(f"crossrank/said/{said}", 1) == 1
 
     def _begin_files(self) -> None:
         assert self.topology is not None
@@ -180,7 +192,7 @@ class Session:
             topology=self.topology,
             recorder=self.recorder,
             ring_capacity=self.config.ring,
-            header=describe_rank(self, self.topology.places[self.rank][0]),
+            header=describe_rank(self, self.topology.node),
             on_look=self._on_look,
         )
         self.hangs.watch()

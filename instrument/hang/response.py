@@ -21,10 +21,10 @@ from crossrank.instrument import threads
 from crossrank.instrument.hang import verdict
 from crossrank.instrument.hang.verdict import Verdict
 from crossrank.instrument.hang.watch import HangWatch
-from crossrank.instrument.log import log
+from crossrank.instrument.log import ONE_RANK, log
 from crossrank.instrument.write.flight_dump import completed
 from crossrank.instrument.write.rank_files import take_lock
-from crossrank.recording import COMMS, FLIGHT, VERDICT, file_name
+from crossrank.recording import COMMS, FLIGHT, VERDICT, file_name, rank_folder
 from crossrank.text import rank_ranges
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 EXIT_CODE = 79
 """Of a process that `TRACING_ON_HANG=abort` ended: the first behind those of sysexits.h."""
 _LOOK = 0.1
+_LOOK_PER_RANK = 4e-4
+"""Seconds between two looks at the folder: all ranks together look at it 2,500 times a second at most."""
 _AFTER_RANK_0 = 1.0
 """Seconds by which rank 0 comes before the other ranks of its node, whose logs are read less."""
 _AFTER_NODE_0, _AFTER_NODE = 8.0, 1.0
@@ -82,7 +84,7 @@ class Hangs:
         if session.files is None or session.current_world() is None:
             return
         session.dumps.write("hang")
-        _Silence(session, session.files.folder, seconds).respond()
+        _Silence(session, session.files.recording, seconds).respond()
 
 
 class _Silence:
@@ -93,8 +95,9 @@ class _Silence:
         self._folder = folder
         self._seconds = seconds
         self._calls, self._completed = session.recorder.calls(), completed()
-        self._dumped = _changed(self._dump_of(session.rank)) or time.time_ns()
+        self._dumped = _changed(self._file(FLIGHT, session.rank)) or time.time_ns()
         self._since = self._dumped - round(seconds * 1e9)
+        self._look = max(_LOOK, session.world_size * _LOOK_PER_RANK)
 
     def respond(self) -> None:
         """See that there is a verdict, and do what it asks for."""
@@ -105,7 +108,7 @@ class _Silence:
                 with contextlib.closing(lock):
                     if not self._has_verdict() and not self._report():
                         return
-            time.sleep(_LOOK)
+            time.sleep(self._look)
         if self._session.config.on_hang == "abort":
             self._abort()
 
@@ -145,6 +148,7 @@ class _Silence:
             log.warning(
                 "crossrank: %s: %s; `crossrank diagnose %s` shows from what every rank did last who waits for whom",
                 *(silence, error, folder),
+                extra=ONE_RANK,
             )
             verdict.write_none(path)
             return False
@@ -154,11 +158,12 @@ class _Silence:
             return True
         if found.is_hang:
             state = "hung, and goes on" if is_over else "hangs"
-            log.warning("crossrank: the job %s: %s; %s says:\n%s", state, silence, path, text)
+            log.warning("crossrank: the job %s: %s; %s says:\n%s", state, silence, path, text, extra=ONE_RANK)
         elif not is_over:
             log.warning(
                 "crossrank: %s, and no rank waits for another: %s has what every rank did last (verdict: %s)",
                 *(silence, folder, found.verdict),
+                extra=ONE_RANK,
             )
         return True
 
@@ -166,7 +171,10 @@ class _Silence:
         """Raise where other nodes write to folders of their own: their ranks would seem to be missing."""
         topology = self._session.topology
         places = dict(topology.places) if topology is not None else {}
-        here = {place[0] for rank, place in places.items() if (self._folder / file_name(COMMS, rank)).exists()}
+        here: set[str] = set()
+        for rank, (node, _) in places.items():
+            if node not in here and self._file(COMMS, rank).exists():
+                here.add(node)
         if apart := sorted(rank for rank, place in places.items() if place[0] not in here):
             raise CrossrankError(
                 f"{self._folder} holds nothing of rank {rank_ranges(apart)}: gather what other nodes have in folders "
@@ -177,17 +185,17 @@ class _Silence:
         """Wait until the other ranks have written what they did last, as long as more come."""
         missing = set(range(self._session.world_size)) - {self._session.rank}
         begun = latest = time.monotonic()
-        while missing and not self._is_over() and time.monotonic() - begun < _LATEST:
-            written = {rank for rank in missing if (_changed(self._dump_of(rank)) or 0) > self._since}
+        while missing and not self._is_over() and (looked := time.monotonic()) - begun < _LATEST:
+            written = {rank for rank in missing if (_changed(self._file(FLIGHT, rank)) or 0) > self._since}
             missing -= written
             if written:
                 latest = time.monotonic()
             elif time.monotonic() - latest > _SETTLED:
                 return
-            time.sleep(_LOOK)
+            time.sleep(max(_LOOK, time.monotonic() - looked))  # the file systems of clusters take long over a look
 
-    def _dump_of(self, rank: int) -> Path:
-        return self._folder / file_name(FLIGHT, rank)
+    def _file(self, kind: str, rank: int) -> Path:
+        return self._folder / rank_folder(rank, self._session.world_size) / file_name(kind, rank)
 
     def _abort(self) -> None:
         """End this process, where the verdict is that the job hangs, together with the others."""
@@ -205,7 +213,8 @@ class _Silence:
         until = time.monotonic() + _LATEST_END
         for thread in ending:
             thread.join(max(0.0, until - time.monotonic()))
-        time.sleep(max(0.0, min(_ENDS_AFTER, given / 1e9 + _ENDS_AFTER - time.time())))
+        latest = max(_ENDS_AFTER, 2 * self._look)  # by then every rank has looked
+        time.sleep(max(0.0, min(latest, given / 1e9 + latest - time.time())))
         os._exit(EXIT_CODE)
 
 

@@ -1,9 +1,9 @@
 """Which node and which NVLink domain every rank is on, and so whether a call stays inside one.
 
 Each rank that records publishes one small value under its own key in the job's default store. The first to do so
-collects the others' and publishes all of them under one key, which everybody reads: a few requests per rank, however
-many ranks there are. No collective takes part, nothing waits for a rank, and a rank that does not record is simply
-unknown.
+collects the others' and publishes all of them as one value, which everybody reads: three requests per rank where all
+come to it within the first pause, and one more for each time that the pause has doubled since. No collective takes
+part, nothing waits for a rank, and a rank that does not record is simply unknown.
 
 A node is identified by the kernel's boot id, which containers on one host share and host names in pods do not;
 where there is none, by the host name. `TRACING_NODE` overrides both.
@@ -11,9 +11,12 @@ where there is none, by the host name. `TRACING_NODE` overrides both.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -25,21 +28,25 @@ from crossrank.instrument import threads
 from crossrank.instrument.log import log
 from crossrank.machine import boot_id
 from crossrank.rank_runs import Run, from_runs, to_runs
+from crossrank.text import rank_ranges
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 _FIRST_PAUSE = 0.005
-_PAUSE_PER_RANK = 2e-5
-"""Seconds: all ranks together look at the store 50,000 times a second at most."""
-_LONGEST_PAUSE = 5.0
-_GIVE_UP_AFTER = 120.0  # seconds; a rank that has not published by then is not recording
-_STANDSTILL = 16
-"""Looks without a new rank after which the collector publishes those that it knows."""
-_PATIENCE = 24
-"""Looks without news of the collector after which a rank looks for itself."""
+_PAUSE_PER_RANK = 1e-4
+"""Seconds: all ranks together ask the store 10,000 times a second at most."""
+_COLLECTOR_PAUSE = 0.002
+_COLLECTOR_PAUSE_PER_RANK = 1e-5
+_STANDSTILL = 5.0
+"""Seconds without a new rank after which the collector publishes those that it knows."""
+_PATIENCE = 10.0
+"""Seconds without news of the collector after which another rank becomes it."""
+_GIVE_UP_AFTER = 120.0
+"""Seconds. A rank that has not published by then is not recording."""
+_NOTHING = "-"
 
-# node, NVLink domain
+# node as `_short` has it, NVLink domain
 Place = tuple[str, str | None]
 # a place and the ranks there as runs: what everybody reads has the size of the nodes, not of the ranks
 Inhabited = tuple[Place, list[Run]]
@@ -53,14 +60,15 @@ def node_of_this_machine() -> str:
 class Topology:
     """Where the ranks are, filled in from the store while training goes on.
 
-    Keys in the store: `published` counts the ranks that have published, each its place under its number; `known` counts
-    the ranks in `places`, which the collector writes.
+    Keys in the store: `published` counts the ranks that have published, each its place under its number; `places` has
+    all that the collector knows; `collector K` counts the ranks that would be the collector after K others.
     """
 
-    def __init__(self, rank: int, world_size: int, place: Place) -> None:
+    def __init__(self, rank: int, world_size: int, node: str, domain: str | None = None) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.places = {rank: place}
+        self.node = node
+        self.places = {rank: (_short(node), domain)}
         """Where the ranks are that are known."""
         self.settled = threading.Event()
         """Set when every rank is known, or when waiting for the rest was given up."""
@@ -68,9 +76,11 @@ class Topology:
             self.settled.set()
         self._stopped = False
         self._collects = False
+        self._collectors = 0
         self._published = 0
-        self._known = 0
-        self._looks = 0
+        self._heard = 0.0
+        """When the collector had news, or this rank as the collector."""
+        self._known = _NOTHING.encode()
 
     def start(self, find_store: Callable[[], Store | None], epoch: int, domain: Callable[[], str | None]) -> None:
         """Begin to `exchange` on a thread."""
@@ -98,16 +108,20 @@ class Topology:
 
         try:
             if domain is not None:
-                self.places[self.rank] = (self.places[self.rank][0], domain())
+                self.places[self.rank] = (_short(self.node), domain())
             with_store(self.publish)
             pause, started = max(_FIRST_PAUSE, self.world_size * _PAUSE_PER_RANK), time.monotonic()
             while self.missing() and not self._stopped and time.monotonic() - started < _GIVE_UP_AFTER:
-                time.sleep(pause)
-                if time.monotonic() - started > 0.2:
-                    pause = min(pause * 1.5, _LONGEST_PAUSE)
+                if self._collects:
+                    time.sleep(max(_COLLECTOR_PAUSE, self.world_size * _COLLECTOR_PAUSE_PER_RANK))
+                else:
+                    time.sleep(pause)
+                    pause *= 2
                 with_store(self.collect)
             if not self._stopped and (silent := self.missing()):
-                log.info("crossrank: ranks %s do not record; calls with them have locality unknown", silent)
+                log.info(
+                    "crossrank: ranks %s do not record; calls with them have locality unknown", rank_ranges(silent)
+                )
         except Exception as error:
             log.info("crossrank: the nodes of the other ranks are unknown: %s", one_line(error))
         finally:
@@ -139,40 +153,41 @@ class Topology:
     def publish(self, store: Store) -> None:
         store.set(str(self.rank), msgspec.json.encode(self.places[self.rank]).decode())
         self._collects = store.add("published", 1) == 1
+        self._heard = time.monotonic()
 
     def collect(self, store: Store) -> None:
         """One look at what is new."""
         if self._collects:
             self._gather(store)
-        elif (known := store.add("known", 0)) > self._known:
-            self._known, self._looks = known, 0
-            for place, runs in msgspec.json.decode(store.get("places"), type=list[Inhabited]):
+            return
+        known = store.compare_set("places", _NOTHING, _NOTHING)  # what is there, without waiting for it
+        if known != self._known:
+            self._known, self._heard = known, time.monotonic()
+            for place, runs in _unpack(known):
                 self.places.update(dict.fromkeys(from_runs(runs) or (), place))
-        else:
-            self._looks += 1
-            if self._looks % _PATIENCE == 0:  # the collector may be gone
-                self._read(store, self.missing())
+        elif time.monotonic() - self._heard > _PATIENCE:  # the collector may be gone
+            self._collectors += 1
+            self._collects = store.add(f"collector {self._collectors}", 1) == 1
+            self._heard = time.monotonic()
 
     def _gather(self, store: Store) -> None:
         """Read the others once all have published, or no more come, and publish what is known."""
         published = store.add("published", 0)
-        self._looks = self._looks + 1 if published == self._published else 0
-        self._published = published
-        if published < self.world_size and self._looks != _STANDSTILL:
+        if published != self._published:
+            self._published, self._heard = published, time.monotonic()
+        if published < self.world_size and time.monotonic() - self._heard < _STANDSTILL:
             return
-        missing = self.missing()
+        self._heard = time.monotonic()
+        missing, known = self.missing(), len(self.places)
         if not self._read(store, missing):
             # A rank does not record, or has published twice: each is looked for on its own.
             self._read(store, [rank for rank in missing if store.check([str(rank)])])
+        if len(self.places) == known > 1:
+            return
         ranks_of: dict[Place, list[int]] = {}
         for rank, place in sorted(self.places.items()):
             ranks_of.setdefault(place, []).append(rank)
-        inhabited = [(place, to_runs(ranks)) for place, ranks in ranks_of.items()]
-        store.set("places", msgspec.json.encode(inhabited).decode())
-        known = len(self.places)
-        if known > self._known:
-            store.add("known", known - self._known)
-            self._known = known
+        store.set("places", _pack([(place, to_runs(ranks)) for place, ranks in ranks_of.items()]))
 
     def _read(self, store: Store, ranks: list[int]) -> bool:
         """Read where these ranks are if all have published: the store would wait for a key that is not there."""
@@ -182,3 +197,16 @@ class Topology:
         places = zip(ranks, store.multi_get(keys), strict=True)
         self.places.update({rank: msgspec.json.decode(place, type=Place) for rank, place in places})
         return True
+
+
+def _short(node: str) -> str:
+    """What stands for a node among those of the job: everybody reads all of them."""
+    return hashlib.sha256(node.encode(errors="replace")).hexdigest()[:12]
+
+
+def _pack(inhabited: list[Inhabited]) -> str:
+    return base64.b85encode(zlib.compress(msgspec.json.encode(inhabited))).decode()
+
+
+def _unpack(packed: bytes) -> list[Inhabited]:
+    return msgspec.json.decode(zlib.decompress(base64.b85decode(packed)), type=list[Inhabited])

@@ -27,11 +27,23 @@ import zstandard
 from crossrank.errors import CrossrankError
 from crossrank.instrument.log import log
 from crossrank.machine import boot_id
-from crossrank.recording import COMMS, VERDICT, CommsFile, file_name, rank_of, temporary_name
+from crossrank.recording import (
+    COMMS,
+    RANK_FOLDER,
+    VERDICT,
+    CommsFile,
+    Header,
+    file_name,
+    rank_folder,
+    rank_of,
+    temporary_name,
+)
 
 _LEVEL = 3
 _PATIENCE = 5.0
 """Seconds that a process waits for another one that still writes files of its rank."""
+_LARGE = 1024
+"""Ranks of a job that has a folder for every few."""
 _VARIABLE = "CROSSRANK_RECORDING"
 """Holds the `_Owner` of the files for the processes that a rank starts."""
 _EARLIER = re.compile(r"earlier-(\d{1,9})")
@@ -39,34 +51,36 @@ _SPAWNED = re.compile(r"spawned-\d+")
 
 
 class RankFiles:
-    """The folder of a recording as one rank writes it."""
+    """A recording as one rank writes it."""
 
     def __init__(self, directory: str, rank: int, world_size: int) -> None:
         place = os.path.realpath(os.path.expanduser(directory))
-        folder = Path(place)
+        self.recording = Path(place)
+        """The folder of the whole job."""
         self._lock: socket.socket | None = None
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            self.recording.mkdir(parents=True, exist_ok=True)
             if _is_spawned(place, rank, world_size):
-                folder, self._lock = _take_part(folder, rank)
+                self.recording, self._lock = _take_part(self.recording, rank, world_size)
             else:
                 self._lock = _wait_for_rank(place, rank)
-                _set_aside(folder, rank, world_size)
+                _set_aside(self.recording, rank, world_size)
+            self._folder = self.recording / rank_folder(rank, world_size)
+            self._folder.mkdir(exist_ok=True)
         except OSError as error:
             raise CrossrankError(
-                f"cannot write to {folder}: {error.strerror}; name another folder with TRACING_DIR"
+                f"cannot write to {self.recording}: {error.strerror}; name another folder with TRACING_DIR"
             ) from error
-        self.folder = folder
         self._owner = _Owner(pid=os.getpid(), rank=rank, world_size=world_size, job=_job(), place=place)
         self._inherited = msgspec.json.encode(self._owner).decode()
         os.environ.setdefault(_VARIABLE, self._inherited)
 
     def path(self, name: str) -> Path:
-        return self.folder / name
+        return self._folder / name
 
     def temporary(self, name: str) -> Path:
         """Where `name` grows until it is whole."""
-        return self.folder / temporary_name(name)
+        return self._folder / temporary_name(name)
 
     def finish(self, name: str) -> None:
         """Compress what has grown under the temporary name of `name`, which is whole now, and put it in place."""
@@ -169,17 +183,23 @@ def _is_spawned(place: str, rank: int, world_size: int) -> bool:
     # A job's environment may outlive it, in what a batch system starts next.
     if owner is not None and owner.place == place and owner.pid in ancestors:
         return owner.rank == rank or (owner.world_size, owner.job) != (world_size, _job())
-    comms = CommsFile(os.path.join(place, file_name(COMMS, rank)))
-    if not os.path.isfile(comms.path):
-        return False
+    # The job that records there may have another number of ranks, and so another folder for this one.
+    for folder in dict.fromkeys(rank_folder(rank, size) for size in (1, world_size, _LARGE)):
+        header = _header(os.path.join(place, folder, file_name(COMMS, rank)))
+        if header is not None and header.boot_id == boot_id() and header.pid in ancestors:
+            lock = take_lock(_lock_name(place, rank))
+            if lock is not None:
+                lock.close()
+            return lock is None
+    return False
+
+
+def _header(path: str) -> Header | None:
+    if not os.path.isfile(path):
+        return None
+    comms = CommsFile(path)
     next(comms.records(), None)
-    header = comms.header
-    if header is None or header.boot_id != boot_id() or header.pid not in ancestors:
-        return False
-    lock = take_lock(_lock_name(place, rank))
-    if lock is not None:
-        lock.close()
-    return lock is None
+    return comms.header
 
 
 def _ancestors() -> set[int]:
@@ -196,41 +216,52 @@ def _ancestors() -> set[int]:
     return found
 
 
-def _take_part(folder: Path, rank: int) -> tuple[Path, socket.socket | None]:
+def _take_part(recording: Path, rank: int, world_size: int) -> tuple[Path, socket.socket | None]:
     """The first `spawned-K` in which no process records this rank, or has, and the lock that keeps it so."""
-    for part in (folder / f"spawned-{number}" for number in itertools.count(1)):
+    for part in (recording / f"spawned-{number}" for number in itertools.count(1)):
         if (lock := take_lock(_lock_name(str(part), rank))) is None:
             continue
-        if not (part / file_name(COMMS, rank)).exists():
+        if not (part / rank_folder(rank, world_size) / file_name(COMMS, rank)).exists():
             break
         lock.close()
     part.mkdir(exist_ok=True)
-    log.warning("crossrank: process %d was started by one that records in %s: it uses %s", os.getpid(), folder, part)
+    log.warning("crossrank: process %d was started by one that records in %s: it uses %s", os.getpid(), recording, part)
     return part, lock
 
 
-def _set_aside(folder: Path, rank: int, world_size: int) -> None:
+def _set_aside(recording: Path, rank: int, world_size: int) -> None:
     """Move what an earlier recording left for this rank to an `earlier-K` that has none of it.
 
-    That is the latest one, which another rank of this job may just have begun, or a new one. Rank 0 also moves what
-    is left of ranks that this job does not have, and of spawned processes, and the verdict.
+    That is the latest one, which another rank of this job may just have begun, or a new one. The first rank of a folder
+    also moves what is left there of ranks that have no place in it in this job, and rank 0 the folders that this job
+    does not have, those of spawned processes, and the verdict.
     """
+    own = rank_folder(rank, world_size)
+    is_first = rank == 0 or rank_folder(rank - 1, world_size) != own
 
-    def is_left(name: str) -> bool:
+    def is_left(folder: str, name: str) -> bool:
         owner = rank_of(name)
-        if owner is None:
-            return rank == 0 and (name == VERDICT or _SPAWNED.fullmatch(name) is not None)
-        return owner == rank or (rank == 0 and owner >= world_size)
+        if owner is not None:
+            has_place = owner < world_size and rank_folder(owner, world_size) == folder
+            return owner == rank or (not has_place and (is_first if folder else rank == 0))
+        if rank != 0 or folder:
+            return False
+        return name in superseded or _SPAWNED.fullmatch(name) is not None
 
-    names = os.listdir(folder)
-    left = [name for name in names if is_left(name)]
+    names = os.listdir(recording)
+    superseded = {name for name in names if name == VERDICT or RANK_FOLDER.fullmatch(name)}
+    if rank == 0:
+        superseded -= {rank_folder(one, world_size) for one in range(world_size)}
+    left = [name for name in names if is_left("", name)]
+    if own in names:
+        left += [f"{own}/{name}" for name in os.listdir(recording / own) if is_left(own, name)]
     if not left:
         return
     latest = max((int(match[1]) for name in names if (match := _EARLIER.fullmatch(name))), default=1)
-    earlier = folder / f"earlier-{latest}"
+    earlier = recording / f"earlier-{latest}"
     if any(os.path.lexists(earlier / name) for name in left):
-        earlier = folder / f"earlier-{latest + 1}"
-    earlier.mkdir(exist_ok=True)
+        earlier = recording / f"earlier-{latest + 1}"
     for name in left:
+        (earlier / name).parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # a writer on another machine has renamed it since
-            os.rename(folder / name, earlier / name)
+            os.rename(recording / name, earlier / name)

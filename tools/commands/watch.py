@@ -12,7 +12,7 @@ import msgspec
 
 from crossrank.budget import BudgetError
 from crossrank.errors import BROKEN, CrossrankError, one_line
-from crossrank.recording import COMMS, VERDICT, is_url, list_recording
+from crossrank.recording import COMMS, RANK_FOLDER, VERDICT, is_url, list_recording
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
 from crossrank.tools.analysis.live import LiveFile, Snapshot, snapshot
 from crossrank.tools.commands.options import complain
@@ -72,7 +72,9 @@ class _Job:
 
     def look(self) -> Snapshot:
         """What the files say now. Raises `CrossrankError` where there are none."""
-        found = list_recording(self.folder).of_kind(COMMS)
+        listing = list_recording(self.folder)
+        below = [list_recording(f"{self.folder}/{name}") for name in listing.folders if RANK_FOLDER.fullmatch(name)]
+        found = [file for one in (listing, *below) for file in one.of_kind(COMMS)]
         for file in found:
             if file.rank not in self._files:
                 self._files[file.rank] = GrowingFile(file.path), LiveFile(file.rank, len(found))

@@ -24,6 +24,7 @@ from crossrank.recording import (
     FLIGHT,
     KINETO,
     LINKED,
+    RANK_FOLDER,
     ReadIssues,
     is_folder,
     list_recording,
@@ -111,7 +112,7 @@ class FoundFile:
     size: int = 0
     """Bytes on disk."""
     depth: int = 0
-    """Folders between it and the path that was named."""
+    """Folders between it and the path that was named; those that a recording has for a few ranks each do not count."""
     problem: str = ""
     """Why it cannot be used."""
     partial: bool = False
@@ -192,11 +193,11 @@ def discover(paths: Iterable[str]) -> list[FoundFile]:
     return _without_doubles(_adopted(sorted(found.values(), key=lambda file: file.path)))
 
 
-def _walk(path: str, depth: int) -> Iterator[FoundFile]:
+def _walk(path: str, depth: int, level: int = 0) -> Iterator[FoundFile]:
     try:
         listing = list_recording(path)
     except CrossrankError as error:
-        if depth == 0:
+        if level == 0:
             raise
         yield FoundFile(path=path, kind="", rank=None, problem=str(error).removeprefix(f"{path}: "))
         return
@@ -220,10 +221,10 @@ def _walk(path: str, depth: int) -> Iterator[FoundFile]:
     for like, names in ((partial, listing.partial), (useless, listing.special)):
         for name in names:
             yield replace(like, path=folder + name, rank=rank_in_name(name))
-    if depth < _DEEPEST:
+    if level < _DEEPEST:
         for name in listing.folders:
             if not _OTHER_JOBS.fullmatch(name) and not name.startswith("."):
-                yield from _walk(folder + name, depth + 1)
+                yield from _walk(folder + name, depth + (not RANK_FOLDER.fullmatch(name)), level + 1)
 
 
 def _adopted(files: list[FoundFile]) -> list[FoundFile]:

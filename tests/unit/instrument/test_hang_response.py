@@ -16,6 +16,7 @@ def turn(rank: int, places: dict[int, str] | None, folder: Path) -> float:
     known = {other: (node, None) for other, node in (places or {}).items()}
     session: Any = SimpleNamespace(
         rank=rank,
+        world_size=4,
         recorder=SimpleNamespace(calls=lambda: 0),
         topology=None if places is None else SimpleNamespace(places=known),
     )

@@ -6,6 +6,7 @@ import os
 import stat
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,7 @@ import pytest
 
 from crossrank.instrument.write.rank_files import RankFiles, take_lock
 from crossrank.machine import boot_id
-from crossrank.recording import SCHEMA, Header
+from crossrank.recording import SCHEMA, Header, rank_folder
 
 COMMS = "rank-0.comms.jsonl.zst"
 
@@ -114,9 +115,9 @@ def _forked(work: object, *arguments: object) -> int:
 
 
 def _record(folder: Path, rank: int, world_size: int, expected: Path) -> None:
-    files = RankFiles(str(folder), rank, world_size)
-    assert files.folder == expected
-    (files.folder / f"rank-{rank}.comms.jsonl.zst").write_bytes(b"the child's")
+    path = RankFiles(str(folder), rank, world_size).path(f"rank-{rank}.comms.jsonl.zst")
+    assert path.parent == expected
+    path.write_bytes(b"the child's")
 
 
 @pytest.mark.parametrize(
@@ -248,3 +249,64 @@ def test_a_file_that_is_renamed_meanwhile_is_no_failure(tmp_path: Path, monkeypa
     monkeypatch.setattr(os, "listdir", lambda _: [".rank-0.flight.json.part", COMMS])
     RankFiles(str(tmp_path), 0, 2).close()
     assert names(tmp_path) == [f"earlier-1/{COMMS}"]
+
+
+def _write_dump(folder: Path, rank: int, world_size: int) -> None:
+    files = RankFiles(str(folder), rank, world_size)
+    files.write(f"rank-{rank}.flight.json.zst", b"{}")
+    files.close()
+
+
+def test_ranks_of_a_large_job_have_folders_of_a_few_each(tmp_path: Path) -> None:
+    for rank in (0, 7, 8, 70):
+        _write_dump(tmp_path, rank, 71)
+    expected = [(0, "ranks-0-7"), (7, "ranks-0-7"), (70, "ranks-64-71"), (8, "ranks-8-15")]
+    assert names(tmp_path) == [f"{folder}/rank-{rank}.flight.json.zst" for rank, folder in expected]
+
+
+@pytest.mark.parametrize(("world_size", "folders"), [(65, 9), (8192, 1024), (8193, 513), (16384, 1024)])
+def test_no_folder_of_a_large_job_has_more_than_a_thousand_entries(world_size: int, folders: int) -> None:
+    ranks_in = Counter(rank_folder(rank, world_size) for rank in range(world_size))
+    assert len(ranks_in) == folders
+    assert max(ranks_in.values()) * len(("comms", "flight", "et", "kineto")) <= 1024
+    assert "" not in ranks_in
+
+
+def test_a_job_of_another_size_moves_what_has_no_place_in_it(tmp_path: Path) -> None:
+    def record(world_size: int) -> None:
+        for rank in sorted({0, 3, world_size - 1}):
+            _write_dump(tmp_path, rank, world_size)
+
+    record(72)
+    record(4)  # without folders
+    assert names(tmp_path) == [
+        "earlier-1/ranks-0-7/rank-0.flight.json.zst",
+        "earlier-1/ranks-0-7/rank-3.flight.json.zst",
+        "earlier-1/ranks-64-71/rank-71.flight.json.zst",
+        "rank-0.flight.json.zst",
+        "rank-3.flight.json.zst",
+    ]
+    record(66)
+    assert [name for name in names(tmp_path) if not name.startswith("earlier-1/ranks")] == [
+        "earlier-1/rank-0.flight.json.zst",
+        "earlier-1/rank-3.flight.json.zst",
+        "ranks-0-7/rank-0.flight.json.zst",
+        "ranks-0-7/rank-3.flight.json.zst",
+        "ranks-64-71/rank-65.flight.json.zst",
+    ]
+    record(65)  # rank 65 has no place in the folder that stays
+    assert [name for name in names(tmp_path) if "/rank-65." in name] == [
+        "earlier-2/ranks-64-71/rank-65.flight.json.zst",
+    ]
+
+
+def test_a_process_that_a_rank_of_a_large_job_starts_records_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = Header(schema=SCHEMA, rank=0, world_size=96, host="h", node="n", boot_id=boot_id(), pid=os.getpid())
+    files = RankFiles(str(tmp_path), 0, 96)
+    (tmp_path / "ranks-0-7" / COMMS).write_bytes(msgspec.json.encode({"header": header}) + b"\n")
+    assert _forked(_record, tmp_path, 0, 1, tmp_path / "spawned-1") == 0
+    monkeypatch.delenv("CROSSRANK_RECORDING")
+    assert _forked(_record, tmp_path, 0, 1, tmp_path / "spawned-2") == 0
+    files.close()
