@@ -9,6 +9,7 @@
 # the CPU alone can be had, PIP_EXTRA_INDEX_URL says so: https://download.pytorch.org/whl/cpu saves gigabytes.
 set -u
 cd "$(dirname "$0")/.."
+export PYTHONPATH=$PWD # this tree, whichever one the environment was made for
 where=${VERSIONS_DIR:-.versions}
 pairs=("$@")
 [ ${#pairs[@]} -gt 0 ] || pairs=(3.11:2.6.0 3.11:2.8.0 3.11:2.11.0 3.10:2.13.0 3.11:2.13.0 3.12:2.13.0 3.13:2.13.0 3.11:newest)

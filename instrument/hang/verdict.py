@@ -15,6 +15,9 @@ from crossrank.errors import CrossrankError, one_line
 
 _PATIENCE = 300.0
 """Seconds that a diagnosis may take."""
+_FEW_RANKS = 64
+_LAST = 64
+"""Collectives of each group that are read of many ranks' dumps, beside those that are not over."""
 # The tools are found where this process finds them.
 _PROGRAM = """import sys
 sys.path[:] = {path!r}
@@ -64,11 +67,12 @@ def diagnose(folder: Path, output: Path, world_size: int) -> str:
     Raises `CrossrankError` where that cannot be done.
     """
     command = [sys.executable, "-c", _PROGRAM.format(path=sys.path), "diagnose", str(folder)]
+    options = ["--last", str(_LAST)] if world_size > _FEW_RANKS else []
     # Nothing of it is for a rank: it must neither record nor join.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRACING")}
     try:
         done = subprocess.run(
-            [*command, "-o", str(output), "--world-size", str(world_size)],
+            [*command, *options, "-o", str(output), "--world-size", str(world_size)],
             env=environment | {"COLUMNS": "120", "TRACING": "NONE"},
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -41,6 +41,10 @@ if not names.HAS_SINGLE:  # torch before 2.13
     SHAPES_FORWARD += [("send", "send_object_list")] * 2
     SHAPES_BACK = [("recv", "batch_isend_irecv"), ("send", "batch_isend_irecv")]
     SHAPES_BACK += [("recv", "recv_object_list")] * 2
+if names.VERSION >= (2, 15):  # it first agrees on how to find the shapes, and connects the neighbours
+    AGREE = ("all_reduce", "all_reduce")
+    SHAPES_FORWARD = [AGREE, ("send", "isend"), AGREE, *SHAPES_FORWARD[2:]]
+    SHAPES_BACK = [AGREE, ("recv", "irecv"), AGREE, *SHAPES_BACK[2:]]
 STAGE_SENDS, STAGE_RECEIVES = ("isend", "irecv") if names.HAS_SINGLE else ("batch_isend_irecv", "batch_isend_irecv")
 
 # caller -> (operation, API) of every record, on both ranks or on rank 0 and rank 1

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from crossrank.instrument.hang.response import EXIT_CODE
 from crossrank.recording import CommsFile
@@ -66,9 +67,10 @@ def verdict_of(folder: Path) -> tuple[str, list[int]]:
     return found["verdict"], found["suspect_ranks"]
 
 
-def test_the_log_says_who_is_missing_and_training_that_recovers_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("buffer", ["2000", "0"], ids=["", "without torch's recorder"])
+def test_the_log_says_who_is_missing_and_training_that_recovers_goes_on(buffer: str, tmp_path: Path) -> None:
     source = ABSENT.format(absent=1, instead="look_elsewhere()")
-    code, printed, said = run(tmp_path, source)
+    code, printed, said = run(tmp_path, source, TORCH_FR_BUFFER_SIZE=buffer)
     assert code == 0, said
     assert sorted(printed.splitlines()) == ["rank 0 trained", "rank 1 trained"]
     assert said.count("crossrank: the job hangs") == 1

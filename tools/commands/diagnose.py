@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from crossrank.errors import CrossrankError
 from crossrank.recording import is_folder
@@ -13,6 +13,7 @@ from crossrank.tools.analysis.diagnosis.diagnose import diagnose
 from crossrank.tools.analysis.diagnosis.evidence import Evidence, find_candidates, read_evidence
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
 from crossrank.tools.analysis.diagnosis.job_state import JobState
+from crossrank.tools.analysis.diagnosis.last_calls import read_last_calls
 from crossrank.tools.commands.options import add_shared, complain, fleet_of, progress, write_output
 from crossrank.tools.output.diagnosis.verdict import Filter, print_diagnosis
 
@@ -34,6 +35,11 @@ class DiagnoseCommand:
         meaning = "ranks without a usable dump are no fault, and are taken to be where the others are"
         add("--allow-missing", action="store_true", help=meaning)
         add("--world-size", type=int, metavar="N", help="ranks of the job, where no file says it")
+        meaning = (
+            "of the collectives that are over read the last N of each group alone, and comms files only of ranks "
+            "without a fresh dump: enough for who waits for whom, and faster where there are thousands of ranks"
+        )
+        add("--last", type=_count, metavar="N", help=meaning)
         meaning = (
             "of the findings, notes, stragglers and entries print those of these ranks, 0-7,12, and of what they "
             "follow from; the verdict, the exit code, --json and files are of all"
@@ -73,13 +79,26 @@ def _read(arguments: argparse.Namespace) -> Evidence:
         )
     fleet = fleet_of(arguments, sum(candidate.size for candidate in candidates))
     named = not any(is_folder(path) for path in paths)
-    evidence = progress("reading", len(candidates), lambda done: read_evidence(candidates, fleet, done, named=named))
+    last = arguments.last
+
+    def read(done: Callable[[], None]) -> Evidence:
+        if last is None:
+            return read_evidence(candidates, fleet, done, named=named)
+        return read_last_calls(candidates, fleet, done, last=last, named=named)
+
+    evidence = progress("reading", len(candidates), read)
     if not evidence.ranks:
         reasons = "; ".join(evidence.skipped[:3]) or f"none of {len(candidates)} file(s) is a dump of a known rank"
         raise CrossrankError(
             f"{where}: nothing to diagnose ({reasons}); name a folder of flight-recorder dumps or a recording"
         )
     return evidence
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 1 << 31):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return int(text)
 
 
 def _write(arguments: argparse.Namespace, diagnosis: Diagnosis, job: JobState) -> None:

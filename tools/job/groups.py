@@ -96,23 +96,43 @@ def is_world(group: Group) -> bool:
     return group.desc == DEFAULT_GROUP or (not group.desc and group.pg in ("0", DEFAULT_GROUP))
 
 
-def world_of(traces: Sequence[RankTrace], world_size: int | None, sizes: Sizes) -> tuple[tuple[int, ...], bool]:
+class Members:
+    """The members of the groups of a job. Thousands of ranks have groups of thousands: each list is looked through
+    once, and equal ones are one object."""
+
+    def __init__(self) -> None:
+        self._of_list: dict[int, tuple[list[int], tuple[int, ...]]] = {}
+        self._equal: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def of(self, group: Group) -> tuple[int, ...]:
+        """The members of a group; none where they are not recorded, one is there twice, or one is no rank."""
+        ranks = group.ranks
+        if not ranks:
+            return ()
+        known = self._of_list.get(id(ranks))
+        if known is None:
+            valid = len(set(ranks)) == len(ranks) and min(ranks) >= 0 and max(ranks) < MOST_RANKS
+            known = self._of_list[id(ranks)] = ranks, self.one(tuple(ranks) if valid else ())
+        return known[1]
+
+    def one(self, members: tuple[int, ...]) -> tuple[int, ...]:
+        """The object that stands for all tuples that equal this one."""
+        return self._equal.setdefault(members, members)
+
+
+def world_of(
+    traces: Sequence[RankTrace], world_size: int | None, sizes: Sizes, members: Members
+) -> tuple[tuple[int, ...], bool]:
     """(every rank that the job is known to have, whether it is known to have no others); `world_size` as the user
     gives it."""
     if world_size is not None:
-        return tuple(range(world_size)), True
-    groups = [(one, valid_members(one.group)) for trace in traces for one in trace.groups]
+        return members.one(tuple(range(world_size))), True
+    groups = {id(one.group): (one, members.of(one.group)) for trace in traces for one in trace.groups}.values()
     known = [trace.world_size or 0 for trace in traces]
-    known += [len(members) or sizes.get((one.group.pg, one.apart), 0) for one, members in groups if is_world(one.group)]
-    ranks = [trace.rank or 0 for trace in traces] + [rank for _, members in groups for rank in members]
+    known += [len(ranks) or sizes.get((one.group.pg, one.apart), 0) for one, ranks in groups if is_world(one.group)]
+    last = [trace.rank or 0 for trace in traces] + [max(ranks) for _, ranks in groups if ranks]
     # Ranks count from 0, so that below one that is there none can be lacking.
-    return tuple(range(max([*known, *(rank + 1 for rank in ranks)], default=0))), any(known)
-
-
-def valid_members(group: Group) -> tuple[int, ...]:
-    """The members of a group; none where they are not recorded, one is there twice, or one is no rank."""
-    ranks = group.ranks or []
-    return tuple(ranks) if len(set(ranks)) == len(ranks) and all(0 <= rank < MOST_RANKS for rank in ranks) else ()
+    return members.one(tuple(range(max([*known, *(rank + 1 for rank in last)], default=0)))), any(known)
 
 
 Sizes = dict[tuple[str, str], int]
@@ -144,17 +164,16 @@ def _size_shown_by(call: CommRecord) -> int:
 
 
 def join_groups(
-    traces: Sequence[RankTrace], world: tuple[int, ...], world_is_known: bool, sizes: Sizes
+    traces: Sequence[RankTrace], world: tuple[int, ...], world_is_known: bool, sizes: Sizes, known: Members
 ) -> tuple[list[ProcessGroup], dict[int, list[int]]]:
     """All groups, and for each rank the index of each of its own groups among them."""
-    members_of: dict[str, list[tuple[int, ...]]] = {}
+    members_of: dict[str, dict[int, tuple[int, ...]]] = {}
     for trace in traces:
         for one in trace.groups:
-            members = valid_members(one.group)
-            if members and members not in members_of.setdefault(one.group.pg, []):
-                members_of[one.group.pg].append(members)
+            if members := known.of(one.group):
+                members_of.setdefault(one.group.pg, {})[id(members)] = members
     groups: list[ProcessGroup] = []
-    found: dict[tuple[object, ...], ProcessGroup] = {}
+    found: dict[tuple[str, str, int], ProcessGroup] = {}
     group_of: dict[int, list[int]] = {}
     for trace in traces:
         rank = trace.rank or 0
@@ -163,10 +182,10 @@ def join_groups(
         used = set(trace.calls.group)
         for local, one in enumerate(trace.groups):
             group, name = one.group, one.group.pg
-            members = valid_members(group)
+            members = known.of(group)
             if not members:
                 # Members that one rank knows serve for a rank that does not.
-                fitting = [ranks for ranks in members_of.get(name, ()) if rank in ranks]
+                fitting = [ranks for ranks in members_of.get(name, {}).values() if rank in ranks]
                 members = fitting[0] if len(fitting) == 1 else ()
             size = sizes.get((name, one.apart), 0) or max(group.size, 0)
             inferred = False
@@ -178,7 +197,7 @@ def join_groups(
                 count = addressed[members or size]
                 name = f"ranks {rank_ranges(members)}" if members else f"{size} ranks" if size else name
                 name += f" #{count}" if count > 1 else ""
-            key = (name, one.apart, members)
+            key = (name, one.apart, id(members))
             joined = found.get(key)
             if joined is None:
                 joined = found[key] = ProcessGroup(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from crossrank.comm import CommRecord, is_p2p
-from crossrank.tools.job.groups import Lane, ProcessGroup, is_world, join_groups, sizes_shown, valid_members, world_of
+from crossrank.tools.job.groups import Lane, Members, ProcessGroup, is_world, join_groups, sizes_shown, world_of
 from crossrank.tools.traces.comms import stack_of
 from crossrank.tools.traces.flight_recorder import Frame
 from crossrank.tools.traces.rank_trace import Interned, RankTrace, Signatures
@@ -44,9 +44,10 @@ class Job:
     @classmethod
     def match(cls, traces: Sequence[RankTrace], world_size: int | None = None) -> Self:
         """Match the ranks, of which each is there once. `world_size` is what the user says."""
-        traces, outside = _without_strangers(sorted(traces, key=lambda one: one.rank or 0), world_size)
+        members = Members()
+        traces, outside = _without_strangers(sorted(traces, key=lambda one: one.rank or 0), world_size, members)
         sizes = sizes_shown(traces)
-        world, world_is_known = world_of(traces, world_size, sizes)
+        world, world_is_known = world_of(traces, world_size, sizes, members)
         signatures, stacks = Signatures(), Interned[tuple[Frame, ...]]()
         for trace in traces:
             calls = trace.calls
@@ -55,7 +56,7 @@ class Job:
             numbers = list(map(stacks.number, trace.stacks))
             calls.stack = array("I", map(numbers.__getitem__, calls.stack))
             trace.signatures, trace.stacks = signatures.rows, stacks.rows
-        groups, group_of = join_groups(traces, world, world_is_known, sizes)
+        groups, group_of = join_groups(traces, world, world_is_known, sizes, members)
         p2p = list(map(is_p2p, signatures.rows))
         for trace in traces:
             _fill_lanes(trace, groups, group_of[trace.rank or 0], p2p)
@@ -87,11 +88,13 @@ class Job:
         return self.groups[self.group_of[rank][self.ranks[rank].calls.group[row]]]
 
 
-def _without_strangers(traces: list[RankTrace], world_size: int | None) -> tuple[list[RankTrace], list[str]]:
+def _without_strangers(
+    traces: list[RankTrace], world_size: int | None, members: Members
+) -> tuple[list[RankTrace], list[str]]:
     """Leave out ranks beyond the world: most often a file of another job, or a number that is no rank."""
     claims: Counter[int] = Counter()
     for trace in traces:
-        of_group = [max(valid_members(one.group), default=-1) + 1 for one in trace.groups if is_world(one.group)]
+        of_group = (max(members.of(one.group), default=-1) + 1 for one in trace.groups if is_world(one.group))
         claims[trace.world_size or max(of_group, default=0)] += 1
     # What one rank says does not shut out the others.
     size = world_size or next((size for size, by in claims.items() if by * 2 > len(traces)), 0)

@@ -64,14 +64,14 @@ GLOO_ALONE = (
 )
 
 
-def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False) -> RankTrace:
+def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False, last: int | None = None) -> RankTrace:
     """The dump of `rank`: the last calls of a rank, on NCCL with their durations.
 
     gloo's recorder notes what a call is made of, and no sends; a dump of ours carries the recorded calls beside its
-    entries. With `own_calls` they take the place of gloo's entries; else they complete them. Raises `NoDumpError` where
-    nothing of the file can be used.
+    entries. With `own_calls` they take the place of gloo's entries; else they complete them. With `last` of the
+    collectives that are over those alone of each group. Raises `NoDumpError` where nothing of the file can be used.
     """
-    dump = read_flight_dump(path)
+    dump = read_flight_dump(path, last)
     moment = dump.moment
     rank = dump.rank if rank is None else rank
     trace = RankTrace(rank=rank, path=path, source="flight", version=dump.version, problems=list(dump.problems))
@@ -79,7 +79,8 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False) 
     backends = _backends(dump)
     trace.backend = next((backend for backend in backends if backend != GLOO), backends[0] if backends else "")
     trace.dump.active_only = _is_active_only(dump, trace.backend)
-    trace.starts_late = any(first > 0 for first in dump.entries.columns["record_id"][:1])
+    trace.dump.left_out = dump.left_out
+    trace.starts_late = dump.first_record > 0
     trace.dump.wrapped = trace.starts_late and not trace.dump.active_only
     if moment is None:
         trace.notes += [GLOO_ALONE] if trace.backend == GLOO else []
@@ -89,6 +90,9 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False) 
         ending.taken_at, ending.reason, ending.stacks = moment.time_ns, moment.reason, list(moment.stacks)
         ending.take_exceptions(moment.exceptions, moment.error)
         trace.starts_late |= any(first.id > 0 for first in moment.calls[:1])
+    if moment is not None and moment.calls and not len(dump.entries):
+        _take_recorded(trace, dump, moment)
+        return trace
     if own_calls and moment is not None and moment.calls and trace.backend in ("", GLOO):
         builder, clock = TraceBuilder(trace, (*dump.groups, *moment.groups)), WallClock([moment.clock])
         for record in moment.calls:
@@ -104,6 +108,17 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False) 
         # Our dump without an entry is that of a rank that made no call: the recorder was asked.
         trace.dump.has_status = True
     return trace
+
+
+def _take_recorded(trace: RankTrace, dump: FlightDump, moment: Moment) -> None:
+    """Where torch has noted nothing, for its recorder is off or knows nothing of the backend (of gloo before torch
+    2.9), a dump of ours is the end of a comms file, with what else it holds of the moment."""
+    trace.source, trace.numbered_pairs, trace.dump.has_no_entries = "comms", True, True
+    trace.backend = next((group.backend for group in moment.groups), "")
+    builder, has_ended = TraceBuilder(trace, (*dump.groups, *moment.groups)), moment.reason in ("disable", "exit")
+    last = None if has_ended else moment.calls[-1].id
+    add_records(builder, moment.calls, WallClock([moment.clock]), last, is_cut=not has_ended)
+    trace.ending.ended = has_ended
 
 
 def _backends(dump: FlightDump) -> list[str]:

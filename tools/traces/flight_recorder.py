@@ -183,6 +183,10 @@ class FlightDump(msgspec.Struct, frozen=True, kw_only=True):
     status: dict[int, Progress]
     """By the `pg_id` of the entries."""
     entries: Entries
+    left_out: int = 0
+    """Entries that were not asked for."""
+    first_record: int = 0
+    """Number of the first entry, whether it was asked for or not: above 0 those before it fell out of the ring."""
     moment: Moment | None
     rank: int | None = None
     """What the dump says itself; torch's own do not."""
@@ -198,12 +202,15 @@ class NoDumpError(CrossrankError):
         self.unrecognized = unrecognized
 
 
-def read_flight_dump(path: str) -> FlightDump:
-    """Read one dump, plain, gzip or zstd. Raises `NoDumpError` where nothing of it can be used."""
+def read_flight_dump(path: str, last: int | None = None) -> FlightDump:
+    """Read one dump, plain, gzip or zstd; with `last` of the collectives that are over those alone of each group.
+
+    Raises `NoDumpError` where nothing of it can be used.
+    """
     issues = ReadIssues(path)
     try:
         data = b"".join(read_chunks(path, issues))
-        return decode_flight_dump(path, data, issues.problems, issues.budget)
+        return decode_flight_dump(path, data, issues.problems, issues.budget, last)
     except BudgetError as error:
         raise NoDumpError(str(error), refused=True) from error
     except MemoryError:
@@ -212,7 +219,9 @@ def read_flight_dump(path: str) -> FlightDump:
         raise NoDumpError(f"{path}: cannot be read ({one_line(error)})") from error
 
 
-def decode_flight_dump(path: str, data: bytes, problems: list[str], budget: Budget) -> FlightDump:
+def decode_flight_dump(
+    path: str, data: bytes, problems: list[str], budget: Budget, last: int | None = None
+) -> FlightDump:
     """The dump in `data`; `problems` is what reading it has met so far, `budget` what it has used.
 
     Raises `BudgetError` where it asks for more than a dump has.
@@ -247,6 +256,9 @@ def decode_flight_dump(path: str, data: bytes, problems: list[str], budget: Budg
     if not isinstance(entries, list):
         problems.append("entries is no list")
         entries = []
+    wanted = entries if last is None else _last_collectives(entries, last)
+    found = _entries(wanted, problems, budget)
+    first = entries[0]["record_id"] if len(wanted) < len(entries) else next(iter(found.columns["record_id"]), 0)
     moment = None
     if data[:1] != _PICKLE and content.get("crossrank") is not None:
         moment = convert(content["crossrank"], Moment, "crossrank")
@@ -255,7 +267,9 @@ def decode_flight_dump(path: str, data: bytes, problems: list[str], budget: Budg
         version=whole(convert(content.get("version", ""), Text, "version") or ""),
         groups=_groups(rows("pg_config", GroupConfig), problems, budget),
         status={int(key): value for key, value in rows("pg_status", Progress).items() if _PG_ID.fullmatch(key)},
-        entries=_entries(entries, problems, budget),
+        entries=found,
+        left_out=len(entries) - len(wanted),
+        first_record=first,
         moment=moment,
         rank=moment.rank if moment is not None else convert(content.get("rank"), int | None, "rank"),
         problems=problems,
@@ -302,6 +316,24 @@ def frames_of(frames: Any) -> tuple[Frame, ...]:
             frame = msgspec.convert(one, Frame, strict=False)
             known.append(Frame(whole(frame.name), whole(frame.filename), frame.line))
     return tuple(known)
+
+
+def _last_collectives(rows: list[Any], last: int) -> list[Any]:
+    """`rows` without collectives that are over and have `last` later ones on their group; all, where they are not as
+    torch writes them."""
+    try:
+        newest: dict[Any, int] = {}
+        if not all(type(row["record_id"]) is int for row in rows[:1]):
+            return rows
+        for row in rows:
+            newest[row["pg_id"]] = max(row["collective_seq_id"], newest.get(row["pg_id"], 0))
+        return [
+            row
+            for row in rows
+            if row["collective_seq_id"] > newest[row["pg_id"]] - last or row["state"] != "completed" or row["is_p2p"]
+        ]
+    except (KeyError, TypeError):
+        return rows
 
 
 def _entries(rows: list[Any], problems: list[str], budget: Budget) -> Entries:

@@ -1,4 +1,4 @@
-"""A comms file that its rank still writes: what is new in it since the last look.
+"""A comms file that its rank still writes: what is new in it since the last look, and when its last call was.
 
 The file is zstd frames that stand for good, one or two that the next write replaces at their place, and maybe a torn
 one. So what the last two frames hold is read anew at every look, and what lies before them once.
@@ -9,14 +9,20 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+import msgspec
 import zstandard
 
-from crossrank.budget import BYTES, Budget
+from crossrank.budget import BYTES, Budget, BudgetError
+from crossrank.comm import Int
+from crossrank.errors import BROKEN
 
 _REPLACED = 2
 """Frames at the end that may still be replaced."""
 _MOST = 16 << 20
 """Bytes of a file that are read at one look: the next one goes on where a long recording was left."""
+_MAGIC = b"\x28\xb5\x2f\xfd"
+_END = 1 << 16
+"""Bytes at the end of a file that are looked at first for its last call."""
 _PIECE = 1 << 13
 """Bytes that are decompressed at once: zstd makes up to 32,768 times as much of them."""
 
@@ -58,6 +64,52 @@ class GrowingFile:
         growth.settled = b"".join(content for _, content in frames[:settled])
         growth.recent = b"".join(content for _, content in frames[settled:])
         return growth
+
+
+class _EndLine(msgspec.Struct):
+    id: Int | None = None
+    t: Int = 0
+    clock: dict[str, Int] | None = None
+
+
+_decode = msgspec.json.Decoder(_EndLine).decode_lines
+
+
+def last_call_at(path: str) -> int | None:
+    """When the last call in a comms file was made, ns since 1970, without reading all of a long one. None where that
+    cannot be seen.
+
+    Raises `OSError` where the file cannot be read.
+    """
+    size = os.path.getsize(path)
+    if not path.endswith(".zst"):
+        return None
+    length = _END
+    with open(path, "rb") as file:
+        while True:
+            file.seek(max(0, size - length))
+            data = file.read(length)
+            try:
+                lines = [line for content in _last_frames(path, data) for line in _decode(content)]
+            except (*BROKEN, BudgetError):
+                return None
+            calls = [line.t for line in lines if line.id is not None]
+            clock = next((line.clock for line in reversed(lines) if line.clock is not None), {})
+            if calls and "wall" in clock and "t" in clock:
+                return calls[-1] + clock["wall"] - clock["t"]
+            if length >= min(size, _MOST):
+                return None
+            length *= 16
+
+
+def _last_frames(path: str, data: bytes) -> list[bytes]:
+    """The contents of the frames from the first one that begins in `data` on."""
+    at = data.find(_MAGIC)
+    while at >= 0:
+        if frames := _frames(data[at:], Budget(path, len(data))):
+            return [content for _, content in frames]
+        at = data.find(_MAGIC, at + 1)  # those bytes were no frame's first ones
+    return []
 
 
 def _frames(data: bytes, budget: Budget) -> list[tuple[int, bytes]]:

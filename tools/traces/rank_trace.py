@@ -224,6 +224,10 @@ class DumpState:
     """Completed calls were left out of the dump."""
     wrapped: bool = False
     """Calls from before the first one fell out of the ring."""
+    left_out: int = 0
+    """Entries that were not asked for."""
+    has_no_entries: bool = False
+    """The calls are those that crossrank recorded: torch noted none."""
     recorded_from: dict[str, int] = field(default_factory=dict)
     """Name of a group -> how many collectives there were on it before those that comms files number from 1."""
 

@@ -30,7 +30,7 @@ from crossrank.tools.traces.rank_trace import GLOO, RankTrace, TraceBuilder, sor
 _UNRECORDED = ("monitored_barrier_",)
 """Collectives of gloo that torch's recorder neither notes nor counts."""
 
-_NEWER = 5_000_000_000
+NEWER = 5_000_000_000
 """ns by which a comms file must go on after every dump of its recording to say more than they do."""
 
 
@@ -96,9 +96,10 @@ def put_together(
     _refuse_several_jobs(comms_files)
     last_dump, last_comms = (max(map(_last_time, chain(*one.values())), default=0) for one in (dumps, comms_files))
     # Dumps that end long before the comms files are of a window, and not of the end.
-    use_comms = not dumps or last_comms > last_dump + _NEWER
+    use_comms = not dumps or last_comms > last_dump + NEWER
     alone: list[RankTrace] = []
     for rank in sorted(dumps.keys() | comms_files.keys()):
+        comms_files[rank] = _join_moments(comms_files[rank])
         comms = max(comms_files[rank], key=_by_age, default=None)
         kept = sorted((comms_files if use_comms else dumps)[rank], key=_by_age)
         best = kept.pop() if kept else None
@@ -130,10 +131,11 @@ def put_together(
     return evidence
 
 
-def read_candidate(candidate: FoundFile) -> RankTrace | Failure:
-    """Runs in a worker: one file into evidence, with a path that can be written to any output."""
+def read_candidate(candidate: FoundFile, last: int | None = None) -> RankTrace | Failure:
+    """Runs in a worker: one file into evidence, with a path that can be written to any output. With `last` a dump's
+    last collectives of each group."""
     try:
-        trace = _read(candidate)
+        trace = _read(candidate, last)
     except NoDumpError as error:
         kind = "" if error.unrecognized else "refused_dump" if error.refused else "unreadable_dump"
         return Failure(candidate, writable(str(error)), kind)
@@ -143,7 +145,7 @@ def read_candidate(candidate: FoundFile) -> RankTrace | Failure:
     return trace
 
 
-def _read(candidate: FoundFile) -> RankTrace:
+def _read(candidate: FoundFile, last: int | None) -> RankTrace:
     path, kind = candidate.path, candidate.kind
     if candidate.problem:
         raise CrossrankError(f"{path}: {candidate.problem}")
@@ -157,7 +159,7 @@ def _read(candidate: FoundFile) -> RankTrace:
     # A dump is tens of thousands of small containers without a cycle among them: looking for one takes longer than
     # reading the dump.
     with paused_gc():
-        return read_flight(path, candidate.rank)
+        return read_flight(path, candidate.rank, last=last)
 
 
 def failed(candidate: FoundFile, error: CrossrankError) -> RankTrace | Failure:
@@ -206,6 +208,26 @@ def _went_on(dump: RankTrace, comms: RankTrace) -> bool:
 
 
 # --- a dump and a comms file of one rank ------------------------------------------------------------------------------
+
+
+def _join_moments(files: list[RankTrace]) -> list[RankTrace]:
+    """The comms files of a rank with what its dumps say of the moment, where those have no entries of torch: the calls
+    of such a dump are the end of a comms file."""
+    moments = sorted((one for one in files if one.dump.has_no_entries), key=_by_age)
+    comms = max((one for one in files if not one.dump.has_no_entries), key=_by_age, default=None)
+    if not moments or comms is None:
+        return files
+    last = moments[-1]
+    made = comms.calls.id[-1] if len(comms) else -1
+    if last.calls.id[-1] > made:  # the process was killed before it wrote them to the comms file
+        return [one for one in files if one is not comms]
+    if last.calls.id[-1] == made:
+        ending = last.ending
+        ending.error, ending.traceback, ending.causes = comms.ending.error, comms.ending.traceback, comms.ending.causes
+        ending.of_threads = comms.ending.of_threads or ending.of_threads
+        ending.ended = comms.ending.ended
+        comms.ending = ending
+    return [one for one in files if not one.dump.has_no_entries]
 
 
 def _complete(dump: RankTrace, comms: RankTrace) -> None:
