@@ -55,6 +55,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/linking.py
 	$(BIN)/python benchmarks/converting.py
 	$(BIN)/python benchmarks/diagnosis.py
+	$(BIN)/python -m benchmarks.thousands_of_ranks
 	$(BIN)/python benchmarks/replaying.py
 	$(BIN)/python benchmarks/timelines.py
 

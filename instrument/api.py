@@ -84,7 +84,7 @@ def enable(
                 raise CrossrankError("this torch is built without torch.distributed; install a build that has it")
             from crossrank.instrument.session import Session
 
-            once_per_job.hold()
+            once_per_job.hold(dist.get_world_size() if dist.is_initialized() else 1)
             session = Session(config)
             session.start()
             _current = session

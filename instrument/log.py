@@ -30,9 +30,9 @@ class _OncePerJob(logging.Filter):
         self._is_first: Callable[[str], bool] | None = None
         self._asking: list[Thread] = []
 
-    def hold(self) -> None:
-        """Keep what the ranks have to say until their job is known."""
-        if os.environ.get("WORLD_SIZE", "1") != "1":
+    def hold(self, ranks: int) -> None:
+        """Keep what the ranks have to say until their job is known. `ranks`: so many has the process group, if any."""
+        if ranks > 1 or os.environ.get("WORLD_SIZE", "1") != "1":
             self._held = []
 
     def join(self, is_first: Callable[[str], bool] | None) -> None:

@@ -98,7 +98,7 @@ class Session:
             # From here on the writer's thread takes in groups of this world, for the files that they belong to.
             self._world = weakref.ref(world)
             self.rank, self.world_size = rank, size
-            once_per_job.join(self._is_first_to_say if size > 1 else None)
+            once_per_job.join(self._is_first_to_say if size > 1 and has("store") else None)
             self.gpu.begin()
             self._begin_topology()
             with self.failures.reported("the recording goes on without files"):

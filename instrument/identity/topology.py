@@ -2,8 +2,8 @@
 
 Each rank that records publishes one small value under its own key in the job's default store. The first to do so
 collects the others' and publishes all of them as one value, which everybody reads: three requests per rank where all
-come to it within the first pause, and one more for each time that the pause has doubled since. No collective takes
-part, nothing waits for a rank, and a rank that does not record is simply unknown.
+come to it within the first pause, and one more for each later look, before which the pause is longer each time. No
+collective takes part, nothing waits for a rank, and a rank that does not record is simply unknown.
 
 A node is identified by the kernel's boot id, which containers on one host share and host names in pods do not;
 where there is none, by the host name. `TRACING_NODE` overrides both.
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 _FIRST_PAUSE = 0.005
 _PAUSE_PER_RANK = 1e-4
 """Seconds: all ranks together ask the store 10,000 times a second at most."""
+_FEW_RANKS = 256
 _COLLECTOR_PAUSE = 0.002
 _COLLECTOR_PAUSE_PER_RANK = 1e-5
 _STANDSTILL = 5.0
@@ -116,7 +117,7 @@ class Topology:
                     time.sleep(max(_COLLECTOR_PAUSE, self.world_size * _COLLECTOR_PAUSE_PER_RANK))
                 else:
                     time.sleep(pause)
-                    pause *= 2
+                    pause *= 2 if self.world_size <= _FEW_RANKS else 4
                 with_store(self.collect)
             if not self._stopped and (silent := self.missing()):
                 log.info(

@@ -12,6 +12,7 @@ import pytest
 
 from crossrank.recording import CommsFile, list_recording
 from tests.integration import jobs
+from tests.integration.names import needs_gloo_recorder
 from tests.integration.traces import execution_trace_ids, kineto_ids, load
 
 RECORDING = "crossrank-recording"
@@ -144,6 +145,7 @@ dist.all_reduce(torch.ones(4))
 """
 
 
+@needs_gloo_recorder
 def test_a_rank_that_hangs_in_a_collective_dumps_on_sigusr1_and_dies_of_sigterm(tmp_path: Path) -> None:
     ranks = [jobs.start(tmp_path, STUCK, RANK=str(rank)) for rank in (0, 1)]
     for process in ranks:

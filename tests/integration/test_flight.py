@@ -11,6 +11,7 @@ import pytest
 from crossrank.instrument.write import flight_dump
 from crossrank.tools.traces.flight_recorder import FlightDump, Moment, read_flight_dump
 from tests.integration import jobs
+from tests.integration.names import needs_gloo_recorder
 
 RECORDING = "crossrank-recording"
 
@@ -53,6 +54,7 @@ def test_what_was_written_of_a_hang_stays_when_the_process_ends_in_it(tmp_path: 
     assert [frame.name for frame in main_thread.frames][-2:] == ["wait_for_somebody", "<module>"]
 
 
+@needs_gloo_recorder
 def test_when_communication_goes_on_after_a_hang_the_end_is_written(tmp_path: Path) -> None:
     jobs.python(tmp_path, SILENT + 'dist.all_reduce(torch.ones(4))\nraise RuntimeError("later")\n')
 
@@ -64,6 +66,7 @@ def test_when_communication_goes_on_after_a_hang_the_end_is_written(tmp_path: Pa
     ]
 
 
+@needs_gloo_recorder
 @pytest.mark.parametrize("emit", ["ALL", "CROSSNODE"])
 def test_a_dump_holds_the_last_calls_whatever_is_emitted(emit: str, tmp_path: Path) -> None:
     result = jobs.python(
@@ -154,6 +157,7 @@ def test_one_recorder_that_has_two_names_is_taken_once() -> None:
     assert flight_dump._merged([{"entries": [], "pg_status": {}}, content]) == content
 
 
+@needs_gloo_recorder
 def test_a_hang_of_gloo_beside_nccl_is_in_the_dump(tmp_path: Path) -> None:
     result = jobs.python(
         tmp_path,
@@ -222,6 +226,7 @@ else:
 """
 
 
+@needs_gloo_recorder
 def test_a_hang_is_written_down_before_the_timeout_of_the_shortest_group(tmp_path: Path) -> None:
     ranks = [jobs.start(tmp_path, GROUP_WITH_A_SHORT_TIMEOUT, RANK=str(rank)) for rank in (0, 1)]
     errors = "".join(process.communicate(timeout=40)[1] for process in ranks)

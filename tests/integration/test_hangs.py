@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration import hanging_jobs, jobs
+from tests.integration import hanging_jobs, jobs, names
 from tests.unit.analysis.diagnosis.verdicts import diagnosis_of, in_short, roots
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +25,7 @@ FOUND: dict[str, list[tuple[str, str, int | None, list[int], list[int]]]] = {
 
 
 # One test, for the jobs are slow to start: they hang all at once.
+@names.needs_gloo_recorder
 @pytest.mark.timeout(240)
 def test_jobs_that_hang_are_diagnosed_while_they_hang(tmp_path: Path) -> None:
     process = subprocess.Popen(

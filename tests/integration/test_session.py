@@ -481,7 +481,8 @@ class _PythonGroup(dist.ProcessGroup):
 
 def _python_subclass(rank: int) -> None:
     group = _PythonGroup(rank, 2)
-    distributed_c10d._world.pg_names[group] = distributed_c10d.GroupName("mine")
+    group_name: Any = getattr(distributed_c10d, "GroupName", str)  # a plain text before torch 2.11
+    distributed_c10d._world.pg_names[group] = group_name("mine")
     dist.barrier()
 
 
