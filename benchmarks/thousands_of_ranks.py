@@ -4,7 +4,7 @@
 
 No machine here has 16,384 ranks. What is measured: the requests that real clients make of a real TCPStore in a process
 of its own, and the CPU time that each costs it; how long one rank of such a job takes to begin, on torch's `fake`
-backend, which has any number of ranks; and `crossrank diagnose --last 64`, as the job itself runs it when it hangs,
+backend, which has any number of ranks; and `crossrank diagnose --last 512`, as the job itself runs it when it hangs,
 over synthetic dumps of up to 2,048 ranks with 2,000 calls each. What is computed from that for 16,384 is marked with ~.
 """
 
@@ -184,14 +184,14 @@ def show_folders() -> None:
 
 
 def measure_verdict(counts: list[int]) -> None:
-    """How long `crossrank diagnose --last 64` takes over a job that hangs."""
-    print("verdict: crossrank diagnose --last 64 of dumps with 2,000 calls each; `all` is without --last")
+    """How long `crossrank diagnose --last 512` takes over a job that hangs."""
+    print("verdict: crossrank diagnose --last 512 of dumps with 2,000 calls each; `all` is without --last")
     print(f"  {'ranks':>7} {'wall s':>7} {'serial CPU s':>13} {'CPU s of workers':>17} {'main MB':>8}   all: wall s")
     found: list[tuple[float, float]] = []
     for ranks in counts:
         with tempfile.TemporaryDirectory() as folder:
             synthesise(Path(folder), ranks)
-            wall, serial, workers, megabytes = _diagnose(folder, "--last", "64")
+            wall, serial, workers, megabytes = _diagnose(folder, "--last", "512")
             whole = f"{_diagnose(folder)[0]:.1f}" if ranks <= 1024 else "-"
         print(f"  {ranks:>7,} {wall:>7.1f} {serial:>13.1f} {workers:>17.1f} {megabytes:>8.0f}   {whole}", flush=True)
         found.append((serial, workers))

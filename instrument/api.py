@@ -90,7 +90,8 @@ def enable(
             _current = session
         except Exception as error:
             once_per_job.leave()
-            level = logging.WARNING if os.environ.get("RANK", "0") == "0" else logging.INFO  # all ranks have the same
+            is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # the ranks of a node have the same variables and torch
+            level = logging.WARNING if is_first else logging.INFO
             log.log(level, "crossrank: tracing is off: %s", one_line(error))
             return Tracing(None)
         return Tracing(_current, ends_recording=True)

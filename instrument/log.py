@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
-from threading import Thread
+from threading import RLock, Thread
 
 log = logging.getLogger("crossrank")
 
@@ -29,6 +30,8 @@ class _OncePerJob(logging.Filter):
         self._held: list[logging.LogRecord] | None = None
         self._is_first: Callable[[str], bool] | None = None
         self._asking: list[Thread] = []
+        self._times: Counter[str] = Counter()  # how often this rank has said a text, in whichever recording
+        self._lock = RLock()
 
     def hold(self, ranks: int) -> None:
         """Keep what the ranks have to say until their job is known. `ranks`: so many has the process group, if any."""
@@ -36,15 +39,17 @@ class _OncePerJob(logging.Filter):
             self._held = []
 
     def join(self, is_first: Callable[[str], bool] | None) -> None:
-        """The job is known: `is_first` says whether no other rank has said a text. None where there is one rank."""
-        held, self._held, self._is_first = self._held or [], None, is_first
+        """The job is known: `is_first` says whether no other rank has said a text, with how often this one has before
+        it. None where there is one rank."""
+        with self._lock:
+            held, self._held, self._is_first = self._held or [], None, is_first
         for record in held:
             log.handle(record)
 
     def leave(self) -> None:
         """The recording has ended: what is still asked for is waited for."""
         self.join(self._is_first)
-        until = time.monotonic() + _PATIENCE
+        until = time.monotonic() + _PATIENCE + 1
         for thread in self._asking:
             thread.join(max(0.0, until - time.monotonic()))
         self.forget()
@@ -56,12 +61,17 @@ class _OncePerJob(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno != logging.WARNING or getattr(record, "one_rank", False):
             return True
-        if self._held is not None:
-            self._held.append(record)
-            return False
-        if self._is_first is None:
+        text = record.getMessage()
+        with self._lock:
+            if self._held is not None:
+                self._held.append(record)
+                return False
+            self._times[text] += 1
+            is_first, text = self._is_first, f"{self._times[text]} {text}"
+        if is_first is None:
             return True
-        speaker = Thread(target=self._say, args=(record, self._is_first), name="crossrank-warning", daemon=True)
+        arguments = (record, lambda: is_first(text))
+        speaker = Thread(target=self._say, args=arguments, name="crossrank-warning", daemon=True)
         try:
             speaker.start()
         except RuntimeError:  # the interpreter shuts down
@@ -69,12 +79,12 @@ class _OncePerJob(logging.Filter):
         self._asking.append(speaker)
         return False
 
-    def _say(self, record: logging.LogRecord, is_first: Callable[[str], bool]) -> None:
+    def _say(self, record: logging.LogRecord, is_first: Callable[[], bool]) -> None:
         answers: list[bool] = []
 
         def ask() -> None:
             try:
-                answers.append(is_first(record.getMessage()))
+                answers.append(is_first())
             except Exception:  # the store is gone
                 answers.append(True)
 

@@ -29,7 +29,7 @@ from types import ModuleType
 import torch
 
 from crossrank.errors import CrossrankError, one_line
-from crossrank.instrument.log import log
+from crossrank.instrument.log import ONE_RANK, log
 
 _HERE = Path(__file__).parent
 _PATIENCE = 180.0
@@ -157,7 +157,10 @@ def _build(compiler: Sequence[str], built: Path) -> None:
     with _alone(built), tempfile.TemporaryDirectory(dir=built.parent) as scratch:
         if built.exists():
             return
-        log.warning("crossrank: building its kernel for torch %s, once on this machine: %s", torch.__version__, built)
+        # At once on the first node, for its ranks wait for it.
+        extra = ONE_RANK if os.environ.get("GROUP_RANK", "0") == "0" else None
+        what = "crossrank: building its kernel for torch %s, once on this machine: %s"
+        log.warning(what, torch.__version__, built, extra=extra)
         made = Path(scratch, built.name)
         try:
             done = subprocess.run(

@@ -16,8 +16,8 @@ from crossrank.errors import CrossrankError, one_line
 _PATIENCE = 300.0
 """Seconds that a diagnosis may take."""
 _FEW_RANKS = 64
-_LAST = 64
-"""Collectives of each group that are read of many ranks' dumps, beside those that are not over."""
+_LAST = 512
+"""Calls that are read of many ranks' dumps before what is not over: so many are looked back at."""
 # The tools are found where this process finds them.
 _PROGRAM = """import sys
 sys.path[:] = {path!r}

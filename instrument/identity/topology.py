@@ -79,6 +79,8 @@ class Topology:
         self._collects = False
         self._collectors = 0
         self._published = 0
+        self._lacks = False
+        """Whether some rank had not published when the collector looked last."""
         self._heard = 0.0
         """When the collector had news, or this rank as the collector."""
         self._known = _NOTHING.encode()
@@ -176,11 +178,12 @@ class Topology:
         published = store.add("published", 0)
         if published != self._published:
             self._published, self._heard = published, time.monotonic()
-        if published < self.world_size and time.monotonic() - self._heard < _STANDSTILL:
+        if (published < self.world_size or self._lacks) and time.monotonic() - self._heard < _STANDSTILL:
             return
         self._heard = time.monotonic()
         missing, known = self.missing(), len(self.places)
-        if not self._read(store, missing):
+        self._lacks = not self._read(store, missing)
+        if self._lacks:
             # A rank does not record, or has published twice: each is looked for on its own.
             self._read(store, [rank for rank in missing if store.check([str(rank)])])
         if len(self.places) == known > 1:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from crossrank.errors import CrossrankError
 from crossrank.recording import is_folder
 from crossrank.text import rank_ranges
+from crossrank.tools.analysis.diagnosis.call_history import WINDOW
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
 from crossrank.tools.analysis.diagnosis.evidence import Evidence, find_candidates, read_evidence
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
@@ -36,8 +37,8 @@ class DiagnoseCommand:
         add("--allow-missing", action="store_true", help=meaning)
         add("--world-size", type=int, metavar="N", help="ranks of the job, where no file says it")
         meaning = (
-            "of the collectives that are over read the last N of each group alone, and comms files only of ranks "
-            "without a fresh dump: enough for who waits for whom, and faster where there are thousands of ranks"
+            f"read of every dump what is not over and the N calls before it (from {WINDOW} on: so many are looked back "
+            "at), and comms files only of ranks that called since: for who waits for whom among thousands of ranks"
         )
         add("--last", type=_count, metavar="N", help=meaning)
         meaning = (
@@ -96,8 +97,8 @@ def _read(arguments: argparse.Namespace) -> Evidence:
 
 
 def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 0 < int(text) < 1 << 31):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    if not (text.isascii() and text.isdigit() and WINDOW <= int(text) < 1 << 31):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of calls from {WINDOW} on")
     return int(text)
 
 

@@ -73,8 +73,13 @@ class _Job:
     def look(self) -> Snapshot:
         """What the files say now. Raises `CrossrankError` where there are none."""
         listing = list_recording(self.folder)
-        below = [list_recording(f"{self.folder}/{name}") for name in listing.folders if RANK_FOLDER.fullmatch(name)]
-        found = [file for one in (listing, *below) for file in one.of_kind(COMMS)]
+        found = listing.of_kind(COMMS)
+        for path in (f"{self.folder}/{name}" for name in listing.folders if RANK_FOLDER.fullmatch(name)):
+            try:
+                found += list_recording(path).of_kind(COMMS)
+                self.problems.pop(path, None)
+            except CrossrankError as error:
+                self.problems[path] = str(error)
         for file in found:
             if file.rank not in self._files:
                 self._files[file.rank] = GrowingFile(file.path), LiveFile(file.rank, len(found))

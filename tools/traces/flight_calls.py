@@ -57,6 +57,8 @@ _NUMBERS = (
 )
 _CLOSING = "coalesced"
 _OF_GLOO = f"{GLOO}:"
+UNRECORDED = ("monitored_barrier_",)
+"""Collectives of gloo that torch's recorder neither notes nor counts."""
 SAME_TIME = 50_000_000
 """ns between torch's and our note of one call: the launch lies between them."""
 GLOO_ALONE = (
@@ -68,8 +70,8 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False, 
     """The dump of `rank`: the last calls of a rank, on NCCL with their durations.
 
     gloo's recorder notes what a call is made of, and no sends; a dump of ours carries the recorded calls beside its
-    entries. With `own_calls` they take the place of gloo's entries; else they complete them. With `last` of the
-    collectives that are over those alone of each group. Raises `NoDumpError` where nothing of the file can be used.
+    entries. With `own_calls` they take the place of gloo's entries; else they complete them. With `last` what is
+    not over is read, and so many calls before it. Raises `NoDumpError` where nothing of the file can be used.
     """
     dump = read_flight_dump(path, last)
     moment = dump.moment
@@ -90,13 +92,13 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False, 
         ending.taken_at, ending.reason, ending.stacks = moment.time_ns, moment.reason, list(moment.stacks)
         ending.take_exceptions(moment.exceptions, moment.error)
         trace.starts_late |= any(first.id > 0 for first in moment.calls[:1])
-    if moment is not None and moment.calls and not len(dump.entries):
-        _take_recorded(trace, dump, moment)
-        return trace
     if own_calls and moment is not None and moment.calls and trace.backend in ("", GLOO):
         builder, clock = TraceBuilder(trace, (*dump.groups, *moment.groups)), WallClock([moment.clock])
         for record in moment.calls:
             builder.add(record, called=clock.at(record.t))
+        return trace
+    if moment is not None and not len(dump.entries) and any(map(_is_noted, moment.calls)):
+        _take_recorded(trace, dump, moment)
         return trace
     reading = _Reading(dump, trace)
     reading.read()
@@ -108,6 +110,11 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False, 
         # Our dump without an entry is that of a rank that made no call: the recorder was asked.
         trace.dump.has_status = True
     return trace
+
+
+def _is_noted(record: CommRecord) -> bool:
+    """Whether torch's recorder notes such a call, of whatever backend."""
+    return not is_p2p(record) and record.c10d not in UNRECORDED
 
 
 def _take_recorded(trace: RankTrace, dump: FlightDump, moment: Moment) -> None:
@@ -138,7 +145,7 @@ def _is_active_only(dump: FlightDump, backend: str) -> bool:
     Without a status, gaps between the entries show it. A ring in which all is open because the rest fell out lacks
     open calls as well: those after the last completed one.
     """
-    if backend == GLOO or "completed" in dump.entries.columns["state"]:
+    if backend == GLOO or "completed" in dump.entries.columns["state"] or dump.left_out:
         return False
     if not dump.status:
         return any(two > one + 1 for one, two in pairwise(dump.entries.columns["record_id"]))

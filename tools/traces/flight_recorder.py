@@ -203,7 +203,7 @@ class NoDumpError(CrossrankError):
 
 
 def read_flight_dump(path: str, last: int | None = None) -> FlightDump:
-    """Read one dump, plain, gzip or zstd; with `last` of the collectives that are over those alone of each group.
+    """Read one dump, plain, gzip or zstd; with `last` what is not over and so many calls before it.
 
     Raises `NoDumpError` where nothing of it can be used.
     """
@@ -256,7 +256,7 @@ def decode_flight_dump(
     if not isinstance(entries, list):
         problems.append("entries is no list")
         entries = []
-    wanted = entries if last is None else _last_collectives(entries, last)
+    wanted = entries if last is None else _last_calls(entries, last)
     found = _entries(wanted, problems, budget)
     first = entries[0]["record_id"] if len(wanted) < len(entries) else next(iter(found.columns["record_id"]), 0)
     moment = None
@@ -318,20 +318,21 @@ def frames_of(frames: Any) -> tuple[Frame, ...]:
     return tuple(known)
 
 
-def _last_collectives(rows: list[Any], last: int) -> list[Any]:
-    """`rows` without collectives that are over and have `last` later ones on their group; all, where they are not as
-    torch writes them."""
+def _last_calls(rows: list[Any], last: int) -> list[Any]:
+    """`rows` from `last` before the first call that is not over on, and of those before it all sends and receives and
+    the last launch of each group; all, where they are not as torch writes them.
+
+    The members of a coalesced launch never say that they are over: its closing entry, the last one, does.
+    """
     try:
-        newest: dict[Any, int] = {}
-        if not all(type(row["record_id"]) is int for row in rows[:1]):
-            return rows
-        for row in rows:
-            newest[row["pg_id"]] = max(row["collective_seq_id"], newest.get(row["pg_id"], 0))
-        return [
-            row
-            for row in rows
-            if row["collective_seq_id"] > newest[row["pg_id"]] - last or row["state"] != "completed" or row["is_p2p"]
-        ]
+        launches = [(row["pg_id"], row["collective_seq_id"], row["p2p_seq_id"]) for row in rows]
+        is_over = {launch: row["state"] == "completed" for launch, row in zip(launches, rows, strict=True)}
+        open_from = next((place for place, launch in enumerate(launches) if not is_over[launch]), len(rows))
+        kept = {launch for launch, row in zip(launches, rows, strict=True) if row["is_p2p"]}
+        kept.update({launch[0]: launch for launch in launches}.values())
+        kept.update(launches[max(0, open_from - last) :])
+        is_numbered = all(type(row["record_id"]) is int for row in rows[:1])
+        return [row for launch, row in zip(launches, rows, strict=True) if launch in kept] if is_numbered else rows
     except (KeyError, TypeError):
         return rows
 

@@ -21,6 +21,8 @@ _REPLACED = 2
 _MOST = 16 << 20
 """Bytes of a file that are read at one look: the next one goes on where a long recording was left."""
 _MAGIC = b"\x28\xb5\x2f\xfd"
+_MOST_MAGICS = 64
+"""Places that are tried: compressed bytes rarely look like the begin of a frame."""
 _END = 1 << 16
 """Bytes at the end of a file that are looked at first for its last call."""
 _PIECE = 1 << 13
@@ -104,11 +106,13 @@ def last_call_at(path: str) -> int | None:
 
 def _last_frames(path: str, data: bytes) -> list[bytes]:
     """The contents of the frames from the first one that begins in `data` on."""
-    at = data.find(_MAGIC)
-    while at >= 0:
+    at = -1
+    for _ in range(_MOST_MAGICS):
+        at = data.find(_MAGIC, at + 1)
+        if at < 0:
+            break
         if frames := _frames(data[at:], Budget(path, len(data))):
             return [content for _, content in frames]
-        at = data.find(_MAGIC, at + 1)  # those bytes were no frame's first ones
     return []
 
 

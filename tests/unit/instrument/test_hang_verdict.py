@@ -17,7 +17,7 @@ def test_of_many_ranks_the_last_calls_are_read_and_the_culprit_is_the_same(
     has_many_ranks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verdict, "_FEW_RANKS", 2 if has_many_ranks else 3)
-    programs: Programs = [[Collective("0")] * 100 for _ in range(3)]
+    programs: Programs = [[Collective("0")] * 600 for _ in range(3)]
     programs[1].append(CpuStall())
     for program in programs:
         program.append(Collective("0"))

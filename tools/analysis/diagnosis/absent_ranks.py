@@ -66,7 +66,7 @@ def _how_it_stopped(search: Search, rank: int) -> str:
     if ending.reason in LEFT or ending.ended:
         why = ending.error or ending.reason or "its recording ended"
         return f"left the job ({why}) without making this call"
-    if trace.source == "comms" and any(one.source == "flight" for one in ranks):
+    if trace.source == "comms" and not trace.dump.has_no_entries and any(one.source == "flight" for one in ranks):
         return "left no dump, and its comms file ends before this call: it died, or does not notice that the job hangs"
     return "stopped making calls before it and waits for nobody"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.job.groups import ProcessGroup
 
-_WINDOW = 512
+WINDOW = 512
 """Calls looked back at."""
 
 # (index of the rank's group, operation, peer, stack)
@@ -42,7 +42,7 @@ def has_skipped(job: JobState, rank: int, group: ProcessGroup, row: int, peers: 
 def _history(job: JobState, rank: int, row: int) -> list[Token]:
     """The calls of a rank up to the one at `row`."""
     calls, signatures = job.ranks[rank].calls, job.signatures
-    some = slice(max(0, row - _WINDOW), row + 1)
+    some = slice(max(0, row - WINDOW), row + 1)
     what = [(signatures[number].op, signatures[number].peer) for number in calls.signature[some]]
     return [(group, *one, stack) for group, one, stack in zip(calls.group[some], what, calls.stack[some], strict=True)]
 

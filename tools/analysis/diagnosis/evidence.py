@@ -23,12 +23,9 @@ from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.paused_gc import paused_gc
 from crossrank.tools.traces.comms import read_comms, stack_of
 from crossrank.tools.traces.discover import WHAT, FoundFile, discover
-from crossrank.tools.traces.flight_calls import SAME_TIME, read_flight
+from crossrank.tools.traces.flight_calls import SAME_TIME, UNRECORDED, read_flight
 from crossrank.tools.traces.flight_recorder import NoDumpError
 from crossrank.tools.traces.rank_trace import GLOO, RankTrace, TraceBuilder, sort_by_time
-
-_UNRECORDED = ("monitored_barrier_",)
-"""Collectives of gloo that torch's recorder neither notes nor counts."""
 
 NEWER = 5_000_000_000
 """ns by which a comms file must go on after every dump of its recording to say more than they do."""
@@ -132,8 +129,8 @@ def put_together(
 
 
 def read_candidate(candidate: FoundFile, last: int | None = None) -> RankTrace | Failure:
-    """Runs in a worker: one file into evidence, with a path that can be written to any output. With `last` a dump's
-    last collectives of each group."""
+    """Runs in a worker: one file into evidence, with a path that can be written to any output. With `last` of a
+    dump what is not over and so many calls before it."""
     try:
         trace = _read(candidate, last)
     except NoDumpError as error:
@@ -249,7 +246,7 @@ def _complete(dump: RankTrace, comms: RankTrace) -> None:
     counts: Counter[tuple[str, str]] = Counter()
     for row, record in enumerate(comms.records()):
         p2p = is_p2p(record)
-        if not (p2p and not has_p2p) and record.c10d not in _UNRECORDED:
+        if not (p2p and not has_p2p) and record.c10d not in UNRECORDED:
             continue
         apart = "" if p2p else record.c10d
         counts[record.pg, apart] += 1

@@ -1,13 +1,15 @@
-"""The evidence of thousands of ranks: of their dumps the last calls alone, and only those comms files that say more.
+"""The evidence of thousands of ranks: of their dumps what is not over and the calls before it, and only those comms
+files that say more.
 
-Who waits for whom shows in what is not over. A rank's own dump does not say what is over on the others: one of them may
-still be in a collective that this rank left long ago, as the root of a broadcast does. So the last collectives of every
-group are read, and where some rank is in an earlier one than those, the dumps of its group are read whole.
+Who waits for whom shows in what is not over, and whether a call was due in the calls before it. A rank's own dump does
+not say what is over on the others: one of them may still be in a collective that this rank left long ago, as the root
+of a broadcast does. Where some rank is in an earlier one than those that were read, the dumps of its group are read
+whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -18,6 +20,7 @@ from crossrank.tools.analysis.diagnosis.evidence import NEWER, Evidence, Failure
 from crossrank.tools.job.groups import Members
 from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.traces.discover import FoundFile
+from crossrank.tools.traces.flight_calls import SAME_TIME
 from crossrank.tools.traces.growing import last_call_at
 from crossrank.tools.traces.rank_trace import GLOO, RETIRED, RankTrace
 
@@ -30,7 +33,7 @@ def read_last_calls(
     last: int,
     named: bool = False,
 ) -> Evidence:
-    """Read of `candidates` the last `last` collectives of each group that are over, and all that is not."""
+    """Read of `candidates` what is not over and the `last` calls before it."""
     dumps = [one for one in candidates if one.kind != COMMS]
     found = map_ranks(partial(read_candidate, last=last), dumps, fleet, failed=failed, done=done)
     earlier = _began_too_late([one for one in found if isinstance(one, RankTrace)])
@@ -39,25 +42,33 @@ def read_last_calls(
     for place, one in zip(again, whole, strict=True):
         found[place] = one
     comms = [one for one in candidates if one.kind == COMMS]
-    newest, fresh = _fresh_dumps(found)
-    beside = [one for one in comms if one.rank in fresh and not one.problem]
-    ends = map_ranks(_last_call_at, beside, fleet)
-    told = {one.path for one, at in zip(beside, ends, strict=True) if at is not None and at <= newest + NEWER}
+    told = _told_by_dumps(comms, _taken_at(found), fleet)
     comms = [one for one in comms if one.path not in told]
     found += map_ranks(read_candidate, comms, fleet, failed=failed, done=done)
     evidence = put_together([*dumps, *comms], found, named=named)
     if any(one.dump.left_out for one in evidence.ranks):
-        evidence.notes.append(f"of collectives that are over the last {last} of each group were read (--last)")
+        evidence.notes.append(f"of every dump what is not over was read, and {last} calls before it (--last)")
     return evidence
 
 
-def _fresh_dumps(found: Sequence[RankTrace | Failure]) -> tuple[int, set[int | None]]:
-    """(When the newest dump of ours was taken, ranks with one as new.) Where their comms files end then as well they
-    say no more, but of gloo's sends and receives."""
+def _taken_at(found: Sequence[RankTrace | Failure]) -> dict[int | None, int]:
+    """Rank -> when its dump was taken, of dumps of ours that are as new as the newest. Of gloo's sends and receives
+    they do not say enough."""
     dumps = [one for one in found if isinstance(one, RankTrace) and one.backend not in ("", GLOO)]
     taken = {one.rank: one.ending.taken_at for one in dumps if one.ending.taken_at is not None}
     newest = max(taken.values(), default=0)
-    return newest, {rank for rank, at in taken.items() if newest - at < NEWER}
+    return {rank: at for rank, at in taken.items() if newest - at < NEWER}
+
+
+def _told_by_dumps(comms: Sequence[FoundFile], taken: Mapping[int | None, int], fleet: Fleet) -> set[str]:
+    """Paths of the comms files that say no more than the dumps of their ranks: no call was made since. None, where some
+    job goes on after all of them, for then the dumps are not of its end."""
+    beside = [one for one in comms if one.rank in taken and not one.problem]
+    ends = map_ranks(_last_call_at, beside, fleet)
+    if any(at is None or at > max(taken.values()) + NEWER for at in ends):
+        return set()
+    pairs = zip(beside, ends, strict=True)
+    return {one.path for one, at in pairs if at is not None and at <= taken[one.rank] + SAME_TIME}
 
 
 def _last_call_at(file: FoundFile) -> int | None:

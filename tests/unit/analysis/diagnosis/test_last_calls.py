@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from crossrank.tools.analysis.diagnosis import call_history
 from crossrank.tools.analysis.diagnosis.diagnose import diagnose
 from crossrank.tools.analysis.diagnosis.evidence import Evidence, find_candidates
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
@@ -37,7 +38,8 @@ def without_history(found: Diagnosis) -> list[str]:
 
 
 @pytest.mark.parametrize("first", SEEDS[::100])
-def test_of_jobs_with_random_faults_the_last_calls_say_the_same(first: int) -> None:
+def test_of_jobs_with_random_faults_the_last_calls_say_the_same(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_history, "WINDOW", 8)  # so many calls are looked back at, here as there
     shortened = 0
     for seed in SEEDS[first : first + 100]:
         with tempfile.TemporaryDirectory() as folder:
@@ -48,7 +50,7 @@ def test_of_jobs_with_random_faults_the_last_calls_say_the_same(first: int) -> N
                 with pytest.raises(type(error)):
                     of_last(Path(folder), 1)
                 continue
-            shortened += any(one.dump.left_out for one in read_last(Path(folder), 1).ranks)
+            shortened += any(one.dump.left_out for one in read_last(Path(folder), 8).ranks)
             assert of_last(Path(folder), 1).verdict == whole.verdict, seed
             assert without_history(of_last(Path(folder), 8)) == without_history(whole), seed
     assert shortened > 10
@@ -80,10 +82,10 @@ def test_a_job_that_hangs_behind_many_calls_needs_the_last_ones_alone(tmp_path: 
 
     evidence = read_last(tmp_path, 4)
 
-    assert [one.dump.left_out for one in evidence.ranks] == [197, 196, 197]
+    assert [one.dump.left_out for one in evidence.ranks] == [196, 196, 196]
     found = diagnose(evidence)[0]
     assert roots(found) == roots(diagnosis_of(tmp_path)) == [("missing_rank", "default_pg", 201, [1], [0, 2])]
-    assert "of collectives that are over the last 4 of each group were read (--last)" in found.notes
+    assert "of every dump what is not over was read, and 4 calls before it (--last)" in found.notes
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
@@ -98,6 +100,39 @@ def test_comms_files_are_read_where_they_go_on_after_the_dumps(goes_on: bool, tm
     found = read_last(tmp_path, 4)
 
     assert {one.source for one in found.ranks} == {"comms" if goes_on else "flight"}
+
+
+@pytest.mark.parametrize("seconds", [2, 30])
+def test_one_rank_that_goes_on_is_not_accused_and_hides_no_other(seconds: int, tmp_path: Path) -> None:
+    programs: Programs = [[Collective("0")] * 20 for _ in range(3)]
+    programs[1][19:] = [CpuStall()]
+    write_moments(SimulatedJob(programs, WORLD), tmp_path, dict.fromkeys(range(3), Moment()))
+    for rank in range(3):
+        dump = json.loads((tmp_path / f"rank-{rank}.flight.json").read_text())
+        first, taken = dump["entries"][0]["time_created_ns"], dump["crossrank"]["time_ns"]
+        begin = (int(first) - START) // SECOND
+        records = [all_reduce(seq + 1) | {"t": begin * SECOND} for seq in range(19 if rank == 1 else 20)]
+        if rank == 1:
+            records.append(all_reduce(20) | {"t": int(taken) - START + seconds * SECOND})
+        write_comms(tmp_path, rank, records, groups=WORLD, until=1e6)
+        _compress(tmp_path / f"rank-{rank}.comms.jsonl")
+
+    found = of_last(tmp_path, 8)
+
+    assert len(found.ranks) == 3
+    assert without_history(found) == without_history(diagnosis_of(tmp_path))
+
+
+def test_a_coalesced_launch_that_is_over_is_kept_or_left_out_whole(tmp_path: Path) -> None:
+    part = Collective("0", "_reduce_scatter_base")
+    coalesced = Collective("0", "reduce_scatter_tensor_coalesced", members=(part, part))
+    calls = [Collective("0")] * 4 + [coalesced] + [Collective("0")] * 30
+    programs: Programs = [[*calls] for _ in range(3)]
+    write_moments(SimulatedJob(programs, WORLD), tmp_path, dict.fromkeys(range(3), Moment()))
+
+    assert diagnosis_of(tmp_path).verdict == "ok"
+    for last in (1, 8, 31):
+        assert of_last(tmp_path, last).verdict == "ok"
 
 
 def test_the_last_call_of_a_long_file_is_found_at_its_end(tmp_path: Path) -> None:
