@@ -64,11 +64,14 @@ def _told_by_dumps(comms: Sequence[FoundFile], taken: Mapping[int | None, int], 
     """Paths of the comms files that say no more than the dumps of their ranks: no call was made since. None, where some
     job goes on after all of them, for then the dumps are not of its end."""
     beside = [one for one in comms if one.rank in taken and not one.problem]
-    ends = map_ranks(_last_call_at, beside, fleet)
-    if any(at is None or at > max(taken.values()) + NEWER for at in ends):
-        return set()
-    pairs = zip(beside, ends, strict=True)
-    return {one.path for one, at in pairs if at is not None and at <= taken[one.rank] + SAME_TIME}
+    latest = max(taken.values(), default=0) + NEWER
+    told = set()
+    for one, at in zip(beside, map_ranks(_last_call_at, beside, fleet), strict=True):
+        if at is None or at > latest:
+            return set()
+        if at <= taken[one.rank] + SAME_TIME:
+            told.add(one.path)
+    return told
 
 
 def _last_call_at(file: FoundFile) -> int | None:
