@@ -362,13 +362,16 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=Tr
 
 
 class Ran(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
-    """How long a call took, from its launch to its end, where the recorder was told to follow that."""
+    """How long a call took, where the recorder was told to follow that."""
 
     id: Int
     t: Int
-    """When it was launched, on the monotonic clock in ns."""
+    """When it began, on the monotonic clock in ns: its launch; on a device about, for when it ended was noticed up to
+    some 0.1 s later."""
     took: Count
-    """ns."""
+    """ns: to the end of its Work; on a device those of the kernel alone."""
+    on_device: bool = False
+    """torch's events on the device measured it, for its flight recorder (NCCL)."""
     raised: bool = False
     """It ended with an error."""
 

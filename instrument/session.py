@@ -31,6 +31,7 @@ from crossrank.instrument.script_errors import Failures
 from crossrank.instrument.torch_private import has, require
 from crossrank.instrument.write import nvtx_markers
 from crossrank.instrument.write.comms_writer import CommsWriter
+from crossrank.instrument.write.device_times import DeviceTimes
 from crossrank.instrument.write.flight_dump import FlightDumps
 from crossrank.instrument.write.rank_files import RankFiles
 from crossrank.instrument.write.window import Windows
@@ -194,6 +195,7 @@ class Session:
             ring_capacity=self.config.ring,
             header=describe_rank(self, self.topology.node),
             on_look=self._on_look,
+            times=DeviceTimes(self.recorder.nccl_recorder) if self.config.timing else None,
         )
         self.hangs.watch()
 

@@ -11,6 +11,7 @@
 
 #include <pthread.h>
 
+#include "flight.h"
 #include "kernel.h"
 
 namespace crossrank {
@@ -379,6 +380,19 @@ PyObject *state(PyObject *, PyObject *) {
                        PyUnicode_DecodeUTF8(error.data(), static_cast<Py_ssize_t>(error.size()), "replace"));
 }
 
+// nccl_recorder(): torch's flight recorder of NCCL's calls as JSON, empty where this process has none.
+PyObject *nccl_recorder(PyObject *, PyObject *) {
+  std::string found;
+  Py_BEGIN_ALLOW_THREADS
+  try {
+    found = dump_nccl_recorder();
+  } catch (...) {
+    found.clear();
+  }
+  Py_END_ALLOW_THREADS
+  return PyBytes_FromStringAndSize(found.data(), static_cast<Py_ssize_t>(found.size()));
+}
+
 PyMethodDef methods[] = {
     {"install", install, METH_VARARGS, nullptr},
     {"uninstall", uninstall, METH_NOARGS, nullptr},
@@ -400,6 +414,7 @@ PyMethodDef methods[] = {
     {"take", take, METH_O, nullptr},
     {"take_spans", take_spans, METH_NOARGS, nullptr},
     {"recording_wait", recording_wait, METH_VARARGS, nullptr},
+    {"nccl_recorder", nccl_recorder, METH_NOARGS, nullptr},
     {"note_work", note_work, METH_VARARGS, nullptr},
     {"state", state, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},

@@ -121,6 +121,10 @@ class CompiledRecorder(Recorder):
     def take_spans(self) -> list[Wait | Ran]:
         return [span_of(*span) for span in self.native.take_spans()]
 
+    def nccl_recorder(self) -> bytes:
+        content: bytes = self.native.nccl_recorder()  # without the interpreter's lock
+        return content
+
     def recording_wait(self, original: Callable[..., Any]) -> object:
         method: object = self.native.recording_wait(dist.Work, original)
         return method

@@ -104,6 +104,12 @@ class Recorder(ABC):
     def take_spans(self) -> list[Wait | Ran]:
         """The waits since the last time, and the times that communication took."""
 
+    def nccl_recorder(self) -> bytes:
+        """torch's flight recorder of NCCL's calls as JSON; empty where this torch has none."""
+        function = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+        content: bytes = b"" if function is None else function(True, False)
+        return content
+
     @abstractmethod
     def recording_wait(self, original: Callable[..., Any]) -> object:
         """A method for `Work` in the place of `original`, which it calls and records."""

@@ -30,6 +30,7 @@ from crossrank.instrument import threads
 from crossrank.instrument.identity.topology import Topology
 from crossrank.instrument.log import log
 from crossrank.instrument.record.recorder import Call, Recorder
+from crossrank.instrument.write.device_times import DeviceTimes
 from crossrank.instrument.write.rank_files import create
 from crossrank.recording import Ran, Wait
 
@@ -84,7 +85,9 @@ class CommsWriter:
         ring_capacity: int,
         header: dict[str, Any],
         on_look: Callable[[], None],
+        times: DeviceTimes | None = None,
     ) -> None:
+        """`times`: of the calls on NCCL, where they are to be recorded."""
         self.path = path
         self.counts = Counts()
         self.topology = topology
@@ -92,6 +95,7 @@ class CommsWriter:
         self._lines: deque[bytes | Callable[[], bytes]] = deque([encode_line("header", header)])
         self._hurry_at = ring_capacity // 2
         self._on_look = on_look
+        self._times = times
         self._closing = False
         self._lock = threading.Lock()
         self._compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
@@ -126,6 +130,8 @@ class CommsWriter:
             return
         self._closing = True
         self.topology.settled.wait(max(0.0, self._started + _TOPOLOGY_PATIENCE - time.monotonic()))
+        if self._times is not None:
+            self._times.wait_for_last()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
         if not self._lock.acquire(timeout=timeout):  # the thread is stuck in the disk
@@ -182,7 +188,7 @@ class CommsWriter:
         if time.monotonic() >= self._next_clock:
             self._next_clock = time.monotonic() + _CLOCK_EVERY
             self.line("clock", moment)
-        self._take()
+        self._take_with_durations(moment["wall"] - moment["t"])
         if not for_good:
             self._append(self._encode(self._taken)[0], moment=moment, for_good=False)
             return
@@ -202,6 +208,14 @@ class CommsWriter:
                 self.counts.unwritten += records
                 self.counts.spans_dropped += spans
 
+    def _take_with_durations(self, wall_offset: int) -> None:
+        """Take over what has gathered, and what torch has measured of it meanwhile."""
+        times = self._times
+        entries = times.read() if times and (self._closing or times.is_due(self._recorder.waiting)) else []
+        self._take()
+        if times:
+            self._taken.extend(times.join(entries, wall_offset))
+
     def _take(self) -> None:
         """Take over what has gathered: the lines before the calls, which need those of their groups, and the calls
         before their times."""
@@ -211,6 +225,8 @@ class CommsWriter:
         self._taken.extend(calls)
         self._taken.extend(spans)
         self._recent.extend(calls)
+        if self._times is not None:
+            self._times.note(calls, time.time_ns() - time.monotonic_ns())
 
     def _encode(self, items: Iterable[Item]) -> tuple[list[bytes], list[bytes], int]:
         """The lines of `items`, those of them without which later records cannot be read, and records that failed."""

@@ -14,6 +14,7 @@ from crossrank.recording import CommsFile, Ran
 from crossrank.tools.traces.comms import read_comms
 from crossrank.tools.traces.rank_trace import COMPLETED
 from tests.integration import jobs
+from tests.integration.names import needs_gloo_recorder
 from tests.integration.world import World
 
 LATE = 0.2  # s
@@ -88,3 +89,68 @@ def test_a_job_that_is_timed_has_bandwidths_without_a_window(tmp_path: Path) -> 
         "measured   the recording (TRACING_TIMING=1): from the launch of a call to the end of its Work" in result.stdout
     )
     assert "calls      10 of 10 have times; they are 5 collectives" in result.stdout
+
+
+# There is no NCCL without a GPU. torch's recorder is the same for gloo, but that it lacks durations: here the number of a
+# call within its group stands for them.
+NUMBERED = """
+import orjson
+from crossrank.instrument.record.python_recorder import PythonRecorder
+from crossrank.instrument.write import device_times
+
+def recorder(self):
+    content = orjson.loads(torch._C._distributed_c10d._dump_fr_trace_json(True, False))
+    for entry in content.get("entries", []):
+        if entry["profiling_name"] != "gloo:reduce":  # of which torch never notices the end
+            entry["duration_ms"] = float(entry["collective_seq_id"])
+            entry["time_discovered_completed_ns"] = time.time_ns()
+    return orjson.dumps(content)
+
+device_times._BACKEND = "gloo"
+PythonRecorder.nccl_recorder = recorder
+"""
+CALLS = """
+dist.all_reduce(torch.ones(8))  # what was called before is of no record
+crossrank.enable(timing=True)
+other = dist.new_group([0], group_desc="other")
+for number in range(1500):
+    dist.all_reduce(torch.ones(8))
+    dist.broadcast(torch.ones(8), 0, group=other)
+    if number % 100 == 0:
+        dist.reduce(torch.ones(8), 0)
+        time.sleep(0.3)
+"""
+
+
+@needs_gloo_recorder
+def test_durations_on_a_device_find_their_calls_while_the_recorder_that_has_them_forgets(tmp_path: Path) -> None:
+    result = jobs.python(tmp_path, NUMBERED + CALLS, TRACING_KERNEL="python")
+    assert (result.returncode, result.stderr.count("crossrank: ")) == (0, 1), result.stderr
+    file = CommsFile(str(tmp_path / "crossrank-recording" / "rank-0.comms.jsonl.zst"))
+    calls = {one.id: one for one in file.records()}
+    took = {one.id: one.took for one in file.ran if one.on_device}
+    world = [one for one in calls.values() if one.pg == "0"]
+    assert took == {
+        one.id: ((one.seq or 0) + (one.pg == "0")) * 1_000_000 for one in calls.values() if one.op != "reduce"
+    }
+    assert (len(took), len(world)) == (3000, 1515)
+    assert all(calls[one.id].t <= one.t for one in file.ran)
+
+
+@needs_gloo_recorder
+def test_durations_that_were_lost_are_said_once_and_the_others_are_there(tmp_path: Path) -> None:
+    loop = "crossrank.enable(timing=True)\n"
+    loop += (
+        "for number in range(2000):\n    dist.all_reduce(torch.ones(8))\n    time.sleep(1 if number == 500 else 0)\n"
+    )
+    result = jobs.python(tmp_path, NUMBERED + loop, TRACING_KERNEL="python", TORCH_FR_BUFFER_SIZE="300")
+    lost = [line for line in result.stderr.splitlines() if "fell out" in line]
+    assert len(lost) == 1
+    assert lost[0].endswith(
+        "calls fell out of torch's flight recorder of 300 first; TORCH_FR_BUFFER_SIZE=3000 keeps more"
+    )
+    file = CommsFile(str(tmp_path / "crossrank-recording" / "rank-0.comms.jsonl.zst"))
+    number = {one.id: one.seq or 0 for one in file.records()}
+    assert 300 <= len(file.ran) < 2000
+    assert all(one.took == number[one.id] * 1_000_000 for one in file.ran)
+    assert {number[one.id] for one in file.ran} >= set(range(1701, 2001))

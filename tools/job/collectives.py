@@ -178,15 +178,14 @@ def match_collectives(job: Job) -> Collectives:
     clock_of = {rank: names.number(trace.clock or trace.path) for rank, trace in job.ranks.items()}
     place = np.searchsorted(list(job.ranks), found.rank)
     clock = np.array(list(clock_of.values()), np.int64)[place]
-    placed = np.array([trace.placed for trace in job.ranks.values()], bool)[place]
     releasing = found.by_kind(lambda one: one.releases_all)[found.kind]
     bad_lanes = True
     while bad_lanes:
-        usable = found.measured & placed & releasing & ~joined.own[joined.collective] & ~joined.doubtful
+        usable = found.measured & found.placed & releasing & ~joined.own[joined.collective] & ~joined.doubtful
         shift, aligned, clocks = align(
             names.rows, clock[usable], joined.collective[usable], found.ended[usable], joined.count
         )
-        comparable = placed & aligned[clock]
+        comparable = found.placed & aligned[clock]
         times = [np.where(one > 0, one + shift[clock], 0) for one in (found.called, found.began, found.ended)]
         on_one_clock = replace(found, number=joined.number, called=times[0], began=times[1], ended=times[2])
         bad_lanes = part_lanes(joined, on_one_clock, releasing & comparable & found.measured, clocks.slack_ns)

@@ -111,6 +111,8 @@ class Launches:
     """0 = not known; so are `began` and `ended`."""
     began: Ints
     ended: Ints
+    placed: Bools
+    """Whether the two are exact, and not a duration alone."""
     sent: dict[int, Counter[int]]
     """Rank -> rank -> bytes sent to it by batches of sends and by uneven all_to_alls, which the kinds do not have."""
     not_placed: int
@@ -159,9 +161,9 @@ class _Found:
         columns = {one.name: one.to_numpy() for one in made.iter_columns()}
         rank, kind, given = columns["rank"], columns["kind"], columns["number"]
         place = np.searchsorted(list(self._job.ranks), rank)
-        numbered, numbered_pairs, timed = (
+        numbered, numbered_pairs, timed, placed = (
             np.array([getattr(trace, name) for trace in self._job.ranks.values()], bool)[place]
-            for name in ("numbered", "numbered_pairs", "timed")
+            for name in ("numbered", "numbered_pairs", "timed", "placed")
         )
         batched, known, p2p = (
             np.array([fact(one) for one in self._kinds], bool)[kind]
@@ -182,6 +184,7 @@ class _Found:
             called=columns["called"] * timed,
             began=columns["began"],
             ended=columns["ended"],
+            placed=placed & (columns["took"] == 0),
             sent=self._sent,
             not_placed=self._not_placed,
             attributed=self._attributed,
@@ -223,7 +226,7 @@ class _Found:
         )
         first = ("row", "id", "number", "step", "called")
         alone = rows.filter(batch < 0).select(
-            "rank", *first, "began", "ended", "signature", "group", whole=True, calls=pl.lit(1, pl.UInt32)
+            "rank", *first, "began", "ended", "took", "signature", "group", whole=True, calls=pl.lit(1, pl.UInt32)
         )
         batches = (
             rows.filter(batch >= 0)
@@ -232,6 +235,7 @@ class _Found:
                 *(pl.col(name).first() for name in first),
                 began.min(),
                 ended.max(),
+                took.max(),
                 pl.col("signature", "group"),
                 # The first call gives the batch its id, and their ids follow each other.
                 whole=(pl.len() == 1) | ((id.first() == batch.first()) & (id.last() - id.first() == pl.len() - 1)),
@@ -257,13 +261,17 @@ class _Found:
         import polars as pl
 
         timed_calls = pl.col("calls").filter(pl.col("ended") > 0).sum()
-        counts = {rank: both for rank, *both in made.group_by("rank").agg(timed_calls, pl.len()).iter_rows()}
+        by_events = pl.col("calls").filter((pl.col("ended") > 0) & (pl.col("took") > 0)).sum().alias("by_events")
+        found = made.group_by("rank").agg(timed_calls, by_events, pl.len())
+        counts = {rank: counted for rank, *counted in found.iter_rows()}
         for rank, trace in self._job.ranks.items():
-            timed, count = counts.get(rank, (0, 0))
+            timed, by_events_alone, count = counts.get(rank, (0, 0, 0))
             self._attributed.update(trace.attributed)
             self._unattributed.update(trace.unattributed)
             if timed and not trace.attributed:
-                self._attributed[TIMED_BY[trace.timed_by]] += timed
+                outside = by_events_alone if trace.timed_by == "kineto" else 0
+                self._attributed[TIMED_BY[trace.timed_by]] += timed - outside
+                self._attributed += Counter({TIMED_BY["flight"]: outside})
             if trace.left_out:
                 self._unattributed[LEFT_OUT] += trace.left_out
             if trace.timed_by == "comms" and len(trace):

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from crossrank.comm import CommRecord, operation_of
+from crossrank.comm import CommRecord
 from crossrank.errors import CrossrankError
+from crossrank.measured_launches import RecordedLaunch, RecordedLaunches
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, LINKED
 from crossrank.tools.graph.linking.communication_trace import read_communication_trace
 from crossrank.tools.graph.linking.communications import OURS
@@ -25,14 +25,11 @@ from crossrank.tools.graph.linking.window_files import RankInput
 from crossrank.tools.job.kineto_calls import HALF_HOUR, read_kineto_trace
 from crossrank.tools.traces.comms import read_comms
 from crossrank.tools.traces.discover import BASIC
-from crossrank.tools.traces.flight_calls import is_closing, read_flight
-from crossrank.tools.traces.flight_recorder import Entry, read_flight_dump
+from crossrank.tools.traces.flight_calls import read_flight
+from crossrank.tools.traces.flight_recorder import read_flight_dump
 from crossrank.tools.traces.param_basic import read_basic
 from crossrank.tools.traces.param_comms import ParamComms, from_node
 from crossrank.tools.traces.rank_trace import RankTrace, TraceBuilder, waits_of
-
-_SAME_CALL = 5_000_000
-"""ns that may lie between our note of a call and torch's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +61,12 @@ def read_comms_and_times(given: RankSources) -> RankTrace:
         _give_times(window, trace, ((row_of[one.record.id], one) for one in ours))
     if trace.timed_by == "work":  # of all calls, where a window knows those of some
         return trace
-    if any(trace.calls.ended):
+    if any(ended and not took for ended, took in zip(trace.calls.ended, trace.calls.took, strict=True)):
         trace.timed_by = "kineto"
-    elif given.flight is not None:
+    elif trace.timed_by == "comms" and given.flight is not None:
         _time_by_dump(trace, given.flight)
         trace.timed_by = "flight" if any(trace.calls.took) else "comms"
-        trace.placed = trace.timed_by != "flight"
+    trace.placed = trace.timed_by != "flight"
     return trace
 
 
@@ -107,6 +104,7 @@ def _give_times(window: LinkedTrace, trace: RankTrace, calls_of: Iterable[tuple[
         kernels = [activities[number] for number in communication.activities if number in activities]
         host, work = hosts.get(communication.host), hosts.get(communication.work)
         if kernels:
+            calls.took[row] = 0
             calls.began[row] = base + min(kernel.start_ns for kernel in kernels)
             calls.ended[row] = base + max(kernel.start_ns + kernel.duration_ns for kernel in kernels)
         elif work is not None and work.start_ns is not None and work.duration_ns is not None:
@@ -219,37 +217,24 @@ def _time_by_dump(trace: RankTrace, path: str) -> None:
         return
     if dump.moment is None:
         return
-    entries: dict[str, list[Entry]] = defaultdict(list)
-    for one in dump.entries:
-        if one.time_discovered_completed_ns:
-            entries[one.process_group[0]].append(one)
-    launches: dict[str, dict[int, list[int]]] = defaultdict(dict)
-    calls = trace.calls
+    calls, launches = trace.calls, RecordedLaunches[int]()
+    batches: dict[int, RecordedLaunch[int]] = {}
     for row, batch in enumerate(calls.batch):
-        launch = calls.id[row] if batch < 0 else batch
-        launches[trace.groups[calls.group[row]].group.pg].setdefault(launch, []).append(row)
-    for pg, ended in entries.items():
-        at = 0
-        for rows in launches[pg].values():
-            # Both are in the order of the calls; torch notes a call within the launch that the record precedes.
-            called = calls.called[rows[0]]
-            at = bisect_left(ended, called, at, key=lambda one: one.time_created_ns)
-            entry = ended[at] if at < len(ended) else None
-            if entry and entry.time_created_ns - called < _SAME_CALL and _is_of(entry, trace, rows):
-                for row in rows:
-                    calls.began[row] = entry.time_discovered_started_ns or entry.time_created_ns
-                    calls.ended[row] = entry.time_discovered_completed_ns or 0
-                    calls.took[row] = round((entry.duration_ms or 0) * 1e6) or calls.ended[row] - calls.began[row]
-                at += 1
-
-
-def _is_of(entry: Entry, trace: RankTrace, rows: Sequence[int]) -> bool:
-    """Whether an entry can be that of a launch: of one call, or of a batch, which one entry closes."""
-    if is_closing(entry):
-        return trace.calls.batch[rows[0]] >= 0
-    name = entry.profiling_name.partition(":")[2] or entry.profiling_name
-    operation = operation_of(name.partition(" ")[0])
-    return operation is not None and operation.name == trace.signatures[trace.calls.signature[rows[0]]].op
+        if batch in batches:
+            batches[batch].calls.append(row)
+            continue
+        op = trace.signatures[calls.signature[row]].op
+        launch = RecordedLaunch(began=calls.called[row], op=op, is_batch=batch >= 0, calls=[row])
+        launches.add(trace.groups[calls.group[row]].group.pg, launch)
+        if batch >= 0:
+            batches[batch] = launch
+    for entry in dump.entries:
+        ended = entry.time_discovered_completed_ns
+        launch_of_it = launches.take(entry) if ended else None
+        for row in launch_of_it.calls if launch_of_it is not None else ():
+            calls.began[row] = entry.time_discovered_started_ns or entry.time_created_ns
+            calls.ended[row] = ended or 0
+            calls.took[row] = round((entry.duration_ms or 0) * 1e6) or calls.ended[row] - calls.began[row]
 
 
 READERS: dict[str, Callable[[RankSources], RankTrace]] = {

@@ -153,7 +153,8 @@ def _add_times(trace: RankTrace, ran: Sequence[Ran], clock: WallClock, row_of: M
         if row is not None and (span := _span(trace, one, clock)) is not None and not one.raised:
             calls.began[row], calls.ended[row] = span
             calls.state[row] = COMPLETED
-            trace.timed_by = "work"
+            calls.took[row] = one.took if one.on_device else 0
+            trace.timed_by = "flight" if one.on_device or trace.timed_by == "flight" else "work"
 
 
 def _add_waits(trace: RankTrace, waits: Sequence[Wait], clock: WallClock, row_of: Mapping[int, int]) -> None:

@@ -273,7 +273,7 @@ class RankTrace:
     timed_by: str = "comms"
     """What measured begins and ends: a key of `launches.TIMED_BY`."""
     placed: bool = True
-    """Whether begins and ends are exact, and not durations alone."""
+    """Whether begins and ends are exact, and not durations alone, but for calls that have `took`."""
     comparable: bool = True
     """Whether collectives can be compared with those of the other ranks. gloo's recorder notes what a call is made of
     (a reduce_scatter is an all_reduce there): of a comms file beside such dumps only root and reduction can be."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from crossrank.recording import COMMS, EXECUTION_TRACE, KINETO, LINKED
@@ -145,7 +146,7 @@ def test_a_dump_beside_a_comms_file_gives_durations_to_the_calls_that_it_noted(t
         entry(1, "all_reduce", 0, 4.0),
         entry(2, "all_reduce", 20.5, 5.0),  # no barrier
         entry(3, "all_reduce", 44.999, 6.0),
-        entry(4, "all_reduce", 65, 7.0),  # too late
+        entry(4, "all_reduce", 65, 7.0),  # its communicator was made first
         entry(5, "broadcast", 80.1, 8.0, duration_ms=None),
         entry(6, "coalesced", 101, 9.0, time_discovered_started_ns=None, input_sizes=[], output_sizes=[]),
     ]
@@ -154,11 +155,21 @@ def test_a_dump_beside_a_comms_file_gives_durations_to_the_calls_that_it_noted(t
     paths = (str(tmp_path / f"rank-0.{name}") for name in ("comms.jsonl", "flight.json"))
     trace = READERS[COMMS](RankSources(kind=COMMS, path=next(paths), rank=0, flight=next(paths)))
     calls = trace.calls
-    assert [one / MS for one in calls.took] == [4, 0, 6, 0, 8, 9, 9]
-    assert [one and (one - WALL) / MS for one in calls.began] == [0, 0, 44.999, 0, 80.1, 101, 101]
-    assert [one and (one - WALL) / MS for one in calls.ended] == [4, 0, 50.999, 0, 88.1, 110, 110]
+    assert [one / MS for one in calls.took] == [4, 0, 6, 7, 8, 9, 9]
+    assert [one and (one - WALL) / MS for one in calls.began] == [0, 0, 44.999, 65, 80.1, 101, 101]
+    assert [one and (one - WALL) / MS for one in calls.ended] == [4, 0, 50.999, 72, 88.1, 110, 110]
     assert (trace.timed_by, trace.placed) == ("flight", False)
     (tmp_path / "rank-0.flight.json").write_text("[]")
     given = RankSources(kind=COMMS, path=trace.path, rank=0, flight=str(tmp_path / "rank-0.flight.json"))
     trace = READERS[COMMS](given)
     assert (trace.timed_by, trace.placed, len(trace.notes)) == ("comms", True, 1)
+
+
+def test_durations_that_a_recording_has_from_the_device_need_no_dump(tmp_path: Path) -> None:
+    comms(tmp_path, 0, [{"id": n, "op": "all_reduce", "seq": 1 + n, "t": 20 * MS * n} for n in range(3)])
+    path = tmp_path / "rank-0.comms.jsonl"
+    ran = {"id": 1, "t": 21 * MS, "took": 4 * MS, "on_device": True}
+    path.write_bytes(path.read_bytes() + orjson.dumps({"ran": ran}) + b"\n")
+    trace = READERS[COMMS](RankSources(kind=COMMS, path=str(path), rank=0))
+    assert [trace.took(row) for row in range(3)] == [None, 4 * MS, None]
+    assert (trace.timed_by, trace.placed) == ("flight", False)

@@ -67,9 +67,7 @@ def write_timeline(
             f"{ranks[0].path}: no communication with a time is in it, so there is nothing to lay on a timeline"
         )
     zero = min(begins)
-    placed = {one.rank or 0: one.placed for one in ranks}
-    on_device = np.array([placed[rank] for rank in found.ranks])[np.searchsorted(found.ranks, found.rank)]
-    on_device &= found.ended > 0
+    on_device = found.placed & (found.ended > 0)
     flow = _flows(found, flows, on_device)
     shown = _Shown(found, zero, [_label(found, kind) for kind in found.kinds] or [""], on_device, flow)
     written = Written(

@@ -1,0 +1,78 @@
+"""Which of the recorded launches it is that torch's flight recorder measured.
+
+The two number calls differently: each numbers those of a group from where it began, torch a batch as one call, and some
+not at all. But torch notes a call after our record of it and within its launch. So of one process group an entry is of
+the last launch that began before it, if it is of its operation; of several entries the first, or that which closes the
+batch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from crossrank.comm import operation_of
+
+Call = TypeVar("Call")
+_CLOSING = "coalesced"
+
+
+class NotedLaunch(Protocol):
+    """An entry of the flight recorder, as far as it tells a launch."""
+
+    @property
+    def profiling_name(self) -> str:
+        """`nccl:all_reduce`, `nccl:send 0->1`, `nccl:coalesced`."""
+
+    @property
+    def process_group(self) -> tuple[str, str]:
+        """Name and description."""
+
+    @property
+    def time_created_ns(self) -> int:
+        """ns since 1970."""
+
+
+@dataclass(eq=False, slots=True)
+class RecordedLaunch(Generic[Call]):
+    """A launch as it was recorded: of one call, or of a batch."""
+
+    began: int
+    """ns since 1970."""
+    op: str
+    """Of its first call."""
+    is_batch: bool
+    calls: list[Call]
+
+
+class RecordedLaunches(Generic[Call]):
+    """The launches of one process that no entry was found for yet. Launches and entries are given in their order."""
+
+    def __init__(self) -> None:
+        self._of_group: dict[str, list[RecordedLaunch[Call]]] = defaultdict(list)
+
+    def add(self, pg: str, launch: RecordedLaunch[Call]) -> None:
+        """Add one on the group of that name."""
+        self._of_group[pg].append(launch)
+
+    def take(self, entry: NotedLaunch) -> RecordedLaunch[Call] | None:
+        """The launch that an entry is of; None where there is none, or where the entry is of a part of it."""
+        launches = self._of_group.get(entry.process_group[0], [])
+        place = bisect_right(launches, entry.time_created_ns, key=lambda one: one.began)
+        del launches[: max(place - 1, 0)]  # later entries are of later launches
+        return launches.pop(0) if place and _fits(entry.profiling_name, launches[0]) else None
+
+    def keep_last(self, most: int) -> None:
+        """Forget the oldest launches of each group but for so many."""
+        for launches in self._of_group.values():
+            del launches[:-most]
+
+
+def _fits(name: str, launch: RecordedLaunch[Call]) -> bool:
+    """Whether an entry that torch calls so measures a launch: of a batch only what closes it has times."""
+    operation = operation_of(name.partition(" ")[0])
+    if launch.is_batch:
+        return name.endswith(_CLOSING)
+    return operation is not None and operation.name == launch.op

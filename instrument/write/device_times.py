@@ -1,0 +1,154 @@
+"""How long NCCL's calls took on the device: what torch's flight recorder measured, joined to the recorded calls.
+
+torch measures every call by two events on the device, where it is told to, and keeps the durations of the last calls in
+a ring. It is read before half of it is new, by the writer's thread, without stack traces, and with the compiled kernel
+without the interpreter's lock. What else could tell: the completion hook of a process group takes that lock for each
+call, knows no sends and is deprecated; events of our own would have to be put on streams that only NCCL's process group
+knows.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from crossrank.errors import one_line
+from crossrank.instrument.log import log
+from crossrank.instrument.record.recorder import Call
+from crossrank.measured_launches import RecordedLaunch, RecordedLaunches
+from crossrank.recording import Ran
+
+_EVERY = 5.0
+"""Seconds after which durations are read however few they are."""
+_LAG = 0.15
+"""Seconds after which torch has noticed that a call is over: its watchdog looks ten times a second."""
+_DEFAULT_ENTRIES = 2000
+"""Calls that the flight recorder keeps unless it is told."""
+_BACKEND = "nccl"
+_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+
+
+class _Entry(msgspec.Struct, frozen=True, gc=False):
+    """A call as the flight recorder's JSON has it. A time that is not known is 0."""
+
+    record_id: int
+    profiling_name: str
+    process_group: tuple[str, str]
+    time_created_ns: int
+    time_discovered_completed_ns: int | None = 0
+    duration_ms: float | None = 0.0
+
+
+class _Recorder(msgspec.Struct):
+    entries: list[_Entry] = []
+
+
+_decode = msgspec.json.Decoder(_Recorder).decode
+
+
+class DeviceTimes:
+    """The durations of the calls on NCCL's groups, each once. `read` comes before the calls are taken from the ring of
+    the recorder, `note` after it, then `join`: so no entry is newer than its call."""
+
+    def __init__(self, dump: Callable[[], bytes], entries: int | None = None) -> None:
+        """`dump` gives NCCL's flight recorder as JSON, of so many `entries` at most."""
+        self._dump = dump
+        self._most = _entries_kept() if entries is None else entries
+        self._launches = RecordedLaunches[int]()
+        self._batches: dict[int, RecordedLaunch[int]] = {}
+        self._open: dict[int, RecordedLaunch[int]] = {}  # launches that are not over, by the id of the entry
+        self._next: int | None = None  # id of the first entry that was not read yet
+        self._any = False
+        self._new = 0  # calls noted since the last time
+        self._read_at = time.monotonic()
+        self._complained = False
+
+    def is_due(self, waiting: int) -> bool:
+        """Whether it is time to read, with so many calls in the recorder's ring."""
+        if not self._any:
+            return False
+        late = time.monotonic() - self._read_at > _EVERY
+        return 2 * (self._new + waiting) >= self._most or (late and bool(self._new or self._open))
+
+    def read(self) -> list[_Entry]:
+        """What torch's flight recorder holds now."""
+        self._read_at, self._new = time.monotonic(), 0
+        try:
+            content = self._dump()
+            return _decode(content).entries if content else []
+        except Exception as error:  # of CUDA, where that is gone already, or of a format that is not known
+            self._complain("torch's flight recorder cannot be read: %s", one_line(error))
+            return []
+
+    def note(self, calls: Iterable[Call], wall_offset: int) -> None:
+        """Take in calls; `wall_offset`: ns to add to their times for those since 1970."""
+        for descriptor, record_id, _, t, _, batch, _, _ in calls:
+            group = descriptor.state.group
+            if _BACKEND not in group.backend:
+                continue
+            if not self._most:
+                self._complain("torch's flight recorder is off (%s=0)", _SIZES[0])
+                return
+            self._any = True
+            self._new += 1
+            if batch is not None and batch in self._batches:
+                self._batches[batch].calls.append(record_id)
+                continue
+            op, is_batch = descriptor.reader.op, batch is not None
+            launch = RecordedLaunch(began=t + wall_offset, op=op, is_batch=is_batch, calls=[record_id])
+            self._launches.add(group.pg, launch)
+            if batch is not None:
+                self._batches = {batch: launch}  # one thread's batches follow each other
+        self._launches.keep_last(self._most)
+
+    def join(self, entries: list[_Entry], wall_offset: int) -> list[Ran]:
+        """The durations of calls that are over, and were not before."""
+        if not entries:
+            return []
+        first = entries[0].record_id
+        if self._next is not None and entries[-1].record_id < self._next - 1:  # torch has begun a new recorder
+            self._next = None
+            self._open.clear()
+        if self._next is not None and first > self._next:
+            self._complain(
+                "%d calls fell out of torch's flight recorder of %d first; %s=%d keeps more",
+                *(first - self._next, self._most, _SIZES[0], 10 * self._most),
+            )
+        found: list[Ran] = []
+        for entry in entries:
+            if self._next is None or entry.record_id >= self._next:
+                launch = self._launches.take(entry)
+                if launch is not None:
+                    self._open[entry.record_id] = launch
+            ended, took = entry.time_discovered_completed_ns, entry.duration_ms
+            if not ended or not took or (over := self._open.pop(entry.record_id, None)) is None:
+                continue
+            ns = round(took * 1e6)
+            began = max(entry.time_created_ns, ended - ns) - wall_offset
+            found += [Ran(id=one, t=began, took=ns, on_device=True) for one in over.calls]
+        self._next = entries[-1].record_id + 1
+        for lost in [one for one in self._open if one < first]:
+            del self._open[lost]
+        return found
+
+    def wait_for_last(self) -> None:
+        """Let torch notice the end of calls that are over by now."""
+        if self._new or self._open:
+            time.sleep(_LAG)
+
+    def _complain(self, why: str, *values: object) -> None:
+        if not self._complained:
+            self._complained = True
+            log.warning("crossrank: how long NCCL's calls took is not recorded of all: " + why, *values)
+
+
+def _entries_kept() -> int:
+    """How many calls torch's flight recorder keeps."""
+    given = next((os.environ[name] for name in _SIZES if name in os.environ), "")
+    try:
+        return max(int(given), 0)
+    except ValueError:
+        return _DEFAULT_ENTRIES
