@@ -304,6 +304,27 @@ def _decompress(
         issues.problems.append(f"the last {part} is cut off; what comes before it was read")
 
 
+def read_lines(path: str, issues: ReadIssues) -> Iterator[bytes]:
+    """The lines of a plain, gzip or zstd file; what cannot be read is noted in `issues`."""
+    rest = b""
+    try:
+        for chunk in read_chunks(path, issues):
+            lines = (rest + chunk).split(b"\n")
+            rest = lines.pop()
+            issues.budget.spend(LINES, len(lines))
+            yield from lines
+            if len(rest) > _LONGEST_LINE:
+                issues.problems.append(f"a line is longer than {_LONGEST_LINE >> 20} MiB, which such a file never has")
+                return
+    except BudgetError as error:
+        issues.problems.append(error.what)
+        return
+    if rest:
+        if issues.problems:  # the cut goes through this line
+            return
+        yield rest
+
+
 class Header(msgspec.Struct, frozen=True, kw_only=True):
     """First line of a comms file: who wrote it, on what machine, with which versions."""
 
@@ -419,7 +440,7 @@ class CommsFile:
         decode_wait = msgspec.json.Decoder(dict[str, Wait]).decode
         decode_ran = msgspec.json.Decoder(dict[str, Ran]).decode
         number = more = 0
-        for number, line in enumerate(self._lines(), 1):
+        for number, line in enumerate(read_lines(self.path, self.issues), 1):
             try:
                 if line.startswith(b'{"id":'):
                     yield decode_record(line)
@@ -471,24 +492,3 @@ class CommsFile:
                 getattr(self, several).append(content)
         if line.end is not None:
             self.end = line.end
-
-    def _lines(self) -> Iterator[bytes]:
-        rest = b""
-        try:
-            for chunk in read_chunks(self.path, self.issues):
-                lines = (rest + chunk).split(b"\n")
-                rest = lines.pop()
-                self.issues.budget.spend(LINES, len(lines))
-                yield from lines
-                if len(rest) > _LONGEST_LINE:
-                    self.issues.problems.append(
-                        f"a line is longer than {_LONGEST_LINE >> 20} MiB, which a comms file never has"
-                    )
-                    return
-        except BudgetError as error:
-            self.issues.problems.append(error.what)
-            return
-        if rest:
-            if self.issues.problems:  # the cut goes through this line
-                return
-            yield rest

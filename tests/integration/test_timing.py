@@ -91,8 +91,8 @@ def test_a_job_that_is_timed_has_bandwidths_without_a_window(tmp_path: Path) -> 
     assert "calls      10 of 10 have times; they are 5 collectives" in result.stdout
 
 
-# There is no NCCL without a GPU. torch's recorder is the same for gloo, but that it lacks durations: here the number of a
-# call within its group stands for them.
+# There is no NCCL without a GPU. torch's recorder is the same for gloo, but that it lacks durations: here the number of
+# a call within its group stands for them.
 NUMBERED = """
 import orjson
 from crossrank.instrument.record.python_recorder import PythonRecorder

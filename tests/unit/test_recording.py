@@ -200,7 +200,7 @@ def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path: Path) -> None:
     ids, comms = read(tmp_path / "rank-0.comms.jsonl.zst")
 
     assert ids == [0]
-    assert comms.issues.problems == ["a line is longer than 16 MiB, which a comms file never has"]
+    assert comms.issues.problems == ["a line is longer than 16 MiB, which such a file never has"]
 
 
 def test_of_many_broken_lines_the_first_are_told_and_the_others_counted(tmp_path: Path) -> None:

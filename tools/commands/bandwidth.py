@@ -17,14 +17,15 @@ from crossrank.tools.output.console import as_json
 
 class BandwidthCommand:
     """Time, algbw, busbw and waiting of every collective, by operation, group, size and locality. From Nsight Systems
-    exports (.sqlite), Kineto traces (linked or not), flight-recorder dumps with timing, a recording that holds any of
-    them, or the folder of a replay. The time of a collective runs from the last arrival; rates follow nccl-tests. Says
-    what could not be attributed. Exit code 1: ranks are missing, or a file could not be used."""
+    exports (.sqlite), Kineto traces (linked or not), flight-recorder dumps with timing, logs of NCCL Inspector, a
+    recording that holds any of them, or the folder of a replay. The time of a collective runs from the last arrival;
+    rates follow nccl-tests. Says what could not be attributed. Exit code 1: ranks are missing, or a file could not be
+    used."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         meaning = f"what rows are grouped by, of {','.join(KEYS)} (default {','.join(BY)})"
         parser.add_argument("--by", default=",".join(BY), metavar="KEYS", help=meaning)
-        add_measured_arguments(parser, CHOICES[:-1], "line-rate")
+        add_measured_arguments(parser, [one for one in CHOICES if one != "comms"], "line-rate")
         parser.add_argument("-o", "--output", metavar="FILE", help="write the result as JSON to FILE (bandwidth.json)")
 
     def run(self, arguments: argparse.Namespace) -> int:

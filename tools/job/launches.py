@@ -34,6 +34,7 @@ TIMED_BY = {
     "nsight": "Nsight Systems: kernels that were launched within our markers or NCCL's",
     "kineto": "Kineto: the kernels of a call, or on a backend without kernels its Work",
     "flight": "torch's flight recorder: durations that its events measured",
+    "inspector": "NCCL Inspector: the kernel of a call",
     "replay": "a replay: medians over its passes",
     "work": "the recording (TRACING_TIMING=1): from the launch of a call to the end of its Work",
     "comms": "no times of the communication itself, only when calls were made",

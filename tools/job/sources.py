@@ -2,7 +2,8 @@
 
 A folder may hold several measurements of one rank. The one that says most is taken: Nsight Systems, else what is
 linked or can be linked (Kineto with its execution trace), Kineto alone, the flight recorder; a comms file beside any
-of them gives the meaning of the calls, and by itself says when they were made.
+of them gives the meaning of the calls, and by itself says when they were made. Where nothing but logs of NCCL Inspector
+is there, or they are asked for, they are taken: their calls have no names of ours.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from crossrank.text import rank_ranges, writable
 from crossrank.tools.graph.linking.window_files import RankInput
 from crossrank.tools.job.read_rank import READERS, RankSources
 from crossrank.tools.parallel import Fleet, map_ranks
-from crossrank.tools.traces.discover import NSIGHT, REPORT, WHAT, Files, FoundFile, discover, files_by_rank
+from crossrank.tools.traces.discover import INSPECTOR, NSIGHT, REPORT, WHAT, Files, FoundFile, discover, files_by_rank
+from crossrank.tools.traces.nccl_inspector import number_ranks
 from crossrank.tools.traces.nsight.read import read_export
 from crossrank.tools.traces.rank_trace import RankTrace
 
-CHOICES = ("nsight", "kineto", "flight", "comms")
+CHOICES = ("nsight", "kineto", "flight", "inspector", "comms")
 """What a user may ask for instead of what says most."""
 
 EXPORT = "nsys export --type sqlite"
@@ -46,6 +48,7 @@ _OF_SOURCE = {
     "kineto": (COMMS, LINKED, EXECUTION_TRACE, KINETO),
     "flight": (COMMS, FLIGHT),
     "comms": (COMMS,),
+    "inspector": (),
 }
 """What is read where the user asks for a source."""
 
@@ -67,7 +70,7 @@ def find(
     skipped += [
         f"{file.path}: is {WHAT[file.kind]}, which measures no communication"
         for file in files
-        if file.path in paths and not file.problem and file.kind not in (*_MEASURED, NSIGHT, REPORT)
+        if file.path in paths and not file.problem and file.kind not in (*_MEASURED, INSPECTOR, NSIGHT, REPORT)
     ]
     by_rank = files_by_rank(files, _OF_SOURCE.get(source or "", _MEASURED))
     exports = [file for file in files if file.kind == NSIGHT]
@@ -85,6 +88,12 @@ def find(
         return Measurements(tasks, skipped, notes, others)
     if source == "nsight":
         raise CrossrankError(f"{', '.join(paths)}: holds no Nsight export (.sqlite); make one with: {EXPORT} REPORT")
+    logs = [file.path for file in files if file.kind == INSPECTOR and not file.problem]
+    if logs and not by_rank:
+        tasks = [RankSources(kind=INSPECTOR, path=path, rank=None) for path in logs]
+        return Measurements(tasks, skipped, notes)
+    if logs:
+        notes.append(f"{len(logs)} log(s) of NCCL Inspector were left out; --source inspector reads them alone")
     wanted = [rank for rank in by_rank if (ranks is None or rank in ranks) and (rank or 0) < MOST_RANKS]
     if by_rank and not wanted and ranks is not None:
         raise CrossrankError(f"{', '.join(paths)}: holds none of the ranks that --ranks names")
@@ -146,6 +155,8 @@ def settle(results: Iterable[object], found: Measurements) -> list[RankTrace]:
             ranks += result
         else:
             found.skipped.append(str(result))
+    if any(one.source == INSPECTOR for one in ranks):
+        number_ranks([one for one in ranks if one.source == INSPECTOR])
     for one in ranks:
         if not 0 <= (one.rank or 0) < MOST_RANKS:
             found.skipped.append(f"{one.path}: rank {one.rank} is invalid; record it again")

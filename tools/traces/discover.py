@@ -36,6 +36,8 @@ BASIC = "basic"
 PLAN = "plan"
 TIMELINE = "timeline"
 """What `convert --timeline` writes, which looks like a Kineto trace."""
+INSPECTOR = "inspector"
+"""What NCCL Inspector writes: one process, of an unknown rank."""
 NSIGHT = "nsight"
 """An export of Nsight Systems, which is no record of calls but has their times."""
 REPORT = "report"
@@ -50,6 +52,7 @@ WHAT = {
     KINETO: "a Kineto trace",
     FLIGHT: "a flight-recorder dump",
     BASIC: "a PARAM basic trace",
+    INSPECTOR: "a log of NCCL Inspector",
     PLAN: "a plan of crossrank replay",
     TIMELINE: "a timeline of crossrank",
     NSIGHT: "an export of Nsight Systems",
@@ -66,6 +69,7 @@ _SIGNS: tuple[tuple[str, tuple[bytes, ...]], ...] = (
     (DATABASE, (rb"\ASQLite format 3\x00", rb"CREATE TABLE findings \(position INTEGER, role TEXT")),
     (NSIGHT, (rb"\ASQLite format 3\x00",)),
     (PLAN, (rb'"schema"\s*:\s*"crossrank-plan ',)),
+    (INSPECTOR, (rb'\A\s*\{"header"', rb'"inspector_output_format_version"')),
     (COMMS, (rb'\A\s*\{"header"',)),
     (TIMELINE, (rb'"metadata"\s*:\s*\{"crossrank"',)),
     (KINETO, (rb'"traceEvents"',)),
@@ -175,7 +179,7 @@ def look(path: str) -> FoundFile:
     rank = _named_rank(name)
     if rank is None and kind in _RANK_IN_HEAD and (found := _RANK_IN_HEAD[kind].search(head)):
         rank = _valid(found[1])
-    if rank is None:
+    if rank is None and kind != INSPECTOR:  # whose names have a process id
         rank = _numbered_rank(name)
     problem = "" if head else [*issues.problems, "is empty"][0]
     return FoundFile(path=path, kind=kind, rank=rank, problem=problem)

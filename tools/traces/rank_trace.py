@@ -246,6 +246,8 @@ class RankTrace:
     groups: list[RankGroup] = field(default_factory=list)
     stacks: list[tuple[Frame, ...]] = field(default_factory=lambda: [()])
     """Innermost frame first; the first one is that of calls without a stack."""
+    group_rank: dict[int, int] = field(default_factory=dict)
+    """Index of a group -> place of this rank within it, where the file has no global ranks."""
     waits: Waits | None = None
     host_waits: HostWaits = field(default_factory=HostWaits)
 

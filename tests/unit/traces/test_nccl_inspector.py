@@ -1,0 +1,124 @@
+"""Logs of NCCL Inspector. Those in `inspector/` were written by NCCL's own plug-in, of events made for this: four ranks
+with a communicator of all and two of two ranks each, three rounds of an all_reduce of all, and in each pair an
+all_gather, a reduce_scatter, an all_reduce that is too small to be kept, and a send."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossrank.errors import CrossrankError
+from crossrank.tools.analysis.bandwidth import bandwidth
+from crossrank.tools.job.collectives import match_collectives
+from crossrank.tools.job.job import Job
+from crossrank.tools.job.sources import find, read
+from crossrank.tools.parallel import Fleet
+from crossrank.tools.traces.discover import INSPECTOR, look
+from crossrank.tools.traces.nccl_inspector import LEAVES_OUT, read_inspector
+from crossrank.tools.traces.rank_trace import RankTrace
+
+LOGS = Path(__file__).parent / "inspector"
+WORLD = "0xabcdef01"
+
+
+def traces(*paths: Path | str) -> list[RankTrace]:
+    return read(find(list(map(str, paths))), Fleet())
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def copy_without_world(folder: Path) -> None:
+    for path in LOGS.iterdir():
+        kept = [line for line in path.read_text().splitlines() if WORLD not in line]
+        (folder / path.name).write_text("\n".join(kept) + "\n")
+
+
+def test_ranks_are_the_places_in_the_communicator_that_holds_all() -> None:
+    found = traces(LOGS)
+    assert [(one.rank, one.world_size, len(one)) for one in found] == [(rank, 4, 12) for rank in range(4)]
+    groups = {(one.group.pg, one.group.desc, tuple(one.group.ranks or ())) for one in found[3].groups}
+    assert groups == {(WORLD, "default_pg", (0, 1, 2, 3)), ("0x1001", "tp", (2, 3))}
+    sends = [record for record in found[2].records() if record.op == "send"]
+    assert [(one.peer, one.bytes, one.p2p_seq) for one in sends] == [(3, 1 << 17, number) for number in (1, 2, 3)]
+    assert found[0].notes == [LEAVES_OUT]
+
+
+def test_collectives_are_matched_and_as_fast_as_the_plug_in_says() -> None:
+    found = traces(LOGS)
+    together = match_collectives(Job.match(found))
+    rows = bandwidth(found, together, inputs=["logs"], by=["op", "group"], rates={}, skipped=[]).rows
+    busbw = {row.op: row.busbw_gb_per_s["p50"] for row in rows if row.busbw_gb_per_s is not None}
+    assert [row.collectives for row in rows] == [3] * 7
+    own: dict[str, list[float]] = {}
+    for path in LOGS.iterdir():
+        for line in lines(path):
+            facts = line.get("coll_perf") or line["p2p_perf"]
+            name = facts.get("coll") or "send/recv"
+            own.setdefault(name, []).append(facts.get("coll_busbw_gbs") or facts["p2p_busbw_gbs"])
+    assert busbw["all_reduce"] == pytest.approx(max(own["AllReduce"]), rel=0.01)
+    assert busbw["all_gather"] == pytest.approx(max(own["AllGather"]), rel=0.01)
+    assert busbw["reduce_scatter"] == pytest.approx(max(own["ReduceScatter"]), rel=0.01)
+    assert busbw["send/recv"] == pytest.approx(min(own["send/recv"]), rel=0.01)
+    assert together.unmatched == {}
+
+
+def test_without_such_a_communicator_processes_are_numbered_and_that_is_said(tmp_path: Path) -> None:
+    copy_without_world(tmp_path)
+    found = traces(tmp_path)
+    assert [one.rank for one in found] == [0, 1, 2, 3]
+    assert sorted({tuple(one.group.ranks or ()) for trace in found for one in trace.groups}) == [(0, 1), (2, 3)]
+    assert found[0].notes[1].startswith("no communicator holds all processes")
+
+
+def test_of_a_group_of_which_a_process_is_missing_the_members_are_not_known(tmp_path: Path) -> None:
+    first, *_ = sorted(LOGS.iterdir())
+    shutil.copy(first, tmp_path)
+    (found,) = traces(tmp_path)
+    assert found.rank == 0
+    assert {one.group.ranks for one in found.groups if one.group.size == 4} == {None}
+    assert {record.peer for record in found.records()} == {None}
+
+
+def test_a_verbose_log_says_when_operations_began(tmp_path: Path) -> None:
+    event = {
+        "coll_start_ts": 1_000_000,
+        "kernel_events": [{"kernel_start_ts": 1_000_010}, {"kernel_start_ts": 1_000_005}],
+    }
+    line = lines(sorted(LOGS.iterdir())[0])[0]
+    line["coll_perf"] |= {"event_trace_ts": event, "coll_exec_time_us": 7, "coll_timing_source": "kernel_cpu"}
+    path = tmp_path / "node0-pid7.log"
+    path.write_text(json.dumps(line))
+    trace = read_inspector(str(path))
+    calls = trace.calls
+    assert (calls.called[0], calls.began[0], calls.ended[0]) == (1_000_000_000, 1_000_005_000, 1_000_012_000)
+    assert (trace.timed, calls.took[0]) == (True, 7000)
+    assert trace.attributed == {"NCCL Inspector: the kernel, by the CPU's clock": 1}
+
+
+def test_what_is_no_line_of_it_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "node0-pid7.log"
+    text = sorted(LOGS.iterdir())[0].read_text()
+    path.write_text(text.replace('"coll_sn":1', '"coll_sn":-1', 1) + text[:50])
+    assert look(str(path)).kind == INSPECTOR
+    trace = read_inspector(str(path))
+    assert len(trace) == 11
+    assert [problem.partition(" is ")[0] for problem in trace.problems] == ["line 5", "line 13"]
+    path.write_text(text[:300])
+    with pytest.raises(CrossrankError, match=r"holds no operation that NCCL Inspector measured: line 1 is none"):
+        read_inspector(str(path))
+
+
+def test_beside_a_recording_logs_are_left_out_unless_they_are_asked_for(tmp_path: Path) -> None:
+    for path in LOGS.iterdir():
+        shutil.copy(path, tmp_path)
+    (tmp_path / "trace_0.json").write_text('{"traceEvents": []}')
+    found = find([str(tmp_path)])
+    assert [one.kind for one in found.tasks] == ["kineto"]
+    assert found.notes == ["4 log(s) of NCCL Inspector were left out; --source inspector reads them alone"]
+    assert len(find([str(tmp_path)], source="inspector").tasks) == 4

@@ -1,0 +1,205 @@
+"""Reads what NCCL Inspector writes, the profiler plug-in of NCCL: a line of JSON for each operation of a process.
+
+Of plugins/profiler/inspector in NCCL's repository, format v4.0. A line names the communicator by a hash, and the
+process by its place in it: global ranks are nowhere, so `number_ranks` finds them when all processes are read. A
+collective has its number among those of its operation on the communicator; its size is that of the tensor that a rank
+gives to NCCL (`count` times the type), of which S of nccl-tests is made here. Times are whole microseconds. Lines have
+no begin but with NCCL_INSPECTOR_DUMP_VERBOSE=1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from crossrank.comm import MOST_RANKS, CommRecord, Count, Group, Int, operation_of
+from crossrank.errors import BROKEN, CrossrankError, one_line
+from crossrank.recording import ReadIssues, read_lines
+from crossrank.tools.traces.rank_trace import RankGroup, RankTrace, Signatures, TraceBuilder
+
+LEAVES_OUT = (
+    "NCCL Inspector leaves out what is smaller than NCCL_INSPECTOR_DUMP_MIN_SIZE_BYTES (8,192 B unless told), barriers "
+    "among it, and has times of whole microseconds"
+)
+_SIZE_OF_ONE = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+"""Operations whose count NCCL takes for one rank's part, where S is that of all."""
+_TIMED_BY = {
+    "kernel_gpu": "NCCL Inspector: the kernel, by the GPU's clock",
+    "kernel_cpu": "NCCL Inspector: the kernel, by the CPU's clock",
+    "collective_cpu": "NCCL Inspector: from the launch on, by the CPU's clock",
+}
+_MOST_PROBLEMS = 3
+
+
+class _Header(msgspec.Struct):
+    id: str
+    """Hash of the communicator."""
+    rank: Count
+    """Of the process within the communicator."""
+    n_ranks: Count
+    comm_name: str = ""
+
+
+class _Metadata(msgspec.Struct):
+    hostname: str = ""
+    pid: Int = 0
+    dump_timestamp_us: Count = 0
+    inspector_output_format_version: str = ""
+
+
+class _Kernel(msgspec.Struct):
+    kernel_start_ts: Count = 0
+
+
+class _Times(msgspec.Struct):
+    """us since 1970, by the CPU."""
+
+    coll_start_ts: Count = 0
+    p2p_start_ts: Count = 0
+    kernel_events: list[_Kernel] = []
+
+
+class _Collective(msgspec.Struct):
+    coll: str
+    coll_sn: Count
+    coll_msg_size_bytes: Count
+    coll_exec_time_us: Count
+    coll_timing_source: str = "kernel_gpu"
+    event_trace_ts: _Times | None = None
+
+
+class _Transfer(msgspec.Struct):
+    p2p: str
+    p2p_sn: Count
+    p2p_peer: Int
+    p2p_msg_size_bytes: Count
+    p2p_exec_time_us: Count
+    p2p_timing_source: str = "kernel_gpu"
+    event_trace_ts: _Times | None = None
+
+
+class _Line(msgspec.Struct):
+    header: _Header
+    metadata: _Metadata = msgspec.field(default_factory=_Metadata)
+    coll_perf: _Collective | None = None
+    p2p_perf: _Transfer | None = None
+
+
+def read_inspector(path: str) -> RankTrace:
+    """The operations of one process. Its rank, the members of its groups, and peers as global ranks: `number_ranks`.
+
+    Raises `CrossrankError` where no line can be read.
+    """
+    issues = ReadIssues(path)
+    trace = RankTrace(rank=None, path=path, source="inspector", timed_by="inspector", placed=False, backend="nccl")
+    builder, decode = TraceBuilder(trace), msgspec.json.Decoder(_Line).decode
+    damaged: list[str] = []
+    for number, text in enumerate(read_lines(path, issues), 1):
+        try:
+            _take(decode(text), trace, builder)
+        except BROKEN as error:
+            damaged.append(f"line {number} is none of NCCL Inspector ({one_line(error)})")
+    trace.problems = [*issues.problems, *damaged[:_MOST_PROBLEMS]]
+    if len(damaged) > _MOST_PROBLEMS:
+        trace.problems.append(f"so are {len(damaged) - _MOST_PROBLEMS} more lines")
+    if not len(trace):
+        raise CrossrankError(f"{path}: holds no operation that NCCL Inspector measured: {'; '.join(trace.problems)}")
+    return trace
+
+
+def _take(line: _Line, trace: RankTrace, builder: TraceBuilder) -> None:
+    header, metadata = line.header, line.metadata
+    trace.host, trace.version = metadata.hostname, metadata.inspector_output_format_version
+    trace.about["pid"] = str(metadata.pid)
+    collective, transfer = line.coll_perf, line.p2p_perf
+    if collective is not None:
+        name, number, peer = collective.coll, collective.coll_sn + 1, None  # NCCL counts from 0
+        bytes, took, source = (
+            collective.coll_msg_size_bytes,
+            collective.coll_exec_time_us,
+            collective.coll_timing_source,
+        )
+        times = collective.event_trace_ts
+    elif transfer is not None:
+        name, number, peer = transfer.p2p, transfer.p2p_sn, transfer.p2p_peer
+        bytes, took, source = transfer.p2p_msg_size_bytes, transfer.p2p_exec_time_us, transfer.p2p_timing_source
+        times = transfer.event_trace_ts
+    else:
+        return
+    operation = operation_of(name)
+    op = operation.name if operation is not None else name
+    is_p2p = operation is not None and operation.p2p
+    size = min(header.n_ranks, MOST_RANKS)
+    pg = header.id
+    desc = header.comm_name if header.comm_name != "unknown" else ""
+    # Of a communicator each operation is counted apart.
+    group = builder.define(Group(pg=pg, size=size, desc=desc, backend="nccl"), "" if is_p2p else op)
+    trace.group_rank[group] = header.rank
+    called = times.coll_start_ts or times.p2p_start_ts if times is not None else 0
+    begins = [one.kernel_start_ts for one in times.kernel_events if one.kernel_start_ts] if times is not None else []
+    trace.timed = trace.timed and called > 0
+    called = called or max(metadata.dump_timestamp_us - took, 0)
+    began = min(begins, default=called)
+    record = CommRecord(
+        id=len(trace),
+        op=op,
+        c10d=name,
+        pg=pg,
+        bytes=bytes * size if op in _SIZE_OF_ONE else bytes,
+        t=0,
+        seq=None if is_p2p else number,
+        p2p_seq=number if is_p2p else None,
+        peer=peer,
+    )
+    builder.add(
+        record, called=called * 1000, began=began * 1000, ended=(began + took) * 1000, took=took * 1000, group=group
+    )
+    trace.attributed[_TIMED_BY.get(source, f"NCCL Inspector: {source}")] += 1
+
+
+def number_ranks(traces: Sequence[RankTrace]) -> None:
+    """Give processes their global ranks, groups their members, and transfers the ranks of their peers.
+
+    torch makes the communicator of all ranks in their order: the largest one, if each process has a place of its own in
+    it. Without such a one (it was only used for what is left out) processes are numbered by host and process id, which
+    is how launchers start them, and that is noted.
+    """
+    places: dict[str, dict[int, RankTrace]] = {}
+    sizes: dict[str, int] = {}
+    for trace in traces:
+        for index, place in trace.group_rank.items():
+            group = trace.groups[index].group
+            places.setdefault(group.pg, {})[place] = trace
+            sizes[group.pg] = group.size
+    largest = max(sizes, key=lambda pg: (sizes[pg], len(places[pg])), default="")
+    world = places.get(largest, {})
+    traces[0].notes.append(LEAVES_OUT)
+    if len(world) == len(traces):
+        for place, trace in world.items():
+            trace.rank, trace.world_size = place, sizes[largest]
+    else:
+        for rank, trace in enumerate(sorted(traces, key=lambda one: (one.host, int(one.about["pid"]), one.path))):
+            trace.rank, trace.world_size = rank, len(traces)
+        traces[0].notes.append(
+            "no communicator holds all processes: ranks are numbers of theirs, by host and process id"
+        )
+    members = {
+        pg: [ranked[place].rank or 0 for place in range(sizes[pg])]
+        for pg, ranked in places.items()
+        if ranked.keys() == set(range(sizes[pg]))
+    }
+    for trace in traces:
+        trace.groups = [
+            RankGroup(msgspec.structs.replace(one.group, ranks=members.get(one.group.pg)), one.apart)
+            for one in trace.groups
+        ]
+        trace.signatures = Signatures(*(_with_peer(one, members.get(one.pg)) for one in trace.signatures)).rows
+
+
+def _with_peer(record: CommRecord, members: list[int] | None) -> CommRecord:
+    """A record whose peer is a global rank; None where that is not known."""
+    if record.peer is None:
+        return record
+    known = members is not None and 0 <= record.peer < len(members)
+    return msgspec.structs.replace(record, peer=members[record.peer] if known and members is not None else None)
