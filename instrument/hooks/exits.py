@@ -16,6 +16,7 @@ import atexit
 import ctypes
 import functools
 import itertools
+import multiprocessing
 import sys
 import threading
 import traceback
@@ -41,6 +42,13 @@ _session: Session | None = None
 _finalizers: list[Finalize] = []
 _patches = Patches()
 _of_threads: list[dict[str, Any]] = []
+_of_worker: list[dict[str, Any]] = []
+_WORKER_ENDS = {
+    "print_exc": ("multiprocessing.process", "_bootstrap"),
+    "format_exc": ("torch.multiprocessing.spawn", "_wrap"),
+}
+"""Functions of `traceback` -> the module and function that calls them when a worker of multiprocessing ends by an
+exception. Since Python 3.13 it is not handled any more when the finalizers run."""
 _earlier: BaseException | None = None
 """`sys.last_value` as it was when the session began."""
 _terminates = False
@@ -55,6 +63,7 @@ def install(session: Session) -> None:
     atexit.register(_at_exit)
     _finalizers.append(Finalize(None, _at_exit, exitpriority=0))
     _of_threads.clear()
+    _of_worker.clear()
     _earlier = getattr(sys, "last_value", None)
     original = threading.excepthook
 
@@ -69,7 +78,23 @@ def install(session: Session) -> None:
         original(arguments)
 
     _patches.replace(threading, "excepthook", note)
+    if multiprocessing.parent_process() is not None:
+        for name, caller in _WORKER_ENDS.items():
+            _patches.replace(traceback, name, _noting(getattr(traceback, name), *caller))
     _replace_terminate()
+
+
+def _noting(original: Callable[..., Any], module: str, function: str) -> Callable[..., Any]:
+    """A function that does what `original` does, and notes the exception that is handled where that function calls."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        caller, error = sys._getframe(1), sys.exc_info()[1]
+        if error is not None and (caller.f_globals.get("__name__"), caller.f_code.co_name) == (module, function):
+            _of_worker[:] = [_describe(threading.main_thread().name, error)]
+        return original(*args, **kwargs)
+
+    return call
 
 
 def uninstall() -> None:
@@ -157,7 +182,7 @@ def exceptions(reason: str) -> list[dict[str, Any]]:
         last = getattr(sys, "last_value", None)
         error = last if last is not _earlier else None
     if error is None or isinstance(error, SystemExit | GeneratorExit):
-        return list(_of_threads)
+        return [*_of_worker, *_of_threads]
     return [_describe(threading.main_thread().name, error), *_of_threads]
 
 
