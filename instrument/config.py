@@ -59,7 +59,7 @@ class Config:
     nsys: bool = False
     kernel: Literal["auto", "compiled", "python"] = "auto"
     node: str | None = None
-    ring: int = 65_536
+    ring: int = 32_768
     """Calls that may wait for the writer before some are dropped."""
     gpu_serial: str | None = None
     vm_id: str | None = None

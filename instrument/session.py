@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import threading
 import weakref
 from dataclasses import asdict
@@ -183,8 +184,8 @@ class Session:
 
     def _begin_files(self) -> None:
         assert self.topology is not None
-        self.recorder.take_spans()
-        self.recorder.take()  # what was called while there was no file is of no file
+        self.recorder.take_spans(sys.maxsize)
+        self.recorder.take(sys.maxsize)  # what was called while there was no file is of no file
         self._before = self.recorder.counts()
         self.files = RankFiles(self.config.directory, self.rank, self.world_size)
         self.windows.begin()

@@ -309,13 +309,15 @@ PyObject *take(PyObject *, PyObject *value) {
   return list;
 }
 
-// take_spans(): (id, begin, end, thread, of what, raised) of each time; an id of -1 = of a call that is not known.
-PyObject *take_spans(PyObject *, PyObject *) {
+// take_spans(most): up to so many times as (id, begin, end, thread, of what, raised); an id of -1 = of a call that is not known.
+PyObject *take_spans(PyObject *, PyObject *value) {
+  Py_ssize_t most = PyLong_AsSsize_t(value);
+  if (most == -1 && PyErr_Occurred()) return nullptr;
   PyObject *list = PyList_New(0);
   auto *ring = to.spans.load();
   if (list == nullptr || ring == nullptr) return list;
   Span span;
-  while (ring->take(span)) {
+  while (PyList_GET_SIZE(list) < most && ring->take(span)) {
     if (span.session != to.session) continue;
     PyObject *row = Py_BuildValue("LLLLLN", span.id, span.begin, span.end, span.thread, static_cast<int64_t>(span.of),
                                   PyBool_FromLong(span.raised));
@@ -412,7 +414,7 @@ PyMethodDef methods[] = {
     {"device", device, METH_O, nullptr},
     {"scalar_types", scalar_types, METH_NOARGS, nullptr},
     {"take", take, METH_O, nullptr},
-    {"take_spans", take_spans, METH_NOARGS, nullptr},
+    {"take_spans", take_spans, METH_O, nullptr},
     {"recording_wait", recording_wait, METH_VARARGS, nullptr},
     {"nccl_recorder", nccl_recorder, METH_NOARGS, nullptr},
     {"note_work", note_work, METH_VARARGS, nullptr},

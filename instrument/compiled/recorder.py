@@ -107,19 +107,19 @@ class CompiledRecorder(Recorder):
         waiting: int = self.native.state()["waiting"]
         return waiting
 
-    def take(self) -> list[Call]:
+    def take(self, most: int) -> list[Call]:
         state = self.native.state()
         calls: list[Call] = []
-        for most in range(state["waiting"], 0, -_MOST_AT_ONCE):  # training gets the interpreter in between
-            calls += self.native.take(min(most, _MOST_AT_ONCE))
+        for left in range(min(state["waiting"], most), 0, -_MOST_AT_ONCE):  # training gets the interpreter in between
+            calls += self.native.take(min(left, _MOST_AT_ONCE))
         if state["errors"]:
             self.complain(" ".join(state["first_error"].split()))
         described = [call for call in calls if call[0] is not None]
         self._count_failures(len(calls) - len(described))
         return described
 
-    def take_spans(self) -> list[Wait | Ran]:
-        return [span_of(*span) for span in self.native.take_spans()]
+    def take_spans(self, most: int) -> list[Wait | Ran]:
+        return [span_of(*span) for span in self.native.take_spans(most)]
 
     def nccl_recorder(self) -> bytes:
         content: bytes = self.native.nccl_recorder()  # without the interpreter's lock

@@ -181,7 +181,7 @@ struct Recording {
 inline Recording &to = *new Recording;
 inline std::atomic<uint64_t> generation{0};
 
-constexpr size_t kMostKinds = 4096;
+constexpr size_t kMostKinds = 2048;
 constexpr size_t kMostWords = 1 << 18;
 
 inline PyObject *describe = nullptr;

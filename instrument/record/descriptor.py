@@ -19,7 +19,7 @@ from crossrank.instrument.record.op_schema import CallKey, OpCall, Reader
 if TYPE_CHECKING:
     from crossrank.instrument.identity.process_groups import GroupState
 
-MAX_DESCRIPTORS = 4096
+MAX_DESCRIPTORS = 2048
 """Distinct calls kept per group. An MoE model makes new ones at every step; past this the old ones go."""
 MAX_NUMBERS = 1 << 18
 """Extents and splits in all of them: a call of a large group has thousands, at about 75 bytes each."""

@@ -200,13 +200,13 @@ class PythonRecorder(Recorder):
     def waiting(self) -> int:
         return len(self._calls)
 
-    def take(self) -> list[Call]:
+    def take(self, most: int) -> list[Call]:
         calls = self._calls
-        return [calls.popleft() for _ in range(len(calls))]
+        return [calls.popleft() for _ in range(min(len(calls), most))]
 
-    def take_spans(self) -> list[Wait | Ran]:
+    def take_spans(self, most: int) -> list[Wait | Ran]:
         waits = self._waits
-        return [span_of(*waits.popleft()) for _ in range(len(waits))]
+        return [span_of(*waits.popleft()) for _ in range(min(len(waits), most))]
 
     def _p2p_batch(self, frame: FrameType, record_id: int) -> int:
         """The batch id of a call made by `batch_isend_irecv` on a backend without coalescing (gloo).

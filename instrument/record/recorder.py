@@ -97,12 +97,12 @@ class Recorder(ABC):
         """Calls that `take` has not taken yet."""
 
     @abstractmethod
-    def take(self) -> list[Call]:
-        """The calls since the last time, in about the order in which they were made."""
+    def take(self, most: int) -> list[Call]:
+        """So many of the calls that were not taken yet, or all, in about the order in which they were made."""
 
     @abstractmethod
-    def take_spans(self) -> list[Wait | Ran]:
-        """The waits since the last time, and the times that communication took."""
+    def take_spans(self, most: int) -> list[Wait | Ran]:
+        """So many of the waits that were not taken yet, and of the times that communication took, or all."""
 
     def nccl_recorder(self) -> bytes:
         """torch's flight recorder of NCCL's calls as JSON; empty where this torch has none."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -30,7 +31,7 @@ from crossrank.instrument import threads
 from crossrank.instrument.identity.topology import Topology
 from crossrank.instrument.log import log
 from crossrank.instrument.record.recorder import Call, Recorder
-from crossrank.instrument.write.device_times import DeviceTimes
+from crossrank.instrument.write.device_times import DeviceTimes, Entries
 from crossrank.instrument.write.rank_files import create
 from crossrank.recording import Ran, Wait
 
@@ -40,9 +41,10 @@ _GLANCE = 0.05
 """Seconds between two looks at whether the ring fills up or the session closes."""
 _CHUNK = 64
 _PAUSE = 0.0005
-"""Training gets the interpreter for `_PAUSE` seconds after every `_CHUNK` records, so that it never waits long for
-this thread: Python itself would take the lock away only after 5 ms."""
-_FRAME = 8192
+"""Training gets the interpreter for `_PAUSE` seconds after every `_CHUNK` lines, so that it never waits long for
+this thread: Python itself would take the lock away only after 5 ms. While the ring fills up that has to do."""
+_FRAME = 512
+"""Calls that are taken from the ring at once, so that little is held beside it."""
 _CLOCK_EVERY = 10.0
 _LEVEL = 3
 _MOST_OWED = 10_000
@@ -180,7 +182,7 @@ class CommsWriter:
         )
 
     def _drain(self, *, for_good: bool) -> None:
-        """Write what the ring holds now, in frames of at most `_FRAME` lines so that little is held at once.
+        """Write what the ring holds now, in frames of about `_FRAME` calls so that little is held at once.
 
         If not `for_good`, it is one frame that the next one replaces.
         """
@@ -188,16 +190,22 @@ class CommsWriter:
         if time.monotonic() >= self._next_clock:
             self._next_clock = time.monotonic() + _CLOCK_EVERY
             self.line("clock", moment)
-        self._take_with_durations(moment["wall"] - moment["t"])
-        if not for_good:
-            self._append(self._encode(self._taken)[0], moment=moment, for_good=False)
-            return
-        if not self._taken:
-            self._append([], moment=moment)
-        while self._taken:
-            items = [self._taken.popleft() for _ in range(min(len(self._taken), _FRAME))]
+        entries = self._read_times()
+        waiting = self._recorder.waiting
+        is_last = False
+        while not is_last:
+            is_full = self._take(_FRAME if for_good else sys.maxsize)
+            waiting -= _FRAME
+            is_last = not for_good or (waiting <= 0 and not (is_full and self._closing))
+            if is_last and self._times is not None:  # every call that an entry may be of has been taken
+                self._taken.extend(self._times.join(entries, moment["wall"] - moment["t"]))
+            if not for_good:
+                self._append(self._encode(self._taken)[0], moment=moment, for_good=False)
+                return
+            items = list(self._taken)
+            self._taken.clear()
             lines, context, errors = self._encode(items)
-            written = self._append(lines, context, None if self._taken else moment)
+            written = self._append(lines, context, moment if is_last else None)
             spans = sum(isinstance(item, Wait | Ran) for item in items)
             records = len(lines) - len(context) - spans
             self.counts.errors += errors
@@ -208,25 +216,25 @@ class CommsWriter:
                 self.counts.unwritten += records
                 self.counts.spans_dropped += spans
 
-    def _take_with_durations(self, wall_offset: int) -> None:
-        """Take over what has gathered, and what torch has measured of it meanwhile."""
+    def _read_times(self) -> Entries:
+        """What torch has measured on devices, where it is time to ask."""
         times = self._times
-        entries = times.read() if times and (self._closing or times.is_due(self._recorder.waiting)) else []
-        self._take()
-        if times:
-            self._taken.extend(times.join(entries, wall_offset))
+        return times.read() if times and (self._closing or times.is_due(self._recorder.waiting)) else []
 
-    def _take(self) -> None:
-        """Take over what has gathered: the lines before the calls, which need those of their groups, and the calls
-        before their times."""
-        spans = self._recorder.take_spans()
-        calls = self._recorder.take()
+    def _take(self, most: int) -> bool:
+        """Take over so much of what has gathered; whether there may be more.
+
+        The lines come before the calls, which need those of their groups, and the calls before their times.
+        """
+        spans = self._recorder.take_spans(most)
+        calls = self._recorder.take(most)
         self._taken.extend(self._lines.popleft() for _ in range(len(self._lines)))
         self._taken.extend(calls)
         self._taken.extend(spans)
         self._recent.extend(calls)
         if self._times is not None:
             self._times.note(calls, time.time_ns() - time.monotonic_ns())
+        return most in (len(calls), len(spans))
 
     def _encode(self, items: Iterable[Item]) -> tuple[list[bytes], list[bytes], int]:
         """The lines of `items`, those of them without which later records cannot be read, and records that failed."""
@@ -247,7 +255,7 @@ class CommsWriter:
                 except Exception as error:
                     errors += 1
                     self._fail("a record could not be written", error)
-            if len(lines) % _CHUNK == 0 and not self._closing:
+            if len(lines) % _CHUNK == 0 and not self._closing and self._recorder.waiting < self._hurry_at // 2:
                 time.sleep(_PAUSE)
         return lines, context, errors
 
@@ -255,7 +263,7 @@ class CommsWriter:
         """The last calls as they stand, or will stand, in the file. Waits a moment for the writer's thread."""
         if self._lock.acquire(timeout=_GLANCE * 10):  # not where that is stuck in the disk: then without the newest
             try:
-                self._take()
+                self._take(sys.maxsize)
             finally:
                 self._lock.release()
         return [orjson.Fragment(_record_line(call, call[0].locality(self.topology))) for call in list(self._recent)]

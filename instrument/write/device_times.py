@@ -46,6 +46,8 @@ class _Recorder(msgspec.Struct):
     entries: list[_Entry] = []
 
 
+Entries = list[_Entry]
+
 _decode = msgspec.json.Decoder(_Recorder).decode
 
 
@@ -73,7 +75,7 @@ class DeviceTimes:
         late = time.monotonic() - self._read_at > _EVERY
         return 2 * (self._new + waiting) >= self._most or (late and bool(self._new or self._open))
 
-    def read(self) -> list[_Entry]:
+    def read(self) -> Entries:
         """What torch's flight recorder holds now."""
         self._read_at, self._new = time.monotonic(), 0
         try:
@@ -104,7 +106,7 @@ class DeviceTimes:
                 self._batches = {batch: launch}  # one thread's batches follow each other
         self._launches.keep_last(self._most)
 
-    def join(self, entries: list[_Entry], wall_offset: int) -> list[Ran]:
+    def join(self, entries: Entries, wall_offset: int) -> list[Ran]:
         """The durations of calls that are over, and were not before."""
         if not entries:
             return []

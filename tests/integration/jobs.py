@@ -21,7 +21,7 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 """
 
 _GLOO_CONNECTS = re.compile(r"^\[Gloo\] Rank \d+ is connected to .*\n", re.MULTILINE)
-"""What gloo of torch 2.6 to 2.8 prints, in the middle of what scripts print."""
+"""What gloo of torch 2.6 to 2.8 prints, in the middle of what scripts print; that of several ranks may be mixed."""
 
 STARTED: list[subprocess.Popen[str]] = []
 """Processes of the test that runs."""
@@ -82,13 +82,15 @@ def end_started() -> None:
         process.communicate()
 
 
-def wait_for_line(process: subprocess.Popen[str], line: str) -> None:
+def wait_for_line(process: subprocess.Popen[str], first: str) -> list[str]:
+    """The words of the first line that begins with that one."""
     assert process.stdout is not None
     for printed in process.stdout:
-        if printed.strip() == line:
-            return
+        words = printed.split()
+        if words[:1] == [first]:
+            return words
     assert process.stderr is not None
-    raise AssertionError(f"the script ended without printing {line!r}:\n{process.stderr.read()}")
+    raise AssertionError(f"the script ended without printing {first!r}:\n{process.stderr.read()}")
 
 
 def wait_for_file(path: Path, seconds: float = 20.0) -> None:

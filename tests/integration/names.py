@@ -44,6 +44,10 @@ needs_gloo_recorder = pytest.mark.skipif(
     not HAS_GLOO_RECORDER, reason=f"torch {torch.__version__} notes no calls of gloo in its flight recorder"
 )
 
+needs_reductions = pytest.mark.skipif(
+    VERSION < (2, 9), reason=f"torch {torch.__version__} does not let Python read which reduction the dispatcher has"
+)
+
 ALL_GATHER = "all_gather_single" if HAS_SINGLE else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if HAS_SINGLE else "reduce_scatter_tensor"
 FUNCTIONAL_ALL_GATHER = "all_gather_single" if hasattr(functional, "all_gather_single") else "all_gather_tensor"

@@ -115,8 +115,7 @@ for number in range(1000000):
     time.sleep(0.0005)
 """,
     )
-    assert process.stdout is not None
-    ready = int(process.stdout.readline().split()[1])
+    ready = int(jobs.wait_for_line(process, "ready")[1])
     time.sleep(1.5)
     killed = time.monotonic_ns()
     process.kill()
@@ -564,8 +563,7 @@ print("ready", time.monotonic_ns(), flush=True)
 time.sleep(600)
 """,
     )
-    assert process.stdout is not None
-    ready = int(process.stdout.readline().split()[1])
+    ready = int(jobs.wait_for_line(process, "ready")[1])
     path = tmp_path / RECORDING / "rank-0.comms.jsonl.zst"
     size = path.stat().st_size
     time.sleep(1.0)

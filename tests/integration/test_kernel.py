@@ -70,6 +70,7 @@ def kernel_of(folder: Path) -> str | None:
     return file.header.versions["kernel"]
 
 
+@names.needs_reductions
 def test_both_kernels_record_the_same(tmp_path: Path) -> None:
     found = {}
     for kernel in ("compiled", "python"):

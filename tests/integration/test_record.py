@@ -16,6 +16,7 @@ from crossrank.comm import CommRecord
 from crossrank.instrument import api
 from crossrank.instrument.record.reductions import ReductionReader
 from tests.integration import jobs
+from tests.integration.names import needs_reductions
 from tests.integration.test_interception import records_of
 from tests.integration.world import World
 
@@ -137,6 +138,7 @@ def _reductions_not_in_a_frame(rank: int) -> None:
         dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX)
 
 
+@needs_reductions
 def test_reductions_that_no_frame_names_are_asked_of_the_dispatcher(two_ranks: World, tmp_path: Path) -> None:
     records, _ = run(two_ranks, tmp_path, _reductions_not_in_a_frame)
     assert [record.reduce for record in records] == ["min", "sum", "max", "sum", "max"]
@@ -152,6 +154,7 @@ def _a_frame_that_lies(rank: int) -> None:
         dist.all_reduce(torch.ones(1))
 
 
+@needs_reductions
 def test_a_frame_that_differs_from_the_dispatcher_is_not_believed(two_ranks: World, tmp_path: Path) -> None:
     records, _ = run(two_ranks, tmp_path, _a_frame_that_lies)
     assert [record.reduce for record in records] == ["sum", "sum", "sum"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from pathlib import Path
@@ -114,7 +115,7 @@ def test_a_job_may_end_when_it_hangs_behind_the_verdict_for_its_launcher_to_rest
     variables = {"TRACING_HANG_SECONDS": "1.5", "TRACING_ON_HANG": "abort", "TRACING_DIR": "recording", "NODES": "1"}
     result = jobs.torchrun(tmp_path, script, "--max-restarts=1", ranks=2, **variables)
     assert result.returncode == 0, result.stderr
-    assert sorted(result.stdout.splitlines()) == ["rank 0 trained", "rank 1 trained"]
+    assert sorted(re.findall("rank . trained", result.stdout)) == ["rank 0 trained", "rank 1 trained"]
     hang, end = (result.stderr.index(text) for text in ("the job hangs", f"rank 0 ends with exit code {EXIT_CODE}"))
     assert hang < result.stderr.index("culprit      rank 1\n") < end
     assert f"failed (exitcode: {EXIT_CODE})" in result.stderr
@@ -129,7 +130,7 @@ def test_a_job_may_end_when_it_hangs_behind_the_verdict_for_its_launcher_to_rest
 def test_silence_in_which_no_rank_waits_is_no_hang_and_ends_nothing(tmp_path: Path) -> None:
     source = "look_elsewhere()\ntrain_step()\nsys.stdout.write('trained\\n')\n"
     code, printed, said = run(tmp_path, source, TRACING_ON_HANG="abort")
-    assert (code, printed) == (0, "trained\n" * 2), said
+    assert (code, printed.count("trained\n")) == (0, 2), said
     assert "the job hangs" not in said
     lines = [line for line in said.splitlines() if line.startswith("crossrank: no communication")]
     assert len(lines) == 1

@@ -16,7 +16,7 @@ def test_nothing_set_gives_the_defaults() -> None:
         flight=True,
         nsys=False,
         node=None,
-        ring=65_536,
+        ring=32_768,
         gpu_serial=None,
         vm_id=None,
     )
