@@ -52,6 +52,7 @@ mutate: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/linking.py
 	$(BIN)/python benchmarks/converting.py
 	$(BIN)/python benchmarks/diagnosis.py

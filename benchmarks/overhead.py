@@ -2,11 +2,11 @@
 
     python benchmarks/overhead.py [--quick] [SECTION ...]
 
-Sections: calls, cold, threads, nvtx, steps, disk, off; all but `off` with both kernels. Every comparison is paired:
-both variants run in turn in the same process (or job: steps), and the median of the paired differences or ratios is
-printed, with the quartiles, because machines are shared and noisy. CPU times are of the calling thread, and of the
-whole process where the writer's thread is to be counted too; a process's own background (gloo's threads) cancels in
-the pair.
+Sections: calls, threads, nvtx, disk, off; all but `off` with both kernels; what a step of training pays is in
+`training.py`. Every comparison is paired: both variants run in turn in the same process, and the median of the paired
+differences or ratios is printed, with the quartiles, because machines are shared and noisy. CPU times are of the
+calling thread, and of the whole process where the writer's thread is to be counted too; a process's own background
+(gloo's threads) cancels in the pair.
 
 The shim that is measured beside crossrank is what people have today: it replaces `dist.all_reduce`, walks
 `inspect.stack()` and builds new JSON for every call.
@@ -33,8 +33,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import crossrank
 from crossrank.instrument import api
@@ -179,62 +177,6 @@ def calls(rounds: int, number: int) -> None:
     )
 
 
-def cold(rounds: int, number: int) -> None:
-    """Added CPU time per step of a small DDP model: between its calls the step evicts the caches.
-
-    A step is the median of those of a turn, for a neighbour's burst is not what is measured."""
-    start_one_rank()
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(256, 256) for _ in range(12))), bucket_cap_mb=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    batch = torch.randn(256, 256)
-    folder = tempfile.mkdtemp()
-
-    def us_per_step() -> float:
-        taken = []
-        for _ in range(number):
-            started = time.thread_time_ns()
-            model(batch).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            taken.append((time.thread_time_ns() - started) / 1000)
-        return statistics.median(taken)
-
-    us_per_step()
-    rows = []
-    for kernel in KERNELS:
-        added, noise, untraced = [], [], []
-        for turn in range(rounds):
-            first = us_per_step()
-            with crossrank.enable(tracing="ALL", directory=folder, flight=False, kernel=kernel):
-                us_per_step()
-                before = api._current.recorder.calls()  # type: ignore[union-attr]
-                traced = us_per_step()
-                per_step = (api._current.recorder.calls() - before) / number  # type: ignore[union-attr]
-            second = us_per_step()
-            untraced.append((first + second) / 2)
-            added.append(traced - untraced[-1])
-            noise.append((second - first) * (1 if turn % 2 else -1))
-        median = statistics.median(untraced)
-        rows.append(
-            (
-                kernel,
-                f"{per_step:g}",
-                f"{median:.0f}",
-                spread(added),
-                f"{100 * statistics.median(added) / median:.2f}",
-                spread(noise),
-            )
-        )
-    shutil.rmtree(folder)
-    print_table(
-        f"Added CPU us per step in this thread, DDP of 12 x Linear(256), 1 rank on one core: {rounds} pairs of {number}"
-        " steps",
-        ("kernel", "#calls", "#untraced", "#added", "#% of the step", "#untraced - untraced"),
-        rows,
-    )
-
-
 def threads(rounds: int, number: int) -> None:
     """Wall time per call where many threads call at once, each on a group of its own."""
     start_one_rank()
@@ -322,75 +264,6 @@ def _build_tool() -> Path | None:
     return library
 
 
-def steps(rounds: int, number: int) -> None:
-    """Step time of a small transformer on 2 ranks, with tracing against without, outside windows."""
-    if "RANK" not in os.environ:
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
-        words += ["steps", "--rounds", str(rounds), "--steps", str(number)]
-        subprocess.run(words, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        return
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    folder = tempfile.mkdtemp()
-
-    def transformer() -> nn.Module:
-        torch.manual_seed(0)
-        layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True, dropout=0.0)
-        return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-
-    def sharded() -> nn.Module:
-        model = transformer()
-        mesh = init_device_mesh("cpu", (2,))
-        for layer in model.layers:  # type: ignore[union-attr]
-            fully_shard(layer, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
-
-    rows = []
-    models = (("DDP", lambda: DistributedDataParallel(transformer())), ("FSDP2", sharded))
-    for kernel, (name, make) in itertools.product(KERNELS, models):
-        model = make()
-        optimizer = torch.optim.AdamW(model.parameters())
-        batch = torch.randn(8, 64, 256)
-
-        def step(model: nn.Module = model, batch: torch.Tensor = batch, optimizer: Any = optimizer) -> None:
-            model(batch).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        def seconds(step: Callable[[], None] = step) -> float:
-            dist.barrier()
-            started = time.perf_counter()
-            for _ in range(number):
-                step()
-            dist.barrier()
-            return (time.perf_counter() - started) / number
-
-        seconds()
-        ratios, noise, untraced = [], [], []
-        for turn in range(rounds):
-            # off, on, off: the second pair of offs tells what the machine's noise alone gives.
-            first = seconds()
-            with crossrank.enable(tracing="ALL", directory=folder, flight=False, kernel=kernel):
-                traced = seconds()
-            second = seconds()
-            untraced.append((first + second) / 2)
-            ratios.append(traced / untraced[-1])
-            noise.append(second / first if turn % 2 else first / second)
-        median = f"{1000 * statistics.median(untraced):.1f}"
-        rows.append((f"{kernel}: {name}", median, spread(ratios, 3), spread(noise, 3)))
-    if rank == 0:
-        print_table(
-            f"Step time, transformer of 3.2 M parameters, 2 gloo ranks: {rounds} pairs of {number} steps",
-            ("kernel and model", "#untraced ms", "#traced / untraced", "#untraced / untraced"),
-            rows,
-        )
-    dist.destroy_process_group()
-
-
 def disk(records: int) -> None:
     """Bytes on disk per record and resident memory over many records, sizes fixed and changing (MoE)."""
     start_one_rank()
@@ -465,12 +338,11 @@ def off(rounds: int, number: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sections = ("calls", "cold", "threads", "nvtx", "steps", "disk", "off")
+    sections = ("calls", "threads", "nvtx", "disk", "off")
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(sections))
     parser.add_argument("--quick", action="store_true", help="a tenth of the work, to see that it runs")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--calls", type=int)
-    parser.add_argument("--steps", type=int)
     arguments = parser.parse_args()
     if unknown := set(arguments.sections) - set(sections):
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(sections)}")
@@ -487,10 +359,8 @@ def main() -> None:
         return
     run: dict[str, Callable[[], None]] = {
         "calls": lambda: calls(rounds, number),
-        "cold": lambda: cold(rounds, arguments.steps or max(5, 40 // scale)),
         "threads": lambda: threads(rounds, number),
         "nvtx": lambda: nvtx_attached(rounds, number),
-        "steps": lambda: steps(rounds, arguments.steps or max(5, 15 // scale)),
         "disk": lambda: disk(1_000_000 // scale),
         "off": lambda: off(rounds, number),
     }

@@ -51,7 +51,7 @@ def state_of(rank: LiveRank) -> str:
         return f"unheard of for {rank.unheard_s:,.0f} s"
     if rank.silent_s is not None and rank.silent_s > SILENT:
         return "silent"
-    return "runs"
+    return "running"
 
 
 def heading(snapshot: Snapshot) -> Iterator[str]:
