@@ -92,7 +92,7 @@ def require(part: str) -> None:
     if names := _missing(part):
         raise CrossrankError(
             f"torch {torch.__version__} has no {', '.join(names)}, which recording needs; "
-            "crossrank is tested with torch 2.13"
+            "crossrank is tested with torch 2.8 to 2.15"
         )
 
 

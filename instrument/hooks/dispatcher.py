@@ -84,7 +84,7 @@ def install(session: Session) -> None:
         except Exception as error:
             raise CrossrankError(
                 f"torch {torch.__version__} does not let its c10d ops be recorded ({one_line(error)}); "
-                "crossrank is tested with torch 2.13"
+                "crossrank is tested with torch 2.8 to 2.15"
             ) from error
     if has("coalescing"):
         _follow_coalescing(session.recorder)

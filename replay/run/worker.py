@@ -187,7 +187,7 @@ def _make_groups(
             # Splits and lists go by the place in the group, which is not always by rank.
             options: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
             bound = bound_device(group, device)
-            # A group takes it over from the first one; before 2.6 torch lets it have none else.
+            # A group takes it over from the first one.
             if bound is not None and default.bound_device_id is None:
                 options["device_id"] = bound
             made = dist.new_group(ranks, timeout=timeout, group_desc=group.desc or None, **options)

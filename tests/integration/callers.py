@@ -21,12 +21,12 @@ from torch.distributed import distributed_c10d
 from torch.distributed import irecv as early_irecv
 from torch.distributed import isend as early_isend
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.integration import names
-from tests.integration.names import DTensor, Partial, Replicate, Shard, distribute_tensor, fully_shard
 
 
 def _tensor(size: int = 4) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -10,27 +9,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-
-def _first(*places: tuple[str, str]) -> Any:
-    """The first of these (module, name) that this torch has."""
-    for module, name in places:
-        try:
-            return getattr(import_module(module), name)
-        except (ImportError, AttributeError):
-            continue
-    raise ImportError(f"torch has none of {places}")
-
-
-fully_shard = _first(
-    ("torch.distributed.fsdp", "fully_shard"),
-    ("torch.distributed._composable.fsdp", "fully_shard"),  # torch before 2.6
-)
-# Before torch 2.5 the module of the public name is there, and empty.
-_TENSOR = "torch.distributed.tensor", "torch.distributed._tensor"
-DTensor, Partial, Replicate, Shard, distribute_tensor = (
-    _first(*((module, name) for module in _TENSOR))
-    for name in ("DTensor", "Partial", "Replicate", "Shard", "distribute_tensor")
-)
 
 VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
 
