@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-
 VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
 
 HAS_SINGLE = hasattr(dist, "all_gather_single")

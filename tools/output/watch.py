@@ -67,7 +67,8 @@ def heading(snapshot: Snapshot) -> Iterator[str]:
         step = f"{low:,}" if low == high else f"{low:,} to {high:,}"
         yield f"step       {step}, {milliseconds(snapshot.step_ms)} each"
     if snapshot.exposed_share is not None:
-        yield f"exposed    {percent(snapshot.exposed_share)} of the time, in waits of Python; those of C++ (DDP) are not seen"
+        share = percent(snapshot.exposed_share)
+        yield f"exposed    {share} of the time, in waits of Python; those of C++ (DDP) are not seen"
     if snapshot.hang:
         yield f"hang       {snapshot.hang}"
     for note in snapshot.notes:
