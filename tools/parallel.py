@@ -23,6 +23,8 @@ from crossrank.errors import CrossrankError, one_line, unforeseen
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+_PATIENCE = "20s"
+"""How long a scheduler may take to answer."""
 _Function = Callable[[Any], Any]
 _Batch = Sequence[tuple[int, Any]]
 """Items with their numbers."""
@@ -200,7 +202,7 @@ def dask_executor(address: str, workers: int) -> Iterator[Executor]:
             where: Any = address
             if address == "local":
                 where = stack.enter_context(LocalCluster(n_workers=workers, local_directory=scratch, **options))
-            client = stack.enter_context(Client(where, timeout="20s"))
+            client = stack.enter_context(Client(where, timeout=_PATIENCE))
         except Exception as error:  # what it raises depends on the protocol of the address
             raise CrossrankError(
                 f"--cluster {address}: no Dask scheduler answers there ({one_line(error)}); "

@@ -15,6 +15,7 @@ import pytest
 
 from crossrank.budget import BudgetError
 from crossrank.errors import CrossrankError
+from crossrank.tools import parallel
 from crossrank.tools.cli import main
 from crossrank.tools.parallel import Fleet, map_ranks
 from tests.unit.graph.linking.test_link_command import rank_trace
@@ -128,7 +129,8 @@ def test_tasks_of_several_ranks_lose_none_with_a_killed_worker(tmp_path: Path) -
     }
 
 
-def test_a_cluster_that_does_not_answer_is_named() -> None:
+def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "_PATIENCE", "2s")
     with pytest.raises(CrossrankError, match=r"--cluster tcp://127.0.0.1:1: no Dask scheduler answers there"):
         map_ranks(square, [Work(Path(), 1)], Fleet(cluster="tcp://127.0.0.1:1"))
 

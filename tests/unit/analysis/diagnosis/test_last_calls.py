@@ -37,7 +37,7 @@ def without_history(found: Diagnosis) -> list[str]:
     return sorted(f"{one.kind} {one.pg[1]} {one.culprit_ranks} <- {one.waiting_ranks}" for one in found.findings)
 
 
-@pytest.mark.parametrize("first", SEEDS[::100])
+@pytest.mark.parametrize("first", SEEDS[:200:100])
 def test_of_jobs_with_random_faults_the_last_calls_say_the_same(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_history, "WINDOW", 8)  # so many calls are looked back at, here as there
     shortened = 0
