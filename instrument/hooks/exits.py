@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -91,7 +92,8 @@ def _noting(original: Callable[..., Any], module: str, function: str) -> Callabl
     def call(*args: Any, **kwargs: Any) -> Any:
         caller, error = sys._getframe(1), sys.exc_info()[1]
         if error is not None and (caller.f_globals.get("__name__"), caller.f_code.co_name) == (module, function):
-            _of_worker[:] = [_describe(threading.main_thread().name, error)]
+            with contextlib.suppress(Exception):  # it is printed, whatever it is
+                _of_worker[:] = [_describe(threading.main_thread().name, error)]
         return original(*args, **kwargs)
 
     return call

@@ -31,7 +31,7 @@ from crossrank.instrument import threads
 from crossrank.instrument.identity.topology import Topology
 from crossrank.instrument.log import log
 from crossrank.instrument.record.recorder import Call, Recorder
-from crossrank.instrument.write.device_times import DeviceTimes, Entries
+from crossrank.instrument.write.device_times import DeviceTimes
 from crossrank.instrument.write.rank_files import create
 from crossrank.recording import Ran, Wait
 
@@ -96,6 +96,7 @@ class CommsWriter:
         self._recorder = recorder
         self._lines: deque[bytes | Callable[[], bytes]] = deque([encode_line("header", header)])
         self._hurry_at = ring_capacity // 2
+        self._most_rounds = 1 + ring_capacity // _FRAME
         self._on_look = on_look
         self._times = times
         self._closing = False
@@ -133,7 +134,7 @@ class CommsWriter:
         self._closing = True
         self.topology.settled.wait(max(0.0, self._started + _TOPOLOGY_PATIENCE - time.monotonic()))
         if self._times is not None:
-            self._times.wait_for_last()
+            self._times.finish(self._recorder.waiting)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
         if not self._lock.acquire(timeout=timeout):  # the thread is stuck in the disk
@@ -150,6 +151,8 @@ class CommsWriter:
     def abandon(self) -> None:
         """In a forked child: let go of the parent's file without a trace in it."""
         self._closing = True
+        if self._times is not None:
+            self._times.stop()
         self._lines.clear()
         if self._file >= 0:
             self._close_file()
@@ -187,18 +190,21 @@ class CommsWriter:
         If not `for_good`, it is one frame that the next one replaces.
         """
         moment = clock()  # whatever is called later may be missing
-        if time.monotonic() >= self._next_clock:
-            self._next_clock = time.monotonic() + _CLOCK_EVERY
-            self.line("clock", moment)
-        entries = self._read_times()
-        waiting = self._recorder.waiting
+        times = self._times
+        entries = times.take(self._recorder.waiting) if times else None
+        waiting, rounds = self._recorder.waiting, self._most_rounds
         is_last = False
         while not is_last:
             is_full = self._take(_FRAME if for_good else sys.maxsize)
-            waiting -= _FRAME
-            is_last = not for_good or (waiting <= 0 and not (is_full and self._closing))
-            if is_last and self._times is not None:  # every call that an entry may be of has been taken
-                self._taken.extend(self._times.join(entries, moment["wall"] - moment["t"]))
+            waiting, rounds = waiting - _FRAME, rounds - 1
+            # Waits have to keep up as well, however many there are for each call; while it is open, for so long.
+            is_last = not for_good or (waiting <= 0 and not (is_full and (self._closing or rounds > 0)))
+            if is_last:  # only now no call from before the moment is missing, and none that an entry may be of
+                if times:
+                    self._taken.extend(times.join(entries, moment["wall"] - moment["t"]))
+                if time.monotonic() >= self._next_clock:
+                    self._next_clock = time.monotonic() + _CLOCK_EVERY
+                    self._taken.append(encode_line("clock", moment))
             if not for_good:
                 self._append(self._encode(self._taken)[0], moment=moment, for_good=False)
                 return
@@ -216,11 +222,6 @@ class CommsWriter:
                 self.counts.unwritten += records
                 self.counts.spans_dropped += spans
 
-    def _read_times(self) -> Entries:
-        """What torch has measured on devices, where it is time to ask."""
-        times = self._times
-        return times.read() if times and (self._closing or times.is_due(self._recorder.waiting)) else []
-
     def _take(self, most: int) -> bool:
         """Take over so much of what has gathered; whether there may be more.
 
@@ -233,7 +234,8 @@ class CommsWriter:
         self._taken.extend(spans)
         self._recent.extend(calls)
         if self._times is not None:
-            self._times.note(calls, time.time_ns() - time.monotonic_ns())
+            now = clock()
+            self._times.note(calls, now["wall"] - now["t"])
         return most in (len(calls), len(spans))
 
     def _encode(self, items: Iterable[Item]) -> tuple[list[bytes], list[bytes], int]:
@@ -332,5 +334,13 @@ def encode_line(kind: str, content: object) -> bytes:
 
 
 def clock() -> dict[str, int]:
-    """One moment on both clocks, in nanoseconds: `t` monotonic, `wall` since 1970."""
-    return {"t": time.monotonic_ns(), "wall": time.time_ns()}
+    """One moment on both clocks, in nanoseconds: `t` monotonic, `wall` since 1970.
+
+    Of three, that between whose readings least time passed: another thread may get the interpreter there.
+    """
+    found = []
+    for _ in range(3):
+        t, wall = time.monotonic_ns(), time.time_ns()
+        found.append((time.monotonic_ns() - t, t, wall))
+    _, t, wall = min(found)
+    return {"t": t, "wall": wall}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -124,7 +125,7 @@ for number in range(1500):
 
 @needs_gloo_recorder
 def test_durations_on_a_device_find_their_calls_while_the_recorder_that_has_them_forgets(tmp_path: Path) -> None:
-    result = jobs.python(tmp_path, NUMBERED + CALLS, TRACING_KERNEL="python")
+    result = jobs.python(tmp_path, NUMBERED + CALLS, TRACING_KERNEL="python", TRACING_FLIGHT="0")
     assert (result.returncode, result.stderr.count("crossrank: ")) == (0, 1), result.stderr
     file = CommsFile(str(tmp_path / "crossrank-recording" / "rank-0.comms.jsonl.zst"))
     calls = {one.id: one for one in file.records()}
@@ -147,10 +148,63 @@ def test_durations_that_were_lost_are_said_once_and_the_others_are_there(tmp_pat
     lost = [line for line in result.stderr.splitlines() if "fell out" in line]
     assert len(lost) == 1
     assert lost[0].endswith(
-        "calls fell out of torch's flight recorder of 300 first; TORCH_FR_BUFFER_SIZE=3000 keeps more"
+        "entries fell out of torch's flight recorder of 300 first; TORCH_FR_BUFFER_SIZE=3000 keeps more"
     )
     file = CommsFile(str(tmp_path / "crossrank-recording" / "rank-0.comms.jsonl.zst"))
     number = {one.id: one.seq or 0 for one in file.records()}
     assert 300 <= len(file.ran) < 2000
     assert all(one.took == number[one.id] * 1_000_000 for one in file.ran)
     assert {number[one.id] for one in file.ran} >= set(range(1701, 2001))
+
+
+@needs_gloo_recorder
+def test_a_device_that_does_not_answer_costs_durations_and_nothing_else(tmp_path: Path) -> None:
+    source = """
+    PythonRecorder.nccl_recorder = lambda self: time.sleep(600)
+    crossrank.enable(timing=True)
+    for number in range(200):
+        dist.all_reduce(torch.ones(8))
+        time.sleep(0.01)
+    began = time.monotonic()
+    crossrank.disable()
+    print(time.monotonic() - began)
+    """
+    result = jobs.python(tmp_path, NUMBERED + textwrap.dedent(source), TRACING_KERNEL="python")
+    assert result.returncode == 0, result.stderr
+    assert float(result.stdout) < 5
+    file = CommsFile(str(tmp_path / "crossrank-recording" / "rank-0.comms.jsonl.zst"))
+    assert len(list(file.records())) == 200
+    assert file.end is not None
+    assert (file.end["reason"], file.ran) == ("disable", [])
+
+
+def test_a_recorder_that_keeps_nothing_is_said(tmp_path: Path) -> None:
+    source = (
+        "crossrank.enable(timing=True)\nfor _ in range(3):\n    dist.all_reduce(torch.ones(8))\n    time.sleep(0.3)\n"
+    )
+    for variables, why in (
+        ({"TORCH_FR_BUFFER_SIZE": "0"}, "torch's flight recorder is off (TORCH_FR_BUFFER_SIZE=0)"),
+        ({"TORCH_NCCL_CUDA_EVENT_CACHE": "0"}, "torch's flight recorder cannot be read safely with "),
+    ):
+        result = jobs.python(tmp_path, NUMBERED + source, TRACING_KERNEL="python", **variables)
+        said = [line for line in result.stderr.splitlines() if "NCCL's calls" in line]
+        assert len(said) == 1, result.stderr
+        assert said[0].startswith(f"crossrank: how long NCCL's calls took is not recorded of all: {why}")
+
+
+def test_waits_are_written_as_fast_as_they_come_however_many_a_call_has(tmp_path: Path) -> None:
+    source = """
+    crossrank.enable()
+    for _ in range(4000):
+        work = dist.all_reduce(torch.ones(8), async_op=True)
+        for _ in range(4):
+            work.wait()
+        time.sleep(0.0003)
+    """
+    result = jobs.python(tmp_path, source, TRACING_RING="4096")
+    assert result.returncode == 0, result.stderr
+    file = CommsFile(str(tmp_path / "crossrank-recording" / "rank-0.comms.jsonl.zst"))
+    assert len(list(file.records())) == 4000
+    assert file.end is not None
+    assert (file.end["spans"], file.end["spans_dropped"]) == (len(file.waits), 0)
+    assert len(file.waits) >= 16000

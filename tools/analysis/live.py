@@ -346,6 +346,7 @@ class _Group:
         self.calls = self.bytes = self.recent_calls = self.recent_bytes = 0
         self.seconds = 0.0
         self.collectives: dict[int, _Collective] = {}
+        self.timed: dict[int, _Collective] = {}
 
     def add(self, rank: int, total: tuple[int, int], calls: Sequence[LiveLine], file: LiveFile) -> None:
         """Take in the recent calls of a rank on the group, and its totals."""
@@ -365,13 +366,20 @@ class _Group:
                 if made is None:
                     made = self.collectives[call.seq] = _Collective(call)
                 made.add(rank, call.t + offset, took.get(call.id or 0))
+        # Times come later, on a GPU by up to a second, and on each rank at another moment: some of all recent calls.
+        every = 1 << (len(calls) // _COMPARED).bit_length()
+        first = -(calls[0].seq or 0) % every
+        for call in calls[first::every] if took else ():
+            if call.seq is not None and call.seq % every == 0 and (ns := took.get(call.id or 0)):
+                timed = self.timed.setdefault(call.seq, _Collective(call))
+                timed.add(rank, call.t + offset, ns)
 
     def shown(self) -> LiveGroup:
         group = self.group
         whole = [one for one in self.collectives.values() if one.members == group.size > 1]
         last = Counter(one.last_rank for one in whole).most_common(1)
         rates = []
-        for one in whole:
+        for one in self.timed.values():
             operation = OPERATIONS.get(one.op)
             if operation is not None and operation.bus_factor is not None and one.bytes and one.timed == group.size:
                 rates.append(one.bytes * operation.bus_factor(group.size) / one.took)

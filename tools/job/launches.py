@@ -270,9 +270,12 @@ class _Found:
             self._attributed.update(trace.attributed)
             self._unattributed.update(trace.unattributed)
             if timed and not trace.attributed:
-                outside = by_events_alone if trace.timed_by == "kineto" else 0
-                self._attributed[TIMED_BY[trace.timed_by]] += timed - outside
-                self._attributed += Counter({TIMED_BY["flight"]: outside})
+                # A recording has both the times of works and those that events measured on the device.
+                by_device = by_events_alone if trace.source == "comms" else 0
+                others = "work" if trace.source == "comms" and trace.timed_by == "flight" else trace.timed_by
+                self._attributed[TIMED_BY["flight"]] += by_device
+                self._attributed[TIMED_BY[others]] += timed - by_device
+                self._attributed = +self._attributed
             if trace.left_out:
                 self._unattributed[LEFT_OUT] += trace.left_out
             if trace.timed_by == "comms" and len(trace):

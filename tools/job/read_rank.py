@@ -56,13 +56,14 @@ def read_comms_and_times(given: RankSources) -> RankTrace:
     """Our own records: every call, on groups with names, and the times that the files beside them have."""
     trace = read_comms(given.path, given.rank, steps=given.steps)
     row_of = {identity: row for row, identity in enumerate(trace.calls.id)}
+    in_windows = False
     for window in _windows(given, trace):
         _count_matched(window, trace)
         ours = [one for one in window.communications if one.origin in OURS and one.record.id in row_of]
-        _give_times(window, trace, ((row_of[one.record.id], one) for one in ours))
+        in_windows |= _give_times(window, trace, ((row_of[one.record.id], one) for one in ours))
     if trace.timed_by == "work":  # of all calls, where a window knows those of some
         return trace
-    if any(ended and not took for ended, took in zip(trace.calls.ended, trace.calls.took, strict=True)):
+    if in_windows:
         trace.timed_by = "kineto"
     elif trace.timed_by == "comms" and given.flight is not None:
         _time_by_dump(trace, given.flight)
@@ -97,8 +98,10 @@ def _windows(given: RankSources, trace: RankTrace) -> Iterator[LinkedTrace]:
             yield linked
 
 
-def _give_times(window: LinkedTrace, trace: RankTrace, calls_of: Iterable[tuple[int, Communication]]) -> None:
-    """Set the times of calls, given by their rows, to those of the nodes of their communications."""
+def _give_times(window: LinkedTrace, trace: RankTrace, calls_of: Iterable[tuple[int, Communication]]) -> bool:
+    """Set the times of calls, given by their rows, to those of the nodes of their communications; whether there are
+    any."""
+    has_times = False
     activities = {activity.id: activity for activity in window.activities}
     hosts, base, calls = _hosts(window), window.base_ns, trace.calls
     for row, communication in calls_of:
@@ -109,12 +112,15 @@ def _give_times(window: LinkedTrace, trace: RankTrace, calls_of: Iterable[tuple[
             calls.began[row] = base + min(kernel.start_ns for kernel in kernels)
             calls.ended[row] = base + max(kernel.start_ns + kernel.duration_ns for kernel in kernels)
         elif work is not None and work.start_ns is not None and work.duration_ns is not None:
+            calls.took[row] = 0
             calls.began[row] = base + work.start_ns
             calls.ended[row] = calls.began[row] + work.duration_ns
+        has_times |= bool(kernels) or (work is not None and work.start_ns is not None)
         # The host goes on while a GPU communicates, but for a barrier.
         follows = not kernels or communication.record.op == "barrier"
         if follows and host is not None and host.start_ns is not None and host.duration_ns is not None:
             waits_of(trace).returned[row] = base + host.start_ns + host.duration_ns
+    return has_times
 
 
 def _hosts(window: LinkedTrace) -> dict[int | None, HostOp]:
@@ -231,7 +237,8 @@ def _time_by_dump(trace: RankTrace, path: str) -> None:
             batches[batch] = launch
     for entry in dump.entries:
         ended = entry.time_discovered_completed_ns
-        launch_of_it = launches.take(entry) if ended else None
+        is_wanted = trace.until is None or entry.time_created_ns < trace.until
+        launch_of_it = launches.take(entry) if ended and is_wanted else None
         for row in launch_of_it.calls if launch_of_it is not None else ():
             calls.began[row] = entry.time_discovered_started_ns or entry.time_created_ns
             calls.ended[row] = ended or 0

@@ -73,6 +73,7 @@ def read_comms(path: str, rank: int | None = None, *, steps: tuple[int, int] | N
         wanted = [record for record in records if steps[0] <= record.step < steps[1]]
         others = [max(record.bytes, 0) for record in records if not steps[0] <= record.step < steps[1]]
         trace.skipped = len(others), sum(others)
+        trace.until = next((clock.at(record.t) for record in records if record.step >= steps[1]), None)
     add_records(builder, wanted, clock, last.id if last is not None and is_cut else None, is_cut=is_cut)
     # The file says up to when it lacks nothing; those of earlier versions end with a call.
     if last is not None and is_cut:

@@ -135,7 +135,8 @@ def _take(line: _Line, trace: RankTrace, builder: TraceBuilder) -> None:
     desc = header.comm_name if header.comm_name != "unknown" else ""
     # Of a communicator each operation is counted apart.
     group = builder.define(Group(pg=pg, size=size, desc=desc, backend="nccl"), "" if is_p2p else op)
-    trace.group_rank[group] = header.rank
+    if trace.group_rank.setdefault(group, header.rank) != header.rank and not trace.notes:
+        trace.notes.append(f"{trace.path}: is of a process of several ranks; all its lines are taken for those of one")
     called = times.coll_start_ts or times.p2p_start_ts if times is not None else 0
     begins = [one.kernel_start_ts for one in times.kernel_events if one.kernel_start_ts] if times is not None else []
     trace.timed = trace.timed and called > 0
@@ -187,7 +188,7 @@ def number_ranks(traces: Sequence[RankTrace]) -> None:
     members = {
         pg: [ranked[place].rank or 0 for place in range(sizes[pg])]
         for pg, ranked in places.items()
-        if ranked.keys() == set(range(sizes[pg]))
+        if len(ranked) == sizes[pg] and ranked.keys() == set(range(sizes[pg]))
     }
     for trace in traces:
         trace.groups = [

@@ -291,6 +291,8 @@ class RankTrace:
     """The file is the end of what the rank did: earlier calls are not in it."""
     skipped: tuple[int, int] = (0, 0)
     """(calls, bytes) of iterations that were not asked for."""
+    until: int | None = None
+    """When the first call behind the iterations that were asked for was made, ns since 1970; None = there is none."""
     unawaited: set[int] = field(default_factory=set)
     """Rows of sends and receives that did not keep their rank from going on to later calls."""
 
@@ -412,12 +414,12 @@ class TraceBuilder:
         """
         number = (record.p2p_seq if is_p2p(record) else record.seq) or 0
         if not (
-            all(0 <= moment < _MOST for moment in (called, began, ended, number))
+            all(0 <= moment < _MOST for moment in (called, began, ended, took, number))
             and abs(record.step) < _MOST_STEPS
             and abs(record.id) < _MOST
         ):
             self.trace.unattributed[IMPOSSIBLE] += 1
-            called = began = ended = number = 0
+            called = began = ended = took = number = 0
             record = msgspec.structs.replace(record, step=0, id=record.id if abs(record.id) < _MOST else -1)
         calls = self.trace.calls
         calls.append(

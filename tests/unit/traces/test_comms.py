@@ -63,7 +63,7 @@ def test_a_recording_that_was_ended_has_all_its_calls_done(tmp_path: Path) -> No
     ending.of_threads = [Raised(thread="loader", error="ValueError: x", causes=["y"])]
     whole = {"ending": ending, "dropped": 2, "steps": [(1, WALL + 2500)], "span": (WALL, WALL + 4000)}
     assert read_comms(path, 3) == trace(path, 7, 8, 9, **whole, skipped=(0, 0))
-    assert read_comms(path, steps=(0, 1)) == trace(path, 7, 8, **whole, skipped=(1, 8))
+    assert read_comms(path, steps=(0, 1)) == trace(path, 7, 8, **whole, skipped=(1, 8), until=WALL + 3000)
     assert read_comms(path, steps=(1, 2)) == trace(path, 9, **whole, skipped=(2, 8))  # sizes below 0 count as none
 
 
