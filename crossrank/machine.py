@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import resource
+from contextlib import suppress
 from pathlib import Path
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -13,3 +17,22 @@ def boot_id() -> str | None:
         return _BOOT_ID.read_text().strip() or None
     except OSError:
         return None
+
+
+def give_memory_back() -> None:
+    """Give freed memory back to the system, and let `peak_memory` begin anew, as far as this system can."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory() -> int:
+    """Most bytes that this process had in memory, since `give_memory_back` where the system can tell that."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

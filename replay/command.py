@@ -17,12 +17,21 @@ from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, is_url
 from crossrank.replay import replay_options, sweep
 from crossrank.replay.plan import replay_inputs, transform
+from crossrank.replay.plan.buckets import with_buckets
 from crossrank.replay.plan.build_plan import build, settle
-from crossrank.replay.plan.memory_plan import bytes_needed
+from crossrank.replay.plan.compute.compute_plan import coverage_of
+from crossrank.replay.plan.compute.windows import find_windows, read_windows
 from crossrank.replay.plan.one_trace import spread
-from crossrank.replay.plan.plan import Plan, load_plan, save_plan
+from crossrank.replay.plan.plan import Plan, RankPlan, load_plan, save_plan
 from crossrank.replay.results.measure import RankResult
-from crossrank.replay.results.replay_report import indented, make_report, plan_json, print_plan, write_report
+from crossrank.replay.results.replay_report import (
+    indented,
+    make_report,
+    plan_json,
+    print_plan,
+    rank_bytes,
+    write_report,
+)
 from crossrank.replay.run.failure_report import Failed, print_states
 from crossrank.replay.run.launcher import RankInfo, detect_launcher
 from crossrank.replay.run.pacing import parse_pace
@@ -137,6 +146,10 @@ def _replay(
 
         check_backend_name(given.backend)
     plan = _changed(recorded, given, lead.place.world_size if lead is not None else None)
+    if given.compute:
+        from crossrank.replay.run.operations import leave_out_missing
+
+        leave_out_missing(plan, given.imports)
     if given.save_plan is not None:
         save_plan(plan, given.save_plan)
     if given.dry_run:
@@ -144,11 +157,11 @@ def _replay(
             sys.stdout.write(plan_json(plan).decode())
         else:
             print_plan(plan)
-        return int(given.strict and not plan.coverage().complete), None
+        return int(given.strict and not _is_whole(plan)), None
     from crossrank.replay.run.worker import check_backend
 
     backend, device = check_backend(given.backend, given.device, None if lead is not None else plan.world_size)
-    gap_ns = max(sum(call.gap_ns for call in rank.calls) for rank in plan.ranks)
+    slack_ns = max(map(_busy_ns, plan.ranks)) * parse_pace(given.pace).scale
     settings = Settings(
         backend=backend,
         device=device,
@@ -157,8 +170,11 @@ def _replay(
         pace=given.pace,
         check=given.check,
         timeout_s=given.timeout,
-        slack_s=gap_ns * parse_pace(given.pace).scale / 1e9,
+        slack_s=slack_ns / 1e9,
         record=given.record,
+        imports=tuple(given.imports),
+        indices=given.indices,
+        threads=given.threads or _threads(plan),
     )
     plan = transform.for_backend(plan, settings.backend)
     target = str(folder) if folder is not None else given.output
@@ -182,7 +198,25 @@ def _replay(
         paths = write_report(target, report, plan, times)
         print(f"wrote {', '.join(paths)}", file=sys.stderr if given.json else sys.stdout)
     wrong = report.check is not None and bool(report.check.failures)
-    return int(wrong or (given.strict and not report.coverage.complete)), report
+    whole = report.coverage.complete and (report.step is None or report.step.coverage.complete)
+    return int(wrong or (given.strict and not whole)), report
+
+
+def _busy_ns(rank: RankPlan) -> int:
+    """How long a rank may keep the others waiting beside its calls."""
+    if rank.compute is None:
+        return sum(call.gap_ns for call in rank.calls)
+    return sum(one.gap_ns + one.took_ns for one in rank.compute.operations)
+
+
+def _is_whole(plan: Plan) -> bool:
+    computes = [rank.compute for rank in plan.ranks if rank.compute is not None and not rank.is_copy]
+    return plan.coverage().complete and coverage_of(computes).complete
+
+
+def _threads(plan: Plan) -> int:
+    """Threads of torch in each rank, as they were recorded."""
+    return max((rank.compute.threads for rank in plan.ranks if rank.compute is not None), default=1)
 
 
 def _read(arguments: argparse.Namespace) -> Plan:
@@ -196,6 +230,8 @@ def _read(arguments: argparse.Namespace) -> Plan:
                 raise CrossrankError(f"{option} is for traces, and {path} is a plan, which is made; leave it out")
         return load_plan(path)
     steps = replay_options.steps_of(arguments.steps)
+    if arguments.compute:
+        return _read_with_computation(arguments)
     found = replay_inputs.find(path, arguments.trace_type)
     if steps is not None and found.kind != COMMS:
         raise CrossrankError(
@@ -215,23 +251,51 @@ def _read(arguments: argparse.Namespace) -> Plan:
     return plan
 
 
+def _read_with_computation(arguments: argparse.Namespace) -> Plan:
+    if arguments.steps is not None:
+        raise CrossrankError(
+            "--steps chooses calls of a comms file; --compute replays a window: choose it with --window"
+        )
+    found = find_windows(arguments.trace, arguments.window)
+    size = sum(
+        os.path.getsize(path) for one in found.inputs for path in (one.et, one.linked) if path and os.path.exists(path)
+    )
+    return progress(
+        "reading",
+        len(found.inputs),
+        lambda done: read_windows(
+            found,
+            arguments.trace,
+            fleet_of(arguments, size),
+            done,
+            one_trace=arguments.one_trace,
+            world_size=arguments.world_size,
+            partial=arguments.partial,
+        ),
+    )
+
+
+_WHAT_IF = ("nproc", "scale_bytes", "dtype", "drop", "ops", "pgs", "max_calls", "bucket_mb", "overlap")
 _CHANGES: dict[str, Callable[[Plan, Any], Plan]] = {
+    "drop": lambda plan, names: transform.without_operations(plan, names.split(",")),
     "ops": lambda plan, names: transform.only_operations(plan, names.split(",")),
     "pgs": lambda plan, names: transform.only_groups(plan, names.split(",")),
     "max_calls": transform.first_calls,
     "dtype": transform.with_dtype,
+    "bucket_mb": with_buckets,
     "scale_bytes": transform.scale_bytes,
+    "overlap": transform.with_overlap,
 }
 """Options that change what is replayed, in the order in which they do."""
 
 
 def _what_if(given: argparse.Namespace) -> dict[str, str]:
     """The options that change what is replayed, as they were given."""
-    values = {name: getattr(given, name) for name in ("nproc", "scale_bytes", "dtype", "ops", "pgs", "max_calls")}
+    values = {name: getattr(given, name) for name in _WHAT_IF}
     return {
         f"--{name.replace('_', '-')}": f"{value:g}" if isinstance(value, float) else str(value)
         for name, value in values.items()
-        if value and (name, value) != ("scale_bytes", 1)
+        if value and (name, value) not in (("scale_bytes", 1), ("overlap", "recorded"))
     }
 
 
@@ -249,14 +313,14 @@ def _changed(recorded: Plan, given: argparse.Namespace, launched: int | None) ->
         )
     plan = transform.resize(plan, ranks)
     gaps = [call.gap_ns for rank in plan.ranks for call in rank.calls]
-    if not gaps:
+    if not gaps and not given.compute:
         reasons = ", ".join(f"{count} call(s) {reason}" for reason, count in plan.coverage().reasons.items())
         raise CrossrankError(f"{plan.source}: nothing is left to replay ({reasons})")
     scale = parse_pace(given.pace).scale
-    longest = max(gaps) * scale / 1e9
+    longest = 0.0 if given.compute else max(gaps) * scale / 1e9
     if longest > _LONGEST_GAP_S:
         raise CrossrankError(f"--pace {given.pace}: a gap would be {longest:.3g} s; choose a factor, or --pace fast")
-    if scale and not any(gaps):
+    if scale and not any(gaps) and not given.compute:
         raise CrossrankError(
             f"--pace {given.pace}: {plan.source} has no times to keep; replay a recording, Kineto or linked traces"
         )
@@ -277,7 +341,7 @@ def _make_folders(given: argparse.Namespace, target: str | None) -> None:
 
 
 def _run_here(plan: Plan, settings: Settings, variables: Mapping[str, str]) -> list[RankResult]:
-    needed = sum(bytes_needed(rank.calls) for rank in plan.ranks)
+    needed = sum(map(rank_bytes, plan.ranks))
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if settings.device == "cpu" and needed > free:
         raise CrossrankError(

@@ -6,7 +6,9 @@ import argparse
 
 from crossrank.comm import MOST_RANKS
 from crossrank.errors import CrossrankError
+from crossrank.replay.plan.compute.index_ranges import INDICES
 from crossrank.replay.plan.replay_inputs import KINDS
+from crossrank.replay.plan.transform import OVERLAPS
 from crossrank.replay.run.pacing import parse_pace
 from crossrank.tools.commands.options import add_shared
 
@@ -28,6 +30,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--world-size", type=int, metavar="N", help="ranks of the recorded job, where no file says it")
     add_shared(parser)
+    what.add_argument(
+        "--compute",
+        action="store_true",
+        help="replay the computation of a window too: every operation at its place, communication between them",
+    )
+    what.add_argument(
+        "--window", type=int, metavar="N", help="the window to replay with --compute (default: the first)"
+    )
+    what.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import MODULE first: it makes operations that torch lacks (--compute; may be given several times)",
+    )
+    what.add_argument(
+        "--indices",
+        choices=INDICES,
+        default="uniform",
+        help="how indices into embedding tables are spread over the rows, where the trace has none (--compute)",
+    )
     change = parser.add_argument_group("what if")
     change.add_argument(
         "--nproc",
@@ -41,6 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     change.add_argument("--dtype", metavar="TYPE", help="all elements of this type: bfloat16, float32, …")
     change.add_argument(
         "--ops", "--allow-ops", "--allow-list", metavar="LIST", help="only these operations: all_reduce,all_gather"
+    )
+    change.add_argument("--drop", metavar="LIST", help="without these operations: how fast would it be?")
+    change.add_argument(
+        "--bucket-mb", type=float, metavar="F", help="DDP's gradients in buckets of F MiB, merged or split"
+    )
+    change.add_argument(
+        "--overlap", choices=OVERLAPS, help="none: every communication is waited for at once (default: recorded)"
     )
     change.add_argument("--pgs", metavar="LIST", help="only calls on these groups, by name or description")
     change.add_argument("--max-calls", "--max-msg-cnt", type=int, metavar="N", help="the first N calls of each rank")
@@ -59,7 +90,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pace",
         metavar="PACE",
         help="between calls: fast (default), recorded = leave the recorded gaps, compute = keep the device busy in "
-        "them, or a factor on them (0.5)",
+        "them, or a factor on them (0.5); with --compute, of the host's own time between operations: recorded "
+        "(default), fast or a factor",
+    )
+    run.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="threads of torch on the CPU, in each rank (default: as recorded with --compute, else 1)",
     )
     run.add_argument("--use-timestamp", dest="pace", action="store_const", const="recorded", help=argparse.SUPPRESS)
     run.add_argument("--warmup", "--warmup-iter", type=int, default=2, metavar="N", help="passes not measured (2)")
@@ -86,7 +124,15 @@ def check(arguments: argparse.Namespace) -> None:
     if path is None or (arguments.trace and arguments.trace_path):
         raise CrossrankError("name one trace: a recording, a folder of traces, a file or a plan")
     arguments.trace, arguments.trace_path = path, None
-    for name, lowest in (("warmup", 0), ("repeat", 1), ("nproc", 1), ("world_size", 1), ("max_calls", 1)):
+    for name, lowest in (
+        ("warmup", 0),
+        ("repeat", 1),
+        ("nproc", 1),
+        ("world_size", 1),
+        ("max_calls", 1),
+        ("window", 1),
+        ("threads", 1),
+    ):
         value = getattr(arguments, name)
         if value is not None and not lowest <= value <= MOST_RANKS:
             raise CrossrankError(f"--{name.replace('_', '-')} {value} is below {lowest} or beyond reason")
@@ -94,8 +140,15 @@ def check(arguments: argparse.Namespace) -> None:
         raise CrossrankError(f"--timeout {arguments.timeout:g} is not a number of seconds from 1 on")
     if arguments.master_port is not None and not 0 < arguments.master_port < 1 << 16:
         raise CrossrankError(f"--master-port {arguments.master_port} is not a port from 1 to 65535")
-    arguments.pace = arguments.pace or "fast"
-    parse_pace(arguments.pace)
+    arguments.pace = arguments.pace or ("recorded" if arguments.compute else "fast")
+    pace = parse_pace(arguments.pace)
+    for name, value in (("window", arguments.window), ("import", arguments.imports)):
+        if value and not arguments.compute:
+            raise CrossrankError(f"--{name} is for --compute; add it, or leave --{name} out")
+    if arguments.compute and arguments.check:
+        raise CrossrankError("--check verifies communication alone; leave out --compute")
+    if arguments.compute and pace.busy:
+        raise CrossrankError("--pace compute stands in for computation, which --compute replays; leave one out")
 
 
 def steps_of(text: str | None) -> tuple[int, int] | None:

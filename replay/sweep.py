@@ -21,16 +21,19 @@ from crossrank.replay.replay_options import check
 from crossrank.replay.results.replay_report import indented
 from crossrank.text import microseconds
 from crossrank.tools.output.console import print_table
-from crossrank.tools.traces.replayed import JSON, ReplayReport
+from crossrank.tools.traces.replayed import JSON, ReplayReport, StepComparison
 
 OPTIONS: dict[str, Callable[[str], object]] = {
     "scale-bytes": float, "dtype": str, "pace": str, "backend": str,
-    "nproc": int, "ops": str, "pgs": str, "max-calls": int,
+    "nproc": int, "ops": str, "drop": str, "pgs": str, "max-calls": int, "bucket-mb": float, "overlap": str,
+    "indices": str, "threads": int,
 }  # fmt: skip
 """Options of the command that may be swept; any name in capitals is an environment variable."""
 _WITHOUT_EFFECT = ("output", "json", "run", "command", "sweep", "jobs", "cluster", "save_plan", "dry_run", "strict")
 """Options that change no result."""
 
+RECORDED = "recorded"
+"""In a sweep, as the recording is: the option is left out."""
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 STAMP = "settings.txt"
 
@@ -78,7 +81,8 @@ def with_values(arguments: argparse.Namespace, values: dict[str, str]) -> argpar
     given = argparse.Namespace(**vars(arguments))
     for name, value in values.items():
         try:
-            setattr(given, name.replace("-", "_"), OPTIONS[name](value))
+            changed = None if value == RECORDED else OPTIONS[name](value)
+            setattr(given, name.replace("-", "_"), 1.0 if changed is None and name == "scale-bytes" else changed)
         except ValueError:
             raise CrossrankError(f"--sweep {name}: {value!r} is not a number") from None
     check(given)
@@ -116,12 +120,33 @@ def print_sweep(results: list[tuple[Combination, ReplayReport | str]]) -> None:
     """One table over all combinations; a text in the place of a report says why there is none."""
     values = [{**one.options, **one.variables} for one, _ in results]
     names = list(dict.fromkeys(name for one in values for name in one))
+    first = next((report.step for _, report in results if isinstance(report, ReplayReport)), None)
+    title, measured = _PASS if first is None else _STEP
     rows = [
-        (*(one.get(name, "") for name in names), *_summary(report))
+        (*(one.get(name, "") for name in names), *(_summary(report) if first is None else _of_step(report, first)))
         for one, (_, report) in zip(values, results, strict=True)
     ]
-    measured = ("#end to end ms p50", "#p95", "#CPU us/call", "#best busbw GB/s", "#longest row us", "which")
-    print_table("Sweep: each combination, per pass", (*names, *measured), rows)
+    print_table(title, (*names, *measured), rows)
+
+
+_PASS = (
+    "Sweep: each combination, per pass",
+    ("#end to end ms p50", "#p95", "#CPU us/call", "#best busbw GB/s", "#longest row us", "which"),
+)
+_STEP = ("Sweep: a whole step", ("#step ms p50", "#p95", "#exposed communication ms", "#against the first", ""))
+
+
+def _of_step(report: ReplayReport | str, first: StepComparison) -> tuple[str, ...]:
+    if isinstance(report, str) or report.step is None:
+        return "-", "-", "-", "-", report if isinstance(report, str) else ""
+    step = report.step
+    return (
+        f"{step.replayed_ms:,.2f}",
+        f"{step.replayed_p95_ms:,.2f}",
+        f"{step.exposed_ms:,.2f}",
+        f"{step.replayed_ms / first.replayed_ms:.2f} x",
+        "",
+    )
 
 
 def _summary(report: ReplayReport | str) -> tuple[str, ...]:

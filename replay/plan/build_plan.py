@@ -40,9 +40,16 @@ _SHOWN = 3
 
 
 def build(
-    sources: list[RankTrace], path: str, kind: str, *, world_size: int | None = None, partial: bool = False
+    sources: list[RankTrace],
+    path: str,
+    kind: str,
+    *,
+    world_size: int | None = None,
+    partial: bool = False,
+    may_be_silent: bool = False,
 ) -> Plan:
-    """The plan of a recording. Raises `CrossrankError` where its files do not make one."""
+    """The plan of a recording. Raises `CrossrankError` where its files do not make one, or hold no communication,
+    unless that `may_be_silent`."""
     sources = list(map(with_members, sources))
     size = _world_size(sources, path, world_size)
     _add_idle_ranks(sources, size)
@@ -77,7 +84,7 @@ def build(
     )
     if broken:
         plan.notes.append(_listed(broken, "left out"))
-    if not any(rank.calls for rank in plans):
+    if not may_be_silent and not any(rank.calls for rank in plans):
         raise CrossrankError(_nothing_left(path, kind, sources, plan))
     return plan
 

@@ -7,7 +7,7 @@ which keeps it within what the training job itself needed for its communication 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -40,13 +40,16 @@ class Layout:
     """Bytes of the whole block."""
 
 
-def needs_of(calls: Sequence[PlannedCall]) -> list[Need]:
-    """What every tensor of `calls` needs, in their order; what stands in for a type has the same size."""
+def needs_of(calls: Sequence[PlannedCall], own: Container[int] = ()) -> list[Need]:
+    """What every tensor of `calls` needs, in their order, but for those of which the index is in `own`; what stands in
+    for a type has the same size."""
     spans = launches(calls)
     return [
         Need(total_bytes([shape], DTYPES[call.record.dtype or "uint8"].size), position, until)
         for position, ((first, end), until) in enumerate(zip(spans, waited_before(calls, spans), strict=True))
-        for call in calls[first:end]
+        for index in range(first, end)
+        if index not in own
+        for call in (calls[index],)
         for side in tensors(call.record)
         for shape in side
     ]

@@ -18,6 +18,7 @@ from crossrank.atomic_file import whole_file
 from crossrank.comm import MOST_RANKS, CommRecord, Count, Group, Int, has_size, is_p2p
 from crossrank.errors import CrossrankError, one_line
 from crossrank.recording import ReadIssues, read_chunks
+from crossrank.replay.plan.compute.compute_plan import ComputePlan
 from crossrank.replay.plan.shapes import BrokenError, LeftOutError, complete
 from crossrank.tools.traces.replayed import Coverage
 
@@ -38,6 +39,8 @@ class PlannedCall(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """The rank does not go on before the call is over; `wait_before` is then the next launch."""
     recorded_bytes: Count = 0
     """`record.bytes` as recorded, whatever a what-if made of them: what coverage counts."""
+    recorded_calls: Count = 1
+    """How many recorded calls coverage counts it for."""
     gap_ns: Count = 0
     """Recorded time before this launch, in ns, from the launch before; 0 within a batch."""
     gap_from_return: bool = False
@@ -48,6 +51,13 @@ class PlannedCall(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     duration is recorded. What a device computed in the gap is at most the rest."""
     took_ns: Int | None = None
     """Recorded time from the begin of the communication to its end, on this rank; None where it is not recorded."""
+    merged: list[Int] = []
+    """Ids of recorded calls that it stands for beside its own."""
+
+    @property
+    def recorded_ids(self) -> list[int]:
+        """Ids of the recorded calls that it stands for."""
+        return [self.record.id, *self.merged]
 
 
 class LeftOut(msgspec.Struct, kw_only=True):
@@ -84,6 +94,8 @@ class RankPlan(msgspec.Struct, kw_only=True):
     """The file that it was read from."""
     is_copy: bool = False
     """It was not recorded, and does what another rank did: its calls are none of the recording's."""
+    compute: ComputePlan | None = None
+    """What it computes between its calls, where that is replayed."""
 
 
 def with_records(rank: RankPlan, records: Sequence[CommRecord | str]) -> RankPlan:
@@ -125,13 +137,14 @@ class Plan(msgspec.Struct, kw_only=True):
     def coverage(self) -> Coverage:
         recorded = [rank for rank in self.ranks if not rank.is_copy]
         kept = [call.recorded_bytes for rank in recorded for call in rank.calls]
+        calls = sum(call.recorded_calls for rank in recorded for call in rank.calls)
         left = [row for rows in (self.left_out, *(rank.left_out for rank in recorded)) for row in rows.items()]
         reasons: Counter[str] = Counter()
         for reason, row in left:
             reasons[reason] += row.calls
         return Coverage(
-            calls=len(kept),
-            recorded_calls=len(kept) + reasons.total(),
+            calls=calls,
+            recorded_calls=calls + reasons.total(),
             bytes=sum(kept),
             recorded_bytes=sum(kept) + sum(row.bytes for _, row in left),
             unsized=sum(row.unsized for _, row in left),

@@ -30,6 +30,7 @@ from crossrank.text import rank_ranges
 
 BEYOND = "its peer is beyond the smaller number of ranks"
 GONE = "its rank is beyond the smaller number of ranks"
+OVERLAPS = ("recorded", "none")
 Forms = tuple[StridedGroup, StridedGroup]
 """What a group is in the recording, and in the plan for another number of ranks."""
 
@@ -53,6 +54,28 @@ def only_operations(plan: Plan, names: Collection[str]) -> Plan:
     if len({"send", "recv"} & wanted) == 1:
         raise CrossrankError("--ops: sends and receives answer each other; name both or neither")
     return with_calls(plan, lambda rank, index, call: call.record if call.record.op in wanted else "not in --ops")
+
+
+def without_operations(plan: Plan, names: Collection[str]) -> Plan:
+    """All but calls of these operations. Raises `CrossrankError` for a name that is no operation."""
+    dropped = set()
+    for name in names:
+        operation = operation_of(name)
+        if operation is None:
+            raise CrossrankError(f"--drop: {name!r} is no operation; choose from {', '.join(OPERATIONS)}")
+        dropped |= {"send", "recv"} if operation.p2p else {operation.name}
+    return with_calls(plan, lambda rank, index, call: "--drop" if call.record.op in dropped else call.record)
+
+
+def with_overlap(plan: Plan, how: str) -> Plan:
+    """Every communication waited for at once, where `how` is `none`."""
+    if how not in OVERLAPS:
+        raise CrossrankError(f"--overlap {how!r} is neither {' nor '.join(OVERLAPS)}")
+    ranks = [
+        msgspec.structs.replace(rank, calls=[msgspec.structs.replace(call, blocking=True) for call in rank.calls])
+        for rank in plan.ranks
+    ]
+    return msgspec.structs.replace(plan, ranks=ranks, notes=list(plan.notes)) if how == "none" else plan
 
 
 def only_groups(plan: Plan, names: Collection[str]) -> Plan:

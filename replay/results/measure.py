@@ -41,6 +41,23 @@ class Pass(msgspec.Struct, kw_only=True):
     completed: bytes
     start: int
     end: int
+    waited: int = 0
+    """How long the host waited for communication, in ns."""
+    steps: list[int] = []
+    """When each step of computation began."""
+
+
+class Computed(msgspec.Struct, kw_only=True):
+    """What one rank computed, beside its communication."""
+
+    operations: dict[str, tuple[int, int, int]]
+    """Name -> (how many ran in a pass, ns in all in a pass with a clock around each, ns in all under the profiler)."""
+    host_ns: int
+    """Idled in a pass for what the host did between operations."""
+    failed: list[tuple[str, str, int, int]]
+    """(operation, why it cannot run, how many, recorded ns in all)"""
+    peak_bytes: int
+    """Most memory that the process had, or on a GPU that torch took there."""
 
 
 class RankResult(msgspec.Struct, kw_only=True):
@@ -63,6 +80,7 @@ class RankResult(msgspec.Struct, kw_only=True):
     """None where nothing was checked."""
     checked: int
     versions: dict[str, str]
+    computed: Computed | None = None
 
 
 def measure(plan: Plan, results: Sequence[RankResult]) -> pl.DataFrame:
@@ -78,7 +96,7 @@ def measure(plan: Plan, results: Sequence[RankResult]) -> pl.DataFrame:
 
     calls = _calls(plan, results)
     sizes = [(size, *bucket_of(size)) for size in calls["bytes"].unique()]
-    buckets = pl.DataFrame(sizes, schema=["bytes", "size_from", "size_to"], orient="row")
+    buckets = pl.DataFrame(sizes, schema=dict.fromkeys(("bytes", "size_from", "size_to"), pl.Int64), orient="row")
     rows = calls.join(buckets, on="bytes", maintain_order="left").join(
         _times(results), on=("rank", "index"), maintain_order="left"
     )
@@ -108,8 +126,14 @@ def _calls(plan: Plan, results: Sequence[RankResult]) -> pl.DataFrame:
                 op = "send/recv" if key[0] == "p2p" else record.op
                 place = (number, rank.rank, index, rank.calls[index].took_ns or None, index in late[rank.rank])
                 rows.append((*place, op, record.op, record.pg, record.bytes, end - first > 1))
-    columns = ("call", "rank", "index", "recorded", "late_end", "op", "record_op", "pg", "bytes", "batched")
-    calls = pl.DataFrame(rows, schema=columns, schema_overrides={"recorded": pl.Int64}, orient="row")
+    schema = {
+        **dict.fromkeys(("call", "rank", "index", "recorded"), pl.Int64),
+        "late_end": pl.Boolean,
+        **dict.fromkeys(("op", "record_op", "pg"), pl.String),
+        "bytes": pl.Int64,
+        "batched": pl.Boolean,
+    }
+    calls = pl.DataFrame(rows, schema=schema, orient="row")
     calls = calls.with_columns(
         pl.col("record_op", "pg").first().over("call"),
         pl.col("bytes", "batched", "late_end").max().over("call"),

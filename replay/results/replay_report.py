@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,13 @@ import msgspec
 
 from crossrank.atomic_file import whole_file
 from crossrank.errors import CrossrankError, one_line
+from crossrank.replay.plan.compute.compute_plan import coverage_of
 from crossrank.replay.plan.memory_plan import bytes_needed
-from crossrank.replay.plan.plan import Plan, number_of
+from crossrank.replay.plan.plan import Plan, RankPlan, number_of
 from crossrank.replay.results.measure import RankResult, compare, end_to_end_ns, measure, percentiles_us, table
-from crossrank.text import amount, csv_text, percent, printable
-from crossrank.tools.traces.replayed import CSV, JSON, CheckResult, ReplayReport, Settings
+from crossrank.replay.results.whole_step import compare_step
+from crossrank.text import amount, csv_text, milliseconds, percent, printable
+from crossrank.tools.traces.replayed import CSV, JSON, CheckResult, ComputeCoverage, ReplayReport, Settings
 
 if TYPE_CHECKING:
     import polars as pl
@@ -64,6 +67,7 @@ def make_report(
         rows=table(times, plan),
         comparison=comparison if comparison.calls else None,
         check=check,
+        step=compare_step(plan, results),
     )
     return report, times
 
@@ -92,7 +96,12 @@ def _figures(plan: Plan) -> dict[str, Any]:
 
 
 def _memory_per_rank(plan: Plan) -> int:
-    return max(bytes_needed(rank.calls) for rank in plan.ranks)
+    return max(rank_bytes(rank) for rank in plan.ranks)
+
+
+def rank_bytes(rank: RankPlan) -> int:
+    """Memory for the tensors of a rank, in bytes: with computation, calls work on the same ones."""
+    return rank.compute.bytes if rank.compute is not None else bytes_needed(rank.calls)
 
 
 def print_plan(plan: Plan) -> None:
@@ -109,6 +118,9 @@ def print_plan(plan: Plan) -> None:
     changed += [amount(plan.bytes)] * (plan.bytes != coverage.bytes)
     if changed:
         print(f"  changed to {' and '.join(changed)} per pass")
+    if computed := [rank.compute for rank in plan.ranks if rank.compute is not None and not rank.is_copy]:
+        for line in coverage_lines(coverage_of(computed)):
+            print(f"  {line}")
     print(f"  memory for tensors: up to {amount(_memory_per_rank(plan))} per rank")
     for reason, count in coverage.reasons.items():
         print(f"  left out: {count:,} call(s): {printable(reason)}")
@@ -118,6 +130,21 @@ def print_plan(plan: Plan) -> None:
         print(f"  damaged: and {len(plan.damage) - _MOST_PROBLEMS} more")
     for note in plan.notes:
         print(f"  {printable(note)}")
+
+
+def coverage_lines(coverage: ComputeCoverage) -> Iterator[str]:
+    """How much of the computation runs, and what does not."""
+    yield (
+        f"computation: {coverage.operations:,} of {coverage.recorded_operations:,} operations "
+        f"({percent(coverage.share_of_operations)}), {percent(coverage.share_of_time)} of their recorded time"
+    )
+    for row in coverage.left_out[:_MOST_PROBLEMS]:
+        yield (
+            f"idles instead: {row.operations:,} x {printable(row.name)} ({milliseconds(row.ns / 1e6)}): "
+            f"{printable(row.reason)}"
+        )
+    if len(coverage.left_out) > _MOST_PROBLEMS:
+        yield f"idles instead: and {len(coverage.left_out) - _MOST_PROBLEMS} more kinds"
 
 
 _RECORD_COLUMNS = ("op", "pg", "seq", "peer", "bytes", "dtype", "source")

@@ -19,13 +19,17 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heapreplace
 from itertools import accumulate, chain, pairwise, repeat
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from crossrank.errors import CrossrankError
 from crossrank.replay.results.measure import Pass
+from crossrank.replay.run.compute_program import ComputeProgram
 from crossrank.replay.run.pacing import Pacer
+from crossrank.replay.run.profiled import profiled
 from crossrank.replay.run.program import Program
 
 IDLE = -1
@@ -34,57 +38,66 @@ IDLE = -1
 _POLL_S = 0.0002
 
 Hook = Callable[[int], None]
+Clock = list[int]
 
 
 class CpuExecutor:
     """Runs a program whose Works complete on the host. `progress[0]` is the index of the call that the rank is in, for
     whoever watches."""
 
-    def __init__(self, program: Program, pacer: Pacer | None = None) -> None:
-        """With a `pacer` it leaves gaps between the launches."""
-        self.progress = [IDLE]
+    def __init__(self, program: Program, pacer: Pacer | None = None, compute: ComputeProgram | None = None) -> None:
+        """With a `pacer` it leaves gaps between the launches; `compute` runs operations between them."""
+        self.progress = [IDLE, 0]
+        """The second counts operations."""
+        self.waited_ns = 0
+        """How long the host waited for communication in the last pass."""
         self._program = program
         self._pacer = pacer
+        self._compute = compute
+        if compute is not None:
+            compute.join(program, self.launch, self.wait, self.progress)
 
-    def run(self, before: Hook | None = None, after: Hook | None = None) -> Pass:
+    @property
+    def computes(self) -> bool:
+        """Whether operations run between the launches."""
+        return self._compute is not None
+
+    def learn_from_profiler(self, passes: int) -> None:
+        """Run so many passes under torch's profiler, and learn from them what the host did between operations."""
+        assert self._compute is not None
+        with TemporaryDirectory(prefix="crossrank-") as folder:
+            et, kineto = Path(folder, "et.json"), Path(folder, "kineto.json")
+            profiled(lambda: [self.run() for _ in range(passes)], et, kineto)
+            self._compute.take_profile(str(kineto), passes)
+
+    def run(
+        self, before: Hook | None = None, after: Hook | None = None, *, trial: bool = False, clock: Clock | None = None
+    ) -> Pass:
         """One pass: before each launch its gap passes, then comes what is waited for before it. For checks, `before`
-        is called before each launch with its position, `after` once it is over."""
-        program, progress, pacer, now = self._program, self.progress, self._pacer, time.monotonic_ns
-        launched, issued = (array("q", bytes(8 * len(program.bound))) for _ in range(2))
-        works: list[Any] = [None] * len(program.bound)
-
-        def wait(others: Sequence[int]) -> None:
-            for other in others:
-                progress[0] = program.bound[other].first
-                work, works[other] = works[other], None
-                self._wait(other, work)
-                if after is not None:
-                    after(other)
-
+        is called before each launch with its position, `after` once it is over. Of computation, a `trial` finds what
+        cannot run, and `clock` takes the time before each operation."""
+        program, pacer, now = self._program, self._pacer, time.monotonic_ns
+        self._before, self._after = before, after
+        launched, issued = self._launched, self._issued = self._columns()
+        self._works: list[Any] = [None] * len(program.bound)
         self._begin()
+        self.waited_ns = 0
         start = now()
-        for position, bound in enumerate(program.bound):
-            if pacer is not None:
-                pacer.pace(position)
-            if bound.waits:
-                wait(bound.waits)
-            if before is not None:
-                before(position)
-            progress[0] = bound.first
-            self._launch(position)
-            launched[position] = now()
-            work = works[position] = bound.launch()
-            issued[position] = now()
-            if bound.blocking:
-                wait((position,))
-            else:
-                self._follow(position, work)
-            if pacer is not None:
-                pacer.returned(now())
-        wait(program.last_waits)
+        if self._compute is not None:
+            self._compute.run_pass(trial=trial, clock=clock)
+        else:
+            for position, bound in enumerate(program.bound):
+                if pacer is not None:
+                    pacer.pace(position)
+                if bound.waits:
+                    self.wait(bound.waits)
+                self.launch(position)
+                if pacer is not None:
+                    pacer.returned(now())
+            self.wait(program.last_waits)
         self._finish()
         end = now()
-        progress[0] = IDLE
+        self.progress[0] = IDLE
         ready, completed = self._times(start, launched)
 
         def by_call(column: array[int]) -> bytes:
@@ -98,10 +111,42 @@ class CpuExecutor:
             completed=by_call(completed),
             start=start,
             end=end,
+            waited=self.waited_ns,
+            steps=list(self._compute.marks) if self._compute is not None else [],
         )
 
+    def launch(self, position: int) -> None:
+        """Make a launch, and wait for it where the rank did before it went on."""
+        bound = self._program.bound[position]
+        if self._before is not None:
+            self._before(position)
+        self.progress[0] = bound.first
+        self._launch(position)
+        self._launched[position] = time.monotonic_ns()
+        work = self._works[position] = bound.launch()
+        self._issued[position] = time.monotonic_ns()
+        if bound.blocking:
+            self.wait((position,))
+        else:
+            self._follow(position, work)
+
+    def wait(self, positions: Sequence[int]) -> None:
+        """Wait for launches."""
+        began = time.monotonic_ns()
+        for position in positions:
+            self.progress[0] = self._program.bound[position].first
+            work, self._works[position] = self._works[position], None
+            self._wait(position, work)
+            if self._after is not None:
+                self._after(position)
+        self.waited_ns += time.monotonic_ns() - began
+
+    def _columns(self) -> tuple[array[int], array[int]]:
+        empty = bytes(8 * len(self._program.bound))
+        return array("q", empty), array("q", empty)
+
     def _begin(self) -> None:
-        self._waited, self._signalled = (array("q", bytes(8 * len(self._program.bound))) for _ in range(2))
+        self._waited, self._signalled = self._columns()
 
     def _launch(self, position: int) -> None:
         """Is about to launch."""
@@ -140,10 +185,10 @@ def begins(program: Program, launched: array[int], completed: array[int]) -> arr
 class CudaExecutor(CpuExecutor):
     """Runs a program on one GPU. Its events are made once and used by every pass."""
 
-    def __init__(self, program: Program, pacer: Pacer | None = None) -> None:
+    def __init__(self, program: Program, pacer: Pacer | None = None, compute: ComputeProgram | None = None) -> None:
         if os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == "1":
             raise CrossrankError("TORCH_NCCL_BLOCKING_WAIT=1 makes every wait block the host; unset it for a replay")
-        super().__init__(program, pacer)
+        super().__init__(program, pacer, compute)
         self._began = [torch.cuda.Event(enable_timing=True) for _ in program.bound]
         self._ended = [torch.cuda.Event(enable_timing=True) for _ in program.bound]
         self._base = torch.cuda.Event(enable_timing=True)

@@ -8,11 +8,12 @@ on the ProcessGroup itself, and a launch is one call into C++. The recorder sits
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -126,6 +127,21 @@ name of the op without the underscore at its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class OwnTensors:
+    """Tensors of a call that are made anew in every pass."""
+
+    slots: list[Any]
+    """All tensors there are at the moment."""
+    inputs: list[int]
+    outputs: list[int]
+
+    def given_to(self, arguments: Arguments) -> Arguments:
+        """`arguments` with the tensors of this moment."""
+        inputs, outputs = ([self.slots[number] for number in side] for side in (self.inputs, self.outputs))
+        return replace(arguments, inputs=inputs, outputs=outputs)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Bound:
     """A launch that is ready to go."""
 
@@ -172,12 +188,14 @@ def prepare(
     backend: str,
     device: torch.device,
     timeout: timedelta,
+    own: Mapping[int, OwnTensors] = MappingProxyType({}),
 ) -> Program:
-    """Bind `calls` to tensors and groups. Raises `CrossrankError` where this torch or this machine cannot."""
+    """Bind `calls` to tensors and groups; those of `own`, by their index, take tensors that others make. Raises
+    `CrossrankError` where this torch or this machine cannot."""
     spans = launches(calls)
     substitutes = [substitute(call.record, backend) for call in calls]
     until = waited_before(calls, spans)
-    layout = assign_offsets(needs_of(calls))
+    layout = assign_offsets(needs_of(calls, own))
     try:
         block = torch.full((max(layout.size, 1),), FILL, dtype=torch.uint8, device=device)
     except RuntimeError as error:
@@ -185,7 +203,7 @@ def prepare(
             f"rank {rank}: {layout.size} bytes for tensors cannot be had on {device} ({str(error).splitlines()[0]}); "
             "try --scale-bytes below 1"
         ) from error
-    views = _tensors(block, calls, substitutes, layout.offsets)
+    views = _tensors(block, calls, substitutes, layout.offsets, own)
     waits: list[list[int]] = [[] for _ in range(len(spans) + 1)]
     for position, (first, _) in enumerate(spans):
         if not calls[first].blocking:
@@ -208,7 +226,7 @@ def prepare(
                 timeout=timeout,
                 device=device,
             )
-            members.append(_bind(instead.c10d, arguments))
+            members.append(_bind(instead.c10d, arguments, own.get(index)))
         single = len(members) == 1
         bound.append(
             Bound(
@@ -235,13 +253,16 @@ def prepare(
     )
 
 
-def _bind(op: str, arguments: Arguments) -> Launch:
+def _bind(op: str, arguments: Arguments, own: OwnTensors | None) -> Launch:
     """The call by the c10d op `op`, a key of `ROWS`, ready to be made."""
     operands, options = ROWS[op]
     record = arguments.record
     try:
         last = () if options is None else (arguments.options(options),)
-        return partial(getattr(arguments.pg, op.rstrip("_")), *operands(arguments), *last)
+        method = getattr(arguments.pg, op.rstrip("_"))
+        if own is None:
+            return partial(method, *operands(arguments), *last)
+        return lambda: method(*operands(own.given_to(arguments)), *last)
     except AttributeError as error:  # a torch that lacks it
         raise CrossrankError(
             f"call {record.id} ({record.op}): torch {torch.__version__} has no {op} ({error}); "
@@ -261,7 +282,11 @@ def late_ends(program: Program) -> list[int]:
 
 
 def _tensors(
-    block: torch.Tensor, calls: list[PlannedCall], substitutes: list[Substitute], offsets: list[int]
+    block: torch.Tensor,
+    calls: list[PlannedCall],
+    substitutes: list[Substitute],
+    offsets: list[int],
+    own: Container[int],
 ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """Views into the block. Calls with the same memory and shape share one tensor object."""
 
@@ -269,8 +294,12 @@ def _tensors(
     def view(at: int, dtype: torch.dtype, extents: tuple[int, ...]) -> torch.Tensor:
         return block[at : at + prod(extents) * dtype.itemsize].view(dtype).view(extents)
 
-    at, made = iter(offsets), []
-    for call, instead in zip(calls, substitutes, strict=True):
+    at = iter(offsets)
+    made: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+    for index, (call, instead) in enumerate(zip(calls, substitutes, strict=True)):
+        if index in own:
+            made.append(([], []))
+            continue
         dtype, more = getattr(torch, instead.dtype), (instead.elements,) if instead.elements > 1 else ()
         sides = [[view(next(at), dtype, (*shape, *more)) for shape in side] for side in tensors(call.record)]
         made.append((sides[0], sides[-1]))

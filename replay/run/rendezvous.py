@@ -20,6 +20,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from crossrank.comm import Group
 from crossrank.errors import CrossrankError, one_line
+from crossrank.replay.plan.compute.compute_plan import ComputePlan
 from crossrank.replay.plan.plan import Plan, PlannedCall
 from crossrank.replay.results.measure import RankResult
 from crossrank.replay.run.failure_report import State
@@ -42,6 +43,7 @@ class WorkItem(msgspec.Struct, kw_only=True):
     groups: list[Group] = []
     """All of the plan."""
     calls: list[PlannedCall] = []
+    compute: ComputePlan | None = None
     world_size: int = 0
     ends: bool = False
     """There is nothing more to do: the process may go."""
@@ -113,7 +115,13 @@ class Rendezvous:
     def send_plan(self, plan: Plan, settings: Settings) -> None:
         """Give every rank its part."""
         for rank in plan.ranks:
-            item = WorkItem(settings=settings, groups=plan.groups, calls=rank.calls, world_size=plan.world_size)
+            item = WorkItem(
+                settings=settings,
+                groups=plan.groups,
+                calls=rank.calls,
+                compute=rank.compute,
+                world_size=plan.world_size,
+            )
             self.put(f"work/{rank.rank}", item)
 
     def send_end(self) -> None:

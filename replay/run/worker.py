@@ -27,10 +27,11 @@ from torch.distributed import distributed_c10d as c10d
 import crossrank
 from crossrank.comm import Group
 from crossrank.errors import CrossrankError, one_line
-from crossrank.machine import boot_id
+from crossrank.machine import boot_id, give_memory_back
 from crossrank.replay.results.expected_values import Checker
 from crossrank.replay.results.measure import Pass, RankResult
 from crossrank.replay.run.clock_offsets import between, measure_offset
+from crossrank.replay.run.compute_program import ComputeProgram
 from crossrank.replay.run.executor import IDLE, CpuExecutor, CudaExecutor
 from crossrank.replay.run.failure_report import State
 from crossrank.replay.run.pacing import make_pacer, parse_pace
@@ -46,6 +47,7 @@ _LOOK_S = 0.1
 """Between two looks whether all have to end; longer where thousands would keep the store busy."""
 _LONGEST_LOOK_S = 0.5
 _BEAT_S = 0.5
+_PROFILED_PASSES = 3
 _FINAL_REPORT_S = 0.25
 """How long a rank that has to end waits for the others to tell where they are."""
 
@@ -110,12 +112,29 @@ def _replay(rank: int, local_rank: int, rendezvous: Rendezvous, work: WorkItem, 
     watch.phase("comparing clocks")
     clock = measure_offset(rendezvous, rank, "start")
     watch.phase("binding its calls")
-    program = prepare(work.calls, rank=rank, groups=groups, backend=settings.backend, device=device, timeout=timeout)
-    pacer = make_pacer(work.calls, parse_pace(settings.pace), device)
-    executor = (CudaExecutor if device.type == "cuda" else CpuExecutor)(program, pacer)
+    compute = None
+    if work.compute is not None:
+        # With numbers of its own a replay meets values that training does not, and those near zero are slow.
+        torch.set_flush_denormal(True)
+        scale, indices = parse_pace(settings.pace).scale, settings.indices
+        compute = ComputeProgram(
+            work.compute, device, imports=settings.imports, scale=scale, indices=indices, seed=rank
+        )
+    program = prepare(
+        work.calls,
+        rank=rank,
+        groups=groups,
+        backend=settings.backend,
+        device=device,
+        timeout=timeout,
+        own=compute.own_tensors(work.calls, settings.backend) if compute is not None else {},
+    )
+    pacer = make_pacer(work.calls, parse_pace(settings.pace), device) if compute is None else None
+    executor = (CudaExecutor if device.type == "cuda" else CpuExecutor)(program, pacer, compute)
     watch.follow(executor)
     checker = Checker(program, rank) if settings.check else None
-    passes, cpu_s = _passes(executor, program, settings, watch, checker)
+    passes, cpu_s, times = _passes(executor, program, settings, watch, checker)
+    computed = compute.result(times) if compute is not None else None
     watch.phase("comparing clocks again")
     offset, error = between(clock, measure_offset(rendezvous, rank, "end"))
     watch.phase("leaving its process groups")
@@ -134,13 +153,14 @@ def _replay(rank: int, local_rank: int, rendezvous: Rendezvous, work: WorkItem, 
         check_failures=checker.failures if checker is not None else None,
         checked=checker.checked if checker is not None else 0,
         versions={"torch": str(torch.__version__), "python": sys.version.split()[0]},
+        computed=computed,
     )
 
 
 def _device(settings: Settings, local_rank: int) -> torch.device:
     if settings.device != "cuda":
         # Every rank has its own process: as many threads in each as there are cores would only get in each other's way.
-        torch.set_num_threads(1)
+        torch.set_num_threads(settings.threads)
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if not count:
@@ -198,7 +218,8 @@ def _make_groups(
 
 def _passes(
     executor: CpuExecutor, program: Program, settings: Settings, watch: Watch, checker: Checker | None
-) -> tuple[list[Pass], float]:
+) -> tuple[list[Pass], float, list[int]]:
+    """(passes, CPU seconds of all, the clock of one more pass where there is computation)."""
     # Asked of the backend itself, so that the ranks' rendezvous before a pass is not part of what is recorded.
     backend: Any = c10d._get_default_group()._get_backend(program.device)
 
@@ -210,6 +231,14 @@ def _passes(
         program.block.fill_(FILL)
         barrier()
 
+    if executor.computes:
+        watch.phase("trying every operation")
+        meet()
+        executor.run(trial=True)
+        watch.phase("in passes under the profiler")
+        meet()
+        executor.learn_from_profiler(_PROFILED_PASSES)
+        give_memory_back()
     if checker is not None:  # in a pass of its own: filling and comparing takes longer than the calls
         watch.phase("in the pass that is checked")
         meet()
@@ -229,9 +258,14 @@ def _passes(
             cpu_s += time.process_time() - spent
             if settings.record is not None:
                 crossrank.step()
+    clock: list[int] = []
+    if executor.computes:
+        watch.phase("in a pass that times every operation")
+        meet()
+        executor.run(clock=clock)
     watch.phase("waiting for the others to end")
     barrier()
-    return passes, cpu_s
+    return passes, cpu_s, clock
 
 
 class Watch(threading.Thread):
@@ -276,12 +310,13 @@ class Watch(threading.Thread):
             print(text, file=sys.stderr, flush=True)
 
     def run(self) -> None:
-        last_call, last_report = -2, 0.0
+        last_progress, last_report = [-2], 0.0
         while not self._over.is_set():
             ended = self._wait()
             now, call = time.monotonic(), self._call()
-            if call != last_call:
-                last_call, self._since = call, now
+            progress = list(self._executor.progress) if self._executor is not None else [call]
+            if progress != last_progress:
+                last_progress, self._since = progress, now
             try:
                 if now - last_report > _BEAT_S:
                     self._report()

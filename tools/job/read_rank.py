@@ -132,10 +132,10 @@ def read_kineto_with_pair(given: RankSources) -> RankTrace:
     if not given.pairs:
         return read_kineto_trace(given.path, given.rank)
     (pair,) = given.pairs
-    return _of_linked(link(pair.et, pair.kineto, pair.comms, rank=pair.rank), given)
+    return of_linked(link(pair.et, pair.kineto, pair.comms, rank=pair.rank), given)
 
 
-def _of_linked(window: LinkedTrace, given: RankSources) -> RankTrace:
+def of_linked(window: LinkedTrace, given: RankSources) -> RankTrace:
     """A linked trace: calls with their times, and the waits that its execution trace has."""
     trace = RankTrace(
         rank=given.rank if given.rank is not None else window.rank,
@@ -247,7 +247,7 @@ def _time_by_dump(trace: RankTrace, path: str) -> None:
 
 READERS: dict[str, Callable[[RankSources], RankTrace]] = {
     COMMS: read_comms_and_times,
-    LINKED: lambda given: _of_linked(read_linked(given.path), given),
+    LINKED: lambda given: of_linked(read_linked(given.path), given),
     EXECUTION_TRACE: read_execution_trace_alone,
     KINETO: read_kineto_with_pair,
     FLIGHT: lambda given: read_flight(given.path, given.rank, own_calls=True),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from crossrank.text import microseconds, milliseconds, percent, plural, printable, significant, size_text
+from crossrank.text import amount, microseconds, milliseconds, percent, plural, printable, significant, size_text
 from crossrank.tools.output.charts import Rate, bandwidth_chart
 from crossrank.tools.output.console import Columns, Item, Table, table_of
 from crossrank.tools.traces.replayed import (
@@ -13,12 +13,15 @@ from crossrank.tools.traces.replayed import (
     CheckFailure,
     Compared,
     Comparison,
+    ComputedOperation,
     Percentiles,
     ReplayReport,
     ReplayRow,
+    StepComparison,
 )
 
 _ON_CONSOLE = 24
+_TOP = 20
 
 
 def _table(items: Sequence[Item], columns: Columns[Item], limit: int) -> Table:
@@ -56,6 +59,14 @@ _COMPARED: Columns[Compared] = (
     ("#replayed us", lambda row: microseconds(row.collective_replayed_us)),
     ("#error p50", lambda row: percent(row.collective_error_p50)),
 )
+_OPERATIONS: Columns[ComputedOperation] = (
+    ("operation", lambda row: row.name),
+    ("#per step", lambda row: f"{row.count:,.0f}"),
+    ("#recorded ms", lambda row: milliseconds_alone(row.recorded_us)),
+    ("#replayed ms", lambda row: milliseconds_alone(row.profiled_us)),
+    ("#ratio", lambda row: "-" if row.ratio is None else f"{row.ratio:.2f}"),
+    ("#without profiler ms", lambda row: milliseconds_alone(row.replayed_us)),
+)
 _FAILURES: Columns[CheckFailure] = (
     ("#rank", lambda one: one.rank),
     ("#call id", lambda one: one.call),
@@ -67,6 +78,33 @@ _FAILURES: Columns[CheckFailure] = (
     ("#expected", lambda one: f"{one.expected:g}"),
     ("#got", lambda one: f"{one.got:g}"),
 )
+
+
+def milliseconds_alone(us: float | None) -> str:
+    """us as ms for a column that says so."""
+    return "-" if us is None else f"{us / 1000:,.2f}"
+
+
+def step_lines(step: StepComparison) -> list[str]:
+    """A whole step, replayed against recorded, in sentences."""
+    lines = [
+        f"A step took {milliseconds(step.replayed_ms)} (p95 {milliseconds(step.replayed_p95_ms)}), "
+        + (
+            f"{step.ratio:.2f} x the {milliseconds(step.recorded_ms)} recorded without a profiler (median of "
+            f"{step.recorded_steps:,} steps of ranks outside windows)"
+            if step.ratio is not None and step.recorded_ms is not None
+            else "and none was recorded without a profiler to compare with"
+        )
+    ]
+    exposed = f"Exposed communication {milliseconds(step.exposed_ms)} per step"
+    if step.recorded_exposed_ms is not None:
+        exposed += f", {milliseconds(step.recorded_exposed_ms)} in the window as recorded"
+    lines.append(f"{exposed}; the host's own time {milliseconds(step.host_ms)}")
+    lines.append(
+        f"Memory: {amount(step.bytes_per_rank)} of tensors per rank as planned, {amount(step.peak_bytes)} at most in "
+        "a process"
+    )
+    return lines
 
 
 def comparison_text(comparison: Comparison) -> str:
@@ -90,18 +128,28 @@ def print_report(report: ReplayReport) -> None:
     for text, count in report.substitutes.items():
         print(f"  instead: {count:,} call(s): {printable(text)}")
     settings = report.settings
-    _table(report.rows, _ROWS, _ON_CONSOLE).print(
-        f"Replayed with {settings.backend}, {settings.repeats} passes after {settings.warmup} to warm up"
-    )
+    title = f"Replayed with {settings.backend}, {settings.repeats} passes after {settings.warmup} to warm up"
+    if report.rows:
+        _table(report.rows, _ROWS, _ON_CONSOLE).print(title)
+    else:
+        print(f"\n{title}; there is no communication")
     late = sum(row.late_ends for row in report.rows)
     if late:
         print(f"  of {late:,} call(s) only the end of their wait is known: upper bounds of time, and no bandwidth")
     end = report.end_to_end_us
-    print(
-        f"\nEnd to end {milliseconds(end.p50 / 1000)} per pass (p95 {milliseconds(end.p95 / 1000)}); "
-        f"{report.cpu_us_per_call:.1f} us CPU per call and rank; time is from the last arrival to the last end"
-        + (f"; clocks agree within {report.clock_error_us:.0f} us" if report.clock_error_us else "")
-    )
+    text = f"End to end {milliseconds(end.p50 / 1000)} per pass (p95 {milliseconds(end.p95 / 1000)})"
+    if report.step is None:  # with computation it is no cost of the calls
+        text += f"; {report.cpu_us_per_call:.1f} us CPU per call and rank"
+    if report.rows:
+        text += "; time is from the last arrival to the last end"
+    print(f"\n{text}" + (f"; clocks agree within {report.clock_error_us:.0f} us" if report.clock_error_us else ""))
+    if report.step is not None:
+        _table(report.step.operations[:_TOP], _OPERATIONS, _TOP).print(
+            f"Operations that take longest, per step and rank, of {report.step.coverage.operations:,} over all"
+        )
+        print("  recorded and replayed: both under the profiler; without: as the passes that are measured ran")
+        for line in step_lines(report.step):
+            print(f"\n{line}" if line.startswith("A step") else line)
     if report.comparison is not None:
         _table(report.comparison.rows, _COMPARED, _ON_CONSOLE).print(
             "Replayed against recorded: completion of each rank's calls, and the collectives themselves; medians"
@@ -110,7 +158,7 @@ def print_report(report: ReplayReport) -> None:
             print("  - where the recorded times do not give that of the collective: a root or a sender may end early")
         print(f"\n{comparison_text(report.comparison)}")
         print(f"The recording was made under a profiler or torch's watch, the replay at pace {settings.pace}")
-    elif not report.what_if:
+    elif not report.what_if and report.rows:
         print("The recording has no durations to compare with; `crossrank link` gives them to the calls of a window")
     if report.check is not None and report.check.failures:
         title = f"Wrong results ({len(report.check.failures)} of {report.check.tensors:,} checked)"

@@ -87,6 +87,8 @@ class IO(msgspec.Struct, gc=False):
     values: list[Any] = []
     shapes: list[Any] = []
     types: list[str] = []
+    strides: list[Any] = []
+    """From 1.1.1 on."""
 
 
 class _Attribute(msgspec.Struct, gc=False):

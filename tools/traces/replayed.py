@@ -42,6 +42,12 @@ class Settings(msgspec.Struct, kw_only=True, frozen=True):
     """How long the ranks of this plan may wait for each other in its gaps, beside that."""
     record: str | None = None
     """Folder for a recording of the replay."""
+    imports: tuple[str, ...] = ()
+    """Modules that make operations, imported by every rank."""
+    indices: str = "uniform"
+    """How indices into a table are spread over its rows."""
+    threads: int = 1
+    """Of torch on the CPU, in each rank."""
 
 
 class Coverage(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +75,92 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def complete(self) -> bool:
         return not self.reasons and not self.damaged
+
+
+class LeftOutOperations(msgspec.Struct, kw_only=True, frozen=True):
+    """Operations of one name that do not run, for one reason."""
+
+    name: str
+    reason: str
+    operations: Int
+    ns: Int
+    """Recorded, in all."""
+
+
+class ComputeCoverage(msgspec.Struct, kw_only=True, frozen=True):
+    """How much of the recorded computation is replayed, over all recorded ranks."""
+
+    operations: Int = 0
+    recorded_operations: Int = 0
+    ns: Int = 0
+    recorded_ns: Int = 0
+    """Of operations, under the profiler, without what lies between them."""
+    left_out: list[LeftOutOperations] = []
+    """The longest first."""
+
+    @property
+    def share_of_operations(self) -> float:
+        return self.operations / self.recorded_operations if self.recorded_operations else 1.0
+
+    @property
+    def share_of_time(self) -> float:
+        return self.ns / self.recorded_ns if self.recorded_ns else 1.0
+
+    @property
+    def complete(self) -> bool:
+        return not self.left_out
+
+
+class ComputedOperation(msgspec.Struct, kw_only=True):
+    """Operations of one name in a step of one rank, replayed and recorded; means over ranks and steps."""
+
+    name: str
+    count: float
+    recorded_us: float | None
+    """Under the profiler; None where the trace has no times."""
+    profiled_us: float | None
+    """Replayed under the same profiler: what compares with it; None where that is not known."""
+    replayed_us: float
+    """Without a profiler."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Replayed / recorded, both under the profiler."""
+        return self.profiled_us / self.recorded_us if self.recorded_us and self.profiled_us else None
+
+
+class StepComparison(msgspec.Struct, kw_only=True):
+    """A whole step, replayed and recorded."""
+
+    coverage: ComputeCoverage
+    steps: int
+    """Of the window that is replayed."""
+    replayed_ms: float
+    """Median over ranks, passes and steps."""
+    replayed_p95_ms: float
+    recorded_ms: float | None
+    """Median over ranks and steps of those steps that were recorded without a profiler; None without any."""
+    recorded_steps: int
+    """How many they are, over all ranks."""
+    profiled_ms: float | None
+    """Median of the steps of the window, recorded under the profiler."""
+    exposed_ms: float
+    """Time of a step in which the host waited for communication in the replay, mean over ranks and passes."""
+    recorded_exposed_ms: float | None
+    """The same in the window, as far as it is recorded."""
+    host_ms: float
+    """Time of a step in which the host did neither, as it is replayed."""
+    bytes_per_rank: Int
+    """Of tensors, at most, as planned."""
+    peak_bytes: Int
+    """Most memory of a process, or what torch took on a GPU."""
+    operations: list[ComputedOperation]
+    """Those that take longest first."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Replayed / recorded."""
+        return self.replayed_ms / self.recorded_ms if self.recorded_ms else None
 
 
 class ReplayRow(msgspec.Struct, kw_only=True):
@@ -200,6 +292,8 @@ class ReplayReport(msgspec.Struct, kw_only=True):
     comparison: Comparison | None
     """None where the recording has no durations."""
     check: CheckResult | None
+    step: StepComparison | None = None
+    """With computation alone."""
     schema: str = "crossrank-replay 1"
     crossrank: str = crossrank.__version__
 

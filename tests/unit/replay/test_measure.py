@@ -13,14 +13,18 @@ from crossrank.tools.traces.replayed import CheckResult, Percentiles, Settings
 from tests.unit.replay.plans import irecv, isend, plan_of, record, recv
 
 
+def column(calls: list[tuple[int, int, int]], place: int) -> bytes:
+    return array("q", [call[place] for call in calls]).tobytes()
+
+
 def result(rank: int, *passes: list[tuple[int, int, int]], offset: int = 0) -> RankResult:
     """What a rank hands in: (launched, issued, completed) of every call of every pass, in ns."""
     columns = [
         Pass(
-            **{
-                name: array("q", [call[place] for call in calls]).tobytes()
-                for name, place in (("launched", 0), ("issued", 1), ("began", 0), ("completed", 2))
-            },
+            launched=column(calls, 0),
+            issued=column(calls, 1),
+            began=column(calls, 0),
+            completed=column(calls, 2),
             start=calls[0][0],
             end=calls[-1][2],
         )

@@ -1,0 +1,108 @@
+"""What if DDP's buckets had another size: its all_reduces merged or split.
+
+DDP's reducer all_reduces gradients in buckets, each as soon as its last gradient is there. Here the same bytes go in
+the same order in buckets of another size: one is launched where the recorded one was that holds its last byte, and each
+is waited for before the first recorded wait for any of its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+import msgspec
+
+from crossrank.comm import total_bytes
+from crossrank.dtypes import DTYPES
+from crossrank.errors import CrossrankError
+from crossrank.replay.plan.plan import UNPLACED, Plan, PlannedCall, RankPlan
+
+_MB = 1 << 20
+
+
+def with_buckets(plan: Plan, megabytes: float) -> Plan:
+    """`plan` with DDP's gradients in buckets of so many MiB. Raises `CrossrankError` where it has none."""
+    if not 0 < megabytes <= 1 << 20:
+        raise CrossrankError(f"--bucket-mb {megabytes:g} is not a number of MiB above 0")
+    ranks = [_of_rank(rank, round(megabytes * _MB)) for rank in plan.ranks]
+    if all(new is old for new, old in zip(ranks, plan.ranks, strict=True)):
+        raise CrossrankError("--bucket-mb: no rank has all_reduces that DDP's reducer makes; leave it out")
+    return msgspec.structs.replace(plan, ranks=ranks, notes=list(plan.notes))
+
+
+def _of_rank(rank: RankPlan, size: int) -> RankPlan:
+    runs = list(_runs(rank.calls))
+    if not runs:
+        return rank
+    replaced: dict[int, list[PlannedCall]] = {}
+    """Index of a recorded call -> what is launched in its place."""
+    for run in runs:
+        replaced |= _buckets(rank.calls, run, size)
+    calls: list[PlannedCall] = []
+    before = [0]
+    """By index of a recorded call: calls that now come before it."""
+    for index, call in enumerate(rank.calls):
+        calls += replaced.get(index, [msgspec.structs.replace(call)])
+        before.append(len(calls))
+    for position, call in enumerate(calls):
+        if call.wait_before != UNPLACED:
+            call.wait_before = max(before[call.wait_before], position + 1)
+    return msgspec.structs.replace(rank, calls=calls)
+
+
+def _runs(calls: list[PlannedCall]) -> Iterator[list[int]]:
+    """Indices of all_reduces of gradients that may share buckets: those of one step, group and type, none of which is
+    waited for before the last is launched."""
+    run: list[int] = []
+    for index, call in enumerate(calls):
+        record = call.record
+        if record.op != "all_reduce" or record.api is not None or call.blocking or record.batch is not None:
+            continue
+        first = calls[run[0]].record if run else None
+        is_next = first is not None and (first.step, first.pg, first.dtype, first.reduce) == (
+            record.step,
+            record.pg,
+            record.dtype,
+            record.reduce,
+        )
+        awaited = any(0 <= calls[one].wait_before <= index for one in run)
+        if run and (not is_next or awaited):
+            yield run
+            run = []
+        run.append(index)
+    if run:
+        yield run
+
+
+def _buckets(calls: list[PlannedCall], run: list[int], size: int) -> dict[int, list[PlannedCall]]:
+    """What is launched in the place of each call of a run."""
+    elements = [sum(map(prod, calls[index].record.inputs)) for index in run]
+    width = DTYPES[calls[run[0]].record.dtype or "float32"].size
+    each = max(1, size // width)
+    total = sum(elements)
+    replaced: dict[int, list[PlannedCall]] = {index: [] for index in run}
+    ends = [sum(elements[: place + 1]) for place in range(len(run))]
+    waits = [calls[index].wait_before for index in run]
+    for begin in range(0, total, each):
+        end = min(begin + each, total)
+        held = [place for place in range(len(run)) if ends[place] - elements[place] < end and ends[place] > begin]
+        last = held[-1]
+        whole = calls[run[last]]
+        shape = [[end - begin]]
+        record = msgspec.structs.replace(
+            whole.record, inputs=shape, outputs=shape, bytes=total_bytes(shape, width), batch=None
+        )
+        placed = [waits[place] for place in held if waits[place] != UNPLACED]
+        first = begin == 0
+        replaced[run[last]].append(
+            msgspec.structs.replace(
+                whole,
+                record=record,
+                wait_before=min(placed) if placed else UNPLACED,
+                recorded_bytes=sum(calls[index].recorded_bytes for index in run) if first else 0,
+                recorded_calls=sum(calls[index].recorded_calls for index in run) if first else 0,
+                took_ns=None,
+                merged=[calls[run[place]].record.id for place in held[:-1]],
+            )
+        )
+    return replaced

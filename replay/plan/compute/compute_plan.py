@@ -1,0 +1,152 @@
+"""What one rank computes in a window: operations in the order in which they began, and the tensors they work on.
+
+It is data, as the plan that it is a part of: made by `read_window`, run by `run.compute_program`. Operations name
+tensors by *slots*: one for every tensor that an operation gives, and one for every tensor that was there before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from crossrank.comm import Count, Int
+from crossrank.tools.traces.replayed import ComputeCoverage, LeftOutOperations
+
+NO_SCHEMA = "no operation of torch: a kernel of its own, launched without one"
+
+
+class Slot(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """A tensor as an operation saw it."""
+
+    shape: list[int]
+    strides: list[int]
+    dtype: str
+    """torch's name."""
+    device: str = "cpu"
+    """As recorded: cpu, cuda:0, …"""
+    block: int = -1
+    """The block of memory that it lies in, where it was there before the window; -1 where an operation gives it."""
+    offset: int = 0
+    """In its block, in elements."""
+
+
+class Block(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """Memory that was there before the window: parameters, the optimizer's state, buckets, input."""
+
+    bytes: Int
+    dtype: str
+    device: str = "cpu"
+    low: int = 0
+    high: int = 0
+    """Integers from `low` to `high`, as the trace or those who read them as indices say."""
+    is_number: bool = False
+    """It holds one number that stands for itself: a factor, a rate, a count of steps."""
+    is_index: bool = False
+    """Its integers choose rows of a table, such as an embedding's."""
+
+
+class ComputeOperation(msgspec.Struct, gc=False, omit_defaults=True, kw_only=True):
+    """One operation that runs again, a call, or what stands in for something that cannot run."""
+
+    node: Int = 0
+    """Id in the execution trace; 0 for what the replay adds."""
+    name: str = ""
+    """`aten::addmm`; of a call the c10d op."""
+    schema: int = -1
+    """Index into `ComputePlan.schemas`; -1 where nothing runs."""
+    arguments: list[Any] = []
+    """In the order of the schema: numbers, texts, None, lists; `{"slot": n}` is a tensor, `{"device": "cpu"}` one of
+    those, `{"number": "-inf"}` a float that JSON lacks."""
+    results: list[Any] = []
+    """Slots that take what it returns, None where nobody uses it; a list where it returns one."""
+    frees: list[int] = []
+    """Slots that nobody uses after it."""
+    call: int = -1
+    """Id of the record of the call that is launched here; its tensors are `inputs` and `outputs`."""
+    inputs: list[int] = []
+    outputs: list[int] = []
+    waits: list[int] = []
+    """Ids of the calls that are waited for before it."""
+    gap_ns: Count = 0
+    """Recorded time of the host before it in which no operation ran and no communication was waited for, with what the
+    profiler took of it."""
+    ranges: Count = 0
+    """Nodes of the trace without a schema that began in the gap: each cost the profiler time."""
+    split: Count = 0
+    """Operations that began in the gap and of which those inside run: they cost it as much as one that runs."""
+    took_ns: Count = 0
+    """Recorded time under the profiler: on the device where it had any there."""
+    stream: int = -1
+    """Number of the stream on the device that its kernels ran on, -1 = the one that is current."""
+    reason: str = ""
+    """Why nothing runs."""
+
+    @property
+    def runs(self) -> bool:
+        return self.schema >= 0
+
+
+class ComputePlan(msgspec.Struct, kw_only=True):
+    """One rank's computation."""
+
+    operations: list[ComputeOperation]
+    schemas: list[str]
+    """As torch writes them: `aten::add_.Tensor(Tensor(a!) self, …)`."""
+    slots: list[Slot]
+    blocks: list[Block]
+    range_ns: Count = 0
+    """What each node without a schema between operations cost the profiler, at least."""
+    last_waits: list[int] = []
+    """Ids of the calls that are waited for at the end."""
+    steps: list[int] = []
+    """Positions in `operations` at which a step begins, the first is 0."""
+    bytes: Count = 0
+    """Most that its tensors take at once, in bytes: blocks and what operations give."""
+    threads: Count = 1
+    """Of torch on the CPU."""
+    unprofiled_ns: list[int] = []
+    """How long the steps of the same rank took that were not recorded under a profiler."""
+    profiled_ns: list[int] = []
+    """How long those of the window took."""
+    exposed_ns: Count = 0
+    """Time in the window in which the host waited for communication, as far as it is recorded."""
+    notes: list[str] = []
+
+
+def coverage_of(computes: Iterable[ComputePlan], failed: Iterable[tuple[str, str, int, int]] = ()) -> ComputeCoverage:
+    """How much of the computation of recorded ranks runs again; `failed` are operations that a replay found to fail:
+    (name, reason, how many, recorded ns)."""
+    operations = recorded = ns = recorded_ns = 0
+    count: Counter[tuple[str, str]] = Counter()
+    lost_ns: Counter[tuple[str, str]] = Counter()
+    for compute in computes:
+        for one in compute.operations:
+            if one.call >= 0 or not one.node:
+                continue
+            recorded += 1
+            recorded_ns += one.took_ns
+            if one.runs:
+                operations += 1
+                ns += one.took_ns
+            else:
+                count[one.name, one.reason] += 1
+                lost_ns[one.name, one.reason] += one.took_ns
+    for name, reason, how_many, took_ns in failed:
+        operations -= how_many
+        ns -= took_ns
+        count[name, reason] += how_many
+        lost_ns[name, reason] += took_ns
+    rows = [
+        LeftOutOperations(name=name, reason=reason, operations=count[name, reason], ns=took_ns)
+        for (name, reason), took_ns in lost_ns.most_common()
+    ]
+    return ComputeCoverage(
+        operations=operations,
+        recorded_operations=recorded,
+        ns=ns,
+        recorded_ns=recorded_ns,
+        left_out=rows,
+    )

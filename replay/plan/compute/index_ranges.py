@@ -1,0 +1,114 @@
+"""Which integers stand in a tensor: a replay makes its own, and an index beyond a table would end it.
+
+The trace has the range of a tensor's integers where the observer was asked to save it
+(`ENABLE_PYTORCH_EXECUTION_TRACE_SAVE_INTEGRAL_TENSOR_RANGE`). Elsewhere those who read it as indices say how many rows
+there are; what was copied from another tensor tells the same of that one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from crossrank.replay.plan.compute.tensors import BoundTensors, Storage, Tensors, slots_in
+from crossrank.tools.traces.json_document import parse
+
+INDICES = ("uniform", "zipf")
+"""How indices into a table may be spread over its rows."""
+
+
+class _Reads(NamedTuple):
+    """An operation that reads integers as indices."""
+
+    indices: int
+    """Place of the argument that holds them."""
+    table: int
+    """Place of the argument whose size bounds them, or that is the bound itself."""
+    dimension: int | None = 0
+    """The dimension of the table; None: the argument after the table says it."""
+
+
+_READS: dict[str, _Reads] = {
+    "aten::embedding": _Reads(1, 0),
+    "aten::embedding_bag": _Reads(1, 0),
+    "aten::_embedding_bag": _Reads(1, 0),
+    "aten::_embedding_bag_forward_only": _Reads(1, 0),
+    "aten::embedding_backward": _Reads(1, 2),
+    "aten::embedding_dense_backward": _Reads(1, 2),
+    "aten::index_select": _Reads(2, 0, None),
+    "aten::gather": _Reads(2, 0, None),
+    "aten::scatter": _Reads(2, 0, None),
+    "aten::scatter_": _Reads(2, 0, None),
+    "aten::scatter_add_": _Reads(2, 0, None),
+    "aten::index_add_": _Reads(2, 0, None),
+    "aten::index": _Reads(1, 0),
+    "aten::index_put_": _Reads(1, 0),
+    "aten::nll_loss": _Reads(1, 0, 1),
+    "aten::nll_loss_forward": _Reads(1, 0, 1),
+    "aten::nll_loss_nd": _Reads(1, 0, 1),
+    "aten::nll_loss_backward": _Reads(2, 1, 1),
+    "aten::cross_entropy_loss": _Reads(1, 0, 1),
+    "aten::one_hot": _Reads(0, 1),
+}
+_COPIES = frozenset(
+    f"aten::{name}" for name in ("to", "_to_copy", "clone", "contiguous", "reshape", "copy_", "flatten")
+)
+
+
+class IndexRanges:
+    """Collects what is known of integers while a window is read."""
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[Storage, Storage]] = []
+        """(copy, what it was made of)"""
+
+    def note(self, name: str, bound: BoundTensors, tensors: Tensors, ranges: str) -> None:
+        """Take what an operation says of the tensors that it takes."""
+        if ranges:
+            self._take_recorded(bound, tensors, ranges)
+        reads = _READS.get(name)
+        if reads is not None and max(reads[:2]) < len(bound.arguments):
+            self._take_reader(reads, bound, tensors)
+        if name in _COPIES:
+            ends = [tensors.storage_of[slot] for slot in (*bound.used, *bound.made)]
+            if name == "aten::copy_":
+                ends.reverse()
+            if len(ends) > 1 and ends[0] is not ends[-1]:
+                self._copies.append((ends[-1], ends[0]))
+
+    def settle(self) -> None:
+        """Give what is known of a copy to what it was made of."""
+        for copy, of in reversed(self._copies):
+            if copy.is_index and copy.high is not None:
+                _limit(of, copy.high)
+
+    def _take_recorded(self, bound: BoundTensors, tensors: Tensors, ranges: str) -> None:
+        for place, limits in (parse(ranges, dict[int, tuple[int, int]]) or {}).items():
+            if 0 <= place < len(bound.used) and 0 <= limits[1] - limits[0] < 1 << 40 and abs(limits[0]) < 1 << 40:
+                storage = tensors.storage_of[bound.used[place]]
+                known = storage.high is not None and not storage.is_index
+                storage.low = min(storage.low, limits[0]) if known else limits[0]
+                storage.high = max(storage.high or 0, limits[1]) if known else limits[1]
+                storage.is_index = False
+
+    def _take_reader(self, reads: _Reads, bound: BoundTensors, tensors: Tensors) -> None:
+        table = bound.arguments[reads.table]
+        slots = slots_in(table)
+        shape = tensors.slots[slots[0]].shape if slots else []
+        for number, slot in enumerate(slots_in(bound.arguments[reads.indices])):
+            if isinstance(table, int):
+                size = table
+            else:
+                dimension = reads.dimension
+                if dimension is None:
+                    dimension = bound.arguments[reads.table + 1]
+                elif isinstance(bound.arguments[reads.indices], list):
+                    dimension = number  # a list has indices for each dimension
+                size = shape[dimension] if isinstance(dimension, int) and -len(shape) <= dimension < len(shape) else 1
+            storage = tensors.storage_of[slot]
+            if storage.high is None or storage.is_index:
+                _limit(storage, max(size - 1, 0))
+
+
+def _limit(storage: Storage, high: int) -> None:
+    storage.high = high if storage.high is None else min(storage.high, high)
+    storage.is_index = True

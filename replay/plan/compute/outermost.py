@@ -1,0 +1,171 @@
+"""Which nodes of an execution trace run again: the outermost operations, and the calls between them.
+
+An operation runs all below it, so what it calls is left to it. Those inside run instead where communication or the
+dispatch of a tensor subclass (DTensor) lies below, for the call has a place of its own, and a subclass has no tensor
+of its own that could be made again; where what one of them gave is used later (`inner_results`); and where an
+operation would choose others without gradients. What a backend's own threads run (gloo splits tensors there) belongs to
+the call, which does it again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from crossrank.replay.plan.compute.inner_results import used_from_inside
+from crossrank.tools.graph.linking.communications import C10D
+from crossrank.tools.graph.linking.linked_trace import Activity, Communication, HostOp
+from crossrank.tools.traces.execution_trace import IO, attributes, is_group_node, is_thread_root
+
+SUBCLASS = "PythonSubclass"
+_STEP = "ProfilerStep#"
+_LOOKS_AT_GRADIENTS = frozenset(
+    f"aten::{name}"
+    for name in ("matmul", "linear", "einsum", "tensordot", "dropout", "scaled_dot_product_attention", "instance_norm")
+)
+"""Operations made of others that choose by whether gradients are wanted: `matmul` folds a batch into one product where
+they are. Without gradients they would run something else, so what they ran is run."""
+
+
+@dataclass(kw_only=True)
+class Outermost:
+    """A node that has a place of its own in the replay."""
+
+    op: HostOp
+    schema: str = ""
+    """Empty where it is none of torch's operations."""
+    integers: str = ""
+    """The attribute `tensor_range`, JSON of the least and the largest integer by tensor; empty where it lacks."""
+    call: int = -1
+    """Id of the record of the call that it launches."""
+    device_ns: int = 0
+    """Time of its activities on the device."""
+    stream: int = -1
+    ranges: int = 0
+    """Nodes without a schema that began between the one before and it, and are below neither."""
+    split: int = 0
+    """Operations that did, of which those inside run."""
+
+
+@dataclass(kw_only=True)
+class WindowOps:
+    """What runs in a window."""
+
+    found: list[Outermost] = field(default_factory=list)
+    """In the order in which they began."""
+    steps: list[int] = field(default_factory=list)
+    """Positions at which a step begins."""
+
+
+def outermost(
+    host: Sequence[HostOp],
+    communications: Iterable[Communication],
+    activities: Iterable[Activity],
+    sides: Callable[[HostOp], tuple[IO, IO]],
+) -> WindowOps:
+    """The nodes that run again, in the order in which they began, over all threads. `sides` gives what a node takes
+    and gives."""
+    by_id = {op.id: op for op in host}
+    order = sorted((op for op in host if op.node.rf_id and not op.is_work), key=lambda op: op.node.rf_id)
+    backend = _backend_threads(host)
+    order = [op for op in order if op.node.tid not in backend]
+    schemas = {op.id: _attributes(op) for op in order}
+
+    def above(op: HostOp) -> Iterable[HostOp]:
+        at = by_id.get(op.caller)
+        while at is not None:
+            yield at
+            at = by_id.get(at.caller)
+
+    is_split: set[int] = set()
+    """Operations of which those inside run, because of what is below them."""
+    for op in order:
+        if op.node.name == SUBCLASS:
+            is_split.update(one.id for one in above(op))
+    call_at: dict[int, int] = {}
+    for one in communications:
+        host_op = by_id.get(one.host) if one.host is not None else None
+        if host_op is None:
+            continue
+        chain = [host_op, *above(host_op)]
+        # The op at the dispatcher has the tensors; what is above it (a functional op) has more to do than to call.
+        at = next((number for number, each in enumerate(chain) if each.node.name.startswith(C10D)), 0)
+        call_at[chain[at].id] = one.record.id
+        is_split.update(each.id for each in chain[at + 1 :])
+    device_ns: Counter[int] = Counter()
+    streams: dict[int, int] = {}
+    for activity in activities:
+        if activity.host is not None:
+            device_ns[activity.host] += activity.duration_ns
+            if isinstance(activity.stream, int):
+                streams[activity.host] = activity.stream
+    is_split |= used_from_inside(order, sides)
+    is_split |= {op.caller for op in order if schemas[op.id][0] and _chooses(by_id.get(op.caller))}
+    window = WindowOps()
+    root_of: dict[int, Outermost] = {}
+    ranges = split = 0
+    for op in order:
+        around = root_of.get(op.caller)
+        if around is not None:
+            root_of[op.id] = around
+            around.device_ns += device_ns[op.id]
+            around.stream = streams.get(op.id, around.stream)
+            continue
+        if op.node.name.startswith(_STEP):
+            window.steps.append(len(window.found))
+        schema, integers = schemas[op.id]
+        call = call_at.get(op.id, -1)
+        launches_kernels = device_ns[op.id] > 0
+        if not (call >= 0 or (schema and op.id not in is_split) or launches_kernels) or _is_marker(op):
+            split += bool(schema)
+            ranges += not schema
+            continue
+        one_op = Outermost(
+            op=op,
+            schema=schema,
+            integers=integers,
+            call=call,
+            device_ns=device_ns[op.id],
+            stream=streams.get(op.id, -1),
+            ranges=ranges,
+            split=split,
+        )
+        ranges = split = 0
+        root_of[op.id] = one_op
+        window.found.append(one_op)
+    window.steps = sorted({0, *(at for at in window.steps if at < len(window.found))}) if window.found else []
+    return window
+
+
+def _backend_threads(host: Sequence[HostOp]) -> set[int]:
+    """Threads on which nothing runs but while a Work does."""
+    works = sorted((op.start_ns, op.end_ns) for op in host if op.is_work and op.start_ns is not None)
+    latest = list(accumulate((end for _, end in works), max))
+    starts = [start for start, _ in works]
+    outside: set[int] = set()
+    timed: set[int] = set()
+    for op in host:
+        if op.is_work or op.start_ns is None or not op.node.rf_id:
+            continue
+        timed.add(op.node.tid)
+        before = bisect_right(starts, op.start_ns) - 1
+        if before < 0 or latest[before] < op.end_ns:
+            outside.add(op.node.tid)
+    return timed - outside
+
+
+def _attributes(op: HostOp) -> tuple[str, str]:
+    given = attributes(op.node)
+    schema, ranges = given.get("op_schema"), given.get("tensor_range")
+    return schema if isinstance(schema, str) else "", ranges if isinstance(ranges, str) else ""
+
+
+def _chooses(op: HostOp | None) -> bool:
+    return op is not None and op.node.name in _LOOKS_AT_GRADIENTS
+
+
+def _is_marker(op: HostOp) -> bool:
+    return is_thread_root(op.node) or is_group_node(op.node.name)

@@ -1,0 +1,330 @@
+"""Reads what one rank computed in a window, with its communication at its place. Runs in worker processes."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
+
+import msgspec
+
+from crossrank.comm import CommRecord
+from crossrank.errors import CrossrankError
+from crossrank.recording import CommsFile
+from crossrank.replay.plan.compute.compute_plan import NO_SCHEMA, ComputeOperation, ComputePlan
+from crossrank.replay.plan.compute.index_ranges import IndexRanges
+from crossrank.replay.plan.compute.outermost import Outermost, WindowOps, outermost
+from crossrank.replay.plan.compute.tensors import StandInError, Storage, Tensors, slots_in
+from crossrank.replay.plan.schedule import returns_early
+from crossrank.tools.graph.linking.link import link
+from crossrank.tools.graph.linking.linked_file import read_linked
+from crossrank.tools.graph.linking.linked_trace import Communication, LinkedTrace
+from crossrank.tools.graph.linking.window_files import RankInput
+from crossrank.tools.job.read_rank import RankSources, of_linked
+from crossrank.tools.paused_gc import paused_gc
+from crossrank.tools.traces.comms import WallClock
+from crossrank.tools.traces.execution_trace import io
+from crossrank.tools.traces.rank_trace import RankTrace, waits_of
+
+_AS_STRIDED = (
+    "aten::as_strided(Tensor(a) self, SymInt[] size, SymInt[] stride, SymInt? storage_offset=None) -> Tensor(a)"
+)
+_SHORTEST = 0.1
+"""The share of gaps that are as short as can be."""
+_FEWEST = 20
+"""Gaps of a kind from which their shortest says something."""
+_CLOCKS_NS = 2_000
+"""By how much the clock of the comms file and that of the trace may be apart."""
+
+
+@dataclass(kw_only=True)
+class RankWindow:
+    """One rank in a window."""
+
+    trace: RankTrace
+    compute: ComputePlan
+
+
+@paused_gc()
+def read_window(given: RankInput) -> RankWindow:
+    """The window of one rank. Raises `CrossrankError` where its files cannot be used."""
+    if given.linked is not None:
+        window = read_linked(given.linked)
+    else:
+        window = link(given.et, given.kineto, given.comms, rank=given.rank)
+    communications = _numbered(window.communications)
+    window.communications = communications
+    source = RankSources(kind="linked", path=given.linked or given.et, rank=given.rank)
+    trace = of_linked(window, source)
+    sides = cache(lambda op_id: (io(nodes[op_id].inputs), io(nodes[op_id].outputs)))
+    nodes = {op.id: op.node for op in window.host}
+    found = outermost(window.host, communications, window.activities, lambda op: sides(op.id))
+    if not found.found:
+        raise CrossrankError(f"{source.path}: holds no operations; record a window in which the job takes a step")
+    times = _StepTimes.of(given.comms, window)
+    compute = _Building(window, found, times).plan()
+    _place_waits(trace, compute)
+    return RankWindow(trace=trace, compute=compute)
+
+
+def _numbered(communications: Sequence[Communication]) -> list[Communication]:
+    """Communications whose records have ids of their own: what others recorded has none."""
+    if len({one.record.id for one in communications}) == len(communications):
+        return list(communications)
+    return [
+        msgspec.structs.replace(one, record=msgspec.structs.replace(one.record, id=number))
+        for number, one in enumerate(communications)
+    ]
+
+
+@dataclass(kw_only=True)
+class _StepTimes:
+    """What the comms file knows beside the calls of the window."""
+
+    unprofiled_ns: list[int]
+    profiled_ns: list[int]
+    waits: dict[int, int]
+    """Id of a call -> when the rank began to wait for it, in ns on the clock of the trace."""
+
+    @classmethod
+    def of(cls, path: str | None, window: LinkedTrace) -> _StepTimes:
+        if path is None:
+            return cls(unprofiled_ns=[], profiled_ns=[], waits={})
+        file = CommsFile(path)
+        for _ in file.records():
+            pass
+        clock = WallClock([file.header.clock, *file.clocks] if file.header is not None else file.clocks)
+        waits: dict[int, int] = {}
+        for wait in file.waits:
+            if wait.id is not None and wait.stood != "launch":
+                waits.setdefault(wait.id, clock.at(wait.t) - window.base_ns)
+        marks = sorted(line["t"] for line in file.steps if "t" in line)
+        edges = sorted((line["t"], line.get("edge")) for line in file.windows if "t" in line)
+        profiled, unprofiled = [], []
+        for begin, end in pairwise(marks):
+            opened = [edge for t, edge in edges if t <= begin]
+            is_in = bool(opened) and opened[-1] == "open"
+            touches = any(begin < t < end for t, _ in edges)
+            if not is_in and not touches:
+                unprofiled.append(end - begin)
+            elif is_in or any(edge == "open" for t, edge in edges if begin < t < end):
+                profiled.append(end - begin)
+        return cls(unprofiled_ns=unprofiled, profiled_ns=profiled, waits=waits)
+
+
+class _Building:
+    """Makes the plan of one rank's computation."""
+
+    def __init__(self, window: LinkedTrace, ops: WindowOps, times: _StepTimes) -> None:
+        self.window = window
+        self.ops = ops
+        self.found = ops.found
+        self.times = times
+        self.tensors = Tensors()
+        self.ranges = IndexRanges()
+        self.schemas: dict[str, int] = {}
+        self.records: dict[int, CommRecord] = {one.record.id: one.record for one in window.communications}
+        hosts = {op.id: op for op in window.host}
+        works = ((one.record.id, hosts.get(one.work or 0)) for one in window.communications)
+        self.over = {call: work.end_ns for call, work in works if work is not None and work.start_ns is not None}
+        """Id of a call -> when its Work was over."""
+        self.operations: list[ComputeOperation] = []
+        self.in_flight: dict[int, set[int]] = {}
+        """Id of a call that is under way -> the storages of its tensors."""
+        self.last_use: dict[int, int] = {}
+        """Slot -> position of the last operation that takes it."""
+        self.made_at: dict[int, int] = {}
+        self.place: dict[int, int] = {}
+        """Position among the nodes that were found -> position among the operations."""
+
+    def plan(self) -> ComputePlan:
+        gaps = gaps_before(self.found)
+        due = self._waits_due()
+        for number, one in enumerate(self.found):
+            self._add(one, due.get(number, ()))
+            self.place[number] = len(self.operations) - 1
+            self.operations[-1].took_ns = one.device_ns or one.op.duration_ns
+            self.operations[-1].ranges, self.operations[-1].split = one.ranges, one.split
+        exposed = self._set_gaps(gaps)
+        self._free()
+        self.ranges.settle()
+        return ComputePlan(
+            operations=self.operations,
+            schemas=list(self.schemas),
+            slots=self.tensors.slots,
+            blocks=self.tensors.finished_blocks(),
+            range_ns=_least_cost(self.operations),
+            last_waits=list(self.in_flight),
+            steps=[self.place[at] for at in self.ops.steps],
+            bytes=self._most_bytes(),
+            unprofiled_ns=self.times.unprofiled_ns,
+            profiled_ns=self.times.profiled_ns,
+            exposed_ns=exposed,
+        )
+
+    def _waits_due(self) -> dict[int, list[int]]:
+        """Position of a node -> the calls for which the rank was recorded to wait before it."""
+        starts = [one.op.start_ns for one in self.found]
+        if None in starts:
+            return {}
+        ordered = list(accumulate((start or 0 for start in starts), max))
+        due: dict[int, list[int]] = {}
+        for call, began in self.times.waits.items():
+            if call in self.records:
+                due.setdefault(bisect_left(ordered, began - _CLOCKS_NS), []).append(call)
+        return due
+
+    def _add(self, one: Outermost, due: Iterable[int]) -> None:
+        node, position = one.op.node, len(self.operations)
+        operation = ComputeOperation(node=node.id, name=node.name)
+        inputs, outputs = io(node.inputs), io(node.outputs)
+        try:
+            if one.call < 0 and not one.schema:
+                raise StandInError(NO_SCHEMA)
+            bound = self.tensors.bind(position, inputs, outputs)
+        except (StandInError, ValueError, TypeError) as error:
+            operation.reason = (
+                str(error) if isinstance(error, StandInError) else "its arguments are not as they should be"
+            )
+            made, used = self.tensors.forget(position, outputs), []
+            operation.results = list(made)
+        else:
+            made, used = bound.made, bound.used
+            for slot, whole in bound.views:
+                position = self._add_view(slot, whole)
+            operation.arguments, operation.results = bound.arguments, bound.results
+            if one.call < 0:
+                operation.schema = self.schemas.setdefault(one.schema, len(self.schemas))
+                self.ranges.note(node.name, bound, self.tensors, one.integers)
+        if one.call >= 0:
+            operation.call = one.call
+            sides = [slots_in(value) for value in operation.arguments]
+            given = [side for side in sides if side]
+            # c10d's ops have what they give before what they take; in place it is one and the same.
+            operation.outputs, operation.inputs = (given[0], given[-1]) if given else ([], [])
+        touched = {id(self.tensors.storage_of[slot]) for slot in (*used, *made)}
+        waits = [call for call in due if call in self.in_flight]
+        looks = not _is_view(one, used, made, self.tensors.storage_of)
+        for call, theirs in self.in_flight.items():
+            # What touched its tensors while it ran did not wait for it; a view of them is no reason to, but the first
+            # that is made when it is over is where the rank had waited.
+            is_over = call in self.over and one.op.start_ns is not None and self.over[call] <= one.op.start_ns
+            if theirs & touched and (looks or is_over) and call not in waits:
+                waits.append(call)
+        for call in waits:
+            del self.in_flight[call]
+        operation.waits = waits
+        if one.call >= 0 and self._goes_on(one.call):
+            self.in_flight[one.call] = touched
+        for slot in used:
+            self.last_use[slot] = position
+        for slot in made:
+            self.made_at[slot] = position
+        self.operations.append(operation)
+
+    def _goes_on(self, call: int) -> bool:
+        """Whether the rank went on before the call was over."""
+        return call in self.times.waits or returns_early(self.records[call])
+
+    def _add_view(self, slot: int, whole: int) -> int:
+        view = self.tensors.slots[slot]
+        position = len(self.operations)
+        self.operations.append(
+            ComputeOperation(
+                name="aten::as_strided",
+                schema=self.schemas.setdefault(_AS_STRIDED, len(self.schemas)),
+                arguments=[{"slot": whole}, view.shape, view.strides, view.offset],
+                results=[slot],
+            )
+        )
+        self.last_use[whole], self.made_at[slot] = position, position
+        return position + 1
+
+    def _set_gaps(self, gaps: Sequence[int | None]) -> int:
+        """Set the time before each operation; returns how long the host waited for communication in all."""
+        exposed = 0
+        blocking = -1
+        for number, (one, gap) in enumerate(zip(self.found, gaps, strict=True)):
+            operation = self.operations[self.place[number]]
+            if gap is not None and gap > 0 and one.op.start_ns is not None:
+                began = one.op.start_ns - gap
+                ends = [self.over[call] for call in (*operation.waits, blocking) if call in self.over]
+                waited = max(0, min(max(ends, default=began), one.op.start_ns) - began)
+                exposed += waited
+                operation.gap_ns = gap - waited
+            blocking = one.call if one.call >= 0 and not self._goes_on(one.call) else -1
+        return exposed
+
+    def _free(self) -> None:
+        """Let go of every tensor after the last operation that takes it."""
+        for slot, made in self.made_at.items():
+            last = self.last_use.get(slot, -1)
+            if last >= 0:
+                self.operations[last].frees.append(slot)
+            else:
+                self.operations[made].results = _without(self.operations[made].results, slot)
+
+    def _most_bytes(self) -> int:
+        blocks = sum(one.bytes for one in self.tensors.blocks)
+        changes: Counter[int] = Counter()
+        seen: dict[int, Storage] = {id(one): one for one in self.tensors.storage_of if one.block < 0}
+        for one in seen.values():
+            changes[one.first] += one.bytes
+            changes[one.last + 1] -= one.bytes
+        return blocks + max(accumulate(changes[at] for at in sorted(changes)), default=0)
+
+
+def gaps_before(found: Sequence[Outermost]) -> list[int | None]:
+    """ns between the end of all that began before each and its begin; None where times are not known. Negative where
+    it began before another thread's had ended."""
+    gaps: list[int | None] = []
+    latest: int | None = None
+    for one in found:
+        start = one.op.start_ns
+        gaps.append(None if start is None or latest is None else start - latest)
+        if start is not None:
+            latest = max(latest or 0, one.op.end_ns)
+    return gaps
+
+
+def _least_cost(operations: Sequence[ComputeOperation]) -> int:
+    """What each node without a schema between two operations costs the profiler: what it adds to the shortest gaps."""
+    bare = sorted(one.gap_ns for one in operations if one.gap_ns and not one.ranges and not one.split)
+    others = [one for one in operations if one.gap_ns and one.ranges and not one.split]
+    if len(bare) < _FEWEST or len(others) < _FEWEST:
+        return 0
+    least = bare[int(len(bare) * _SHORTEST)]
+    each = sorted((one.gap_ns - least) / one.ranges for one in others)
+    return max(0, round(each[int(len(each) * _SHORTEST)]))
+
+
+def _without(results: list[object], slot: int) -> list[object]:
+    return [_without(one, slot) if isinstance(one, list) else (None if one == slot else one) for one in results]
+
+
+def _is_view(one: Outermost, used: Sequence[int], made: Sequence[int], storage_of: Sequence[Storage]) -> bool:
+    """Whether an operation looks at no element: it gives nothing but views of what it takes."""
+    if one.call >= 0 or not made or "!" in one.schema or one.op.node.name.endswith("wait_tensor"):
+        return False
+    taken = {id(storage_of[slot]) for slot in used}
+    return all(id(storage_of[slot]) in taken for slot in made)
+
+
+def _place_waits(trace: RankTrace, compute: ComputePlan) -> None:
+    """Set before which of its calls the rank waited for each, as the waits stand between its operations."""
+    row_of = {identity: row for row, identity in enumerate(trace.calls.id)}
+    waits = waits_of(trace)
+    launched = 0
+    for operation in compute.operations:
+        for call in operation.waits:
+            waits.before[row_of[call]], waits.blocking[row_of[call]] = max(launched, row_of[call] + 1), 0
+            waits.recorded += 1
+        if operation.call >= 0:
+            launched = row_of[operation.call] + 1
+    for call in compute.last_waits:
+        waits.before[row_of[call]], waits.blocking[row_of[call]] = len(trace), 0
+    waits.returned = array("q", waits.returned)

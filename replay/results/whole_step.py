@@ -1,0 +1,84 @@
+"""A whole step as it was replayed, beside the step as it was recorded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean, median
+
+import numpy as np
+
+from crossrank.replay.plan.compute.compute_plan import ComputePlan, coverage_of
+from crossrank.replay.plan.plan import Plan
+from crossrank.replay.results.measure import RankResult
+from crossrank.tools.traces.replayed import ComputedOperation, StepComparison
+
+_SHOWN = 200
+
+
+def compare_step(plan: Plan, results: Sequence[RankResult]) -> StepComparison | None:
+    """What the ranks measured of their steps; None where no computation was replayed."""
+    computes = {rank.rank: rank.compute for rank in plan.ranks if rank.compute is not None}
+    if not computes:
+        return None
+    recorded = [one.compute for one in plan.ranks if one.compute is not None and not one.is_copy]
+    steps = max(len(one.steps) for one in computes.values())
+    took = [step for result in results for one in result.passes for step in _steps(one.steps, one.end)]
+    waited = [one.waited / steps for result in results for one in result.passes]
+    unprofiled = [ns for one in recorded for ns in one.unprofiled_ns]
+    profiled = [ns for one in recorded for ns in one.profiled_ns]
+    exposed = [one.exposed_ns / len(one.steps) for one in recorded if one.exposed_ns]
+    failed = [
+        row
+        for result in results
+        if result.computed is not None and not plan.ranks[result.rank].is_copy
+        for row in result.computed.failed
+    ]
+    host = [one.computed.host_ns / steps for one in results if one.computed is not None]
+    return StepComparison(
+        coverage=coverage_of(recorded, failed),
+        steps=steps,
+        replayed_ms=median(took) / 1e6,
+        replayed_p95_ms=float(np.quantile(took, 0.95)) / 1e6,
+        recorded_ms=median(unprofiled) / 1e6 if unprofiled else None,
+        recorded_steps=len(unprofiled),
+        profiled_ms=median(profiled) / 1e6 if profiled else None,
+        exposed_ms=fmean(waited) / 1e6,
+        recorded_exposed_ms=fmean(exposed) / 1e6 if exposed else None,
+        host_ms=fmean(host) / 1e6,
+        bytes_per_rank=max(one.bytes for one in computes.values()),
+        peak_bytes=max((one.computed.peak_bytes for one in results if one.computed is not None), default=0),
+        operations=_operations(computes, results)[:_SHOWN],
+    )
+
+
+def _steps(begins: Sequence[int], end: int) -> list[int]:
+    return [later - earlier for earlier, later in zip(begins, [*begins[1:], end], strict=True)]
+
+
+def _operations(computes: dict[int, ComputePlan], results: Sequence[RankResult]) -> list[ComputedOperation]:
+    recorded: Counter[str] = Counter()
+    replayed: Counter[str] = Counter()
+    profiled: Counter[str] = Counter()
+    count: Counter[str] = Counter()
+    for compute in computes.values():
+        for one in compute.operations:
+            if one.node and one.call < 0:
+                recorded[one.name] += one.took_ns
+    for result in results:
+        rows = result.computed.operations if result.computed is not None else {}
+        for name, (how_many, ns, under_profiler) in rows.items():
+            replayed[name] += ns
+            profiled[name] += under_profiler
+            count[name] += how_many
+    steps = sum(len(one.steps) for one in computes.values())
+    return [
+        ComputedOperation(
+            name=name,
+            count=count[name] / steps,
+            recorded_us=recorded[name] / steps / 1000 if recorded[name] else None,
+            profiled_us=profiled[name] / steps / 1000 if profiled[name] else None,
+            replayed_us=ns / steps / 1000,
+        )
+        for name, ns in replayed.most_common()
+    ]

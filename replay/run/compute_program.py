@@ -1,0 +1,401 @@
+"""One rank's computation, ready to run: operations bound to torch, their tensors, and a pass over them as Python code.
+
+A pass is straight-line code, one line per operation, `s[7] = f3(s[1], s[2])`, so that an operation costs what it costs
+in a Python loop: `s` holds the tensors by slot, `f3` is the operation. The code is made of numbers that the plan holds,
+never of its texts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from statistics import median
+from typing import Any
+
+import torch
+
+from crossrank.errors import one_line
+from crossrank.machine import peak_memory
+from crossrank.replay.plan.compute.compute_plan import ComputeOperation, ComputePlan
+from crossrank.replay.plan.dtype_fallback import substitute
+from crossrank.replay.plan.plan import PlannedCall
+from crossrank.replay.plan.shapes import tensors
+from crossrank.replay.results.measure import Computed
+from crossrank.replay.run.fill import fill_blocks
+from crossrank.replay.run.host_time import gaps_of, host_times
+from crossrank.replay.run.operations import MISSING, find_operations
+from crossrank.replay.run.pacing import idle
+from crossrank.replay.run.program import Bound, OwnTensors, Program
+from crossrank.tools.traces.kineto import read_kineto
+
+_LINES = 1000
+"""Of one function: the compiler of Python takes longer than linear in them."""
+Launch = Callable[[int], None]
+Wait = Callable[[Sequence[int]], None]
+
+
+class ComputeProgram:
+    """Runs one rank's computation, pass after pass."""
+
+    def __init__(
+        self,
+        plan: ComputePlan,
+        device: torch.device,
+        *,
+        imports: Iterable[str] = (),
+        scale: float = 1.0,
+        indices: str = "uniform",
+        seed: int = 0,
+    ) -> None:
+        """`scale` is the factor on the host's time between operations. Raises `CrossrankError` where memory lacks."""
+        self.plan = plan
+        self.device = device
+        self.host_ns = [0] * len(plan.operations)
+        """Of the host, before each operation."""
+        self._scale = scale
+        self._profiled: list[list[int | None]] = []
+        """What each operation took in passes under the profiler."""
+        self.slots: list[Any] = [None] * len(plan.slots)
+        self.failed: dict[int, str] = {}
+        """Position of an operation that cannot run -> why."""
+        self.marks: list[int] = []
+        """When each step of the last pass began, in ns."""
+        self._operations = find_operations(plan.schemas, imports)
+        self._defaults = [_defaults(one) for one in self._operations]
+        self._blocks = fill_blocks(plan.blocks, device, indices, seed)
+        for number, slot in enumerate(plan.slots):
+            if slot.block >= 0:
+                dtype = getattr(torch, slot.dtype)
+                block = self._blocks[slot.block]
+                whole = block[: block.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+                self.slots[number] = whole.as_strided(slot.shape, slot.strides, slot.offset)
+        self._names: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
+        self._parts: list[Callable[..., None]] = []
+
+    def own_tensors(self, calls: Sequence[PlannedCall], backend: str) -> dict[int, OwnTensors]:
+        """By index: the calls that communicate what the operations around them work on, as they did when they were
+        recorded; those that were changed have other tensors."""
+        at = {one.call: one for one in self.plan.operations if one.call >= 0}
+        own = {}
+        for index, call in enumerate(calls):
+            operation = at.get(call.record.id)
+            instead = substitute(call.record, backend)
+            if operation is None or call.merged or (instead.dtype, instead.elements) != (call.record.dtype, 1):
+                continue
+            sides = [[prod(shape) for shape in side] for side in tensors(call.record)]
+            slots = [operation.inputs, operation.outputs]
+            sizes = [[prod(self.plan.slots[slot].shape) for slot in side] for side in slots]
+            dtypes = {self.plan.slots[slot].dtype for side in slots for slot in side}
+            if [sides[0], sides[-1]] == sizes and dtypes == {call.record.dtype}:
+                own[index] = OwnTensors(slots=self.slots, inputs=operation.inputs, outputs=operation.outputs)
+        return own
+
+    def join(self, program: Program, launch: Launch, wait: Wait, progress: list[int]) -> None:
+        """Put the launches of `program` and the waits for them between the operations. `progress[1]` counts
+        operations, for whoever watches."""
+        self._launches, self._waits, self._last = place_launches(self.plan, program)
+        self._is_blocking = [bound.blocking for bound in program.bound]
+        self._bind(launch, wait, progress)
+
+    def run_pass(self, *, trial: bool = False, clock: list[int] | None = None) -> None:
+        """One pass; of a trial every operation may fail. `clock` takes the time before and after each operation, in
+        ns."""
+        if trial:
+            self._trial()
+        else:
+            self._run(clock)
+
+    def _trial(self) -> None:
+        """A pass in which every operation may fail: what does stands empty, and idle for its time, from then on."""
+        self.marks = []
+        names = self._names
+        names["s"] = self.slots
+        with torch.no_grad():
+            for number, operation in enumerate(self.plan.operations):
+                exec("\n".join(self._before(number, operation)), names)
+                if operation.runs and number not in self.failed:
+                    try:
+                        exec("\n".join(self._own(number, operation)), names)
+                        self._compare(operation)
+                    except _RAISED as error:
+                        self.failed[number] = _reason(error)
+                if not operation.runs or number in self.failed:
+                    exec("\n".join(self._own(number, operation)), names)
+                exec("\n".join(_frees(operation)), names)
+            names["wait"](self._last)
+        self._compile()
+
+    def take_profile(self, path: str, passes: int) -> None:
+        """Learn from the Kineto trace of so many passes what the host did between operations in the recording."""
+        names = self._event_names() * passes
+        before, took = gaps_of(names, read_kineto(path).host)
+        count = len(self.plan.operations)
+        each = [slice(number * count, (number + 1) * count) for number in range(passes)]
+        self._profiled = [took[one] for one in each]
+        waiting = self._after_waits()
+        gaps = [[None if at in waiting else gap for at, gap in enumerate(before[one])] for one in each]
+        self.host_ns = [round(ns * self._scale) for ns in host_times(self.plan, gaps)]
+        self._compile()
+
+    def _event_names(self) -> list[str]:
+        """By operation, the name of its event; empty where it has none."""
+        return [
+            one.name if (number in self._launches if one.call >= 0 else one.runs and number not in self.failed) else ""
+            for number, one in enumerate(self.plan.operations)
+        ]
+
+    def _after_waits(self) -> set[int]:
+        """Operations before which the replay waits for communication."""
+        blocking = {
+            number + 1
+            for number, positions in self._launches.items()
+            if any(self._is_blocking[position] for position in positions)
+        }
+        return blocking | self._waits.keys()
+
+    def _run(self, clock: list[int] | None) -> None:
+        self.marks = []
+        parts = self._parts if clock is None else self._clocked
+        with torch.no_grad():
+            for part in parts:
+                part(self.slots) if clock is None else part(self.slots, clock.append)
+            self._names["wait"](self._last)
+
+    def result(self, clock: Sequence[int]) -> Computed:
+        """What was computed, with the times of a pass with a `clock`."""
+        totals: dict[str, tuple[int, int, int]] = {}
+        for number, operation in enumerate(self.plan.operations):
+            if operation.runs and number not in self.failed and operation.node:
+                count, ns, under_profiler = totals.get(operation.name, (0, 0, 0))
+                took = [one for passed in self._profiled if (one := passed[number]) is not None]
+                totals[operation.name] = (
+                    count + 1,
+                    ns + clock[2 * number + 1] - clock[2 * number],
+                    under_profiler + (round(median(took)) if took else 0),
+                )
+        failed: dict[tuple[str, str], tuple[int, int]] = {}
+        for number, reason in self.failed.items():
+            key = self.plan.operations[number].name, reason
+            count, ns = failed.get(key, (0, 0))
+            failed[key] = count + 1, ns + self.plan.operations[number].took_ns
+        return Computed(
+            operations=totals,
+            failed=[(*key, *row) for key, row in failed.items()],
+            host_ns=sum(self.host_ns),
+            peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak_memory(),
+        )
+
+    # --- code --------------------------------------------------------------------------------------------------------
+
+    def _bind(self, launch: Launch, wait: Wait, progress: list[int]) -> None:
+        def host(ns: int) -> None:
+            idle(ns)
+
+        def empty(slot: int) -> Any:
+            one = self.plan.slots[slot]
+            made = torch.empty_strided(one.shape, one.strides, dtype=getattr(torch, one.dtype), device=self.device)
+            return made if made.is_floating_point() else made.zero_()
+
+        def mark() -> None:
+            self.marks.append(time.monotonic_ns())
+
+        self._names |= {
+            "launch": launch,
+            "wait": wait,
+            "host": host,
+            "empty": empty,
+            "mark": mark,
+            "p": progress,
+            "now": time.monotonic_ns,
+        }
+        for number, one in enumerate(self._operations):
+            if one is not None:
+                self._names[f"f{number}"] = one._op
+        missing = {number for number, one in enumerate(self._operations) if one is None}
+        for place, operation in enumerate(self.plan.operations):
+            if operation.schema in missing:  # rank 0 has it, and this machine lacks it
+                self.failed[place] = MISSING
+
+    def _compile(self) -> None:
+        self._parts, self._clocked = [], []
+        operations = list(enumerate(self.plan.operations))
+        for begin in range(0, len(operations), _LINES):
+            lines: list[str] = []
+            clocked: list[str] = []
+            for number, operation in operations[begin : begin + _LINES]:
+                before, own, after = self._before(number, operation), self._own(number, operation), _frees(operation)
+                lines += [*before, *own, *after]
+                clocked += [*before, "c(now())", *own, "c(now())", *after]
+            self._parts.append(self._function(lines, "s"))
+            self._clocked.append(self._function(clocked, "s, c"))
+
+    def _function(self, lines: list[str], arguments: str) -> Callable[..., None]:
+        body = "\n ".join(lines)
+        exec(f"def part({arguments}):\n {body}\n pass", self._names)
+        part: Callable[..., None] = self._names["part"]
+        return part
+
+    def _before(self, number: int, operation: ComputeOperation) -> list[str]:
+        """The code of what comes before an operation."""
+        lines = []
+        if number in self._steps:
+            lines.append("mark()")
+        if number % 256 == 0:
+            lines.append(f"p[1] = {number}")
+        host = self.host_ns[number]
+        if waits := self._waits.get(number):
+            lines.append(f"wait({waits!r})")
+        if host > 0:
+            lines.append(f"host({host})")
+        return lines
+
+    def _own(self, number: int, operation: ComputeOperation) -> list[str]:
+        """The code of an operation itself."""
+        if operation.call >= 0:
+            return [f"launch({position})" for position in self._launches.get(number, ())]
+        if not operation.runs or number in self.failed:
+            empty = [f"s[{slot}] = empty({slot})" for slot in _flat(operation.results)]
+            return [f"host({operation.took_ns})", *empty]
+        return self._call(operation)
+
+    def _call(self, operation: ComputeOperation) -> list[str]:
+        names, defaults = self._defaults[operation.schema]
+        given = []
+        for place, value in enumerate(operation.arguments):
+            name, default = (names[place], defaults[place]) if place < len(names) else ("", ())
+            if name and (value,) == default:
+                continue  # as torch has it by itself
+            text = self._literal(value)
+            given.append(f"{name}={text}" if name else text)
+        call = f"f{operation.schema}({', '.join(given)})"
+        results = operation.results
+        if not _flat(results):
+            return [call]
+        if len(results) == 1:
+            if isinstance(results[0], int):
+                return [f"s[{results[0]}] = {call}"]
+            results = results[0]
+        return [f"r = {call}", *_targets("r", results)]
+
+    def _literal(self, value: Any) -> str:
+        if isinstance(value, dict):
+            if "slot" in value:
+                return f"s[{int(value['slot'])}]"
+            if "number" in value:
+                return {"inf": "inf", "-inf": "-inf"}.get(value["number"], "nan")
+            return self._constant(_device(str(value["device"]), self.device))
+        if isinstance(value, list):
+            return f"[{', '.join(map(self._literal, value))}]"
+        if value is None or isinstance(value, bool | int):
+            return repr(value)
+        return self._constant(value)
+
+    def _constant(self, value: Any) -> str:
+        name = f"k{len(self._names)}"
+        self._names[name] = value
+        return name
+
+    @property
+    def _steps(self) -> set[int]:
+        return set(self.plan.steps)
+
+    def _compare(self, operation: ComputeOperation) -> None:
+        """Raise where an operation gave a tensor of another shape than recorded: what follows could not go on."""
+        for slot in _flat(operation.results):
+            made, wanted = self.slots[slot], self.plan.slots[slot]
+            if isinstance(made, torch.Tensor) and list(made.shape) != wanted.shape:
+                raise _OtherShape
+
+
+Placed = tuple[dict[int, list[int]], dict[int, tuple[int, ...]], tuple[int, ...]]
+
+
+def place_launches(plan: ComputePlan, program: Program) -> Placed:
+    """(position of an operation -> the launches at it, position -> the launches that are waited for before it, what is
+    waited for at the end), launches by their positions in `program`.
+
+    A launch goes where the last of its calls stood; one that the recording does not have goes with the next that it
+    has. What blocks is waited for at once, where it is launched.
+    """
+    at = {operation.call: number for number, operation in enumerate(plan.operations) if operation.call >= 0}
+    places = [
+        max((at[one] for call in _calls(program, bound) for one in call.recorded_ids if one in at), default=-1)
+        for bound in program.bound
+    ]
+    last = max(at.values(), default=0)
+    following = last
+    for position in reversed(range(len(places))):
+        places[position] = following = places[position] if places[position] >= 0 else following
+    launches: dict[int, list[int]] = {}
+    highest = 0
+    for position, place in enumerate(places):
+        highest = max(highest, place)
+        launches.setdefault(highest, []).append(position)
+    positions_of: dict[int, list[int]] = {}
+    for position, bound in enumerate(program.bound):
+        for call in _calls(program, bound):
+            for one in call.recorded_ids:
+                positions_of.setdefault(one, []).append(position)
+    left = {position for position, bound in enumerate(program.bound) if not bound.blocking}
+    waits: dict[int, tuple[int, ...]] = {}
+    launched: set[int] = set()
+    for number, operation in enumerate(plan.operations):
+        due = {one for call in operation.waits for one in positions_of.get(call, ())} & left & launched
+        if due:
+            waits[number] = tuple(sorted(due))
+            left -= due
+        launched.update(launches.get(number, ()))
+    return launches, waits, tuple(sorted(left))
+
+
+def _calls(program: Program, bound: Bound) -> list[PlannedCall]:
+    return program.calls[bound.first : bound.first + bound.count]
+
+
+_RAISED = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError, AssertionError)
+
+
+class _OtherShape(ValueError):
+    """What an operation gives depends on its data."""
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, _OtherShape):
+        return "what it gives depends on its data, and is of another shape"
+    return one_line(error)[:120]
+
+
+def _frees(operation: ComputeOperation) -> list[str]:
+    return ["".join(f"s[{slot}] = " for slot in operation.frees) + "None"] if operation.frees else []
+
+
+def _defaults(operation: Any) -> tuple[list[str], list[tuple[Any, ...]]]:
+    """By argument: the name of one that is given by name alone, and what it is where it is not given."""
+    if operation is None:
+        return [], []
+    arguments = operation._schema.arguments
+    names = [one.name if one.kwarg_only else "" for one in arguments]
+    return names, [(one.default_value,) if one.has_default_value() else () for one in arguments]
+
+
+def _flat(results: Iterable[Any]) -> list[int]:
+    flat: list[int] = []
+    for one in results:
+        flat += _flat(one) if isinstance(one, list) else [one] if one is not None else []
+    return flat
+
+
+def _targets(source: str, results: Sequence[Any]) -> list[str]:
+    lines = []
+    for place, one in enumerate(results):
+        if isinstance(one, list):
+            lines += _targets(f"{source}[{place}]", one)
+        elif one is not None:
+            lines.append(f"s[{one}] = {source}[{place}]")
+    return lines
+
+
+def _device(recorded: str, device: torch.device) -> torch.device:
+    """Where a tensor of that device lies in the replay: on the host what was there, all else on its device."""
+    return torch.device("cpu") if recorded.startswith("cpu") else device
