@@ -60,6 +60,9 @@ class ReplayCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         replay_options.check(arguments)
+        if arguments.compute:  # passes run under the profiler, which would say so on every rank
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         place = detect_launcher(os.environ, arguments.master_ip, arguments.master_port)
         if place is not None and place.world_size == 1:
             place = None

@@ -336,7 +336,8 @@ class Windows:
         step = session.recorder.step if step is None else step
         moment = {"window": self._number, "edge": edge, "step": step, "t": time.monotonic_ns()}
         if session.writer is not None:
-            session.writer.line("window", moment)
+            # A replay of the window computes with as many.
+            session.writer.line("window", moment | {"threads": torch.get_num_threads()})
             counters = session.gpu.counters()
             if counters is not None:
                 session.writer.line("counters", moment | counters)

@@ -6,17 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
+from torch.autograd.profiler import profile
+from torch.profiler import ExecutionTraceObserver
 
 
 def profiled(run: Callable[[], object], et: Path, kineto: Path) -> None:
     """Call `run` under the profiler, and write its execution trace to `et` and its Kineto trace to `kineto`."""
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     observer = ExecutionTraceObserver()
     observer.register_callback(str(et))
     try:
-        with profile(activities=activities, record_shapes=True, execution_trace_observer=observer) as session:
+        # Not torch.profiler's own: it imports the compiler when it starts, which takes seconds.
+        with profile(use_device="cuda" if torch.cuda.is_initialized() else None, record_shapes=True) as session:
+            observer.start()
             run()
+            observer.stop()
     finally:
         observer.unregister_callback()
     session.export_chrome_trace(str(kineto))

@@ -19,11 +19,13 @@ from typing import Any
 import zstandard
 
 from crossrank.recording import COMMS, EXECUTION_TRACE, KINETO, LINKED, CommsFile
+from crossrank.replay.plan.compute.read_window import read_window
 from crossrank.replay.plan.plan import load_plan
 from crossrank.tools.cli import main
 from crossrank.tools.graph.chakra.feeder_contract import check
 from crossrank.tools.graph.linking.communication_trace import read_communication_trace
 from crossrank.tools.graph.linking.linked_file import read_linked
+from crossrank.tools.graph.linking.window_files import RankInput
 from crossrank.tools.job.from_replay import read_replay
 from crossrank.tools.job.read_rank import READERS, RankSources
 from crossrank.tools.traces.discover import BASIC
@@ -127,6 +129,12 @@ def _nodes(path: str) -> list[object]:
     return list(check(path).faults)
 
 
+def _window(path: str) -> object:
+    folder = Path(path).parents[1] / "recording"
+    kineto, comms = str(folder / "rank-0.kineto.json"), str(folder / "rank-0.comms.jsonl")
+    return read_window(RankInput(rank=0, window=1, et=path, kineto=kineto, comms=comms))
+
+
 _COMMS, _ET, _KINETO = "recording/rank-0.comms.jsonl", "recording/rank-0.et.json", "recording/rank-0.kineto.json"
 _DUMP, _PICKLE, _LINKED = "recording/rank-0.flight.json", "flight/rank_0", "linked/rank-0.linked.json"
 _GPU, _CHAKRA, _EXPORT, _PLAN = "gpu/event_sync.kineto.json", "chakra/chakra.0.et", "nsight/rank_0.sqlite", "plan.json"
@@ -197,6 +205,10 @@ TARGETS = (
     _command("report recording --replay replay -o out.html", "replay/replay.json"),
     _command("replay recording --dry-run", _COMMS, 2),
     _command("replay recording --dry-run --trace-type et", _ET),
+    _reader("window with its computation", _ET, _window, 8),
+    _command("replay recording --dry-run --compute", _ET),
+    _command("replay recording --dry-run --compute", _COMMS),
+    _command("replay linked --dry-run --compute", _LINKED),
     _command("replay gpu --dry-run --one-trace", _GPU),
     _command("replay flight/rank_0 --dry-run --one-trace", _PICKLE),
     _command("replay linked --dry-run", _LINKED),

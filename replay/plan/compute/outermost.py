@@ -75,8 +75,9 @@ def outermost(
     schemas = {op.id: _attributes(op) for op in order}
 
     def above(op: HostOp) -> Iterable[HostOp]:
-        at = by_id.get(op.caller)
-        while at is not None:
+        at, seen = by_id.get(op.caller), {op.id}
+        while at is not None and at.id not in seen:  # callers that were corrected may go round in a broken file
+            seen.add(at.id)
             yield at
             at = by_id.get(at.caller)
 

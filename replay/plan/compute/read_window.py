@@ -37,6 +37,7 @@ _SHORTEST = 0.1
 """The share of gaps that are as short as can be."""
 _FEWEST = 20
 """Gaps of a kind from which their shortest says something."""
+_MOST_THREADS = 4096
 _CLOCKS_NS = 2_000
 """By how much the clock of the comms file and that of the trace may be apart."""
 
@@ -81,12 +82,18 @@ def _numbered(communications: Sequence[Communication]) -> list[Communication]:
     ]
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and 0 < value <= _MOST_THREADS
+
+
 @dataclass(kw_only=True)
 class _StepTimes:
     """What the comms file knows beside the calls of the window."""
 
     unprofiled_ns: list[int]
     profiled_ns: list[int]
+    threads: int = 1
+    """Of torch on the CPU."""
     waits: dict[int, int]
     """Id of a call -> when the rank began to wait for it, in ns on the clock of the trace."""
 
@@ -102,8 +109,8 @@ class _StepTimes:
         for wait in file.waits:
             if wait.id is not None and wait.stood != "launch":
                 waits.setdefault(wait.id, clock.at(wait.t) - window.base_ns)
-        marks = sorted(line["t"] for line in file.steps if "t" in line)
-        edges = sorted((line["t"], line.get("edge")) for line in file.windows if "t" in line)
+        marks = sorted(line["t"] for line in file.steps if isinstance(line.get("t"), int))
+        edges = sorted((line["t"], str(line.get("edge"))) for line in file.windows if isinstance(line.get("t"), int))
         profiled, unprofiled = [], []
         for begin, end in pairwise(marks):
             opened = [edge for t, edge in edges if t <= begin]
@@ -113,7 +120,8 @@ class _StepTimes:
                 unprofiled.append(end - begin)
             elif is_in or any(edge == "open" for t, edge in edges if begin < t < end):
                 profiled.append(end - begin)
-        return cls(unprofiled_ns=unprofiled, profiled_ns=profiled, waits=waits)
+        threads = max((line["threads"] for line in file.windows if _is_count(line.get("threads"))), default=1)
+        return cls(unprofiled_ns=unprofiled, profiled_ns=profiled, threads=threads, waits=waits)
 
 
 class _Building:
@@ -161,6 +169,7 @@ class _Building:
             last_waits=list(self.in_flight),
             steps=[self.place[at] for at in self.ops.steps],
             bytes=self._most_bytes(),
+            threads=self.times.threads,
             unprofiled_ns=self.times.unprofiled_ns,
             profiled_ns=self.times.profiled_ns,
             exposed_ns=exposed,

@@ -9,6 +9,7 @@ that views and operations in place alias as they did.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,11 +105,9 @@ class Tensors:
     def forget(self, position: int, outputs: IO) -> list[int]:
         """Slots of what an operation gives that cannot run, as far as it can be told: they stand empty."""
         bound = BoundTensors(arguments=[], results=[])
-        for each in _each(outputs):
-            try:
+        with suppress(StandInError, ValueError, TypeError):
+            for each in _each(outputs):
                 self._give(_decode(*each), position, bound, set())
-            except StandInError:
-                continue
         return bound.made
 
     def take_whole(self, slots: Iterable[int], position: int) -> None:
@@ -154,7 +153,7 @@ class Tensors:
         if storage is not None and storage.block < 0:
             fits = storage.dtype == named.slot.dtype and end <= storage.bytes
             if fits:
-                slot = self._new(named, storage)
+                slot = self._new(named, storage, block=-1)
                 bound.views.append((slot, storage.holder))
                 return slot
             storage = None  # other memory at the same place
@@ -164,7 +163,7 @@ class Tensors:
             self._storages[named.storage] = storage
         storage.bytes = max(storage.bytes, end)
         storage.is_number &= not named.slot.shape
-        slot = self._new(named, storage)
+        slot = self._new(named, storage, block=storage.block)
         storage.holder = slot
         return slot
 
@@ -182,14 +181,14 @@ class Tensors:
             storage = Storage(value.slot.dtype, value.slot.device, bytes=end, first=position)
             if value.storage:
                 self._storages[value.storage] = storage
-        made = self._new(value, storage)
+        made = self._new(value, storage, block=-1)
         if storage.holder < 0:
             storage.holder = made
         storage.last = position
         bound.made.append(made)
         return made
 
-    def _new(self, named: Named, storage: Storage) -> int:
+    def _new(self, named: Named, storage: Storage, *, block: int) -> int:
         slot = len(self.slots)
         self.slots.append(
             Slot(
@@ -197,7 +196,7 @@ class Tensors:
                 strides=named.slot.strides,
                 dtype=named.slot.dtype,
                 device=named.slot.device,
-                block=storage.block,
+                block=block,
                 offset=named.slot.offset,
             )
         )

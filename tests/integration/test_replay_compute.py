@@ -1,0 +1,197 @@
+"""Whole steps replayed on real gloo ranks: computation with communication at its place between the operations."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from crossrank.recording import CommsFile
+from crossrank.replay.plan.compute.windows import find_windows, read_windows
+from crossrank.replay.plan.plan import Plan, save_plan
+from crossrank.tools.cli import main
+from crossrank.tools.parallel import Fleet
+from tests.integration.world import World
+
+STEPS = range(2, 4)
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, nhead=2, dim_feedforward=64, batch_first=True, dropout=0.1)
+    return nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)
+
+
+def _train(model: nn.Module) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(6):
+        model(torch.randn(2, 8, 32)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_ddp(rank: int) -> None:
+    _train(DistributedDataParallel(_model(), bucket_cap_mb=0.02))
+
+
+def train_fsdp2(rank: int) -> None:
+    model = _model()
+    for layer in model.layers:  # type: ignore[union-attr]
+        fully_shard(layer)
+    fully_shard(model)
+    _train(model)
+
+
+@pytest.fixture(scope="module")
+def ddp(two_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ddp")
+    two_ranks.run(train_ddp, folder, window="2:4")
+    return folder / "recording"
+
+
+def plan_of(path: Path) -> Plan:
+    return read_windows(find_windows(str(path)), str(path), Fleet(jobs=1), lambda: None)
+
+
+def replayed(capsys: pytest.CaptureFixture[str], path: Path, *words: str, code: int = 0) -> Any:
+    capsys.readouterr()
+    few = ["--warmup", "0", "--repeat", "2", "--timeout", "60"]
+    assert main(["replay", str(path), "--compute", *few, "--json", *words]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def calls_of(path: Path, rank: int, steps: range) -> list[Any]:
+    records = CommsFile(str(path / f"rank-{rank}.comms.jsonl.zst")).records()
+    return [(one.op, one.inputs, one.outputs, one.dtype, one.bytes) for one in records if one.step in steps]
+
+
+@pytest.mark.parametrize("train", [train_ddp, train_fsdp2])
+def test_every_operation_and_every_call_of_a_window_runs_again(
+    two_ranks: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], train: Any
+) -> None:
+    two_ranks.run(train, tmp_path, window="2:4")
+    recorded, again = tmp_path / "recording", tmp_path / "again"
+    report = replayed(capsys, recorded, "--strict", "--record", str(again))
+    step = report["step"]
+    assert step["coverage"]["operations"] == step["coverage"]["recorded_operations"] > 300
+    assert step["coverage"]["left_out"] == []
+    assert report["share_of_calls"] == 1.0
+    for rank in (0, 1):
+        assert calls_of(again, rank, range(100)) == 2 * calls_of(recorded, rank, STEPS)
+    assert step["steps"] == len(STEPS)
+    # Three steps of six lie outside the window and beside none of its ends, on each rank.
+    assert step["recorded_steps"] == 2 * 2
+    assert 0 < step["exposed_ms"] < step["replayed_ms"] <= step["replayed_p95_ms"]
+    assert step["operations"][0]["replayed_us"] >= step["operations"][-1]["replayed_us"] > 0
+    named = {row["name"]: row for row in step["operations"]}
+    assert named["aten::addcdiv_"]["count"] == len(list(_model().parameters()))
+    assert ("fsdp::split_with_sizes_copy" in named) == (train is train_fsdp2)
+
+
+def test_a_call_works_on_the_tensors_of_the_operations_around_it(ddp: Path) -> None:
+    """A bucket is filled by one operation, reduced, and copied to the gradients by others."""
+    compute = plan_of(ddp).ranks[0].compute
+    assert compute is not None
+    calls = [one for one in compute.operations if one.call >= 0]
+    assert len(calls) > 4
+    for call in calls:
+        assert call.inputs == call.outputs
+        assert compute.slots[call.inputs[0]].block >= 0
+
+
+def test_ddp_waits_for_its_buckets_after_the_backward_and_not_where_it_launches_them(ddp: Path) -> None:
+    plan = plan_of(ddp)
+    for rank in plan.ranks:
+        assert rank.compute is not None
+        waited = [call for one in rank.compute.operations for call in one.waits]
+        assert sorted(waited) == [call.record.id for call in rank.calls]
+        of_a_step = len(rank.calls) // len(STEPS)
+        # All buckets of a step are launched before the first is waited for.
+        assert [call.wait_before for call in rank.calls] == [of_a_step] * of_a_step + [2 * of_a_step] * of_a_step
+        assert not any(call.blocking for call in rank.calls)
+
+
+def test_what_ifs_change_the_calls_and_leave_the_operations(ddp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, dropped, merged, split = (
+        replayed(capsys, ddp, "--dry-run", *words)
+        for words in ([], ["--drop", "all_reduce"], ["--bucket-mb", "1"], ["--bucket-mb", "0.005"])
+    )
+    assert dropped["calls_per_pass"] == 0
+    assert dropped["coverage"]["reasons"] == {"--drop": plain["calls_per_pass"]}
+    assert merged["calls_per_pass"] == 2 * len(STEPS)
+    assert split["calls_per_pass"] > plain["calls_per_pass"]
+    for changed in (merged, split):
+        assert changed["bytes_per_pass"] == plain["bytes_per_pass"]
+        assert changed["coverage"] == plain["coverage"]
+    words = ["--bucket-mb", "0.005", "--scale-bytes", "0.5", "--overlap", "none"]
+    report = replayed(capsys, ddp, *words)
+    assert report["what_if"] == {"--scale-bytes": "0.5", "--bucket-mb": "0.005", "--overlap": "none"}
+    assert report["calls_per_pass"] == split["calls_per_pass"]
+    assert report["step"]["coverage"]["left_out"] == []
+    assert replayed(capsys, ddp, "--dry-run", "--nproc", "1")["world_size"] == 1
+
+
+def test_a_sweep_of_whole_steps_is_one_table(ddp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["replay", str(ddp), "--compute", "--warmup", "0", "--repeat", "1", "--sweep", "drop=recorded,all_reduce"]
+    assert main(words) == 0
+    table = capsys.readouterr().out.split("Sweep: a whole step")[1].splitlines()
+    assert [line.split()[0] for line in table[2:4]] == ["recorded", "all_reduce"]
+    assert table[2].split()[-2:] == ["1.00", "x"]
+    assert float(table[3].split()[3]) < 0.1  # nothing is communicated, so nothing is waited for
+
+
+def test_a_window_that_lacks_a_rank_or_a_trace_is_refused_in_one_line(
+    ddp: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half, none = tmp_path / "half", tmp_path / "none"
+    shutil.copytree(ddp, half)
+    (half / "rank-1.et.json.zst").unlink()
+    assert main(["replay", str(half), "--compute"]) == 2
+    assert "rank 1: has no execution trace with its Kineto trace in window 1; record" in capsys.readouterr().err
+    none.mkdir()
+    shutil.copy(ddp / "rank-0.comms.jsonl.zst", none)
+    assert main(["replay", str(none), "--compute"]) == 2
+    error = capsys.readouterr().err
+    assert f"{none}: no window with an execution trace is in it" in error
+    assert error.count("\n") == 1
+    assert main(["replay", str(ddp), "--compute", "--window", "3"]) == 2
+    assert "has no window 3; it has 1" in capsys.readouterr().err
+
+
+def test_an_operation_of_a_library_that_is_not_there_idles_and_is_named(
+    ddp: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_of(ddp)
+    path = tmp_path / "plan.json"
+    for rank in plan.ranks:
+        assert rank.compute is not None
+        rank.compute.schemas = [text.replace("aten::relu(", "nobody::relu(") for text in rank.compute.schemas]
+        for one in rank.compute.operations:
+            one.name = one.name.replace("aten::relu", "nobody::relu")
+    save_plan(plan, path)
+    report = replayed(capsys, path, "--strict", code=1)
+    (row,) = report["step"]["coverage"]["left_out"]
+    assert row["name"] == "nobody::relu"
+    assert row["operations"] == 2 * 2 * len(STEPS)  # ranks, layers
+    assert "--import names a module that makes it" in row["reason"]
+
+
+def test_options_of_computation_alone_need_it(ddp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        (["--window", "1"], "--window is for --compute"),
+        (["--import", "os"], "--import is for --compute"),
+        (["--compute", "--check"], "--check verifies communication alone"),
+        (["--compute", "--pace", "compute"], "--pace compute stands in for computation"),
+        (["--compute", "--steps", "1:2"], "--steps chooses calls of a comms file"),
+        (["--compute", "--bucket-mb", "0"], "--bucket-mb 0 is not a number of MiB above 0"),
+        (["--compute", "--drop", "nothing"], "--drop: 'nothing' is no operation"),
+    ):
+        assert main(["replay", str(ddp), *words]) == 2
+        assert said in capsys.readouterr().err

@@ -1,0 +1,87 @@
+"""Tensors of a trace are told apart though torch gives their numbers again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from crossrank.replay.plan.compute.tensors import BoundTensors, StandInError, Tensors
+from crossrank.tools.traces.execution_trace import IO
+
+
+def tensor(identity: int, storage: int, elements: int, offset: int = 0) -> list[Any]:
+    return [identity, storage, offset, elements, 4, "cpu"]
+
+
+def side(*tensors: list[Any]) -> IO:
+    return IO(
+        values=list(tensors),
+        shapes=[[one[3]] for one in tensors],
+        types=["Tensor(float)"] * len(tensors),
+        strides=[[1]] * len(tensors),
+    )
+
+
+def bind(tensors: Tensors, takes: list[Any], gives: list[Any], at: int = 0) -> BoundTensors:
+    return tensors.bind(at, side(*takes), side(*gives))
+
+
+def test_what_was_there_before_shares_memory_by_storage_and_offset() -> None:
+    tensors = Tensors()
+    first = bind(tensors, [tensor(1, 10, 4)], []).used[0]
+    second = bind(tensors, [tensor(2, 10, 2, offset=6)], []).used[0]
+    assert tensors.slots[first].block == tensors.slots[second].block == 0
+    assert tensors.slots[second].offset == 6
+    assert [one.bytes for one in tensors.finished_blocks()] == [8 * 4]
+
+
+def test_a_number_means_what_was_made_last_under_it() -> None:
+    tensors = Tensors()
+    (first,) = bind(tensors, [], [tensor(5, 50, 3)]).made
+    assert bind(tensors, [tensor(5, 50, 3)], []).used == [first]
+    (second,) = bind(tensors, [], [tensor(5, 50, 3)]).made
+    assert bind(tensors, [tensor(5, 50, 3)], []).used == [second] != [first]
+    assert tensors.storage_of[first] is not tensors.storage_of[second]
+
+
+def test_a_view_of_an_input_shares_its_memory_and_a_result_in_place_is_the_input() -> None:
+    tensors = Tensors()
+    bound = bind(tensors, [tensor(1, 10, 8)], [tensor(2, 10, 4, offset=4)])
+    assert tensors.storage_of[bound.made[0]] is tensors.storage_of[bound.used[0]]
+    in_place = bind(tensors, [tensor(1, 10, 8)], [tensor(1, 10, 8)])
+    assert in_place.made == []
+    assert in_place.results == [None]
+
+
+def test_a_tensor_that_nobody_saw_being_made_is_a_view_where_it_lies_in_what_was_made() -> None:
+    tensors = Tensors()
+    (whole,) = bind(tensors, [], [tensor(1, 10, 8)]).made
+    bound = bind(tensors, [tensor(2, 10, 4, offset=4)], [])
+    assert bound.views == [(bound.used[0], whole)]
+    beyond = bind(tensors, [tensor(3, 10, 40)], [])  # other memory at the same place
+    assert beyond.views == []
+    assert tensors.slots[beyond.used[0]].block == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "said"),
+    [
+        ([7, 0, 0, 0, 0, ""], "Tensor(float)", "has no storage of its own"),
+        ([1, 2, 0, 4, 1, "cpu"], "Tensor(c10::quint8)", "tensors of type c10::quint8 cannot be made"),
+        ([1, 2, -3, 4, 4, "cpu"], "Tensor(float)", "impossible numbers"),
+        ([1, 2], "Tensor(float)", "impossible numbers"),
+        (1, "GenericList[Int,Int]", "a list is longer than the trace keeps"),
+        ({}, "Dict", "an argument of type Dict cannot be made"),
+    ],
+)
+def test_what_cannot_be_made_is_a_reason(value: Any, kind: str, said: str) -> None:
+    with pytest.raises(StandInError, match=said):
+        Tensors().bind(0, IO(values=[value], shapes=[[4]], types=[kind], strides=[[1]]), IO())
+
+
+def test_an_uninitialised_tensor_and_a_generator_are_none() -> None:
+    values: list[Any] = ["<Generator>", "<None>", [0, 0, 0, 0, 0, ""]]
+    kinds = ["Generator", "None", "Tensor(nullptr (uninitialized))"]
+    bound = Tensors().bind(0, IO(values=values, shapes=[[]] * 3, types=kinds, strides=[[]] * 3), IO())
+    assert bound.arguments == [None, None, None]

@@ -1,0 +1,48 @@
+"""Windows of one process without communication: real traces of small functions, and what is read of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from crossrank.replay.plan.compute.compute_plan import ComputePlan
+from crossrank.replay.plan.compute.read_window import read_window
+from crossrank.replay.run.compute_program import ComputeProgram
+from crossrank.replay.run.profiled import profiled
+from crossrank.replay.run.program import Program
+from crossrank.tools.graph.linking.window_files import RankInput
+
+CPU = torch.device("cpu")
+
+
+def compute_of(function: Callable[[], object], folder: Path) -> ComputePlan:
+    """What is read of a window in which `function` ran."""
+    et, kineto = folder / "rank-0.et.json", folder / "rank-0.kineto.json"
+    profiled(function, et, kineto)
+    return read_window(RankInput(rank=0, window=1, et=str(et), kineto=str(kineto))).compute
+
+
+def program_of(plan: ComputePlan) -> ComputeProgram:
+    """Its program, which launches nothing."""
+    made = ComputeProgram(plan, CPU)
+    silent = Program(
+        calls=[],
+        bound=[],
+        tensors=[],
+        substitutes=[],
+        device=CPU,
+        groups={},
+        last_waits=(),
+        block=torch.empty(0),
+        width=1,
+    )
+    made.join(silent, lambda position: None, lambda positions: None, [0, 0])
+    return made
+
+
+def slot_of(plan: ComputePlan, *shape: int) -> int:
+    """The one tensor of that shape that was there before the window."""
+    (found,) = {number for number, one in enumerate(plan.slots) if one.block >= 0 and one.shape == list(shape)}
+    return found
