@@ -16,7 +16,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 # The whole story, on four gloo ranks that pose as two nodes: what was recorded, its traces linked, converted for
 # simulators and simulated, a look whether all is well, how fast it was, the communication replayed without the model,
-# and all of it on one timeline and one page. Then a job that hangs says why while it hangs.
+# a whole step replayed with its computation, and all of it on one timeline and one page. Then a job that hangs says why while it hangs.
 demo: $(STAMP)
 	rm -rf $(DEMO) $(DEMO)-chakra $(DEMO)-replay $(DEMO)-hang
 	OMP_NUM_THREADS=1 TRACING=ALL TRACING_DIR=$(DEMO) $(BIN)/torchrun --standalone --nproc-per-node 4 examples/demo.py
@@ -25,7 +25,8 @@ demo: $(STAMP)
 	$(BIN)/crossrank convert $(DEMO) --simulate -o $(DEMO)-chakra
 	$(BIN)/crossrank diagnose $(DEMO)
 	$(BIN)/crossrank bandwidth $(DEMO)
-	$(BIN)/crossrank replay $(DEMO) --check -o $(DEMO)-replay
+	$(BIN)/crossrank replay $(DEMO) --check
+	$(BIN)/crossrank replay $(DEMO) --compute -o $(DEMO)-replay
 	$(BIN)/crossrank timeline $(DEMO)
 	$(BIN)/crossrank report $(DEMO) --replay $(DEMO)-replay
 	OMP_NUM_THREADS=1 TRACING=ALL TRACING_DIR=$(DEMO)-hang \
@@ -58,6 +59,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/diagnosis.py
 	$(BIN)/python -m benchmarks.thousands_of_ranks
 	$(BIN)/python benchmarks/replaying.py
+	$(BIN)/python -m benchmarks.whole_steps
 	$(BIN)/python benchmarks/timelines.py
 
 # Makes the code of the Chakra format anew. See et_def.proto for why its compiler is held.

@@ -65,7 +65,7 @@ def make_report(
         end_to_end_us=percentiles_us(end_to_end_ns(results)),
         cpu_us_per_call=sum(result.cpu_s for result in results) * 1e6 / calls if calls else 0.0,
         rows=table(times, plan),
-        comparison=comparison if comparison.calls else None,
+        comparison=comparison if comparison.calls or comparison.recorded_end_to_end_us is not None else None,
         check=check,
         step=compare_step(plan, results),
     )

@@ -28,6 +28,13 @@ def compare_step(plan: Plan, results: Sequence[RankResult]) -> StepComparison | 
     unprofiled = [ns for one in recorded for ns in one.unprofiled_ns]
     profiled = [ns for one in recorded for ns in one.profiled_ns]
     exposed = [one.exposed_ns / len(one.steps) for one in recorded if one.exposed_ns]
+    on_host = [
+        one
+        for one in recorded
+        if any(op.gap_ns for op in one.operations) and all(op.stream < 0 for op in one.operations)
+    ]
+    between = [sum(op.gap_ns for op in one.operations) / len(one.steps) for one in on_host]
+    within = [sum(op.took_ns for op in one.operations) / len(one.steps) for one in on_host]
     failed = [
         row
         for result in results
@@ -43,6 +50,8 @@ def compare_step(plan: Plan, results: Sequence[RankResult]) -> StepComparison | 
         recorded_ms=median(unprofiled) / 1e6 if unprofiled else None,
         recorded_steps=len(unprofiled),
         profiled_ms=median(profiled) / 1e6 if profiled else None,
+        profiled_operations_ms=fmean(within) / 1e6 if within else None,
+        profiled_between_ms=fmean(between) / 1e6 if between else None,
         exposed_ms=fmean(waited) / 1e6,
         recorded_exposed_ms=fmean(exposed) / 1e6 if exposed else None,
         host_ms=fmean(host) / 1e6,

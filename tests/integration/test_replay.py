@@ -182,7 +182,12 @@ def test_the_files_of_a_replay_say_the_same_as_its_report(
     for row in rows:
         assert float(row["completion_us_p50"]) >= float(row["waiting_us_p50"]) >= 0
         assert float(row["completion_us_p50"]) >= float(row["issue_us_p50"]) > 0
+    # No call has a recorded duration, and from the first launch to the last is known all the same.
+    assert report["comparison"]["calls"] == 0
+    assert report["comparison"]["recorded_end_to_end_us"] > 0
+    assert report["comparison"]["replayed_end_to_end_us"] > 0
     page = (out / "replay.html").read_text()
+    assert "No call has a recorded duration" in page
     assert "Replayed, by operation, group and size" in page
     assert not re.search(r"(src|href) *= *.?http", page)
 

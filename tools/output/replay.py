@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from crossrank.text import amount, microseconds, milliseconds, percent, plural, printable, significant, size_text
-from crossrank.tools.output.charts import Rate, bandwidth_chart
+from crossrank.tools.output.charts import Chart, Rate, axis, bandwidth_chart
 from crossrank.tools.output.console import Columns, Item, Table, table_of
 from crossrank.tools.traces.replayed import (
     JSON,
@@ -96,6 +96,11 @@ def step_lines(step: StepComparison) -> list[str]:
             else "and none was recorded without a profiler to compare with"
         )
     ]
+    if step.operations_ratio is not None:
+        lines.append(
+            f"The operations took {step.operations_ratio:.2f} x their recorded time, both under the profiler: "
+            "where that is not 1, the machine is another one, or busier"
+        )
     exposed = f"Exposed communication {milliseconds(step.exposed_ms)} per step"
     if step.recorded_exposed_ms is not None:
         exposed += f", {milliseconds(step.recorded_exposed_ms)} in the window as recorded"
@@ -109,8 +114,12 @@ def step_lines(step: StepComparison) -> list[str]:
 
 def comparison_text(comparison: Comparison) -> str:
     text = (
-        f"Relative error over {comparison.calls:,} calls: {percent(comparison.error_p50)} median, "
-        f"{percent(comparison.error_p95)} at p95; {comparison.without_time:,} call(s) have no recorded time"
+        "No call has a recorded duration"
+        if not comparison.calls
+        else (
+            f"Relative error over {comparison.calls:,} calls: {percent(comparison.error_p50)} median, "
+            f"{percent(comparison.error_p95)} at p95; {comparison.without_time:,} call(s) have no recorded time"
+        )
     )
     if comparison.recorded_end_to_end_us is None:
         return text
@@ -151,15 +160,19 @@ def print_report(report: ReplayReport) -> None:
         for line in step_lines(report.step):
             print(f"\n{line}" if line.startswith("A step") else line)
     if report.comparison is not None:
-        _table(report.comparison.rows, _COMPARED, _ON_CONSOLE).print(
-            "Replayed against recorded: completion of each rank's calls, and the collectives themselves; medians"
-        )
+        if report.comparison.rows:
+            _table(report.comparison.rows, _COMPARED, _ON_CONSOLE).print(
+                "Replayed against recorded: completion of each rank's calls, and the collectives themselves; medians"
+            )
         if any(row.collective_recorded_us is None for row in report.comparison.rows):
             print("  - where the recorded times do not give that of the collective: a root or a sender may end early")
         print(f"\n{comparison_text(report.comparison)}")
-        print(f"The recording was made under a profiler or torch's watch, the replay at pace {settings.pace}")
-    elif not report.what_if and report.rows:
-        print("The recording has no durations to compare with; `crossrank link` gives them to the calls of a window")
+        if report.comparison.calls:
+            print(f"The recording was made under a profiler or torch's watch, the replay at pace {settings.pace}")
+    if not (report.comparison and report.comparison.calls) and not report.what_if and report.rows:
+        print(
+            "TRACING_TIMING=1 records durations to compare with; `crossrank link` gives them to the calls of a window"
+        )
     if report.check is not None and report.check.failures:
         title = f"Wrong results ({len(report.check.failures)} of {report.check.tensors:,} checked)"
         _table(report.check.failures, _FAILURES, _ON_CONSOLE).print(title)
@@ -186,17 +199,65 @@ def shown(report: ReplayReport, limit: int) -> dict[str, Any]:
         for row in report.rows[:limit]
         if row.busbw_gb_per_s is not None and row.busbw_gb_per_s.p50 > 0 and row.calls > 0 and row.bytes > 0
     ]
+    chart = bandwidth_chart("replayed-sizes", rates)
+    of_step = step_chart(report.step) if report.step is not None else None
     return {
         "report": report,
-        "chart": bandwidth_chart("replayed-sizes", rates),
+        "charts": [chart] if of_step is None else [of_step, chart],
+        "chart": chart,
         "rows": _table(report.rows, _ROWS, limit),
-        "compared": _table(report.comparison.rows, _COMPARED, limit) if report.comparison else None,
+        "compared": _table(report.comparison.rows, _COMPARED, limit)
+        if report.comparison and report.comparison.rows
+        else None,
+        "step": report.step,
+        "step_chart": of_step,
+        "step_lines": step_lines(report.step) if report.step else [],
+        "operations": _table(report.step.operations, _OPERATIONS, limit) if report.step else None,
         "failures": _table(report.check.failures, _FAILURES, limit) if report.check else None,
     }
+
+
+_PARTS = ("operations", "between operations", "waiting for communication")
+
+
+def step_chart(step: StepComparison) -> Chart:
+    """A step as it was recorded and as it was replayed, one above the other."""
+    operations = step.replayed_ms - step.exposed_ms - step.host_ms
+    bars: dict[str, tuple[float | None, ...]] = {"replayed": (max(operations, 0.0), step.host_ms, step.exposed_ms)}
+    if step.profiled_operations_ms is not None:
+        bars["recorded, under the profiler"] = (
+            step.profiled_operations_ms,
+            step.profiled_between_ms,
+            step.recorded_exposed_ms,
+        )
+    traces = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": part,
+            "y": list(bars),
+            "x": [parts[place] or 0.0 for parts in bars.values()],
+            "hovertemplate": f"{part}: %{{x:,.2f}} ms<extra>%{{y}}</extra>",
+        }
+        for place, part in enumerate(_PARTS)
+    ]
+    if step.recorded_ms is not None:
+        traces.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": "whole step",
+                "y": ["recorded, without a profiler"],
+                "x": [step.recorded_ms],
+                "hovertemplate": "%{x:,.2f} ms<extra>%{y}</extra>",
+            }
+        )
+    layout = {"barmode": "stack", "xaxis": axis("ms per step"), "yaxis": axis(automargin=True)}
+    return Chart(id="replayed-step", height=230, traces=traces, layout=layout)
 
 
 def replay_page(report: ReplayReport) -> str:
     from crossrank.tools.output.page import render
 
     parts = shown(report, limit=200)
-    return render("replay.html", [parts["chart"]], shown=parts)
+    return render("replay.html", parts["charts"], shown=parts)

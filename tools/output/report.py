@@ -27,7 +27,7 @@ def report_page(figures: Figures) -> str:
     replayed = replay.shown(figures.replay, limit=_ROWS) if figures.replay is not None else None
     keys = [KEYS["op"], ("group", lambda row: row.pg), KEYS["locality"], KEYS["size"]]
     more = "crossrank bandwidth has all"
-    charts = [*_charts(figures), *([replayed["chart"]] if replayed else [])]
+    charts = [*_charts(figures), *(replayed["charts"] if replayed else [])]
     return render(
         "report.html",
         charts,

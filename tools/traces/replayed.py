@@ -144,6 +144,10 @@ class StepComparison(msgspec.Struct, kw_only=True):
     """How many they are, over all ranks."""
     profiled_ms: float | None
     """Median of the steps of the window, recorded under the profiler."""
+    profiled_operations_ms: float | None
+    """Of such a step, the operations; None where some ran on a device, beside the host, or times are not known."""
+    profiled_between_ms: float | None
+    """Of such a step, what lies between operations and is no waiting: the host's own time, and the profiler's."""
     exposed_ms: float
     """Time of a step in which the host waited for communication in the replay, mean over ranks and passes."""
     recorded_exposed_ms: float | None
@@ -161,6 +165,13 @@ class StepComparison(msgspec.Struct, kw_only=True):
     def ratio(self) -> float | None:
         """Replayed / recorded."""
         return self.replayed_ms / self.recorded_ms if self.recorded_ms else None
+
+    @property
+    def operations_ratio(self) -> float | None:
+        """Time of the operations, replayed / recorded, both under the profiler."""
+        both = [(one.profiled_us, one.recorded_us) for one in self.operations if one.profiled_us and one.recorded_us]
+        recorded = sum(us for _, us in both)
+        return sum(us for us, _ in both) / recorded if recorded else None
 
 
 class ReplayRow(msgspec.Struct, kw_only=True):
@@ -290,7 +301,7 @@ class ReplayReport(msgspec.Struct, kw_only=True):
     """CPU time of the process per launch-and-wait, all threads, mean over the ranks."""
     rows: list[ReplayRow]
     comparison: Comparison | None
-    """None where the recording has no durations."""
+    """None where the recording has no times."""
     check: CheckResult | None
     step: StepComparison | None = None
     """With computation alone."""
