@@ -16,7 +16,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 # The whole story, on four gloo ranks that pose as two nodes: what was recorded, its traces linked, converted for
 # simulators and simulated, a look whether all is well, how fast it was, the communication replayed without the model,
-# a whole step replayed with its computation, and all of it on one timeline and one page. Then a job that hangs says why while it hangs.
+# a whole step replayed with its computation, and all of it on one timeline and one page. Then a job that hangs says
+# why while it hangs.
 demo: $(STAMP)
 	rm -rf $(DEMO) $(DEMO)-chakra $(DEMO)-replay $(DEMO)-hang
 	OMP_NUM_THREADS=1 TRACING=ALL TRACING_DIR=$(DEMO) $(BIN)/torchrun --standalone --nproc-per-node 4 examples/demo.py
