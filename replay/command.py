@@ -164,7 +164,7 @@ def _replay(
     from crossrank.replay.run.worker import check_backend
 
     backend, device = check_backend(given.backend, given.device, None if lead is not None else plan.world_size)
-    slack_ns = max(map(_busy_ns, plan.ranks)) * parse_pace(given.pace).scale
+    slack_ns = max(_busy_ns(rank, parse_pace(given.pace).scale) for rank in plan.ranks)
     settings = Settings(
         backend=backend,
         device=device,
@@ -205,11 +205,11 @@ def _replay(
     return int(wrong or (given.strict and not whole)), report
 
 
-def _busy_ns(rank: RankPlan) -> int:
-    """How long a rank may keep the others waiting beside its calls."""
+def _busy_ns(rank: RankPlan, scale: float) -> float:
+    """How long a rank may keep the others waiting beside its calls, with so much of its recorded gaps."""
     if rank.compute is None:
-        return sum(call.gap_ns for call in rank.calls)
-    return sum(one.gap_ns + one.took_ns for one in rank.compute.operations)
+        return sum(call.gap_ns for call in rank.calls) * scale
+    return sum(one.gap_ns * scale + one.took_ns for one in rank.compute.operations)
 
 
 def _is_whole(plan: Plan) -> bool:
@@ -227,11 +227,16 @@ def _read(arguments: argparse.Namespace) -> Plan:
     path: str = arguments.trace
     is_file = os.path.isfile(path)
     if is_file and look(path).kind == PLAN:
-        for name in ("steps", "partial", "one_trace", "world_size", "trace_type"):
+        for name in ("steps", "partial", "one_trace", "world_size", "trace_type", "window"):
             if getattr(arguments, name):
                 option = f"--{name.replace('_', '-')}"
                 raise CrossrankError(f"{option} is for traces, and {path} is a plan, which is made; leave it out")
-        return load_plan(path)
+        plan = load_plan(path)
+        computes = any(rank.compute is not None for rank in plan.ranks)
+        if computes != arguments.compute:
+            step = "add --compute" if computes else "leave out --compute, or save a plan of a window with it"
+            raise CrossrankError(f"{path}: is a plan with{'' if computes else 'out'} computation; {step}")
+        return plan
     steps = replay_options.steps_of(arguments.steps)
     if arguments.compute:
         return _read_with_computation(arguments)
@@ -255,11 +260,15 @@ def _read(arguments: argparse.Namespace) -> Plan:
 
 
 def _read_with_computation(arguments: argparse.Namespace) -> Plan:
+    if arguments.trace_type is not None:
+        raise CrossrankError(
+            "--trace-type chooses the calls of one kind of file; --compute reads windows: leave one out"
+        )
     if arguments.steps is not None:
         raise CrossrankError(
             "--steps chooses calls of a comms file; --compute replays a window: choose it with --window"
         )
-    found = find_windows(arguments.trace, arguments.window)
+    found = find_windows(arguments.trace, arguments.window, one_trace=arguments.one_trace)
     size = sum(
         os.path.getsize(path) for one in found.inputs for path in (one.et, one.linked) if path and os.path.exists(path)
     )

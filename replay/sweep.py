@@ -34,6 +34,11 @@ _WITHOUT_EFFECT = ("output", "json", "run", "command", "sweep", "jobs", "cluster
 
 RECORDED = "recorded"
 """In a sweep, as the recording is: the option is left out."""
+_UNCHANGED: dict[str, object] = {
+    "scale-bytes": 1.0, "dtype": None, "nproc": None, "ops": None, "drop": None, "pgs": None, "max-calls": None,
+    "bucket-mb": None, "overlap": None, "threads": None,
+}  # fmt: skip
+"""What an option is that is left out, of those that change what was recorded."""
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 STAMP = "settings.txt"
 
@@ -81,8 +86,8 @@ def with_values(arguments: argparse.Namespace, values: dict[str, str]) -> argpar
     given = argparse.Namespace(**vars(arguments))
     for name, value in values.items():
         try:
-            changed = None if value == RECORDED else OPTIONS[name](value)
-            setattr(given, name.replace("-", "_"), 1.0 if changed is None and name == "scale-bytes" else changed)
+            recorded = value == RECORDED and name in _UNCHANGED
+            setattr(given, name.replace("-", "_"), _UNCHANGED[name] if recorded else OPTIONS[name](value))
         except ValueError:
             raise CrossrankError(f"--sweep {name}: {value!r} is not a number") from None
     check(given)

@@ -18,7 +18,7 @@ from crossrank.atomic_file import whole_file
 from crossrank.comm import MOST_RANKS, CommRecord, Count, Group, Int, has_size, is_p2p
 from crossrank.errors import CrossrankError, one_line
 from crossrank.recording import ReadIssues, read_chunks
-from crossrank.replay.plan.compute.compute_plan import ComputePlan
+from crossrank.replay.plan.compute.compute_plan import ComputePlan, contradictions
 from crossrank.replay.plan.shapes import BrokenError, LeftOutError, complete
 from crossrank.tools.traces.replayed import Coverage
 
@@ -241,6 +241,9 @@ def check_plan(plan: Plan, path: str) -> None:
 
 
 def _contradictions(plan: Plan) -> Iterator[str]:
+    for rank in plan.ranks:
+        for problem in contradictions(rank.compute) if rank.compute is not None else ():
+            yield f"rank {rank.rank}: {problem}"
     members: dict[str, Group] = {}
     for group in plan.groups:
         ranks = group.ranks or []

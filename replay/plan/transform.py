@@ -233,7 +233,8 @@ def _without(plan: Plan, world_size: int) -> dict[str, LeftOut]:
     rows = copy_left_out(plan.left_out)
     for rank in plan.ranks[world_size:]:
         if not rank.is_copy:
-            leave_out(rows, GONE, len(rank.calls), sum(call.recorded_bytes for call in rank.calls))
+            calls = sum(call.recorded_calls for call in rank.calls)
+            leave_out(rows, GONE, calls, sum(call.recorded_bytes for call in rank.calls))
             for reason, row in rank.left_out.items():
                 leave_out(rows, reason, row.calls, row.bytes, row.unsized)
     return {reason: row for reason, row in rows.items() if row.calls}

@@ -101,7 +101,10 @@ def _memory_per_rank(plan: Plan) -> int:
 
 def rank_bytes(rank: RankPlan) -> int:
     """Memory for the tensors of a rank, in bytes: with computation, calls work on the same ones."""
-    return rank.compute.bytes if rank.compute is not None else bytes_needed(rank.calls)
+    if rank.compute is None:
+        return bytes_needed(rank.calls)
+    changed = [call for call in rank.calls if call.merged or call.record.bytes != call.recorded_bytes]
+    return rank.compute.bytes + (bytes_needed(rank.calls) if changed else 0)
 
 
 def print_plan(plan: Plan) -> None:

@@ -23,16 +23,19 @@ def compare_step(plan: Plan, results: Sequence[RankResult]) -> StepComparison | 
         return None
     recorded = [one.compute for one in plan.ranks if one.compute is not None and not one.is_copy]
     steps = max(len(one.steps) for one in computes.values())
-    took = [step for result in results for one in result.passes for step in _steps(one.steps, one.end)]
-    waited = [one.waited / steps for result in results for one in result.passes]
+    took = [
+        step / (len(computes[result.rank].steps) // len(one.steps))
+        for result in results
+        for one in result.passes
+        if one.steps
+        for step in _steps(one.steps, one.end)
+    ]
+    waited = [one.waited / len(computes[result.rank].steps) for result in results for one in result.passes if one.steps]
     unprofiled = [ns for one in recorded for ns in one.unprofiled_ns]
     profiled = [ns for one in recorded for ns in one.profiled_ns]
-    exposed = [one.exposed_ns / len(one.steps) for one in recorded if one.exposed_ns]
-    on_host = [
-        one
-        for one in recorded
-        if any(op.gap_ns for op in one.operations) and all(op.stream < 0 for op in one.operations)
-    ]
+    timed = [one for one in recorded if any(op.gap_ns for op in one.operations)]
+    exposed = [one.exposed_ns / len(one.steps) for one in timed]
+    on_host = [one for one in timed if not any(op.on_device for op in one.operations)]
     between = [sum(op.gap_ns for op in one.operations) / len(one.steps) for one in on_host]
     within = [sum(op.took_ns for op in one.operations) / len(one.steps) for one in on_host]
     failed = [
@@ -41,7 +44,11 @@ def compare_step(plan: Plan, results: Sequence[RankResult]) -> StepComparison | 
         if result.computed is not None and not plan.ranks[result.rank].is_copy
         for row in result.computed.failed
     ]
-    host = [one.computed.host_ns / steps for one in results if one.computed is not None]
+    host = [
+        one.computed.host_ns / len(computes[one.rank].steps)
+        for one in results
+        if one.computed is not None and computes[one.rank].steps
+    ]
     return StepComparison(
         coverage=coverage_of(recorded, failed),
         steps=steps,
@@ -49,6 +56,7 @@ def compare_step(plan: Plan, results: Sequence[RankResult]) -> StepComparison | 
         replayed_p95_ms=float(np.quantile(took, 0.95)) / 1e6,
         recorded_ms=median(unprofiled) / 1e6 if unprofiled else None,
         recorded_steps=len(unprofiled),
+        other_steps=sum(one.other_steps for one in recorded),
         profiled_ms=median(profiled) / 1e6 if profiled else None,
         profiled_operations_ms=fmean(within) / 1e6 if within else None,
         profiled_between_ms=fmean(between) / 1e6 if between else None,
@@ -72,7 +80,7 @@ def _operations(computes: dict[int, ComputePlan], results: Sequence[RankResult])
     count: Counter[str] = Counter()
     for compute in computes.values():
         for one in compute.operations:
-            if one.node and one.call < 0:
+            if one.node and one.call < 0 and not one.on_device:
                 recorded[one.name] += one.took_ns
     for result in results:
         rows = result.computed.operations if result.computed is not None else {}

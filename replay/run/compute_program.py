@@ -17,7 +17,7 @@ import torch
 
 from crossrank.errors import one_line
 from crossrank.machine import peak_memory
-from crossrank.replay.plan.compute.compute_plan import ComputeOperation, ComputePlan
+from crossrank.replay.plan.compute.compute_plan import ComputeOperation, ComputePlan, flat_results, slots_in
 from crossrank.replay.plan.dtype_fallback import substitute
 from crossrank.replay.plan.plan import PlannedCall
 from crossrank.replay.plan.shapes import tensors
@@ -29,6 +29,9 @@ from crossrank.replay.run.pacing import idle
 from crossrank.replay.run.program import Bound, OwnTensors, Program
 from crossrank.tools.traces.kineto import read_kineto
 
+_RESHAPES = frozenset(
+    f"aten::{name}_" for name in ("unsqueeze", "squeeze", "t", "transpose", "resize", "set", "as_strided", "swapaxes")
+)
 _LINES = 1000
 """Of one function: the compiler of Python takes longer than linear in them."""
 Launch = Callable[[int], None]
@@ -70,6 +73,8 @@ class ComputeProgram:
                 block = self._blocks[slot.block]
                 whole = block[: block.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
                 self.slots[number] = whole.as_strided(slot.shape, slot.strides, slot.offset)
+        reshaping = {slot for one in plan.operations if one.name in _RESHAPES for slot in slots_in(one.arguments)}
+        self._reshaped = [(slot, self.slots[slot]) for slot in sorted(reshaping) if plan.slots[slot].block >= 0]
         self._names: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
         self._parts: list[Callable[..., None]] = []
 
@@ -77,9 +82,15 @@ class ComputeProgram:
         """By index: the calls that communicate what the operations around them work on, as they did when they were
         recorded; those that were changed have other tensors."""
         at = {one.call: one for one in self.plan.operations if one.call >= 0}
+        places = {one.call: number for number, one in enumerate(self.plan.operations) if one.call >= 0}
         own = {}
+        highest = -1
         for index, call in enumerate(calls):
             operation = at.get(call.record.id)
+            place = places.get(call.record.id, -1)
+            if place < highest:
+                continue  # launched later than it was, when its tensors may be gone
+            highest = place
             instead = substitute(call.record, backend)
             if operation is None or call.merged or (instead.dtype, instead.elements) != (call.record.dtype, 1):
                 continue
@@ -95,16 +106,20 @@ class ComputeProgram:
         """Put the launches of `program` and the waits for them between the operations. `progress[1]` counts
         operations, for whoever watches."""
         self._launches, self._waits, self._last = place_launches(self.plan, program)
-        self._is_blocking = [bound.blocking for bound in program.bound]
         self._bind(launch, wait, progress)
 
     def run_pass(self, *, trial: bool = False, clock: list[int] | None = None) -> None:
-        """One pass; of a trial every operation may fail. `clock` takes the time before and after each operation, in
-        ns."""
+        """One pass, for which `reset` was called; of a trial every operation may fail. `clock` takes the time before
+        and after each operation, in ns."""
         if trial:
             self._trial()
         else:
             self._run(clock)
+
+    def reset(self) -> None:
+        """Undo what operations in place did to the shapes of tensors that were there before."""
+        for slot, tensor in self._reshaped:
+            self.slots[slot] = tensor.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _trial(self) -> None:
         """A pass in which every operation may fail: what does stands empty, and idle for its time, from then on."""
@@ -118,13 +133,19 @@ class ComputeProgram:
                     try:
                         exec("\n".join(self._own(number, operation)), names)
                         self._compare(operation)
-                    except _RAISED as error:
+                    except Exception as error:
                         self.failed[number] = _reason(error)
                 if not operation.runs or number in self.failed:
                     exec("\n".join(self._own(number, operation)), names)
                 exec("\n".join(_frees(operation)), names)
-            names["wait"](self._last)
+            self._end()
         self._compile()
+
+    def _end(self) -> None:
+        """Launch what belongs to no operation, and wait for all that is under way."""
+        for position in self._launches.get(-1, ()):
+            self._names["launch"](position)
+        self._names["wait"](self._last)
 
     def take_profile(self, path: str, passes: int) -> None:
         """Learn from the Kineto trace of so many passes what the host did between operations in the recording."""
@@ -141,18 +162,13 @@ class ComputeProgram:
     def _event_names(self) -> list[str]:
         """By operation, the name of its event; empty where it has none."""
         return [
-            one.name if (number in self._launches if one.call >= 0 else one.runs and number not in self.failed) else ""
+            one.name if one.runs and number not in self.failed else ""
             for number, one in enumerate(self.plan.operations)
         ]
 
     def _after_waits(self) -> set[int]:
-        """Operations before which the replay waits for communication."""
-        blocking = {
-            number + 1
-            for number, positions in self._launches.items()
-            if any(self._is_blocking[position] for position in positions)
-        }
-        return blocking | self._waits.keys()
+        """Operations before which the replay launches communication or waits for it."""
+        return {number + 1 for number in self._launches} | self._waits.keys()
 
     def _run(self, clock: list[int] | None) -> None:
         self.marks = []
@@ -160,7 +176,7 @@ class ComputeProgram:
         with torch.no_grad():
             for part in parts:
                 part(self.slots) if clock is None else part(self.slots, clock.append)
-            self._names["wait"](self._last)
+            self._end()
 
     def result(self, clock: Sequence[int]) -> Computed:
         """What was computed, with the times of a pass with a `clock`."""
@@ -176,6 +192,8 @@ class ComputeProgram:
                 )
         failed: dict[tuple[str, str], tuple[int, int]] = {}
         for number, reason in self.failed.items():
+            if not self.plan.operations[number].node:
+                continue
             key = self.plan.operations[number].name, reason
             count, ns = failed.get(key, (0, 0))
             failed[key] = count + 1, ns + self.plan.operations[number].took_ns
@@ -197,8 +215,12 @@ class ComputeProgram:
             made = torch.empty_strided(one.shape, one.strides, dtype=getattr(torch, one.dtype), device=self.device)
             return made if made.is_floating_point() else made.zero_()
 
+        on_gpu = self.device.type == "cuda"
+
         def mark() -> None:
-            self.marks.append(time.monotonic_ns())
+            # The host runs ahead of a GPU: there the pass as a whole tells how long its steps took.
+            if not (on_gpu and self.marks):
+                self.marks.append(time.monotonic_ns())
 
         self._names |= {
             "launch": launch,
@@ -241,7 +263,7 @@ class ComputeProgram:
         lines = []
         if number in self._steps:
             lines.append("mark()")
-        if number % 256 == 0:
+        if number % 16 == 0:
             lines.append(f"p[1] = {number}")
         host = self.host_ns[number]
         if waits := self._waits.get(number):
@@ -252,10 +274,15 @@ class ComputeProgram:
 
     def _own(self, number: int, operation: ComputeOperation) -> list[str]:
         """The code of an operation itself."""
-        if operation.call >= 0:
-            return [f"launch({position})" for position in self._launches.get(number, ())]
+        launches = [f"launch({position})" for position in self._launches.get(number, ())]
+        if operation.call >= 0 or launches:
+            return launches if operation.call >= 0 else [*launches, *self._instead(number, operation)]
+        return self._instead(number, operation)
+
+    def _instead(self, number: int, operation: ComputeOperation) -> list[str]:
+        """The code of an operation, or of what stands in for it."""
         if not operation.runs or number in self.failed:
-            empty = [f"s[{slot}] = empty({slot})" for slot in _flat(operation.results)]
+            empty = [f"s[{slot}] = empty({slot})" for slot in flat_results(operation.results)]
             return [f"host({operation.took_ns})", *empty]
         return self._call(operation)
 
@@ -270,7 +297,7 @@ class ComputeProgram:
             given.append(f"{name}={text}" if name else text)
         call = f"f{operation.schema}({', '.join(given)})"
         results = operation.results
-        if not _flat(results):
+        if not flat_results(results):
             return [call]
         if len(results) == 1:
             if isinstance(results[0], int):
@@ -302,7 +329,7 @@ class ComputeProgram:
 
     def _compare(self, operation: ComputeOperation) -> None:
         """Raise where an operation gave a tensor of another shape than recorded: what follows could not go on."""
-        for slot in _flat(operation.results):
+        for slot in flat_results(operation.results):
             made, wanted = self.slots[slot], self.plan.slots[slot]
             if isinstance(made, torch.Tensor) and list(made.shape) != wanted.shape:
                 raise _OtherShape
@@ -323,12 +350,12 @@ def place_launches(plan: ComputePlan, program: Program) -> Placed:
         max((at[one] for call in _calls(program, bound) for one in call.recorded_ids if one in at), default=-1)
         for bound in program.bound
     ]
-    last = max(at.values(), default=0)
+    last = max(at.values(), default=len(plan.operations) - 1)
     following = last
     for position in reversed(range(len(places))):
         places[position] = following = places[position] if places[position] >= 0 else following
     launches: dict[int, list[int]] = {}
-    highest = 0
+    highest = -1
     for position, place in enumerate(places):
         highest = max(highest, place)
         launches.setdefault(highest, []).append(position)
@@ -353,9 +380,6 @@ def _calls(program: Program, bound: Bound) -> list[PlannedCall]:
     return program.calls[bound.first : bound.first + bound.count]
 
 
-_RAISED = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError, AssertionError)
-
-
 class _OtherShape(ValueError):
     """What an operation gives depends on its data."""
 
@@ -377,13 +401,6 @@ def _defaults(operation: Any) -> tuple[list[str], list[tuple[Any, ...]]]:
     arguments = operation._schema.arguments
     names = [one.name if one.kwarg_only else "" for one in arguments]
     return names, [(one.default_value,) if one.has_default_value() else () for one in arguments]
-
-
-def _flat(results: Iterable[Any]) -> list[int]:
-    flat: list[int] = []
-    for one in results:
-        flat += _flat(one) if isinstance(one, list) else [one] if one is not None else []
-    return flat
 
 
 def _targets(source: str, results: Sequence[Any]) -> list[str]:

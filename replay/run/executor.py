@@ -82,6 +82,8 @@ class CpuExecutor:
         self._works: list[Any] = [None] * len(program.bound)
         self._begin()
         self.waited_ns = 0
+        if self._compute is not None:
+            self._compute.reset()
         start = now()
         if self._compute is not None:
             self._compute.run_pass(trial=trial, clock=clock)

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import crossrank
 from crossrank.recording import CommsFile
 from crossrank.replay.plan.compute.windows import find_windows, read_windows
 from crossrank.replay.plan.plan import Plan, save_plan
@@ -31,7 +33,7 @@ def _model() -> nn.Module:
 
 def _train(model: nn.Module) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(6):
+    for _ in range(8):
         model(torch.randn(2, 8, 32)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -86,8 +88,8 @@ def test_every_operation_and_every_call_of_a_window_runs_again(
     for rank in (0, 1):
         assert calls_of(again, rank, range(100)) == 2 * calls_of(recorded, rank, STEPS)
     assert step["steps"] == len(STEPS)
-    # Three steps of six lie outside the window and beside none of its ends, on each rank.
-    assert step["recorded_steps"] == 2 * 2
+    # Of eight steps the first has no begin, and one on each side of the window is left out: three are, on each rank.
+    assert step["recorded_steps"] == 2 * 3
     assert 0 < step["exposed_ms"] < step["replayed_ms"] <= step["replayed_p95_ms"]
     assert step["operations"][0]["replayed_us"] >= step["operations"][-1]["replayed_us"] > 0
     named = {row["name"]: row for row in step["operations"]}
@@ -116,6 +118,53 @@ def test_ddp_waits_for_its_buckets_after_the_backward_and_not_where_it_launches_
         # All buckets of a step are launched before the first is waited for.
         assert [call.wait_before for call in rank.calls] == [of_a_step] * of_a_step + [2 * of_a_step] * of_a_step
         assert not any(call.blocking for call in rank.calls)
+
+
+def halves(rank: int) -> None:
+    """Two asynchronous calls on one buffer, and a batch of a send and a receive."""
+    buffer = torch.ones(1000)
+    for _ in range(6):
+        first = dist.all_reduce(buffer[:500], async_op=True)
+        second = dist.all_reduce(buffer[500:], async_op=True)
+        assert first is not None
+        assert second is not None
+        first.wait()
+        second.wait()
+        received = torch.empty(3)
+        given = torch.full((3,), 1.0).clone()
+        ops = [dist.P2POp(dist.isend, given, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        buffer.add_(received.sum())
+        crossrank.step()
+
+
+def test_calls_on_parts_of_one_tensor_are_under_way_together_and_a_batch_keeps_its_tensors(
+    two_ranks: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two_ranks.run(halves, tmp_path, window="2:4")
+    recorded = tmp_path / "recording"
+    for rank in plan_of(recorded).ranks:
+        reduced = [(index, call) for index, call in enumerate(rank.calls) if call.record.op == "all_reduce"]
+        assert [call.wait_before - index for index, call in reduced] == [2, 1] * len(STEPS)
+    again = tmp_path / "again"
+    assert replayed(capsys, recorded, "--strict", "--record", str(again))["step"]["coverage"]["left_out"] == []
+    assert calls_of(again, 0, range(100)) == 2 * calls_of(recorded, 0, STEPS)
+
+
+def test_a_saved_plan_says_whether_it_has_computation_and_holds_no_code(
+    ddp: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, path = plan_of(ddp), tmp_path / "plan.json"
+    save_plan(plan, path)
+    assert main(["replay", str(path)]) == 2
+    assert "is a plan with computation; add --compute" in capsys.readouterr().err
+    first = plan.ranks[0].compute
+    assert first is not None
+    next(one for one in first.operations if one.results).results = ["0]; print('code'); s[0"]
+    save_plan(plan, path)
+    assert main(["replay", str(path), "--compute"]) == 2
+    assert "names a tensor that is no number; make the plan anew" in capsys.readouterr().err
 
 
 def test_what_ifs_change_the_calls_and_leave_the_operations(ddp: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,9 +91,10 @@ def step_lines(step: StepComparison) -> list[str]:
         f"A step took {milliseconds(step.replayed_ms)} (p95 {milliseconds(step.replayed_p95_ms)}), "
         + (
             f"{step.ratio:.2f} x the {milliseconds(step.recorded_ms)} recorded without a profiler (median of "
-            f"{step.recorded_steps:,} steps of ranks outside windows)"
+            f"{plural(step.recorded_steps, 'step')} of ranks outside windows"
+            + (f"; {step.other_steps:,} others made other calls)" if step.other_steps else ")")
             if step.ratio is not None and step.recorded_ms is not None
-            else "and none was recorded without a profiler to compare with"
+            else "and none with its calls was recorded without a profiler to compare with"
         )
     ]
     if step.operations_ratio is not None:

@@ -139,9 +139,12 @@ class StepComparison(msgspec.Struct, kw_only=True):
     """Median over ranks, passes and steps."""
     replayed_p95_ms: float
     recorded_ms: float | None
-    """Median over ranks and steps of those steps that were recorded without a profiler; None without any."""
+    """Median over ranks and steps of those steps that were recorded without a profiler and made the same calls as one
+    of the window; None without any."""
     recorded_steps: int
     """How many they are, over all ranks."""
+    other_steps: int
+    """Steps without a profiler that made other calls, over all ranks: they are not compared with."""
     profiled_ms: float | None
     """Median of the steps of the window, recorded under the profiler."""
     profiled_operations_ms: float | None

@@ -7,7 +7,8 @@ tensors by *slots*: one for every tensor that an operation gives, and one for ev
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from operator import index
 from typing import Any
 
 import msgspec
@@ -79,6 +80,8 @@ class ComputeOperation(msgspec.Struct, gc=False, omit_defaults=True, kw_only=Tru
     """Operations that began in the gap and of which those inside run: they cost it as much as one that runs."""
     took_ns: Count = 0
     """Recorded time under the profiler: on the device where it had any there."""
+    on_device: bool = False
+    """`took_ns` is of a device."""
     stream: int = -1
     """Number of the stream on the device that its kernels ran on, -1 = the one that is current."""
     reason: str = ""
@@ -108,12 +111,43 @@ class ComputePlan(msgspec.Struct, kw_only=True):
     threads: Count = 1
     """Of torch on the CPU."""
     unprofiled_ns: list[int] = []
-    """How long the steps of the same rank took that were not recorded under a profiler."""
+    """How long the steps of the same rank took that were not recorded under a profiler and made the same calls."""
+    other_steps: Count = 0
+    """Those that made other calls."""
     profiled_ns: list[int] = []
     """How long those of the window took."""
     exposed_ns: Count = 0
     """Time in the window in which the host waited for communication, as far as it is recorded."""
-    notes: list[str] = []
+
+
+def contradictions(compute: ComputePlan) -> Iterator[str]:
+    """What cannot be in a plan that may have been written by hand."""
+    for one in compute.operations:
+        try:
+            slots = [*slots_in(one.arguments), *one.inputs, *one.outputs, *one.frees, *flat_results(one.results)]
+        except (TypeError, ValueError):
+            yield f"operation {one.node} names a tensor that is no number"
+            return
+        if not all(0 <= slot < len(compute.slots) for slot in slots) or one.schema >= len(compute.schemas):
+            yield f"operation {one.node} names a tensor or a schema that is not there"
+            return
+    if not all(one.block < len(compute.blocks) for one in compute.slots):
+        yield "a tensor lies in memory that is not there"
+
+
+def slots_in(value: Any) -> list[int]:
+    """The slots that an argument names. Raises `TypeError` for one that is no number."""
+    if isinstance(value, list):
+        return [slot for each in value for slot in slots_in(each)]
+    return [index(value["slot"])] if isinstance(value, dict) and "slot" in value else []
+
+
+def flat_results(results: list[Any]) -> list[int]:
+    """The slots of results, which may stand in lists. Raises `TypeError` for one that is no number."""
+    flat: list[int] = []
+    for one in results:
+        flat += flat_results(one) if isinstance(one, list) else [index(one)] if one is not None else []
+    return flat
 
 
 def coverage_of(computes: Iterable[ComputePlan], failed: Iterable[tuple[str, str, int, int]] = ()) -> ComputeCoverage:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from crossrank.replay.plan.compute.tensors import BoundTensors, Storage, Tensors, slots_in
+from crossrank.replay.plan.compute.compute_plan import slots_in
+from crossrank.replay.plan.compute.tensors import BoundTensors, Storage, Tensors
 from crossrank.tools.traces.json_document import parse
 
 INDICES = ("uniform", "zipf")

@@ -135,7 +135,11 @@ def outermost(
             split=split,
         )
         ranges = split = 0
-        root_of[op.id] = one_op
+        # What stands in for kernels alone, launched in a range of the user's, leaves the operations in it to run.
+        if call >= 0 or (schema and op.id not in is_split):
+            root_of[op.id] = one_op
+        else:
+            one_op.schema = ""
         window.found.append(one_op)
     window.steps = sorted({0, *(at for at in window.steps if at < len(window.found))}) if window.found else []
     return window

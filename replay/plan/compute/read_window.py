@@ -8,17 +8,17 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import msgspec
 
 from crossrank.comm import CommRecord
 from crossrank.errors import CrossrankError
-from crossrank.recording import CommsFile
-from crossrank.replay.plan.compute.compute_plan import NO_SCHEMA, ComputeOperation, ComputePlan
+from crossrank.replay.plan.compute.compute_plan import NO_SCHEMA, ComputeOperation, ComputePlan, slots_in
 from crossrank.replay.plan.compute.index_ranges import IndexRanges
 from crossrank.replay.plan.compute.outermost import Outermost, WindowOps, outermost
-from crossrank.replay.plan.compute.tensors import StandInError, Storage, Tensors, slots_in
+from crossrank.replay.plan.compute.step_times import StepTimes, step_times
+from crossrank.replay.plan.compute.tensors import StandInError, Storage, Tensors
 from crossrank.replay.plan.schedule import returns_early
 from crossrank.tools.graph.linking.link import link
 from crossrank.tools.graph.linking.linked_file import read_linked
@@ -26,7 +26,6 @@ from crossrank.tools.graph.linking.linked_trace import Communication, LinkedTrac
 from crossrank.tools.graph.linking.window_files import RankInput
 from crossrank.tools.job.read_rank import RankSources, of_linked
 from crossrank.tools.paused_gc import paused_gc
-from crossrank.tools.traces.comms import WallClock
 from crossrank.tools.traces.execution_trace import io
 from crossrank.tools.traces.rank_trace import RankTrace, waits_of
 
@@ -37,7 +36,6 @@ _SHORTEST = 0.1
 """The share of gaps that are as short as can be."""
 _FEWEST = 20
 """Gaps of a kind from which their shortest says something."""
-_MOST_THREADS = 4096
 _CLOCKS_NS = 2_000
 """By how much the clock of the comms file and that of the trace may be apart."""
 
@@ -66,8 +64,8 @@ def read_window(given: RankInput) -> RankWindow:
     found = outermost(window.host, communications, window.activities, lambda op: sides(op.id))
     if not found.found:
         raise CrossrankError(f"{source.path}: holds no operations; record a window in which the job takes a step")
-    times = _StepTimes.of(given.comms, window)
-    compute = _Building(window, found, times).plan()
+    times = step_times(given.comms, window.base_ns, given.window)
+    compute = _Building(window, found, times, _awaited(trace)).plan()
     _place_waits(trace, compute)
     return RankWindow(trace=trace, compute=compute)
 
@@ -82,56 +80,16 @@ def _numbered(communications: Sequence[Communication]) -> list[Communication]:
     ]
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and 0 < value <= _MOST_THREADS
-
-
-@dataclass(kw_only=True)
-class _StepTimes:
-    """What the comms file knows beside the calls of the window."""
-
-    unprofiled_ns: list[int]
-    profiled_ns: list[int]
-    threads: int = 1
-    """Of torch on the CPU."""
-    waits: dict[int, int]
-    """Id of a call -> when the rank began to wait for it, in ns on the clock of the trace."""
-
-    @classmethod
-    def of(cls, path: str | None, window: LinkedTrace) -> _StepTimes:
-        if path is None:
-            return cls(unprofiled_ns=[], profiled_ns=[], waits={})
-        file = CommsFile(path)
-        for _ in file.records():
-            pass
-        clock = WallClock([file.header.clock, *file.clocks] if file.header is not None else file.clocks)
-        waits: dict[int, int] = {}
-        for wait in file.waits:
-            if wait.id is not None and wait.stood != "launch":
-                waits.setdefault(wait.id, clock.at(wait.t) - window.base_ns)
-        marks = sorted(line["t"] for line in file.steps if isinstance(line.get("t"), int))
-        edges = sorted((line["t"], str(line.get("edge"))) for line in file.windows if isinstance(line.get("t"), int))
-        profiled, unprofiled = [], []
-        for begin, end in pairwise(marks):
-            opened = [edge for t, edge in edges if t <= begin]
-            is_in = bool(opened) and opened[-1] == "open"
-            touches = any(begin < t < end for t, _ in edges)
-            if not is_in and not touches:
-                unprofiled.append(end - begin)
-            elif is_in or any(edge == "open" for t, edge in edges if begin < t < end):
-                profiled.append(end - begin)
-        threads = max((line["threads"] for line in file.windows if _is_count(line.get("threads"))), default=1)
-        return cls(unprofiled_ns=unprofiled, profiled_ns=profiled, threads=threads, waits=waits)
-
-
 class _Building:
     """Makes the plan of one rank's computation."""
 
-    def __init__(self, window: LinkedTrace, ops: WindowOps, times: _StepTimes) -> None:
+    def __init__(self, window: LinkedTrace, ops: WindowOps, times: StepTimes, awaited: set[int]) -> None:
         self.window = window
         self.ops = ops
         self.found = ops.found
         self.times = times
+        self.awaited = awaited
+        """Ids of the calls that are waited for in the trace, nobody knows before which operation."""
         self.tensors = Tensors()
         self.ranges = IndexRanges()
         self.schemas: dict[str, int] = {}
@@ -141,8 +99,8 @@ class _Building:
         self.over = {call: work.end_ns for call, work in works if work is not None and work.start_ns is not None}
         """Id of a call -> when its Work was over."""
         self.operations: list[ComputeOperation] = []
-        self.in_flight: dict[int, set[int]] = {}
-        """Id of a call that is under way -> the storages of its tensors."""
+        self.in_flight: dict[int, list[Extent]] = {}
+        """Id of a call that is under way -> where its tensors lie."""
         self.last_use: dict[int, int] = {}
         """Slot -> position of the last operation that takes it."""
         self.made_at: dict[int, int] = {}
@@ -156,6 +114,7 @@ class _Building:
             self._add(one, due.get(number, ()))
             self.place[number] = len(self.operations) - 1
             self.operations[-1].took_ns = one.device_ns or one.op.duration_ns
+            self.operations[-1].on_device, self.operations[-1].stream = one.device_ns > 0, one.stream
             self.operations[-1].ranges, self.operations[-1].split = one.ranges, one.split
         exposed = self._set_gaps(gaps)
         self._free()
@@ -171,16 +130,16 @@ class _Building:
             bytes=self._most_bytes(),
             threads=self.times.threads,
             unprofiled_ns=self.times.unprofiled_ns,
+            other_steps=self.times.others,
             profiled_ns=self.times.profiled_ns,
             exposed_ns=exposed,
         )
 
     def _waits_due(self) -> dict[int, list[int]]:
         """Position of a node -> the calls for which the rank was recorded to wait before it."""
-        starts = [one.op.start_ns for one in self.found]
-        if None in starts:
+        if not any(one.op.start_ns for one in self.found):
             return {}
-        ordered = list(accumulate((start or 0 for start in starts), max))
+        ordered = list(accumulate((one.op.start_ns or 0 for one in self.found), max))
         due: dict[int, list[int]] = {}
         for call, began in self.times.waits.items():
             if call in self.records:
@@ -215,14 +174,15 @@ class _Building:
             given = [side for side in sides if side]
             # c10d's ops have what they give before what they take; in place it is one and the same.
             operation.outputs, operation.inputs = (given[0], given[-1]) if given else ([], [])
-        touched = {id(self.tensors.storage_of[slot]) for slot in (*used, *made)}
+        touched = [self.tensors.extent(slot) for slot in (*used, *made)]
         waits = [call for call in due if call in self.in_flight]
         looks = not _is_view(one, used, made, self.tensors.storage_of)
         for call, theirs in self.in_flight.items():
             # What touched its tensors while it ran did not wait for it; a view of them is no reason to, but the first
             # that is made when it is over is where the rank had waited.
             is_over = call in self.over and one.op.start_ns is not None and self.over[call] <= one.op.start_ns
-            if theirs & touched and (looks or is_over) and call not in waits:
+            may_wait = call not in self.times.waits and (looks or is_over)
+            if may_wait and call not in waits and _overlap(theirs, touched):
                 waits.append(call)
         for call in waits:
             del self.in_flight[call]
@@ -237,7 +197,7 @@ class _Building:
 
     def _goes_on(self, call: int) -> bool:
         """Whether the rank went on before the call was over."""
-        return call in self.times.waits or returns_early(self.records[call])
+        return call in self.times.waits or call in self.awaited or returns_early(self.records[call])
 
     def _add_view(self, slot: int, whole: int) -> int:
         view = self.tensors.slots[slot]
@@ -269,7 +229,17 @@ class _Building:
         return exposed
 
     def _free(self) -> None:
-        """Let go of every tensor after the last operation that takes it."""
+        """Let go of every tensor after the last operation that takes it, and those of a batch after its last call."""
+        batches: dict[int, list[ComputeOperation]] = {}
+        ends: dict[int, int] = {}
+        for position, one in enumerate(self.operations):
+            batch = self.records[one.call].batch if one.call >= 0 else None
+            if batch is not None:
+                batches.setdefault(batch, []).append(one)
+                ends[batch] = position
+        for batch, calls in batches.items():
+            for slot in (slot for one in calls for slot in (*one.inputs, *one.outputs)):
+                self.last_use[slot] = max(self.last_use.get(slot, -1), ends[batch])
         for slot, made in self.made_at.items():
             last = self.last_use.get(slot, -1)
             if last >= 0:
@@ -285,6 +255,21 @@ class _Building:
             changes[one.first] += one.bytes
             changes[one.last + 1] -= one.bytes
         return blocks + max(accumulate(changes[at] for at in sorted(changes)), default=0)
+
+
+Extent = tuple[int, int, int]
+"""(storage, first byte, one past the last)"""
+
+
+def _overlap(some: Sequence[Extent], others: Sequence[Extent]) -> bool:
+    return any(a[0] == b[0] and a[1] < b[2] and b[1] < a[2] for a in some for b in others)
+
+
+def _awaited(trace: RankTrace) -> set[int]:
+    """Ids of the calls that the trace itself waits for."""
+    if trace.waits is None:
+        return set()
+    return {identity for identity, before in zip(trace.calls.id, trace.waits.before, strict=True) if before >= 0}
 
 
 def gaps_before(found: Sequence[Outermost]) -> list[int | None]:
@@ -327,6 +312,8 @@ def _place_waits(trace: RankTrace, compute: ComputePlan) -> None:
     """Set before which of its calls the rank waited for each, as the waits stand between its operations."""
     row_of = {identity: row for row, identity in enumerate(trace.calls.id)}
     waits = waits_of(trace)
+    count = len(trace)
+    waits.before, waits.blocking, waits.recorded = array("q", [-1]) * count, array("b", [-1]) * count, 0
     launched = 0
     for operation in compute.operations:
         for call in operation.waits:
@@ -336,4 +323,3 @@ def _place_waits(trace: RankTrace, compute: ComputePlan) -> None:
             launched = row_of[operation.call] + 1
     for call in compute.last_waits:
         waits.before[row_of[call]], waits.blocking[row_of[call]] = len(trace), 0
-    waits.returned = array("q", waits.returned)

@@ -91,6 +91,8 @@ class Tensors:
         """Id of a tensor -> slot."""
         self._storages: dict[int, Storage] = {}
         """Number of a storage -> what has it now."""
+        self._others: dict[tuple[int, str], Storage] = {}
+        """(number, type) -> memory from before the window under a number that has tensors of several types."""
 
     def bind(self, position: int, inputs: IO, outputs: IO) -> BoundTensors:
         """What an operation takes and gives. Raises `StandInError` where its tensors cannot be made."""
@@ -110,10 +112,12 @@ class Tensors:
                 self._give(_decode(*each), position, bound, set())
         return bound.made
 
-    def take_whole(self, slots: Iterable[int], position: int) -> None:
-        """Note that `slots` are used."""
-        for slot in slots:
-            self.storage_of[slot].last = position
+    def extent(self, slot: int) -> tuple[int, int, int]:
+        """(storage, first byte, one past the last) of a tensor."""
+        one = self.slots[slot]
+        width = DTYPES[one.dtype].size
+        begin = one.offset * width
+        return id(self.storage_of[slot]), begin, begin + _elements(one.shape, one.strides) * width
 
     def finished_blocks(self) -> list[Block]:
         """The memory that was there before the window."""
@@ -143,6 +147,8 @@ class Tensors:
     def _slot_for(self, named: Named, bound: BoundTensors) -> int:
         slot = self._slot_of.get(named.id)
         storage = self._storages.get(named.storage)
+        if storage is not None and storage.block >= 0 and storage.dtype != named.slot.dtype:
+            storage = self._others.get((named.storage, named.slot.dtype), storage)
         if slot is not None and not named.storage:
             return slot
         if slot is not None and _same(self.slots[slot], named.slot) and storage is self.storage_of[slot]:
@@ -158,9 +164,13 @@ class Tensors:
                 return slot
             storage = None  # other memory at the same place
         if storage is None or (storage.device, storage.dtype) != (named.slot.device, named.slot.dtype):
+            is_other = storage is not None and storage.device == named.slot.device
             storage = Storage(named.slot.dtype, named.slot.device, block=len(self.blocks))
             self.blocks.append(storage)
-            self._storages[named.storage] = storage
+            if is_other:
+                self._others[named.storage, named.slot.dtype] = storage
+            else:
+                self._storages[named.storage] = storage
         storage.bytes = max(storage.bytes, end)
         storage.is_number &= not named.slot.shape
         slot = self._new(named, storage, block=storage.block)
@@ -220,13 +230,6 @@ def _each(io: IO) -> Iterable[tuple[Any, Any, Any, str]]:
     return zip(io.values, io.shapes, strides, io.types, strict=True)
 
 
-def slots_in(value: Any) -> list[int]:
-    """The slots that an argument names."""
-    if isinstance(value, list):
-        return [slot for each in value for slot in slots_in(each)]
-    return [value["slot"]] if isinstance(value, dict) and "slot" in value else []
-
-
 def _decode(value: Any, shape: Any, strides: Any, kind: str) -> Any:
     """An argument or a result: a `Named` tensor, or what `ComputeOperation.arguments` holds."""
     if value is None or value in _NOT_GIVEN or "nullptr" in kind:
@@ -277,11 +280,16 @@ def _named(value: Any, shape: Any, strides: Any, kind: str) -> Named:
     except (TypeError, ValueError) as error:
         raise StandInError("a tensor has impossible numbers") from error
     strides = list(strides) if strides is not None and len(strides) == len(shape) else contiguous(shape)
-    extent = 0 if 0 in shape else sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
+    extent = _elements(shape, strides)
     if extent >= _MOST:
         raise StandInError("a tensor has impossible numbers")
     slot = Slot(shape=list(shape), strides=strides, dtype=dtype.name, device=str(device), offset=offset)
     return Named(identity, storage, slot, extent * dtype.size)
+
+
+def _elements(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """From the first element to the last."""
+    return 0 if 0 in shape else sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
 
 
 def contiguous(shape: Sequence[int]) -> list[int]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from crossrank.errors import CrossrankError
 from crossrank.recording import COMMS, EXECUTION_TRACE, KINETO, LINKED, is_folder
 from crossrank.replay.plan.build_plan import build
+from crossrank.replay.plan.compute.compute_plan import ComputePlan
 from crossrank.replay.plan.compute.read_window import RankWindow, read_window
 from crossrank.replay.plan.one_trace import spread
 from crossrank.replay.plan.plan import Plan
@@ -26,7 +27,7 @@ class FoundWindows:
     notes: list[str]
 
 
-def find_windows(path: str, number: int | None = None) -> FoundWindows:
+def find_windows(path: str, number: int | None = None, *, one_trace: bool = False) -> FoundWindows:
     """The files of window `number` at `path`, the first where it is None. Raises `CrossrankError` where there is none.
 
     What is linked already is read as it is where its execution trace is gone.
@@ -51,7 +52,7 @@ def find_windows(path: str, number: int | None = None) -> FoundWindows:
             half += [rank] if rank is not None and (of_rank or comms) else []
             continue
         inputs.append(RankInput(rank=rank, window=chosen, et=et, kineto=kineto, comms=comms, linked=linked))
-    if half or not inputs:
+    if not inputs or (half and not one_trace):
         who = f"rank {rank_ranges(half)}" if half else path
         raise CrossrankError(
             f"{who}: has no execution trace with its Kineto trace in window {chosen}; record a window on all ranks "
@@ -87,6 +88,10 @@ def read_windows(
     plan = build(traces, path, LINKED, world_size=world_size, partial=partial, may_be_silent=True)
     computes = {one.trace.rank or 0: one.compute for one in windows}
     for rank in plan.ranks:
-        rank.compute = windows[0].compute if one_trace else computes.get(rank.rank)
+        # A rank without files is one that did nothing.
+        nothing = ComputePlan(operations=[], schemas=[], slots=[], blocks=[])
+        rank.compute = windows[0].compute if one_trace else computes.get(rank.rank, nothing)
+    if one_trace and len(found.inputs) > 1:
+        plan.notes.append(f"the files of {len(found.inputs) - 1} other rank(s) are not used, for one stands for all")
     plan.notes += found.notes
     return plan

@@ -12,7 +12,7 @@ from torch.distributed import run as torchrun
 
 from crossrank.replay import replay_options
 from crossrank.replay.plan.plan import save_plan
-from crossrank.replay.sweep import parse_sweeps
+from crossrank.replay.sweep import parse_sweeps, with_values
 from crossrank.tools.cli import main
 from tests.unit.replay.plans import built, record
 
@@ -131,6 +131,15 @@ def test_torchrun_lets_every_option_through_under_one_of_its_names(capsys: pytes
     ]
     assert kept_back == []
     assert parser.parse_args(["trace", "--num-ranks", "2"]).nproc == 2
+
+
+def test_recorded_in_a_sweep_leaves_a_what_if_out_and_is_the_pace_of_that_name() -> None:
+    parser = argparse.ArgumentParser()
+    replay_options.add_arguments(parser)
+    given = parser.parse_args(["job", "--drop", "barrier", "--scale-bytes", "3"])
+    changed = with_values(given, {"drop": "recorded", "scale-bytes": "recorded", "pace": "recorded"})
+    assert (changed.drop, changed.scale_bytes, changed.pace) == (None, 1.0, "recorded")
+    assert with_values(given, {"overlap": "none"}).overlap == "none"
 
 
 def test_sweeps_make_all_combinations() -> None:

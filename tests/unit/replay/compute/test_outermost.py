@@ -1,0 +1,66 @@
+"""Which nodes of a trace run again."""
+
+from __future__ import annotations
+
+import msgspec
+
+from crossrank.comm import CommRecord
+from crossrank.replay.plan.compute.outermost import outermost
+from crossrank.tools.graph.linking.linked_trace import Activity, Communication, HostOp
+from crossrank.tools.traces.execution_trace import IO, HostNode
+
+ADD = "aten::add_.Tensor(Tensor(a!) self, Tensor other, *, Scalar alpha=1) -> Tensor(a!)"
+
+
+def op(number: int, name: str, caller: int = 0, schema: str = "", tid: int = 1, took: int = 10) -> HostOp:
+    attributes = msgspec.Raw(msgspec.json.encode([{"name": "op_schema", "type": "string", "value": schema}]))
+    node = HostNode(number, name, caller, number, tid, attributes=attributes)
+    return HostOp(node, caller, start_ns=100 * number, duration_ns=took)
+
+
+def call(number: int, host: int) -> Communication:
+    record = CommRecord(id=number, op="all_reduce", c10d="allreduce_", pg="0", bytes=4, t=0)
+    return Communication(record=record, origin="comms file", host=host)
+
+
+def kernel(host: int) -> Activity:
+    return Activity(99, "triton_fused", "kernel", 0, 7, 0, 50, None, host, None, msgspec.Raw(b"{}"))
+
+
+def found(host: list[HostOp], calls: list[Communication], kernels: list[Activity]) -> list[tuple[str, int]]:
+    window = outermost(host, calls, kernels, lambda one: (IO(), IO()))
+    return [(one.op.node.name, one.call) for one in window.found]
+
+
+def test_operations_run_as_a_whole_and_calls_have_a_place_of_their_own() -> None:
+    host = [
+        op(1, "Optimizer.step"),
+        op(2, "aten::add_", 1, ADD),
+        op(3, "aten::inner", 2, ADD),
+        op(4, "functional::all_reduce", 1, ADD),
+        op(5, "aten::clone", 4, ADD),
+        op(6, "c10d::allreduce_", 4, ADD),
+        op(7, "crossrank#8", 6),
+    ]
+    assert found(host, [call(8, 7)], []) == [("aten::add_", -1), ("aten::clone", -1), ("c10d::allreduce_", 8)]
+
+
+def test_kernels_launched_in_a_range_of_the_users_leave_what_is_in_it_to_run() -> None:
+    host = [op(1, "ProfilerStep#3"), op(2, "aten::add_", 1, ADD), op(3, "c10d::allreduce_", 1, ADD)]
+    assert found(host, [call(8, 3)], [kernel(1)]) == [
+        ("ProfilerStep#3", -1),
+        ("aten::add_", -1),
+        ("c10d::allreduce_", 8),
+    ]
+
+
+def test_what_a_backend_runs_on_threads_of_its_own_belongs_to_the_call() -> None:
+    work = op(2, "gloo:all_gather", tid=1, took=1000)
+    work.is_work = True
+    host = [op(1, "aten::add_", 0, ADD), work, op(3, "aten::copy_", 0, ADD, tid=2), op(4, "aten::mul_", 0, ADD)]
+    assert found(host, [], []) == [("aten::add_", -1), ("aten::mul_", -1)]
+
+
+def test_what_a_subclass_dispatches_to_runs_and_not_the_operation_on_the_subclass() -> None:
+    host = [op(1, "aten::add_", 0, ADD), op(2, "PythonSubclass", 1), op(3, "aten::mul_", 2, ADD)]
+    assert found(host, [], []) == [("aten::mul_", -1)]
