@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import msgspec
 
@@ -261,7 +261,10 @@ def _rank_plan(rank: Rank) -> RankPlan:
 def _set_gaps(calls: list[PlannedCall], source: RankTrace, rows: list[int]) -> None:
     """Set the time before each launch, without the communication that the rank waited for before it went on: a replay
     waits for that again."""
-    for (before, _), (first, _) in pairwise(launches(calls)):
+    by_thread: dict[int | None, list[tuple[int, int]]] = {}
+    for span in launches(calls):
+        by_thread.setdefault(calls[span[0]].record.thread, []).append(span)
+    for (before, _), (first, _) in chain.from_iterable(map(pairwise, by_thread.values())):
         went_on = [_went_on(source, rows[index], calls[index].blocking) for index in range(before, first)]
         launched, since = source.calls.called[rows[before]], max((ns for ns in went_on if ns is not None), default=0)
         now = source.calls.called[rows[first]]

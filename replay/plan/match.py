@@ -66,7 +66,9 @@ def _trace(plan: Plan, rank: RankPlan, walk: Walk) -> RankTrace:
         ending=Ending(ended=is_through, unseen=not is_through),
     )
     builder = TraceBuilder(trace, (group for group in plan.groups if rank.rank in (group.ranks or ())))
-    for index, (call, key) in enumerate(zip(rank.calls[: reached + 1], walk.keys[rank.rank], strict=False)):
+    for index, (call, key) in enumerate(zip(rank.calls, walk.keys[rank.rank], strict=True)):
+        if not walk.made[rank.rank][index]:
+            continue
         number = key[-1]
         assert isinstance(number, int)
         row = builder.add(call.record, called=index + 1, state=RETIRED if over[index] else SCHEDULED)

@@ -1,15 +1,17 @@
 """Memory for all tensors of a rank's calls: one block, as large as what is alive at once.
 
-A tensor lives from the launch of its call until the wait for it. Calls that are never under way together share memory,
-which keeps it within what the training job itself needed for its communication buffers.
+A tensor lives from the launch of its call until the wait for it. Calls of a thread that are never under way together
+share memory, which keeps it within what the training job itself needed for its communication buffers.
 """
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+
+import msgspec
 
 from crossrank.comm import total_bytes
 from crossrank.dtypes import DTYPES
@@ -56,7 +58,47 @@ def needs_of(calls: Sequence[PlannedCall], own: Container[int] = ()) -> list[Nee
 
 
 def bytes_needed(calls: Sequence[PlannedCall]) -> int:
-    """Bytes of the tensors that are alive at once, at most."""
+    """Bytes of the tensors that are alive at once, at most: each thread's by themselves."""
+    return sum(_bytes_of_thread(own) for _, own in by_thread(calls))
+
+
+def by_thread(calls: Sequence[PlannedCall]) -> list[tuple[list[int], list[PlannedCall]]]:
+    """For each thread the indices of its calls, and the calls as if no other thread made any."""
+    indices: dict[int | None, list[int]] = {}
+    for index, call in enumerate(calls):
+        indices.setdefault(call.record.thread, []).append(index)
+    if len(indices) < 2:
+        return [(list(range(len(calls))), list(calls))]
+    return [
+        (
+            mine,
+            [
+                msgspec.structs.replace(calls[index], wait_before=bisect_left(mine, calls[index].wait_before))
+                for index in mine
+            ],
+        )
+        for mine in indices.values()
+    ]
+
+
+def lay_out(calls: Sequence[PlannedCall], own: Container[int] = ()) -> Layout:
+    """Where the tensors of `calls` lie, in their order, but for those of which the index is in `own`. Threads share no
+    memory, for nobody knows what they do at the same time."""
+    whole = Layout()
+    offsets: dict[int, list[int]] = {}
+    for indices, mine in by_thread(calls):
+        theirs = {place for place, index in enumerate(indices) if index in own}
+        layout = assign_offsets(needs_of(mine, theirs))
+        found = iter(layout.offsets)
+        for place, index in enumerate(indices):
+            count = 0 if place in theirs else sum(map(len, tensors(mine[place].record)))
+            offsets[index] = [whole.size + next(found) for _ in range(count)]
+        whole.size += layout.size
+    whole.offsets = [at for index in range(len(calls)) for at in offsets[index]]
+    return whole
+
+
+def _bytes_of_thread(calls: Sequence[PlannedCall]) -> int:
     changes = [0] * (len(calls) + 1)
     for need in needs_of(calls):
         changes[need.first] += need.bytes

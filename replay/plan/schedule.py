@@ -23,6 +23,8 @@ _PREFETCHES = 2
 _BLOCKING_APIS = ("send", "recv")
 
 Key = tuple[object, ...]
+Worker = tuple[int, int | None]
+"""(rank, thread)"""
 
 
 def returns_early(record: CommRecord) -> bool:
@@ -88,7 +90,10 @@ class Walk:
     """Where each rank comes to."""
 
     reached: dict[int, int]
-    """Rank -> the call it does not return from; the number of its calls where it ends."""
+    """Rank -> the call it does not return from, the first where several threads do not; the number of its calls where
+    it ends."""
+    made: dict[int, bytearray]
+    """Rank -> for each call whether it was made, up to what its thread does not return from."""
     over: dict[int, bytearray]
     """Rank -> for each call whether it can end."""
     keys: dict[int, list[Key]]
@@ -128,34 +133,44 @@ def place_waits(ranks: list[RankPlan], members: dict[str, list[int]]) -> tuple[s
 
 
 def walk(ranks: list[RankPlan], members: dict[str, list[int]]) -> Walk:
-    """Let every rank make its calls and wait as its plan says. Linear in the number of calls."""
+    """Let every thread of every rank make its calls and wait as its plan says. Linear in the number of calls."""
     keys = {rank.rank: keys_of(rank) for rank in ranks}
     needed = {key: takers(key, members) for mine in keys.values() for key in mine}
     arrived: Counter[Key] = Counter()
-    blocked: dict[Key, list[int]] = defaultdict(list)
-    programs = {rank.rank: _program(rank.calls) for rank in ranks}
+    blocked: dict[Key, list[Worker]] = defaultdict(list)
+    programs = {(rank.rank, thread): one for rank in ranks for thread, one in _programs(rank.calls).items()}
     at = dict.fromkeys(programs, 0)
-    reached = {rank.rank: len(rank.calls) for rank in ranks}
+    stands: dict[Worker, int] = {}
+    """The threads that do not return -> from which call."""
     todo = deque(programs)
     while todo:
-        rank = todo.popleft()
-        program, mine = programs[rank], keys[rank]
-        while at[rank] < len(program):
-            index, is_wait = program[at[rank]]
+        worker = todo.popleft()
+        program, mine = programs[worker], keys[worker[0]]
+        while at[worker] < len(program):
+            index, is_wait = program[at[worker]]
             key = mine[index]
             if not is_wait:
                 arrived[key] += 1
                 if arrived[key] == needed[key]:
                     for other in blocked.pop(key, ()):
-                        reached[other] = len(keys[other])
+                        del stands[other]
                         todo.append(other)
             elif arrived[key] < needed[key]:
-                blocked[key].append(rank)
-                reached[rank] = index
+                blocked[key].append(worker)
+                stands[worker] = index
                 break
-            at[rank] += 1
+            at[worker] += 1
     over = {rank: bytearray(arrived[key] >= needed[key] for key in mine) for rank, mine in keys.items()}
-    return Walk(reached=reached, keys=keys, over=over)
+    reached = {rank.rank: len(rank.calls) for rank in ranks}
+    for (rank_number, _), index in stands.items():
+        reached[rank_number] = min(reached[rank_number], index)
+    made = {
+        rank.rank: bytearray(
+            index <= stands.get((rank.rank, call.record.thread), index) for index, call in enumerate(rank.calls)
+        )
+        for rank in ranks
+    }
+    return Walk(reached=reached, made=made, keys=keys, over=over)
 
 
 def lane_of(record: CommRecord, rank: int, pg: str) -> Key:
@@ -190,6 +205,14 @@ def keys_of(rank: RankPlan) -> list[Key]:
 def takers(key: Key, members: dict[str, list[int]]) -> int:
     """How many ranks make the call of that key."""
     return 2 if key[0] == "p2p" else len(members[str(key[1])])
+
+
+def _programs(calls: list[PlannedCall]) -> dict[int | None, list[tuple[int, bool]]]:
+    """By thread: what `_program` has of its calls."""
+    programs: dict[int | None, list[tuple[int, bool]]] = {}
+    for index, is_wait in _program(calls):
+        programs.setdefault(calls[index].record.thread, []).append((index, is_wait))
+    return programs
 
 
 def _program(calls: list[PlannedCall]) -> list[tuple[int, bool]]:

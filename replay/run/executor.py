@@ -14,9 +14,11 @@ was recorded, and its end noted there. Events are put on the host's clock by one
 from __future__ import annotations
 
 import os
+import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from concurrent import futures
 from heapq import heapreplace
 from itertools import accumulate, chain, pairwise, repeat
 from pathlib import Path
@@ -54,6 +56,15 @@ class CpuExecutor:
         self._program = program
         self._pacer = pacer
         self._compute = compute
+        self._made: dict[int, threading.Event] = {}
+        """Launches that one of another thread follows."""
+        count = len(program.last_waits)
+        positions: list[list[int]] = [[] for _ in range(count)]
+        for position, bound in enumerate(program.bound):
+            positions[bound.thread].append(position)
+        self._of_threads = list(zip(positions, program.last_waits, strict=True))
+        # One thread is this one.
+        self._threads = futures.ThreadPoolExecutor(count, "crossrank-replay", self._begin_thread) if count > 1 else None
         if compute is not None:
             compute.join(program, self.launch, self.wait, self.progress)
 
@@ -76,27 +87,26 @@ class CpuExecutor:
         """One pass: before each launch its gap passes, then comes what is waited for before it. For checks, `before`
         is called before each launch with its position, `after` once it is over. Of computation, a `trial` finds what
         cannot run, and `clock` takes the time before each operation."""
-        program, pacer, now = self._program, self._pacer, time.monotonic_ns
+        program, now = self._program, time.monotonic_ns
         self._before, self._after = before, after
         launched, issued = self._launched, self._issued = self._columns()
         self._works: list[Any] = [None] * len(program.bound)
         self._begin()
         self.waited_ns = 0
+        if self._pacer is not None:
+            self._pacer.begin()
         if self._compute is not None:
             self._compute.reset()
         start = now()
         if self._compute is not None:
             self._compute.run_pass(trial=trial, clock=clock)
+        elif self._threads is None:
+            self._run_thread(range(len(program.bound)), program.last_waits[0] if program.last_waits else ())
         else:
-            for position, bound in enumerate(program.bound):
-                if pacer is not None:
-                    pacer.pace(position)
-                if bound.waits:
-                    self.wait(bound.waits)
-                self.launch(position)
-                if pacer is not None:
-                    pacer.returned(now())
-            self.wait(program.last_waits)
+            self._made = {bound.follows: threading.Event() for bound in program.bound if bound.follows >= 0}
+            running = [self._threads.submit(self._run_thread, *one) for one in self._of_threads]
+            for one in futures.wait(running, return_when=futures.FIRST_EXCEPTION).done:
+                one.result()
         self._finish()
         end = now()
         self.progress[0] = IDLE
@@ -117,9 +127,25 @@ class CpuExecutor:
             steps=list(self._compute.marks) if self._compute is not None else [],
         )
 
+    def _run_thread(self, positions: Iterable[int], last_waits: Sequence[int]) -> None:
+        """What one thread does in a pass."""
+        pacer = self._pacer
+        for position in positions:
+            bound = self._program.bound[position]
+            if pacer is not None:
+                pacer.pace(position, bound.thread)
+            if bound.waits:
+                self.wait(bound.waits)
+            self.launch(position)
+            if pacer is not None:
+                pacer.returned(time.monotonic_ns(), bound.thread)
+        self.wait(last_waits)
+
     def launch(self, position: int) -> None:
         """Make a launch, and wait for it where the rank did before it went on."""
         bound = self._program.bound[position]
+        if bound.follows >= 0 and self._made:
+            self._made[bound.follows].wait()
         if self._before is not None:
             self._before(position)
         self.progress[0] = bound.first
@@ -127,6 +153,8 @@ class CpuExecutor:
         self._launched[position] = time.monotonic_ns()
         work = self._works[position] = bound.launch()
         self._issued[position] = time.monotonic_ns()
+        if self._made and position in self._made:
+            self._made[position].set()
         if bound.blocking:
             self.wait((position,))
         else:
@@ -142,6 +170,11 @@ class CpuExecutor:
             if self._after is not None:
                 self._after(position)
         self.waited_ns += time.monotonic_ns() - began
+
+    def _begin_thread(self) -> None:
+        """Runs first in every thread but the main one."""
+        if self._program.device.type == "cuda":
+            torch.cuda.set_device(self._program.device)
 
     def _columns(self) -> tuple[array[int], array[int]]:
         empty = bytes(8 * len(self._program.bound))

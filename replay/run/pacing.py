@@ -70,22 +70,26 @@ class Pacer:
         """By launch: ns, and whether they count from when the rank could go on. `fill` takes the given number of ns,
         at once or, where it queues work on the device, behind the calls that the device waits for."""
         self._gaps, self._from_return, self._fill = gaps, from_return, fill
-        self._launched = self._returned = 0
+        self._launched: dict[int, int] = {}
+        self._returned: dict[int, int] = {}
 
-    def pace(self, position: int) -> None:
-        """Let the gap before launch `position` pass."""
+    def begin(self) -> None:
+        """A pass begins."""
+        self._launched.clear()
+        self._returned.clear()
+
+    def pace(self, position: int, thread: int = 0) -> None:
+        """Let the gap before launch `position` of a thread pass."""
         now = time.monotonic_ns()
-        if position == 0:
-            self._launched = self._returned = now
-        since = self._returned if self._from_return[position] else self._launched
-        left = since + self._gaps[position] - now
+        times = self._returned if self._from_return[position] else self._launched
+        left = times.get(thread, now) + self._gaps[position] - now
         if left > 0:
             self._fill(left)
-        self._launched = time.monotonic_ns()
+        self._launched[thread] = time.monotonic_ns()
 
-    def returned(self, now: int) -> None:
-        """Say when the rank was done with the launch and the waits after it."""
-        self._returned = now
+    def returned(self, now: int, thread: int = 0) -> None:
+        """Say when a thread was done with its launch and the waits after it."""
+        self._returned[thread] = now
 
 
 def computed_ns(calls: list[PlannedCall]) -> list[int]:

@@ -8,6 +8,7 @@ on the ProcessGroup itself, and a launch is one call into C++. The recorder sits
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -23,9 +24,10 @@ from torch.distributed import distributed_c10d as c10d
 from crossrank.comm import CommRecord, Group
 from crossrank.errors import CrossrankError
 from crossrank.replay.plan.dtype_fallback import Substitute, substitute
-from crossrank.replay.plan.memory_plan import assign_offsets, needs_of
+from crossrank.replay.plan.memory_plan import lay_out
 from crossrank.replay.plan.plan import PlannedCall, launches, waited_before
 from crossrank.replay.plan.shapes import tensors
+from crossrank.tools.traces.rank_trace import Interned
 
 FILL = 0x3C
 """Every byte of the arena: small normal numbers in each type, for arithmetic on denormal ones would be slow."""
@@ -157,6 +159,11 @@ class Bound:
     """Its Work can tell when it was over, whoever waits."""
     holds_host: bool
     """A wait for it holds the host, on a GPU too, and not the stream alone (barriers)."""
+    thread: int = 0
+    """Number of the thread that makes it."""
+    follows: int = -1
+    """The launch before it on its group where another thread makes that: the group's calls keep their order. -1 = the
+    thread itself keeps it."""
     lane: str
     """What carries it: launches of one lane do not run beside each other, but for `Program.width` of them."""
 
@@ -172,8 +179,8 @@ class Program:
     substitutes: list[Substitute]
     device: torch.device
     groups: dict[str, Group]
-    last_waits: tuple[int, ...]
-    """Launches that are waited for at the end."""
+    last_waits: tuple[tuple[int, ...], ...]
+    """By thread: launches that are waited for at the end."""
     block: torch.Tensor
     """The memory of all tensors."""
     width: int
@@ -195,7 +202,7 @@ def prepare(
     spans = launches(calls)
     substitutes = [substitute(call.record, backend) for call in calls]
     until = waited_before(calls, spans)
-    layout = assign_offsets(needs_of(calls, own))
+    layout = lay_out(calls, own)
     try:
         block = torch.full((max(layout.size, 1),), FILL, dtype=torch.uint8, device=device)
     except RuntimeError as error:
@@ -204,10 +211,20 @@ def prepare(
             "try --scale-bytes below 1"
         ) from error
     views = _tensors(block, calls, substitutes, layout.offsets, own)
-    waits: list[list[int]] = [[] for _ in range(len(spans) + 1)]
+    threads = Interned[int | None]()
+    thread_of = [threads.number(calls[first].record.thread) for first, _ in spans]
+    waits: list[list[int]] = [[] for _ in spans]
+    last_waits: list[list[int]] = [[] for _ in threads.rows]
+    of_thread: list[list[int]] = [[] for _ in threads.rows]
+    for position, thread in enumerate(thread_of):
+        of_thread[thread].append(position)
     for position, (first, _) in enumerate(spans):
         if not calls[first].blocking:
-            waits[until[position]].append(position)
+            # The thread that launched it waits for it, before what it launches next at that time.
+            mine = of_thread[thread_of[position]]
+            place = bisect_left(mine, until[position])
+            (waits[mine[place]] if place < len(mine) else last_waits[thread_of[position]]).append(position)
+    latest: dict[str, int] = {}
     bound = []
     for position, (first, end) in enumerate(spans):
         record, blocking = calls[first].record, calls[first].blocking
@@ -228,6 +245,9 @@ def prepare(
             )
             members.append(_bind(instead.c10d, arguments, own.get(index)))
         single = len(members) == 1
+        before = latest.get(record.pg, -1) if record.peer is None else -1
+        if record.peer is None:
+            latest[record.pg] = position
         bound.append(
             Bound(
                 first=first,
@@ -237,6 +257,8 @@ def prepare(
                 blocking=blocking,
                 has_future=record.peer is None and single and not (backend == "gloo" and record.op in _NO_FUTURE),
                 holds_host=record.op == "barrier",
+                thread=thread_of[position],
+                follows=before if before >= 0 and thread_of[before] != thread_of[position] else -1,
                 lane=record.pg if record.peer is None else f"{record.pg} {record.peer} {record.op}",
             )
         )
@@ -247,7 +269,7 @@ def prepare(
         substitutes=substitutes,
         device=device,
         groups={name: group for name, (group, _) in groups.items()},
-        last_waits=tuple(waits[-1]),
+        last_waits=tuple(map(tuple, last_waits)),
         block=block,
         width=_WIDTH.get(backend, 1),
     )

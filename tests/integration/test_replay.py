@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -190,6 +191,36 @@ def test_the_files_of_a_replay_say_the_same_as_its_report(
     assert "No call has a recorded duration" in page
     assert "Replayed, by operation, group and size" in page
     assert not re.search(r"(src|href) *= *.?http", page)
+
+
+def _two_threads(rank: int) -> None:
+    """Two threads, each with a group of its own, in whatever order they come on each rank."""
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+
+    def work(number: int) -> None:
+        for _ in range(20):
+            dist.all_reduce(torch.ones(100 * (number + 1)), group=groups[number])
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in (rank, 1 - rank)]
+    for one in workers:
+        one.start()
+    for one in workers:
+        one.join()
+
+
+def test_a_job_with_collectives_of_two_groups_on_two_threads_is_replayed_on_two_threads(
+    two_ranks: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded = record_job(two_ranks, _two_threads, tmp_path)
+    plan = plan_of_recording(recorded)
+    for rank_plan in plan.ranks:
+        assert len({call.record.thread for call in rank_plan.calls if call.record.op == "all_reduce"}) == 2
+    again = tmp_path / "again"
+    report = _json(capsys, str(recorded), "--check", "--warmup", "1", "--repeat", "2", "--record", str(again))
+    assert report["check"]["failures"] == []
+    assert report["share_of_calls"] == 1.0
+    for rank in (0, 1):
+        assert sorted(map(repr, _meaning(again, rank))) == sorted(map(repr, 2 * _meaning(recorded, rank)))
 
 
 def test_an_asynchronous_call_runs_in_the_gap_before_its_wait(two_ranks: World, tmp_path: Path) -> None:

@@ -72,6 +72,8 @@ class Calls(_Columns):
     """ns from begin to end where that was measured apart from the two; 0 = it was not."""
     stack: array[int] = field(default_factory=lambda: array("I"))
     """Index into the rank's stacks."""
+    thread: array[int] = field(default_factory=lambda: array("q"))
+    """The system's number of the thread that made the call, as the process has it; 0 = not known."""
 
     def __len__(self) -> int:
         return len(self.number)
@@ -91,6 +93,7 @@ class Calls(_Columns):
         ended: int = 0,
         took: int = 0,
         stack: int = 0,
+        thread: int = 0,
     ) -> None:
         self.group.append(group)
         self.signature.append(signature)
@@ -104,6 +107,7 @@ class Calls(_Columns):
         self.ended.append(ended)
         self.took.append(took)
         self.stack.append(stack)
+        self.thread.append(thread)
 
     def extend(self, columns: Mapping[str, NDArray[Any]]) -> None:
         """Append calls that are columns already; the columns that are not given say nothing of them."""
@@ -326,6 +330,7 @@ class RankTrace:
             p2p_seq=number if p2p else None,
             batch=None if calls.batch[row] < 0 else calls.batch[row],
             step=calls.step[row],
+            thread=calls.thread[row] or None,
         )
 
     def took(self, row: int) -> int | None:
@@ -417,10 +422,13 @@ class TraceBuilder:
             all(0 <= moment < _MOST for moment in (called, began, ended, took, number))
             and abs(record.step) < _MOST_STEPS
             and abs(record.id) < _MOST
+            and abs(record.thread or 0) < _MOST
         ):
             self.trace.unattributed[IMPOSSIBLE] += 1
             called = began = ended = took = number = 0
-            record = msgspec.structs.replace(record, step=0, id=record.id if abs(record.id) < _MOST else -1)
+            record = msgspec.structs.replace(
+                record, step=0, id=record.id if abs(record.id) < _MOST else -1, thread=None
+            )
         calls = self.trace.calls
         calls.append(
             group=self.group(record.pg) if group is None else group,
@@ -435,6 +443,7 @@ class TraceBuilder:
             ended=ended,
             took=took,
             stack=self.stacks.number(stack) if stack else 0,
+            thread=record.thread or 0,
         )
         return len(calls) - 1
 

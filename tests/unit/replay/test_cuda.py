@@ -92,7 +92,7 @@ def program(*launches: Bound, last_waits: tuple[int, ...] = ()) -> Program:
         substitutes=[],
         device=torch.device("cuda", 0),
         groups={},
-        last_waits=last_waits,
+        last_waits=(last_waits,),
         block=torch.empty(0),
         width=1,
     )

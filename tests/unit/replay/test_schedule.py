@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from crossrank.comm import CommRecord
+from crossrank.errors import CrossrankError
 from crossrank.replay.plan.match import mismatches
 from crossrank.replay.plan.plan import PlannedCall, RankPlan, launches
 from crossrank.replay.plan.schedule import Walk, keys_of, place_waits, returns_early, walk
@@ -99,8 +101,20 @@ def test_a_walk_says_in_which_call_a_rank_stays() -> None:
 def test_ranks_that_no_diagnosis_finds_a_fault_in_are_refused_where_they_wait() -> None:
     plan = plan_of(*[[record("all_reduce"), record("barrier")]] * 2)
     over = dict.fromkeys((0, 1), bytearray([1, 0]))
-    stuck = Walk(reached={0: 1, 1: 2}, over=over, keys={rank.rank: keys_of(rank) for rank in plan.ranks})
+    made = dict.fromkeys((0, 1), bytearray([1, 1]))
+    stuck = Walk(reached={0: 1, 1: 2}, made=made, over=over, keys={rank.rank: keys_of(rank) for rank in plan.ranks})
     assert mismatches(plan, stuck) == ["rank 0 waits forever in barrier (call 1 of rank-0)"]
+
+
+def test_threads_of_a_rank_wait_each_for_its_own_group_alone() -> None:
+    """On rank 0 one thread is first, on rank 1 the other: in one line they would wait for each other for ever."""
+    first, second = (record("all_reduce", pg=pg, thread=thread) for pg, thread in (("a", 1), ("b", 2)))
+    both = {"a": [0, 1], "b": [0, 1]}
+    plan = plan_of([first, second], [second, first], groups=both)
+    assert [call.blocking for rank in plan.ranks for call in rank.calls] == [True] * 4
+    alone = [msgspec.structs.replace(one, thread=7) for one in (first, second)]
+    with pytest.raises(CrossrankError, match="the ranks do not fit together"):
+        plan_of(alone, alone[::-1], groups=both)
 
 
 _OPS = st.sampled_from(["blocking", "async", "batch"])
