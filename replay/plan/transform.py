@@ -13,12 +13,12 @@ is reduced or broadcast stays as it is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from math import ceil, prod
 
 import msgspec
 
-from crossrank.comm import OPERATIONS, CommRecord, Group, is_p2p, operation_of
+from crossrank.comm import OPERATIONS, CommRecord, Group, Operation, is_p2p, operation_of
 from crossrank.dtypes import DTYPES, dtype_of
 from crossrank.errors import CrossrankError
 from crossrank.replay.plan.build_plan import used_groups
@@ -45,37 +45,40 @@ def with_calls(plan: Plan, change: Callable[[RankPlan, int, PlannedCall], CommRe
 
 def only_operations(plan: Plan, names: Collection[str]) -> Plan:
     """Only calls of these operations. Raises `CrossrankError` for a name that is no operation."""
-    wanted = set()
-    for name in names:
-        operation = operation_of(name)
-        if operation is None:
-            raise CrossrankError(f"--ops: {name!r} is no operation; choose from {', '.join(OPERATIONS)}")
-        wanted.add(operation.name)
+    wanted = {operation.name for operation in _operations("--ops", names)}
     if len({"send", "recv"} & wanted) == 1:
         raise CrossrankError("--ops: sends and receives answer each other; name both or neither")
     return with_calls(plan, lambda rank, index, call: call.record if call.record.op in wanted else "not in --ops")
 
 
 def without_operations(plan: Plan, names: Collection[str]) -> Plan:
-    """All but calls of these operations. Raises `CrossrankError` for a name that is no operation."""
-    dropped = set()
+    """All but calls of these operations, of sends and receives both. Raises `CrossrankError` for a name that is no
+    operation."""
+    dropped: set[str] = set()
+    for operation in _operations("--drop", names):
+        dropped |= {"send", "recv"} if operation.p2p else {operation.name}
+    return with_calls(plan, lambda rank, index, call: "--drop" if call.record.op in dropped else call.record)
+
+
+def _operations(option: str, names: Collection[str]) -> Iterator[Operation]:
     for name in names:
         operation = operation_of(name)
         if operation is None:
-            raise CrossrankError(f"--drop: {name!r} is no operation; choose from {', '.join(OPERATIONS)}")
-        dropped |= {"send", "recv"} if operation.p2p else {operation.name}
-    return with_calls(plan, lambda rank, index, call: "--drop" if call.record.op in dropped else call.record)
+            raise CrossrankError(f"{option}: {name!r} is no operation; choose from {', '.join(OPERATIONS)}")
+        yield operation
 
 
 def with_overlap(plan: Plan, how: str) -> Plan:
     """Every communication waited for at once, where `how` is `none`."""
     if how not in OVERLAPS:
         raise CrossrankError(f"--overlap {how!r} is neither {' nor '.join(OVERLAPS)}")
+    if how != "none":
+        return plan
     ranks = [
         msgspec.structs.replace(rank, calls=[msgspec.structs.replace(call, blocking=True) for call in rank.calls])
         for rank in plan.ranks
     ]
-    return msgspec.structs.replace(plan, ranks=ranks, notes=list(plan.notes)) if how == "none" else plan
+    return msgspec.structs.replace(plan, ranks=ranks, notes=list(plan.notes))
 
 
 def only_groups(plan: Plan, names: Collection[str]) -> Plan:

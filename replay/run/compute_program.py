@@ -64,6 +64,7 @@ class ComputeProgram:
         """Position of an operation that cannot run -> why."""
         self.marks: list[int] = []
         """When each step of the last pass began, in ns."""
+        self._steps = set(plan.steps)
         self._operations = find_operations(plan.schemas, imports)
         self._defaults = [_defaults(one) for one in self._operations]
         self._blocks = fill_blocks(plan.blocks, device, indices, seed)
@@ -81,19 +82,18 @@ class ComputeProgram:
     def own_tensors(self, calls: Sequence[PlannedCall], backend: str) -> dict[int, OwnTensors]:
         """By index: the calls that communicate what the operations around them work on, as they did when they were
         recorded; those that were changed have other tensors."""
-        at = {one.call: one for one in self.plan.operations if one.call >= 0}
-        places = {one.call: number for number, one in enumerate(self.plan.operations) if one.call >= 0}
+        at = _call_places(self.plan)
         own = {}
         highest = -1
         for index, call in enumerate(calls):
-            operation = at.get(call.record.id)
-            place = places.get(call.record.id, -1)
+            place = at.get(call.record.id, -1)
             if place < highest:
                 continue  # launched later than it was, when its tensors may be gone
             highest = place
             instead = substitute(call.record, backend)
-            if operation is None or call.merged or (instead.dtype, instead.elements) != (call.record.dtype, 1):
+            if place < 0 or call.merged or (instead.dtype, instead.elements) != (call.record.dtype, 1):
                 continue
+            operation = self.plan.operations[place]
             sides = [[prod(shape) for shape in side] for side in tensors(call.record)]
             slots = [operation.inputs, operation.outputs]
             sizes = [[prod(self.plan.slots[slot].shape) for slot in side] for side in slots]
@@ -207,9 +207,6 @@ class ComputeProgram:
     # --- code --------------------------------------------------------------------------------------------------------
 
     def _bind(self, launch: Launch, wait: Wait, progress: list[int]) -> None:
-        def host(ns: int) -> None:
-            idle(ns)
-
         def empty(slot: int) -> Any:
             one = self.plan.slots[slot]
             made = torch.empty_strided(one.shape, one.strides, dtype=getattr(torch, one.dtype), device=self.device)
@@ -225,7 +222,7 @@ class ComputeProgram:
         self._names |= {
             "launch": launch,
             "wait": wait,
-            "host": host,
+            "host": idle,
             "empty": empty,
             "mark": mark,
             "p": progress,
@@ -275,16 +272,12 @@ class ComputeProgram:
     def _own(self, number: int, operation: ComputeOperation) -> list[str]:
         """The code of an operation itself."""
         launches = [f"launch({position})" for position in self._launches.get(number, ())]
-        if operation.call >= 0 or launches:
-            return launches if operation.call >= 0 else [*launches, *self._instead(number, operation)]
-        return self._instead(number, operation)
-
-    def _instead(self, number: int, operation: ComputeOperation) -> list[str]:
-        """The code of an operation, or of what stands in for it."""
-        if not operation.runs or number in self.failed:
-            empty = [f"s[{slot}] = empty({slot})" for slot in flat_results(operation.results)]
-            return [f"host({operation.took_ns})", *empty]
-        return self._call(operation)
+        if operation.call >= 0:
+            return launches
+        if operation.runs and number not in self.failed:
+            return [*launches, *self._call(operation)]
+        empty = [f"s[{slot}] = empty({slot})" for slot in flat_results(operation.results)]
+        return [*launches, f"host({operation.took_ns})", *empty]
 
     def _call(self, operation: ComputeOperation) -> list[str]:
         names, defaults = self._defaults[operation.schema]
@@ -323,10 +316,6 @@ class ComputeProgram:
         self._names[name] = value
         return name
 
-    @property
-    def _steps(self) -> set[int]:
-        return set(self.plan.steps)
-
     def _compare(self, operation: ComputeOperation) -> None:
         """Raise where an operation gave a tensor of another shape than recorded: what follows could not go on."""
         for slot in flat_results(operation.results):
@@ -345,7 +334,7 @@ def place_launches(plan: ComputePlan, program: Program) -> Placed:
     A launch goes where the last of its calls stood; one that the recording does not have goes with the next that it
     has. What blocks is waited for at once, where it is launched.
     """
-    at = {operation.call: number for number, operation in enumerate(plan.operations) if operation.call >= 0}
+    at = _call_places(plan)
     places = [
         max((at[one] for call in _calls(program, bound) for one in call.recorded_ids if one in at), default=-1)
         for bound in program.bound
@@ -374,6 +363,11 @@ def place_launches(plan: ComputePlan, program: Program) -> Placed:
             left -= due
         launched.update(launches.get(number, ()))
     return launches, waits, tuple(sorted(left))
+
+
+def _call_places(plan: ComputePlan) -> dict[int, int]:
+    """Id of a call -> position of its operation."""
+    return {operation.call: number for number, operation in enumerate(plan.operations) if operation.call >= 0}
 
 
 def _calls(program: Program, bound: Bound) -> list[PlannedCall]:

@@ -226,33 +226,29 @@ def _passes(
     def barrier() -> None:
         backend.barrier(barrier_options(program.device)).wait()
 
-    def meet() -> None:
+    def meet(phase: str) -> None:
+        watch.phase(phase)
         # Sums that go round in place would grow beyond every type otherwise.
         program.block.fill_(FILL)
         barrier()
 
     if executor.computes:
-        watch.phase("trying every operation")
-        meet()
+        meet("trying every operation")
         executor.run(trial=True)
-        watch.phase("in passes under the profiler")
-        meet()
+        meet("in passes under the profiler")
         executor.learn_from_profiler(_PROFILED_PASSES)
         give_memory_back()
     if checker is not None:  # in a pass of its own: filling and comparing takes longer than the calls
-        watch.phase("in the pass that is checked")
-        meet()
+        meet("in the pass that is checked")
         executor.run(checker.fill, checker.verify)
     for number in range(settings.warmup):
-        watch.phase(f"in warm-up pass {number + 1}")
-        meet()
+        meet(f"in warm-up pass {number + 1}")
         executor.run()
     passes = []
     cpu_s = 0.0
     with crossrank.enable(tracing="ALL", directory=settings.record) if settings.record is not None else nullcontext():
         for number in range(settings.repeats):
-            watch.phase(f"in pass {number + 1}")
-            meet()
+            meet(f"in pass {number + 1}")
             spent = time.process_time()
             passes.append(executor.run())
             cpu_s += time.process_time() - spent
@@ -260,8 +256,7 @@ def _passes(
                 crossrank.step()
     clock: list[int] = []
     if executor.computes:
-        watch.phase("in a pass that times every operation")
-        meet()
+        meet("in a pass that times every operation")
         executor.run(clock=clock)
     watch.phase("waiting for the others to end")
     barrier()

@@ -82,8 +82,6 @@ class ComputeOperation(msgspec.Struct, gc=False, omit_defaults=True, kw_only=Tru
     """Recorded time under the profiler: on the device where it had any there."""
     on_device: bool = False
     """`took_ns` is of a device."""
-    stream: int = -1
-    """Number of the stream on the device that its kernels ran on, -1 = the one that is current."""
     reason: str = ""
     """Why nothing runs."""
 

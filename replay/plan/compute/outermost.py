@@ -43,7 +43,6 @@ class Outermost:
     """Id of the record of the call that it launches."""
     device_ns: int = 0
     """Time of its activities on the device."""
-    stream: int = -1
     ranges: int = 0
     """Nodes without a schema that began between the one before and it, and are below neither."""
     split: int = 0
@@ -97,12 +96,9 @@ def outermost(
         call_at[chain[at].id] = one.record.id
         is_split.update(each.id for each in chain[at + 1 :])
     device_ns: Counter[int] = Counter()
-    streams: dict[int, int] = {}
     for activity in activities:
         if activity.host is not None:
             device_ns[activity.host] += activity.duration_ns
-            if isinstance(activity.stream, int):
-                streams[activity.host] = activity.stream
     is_split |= used_from_inside(order, sides)
     is_split |= {op.caller for op in order if schemas[op.id][0] and _chooses(by_id.get(op.caller))}
     window = WindowOps()
@@ -113,7 +109,6 @@ def outermost(
         if around is not None:
             root_of[op.id] = around
             around.device_ns += device_ns[op.id]
-            around.stream = streams.get(op.id, around.stream)
             continue
         if op.node.name.startswith(_STEP):
             window.steps.append(len(window.found))
@@ -130,7 +125,6 @@ def outermost(
             integers=integers,
             call=call,
             device_ns=device_ns[op.id],
-            stream=streams.get(op.id, -1),
             ranges=ranges,
             split=split,
         )

@@ -5,9 +5,8 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 
 import msgspec
@@ -22,11 +21,11 @@ from crossrank.replay.plan.compute.tensors import StandInError, Storage, Tensors
 from crossrank.replay.plan.schedule import returns_early
 from crossrank.tools.graph.linking.link import link
 from crossrank.tools.graph.linking.linked_file import read_linked
-from crossrank.tools.graph.linking.linked_trace import Communication, LinkedTrace
+from crossrank.tools.graph.linking.linked_trace import Communication, HostOp, LinkedTrace
 from crossrank.tools.graph.linking.window_files import RankInput
 from crossrank.tools.job.read_rank import RankSources, of_linked
 from crossrank.tools.paused_gc import paused_gc
-from crossrank.tools.traces.execution_trace import io
+from crossrank.tools.traces.execution_trace import IO, io
 from crossrank.tools.traces.rank_trace import RankTrace, waits_of
 
 _AS_STRIDED = (
@@ -59,13 +58,18 @@ def read_window(given: RankInput) -> RankWindow:
     window.communications = communications
     source = RankSources(kind="linked", path=given.linked or given.et, rank=given.rank)
     trace = of_linked(window, source)
-    sides = cache(lambda op_id: (io(nodes[op_id].inputs), io(nodes[op_id].outputs)))
-    nodes = {op.id: op.node for op in window.host}
-    found = outermost(window.host, communications, window.activities, lambda op: sides(op.id))
+    decoded: dict[int, tuple[IO, IO]] = {}
+
+    def sides(op: HostOp) -> tuple[IO, IO]:
+        if op.id not in decoded:
+            decoded[op.id] = io(op.node.inputs), io(op.node.outputs)
+        return decoded[op.id]
+
+    found = outermost(window.host, communications, window.activities, sides)
     if not found.found:
         raise CrossrankError(f"{source.path}: holds no operations; record a window in which the job takes a step")
     times = step_times(given.comms, window.base_ns, given.window)
-    compute = _Building(window, found, times, _awaited(trace)).plan()
+    compute = _Building(window, found, sides, times, _awaited(trace)).plan()
     _place_waits(trace, compute)
     return RankWindow(trace=trace, compute=compute)
 
@@ -83,10 +87,18 @@ def _numbered(communications: Sequence[Communication]) -> list[Communication]:
 class _Building:
     """Makes the plan of one rank's computation."""
 
-    def __init__(self, window: LinkedTrace, ops: WindowOps, times: StepTimes, awaited: set[int]) -> None:
+    def __init__(
+        self,
+        window: LinkedTrace,
+        ops: WindowOps,
+        sides: Callable[[HostOp], tuple[IO, IO]],
+        times: StepTimes,
+        awaited: set[int],
+    ) -> None:
         self.window = window
         self.ops = ops
         self.found = ops.found
+        self.sides = sides
         self.times = times
         self.awaited = awaited
         """Ids of the calls that are waited for in the trace, nobody knows before which operation."""
@@ -114,7 +126,7 @@ class _Building:
             self._add(one, due.get(number, ()))
             self.place[number] = len(self.operations) - 1
             self.operations[-1].took_ns = one.device_ns or one.op.duration_ns
-            self.operations[-1].on_device, self.operations[-1].stream = one.device_ns > 0, one.stream
+            self.operations[-1].on_device = one.device_ns > 0
             self.operations[-1].ranges, self.operations[-1].split = one.ranges, one.split
         exposed = self._set_gaps(gaps)
         self._free()
@@ -149,7 +161,7 @@ class _Building:
     def _add(self, one: Outermost, due: Iterable[int]) -> None:
         node, position = one.op.node, len(self.operations)
         operation = ComputeOperation(node=node.id, name=node.name)
-        inputs, outputs = io(node.inputs), io(node.outputs)
+        inputs, outputs = self.sides(one.op)
         try:
             if one.call < 0 and not one.schema:
                 raise StandInError(NO_SCHEMA)

@@ -19,7 +19,6 @@ from crossrank.tools.traces.execution_trace import IO
 
 _TENSOR = "Tensor("
 _LIST = "GenericList["
-_NONE = "<None>"
 _NOT_GIVEN = ("<Generator>", "<None>")
 _NUMBERS = ("inf", "-inf", "nan")
 _MOST = 1 << 46

@@ -55,7 +55,7 @@ def find_inputs(paths: Sequence[str], ranks: Collection[int] | None = None) -> I
     files = discover(paths)
     if not is_folder(paths[0]):
         raise CrossrankError(f"{paths[0]} is one file; name its other half beside it, or the folder of both")
-    inputs = _pairs(files)
+    inputs = pairs_of(files)
     if ranks is not None:
         found = {problem.rank for problem in inputs.problems} | {pair.rank for pair in inputs.pairs}
         lacking = [
@@ -75,7 +75,8 @@ def find_inputs(paths: Sequence[str], ranks: Collection[int] | None = None) -> I
     return inputs
 
 
-def _pairs(files: list[FoundFile]) -> Inputs:
+def pairs_of(files: Sequence[FoundFile]) -> Inputs:
+    """The pairs among files that were found, and what cannot be linked."""
     problems = [
         Problem(file.rank, f"{file.path}: cannot be linked, it {file.problem}; remove it or record it anew")
         for file in files
