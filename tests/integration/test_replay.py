@@ -15,11 +15,12 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import crossrank
 from crossrank.recording import CommsFile, ReadIssues, read_chunks
 from crossrank.replay.plan.build_plan import build, settle
-from crossrank.replay.plan.plan import Plan
+from crossrank.replay.plan.plan import Plan, launches, waited_before
 from crossrank.replay.plan.replay_inputs import find, read
 from crossrank.replay.results.measure import measure
 from crossrank.replay.run.processes import run_local
@@ -221,6 +222,40 @@ def test_a_job_with_collectives_of_two_groups_on_two_threads_is_replayed_on_two_
     assert report["share_of_calls"] == 1.0
     for rank in (0, 1):
         assert sorted(map(repr, _meaning(again, rank))) == sorted(map(repr, 2 * _meaning(recorded, rank)))
+
+
+def _one_forward_one_backward(rank: int) -> None:
+    stage = PipelineStage(torch.nn.Linear(4, 4), rank, 2, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=lambda output, target: (output - target).sum())
+    if rank == 0:
+        schedule.step(torch.ones(16, 4))
+    else:
+        schedule.step(target=torch.ones(16, 4))
+
+
+def _most_open_receives(plan: Plan, rank: int) -> int:
+    """Launches with a receive that are under way together."""
+    calls = plan.ranks[rank].calls
+    spans = launches(calls)
+    until = waited_before(calls, spans)
+    receives = [
+        position
+        for position, (first, end) in enumerate(spans)
+        if any(call.record.op == "recv" for call in calls[first:end])
+    ]
+    return max(sum(one <= position < until[one] for one in receives) for position in receives)
+
+
+def test_a_pipeline_with_one_forward_and_one_backward_keeps_one_receive_open(two_ranks: World, tmp_path: Path) -> None:
+    recorded = record_job(two_ranks, _one_forward_one_backward, tmp_path)
+    again = tmp_path / "again"
+    assert main(["replay", str(recorded), "--warmup", "0", "--repeat", "1", "--record", str(again)]) == 0
+    for plan in map(plan_of_recording, (recorded, again)):
+        for rank in (0, 1):
+            assert sum(call.record.op == "recv" for call in plan.ranks[rank].calls) >= 8
+            assert _most_open_receives(plan, rank) == 1
+    for rank in (0, 1):
+        assert _meaning(again, rank) == _meaning(recorded, rank)
 
 
 def test_an_asynchronous_call_runs_in_the_gap_before_its_wait(two_ranks: World, tmp_path: Path) -> None:
