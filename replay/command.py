@@ -33,7 +33,7 @@ from crossrank.replay.results.replay_report import (
     write_report,
 )
 from crossrank.replay.run.failure_report import Failed, print_states
-from crossrank.replay.run.launcher import RankInfo, detect_launcher
+from crossrank.replay.run.launcher import RankInfo, detect_launcher, parse_init_method
 from crossrank.replay.run.pacing import parse_pace
 from crossrank.replay.sweep import Combination
 from crossrank.text import amount
@@ -60,10 +60,13 @@ class ReplayCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         replay_options.check(arguments)
-        if arguments.compute:  # passes run under the profiler, which would say so on every rank
+        if arguments.compute or arguments.profile:  # passes run under the profiler, which would say so on every rank
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        place = detect_launcher(os.environ, arguments.master_ip, arguments.master_port)
+        host, port, variables, file = parse_init_method(arguments.init_method)
+        place = detect_launcher(
+            {**os.environ, **variables}, arguments.master_ip or host, arguments.master_port or port, file
+        )
         if place is not None and place.world_size == 1:
             place = None
         combinations = sweep.parse_sweeps(arguments.sweep) or [Combination({}, {})]
@@ -178,10 +181,21 @@ def _replay(
         imports=tuple(given.imports),
         indices=given.indices,
         threads=given.threads or _threads(plan),
+        blocking=bool(given.blocking),
+        cold=given.cold,
+        profile=given.profile,
+        save_data=given.save_data,
+        compare_data=given.compare_data,
+        rtol=given.rtol,
+        atol=given.atol,
     )
     plan = transform.for_backend(plan, settings.backend)
     target = str(folder) if folder is not None else given.output
     _make_folders(given, target)
+    if given.compare_data is not None:
+        from crossrank.replay.results.saved_data import check_saved
+
+        check_saved(plan, given.compare_data)
     if not given.json:
         print_plan(plan)
     try:
@@ -190,17 +204,19 @@ def _replay(
         complain(f"{failed}: {failed.summary()}")
         print_states(failed.states, plan)
         raise
-    report, times = make_report(plan, settings, results, what_if=_what_if(given), variables=one.variables)
+    report, times = make_report(
+        plan, settings, results, what_if=_what_if(given), variables=one.variables, batch=given.batch
+    )
     if given.json and not given.sweep:
         sys.stdout.write(indented(report).decode())
     elif not given.json:
         from crossrank.tools.output.replay import print_report
 
-        print_report(report)
+        print_report(report, given.by)
     if target is not None:
         paths = write_report(target, report, plan, times)
         print(f"wrote {', '.join(paths)}", file=sys.stderr if given.json else sys.stdout)
-    wrong = report.check is not None and bool(report.check.failures)
+    wrong = bool(report.check is not None and report.check.failures) or bool(report.data and report.data.different)
     whole = report.coverage.complete and (report.step is None or report.step.coverage.complete)
     return int(wrong or (given.strict and not whole)), report
 
@@ -287,7 +303,6 @@ def _read_with_computation(arguments: argparse.Namespace) -> Plan:
     )
 
 
-_WHAT_IF = ("nproc", "scale_bytes", "dtype", "drop", "ops", "pgs", "max_calls", "bucket_mb", "overlap")
 _CHANGES: dict[str, Callable[[Plan, Any], Plan]] = {
     "drop": lambda plan, names: transform.without_operations(plan, names.split(",")),
     "ops": lambda plan, names: transform.only_operations(plan, names.split(",")),
@@ -296,14 +311,18 @@ _CHANGES: dict[str, Callable[[Plan, Any], Plan]] = {
     "dtype": transform.with_dtype,
     "bucket_mb": with_buckets,
     "scale_bytes": transform.scale_bytes,
+    "bitwidth": transform.with_bitwidth,
     "overlap": transform.with_overlap,
+    "blocking": lambda plan, _: transform.with_overlap(plan, "none"),
 }
 """Options that change what is replayed, in the order in which they do."""
+_WHAT_IF = ("nproc", *_CHANGES)
 
 
 def _what_if(given: argparse.Namespace) -> dict[str, str]:
     """The options that change what is replayed, as they were given."""
     values = {name: getattr(given, name) for name in _WHAT_IF}
+    values["blocking"] = given.blocking and "yes"
     return {
         f"--{name.replace('_', '-')}": f"{value:g}" if isinstance(value, float) else str(value)
         for name, value in values.items()
@@ -342,9 +361,12 @@ def _changed(recorded: Plan, given: argparse.Namespace, launched: int | None) ->
 
 def _make_folders(given: argparse.Namespace, target: str | None) -> None:
     """Make the folders that results go to, before time is spent on them."""
-    if given.record is not None and os.path.realpath(given.record) == os.path.realpath(given.trace):
-        raise CrossrankError(f"--record {given.record}: is the recording that is replayed; name another folder")
-    for path in (target, given.record):
+    for option, path in (("--record", given.record), ("--profile", given.profile)):
+        if path is not None and os.path.realpath(path) == os.path.realpath(given.trace):
+            raise CrossrankError(f"{option} {path}: is the recording that is replayed; name another folder")
+    if given.profile is not None and given.record == given.profile:
+        raise CrossrankError(f"--record and --profile {given.profile}: are two recordings; name two folders")
+    for path in (target, given.record, given.profile, given.save_data):
         if path is None or is_url(path):
             continue
         make_folder(path)

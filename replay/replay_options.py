@@ -12,6 +12,10 @@ from crossrank.replay.plan.transform import OVERLAPS
 from crossrank.replay.run.pacing import parse_pace
 from crossrank.tools.commands.options import add_shared
 
+BLOCKS = ("source", "step")
+_FILL = ("check", "save_data", "compare_data", "cold")
+"""Options that --compute does not go with."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", nargs="?", help="a recording, a folder of traces of all ranks, one file, or a plan")
@@ -73,6 +77,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     change.add_argument(
         "--overlap", choices=OVERLAPS, help="none: every communication is waited for at once (default: recorded)"
     )
+    change.add_argument(
+        "--bitwidth",
+        type=int,
+        choices=(2, 4, 8, 16, 32),
+        help="floating-point elements of communication as large as if quantised to so many bits",
+    )
+    change.add_argument(
+        "--blocking",
+        "-b",
+        action="store_true",
+        default=None,
+        help="every call is waited for at once, with a barrier of its group before and after",
+    )
     change.add_argument("--pgs", metavar="LIST", help="only calls on these groups, by name or description")
     change.add_argument("--max-calls", "--max-msg-cnt", type=int, metavar="N", help="the first N calls of each rank")
     change.add_argument(
@@ -102,16 +119,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--use-timestamp", dest="pace", action="store_const", const="recorded", help=argparse.SUPPRESS)
     run.add_argument("--warmup", "--warmup-iter", type=int, default=2, metavar="N", help="passes not measured (2)")
     run.add_argument("--repeat", "--num-replays", type=int, default=5, metavar="N", help="passes measured (5)")
+    run.add_argument("--cold", action="store_true", help="clear the caches before each call, which takes a while")
     run.add_argument("--check", action="store_true", help="verify every result, in a pass of its own")
+    run.add_argument("--save-data", metavar="DIR", help="save what every call gives, from inputs that are always alike")
+    run.add_argument(
+        "--compare-data", metavar="DIR", help="compare what every call gives with what --save-data saved: exit 1"
+    )
+    run.add_argument("--rtol", type=float, default=1e-4, metavar="F", help="relative tolerance for that (1e-4)")
+    run.add_argument("--atol", type=float, default=1e-4, metavar="F", help="absolute tolerance for that (1e-4)")
     run.add_argument(
         "--timeout", type=float, default=120.0, metavar="S", help="end when a rank makes no progress for S s (120)"
     )
     run.add_argument("--record", metavar="DIR", help="record the measured passes with crossrank into DIR")
+    run.add_argument(
+        "--profile",
+        "--enable-profiler",
+        metavar="DIR",
+        help="after the measured passes record two more into DIR, with execution traces and Kineto (a window)",
+    )
+    run.add_argument(
+        "--init-method",
+        metavar="URL",
+        help="where the ranks meet: tcp://HOST:PORT or file:///PATH of a new file that all see, with "
+        "?rank=R&world_size=N where no launcher says them; env:// = as the launcher says",
+    )
     run.add_argument("--master-ip", metavar="HOST", help="where rank 0 is, where the launcher does not say it")
     run.add_argument("--master-port", type=int, metavar="PORT", help="its port (29500)")
     out = parser.add_argument_group("what is written")
     out.add_argument(
         "-o", "--output", "--output-path", metavar="DIR", help="write replay.json, .csv and .html into DIR"
+    )
+    out.add_argument(
+        "--by",
+        metavar="LIST",
+        help="print times by source line, by iteration or both: source,step (replay.json and the page have them)",
+    )
+    out.add_argument(
+        "--batch",
+        "--colls-per-batch",
+        type=int,
+        metavar="N",
+        help="print what N calls in a row take together, on each rank",
     )
     out.add_argument("--json", action="store_true", help="print the report as JSON")
     out.add_argument("--save-plan", metavar="FILE", help="write the plan, which can be replayed in place of the trace")
@@ -132,6 +180,7 @@ def check(arguments: argparse.Namespace) -> None:
         ("max_calls", 1),
         ("window", 1),
         ("threads", 1),
+        ("batch", 1),
     ):
         value = getattr(arguments, name)
         if value is not None and not lowest <= value <= MOST_RANKS:
@@ -145,8 +194,15 @@ def check(arguments: argparse.Namespace) -> None:
     for name, value in (("window", arguments.window), ("import", arguments.imports)):
         if value and not arguments.compute:
             raise CrossrankError(f"--{name} is for --compute; add it, or leave --{name} out")
-    if arguments.compute and arguments.check:
-        raise CrossrankError("--check verifies communication alone; leave out --compute")
+    arguments.by = arguments.by.split(",") if isinstance(arguments.by, str) else arguments.by or []
+    if unknown := [name for name in arguments.by if name not in BLOCKS]:
+        raise CrossrankError(f"--by {unknown[0]!r} is neither {' nor '.join(BLOCKS)}")
+    for tolerance in ("rtol", "atol"):
+        if not 0 <= getattr(arguments, tolerance) < float("inf"):
+            raise CrossrankError(f"--{tolerance} {getattr(arguments, tolerance):g} is no tolerance from 0 on")
+    if arguments.compute and (filling := next((one for one in _FILL if getattr(arguments, one)), None)):
+        option = f"--{filling.replace('_', '-')}"
+        raise CrossrankError(f"{option} is about communication alone, with numbers of its own; leave out --compute")
     if arguments.compute and pace.busy:
         raise CrossrankError("--pace compute stands in for computation, which --compute replays; leave one out")
 

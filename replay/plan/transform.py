@@ -128,6 +128,21 @@ def scale_bytes(plan: Plan, factor: float) -> Plan:
     return plan if factor == 1 else _with_tensors(plan, lambda record, group: _scaled(record, group, factor))
 
 
+def with_bitwidth(plan: Plan, bits: int) -> Plan:
+    """Floating-point elements as large as if they were quantised to so many bits: fewer of them, of the same type.
+
+    What a quantised call sends beside them (scales) and what quantising costs is not in it.
+    """
+
+    def change(record: CommRecord, group: Group) -> CommRecord:
+        dtype = DTYPES.get(record.dtype or "")
+        if dtype is None or not dtype.is_floating or dtype.size * 8 <= bits:
+            return record
+        return _scaled(record, group, bits / (dtype.size * 8))
+
+    return _with_tensors(plan, change)
+
+
 def _with_tensors(plan: Plan, change: Callable[[CommRecord, Group], CommRecord]) -> Plan:
     """`plan` with other sizes, without recorded durations: calls of another size took another time."""
     groups = {group.pg: group for group in plan.groups}

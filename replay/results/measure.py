@@ -22,7 +22,16 @@ from crossrank.comm import OPERATIONS
 from crossrank.replay.plan.plan import NOT_IN_STEPS, Plan, launches
 from crossrank.replay.plan.schedule import Key, keys_of
 from crossrank.tools.analysis.bandwidth import bucket_of
-from crossrank.tools.traces.replayed import CheckFailure, Compared, Comparison, Percentiles, ReplayRow
+from crossrank.tools.traces.replayed import (
+    Batches,
+    Block,
+    CheckFailure,
+    Compared,
+    Comparison,
+    DataComparison,
+    Percentiles,
+    ReplayRow,
+)
 
 if TYPE_CHECKING:
     import polars as pl
@@ -81,6 +90,7 @@ class RankResult(msgspec.Struct, kw_only=True):
     checked: int
     versions: dict[str, str]
     computed: Computed | None = None
+    data: DataComparison | None = None
 
 
 def measure(plan: Plan, results: Sequence[RankResult]) -> pl.DataFrame:
@@ -204,6 +214,58 @@ def _row(plan: Plan, *, record_op: str, rates: dict[str, float | None], **column
         busbw_gb_per_s=Percentiles(**{name: value * scale for name, value in known.items()}) if known else None,
         **columns,
     )
+
+
+def blocks(times: pl.DataFrame, plan: Plan, field: str) -> list[Block]:
+    """Calls by what `field` of their records says (`source` or `step`), the block that takes longest first. Calls that
+    do not say it are left out; one that ranks make from several places counts for each."""
+    import polars as pl
+
+    named = [
+        (rank.rank, index, str(getattr(call.record, field)))
+        for rank in plan.ranks
+        for index, call in enumerate(rank.calls)
+        if getattr(call.record, field) is not None
+    ]
+    names = pl.DataFrame(named, {"rank": pl.Int64, "index": pl.Int64, "name": pl.String}, orient="row")
+    of_blocks = times.join(names, on=("rank", "index"), maintain_order="left")
+    once = pl.struct("name", "call", "pass").is_first_distinct()
+    totals = (
+        of_blocks.with_columns(once=once)
+        .group_by("name", "pass", maintain_order=True)
+        .agg(
+            calls=pl.col("once").sum(),
+            bytes=pl.col("bytes").filter("once").sum(),
+            time_us=pl.col("time").filter("once").sum(),
+            waiting_us=pl.col("waiting").sum() / plan.world_size,
+            span_us=pl.col("completed").max() - pl.col("launched").min(),
+        )
+    )
+    found = [
+        Block(
+            name=str(name),
+            calls=rows["calls"][0],
+            bytes=rows["bytes"][0],
+            **{column: percentiles_us(rows[column].to_list()) for column in ("time_us", "waiting_us", "span_us")},
+        )
+        for (name,), rows in totals.group_by("name", maintain_order=True)
+    ]
+    return sorted(found, key=lambda block: -block.time_us.p50)
+
+
+def batches(times: pl.DataFrame, calls: int) -> Batches | None:
+    """So many calls in a row of each rank as one; None where no rank has as many."""
+    import polars as pl
+
+    rows = (
+        times.group_by("rank", "pass", pl.col("index") // calls)
+        .agg(took=pl.col("completed").max() - pl.col("launched").min(), count=pl.len())
+        .filter(pl.col("count") == calls)
+    )
+    if rows.is_empty():
+        return None
+    per_pass = len(rows.filter(pl.col("pass") == 0))
+    return Batches(calls=calls, batches=per_pass, time_us=percentiles_us(rows["took"].to_list()))
 
 
 def end_to_end_ns(results: Sequence[RankResult]) -> list[int]:

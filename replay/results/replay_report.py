@@ -16,10 +16,27 @@ from crossrank.errors import CrossrankError, one_line
 from crossrank.replay.plan.compute.compute_plan import coverage_of
 from crossrank.replay.plan.memory_plan import bytes_needed
 from crossrank.replay.plan.plan import Plan, RankPlan, number_of
-from crossrank.replay.results.measure import RankResult, compare, end_to_end_ns, measure, percentiles_us, table
+from crossrank.replay.results.measure import (
+    RankResult,
+    batches,
+    blocks,
+    compare,
+    end_to_end_ns,
+    measure,
+    percentiles_us,
+    table,
+)
 from crossrank.replay.results.whole_step import compare_step
 from crossrank.text import amount, csv_text, milliseconds, percent, printable
-from crossrank.tools.traces.replayed import CSV, JSON, CheckResult, ComputeCoverage, ReplayReport, Settings
+from crossrank.tools.traces.replayed import (
+    CSV,
+    JSON,
+    CheckResult,
+    ComputeCoverage,
+    DataComparison,
+    ReplayReport,
+    Settings,
+)
 
 if TYPE_CHECKING:
     import polars as pl
@@ -35,8 +52,10 @@ def make_report(
     *,
     what_if: dict[str, str],
     variables: dict[str, str],
+    batch: int | None = None,
 ) -> tuple[ReplayReport, pl.DataFrame]:
-    """The report of one replay, and the table of `measure` that it is made of."""
+    """The report of one replay, and the table of `measure` that it is made of; with the times of so many calls in a
+    row, where `batch` says how many."""
     times = measure(plan, results)
     comparison = compare(plan, times, results)
     substitutes: Counter[str] = Counter()
@@ -67,9 +86,25 @@ def make_report(
         rows=table(times, plan),
         comparison=comparison if comparison.calls or comparison.recorded_end_to_end_us is not None else None,
         check=check,
+        data=_all_data([result.data for result in results if result.data is not None]),
+        by_source=blocks(times, plan, "source"),
+        by_step=sorted(blocks(times, plan, "step"), key=lambda block: int(block.name)),
+        batches=batches(times, batch) if batch is not None else None,
         step=compare_step(plan, results),
     )
     return report, times
+
+
+def _all_data(parts: list[DataComparison]) -> DataComparison | None:
+    if not parts:
+        return None
+    return msgspec.structs.replace(
+        parts[0],
+        tensors=sum(one.tensors for one in parts),
+        different=sum(one.different for one in parts),
+        largest_difference=max(one.largest_difference for one in parts),
+        failures=[failure for one in parts for failure in one.failures],
+    )
 
 
 def indented(content: object) -> bytes:

@@ -47,8 +47,15 @@ class CpuExecutor:
     """Runs a program whose Works complete on the host. `progress[0]` is the index of the call that the rank is in, for
     whoever watches."""
 
-    def __init__(self, program: Program, pacer: Pacer | None = None, compute: ComputeProgram | None = None) -> None:
-        """With a `pacer` it leaves gaps between the launches; `compute` runs operations between them."""
+    def __init__(
+        self,
+        program: Program,
+        pacer: Pacer | None = None,
+        compute: ComputeProgram | None = None,
+        clear_caches: Callable[[], None] | None = None,
+    ) -> None:
+        """With a `pacer` it leaves gaps between the launches; `compute` runs operations between them, `clear_caches`
+        before each."""
         self.progress = [IDLE, 0]
         """The second counts operations."""
         self.waited_ns = 0
@@ -56,6 +63,7 @@ class CpuExecutor:
         self._program = program
         self._pacer = pacer
         self._compute = compute
+        self._clear_caches = clear_caches
         self._made: dict[int, threading.Event] = {}
         """Launches that one of another thread follows."""
         count = len(program.last_waits)
@@ -149,16 +157,25 @@ class CpuExecutor:
         if self._before is not None:
             self._before(position)
         self.progress[0] = bound.first
+        if self._clear_caches is not None:
+            self._clear_caches()
+        if bound.barrier is not None:
+            bound.barrier().wait()
         self._launch(position)
         self._launched[position] = time.monotonic_ns()
         work = self._works[position] = bound.launch()
         self._issued[position] = time.monotonic_ns()
-        if self._made and position in self._made:
-            self._made[position].set()
+        made = self._made.get(position)
+        if made is not None and bound.barrier is None:
+            made.set()
         if bound.blocking:
             self.wait((position,))
         else:
             self._follow(position, work)
+        if bound.barrier is not None:
+            bound.barrier().wait()
+            if made is not None:
+                made.set()
 
     def wait(self, positions: Sequence[int]) -> None:
         """Wait for launches."""
@@ -220,10 +237,16 @@ def begins(program: Program, launched: array[int], completed: array[int]) -> arr
 class CudaExecutor(CpuExecutor):
     """Runs a program on one GPU. Its events are made once and used by every pass."""
 
-    def __init__(self, program: Program, pacer: Pacer | None = None, compute: ComputeProgram | None = None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        pacer: Pacer | None = None,
+        compute: ComputeProgram | None = None,
+        clear_caches: Callable[[], None] | None = None,
+    ) -> None:
         if os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == "1":
             raise CrossrankError("TORCH_NCCL_BLOCKING_WAIT=1 makes every wait block the host; unset it for a replay")
-        super().__init__(program, pacer, compute)
+        super().__init__(program, pacer, compute, clear_caches)
         self._began = [torch.cuda.Event(enable_timing=True) for _ in program.bound]
         self._ended = [torch.cuda.Event(enable_timing=True) for _ in program.bound]
         self._base = torch.cuda.Event(enable_timing=True)

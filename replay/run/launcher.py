@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from urllib.parse import parse_qsl, urlsplit
 
 from crossrank.errors import CrossrankError
 
 DEFAULT_PORT = 29500
+_INIT_METHODS = "give tcp://HOST:PORT, file:///PATH or env://, with ?rank=R&world_size=N where no launcher says them"
 """What torch and PARAM use where no other is given."""
 
 
@@ -36,18 +38,21 @@ class RankInfo:
     port: int
     agent_store: bool = False
     """torchrun's agent already listens at `host`:`port`."""
+    file: str = ""
+    """All meet in this file, and not at `host`:`port`."""
     attempt: str = ""
     """What tells this start of the processes from an earlier one that used the same store."""
 
 
 def detect_launcher(
-    environment: Mapping[str, str], host: str | None = None, port: int | None = None
+    environment: Mapping[str, str], host: str | None = None, port: int | None = None, file: str = ""
 ) -> RankInfo | None:
-    """Which rank this process is, or None where no launcher started it. `host` and `port` win over the variables.
+    """Which rank this process is, or None where no launcher started it. `host` and `port`, or a `file` in which the
+    ranks meet, win over the variables.
 
     Raises `CrossrankError` where a launcher's variables are not numbers, or nothing says where rank 0 is.
     """
-    has_agent, is_given = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True", bool(host or port)
+    has_agent, is_given = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True", bool(host or port or file)
     for launcher, (rank_name, size_name, local_name, tasks_name) in LAUNCHERS.items():
         if not environment.get(rank_name) or not environment.get(size_name):
             continue
@@ -64,12 +69,41 @@ def detect_launcher(
             world_size=size,
             local_rank=_number(environment, local_name, rank),
             launcher=launcher,
-            host=host or environment.get("MASTER_ADDR") or _first_host(environment, launcher, alone),
+            host="" if file else host or environment.get("MASTER_ADDR") or _first_host(environment, launcher, alone),
             port=port,
+            file=file,
             attempt="/".join(environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RUN_ID", "RESTART_COUNT")),
             agent_store=has_agent and not is_given,
         )
     return None
+
+
+def parse_init_method(url: str | None) -> tuple[str | None, int | None, dict[str, str], str]:
+    """(host, port, variables that say rank and world size, file) of a URL as `torch.distributed` takes it.
+
+    Raises `CrossrankError` for one that it would not take.
+
+    >>> parse_init_method("tcp://node0:29500?rank=1&world_size=4")
+    ('node0', 29500, {'RANK': '1', 'WORLD_SIZE': '4'}, '')
+    >>> parse_init_method("file:///scratch/meeting")
+    (None, None, {}, '/scratch/meeting')
+    >>> parse_init_method("env://"), parse_init_method(None)
+    ((None, None, {}, ''), (None, None, {}, ''))
+    """
+    if url is None:
+        return None, None, {}, ""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+        query = dict(parse_qsl(parts.query, strict_parsing=True)) if parts.query else {}
+    except ValueError as error:
+        raise CrossrankError(f"--init-method {url!r}: {error}; {_INIT_METHODS}") from error
+    file = parts.path if parts.scheme == "file" else ""
+    is_whole = {"tcp": bool(parts.hostname and port), "file": file.startswith("/"), "env": True}
+    if not is_whole.get(parts.scheme, False) or not query.keys() <= {"rank", "world_size"}:
+        raise CrossrankError(f"--init-method {url!r}: {_INIT_METHODS}")
+    variables = {name.upper(): value for name, value in query.items()}
+    return parts.hostname if parts.scheme == "tcp" else None, port, variables, file
 
 
 def _number(environment: Mapping[str, str], name: str, default: int = 0) -> int:

@@ -19,6 +19,7 @@ from datetime import timedelta
 from itertools import zip_longest
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, cast
 
 from torch.distributed import Store, TCPStore
@@ -195,6 +196,8 @@ class Lead:
         deadline = time.monotonic() + most_s
         while self._store and time.monotonic() < deadline and self._store.add("left", 0) < self.place.world_size - 1:
             time.sleep(0.01)
+        if self.place.file:
+            Path(self.place.file).unlink(missing_ok=True)
 
 
 def serve(place: RankInfo, timeout_s: float) -> int:

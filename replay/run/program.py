@@ -164,6 +164,8 @@ class Bound:
     follows: int = -1
     """The launch before it on its group where another thread makes that: the group's calls keep their order. -1 = the
     thread itself keeps it."""
+    barrier: Launch | None = None
+    """Lets all members of its group meet, before the launch and after its end."""
     lane: str
     """What carries it: launches of one lane do not run beside each other, but for `Program.width` of them."""
 
@@ -196,9 +198,11 @@ def prepare(
     device: torch.device,
     timeout: timedelta,
     own: Mapping[int, OwnTensors] = MappingProxyType({}),
+    barriers: bool = False,
 ) -> Program:
-    """Bind `calls` to tensors and groups; those of `own`, by their index, take tensors that others make. Raises
-    `CrossrankError` where this torch or this machine cannot."""
+    """Bind `calls` to tensors and groups; those of `own`, by their index, take tensors that others make. With
+    `barriers` the members of a group meet around each of their collectives. Raises `CrossrankError` where this torch
+    or this machine cannot."""
     spans = launches(calls)
     substitutes = [substitute(call.record, backend) for call in calls]
     until = waited_before(calls, spans)
@@ -259,6 +263,7 @@ def prepare(
                 holds_host=record.op == "barrier",
                 thread=thread_of[position],
                 follows=before if before >= 0 and thread_of[before] != thread_of[position] else -1,
+                barrier=_barrier(groups[record.pg][1], device) if barriers and record.peer is None else None,
                 lane=record.pg if record.peer is None else f"{record.pg} {record.peer} {record.op}",
             )
         )
@@ -290,6 +295,12 @@ def _bind(op: str, arguments: Arguments, own: OwnTensors | None) -> Launch:
             f"call {record.id} ({record.op}): torch {torch.__version__} has no {op} ({error}); "
             "leave it out with --ops, or use the torch of the recording"
         ) from error
+
+
+def _barrier(pg: ProcessGroup, device: torch.device) -> Launch:
+    """Asked of the backend itself, so that it is not recorded as a call of the replay."""
+    backend: Any = pg._get_backend(device)
+    return partial(backend.barrier, barrier_options(device))
 
 
 def late_ends(program: Program) -> list[int]:

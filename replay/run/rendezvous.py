@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import zstandard
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
 from crossrank.comm import Group
 from crossrank.errors import CrossrankError, one_line
@@ -55,18 +55,25 @@ class NoPlanError(Exception):
 
 def host_store(place: RankInfo, timeout_s: float) -> Store:
     """The store, hosted by this process where it is rank 0. Raises `CrossrankError` where that fails."""
-    hosting = place.rank == 0 and not place.agent_store
+    hosting = place.rank == 0 and not place.agent_store and not place.file
     # Rank 0 hosts the store when it has read and matched everything: the others are patient.
     patience_s = timeout_s if place.rank == 0 else max(timeout_s, _PATIENCE_S)
     try:
         if not hosting:
-            return connect(place, patience_s)
+            store = connect(place, patience_s)
+            if place.file and place.rank == 0 and store.add("replays", 1) > 1:
+                raise OSError("it is of another replay")
+            return store
         return PrefixStore(place.attempt, listen(place.host, place.port, patience_s))
     except (RuntimeError, OSError) as error:
         text = one_line(error)
         if hosting and ("in use" in text.lower() or "EADDRINUSE" in text):
             raise CrossrankError(
                 f"port {place.port} of {place.host} is in use; set MASTER_PORT (or --master-port) to a free one"
+            ) from error
+        if place.file:
+            raise CrossrankError(
+                f"--init-method: {place.file} cannot be used ({text}); name a new file that all ranks can write"
             ) from error
         raise CrossrankError(
             f"rank {place.rank} found no rank 0 at {place.host}:{place.port} within {patience_s:g} s; "
@@ -100,6 +107,8 @@ def _is_loopback(host: str) -> bool:
 def connect(place: RankInfo, timeout_s: float) -> Store:
     """A connection to the store that rank 0 hosts."""
     timeout = timedelta(seconds=timeout_s)
+    if place.file:
+        return PrefixStore(place.attempt, FileStore(place.file))
     store = TCPStore(place.host, place.port, is_master=False, timeout=timeout, wait_for_workers=False)
     return PrefixStore(place.attempt, store)
 

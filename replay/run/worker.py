@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -30,9 +30,11 @@ from crossrank.errors import CrossrankError, one_line
 from crossrank.machine import boot_id, give_memory_back
 from crossrank.replay.results.expected_values import Checker
 from crossrank.replay.results.measure import Pass, RankResult
+from crossrank.replay.results.saved_data import DataComparer, DataWriter
 from crossrank.replay.run.clock_offsets import between, measure_offset
+from crossrank.replay.run.cold_caches import make_clear_caches
 from crossrank.replay.run.compute_program import ComputeProgram
-from crossrank.replay.run.executor import IDLE, CpuExecutor, CudaExecutor
+from crossrank.replay.run.executor import IDLE, CpuExecutor, CudaExecutor, Hook
 from crossrank.replay.run.failure_report import State
 from crossrank.replay.run.pacing import make_pacer, parse_pace
 from crossrank.replay.run.program import FILL, Program, barrier_options, late_ends, prepare
@@ -48,6 +50,8 @@ _LOOK_S = 0.1
 _LONGEST_LOOK_S = 0.5
 _BEAT_S = 0.5
 _PROFILED_PASSES = 3
+_PROFILED_STEPS = "1:3"
+"""Of a recording with a window, whose first pass shows what the profiler's start costs."""
 _FINAL_REPORT_S = 0.25
 """How long a rank that has to end waits for the others to tell where they are."""
 
@@ -128,12 +132,21 @@ def _replay(rank: int, local_rank: int, rendezvous: Rendezvous, work: WorkItem, 
         device=device,
         timeout=timeout,
         own=compute.own_tensors(work.calls, settings.backend) if compute is not None else {},
+        barriers=settings.blocking,
     )
     pacer = make_pacer(work.calls, parse_pace(settings.pace), device) if compute is None else None
-    executor = (CudaExecutor if device.type == "cuda" else CpuExecutor)(program, pacer, compute)
+    executor = (CudaExecutor if device.type == "cuda" else CpuExecutor)(
+        program, pacer, compute, make_clear_caches(device) if settings.cold else None
+    )
     watch.follow(executor)
     checker = Checker(program, rank) if settings.check else None
-    passes, cpu_s, times = _passes(executor, program, settings, watch, checker)
+    comparer = None
+    if settings.compare_data is not None:
+        comparer = DataComparer(program, rank, settings.compare_data, settings.rtol, settings.atol)
+    with DataWriter(program, rank, settings.save_data) if settings.save_data is not None else nullcontext() as writer:
+        checks = [(checker.fill, checker.verify)] if checker is not None else []
+        checks += [(one.fill, one.take) for one in (writer, comparer) if one is not None]
+        passes, cpu_s, times = _passes(executor, program, settings, watch, checks)
     computed = compute.result(times) if compute is not None else None
     watch.phase("comparing clocks again")
     offset, error = between(clock, measure_offset(rendezvous, rank, "end"))
@@ -154,6 +167,7 @@ def _replay(rank: int, local_rank: int, rendezvous: Rendezvous, work: WorkItem, 
         checked=checker.checked if checker is not None else 0,
         versions={"torch": str(torch.__version__), "python": sys.version.split()[0]},
         computed=computed,
+        data=comparer.result if comparer is not None else None,
     )
 
 
@@ -217,7 +231,7 @@ def _make_groups(
 
 
 def _passes(
-    executor: CpuExecutor, program: Program, settings: Settings, watch: Watch, checker: Checker | None
+    executor: CpuExecutor, program: Program, settings: Settings, watch: Watch, checks: Sequence[tuple[Hook, Hook]]
 ) -> tuple[list[Pass], float, list[int]]:
     """(passes, CPU seconds of all, the clock of one more pass where there is computation)."""
     # Asked of the backend itself, so that the ranks' rendezvous before a pass is not part of what is recorded.
@@ -238,9 +252,9 @@ def _passes(
         meet("in passes under the profiler")
         executor.learn_from_profiler(_PROFILED_PASSES)
         give_memory_back()
-    if checker is not None:  # in a pass of its own: filling and comparing takes longer than the calls
+    for before, after in checks:  # in passes of their own: filling and comparing takes longer than the calls
         meet("in the pass that is checked")
-        executor.run(checker.fill, checker.verify)
+        executor.run(before, after)
     for number in range(settings.warmup):
         meet(f"in warm-up pass {number + 1}")
         executor.run()
@@ -253,6 +267,12 @@ def _passes(
             passes.append(executor.run())
             cpu_s += time.process_time() - spent
             if settings.record is not None:
+                crossrank.step()
+    if settings.profile is not None:
+        with crossrank.enable(tracing="ALL", directory=settings.profile, window=_PROFILED_STEPS):
+            for number in range(_PROFILED_PASSES):
+                meet(f"in profiled pass {number + 1}")
+                executor.run()
                 crossrank.step()
     clock: list[int] = []
     if executor.computes:

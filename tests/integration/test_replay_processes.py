@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch.distributed as dist
 
 from crossrank.comm import CommRecord, Group
 from crossrank.replay.plan.plan import Plan, PlannedCall, RankPlan, save_plan
@@ -191,8 +192,30 @@ def test_the_processes_of_a_launcher_replay_together(launcher: str, two_ranks: W
     assert outputs[1][0] == ""
 
 
-def _launch(recorded: Path, variables: dict[str, str]) -> subprocess.Popen[str]:
+@pytest.mark.parametrize("url", ["tcp://127.0.0.1:{port}", "file://{folder}/meeting"])
+def test_processes_meet_where_an_init_method_says(url: str, two_ranks: World, tmp_path: Path) -> None:
+    recorded = record_job(two_ranks, callers.lists, tmp_path)
+    url = url.format(port=_free_port(), folder=tmp_path)
+    processes = [_launch(recorded, {}, "--init-method", f"{url}?rank={rank}&world_size=2") for rank in (0, 1)]
+    outputs = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert "Checked: all" in outputs[0][0]
+    assert not (tmp_path / "meeting").exists()
+
+
+def test_a_file_in_which_others_met_is_refused(two_ranks: World, tmp_path: Path) -> None:
+    recorded = record_job(two_ranks, callers.lists, tmp_path)
+    meeting = tmp_path / "meeting"
+    dist.PrefixStore("0/0", dist.FileStore(str(meeting))).add("replays", 1)
+    process = _launch(recorded, {}, "--init-method", f"file://{meeting}?rank=0&world_size=2")
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert f"--init-method: {meeting} cannot be used (it is of another replay); name a new file" in error
+
+
+def _launch(recorded: Path, variables: dict[str, str], *more: str) -> subprocess.Popen[str]:
     words = ["--trace-path", str(recorded), "--trace-type", "comms", "--num-replays", "2", "--check", "--timeout", "20"]
+    words += more
     return subprocess.Popen(
         [sys.executable, "-m", "crossrank.replay", *words],
         stdout=subprocess.PIPE,

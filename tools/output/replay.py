@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from crossrank.text import amount, microseconds, milliseconds, percent, plural, printable, significant, size_text
@@ -10,10 +10,13 @@ from crossrank.tools.output.charts import Chart, Rate, axis, bandwidth_chart
 from crossrank.tools.output.console import Columns, Item, Table, table_of
 from crossrank.tools.traces.replayed import (
     JSON,
+    Batches,
+    Block,
     CheckFailure,
     Compared,
     Comparison,
     ComputedOperation,
+    DataComparison,
     Percentiles,
     ReplayReport,
     ReplayRow,
@@ -67,6 +70,26 @@ _OPERATIONS: Columns[ComputedOperation] = (
     ("#ratio", lambda row: "-" if row.ratio is None else f"{row.ratio:.2f}"),
     ("#without profiler ms", lambda row: milliseconds_alone(row.replayed_us)),
 )
+
+
+def _block_columns(what: str) -> Columns[Block]:
+    return (
+        (what, lambda block: block.name),
+        ("#calls", lambda block: block.calls),
+        ("#bytes", lambda block: amount(block.bytes)),
+        ("#time p50", lambda block: microseconds(block.time_us.p50)),
+        ("#p95", lambda block: microseconds(block.time_us.p95)),
+        ("#p99 us", lambda block: microseconds(block.time_us.p99)),
+        ("#waiting us", lambda block: microseconds(block.waiting_us.p50)),
+        ("#from first launch to last end us", lambda block: microseconds(block.span_us.p50)),
+    )
+
+
+_BLOCKS: dict[str, tuple[str, str, Columns[Block], Callable[[ReplayReport], list[Block]]]] = {
+    "source": ("by_source", "By source line", _block_columns("source line"), lambda report: report.by_source),
+    "step": ("by_step", "By iteration", _block_columns("#iteration"), lambda report: report.by_step),
+}
+"""By the name in `--by`: (name on the page, title, columns, what is shown)."""
 _FAILURES: Columns[CheckFailure] = (
     ("#rank", lambda one: one.rank),
     ("#call id", lambda one: one.call),
@@ -113,6 +136,21 @@ def step_lines(step: StepComparison) -> list[str]:
     return lines
 
 
+def batches_text(batches: Batches) -> str:
+    time = batches.time_us
+    return (
+        f"{batches.calls:,} calls in a row take {microseconds(time.p50)} us on a rank from the first launch to the "
+        f"last end (p95 {microseconds(time.p95)}, p99 {microseconds(time.p99)}; {batches.batches:,} such per pass)"
+    )
+
+
+def data_text(data: DataComparison) -> str:
+    return (
+        f"Compared with {printable(data.folder)}: {data.tensors - data.different:,} of {data.tensors:,} results agree "
+        f"within rtol {data.rtol:g} and atol {data.atol:g}; the largest difference is {data.largest_difference:.3g}"
+    )
+
+
 def comparison_text(comparison: Comparison) -> str:
     text = (
         "No call has a recorded duration"
@@ -133,8 +171,8 @@ def comparison_text(comparison: Comparison) -> str:
 # --- the console -----------------------------------------------------------------------------------------------------
 
 
-def print_report(report: ReplayReport) -> None:
-    """The tables of one replay."""
+def print_report(report: ReplayReport, by: Sequence[str] = ()) -> None:
+    """The tables of one replay; of its blocks those that are named in `by`."""
     for text, count in report.substitutes.items():
         print(f"  instead: {count:,} call(s): {printable(text)}")
     settings = report.settings
@@ -146,6 +184,14 @@ def print_report(report: ReplayReport) -> None:
     late = sum(row.late_ends for row in report.rows)
     if late:
         print(f"  of {late:,} call(s) only the end of their wait is known: upper bounds of time, and no bandwidth")
+    for name in by:
+        _, title, columns, chosen = _BLOCKS[name]
+        if rows := chosen(report):
+            _table(rows, columns, _ON_CONSOLE).print(f"{title}: all calls of one together, per pass")
+        else:
+            print(f"\n{title}: the recording does not say it")
+    if report.batches is not None:
+        print(f"\n{batches_text(report.batches)}")
     end = report.end_to_end_us
     text = f"End to end {milliseconds(end.p50 / 1000)} per pass (p95 {milliseconds(end.p95 / 1000)})"
     if report.step is None:  # with computation it is no cost of the calls
@@ -174,6 +220,10 @@ def print_report(report: ReplayReport) -> None:
         print(
             "TRACING_TIMING=1 records durations to compare with; `crossrank link` gives them to the calls of a window"
         )
+    if report.data is not None:
+        print(f"\n{data_text(report.data)}")
+        if report.data.failures:
+            _table(report.data.failures, _FAILURES, _ON_CONSOLE).print("Different results: expected is what was saved")
     if report.check is not None and report.check.failures:
         title = f"Wrong results ({len(report.check.failures)} of {report.check.tensors:,} checked)"
         _table(report.check.failures, _FAILURES, _ON_CONSOLE).print(title)
@@ -214,6 +264,14 @@ def shown(report: ReplayReport, limit: int) -> dict[str, Any]:
         "step_chart": of_step,
         "step_lines": step_lines(report.step) if report.step else [],
         "operations": _table(report.step.operations, _OPERATIONS, limit) if report.step else None,
+        "blocks": [
+            (name, title, _table(chosen(report), columns, limit))
+            for name, title, columns, chosen in _BLOCKS.values()
+            if len(chosen(report)) > 1
+        ],
+        "batches": batches_text(report.batches) if report.batches else "",
+        "data": data_text(report.data) if report.data else "",
+        "different": _table(report.data.failures, _FAILURES, limit) if report.data and report.data.failures else None,
         "failures": _table(report.check.failures, _FAILURES, limit) if report.check else None,
     }
 

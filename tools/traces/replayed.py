@@ -48,6 +48,18 @@ class Settings(msgspec.Struct, kw_only=True, frozen=True):
     """How indices into a table are spread over its rows."""
     threads: int = 1
     """Of torch on the CPU, in each rank."""
+    blocking: bool = False
+    """The members of a group meet before and after each of their collectives."""
+    cold: bool = False
+    """Caches are cleared before each call."""
+    profile: str | None = None
+    """Folder for a recording of further passes, with execution traces and Kineto."""
+    save_data: str | None = None
+    """Folder for what every call gives."""
+    compare_data: str | None = None
+    """Folder of what it is compared with."""
+    rtol: float = 0.0
+    atol: float = 0.0
 
 
 class Coverage(msgspec.Struct, frozen=True, kw_only=True):
@@ -227,6 +239,48 @@ class CheckResult(msgspec.Struct, kw_only=True):
     failures: list[CheckFailure]
 
 
+class DataComparison(msgspec.Struct, kw_only=True):
+    """What `--compare-data` found: an element agrees where |now - then| <= atol + rtol |then|."""
+
+    folder: str
+    rtol: float
+    atol: float
+    tensors: int = 0
+    """Output tensors that were compared, over all ranks."""
+    different: int = 0
+    """Those with an element that does not agree."""
+    largest_difference: float = 0.0
+    """Of two elements, among all."""
+    failures: list[CheckFailure] = []
+    """The first few of each rank: `expected` was saved."""
+
+
+class Block(msgspec.Struct, kw_only=True):
+    """Calls of one source line, or of one iteration."""
+
+    name: str
+    calls: int
+    bytes: int
+    """Of all calls of one pass."""
+    time_us: Percentiles
+    """Of all of them together, over the passes: calls that ran beside each other count each."""
+    waiting_us: Percentiles
+    """Mean over the ranks, of all of them together."""
+    span_us: Percentiles
+    """From the first rank's first launch to the last end."""
+
+
+class Batches(msgspec.Struct, kw_only=True):
+    """Calls of a rank, so many in a row."""
+
+    calls: int
+    """In one batch; the last of a pass may have fewer and is left out."""
+    batches: int
+    """In a pass, over all ranks."""
+    time_us: Percentiles
+    """From the first launch to the last end, on a rank."""
+
+
 class Compared(msgspec.Struct, kw_only=True):
     """Calls of one operation and size bucket, replayed and recorded."""
 
@@ -306,6 +360,12 @@ class ReplayReport(msgspec.Struct, kw_only=True):
     comparison: Comparison | None
     """None where the recording has no times."""
     check: CheckResult | None
+    data: DataComparison | None = None
+    by_source: list[Block] = []
+    """The one that takes longest first."""
+    by_step: list[Block] = []
+    """In their order."""
+    batches: Batches | None = None
     step: StepComparison | None = None
     """With computation alone."""
     schema: str = "crossrank-replay 1"

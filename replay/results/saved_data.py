@@ -1,0 +1,237 @@
+"""What the calls of a replay give: saved (`--save-data`), or compared with what another one saved (`--compare-data`).
+
+Inputs are numbers that follow from the rank, the call and the tensor alone, so two replays of one trace on other
+hardware, another backend or another algorithm have to give the same but for rounding. A folder holds for each rank
+`rank-N.data`, all output tensors as they lie in memory, and `rank-N.data.json`, which says where each one is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import msgspec
+import numpy as np
+import torch
+
+from crossrank.atomic_file import whole_file
+from crossrank.comm import CommRecord, Count
+from crossrank.dtypes import DTYPES
+from crossrank.errors import BROKEN, CrossrankError, one_line
+from crossrank.replay.plan.plan import Plan
+from crossrank.replay.run.program import Program
+from crossrank.tools.traces.replayed import CheckFailure, DataComparison
+
+SCHEMA = "crossrank-data 1"
+_PART = 1 << 22
+"""Elements that are compared at once."""
+_MOST_FAILURES = 20
+
+
+class SavedTensor(msgspec.Struct, frozen=True, kw_only=True):
+    """An output of a call."""
+
+    call: Count
+    """Its place among the rank's calls."""
+    op: str
+    part: Count
+    dtype: str
+    elements: Count
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * DTYPES[self.dtype].size
+
+
+class SavedData(msgspec.Struct, frozen=True, kw_only=True):
+    """`rank-N.data.json`"""
+
+    tensors: list[SavedTensor]
+    """In the order in which they stand in `rank-N.data`, without a byte between them."""
+    schema: str = SCHEMA
+
+
+class RandomInputs:
+    """Fills the inputs of every launch of one rank."""
+
+    def __init__(self, program: Program, rank: int) -> None:
+        self.program = program
+        self.rank = rank
+
+    def fill(self, position: int) -> None:
+        """Set the inputs of launch `position`."""
+        bound = self.program.bound[position]
+        for index in range(bound.first, bound.first + bound.count):
+            for part, tensor in enumerate(self.program.tensors[index][0]):
+                # Made on the host, whatever the device: generators of devices give other numbers.
+                generator = torch.Generator().manual_seed((self.rank << 40) + (index << 8) + part)
+                _flat(tensor).copy_(_numbers(tensor, generator))
+
+    def outputs(self, position: int) -> Iterator[tuple[SavedTensor, torch.Tensor]]:
+        """What launch `position`, which is over, gave on this rank."""
+        bound = self.program.bound[position]
+        for index in range(bound.first, bound.first + bound.count):
+            record = self.program.calls[index].record
+            for part, tensor in enumerate(self.program.tensors[index][1]):
+                if tensor.numel() and gives(record, self.rank):
+                    name = str(tensor.dtype).removeprefix("torch.")
+                    yield (
+                        SavedTensor(call=index, op=record.op, part=part, dtype=name, elements=tensor.numel()),
+                        _flat(tensor),
+                    )
+
+
+class DataWriter(RandomInputs):
+    """Saves the outputs of one rank. A context, in which the folder of the files has to be there."""
+
+    def __init__(self, program: Program, rank: int, folder: str) -> None:
+        super().__init__(program, rank)
+        self._folder = Path(folder)
+        self._saved: list[SavedTensor] = []
+        self._file: IO[bytes] | None = None
+
+    def __enter__(self) -> DataWriter:
+        self._file = (self._folder / f"rank-{self.rank}.data").open("wb")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        assert self._file is not None
+        self._file.close()
+        if kind is None:
+            with whole_file(self._folder / f"rank-{self.rank}.data.json") as temporary:
+                temporary.write_bytes(msgspec.json.encode(SavedData(tensors=self._saved)))
+
+    def take(self, position: int) -> None:
+        """Save what launch `position` gave."""
+        assert self._file is not None
+        for saved, tensor in self.outputs(position):
+            self._file.write(tensor.view(torch.uint8).cpu().numpy().tobytes())
+            self._saved.append(saved)
+
+
+class DataComparer(RandomInputs):
+    """Compares the outputs of one rank with those that were saved."""
+
+    def __init__(self, program: Program, rank: int, folder: str, rtol: float, atol: float) -> None:
+        """Raises `CrossrankError` where the files cannot be used."""
+        super().__init__(program, rank)
+        self._folder, self._rtol, self._atol = folder, rtol, atol
+        self._saved: dict[tuple[int, int], tuple[SavedTensor, int]] = {}
+        at = 0
+        for one in load_saved(folder, rank).tensors:
+            self._saved[one.call, one.part] = one, at
+            at += one.bytes
+        self._bytes = np.memmap(_file(folder, rank), np.uint8, "r") if at else np.zeros(0, np.uint8)
+        self.result = DataComparison(folder=folder, rtol=rtol, atol=atol)
+
+    def take(self, position: int) -> None:
+        """Compare what launch `position` gave."""
+        for made, tensor in self.outputs(position):
+            saved, at = self._saved.get((made.call, made.part), (None, 0))
+            if saved != made:
+                raise CrossrankError(f"{_file(self._folder, self.rank)}: {_other(made, saved)}")
+            self.result.tensors += 1
+            record = self.program.calls[made.call].record
+            size = tensor.dtype.itemsize
+            for first in range(0, made.elements, _PART):
+                now = tensor[first : first + _PART].cpu()
+                begin = at + first * size
+                then = torch.from_numpy(self._bytes[begin : begin + len(now) * size].copy()).view(now.dtype)
+                if self._compare(record, made, first, _exact(now), _exact(then)):
+                    break
+
+    def _compare(
+        self, record: CommRecord, made: SavedTensor, first: int, now: torch.Tensor, then: torch.Tensor
+    ) -> bool:
+        """Whether a part of a tensor differs from what was saved."""
+        distance = (now - then).abs()
+        self.result.largest_difference = max(self.result.largest_difference, float(distance.nan_to_num().max()))
+        different = ~torch.isclose(now, then, self._rtol, self._atol, equal_nan=True)
+        if not bool(different.any()):
+            return False
+        self.result.different += 1
+        if len(self.result.failures) < _MOST_FAILURES:
+            at = int(different.nonzero()[0])
+            self.result.failures.append(
+                CheckFailure(
+                    rank=self.rank,
+                    call=record.id,
+                    op=record.op,
+                    pg=record.pg,
+                    tensor=made.part,
+                    element=first + at,
+                    elements=int(different.sum()),
+                    expected=float(then[at].real),
+                    got=float(now[at].real),
+                )
+            )
+        return True
+
+
+def gives(record: CommRecord, rank: int) -> bool:
+    """Whether the operation says what is in the outputs of `rank`: of a reduction to one rank on that rank alone."""
+    return record.op != "reduce" or record.root == rank
+
+
+def load_saved(folder: str, rank: int) -> SavedData:
+    """What was saved of `rank`. Raises `CrossrankError` where there is nothing."""
+    path = f"{_file(folder, rank)}.json"
+    try:
+        size = Path(_file(folder, rank)).stat().st_size
+        saved = msgspec.json.decode(Path(path).read_bytes(), type=SavedData)
+        if saved.schema != SCHEMA:
+            raise msgspec.DecodeError(f"its schema is {saved.schema!r}, not {SCHEMA!r}")
+        for one in saved.tensors:
+            if one.dtype not in DTYPES:
+                raise msgspec.DecodeError(f"{one.dtype!r} is no element type")
+        if size != (needed := sum(one.bytes for one in saved.tensors)):
+            raise msgspec.DecodeError(f"its results have {size:,} bytes, not {needed:,}")
+    except (*BROKEN, OSError) as error:
+        raise CrossrankError(
+            f"{path}: holds no results of rank {rank} ({one_line(error)}); save them with --save-data"
+        ) from error
+    return saved
+
+
+def check_saved(plan: Plan, folder: str) -> None:
+    """Raise `CrossrankError` where what is in `folder` was not saved by a replay of the calls of `plan`."""
+    for rank in plan.ranks:
+        operations = [one.record.op for one in rank.calls]
+        for saved in load_saved(folder, rank.rank).tensors:
+            if saved.call >= len(operations) or operations[saved.call] != saved.op:
+                raise CrossrankError(
+                    f"{_file(folder, rank.rank)}: was saved by a replay of other calls: call {saved.call} is there "
+                    f"{saved.op}; replay the same trace with the same options, or save anew with --save-data"
+                )
+
+
+def _file(folder: str, rank: int) -> str:
+    return str(Path(folder) / f"rank-{rank}.data")
+
+
+def _other(made: SavedTensor, saved: SavedTensor | None) -> str:
+    was = f"{saved.elements:,} of {saved.dtype}" if saved is not None else "not there"
+    return (
+        f"was saved by a replay of other calls: output {made.part} of call {made.call} ({made.op}) has "
+        f"{made.elements:,} elements of {made.dtype}, and was {was}; replay with the same options"
+    )
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1)
+
+
+def _numbers(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """So many numbers of the type of `tensor`: of small whole ones none overflows in a sum."""
+    count, dtype = tensor.numel(), tensor.dtype
+    if dtype.is_complex:
+        return torch.view_as_complex(torch.rand(count, 2, generator=generator) * 2 - 1).to(dtype)
+    if dtype.is_floating_point:
+        return (torch.rand(count, generator=generator) * 2 - 1).to(dtype)
+    return torch.randint(0, 2 if dtype == torch.bool else 4, (count,), generator=generator).to(dtype)
+
+
+def _exact(tensor: torch.Tensor) -> torch.Tensor:
+    """In a type that holds all others' values, but for the largest whole numbers."""
+    return tensor.to(torch.complex128 if tensor.dtype.is_complex else torch.float64)

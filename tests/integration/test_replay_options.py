@@ -1,0 +1,147 @@
+"""How a replay is run on real gloo ranks: barriers, cold caches, saved results, a profile, what is told of blocks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import crossrank
+from crossrank.recording import CommsFile
+from crossrank.replay.results.measure import measure
+from crossrank.replay.run.processes import run_local
+from crossrank.tools.cli import main
+from crossrank.tools.traces.replayed import Settings
+from tests.integration import callers
+from tests.integration.test_replay import plan_of_recording, record_job
+from tests.integration.world import World
+
+
+def _reductions(rank: int) -> None:
+    for _ in range(3):
+        dist.all_reduce(torch.ones(1000))
+        dist.reduce(torch.ones(50, dtype=torch.bfloat16), 1)
+        crossrank.step()
+    callers.lists(rank)
+    callers.batch_p2p(rank)
+
+
+@pytest.fixture(scope="module")
+def recorded(two_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record_job(two_ranks, _reductions, tmp_path_factory.mktemp("reductions"))
+
+
+def replayed(capsys: pytest.CaptureFixture[str], path: Path, *words: str, code: int = 0) -> Any:
+    capsys.readouterr()
+    assert main(["replay", str(path), "--warmup", "0", "--repeat", "2", "--timeout", "60", "--json", *words]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_with_barriers_around_a_call_nobody_waits_for_a_late_rank_in_it(two_ranks: World, tmp_path: Path) -> None:
+    waited = {}
+    for blocking in (False, True):
+        plan = plan_of_recording(record_job(two_ranks, callers.all_reduce, tmp_path / str(blocking)))
+        plan.ranks[1].calls[0].gap_ns = 400_000_000
+        settings = Settings(backend="gloo", device="cpu", warmup=0, repeats=1, pace="recorded", blocking=blocking)
+        times = measure(plan, run_local(plan, settings))
+        waited[blocking] = times.filter(rank=0)["completion"][0]
+    assert waited[False] > 300_000_000
+    assert waited[True] < 200_000_000
+
+
+def test_barriers_are_no_calls_of_the_replay_and_every_call_is_waited_for_at_once(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = tmp_path / "again"
+    report = replayed(capsys, recorded, "--blocking", "--check", "--record", str(again))
+    assert report["what_if"] == {"--blocking": "yes"}
+    assert report["check"]["failures"] == []
+    made = [one.op for one in CommsFile(str(again / "rank-0.comms.jsonl.zst")).records()]
+    assert made == 2 * [one.op for one in CommsFile(str(recorded / "rank-0.comms.jsonl.zst")).records()]
+
+
+def test_caches_are_cleared_before_each_call(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    warm, cold = (replayed(capsys, recorded, *words)["end_to_end_us"]["p50"] for words in ([], ["--cold"]))
+    assert cold > warm + 1000
+
+
+def test_results_agree_with_those_of_another_replay_and_one_that_does_not_is_named(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "saved"
+    replayed(capsys, recorded, "--save-data", str(saved))
+    exactly = ["--compare-data", str(saved), "--rtol", "0", "--atol", "0"]
+    data = replayed(capsys, recorded, *exactly)["data"]
+    assert (data["different"], data["largest_difference"], data["failures"]) == (0, 0.0, [])
+    assert data["tensors"] > 10
+    # The first result of rank 1 is that of an all_reduce of 1,000 floats; its element 3 is another one now.
+    with (saved / "rank-1.data").open("r+b") as file:
+        file.seek(12)
+        file.write(b"\0\0\xc8\x42")  # 100.0
+    data = replayed(capsys, recorded, *exactly, code=1)["data"]
+    (failure,) = data["failures"]
+    assert (data["different"], failure["rank"], failure["op"], failure["element"]) == (1, 1, "all_reduce", 3)
+    assert failure["expected"] == 100
+    assert abs(failure["got"]) < 2  # the sum of two numbers from -1 to 1
+    assert data["largest_difference"] == pytest.approx(100 - failure["got"])
+    assert replayed(capsys, recorded, "--compare-data", str(saved), "--atol", "200")["data"]["different"] == 0
+
+
+def test_results_of_other_calls_and_damaged_ones_are_refused_before_anything_starts(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "saved"
+    replayed(capsys, recorded, "--save-data", str(saved), "--drop", "all_reduce")
+    words = ["replay", str(recorded), "--compare-data"]
+    assert main([*words, str(saved)]) == 2
+    assert "rank-0.data: was saved by a replay of other calls" in capsys.readouterr().err
+    (saved / "rank-0.data").write_bytes(b"1234")
+    assert main([*words, str(saved)]) == 2
+    assert "its results have 4 bytes, not" in capsys.readouterr().err
+    assert main([*words, str(tmp_path)]) == 2
+    assert "holds no results of rank 0" in capsys.readouterr().err
+
+
+def test_times_are_told_by_source_line_by_iteration_and_by_batch(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = replayed(capsys, recorded, "--batch", "2")
+    by_step = {block["name"]: block for block in report["by_step"]}
+    assert [by_step[name]["calls"] for name in ("0", "1", "2")] == [2, 2, 2]
+    assert by_step["1"]["bytes"] == 4000 + 100
+    lines = [block for block in report["by_source"] if "test_replay_options.py" in block["name"]]
+    assert sorted((block["calls"], block["bytes"]) for block in lines) == [(3, 300), (3, 12000)]
+    for block in by_step.values():
+        assert 0 < block["time_us"]["p50"] <= block["span_us"]["p50"] * block["calls"]
+    calls = report["calls_per_pass"] // 2
+    assert report["batches"]["batches"] == 2 * (calls // 2)
+    assert report["batches"]["time_us"]["p50"] > 0
+    assert main(["replay", str(recorded), "--repeat", "1", "--by", "source,step", "--batch", "2"]) == 0
+    output = capsys.readouterr().out
+    assert "By source line: all calls of one together, per pass" in output
+    assert "By iteration" in output
+    assert "2 calls in a row take" in output
+    assert main(["replay", str(recorded), "--by", "line"]) == 2
+    assert "--by 'line' is neither source nor step" in capsys.readouterr().err
+
+
+def test_a_profiled_replay_leaves_a_recording_with_a_window(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = tmp_path / "profile"
+    replayed(capsys, recorded, "--profile", str(profile))
+    assert main(["link", str(profile)]) == 0
+    made = [one.op for one in CommsFile(str(profile / "rank-0.comms.jsonl.zst")).records() if one.step in (1, 2)]
+    assert made == 2 * [one.op for one in CommsFile(str(recorded / "rank-0.comms.jsonl.zst")).records()]
+    capsys.readouterr()
+    assert main(["bandwidth", str(profile), "--json"]) == 0
+    assert sum(row["calls"] for row in json.loads(capsys.readouterr().out)["rows"]) > 0
+
+
+def test_options_about_numbers_do_not_go_with_computation(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(recorded), "--compute", "--save-data", "x"]) == 2
+    assert "--save-data is about communication alone" in capsys.readouterr().err
