@@ -19,6 +19,15 @@ def boot_id() -> str | None:
         return None
 
 
+def network_cards() -> int:
+    """Cards by which this machine reaches others: InfiniBand and RoCE devices, else network devices that are no
+    software; 1 where the system tells none."""
+    for devices in (Path("/sys/class/infiniband").glob("*"), Path("/sys/class/net").glob("*/device")):
+        if count := len(list(devices)):
+            return count
+    return 1
+
+
 def give_memory_back() -> None:
     """Give freed memory back to the system, and let `peak_memory` begin anew, as far as this system can."""
     gc.collect()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from crossrank.atomic_file import make_folder
+from crossrank.atomic_file import make_folder, whole_file
 from crossrank.errors import CrossrankError
+from crossrank.machine import network_cards
 from crossrank.recording import COMMS, is_url
 from crossrank.replay import replay_options, sweep
 from crossrank.replay.plan import replay_inputs, transform
@@ -23,6 +25,7 @@ from crossrank.replay.plan.compute.compute_plan import coverage_of
 from crossrank.replay.plan.compute.windows import find_windows, read_windows
 from crossrank.replay.plan.one_trace import spread
 from crossrank.replay.plan.plan import Plan, RankPlan, load_plan, save_plan
+from crossrank.replay.plan.probe import Machine, make_probe
 from crossrank.replay.results.measure import RankResult
 from crossrank.replay.results.replay_report import (
     indented,
@@ -36,7 +39,7 @@ from crossrank.replay.run.failure_report import Failed, print_states
 from crossrank.replay.run.launcher import RankInfo, detect_launcher, parse_init_method
 from crossrank.replay.run.pacing import parse_pace
 from crossrank.replay.sweep import Combination
-from crossrank.text import amount
+from crossrank.text import amount, plural
 from crossrank.tools.commands.options import complain, fleet_of, progress
 from crossrank.tools.traces.discover import PLAN, look
 from crossrank.tools.traces.replayed import ReplayReport, Settings
@@ -44,6 +47,7 @@ from crossrank.tools.traces.replayed import ReplayReport, Settings
 if TYPE_CHECKING:
     from crossrank.replay.run.processes import Lead
 
+PROBE = "probe.json"
 _LONGEST_GAP_S = 86_400.0
 _MOST_LOCAL = 256
 """Processes that one machine is asked to start; a launcher starts more."""
@@ -158,17 +162,77 @@ def _replay(
         leave_out_missing(plan, given.imports)
     if given.save_plan is not None:
         save_plan(plan, given.save_plan)
+    if given.probe is not None:
+        return _probe(plan, given, one, lead), None
     if given.dry_run:
         if given.json:
             sys.stdout.write(plan_json(plan).decode())
         else:
             print_plan(plan)
         return int(given.strict and not _is_whole(plan)), None
+    settings = _settings(plan, given, lead)
+    plan = transform.for_backend(plan, settings.backend)
+    target = str(folder) if folder is not None else given.output
+    _make_folders(given, target)
+    if given.compare_data is not None:
+        from crossrank.replay.results.saved_data import check_saved
+
+        check_saved(plan, given.compare_data)
+    if not given.json:
+        print_plan(plan)
+    results = _results(plan, settings, one, lead)
+    report, times = make_report(
+        plan, settings, results, what_if=_what_if(given), variables=one.variables, batch=given.batch
+    )
+    if given.json and not given.sweep:
+        sys.stdout.write(indented(report).decode())
+    elif not given.json:
+        from crossrank.tools.output.replay import print_report
+
+        print_report(report, given.by)
+    if target is not None:
+        paths = write_report(target, report, plan, times)
+        print(f"wrote {', '.join(paths)}", file=sys.stderr if given.json else sys.stdout)
+    wrong = bool(report.check is not None and report.check.failures) or bool(report.data and report.data.different)
+    whole = report.coverage.complete and (report.step is None or report.step.coverage.complete)
+    return int(wrong or (given.strict and not whole)), report
+
+
+def _probe(recorded: Plan, given: argparse.Namespace, one: Combination, lead: Lead | None) -> int:
+    """Find slow ranks and links; returns the exit code."""
+    from crossrank.replay.results.probe_report import judge, print_probe
+
+    if lead is not None:
+        machines = lead.machines()
+    else:
+        machines = [Machine(socket.gethostname(), network_cards())] * recorded.world_size
+    probe = make_probe(recorded, given.probe, machines)
+    if given.dry_run:
+        sizes = " and ".join(map(amount, probe.sizes))
+        print(f"{plural(len(probe.groups), 'group')} in {plural(probe.rounds, 'round')} for each size: {sizes}")
+        return 0
+    settings = _settings(probe.plan, given, lead)
+    _make_folders(given, given.output)
+    results = _results(probe.plan, settings, one, lead)
+    report = judge(probe, results, machines, settings.backend, given.tolerance)
+    if given.json:
+        sys.stdout.write(indented(report).decode())
+    else:
+        print_probe(report)
+    if given.output is not None:
+        path = Path(given.output, PROBE)
+        with whole_file(path) as temporary:
+            temporary.write_bytes(indented(report))
+        print(f"wrote {path}", file=sys.stderr if given.json else sys.stdout)
+    return int(bool(report.slow_ranks or report.links))
+
+
+def _settings(plan: Plan, given: argparse.Namespace, lead: Lead | None) -> Settings:
     from crossrank.replay.run.worker import check_backend
 
     backend, device = check_backend(given.backend, given.device, None if lead is not None else plan.world_size)
     slack_ns = max(_busy_ns(rank, parse_pace(given.pace).scale) for rank in plan.ranks)
-    settings = Settings(
+    return Settings(
         backend=backend,
         device=device,
         warmup=given.warmup,
@@ -189,36 +253,16 @@ def _replay(
         rtol=given.rtol,
         atol=given.atol,
     )
-    plan = transform.for_backend(plan, settings.backend)
-    target = str(folder) if folder is not None else given.output
-    _make_folders(given, target)
-    if given.compare_data is not None:
-        from crossrank.replay.results.saved_data import check_saved
 
-        check_saved(plan, given.compare_data)
-    if not given.json:
-        print_plan(plan)
+
+def _results(plan: Plan, settings: Settings, one: Combination, lead: Lead | None) -> list[RankResult]:
+    """Run `plan` on all ranks. Raises `Failed`, which is reported."""
     try:
-        results = lead.run(plan, settings) if lead is not None else _run_here(plan, settings, one.variables)
+        return lead.run(plan, settings) if lead is not None else _run_here(plan, settings, one.variables)
     except Failed as failed:
         complain(f"{failed}: {failed.summary()}")
         print_states(failed.states, plan)
         raise
-    report, times = make_report(
-        plan, settings, results, what_if=_what_if(given), variables=one.variables, batch=given.batch
-    )
-    if given.json and not given.sweep:
-        sys.stdout.write(indented(report).decode())
-    elif not given.json:
-        from crossrank.tools.output.replay import print_report
-
-        print_report(report, given.by)
-    if target is not None:
-        paths = write_report(target, report, plan, times)
-        print(f"wrote {', '.join(paths)}", file=sys.stderr if given.json else sys.stdout)
-    wrong = bool(report.check is not None and report.check.failures) or bool(report.data and report.data.different)
-    whole = report.coverage.complete and (report.step is None or report.step.coverage.complete)
-    return int(wrong or (given.strict and not whole)), report
 
 
 def _busy_ns(rank: RankPlan, scale: float) -> float:

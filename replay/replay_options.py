@@ -7,6 +7,7 @@ import argparse
 from crossrank.comm import MOST_RANKS
 from crossrank.errors import CrossrankError
 from crossrank.replay.plan.compute.index_ranges import INDICES
+from crossrank.replay.plan.probe import PROBES
 from crossrank.replay.plan.replay_inputs import KINDS
 from crossrank.replay.plan.transform import OVERLAPS
 from crossrank.replay.run.pacing import parse_pace
@@ -15,6 +16,7 @@ from crossrank.tools.commands.options import add_shared
 BLOCKS = ("source", "step")
 _FILL = ("check", "save_data", "compare_data", "cold")
 """Options that --compute does not go with."""
+_NOT_PROBED = ("compute", "sweep", "check", "save_data", "compare_data", "blocking", "save_plan", "by", "batch")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,6 +101,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=V,V",
         help="replay for every value of an option or of an environment variable (scale-bytes=0.5,1,2 or "
         "NCCL_ALGO=Ring,Tree); several make all combinations; what is done already is not done again (-o)",
+    )
+    change.add_argument(
+        "--probe",
+        choices=PROBES,
+        help="find the slow rank, host or link: recorded sizes on all pairs of ranks, on neighbours (ring), or on "
+        "halves, quarters … of them (bisect); exit 1 where one is slower than --tolerance",
+    )
+    change.add_argument(
+        "--tolerance", type=float, default=1.5, metavar="F", help="F times as slow as others is slow (1.5; --probe)"
     )
     run = parser.add_argument_group("how it runs")
     run.add_argument("--backend", help="nccl, gloo, … (default: nccl where there are GPUs, else gloo)")
@@ -194,6 +205,10 @@ def check(arguments: argparse.Namespace) -> None:
     for name, value in (("window", arguments.window), ("import", arguments.imports)):
         if value and not arguments.compute:
             raise CrossrankError(f"--{name} is for --compute; add it, or leave --{name} out")
+    if arguments.probe and (other := next((one for one in _NOT_PROBED if getattr(arguments, one)), None)):
+        raise CrossrankError(f"--{other.replace('_', '-')} does not go with --probe; leave one out")
+    if not 1 < arguments.tolerance < float("inf"):
+        raise CrossrankError(f"--tolerance {arguments.tolerance:g} is not above 1")
     arguments.by = arguments.by.split(",") if isinstance(arguments.by, str) else arguments.by or []
     if unknown := [name for name in arguments.by if name not in BLOCKS]:
         raise CrossrankError(f"--by {unknown[0]!r} is neither {' nor '.join(BLOCKS)}")

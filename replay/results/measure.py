@@ -24,7 +24,7 @@ from crossrank.replay.plan.schedule import Key, keys_of
 from crossrank.tools.analysis.bandwidth import bucket_of
 from crossrank.tools.traces.replayed import (
     Batches,
-    Block,
+    CallTimes,
     CheckFailure,
     Compared,
     Comparison,
@@ -216,7 +216,7 @@ def _row(plan: Plan, *, record_op: str, rates: dict[str, float | None], **column
     )
 
 
-def blocks(times: pl.DataFrame, plan: Plan, field: str) -> list[Block]:
+def blocks(times: pl.DataFrame, plan: Plan, field: str) -> list[CallTimes]:
     """Calls by what `field` of their records says (`source` or `step`), the block that takes longest first. Calls that
     do not say it are left out; one that ranks make from several places counts for each."""
     import polars as pl
@@ -242,7 +242,7 @@ def blocks(times: pl.DataFrame, plan: Plan, field: str) -> list[Block]:
         )
     )
     found = [
-        Block(
+        CallTimes(
             name=str(name),
             calls=rows["calls"][0],
             bytes=rows["bytes"][0],

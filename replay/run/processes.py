@@ -26,6 +26,7 @@ from torch.distributed import Store, TCPStore
 
 from crossrank.errors import CrossrankError
 from crossrank.replay.plan.plan import Plan
+from crossrank.replay.plan.probe import Machine
 from crossrank.replay.results.measure import RankResult
 from crossrank.replay.run.failure_report import Failed, State, print_states
 from crossrank.replay.run.launcher import RankInfo
@@ -176,6 +177,14 @@ class Lead:
         rendezvous.store.set(FINISHED, "1")
         return results
 
+    def machines(self) -> list[Machine]:
+        """Where each rank runs; waits for all. Raises `CrossrankError` where one does not come."""
+        if self._store is None:
+            self._store = host_store(self.place, self._timeout_s)
+        rendezvous = Rendezvous(self._store, self.place.world_size)
+        rendezvous.tell_machine(self.place.rank)
+        return rendezvous.machines(self._timeout_s)
+
     def refuse(self) -> None:
         """Let the other ranks go, which wait for a plan that does not come."""
         try:
@@ -203,6 +212,7 @@ class Lead:
 def serve(place: RankInfo, timeout_s: float) -> int:
     """Any other rank: replays what rank 0 sends until that has no more; returns the exit code."""
     store = host_store(place, timeout_s)
+    Rendezvous(store, place.world_size).tell_machine(place.rank)
     turn = 0
     while True:
         rendezvous = Rendezvous(store, place.world_size, turn)

@@ -20,11 +20,14 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
 from crossrank.comm import Group
 from crossrank.errors import CrossrankError, one_line
+from crossrank.machine import network_cards
 from crossrank.replay.plan.compute.compute_plan import ComputePlan
 from crossrank.replay.plan.plan import Plan, PlannedCall
+from crossrank.replay.plan.probe import Machine
 from crossrank.replay.results.measure import RankResult
 from crossrank.replay.run.failure_report import State
 from crossrank.replay.run.launcher import RankInfo
+from crossrank.text import rank_ranges
 from crossrank.tools.traces.replayed import Settings
 
 ABORT = "abort"
@@ -149,6 +152,20 @@ class Rendezvous:
             if self.aborted():
                 raise NoPlanError
             time.sleep(_POLL_S)
+
+    def tell_machine(self, rank: int) -> None:
+        """Say where `rank`, which is this process, runs."""
+        self.put(f"machine/{rank}", Machine(socket.gethostname(), network_cards()))
+
+    def machines(self, patience_s: float) -> list[Machine]:
+        """Where every rank runs. Raises `CrossrankError` where some do not say it in that time."""
+        keys = [f"machine/{rank}" for rank in range(self.world_size)]
+        deadline = time.monotonic() + patience_s
+        while missing := [rank for rank, key in enumerate(keys) if not self.store.check([key])]:
+            if time.monotonic() > deadline:
+                raise CrossrankError(f"ranks {rank_ranges(missing)} were not there within {patience_s:g} s (--timeout)")
+            time.sleep(_POLL_S)
+        return [self._get(key, Machine) for key in keys]
 
     def states(self) -> dict[int, State]:
         """The last state of every rank that has reported one."""

@@ -181,7 +181,7 @@ _LAUNCHERS = {
 @pytest.mark.parametrize("launcher", _LAUNCHERS)
 def test_the_processes_of_a_launcher_replay_together(launcher: str, two_ranks: World, tmp_path: Path) -> None:
     recorded = record_job(two_ranks, callers.lists, tmp_path)
-    port = _free_port()
+    port = free_port()
     processes = []
     for rank in (0, 1):
         names = dict(zip(_LAUNCHERS[launcher], (str(rank), "2", str(rank), "2"), strict=True))
@@ -195,7 +195,7 @@ def test_the_processes_of_a_launcher_replay_together(launcher: str, two_ranks: W
 @pytest.mark.parametrize("url", ["tcp://127.0.0.1:{port}", "file://{folder}/meeting"])
 def test_processes_meet_where_an_init_method_says(url: str, two_ranks: World, tmp_path: Path) -> None:
     recorded = record_job(two_ranks, callers.lists, tmp_path)
-    url = url.format(port=_free_port(), folder=tmp_path)
+    url = url.format(port=free_port(), folder=tmp_path)
     processes = [_launch(recorded, {}, "--init-method", f"{url}?rank={rank}&world_size=2") for rank in (0, 1)]
     outputs = [process.communicate(timeout=60) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
@@ -215,7 +215,11 @@ def test_a_file_in_which_others_met_is_refused(two_ranks: World, tmp_path: Path)
 
 def _launch(recorded: Path, variables: dict[str, str], *more: str) -> subprocess.Popen[str]:
     words = ["--trace-path", str(recorded), "--trace-type", "comms", "--num-replays", "2", "--check", "--timeout", "20"]
-    words += more
+    return launch([*words, *more], variables)
+
+
+def launch(words: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
+    """One rank of a replay, as a launcher starts it."""
     return subprocess.Popen(
         [sys.executable, "-m", "crossrank.replay", *words],
         stdout=subprocess.PIPE,
@@ -225,7 +229,7 @@ def _launch(recorded: Path, variables: dict[str, str], *more: str) -> subprocess
     )
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -245,7 +249,7 @@ def test_a_port_in_use_is_named_with_what_to_do(two_ranks: World, tmp_path: Path
 
 
 def test_what_rank_0_refuses_ends_all_ranks_of_a_launcher_and_is_reported_once(tmp_path: Path) -> None:
-    port = str(_free_port())
+    port = str(free_port())
     processes = [
         _launch(tmp_path, {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port})
         for rank in (0, 1)

@@ -11,7 +11,7 @@ from crossrank.tools.output.console import Columns, Item, Table, table_of
 from crossrank.tools.traces.replayed import (
     JSON,
     Batches,
-    Block,
+    CallTimes,
     CheckFailure,
     Compared,
     Comparison,
@@ -72,7 +72,7 @@ _OPERATIONS: Columns[ComputedOperation] = (
 )
 
 
-def _block_columns(what: str) -> Columns[Block]:
+def _block_columns(what: str) -> Columns[CallTimes]:
     return (
         (what, lambda block: block.name),
         ("#calls", lambda block: block.calls),
@@ -85,7 +85,7 @@ def _block_columns(what: str) -> Columns[Block]:
     )
 
 
-_BLOCKS: dict[str, tuple[str, str, Columns[Block], Callable[[ReplayReport], list[Block]]]] = {
+_BLOCKS: dict[str, tuple[str, str, Columns[CallTimes], Callable[[ReplayReport], list[CallTimes]]]] = {
     "source": ("by_source", "By source line", _block_columns("source line"), lambda report: report.by_source),
     "step": ("by_step", "By iteration", _block_columns("#iteration"), lambda report: report.by_step),
 }

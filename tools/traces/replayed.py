@@ -255,7 +255,7 @@ class DataComparison(msgspec.Struct, kw_only=True):
     """The first few of each rank: `expected` was saved."""
 
 
-class Block(msgspec.Struct, kw_only=True):
+class CallTimes(msgspec.Struct, kw_only=True):
     """Calls of one source line, or of one iteration."""
 
     name: str
@@ -361,9 +361,9 @@ class ReplayReport(msgspec.Struct, kw_only=True):
     """None where the recording has no times."""
     check: CheckResult | None
     data: DataComparison | None = None
-    by_source: list[Block] = []
+    by_source: list[CallTimes] = []
     """The one that takes longest first."""
-    by_step: list[Block] = []
+    by_step: list[CallTimes] = []
     """In their order."""
     batches: Batches | None = None
     step: StepComparison | None = None

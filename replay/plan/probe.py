@@ -1,0 +1,198 @@
+"""Plans that find a slow rank, host or link (`--probe`): recorded sizes on small groups of ranks, many at once.
+
+Groups of one round have no rank in common, and no network card: of the pairs that lie across hosts, a round has as
+many per host as that has cards. All ranks meet in a barrier before each round, so nobody begins while another round is
+under way. What is compared with each other is alike: as many ranks, the same bytes, on one host or across several.
+
+* `pairs`: every rank with every other, both ways at once. N - 1 rounds, more where hosts have few cards.
+* `ring`: every rank with its two neighbours, both ways at once. 2 or 3 rounds, more where hosts have few cards.
+* `bisect`: the ranks in halves, quarters and so on, an all_reduce in each, and at last as in `ring`. Few calls on few
+  groups, so it is for thousands of ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from crossrank.comm import CommRecord, Group
+from crossrank.errors import CrossrankError
+from crossrank.replay.plan.plan import Plan, PlannedCall, RankPlan
+
+PROBES = ("pairs", "bisect", "ring")
+_ALL = "all ranks"
+_MOST_CALLS = 4_000_000
+"""Of all ranks in a pass."""
+Members = tuple[int, ...]
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """Where a rank runs."""
+
+    host: str
+    network_cards: int
+
+
+class ProbeGroup(msgspec.Struct, frozen=True):
+    """Ranks that communicate with each other, once in a pass, while others of their round do."""
+
+    members: Members
+    bytes: int
+    across_hosts: bool
+    indices: Members
+    """By member: its first call."""
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """What is run, and what it tells of whom."""
+
+    kind: str
+    plan: Plan
+    groups: list[ProbeGroup]
+    sizes: list[int]
+    """S of the recorded calls that are tried, in bytes."""
+    rounds: int
+    """Per size."""
+
+
+def make_probe(plan: Plan, kind: str, machines: Sequence[Machine]) -> Probe:
+    """The probe of that `kind` with sizes of the calls of `plan`, for ranks that run on `machines`.
+
+    Raises `CrossrankError` for fewer than 3 ranks, and where it would be too many calls.
+    """
+    count = plan.world_size
+    if count < 3:
+        raise CrossrankError(f"--probe compares groups of ranks, and {count} rank(s) make one at most; use 3 or more")
+    order = sorted(range(count), key=lambda rank: (machines[rank].host, rank))
+    rounds = [part for one in _rounds(kind, order) for part in _without_sharing(one, machines)]
+    sizes = sizes_of(plan)
+    calls = len(sizes) * len(rounds) * count * 3
+    if calls > _MOST_CALLS:
+        raise CrossrankError(
+            f"--probe {kind} of {count} ranks would be {len(rounds):,} rounds, about {calls:,} calls; use "
+            "--probe bisect or ring, or fewer ranks"
+        )
+    builder = _Builder(count, machines)
+    for size in sizes:
+        for one in rounds:
+            builder.add_round(one, size, reduces=kind == "bisect")
+    ranks = [RankPlan(rank=rank, calls=mine) for rank, mine in enumerate(builder.calls)]
+    groups = [Group(pg=_ALL, size=count, ranks=list(range(count)), eager=True), *builder.subgroups.values()]
+    made = Plan(source=plan.source, kind=plan.kind, world_size=count, groups=groups, ranks=ranks, notes=plan.notes)
+    return Probe(kind=kind, plan=made, groups=builder.groups, sizes=sizes, rounds=len(rounds))
+
+
+def sizes_of(plan: Plan) -> list[int]:
+    """The size that most calls have, and the one that moves most bytes, in ascending order. Raises `CrossrankError`
+    where no call has any."""
+    calls = Counter(call.record.bytes for rank in plan.ranks for call in rank.calls if call.record.bytes)
+    if not calls:
+        raise CrossrankError(f"{plan.source}: no call moves anything, so there is no size to probe with")
+    return sorted({max(calls, key=lambda size: (calls[size], size)), max(calls, key=lambda size: calls[size] * size)})
+
+
+def _rounds(kind: str, order: Sequence[int]) -> Iterator[Sequence[Members]]:
+    """Groups without a common rank, round after round."""
+    if kind == "pairs":
+        yield from all_pairs(order)
+        return
+    if kind == "bisect":
+        blocks = [tuple(order)]
+        while min(map(len, blocks)) >= 6:  # halves of which are larger than a pair
+            blocks = [half for one in blocks for half in (one[: len(one) // 2], one[len(one) // 2 :])]
+            if len(blocks) > 2:  # of two nobody knows which is the slow one
+                yield blocks
+    count = len(order)
+    edges = [(order[at], order[(at + 1) % count]) for at in range(count)]
+    even = count - count % 2
+    yield edges[0:even:2]
+    yield edges[1:even:2]
+    if count % 2:
+        yield edges[-1:]
+
+
+def all_pairs(ranks: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+    """Every pair once, in rounds in which each rank has one partner at most: the circle method of tournaments.
+
+    >>> list(all_pairs([0, 1, 2, 3]))
+    [[(0, 3), (1, 2)], [(0, 2), (3, 1)], [(0, 1), (2, 3)]]
+    """
+    circle: list[int | None] = [*ranks, *[None] * (len(ranks) % 2)]
+    for _ in range(len(circle) - 1):
+        both = zip(circle[: len(circle) // 2], reversed(circle[len(circle) // 2 :]), strict=True)
+        yield [(one, other) for one, other in both if one is not None and other is not None]
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+
+
+def _without_sharing(groups: Sequence[Members], machines: Sequence[Machine]) -> Iterator[list[Members]]:
+    """`groups` in as many rounds as it takes for those across hosts to have a network card of each host for them."""
+    rounds: list[tuple[list[Members], Counter[str]]] = []
+    for members in groups:
+        hosts = {machines[rank].host: machines[rank].network_cards for rank in members}
+        uses = Counter(hosts.keys() if len(hosts) > 1 else ())
+        for placed, used in rounds:
+            if all(used[host] < max(hosts[host], 1) for host in uses):
+                placed.append(members)
+                used.update(uses)
+                break
+        else:
+            rounds.append(([members], uses))
+    return (placed for placed, _ in rounds)
+
+
+class _Builder:
+    """The calls of every rank."""
+
+    def __init__(self, count: int, machines: Sequence[Machine]) -> None:
+        self.calls: list[list[PlannedCall]] = [[] for _ in range(count)]
+        self.groups: list[ProbeGroup] = []
+        self.subgroups: dict[Members, Group] = {}
+        self._machines = machines
+
+    def add_round(self, groups: Sequence[Members], size: int, *, reduces: bool) -> None:
+        for rank in range(len(self.calls)):
+            self._add(rank, "barrier", "barrier", pg=_ALL)
+        for members in groups:
+            across = len({self._machines[rank].host for rank in members}) > 1
+            indices = tuple(len(self.calls[rank]) for rank in members)
+            self.groups.append(ProbeGroup(members, size, across, indices))
+            for rank in members:
+                if reduces:
+                    self._reduce(rank, members, size)
+                else:
+                    self._exchange(rank, sum(members) - rank, size)
+
+    def _reduce(self, rank: int, members: Members, size: int) -> None:
+        number = len(self.subgroups) + 1
+        group = self.subgroups.setdefault(
+            members, Group(pg=f"probe {number}", size=len(members), ranks=list(members), eager=True)
+        )
+        shape = [max(size // 4, 1)]
+        self._add(
+            rank,
+            "all_reduce",
+            "allreduce_",
+            pg=group.pg,
+            inputs=[shape],
+            outputs=[shape],
+            bytes=4 * shape[0],
+            dtype="float32",
+            reduce="sum",
+        )
+
+    def _exchange(self, rank: int, peer: int, size: int) -> None:
+        batch = len(self.calls[rank])
+        for op, c10d, side in (("send", "send", "inputs"), ("recv", "recv_", "outputs")):
+            fields: dict[str, Any] = {"pg": _ALL, "peer": peer, "batch": batch, "bytes": size, side: [[size]]}
+            self._add(rank, op, c10d, until=batch + 2, dtype="uint8", **fields)
+
+    def _add(self, rank: int, op: str, c10d: str, *, until: int | None = None, bytes: int = 0, **fields: Any) -> None:
+        """A call that is waited for before the one at `until`, the next where that is not given."""
+        index = len(self.calls[rank])
+        record = CommRecord(id=index, op=op, c10d=c10d, bytes=bytes, t=0, **fields)
+        self.calls[rank].append(
+            PlannedCall(record=record, wait_before=until or index + 1, blocking=True, recorded_calls=0)
+        )

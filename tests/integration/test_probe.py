@@ -1,0 +1,99 @@
+"""Probes on real gloo ranks, one of which is slow."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from crossrank.tools.cli import main
+from tests.integration.test_replay import record_job
+from tests.integration.test_replay_processes import free_port, launch
+from tests.integration.world import World
+
+RANKS = 4
+
+
+def _reduce(rank: int) -> None:
+    dist.all_reduce(torch.ones(4_000_000))
+
+
+@pytest.fixture(scope="module")
+def recorded(two_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record_job(two_ranks, _reduce, tmp_path_factory.mktemp("reduce"))
+
+
+@contextmanager
+def slowed(pid: int) -> Iterator[None]:
+    """The process runs about a sixth of the time."""
+    over = threading.Event()
+
+    def slow() -> None:
+        while not over.is_set():
+            try:
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(0.01)
+                os.kill(pid, signal.SIGCONT)
+            except ProcessLookupError:
+                return
+            time.sleep(0.002)
+
+    slower = threading.Thread(target=slow)
+    slower.start()
+    try:
+        yield
+    finally:
+        over.set()
+        slower.join()
+
+
+@pytest.mark.parametrize("kind", ["pairs", "bisect", "ring"])
+def test_a_slow_rank_is_found(kind: str, recorded: Path, tmp_path: Path) -> None:
+    port, words = (
+        str(free_port()),
+        ["--probe", kind, "--tolerance", "2", "--warmup", "1", "--json", "-o", str(tmp_path)],
+    )
+    words += ["--num-replays", "9"]
+    started = [
+        launch(
+            [str(recorded), *words, "--timeout", "60"],
+            {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "MASTER_PORT": port},
+        )
+        for rank in range(RANKS)
+    ]
+    with slowed(started[2].pid):
+        outputs = [process.communicate(timeout=100) for process in started]
+    report: dict[str, Any] = json.loads(outputs[0][0])
+    assert [one["rank"] for one in report["ranks"] if one["is_slow"]] == [2], outputs
+    assert report["ranks"][0]["score"] > 2
+    assert [process.returncode for process in started] == [1, 0, 0, 0], outputs
+    assert json.loads((tmp_path / "probe.json").read_text()) == report
+
+
+def test_ranks_that_are_alike_are_no_finding(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["replay", str(recorded), "--nproc", str(RANKS), "--probe", "pairs", "--tolerance", "1000"]
+    assert main(words) == 0
+    output = capsys.readouterr().out
+    assert "6 groups in 3 rounds for each of its sizes (16 MB)" in output
+    assert "No rank and no link is slower than 1000 x those like it" in output
+
+
+def test_what_a_probe_cannot_do_is_said_before_anything_starts(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", str(recorded), "--probe", "pairs"]) == 2
+    assert "2 rank(s) make one at most; use 3 or more" in capsys.readouterr().err
+    assert main(["replay", str(recorded), "--probe", "ring", "--check"]) == 2
+    assert "--check does not go with --probe" in capsys.readouterr().err
+    assert main(["replay", str(recorded), "--nproc", "4", "--probe", "ring", "--tolerance", "1"]) == 2
+    assert "--tolerance 1 is not above 1" in capsys.readouterr().err

@@ -1,0 +1,144 @@
+"""Who is probed with whom at the same time, and whom the times blame."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossrank.comm import CommRecord
+from crossrank.errors import CrossrankError
+from crossrank.replay.plan.build_plan import settle
+from crossrank.replay.plan.probe import PROBES, Machine, Probe, ProbeGroup, all_pairs, make_probe, sizes_of
+from crossrank.replay.results.measure import Pass, RankResult
+from crossrank.replay.results.probe_report import ProbeReport, judge
+from tests.unit.replay.plans import built, record
+
+
+def job(ranks: int, *sizes: int) -> list[list[CommRecord]]:
+    return [[record("all_reduce", inputs=[[size]], bytes=4 * size) for size in sizes or (256,)]] * ranks
+
+
+def probe_of(kind: str, ranks: int, per_host: int = 8, cards: int = 8) -> tuple[Probe, list[Machine]]:
+    machines = [Machine(f"host{rank // per_host:02d}", cards) for rank in range(ranks)]
+    plan = built(*job(ranks))
+    return make_probe(plan, kind, machines), machines
+
+
+def rounds(probe: Probe) -> list[list[ProbeGroup]]:
+    """Groups by the barrier before them."""
+    found: dict[int, list[ProbeGroup]] = {}
+    for group in probe.groups:
+        calls = probe.plan.ranks[group.members[0]].calls[: group.indices[0]]
+        found.setdefault(sum(call.record.op == "barrier" for call in calls), []).append(group)
+    return list(found.values())
+
+
+@given(st.integers(1, 40))
+def test_every_pair_is_there_once_and_no_rank_twice_in_a_round(count: int) -> None:
+    found = list(all_pairs(range(count)))
+    assert sorted(tuple(sorted(pair)) for one in found for pair in one) == list(combinations(range(count), 2))
+    assert all(max(Counter(rank for pair in one for rank in pair).values(), default=0) <= 1 for one in found)
+    assert len(found) == max(count - 1 + count % 2, 0)
+
+
+@pytest.mark.parametrize("kind", PROBES)
+@pytest.mark.parametrize(("ranks", "per_host", "cards"), [(3, 8, 1), (8, 8, 1), (13, 4, 2), (16, 4, 1), (16, 4, 4)])
+def test_groups_of_a_round_share_neither_a_rank_nor_a_network_card(
+    kind: str, ranks: int, per_host: int, cards: int
+) -> None:
+    probe, machines = probe_of(kind, ranks, per_host, cards)
+    for one in rounds(probe):
+        assert max(Counter(rank for group in one for rank in group.members).values()) == 1
+        used = Counter(
+            host for group in one if group.across_hosts for host in {machines[rank].host for rank in group.members}
+        )
+        assert max(used.values(), default=0) <= cards
+    settle(probe.plan)  # every call fits those of the other ranks, and all come to their end
+    assert {rank for group in probe.groups for rank in group.members} == set(range(ranks))
+
+
+def test_a_bisection_has_few_groups_and_ends_with_neighbours() -> None:
+    probe, _ = probe_of("bisect", 32)
+    sizes = Counter(len(group.members) for group in probe.groups)
+    assert sizes == {8: 4, 4: 8, 2: 32}
+    assert probe.rounds == 4
+    ops = Counter(call.record.op for call in probe.plan.ranks[0].calls)
+    assert ops == {"barrier": 4, "all_reduce": 4}
+
+
+def test_the_sizes_are_that_of_most_calls_and_that_of_most_bytes() -> None:
+    assert sizes_of(built(*job(2, 1, 1, 1, 500, 600))) == [4, 2400]
+    assert sizes_of(built(*job(2, 7))) == [28]
+    with pytest.raises(CrossrankError, match="no call moves anything"):
+        sizes_of(built([record("barrier")], [record("barrier")]))
+    with pytest.raises(CrossrankError, match="use 3 or more"):
+        probe_of("pairs", 2)
+
+
+def judged(
+    probe: Probe, machines: list[Machine], slow: dict[frozenset[int], float], tolerance: float = 1.5
+) -> ProbeReport:
+    """What is found where a group takes 100 us, and longer where `slow` has some of its ranks."""
+    results = []
+    for rank in range(probe.plan.world_size):
+        launched = [1_000_000 * index for index in range(len(probe.plan.ranks[rank].calls))]
+        completed = list(launched)
+        for group in probe.groups:
+            if rank in group.members:
+                index = group.indices[group.members.index(rank)]
+                factor = max((by for ranks, by in slow.items() if ranks <= set(group.members)), default=1.0)
+                launched[index] = 0
+                completed[index] = round(100_000 * factor)
+        begins, ends = (array("q", times).tobytes() for times in (launched, completed))
+        one = Pass(launched=begins, issued=begins, began=begins, completed=ends, start=0, end=1)
+        results.append(
+            RankResult(
+                rank=rank,
+                host=machines[rank].host,
+                device="cpu",
+                offset_ns=0,
+                offset_error_ns=0,
+                passes=[one] * 3,
+                cpu_s=0.0,
+                late_ends=[],
+                substitutes={},
+                check_failures=None,
+                checked=0,
+                versions={},
+            )
+        )
+    return judge(probe, results, machines, "gloo", tolerance)
+
+
+@pytest.mark.parametrize("kind", PROBES)
+@pytest.mark.parametrize(("ranks", "slow"), [(4, {3}), (5, {0}), (16, {6}), (16, {2, 9}), (17, {16})])
+def test_slow_ranks_are_named_and_those_beside_them_are_not(kind: str, ranks: int, slow: set[int]) -> None:
+    probe, machines = probe_of(kind, ranks, per_host=32)
+    report = judged(probe, machines, {frozenset([rank]): 2.0 for rank in slow})
+    assert {one.rank for one in report.slow_ranks} == slow
+    assert [one.score for one in report.slow_ranks] == [2.0] * len(slow)
+    assert report.links == []
+    assert judged(probe, machines, {frozenset([rank]): 2.0 for rank in slow}, tolerance=2.5).slow_ranks == []
+
+
+@pytest.mark.parametrize("kind", PROBES)
+def test_a_slow_link_blames_neither_of_its_ranks(kind: str) -> None:
+    probe, machines = probe_of(kind, 16)
+    report = judged(probe, machines, {frozenset([4, 5]): 3.0})
+    assert report.slow_ranks == []
+    assert [(one.ranks, one.ratio) for one in report.links] == [([4, 5], 3.0)]
+
+
+def test_pairs_across_hosts_are_compared_with_each_other_alone() -> None:
+    probe, machines = probe_of("pairs", 16)
+    across = {
+        frozenset(pair): 5.0 for pair in combinations(range(16), 2) if machines[pair[0]].host != machines[pair[1]].host
+    }
+    report = judged(probe, machines, across)
+    assert (report.slow_ranks, report.links) == ([], [])
+    assert [one.score for one in report.ranks] == [1.0] * 16
