@@ -231,6 +231,8 @@ def _settings(plan: Plan, given: argparse.Namespace, lead: Lead | None) -> Setti
     from crossrank.replay.run.worker import check_backend
 
     backend, device = check_backend(given.backend, given.device, None if lead is not None else plan.world_size)
+    if given.graph and device != "cuda":
+        raise CrossrankError(f"--graph captures calls on a GPU, and this replay is on the {device}; leave it out")
     slack_ns = max(_busy_ns(rank, parse_pace(given.pace).scale) for rank in plan.ranks)
     return Settings(
         backend=backend,
@@ -247,6 +249,7 @@ def _settings(plan: Plan, given: argparse.Namespace, lead: Lead | None) -> Setti
         threads=given.threads or _threads(plan),
         blocking=bool(given.blocking),
         cold=given.cold,
+        graph=given.graph,
         profile=given.profile,
         save_data=given.save_data,
         compare_data=given.compare_data,
@@ -273,8 +276,7 @@ def _busy_ns(rank: RankPlan, scale: float) -> float:
 
 
 def _is_whole(plan: Plan) -> bool:
-    computes = [rank.compute for rank in plan.ranks if rank.compute is not None and not rank.is_copy]
-    return plan.coverage().complete and coverage_of(computes).complete
+    return plan.coverage().complete and coverage_of(plan.recorded_computation()).complete
 
 
 def _threads(plan: Plan) -> int:

@@ -16,6 +16,7 @@ from crossrank.tools.commands.options import add_shared
 BLOCKS = ("source", "step")
 _FILL = ("check", "save_data", "compare_data", "cold")
 """Options that --compute does not go with."""
+_NOT_CAPTURED = ("blocking", "cold", "record", "profile", "compute", "probe")
 _NOT_PROBED = ("compute", "sweep", "check", "save_data", "compare_data", "blocking", "save_plan", "by", "batch")
 
 
@@ -130,6 +131,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--use-timestamp", dest="pace", action="store_const", const="recorded", help=argparse.SUPPRESS)
     run.add_argument("--warmup", "--warmup-iter", type=int, default=2, metavar="N", help="passes not measured (2)")
     run.add_argument("--repeat", "--num-replays", type=int, default=5, metavar="N", help="passes measured (5)")
+    run.add_argument(
+        "--graph",
+        "--cudagraph",
+        action="store_true",
+        help="capture the calls of a pass, and launch them as a CUDA graph",
+    )
     run.add_argument("--cold", action="store_true", help="clear the caches before each call, which takes a while")
     run.add_argument("--check", action="store_true", help="verify every result, in a pass of its own")
     run.add_argument("--save-data", metavar="DIR", help="save what every call gives, from inputs that are always alike")
@@ -218,6 +225,10 @@ def check(arguments: argparse.Namespace) -> None:
     if arguments.compute and (filling := next((one for one in _FILL if getattr(arguments, one)), None)):
         option = f"--{filling.replace('_', '-')}"
         raise CrossrankError(f"{option} is about communication alone, with numbers of its own; leave out --compute")
+    if arguments.graph and (other := next((one for one in _NOT_CAPTURED if getattr(arguments, one)), None)):
+        raise CrossrankError(f"--{other} acts between calls, of which a graph has none; leave out --graph")
+    if arguments.graph and pace.scale:
+        raise CrossrankError("--pace leaves gaps between calls, of which a graph has none; leave out --graph")
     if arguments.compute and pace.busy:
         raise CrossrankError("--pace compute stands in for computation, which --compute replays; leave one out")
 

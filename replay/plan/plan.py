@@ -152,6 +152,10 @@ class Plan(msgspec.Struct, kw_only=True):
             damaged=bool(self.damage),
         )
 
+    def recorded_computation(self) -> list[ComputePlan]:
+        """The computation of every rank that was recorded."""
+        return [rank.compute for rank in self.ranks if rank.compute is not None and not rank.is_copy]
+
     @property
     def calls(self) -> int:
         """Calls of one pass, over all ranks, as they are made."""

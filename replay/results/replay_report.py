@@ -115,7 +115,10 @@ def indented(content: object) -> bytes:
 def plan_json(plan: Plan) -> bytes:
     """What `print_plan` prints, as JSON."""
     facts = {name: getattr(plan, name) for name in ("source", "kind", "world_size", "groups", "notes", "damage")}
-    return indented(facts | _figures(plan) | {"memory_per_rank": _memory_per_rank(plan)})
+    facts |= _figures(plan) | {"memory_per_rank": _memory_per_rank(plan)}
+    if computed := plan.recorded_computation():
+        facts["computation"] = coverage_of(computed)
+    return indented(facts)
 
 
 def _figures(plan: Plan) -> dict[str, Any]:
@@ -156,7 +159,7 @@ def print_plan(plan: Plan) -> None:
     changed += [amount(plan.bytes)] * (plan.bytes != coverage.bytes)
     if changed:
         print(f"  changed to {' and '.join(changed)} per pass")
-    if computed := [rank.compute for rank in plan.ranks if rank.compute is not None and not rank.is_copy]:
+    if computed := plan.recorded_computation():
         for line in coverage_lines(coverage_of(computed)):
             print(f"  {line}")
     print(f"  memory for tensors: up to {amount(_memory_per_rank(plan))} per rank")

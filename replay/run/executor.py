@@ -108,13 +108,8 @@ class CpuExecutor:
         start = now()
         if self._compute is not None:
             self._compute.run_pass(trial=trial, clock=clock)
-        elif self._threads is None:
-            self._run_thread(range(len(program.bound)), program.last_waits[0] if program.last_waits else ())
         else:
-            self._made = {bound.follows: threading.Event() for bound in program.bound if bound.follows >= 0}
-            running = [self._threads.submit(self._run_thread, *one) for one in self._of_threads]
-            for one in futures.wait(running, return_when=futures.FIRST_EXCEPTION).done:
-                one.result()
+            self._make_calls()
         self._finish()
         end = now()
         self.progress[0] = IDLE
@@ -134,6 +129,17 @@ class CpuExecutor:
             waited=self.waited_ns,
             steps=list(self._compute.marks) if self._compute is not None else [],
         )
+
+    def _make_calls(self) -> None:
+        """Make the calls of a pass without computation."""
+        program = self._program
+        if self._threads is None:
+            self._run_thread(range(len(program.bound)), program.last_waits[0] if program.last_waits else ())
+            return
+        self._made = {bound.follows: threading.Event() for bound in program.bound if bound.follows >= 0}
+        running = [self._threads.submit(self._run_thread, *one) for one in self._of_threads]
+        for one in futures.wait(running, return_when=futures.FIRST_EXCEPTION).done:
+            one.result()
 
     def _run_thread(self, positions: Iterable[int], last_waits: Sequence[int]) -> None:
         """What one thread does in a pass."""
@@ -237,6 +243,9 @@ def begins(program: Program, launched: array[int], completed: array[int]) -> arr
 class CudaExecutor(CpuExecutor):
     """Runs a program on one GPU. Its events are made once and used by every pass."""
 
+    _external_events = False
+    """They are nodes of a graph."""
+
     def __init__(
         self,
         program: Program,
@@ -247,8 +256,9 @@ class CudaExecutor(CpuExecutor):
         if os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == "1":
             raise CrossrankError("TORCH_NCCL_BLOCKING_WAIT=1 makes every wait block the host; unset it for a replay")
         super().__init__(program, pacer, compute, clear_caches)
-        self._began = [torch.cuda.Event(enable_timing=True) for _ in program.bound]
-        self._ended = [torch.cuda.Event(enable_timing=True) for _ in program.bound]
+        external = {"external": True} if self._external_events else {}
+        self._began = [torch.cuda.Event(enable_timing=True, **external) for _ in program.bound]
+        self._ended = [torch.cuda.Event(enable_timing=True, **external) for _ in program.bound]
         self._base = torch.cuda.Event(enable_timing=True)
         self._side = {bound.lane: torch.cuda.Stream(program.device, priority=-1) for bound in program.bound}
 

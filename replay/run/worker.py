@@ -36,6 +36,7 @@ from crossrank.replay.run.cold_caches import make_clear_caches
 from crossrank.replay.run.compute_program import ComputeProgram
 from crossrank.replay.run.executor import IDLE, CpuExecutor, CudaExecutor, Hook
 from crossrank.replay.run.failure_report import State
+from crossrank.replay.run.graph_executor import GraphExecutor
 from crossrank.replay.run.pacing import make_pacer, parse_pace
 from crossrank.replay.run.program import FILL, Program, barrier_options, late_ends, prepare
 from crossrank.replay.run.rendezvous import FINISHED, NoPlanError, Rendezvous, WorkItem
@@ -135,9 +136,13 @@ def _replay(rank: int, local_rank: int, rendezvous: Rendezvous, work: WorkItem, 
         barriers=settings.blocking,
     )
     pacer = make_pacer(work.calls, parse_pace(settings.pace), device) if compute is None else None
-    executor = (CudaExecutor if device.type == "cuda" else CpuExecutor)(
-        program, pacer, compute, make_clear_caches(device) if settings.cold else None
-    )
+    executor: CpuExecutor
+    if settings.graph:
+        executor = GraphExecutor(program)
+    else:
+        executor = (CudaExecutor if device.type == "cuda" else CpuExecutor)(
+            program, pacer, compute, make_clear_caches(device) if settings.cold else None
+        )
     watch.follow(executor)
     checker = Checker(program, rank) if settings.check else None
     comparer = None
@@ -255,7 +260,8 @@ def _passes(
     for before, after in checks:  # in passes of their own: filling and comparing takes longer than the calls
         meet("in the pass that is checked")
         executor.run(before, after)
-    for number in range(settings.warmup):
+    # With a graph the first pass makes communicators and the second captures.
+    for number in range(max(settings.warmup, 2) if settings.graph else settings.warmup):
         meet(f"in warm-up pass {number + 1}")
         executor.run()
     passes = []

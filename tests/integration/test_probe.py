@@ -57,7 +57,7 @@ def slowed(pid: int) -> Iterator[None]:
         slower.join()
 
 
-@pytest.mark.parametrize("kind", ["pairs", "bisect", "ring"])
+@pytest.mark.parametrize("kind", ["pairs", "bisect"])
 def test_a_slow_rank_is_found(kind: str, recorded: Path, tmp_path: Path) -> None:
     port, words = (
         str(free_port()),

@@ -52,6 +52,8 @@ class Settings(msgspec.Struct, kw_only=True, frozen=True):
     """The members of a group meet before and after each of their collectives."""
     cold: bool = False
     """Caches are cleared before each call."""
+    graph: bool = False
+    """The calls of a pass are launched as one CUDA graph."""
     profile: str | None = None
     """Folder for a recording of further passes, with execution traces and Kineto."""
     save_data: str | None = None

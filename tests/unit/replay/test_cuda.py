@@ -5,13 +5,16 @@ No GPU is needed, and none is simulated: only what the host does when.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 
+from crossrank.errors import CrossrankError
 from crossrank.replay.run.executor import CudaExecutor
+from crossrank.replay.run.graph_executor import GraphExecutor
 from crossrank.replay.run.program import Bound, Program, late_ends
 
 LOG: list[str] = []
@@ -20,7 +23,7 @@ LOG: list[str] = []
 class Event:
     """One that is over as soon as it is recorded; a query of one that never was would never be answered."""
 
-    def __init__(self, *, enable_timing: bool) -> None:
+    def __init__(self, *, enable_timing: bool, external: bool = False) -> None:
         self.recorded = False
 
     def record(self, stream: Stream) -> None:
@@ -45,6 +48,14 @@ class Stream:
     def synchronize(self) -> None:
         pass
 
+    def wait_stream(self, other: Stream) -> None:
+        LOG.append(f"{self.name} waits for {other.name}")
+
+
+class Graph:
+    def replay(self) -> None:
+        LOG.append("launch of the graph")
+
 
 class Work:
     def __init__(self, name: str) -> None:
@@ -61,6 +72,16 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, capture_error_mode: capture())
+
+
+@contextmanager
+def capture() -> Iterator[None]:
+    LOG.append("capture")
+    yield
+    LOG.append("captured")
 
 
 def launch(name: str) -> Any:
@@ -121,6 +142,34 @@ def test_the_end_of_any_other_asynchronous_call_is_noted_on_a_stream_beside() ->
         "event on main", "all_reduce", "wait for all_reduce", "event on side",
         "wait for all_reduce", "event on main", "barrier", "wait for barrier", "event on main",
     ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_graph_is_captured_after_a_pass_without_one_and_launched_once_in_each_later_pass() -> None:
+    executor = GraphExecutor(program(bound(0, "all_reduce"), bound(1, "all_gather", blocking=True, waits=(0,))))
+    calls = [
+        "event on main", "all_reduce", "wait for all_reduce", "event on side",
+        "wait for all_reduce", "event on main", "all_gather", "wait for all_gather", "event on main",
+    ]  # fmt: skip
+    passes = []
+    for _ in range(3):
+        LOG.clear()
+        executor.run()
+        passes.append(LOG[1:])
+    assert passes[0] == calls
+    # Streams that work was captured on are joined, and the pass begins anew after the capture.
+    joined = ["main waits for side", "captured", "event on main"]
+    assert passes[1] == ["capture", *calls, *joined, "launch of the graph"]
+    assert passes[2] == ["launch of the graph"]
+    LOG.clear()
+    executor.run(before=lambda position: None)
+    assert LOG[1:] == calls
+
+
+@pytest.mark.usefixtures("cuda")
+def test_what_holds_the_host_cannot_be_captured() -> None:
+    with pytest.raises(CrossrankError, match="a barrier holds the host and cannot be captured; leave it out"):
+        GraphExecutor(program(bound(0, "barrier", blocking=True)))
 
 
 def test_of_an_asynchronous_barrier_on_a_gpu_only_the_wait_tells_the_end() -> None:
