@@ -239,7 +239,7 @@ def test_options_of_computation_alone_need_it(ddp: Path, capsys: pytest.CaptureF
     for words, said in (
         (["--window", "1"], "--window is for --compute"),
         (["--import", "os"], "--import is for --compute"),
-        (["--compute", "--check"], "--check verifies communication alone"),
+        (["--compute", "--check"], "--check is about communication alone"),
         (["--compute", "--pace", "compute"], "--pace compute stands in for computation"),
         (["--compute", "--steps", "1:2"], "--steps chooses calls of a comms file"),
         (["--compute", "--bucket-mb", "0"], "--bucket-mb 0 is not a number of MiB above 0"),
