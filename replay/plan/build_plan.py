@@ -278,6 +278,8 @@ def _set_gaps(calls: list[PlannedCall], source: RankTrace, rows: list[int]) -> N
 
 def _went_on(source: RankTrace, row: int, blocking: bool) -> int | None:
     """When the rank could go on after a call: of one that blocked, when it was over. None where that is not known."""
+    if blocking and source.timed_by == "work" and source.calls.ended[row]:
+        return source.calls.ended[row]  # the host saw that it was over
     returned = source.waits.returned[row] if source.waits is not None else 0
     if not returned:
         return None
