@@ -60,6 +60,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/diagnosis.py
 	$(BIN)/python -m benchmarks.thousands_of_ranks
 	$(BIN)/python benchmarks/replaying.py
+	$(BIN)/python -m benchmarks.record_and_replay
 	$(BIN)/python -m benchmarks.whole_steps
 	$(BIN)/python benchmarks/timelines.py
 

@@ -84,6 +84,19 @@ def test_a_call_that_blocked_till_nobody_knows_when_leaves_a_gap_from_launch_to_
     assert (after.gap_ns, after.gap_from_return, after.exposed_ns) == (174_000, False, times.get("took", 0))
 
 
+def test_the_host_saw_the_end_of_a_call_that_a_recording_times_by_its_work() -> None:
+    trace = traced_calls(
+        Called(record("all_reduce", **BLOCKING), 1000),
+        Called(record("all_reduce", **ASYNC), 175_000),
+        Called(record("barrier"), 190_000),
+    )
+    trace.timed_by = "work"
+    for row, (began, ended) in enumerate(((1000, 171_000), (175_000, 180_000))):
+        trace.calls.began[row], trace.calls.ended[row] = _WALL + began, _WALL + ended
+    calls = build([trace], "job", "comms").ranks[0].calls
+    assert [(call.gap_ns, call.gap_from_return) for call in calls] == [(0, False), (4000, True), (15_000, False)]
+
+
 def test_a_call_that_was_launched_before_the_one_before_was_over_follows_its_launch() -> None:
     first = Called(record("all_reduce", **BLOCKING), 1000, returned=1100, began=1050, took=170_000)
     assert gaps(first, Called(record("barrier"), 5000)) == [(0, False), (4000, False)]
