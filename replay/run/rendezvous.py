@@ -65,7 +65,7 @@ def host_store(place: RankInfo, timeout_s: float) -> Store:
         if not hosting:
             store = connect(place, patience_s)
             if place.file and place.rank == 0 and store.add("replays", 1) > 1:
-                raise OSError("it is of another replay")
+                raise CrossrankError(f"--init-method: {place.file} is of another replay; name a new file")
             return store
         return PrefixStore(place.attempt, listen(place.host, place.port, patience_s))
     except (RuntimeError, OSError) as error:

@@ -210,7 +210,7 @@ def test_a_file_in_which_others_met_is_refused(two_ranks: World, tmp_path: Path)
     process = _launch(recorded, {}, "--init-method", f"file://{meeting}?rank=0&world_size=2")
     _, error = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert f"--init-method: {meeting} cannot be used (it is of another replay); name a new file" in error
+    assert f"--init-method: {meeting} is of another replay; name a new file" in error
 
 
 def _launch(recorded: Path, variables: dict[str, str], *more: str) -> subprocess.Popen[str]:
