@@ -22,10 +22,11 @@ from crossrank.replay.plan.dtype_fallback import substitute
 from crossrank.replay.plan.plan import PlannedCall
 from crossrank.replay.plan.shapes import tensors
 from crossrank.replay.results.measure import Computed
+from crossrank.replay.run.device_streams import DeviceStreams
 from crossrank.replay.run.fill import fill_blocks
 from crossrank.replay.run.host_time import gaps_of, host_times
 from crossrank.replay.run.operations import MISSING, find_operations
-from crossrank.replay.run.pacing import idle
+from crossrank.replay.run.pacing import idle, make_busy
 from crossrank.replay.run.program import Bound, OwnTensors, Program
 from crossrank.tools.traces.kineto import read_kineto
 
@@ -76,6 +77,16 @@ class ComputeProgram:
                 self.slots[number] = whole.as_strided(slot.shape, slot.strides, slot.offset)
         reshaping = {slot for one in plan.operations if one.name in _RESHAPES for slot in slots_in(one.arguments)}
         self._reshaped = [(slot, self.slots[slot]) for slot in sorted(reshaping) if plan.slots[slot].block >= 0]
+        self._stream_at = [0]
+        """By operation, and before the first: the stream that is current after it."""
+        for operation in plan.operations:
+            self._stream_at.append(operation.stream if operation.stream >= 0 else self._stream_at[-1])
+        self._awaited = {at for one in plan.operations for at in one.after}
+        self._made_on: dict[int, int] = {}
+        """Slot of what an operation gives -> its stream."""
+        self.streams: DeviceStreams | None = None
+        if device.type == "cuda" and max(self._stream_at) > 0:
+            self.streams = DeviceStreams(device, max(self._stream_at) + 1, self._awaited)
         self._names: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
         self._parts: list[Callable[..., None]] = []
 
@@ -118,6 +129,8 @@ class ComputeProgram:
 
     def reset(self) -> None:
         """Undo what operations in place did to the shapes of tensors that were there before."""
+        if self.streams is not None:
+            self.streams.begin()
         for slot, tensor in self._reshaped:
             self.slots[slot] = tensor.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
@@ -137,7 +150,7 @@ class ComputeProgram:
                         self.failed[number] = _reason(error)
                 if not operation.runs or number in self.failed:
                     exec("\n".join(self._own(number, operation)), names)
-                exec("\n".join(_frees(operation)), names)
+                exec("\n".join(self._after(number, operation)), names)
             self._end()
         self._compile()
 
@@ -146,6 +159,8 @@ class ComputeProgram:
         for position in self._launches.get(-1, ()):
             self._names["launch"](position)
         self._names["wait"](self._last)
+        if self.streams is not None:
+            self.streams.end()
 
     def take_profile(self, path: str, passes: int) -> None:
         """Learn from the Kineto trace of so many passes what the host did between operations in the recording."""
@@ -223,11 +238,19 @@ class ComputeProgram:
             "launch": launch,
             "wait": wait,
             "host": idle,
+            "device": make_busy(self.device) if on_gpu else idle,
             "empty": empty,
             "mark": mark,
             "p": progress,
             "now": time.monotonic_ns,
         }
+        if self.streams is not None:
+            self._names |= {
+                "on": self.streams.on,
+                "done": self.streams.done,
+                "after": self.streams.after,
+                "kept": self.streams.kept,
+            }
         for number, one in enumerate(self._operations):
             if one is not None:
                 self._names[f"f{number}"] = one._op
@@ -243,7 +266,8 @@ class ComputeProgram:
             lines: list[str] = []
             clocked: list[str] = []
             for number, operation in operations[begin : begin + _LINES]:
-                before, own, after = self._before(number, operation), self._own(number, operation), _frees(operation)
+                before, own = self._before(number, operation), self._own(number, operation)
+                after = self._after(number, operation)
                 lines += [*before, *own, *after]
                 clocked += [*before, "c(now())", *own, "c(now())", *after]
             self._parts.append(self._function(lines, "s"))
@@ -262,6 +286,11 @@ class ComputeProgram:
             lines.append("mark()")
         if number % 16 == 0:
             lines.append(f"p[1] = {number}")
+        if self.streams is not None:
+            before, stream = self._stream_at[number : number + 2]
+            if stream != before:
+                lines.append(f"on({stream})")
+            lines += [f"after({at})" for at in operation.after]
         host = self.host_ns[number]
         if waits := self._waits.get(number):
             lines.append(f"wait({waits!r})")
@@ -277,7 +306,20 @@ class ComputeProgram:
         if operation.runs and number not in self.failed:
             return [*launches, *self._call(operation)]
         empty = [f"s[{slot}] = empty({slot})" for slot in flat_results(operation.results)]
-        return [*launches, f"host({operation.took_ns})", *empty]
+        where = "device" if operation.on_device and self.device.type == "cuda" else "host"
+        return [*launches, f"{where}({operation.took_ns})", *empty]
+
+    def _after(self, number: int, operation: ComputeOperation) -> list[str]:
+        """The code of what comes after an operation."""
+        if self.streams is None:
+            return _frees(operation)
+        done = [f"done({number})"] if number in self._awaited else []
+        stream = self._stream_at[number + 1]
+        for slot in flat_results(operation.results):
+            self._made_on[slot] = stream
+        taken = sorted(set(slots_in(operation.arguments)))
+        kept = [f"kept(s[{slot}])" for slot in taken if self._made_on.get(slot, stream) != stream]
+        return [*done, *kept, *_frees(operation)]
 
     def _call(self, operation: ComputeOperation) -> list[str]:
         names, defaults = self._defaults[operation.schema]

@@ -269,19 +269,24 @@ class CudaExecutor(CpuExecutor):
         self._base.synchronize()
 
     def _launch(self, position: int) -> None:
-        self._began[position].record(self._stream)
+        self._began[position].record(self._current())
+
+    def _current(self) -> torch.cuda.Stream:
+        """The stream that what is launched now goes to."""
+        several = self._compute is not None and self._compute.streams is not None
+        return torch.cuda.current_stream(self._program.device) if several else self._stream
 
     def _wait(self, position: int, work: Any) -> None:
         bound = self._program.bound[position]
         if work is not None:
             work.wait()
         if bound.blocking or (bound.holds_host and work is not None):
-            self._ended[position].record(self._stream)
+            self._ended[position].record(self._current())
 
     def _follow(self, position: int, work: Any) -> None:
         bound = self._program.bound[position]
         if work is None:
-            self._ended[position].record(self._stream)
+            self._ended[position].record(self._current())
         elif not bound.holds_host:
             side = self._side[bound.lane]
             with torch.cuda.stream(side):

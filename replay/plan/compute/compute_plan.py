@@ -16,6 +16,7 @@ import msgspec
 from crossrank.comm import Count, Int
 from crossrank.tools.traces.replayed import ComputeCoverage, LeftOutOperations
 
+_MOST_STREAMS = 1024
 NO_SCHEMA = "no operation of torch: a kernel of its own, launched without one"
 
 
@@ -82,6 +83,11 @@ class ComputeOperation(msgspec.Struct, gc=False, omit_defaults=True, kw_only=Tru
     """Recorded time under the profiler: on the device where it had any there."""
     on_device: bool = False
     """`took_ns` is of a device."""
+    stream: int = -1
+    """On a GPU: the number of the stream that it is launched on, 0 = the one with most operations; -1 = that of the
+    operation before it."""
+    after: list[int] = []
+    """Positions of earlier operations on other streams for which its stream waits."""
     reason: str = ""
     """Why nothing runs."""
 
@@ -120,7 +126,7 @@ class ComputePlan(msgspec.Struct, kw_only=True):
 
 def contradictions(compute: ComputePlan) -> Iterator[str]:
     """What cannot be in a plan that may have been written by hand."""
-    for one in compute.operations:
+    for position, one in enumerate(compute.operations):
         try:
             slots = [*slots_in(one.arguments), *one.inputs, *one.outputs, *one.frees, *flat_results(one.results)]
         except (TypeError, ValueError):
@@ -128,6 +134,9 @@ def contradictions(compute: ComputePlan) -> Iterator[str]:
             return
         if not all(0 <= slot < len(compute.slots) for slot in slots) or one.schema >= len(compute.schemas):
             yield f"operation {one.node} names a tensor or a schema that is not there"
+            return
+        if not -1 <= one.stream < _MOST_STREAMS or not all(0 <= at < position for at in one.after):
+            yield f"operation {one.node} is on a stream that is not there, or waits for an operation after it"
             return
     if not all(one.block < len(compute.blocks) for one in compute.slots):
         yield "a tensor lies in memory that is not there"

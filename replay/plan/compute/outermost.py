@@ -57,6 +57,8 @@ class WindowOps:
     """In the order in which they began."""
     steps: list[int] = field(default_factory=list)
     """Positions at which a step begins."""
+    positions: dict[int, int] = field(default_factory=dict)
+    """Id of a node -> position of the one that it belongs to."""
 
 
 def outermost(
@@ -108,6 +110,7 @@ def outermost(
         around = root_of.get(op.caller)
         if around is not None:
             root_of[op.id] = around
+            window.positions[op.id] = window.positions[around.op.id]
             around.device_ns += device_ns[op.id]
             continue
         if op.node.name.startswith(_STEP):
@@ -134,6 +137,7 @@ def outermost(
             root_of[op.id] = one_op
         else:
             one_op.schema = ""
+        window.positions[op.id] = len(window.found)
         window.found.append(one_op)
     window.steps = sorted({0, *(at for at in window.steps if at < len(window.found))}) if window.found else []
     return window

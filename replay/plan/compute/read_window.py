@@ -17,6 +17,7 @@ from crossrank.replay.plan.compute.compute_plan import NO_SCHEMA, ComputeOperati
 from crossrank.replay.plan.compute.index_ranges import IndexRanges
 from crossrank.replay.plan.compute.outermost import Outermost, WindowOps, outermost
 from crossrank.replay.plan.compute.step_times import StepTimes, step_times
+from crossrank.replay.plan.compute.streams import place_on_streams
 from crossrank.replay.plan.compute.tensors import StandInError, Storage, Tensors
 from crossrank.replay.plan.schedule import returns_early
 from crossrank.tools.graph.linking.link import link
@@ -129,6 +130,7 @@ class _Building:
             self.operations[-1].on_device = one.device_ns > 0
             self.operations[-1].ranges, self.operations[-1].split = one.ranges, one.split
         exposed = self._set_gaps(gaps)
+        self._set_streams()
         self._free()
         self.ranges.settle()
         return ComputePlan(
@@ -239,6 +241,21 @@ class _Building:
                 operation.gap_ns = gap - waited
             blocking = one.call if one.call >= 0 and not self._goes_on(one.call) else -1
         return exposed
+
+    def _set_streams(self) -> None:
+        calls = {number for number, one in enumerate(self.found) if one.call >= 0}
+        placed = place_on_streams(self.window.activities, self.window.edges, self.ops.positions, calls)
+        for number, one in placed.items():
+            operation = self.operations[self.place[number]]
+            operation.stream, operation.after = one.stream, [self.place[at] for at in one.after]
+        # Waits that are not recorded: what makes a tensor comes before what takes it.
+        stream, streams = 0, []
+        for position, operation in enumerate(self.operations if placed else ()):
+            stream = operation.stream if operation.stream >= 0 else stream
+            streams.append(stream)
+            makers = {self.made_at.get(slot, position) for slot in slots_in(operation.arguments)}
+            needed = {at for at in makers if at < position and streams[at] != stream}
+            operation.after = sorted(needed.union(operation.after))
 
     def _free(self) -> None:
         """Let go of every tensor after the last operation that takes it, and those of a batch after its last call."""

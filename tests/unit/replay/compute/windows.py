@@ -10,6 +10,7 @@ import torch
 from crossrank.replay.plan.compute.compute_plan import ComputePlan
 from crossrank.replay.plan.compute.read_window import read_window
 from crossrank.replay.run.compute_program import ComputeProgram
+from crossrank.replay.run.device_streams import DeviceStreams
 from crossrank.replay.run.profiled import profiled
 from crossrank.replay.run.program import Program
 from crossrank.tools.graph.linking.window_files import RankInput
@@ -24,9 +25,10 @@ def compute_of(function: Callable[[], object], folder: Path) -> ComputePlan:
     return read_window(RankInput(rank=0, window=1, et=str(et), kineto=str(kineto))).compute
 
 
-def program_of(plan: ComputePlan) -> ComputeProgram:
+def program_of(plan: ComputePlan, streams: DeviceStreams | None = None) -> ComputeProgram:
     """Its program, which launches nothing."""
     made = ComputeProgram(plan, CPU)
+    made.streams = streams
     silent = Program(
         calls=[],
         bound=[],
