@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from crossrank.replay.run.processes import Lead
 
 PROBE = "probe.json"
+_TOLERANCE = 1.5
 _LONGEST_GAP_S = 86_400.0
 _MOST_LOCAL = 256
 """Processes that one machine is asked to start; a launcher starts more."""
@@ -71,6 +72,11 @@ class ReplayCommand:
         place = detect_launcher(
             {**os.environ, **variables}, arguments.master_ip or host, arguments.master_port or port, file
         )
+        if place is None and (host or file):
+            raise CrossrankError(
+                f"--init-method {arguments.init_method}: nothing says which rank this is, of how many; add "
+                "?rank=R&world_size=N, or start it with torchrun, srun or mpirun"
+            )
         if place is not None and place.world_size == 1:
             place = None
         combinations = sweep.parse_sweeps(arguments.sweep) or [Combination({}, {})]
@@ -155,6 +161,8 @@ def _replay(
         from crossrank.replay.run.worker import check_backend_name
 
         check_backend_name(given.backend)
+    if given.probe is not None:
+        return _probe(_resized(recorded, given), given, one, lead), None
     plan = _changed(recorded, given, lead.place.world_size if lead is not None else None)
     if given.compute:
         from crossrank.replay.run.operations import leave_out_missing
@@ -162,8 +170,6 @@ def _replay(
         leave_out_missing(plan, given.imports)
     if given.save_plan is not None:
         save_plan(plan, given.save_plan)
-    if given.probe is not None:
-        return _probe(plan, given, one, lead), None
     if given.dry_run:
         if given.json:
             sys.stdout.write(plan_json(plan).decode())
@@ -181,9 +187,7 @@ def _replay(
     if not given.json:
         print_plan(plan)
     results = _results(plan, settings, one, lead)
-    report, times = make_report(
-        plan, settings, results, what_if=_what_if(given), variables=one.variables, batch=given.batch
-    )
+    report, times = make_report(plan, settings, results, what_if=_what_if(given), variables=one.variables)
     if given.json and not given.sweep:
         sys.stdout.write(indented(report).decode())
     elif not given.json:
@@ -193,7 +197,8 @@ def _replay(
     if target is not None:
         paths = write_report(target, report, plan, times)
         print(f"wrote {', '.join(paths)}", file=sys.stderr if given.json else sys.stdout)
-    wrong = bool(report.check is not None and report.check.failures) or bool(report.data and report.data.different)
+    wrong = bool(report.check is not None and report.check.failures)
+    wrong |= report.data is not None and (report.data.different > 0 or not report.data.tensors)
     whole = report.coverage.complete and (report.step is None or report.step.coverage.complete)
     return int(wrong or (given.strict and not whole)), report
 
@@ -205,16 +210,18 @@ def _probe(recorded: Plan, given: argparse.Namespace, one: Combination, lead: Le
     if lead is not None:
         machines = lead.machines()
     else:
-        machines = [Machine(socket.gethostname(), network_cards())] * recorded.world_size
+        machines = [Machine(socket.gethostname(), network_cards())] * (given.nproc or recorded.world_size)
     probe = make_probe(recorded, given.probe, machines)
     if given.dry_run:
+        facts = {"groups": len(probe.groups), "rounds": probe.rounds, "sizes": probe.sizes}
         sizes = " and ".join(map(amount, probe.sizes))
-        print(f"{plural(len(probe.groups), 'group')} in {plural(probe.rounds, 'round')} for each size: {sizes}")
+        text = f"{plural(len(probe.groups), 'group')} in {plural(probe.rounds, 'round')} for each size: {sizes}\n"
+        sys.stdout.write(indented(facts).decode() if given.json else text)
         return 0
     settings = _settings(probe.plan, given, lead)
     _make_folders(given, given.output)
     results = _results(probe.plan, settings, one, lead)
-    report = judge(probe, results, machines, settings.backend, given.tolerance)
+    report = judge(probe, results, machines, settings.backend, given.tolerance or _TOLERANCE)
     if given.json:
         sys.stdout.write(indented(report).decode())
     else:
@@ -231,8 +238,8 @@ def _settings(plan: Plan, given: argparse.Namespace, lead: Lead | None) -> Setti
     from crossrank.replay.run.worker import check_backend
 
     backend, device = check_backend(given.backend, given.device, None if lead is not None else plan.world_size)
-    if given.graph and device != "cuda":
-        raise CrossrankError(f"--graph captures calls on a GPU, and this replay is on the {device}; leave it out")
+    if given.graph and (device, backend) != ("cuda", "nccl"):
+        raise CrossrankError(f"--graph captures calls of nccl on a GPU, not of {backend} on {device}; leave it out")
     slack_ns = max(_busy_ns(rank, parse_pace(given.pace).scale) for rank in plan.ranks)
     return Settings(
         backend=backend,
@@ -253,6 +260,7 @@ def _settings(plan: Plan, given: argparse.Namespace, lead: Lead | None) -> Setti
         profile=given.profile,
         save_data=given.save_data,
         compare_data=given.compare_data,
+        batch=given.batch,
         rtol=given.rtol,
         atol=given.atol,
     )
@@ -376,12 +384,18 @@ def _what_if(given: argparse.Namespace) -> dict[str, str]:
     }
 
 
-def _changed(recorded: Plan, given: argparse.Namespace, launched: int | None) -> Plan:
-    """The plan with all that was asked for done to it, settled."""
+def _resized(recorded: Plan, given: argparse.Namespace) -> Plan:
+    """A copy of the plan with the calls that were asked for, of the sizes that were asked for."""
     plan = msgspec.json.decode(msgspec.json.encode(recorded), type=Plan)
     for name, change in _CHANGES.items():
         if getattr(given, name) is not None:
             plan = change(plan, getattr(given, name))
+    return plan
+
+
+def _changed(recorded: Plan, given: argparse.Namespace, launched: int | None) -> Plan:
+    """The plan with all that was asked for done to it, settled."""
+    plan = _resized(recorded, given)
     ranks = given.nproc or launched or plan.world_size
     if launched is None and ranks > _MOST_LOCAL and (ranks != plan.world_size or not given.dry_run):
         raise CrossrankError(
@@ -412,6 +426,12 @@ def _make_folders(given: argparse.Namespace, target: str | None) -> None:
             raise CrossrankError(f"{option} {path}: is the recording that is replayed; name another folder")
     if given.profile is not None and given.record == given.profile:
         raise CrossrankError(f"--record and --profile {given.profile}: are two recordings; name two folders")
+    for option, path in (("--save-data", given.save_data), ("--compare-data", given.compare_data)):
+        if path is not None and is_url(path):
+            raise CrossrankError(f"{option} {path}: is no folder that all ranks see; name one")
+    given_data = [os.path.realpath(path) for path in (given.save_data, given.compare_data) if path is not None]
+    if len(given_data) != len(set(given_data)):
+        raise CrossrankError(f"--save-data and --compare-data {given.save_data}: are one folder; name two")
     for path in (target, given.record, given.profile, given.save_data):
         if path is None or is_url(path):
             continue

@@ -9,7 +9,7 @@ from crossrank.errors import CrossrankError
 from crossrank.replay.plan.compute.index_ranges import INDICES
 from crossrank.replay.plan.probe import PROBES
 from crossrank.replay.plan.replay_inputs import KINDS
-from crossrank.replay.plan.transform import OVERLAPS
+from crossrank.replay.plan.transform import BITWIDTHS, OVERLAPS
 from crossrank.replay.run.pacing import parse_pace
 from crossrank.tools.commands.options import add_shared
 
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     change.add_argument(
         "--bitwidth",
         type=int,
-        choices=(2, 4, 8, 16, 32),
+        choices=BITWIDTHS,
         help="floating-point elements of communication as large as if quantised to so many bits",
     )
     change.add_argument(
@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-b",
         action="store_true",
         default=None,
-        help="every call is waited for at once, with a barrier of its group before and after",
+        help="every call is waited for at once, with a barrier of its group before and after each collective",
     )
     change.add_argument("--pgs", metavar="LIST", help="only calls on these groups, by name or description")
     change.add_argument("--max-calls", "--max-msg-cnt", type=int, metavar="N", help="the first N calls of each rank")
@@ -109,9 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="find the slow rank, host or link: recorded sizes on all pairs of ranks, on neighbours (ring), or on "
         "halves, quarters … of them (bisect); exit 1 where one is slower than --tolerance",
     )
-    change.add_argument(
-        "--tolerance", type=float, default=1.5, metavar="F", help="F times as slow as others is slow (1.5; --probe)"
-    )
+    change.add_argument("--tolerance", type=float, metavar="F", help="F times as slow as others is slow (1.5; --probe)")
     run = parser.add_argument_group("how it runs")
     run.add_argument("--backend", help="nccl, gloo, … (default: nccl where there are GPUs, else gloo)")
     run.add_argument("--device", help="cpu or cuda")
@@ -143,8 +141,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--compare-data", metavar="DIR", help="compare what every call gives with what --save-data saved: exit 1"
     )
-    run.add_argument("--rtol", type=float, default=1e-4, metavar="F", help="relative tolerance for that (1e-4)")
-    run.add_argument("--atol", type=float, default=1e-4, metavar="F", help="absolute tolerance for that (1e-4)")
+    run.add_argument(
+        "--rtol", type=float, metavar="F", help="relative tolerance for that (8 roundings of the type, at least 1e-4)"
+    )
+    run.add_argument("--atol", type=float, metavar="F", help="absolute tolerance for that (as --rtol)")
     run.add_argument(
         "--timeout", type=float, default=120.0, metavar="S", help="end when a rank makes no progress for S s (120)"
     )
@@ -190,6 +190,8 @@ def check(arguments: argparse.Namespace) -> None:
     if path is None or (arguments.trace and arguments.trace_path):
         raise CrossrankError("name one trace: a recording, a folder of traces, a file or a plan")
     arguments.trace, arguments.trace_path = path, None
+    if arguments.init_method and (arguments.master_ip or arguments.master_port):
+        raise CrossrankError("--init-method says where the ranks meet; leave out --master-ip and --master-port")
     for name, lowest in (
         ("warmup", 0),
         ("repeat", 1),
@@ -209,24 +211,32 @@ def check(arguments: argparse.Namespace) -> None:
         raise CrossrankError(f"--master-port {arguments.master_port} is not a port from 1 to 65535")
     arguments.pace = arguments.pace or ("recorded" if arguments.compute else "fast")
     pace = parse_pace(arguments.pace)
-    for name, value in (("window", arguments.window), ("import", arguments.imports)):
-        if value and not arguments.compute:
-            raise CrossrankError(f"--{name} is for --compute; add it, or leave --{name} out")
-    if arguments.probe and (other := next((one for one in _NOT_PROBED if getattr(arguments, one)), None)):
-        raise CrossrankError(f"--{other.replace('_', '-')} does not go with --probe; leave one out")
-    if not 1 < arguments.tolerance < float("inf"):
+    for name, value, other, chosen in (
+        ("window", arguments.window, "compute", arguments.compute),
+        ("import", arguments.imports, "compute", arguments.compute),
+        ("tolerance", arguments.tolerance, "probe", arguments.probe),
+        ("rtol", arguments.rtol, "compare-data", arguments.compare_data),
+        ("atol", arguments.atol, "compare-data", arguments.compare_data),
+    ):
+        if value and not chosen:
+            raise CrossrankError(f"--{name} is for --{other}; add it, or leave --{name} out")
+    if arguments.save_data and arguments.sweep:
+        raise CrossrankError("--save-data would save every combination of --sweep into one folder; leave one out")
+    if arguments.probe and (beside := next((one for one in _NOT_PROBED if getattr(arguments, one)), None)):
+        raise CrossrankError(f"--{beside.replace('_', '-')} does not go with --probe; leave one out")
+    if arguments.tolerance is not None and not 1 < arguments.tolerance < float("inf"):
         raise CrossrankError(f"--tolerance {arguments.tolerance:g} is not above 1")
     arguments.by = arguments.by.split(",") if isinstance(arguments.by, str) else arguments.by or []
     if unknown := [name for name in arguments.by if name not in BLOCKS]:
         raise CrossrankError(f"--by {unknown[0]!r} is neither {' nor '.join(BLOCKS)}")
     for tolerance in ("rtol", "atol"):
-        if not 0 <= getattr(arguments, tolerance) < float("inf"):
+        if getattr(arguments, tolerance) is not None and not 0 <= getattr(arguments, tolerance) < float("inf"):
             raise CrossrankError(f"--{tolerance} {getattr(arguments, tolerance):g} is no tolerance from 0 on")
     if arguments.compute and (filling := next((one for one in _FILL if getattr(arguments, one)), None)):
         option = f"--{filling.replace('_', '-')}"
         raise CrossrankError(f"{option} is about communication alone, with numbers of its own; leave out --compute")
-    if arguments.graph and (other := next((one for one in _NOT_CAPTURED if getattr(arguments, one)), None)):
-        raise CrossrankError(f"--{other} acts between calls, of which a graph has none; leave out --graph")
+    if arguments.graph and (between := next((one for one in _NOT_CAPTURED if getattr(arguments, one)), None)):
+        raise CrossrankError(f"--{between} acts between calls, of which a graph has none; leave out --graph")
     if arguments.graph and pace.scale:
         raise CrossrankError("--pace leaves gaps between calls, of which a graph has none; leave out --graph")
     if arguments.compute and pace.busy:

@@ -29,7 +29,19 @@ OPTIONS: dict[str, Callable[[str], object]] = {
     "indices": str, "threads": int, "bitwidth": int,
 }  # fmt: skip
 """Options of the command that may be swept; any name in capitals is an environment variable."""
-_WITHOUT_EFFECT = ("output", "json", "run", "command", "sweep", "jobs", "cluster", "save_plan", "dry_run", "strict")
+_WITHOUT_EFFECT = (
+    "output",
+    "json",
+    "run",
+    "command",
+    "sweep",
+    "jobs",
+    "cluster",
+    "save_plan",
+    "dry_run",
+    "strict",
+    "by",
+)
 """Options that change no result."""
 
 RECORDED = "recorded"

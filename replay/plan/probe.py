@@ -6,8 +6,8 @@ under way. What is compared with each other is alike: as many ranks, the same by
 
 * `pairs`: every rank with every other, both ways at once. N - 1 rounds, more where hosts have few cards.
 * `ring`: every rank with its two neighbours, both ways at once. 2 or 3 rounds, more where hosts have few cards.
-* `bisect`: the ranks in halves, quarters and so on, an all_reduce in each, and at last as in `ring`. Few calls on few
-  groups, so it is for thousands of ranks.
+* `bisect`: the ranks in quarters, eighths and so on, an all_reduce in each, and at last as in `ring`: few calls, on
+  fewer groups than ranks.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from crossrank.replay.plan.plan import Plan, PlannedCall, RankPlan
 
 PROBES = ("pairs", "bisect", "ring")
 _ALL = "all ranks"
+LEAST_ALIKE = 3
+"""Groups that are compared with each other: of two nobody knows which is the slow one."""
 _MOST_CALLS = 4_000_000
 """Of all ranks in a pass."""
 Members = tuple[int, ...]
@@ -45,6 +47,11 @@ class ProbeGroup(msgspec.Struct, frozen=True):
     indices: Members
     """By member: its first call."""
 
+    @property
+    def kind(self) -> tuple[int, int, bool]:
+        """What groups have in common that are compared with each other."""
+        return len(self.members), self.bytes, self.across_hosts
+
 
 class Probe(msgspec.Struct, frozen=True):
     """What is run, and what it tells of whom."""
@@ -59,11 +66,12 @@ class Probe(msgspec.Struct, frozen=True):
 
 
 def make_probe(plan: Plan, kind: str, machines: Sequence[Machine]) -> Probe:
-    """The probe of that `kind` with sizes of the calls of `plan`, for ranks that run on `machines`.
+    """The probe of that `kind` with sizes of the calls of `plan`, for as many ranks as there are `machines`, which they
+    run on.
 
-    Raises `CrossrankError` for fewer than 3 ranks, and where it would be too many calls.
+    Raises `CrossrankError` for fewer than 3 ranks, where no groups could be compared, and for too many calls.
     """
-    count = plan.world_size
+    count = len(machines)
     if count < 3:
         raise CrossrankError(f"--probe compares groups of ranks, and {count} rank(s) make one at most; use 3 or more")
     order = sorted(range(count), key=lambda rank: (machines[rank].host, rank))
@@ -79,8 +87,13 @@ def make_probe(plan: Plan, kind: str, machines: Sequence[Machine]) -> Probe:
     for size in sizes:
         for one in rounds:
             builder.add_round(one, size, reduces=kind == "bisect")
+    if max(Counter(group.kind for group in builder.groups).values()) < LEAST_ALIKE:
+        raise CrossrankError(
+            f"--probe {kind} of {count} ranks on {len({one.host for one in machines})} hosts makes no {LEAST_ALIKE} "
+            "groups that are alike, to compare; use --probe pairs, or more ranks"
+        )
     ranks = [RankPlan(rank=rank, calls=mine) for rank, mine in enumerate(builder.calls)]
-    groups = [Group(pg=_ALL, size=count, ranks=list(range(count)), eager=True), *builder.subgroups.values()]
+    groups = [Group(pg=_ALL, size=count, ranks=list(range(count))), *builder.subgroups.values()]
     made = Plan(source=plan.source, kind=plan.kind, world_size=count, groups=groups, ranks=ranks, notes=plan.notes)
     return Probe(kind=kind, plan=made, groups=builder.groups, sizes=sizes, rounds=len(rounds))
 
@@ -153,6 +166,7 @@ class _Builder:
         self._machines = machines
 
     def add_round(self, groups: Sequence[Members], size: int, *, reduces: bool) -> None:
+        # The first call on the group of all, and one of all of them: it makes the communicator for what follows.
         for rank in range(len(self.calls)):
             self._add(rank, "barrier", "barrier", pg=_ALL)
         for members in groups:
@@ -160,16 +174,14 @@ class _Builder:
             indices = tuple(len(self.calls[rank]) for rank in members)
             self.groups.append(ProbeGroup(members, size, across, indices))
             for rank in members:
-                if reduces:
+                if reduces and len(members) > 2:
                     self._reduce(rank, members, size)
                 else:
                     self._exchange(rank, sum(members) - rank, size)
 
     def _reduce(self, rank: int, members: Members, size: int) -> None:
         number = len(self.subgroups) + 1
-        group = self.subgroups.setdefault(
-            members, Group(pg=f"probe {number}", size=len(members), ranks=list(members), eager=True)
-        )
+        group = self.subgroups.setdefault(members, Group(pg=f"probe {number}", size=len(members), ranks=list(members)))
         shape = [max(size // 4, 1)]
         self._add(
             rank,

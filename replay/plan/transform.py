@@ -30,6 +30,7 @@ from crossrank.text import rank_ranges
 
 BEYOND = "its peer is beyond the smaller number of ranks"
 GONE = "its rank is beyond the smaller number of ranks"
+BITWIDTHS = (2, 4, 8, 16, 32)
 OVERLAPS = ("recorded", "none")
 Forms = tuple[StridedGroup, StridedGroup]
 """What a group is in the recording, and in the plan for another number of ranks."""
@@ -131,8 +132,11 @@ def scale_bytes(plan: Plan, factor: float) -> Plan:
 def with_bitwidth(plan: Plan, bits: int) -> Plan:
     """Floating-point elements as large as if they were quantised to so many bits: fewer of them, of the same type.
 
-    What a quantised call sends beside them (scales) and what quantising costs is not in it.
+    What a quantised call sends beside them (scales) and what quantising costs is not in it. Raises `CrossrankError`
+    for another number than those of `BITWIDTHS`.
     """
+    if bits not in BITWIDTHS:
+        raise CrossrankError(f"--bitwidth {bits} is not one of {', '.join(map(str, BITWIDTHS))}")
 
     def change(record: CommRecord, group: Group) -> CommRecord:
         dtype = DTYPES.get(record.dtype or "")

@@ -238,7 +238,7 @@ def blocks(times: pl.DataFrame, plan: Plan, field: str) -> list[CallTimes]:
             bytes=pl.col("bytes").filter("once").sum(),
             time_us=pl.col("time").filter("once").sum(),
             waiting_us=pl.col("waiting").sum() / plan.world_size,
-            span_us=pl.col("completed").max() - pl.col("launched").min(),
+            span_us=pl.col("completed").max() - pl.col("began").min(),
         )
     )
     found = [
@@ -259,7 +259,7 @@ def batches(times: pl.DataFrame, calls: int) -> Batches | None:
 
     rows = (
         times.group_by("rank", "pass", pl.col("index") // calls)
-        .agg(took=pl.col("completed").max() - pl.col("launched").min(), count=pl.len())
+        .agg(took=pl.col("completed").max() - pl.col("began").min(), count=pl.len())
         .filter(pl.col("count") == calls)
     )
     if rows.is_empty():

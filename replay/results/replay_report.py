@@ -52,10 +52,8 @@ def make_report(
     *,
     what_if: dict[str, str],
     variables: dict[str, str],
-    batch: int | None = None,
 ) -> tuple[ReplayReport, pl.DataFrame]:
-    """The report of one replay, and the table of `measure` that it is made of; with the times of so many calls in a
-    row, where `batch` says how many."""
+    """The report of one replay, and the table of `measure` that it is made of."""
     times = measure(plan, results)
     comparison = compare(plan, times, results)
     substitutes: Counter[str] = Counter()
@@ -89,7 +87,7 @@ def make_report(
         data=_all_data([result.data for result in results if result.data is not None]),
         by_source=blocks(times, plan, "source"),
         by_step=sorted(blocks(times, plan, "step"), key=lambda block: int(block.name)),
-        batches=batches(times, batch) if batch is not None else None,
+        batches=batches(times, settings.batch) if settings.batch is not None else None,
         step=compare_step(plan, results),
     )
     return report, times
@@ -101,6 +99,7 @@ def _all_data(parts: list[DataComparison]) -> DataComparison | None:
     return msgspec.structs.replace(
         parts[0],
         tensors=sum(one.tensors for one in parts),
+        not_comparable=sum(one.not_comparable for one in parts),
         different=sum(one.different for one in parts),
         largest_difference=max(one.largest_difference for one in parts),
         failures=[failure for one in parts for failure in one.failures],

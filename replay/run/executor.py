@@ -194,6 +194,9 @@ class CpuExecutor:
                 self._after(position)
         self.waited_ns += time.monotonic_ns() - began
 
+    def close(self) -> None:
+        """Let go of what process groups wait for when they are destroyed."""
+
     def _begin_thread(self) -> None:
         """Runs first in every thread but the main one."""
         if self._program.device.type == "cuda":

@@ -95,7 +95,7 @@ def parse_init_method(url: str | None) -> tuple[str | None, int | None, dict[str
     try:
         parts = urlsplit(url)
         port = parts.port
-        query = dict(parse_qsl(parts.query, strict_parsing=True)) if parts.query else {}
+        query = dict(parse_qsl(parts.query, strict_parsing=True, keep_blank_values=True)) if parts.query else {}
     except ValueError as error:
         raise CrossrankError(f"--init-method {url!r}: {error}; {_INIT_METHODS}") from error
     file = parts.path if parts.scheme == "file" else ""

@@ -156,6 +156,7 @@ def _replay(rank: int, local_rank: int, rendezvous: Rendezvous, work: WorkItem, 
     watch.phase("comparing clocks again")
     offset, error = between(clock, measure_offset(rendezvous, rank, "end"))
     watch.phase("leaving its process groups")
+    executor.close()
     # Not after a failure: groups whose other ends are gone may not let go.
     dist.destroy_process_group()
     return RankResult(

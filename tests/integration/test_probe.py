@@ -85,7 +85,22 @@ def test_ranks_that_are_alike_are_no_finding(recorded: Path, capsys: pytest.Capt
     assert main(words) == 0
     output = capsys.readouterr().out
     assert "6 groups in 3 rounds for each of its sizes (16 MB)" in output
-    assert "No rank and no link is slower than 1000 x those like it" in output
+    assert "No rank and no link that was compared is slower than 1000 x those like it" in output
+
+
+def test_groups_of_the_job_need_not_fit_the_ranks_that_are_probed(
+    two_ranks: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = record_job(two_ranks, _groups, tmp_path)
+    assert main(["replay", str(path), "--nproc", "5", "--probe", "pairs", "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"groups": 10, "rounds": 5, "sizes": [40]}
+
+
+def _groups(rank: int) -> None:
+    alone = dist.new_group([1])
+    dist.all_reduce(torch.ones(10))
+    if rank == 1:
+        dist.all_reduce(torch.ones(10), group=alone)
 
 
 def test_what_a_probe_cannot_do_is_said_before_anything_starts(

@@ -6,13 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 
 import crossrank
+from crossrank.comm import CommRecord
 from crossrank.recording import CommsFile
+from crossrank.replay.plan.plan import load_plan, save_plan
 from crossrank.replay.results.measure import measure
+from crossrank.replay.results.saved_data import tolerance
 from crossrank.replay.run.processes import run_local
 from crossrank.tools.cli import main
 from crossrank.tools.traces.replayed import Settings
@@ -91,6 +95,60 @@ def test_results_agree_with_those_of_another_replay_and_one_that_does_not_is_nam
     assert replayed(capsys, recorded, "--compare-data", str(saved), "--atol", "200")["data"]["different"] == 0
 
 
+def test_another_root_gives_other_results(two_ranks: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved, plan_file = tmp_path / "saved", tmp_path / "plan.json"
+    path = record_job(two_ranks, _broadcast, tmp_path)
+    replayed(capsys, path, "--save-data", str(saved), "--save-plan", str(plan_file))
+    plan = load_plan(str(plan_file))
+    for rank in plan.ranks:
+        rank.calls = [msgspec.structs.replace(call, record=_from_rank_1(call.record)) for call in rank.calls]
+    save_plan(plan, plan_file)
+    data = replayed(capsys, plan_file, "--compare-data", str(saved), code=1)["data"]
+    assert (data["tensors"], data["different"]) == (2, 2)
+
+
+def _broadcast(rank: int) -> None:
+    dist.broadcast(torch.ones(100), 0)
+
+
+def _from_rank_1(record: CommRecord) -> CommRecord:
+    return msgspec.structs.replace(record, root=1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "least"),
+    [(torch.float32, 1e-4), (torch.bfloat16, 0.0625), (torch.float16, 0.0078125), (torch.int8, 1e-4)],
+)
+def test_where_no_tolerance_is_given_it_is_that_of_the_type(dtype: torch.dtype, least: float) -> None:
+    assert tolerance(dtype) == least
+
+
+def test_results_of_another_type_are_not_compared_and_counted(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "saved"
+    replayed(capsys, recorded, "--ops", "all_reduce", "--save-data", str(saved))
+    words = ["--ops", "all_reduce", "--compare-data", str(saved)]
+    data = replayed(capsys, recorded, *words, "--dtype", "float64", code=1)["data"]
+    assert (data["tensors"], data["not_comparable"]) == (0, 6)
+
+
+def test_results_are_not_compared_with_those_that_take_their_place(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "saved"
+    replayed(capsys, recorded, "--save-data", str(saved))
+    before = (saved / "rank-0.data").read_bytes()
+    words = ["replay", str(recorded), "--save-data", str(saved)]
+    assert main([*words, "--compare-data", f"{saved}/../saved"]) == 2
+    assert "are one folder; name two" in capsys.readouterr().err
+    assert main([*words, "--sweep", "dtype=float32,float64"]) == 2
+    assert "would save every combination of --sweep into one folder" in capsys.readouterr().err
+    assert main(["replay", str(recorded), "--save-data", "s3://bucket/x"]) == 2
+    assert "--save-data s3://bucket/x: is no folder" in capsys.readouterr().err
+    assert (saved / "rank-0.data").read_bytes() == before
+
+
 def test_results_of_other_calls_and_damaged_ones_are_refused_before_anything_starts(
     recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,6 +183,8 @@ def test_times_are_told_by_source_line_by_iteration_and_by_batch(
     assert "By source line: all calls of one together, per pass" in output
     assert "By iteration" in output
     assert "2 calls in a row take" in output
+    assert main(["replay", str(recorded), "--repeat", "1", "--batch", "1000"]) == 0
+    assert "No rank makes 1,000 calls" in capsys.readouterr().out
     assert main(["replay", str(recorded), "--by", "line"]) == 2
     assert "--by 'line' is neither source nor step" in capsys.readouterr().err
 
@@ -142,6 +202,24 @@ def test_a_profiled_replay_leaves_a_recording_with_a_window(
     assert sum(row["calls"] for row in json.loads(capsys.readouterr().out)["rows"]) > 0
 
 
-def test_options_about_numbers_do_not_go_with_computation(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["replay", str(recorded), "--compute", "--save-data", "x"]) == 2
-    assert "--save-data is about communication alone" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--compute --save-data x", "--save-data is about communication alone"),
+        ("--tolerance 2", "--tolerance is for --probe"),
+        ("--rtol 2", "--rtol is for --compare-data"),
+        ("--graph --blocking", "--blocking acts between calls"),
+        ("--graph --pace recorded", "--pace leaves gaps between calls"),
+        ("--graph", "--graph captures calls of nccl on a GPU, not of gloo on cpu"),
+        ("--init-method tcp://localhost:29500", "nothing says which rank this is, of how many"),
+        ("--init-method tcp://localhost:29500?rank=1", "nothing says which rank this is, of how many"),
+        ("--init-method tcp://localhost:29500?rank=", "nothing says which rank this is, of how many"),
+        ("--init-method file://meeting", "give tcp://HOST:PORT, file:///PATH or env://"),
+        ("--init-method file:///meeting --master-ip h", "leave out --master-ip and --master-port"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    words: str, said: str, recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", str(recorded), *words.split(), "--backend", "gloo", "--device", "cpu"]) == 2
+    assert said in capsys.readouterr().err

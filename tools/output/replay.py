@@ -81,7 +81,7 @@ def _block_columns(what: str) -> Columns[CallTimes]:
         ("#p95", lambda block: microseconds(block.time_us.p95)),
         ("#p99 us", lambda block: microseconds(block.time_us.p99)),
         ("#waiting us", lambda block: microseconds(block.waiting_us.p50)),
-        ("#from first launch to last end us", lambda block: microseconds(block.span_us.p50)),
+        ("#from first begin to last end us", lambda block: microseconds(block.span_us.p50)),
     )
 
 
@@ -139,16 +139,23 @@ def step_lines(step: StepComparison) -> list[str]:
 def batches_text(batches: Batches) -> str:
     time = batches.time_us
     return (
-        f"{batches.calls:,} calls in a row take {microseconds(time.p50)} us on a rank from the first launch to the "
+        f"{batches.calls:,} calls in a row take {microseconds(time.p50)} us on a rank from the first begin to the "
         f"last end (p95 {microseconds(time.p95)}, p99 {microseconds(time.p99)}; {batches.batches:,} such per pass)"
     )
 
 
 def data_text(data: DataComparison) -> str:
-    return (
-        f"Compared with {printable(data.folder)}: {data.tensors - data.different:,} of {data.tensors:,} results agree "
-        f"within rtol {data.rtol:g} and atol {data.atol:g}; the largest difference is {data.largest_difference:.3g}"
+    within = " and ".join(
+        f"{name} {given:g}" if given is not None else f"{name} of 8 roundings of its type (at least 1e-4)"
+        for name, given in (("rtol", data.rtol), ("atol", data.atol))
     )
+    text = (
+        f"Compared with {printable(data.folder)}: {data.tensors - data.different:,} of {data.tensors:,} results agree"
+    )
+    text += f" within {within}; the largest difference is {data.largest_difference:.3g}"
+    if data.not_comparable:
+        text += f"; {data.not_comparable:,} could not be compared, for they were saved of another type or size"
+    return text
 
 
 def comparison_text(comparison: Comparison) -> str:
@@ -192,6 +199,8 @@ def print_report(report: ReplayReport, by: Sequence[str] = ()) -> None:
             print(f"\n{title}: the recording does not say it")
     if report.batches is not None:
         print(f"\n{batches_text(report.batches)}")
+    elif report.settings.batch is not None:
+        print(f"\nNo rank makes {report.settings.batch:,} calls, so --batch has nothing to tell")
     end = report.end_to_end_us
     text = f"End to end {milliseconds(end.p50 / 1000)} per pass (p95 {milliseconds(end.p95 / 1000)})"
     if report.step is None:  # with computation it is no cost of the calls

@@ -60,8 +60,11 @@ class Settings(msgspec.Struct, kw_only=True, frozen=True):
     """Folder for what every call gives."""
     compare_data: str | None = None
     """Folder of what it is compared with."""
-    rtol: float = 0.0
-    atol: float = 0.0
+    batch: int | None = None
+    """Calls in a row that are told as one."""
+    rtol: float | None = None
+    """None = as the type asks for."""
+    atol: float | None = None
 
 
 class Coverage(msgspec.Struct, frozen=True, kw_only=True):
@@ -245,8 +248,11 @@ class DataComparison(msgspec.Struct, kw_only=True):
     """What `--compare-data` found: an element agrees where |now - then| <= atol + rtol |then|."""
 
     folder: str
-    rtol: float
-    atol: float
+    rtol: float | None
+    """None = 8 roundings of the type, at least 1e-4; so for `atol`."""
+    atol: float | None
+    not_comparable: int = 0
+    """Output tensors that were not saved so: another backend moved another type, or in other parts."""
     tensors: int = 0
     """Output tensors that were compared, over all ranks."""
     different: int = 0
@@ -269,7 +275,7 @@ class CallTimes(msgspec.Struct, kw_only=True):
     waiting_us: Percentiles
     """Mean over the ranks, of all of them together."""
     span_us: Percentiles
-    """From the first rank's first launch to the last end."""
+    """From the first begin on a rank, on its device where it has one, to the last end."""
 
 
 class Batches(msgspec.Struct, kw_only=True):
@@ -280,7 +286,7 @@ class Batches(msgspec.Struct, kw_only=True):
     batches: int
     """In a pass, over all ranks."""
     time_us: Percentiles
-    """From the first launch to the last end, on a rank."""
+    """From the first begin to the last end, on a rank."""
 
 
 class Compared(msgspec.Struct, kw_only=True):

@@ -56,6 +56,9 @@ class Graph:
     def replay(self) -> None:
         LOG.append("launch of the graph")
 
+    def reset(self) -> None:
+        LOG.append("reset")
+
 
 class Work:
     def __init__(self, name: str) -> None:
@@ -164,6 +167,10 @@ def test_a_graph_is_captured_after_a_pass_without_one_and_launched_once_in_each_
     LOG.clear()
     executor.run(before=lambda position: None)
     assert LOG[1:] == calls
+    LOG.clear()
+    executor.close()
+    executor.close()
+    assert LOG == ["reset"]
 
 
 @pytest.mark.usefixtures("cuda")

@@ -63,12 +63,13 @@ def test_groups_of_a_round_share_neither_a_rank_nor_a_network_card(
 
 
 def test_a_bisection_has_few_groups_and_ends_with_neighbours() -> None:
-    probe, _ = probe_of("bisect", 32)
+    probe, _ = probe_of("bisect", 32, per_host=32)
     sizes = Counter(len(group.members) for group in probe.groups)
     assert sizes == {8: 4, 4: 8, 2: 32}
     assert probe.rounds == 4
+    assert len(probe.plan.groups) == 1 + 4 + 8  # pairs need none of their own
     ops = Counter(call.record.op for call in probe.plan.ranks[0].calls)
-    assert ops == {"barrier": 4, "all_reduce": 4}
+    assert ops == {"barrier": 4, "all_reduce": 2, "send": 2, "recv": 2}
 
 
 def test_the_sizes_are_that_of_most_calls_and_that_of_most_bytes() -> None:
@@ -116,29 +117,67 @@ def judged(
 
 
 @pytest.mark.parametrize("kind", PROBES)
-@pytest.mark.parametrize(("ranks", "slow"), [(4, {3}), (5, {0}), (16, {6}), (16, {2, 9}), (17, {16})])
+@pytest.mark.parametrize(
+    ("ranks", "slow"), [(3, {1}), (4, {3}), (5, {0}), (16, {6}), (16, {2, 9}), (17, {16}), (64, {5}), (130, {21})]
+)
 def test_slow_ranks_are_named_and_those_beside_them_are_not(kind: str, ranks: int, slow: set[int]) -> None:
-    probe, machines = probe_of(kind, ranks, per_host=32)
+    probe, machines = probe_of(kind, ranks, per_host=256)
     report = judged(probe, machines, {frozenset([rank]): 2.0 for rank in slow})
     assert {one.rank for one in report.slow_ranks} == slow
     assert [one.score for one in report.slow_ranks] == [2.0] * len(slow)
-    assert report.links == []
+    assert (report.links, report.not_judged) == ([], [])
     assert judged(probe, machines, {frozenset([rank]): 2.0 for rank in slow}, tolerance=2.5).slow_ranks == []
 
 
 @pytest.mark.parametrize("kind", PROBES)
 def test_a_slow_link_blames_neither_of_its_ranks(kind: str) -> None:
-    probe, machines = probe_of(kind, 16)
+    probe, machines = probe_of(kind, 16, per_host=16)
     report = judged(probe, machines, {frozenset([4, 5]): 3.0})
     assert report.slow_ranks == []
-    assert [(one.ranks, one.ratio) for one in report.links] == [([4, 5], 3.0)]
+    assert [(one.ranks, one.ratio, one.ranks_are_well) for one in report.links] == [([4, 5], 3.0, True)]
+
+
+def across(machines: list[Machine], factor: float, *hosts: str, rank: int | None = None) -> dict[frozenset[int], float]:
+    """Pairs across hosts that are slow: those of one of `hosts`, or of `rank`."""
+    found = {}
+    for pair in combinations(range(len(machines)), 2):
+        ends = {machines[one].host for one in pair}
+        if len(ends) > 1 and (ends & set(hosts) or rank in pair):
+            found[frozenset(pair)] = factor
+    return found
 
 
 def test_pairs_across_hosts_are_compared_with_each_other_alone() -> None:
     probe, machines = probe_of("pairs", 16)
-    across = {
-        frozenset(pair): 5.0 for pair in combinations(range(16), 2) if machines[pair[0]].host != machines[pair[1]].host
-    }
-    report = judged(probe, machines, across)
+    report = judged(probe, machines, across(machines, 5.0, "host00"))
     assert (report.slow_ranks, report.links) == ([], [])
     assert [one.score for one in report.ranks] == [1.0] * 16
+
+
+@pytest.mark.parametrize("ranks", [16, 24])
+def test_a_rank_that_is_slow_across_hosts_alone_is_named(ranks: int) -> None:
+    probe, machines = probe_of("pairs", ranks)
+    report = judged(probe, machines, across(machines, 4.0, rank=3))
+    assert [(one.rank, one.score, one.across_hosts) for one in report.slow_ranks] == [(3, 4.0, True)]
+    assert report.links == []
+
+
+def test_a_host_with_a_slow_network_card_is_named() -> None:
+    probe, machines = probe_of("pairs", 32)
+    report = judged(probe, machines, across(machines, 3.0, "host01"))
+    assert sorted(one.rank for one in report.slow_ranks) == list(range(8, 16))
+    assert report.links == []
+
+
+def test_in_a_ring_of_hosts_a_slow_edge_is_the_link_or_one_of_its_ranks() -> None:
+    probe, machines = probe_of("ring", 64)
+    report = judged(probe, machines, {frozenset([15]): 3.0})
+    # Within its host rank 15 has one neighbour, across hosts another: one group of each kind does not judge it.
+    assert report.slow_ranks == []
+    assert [(one.ranks, one.ranks_are_well) for one in report.links] == [([14, 15], False), ([15, 16], False)]
+    assert report.not_judged == sorted(rank for rank in range(64) if rank % 8 in (0, 7))
+
+
+def test_where_no_groups_are_alike_nothing_is_probed() -> None:
+    with pytest.raises(CrossrankError, match="4 ranks on 2 hosts makes no 3 groups that are alike"):
+        probe_of("ring", 4, per_host=2)

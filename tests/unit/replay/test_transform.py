@@ -86,6 +86,11 @@ def test_quantised_elements_are_fewer_of_their_type_and_whole_numbers_stay() -> 
     assert with_bitwidth(whole, 8).ranks[0].calls[0].record.inputs == [[64]]
 
 
+def test_a_number_of_bits_that_no_format_has_is_refused() -> None:
+    with pytest.raises(CrossrankError, match="--bitwidth 5 is not one of 2, 4, 8, 16, 32"):
+        with_bitwidth(job(), 5)
+
+
 def test_a_filter_counts_what_it_takes_away() -> None:
     plan = only_operations(job(), ["all-gather", "reduce_scatter_tensor"])
     assert ops(plan) == ["all_gather", "reduce_scatter"]
