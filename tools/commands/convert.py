@@ -12,6 +12,7 @@ from pathlib import Path
 
 from crossrank.errors import CrossrankError
 from crossrank.recording import LINKED, is_folder
+from crossrank.text import percent
 from crossrank.tools.commands.options import add_shared, complain, fleet_of, output_folder, progress
 from crossrank.tools.graph.chakra.chakra_graph import Options
 from crossrank.tools.graph.chakra.convert_ranks import (
@@ -203,6 +204,12 @@ def _print(results: Sequence[ConvertedRank], folder: str) -> None:
     for name, title in (("dependencies", "Dependencies, by kind"), ("lowered", "Lowered to what ASTRA-sim runs")):
         total = sum((Counter(getattr(result.converted, name)) for result in results), Counter[str]())
         print_counts(title, total.most_common())
+    if gpu_ns := sum(result.converted.gpu_ns for result in results):
+        share = sum(result.converted.counted_ns for result in results) / gpu_ns
+        print(
+            f"\nnum_ops    stands on what takes {percent(share)} of the computing time on GPUs (products of matrices, "
+            "convolutions, attention); of the rest it is not known, and a roofline needs it of every node"
+        )
 
 
 _HOST, _PAUSE, _GPU = "computation on the host", "pause of the host", "computation on a GPU"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from crossrank.text import printable
+from crossrank.text import amount, percent, printable
 from crossrank.tools.graph.chakra import et_def_pb2 as pb
 from crossrank.tools.graph.chakra.feeder_contract import TYPES
 from crossrank.tools.graph.chakra.framing import read_trace
@@ -35,24 +36,73 @@ def print_nodes(path: str) -> None:
     metadata, nodes = read_trace(path)
     types: Counter[str] = Counter()
     rows: list[tuple[object, ...]] = []
+    counted = _Counted()
     for _, node in nodes:
         kind = TYPES.get(node.type) or str(node.type)
         types[kind] += 1
         if len(rows) < _SHOWN:
             deps = ", ".join(map(str, node.data_deps))
-            rows.append((node.id, kind, node.name[:48], node.start_time_micros, node.duration_micros, deps))
+            given = _attributes(node.attr)
+            flop, size = given.get("num_ops"), given.get("tensor_size")
+            counts = (_number(flop), _number(size), _number(flop / size if flop and size else None))
+            rows.append((node.id, kind, node.name[:48], node.start_time_micros, node.duration_micros, *counts, deps))
+        if node.type == pb.COMP_NODE:
+            counted.add(node)
     print(f"file       {printable(path)}")
     print(f"version    {printable(metadata.version) or '-'}")
     for attribute in metadata.attr:
         value = str(_value(attribute))
         print(f"{printable(attribute.name):<10} {printable(value[:100])}{'…' if len(value) > 100 else ''}")
     print_table("Nodes by type", ("type", "#nodes"), sorted(types.items()))
+    if counted.nodes:
+        print(f"\n{counted.text()}")
     more = sum(types.values()) - len(rows)
     print_table(
         "First nodes" + (f" ({more} more: --json)" if more > 0 else ""),
-        ("#id", "type", "name", "#start us", "#us", "data_deps"),
+        ("#id", "type", "name", "#start us", "#us", "#FLOP", "#bytes", "#FLOP/byte", "data_deps"),
         rows,
     )
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+@dataclass
+class _Counted:
+    """What the computations on GPUs say of their floating-point operations and bytes."""
+
+    nodes: int = 0
+    us: int = 0
+    with_count: int = 0
+    counted_us: int = 0
+    flop: int = 0
+    bytes: int = 0
+    """Of those with a count, as far as they are known."""
+
+    def add(self, node: pb.Node) -> None:
+        given = _attributes(node.attr)
+        if given.get("is_cpu_op", True):
+            return
+        self.nodes += 1
+        self.us += node.duration_micros
+        if "num_ops" in given:
+            self.with_count += 1
+            self.counted_us += node.duration_micros
+            self.flop += given["num_ops"]
+            self.bytes += given.get("tensor_size", 0)
+
+    def text(self) -> str:
+        share = percent(self.counted_us / max(self.us, 1))
+        text = (
+            f"On GPUs: {self.with_count:,} of {self.nodes:,} computations, {share} of their time, have a number of "
+            "floating-point operations (num_ops)"
+        )
+        if not self.counted_us:
+            return text
+        rate = self.flop / self.counted_us / 1e6
+        intensity = f", {self.flop / self.bytes:,.1f} FLOP/byte" if self.bytes else ""
+        return f"{text}: {self.flop:,} FLOP, {rate:,.2f} TFLOP/s over that time, {amount(self.bytes)}{intensity}"
 
 
 def as_dict(node: pb.Node) -> dict[str, Any]:

@@ -54,6 +54,9 @@ class ChakraNode(msgspec.Struct, gc=False):
     comm: Comm | None = None
     rf_id: int = 0
     tensor_bytes: int = 0
+    """Of what its operation takes and gives; 0 = not known."""
+    flop: int | None = None
+    """Floating-point operations; None = not known."""
     op: HostNode | None = None
     """The host operation whose inputs and outputs are written with it."""
     is_pause: bool = False

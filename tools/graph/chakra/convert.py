@@ -33,6 +33,10 @@ class Converted:
     """computation on the host or on a GPU, pause of the host, or the operation of a communication -> nodes."""
     dependencies: dict[str, int] = field(default_factory=dict)
     """Kind -> edges written."""
+    gpu_ns: int = 0
+    """Time of the computations on a GPU."""
+    counted_ns: int = 0
+    """Of it, what has a number of floating-point operations."""
     implied: int = 0
     """Edges left out because the order of threads and streams implies them."""
     lowered: dict[str, int] = field(default_factory=dict)
@@ -87,6 +91,9 @@ def convert(
     if options.lower:
         result.lowered = lower(ordered, trace.rank)
     result.size = write_chakra(trace, ordered, result.groups, path, options)
+    on_gpu = [node for node in ordered if node.comm is None and node.runs_on[0] == "stream"]
+    result.gpu_ns = sum(node.duration_ns for node in on_gpu)
+    result.counted_ns = sum(node.duration_ns for node in on_gpu if node.flop is not None)
     result.nodes = dict(Counter(_kind(node) for node in ordered))
     result.dependencies = dict(Counter(dependency.kind for node in ordered for dependency in node.dependencies))
     for _, comm in in_group_order(ordered):

@@ -22,6 +22,7 @@ from crossrank.comm import is_p2p, operation_of
 from crossrank.errors import CrossrankError
 from crossrank.tools.graph.chakra.chakra_graph import ChakraNode, Comm, Dependency, RunsOn
 from crossrank.tools.graph.chakra.group_numbers import NumberedGroup
+from crossrank.tools.graph.chakra.operation_counts import counts_by_activity
 from crossrank.tools.graph.linking import Communication, EdgeKind, HostOp, LinkedTrace
 from crossrank.tools.graph.linking.dependencies import in_program_order
 from crossrank.tools.traces.execution_trace import io, is_group_node
@@ -33,7 +34,8 @@ def convert_nodes(trace: LinkedTrace) -> dict[int, ChakraNode]:
     nodes: dict[int, ChakraNode] = {}
     begin = min((op.start_ns for op in trace.host if op.start_ns is not None), default=0)
     last_start: dict[int, int] = {}
-    inputs = {op.id: op.node.inputs for op in trace.host}
+    sides = {op.id: (op.node.inputs, op.node.outputs) for op in trace.host}
+    counts = counts_by_activity(trace)
     for op in in_program_order(trace.host):
         if is_group_node(op.node.name):
             continue  # the groups stand in a metadata node
@@ -57,7 +59,8 @@ def convert_nodes(trace: LinkedTrace) -> dict[int, ChakraNode]:
             runs_on=("stream", (activity.device, activity.stream)),
             start_ns=activity.start_ns,
             duration_ns=activity.duration_ns,
-            tensor_bytes=tensor_bytes(io(inputs[activity.host]).values) if activity.host in inputs else 0,
+            tensor_bytes=sum(tensor_bytes(io(side).values) for side in sides.get(activity.host or 0, ())),
+            flop=counts.get(activity.id),
         )
     return nodes
 

@@ -91,7 +91,7 @@ def _with_attributes(message: pb.Node | pb.GlobalMetadata, values: Mapping[str, 
     """`message` with those of `values` that are not None, as bytes."""
     for name, value in values.items():
         kind = KINDS.get(name) or _KIND_OF_TYPE.get(type(value))
-        if kind is not None:
+        if kind is not None and value is not None:
             given: Any = {"values": value} if isinstance(value, list) else value
             message.attr.add(name=name, **{kind: given})
     return message.SerializeToString()
@@ -180,11 +180,11 @@ def _encode(node: ChakraNode, template: _Template, trace: LinkedTrace, mode: str
     encoded = message.SerializeToString()
     if comm is not None:
         encoded += _with_attributes(pb.Node(), _comm_attributes(comm, trace.rank))
-    return encoded + _usual_attributes(node.runs_on, node.is_cpu, node.tensor_bytes, comm is not None)
+    return encoded + _usual_attributes(node.runs_on, node.is_cpu, node.tensor_bytes, node.flop, comm is not None)
 
 
 @lru_cache(maxsize=1 << 14)
-def _usual_attributes(runs_on: RunsOn, is_cpu: bool, tensor_bytes: int, communicates: bool) -> bytes:
+def _usual_attributes(runs_on: RunsOn, is_cpu: bool, tensor_bytes: int, flop: int | None, communicates: bool) -> bytes:
     """The attributes that many nodes have alike."""
     values: dict[str, object] = {"is_cpu_op": is_cpu}
     kind, place = runs_on
@@ -193,8 +193,8 @@ def _usual_attributes(runs_on: RunsOn, is_cpu: bool, tensor_bytes: int, communic
     elif isinstance(place, tuple):
         values |= {"device": _as_int(place[0]), "stream": _as_int(place[1])}
     if not is_cpu and not communicates:
-        # A roofline needs both and no size of 0. The operations are not known: 1 stands for that.
-        values |= {"num_ops": 1, "tensor_size": max(1, tensor_bytes)}
+        # What a roofline needs. Where they are not known they are not there.
+        values |= {"num_ops": flop, "tensor_size": tensor_bytes or None}
     return _with_attributes(pb.Node(), values)
 
 

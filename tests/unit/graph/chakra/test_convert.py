@@ -103,7 +103,6 @@ def test_nodes_have_their_times_and_what_both_feeders_read(tmp_path: Path) -> No
         "duration_ns": ("int64_val", 270_000),
         "device": ("int64_val", 0),
         "stream": ("int64_val", 7),
-        "num_ops": ("int64_val", 1),
         "tensor_size": ("uint64_val", 96),
     }
     kinds = {a.name: (a.WhichOneof("value"), getattr(a, a.WhichOneof("value") or "")) for a in reduce.attr}
