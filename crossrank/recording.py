@@ -347,6 +347,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any] = {}
     blind_spots: list[str] = []
     """Calls of this rank that the recorder does not see."""
+    part: tuple[Int, Int] | None = None
+    """The first iteration, and the first that is left out, of a part of a longer recording."""
     all_calls: bool = False
     """The file holds calls inside a node too, whatever `TRACING` says is emitted. Older files do not with CROSSNODE."""
 

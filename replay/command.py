@@ -307,7 +307,7 @@ def _read(arguments: argparse.Namespace) -> Plan:
             step = "add --compute" if computes else "leave out --compute, or save a plan of a window with it"
             raise CrossrankError(f"{path}: is a plan with{'' if computes else 'out'} computation; {step}")
         return plan
-    steps = replay_options.steps_of(arguments.steps)
+    steps: tuple[int, int] | None = arguments.steps
     if arguments.compute:
         return _read_with_computation(arguments)
     found = replay_inputs.find(path, arguments.trace_type)

@@ -11,7 +11,7 @@ from crossrank.replay.plan.probe import PROBES
 from crossrank.replay.plan.replay_inputs import KINDS
 from crossrank.replay.plan.transform import BITWIDTHS, OVERLAPS
 from crossrank.replay.run.pacing import parse_pace
-from crossrank.tools.commands.options import add_shared
+from crossrank.tools.commands.options import add_shared, iterations
 
 BLOCKS = ("source", "step")
 _FILL = ("check", "save_data", "compare_data", "cold")
@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--trace-type", choices=sorted(KINDS), help="the kind of files to read (default: which says most)"
     )
-    what.add_argument("--steps", metavar="START:STOP", help="of a recording only these iterations, STOP not among them")
+    meaning = "of a recording only these iterations, STOP not among them"
+    what.add_argument("--steps", type=iterations, metavar="START:STOP", help=meaning)
     what.add_argument(
         "--partial", action="store_true", help="leave out, counted, what is damaged or has no match on other ranks"
     )
@@ -241,17 +242,3 @@ def check(arguments: argparse.Namespace) -> None:
         raise CrossrankError("--pace leaves gaps between calls, of which a graph has none; leave out --graph")
     if arguments.compute and pace.busy:
         raise CrossrankError("--pace compute stands in for computation, which --compute replays; leave one out")
-
-
-def steps_of(text: str | None) -> tuple[int, int] | None:
-    """Iterations from `START:STOP`. Raises `CrossrankError` for anything else.
-
-    >>> steps_of("100:102"), steps_of(None)
-    ((100, 102), None)
-    """
-    if text is None:
-        return None
-    first, colon, last = text.partition(":")
-    if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
-        raise CrossrankError(f"--steps {text!r} is not START:STOP, two numbers of which the second is larger")
-    return int(first), int(last)

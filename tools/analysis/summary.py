@@ -68,6 +68,8 @@ class Summary(msgspec.Struct):
     versions: dict[str, str | None]
     emit: str | None
     steps: int
+    parts: list[tuple[int, int]]
+    """The iterations that this is a part of a longer recording with: the first, and the first that is left out."""
     calls: Tally
     counts: dict[str, int]
     """Sums of the writers' own counts: calls, records, filtered, dropped, unwritten, errors."""
@@ -214,6 +216,7 @@ def _merge(path: str, found: Sequence[FoundFile], ranks: list[RankSummary], prob
         versions=headers[0].versions if headers else {},
         emit=headers[0].config.get("emit") if headers else None,
         steps=max((rank.steps for rank in ranks), default=0),
+        parts=sorted({header.part for header in headers if header.part is not None}),
         calls=_tallies(calls)[()],
         counts=dict(counts),
         by_op=_table(calls, "op", "api"),

@@ -78,7 +78,8 @@ def _head(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "recording", summary.path
     yield "ranks", f"{ranks} on {len(summary.nodes)} node(s) ({nodes}{more})"
     yield "versions", ", ".join(f"{name} {version}" for name, version in summary.versions.items() if version)
-    yield "steps", str(summary.steps)
+    parts = ", ".join(f"{first}:{stop}" for first, stop in summary.parts)
+    yield "steps", str(summary.steps) + (f", the iterations {parts} of a longer recording" if parts else "")
     yield "calls", f"{total.calls} recorded, {amount(total.bytes)} (S of nccl-tests, summed over ranks)"
     if filtered := summary.counts.get("filtered"):
         yield "", f"{filtered} more stayed inside a node and were left out (TRACING=CROSSNODE)"

@@ -38,6 +38,18 @@ def rank_list(text: str) -> set[int]:
     return ranks
 
 
+def iterations(text: str) -> tuple[int, int]:
+    """From the first to before the second.
+
+    >>> iterations("100:102")
+    (100, 102)
+    """
+    first, colon, stop = text.partition(":")
+    if not (colon and first.isdecimal() and stop.isdecimal() and int(first) < int(stop)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not START:STOP, two numbers of which the second is larger")
+    return int(first), int(stop)
+
+
 def share(text: str) -> float:
     try:
         number = float(text)

@@ -1,0 +1,77 @@
+"""`crossrank minimize`: a few iterations of a long recording, to hand on."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator
+
+from crossrank.recording import COMMS
+from crossrank.text import amount, rank_ranges
+from crossrank.tools.commands.options import add_shared, complain, fleet_of, iterations, progress
+from crossrank.tools.output.console import Columns, print_json, table_of
+from crossrank.tools.sharing.minimize import Minimized, MinimizedRank, minimize
+from crossrank.tools.traces.discover import discover
+
+_ROWS = 16
+
+
+class MinimizeCommand:
+    """Write the iterations A to before B of a recording to a folder of its own, which every command reads: the calls
+    of all ranks with their waits and times, the windows that lie in it as a whole with their traces, and the
+    flight-recorder dumps where the run ends in it. Nothing is renamed. Exit code 1: a part of a file could not be
+    read."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add("recording", help="the folder given as TRACING_DIR, or its fsspec URL")
+        meaning = "the first iteration, and the first that is left out"
+        add("--steps", type=iterations, required=True, metavar="A:B", help=meaning)
+        add("-o", "--output", required=True, metavar="DIR", help="a new folder")
+        add_shared(parser, "json")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        steps: tuple[int, int] = arguments.steps
+        comms = [file for file in discover([arguments.recording]) if file.kind == COMMS]
+        fleet = fleet_of(arguments, sum(file.size for file in comms))
+        result = progress(
+            "minimizing",
+            len(comms),
+            lambda done: minimize(arguments.recording, arguments.output, steps, fleet, done),
+        )
+        if arguments.json:
+            print_json(result)
+        else:
+            table_of(result.ranks, _RANKS, limit=_ROWS).print(f"Iterations {steps[0]}:{steps[1]} in {arguments.output}")
+            for line in _notes(result):
+                print(f"\nleft out   {line}")
+        problems = [problem for rank in result.ranks for problem in rank.problems]
+        complain(*problems)
+        return 1 if problems else 0
+
+
+def _notes(result: Minimized) -> Iterator[str]:
+    windows: dict[tuple[int, tuple[int, int]], list[int]] = {}
+    for rank in result.ranks:
+        for window, (first, last) in rank.cut_windows.items():
+            windows.setdefault((window, (first, last)), []).append(rank.rank)
+    for (window, (first, last)), ranks in windows.items():
+        yield (
+            f"window {window} of rank {rank_ranges(ranks)}, of the iterations {first} to {last}: the part does not "
+            "have all of them"
+        )
+    for what, count in sum((Counter(rank.left_out) for rank in result.ranks), Counter[str]()).items():
+        yield f"{count:,} {what}"
+    if result.dumps_left_out:
+        yield f"{result.dumps_left_out} flight-recorder dump(s), for every rank went on after the part"
+
+
+_RANKS: Columns[MinimizedRank] = (
+    ("rank", lambda rank: rank.rank),
+    ("#calls", lambda rank: f"{rank.calls:,}"),
+    ("#of", lambda rank: f"{rank.of_calls:,}"),
+    ("#windows", lambda rank: len(rank.windows)),
+    ("ends", lambda rank: "with the part" if rank.goes_on else "as the recording"),
+    ("#size", lambda rank: amount(rank.size)),
+    ("#of", lambda rank: amount(rank.of_size)),
+)

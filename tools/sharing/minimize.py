@@ -1,0 +1,331 @@
+"""The part of a recording from one iteration to another, as a recording of its own.
+
+Lines of a comms file are kept or left out as they are, never written anew: what a later version of the recorder adds
+comes along. Only the `end` of a rank that went on after the part is another one, which says so.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import fsspec
+import msgspec
+import zstandard
+
+from crossrank.atomic_file import join, make_folder, whole_file
+from crossrank.errors import BROKEN, CrossrankError, one_line
+from crossrank.recording import (
+    COMMS,
+    EXECUTION_TRACE,
+    FLIGHT,
+    KINETO,
+    LINKED,
+    VERDICT,
+    ReadIssues,
+    file_name,
+    is_folder,
+    list_recording,
+    rank_folder,
+    read_lines,
+)
+from crossrank.tools.graph.rank_output import writing
+from crossrank.tools.parallel import Fleet, map_ranks
+from crossrank.tools.traces.comms import WallClock
+from crossrank.tools.traces.discover import Files, FoundFile, discover, files_by_rank
+
+_OF_WINDOWS = (EXECUTION_TRACE, KINETO, LINKED)
+
+
+class _Timed(msgspec.Struct):
+    """A line that belongs to a call, or to a time."""
+
+    t: int = 0
+    id: int | None = None
+
+
+class _Edge(msgspec.Struct):
+    """The begin or the end of a window."""
+
+    window: int
+    edge: str
+    step: int
+
+
+class _Line(msgspec.Struct):
+    """A line that is no record, as far as that says where it belongs."""
+
+    header: dict[str, Any] | None = None
+    step: dict[str, int] | None = None
+    wait: _Timed | None = None
+    ran: _Timed | None = None
+    clock: dict[str, int] | None = None
+    counters: _Timed | None = None
+    window: _Edge | None = None
+    end: dict[str, Any] | None = None
+
+
+class _Record(msgspec.Struct):
+    id: int
+    t: int
+    step: int = 0
+
+
+_record = msgspec.json.Decoder(_Record).decode
+_line = msgspec.json.Decoder(_Line).decode
+
+
+@dataclass(kw_only=True)
+class MinimizedRank:
+    """What the part has of one rank."""
+
+    rank: int
+    calls: int = 0
+    of_calls: int = 0
+    steps: tuple[int, int] | None = None
+    """The first and the last iteration of the whole recording that has a call; None where there is no call."""
+    goes_on: bool = False
+    """The rank made calls, or began iterations, after the part."""
+    windows: list[int] = field(default_factory=list)
+    """Whose iterations are all in the part."""
+    cut_windows: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Those that are not, with some of them in it -> their first and last iteration."""
+    left_out: dict[str, int] = field(default_factory=dict)
+    """Lines that cannot be told to be of the part -> how many."""
+    folder: str = ""
+    """Where its files are."""
+    size: int = 0
+    """Bytes of them."""
+    of_size: int = 0
+    """Bytes of those of the whole."""
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class Minimized:
+    """What a part of a recording consists of."""
+
+    ranks: list[MinimizedRank]
+    dumps: int = 0
+    """Flight-recorder dumps that were taken along."""
+    dumps_left_out: int = 0
+    """Those that were not: every rank went on after the part, so the dumps are of a later time."""
+
+
+def minimize(path: str, folder: str, steps: tuple[int, int], fleet: Fleet, done: Callable[[], None]) -> Minimized:
+    """Write the iterations from the first of `steps` to before the second of the recording at `path` to `folder`.
+
+    `done` is called after each rank. Raises `CrossrankError` where there is no comms file, where no rank has a call in
+    the part, and where `folder` is not empty.
+    """
+    by_rank = files_by_rank(discover([path]), (COMMS, *_OF_WINDOWS, FLIGHT))
+    ranks = {rank: files for rank, files in by_rank.items() if rank is not None and COMMS in files}
+    if not ranks:
+        raise CrossrankError(
+            f"{path}: has no comms file, and nothing else says which call is of which iteration; name a TRACING_DIR"
+        )
+    _refuse_full(folder)
+    results = map_ranks(
+        partial(_minimize_rank, folder=folder, steps=steps),
+        ranks.items(),
+        fleet,
+        failed=lambda item, error: MinimizedRank(rank=item[0] or 0, problems=[str(error)]),
+        done=done,
+    )
+    if not any(rank.calls for rank in results):
+        of_calls = [step for rank in results for step in rank.steps or ()]
+        there = f"its calls are of the iterations {min(of_calls)} to {max(of_calls)}" if of_calls else "it has no call"
+        raise CrossrankError(f"{path}: no call in the iterations {steps[0]}:{steps[1]}; {there}")
+    dumps = [(rank, file) for rank in results for file in ranks[rank.rank].get(FLIGHT, ()) if rank.folder]
+    # A dump is of the end of a run. Where that of one rank is in the part, the others' dumps say what they waited for.
+    if all(rank.goes_on for rank in results):
+        return Minimized(ranks=results, dumps_left_out=len(dumps))
+    for rank, file in dumps:
+        rank.size += _copy(file, rank.folder)
+    verdict = FoundFile(path=join(path, VERDICT), kind=VERDICT, rank=None)
+    if is_folder(path) and _exists(verdict.path):
+        _copy(verdict, folder)
+    return Minimized(ranks=results, dumps=len(dumps))
+
+
+def _refuse_full(folder: str) -> None:
+    """What is there already would become part of the recording."""
+    if is_folder(folder):
+        there = list_recording(folder)
+        if any((there.files, there.partial, there.unrecognized, there.folders, there.special)) or _exists(
+            join(folder, VERDICT)
+        ):
+            raise CrossrankError(f"{folder}: is not empty; name a new folder with -o")
+
+
+def _minimize_rank(item: tuple[int, Files], folder: str, steps: tuple[int, int]) -> MinimizedRank:
+    rank, files = item
+    (comms,) = files[COMMS]
+    result = MinimizedRank(rank=rank, of_size=sum(file.size for found in files.values() for file in found))
+    part = _Part(comms.path, steps, result)
+    if part.header is None:
+        raise CrossrankError(f"{comms.path}: {'; '.join(result.problems) or 'has no header'}; nothing is known of it")
+    result.folder = join(folder, name) if (name := rank_folder(rank, part.header.get("world_size", 0))) else folder
+    make_folder(result.folder)
+    output = join(result.folder, file_name(COMMS, rank))
+    with writing(output), whole_file(output) as temporary, temporary.open("wb") as file:
+        with zstandard.ZstdCompressor(level=3).stream_writer(file, closefd=False) as stream:
+            for line in part.lines():
+                stream.write(line + b"\n")
+        result.size = file.tell()
+    for kind in _OF_WINDOWS:
+        result.size += sum(_copy(one, result.folder) for one in files.get(kind, ()) if one.window in result.windows)
+    return result
+
+
+class _Part:
+    """Which lines of one rank's comms file are of the part."""
+
+    def __init__(self, path: str, steps: tuple[int, int], result: MinimizedRank) -> None:
+        self._path = path
+        self._first, self._stop = steps
+        self._result = result
+        self.header: dict[str, Any] | None = None
+        self._end: dict[str, Any] | None = None
+        self._ids: set[int] = set()
+        self._clocks: list[dict[str, int]] = []
+        self._begins: float | None = None
+        self._ends: float | None = None
+        """When the part begins and ends on the monotonic clock, ns; None where the recording does so itself."""
+        self._read()
+
+    def _read(self) -> None:
+        """What is of the part, without its content."""
+        issues = ReadIssues(self._path)
+        opened: dict[int, int] = {}
+        closed: dict[int, int] = {}
+        first_step, last_step = 1 << 63, -1
+        result, unreadable = self._result, 0
+        for line in read_lines(self._path, issues):
+            try:
+                if line.startswith(b'{"id":'):
+                    record = _record(line)
+                    result.of_calls += 1
+                    first_step, last_step = min(first_step, record.step), max(last_step, record.step)
+                    if self._first <= record.step < self._stop:
+                        self._ids.add(record.id)
+                    elif record.step >= self._stop:
+                        self._ends = min(self._ends or record.t, record.t)
+                    continue
+                other = _line(line)
+            except BROKEN:
+                unreadable += 1
+                continue
+            if other.header is not None and self.header is None:
+                self.header = other.header
+                self._clocks.append(other.header.get("clock") or {})
+            elif other.clock is not None:
+                self._clocks.append(other.clock)
+            elif other.step is not None and "step" in other.step and "t" in other.step:
+                if other.step["step"] == self._first:
+                    self._begins = other.step["t"]
+                elif other.step["step"] >= self._stop:
+                    self._ends = min(self._ends or other.step["t"], other.step["t"])
+            elif other.window is not None:
+                (opened if other.window.edge == "open" else closed)[other.window.window] = other.window.step
+            elif other.end is not None:
+                self._end = other.end
+        if unreadable:
+            result.problems.append(f"{self._path}: {unreadable} line(s) cannot be read, and were left out")
+        result.problems += [f"{self._path}: {problem}" for problem in issues.problems]
+        result.calls, result.goes_on = len(self._ids), self._ends is not None
+        result.steps = (first_step, last_step) if last_step >= 0 else None
+        for window, begin in opened.items():
+            last = closed.get(window, begin)
+            if window in closed and self._first <= begin and last < self._stop:
+                result.windows.append(window)
+            elif begin < self._stop and last >= self._first:
+                result.cut_windows[window] = begin, last
+
+    def lines(self) -> Iterator[bytes]:
+        """The lines of the part."""
+        left_out = Counter[str]()
+        for line in read_lines(self._path, ReadIssues(self._path)):
+            try:
+                if line.startswith(b'{"id":'):
+                    if _record(line).id in self._ids:
+                        yield line
+                    continue
+                other = _line(line)
+            except BROKEN:
+                continue
+            if other.header is not None:
+                yield msgspec.json.encode({"header": self._new_header()})
+            elif self._holds(other, left_out):
+                yield line
+        self._result.left_out = dict(left_out)
+        clock = WallClock(self._clocks)
+        if self._ends is not None:
+            t = int(self._ends)
+            yield msgspec.json.encode({"clock": {"t": t, "wall": clock.at(t)}})
+        if self._end is not None or self._ends is not None:
+            yield msgspec.json.encode({"end": self._new_end()})
+
+    def _holds(self, line: _Line, left_out: Counter[str]) -> bool:
+        if line.end is not None:
+            return False
+        for timed, what in ((line.wait, "waits"), (line.ran, "durations")):
+            if timed is None:
+                continue
+            if timed.id is None:
+                return self._is_within(timed.t)
+            if timed.id not in self._ids:
+                left_out[f"{what} for calls before it"] += self._is_within(timed.t)
+                return False
+            return True
+        if line.clock is not None:
+            return "t" in line.clock and self._is_within(line.clock["t"])
+        if line.counters is not None:
+            return self._is_within(line.counters.t)
+        if line.step is not None:
+            return self._first <= line.step.get("step", -1) <= self._stop
+        if line.window is not None:
+            return line.window.window in self._result.windows
+        return True
+
+    def _is_within(self, t: int) -> bool:
+        return (self._begins is None or t >= self._begins) and (self._ends is None or t < self._ends)
+
+    def _new_header(self) -> dict[str, Any]:
+        assert self.header is not None
+        header = self.header | {"part": [self._first, self._stop]}
+        if self._begins is not None:
+            t = int(self._begins)
+            header["clock"] = {"t": t, "wall": WallClock(self._clocks).at(t)}
+        return header
+
+    def _new_end(self) -> dict[str, Any]:
+        """That of the recording with the part's numbers. A rank that went on has, to a reader, stopped recording."""
+        end = (self._end or {}) | {"calls": self._result.calls, "records": self._result.calls}
+        return end | {"reason": "disable", "exceptions": [], "step": self._stop} if self._ends is not None else end
+
+
+def _exists(path: str) -> bool:
+    try:
+        file_system, there = fsspec.core.url_to_fs(path)
+        return bool(file_system.exists(there))
+    except Exception:  # every kind of file system has errors of its own
+        return False
+
+
+def _copy(file: FoundFile, folder: str) -> int:
+    """Copy a file as it is into a folder. Returns its bytes."""
+    output = join(folder, file.name)
+    with writing(output), whole_file(output) as temporary:
+        try:
+            with fsspec.open(file.path, "rb") as source, temporary.open("wb") as target:
+                shutil.copyfileobj(source, target)
+                return target.tell()
+        except OSError:
+            raise
+        except Exception as error:  # every kind of file system has errors of its own
+            raise CrossrankError(f"{file.path}: cannot be read ({one_line(error)})") from error
