@@ -52,7 +52,11 @@ def until(folder: Path, holds: Callable[[dict[str, Any]], bool]) -> tuple[int, d
 
 def test_a_job_is_shown_while_it_runs_when_a_rank_falls_silent_and_when_it_has_ended(tmp_path: Path) -> None:
     ranks = [jobs.start(tmp_path, JOB, RANK=str(rank)) for rank in (0, 1)]
-    code, found = until(tmp_path, lambda one: len(one["ranks"]) == 2 and (one["step"] or [0])[0] > 10)
+    code, found = until(
+        tmp_path,
+        # Durations are written some time after the calls.
+        lambda one: len(one["ranks"]) == 2 and (one["step"] or [0])[0] > 10 and one["groups"][0]["busbw_gb_per_s"],
+    )
     assert code == 0
     (group,) = found["groups"]
     assert (group["pg"], group["size"], group["last_rank"]) == ("0", 2, 1)
