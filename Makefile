@@ -23,7 +23,8 @@ demo: $(STAMP)
 	OMP_NUM_THREADS=1 TRACING=ALL TRACING_DIR=$(DEMO) $(BIN)/torchrun --standalone --nproc-per-node 4 examples/demo.py
 	$(BIN)/crossrank inspect $(DEMO)
 	$(BIN)/crossrank link $(DEMO)
-	$(BIN)/crossrank convert $(DEMO) --simulate -o $(DEMO)-chakra
+	$(BIN)/crossrank convert $(DEMO) -o $(DEMO)-chakra
+	$(BIN)/crossrank simulate $(DEMO) --leave-one-out
 	$(BIN)/crossrank diagnose $(DEMO)
 	$(BIN)/crossrank bandwidth $(DEMO)
 	$(BIN)/crossrank replay $(DEMO) --check

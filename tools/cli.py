@@ -31,6 +31,10 @@ COMMANDS = {
         "a job while it runs: steps, bandwidth, who is late or silent",
     ),
     "convert": ("tools.commands.convert:ConvertCommand", "Chakra traces per rank and a group file, for simulators"),
+    "simulate": (
+        "tools.commands.simulate:SimulateCommand",
+        "how long a window takes, and why: as measured, on another network, on more ranks",
+    ),
     "check": ("tools.commands.check:CheckCommand", "does a Chakra trace keep the contract of ASTRA-sim's feeders"),
     "link": ("tools.commands.link:LinkCommand", "one linked trace per rank: times, GPU, communication, dependencies"),
     "bandwidth": ("tools.commands.bandwidth:BandwidthCommand", "time, algbw, busbw and waiting per collective"),

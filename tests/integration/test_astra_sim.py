@@ -92,9 +92,9 @@ def simulate(prefix: Path, system: str = "system.json", seconds: float = 120) ->
 
 def convert(source: str | Path, folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
     """Convert for ASTRA-sim; the figures of our own simulation of each window."""
-    options = ["--lower", "astra-sim", "--simulate", "--json", "--jobs", "1", *words]
+    assert main(["convert", str(source), "-o", str(folder), "--lower", "astra-sim", "--jobs", "1", *words]) == 0
     capsys.readouterr()
-    assert main(["convert", str(source), "-o", str(folder), *options]) == 0
+    assert main(["simulate", str(source), "--json", "--jobs", "1"]) == 0
     simulations: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["simulations"]
     assert main(["check", *map(str, sorted(folder.glob("*.et")))]) == 0
     return simulations

@@ -17,7 +17,7 @@ FORBIDDEN = {
     "instrument": ("crossrank.tools", "crossrank.replay"),
     "replay": ("crossrank.instrument",),
 }
-LAYERS = ("traces", "graph", "job", "analysis", "output", "sharing", "commands")
+LAYERS = ("traces", "graph", "job", "analysis", "predict", "output", "sharing", "commands")
 """Folders of `tools`, the lowest first: each stands on those before it."""
 # The package resolves enable() and the rest when they are first used, and `python -m crossrank` is the tools' command.
 LAZY = {("crossrank/__init__.py", "crossrank.instrument.api"), ("crossrank/__main__.py", "crossrank.tools.cli")}

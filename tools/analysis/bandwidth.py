@@ -108,12 +108,22 @@ class Bandwidth(msgspec.Struct, kw_only=True):
     crossrank: str = crossrank.__version__
 
 
-_RATE = re.compile(
-    r"(?:(?P<locality>\w+)=)?(?P<number>\d{1,9}(?:\.\d{1,9})?)\s*(?P<unit>[kMGT]?)(?P<what>bps|bit/s|b/s|Bps|B/s)"
-)
+_RATE = re.compile(r"(?P<number>\d{1,9}(?:\.\d{1,9})?)\s*(?P<unit>[kMGT]?)(?P<what>bps|bit/s|b/s|Bps|B/s)")
 _SCALE = {"": 1e-9, "k": 1e-6, "M": 1e-3, "G": 1.0, "T": 1e3}
 _ANY = "any"
 LOCALITIES: tuple[str, ...] = get_args(Locality)
+
+
+def gb_per_s(text: str) -> float | None:
+    """GB/s (1e9 bytes) from a rate in bits or bytes; None where it is none.
+
+    >>> gb_per_s("400Gbps"), gb_per_s("50 GB/s"), gb_per_s("50")
+    (50.0, 50.0, None)
+    """
+    match = _RATE.fullmatch(text.strip())
+    if match is None:
+        return None
+    return float(match["number"]) * _SCALE[match["unit"]] / (8 if match["what"].startswith("b") else 1)
 
 
 def line_rates(texts: Iterable[str]) -> dict[str, float]:
@@ -124,14 +134,14 @@ def line_rates(texts: Iterable[str]) -> dict[str, float]:
     """
     rates = {}
     for text in texts:
-        match = _RATE.fullmatch(text.strip())
-        if match is None or float(match["number"]) <= 0 or match["locality"] not in (None, *LOCALITIES):
+        locality, _, number = text.strip().rpartition("=")
+        rate = gb_per_s(number)
+        if not rate or locality not in ("", *LOCALITIES):
             raise CrossrankError(
                 f"--line-rate {text!r} is not [LOCALITY=]RATE, for example 400Gbps, 50GB/s or intra_node=450GB/s; "
                 f"LOCALITY is one of {', '.join(LOCALITIES)}"
             )
-        bits = 8 if match["what"].startswith("b") else 1
-        rates[match["locality"] or _ANY] = float(match["number"]) * _SCALE[match["unit"]] / bits
+        rates[locality or _ANY] = rate
     return rates
 
 

@@ -18,6 +18,7 @@ import msgspec
 import zstandard
 
 from crossrank.atomic_file import join, make_folder, whole_file
+from crossrank.comm import Int
 from crossrank.errors import BROKEN, CrossrankError, one_line
 from crossrank.recording import (
     COMMS,
@@ -26,6 +27,7 @@ from crossrank.recording import (
     KINETO,
     LINKED,
     VERDICT,
+    Header,
     ReadIssues,
     file_name,
     is_folder,
@@ -44,39 +46,40 @@ _OF_WINDOWS = (EXECUTION_TRACE, KINETO, LINKED)
 class _Timed(msgspec.Struct):
     """A line that belongs to a call, or to a time."""
 
-    t: int = 0
-    id: int | None = None
+    t: Int = 0
+    id: Int | None = None
 
 
 class _Edge(msgspec.Struct):
     """The begin or the end of a window."""
 
-    window: int
+    window: Int
     edge: str
-    step: int
+    step: Int
 
 
 class _Line(msgspec.Struct):
     """A line that is no record, as far as that says where it belongs."""
 
-    header: dict[str, Any] | None = None
-    step: dict[str, int] | None = None
+    header: dict[str, msgspec.Raw] | None = None
+    step: dict[str, Int] | None = None
     wait: _Timed | None = None
     ran: _Timed | None = None
-    clock: dict[str, int] | None = None
+    clock: dict[str, Int] | None = None
     counters: _Timed | None = None
     window: _Edge | None = None
     end: dict[str, Any] | None = None
 
 
 class _Record(msgspec.Struct):
-    id: int
-    t: int
-    step: int = 0
+    id: Int
+    t: Int
+    step: Int = 0
 
 
 _record = msgspec.json.Decoder(_Record).decode
 _line = msgspec.json.Decoder(_Line).decode
+_header = msgspec.json.Decoder(dict[str, Header]).decode
 
 
 @dataclass(kw_only=True)
@@ -169,7 +172,7 @@ def _minimize_rank(item: tuple[int, Files], folder: str, steps: tuple[int, int])
     part = _Part(comms.path, steps, result)
     if part.header is None:
         raise CrossrankError(f"{comms.path}: {'; '.join(result.problems) or 'has no header'}; nothing is known of it")
-    result.folder = join(folder, name) if (name := rank_folder(rank, part.header.get("world_size", 0))) else folder
+    result.folder = join(folder, name) if (name := rank_folder(rank, part.header.world_size)) else folder
     make_folder(result.folder)
     output = join(result.folder, file_name(COMMS, rank))
     with writing(output), whole_file(output) as temporary, temporary.open("wb") as file:
@@ -189,7 +192,8 @@ class _Part:
         self._path = path
         self._first, self._stop = steps
         self._result = result
-        self.header: dict[str, Any] | None = None
+        self.header: Header | None = None
+        self._whole_header: dict[str, msgspec.Raw] = {}
         self._end: dict[str, Any] | None = None
         self._ids: set[int] = set()
         self._clocks: list[dict[str, int]] = []
@@ -217,13 +221,14 @@ class _Part:
                         self._ends = min(self._ends or record.t, record.t)
                     continue
                 other = _line(line)
+                if other.header is not None and self.header is None:
+                    self.header, self._whole_header = _header(line)["header"], other.header
+                    self._clocks.append(self.header.clock)
+                    continue
             except BROKEN:
                 unreadable += 1
                 continue
-            if other.header is not None and self.header is None:
-                self.header = other.header
-                self._clocks.append(other.header.get("clock") or {})
-            elif other.clock is not None:
+            if other.clock is not None:
                 self._clocks.append(other.clock)
             elif other.step is not None and "step" in other.step and "t" in other.step:
                 if other.step["step"] == self._first:
@@ -296,8 +301,7 @@ class _Part:
         return (self._begins is None or t >= self._begins) and (self._ends is None or t < self._ends)
 
     def _new_header(self) -> dict[str, Any]:
-        assert self.header is not None
-        header = self.header | {"part": [self._first, self._stop]}
+        header: dict[str, Any] = self._whole_header | {"part": [self._first, self._stop]}
         if self._begins is not None:
             t = int(self._begins)
             header["clock"] = {"t": t, "wall": WallClock(self._clocks).at(t)}

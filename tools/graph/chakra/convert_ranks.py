@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -13,9 +13,12 @@ import msgspec
 from crossrank.atomic_file import join, whole_file
 from crossrank.errors import CrossrankError
 from crossrank.recording import LINKED, file_name
-from crossrank.tools.graph.chakra.chakra_graph import Options
-from crossrank.tools.graph.chakra.convert import Converted, convert
+from crossrank.text import rank_ranges
+from crossrank.tools.graph.chakra.chakra_graph import Comm, Options
+from crossrank.tools.graph.chakra.convert import Converted, CopiesOf, convert
 from crossrank.tools.graph.chakra.group_numbers import merge
+from crossrank.tools.graph.chakra.grow import JobGrowth, plan_growth, used_groups
+from crossrank.tools.graph.chakra.mesh import find_mesh
 from crossrank.tools.graph.chakra.simulate import offsets
 from crossrank.tools.graph.chakra.write import delay_start
 from crossrank.tools.graph.linking import link
@@ -50,17 +53,26 @@ def chakra_name(rank: int, window: int) -> str:
 
 def convert_ranks(
     inputs: Iterable[RankInput],
-    folder: str,
+    folder: str | None,
     options: Options,
     fleet: Fleet,
-    done: Callable[[], None],
+    done: Callable[[], None] = lambda: None,
     *,
     keep_linked: bool = False,
     keep_graph: bool = False,
+    copies: Mapping[tuple[int | None, int], CopiesOf] | None = None,
 ) -> list[ConvertedRank]:
-    """Convert every rank; one that fails has its error in its result, and the others are converted all the same."""
+    """Convert every rank into `folder`, or into nothing; one that fails has its error in its result, and the others are
+    converted all the same. With `copies`, by rank and window, write those of each in its place."""
     return map_ranks(
-        partial(_convert_one, folder=folder, options=options, keep_linked=keep_linked, keep_graph=keep_graph),
+        partial(
+            _convert_one,
+            folder=folder,
+            options=options,
+            keep_linked=keep_linked,
+            keep_graph=keep_graph,
+            copies=copies or {},
+        ),
         inputs,
         fleet,
         failed=lambda given, error: ConvertedRank(rank=given.rank, window=given.window, error=str(error)),
@@ -68,7 +80,14 @@ def convert_ranks(
     )
 
 
-def _convert_one(given: RankInput, folder: str, options: Options, keep_linked: bool, keep_graph: bool) -> ConvertedRank:
+def _convert_one(
+    given: RankInput,
+    folder: str | None,
+    options: Options,
+    keep_linked: bool,
+    keep_graph: bool,
+    copies: Mapping[tuple[int | None, int], CopiesOf],
+) -> ConvertedRank:
     if given.linked is not None:
         trace = read_linked(given.linked)
     else:
@@ -76,11 +95,12 @@ def _convert_one(given: RankInput, folder: str, options: Options, keep_linked: b
     rank = trace.rank if trace.rank is not None else 0
     if given.rank is not None and given.rank != rank:
         raise CrossrankError(f"{given.linked or given.et}: is of rank {rank} by its content; name it rank-{rank}.…")
-    path = join(folder, chakra_name(rank, given.window))
-    with writing(path):
-        if keep_linked:
+    path = None if folder is None else join(folder, chakra_name(rank, given.window))
+    with writing(path or ""):
+        if keep_linked and folder is not None:
             write_linked(trace, join(folder, file_name(LINKED, rank, given.window)))
-        converted = convert(trace, path, options, keep_graph=keep_graph)
+        of_rank = copies.get((given.rank, given.window))
+        converted = convert(trace, path, options, keep_graph=keep_graph, copies=of_rank)
     return ConvertedRank(
         rank=rank,
         window=given.window,
@@ -93,6 +113,43 @@ def _convert_one(given: RankInput, folder: str, options: Options, keep_linked: b
     )
 
 
+def grow_ranks(recorded: Sequence[ConvertedRank], dims: Mapping[str, int] | None, ranks: int, name: str) -> JobGrowth:
+    """How the job of the `recorded` ranks becomes one of `ranks`, by growing the dimension `name`.
+
+    Raises `CrossrankError` where ranks are missing, or nothing says what a new one does."""
+    world = max((len(group.ranks) for one in recorded for group in one.converted.groups), default=1)
+    world = max(world, 1 + max(one.rank or 0 for one in recorded))
+    present = {one.rank for one in recorded}
+    if missing := set(range(world)) - present:
+        raise CrossrankError(
+            f"rank {rank_ranges(sorted(missing))} of {world} is not there, and new ranks do what recorded ones do; "
+            "name the traces of all"
+        )
+    calls: dict[int, list[Comm]] = defaultdict(list)
+    for one in recorded:
+        calls[one.rank or 0] += one.converted.communications
+    used = used_groups({rank: [(comm.record, comm.group) for comm in found] for rank, found in calls.items()})
+    return plan_growth(find_mesh(world, used, dims), used, ranks, name)
+
+
+def copies_of(
+    recorded: Sequence[ConvertedRank], growth: JobGrowth, folder: str | None, *, dedupe: bool = False
+) -> dict[tuple[int | None, int], CopiesOf]:
+    """What is written in the place of each recorded rank and window; ranks that the written job lacks are left out."""
+    found: dict[tuple[int | None, int], CopiesOf] = {}
+    late, _ = _late_starts(recorded)
+    for one in recorded:
+        if one.rank in growth.copies:
+            found[one.rank, one.window] = CopiesOf(
+                growth=growth,
+                folder=folder,
+                name=partial(chakra_name, window=one.window),
+                late_ns=late[one.rank, one.window],
+                dedupe=dedupe,
+            )
+    return found
+
+
 def write_groups(results: Sequence[ConvertedRank], folder: str) -> str:
     """Write `comm_groups.json` of all ranks that were converted: `{"1": [0, 1], …}`, without the world."""
     groups = merge(result.converted.groups for result in results)
@@ -102,19 +159,27 @@ def write_groups(results: Sequence[ConvertedRank], folder: str) -> str:
     return path
 
 
-def delay_starts(results: Sequence[ConvertedRank]) -> list[int]:
-    """Let every rank begin when it began by its clock. Returns the windows whose ranks all begin together, because
-    their clocks are further apart than the window is long."""
+def _late_starts(results: Sequence[ConvertedRank]) -> tuple[dict[tuple[int | None, int], int], list[int]]:
+    """(rank and window -> ns after the first rank of the window, windows whose ranks all begin together)."""
+    late: dict[tuple[int | None, int], int] = {}
     apart = []
     for window in sorted({result.window for result in results}):
         ranks = [result for result in results if result.window == window]
-        late, by_clocks = offsets([(rank.converted.begin_ns, rank.converted.length_ns) for rank in ranks])
+        starts, by_clocks = offsets([(rank.converted.begin_ns, rank.converted.length_ns) for rank in ranks])
         if not by_clocks:
             apart.append(window)
-        for rank, late_ns in zip(ranks, late, strict=True):
-            assert rank.output is not None
-            with writing(rank.output):
-                delay_start(rank.output, late_ns)
+        late.update(((rank.rank, window), late_ns) for rank, late_ns in zip(ranks, starts, strict=True))
+    return late, apart
+
+
+def delay_starts(results: Sequence[ConvertedRank]) -> list[int]:
+    """Let every rank begin when it began by its clock. Returns the windows whose ranks all begin together, because
+    their clocks are further apart than the window is long."""
+    late, apart = _late_starts(results)
+    for result in results:
+        if result.output is not None:
+            with writing(result.output):
+                delay_start(result.output, late[result.rank, result.window])
     return apart
 
 

@@ -4,18 +4,22 @@ A node begins when all that it waits for has ended. The members of a collective,
 together when the last of them is ready, and take the shortest of their measured times: the longer ones contain the
 waiting for the last. What a thread did between its nodes has nodes of its own.
 Ranks begin when they began by their clocks, or all at 0 where these are too far apart to be of one window.
+
+What if: `cost` says how long a communication takes on another network, `compute` by how much longer the computation
+takes: that on GPUs, or, of a job without any, the operations on the host.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import msgspec
 
-from crossrank.comm import is_p2p
+from crossrank.comm import Locality, is_p2p, total_bytes
+from crossrank.dtypes import dtype_of
 from crossrank.tools.graph.chakra.chakra_graph import LATE, PAUSE, ChakraNode, Comm, RunsOn
 from crossrank.tools.graph.chakra.write import message_ends
 from crossrank.tools.paused_gc import paused_gc
@@ -25,6 +29,23 @@ GPU = "computation on a GPU"
 COMMUNICATION = "communication"
 JoinKey = tuple[str, tuple[int, int] | None, int | None]
 """Group, source and destination of a P2P message, and its number: what all members of a communication have."""
+
+
+class Transfer(msgspec.Struct, frozen=True, gc=False):
+    """What a network has to do for a communication."""
+
+    op: str
+    size: int
+    """Members of the group."""
+    bytes: int
+    """S of nccl-tests; of an uneven all_to_all the larger of what the rank sends and receives."""
+    members: tuple[int, ...]
+    """Global ranks: of a send or receive, its two ends."""
+    locality: Locality
+
+
+Cost = Callable[[Transfer], float | None]
+"""ns of a communication; None where it is not known."""
 
 
 class RankNode(msgspec.Struct, gc=False):
@@ -39,6 +60,8 @@ class RankNode(msgspec.Struct, gc=False):
     sources: list[int]
     """Positions of the nodes that it waits for."""
     join: JoinKey | None
+    transfer: Transfer | None = None
+    """None for what is no communication."""
 
 
 class RankGraph(msgspec.Struct, gc=False, kw_only=True):
@@ -73,6 +96,8 @@ class Simulation:
     """Communications that one rank played alone: the others are not there, or never came."""
     runs_ns: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     """Rank -> when each node begins, and how long it runs."""
+    measured_ops: dict[str, int] = field(default_factory=dict)
+    """Operations of which `cost` knew nothing, and which take their measured times -> communications of ranks."""
 
     @property
     def error(self) -> float:
@@ -88,9 +113,11 @@ def rank_graph(nodes: Sequence[ChakraNode], rank: int, begin_ns: int, length_ns:
     position = {node.id: index for index, node in enumerate(nodes)}
     begin = min((node.start_ns for node in nodes), default=0)
     joins: dict[int, JoinKey] = {}
+    transfers: dict[int, Transfer] = {}
     numbers: Counter[str] = Counter()
     for node, comm in in_group_order(nodes):
         record, group = comm.record, comm.group.number
+        transfers[node.id] = _transfer(comm, rank)
         if is_p2p(record):
             joins[node.id] = (group, message_ends(record, rank), record.p2p_seq)
         else:
@@ -105,10 +132,21 @@ def rank_graph(nodes: Sequence[ChakraNode], rank: int, begin_ns: int, length_ns:
             node.duration_ns,
             [position[dependency.source] for dependency in node.dependencies],
             joins.get(node.id),
+            transfers.get(node.id),
         )
         for node in nodes
     ]
     return RankGraph(rank=rank, begin_ns=begin_ns, end_ns=length_ns, nodes=played)
+
+
+def _transfer(comm: Comm, rank: int) -> Transfer:
+    record, members = comm.record, tuple(comm.group.ranks)
+    if is_p2p(record):
+        members = (rank,) if record.peer is None else (rank, record.peer)
+    size, dtype = record.bytes, dtype_of(record.dtype) if record.dtype is not None else None
+    if record.op == "all_to_all" and record.out_split is not None and dtype is not None:
+        size = max(size, total_bytes(record.outputs, dtype.size))
+    return Transfer(record.op, len(members), size, members, record.locality)
 
 
 def _category(node: ChakraNode) -> str:
@@ -144,6 +182,9 @@ class _Run(msgspec.Struct, eq=False):
     """A node while it is played."""
 
     node: RankNode
+    duration: int
+    by_cost: bool
+    """Not measured."""
     ready: int
     waits: int
     """For how many nodes it still waits."""
@@ -155,10 +196,21 @@ class _Run(msgspec.Struct, eq=False):
 
 
 @paused_gc()
-def simulate(graphs: Sequence[RankGraph]) -> Simulation:
+def simulate(graphs: Sequence[RankGraph], cost: Cost | None = None, compute: float = 1.0) -> Simulation:
     """Play all ranks together."""
     late, by_clocks = offsets([(graph.begin_ns, graph.end_ns) for graph in graphs])
-    by_rank = {graph.rank: _runs(graph, offset) for graph, offset in zip(graphs, late, strict=True)}
+    scaled = GPU if any(node.category == GPU for graph in graphs for node in graph.nodes) else HOST
+    measured_ops: Counter[str] = Counter()
+
+    def duration(node: RankNode) -> tuple[int, bool]:
+        if node.transfer is not None and cost is not None:
+            spent = cost(node.transfer)
+            if spent is not None:
+                return round(spent), True
+            measured_ops[node.transfer.op] += 1
+        return round(node.duration_ns * compute) if node.category == scaled else node.duration_ns, False
+
+    by_rank = {graph.rank: _runs(graph, offset, duration) for graph, offset in zip(graphs, late, strict=True)}
     runs = [run for of_rank in by_rank.values() for run in of_rank]
     joined = _play(runs)
     # Of those that end last together, the last.
@@ -170,6 +222,7 @@ def simulate(graphs: Sequence[RankGraph]) -> Simulation:
         critical_ns=_critical_path(last),
         joined=sum(members > 1 for members in joined),
         alone=joined.count(1),
+        measured_ops=dict(measured_ops.most_common()),
     )
     for rank, of_rank in by_rank.items():
         for run in of_rank:
@@ -181,11 +234,11 @@ def simulate(graphs: Sequence[RankGraph]) -> Simulation:
     return result
 
 
-def _runs(graph: RankGraph, offset: int) -> list[_Run]:
+def _runs(graph: RankGraph, offset: int, duration: Callable[[RankNode], tuple[int, bool]]) -> list[_Run]:
     runs: list[_Run] = []
     for node in graph.nodes:
         sources = set(node.sources)
-        run = _Run(node, offset, len(sources))
+        run = _Run(node, *duration(node), offset, len(sources))
         for source in sources:
             runs[source].dependents.append(run)
         runs.append(run)
@@ -204,7 +257,9 @@ def _play(runs: Sequence[_Run]) -> list[int]:
 
     def begin(together: Sequence[_Run]) -> None:
         last = max(together, key=lambda run: run.ready)
-        duration = min(run.node.duration_ns for run in together)
+        # Measured times of all but the last to arrive contain waiting for it. Else the busiest member says how long.
+        of_members = max if together[0].by_cost else min
+        duration = of_members(run.duration for run in together)
         for run in together:
             run.begin, run.end = last.ready, last.ready + duration
             if run is not last:

@@ -10,9 +10,11 @@ and `delay_start` writes it then.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -23,14 +25,16 @@ import msgspec
 
 import crossrank
 from crossrank.atomic_file import whole_file
-from crossrank.comm import OPERATIONS, CommRecord
+from crossrank.comm import OPERATIONS, CommRecord, is_p2p
 from crossrank.errors import CrossrankError, one_line
+from crossrank.recording import is_url
 from crossrank.tools.graph.chakra import et_def_pb2 as pb
 from crossrank.tools.graph.chakra.chakra_graph import LATE, ChakraNode, Comm, Options, RunsOn
 from crossrank.tools.graph.chakra.framing import KINDS, read_trace, write_message
 from crossrank.tools.graph.chakra.group_numbers import NumberedGroup
 from crossrank.tools.graph.linking import LinkedTrace
 from crossrank.tools.traces.execution_trace import io_texts
+from crossrank.tools.varint import varint
 
 SCHEMA_VERSION = "0.0.4"
 """Of the Chakra schema, as torch names it in an execution trace's own version."""
@@ -66,25 +70,129 @@ def write_chakra(
     """Write the metadata and `nodes`, which are in order, to `path`: whole or not at all.
 
     Returns the number of bytes."""
-    fresh = 1 + max((node.id for node in nodes), default=0)
-    start = [fresh] if any(node.is_cpu for node in nodes) else []
     with whole_file(path) as temporary, temporary.open("wb") as file:
-        write_message(file, _metadata(trace, groups))
-        if start:
-            write_message(file, _with_attributes(pb.Node(id=fresh, name=LATE, type=pb.COMP_NODE), _ON_HOST))
-        if options.group_node:
-            write_message(file, _group_node(fresh + 1, groups))
-        for number, node in enumerate(nodes):
-            if number % _BATCH == 0:
-                templates = {key: _Template(*key) for key in product((False, True), repeat=2)}
-            try:
-                message = _encode(node, templates[node.rf_id != 0, node.op is not None], trace, options.deps, start)
-            except (ValueError, TypeError, OverflowError) as error:
-                raise CrossrankError(
-                    f"node {node.id} ({node.name[:60]}) does not fit into a Chakra node ({one_line(error)})"
-                ) from error
+        write_message(file, _metadata(trace, groups, trace.rank, trace.world_size))
+        for message in _first_nodes(nodes, groups, options, 0):
             write_message(file, message)
+        for head, node, tail in _encoded(trace, nodes, options):
+            write_message(file, head + _comm_part(node.comm, trace.rank) + tail)
         return file.tell()
+
+
+class RankCopy(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank that does what a recorded one does, in groups of its own."""
+
+    rank: int
+    path: str
+    groups: Sequence[NumberedGroup]
+    comms: Sequence[Comm]
+    """Its communications, in the order of the recorded rank's."""
+
+
+def write_copies(
+    trace: LinkedTrace,
+    nodes: Sequence[ChakraNode],
+    copies: Iterable[RankCopy],
+    options: Options,
+    *,
+    world_size: int,
+    late_ns: int,
+    dedupe: bool,
+) -> int:
+    """Write `nodes` once for each of the ranks that do what the rank of `trace` does. Returns the number of bytes.
+
+    With `dedupe` files that are equal are one file with several names (hard links), and none of them says its rank.
+    """
+    parts: list[bytes] = []
+    between = bytearray()
+    for head, node, tail in _encoded(trace, nodes, options):
+        if node.comm is None:
+            between += varint(len(head) + len(tail)) + head + tail
+        else:
+            parts += [bytes(between), head, tail]
+            between.clear()
+    parts.append(bytes(between))
+    written: dict[bytes, str] = {}
+    size = 0
+    for copy in copies:
+        messages = [_comm_part(comm, None if dedupe and not is_p2p(comm.record) else copy.rank) for comm in copy.comms]
+        content = hashlib.sha256(b"\0".join((_numbers_of(copy.groups), *messages))).digest() if dedupe else b""
+        if content in written:
+            _link(written[content], copy.path)
+            continue
+        with whole_file(copy.path) as temporary, temporary.open("wb") as file:
+            write_message(file, _metadata(trace, copy.groups, None if dedupe else copy.rank, world_size))
+            for message in _first_nodes(nodes, copy.groups, options, late_ns):
+                write_message(file, message)
+            for place, message in enumerate(messages):
+                before, head, tail = parts[3 * place : 3 * place + 3]
+                file.write(before)
+                write_message(file, head + message + tail)
+            file.write(parts[-1])
+            size += file.tell()
+        if dedupe:
+            written[content] = copy.path
+    return size
+
+
+def _link(existing: str, path: str) -> None:
+    """Give a file another name."""
+    if is_url(path):
+        raise CrossrankError(
+            f"{path}: --dedupe makes hard links, which are of local files; name a local folder with -o"
+        )
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    os.link(existing, path)
+
+
+def _numbers_of(groups: Sequence[NumberedGroup]) -> bytes:
+    return b",".join(group.number.encode() for group in groups)
+
+
+def _first_nodes(
+    nodes: Sequence[ChakraNode], groups: Sequence[NumberedGroup], options: Options, late_ns: int
+) -> Iterator[bytes]:
+    """What stands before the nodes of the trace: the time until the rank began, and the groups."""
+    fresh = 1 + max((node.id for node in nodes), default=0)
+    if _has_start(nodes):
+        late = (late_ns + 500) // 1000
+        yield _with_attributes(pb.Node(id=fresh, name=LATE, type=pb.COMP_NODE, duration_micros=late), _ON_HOST)
+    if options.group_node:
+        yield _group_node(fresh + 1, groups)
+
+
+def _has_start(nodes: Sequence[ChakraNode]) -> bool:
+    return any(node.is_cpu for node in nodes)
+
+
+def _encoded(
+    trace: LinkedTrace, nodes: Sequence[ChakraNode], options: Options
+) -> Iterator[tuple[bytes, ChakraNode, bytes]]:
+    """Each node as the two parts of a message between which its communication stands.
+
+    Messages one after the other are one message, with the attributes of both."""
+    start = [1 + max((node.id for node in nodes), default=0)] if _has_start(nodes) else []
+    for number, node in enumerate(nodes):
+        if number % _BATCH == 0:
+            templates = {key: _Template(*key) for key in product((False, True), repeat=2)}
+        try:
+            head = _encode(node, templates[node.rf_id != 0, node.op is not None], trace, options.deps, start)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise CrossrankError(
+                f"node {node.id} ({node.name[:60]}) does not fit into a Chakra node ({one_line(error)})"
+            ) from error
+        tail = _usual_attributes(node.runs_on, node.is_cpu, node.tensor_bytes, node.flop, node.comm is not None)
+        yield head, node, tail
+
+
+def _comm_part(comm: Comm | None, rank: int | None) -> bytes:
+    try:
+        return b"" if comm is None else _with_attributes(pb.Node(), _comm_attributes(comm, rank))
+    except (ValueError, TypeError, OverflowError) as error:
+        raise CrossrankError(
+            f"a call of {comm and comm.record.op} does not fit into a Chakra node ({one_line(error)})"
+        ) from error
 
 
 def _with_attributes(message: pb.Node | pb.GlobalMetadata, values: Mapping[str, object]) -> bytes:
@@ -97,7 +205,7 @@ def _with_attributes(message: pb.Node | pb.GlobalMetadata, values: Mapping[str, 
     return message.SerializeToString()
 
 
-def _metadata(trace: LinkedTrace, groups: Sequence[NumberedGroup]) -> bytes:
+def _metadata(trace: LinkedTrace, groups: Sequence[NumberedGroup], rank: int | None, world_size: int | None) -> bytes:
     inputs = {os.path.basename(path): digest for path, digest in trace.inputs.items()}
     values = {
         "schema": trace.schema,
@@ -106,8 +214,8 @@ def _metadata(trace: LinkedTrace, groups: Sequence[NumberedGroup]) -> bytes:
         "start_ts": trace.start_ts or 0,
         "finish_ts": trace.finish_ts or 0,
         "converter": f"crossrank {crossrank.__version__}",
-        "rank": trace.rank,
-        "world_size": trace.world_size,
+        "rank": rank,
+        "world_size": world_size,
         "base_time_ns": trace.base_ns,
         "process_groups": msgspec.json.encode(list(groups)).decode(),
         "inputs": msgspec.json.encode(inputs).decode(),
@@ -156,7 +264,7 @@ class _Template:
 
 
 def _encode(node: ChakraNode, template: _Template, trace: LinkedTrace, mode: str, start: list[int]) -> bytes:
-    """One node as a message. `start` is what a node without dependencies waits for."""
+    """One node as a message, without what it communicates. `start` is what a node without dependencies waits for."""
     ctrl_deps: list[int] = []
     data_deps = [] if node.dependencies else start
     for dependency in node.dependencies:
@@ -176,11 +284,7 @@ def _encode(node: ChakraNode, template: _Template, trace: LinkedTrace, mode: str
             given.values, given.shapes, given.types = io_texts(text)
     for attribute, value in zip(template.numbers, (node.start_ns, node.duration_ns, node.rf_id), strict=False):
         attribute.int64_val = value
-    # Messages one after the other are one message, with the attributes of both.
-    encoded = message.SerializeToString()
-    if comm is not None:
-        encoded += _with_attributes(pb.Node(), _comm_attributes(comm, trace.rank))
-    return encoded + _usual_attributes(node.runs_on, node.is_cpu, node.tensor_bytes, node.flop, comm is not None)
+    return message.SerializeToString()
 
 
 @lru_cache(maxsize=1 << 14)

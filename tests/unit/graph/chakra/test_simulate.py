@@ -21,6 +21,7 @@ from crossrank.tools.graph.chakra.simulate import (
     RankGraph,
     RankNode,
     Simulation,
+    Transfer,
     rank_graph,
     simulate,
 )
@@ -85,6 +86,10 @@ def test_a_graph_has_times_from_its_begin_and_tells_communications_apart() -> No
         record = CommRecord(id=0, op=op, c10d="", pg="x", bytes=8, t=0, seq=seq, p2p_seq=p2p_seq, peer=1)
         nodes.append(ChakraNode(node_id, op, ("communication", node_id), 130 + node_id, 5, comm=Comm(record, group)))
     outside = ("communication outside streams", COMMUNICATION)
+
+    def carried(op: str) -> Transfer:
+        return Transfer(op, 2, 8, (0, 1), "unknown")
+
     assert rank_graph(nodes, 0, 7, 99) == RankGraph(
         rank=0,
         begin_ns=7,
@@ -93,11 +98,13 @@ def test_a_graph_has_times_from_its_begin_and_tells_communications_apart() -> No
             RankNode("op", "thread 1", HOST, 0, 50, [], None),
             RankNode(PAUSE, "thread 1", PAUSE, 50, 30, [0], None),
             RankNode("gemm", "device 2 stream 7", GPU, 20, 5, [], None),
-            RankNode("send", *outside, 34, 5, [], ("5", (0, 1), 1)),
-            RankNode("recv", *outside, 35, 5, [], ("5", (1, 0), 2)),
-            RankNode("all_reduce", *outside, 36, 5, [], ("5", None, 3)),
-            RankNode("broadcast", *outside, 37, 5, [], ("5", None, 2)),
-            RankNode("barrier", *outside, 38, 5, [], ("5", None, 1)),  # without a number it comes first
+            RankNode("send", *outside, 34, 5, [], ("5", (0, 1), 1), carried("send")),
+            RankNode("recv", *outside, 35, 5, [], ("5", (1, 0), 2), carried("recv")),
+            RankNode("all_reduce", *outside, 36, 5, [], ("5", None, 3), carried("all_reduce")),
+            RankNode("broadcast", *outside, 37, 5, [], ("5", None, 2), carried("broadcast")),
+            RankNode(
+                "barrier", *outside, 38, 5, [], ("5", None, 1), carried("barrier")
+            ),  # without a number it comes first
         ],
     )
 
@@ -182,22 +189,51 @@ def test_the_timeline_has_every_node_on_the_track_of_its_thread_or_stream(tmp_pa
         assert all(end <= start for (_, end), (start, _) in pairwise(runs))
 
 
+def two_ranks(*members: tuple[int, str, int]) -> list[RankGraph]:
+    """Ranks that compute for 100 ns on a GPU, and then communicate; (ns measured, operation, bytes) of each."""
+    graphs = []
+    for rank, (took, op, size) in enumerate(members):
+        nodes = [
+            RankNode("launch", "thread 1", HOST, 0, 10, [], None),
+            RankNode("gemm", "device 0 stream 7", GPU, 10, 100, [0], None),
+            RankNode(op, "s", COMMUNICATION, 110, took, [1], ("0", None, 1), Transfer(op, 2, size, (0, 1), "unknown")),
+        ]
+        graphs.append(RankGraph(rank=rank, begin_ns=0, end_ns=110 + took, nodes=nodes))
+    return graphs
+
+
+def test_communication_takes_what_a_network_says_of_the_busiest_member() -> None:
+    uneven = two_ranks((40, "all_to_all", 600), (30, "all_to_all", 1000))
+    assert simulate(uneven).makespan_ns == 140
+    slow = simulate(uneven, lambda one: one.bytes / 2)
+    assert (slow.makespan_ns, slow.measured_ops) == (610, {})
+
+
+def test_of_what_a_network_says_nothing_the_measured_times_stay_and_are_counted() -> None:
+    simulation = simulate(two_ranks((40, "barrier", 0), (30, "barrier", 0)), lambda one: None)
+    assert (simulation.makespan_ns, simulation.measured_ops) == (140, {"barrier": 2})
+
+
+def test_computation_on_gpus_is_scaled_and_on_the_host_where_there_are_none() -> None:
+    graphs = two_ranks((40, "barrier", 0), (30, "barrier", 0))
+    assert simulate(graphs, compute=1.5).makespan_ns == 10 + 150 + 30
+    for graph in graphs:
+        graph.nodes = [node for node in graph.nodes if node.category != GPU]
+        graph.nodes[1].sources = [0]
+    assert simulate(graphs, compute=1.5).makespan_ns == 15 + 30
+
+
 @needs_traces
-def test_the_simulation_of_dlrm_is_close_to_what_was_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [public("dlrm_8gpu"), "-o", str(tmp_path), "--simulate", "--json", "--jobs", "1"]
-    assert main(["convert", *words]) == 0
+def test_the_simulation_of_dlrm_is_close_to_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", public("dlrm_8gpu"), "--json", "--jobs", "1"]) == 0
     (simulation,) = json.loads(capsys.readouterr().out)["simulations"]
     assert (simulation["joined"], simulation["alone"]) == (8, 0)
     assert abs(simulation["error"]) < 0.02
 
 
 @needs_traces
-def test_the_simulation_of_dlrm_is_the_one_that_the_readme_shows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["convert", public("dlrm_8gpu"), "-o", str(tmp_path), "--simulate"]) == 0
+def test_the_simulation_of_dlrm_is_the_one_that_the_readme_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", public("dlrm_8gpu")]) == 0
     readme = (Path(__file__).parents[4] / "README.md").read_text()
     shown = "Simulation\n" + readme.partition("\nSimulation\n")[2].partition("  …\n")[0]
     assert shown.count("\n") > 10
@@ -209,9 +245,18 @@ def test_the_command_prints_the_simulation_and_writes_the_timeline(
 ) -> None:
     two_streams().write(tmp_path)
     timeline = tmp_path / "t.json"
-    assert main(["convert", str(tmp_path), "-o", str(tmp_path / "out"), "--simulate", "--timeline", str(timeline)]) == 0
+    assert main(["simulate", str(tmp_path), "--timeline", str(timeline)]) == 0
     out = capsys.readouterr().out
     assert "  makespan   0.445 ms, -1.1% of the measured 0.450 ms (first start to last end of all ranks)\n" in out
     assert "  joined     0 communications over several ranks, 1 played alone\n" in out
     assert "           0.270 ms  computation on a GPU\n" in out
     assert timeline.exists()
+
+
+@pytest.mark.parametrize("timeline", ["{folder}/gone/t.json", "{folder}", "{folder}/chakra.0.et"])
+def test_a_timeline_that_cannot_be_written_is_told_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], timeline: str
+) -> None:
+    two_streams().write(tmp_path)
+    assert main(["simulate", str(tmp_path), "--timeline", timeline.format(folder=tmp_path)]) == 2
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,67 @@
+"""A job of two ranks that is written for four is the job that four ranks run; of dlrm's eight ranks, one of many."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from benchmarks.growing import convert, record
+from crossrank.tools.cli import main
+from tests.unit.graph.linking.public_traces import needs_traces, public
+
+
+@pytest.mark.parametrize("model", ["ddp", "fsdp2"])
+def test_calls_groups_sizes_and_their_order_are_those_of_the_larger_job(tmp_path: Path, model: str) -> None:
+    grown = convert(record(tmp_path, model, 2), tmp_path / "grown", "--ranks", "4")
+    truth = convert(record(tmp_path, model, 4), tmp_path / "recorded")
+    assert len(truth) == 4
+    for rank, (calls, _) in truth.items():
+        assert len(calls) >= 3
+        assert grown[rank][0] == calls
+
+
+@needs_traces
+def test_equal_ranks_are_one_file_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["convert", public("dlrm_8gpu"), "--ranks", "24", "--jobs", "1", "-o"]
+    assert main([*words, str(tmp_path / "plain")]) == main([*words, str(tmp_path / "dedupe"), "--dedupe"]) == 0
+    assert json.loads((tmp_path / "dedupe" / "comm_groups.json").read_text()) == {}
+    names = sorted(path.name for path in (tmp_path / "plain").glob("*.et"))
+    assert names == sorted(path.name for path in (tmp_path / "dedupe").glob("*.et"))
+    assert len(names) == 24
+    assert len({os.stat(path).st_ino for path in (tmp_path / "dedupe").glob("*.et")}) == 8
+    assert main(["check", *map(str, sorted((tmp_path / "plain").glob("*.et")))]) == 0
+    assert main(["check", *map(str, sorted((tmp_path / "dedupe").glob("*.et")))]) == 0
+
+
+@needs_traces
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--ranks", "16", "--grow", "tp"], "the job has no dimension 'tp', but dp=8; name others with --dims"),
+        (["--ranks", "16", "--grow", "tp", "--dims", "tp=8"], "--grow tp: each matrix product would be split further"),
+        (["--ranks", "12", "--dims", "dp=4"], "--dims dp=4 makes 4 ranks; the job has 8"),
+        (["--ranks", "16", "--grow", "dp", "--dims", "dp=4,tp=2", "--dedupe"], ""),
+        (["--dims", "dp=8"], "--dims says what dimensions a job has that is written for --ranks N; give both"),
+        (["--dedupe"], "--dedupe is for ranks that do the same; give --ranks N with it"),
+        (["--ranks", "0"], "0 ranks are no multiple of the 1"),
+    ],
+)
+def test_what_cannot_be_grown_ends_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    code = main(["convert", public("dlrm_8gpu"), "--jobs", "1", "-o", str(tmp_path / "out"), *words])
+    err = capsys.readouterr().err
+    assert (code, said in err, err.count("\n")) == (2 if said else 0, True, 1 if said else 0)
+
+
+@needs_traces
+def test_ranks_that_are_not_there_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (0, 1, 3):
+        for kind in ("et", "kineto"):
+            name = f"rank-{rank}.{kind}.json.gz"
+            (tmp_path / name).symlink_to(Path(public("dlrm_8gpu"), name))
+    assert main(["convert", str(tmp_path), "--ranks", "16", "--jobs", "1", "-o", str(tmp_path / "out")]) == 2
+    assert "rank 2,4-7 of 8 is not there, and new ranks do what recorded ones do" in capsys.readouterr().err

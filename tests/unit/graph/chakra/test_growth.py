@@ -1,0 +1,186 @@
+"""Dimensions are found from groups, and a rank of a larger job does what its source does, in groups of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from crossrank.comm import CommRecord
+from crossrank.errors import CrossrankError
+from crossrank.tools.graph.chakra.chakra_graph import Comm
+from crossrank.tools.graph.chakra.group_numbers import NumberedGroup
+from crossrank.tools.graph.chakra.grow import JobGrowth, plan_growth, used_groups
+from crossrank.tools.graph.chakra.mesh import UsedGroup, find_mesh
+
+
+def record(op: str = "all_reduce", bytes: int = 960, **facts: Any) -> CommRecord:
+    given: dict[str, Any] = {"id": 0, "c10d": op, "pg": "1", "t": 0, "dtype": "float32"} | facts
+    return CommRecord(op=op, bytes=bytes, **given)
+
+
+def used(ranks: tuple[int, ...], desc: str, *calls: CommRecord) -> UsedGroup:
+    group = UsedGroup("1", ranks, desc)
+    for call in calls:
+        group.add(ranks[0], call)
+    return group
+
+
+WORLD_OF_8 = used(tuple(range(8)), "default_pg", record())
+TP = [used((first, first + 1), "mesh_tp", record()) for first in (0, 2, 4, 6)]
+DP = [used((first, first + 2, first + 4, first + 6), "mesh_dp", record()) for first in (0, 1)]
+PP = [used((first, first + 4), "", record("send", peer=first + 4)) for first in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("groups", "mesh"),
+    [
+        ([WORLD_OF_8], "dp=8"),
+        ([WORLD_OF_8, *TP], "dp=4,tp=2"),
+        ([*TP, *DP], "dp=4,tp=2"),
+        ([WORLD_OF_8, *TP, *PP], "pp=2,dp=2,tp=2"),
+        ([used((0, 1, 2, 3), "mesh_replicate", record()), *PP], "pp=2,dp=4"),
+        (
+            [
+                *[used((one, one + 1), "mesh_dp_shard", record()) for one in (0, 2, 4, 6)],
+                *[used((one, one + 2), "mesh_dp_replicate", record()) for one in (0, 1, 4, 5)],
+                *[used((one, one + 4), "mesh_tp", record()) for one in range(4)],
+            ],
+            "tp=2,dp_replicate=2,dp_shard=2",
+        ),
+        ([used((0, 1, 4, 5), "", record()), used((2, 3, 6, 7), "", record())], "dp=2,dp1=2,dp2=2"),
+    ],
+)
+def test_the_dimensions_are_found_from_members_descriptions_and_calls(groups: list[UsedGroup], mesh: str) -> None:
+    assert str(find_mesh(8, groups)).replace("dp0", "dp") == mesh
+
+
+def test_what_the_user_says_of_the_dimensions_has_to_fit() -> None:
+    assert str(find_mesh(8, TP, {"pp": 4, "tp": 2})) == "pp=4,tp=2"
+    with pytest.raises(CrossrankError, match="--dims dp=3,tp=2 makes 6 ranks; the job has 8"):
+        find_mesh(8, TP, {"dp": 3, "tp": 2})
+    with pytest.raises(CrossrankError, match=r"group of rank 0-1 \(mesh_tp\) is not all ranks of some dimensions"):
+        find_mesh(8, TP, {"dp": 2, "tp": 4})
+
+
+@pytest.mark.parametrize("ranks", [(0, 1, 2), (0, 3, 5), (1, 2)])
+def test_a_group_of_no_mesh_is_named(ranks: tuple[int, ...]) -> None:
+    with pytest.raises(CrossrankError, match=r"say what they are with --dims"):
+        find_mesh(8, [used(ranks, "odd", record())])
+
+
+def grown(groups: list[UsedGroup], ranks: int, name: str = "dp", world: int = 8) -> JobGrowth:
+    return plan_growth(find_mesh(world, groups), groups, ranks, name)
+
+
+def numbered(ranks: tuple[int, ...], desc: str = "", pg: str = "1", number: str = "5") -> NumberedGroup:
+    return NumberedGroup(number=number, ranks=ranks, pg=pg, desc=desc)
+
+
+def test_a_rank_does_what_the_recorded_one_in_its_place_does() -> None:
+    growth = grown([*TP, *DP], 16)
+    # Pairs of neighbours stay pairs; the first of data parallelism is there once, the others in turns.
+    assert [growth.source(rank) for rank in range(16)] == [0, 1, 2, 3, 4, 5, 6, 7, 2, 3, 4, 5, 6, 7, 2, 3]
+    assert growth.copies[0] == [0]
+    assert growth.copies[3] == [3, 9, 15]
+    fewer = grown([*TP, *DP], 4)
+    assert fewer.copies == {0: [0], 1: [1], 2: [2], 3: [3]}
+
+
+def test_groups_along_the_dimension_grow_and_others_are_repeated() -> None:
+    growth = grown([*TP, *DP], 16)
+    assert growth.group(numbered((1, 3, 5, 7), "mesh_dp"), 9).ranks == (1, 3, 5, 7, 9, 11, 13, 15)
+    tp = numbered((2, 3), "mesh_tp")
+    assert growth.group(tp, 8).ranks == (8, 9) == growth.group(tp, 9).ranks
+    assert growth.group(tp, 8).number == growth.group(tp, 9).number != growth.group(tp, 2).number
+    assert growth.group(numbered(tuple(range(8)), "default_pg", "0"), 11).number == "0"
+
+
+@pytest.mark.parametrize(
+    ("call", "bytes"),
+    [
+        (record("all_reduce"), 960),
+        (record("broadcast", root=0), 960),
+        (record("all_to_all"), 960),
+        (record("reduce_scatter"), 960),
+        (record("reduce_scatter", 1000, dtype="float64"), 1024),  # 16 ranks with whole elements of 8 bytes
+        (record("all_gather", c10d="_allgather_base_"), 960),
+        (record("all_gather", c10d="allgather_"), 3840),
+        (record("gather", root=0), 3840),
+        (record("barrier", 0), 0),
+    ],
+)
+def test_shards_shrink_and_what_each_rank_has_of_its_own_adds_up(call: CommRecord, bytes: int) -> None:
+    world = used((0, 1, 2, 3), "default_pg", record("reduce_scatter"), call)
+    growth = grown([world], 16, world=4)
+    made = growth.comm(Comm(call, numbered((0, 1, 2, 3), "default_pg")), 3, 15)
+    assert (made.record.bytes, len(made.group.ranks)) == (bytes, 16)
+
+
+def test_an_all_gather_without_reduce_scatter_has_no_shards() -> None:
+    call = record("all_gather", c10d="_allgather_base_")
+    growth = grown([used((0, 1, 2, 3), "default_pg", call)], 16, world=4)
+    assert growth.comm(Comm(call, numbered((0, 1, 2, 3))), 0, 0).record.bytes == 3840
+    assert growth.rules([[Comm(call, numbered((0, 1, 2, 3)))]]) == {
+        "of all_gather have as much for each member: of 16 instead of 4": 1
+    }
+
+
+def test_messages_stay_inside_their_pipeline() -> None:
+    growth = grown([WORLD_OF_8, *TP, *PP], 16)  # pp=2,dp=2,tp=2 as pp=2,dp=4,tp=2
+    send = Comm(record("send", peer=6), numbered((2, 6)))
+    assert growth.comm(send, 2, 4).record.peer == 12
+    assert growth.comm(send, 2, 4).group.ranks == (4, 12)
+
+
+def test_uneven_splits_keep_their_rows() -> None:
+    call = record("all_to_all", in_split=[5, 3], out_split=[1, 2])
+    growth = grown([used((0, 1), "default_pg", call)], 4, world=2)
+    made = growth.comm(Comm(call, numbered((0, 1))), 1, 3).record
+    assert (made.in_split, made.out_split) == ([2, 3, 1, 2], [0, 1, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("groups", "ranks", "name", "said"),
+    [
+        ([*TP, *DP], 24, "tp", "--grow tp: each matrix product would be split further"),
+        ([WORLD_OF_8, *TP, *PP], 16, "pp", "--grow pp: each stage would have fewer layers"),
+        ([*TP, *DP], 15, "dp", "15 ranks are no multiple of the 2 that dp=4,tp=2 has for one of dp"),
+        ([*TP, *DP], 16, "ep", "the job has no dimension 'ep', but dp=4,tp=2"),
+        (
+            [used(tuple(range(8)), "default_pg", record("broadcast", root=0), record("broadcast", root=3))],
+            16,
+            "dp",
+            "has broadcasts from 2 of its ranks, as where each one sends its shard",
+        ),
+        (
+            [used(tuple(range(8)), "mesh_dp", record("send", peer=1))],
+            16,
+            "dp",
+            "has sends and receives along it, and nothing says to whom more ranks would send",
+        ),
+    ],
+)
+def test_what_a_trace_does_not_say_is_refused(groups: list[UsedGroup], ranks: int, name: str, said: str) -> None:
+    with pytest.raises(CrossrankError, match=said):
+        grown(groups, ranks, name)
+
+
+def test_groups_of_equal_members_are_told_apart_by_their_names() -> None:
+    world, tp = numbered((0, 1), "default_pg", "0"), numbered((0, 1), "mesh_tp", "2")
+    groups = used_groups(
+        {
+            rank: [(record(), world), (record(pg="2"), tp), (record(pg="3"), numbered((rank,), "mesh_dp", "3"))]
+            for rank in (0, 1)
+        }
+    )
+    growth = plan_growth(find_mesh(2, groups, {"dp": 1, "tp": 2}), groups, 8, "dp")
+    assert growth.group(tp, 5).ranks == (4, 5)
+    assert growth.group(world, 5).ranks == tuple(range(8))
+    assert growth.group(numbered((1,), "mesh_dp", "3"), 5).ranks == (1, 3, 5, 7)
+
+
+def test_a_dimension_of_one_rank_says_nothing_of_what_more_would_exchange() -> None:
+    groups = used_groups({rank: [(record(), numbered((0, 1), "mesh_tp", "2"))] for rank in (0, 1)})
+    with pytest.raises(CrossrankError, match="the recorded job has one rank of it, which exchanges nothing along it"):
+        plan_growth(find_mesh(2, groups, {"dp": 1, "tp": 2}), groups, 8, "dp")

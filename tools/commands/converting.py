@@ -1,0 +1,158 @@
+"""What `convert` and `simulate` share: the traces of a window, and the job that they are written for."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from crossrank.errors import CrossrankError
+from crossrank.recording import LINKED, is_folder
+from crossrank.text import plural
+from crossrank.tools.commands.options import complain, progress, rank_list
+from crossrank.tools.graph.chakra.chakra_graph import Options
+from crossrank.tools.graph.chakra.convert_ranks import ConvertedRank, convert_ranks, grow_ranks
+from crossrank.tools.graph.chakra.grow import JobGrowth
+from crossrank.tools.graph.chakra.mesh import KINDS
+from crossrank.tools.graph.linking.window_files import Inputs, RankInput, find_inputs
+from crossrank.tools.parallel import Fleet
+from crossrank.tools.traces.discover import discover
+
+
+def _number_or_list(text: str) -> int | set[int]:
+    return int(text) if text.isdecimal() and len(text) < 8 else rank_list(text)
+
+
+def _dimensions(text: str) -> dict[str, int]:
+    """
+    >>> _dimensions("dp=8,tp=4")
+    {'dp': 8, 'tp': 4}
+    """
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([a-z]\w*)=(\d{1,7})\s*", part)
+        if match is None or not int(match[2]) or match[1] in found:
+            raise argparse.ArgumentTypeError(f"{text!r} is no list of dimensions; write it as dp=8,tp=4")
+        found[match[1]] = int(match[2])
+    return found
+
+
+def add_growing(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("for another number of ranks").add_argument
+    meaning = "N: the job as it would be with so many ranks; a list such as 0-7,12: only these ranks of the traces"
+    add("--ranks", type=_number_or_list, metavar="N", help=meaning)
+    meaning = "the dimension that has more, or fewer, then (default dp, data parallelism)"
+    add("--grow", default="dp", metavar="DIMENSION", help=meaning)
+    meaning = (
+        f"the dimensions of the recorded job, the outermost first, as dp=8,tp=4: {', '.join(KINDS)} (default: found)"
+    )
+    add("--dims", type=_dimensions, metavar="LIST", help=meaning)
+
+
+def find_traces(arguments: argparse.Namespace) -> Inputs:
+    """The pairs of traces, or linked traces, that the user names."""
+    paths: list[str] = arguments.recording
+    ranks = arguments.ranks if isinstance(arguments.ranks, set) else None
+    if linked := _linked(paths):
+        inputs = Inputs(pairs=[pair for pair in linked if ranks is None or pair.rank in ranks], problems=[])
+        if not inputs.pairs:
+            raise CrossrankError(f"none of the {len(paths)} linked traces is of a rank that --ranks names")
+    elif len(paths) > 2:
+        raise CrossrankError(f"{len(paths)} paths given; name one folder, the two files of one rank, or linked traces")
+    else:
+        inputs = find_inputs(paths, ranks)
+    seen: dict[tuple[int | None, int], RankInput] = {}
+    for pair in inputs.pairs:
+        # Two inputs of one rank would write one file.
+        other = seen.setdefault((pair.rank, pair.window), pair)
+        if other is not pair:
+            raise CrossrankError(
+                f"{other.linked or other.et} and {pair.linked or pair.et} are both of rank {pair.rank}; "
+                "name one of them"
+            )
+    return inputs
+
+
+def _linked(paths: Sequence[str]) -> list[RankInput]:
+    """The inputs where linked traces are named; empty where other files or folders are."""
+    if any(is_folder(path) for path in paths):
+        return []
+    files = discover(paths)
+    if any(file.kind != LINKED for file in files):
+        return []
+    for file in files:
+        if file.rank is None:
+            raise CrossrankError(f"{file.path}: does not say its rank; name it rank-N.linked.json, .gz or .zst")
+    return [RankInput(rank=file.rank, window=file.window, et="", kineto="", linked=file.path) for file in files]
+
+
+@dataclass
+class Grown:
+    """A recorded job that is written for another number of ranks."""
+
+    growth: JobGrowth
+    recorded: list[ConvertedRank]
+    """What its own ranks are."""
+    inputs: Inputs
+    """The traces of those that others are written from."""
+
+    def __str__(self) -> str:
+        recorded, written = self.growth.recorded, self.growth.written
+        had, has = (mesh.dimensions[self.growth.place] for mesh in (recorded, written))
+        change = f"{had.name} from {had.size} to {has.size}"
+        return f"{recorded.size} ranks ({recorded}) as {written.size} ({written}): {change}"
+
+
+def grow(inputs: Inputs, arguments: argparse.Namespace, options: Options, fleet: Fleet) -> Grown | None:
+    """The job for as many ranks as the user asks for; None where he does not, and the recorded one is written.
+
+    Raises `CrossrankError` where a rank cannot be read, or nothing says what a new one would do."""
+    if not isinstance(arguments.ranks, int):
+        if arguments.dims is not None:
+            raise CrossrankError("--dims says what dimensions a job has that is written for --ranks N; give both")
+        return None
+    recorded = progress(
+        "reading", len(inputs.pairs), lambda done: convert_ranks(inputs.pairs, None, options, fleet, done)
+    )
+    for one in recorded:
+        if one.error is not None:
+            raise CrossrankError(f"{one.name}: {one.error}; new ranks do what recorded ones do, so all must be whole")
+    growth = grow_ranks(recorded, arguments.dims, arguments.ranks, arguments.grow)
+    pairs = [
+        replace(pair, rank=one.rank)
+        for pair, one in zip(inputs.pairs, recorded, strict=True)
+        if one.rank in growth.copies
+    ]
+    return Grown(growth, recorded, replace(inputs, pairs=pairs))
+
+
+def growth_json(grown: Grown | None) -> dict[str, object] | None:
+    if grown is None:
+        return None
+    growth = grown.growth
+    return {
+        "recorded": {one.name: {"size": one.size, "because": one.because} for one in growth.recorded.dimensions},
+        "written": {one.name: one.size for one in growth.written.dimensions},
+        "sizes": growth.rules(one.converted.communications for one in grown.recorded),
+    }
+
+
+def print_growth(grown: Grown) -> None:
+    growth = grown.growth
+    print(f"\nranks      {grown}")
+    for one in growth.recorded.dimensions:
+        what = KINDS.get(one.kind, "nothing says what for")
+        print(f"           {one.name:<12} {one.size:>6}  {what}; {one.because}")
+    for text, count in growth.rules(one.converted.communications for one in grown.recorded).items():
+        print(f"           {plural(count, 'call')} {text}")
+
+
+def complain_of_ranks(results: Sequence[ConvertedRank], least: float) -> bool:
+    """Whether every rank was converted whole and matched well enough; complains of those that were not."""
+    for result in results:
+        texts = [result.error, *result.damage, *result.converted.warnings]
+        complain(*(f"{result.name}: {text}" for text in texts if text is not None))
+    poor = [r for r in results if r.error is None and min(r.host_rate, r.activity_rate) < least]
+    complain(*(f"{r.name}: matched less than --min-match; `crossrank link` says what and why" for r in poor))
+    return not poor and not any(result.error is not None or result.damage for result in results)

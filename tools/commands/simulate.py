@@ -1,0 +1,257 @@
+"""`crossrank simulate`: how long the windows of a recording take, here or elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from crossrank.comm import Locality
+from crossrank.errors import CrossrankError
+from crossrank.tools.commands.converting import (
+    Grown,
+    add_growing,
+    complain_of_ranks,
+    find_traces,
+    grow,
+    growth_json,
+    print_growth,
+)
+from crossrank.tools.commands.options import add_shared, complain, fleet_of, progress
+from crossrank.tools.graph.chakra.chakra_graph import Options
+from crossrank.tools.graph.chakra.convert_ranks import ConvertedRank, convert_ranks, copies_of, disagreements
+from crossrank.tools.graph.chakra.simulate import Cost, RankGraph, Simulation, Transfer, simulate
+from crossrank.tools.graph.chakra.simulation_timeline import write_timeline
+from crossrank.tools.job.collectives import match_collectives
+from crossrank.tools.job.job import Job
+from crossrank.tools.job.sources import find, read
+from crossrank.tools.output.console import print_json
+from crossrank.tools.output.simulation import print_leave_one_out, print_network, print_simulation
+from crossrank.tools.parallel import Fleet
+from crossrank.tools.predict.fit import MeasuredKind, Predicted, fit_network, leave_one_out, measured_kinds
+from crossrank.tools.predict.network import ALGORITHMS, Link, Network, bus_bytes, link_of
+
+_FIGURES = ("makespan_ns", "measured_ns", "by_clocks", "error", "critical_ns", "waiting_ns", "joined", "alone")
+"""What `--json` says of a simulation besides how busy its threads and streams are."""
+T = TypeVar("T")
+
+
+class SimulateCommand:
+    """Play the windows of all ranks of a recording: what runs when, if nothing but dependencies held it back, how long
+    it takes and why. Communications take what they were measured to take, or what a network says (--network,
+    --intra, --inter), and computation --compute times as long. With --ranks N of the job as it would be with so many.
+    Exit code 1: a rank failed or lost part of a file, matched less than --min-match, or the ranks of a group disagree
+    on their collectives."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        meaning = "a recording, any folder of such files, the two files of one rank, or linked traces"
+        parser.add_argument("recording", nargs="+", help=meaning)
+        add = parser.add_argument_group("another machine").add_argument
+        meaning = (
+            "measured: communications take what they took (default); recorded: what the recording's own collectives "
+            "say, by latency and bandwidth of each operation, which --ranks N takes"
+        )
+        add("--network", choices=("measured", "recorded"), help=meaning)
+        meaning = "bus bandwidth, and the latency of a step, inside a node: 300GB/s,2us"
+        add("--intra", type=_link, metavar="RATE[,LATENCY]", help=meaning)
+        add("--inter", type=_link, metavar="RATE[,LATENCY]", help="the same between nodes: 400Gbps,8us")
+        meaning = "ranks of a node there (default: groups stay inside a node or cross nodes as they did)"
+        add("--per-node", type=_positive(int), metavar="N", help=meaning)
+        meaning = "how collectives are made: in how many steps (default ring)"
+        add("--algorithm", choices=ALGORITHMS, default="ring", help=meaning)
+        meaning = "computation takes so many times as long: on GPUs, or on the host where there are none (default 1)"
+        add("--compute", type=_positive(float), default=1.0, metavar="FACTOR", help=meaning)
+        meaning = "predict each kind of collective from all others, and print by how much that is off"
+        parser.add_argument("--leave-one-out", action="store_true", help=meaning)
+        meaning = "write the simulation as a trace for ui.perfetto.dev (.json or .json.gz)"
+        parser.add_argument("--timeline", metavar="FILE", help=meaning)
+        add_growing(parser)
+        add_shared(parser, "min-match", "json")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        if arguments.timeline is not None:
+            _refuse_timeline(arguments.timeline)
+        fleet = fleet_of(arguments)
+        kinds = _measured(arguments.recording, fleet) if _needs_kinds(arguments) else []
+        predicted = leave_one_out(kinds, arguments.algorithm) if arguments.leave_one_out else []
+        inputs = find_traces(arguments)
+        grown = grow(inputs, arguments, Options(), fleet)
+        if grown is not None:
+            inputs = grown.inputs
+        network = _network(arguments, kinds)
+        results = progress(
+            "reading",
+            len(inputs.pairs),
+            lambda done: convert_ranks(
+                inputs.pairs,
+                None,
+                Options(),
+                fleet,
+                done,
+                keep_graph=True,
+                copies=copies_of(grown.recorded, grown.growth, None) if grown is not None else None,
+            ),
+        )
+        good = [result for result in results if result.error is None]
+        differ = disagreements(good if grown is None else grown.recorded)
+        cost = None if network is None else _cost(network, arguments.per_node)
+        simulations = _simulate(good, cost, arguments)
+        if arguments.json:
+            print_json(_answer(simulations, network, predicted, grown, differ, [one.text for one in inputs.problems]))
+        else:
+            if grown is not None:
+                print_growth(grown)
+                if arguments.per_node is None:
+                    print(
+                        "           groups are inside a node, or cross nodes, as they did; --per-node N says otherwise"
+                    )
+            if network is not None:
+                print_network(network)
+            for window, simulation in simulations.items():
+                print_simulation(window, simulation, changed=cost is not None or arguments.compute != 1)
+            if arguments.leave_one_out:
+                print_leave_one_out(predicted)
+        complain(*(problem.text for problem in inputs.problems), *inputs.notes, *differ)
+        is_whole = complain_of_ranks(results, arguments.min_match)
+        if not good:
+            return 2
+        return 1 if inputs.problems or differ or not is_whole else 0
+
+
+def _link(text: str) -> Link:
+    try:
+        return link_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _positive(kind: Callable[[str], T]) -> Callable[[str], T]:
+    def parse(text: str) -> T:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = kind("0")
+        if not 0 < float(str(number)) < 1e9:
+            raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        return number
+
+    return parse
+
+
+def _needs_kinds(arguments: argparse.Namespace) -> bool:
+    given = arguments.intra is not None or arguments.inter is not None
+    grows = isinstance(arguments.ranks, int) and arguments.network != "measured" and not given
+    return bool(arguments.leave_one_out or arguments.network == "recorded" or grows)
+
+
+def _measured(paths: Sequence[str], fleet: Fleet) -> list[MeasuredKind]:
+    """The times of the recording's own collectives."""
+    found = find(paths, None, None)
+    ranks = progress("measuring", len(found.tasks), lambda done: read(found, fleet, done))
+    return measured_kinds(match_collectives(Job.match(ranks)))
+
+
+def _network(arguments: argparse.Namespace, kinds: Sequence[MeasuredKind]) -> Network | None:
+    """What communications run on; None where they take what they took."""
+    links: dict[Locality, Link] = {}
+    if arguments.intra is not None:
+        links["intra_node"] = arguments.intra
+    if arguments.inter is not None:
+        links["cross_node"] = arguments.inter
+    if links and arguments.network == "measured":
+        raise CrossrankError("--network measured leaves communications as they were; leave out --intra and --inter")
+    fitted = (
+        fit_network(kinds, arguments.algorithm) if _needs_kinds(arguments) and arguments.network != "measured" else None
+    )
+    if fitted is not None and not arguments.leave_one_out and not fitted.links:
+        raise CrossrankError(
+            f"{arguments.recording[0]}: no collective has a time, so nothing is known of its network; "
+            "say what it is with --intra and --inter, or --network measured"
+        )
+    if links:
+        return Network(links=links, algorithm=arguments.algorithm)
+    return fitted if arguments.network == "recorded" or isinstance(arguments.ranks, int) else None
+
+
+def _cost(network: Network, per_node: int | None) -> Cost:
+    """What a communication takes on the network."""
+
+    def locality(transfer: Transfer) -> Locality:
+        if per_node is None:
+            return transfer.locality
+        return "intra_node" if len({rank // per_node for rank in transfer.members}) == 1 else "cross_node"
+
+    return lambda one: network.duration_ns(one.op, one.size, bus_bytes(one.op, one.size, one.bytes), locality(one))
+
+
+def _refuse_timeline(timeline: str) -> None:
+    """Refuse before the work what would fail after it."""
+    if not timeline.endswith((".json", ".json.gz")):
+        raise CrossrankError(f"{timeline}: a timeline is a .json or .json.gz file")
+    if os.path.isdir(timeline) or not os.path.isdir(os.path.dirname(timeline) or "."):
+        raise CrossrankError(f"{timeline}: cannot be written; name a file in a folder that exists")
+
+
+def _simulate(
+    results: Sequence[ConvertedRank], cost: Cost | None, arguments: argparse.Namespace
+) -> dict[int, Simulation]:
+    """Window -> its ranks, played together; written as a timeline as well, those of later windows beside it."""
+    windows: dict[int, list[RankGraph]] = {}
+    for result in results:
+        if result.converted.graph is not None:
+            windows.setdefault(result.window, []).append(result.converted.graph)
+    simulations = {window: simulate(graphs, cost, arguments.compute) for window, graphs in sorted(windows.items())}
+    if arguments.timeline is None:
+        return simulations
+    for window, simulation in simulations.items():
+        path = Path(arguments.timeline)
+        path = path if window == 1 else path.with_name(f"w{window}.{path.name}")
+        try:
+            write_timeline(windows[window], simulation, path)
+        except OSError as error:
+            raise CrossrankError(f"{path}: cannot be written ({error.strerror}); name another file") from error
+    return simulations
+
+
+def _answer(
+    simulations: Mapping[int, Simulation],
+    network: Network | None,
+    predicted: Sequence[Predicted],
+    grown: Grown | None,
+    differ: Sequence[str],
+    problems: Sequence[str],
+) -> dict[str, object]:
+    """What `--json` prints."""
+    return {
+        "simulations": [_figures(window, simulation) for window, simulation in simulations.items()],
+        "network": None
+        if network is None
+        else {
+            "algorithm": network.algorithm,
+            "links": {locality: _link_json(link) for locality, link in network.links.items()},
+            "operations": [
+                {"op": op, "locality": locality} | _link_json(link)
+                for (op, locality), (link, _) in network.of_operations.items()
+            ],
+        },
+        "leave_one_out": [
+            {"op": one.kind.op, "ranks": one.kind.size, "locality": one.kind.locality, "bytes": one.kind.bytes}
+            | {"collectives": one.kind.count, "measured_ns": one.kind.time_ns, "predicted_ns": one.time_ns}
+            for one in predicted
+        ],
+        "grown": growth_json(grown),
+        "disagreements": list(differ),
+        "problems": list(problems),
+    }
+
+
+def _link_json(link: Link) -> dict[str, object]:
+    return {"gb_per_s": link.rate if link.rate != float("inf") else None, "latency_us": link.latency_ns / 1000}
+
+
+def _figures(window: int, simulation: Simulation) -> dict[str, object]:
+    busy = [{"rank": rank, "runs_on": runs_on, "ns": ns} for (rank, runs_on), ns in simulation.busy_ns.items()]
+    figures = {name: getattr(simulation, name) for name in (*_FIGURES, "measured_ops")}
+    return {"window": window, "busy_ns": busy} | figures

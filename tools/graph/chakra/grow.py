@@ -1,0 +1,240 @@
+"""A job of R ranks, written for N: what each communication of a rank is in the larger job, or the smaller one.
+
+Data parallelism alone can be grown from a trace: every rank does the same on a batch of its own. A new rank does what
+the recorded rank does that has its place in all other dimensions; in the grown one the first stays the first, for it
+alone may save checkpoints or broadcast, and the others follow each other in turns. What a call carries then:
+
+* all_reduce, reduce, broadcast, all_to_all: as many bytes. Gradients keep their size, and so do batches of a rank.
+* reduce_scatter: as many, S being the whole; each rank gets a smaller shard of it.
+* all_gather into one tensor on a group that also has reduce_scatter (FSDP, ZeRO): as many, of smaller shards.
+* any other all_gather, gather, scatter: as many for each member, so S grows with the group.
+
+S of shards is rounded up so that each rank's has whole elements, as FSDP pads them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain, pairwise
+from math import prod
+
+import msgspec
+
+from crossrank.comm import MOST_RANKS, CommRecord, Group, is_p2p
+from crossrank.dtypes import dtype_of
+from crossrank.errors import CrossrankError
+from crossrank.tools.graph.chakra.chakra_graph import Comm
+from crossrank.tools.graph.chakra.group_numbers import NumberedGroup, number_group
+from crossrank.tools.graph.chakra.mesh import Mesh, UsedGroup, name_in
+
+_WHY_NOT = {
+    "tp": "each matrix product would be split further, and shapes do not say along which of their extents",
+    "pp": "each stage would have fewer layers, and the trace does not say which operations are one layer's",
+    "cp": "each rank would have a shorter part of the sequence, and shapes do not say which extent that is",
+    "ep": "each rank would have fewer experts, and shapes do not say which extent counts them",
+}
+"""Dimension -> why it is not grown."""
+_WHOLE = frozenset(("_allgather_base_", "allgather_into_tensor_coalesced_", "_allgather_into_tensor_coalesced_"))
+"""Of c10d, the forms of all_gather whose output is one tensor."""
+
+
+@dataclass
+class JobGrowth:
+    """How a job of `recorded` becomes one of `written`, which differ in the size of one dimension."""
+
+    recorded: Mesh
+    written: Mesh
+    place: int
+    """Of the dimension that grows."""
+    sharded: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
+    """Name and members of the groups that have reduce_scatter."""
+    _groups: dict[tuple[str, frozenset[int], int], NumberedGroup] = field(default_factory=dict, repr=False)
+
+    def source(self, rank: int) -> int:
+        """The recorded rank that does what `rank` of the written job does."""
+        coordinates = list(self.written.coordinates(rank))
+        at, had = coordinates[self.place], self.recorded.dimensions[self.place].size
+        coordinates[self.place] = at if at < had else 1 + (at - 1) % (had - 1) if had > 1 else 0
+        return self.recorded.rank(tuple(coordinates))
+
+    @cached_property
+    def copies(self) -> dict[int, list[int]]:
+        """Recorded rank -> the ranks of the written job that do what it does."""
+        found: dict[int, list[int]] = {}
+        for rank in range(self.written.size):
+            found.setdefault(self.source(rank), []).append(rank)
+        return found
+
+    def group(self, group: NumberedGroup, rank: int) -> NumberedGroup:
+        """The group of the written job in which `rank` is where its source is in `group`."""
+        fixed = list(self.written.coordinates(rank))
+        over = self._over(group)
+        for place in over:
+            fixed[place] = 0
+        key = (group.pg, over, self.written.rank(tuple(fixed)))
+        found = self._groups.get(key)
+        if found is None:
+            ranks = [tuple(fixed)]
+            for place in sorted(over):
+                size = self.written.dimensions[place].size
+                ranks = [(*one[:place], at, *one[place + 1 :]) for one in ranks for at in range(size)]
+            members = sorted(self.written.rank(one) for one in ranks)
+            grown = Group(pg=group.pg, size=len(members), ranks=members, desc=group.desc)
+            found = self._groups[key] = number_group(grown, self.written.size)
+        return found
+
+    def comm(self, comm: Comm, source: int, rank: int) -> Comm:
+        """What `comm` of the recorded rank `source` is on `rank`. `runs_as` stays."""
+        group, record = self.group(comm.group, rank), comm.record
+        if is_p2p(record):
+            record = msgspec.structs.replace(record, peer=self._peer(record.peer, source, rank))
+        else:
+            root = record.root
+            if root is not None and root in comm.group.ranks:
+                root = self._counterpart(root, group)
+            record = msgspec.structs.replace(
+                record,
+                root=root,
+                bytes=self.size_of(record, comm.group),
+                in_split=_resplit(record.in_split, len(group.ranks)),
+                out_split=_resplit(record.out_split, len(group.ranks)),
+            )
+        return Comm(record, group, comm.runs_as)
+
+    def size_of(self, record: CommRecord, group: NumberedGroup) -> int:
+        """S of a call on a recorded group, in the written job."""
+        had, size = len(group.ranks), self.size(group)
+        if size == had:
+            return record.bytes
+        if record.op in ("gather", "scatter") or (record.op == "all_gather" and not self.keeps_whole(record, group)):
+            return record.bytes // had * size
+        if record.op in ("all_gather", "reduce_scatter"):
+            dtype = dtype_of(record.dtype) if record.dtype is not None else None
+            step = size * (dtype.size if dtype is not None else 1)
+            return -(-record.bytes // step) * step
+        return record.bytes
+
+    def rules(self, of_ranks: Iterable[Iterable[Comm]]) -> dict[str, int]:
+        """What becomes of the sizes of calls on groups that have another number of members -> calls of all ranks."""
+        found: Counter[str] = Counter()
+        for comm in chain.from_iterable(of_ranks):
+            had, size, record = len(comm.group.ranks), self.size(comm.group), comm.record
+            if is_p2p(record) or size == had or record.op == "barrier":
+                continue
+            if self.size_of(record, comm.group) == record.bytes:
+                found[f"of {record.op} on groups of {size} instead of {had} keep their size"] += 1
+            elif record.op == "reduce_scatter" or self.keeps_whole(record, comm.group):
+                found[f"of {record.op} are rounded up to whole elements for each of {size} ranks"] += 1
+            else:
+                found[f"of {record.op} have as much for each member: of {size} instead of {had}"] += 1
+        return dict(found.most_common())
+
+    def keeps_whole(self, record: CommRecord, group: NumberedGroup) -> bool:
+        """Whether an all_gather puts shards together, which shrink, and not what each rank has of its own."""
+        return record.c10d in _WHOLE and (group.pg, tuple(group.ranks)) in self.sharded
+
+    def size(self, group: NumberedGroup) -> int:
+        """How many members a recorded group has in the written job."""
+        return prod(self.written.dimensions[place].size for place in self._over(group))
+
+    def _over(self, group: NumberedGroup) -> frozenset[int]:
+        over = self.recorded.over(group.ranks, group.desc)
+        if over is None:
+            raise CrossrankError(
+                f"the group {list(group.ranks)} is not all ranks of some dimensions of {self.recorded}"
+            )
+        return over
+
+    def _counterpart(self, rank: int, group: NumberedGroup) -> int:
+        """The first member of `group` that does what a recorded rank does."""
+        return next((one for one in group.ranks if self.source(one) == rank), group.ranks[0])
+
+    def _peer(self, peer: int | None, source: int, rank: int) -> int | None:
+        if peer is None:
+            return None
+        moved = list(self.recorded.coordinates(peer))
+        moved[self.place] = self.written.coordinates(rank)[self.place]
+        return self.written.rank(tuple(moved))
+
+
+def _resplit(splits: list[int] | None, size: int) -> list[int] | None:
+    """Rows for each member of a group of another size, as many in all, in the same proportions.
+
+    >>> _resplit([4, 2], 4), _resplit([1, 1, 2], 1)
+    ([2, 2, 1, 1], [4])
+    """
+    if splits is None or len(splits) == size or not splits:
+        return splits
+    upto = [0]
+    for rows in splits:
+        upto.append(upto[-1] + rows)
+    ends = []
+    for member in range(size + 1):
+        at, rest = divmod(member * len(splits), size)
+        ends.append(upto[at] + (splits[at] * rest // size if at < len(splits) else 0))
+    return [end - begin for begin, end in pairwise(ends)]
+
+
+def plan_growth(mesh: Mesh, groups: Iterable[UsedGroup], ranks: int, name: str) -> JobGrowth:
+    """The growth of the dimension `name` until the job has `ranks` ranks.
+
+    Raises `CrossrankError` where a trace does not say what a rank would do then.
+    """
+    place = mesh.index(name)
+    dimension = mesh.dimensions[place]
+    others = mesh.size // dimension.size
+    if not 0 < ranks <= MOST_RANKS or ranks % others:
+        raise CrossrankError(
+            f"{ranks} ranks are no multiple of the {others} that {mesh} has for one of {name}; ask for {others}, "
+            f"{2 * others}, {4 * others}, …"
+        )
+    if dimension.kind != "dp" and ranks != mesh.size:
+        why = _WHY_NOT.get(dimension.kind)
+        raise CrossrankError(
+            f"--grow {name}: {why}; record the job with more of it, or grow dp"
+            if why is not None
+            else f"--grow {name}: nothing says what this dimension is for; name it with --dims, as dp={dimension.size}"
+        )
+    used = list(groups)
+    if dimension.size == 1 < mesh.size and not any(name_in(group.desc) in (name, dimension.kind) for group in used):
+        raise CrossrankError(
+            f"--grow {name}: the recorded job has one rank of it, which exchanges nothing along it; record it with two"
+        )
+    for group in used:
+        _refuse(mesh, place, group)
+    larger = replace(dimension, size=ranks // others)
+    written = Mesh((*mesh.dimensions[:place], larger, *mesh.dimensions[place + 1 :]))
+    sharded = frozenset(
+        (group.pg, group.ranks) for group in used if any(call.op == "reduce_scatter" for call in group.calls)
+    )
+    return JobGrowth(mesh, written, place, sharded)
+
+
+def _refuse(mesh: Mesh, place: int, group: UsedGroup) -> None:
+    """Raise where the calls on a group that grows say by their number or ends how many ranks there are."""
+    name = mesh.dimensions[place].name
+    over = mesh.over(group.ranks, group.desc) or frozenset()
+    if place not in over:
+        return
+    what = f"--grow {name}: group {group.desc or list(group.ranks)}"
+    if any(mesh.coordinates(rank)[place] != mesh.coordinates(peer)[place] for rank, peer in group.messages):
+        raise CrossrankError(f"{what} has sends and receives along it, and nothing says to whom more ranks would send")
+    roots = {call.root for call in group.calls if call.op == "broadcast" and call.root is not None}
+    if len({mesh.coordinates(root)[place] for root in roots}) > 1:
+        raise CrossrankError(
+            f"{what} has broadcasts from {len(roots)} of its ranks, as where each one sends its shard (ZeRO): more "
+            "ranks would make more of them"
+        )
+
+
+def used_groups(of_ranks: Mapping[int, Iterable[tuple[CommRecord, NumberedGroup]]]) -> list[UsedGroup]:
+    """The groups that the ranks call on; rank -> its calls, each with its group."""
+    found: dict[tuple[str, tuple[int, ...]], UsedGroup] = {}
+    for rank, calls in of_ranks.items():
+        for record, group in calls:
+            members = tuple(group.ranks)
+            found.setdefault((group.pg, members), UsedGroup(group.pg, members, group.desc)).add(rank, record)
+    return list(found.values())

@@ -1,0 +1,81 @@
+"""A simulation on a terminal: how long the job takes, why, and how well the network's numbers predict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from crossrank.text import amount, plural
+from crossrank.tools.graph.chakra.simulate import Simulation
+from crossrank.tools.output.console import Columns, table_of
+from crossrank.tools.predict.fit import Predicted
+from crossrank.tools.predict.network import Network
+
+_BUSIEST = 12
+_SHOWN = 24
+
+
+def print_simulation(window: int, simulation: Simulation, *, changed: bool) -> None:
+    """Makespan, what the critical path consists of, and how busy every thread and stream is. `changed`: something is
+    not as it was measured."""
+    print(f"\nSimulation{'' if window == 1 else f' of window {window}'}")
+    compared = (
+        f"{simulation.makespan_ns / max(1, simulation.measured_ns):.3f} x" if changed else f"{simulation.error:+.1%} of"
+    )
+    print(
+        f"  makespan   {_ms(simulation.makespan_ns)} ms, {compared} the measured {_ms(simulation.measured_ns)} ms "
+        "(first start to last end of all ranks)"
+    )
+    print(f"  joined     {simulation.joined:,} communications over several ranks, {simulation.alone:,} played alone")
+    if not simulation.by_clocks:
+        print("  clocks     of the ranks are further apart than the window is long; all begin at 0")
+    for op, count in simulation.measured_ops.items():
+        print(f"  measured   {plural(count, 'call')} of {op} take what they took: the network says nothing about it")
+    print("  critical path")
+    for category, spent in simulation.critical_ns.items():
+        print(f"    {_ms(spent):>12} ms  {category}")
+    whole = max(1, simulation.makespan_ns)
+    columns: Columns[tuple[tuple[int, str], int]] = (
+        ("rank", lambda one: one[0][0]),
+        ("thread or stream", lambda one: one[0][1]),
+        ("#busy ms", lambda one: _ms(one[1])),
+        ("#of makespan", lambda one: f"{one[1] / whole:.1%}"),
+        ("#rank waits ms", lambda one: _ms(simulation.waiting_ns[one[0][0]])),
+    )
+    busiest = sorted(simulation.busy_ns.items(), key=lambda one: -one[1])
+    table_of(busiest, columns, limit=_BUSIEST).print("Busiest threads and streams")
+
+
+def print_network(network: Network) -> None:
+    print(f"\nnetwork    {network.algorithm}; bus bandwidth and latency of a step")
+    for locality, link in network.links.items():
+        print(f"           {locality:<14} {link}")
+    for (op, locality), (link, _) in network.of_operations.items():
+        print(f"           {locality:<14} {link}  ({op})")
+
+
+def print_leave_one_out(predicted: Sequence[Predicted]) -> None:
+    """What the times of all other kinds of collectives say of each."""
+    table_of(predicted, _PREDICTED, limit=_SHOWN).print("Each kind of collective, predicted from all others")
+    errors = [abs(one.error) for one in predicted if one.error is not None]
+    if errors:
+        print(
+            f"\nerror      {median(errors):.0%} in the middle, {max(errors):.0%} at most, of "
+            f"{plural(len(errors), 'kind')}; of {len(predicted) - len(errors)} the others say nothing"
+        )
+
+
+_PREDICTED: Columns[Predicted] = (
+    ("operation", lambda one: one.kind.op),
+    ("#ranks", lambda one: one.kind.size),
+    ("locality", lambda one: one.kind.locality),
+    ("#S", lambda one: amount(one.kind.bytes)),
+    ("#collectives", lambda one: f"{one.kind.count:,}"),
+    ("#measured us", lambda one: f"{one.kind.time_ns / 1000:,.1f}"),
+    ("#predicted us", lambda one: "-" if one.time_ns is None else f"{one.time_ns / 1000:,.1f}"),
+    ("#error", lambda one: "-" if one.error is None else f"{one.error:+.0%}"),
+)
+
+
+def _ms(ns: int) -> str:
+    return f"{ns / 1e6:,.3f}"
