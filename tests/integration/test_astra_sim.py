@@ -202,3 +202,34 @@ def test_check_fails_on_what_does_not_finish_and_on_nothing_else(tmp_path: Path,
     except subprocess.TimeoutExpired:
         finished = 0
     assert (finished == 2) == all(kept)
+
+
+@needs_traces
+@pytest.mark.parametrize(
+    ("words", "ranks", "apart"),
+    [
+        ((), 8, 0.002),
+        (("--network", "recorded"), 8, 0.002),
+        (("--inter", "0.01GB/s,8us"), 8, 0.01),
+        (("--inter", "0.01GB/s,8us", "--algorithm", "direct"), 8, 0.01),
+        (("--inter", "50GB/s,5ms"), 8, 0.01),
+        (("--inter", "50GB/s,5ms", "--algorithm", "tree"), 8, 0.01),
+        (("--inter", "1GB/s,8us", "--ranks", "64"), 64, 0.05),
+    ],
+)
+def test_it_takes_as_long_as_our_simulation_on_the_same_network(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], ranks: int, apart: float
+) -> None:
+    binary = os.environ["ASTRA_SIM"]
+    assert main(["simulate", public("dlrm_8gpu"), *words, "--astra-sim", binary, "--json", "--jobs", "1"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    (ours,), (theirs,) = answer["simulations"], answer["astra_sim"]
+    assert (theirs["finished"], theirs["ranks"]) == (ranks, ranks)
+    assert theirs["last_ns"] == pytest.approx(ours["makespan_ns"], rel=apart)
+
+
+@needs_traces
+def test_what_is_no_astra_sim_ends_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for binary in (tmp_path / "gone", Path("/bin/false")):
+        assert main(["simulate", public("dlrm_8gpu"), "--astra-sim", str(binary), "--jobs", "1"]) == 2
+        assert capsys.readouterr().err.startswith(f"crossrank: {binary}: ")

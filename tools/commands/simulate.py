@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from crossrank.comm import Locality
@@ -21,15 +23,25 @@ from crossrank.tools.commands.converting import (
 )
 from crossrank.tools.commands.options import add_shared, complain, fleet_of, progress
 from crossrank.tools.graph.chakra.chakra_graph import Options
-from crossrank.tools.graph.chakra.convert_ranks import ConvertedRank, convert_ranks, copies_of, disagreements
+from crossrank.tools.graph.chakra.convert_ranks import (
+    ConvertedRank,
+    chakra_name,
+    convert_ranks,
+    copies_of,
+    delay_starts,
+    disagreements,
+    write_groups,
+)
 from crossrank.tools.graph.chakra.simulate import Cost, RankGraph, Simulation, Transfer, simulate
 from crossrank.tools.graph.chakra.simulation_timeline import write_timeline
+from crossrank.tools.graph.linking.window_files import Inputs
 from crossrank.tools.job.collectives import match_collectives
 from crossrank.tools.job.job import Job
 from crossrank.tools.job.sources import find, read
 from crossrank.tools.output.console import print_json
-from crossrank.tools.output.simulation import print_leave_one_out, print_network, print_simulation
+from crossrank.tools.output.simulation import print_beside, print_leave_one_out, print_network, print_simulation
 from crossrank.tools.parallel import Fleet
+from crossrank.tools.predict.astra_sim import AstraRun, run_astra_sim
 from crossrank.tools.predict.fit import MeasuredKind, Predicted, fit_network, leave_one_out, measured_kinds
 from crossrank.tools.predict.network import ALGORITHMS, Link, Network, bus_bytes, link_of
 
@@ -65,6 +77,12 @@ class SimulateCommand:
         add("--compute", type=_positive(float), default=1.0, metavar="FACTOR", help=meaning)
         meaning = "predict each kind of collective from all others, and print by how much that is off"
         parser.add_argument("--leave-one-out", action="store_true", help=meaning)
+        meaning = (
+            "run ASTRA-sim's analytical backend on the same, and print both (default BINARY: the variable ASTRA_SIM)"
+        )
+        parser.add_argument(
+            "--astra-sim", nargs="?", const=os.environ.get("ASTRA_SIM", ""), metavar="BINARY", help=meaning
+        )
         meaning = "write the simulation as a trace for ui.perfetto.dev (.json or .json.gz)"
         parser.add_argument("--timeline", metavar="FILE", help=meaning)
         add_growing(parser)
@@ -73,6 +91,10 @@ class SimulateCommand:
     def run(self, arguments: argparse.Namespace) -> int:
         if arguments.timeline is not None:
             _refuse_timeline(arguments.timeline)
+        if arguments.astra_sim == "":
+            raise CrossrankError(
+                "--astra-sim needs the path of AstraSim_Analytical_Congestion_Unaware, or ASTRA_SIM has it"
+            )
         fleet = fleet_of(arguments)
         kinds = _measured(arguments.recording, fleet) if _needs_kinds(arguments) else []
         predicted = leave_one_out(kinds, arguments.algorithm) if arguments.leave_one_out else []
@@ -98,8 +120,12 @@ class SimulateCommand:
         differ = disagreements(good if grown is None else grown.recorded)
         cost = None if network is None else _cost(network, arguments.per_node)
         simulations = _simulate(good, cost, arguments)
+        beside = (
+            _astra_sim(arguments, inputs, grown, network, fleet) if arguments.astra_sim is not None and good else []
+        )
         if arguments.json:
-            print_json(_answer(simulations, network, predicted, grown, differ, [one.text for one in inputs.problems]))
+            problems = [one.text for one in inputs.problems]
+            print_json(_answer(simulations, network, predicted, grown, beside, differ, problems))
         else:
             if grown is not None:
                 print_growth(grown)
@@ -111,6 +137,8 @@ class SimulateCommand:
                 print_network(network)
             for window, simulation in simulations.items():
                 print_simulation(window, simulation, changed=cost is not None or arguments.compute != 1)
+            if beside:
+                print_beside(simulations, beside)
             if arguments.leave_one_out:
                 print_leave_one_out(predicted)
         complain(*(problem.text for problem in inputs.problems), *inputs.notes, *differ)
@@ -178,12 +206,14 @@ def _network(arguments: argparse.Namespace, kinds: Sequence[MeasuredKind]) -> Ne
 def _cost(network: Network, per_node: int | None) -> Cost:
     """What a communication takes on the network."""
 
-    def locality(transfer: Transfer) -> Locality:
-        if per_node is None:
-            return transfer.locality
-        return "intra_node" if len({rank // per_node for rank in transfer.members}) == 1 else "cross_node"
+    def cost(one: Transfer) -> float | None:
+        locality, nodes = one.locality, None
+        if per_node is not None:
+            nodes = len({rank // per_node for rank in one.members})
+            locality = "intra_node" if nodes == 1 else "cross_node"
+        return network.duration_ns(one.op, one.size, bus_bytes(one.op, one.size, one.bytes), locality, nodes)
 
-    return lambda one: network.duration_ns(one.op, one.size, bus_bytes(one.op, one.size, one.bytes), locality(one))
+    return cost
 
 
 def _refuse_timeline(timeline: str) -> None:
@@ -215,11 +245,32 @@ def _simulate(
     return simulations
 
 
+def _astra_sim(
+    arguments: argparse.Namespace, inputs: Inputs, grown: Grown | None, network: Network | None, fleet: Fleet
+) -> list[AstraRun]:
+    """What ASTRA-sim makes of each window. `--compute` is no matter of its traces, so it is refused."""
+    if arguments.compute != 1:
+        raise CrossrankError("--astra-sim plays computation as it was measured; leave out --compute")
+    with TemporaryDirectory(prefix="crossrank-") as folder:
+        copies = copies_of(grown.recorded, grown.growth, folder) if grown is not None else None
+        results = convert_ranks(inputs.pairs, folder, Options(lower=True), fleet, copies=copies)
+        write_groups([result for result in results if result.error is None], folder)
+        if grown is None:
+            delay_starts([result for result in results if result.error is None])
+        found = []
+        for window in sorted({result.window for result in results}):
+            prefix = Path(folder, chakra_name(0, window).removesuffix(".0.et"))
+            ranks = len(list(prefix.parent.glob(f"{prefix.name}.*.et")))
+            found.append(run_astra_sim(arguments.astra_sim, prefix, window, ranks, network, arguments.per_node))
+    return found
+
+
 def _answer(
     simulations: Mapping[int, Simulation],
     network: Network | None,
     predicted: Sequence[Predicted],
     grown: Grown | None,
+    beside: Sequence[AstraRun],
     differ: Sequence[str],
     problems: Sequence[str],
 ) -> dict[str, object]:
@@ -242,6 +293,7 @@ def _answer(
             for one in predicted
         ],
         "grown": growth_json(grown),
+        "astra_sim": [asdict(one) for one in beside],
         "disagreements": list(differ),
         "problems": list(problems),
     }

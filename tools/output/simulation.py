@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 from crossrank.text import amount, plural
 from crossrank.tools.graph.chakra.simulate import Simulation
 from crossrank.tools.output.console import Columns, table_of
+from crossrank.tools.predict.astra_sim import AstraRun
 from crossrank.tools.predict.fit import Predicted
 from crossrank.tools.predict.network import Network
 
@@ -44,6 +45,17 @@ def print_simulation(window: int, simulation: Simulation, *, changed: bool) -> N
     )
     busiest = sorted(simulation.busy_ns.items(), key=lambda one: -one[1])
     table_of(busiest, columns, limit=_BUSIEST).print("Busiest threads and streams")
+
+
+def print_beside(simulations: Mapping[int, Simulation], astra: Sequence[AstraRun]) -> None:
+    columns: Columns[AstraRun] = (
+        ("window", lambda one: one.window),
+        ("#measured ms", lambda one: _ms(simulations[one.window].measured_ns)),
+        ("#simulated ms", lambda one: _ms(simulations[one.window].makespan_ns)),
+        ("#ASTRA-sim ms", lambda one: _ms(one.last_ns) if one.finished else "-"),
+        ("#ranks that finished there", lambda one: f"{one.finished} of {one.ranks}"),
+    )
+    table_of(astra, columns, limit=_SHOWN).print("Beside ASTRA-sim")
 
 
 def print_network(network: Network) -> None:

@@ -63,6 +63,15 @@ STEPS: dict[str, dict[Algorithm, Steps]] = {
 halves (recursive doubling, binomial trees); direct sends to all at once."""
 
 
+_CROSSING: dict[Algorithm, Callable[[int, int], float]] = {
+    "ring": lambda n, nodes: nodes / n,
+    "tree": lambda n, nodes: _depth(nodes) / _depth(n),
+    "direct": lambda n, nodes: 1.0,
+}
+"""Algorithm -> share of its steps that cross nodes, of a group of n: what is passed around a ring leaves each node once
+(as NCCL's tuning counts it), and a tree halves inside nodes first."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Link:
     """What connects two ranks."""
@@ -83,13 +92,21 @@ class Network:
     algorithm: Algorithm = "ring"
     of_operations: Mapping[tuple[str, Locality], tuple[Link, Algorithm]] = field(default_factory=dict)
 
-    def duration_ns(self, op: str, size: int, bus_bytes: float, locality: Locality) -> float | None:
-        """How long `op` takes in a group of `size`; None where nothing is known of its links."""
+    def duration_ns(
+        self, op: str, size: int, bus_bytes: float, locality: Locality, nodes: int | None = None
+    ) -> float | None:
+        """How long `op` takes in a group of `size` on so many nodes; None where nothing is known of its links.
+
+        Where the nodes are known, the steps that stay inside one have the latency of `intra_node`."""
         measured = self.of_operations.get((op, locality))
         link, algorithm = measured if measured is not None else (self.link(locality), self.algorithm)
         if link is None or op not in STEPS:
             return None
-        return predict(link, steps(op, size, algorithm), bus_bytes)
+        latency, inside = link.latency_ns, self.link("intra_node")
+        if nodes is not None and nodes > 1 and inside is not None:
+            crossing = _CROSSING[algorithm](size, nodes)
+            latency = crossing * latency + (1 - crossing) * inside.latency_ns
+        return steps(op, size, algorithm) * latency + bus_bytes / link.rate
 
     def link(self, locality: Locality) -> Link | None:
         """Of a locality; that of the nearest kind where it has none of its own, and of an unknown one the slowest."""
@@ -97,11 +114,6 @@ class Network:
         return self.links.get(locality) or next(
             (link for other, link in self.links.items() if crosses_nodes(other) == across), None
         )
-
-
-def predict(link: Link, steps: int, bus_bytes: float) -> float:
-    """ns of a collective of so many steps."""
-    return steps * link.latency_ns + bus_bytes / link.rate
 
 
 def steps(op: str, size: int, algorithm: Algorithm) -> int:

@@ -6,7 +6,7 @@ import pytest
 
 from crossrank.comm import Locality
 from crossrank.tools.predict.fit import MeasuredKind, fit_network, leave_one_out
-from crossrank.tools.predict.network import ALGORITHMS, Link, Network, bus_bytes, link_of, steps
+from crossrank.tools.predict.network import ALGORITHMS, Algorithm, Link, Network, bus_bytes, link_of, steps
 
 FAST, SLOW = Link(rate=300.0, latency_ns=2000), Link(rate=50.0, latency_ns=8000)
 BOTH = Network(links={"intra_node": FAST, "cross_node": SLOW})
@@ -49,6 +49,12 @@ def test_a_link_of_another_kind_does_not_stand_in(
     links: dict[Locality, Link], locality: Locality, link: Link | None
 ) -> None:
     assert Network(links=links).link(locality) == link
+
+
+@pytest.mark.parametrize(("algorithm", "us"), [("ring", 2.75 * 126), ("tree", 2 * (3 * 8 + 3 * 2)), ("direct", 16.0)])
+def test_steps_inside_a_node_have_its_latency(algorithm: Algorithm, us: float) -> None:
+    network = Network(links=BOTH.links, algorithm=algorithm)
+    assert network.duration_ns("all_reduce", 64, 0.0, "cross_node", nodes=8) == us * 1000
 
 
 def test_of_an_operation_that_is_not_known_nothing_is_said() -> None:

@@ -1,0 +1,122 @@
+"""Runs ASTRA-sim's analytical backend on traces that were converted for it, on the network of a prediction.
+
+Its network has one dimension of links, or two where the ranks of a node are known: inside a node and between nodes.
+Without a network it plays each communication for as long as it was measured. It ends with 0 although ranks did not
+finish, so those are counted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from crossrank.errors import CrossrankError
+from crossrank.tools.predict.network import Algorithm, Link, Network
+
+_IMPLEMENTATIONS: dict[Algorithm, dict[str, str]] = {
+    "ring": dict.fromkeys(("all-reduce", "all-gather", "reduce-scatter"), "ring") | {"all-to-all": "direct1"},
+    "tree": dict.fromkeys(("all-reduce", "all-gather", "reduce-scatter"), "halvingDoubling")
+    | {"all-to-all": "direct1"},
+    "direct": dict.fromkeys(("all-reduce", "all-gather", "reduce-scatter", "all-to-all"), "direct"),
+}
+"""Algorithm -> how collectives are made there; `direct1` exchanges with one rank after the other."""
+_GB = 1e9 / 2**30
+"""What its GB is of ours."""
+_FASTEST = 1e6
+"""GB/s of a link of which only the latency is known."""
+_ENDPOINT_NS = 10
+_FINISHED = re.compile(r"finished, (\d+) cycles")
+_SECONDS = 600
+
+
+@dataclass(frozen=True, kw_only=True)
+class AstraRun:
+    """What ASTRA-sim said of a window."""
+
+    window: int
+    ranks: int
+    finished: int
+    last_ns: int
+    """When the last of them did; a cycle is 1 ns."""
+
+
+def run_astra_sim(
+    binary: str, prefix: Path, window: int, ranks: int, network: Network | None, per_node: int | None
+) -> AstraRun:
+    """Run ASTRA-sim on `prefix`.RANK.et, which lie beside their comm_groups.json; the configuration goes there too.
+
+    Raises `CrossrankError` where it cannot be run, or does not end within ten minutes."""
+    folder = prefix.parent
+    dimensions = _dimensions(network, ranks, per_node)
+    algorithm = network.algorithm if network is not None else "ring"
+    # Its links know no congestion: those of a rank that sends to all at once share the rank's rate. Through a switch a
+    # message takes two of them.
+    direct = algorithm == "direct"
+    topology, hops = ("FullyConnected", 1) if direct else ("Switch", 2)
+    system = {
+        "scheduling-policy": "LIFO",
+        "endpoint-delay": _ENDPOINT_NS,
+        "active-chunks-per-dimension": 1,
+        "preferred-dataset-splits": 1,
+        **{f"{op}-implementation": [how] * len(dimensions) for op, how in _IMPLEMENTATIONS[algorithm].items()},
+        "collective-optimization": "localBWAware",
+        "local-mem-bw": 1600,
+        "boost-mode": 0,
+        "roofline-enabled": 0,
+        "peak-perf": 900,
+        "replay-only": int(network is None),
+    }
+    (folder / "system.json").write_text(json.dumps(system))
+    (folder / "memory.json").write_text('{"memory-type": "NO_MEMORY_EXPANSION"}')
+    listed: dict[str, Sequence[object]] = {
+        "topology": [topology] * len(dimensions),
+        "npus_count": [count for count, _ in dimensions],
+        "bandwidth": [
+            min(link.rate, _FASTEST) * _GB / (max(1, count - 1) if direct else 1) for count, link in dimensions
+        ],
+        "latency": [link.latency_ns / hops for _, link in dimensions],
+    }
+    (folder / "network.yml").write_text("".join(f"{name}: [ {_listed(values)} ]\n" for name, values in listed.items()))
+    command = [
+        binary,
+        f"--workload-configuration={prefix}",
+        f"--comm-group-configuration={folder / 'comm_groups.json'}",
+        f"--system-configuration={folder / 'system.json'}",
+        f"--network-configuration={folder / 'network.yml'}",
+        f"--remote-memory-configuration={folder / 'memory.json'}",
+        f"--logging-folder={folder / 'log'}",
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_SECONDS, check=False)
+    except OSError as error:
+        raise CrossrankError(
+            f"{binary}: cannot be run ({error.strerror}); name AstraSim_Analytical_Congestion_Unaware"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise CrossrankError(f"{binary}: has not ended after {_SECONDS} s; leave out --astra-sim") from error
+    cycles = [int(found) for found in _FINISHED.findall((done.stdout + done.stderr).decode(errors="replace"))]
+    if not cycles and done.returncode:
+        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise CrossrankError(f"{binary}: ended with {done.returncode}, and no rank finished ({last[:200]})")
+    return AstraRun(window=window, ranks=ranks, finished=len(cycles), last_ns=max(cycles, default=0))
+
+
+def _dimensions(network: Network | None, ranks: int, per_node: int | None) -> list[tuple[int, Link]]:
+    """Ranks along each dimension of the network, the innermost first, and its links."""
+    if network is None:
+        return [(ranks, Link(rate=50.0))]
+    intra, inter = network.link("intra_node"), network.link("cross_node")
+    if per_node is not None and 1 < per_node < ranks and not ranks % per_node and intra and inter:
+        return [(per_node, intra), (ranks // per_node, inter)]
+    link = (intra if per_node is not None and per_node >= ranks else inter) or intra or inter
+    if link is None:
+        raise CrossrankError("nothing is known of the links of the network; say what they are with --intra and --inter")
+    return [(ranks, link)]
+
+
+def _listed(values: Sequence[object]) -> str:
+    return ", ".join(f"{one:.6f}" if isinstance(one, float) else str(one) for one in values)
