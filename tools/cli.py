@@ -42,6 +42,7 @@ COMMANDS = {
     "report": ("tools.commands.report:ReportCommand", "one HTML page of all of it, to hand around"),
     "diagnose": ("tools.commands.diagnose:DiagnoseCommand", "who is missing, mismatched or stuck; root cause first"),
     "minimize": ("tools.commands.minimize:MinimizeCommand", "a few iterations of a long recording, to hand on"),
+    "anonymize": ("tools.commands.anonymize:AnonymizeCommand", "traces without the names in them, to hand on"),
     "replay": (
         "replay.command:ReplayCommand",
         "the communication again, without the model, measured against the recording",

@@ -62,7 +62,7 @@ def golden_file(trace: str) -> Path:
 def answers(traces: Path, out: Path) -> dict[str, Any]:
     """Command -> its exit code, what it said on stderr, and its `--json`; and a digest of each file that was written.
     `out` is an empty folder."""
-    found = {name: _answer(words, {"TRACES": str(traces), "OUT": str(out)}) for name, words in COMMANDS.items()}
+    found = {name: answer(words, {"TRACES": str(traces), "OUT": str(out)}) for name, words in COMMANDS.items()}
     files = {str(path.relative_to(out)): _digest(path, out, traces) for path in sorted(out.rglob("*.*"))}
     return found | {"files": files}
 
@@ -90,7 +90,7 @@ def as_text(found: dict[str, Any]) -> str:
     return json.dumps(found, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 
-def _answer(words: tuple[str, ...], folders: dict[str, str]) -> dict[str, Any]:
+def answer(words: tuple[str, ...], folders: dict[str, str]) -> dict[str, Any]:
     given = []
     for word in words:
         name, _, rest = word.partition("/")

@@ -1,0 +1,378 @@
+"""A recording without names says what the recording says, and nothing of who made it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossrank.recording import ReadIssues, file_name, read_chunks
+from crossrank.tools.cli import main
+from crossrank.tools.parallel import Fleet
+from crossrank.tools.sharing.anonymize import Anonymous, anonymize, verify
+from crossrank.tools.sharing.pseudonyms import Pseudonyms
+from tests.golden.answers import COMMANDS, SEEDS, answer
+from tests.unit.graph.linking.public_traces import needs_traces, public
+from tests.unit.sharing.test_minimize import lines_in
+from tests.unit.traces.nsight.exports import write_exports
+
+ALONE = Fleet(jobs=1)
+_FILE = re.compile(
+    r"(?:TRACES|OUT|NEW)/\S*|\b(?:rank[-_]\d+|nsight-x+|event_sync|\w+)\.?(?:json|kineto|et|sqlite|flight)[\w.]*|rank_\d+"
+)
+_SIZES = ("size", "inputs", "output", "path", "files", "sha256")
+
+
+def masked(answer: Any, names: dict[str, str], shift_ns: int) -> Any:
+    """An answer with names in the place of texts, times of the day moved, and without files and their sizes."""
+    if isinstance(answer, dict):
+        found = {
+            masked(key, names, 0): masked(one, names, shift_ns) for key, one in answer.items() if key not in _SIZES
+        }
+        # Of a timeline the bytes are those of its file.
+        return {key: one for key, one in found.items() if not (key == "bytes" and "arrows" in answer)}
+    if isinstance(answer, list):
+        return sorted((masked(one, names, shift_ns) for one in answer), key=lambda one: json.dumps(one, sort_keys=True))
+    if isinstance(answer, str):
+        for text in sorted(names, key=len, reverse=True):
+            if len(text) > 3 and text in answer:
+                answer = re.sub(rf"(?<![\w/]){re.escape(text)}(?!\w)", names[text].replace("\\", r"\\"), answer)
+        return _FILE.sub("FILE", answer)
+    return answer - shift_ns if isinstance(answer, int) and 10**17 < answer < 4 * 10**18 else answer
+
+
+def compare(source: Path, folder: Path) -> None:
+    result = anonymize([str(source)], str(folder / "anonymous"), ALONE)
+    assert verify(result) == {}
+    for name, words in COMMANDS.items():
+        if words[0] == "check":
+            continue
+        answers = []
+        for place in (source, folder / "anonymous"):
+            shutil.rmtree(folder / "out", ignore_errors=True)
+            (folder / "out").mkdir()
+            answers.append(answer(words, {"TRACES": str(place), "OUT": str(folder / "out")}))
+        assert masked(answers[1], {}, 0) == masked(answers[0], result.replaced, result.shift_ns), name
+
+
+@pytest.mark.parametrize("name", ["recording", "flight", "gpu", "exports"])
+def test_every_command_says_the_same_but_for_names(tmp_path: Path, name: str) -> None:
+    (tmp_path / "source").mkdir()
+    if name == "exports":
+        write_exports(tmp_path / "source", 3, world=4)
+    else:
+        shutil.copytree(SEEDS / name, tmp_path / "source", dirs_exist_ok=True)
+    compare(tmp_path / "source", tmp_path)
+
+
+@needs_traces
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dlrm_8gpu",
+        "linear_1gpu",
+        "nccl_2gpu",
+        "nsight_h100",
+        "flight/missing_one",
+        "flight/gloo_missing",
+        "flight/rank_died",
+    ],
+)
+def test_every_command_says_the_same_of_public_traces(tmp_path: Path, name: str) -> None:
+    shutil.copytree(public(name), tmp_path / "source", ignore=shutil.ignore_patterns("expected.json"))
+    compare(tmp_path / "source", tmp_path)
+
+
+SECRETS = {
+    "host": "gpu-acme-0017",
+    "node": "rack42-acme",
+    "directory": "/mnt/acme/secret-project/run1",
+    "script": "/home/alice/secret_model.py",
+    "function": "train_secret_gpt",
+    "desc": "acme_special_group",
+    "message": "could not load /mnt/acme/weights.bin for customer Zeta",
+    "uuid": "GPU-aaaa-bbbb-secret",
+    "thread": "acme-data-loader",
+    "range": "acme forward of tower 3",
+    "module": "acme_tower.layers.17",
+    "kernel": "void acme::secret_kernel<float>(float*)",
+    "functor": "void at::native::elementwise_kernel<4, acme::SecretFunctor>(int)",
+    "operation": "acme::fused_secret",
+    "environment": "ACME_TOKEN=hunter2",
+    "address": "10.20.30.40",
+}
+PIECES = ("acme", "alice", "secret", "Secret", "Zeta", "hunter2", "aaaa-bbbb", "rack42", "10.20.30.40", "tower")
+
+
+def secret_job(folder: Path) -> Path:
+    """A recording of two ranks that has something of its user's in every place for a text."""
+    folder.mkdir()
+    frames = [{"name": SECRETS["function"], "filename": SECRETS["script"], "line": 12}]
+    raised: dict[str, Any] = {
+        "thread": SECRETS["thread"],
+        "error": f"ValueError: {SECRETS['message']}",
+        "causes": [SECRETS["message"]],
+    }
+    for rank in (0, 1):
+        header: dict[str, Any] = {"schema": "crossrank-comms 1", "rank": rank, "world_size": 2, "host": SECRETS["host"]}
+        header |= {
+            "node": SECRETS["node"],
+            "boot_id": "b-secret",
+            "vm_id": SECRETS["uuid"],
+            "gpu_serial": "secret-serial",
+        }
+        header |= {"clock": {"t": 0, "wall": 1_780_000_000_000_000_000}, "environ": SECRETS["environment"]}
+        header |= {"config": {"emit": "ALL", "directory": SECRETS["directory"], "token": SECRETS["environment"]}}
+        header |= {
+            "gpu": {"name": "NVIDIA H100", "uuid": SECRETS["uuid"], "pci": "0000:acme"},
+            "blind_spots": [SECRETS["message"]],
+        }
+        header |= {"versions": {"torch": "2.13.0+acme", "acme": "1", "python": "3.11.7"}}
+        group = {"pg": "0", "size": 2, "ranks": [0, 1], "desc": SECRETS["desc"], "backend": "gloo"}
+        call: dict[str, Any] = {
+            "id": 0,
+            "seq": 1,
+            "t": 5,
+            "op": "all_reduce",
+            "c10d": "allreduce_",
+            "pg": "0",
+            "bytes": 24,
+            "dtype": "float32",
+        }
+        call |= {"in": [[3, 2]], "out": [[3, 2]], "source": f"{SECRETS['script']}:40", "note": SECRETS["message"]}
+        end = {"reason": "exit", "exceptions": [raised | {"frames": frames}]}
+        lines = [{"header": header}, {"group": group}, call, {"acme_line": {"x": SECRETS["message"]}}, {"end": end}]
+        (folder / f"rank-{rank}.comms.jsonl").write_text(
+            "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+        )
+        events: list[dict[str, Any]] = [
+            {"ph": "X", "cat": "user_annotation", "name": name, "pid": 1, "tid": 2, "ts": 5.125, "dur": 2}
+            | {"args": {"External id": 7, "acme": SECRETS["message"], "Concrete Inputs": [SECRETS["message"]]}}
+            for name in (
+                *(SECRETS["range"], SECRETS["kernel"], SECRETS["functor"], SECRETS["operation"]),
+                f"nn.Module: {SECRETS['module']}",
+                f"{SECRETS['script']}(7): {SECRETS['function']}",
+            )
+        ]
+        head: dict[str, Any] = {
+            "traceName": SECRETS["directory"],
+            "host_name": SECRETS["host"],
+            "baseTimeNanoseconds": 1_700_000_000_000_000_000,
+        }
+        head |= {"distributedInfo": {"backend": "gloo", "rank": rank, "hostname": SECRETS["host"]}}
+        (folder / f"rank-{rank}.kineto.json").write_text(json.dumps(head | {"traceEvents": events}))
+        attributes = [
+            {"name": "rf_id", "type": "uint64", "value": 3},
+            {"name": "kernel_file", "type": "string", "value": SECRETS["script"]},
+            {"name": "op_schema", "type": "string", "value": f"{SECRETS['operation']}(Tensor acme) -> Tensor"},
+            {"name": "acme", "type": "string", "value": SECRETS["message"]},
+        ]
+        given = {
+            "values": [SECRETS["message"], SECRETS["address"], 3],
+            "shapes": [[], [], []],
+            "types": ["String", "acme.Type", "Int"],
+        }
+        node = {
+            "id": 2,
+            "name": SECRETS["operation"],
+            "ctrl_deps": 1,
+            "inputs": given,
+            "outputs": given,
+            "attrs": attributes,
+        }
+        trace = {
+            "schema": "1.1.1-chakra.0.0.4",
+            "pid": 7,
+            "time": "2026-05-04 03:02:01",
+            "nodes": [node],
+            "cwd": SECRETS["directory"],
+        }
+        (folder / f"rank-{rank}.et.json").write_text(json.dumps(trace))
+        entry: dict[str, Any] = {
+            "record_id": 0,
+            "pg_id": 0,
+            "process_group": ["0", SECRETS["desc"]],
+            "collective_seq_id": 1,
+        }
+        entry |= {
+            "profiling_name": "nccl:all_reduce",
+            "frames": frames,
+            "thread_name": SECRETS["thread"],
+            "host": SECRETS["host"],
+        }
+        config = {"0": {"name": "0", "desc": SECRETS["desc"], "ranks": "[0, 1]"}}
+        dump = {"version": "2.10", "pg_config": config, "entries": [entry], "env": SECRETS["environment"]}
+        content = pickle.dumps(dump) if rank else json.dumps(dump).encode()
+        (folder / f"rank-{rank}.flight.json").write_bytes(content)
+    (folder / "notes.txt").write_text(SECRETS["message"])
+    return folder
+
+
+def content_of(path: Path) -> str:
+    return b"".join(read_chunks(str(path), ReadIssues(str(path)))).decode("utf-8", "replace")
+
+
+def written(folder: Path) -> dict[str, str]:
+    """Every file in a folder, as text."""
+    return {path.name: content_of(path) for path in sorted(folder.rglob("*.*"))}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    return secret_job(tmp_path / "job")
+
+
+def made(job: Path, *, coarse: bool = False) -> tuple[Anonymous, dict[str, str]]:
+    output = job.parent / "anonymous"
+    return anonymize([str(job)], str(output), ALONE, coarse=coarse), written(output)
+
+
+def test_nothing_of_the_user_is_left_in_any_file(job: Path) -> None:
+    result, files = made(job)
+    assert sorted(files) == sorted(
+        file_name(kind, rank) for kind in ("comms", "et", "flight", "kineto") for rank in (0, 1)
+    )
+    assert [(name, piece) for name, text in files.items() for piece in PIECES if piece in text] == []
+    assert verify(result) == {}
+
+
+def test_a_field_or_file_of_an_unknown_kind_is_counted(job: Path) -> None:
+    result, _ = made(job)
+    left_out = {(file.kind, what) for file in result.files for what in file.left_out}
+    assert left_out >= {
+        ("comms", "header.environ"),
+        ("comms", "config.token"),
+        ("comms", "call.note"),
+        ("comms", "line acme_line"),
+        ("kineto", "host_name"),
+        ("kineto", "args.acme"),
+        ("et", "cwd"),
+        ("et", "attribute"),
+        ("flight", "entry.host"),
+        ("flight", "dump.env"),
+    }
+    (notes,) = [file for file in result.files if not file.kind]
+    assert (notes.output, notes.is_loss) == (None, False)
+    assert notes.why is not None
+    assert "notes.txt: is of no kind that is known" in notes.why
+
+
+def test_a_text_has_one_name_on_all_ranks_and_another_in_the_next_run(job: Path) -> None:
+    _, files = made(job)
+    headers = [json.loads(files[file_name("comms", rank)].partition("\n")[0])["header"] for rank in (0, 1)]
+    assert headers[0]["host"] == headers[1]["host"] != SECRETS["host"]
+    assert headers[0]["versions"]["python"] == "3.11.7"
+    shutil.rmtree(job.parent / "anonymous")
+    _, again = made(job)
+    assert json.loads(again[file_name("comms", 0)].partition("\n")[0])["header"]["host"] != headers[0]["host"]
+
+
+def test_times_of_the_day_are_moved_together_and_others_stay(job: Path) -> None:
+    result, files = made(job)
+    header = json.loads(files[file_name("comms", 0)].partition("\n")[0])["header"]
+    assert header["clock"] == {"t": 0, "wall": 1_780_000_000_000_000_000 - result.shift_ns}
+    kineto = json.loads(files[file_name("kineto", 0)])
+    assert kineto["baseTimeNanoseconds"] == 1_700_000_000_000_000_000 - result.shift_ns
+    assert [event["ts"] for event in kineto["traceEvents"]] == [5.125] * 6
+    assert result.shift_ns % 1_000_000_000 == 0
+    assert 1 <= result.shift_ns / (365 * 86_400 * 10**9) <= 16
+
+
+def test_what_libraries_say_stays(job: Path) -> None:
+    _, files = made(job)
+    names = [event["name"] for event in json.loads(files[file_name("kineto", 0)])["traceEvents"]]
+    assert names[2].startswith("void at::native::elementwise_kernel<kernel-")
+    assert names[4].startswith("nn.Module: module-")
+    assert re.fullmatch(r"file-\w{10}\.py\(7\): function-\w{10}", names[5])
+    end = lines_in(job.parent / "anonymous" / file_name("comms", 0))[-1]["end"]
+    assert end["exceptions"][0]["error"].startswith("ValueError: could not x /x/x/x.x for x x (text-")
+
+
+@pytest.mark.parametrize(
+    ("path", "kept"),
+    [
+        (
+            "/home/alice/venv/lib/python3.11/site-packages/torch/distributed/c10d_logger.py",
+            "/site-packages/torch/distributed/c10d_logger.py",
+        ),
+        ("/opt/torch/distributed/distributed_c10d.py", "/torch/distributed/distributed_c10d.py"),
+        ("/usr/lib/python3.11/threading.py", "/lib/python3.11/threading.py"),
+        ("/data/alice/crossrank/instrument/api.py", "/crossrank/instrument/api.py"),
+        ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap>"),
+    ],
+)
+def test_paths_of_libraries_lose_what_is_before_them(path: str, kept: str) -> None:
+    assert Pseudonyms(b"key").path(path) == kept
+
+
+@pytest.mark.parametrize(
+    ("path", "shape"),
+    [
+        ("/home/alice/train.py", r"file-\w{10}\.py"),
+        ("/x/lib/python3.11/site-packages/acme_ops/moe.py", r"/site-packages/file-\w{10}\.py"),
+        ("<string from alice>", r"file-\w{10}"),
+    ],
+)
+def test_other_paths_get_names(path: str, shape: str) -> None:
+    assert re.fullmatch(shape, Pseudonyms(b"key").path(path))
+
+
+def test_messages_keep_the_words_of_torch_and_stay_apart() -> None:
+    names = Pseudonyms(b"key")
+    gloo = (
+        "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.7]:21507"
+    )
+    assert names.message(gloo).startswith(
+        "RuntimeError: [../x/gloo/gloo/transport/tcp/pair.cc:0] Connection closed by peer [0.0.0.0]:0 (text-"
+    )
+    assert names.message("Connection refused") == "Connection refused"
+    assert names.message("lost alice") != names.message("lost bob")
+
+
+def test_verify_finds_what_was_left(job: Path) -> None:
+    result, _ = made(job)
+    path = job.parent / "anonymous" / file_name("comms", 1)
+    path.write_bytes(
+        b"".join(read_chunks(str(path), ReadIssues(str(path)))) + b'{"note":"seen on gpu-acme-0017 today"}\n'
+    )
+    assert verify(result)[SECRETS["host"]] == str(path)
+
+
+def test_coarse_sizes_are_powers_of_two(job: Path) -> None:
+    result, files = made(job, coarse=True)
+    call = json.loads(files[file_name("comms", 0)].splitlines()[2])
+    assert (call["in"], call["bytes"]) == ([[4, 2]], 32)
+    assert verify(result) == {}
+
+
+def test_the_command_says_what_became_of_what(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = job.parent / "anonymous"
+    assert main(["anonymize", str(job), "-o", str(output), "--verify"]) == 0
+    out, err = capsys.readouterr()
+    assert re.search(r"comms file +0-1 +2 +0\n", out)
+    assert re.search(r"verified   0 of \d+ replaced texts found in the result", out)
+    assert "notes.txt: is of no kind that is known; left out" in err
+    assert not any(text in out + err for text in SECRETS.values())
+    assert main(["anonymize", str(job), "-o", str(output)]) == 2
+    assert f"{output}: is not empty; name a new folder with -o" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_read_is_left_out_and_said(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (job / "rank-0.et.json").write_text('{"schema": "1.1.1", "nodes": [{"id": 1')
+    assert main(["anonymize", str(job), "-o", str(job.parent / "out")]) == 1
+    assert "rank-0.et.json: is not an execution trace as a whole" in capsys.readouterr().err
+    assert not (job.parent / "out" / file_name("et", 0)).exists()
+    assert (job.parent / "out" / file_name("et", 1)).exists()
+
+
+def test_where_nothing_is_known_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "notes.txt").write_text("hello")
+    assert main(["anonymize", str(tmp_path / "in"), "-o", str(tmp_path / "out")]) == 2
+    assert "has nothing that can be anonymized, but of no kind that is known" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

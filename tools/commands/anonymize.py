@@ -1,0 +1,105 @@
+"""`crossrank anonymize`: traces that may leave the house."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+
+from crossrank.text import plural, rank_ranges
+from crossrank.tools.commands.options import add_shared, complain, fleet_of, progress
+from crossrank.tools.output.console import Columns, print_counts, print_json, table_of
+from crossrank.tools.sharing.anonymize import Anonymous, anonymize, verify
+from crossrank.tools.traces.discover import WHAT, discover
+
+_SHOWN = 12
+
+
+class AnonymizeCommand:
+    """Write a recording, or traces of others, with names in the place of what says who ran it and what: hosts, paths,
+    functions and modules of the user's, descriptions, serial numbers, ids, and times of the day moved. The same text
+    has the same name on all ranks, made with a key that is written nowhere. Every command says the same of it, but for
+    names. What no rule knows, a field or a file, is left out and counted. Exit code 1: a file could not be read, or
+    --verify found a replaced text."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add("path", nargs="+", help="a recording, a folder of traces, or the files")
+        add("-o", "--output", required=True, metavar="DIR", help="a new folder")
+        meaning = "round extents of tensors, and bytes, to powers of two; sizes are then no longer those of the job"
+        add("--coarse", action="store_true", help=meaning)
+        add("--verify", action="store_true", help="search the result for every text that was replaced")
+        add_shared(parser, "json")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        files = discover(arguments.path)
+        fleet = fleet_of(arguments, sum(file.size for file in files))
+        result = progress(
+            "anonymizing",
+            len(files),
+            lambda done: anonymize(arguments.path, arguments.output, fleet, done, coarse=arguments.coarse),
+        )
+        found = verify(result) if arguments.verify else None
+        left_out = [file for file in result.files if file.output is None]
+        if arguments.json:
+            print_json(_answer(result, found))
+        else:
+            _print(result, arguments.output)
+            if found is not None:
+                print(
+                    f"\nverified   {len(found)} of {plural(len(result.replaced), 'replaced text')} found in the result"
+                )
+        complain(*(f"{file.why}; left out" for file in left_out), most=_SHOWN)
+        # The text itself stays out of logs.
+        complain(
+            *(
+                f"{path}: has a text that was replaced elsewhere by {result.replaced[text]}"
+                for text, path in (found or {}).items()
+            ),
+            most=_SHOWN,
+        )
+        return 1 if result.lost or found else 0
+
+
+Row = tuple[str, list[int], int, int]
+
+
+def _rows(result: Anonymous) -> list[Row]:
+    """(kind, ranks, files written, files left out)"""
+    kinds = dict.fromkeys(file.kind for file in result.files)
+    rows = []
+    for kind in kinds:
+        of_kind = [file for file in result.files if file.kind == kind]
+        written = [file for file in of_kind if file.output is not None]
+        ranks = sorted({file.rank for file in written if file.rank is not None})
+        rows.append((WHAT.get(kind, kind), ranks, len(written), len(of_kind) - len(written)))
+    return rows
+
+
+_COLUMNS: Columns[Row] = (
+    ("kind", lambda row: row[0].partition(" ")[2]),
+    ("ranks", lambda row: rank_ranges(row[1]) if row[1] else "-"),
+    ("#files", lambda row: row[2]),
+    ("#left out", lambda row: row[3]),
+)
+
+
+def _print(result: Anonymous, folder: str) -> None:
+    table_of(_rows(result), _COLUMNS).print(f"Anonymous files in {folder}")
+    total = sum((Counter(file.left_out) for file in result.files), Counter[str]())
+    if total:
+        print_counts("Fields that no rule knows, left out", total.most_common(_SHOWN))
+        if len(total) > _SHOWN:
+            print(f"  … and {len(total) - _SHOWN} more: --json has all")
+    print(f"\nreplaced   {plural(len(result.replaced), 'text')}, and every time of the day")
+
+
+def _answer(result: Anonymous, found: dict[str, str] | None) -> dict[str, object]:
+    """What `--json` prints: no text that was replaced."""
+    return {
+        "files": [
+            {"kind": one.kind, "rank": one.rank, "output": one.output, "why": one.why, "left_out": one.left_out}
+            for one in result.files
+        ],
+        "replaced": len(result.replaced),
+        "found": None if found is None else {result.replaced[text]: path for text, path in found.items()},
+    }

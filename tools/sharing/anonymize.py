@@ -1,0 +1,312 @@
+"""A recording, or other people's traces, without the names in them: hosts, paths, lines of source, functions, modules.
+
+Every file is read, its fields replaced by the rules for its kind (`rules.py`), and written under a name that says kind
+and rank alone. What has no rule is left out and counted: a file of an unknown kind, a field nobody thought of, a file
+that is damaged.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from decimal import Decimal
+from functools import partial
+from typing import Any
+
+import msgspec
+import zstandard
+
+from crossrank.atomic_file import join, make_folder, whole_file
+from crossrank.errors import BROKEN, CrossrankError, one_line
+from crossrank.recording import (
+    COMMS,
+    EXECUTION_TRACE,
+    FLIGHT,
+    KINETO,
+    LINKED,
+    ReadIssues,
+    file_name,
+    is_folder,
+    list_recording,
+    rank_folder,
+    read_chunks,
+    read_lines,
+)
+from crossrank.tools.graph.rank_output import writing
+from crossrank.tools.parallel import Fleet, map_ranks
+from crossrank.tools.sharing import rules
+from crossrank.tools.sharing.exports import texts_in, write_export
+from crossrank.tools.sharing.pseudonyms import Pseudonyms
+from crossrank.tools.sharing.rules import LEFT_OUT, Rule, Scrubber
+from crossrank.tools.traces.discover import NSIGHT, WHAT, FoundFile, discover
+from crossrank.tools.traces.safe_pickle import RefusedPickleError, load_data
+
+_ROWS = {KINETO: ("traceEvents", rules.KINETO_EVENT), EXECUTION_TRACE: ("nodes", rules.TRACE_NODE)}
+_ROWS[LINKED] = "nodes", rules.TRACE_NODE
+_HEADS: dict[str, dict[str, Rule]] = {
+    KINETO: rules.KINETO_HEAD,
+    EXECUTION_TRACE: rules.TRACE_HEAD,
+    LINKED: rules.TRACE_HEAD | {"crossrank": rules.PROVENANCE},
+}
+"""Kind of file -> its fields beside the rows."""
+_PICKLE = b"\x80"
+_encode = msgspec.json.Encoder(decimal_format="number").encode
+_exact = msgspec.json.Decoder(float_hook=Decimal).decode
+"""Decodes so that numbers keep all their digits."""
+
+
+@dataclass(kw_only=True)
+class AnonymousFile:
+    """What became of one file."""
+
+    kind: str
+    rank: int | None
+    output: str | None = None
+    """None where it was left out."""
+    why: str | None = None
+    """Why it was left out."""
+    left_out: dict[str, int] = field(default_factory=dict)
+    """Fields that have no rule -> how often they were left out."""
+    replaced: dict[str, str] = field(default_factory=dict)
+    """Texts that were replaced -> what stands in their places."""
+    passed: set[str] = field(default_factory=set)
+    """Texts that stay, because anyone's traces have them."""
+    is_loss: bool = True
+    """It was left out because it could not be read, and not because it is made from others, or is no trace."""
+
+
+@dataclass(kw_only=True)
+class Anonymous:
+    """What became of all files."""
+
+    files: list[AnonymousFile]
+    shift_ns: int
+    """What was taken from all times since 1970."""
+
+    @property
+    def replaced(self) -> dict[str, str]:
+        return {text: name for file in self.files for text, name in file.replaced.items()}
+
+    @property
+    def lost(self) -> list[AnonymousFile]:
+        """Files that should be there."""
+        return [file for file in self.files if file.output is None and file.is_loss]
+
+
+def anonymize(
+    paths: Sequence[str], folder: str, fleet: Fleet, done: Callable[[], None] = lambda: None, *, coarse: bool = False
+) -> Anonymous:
+    """Write what is at `paths` to `folder`, which is new or empty. Raises `CrossrankError` where it is not, and where
+    nothing can be written."""
+    if is_folder(folder):
+        there = list_recording(folder)
+        if any((there.files, there.partial, there.unrecognized, there.folders, there.special)):
+            raise CrossrankError(f"{folder}: is not empty; name a new folder with -o")
+    found = discover(paths)
+    if not any(file.kind in (*_HANDLED, NSIGHT) and not file.problem for file in found):
+        kinds = ", ".join(sorted({WHAT.get(file.kind, file.kind) for file in found})) or "nothing"
+        raise CrossrankError(f"{paths[0]}: has nothing that can be anonymized, but {kinds}")
+    key = secrets.token_bytes(32)
+    ranks = [file.rank for file in found if file.rank is not None]
+    world = 1 + max(ranks, default=0)
+    whole = {(file.rank, file.window) for file in found if file.kind == KINETO}
+    whole &= {(file.rank, file.window) for file in found if file.kind == EXECUTION_TRACE}
+    work = partial(_one_file, whole=whole, key=key, folder=folder, world=world, coarse=coarse)
+    files = map_ranks(
+        work,
+        list(_numbered(found)),
+        fleet,
+        failed=lambda item, error: AnonymousFile(kind=item[0].kind, rank=item[0].rank, why=str(error)),
+        done=done,
+    )
+    return Anonymous(files=files, shift_ns=Pseudonyms(key).shift_ns)
+
+
+def _numbered(found: Iterable[FoundFile]) -> Iterator[tuple[FoundFile, int]]:
+    """Each file with a number among those of its kind that say no rank."""
+    nameless: Counter[str] = Counter()
+    for file in found:
+        nameless[file.kind] += file.rank is None or file.kind == NSIGHT
+        yield file, nameless[file.kind]
+
+
+def _one_file(
+    item: tuple[FoundFile, int],
+    whole: set[tuple[int | None, int]],
+    key: bytes,
+    folder: str,
+    world: int,
+    coarse: bool,
+) -> AnonymousFile:
+    file, number = item
+    result = AnonymousFile(kind=file.kind, rank=file.rank)
+    make = _HANDLED.get(file.kind)
+    if file.problem:
+        result.why, result.is_loss = f"{file.path}: {file.problem}", not file.left_out
+        return result
+    if make is None and file.kind != NSIGHT:
+        result.why, result.is_loss = f"{file.path}: is {WHAT.get(file.kind, WHAT[''])}", False
+        return result
+    if file.kind == LINKED and (file.rank, file.window) in whole:
+        result.why, result.is_loss = f"{file.path}: `crossrank link` makes it anew", False
+        return result
+    scrubber = Scrubber(Pseudonyms(key), coarse=coarse)
+    place = folder
+    suffix = "sqlite" if file.kind == NSIGHT else "json.zst"
+    # No number: that would be the file's rank.
+    name = f"{file.kind}-{'x' * number}.{suffix}"
+    if file.rank is not None:
+        place = join(folder, inner) if (inner := rank_folder(file.rank, world)) else folder
+        name = name if file.kind == NSIGHT else file_name(file.kind, file.rank, file.window)
+    make_folder(place)
+    output = join(place, name)
+    with writing(output), whole_file(output) as temporary:
+        if make is None:
+            write_export(file.path, temporary, scrubber)
+        else:
+            compress = zstandard.ZstdCompressor(level=3)
+            with temporary.open("wb") as target, compress.stream_writer(target, closefd=False) as stream:
+                for part in make(file, scrubber):
+                    stream.write(part)
+    result.output, result.left_out = output, dict(scrubber.left_out)
+    result.replaced, result.passed = scrubber.names.replaced, scrubber.names.passed
+    return result
+
+
+def _comms(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
+    issues = ReadIssues(file.path)
+    for line in read_lines(file.path, issues):
+        try:
+            content = msgspec.json.decode(line)
+        except BROKEN:
+            scrubber.left_out["lines that cannot be read"] += 1
+            continue
+        if not isinstance(content, dict):
+            scrubber.left_out["lines that cannot be read"] += 1
+            continue
+        if "id" in content:
+            yield _encode(rules.RECORD(content, scrubber)) + b"\n"
+            continue
+        for kind, value in content.items():
+            rule = rules.COMMS_LINES.get(kind)
+            made = rule(value, scrubber) if rule is not None else LEFT_OUT
+            if made is LEFT_OUT:
+                scrubber.left_out[f"line {kind if kind.isidentifier() else '…'}"] += 1
+            else:
+                yield _encode({kind: made}) + b"\n"
+    if issues.problems:
+        scrubber.left_out[f"of the file: it {issues.problems[0]}"] += 1
+
+
+def _rows(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
+    """A file of many rows, which are decoded one by one."""
+    name, rule = _ROWS[file.kind]
+    issues = ReadIssues(file.path)
+    data = b"".join(read_chunks(file.path, issues))
+    if issues.problems:
+        raise CrossrankError(f"{file.path}: {issues.problems[0]}; it is left out")
+    try:
+        head = msgspec.json.decode(data, type=dict[str, msgspec.Raw] | list[msgspec.Raw])
+        listed = msgspec.json.decode(head[name], type=list[msgspec.Raw]) if isinstance(head, dict) else head
+    except (*BROKEN, KeyError) as error:
+        raise CrossrankError(
+            f"{file.path}: is not {WHAT[file.kind]} as a whole ({one_line(error)}); it is left out"
+        ) from error
+    made: dict[str, Any] = {}
+    for field_name, raw in head.items() if isinstance(head, dict) else ():
+        if field_name != name:
+            known = _HEADS[file.kind].get(field_name)
+            value = _applied(known, raw, scrubber) if known is not None else LEFT_OUT
+            if value is LEFT_OUT:
+                scrubber.left_out[field_name if field_name.isidentifier() else "…"] += 1
+            else:
+                made[field_name] = value
+    yield _encode(made)[:-1] + (b"," if made else b"") + f'"{name}":['.encode()
+    separator = b"\n"
+    for raw in listed:
+        row = _applied(rule, raw, scrubber)
+        if isinstance(row, dict):
+            yield separator + _encode(row)
+            separator = b",\n"
+        else:
+            scrubber.left_out["rows that cannot be read"] += 1
+    yield b"\n]}\n"
+
+
+def _applied(rule: Rule, raw: Any, scrubber: Scrubber) -> Any:
+    """What becomes of a field or row as it stands in the file."""
+    try:
+        return rule(_exact(raw), scrubber)
+    except BROKEN:
+        return LEFT_OUT
+
+
+def _flight(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
+    """A dump, which is JSON whatever it was."""
+    issues = ReadIssues(file.path)
+    data = b"".join(read_chunks(file.path, issues))
+    if issues.problems:
+        raise CrossrankError(f"{file.path}: {issues.problems[0]}; it is left out")
+    try:
+        content = load_data(data, issues.budget) if data[:1] == _PICKLE else msgspec.json.decode(data)
+    except (*BROKEN, RefusedPickleError) as error:
+        raise CrossrankError(f"{file.path}: is no dump ({one_line(error)}); it is left out") from error
+    made = rules.FLIGHT(content, scrubber)
+    if not isinstance(made, dict):
+        raise CrossrankError(f"{file.path}: is no dump, but {type(content).__name__}; it is left out")
+    yield _encode(made)
+
+
+_HANDLED: Mapping[str, Callable[[FoundFile, Scrubber], Iterator[bytes]]] = {
+    COMMS: _comms,
+    KINETO: _rows,
+    EXECUTION_TRACE: _rows,
+    LINKED: _rows,
+    FLIGHT: _flight,
+}
+"""Kind of file -> how it is made anew."""
+_TEXTS = re.compile(rb'"((?:[^"\\]|\\.)*)"')
+_WORD = re.compile(r"\w+")
+
+
+def verify(result: Anonymous) -> dict[str, str]:
+    """Texts that were replaced and stand in the result all the same -> a file in which they do.
+
+    Looked for are whole words of four characters or more, in every text of every file. A single word that is part of a
+    text that stays is none: `wrapper` may be the name of a function of the user's, and of one of torch's.
+    """
+    wanted: dict[str, list[str]] = {}
+    for text in result.replaced:
+        longest = max(_WORD.findall(text), key=len, default="")
+        if len(longest) >= _SHORTEST:
+            wanted.setdefault(longest, []).append(text)
+    found: dict[str, str] = {}
+    for file in result.files:
+        if file.output is None:
+            continue
+        for written in _texts_in(file.output):
+            stays = written in file.passed or written in rules.KEYS
+            for word in set(_WORD.findall(written)):
+                for text in wanted.get(word, ()):
+                    if not (stays and _WORD.fullmatch(text)) and re.search(rf"(?<!\w){re.escape(text)}(?!\w)", written):
+                        found.setdefault(text, file.output)
+    return found
+
+
+def _texts_in(path: str) -> Iterator[str]:
+    """Every text of a file, once."""
+    if path.endswith(".sqlite"):
+        yield from texts_in(path)
+        return
+    data = b"".join(read_chunks(path, ReadIssues(path)))
+    for raw in set(_TEXTS.findall(data)):
+        with suppress(*BROKEN):
+            yield msgspec.json.decode(b'"' + raw + b'"', type=str)
+
+
+_SHORTEST = 4
+"""Characters of a word that is looked for: shorter ones stand everywhere by chance."""

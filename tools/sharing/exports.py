@@ -1,0 +1,143 @@
+"""An export of Nsight Systems without names: of the tables that are read here the columns that have a rule."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from crossrank.tools.sharing.rules import (
+    LEFT_OUT,
+    MARKER,
+    Rule,
+    Scrubber,
+    event_name,
+    inner_json,
+    name,
+    number,
+    size,
+    text,
+    wall_ns,
+)
+from crossrank.tools.traces.nsight.export import (
+    GRAPH_NODES,
+    GRAPH_TRACE,
+    KERNEL,
+    MEMCPY,
+    NVTX,
+    RUNTIME,
+    STRINGS,
+    open_export,
+)
+
+_ROWS = 10_000
+_MARKER = inner_json(MARKER)
+
+
+def _text(value: Any, scrubber: Scrubber) -> Any:
+    """The text of a range, the name of a kernel or of a function of CUDA."""
+    if isinstance(value, str) and value.startswith("{"):
+        made = _MARKER(value, scrubber)
+        return scrubber.names.name("name", value) if made is LEFT_OUT else made
+    return event_name(value, scrubber) if isinstance(value, str) else number(value, scrubber)
+
+
+_TIMES: dict[str, Rule] = dict.fromkeys(("start", "end"), wall_ns)
+_IDS: dict[str, Rule] = dict.fromkeys(
+    (
+        *(
+            "globalTid",
+            "endGlobalTid",
+            "globalPid",
+            "correlationId",
+            "deviceId",
+            "contextId",
+            "streamId",
+            "graphNodeId",
+        ),
+        *("originalGraphNodeId", "graphId", "eventId", "eventClass", "eventType", "rangeId", "domainId", "category"),
+        *(
+            "textId",
+            "jsonTextId",
+            "nameId",
+            "demangledName",
+            "shortName",
+            "mangledName",
+            "copyKind",
+            "srcKind",
+            "dstKind",
+        ),
+        *("srcDeviceId", "dstDeviceId", "int64Value", "uint64Value", "int32Value", "uint32Value", "returnValue"),
+        *("gridX", "gridY", "gridZ", "blockX", "blockY", "blockZ", "registersPerThread", "staticSharedMemory"),
+        *("dynamicSharedMemory", "launchType"),
+    ),
+    number,
+)
+_ACTIVITY = _TIMES | _IDS | {"bytes": size}
+TABLES: dict[str, dict[str, Rule]] = {
+    STRINGS: {"id": number, "value": _text},
+    NVTX: _ACTIVITY | {"text": _text, "jsonText": _text},
+    **dict.fromkeys((RUNTIME, KERNEL, MEMCPY, GRAPH_TRACE, *GRAPH_NODES), _ACTIVITY),
+    "TARGET_INFO_SESSION_START_TIME": {"utcEpochNs": wall_ns, "systemClockNs": number, "sessionStartCntVctNs": number},
+    "TARGET_INFO_SYSTEM_ENV": {"name": text("fact"), "value": name("host")},
+    "ENUM_NSYS_EVENT_TYPE": {"id": number, "name": text("event type")},
+    **{table: {"name": text("fact"), "value": text("version")} for table in ("META_DATA_EXPORT", "EXPORT_META_DATA")},
+    "ANALYSIS_DETAILS": {"duration": number, "startTime": number, "stopTime": number},
+}
+"""Table -> its columns, each with a rule."""
+_FACTS = {
+    "TARGET_INFO_SYSTEM_ENV": "name = 'Hostname'",
+    "META_DATA_EXPORT": "name LIKE 'EXPORT_SCHEMA_VERSION%'",
+    "EXPORT_META_DATA": "name LIKE 'EXPORT_SCHEMA_VERSION%'",
+    "ENUM_NSYS_EVENT_TYPE": "name LIKE 'Nvtx%'",
+}
+"""Table -> which of its rows are taken."""
+
+
+def write_export(path: str, output: Path, scrubber: Scrubber) -> None:
+    """Write what is taken of the export at `path` to `output`, an empty file. Raises `CrossrankError` where it cannot
+    be read."""
+    target = sqlite3.connect(output)
+    try:
+        with open_export(path) as export:
+            tables = [str(row[0]) for row in export.rows("SELECT name FROM sqlite_master WHERE type = 'table'")]
+            for table in tables:
+                rules = TABLES.get(table)
+                if rules is None or not export.has(table):
+                    scrubber.left_out["tables of an export that is not read here"] += 1
+                    continue
+                columns = sorted(export.columns(table) & rules.keys())
+                for _ in export.columns(table) - rules.keys():
+                    scrubber.left_out[f"{table}: columns that are not read here"] += 1
+                listed = ", ".join(f'"{column}"' for column in columns)
+                where = f"WHERE {_FACTS[table]}" if table in _FACTS else ""
+                target.execute(f'CREATE TABLE "{table}" ({listed})')
+                rows = export.rows(f'SELECT rowid, {listed} FROM "{table}" {where} ORDER BY rowid')
+                marks = ", ".join("?" * (1 + len(columns)))
+                target.executemany(
+                    f'INSERT INTO "{table}" (rowid, {listed}) VALUES ({marks})',
+                    _made(rows, [rules[column] for column in columns], scrubber),
+                )
+        target.commit()
+    finally:
+        target.close()
+
+
+def _made(rows: Iterator[tuple[object, ...]], rules: list[Rule], scrubber: Scrubber) -> Iterator[list[object]]:
+    for rowid, *values in rows:
+        found = [rule(value, scrubber) for rule, value in zip(rules, values, strict=True)]
+        yield [rowid, *(None if one is LEFT_OUT else one for one in found)]
+
+
+def texts_in(path: str) -> Iterator[str]:
+    """Every text of a written export, once, with the names of its tables and columns."""
+    connection = sqlite3.connect(path)
+    try:
+        tables = [row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        for table in tables:
+            for column in [row[1] for row in connection.execute(f'PRAGMA table_info("{table}")')]:
+                query = f'SELECT DISTINCT "{column}" FROM "{table}" WHERE typeof("{column}") != \'integer\''
+                yield from (str(row[0]) for row in connection.execute(query))
+    finally:
+        connection.close()

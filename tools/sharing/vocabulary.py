@@ -1,0 +1,195 @@
+"""Which texts of a trace are PyTorch's, CUDA's and ours, and say nothing about their user. All others are replaced.
+
+A text passes only as a whole, by a pattern of its kind; what nobody thought of is replaced.
+"""
+
+from __future__ import annotations
+
+import builtins
+import re
+
+_OPS = (
+    r"(?:aten|prim|prims|inductor|c10d|c10d_functional|_c10d_functional|c10d_functional_autograd|profiler|quantized|"
+    r"nccl|gloo|mpi|ucc|fsdp|fbgemm|symm_mem|cudnn|mkldnn|nvprims|higher_order):{1,2}[\w:]+(?:\.\w+)?"
+)
+_OPTIMIZERS = (
+    "Adadelta|Adafactor|Adagrad|Adam|AdamW|Adamax|ASGD|LBFGS|Muon|NAdam|RAdam|RMSprop|Rprop|SGD|SparseAdam|"
+    "ZeroRedundancyOptimizer|FusedAdam|DeepSpeedZeroOptimizer"
+)
+_NAMESPACES = (
+    r"at|c10|cub|thrust|cutlass\w*|cask\w*|cublas\w*|cudnn\w*|fmha\w*|pytorch_flash|flash|nvfuser|at_cuda_detail|"
+    r"fbgemm_gpu|fbgemm|deep_ep|ck|rocprim|hipcub|\(anonymous namespace\)"
+)
+KERNEL = re.compile(
+    rf"(?P<head>(?:void )?(?:{_NAMESPACES})::(?:(?:\w+|\(anonymous namespace\))::)*\w+|"
+    r"(?:void )?(?:multi_tensor_apply_kernel|vectorized_elementwise_kernel|elementwise_kernel|reduce_kernel|dot_kernel|"
+    r"splitKreduce_kernel|reduce_1Block_kernel|gemv\w{0,24}|gemm\w{0,24}|cunn_\w+|softmax_warp_\w+|indexSelect\w+|"
+    r"implicit_convolve_\w+|(?:dense|split)_embedding_\w+|bounds_check_indices_kernel|linearize_index_kernel|"
+    r"cross_device_reduce_[12]stage\w*|(?:multimem|one_shot|two_shot)_\w+|\w{0,12}ShotAllReduceKernel|"
+    r"allreduce_fusion_kernel\w*|rcclGenericKernel\w*|mscclKernel\w*|mscclRunInterpreterKernel\w*)|"
+    r"(?:volta|turing|ampere|hopper|maxwell|pascal|sm\d\d\d?|cudnn|cutlass|nvjet|cublas|xmma|Cijk|igemm)_\w+|"
+    r"(?:void )?nccl(?:Dev|SymkDev|SymDev|Symk|Sym)?Kernel\w*|triton_(?:poi|red|per|tem|mm|for)_fused_)(?P<rest>.*)",
+    re.DOTALL,
+)
+"""The name of a kernel of a library that anyone has: its `head` stays, and what it was made for does not."""
+_CALLS = r"(?:cuda|cu|cudnn|cublas|hip|roc|nvtx|nccl)[A-Z]\w*"
+_AUTOGRAD = (
+    r"(?:autograd::engine::evaluate_function: )?(?:torch::(?:autograd|nn|dynamo|jit)::[\w:<>]+|[A-Z]\w*Backward\d+|"
+    r"AccumulateGrad|torch::autograd::AccumulateGrad)"
+)
+_RANGES = (
+    r"(?:process|thread)_(?:name|labels|sort_index|uptime_seconds)|ac2g|fwdbwd|detach_?|Trace|"
+    r"RegisterPostBackwardFunction(?:Backward)?|PythonSubclass|torch\.distributed\.ddp\.reducer::\w+|"
+    r"## (?:forward|backward|optimizer|zero_grad) ##|"
+    rf"ProfilerStep#\d+|crossrank#\d+|Optimizer\.(?:step|zero_grad)#(?:{_OPTIMIZERS})\.(?:step|zero_grad)|"
+    r"DistributedDataParallel\.forward|FullyShardedDataParallel\.\w+|FSDP::(?:pre_forward|post_forward|pre_backward|"
+    r"post_backward|all_gather|all_gather_copy_in|all_gather_copy_out|post_backward_reduce|post_backward_reshard|"
+    r"post_backward_accumulate|root_post_backward_callback|post_backward_rs_wait|post_backward_ar_wait)|"
+    r"enumerate\(DataLoader\)#_\w+\.__next__|record_param_comms|## process_group:init ##|"
+    r"\(none\), phase '\w'|\[pytorch\|profiler\|execution_(?:graph|trace)\|(?:thread|process)\]|"
+    r"Lazy Function Loading|"
+    r"(?:Mem(?:cpy|set)|Copy\w+)(?: [\w (>),-]*)?|(?:Stream|Event|Context|Device)(?: Wait)?(?: (?:Sync|Event))|"
+    r"Iteration Start: PyTorch Profiler|Record Window End|PyTorch Profiler(?: \(\d+\))?|Traces|Spans|\[memory\]|"
+    r"(?:gloo|nccl|mpi|ucc):(?:[a-z_0-9]{1,40}|(?:send|recv) \d+(?:->|<-)\d+)|"
+    r"Activity Buffer Request|Resource|Trigger|Command Buffer Full|"
+    r"hipMemcpyWithStream|Compute Kernel|Runtime Triggered Module Loading|INVALID"
+)
+_LITERAL = (
+    r"(?!.*\d\.\d+\.\d+\.\d)[\s\d.,\[\](){}:e+-]*|true|false|True|False|None|-?inf|nan|"
+    r"\[(?:(?:True|False|None)(?:, )?)*\]|trunc|floor|zeros|border|reflect|constant|replicate|'?(?:none|sum|mean)'?"
+)
+"""Numbers, however nested, but for addresses of the internet; and what operations take besides."""
+_DEVICE = r"(?:cpu|cuda|hip|xpu|mps|meta|privateuseone)(?::-?\d+)?"
+_DTYPE = (
+    r"(?:torch\.)?(?:u?int(?:8|16|32|64)?|bool|float(?:16|32|64|8_\w+|4_\w+)?|double|half|bfloat16|"
+    r"complex(?:32|64|128)?|long|"
+    r"short|byte|char|Byte|Char|Short|Int|Long|Half|Float|Double|Bool|BFloat16|Complex\w*|"
+    r"ComplexFloat|Float8_\w+|UInt\d+|"
+    r"c10::\w+|signed char|unsigned char|long int|short int|Scalar|ScalarList|TensorList)"
+)
+_TYPE_WORDS = (
+    r"Tensor|GenericList|GenericDict|Tuple|Int|Double|Bool|String|Device|None|Object|Stream|Generator|Symbol|Capsule|"
+    r"ComplexDouble|SymInt|SymFloat|SymBool|Storage|nullptr|uninitialized|Enum|Quantizer|Undefined|Await|Future|Blob|"
+    r"IntList|DoubleList|BoolList|TensorList|Any|unsigned|signed|long|int|char|float|double|bool|short|half|c10"
+)
+_TYPE = rf"(?:(?:{_TYPE_WORDS}|{_DTYPE})|[\[\](),<>?:* ])*"
+_REDUCTIONS = r"sum|avg|product|prod|min|max|band|bor|bxor|premul_sum|AVG|SUM|MIN|MAX|PRODUCT|REDUCE_SCATTER|unused"
+_GROUP = (
+    r"\d*|default_pg|default|undefined|(?:(?:mesh|default|pg|group|dp|tp|pp|cp|ep|sp|mp|etp|edp|ddp|"
+    r"fsdp|hsdp|zero|world|"
+    r"replicate|shard|inter|intra|node|local|data|tensor|model|pipeline|expert|context|sequence|parallel|embedding|"
+    r"position|with|and|or|of|all|instance|optimizer|distributed|intra|partial|cpu|gpu|nccl|gloo|"
+    r"outer|inner|cross|host|[A-Z]+_PARALLEL_GROUP\w*)(?:[_ -]|$)|\d+(?:[_ -]|$))+"
+)
+_BACKEND = r"(?:(?:cpu|cuda|hip|xpu|mps|gloo|nccl|ucc|mpi|fake|undefined|custom|xccl|hccl)(?:[:,]|$))*"
+
+PATTERNS = {
+    "op": re.compile(rf"{_OPS}|{_AUTOGRAD}|{_RANGES}|{_CALLS}", re.DOTALL),
+    "type": re.compile(_TYPE),
+    "value": re.compile(
+        rf"|{_LITERAL}|{_DEVICE}|{_DTYPE}|<None>|<Object>|<Generator>|<Symbol>|{_REDUCTIONS}|Tensor\([^()]*\((?:uninitialized)\)\)|"
+        r"nccl|gloo|ucc|mpi|strided|sparse_coo|contiguous_format|preserve_format|channels_last(?:_3d)?"
+    ),
+    "dtype": re.compile(rf"|string|{_DTYPE}|Tensor\({_DTYPE}\)"),
+    "group": re.compile(_GROUP, re.IGNORECASE),
+    "backend": re.compile(_BACKEND),
+    "reduction": re.compile(rf"|{_REDUCTIONS}|op-\d+"),
+    "device": re.compile(rf"|{_DEVICE}"),
+    "category": re.compile(
+        r"|cpu_op|kernel|gpu_memcpy|gpu_memset|cuda_runtime|cuda_driver|cuda_sync|cuda_event|user_annotation|"
+        r"gpu_user_annotation|python_function|ac2g|fwdbwd|async_cpu_to_gpu|async_gpu|Trace|overhead|privateuse1_\w+|"
+        r"cpu_instant_event|cuda_profiler_range|hip_runtime|mtia_\w+|xpu_\w+|collective_comm|"
+        r"memory_snapshot|\w{1,2}|cpu_to_gpu"
+    ),
+    "api": re.compile(
+        r"_?(?:all_?reduce|all_?gather|all_?to_?all|reduce_?scatter|reduce|broadcast|scatter|gather|"
+        r"send|recv|isend|irecv|"
+        r"i?all2all|monitored_barrier|barrier|batch_isend_irecv|wait_tensor|pointToPoint|coalesced|init|wait|unknown)"
+        r"(?:_?(?:base|single|tensor|into|coalesced|object|list|any|source|v|out|inplace|multigpu|sparse|oop))*_{0,2}"
+    ),
+    "state": re.compile(r"scheduled|started|completed|timed_out|failed"),
+    "reason": re.compile(
+        r"|hang|SIG[A-Z0-9]+|window|disable|exit|abort|atexit|exception|job ended|end of the job|minimize"
+    ),
+    "locality": re.compile(r"intra_node|nvlink_domain|cross_node|unknown"),
+    "schema": re.compile(r"crossrank-comms \d+"),
+    "package": re.compile(r"crossrank|python|torch|cuda|nccl|rccl|driver|kernel|hip"),
+    "version": re.compile(
+        r"|\d[\d.]{0,20}(?:(?:a|b|rc|\.dev|\.post)\d{1,8})?(?:\+(?:cpu|xpu|cu\d{2,3}|rocm[\d.]{1,8}))?|"
+        r"\d\.\d\.\d-chakra\.\d\.\d\.\d|compiled|python"
+    ),
+    "thread": re.compile(r"|MainThread|python\d?(?:\.\d+)?|pt_main_thread|pt_autograd_\d+|Dummy-\d+|Thread-\d+"),
+    "fact": re.compile(r"Hostname|EXPORT_SCHEMA_VERSION\w*"),
+    "event type": re.compile(r"Nvtx\w+"),
+    "memory": re.compile(
+        r"|\d+|[HDPA]to[HDPA]|Pageable|Pinned|Device|Array|Managed|Unknown|Peer|Dispatch Kernel|"
+        r"Copy\w*|Barrier|Memset"
+    ),
+    "label": re.compile(
+        r"|python[\d.]*|pt_main_thread|Trace PyTorch Profiler|CPU|GPU \d+|(?:thread|"
+        r"stream) \d+(?: \(\w+\))?|stream \d+ *|PyTorch Profiler|Spans|Traces"
+    ),
+    "device name": re.compile(r"(?:NVIDIA|AMD|Tesla|GeForce|Quadro|Intel)[\w -]*"),
+    "phase": re.compile(r"[A-Za-z]"),
+    "unit": re.compile(r"ms|ns|us"),
+    "literal": re.compile(rf"|{_LITERAL}"),
+    "stack kind": re.compile(r"wait|wait_tensor|launch"),
+    "edge": re.compile(r"open|close"),
+    "function": re.compile(
+        r"<module>|<lambda>|<listcomp>|<genexpr>|forward|backward|main|run|step|train|__\w+__|_call_impl"
+    ),
+    "sync": re.compile(r"(?:Stream|Event|Context|Device)(?: Wait)?(?: (?:Sync|Event))?|Unknown"),
+    "emit": re.compile(r"|ALL|CROSSNODE|OFF|0|1|warn|abort|dump|auto|compiled|python|rank|none|off"),
+}
+"""Kind of text -> what passes."""
+
+_PACKAGES = (
+    "torch|torchvision|torchaudio|torchtitan|deepspeed|megatron|transformers|accelerate|lightning|lightning_fabric|"
+    "pytorch_lightning|torchrec|fbgemm_gpu|triton|numpy|crossrank|datasets|peft|xformers|flash_attn|apex|"
+    "transformer_engine"
+)
+_FOLDERS_OF_TORCH = r"distributed|autograd|nn|optim|utils|profiler|multiprocessing|_\w+"
+LIBRARY = re.compile(
+    rf".*?[/\\](?P<tail>(?:site|dist)-packages[/\\](?:(?:{_PACKAGES})[/\\].*|typing_extensions\.py)|"
+    r"lib[/\\]python\d[.\d]*[/\\](?:(?!site-packages|dist-packages)\w+[/\\])*\w+\.py|"
+    rf"torch[/\\](?:{_FOLDERS_OF_TORCH})[/\\].*|torch[/\\]_tensor\.py|crossrank[/\\](?:instrument|replay|tools)[/\\].*)",
+    re.DOTALL,
+)
+"""A path of a library that anyone can have: its `tail` stays."""
+
+PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
+
+PYTHON_FRAME = re.compile(r"(?P<file>[^()]+)\((?P<line>\d+)\): (?P<function>.+)", re.DOTALL)
+"""How Kineto names a frame of Python."""
+RANGE_OF_MODULE = re.compile(
+    r"(?P<before>FSDP::\w+ \(|FSDP::\w+ for |nn\.Module: )(?P<module>.+?)(?P<after>\)?)", re.DOTALL
+)
+"""Ranges of torch around the code of a module, with its name."""
+PUBLIC_FRAME = re.compile(
+    r"(?:torch|importlib|threading|contextlib|functools|multiprocessing|torchgen)[/.].*\.py|"
+    r"<built-in.*|<frozen [\w.]+>|"
+    r"threading\.py|contextlib\.py|functools\.py"
+)
+
+_MESSAGE_WORDS = """
+a aborted after and at be been by broken caught closed collective connection could did due error errors exited
+failed file for found from got has have in is it last lost ms no not of on open operation or other pair peer
+peers pipe process rank ranks read received refused remote reset seconds send sent socket some tcp that the this
+timed timeout to transport unavailable waiting was watchdog with within write cc gloo nccl ucc c10d out expected
+invalid argument address already use host unreachable system call unhandled internal usage recv sizes size
+tensor dtype shapes match Connection Socket Timeout Timed Broken Read Write Rank Watchdog Operation Some NCCL
+Gloo ProcessGroup ProcessGroupNCCL ProcessGroupGloo TCPStore monitoredBarrier ncclRemoteError ncclSystemError
+ncclInternalError ncclInvalidUsage WorkNCCL OpType SeqNum NumelIn NumelOut ran milliseconds before timing CUDA
+memory wait ALLREDUCE ALLGATHER BROADCAST BARRIER Caught exception exceptions DistBackendError DistNetworkError
+DistStoreError DistError RuntimeError KeyboardInterrupt SystemExit gradients GPU device kernel launch
+asynchronously reported assert triggered
+"""
+WORDS = frozenset(_MESSAGE_WORDS.split()) | {
+    name for name in vars(builtins) if name.endswith(("Error", "Exception", "Interrupt", "Warning", "Exit"))
+}
+"""Words of messages that stay: what torch.distributed and its backends say when communication fails."""
+
+
+def passes(kind: str, text: str) -> bool:
+    """Whether a text of a kind says nothing about its user."""
+    return len(text) < 20_000 and PATTERNS[kind].fullmatch(text) is not None
