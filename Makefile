@@ -63,6 +63,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/replaying.py
 	$(BIN)/python -m benchmarks.record_and_replay
 	$(BIN)/python -m benchmarks.whole_steps
+	$(BIN)/python -m benchmarks.growing
 	$(BIN)/python benchmarks/timelines.py
 
 # Makes the code of the Chakra format anew. See et_def.proto for why its compiler is held.
