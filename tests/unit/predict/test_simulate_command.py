@@ -1,0 +1,116 @@
+"""`crossrank simulate`: what it takes a network from, what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossrank.tools.cli import main
+from tests.unit.graph.chakra.test_convert import two_streams
+from tests.unit.graph.linking.public_traces import needs_traces, public
+
+
+@pytest.fixture
+def dlrm() -> str:
+    return public("dlrm_8gpu")
+
+
+def simulated(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["simulate", *words, "--json", "--jobs", "1"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@needs_traces
+def test_communication_takes_what_it_took_unless_a_network_is_named(
+    dlrm: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = simulated(capsys, dlrm)
+    assert (measured["network"], measured["leave_one_out"], measured["grown"]) == (None, [], None)
+    slow = simulated(capsys, dlrm, "--inter", "1GB/s,1ms")
+    assert slow["network"]["links"] == {"cross_node": {"gb_per_s": 1.0, "latency_us": 1000.0}}
+    assert slow["simulations"][0]["makespan_ns"] > 1.5 * measured["simulations"][0]["makespan_ns"]
+
+
+@needs_traces
+def test_a_recording_says_its_own_network(dlrm: str, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = simulated(capsys, dlrm, "--network", "recorded", "--leave-one-out")
+    assert {(one["op"], one["locality"]) for one in answer["network"]["operations"]} == {
+        ("all_to_all", "unknown"),
+        ("all_reduce", "unknown"),
+    }
+    assert abs(answer["simulations"][0]["error"]) < 0.01
+    kinds = {(one["op"], one["bytes"]): one for one in answer["leave_one_out"]}
+    large = kinds["all_reduce", 907840]
+    assert large["measured_ns"] == 69_000
+    assert large["predicted_ns"] == pytest.approx(58_000, rel=0.01)
+
+
+@needs_traces
+def test_without_a_network_more_ranks_have_that_of_the_recording(dlrm: str, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = simulated(capsys, dlrm, "--ranks", "64")
+    assert (answer["grown"]["recorded"]["dp"]["size"], answer["grown"]["written"]) == (8, {"dp": 64})
+    assert answer["grown"]["sizes"] == {
+        "of all_to_all on groups of 64 instead of 8 keep their size": 40,
+        "of all_reduce on groups of 64 instead of 8 keep their size": 24,
+    }
+    assert answer["network"]["operations"] != []
+    kept = simulated(capsys, dlrm, "--ranks", "64", "--network", "measured")
+    assert kept["simulations"] == simulated(capsys, dlrm)["simulations"]
+
+
+@needs_traces
+def test_the_ranks_of_a_node_say_which_link_a_group_has(dlrm: str, capsys: pytest.CaptureFixture[str]) -> None:
+    links = ("--intra", "300GB/s,1us", "--inter", "1GB/s,1ms", "--network", "recorded", "--per-node")
+    inside = simulated(capsys, dlrm, *links, "8")["simulations"][0]["makespan_ns"]
+    across = simulated(capsys, dlrm, *links, "4")["simulations"][0]["makespan_ns"]
+    assert inside < 21_000_000 < across
+
+
+@needs_traces
+def test_what_it_prints(dlrm: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", dlrm, "--ranks", "16", "--intra", "300GB/s", "--compute", "0.5", "--jobs", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "ranks      8 ranks (dp=8) as 16 (dp=16): dp from 8 to 16\n" in out
+    assert "groups are inside a node, or cross nodes, as they did; --per-node N says otherwise\n" in out
+    assert "           intra_node     300 GB/s, 0 us\n" in out
+    assert "  measured   24 calls of all_reduce take what they took: the network says nothing about it\n" in out
+
+
+def test_a_recording_without_times_names_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two_streams().write(tmp_path)
+    assert main(["simulate", str(tmp_path), "--network", "recorded", "--jobs", "1"]) == 2
+    assert "say what it is with --intra and --inter, or --network measured" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--intra", "fast"), "'fast' is not RATE[,LATENCY], for example 300GB/s,2us or 400Gbps"),
+        (("--per-node", "0"), "'0' is no number above 0"),
+        (("--compute", "-1"), "'-1' is no number above 0"),
+        (("--compute", "nan"), "'nan' is no number above 0"),
+        (("--dims", "dp"), "'dp' is no list of dimensions; write it as dp=8,tp=4"),
+        (("--ranks", "3-1"), "'3-1' is no list of ranks"),
+        (("--network", "measured", "--inter", "1GB/s"), "leave out --intra and --inter"),
+        (("--astra-sim",), "--astra-sim needs the path of AstraSim_Analytical_Congestion_Unaware"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    said: str,
+) -> None:
+    monkeypatch.delenv("ASTRA_SIM", raising=False)
+    two_streams().write(tmp_path)
+    try:
+        code = main(["simulate", str(tmp_path), *words])
+    except SystemExit as error:
+        code = int(error.code or 0)
+    assert (code, said in capsys.readouterr().err) == (2, True)
