@@ -44,9 +44,9 @@ def test_equal_ranks_are_one_file_on_request(tmp_path: Path, capsys: pytest.Capt
         (["--ranks", "16", "--grow", "tp", "--dims", "tp=8"], "--grow tp: each matrix product would be split further"),
         (["--ranks", "12", "--dims", "dp=4"], "--dims dp=4 makes 4 ranks; the job has 8"),
         (["--ranks", "16", "--grow", "dp", "--dims", "dp=4,tp=2", "--dedupe"], ""),
-        (["--dims", "dp=8"], "--dims says what dimensions a job has that is written for --ranks N; give both"),
+        (["--dims", "dp=8"], "--dims is for a job that is written for another number of ranks; give --ranks N"),
         (["--dedupe"], "--dedupe is for ranks that do the same; give --ranks N with it"),
-        (["--ranks", "0"], "0 ranks are no multiple of the 1"),
+        (["--ranks", "0"], "--ranks 0 is no number of ranks; a job has 1 to 1,048,576"),
     ],
 )
 def test_what_cannot_be_grown_ends_in_one_line(

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from crossrank.errors import CrossrankError
+from crossrank.recording import is_url
 from crossrank.text import percent
 from crossrank.tools.commands.converting import (
     add_growing,
@@ -26,6 +27,8 @@ from crossrank.tools.graph.chakra.convert_ranks import (
     copies_of,
     delay_starts,
     disagreements,
+    late_starts,
+    older_files,
     write_groups,
 )
 from crossrank.tools.output.console import Columns, print_counts, print_json, table_of
@@ -85,6 +88,8 @@ class ConvertCommand:
         grown = grow(inputs, arguments, options, fleet)
         if arguments.dedupe and grown is None:
             raise CrossrankError("--dedupe is for ranks that do the same; give --ranks N with it")
+        if arguments.dedupe and is_url(arguments.output or arguments.recording[0]):
+            raise CrossrankError("--dedupe makes hard links, which are of local files; name a local folder with -o")
         folder = output_folder(arguments.recording, arguments.output)
         if grown is not None:
             inputs = grown.inputs
@@ -100,7 +105,7 @@ class ConvertCommand:
         results = progress("converting", len(inputs.pairs), lambda done: convert(done=done))
         good = [result for result in results if result.error is None]
         group_file = write_groups(good, folder) if good else None
-        apart = delay_starts(good) if grown is None else []
+        apart = delay_starts(good) if grown is None else late_starts(grown.recorded)[1]
         differ = disagreements(good if grown is None else grown.recorded)
         if arguments.json:
             shown = [replace(one, converted=replace(one.converted, communications=[])) for one in results]
@@ -120,6 +125,13 @@ class ConvertCommand:
                 print_growth(grown)
             for window in apart:
                 print(f"\nclocks     of the ranks are further apart than window {window} is long; all begin at 0")
+        written = (
+            grown.growth.written.size if grown is not None else 1 + max((one.rank or 0 for one in good), default=0)
+        )
+        if older := older_files(folder, written):
+            complain(
+                f"{folder}: has {older} Chakra trace(s) of other ranks too, which a simulator would count; remove them"
+            )
         complain(*(problem.text for problem in inputs.problems), *inputs.notes, *differ)
         is_whole = complain_of_ranks(results, arguments.min_match)
         if not good:

@@ -43,7 +43,7 @@ def add_growing(parser: argparse.ArgumentParser) -> None:
     meaning = "N: the job as it would be with so many ranks; a list such as 0-7,12: only these ranks of the traces"
     add("--ranks", type=_number_or_list, metavar="N", help=meaning)
     meaning = "the dimension that has more, or fewer, then (default dp, data parallelism)"
-    add("--grow", default="dp", metavar="DIMENSION", help=meaning)
+    add("--grow", metavar="DIMENSION", help=meaning)
     meaning = (
         f"the dimensions of the recorded job, the outermost first, as dp=8,tp=4: {', '.join(KINDS)} (default: found)"
     )
@@ -100,7 +100,7 @@ class Grown:
     def __str__(self) -> str:
         recorded, written = self.growth.recorded, self.growth.written
         had, has = (mesh.dimensions[self.growth.place] for mesh in (recorded, written))
-        change = f"{had.name} from {had.size} to {has.size}"
+        change = f"{had.name} from {had.size:,} to {has.size:,}"
         return f"{recorded.size} ranks ({recorded}) as {written.size} ({written}): {change}"
 
 
@@ -109,8 +109,11 @@ def grow(inputs: Inputs, arguments: argparse.Namespace, options: Options, fleet:
 
     Raises `CrossrankError` where a rank cannot be read, or nothing says what a new one would do."""
     if not isinstance(arguments.ranks, int):
-        if arguments.dims is not None:
-            raise CrossrankError("--dims says what dimensions a job has that is written for --ranks N; give both")
+        for name in ("dims", "grow"):
+            if getattr(arguments, name) is not None:
+                raise CrossrankError(
+                    f"--{name} is for a job that is written for another number of ranks; give --ranks N"
+                )
         return None
     recorded = progress(
         "reading", len(inputs.pairs), lambda done: convert_ranks(inputs.pairs, None, options, fleet, done)
@@ -118,7 +121,7 @@ def grow(inputs: Inputs, arguments: argparse.Namespace, options: Options, fleet:
     for one in recorded:
         if one.error is not None:
             raise CrossrankError(f"{one.name}: {one.error}; new ranks do what recorded ones do, so all must be whole")
-    growth = grow_ranks(recorded, arguments.dims, arguments.ranks, arguments.grow)
+    growth = grow_ranks(recorded, arguments.dims, arguments.ranks, arguments.grow or "dp")
     pairs = [
         replace(pair, rank=one.rank)
         for pair, one in zip(inputs.pairs, recorded, strict=True)

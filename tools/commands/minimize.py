@@ -43,11 +43,13 @@ class MinimizeCommand:
             print_json(result)
         else:
             table_of(result.ranks, _RANKS, limit=_ROWS).print(f"Iterations {steps[0]}:{steps[1]} in {arguments.output}")
+            if result.dumps:
+                print(f"\ndumps      {result.dumps} came along as they are: they have calls from before the part too")
             for line in _notes(result):
                 print(f"\nleft out   {line}")
         problems = [problem for rank in result.ranks for problem in rank.problems]
         complain(*problems)
-        return 1 if problems else 0
+        return 1 if problems or result.without_comms else 0
 
 
 def _notes(result: Minimized) -> Iterator[str]:
@@ -64,6 +66,8 @@ def _notes(result: Minimized) -> Iterator[str]:
         yield f"{count:,} {what}"
     if result.dumps_left_out:
         yield f"{result.dumps_left_out} flight-recorder dump(s), for every rank went on after the part"
+    if result.without_comms:
+        yield f"the files of rank {rank_ranges(result.without_comms)}, which has no comms file"
 
 
 _RANKS: Columns[MinimizedRank] = (
@@ -71,7 +75,7 @@ _RANKS: Columns[MinimizedRank] = (
     ("#calls", lambda rank: f"{rank.calls:,}"),
     ("#of", lambda rank: f"{rank.of_calls:,}"),
     ("#windows", lambda rank: len(rank.windows)),
-    ("ends", lambda rank: "with the part" if rank.goes_on else "as the recording"),
+    ("ends", lambda rank: "with the part" if rank.goes_on else "as the recording" if rank.folder else "not read"),
     ("#size", lambda rank: amount(rank.size)),
     ("#of", lambda rank: amount(rank.of_size)),
 )

@@ -21,6 +21,7 @@ from crossrank.tools.parallel import Fleet
 
 Result = TypeVar("Result")
 
+_DIGITS = 18
 _WORTH_PROCESSES = 8_000_000
 """Bytes of comms files or dumps below which starting processes takes longer than reading."""
 
@@ -45,7 +46,8 @@ def iterations(text: str) -> tuple[int, int]:
     (100, 102)
     """
     first, colon, stop = text.partition(":")
-    if not (colon and first.isdecimal() and stop.isdecimal() and int(first) < int(stop)):
+    known = colon and first.isdecimal() and stop.isdecimal() and len(stop) < _DIGITS
+    if not (known and int(first) < int(stop)):
         raise argparse.ArgumentTypeError(f"{text!r} is not START:STOP, two numbers of which the second is larger")
     return int(first), int(stop)
 

@@ -43,7 +43,7 @@ from crossrank.tools.output.simulation import print_beside, print_leave_one_out,
 from crossrank.tools.parallel import Fleet
 from crossrank.tools.predict.astra_sim import AstraRun, run_astra_sim
 from crossrank.tools.predict.fit import MeasuredKind, Predicted, fit_network, leave_one_out, measured_kinds
-from crossrank.tools.predict.network import ALGORITHMS, Link, Network, bus_bytes, link_of
+from crossrank.tools.predict.network import ALGORITHMS, Algorithm, Link, Network, bus_bytes, link_of
 
 _FIGURES = ("makespan_ns", "measured_ns", "by_clocks", "error", "critical_ns", "waiting_ns", "joined", "alone")
 """What `--json` says of a simulation besides how busy its threads and streams are."""
@@ -72,7 +72,7 @@ class SimulateCommand:
         meaning = "ranks of a node there (default: groups stay inside a node or cross nodes as they did)"
         add("--per-node", type=_positive(int), metavar="N", help=meaning)
         meaning = "how collectives are made: in how many steps (default ring)"
-        add("--algorithm", choices=ALGORITHMS, default="ring", help=meaning)
+        add("--algorithm", choices=ALGORITHMS, help=meaning)
         meaning = "computation takes so many times as long: on GPUs, or on the host where there are none (default 1)"
         add("--compute", type=_positive(float), default=1.0, metavar="FACTOR", help=meaning)
         meaning = "predict each kind of collective from all others, and print by how much that is off"
@@ -95,14 +95,17 @@ class SimulateCommand:
             raise CrossrankError(
                 "--astra-sim needs the path of AstraSim_Analytical_Congestion_Unaware, or ASTRA_SIM has it"
             )
+        if arguments.astra_sim is not None and isinstance(arguments.ranks, set):
+            raise CrossrankError("--astra-sim plays the ranks of a whole job, from 0 on; leave out the list of --ranks")
         fleet = fleet_of(arguments)
+        algorithm: Algorithm = arguments.algorithm or "ring"
         kinds = _measured(arguments.recording, fleet) if _needs_kinds(arguments) else []
-        predicted = leave_one_out(kinds, arguments.algorithm) if arguments.leave_one_out else []
+        predicted = leave_one_out(kinds, algorithm) if arguments.leave_one_out else []
+        network = _network(arguments, kinds, algorithm)
         inputs = find_traces(arguments)
         grown = grow(inputs, arguments, Options(), fleet)
         if grown is not None:
             inputs = grown.inputs
-        network = _network(arguments, kinds)
         results = progress(
             "reading",
             len(inputs.pairs),
@@ -123,6 +126,7 @@ class SimulateCommand:
         beside = (
             _astra_sim(arguments, inputs, grown, network, fleet) if arguments.astra_sim is not None and good else []
         )
+        failed = [one for one in beside if one.why or one.finished < one.ranks]
         if arguments.json:
             problems = [one.text for one in inputs.problems]
             print_json(_answer(simulations, network, predicted, grown, beside, differ, problems))
@@ -135,17 +139,21 @@ class SimulateCommand:
                     )
             if network is not None:
                 print_network(network)
+            changed = cost is not None or arguments.compute != 1 or grown is not None
             for window, simulation in simulations.items():
-                print_simulation(window, simulation, changed=cost is not None or arguments.compute != 1)
+                print_simulation(window, simulation, changed=changed)
+            if grown is not None and cost is None:
+                print(f"\ncommunication takes what it took on {grown.growth.recorded.size} ranks")
             if beside:
                 print_beside(simulations, beside)
             if arguments.leave_one_out:
                 print_leave_one_out(predicted)
         complain(*(problem.text for problem in inputs.problems), *inputs.notes, *differ)
+        complain(*(f"ASTRA-sim, window {one.window}: {one.why or 'not all ranks finished'}" for one in failed))
         is_whole = complain_of_ranks(results, arguments.min_match)
         if not good:
             return 2
-        return 1 if inputs.problems or differ or not is_whole else 0
+        return 1 if inputs.problems or differ or failed or not is_whole else 0
 
 
 def _link(text: str) -> Link:
@@ -181,26 +189,34 @@ def _measured(paths: Sequence[str], fleet: Fleet) -> list[MeasuredKind]:
     return measured_kinds(match_collectives(Job.match(ranks)))
 
 
-def _network(arguments: argparse.Namespace, kinds: Sequence[MeasuredKind]) -> Network | None:
+def _network(arguments: argparse.Namespace, kinds: Sequence[MeasuredKind], algorithm: Algorithm) -> Network | None:
     """What communications run on; None where they take what they took."""
     links: dict[Locality, Link] = {}
     if arguments.intra is not None:
         links["intra_node"] = arguments.intra
     if arguments.inter is not None:
         links["cross_node"] = arguments.inter
-    if links and arguments.network == "measured":
-        raise CrossrankError("--network measured leaves communications as they were; leave out --intra and --inter")
-    fitted = (
-        fit_network(kinds, arguments.algorithm) if _needs_kinds(arguments) and arguments.network != "measured" else None
-    )
-    if fitted is not None and not arguments.leave_one_out and not fitted.links:
+    recorded = arguments.network == "recorded" or (isinstance(arguments.ranks, int) and arguments.network is None)
+    if links and arguments.network is not None:
         raise CrossrankError(
-            f"{arguments.recording[0]}: no collective has a time, so nothing is known of its network; "
-            "say what it is with --intra and --inter, or --network measured"
+            f"--network {arguments.network} says what communications take; leave out --intra and --inter"
         )
     if links:
-        return Network(links=links, algorithm=arguments.algorithm)
-    return fitted if arguments.network == "recorded" or isinstance(arguments.ranks, int) else None
+        return Network(links=links, algorithm=algorithm)
+    if recorded:
+        network = fit_network(kinds, algorithm)
+        if not network.links:
+            raise CrossrankError(
+                f"{arguments.recording[0]}: no collective of several ranks has a time, so nothing is known of its "
+                "network; say what it is with --intra and --inter, or --network measured"
+            )
+        return network
+    if arguments.per_node is not None or (arguments.algorithm is not None and not arguments.leave_one_out):
+        raise CrossrankError(
+            "--per-node and --algorithm are about a network, and communications take what they took; name one with "
+            "--intra and --inter, or --network recorded"
+        )
+    return None
 
 
 def _cost(network: Network, per_node: int | None) -> Cost:

@@ -54,6 +54,7 @@ def print_beside(simulations: Mapping[int, Simulation], astra: Sequence[AstraRun
         ("#simulated ms", lambda one: _ms(simulations[one.window].makespan_ns)),
         ("#ASTRA-sim ms", lambda one: _ms(one.last_ns) if one.finished else "-"),
         ("#ranks that finished there", lambda one: f"{one.finished} of {one.ranks}"),
+        ("its network", lambda one: one.network),
     )
     table_of(astra, columns, limit=_SHOWN).print("Beside ASTRA-sim")
 

@@ -56,7 +56,7 @@ def measured_kinds(found: Collectives) -> list[MeasuredKind]:
     columns = ("op", "group", "locality", "bytes", "time", "busbw", "bound")
     for op, group, locality, size, time, busbw, bound in zip(*(frame[name] for name in columns), strict=True):
         name = "send" if op == SEND_RECV else op
-        if time and not bound and size is not None and name in STEPS:
+        if time and not bound and size is not None and name in STEPS and found.groups[group].size > 1:
             times[name, found.groups[group].size, locality, size].append((time, (busbw or 0.0) * time))
     return [
         MeasuredKind(
@@ -80,6 +80,7 @@ def fit_network(kinds: Iterable[MeasuredKind], algorithm: Algorithm) -> Network:
         of_operations[kind.op, kind.locality].append(kind)
         of_localities[kind.locality].append(kind)
     return Network(
+        is_measured=True,
         links={locality: _fit(found, algorithm) for locality, found in of_localities.items()},
         algorithm=algorithm,
         of_operations={

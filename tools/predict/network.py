@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import ceil, log2
+from math import ceil, isinf, log2
 from typing import Literal, get_args
 
 from crossrank.comm import OPERATIONS, Locality, crosses_nodes
@@ -81,7 +81,8 @@ class Link:
     latency_ns: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.rate:.4g} GB/s, {self.latency_ns / 1000:.4g} us"
+        rate = "rate not told by the sizes there" if isinf(self.rate) else f"{self.rate:.4g} GB/s"
+        return f"{rate}, {self.latency_ns / 1000:.4g} us"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,19 +92,23 @@ class Network:
     links: Mapping[Locality, Link]
     algorithm: Algorithm = "ring"
     of_operations: Mapping[tuple[str, Locality], tuple[Link, Algorithm]] = field(default_factory=dict)
+    is_measured: bool = False
+    """The links were found from times."""
 
     def duration_ns(
         self, op: str, size: int, bus_bytes: float, locality: Locality, nodes: int | None = None
     ) -> float | None:
         """How long `op` takes in a group of `size` on so many nodes; None where nothing is known of its links.
 
-        Where the nodes are known, the steps that stay inside one have the latency of `intra_node`."""
+        Where the nodes are known, the steps that stay inside one have the latency of `intra_node`; a measured latency
+        is the mean of all steps already."""
+        op = "send" if op == "recv" else op
         measured = self.of_operations.get((op, locality))
         link, algorithm = measured if measured is not None else (self.link(locality), self.algorithm)
         if link is None or op not in STEPS:
             return None
         latency, inside = link.latency_ns, self.link("intra_node")
-        if nodes is not None and nodes > 1 and inside is not None:
+        if nodes is not None and nodes > 1 and inside is not None and not self.is_measured:
             crossing = _CROSSING[algorithm](size, nodes)
             latency = crossing * latency + (1 - crossing) * inside.latency_ns
         return steps(op, size, algorithm) * latency + bus_bytes / link.rate

@@ -116,7 +116,9 @@ class Minimized:
     dumps: int = 0
     """Flight-recorder dumps that were taken along."""
     dumps_left_out: int = 0
-    """Those that were not: every rank went on after the part, so the dumps are of a later time."""
+    """Those that were not, nor the job's verdict: every rank went on after the part, so they are of a later time."""
+    without_comms: list[int] = field(default_factory=list)
+    """Ranks that have other files, but no comms file, which alone says what is of which iteration."""
 
 
 def minimize(path: str, folder: str, steps: tuple[int, int], fleet: Fleet, done: Callable[[], None]) -> Minimized:
@@ -139,20 +141,35 @@ def minimize(path: str, folder: str, steps: tuple[int, int], fleet: Fleet, done:
         failed=lambda item, error: MinimizedRank(rank=item[0] or 0, problems=[str(error)]),
         done=done,
     )
+    written = [rank for rank in results if rank.folder]
+    if not written:
+        raise CrossrankError(results[0].problems[0])
     if not any(rank.calls for rank in results):
+        for rank in written:
+            _remove(join(rank.folder, file_name(COMMS, rank.rank)))
         of_calls = [step for rank in results for step in rank.steps or ()]
         there = f"its calls are of the iterations {min(of_calls)} to {max(of_calls)}" if of_calls else "it has no call"
         raise CrossrankError(f"{path}: no call in the iterations {steps[0]}:{steps[1]}; {there}")
-    dumps = [(rank, file) for rank in results for file in ranks[rank.rank].get(FLIGHT, ()) if rank.folder]
+    result = Minimized(
+        ranks=results, without_comms=[rank for rank in by_rank if rank is not None and rank not in ranks]
+    )
+    dumps = [(rank, file) for rank in written for file in ranks[rank.rank].get(FLIGHT, ())]
     # A dump is of the end of a run. Where that of one rank is in the part, the others' dumps say what they waited for.
-    if all(rank.goes_on for rank in results):
-        return Minimized(ranks=results, dumps_left_out=len(dumps))
+    if all(rank.goes_on for rank in written):
+        result.dumps_left_out = len(dumps)
+        return result
     for rank, file in dumps:
         rank.size += _copy(file, rank.folder)
+    result.dumps = len(dumps)
     verdict = FoundFile(path=join(path, VERDICT), kind=VERDICT, rank=None)
     if is_folder(path) and _exists(verdict.path):
         _copy(verdict, folder)
-    return Minimized(ranks=results, dumps=len(dumps))
+    return result
+
+
+def _remove(path: str) -> None:
+    file_system, there = fsspec.core.url_to_fs(path)
+    file_system.rm(there)
 
 
 def _refuse_full(folder: str) -> None:
@@ -180,8 +197,15 @@ def _minimize_rank(item: tuple[int, Files], folder: str, steps: tuple[int, int])
             for line in part.lines():
                 stream.write(line + b"\n")
         result.size = file.tell()
-    for kind in _OF_WINDOWS:
-        result.size += sum(_copy(one, result.folder) for one in files.get(kind, ()) if one.window in result.windows)
+    of_windows = [file for kind in _OF_WINDOWS for file in files.get(kind, ())]
+    for file_of_window in of_windows:
+        if file_of_window.window in result.windows:
+            result.size += _copy(file_of_window, result.folder)
+        elif file_of_window.window not in part.marked:
+            what = "file(s) of windows whose iterations the comms file does not say"
+            result.left_out[what] = result.left_out.get(what, 0) + 1
+    there = {one.window for one in of_windows}
+    result.windows = [window for window in result.windows if window in there]
     return result
 
 
@@ -194,6 +218,8 @@ class _Part:
         self._result = result
         self.header: Header | None = None
         self._whole_header: dict[str, msgspec.Raw] = {}
+        self.marked: set[int] = set()
+        """Windows of which the file says the iterations."""
         self._end: dict[str, Any] | None = None
         self._ids: set[int] = set()
         self._clocks: list[dict[str, int]] = []
@@ -244,6 +270,7 @@ class _Part:
         result.problems += [f"{self._path}: {problem}" for problem in issues.problems]
         result.calls, result.goes_on = len(self._ids), self._ends is not None
         result.steps = (first_step, last_step) if last_step >= 0 else None
+        self.marked = set(opened)
         for window, begin in opened.items():
             last = closed.get(window, begin)
             if window in closed and self._first <= begin and last < self._stop:

@@ -194,3 +194,34 @@ def test_other_peoples_traces_have_no_iterations(tmp_path: Path, capsys: pytest.
     (tmp_path / file_name("flight", 0)).write_bytes(b"dump")
     assert main(["minimize", str(tmp_path), "--steps", "2:4", "-o", str(tmp_path / "part")]) == 2
     assert "has no comms file, and nothing else says which call is of which iteration" in capsys.readouterr().err
+
+
+def test_what_is_refused_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = job(tmp_path / "job")
+    assert main(["minimize", str(source), "--steps", "7:9", "-o", str(tmp_path / "part")]) == 2
+    assert main(["minimize", str(source), "--steps", "2:4", "-o", str(tmp_path / "part")]) == 0
+    (tmp_path / "file").touch()
+    capsys.readouterr()
+    assert main(["minimize", str(source), "--steps", "2:4", "-o", str(tmp_path / "file")]) == 2
+    assert "no call" not in capsys.readouterr().err
+
+
+def test_a_rank_without_a_comms_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = job(tmp_path / "job")
+    (source / "rank-1.comms.jsonl").unlink()
+    assert main(["minimize", str(source), "--steps", "2:4", "-o", str(tmp_path / "part")]) == 1
+    assert "the files of rank 1, which has no comms file" in capsys.readouterr().out
+
+
+def test_files_of_windows_that_are_not_marked_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    unmarked = [line for line in lines_of(0) if "window" not in line]
+    source = job(tmp_path / "job", unmarked, lines_of(1))
+    assert main(["minimize", str(source), "--steps", "2:4", "-o", str(tmp_path / "part")]) == 0
+    assert "2 file(s) of windows whose iterations the comms file does not say" in capsys.readouterr().out
+
+
+def test_dumps_do_not_come_along_for_a_rank_that_cannot_be_read(tmp_path: Path) -> None:
+    source = job(tmp_path / "job")
+    (source / "rank-1.comms.jsonl").write_text("garbage")
+    assert main(["minimize", str(source), "--steps", "1:2", "-o", str(tmp_path / "part")]) == 1
+    assert not (tmp_path / "part" / file_name("flight", 0)).exists()

@@ -50,6 +50,8 @@ class Converted:
     """First start, since 1970."""
     length_ns: int = 0
     """From there to the last end, as measured."""
+    world_size: int | None = None
+    """Ranks of the job, where the trace says so."""
     groups: list[NumberedGroup] = field(default_factory=list)
     collectives: dict[str, list[str]] = field(default_factory=dict)
     """Number of a group -> its collectives in order, each as its operation and size."""
@@ -107,7 +109,7 @@ def convert(
     result = Converted(implied=reduce_dependencies(nodes), groups=sorted(groups.values(), key=lambda g: int(g.number)))
     if not is_in_order(ordered):
         ordered, _ = in_order(nodes, strict=True)
-    result.warnings = warnings + dropped
+    result.warnings, result.world_size = warnings + dropped, trace.world_size
     begin = min((node.start_ns for node in ordered), default=0)
     result.begin_ns = trace.base_ns + begin
     result.length_ns = max((node.start_ns + node.duration_ns for node in ordered), default=begin) - begin
@@ -132,7 +134,7 @@ def convert(
         result.graph = rank_graph(ordered, first, result.begin_ns, result.length_ns)
     communicates = [node for node in ordered if node.comm is not None]
     if options.lower:
-        result.lowered = lower(ordered, trace.rank)
+        result.lowered = lower(ordered, first)
     if copies is not None and copies.folder is not None:
         # Lowering has made computations of some.
         kept = [(comm, node.comm) for comm, node in zip(recorded, communicates, strict=True) if node.comm is not None]

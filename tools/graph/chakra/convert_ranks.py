@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
+from pathlib import Path
 
 import msgspec
 
 from crossrank.atomic_file import join, whole_file
 from crossrank.errors import CrossrankError
-from crossrank.recording import LINKED, file_name
+from crossrank.recording import LINKED, file_name, is_url
 from crossrank.text import rank_ranges
 from crossrank.tools.graph.chakra.chakra_graph import Comm, Options
 from crossrank.tools.graph.chakra.convert import Converted, CopiesOf, convert
@@ -28,6 +30,7 @@ from crossrank.tools.graph.rank_output import RankOutput, writing
 from crossrank.tools.parallel import Fleet, map_ranks
 
 GROUPS = "comm_groups.json"
+_NAME = re.compile(r"chakra(?:-w\d+)?\.(\d+)\.et")
 
 
 @dataclass(kw_only=True)
@@ -117,14 +120,17 @@ def grow_ranks(recorded: Sequence[ConvertedRank], dims: Mapping[str, int] | None
     """How the job of the `recorded` ranks becomes one of `ranks`, by growing the dimension `name`.
 
     Raises `CrossrankError` where ranks are missing, or nothing says what a new one does."""
-    world = max((len(group.ranks) for one in recorded for group in one.converted.groups), default=1)
-    world = max(world, 1 + max(one.rank or 0 for one in recorded))
-    present = {one.rank for one in recorded}
-    if missing := set(range(world)) - present:
-        raise CrossrankError(
-            f"rank {rank_ranges(sorted(missing))} of {world} is not there, and new ranks do what recorded ones do; "
-            "name the traces of all"
-        )
+    ranks_of_groups = [rank for one in recorded for group in one.converted.groups for rank in group.ranks]
+    sizes = [one.converted.world_size or 0 for one in recorded]
+    world = max(1, *sizes, *(1 + rank for rank in (*ranks_of_groups, *(one.rank or 0 for one in recorded))))
+    for window in sorted({one.window for one in recorded}):
+        present = {one.rank for one in recorded if one.window == window}
+        if missing := sorted(set(range(world)) - present):
+            where = "" if window == 1 else f" in window {window}"
+            raise CrossrankError(
+                f"rank {rank_ranges(missing)} of {world} is not there{where}, and new ranks do what recorded ones do; "
+                "name the traces of all"
+            )
     calls: dict[int, list[Comm]] = defaultdict(list)
     for one in recorded:
         calls[one.rank or 0] += one.converted.communications
@@ -137,16 +143,16 @@ def copies_of(
 ) -> dict[tuple[int | None, int], CopiesOf]:
     """What is written in the place of each recorded rank and window; ranks that the written job lacks are left out."""
     found: dict[tuple[int | None, int], CopiesOf] = {}
-    late, _ = _late_starts(recorded)
-    for one in recorded:
-        if one.rank in growth.copies:
-            found[one.rank, one.window] = CopiesOf(
-                growth=growth,
-                folder=folder,
-                name=partial(chakra_name, window=one.window),
-                late_ns=late[one.rank, one.window],
-                dedupe=dedupe,
-            )
+    kept = [one for one in recorded if one.rank in growth.copies]
+    late, _ = late_starts(kept)
+    for one in kept:
+        found[one.rank, one.window] = CopiesOf(
+            growth=growth,
+            folder=folder,
+            name=partial(chakra_name, window=one.window),
+            late_ns=late[one.rank, one.window],
+            dedupe=dedupe,
+        )
     return found
 
 
@@ -159,8 +165,8 @@ def write_groups(results: Sequence[ConvertedRank], folder: str) -> str:
     return path
 
 
-def _late_starts(results: Sequence[ConvertedRank]) -> tuple[dict[tuple[int | None, int], int], list[int]]:
-    """(rank and window -> ns after the first rank of the window, windows whose ranks all begin together)."""
+def late_starts(results: Sequence[ConvertedRank]) -> tuple[dict[tuple[int | None, int], int], list[int]]:
+    """(rank and window -> ns after which it begins, windows whose ranks begin together for want of common clocks)"""
     late: dict[tuple[int | None, int], int] = {}
     apart = []
     for window in sorted({result.window for result in results}):
@@ -172,10 +178,17 @@ def _late_starts(results: Sequence[ConvertedRank]) -> tuple[dict[tuple[int | Non
     return late, apart
 
 
+def older_files(folder: str, ranks: int) -> int:
+    """How many Chakra traces of ranks that a job of `ranks` does not have are in a local folder."""
+    names = [path.name for path in Path(folder).glob("chakra*.et")] if not is_url(folder) else []
+    found = [match for name in names if (match := _NAME.fullmatch(name))]
+    return sum(int(match[1]) >= ranks for match in found)
+
+
 def delay_starts(results: Sequence[ConvertedRank]) -> list[int]:
     """Let every rank begin when it began by its clock. Returns the windows whose ranks all begin together, because
     their clocks are further apart than the window is long."""
-    late, apart = _late_starts(results)
+    late, apart = late_starts(results)
     for result in results:
         if result.output is not None:
             with writing(result.output):

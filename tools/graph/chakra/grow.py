@@ -9,7 +9,8 @@ alone may save checkpoints or broadcast, and the others follow each other in tur
 * all_gather into one tensor on a group that also has reduce_scatter (FSDP, ZeRO): as many, of smaller shards.
 * any other all_gather, gather, scatter: as many for each member, so S grows with the group.
 
-S of shards is rounded up so that each rank's has whole elements, as FSDP pads them.
+S of shards is rounded up so that each rank's has whole elements. FSDP pads each parameter, which a trace does not show:
+of parameters that do not divide S is larger in truth.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from math import prod
 
 import msgspec
 
-from crossrank.comm import MOST_RANKS, CommRecord, Group, is_p2p
+from crossrank.comm import MOST_RANKS, OPERATIONS, CommRecord, Group, is_p2p
 from crossrank.dtypes import dtype_of
 from crossrank.errors import CrossrankError
 from crossrank.tools.graph.chakra.chakra_graph import Comm
@@ -51,6 +52,8 @@ class JobGrowth:
     """Of the dimension that grows."""
     sharded: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
     """Name and members of the groups that have reduce_scatter."""
+    shards: frozenset[int] = frozenset()
+    """Bytes that a rank has of the reduce_scatters along the dimension that grows."""
     _groups: dict[tuple[str, frozenset[int], int], NumberedGroup] = field(default_factory=dict, repr=False)
 
     def source(self, rank: int) -> int:
@@ -107,27 +110,45 @@ class JobGrowth:
     def size_of(self, record: CommRecord, group: NumberedGroup) -> int:
         """S of a call on a recorded group, in the written job."""
         had, size = len(group.ranks), self.size(group)
+        if self.is_shard(record, group):
+            whole = record.bytes * self.recorded.dimensions[self.place].size
+            return _rounded_up(whole, self.written.dimensions[self.place].size, record) // (
+                self.written.dimensions[self.place].size
+            )
         if size == had:
             return record.bytes
         if record.op in ("gather", "scatter") or (record.op == "all_gather" and not self.keeps_whole(record, group)):
             return record.bytes // had * size
         if record.op in ("all_gather", "reduce_scatter"):
-            dtype = dtype_of(record.dtype) if record.dtype is not None else None
-            step = size * (dtype.size if dtype is not None else 1)
-            return -(-record.bytes // step) * step
+            return _rounded_up(record.bytes, size, record)
         return record.bytes
+
+    def is_shard(self, record: CommRecord, group: NumberedGroup) -> bool:
+        """Whether a call on a group that does not grow is of shards that shrink: what each rank has of a reduce_scatter
+        along the dimension is reduced over the replicas (HSDP)."""
+        over = self._over(group)
+        return (
+            self.place not in over
+            and all(self.recorded.dimensions[place].kind == "dp" for place in over)
+            and record.bytes in self.shards
+        )
 
     def rules(self, of_ranks: Iterable[Iterable[Comm]]) -> dict[str, int]:
         """What becomes of the sizes of calls on groups that have another number of members -> calls of all ranks."""
         found: Counter[str] = Counter()
         for comm in chain.from_iterable(of_ranks):
             had, size, record = len(comm.group.ranks), self.size(comm.group), comm.record
-            if is_p2p(record) or size == had or record.op == "barrier":
+            on = f"of {record.op} on groups of {size} instead of {had}"
+            if self.is_shard(record, comm.group):
+                found[f"of {record.op} over replicas are of shards, which become smaller"] += 1
+            elif is_p2p(record) or size == had or record.op == "barrier":
                 continue
-            if self.size_of(record, comm.group) == record.bytes:
-                found[f"of {record.op} on groups of {size} instead of {had} keep their size"] += 1
             elif record.op == "reduce_scatter" or self.keeps_whole(record, comm.group):
-                found[f"of {record.op} are rounded up to whole elements for each of {size} ranks"] += 1
+                found[f"{on} keep their size, of smaller shards; what does not divide is padded more in truth"] += 1
+            elif record.op == "all_to_all" and record.in_split is not None:
+                found[f"{on} keep their rows; which of them go to whom is not known"] += 1
+            elif self.size_of(record, comm.group) == record.bytes:
+                found[f"{on} keep their size"] += 1
             else:
                 found[f"of {record.op} have as much for each member: of {size} instead of {had}"] += 1
         return dict(found.most_common())
@@ -186,7 +207,9 @@ def plan_growth(mesh: Mesh, groups: Iterable[UsedGroup], ranks: int, name: str) 
     place = mesh.index(name)
     dimension = mesh.dimensions[place]
     others = mesh.size // dimension.size
-    if not 0 < ranks <= MOST_RANKS or ranks % others:
+    if not 0 < ranks <= MOST_RANKS:
+        raise CrossrankError(f"--ranks {ranks} is no number of ranks; a job has 1 to {MOST_RANKS:,}")
+    if ranks % others:
         raise CrossrankError(
             f"{ranks} ranks are no multiple of the {others} that {mesh} has for one of {name}; ask for {others}, "
             f"{2 * others}, {4 * others}, …"
@@ -210,7 +233,21 @@ def plan_growth(mesh: Mesh, groups: Iterable[UsedGroup], ranks: int, name: str) 
     sharded = frozenset(
         (group.pg, group.ranks) for group in used if any(call.op == "reduce_scatter" for call in group.calls)
     )
-    return JobGrowth(mesh, written, place, sharded)
+    shards = frozenset(
+        call.bytes // len(group.ranks)
+        for group in used
+        if place in (mesh.over(group.ranks, group.desc) or frozenset())
+        for call in group.calls
+        if call.op == "reduce_scatter" and call.bytes
+    )
+    return JobGrowth(mesh, written, place, sharded, shards)
+
+
+def _rounded_up(size: int, ranks: int, record: CommRecord) -> int:
+    """Bytes of which each rank has whole elements."""
+    dtype = dtype_of(record.dtype) if record.dtype is not None else None
+    step = ranks * (dtype.size if dtype is not None else 1)
+    return -(-size // step) * step
 
 
 def _refuse(mesh: Mesh, place: int, group: UsedGroup) -> None:
@@ -222,11 +259,12 @@ def _refuse(mesh: Mesh, place: int, group: UsedGroup) -> None:
     what = f"--grow {name}: group {group.desc or list(group.ranks)}"
     if any(mesh.coordinates(rank)[place] != mesh.coordinates(peer)[place] for rank, peer in group.messages):
         raise CrossrankError(f"{what} has sends and receives along it, and nothing says to whom more ranks would send")
-    roots = {call.root for call in group.calls if call.op == "broadcast" and call.root is not None}
+    rooted = [call for call in group.calls if (row := OPERATIONS.get(call.op)) is not None and row.rooted]
+    roots = {call.root for call in rooted if call.root in group.ranks}
     if len({mesh.coordinates(root)[place] for root in roots}) > 1:
         raise CrossrankError(
-            f"{what} has broadcasts from {len(roots)} of its ranks, as where each one sends its shard (ZeRO): more "
-            "ranks would make more of them"
+            f"{what} has {rooted[0].op} with {len(roots)} of its ranks as root, as where each one has its shard "
+            "(ZeRO): more ranks would make more of them"
         )
 
 

@@ -26,15 +26,16 @@ KINDS = {
     "ep": "expert parallel",
 }
 _DESCRIPTIONS = (
+    ("dp_replicate", r"replicate|hsdp_outer"),
+    ("dp_shard", r"shard|fsdp|hsdp_inner"),
+    ("dp", r"data|ddp|zero|(?<![a-z])dp(?![a-z])"),
     ("cp", r"context|(?<![a-z])cp(?![a-z])|sequence"),
     ("ep", r"expert|(?<![a-z])ep(?![a-z])"),
     ("tp", r"tensor|(?<![a-z])tp(?![a-z])"),
     ("pp", r"pipe|(?<![a-z])pp(?![a-z])"),
-    ("dp_replicate", r"replicate|hsdp_outer"),
-    ("dp_shard", r"shard|fsdp|hsdp_inner"),
-    ("dp", r"data|ddp|zero|(?<![a-z])dp(?![a-z])"),
 )
-"""Dimension -> what the description of its groups has: torch's `mesh_tp`, Megatron's `TENSOR_MODEL_PARALLEL_GROUP`."""
+"""Dimension -> what the description of its groups has: torch's `mesh_tp`, Megatron's `TENSOR_MODEL_PARALLEL_GROUP`.
+Gradients go over data and context parallelism together (`mesh_dp_shard_cp`), so the first that fits is taken."""
 _COMPILED = tuple((name, re.compile(pattern)) for name, pattern in _DESCRIPTIONS)
 
 
@@ -112,7 +113,9 @@ class Mesh:
         for place, one in enumerate(self.dimensions):
             if one.name == name:
                 return place
-        raise CrossrankError(f"the job has no dimension {name!r}, but {self}; name others with --dims")
+        alike = [one.name for one in self.dimensions if one.kind == name]
+        step = f"choose with --grow {' or --grow '.join(alike)}" if alike else "name others with --dims"
+        raise CrossrankError(f"the job has no dimension {name!r}, but {self}; {step}")
 
     def __str__(self) -> str:
         return ",".join(f"{one.name}={one.size}" for one in self.dimensions)
@@ -161,7 +164,7 @@ def find_mesh(world_size: int, groups: Collection[UsedGroup], named: Mapping[str
     sizes = [outer // inner for inner, outer in pairwise(cuts)][::-1]
     mesh = Mesh(tuple(Dimension(name=f"dim{at}", size=size, because="") for at, size in enumerate(sizes)))
     if world_size == 1:
-        mesh = Mesh((Dimension(name="dp", size=1, because="a job of one rank"),))
+        return Mesh((Dimension(name="dp", size=1, because="a job of one rank"),))
     _check(mesh, groups)
     return _named(mesh, groups)
 
@@ -202,20 +205,20 @@ def _named(mesh: Mesh, groups: Collection[UsedGroup]) -> Mesh:
         over = mesh.spanned(group.ranks)
         if over is not None and len(over) == 1:
             own[next(iter(over))].append(group)
+    used = [mesh.spanned(group.ranks) or frozenset() for group in groups if group.calls]
     found = []
     for place, one in enumerate(mesh.dimensions):
         name, because = _name(own.get(place, ()), len(mesh.dimensions) == 1)
+        because = because or "neither the descriptions of its groups nor what is called on them say it"
+        if not any(place in over for over in used):
+            because = "nothing communicates along it"
         found.append(Dimension(name=name or one.name, size=one.size, because=because))
-    # What no group is for alone, and nothing else is for, is where all ranks do the same: data parallelism.
+    # What no group has for itself, but groups of all ranks stretch over, is where all do the same: data parallelism.
     if not any(one.kind == "dp" for one in found):
-        found = [
-            Dimension(
-                name="dp", size=one.size, because="no group has it alone, and the job communicates over all ranks"
-            )
-            if one.name.startswith("dim") and place not in own
-            else one
-            for place, one in enumerate(found)
-        ]
+        for place, one in enumerate(found):
+            if one.name.startswith("dim") and place not in own and any(place in over for over in used):
+                because = "no group has it for itself, and the job communicates over more"
+                found[place] = Dimension(name="dp", size=one.size, because=because)
     names = [one.name for one in found]
     if len(names) != len(set(names)):
         found = [

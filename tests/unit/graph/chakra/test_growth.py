@@ -11,7 +11,7 @@ from crossrank.errors import CrossrankError
 from crossrank.tools.graph.chakra.chakra_graph import Comm
 from crossrank.tools.graph.chakra.group_numbers import NumberedGroup
 from crossrank.tools.graph.chakra.grow import JobGrowth, plan_growth, used_groups
-from crossrank.tools.graph.chakra.mesh import UsedGroup, find_mesh
+from crossrank.tools.graph.chakra.mesh import UsedGroup, find_mesh, name_in
 
 
 def record(op: str = "all_reduce", bytes: int = 960, **facts: Any) -> CommRecord:
@@ -48,7 +48,7 @@ PP = [used((first, first + 4), "", record("send", peer=first + 4)) for first in 
             ],
             "tp=2,dp_replicate=2,dp_shard=2",
         ),
-        ([used((0, 1, 4, 5), "", record()), used((2, 3, 6, 7), "", record())], "dp=2,dp1=2,dp2=2"),
+        ([used((0, 1, 4, 5), "", record()), used((2, 3, 6, 7), "", record())], "dp=2,dim1=2,dp2=2"),
     ],
 )
 def test_the_dimensions_are_found_from_members_descriptions_and_calls(groups: list[UsedGroup], mesh: str) -> None:
@@ -151,7 +151,7 @@ def test_uneven_splits_keep_their_rows() -> None:
             [used(tuple(range(8)), "default_pg", record("broadcast", root=0), record("broadcast", root=3))],
             16,
             "dp",
-            "has broadcasts from 2 of its ranks, as where each one sends its shard",
+            "has broadcast with 2 of its ranks as root, as where each one has its shard",
         ),
         (
             [used(tuple(range(8)), "mesh_dp", record("send", peer=1))],
@@ -184,3 +184,49 @@ def test_a_dimension_of_one_rank_says_nothing_of_what_more_would_exchange() -> N
     groups = used_groups({rank: [(record(), numbered((0, 1), "mesh_tp", "2"))] for rank in (0, 1)})
     with pytest.raises(CrossrankError, match="the recorded job has one rank of it, which exchanges nothing along it"):
         plan_growth(find_mesh(2, groups, {"dp": 1, "tp": 2}), groups, 8, "dp")
+
+
+def test_a_dimension_that_nothing_communicates_along_is_not_guessed() -> None:
+    mesh = find_mesh(4, [used((0, 1), "mesh_tp", record()), used((2, 3), "mesh_tp", record())])
+    assert str(mesh) == "dim0=2,tp=2"
+    assert mesh.dimensions[0].because == "nothing communicates along it"
+    with pytest.raises(CrossrankError, match="the job has no dimension 'dp', but dim0=2,tp=2; name others with --dims"):
+        plan_growth(mesh, TP, 8, "dp")
+
+
+@pytest.mark.parametrize(
+    ("desc", "name"),
+    [
+        ("mesh_dp_shard_cp", "dp_shard"),
+        ("DATA_PARALLEL_GROUP_WITH_CP", "dp"),
+        ("EXPERT_DATA_PARALLEL_GROUP", "dp"),
+        ("CONTEXT_PARALLEL_GROUP", "cp"),
+        ("mesh_pp", "pp"),
+    ],
+)
+def test_gradients_go_over_data_and_context_parallelism_together(desc: str, name: str) -> None:
+    assert name_in(desc) == name
+
+
+def test_the_replicas_of_smaller_shards_reduce_less() -> None:
+    shard, replicate = numbered((0, 1), "mesh_dp_shard", "1"), numbered((0, 2), "mesh_dp_replicate", "2")
+    calls = {
+        rank: [
+            (record("reduce_scatter", 960), shard if rank < 2 else numbered((2, 3), "mesh_dp_shard", "1")),
+            (
+                record("all_reduce", 480, pg="2"),
+                replicate if rank % 2 == 0 else numbered((1, 3), "mesh_dp_replicate", "2"),
+            ),
+        ]
+        for rank in range(4)
+    }
+    groups = used_groups(calls)
+    mesh = find_mesh(4, groups)
+    assert str(mesh) == "dp_replicate=2,dp_shard=2"
+    with pytest.raises(CrossrankError, match="choose with --grow dp_replicate or --grow dp_shard"):
+        plan_growth(mesh, groups, 8, "dp")
+    growth = plan_growth(mesh, groups, 8, "dp_shard")
+    assert growth.comm(Comm(record("all_reduce", 480, pg="2"), replicate), 0, 0).record.bytes == 240
+    assert growth.comm(Comm(record("all_reduce", 4, pg="2"), replicate), 0, 0).record.bytes == 4
+    more = plan_growth(mesh, groups, 8, "dp_replicate")
+    assert more.comm(Comm(record("all_reduce", 480, pg="2"), replicate), 0, 0).record.bytes == 480
