@@ -8,7 +8,7 @@ from collections import Counter
 from crossrank.text import plural, rank_ranges
 from crossrank.tools.commands.options import add_shared, complain, fleet_of, progress
 from crossrank.tools.output.console import Columns, print_counts, print_json, table_of
-from crossrank.tools.sharing.anonymize import Anonymous, anonymize, verify
+from crossrank.tools.sharing.anonymize import Anonymous, anonymize, searched, verify
 from crossrank.tools.traces.discover import WHAT, discover
 
 _SHOWN = 12
@@ -45,9 +45,8 @@ class AnonymizeCommand:
         else:
             _print(result, arguments.output)
             if found is not None:
-                print(
-                    f"\nverified   {len(found)} of {plural(len(result.replaced), 'replaced text')} found in the result"
-                )
+                looked_for = plural(len(searched(result)), "replaced text")
+                print(f"\nverified   {len(found)} of {looked_for} of four characters or more found in the result")
         complain(*(f"{file.why}; left out" for file in left_out), most=_SHOWN)
         # The text itself stays out of logs.
         complain(
@@ -57,7 +56,9 @@ class AnonymizeCommand:
             ),
             most=_SHOWN,
         )
-        return 1 if result.lost or found else 0
+        damage = [text for file in result.files for text in file.damage]
+        complain(*damage, most=_SHOWN)
+        return 1 if result.lost or damage or found else 0
 
 
 Row = tuple[str, list[int], int, int]

@@ -42,6 +42,7 @@ from crossrank.tools.sharing import rules
 from crossrank.tools.sharing.exports import texts_in, write_export
 from crossrank.tools.sharing.pseudonyms import Pseudonyms
 from crossrank.tools.sharing.rules import LEFT_OUT, Rule, Scrubber
+from crossrank.tools.sharing.vocabulary import is_public
 from crossrank.tools.traces.discover import NSIGHT, WHAT, FoundFile, discover
 from crossrank.tools.traces.safe_pickle import RefusedPickleError, load_data
 
@@ -75,6 +76,8 @@ class AnonymousFile:
     """Texts that were replaced -> what stands in their places."""
     passed: set[str] = field(default_factory=set)
     """Texts that stay, because anyone's traces have them."""
+    damage: list[str] = field(default_factory=list)
+    """What of it could not be read; the rest was written."""
     is_loss: bool = True
     """It was left out because it could not be read, and not because it is made from others, or is no trace."""
 
@@ -110,6 +113,7 @@ def anonymize(
     if not any(file.kind in (*_HANDLED, NSIGHT) and not file.problem for file in found):
         kinds = ", ".join(sorted({WHAT.get(file.kind, file.kind) for file in found})) or "nothing"
         raise CrossrankError(f"{paths[0]}: has nothing that can be anonymized, but {kinds}")
+    _refuse_doubles(found)
     key = secrets.token_bytes(32)
     ranks = [file.rank for file in found if file.rank is not None]
     world = 1 + max(ranks, default=0)
@@ -124,6 +128,16 @@ def anonymize(
         done=done,
     )
     return Anonymous(files=files, shift_ns=Pseudonyms(key).shift_ns)
+
+
+def _refuse_doubles(found: Iterable[FoundFile]) -> None:
+    """Two inputs of one kind, rank and window would be one file."""
+    seen: dict[tuple[str, int | None, int], FoundFile] = {}
+    for file in found:
+        if file.kind in _HANDLED and file.rank is not None and not file.problem:
+            other = seen.setdefault((file.kind, file.rank, file.window), file)
+            if other is not file:
+                raise CrossrankError(f"{other.path} and {file.path} are both of rank {file.rank}; name one of them")
 
 
 def _numbered(found: Iterable[FoundFile]) -> Iterator[tuple[FoundFile, int]]:
@@ -159,9 +173,11 @@ def _one_file(
     suffix = "sqlite" if file.kind == NSIGHT else "json.zst"
     # No number: that would be the file's rank.
     name = f"{file.kind}-{'x' * number}.{suffix}"
-    if file.rank is not None:
+    if file.rank is not None and file.kind == NSIGHT:
+        name = f"{file.kind}-{'x' * number}-rank-{file.rank}.{suffix}"
+    elif file.rank is not None:
         place = join(folder, inner) if (inner := rank_folder(file.rank, world)) else folder
-        name = name if file.kind == NSIGHT else file_name(file.kind, file.rank, file.window)
+        name = file_name(file.kind, file.rank, file.window)
     make_folder(place)
     output = join(place, name)
     with writing(output), whole_file(output) as temporary:
@@ -174,6 +190,7 @@ def _one_file(
                     stream.write(part)
     result.output, result.left_out = output, dict(scrubber.left_out)
     result.replaced, result.passed = scrubber.names.replaced, scrubber.names.passed
+    result.damage = scrubber.damage
     return result
 
 
@@ -195,11 +212,10 @@ def _comms(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
             rule = rules.COMMS_LINES.get(kind)
             made = rule(value, scrubber) if rule is not None else LEFT_OUT
             if made is LEFT_OUT:
-                scrubber.left_out[f"line {kind if kind.isidentifier() else '…'}"] += 1
+                scrubber.left_out[f"line {kind if is_public(kind) else '…'}"] += 1
             else:
                 yield _encode({kind: made}) + b"\n"
-    if issues.problems:
-        scrubber.left_out[f"of the file: it {issues.problems[0]}"] += 1
+    scrubber.damage += [f"{file.path}: {problem}" for problem in issues.problems]
 
 
 def _rows(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
@@ -216,13 +232,14 @@ def _rows(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
         raise CrossrankError(
             f"{file.path}: is not {WHAT[file.kind]} as a whole ({one_line(error)}); it is left out"
         ) from error
+    move = _new_base(head, scrubber) if file.kind == KINETO and isinstance(head, dict) else None
     made: dict[str, Any] = {}
     for field_name, raw in head.items() if isinstance(head, dict) else ():
         if field_name != name:
             known = _HEADS[file.kind].get(field_name)
             value = _applied(known, raw, scrubber) if known is not None else LEFT_OUT
             if value is LEFT_OUT:
-                scrubber.left_out[field_name if field_name.isidentifier() else "…"] += 1
+                scrubber.left_out[field_name if is_public(field_name) else "…"] += 1
             else:
                 made[field_name] = value
     yield _encode(made)[:-1] + (b"," if made else b"") + f'"{name}":['.encode()
@@ -230,11 +247,31 @@ def _rows(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
     for raw in listed:
         row = _applied(rule, raw, scrubber)
         if isinstance(row, dict):
+            if move is not None and isinstance(row.get("ts"), int | Decimal):
+                row["ts"] += move
             yield separator + _encode(row)
             separator = b",\n"
         else:
             scrubber.left_out["rows that cannot be read"] += 1
     yield b"\n]}\n"
+
+
+_DAY_NS = 86_400 * 10**9
+
+
+def _new_base(head: dict[str, msgspec.Raw], scrubber: Scrubber) -> Decimal | None:
+    """Gives a Kineto trace another time from which its times count: the begin of a day after the shift. Kineto's own is
+    a multiple of about three months, from which the shift could be told. Returns what is added to the times, us."""
+    name = "baseTimeNanoseconds"
+    try:
+        base = msgspec.json.decode(head[name], type=int)
+    except (*BROKEN, KeyError):
+        return None
+    moved = scrubber.names.wall(base)
+    new = moved - moved % _DAY_NS
+    # What the rule for it takes away again.
+    head[name] = msgspec.Raw(str(new + (base - moved)).encode())
+    return Decimal(moved - new) / 1000
 
 
 def _applied(rule: Rule, raw: Any, scrubber: Scrubber) -> Any:
@@ -276,14 +313,12 @@ _WORD = re.compile(r"\w+")
 def verify(result: Anonymous) -> dict[str, str]:
     """Texts that were replaced and stand in the result all the same -> a file in which they do.
 
-    Looked for are whole words of four characters or more, in every text of every file. A single word that is part of a
-    text that stays is none: `wrapper` may be the name of a function of the user's, and of one of torch's.
+    Looked for are whole words of four characters or more in all, in every text of every file. A single word that is
+    part of a text that stays is none: `wrapper` may be the name of a function of the user's, and of one of torch's.
     """
     wanted: dict[str, list[str]] = {}
-    for text in result.replaced:
-        longest = max(_WORD.findall(text), key=len, default="")
-        if len(longest) >= _SHORTEST:
-            wanted.setdefault(longest, []).append(text)
+    for text in searched(result):
+        wanted.setdefault(max(_WORD.findall(text), key=len), []).append(text)
     found: dict[str, str] = {}
     for file in result.files:
         if file.output is None:
@@ -295,6 +330,11 @@ def verify(result: Anonymous) -> dict[str, str]:
                     if not (stays and _WORD.fullmatch(text)) and re.search(rf"(?<!\w){re.escape(text)}(?!\w)", written):
                         found.setdefault(text, file.output)
     return found
+
+
+def searched(result: Anonymous) -> list[str]:
+    """The replaced texts that `verify` looks for: shorter ones stand everywhere by chance."""
+    return [text for text in result.replaced if len(text) >= _SHORTEST and _WORD.search(text)]
 
 
 def _texts_in(path: str) -> Iterator[str]:
@@ -309,4 +349,4 @@ def _texts_in(path: str) -> Iterator[str]:
 
 
 _SHORTEST = 4
-"""Characters of a word that is looked for: shorter ones stand everywhere by chance."""
+"""Characters of a text that is looked for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from crossrank.tools.sharing.rules import (
     number,
     size,
     text,
-    wall_ns,
+    wall,
 )
 from crossrank.tools.traces.nsight.export import (
     GRAPH_NODES,
@@ -43,7 +44,7 @@ def _text(value: Any, scrubber: Scrubber) -> Any:
     return event_name(value, scrubber) if isinstance(value, str) else number(value, scrubber)
 
 
-_TIMES: dict[str, Rule] = dict.fromkeys(("start", "end"), wall_ns)
+_TIMES: dict[str, Rule] = dict.fromkeys(("start", "end"), wall)
 _IDS: dict[str, Rule] = dict.fromkeys(
     (
         *(
@@ -79,11 +80,11 @@ TABLES: dict[str, dict[str, Rule]] = {
     STRINGS: {"id": number, "value": _text},
     NVTX: _ACTIVITY | {"text": _text, "jsonText": _text},
     **dict.fromkeys((RUNTIME, KERNEL, MEMCPY, GRAPH_TRACE, *GRAPH_NODES), _ACTIVITY),
-    "TARGET_INFO_SESSION_START_TIME": {"utcEpochNs": wall_ns, "systemClockNs": number, "sessionStartCntVctNs": number},
+    "TARGET_INFO_SESSION_START_TIME": {"utcEpochNs": wall, "systemClockNs": wall, "sessionStartCntVctNs": number},
     "TARGET_INFO_SYSTEM_ENV": {"name": text("fact"), "value": name("host")},
     "ENUM_NSYS_EVENT_TYPE": {"id": number, "name": text("event type")},
     **{table: {"name": text("fact"), "value": text("version")} for table in ("META_DATA_EXPORT", "EXPORT_META_DATA")},
-    "ANALYSIS_DETAILS": {"duration": number, "startTime": number, "stopTime": number},
+    "ANALYSIS_DETAILS": {"duration": number, "startTime": wall, "stopTime": wall},
 }
 """Table -> its columns, each with a rule."""
 _FACTS = {
@@ -110,6 +111,8 @@ def write_export(path: str, output: Path, scrubber: Scrubber) -> None:
                 columns = sorted(export.columns(table) & rules.keys())
                 for _ in export.columns(table) - rules.keys():
                     scrubber.left_out[f"{table}: columns that are not read here"] += 1
+                if not columns:
+                    continue
                 listed = ", ".join(f'"{column}"' for column in columns)
                 where = f"WHERE {_FACTS[table]}" if table in _FACTS else ""
                 target.execute(f'CREATE TABLE "{table}" ({listed})')
@@ -127,11 +130,11 @@ def write_export(path: str, output: Path, scrubber: Scrubber) -> None:
 def _made(rows: Iterator[tuple[object, ...]], rules: list[Rule], scrubber: Scrubber) -> Iterator[list[object]]:
     for rowid, *values in rows:
         found = [rule(value, scrubber) for rule, value in zip(rules, values, strict=True)]
-        yield [rowid, *(None if one is LEFT_OUT else one for one in found)]
+        yield [rowid, *(None if one is LEFT_OUT else int(one) if isinstance(one, Decimal) else one for one in found)]
 
 
 def texts_in(path: str) -> Iterator[str]:
-    """Every text of a written export, once, with the names of its tables and columns."""
+    """Every text of a written export, once."""
     connection = sqlite3.connect(path)
     try:
         tables = [row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]

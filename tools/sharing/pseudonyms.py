@@ -13,20 +13,22 @@ from functools import lru_cache
 
 from crossrank.tools.sharing.vocabulary import (
     KERNEL,
-    LIBRARY,
     PACKAGES,
     PUBLIC_FRAME,
     PYTHON_FRAME,
     RANGE_OF_MODULE,
     WORDS,
+    is_public,
+    library_path,
     passes,
 )
+from crossrank.tools.traces.kernels import FAMILIES, communication_kernel
 
 _SECOND = 1_000_000_000
 _YEAR = 365 * 86_400 * _SECOND
-_DIGITS = 10
-"""Of a name: 40 bits, so that a million texts have names of their own."""
-_TOKEN = re.compile(r"[A-Za-z_]\w*|\d+")
+_DIGITS = 12
+"""Of a name: 48 bits, so that a million texts have names of their own but for once in 500 runs."""
+_TOKEN = re.compile(r"\w+|[^\x00-\x7f]")
 _LINE = re.compile(r"(?P<file>.*):(?P<line>\d{1,9})", re.DOTALL)
 
 
@@ -68,9 +70,8 @@ class Pseudonyms:
         """A path: of a library the part from there on, of any other file a name with its extension."""
         if path.startswith("<") or not path:
             return path if self._is_public(path) else self.name("file", path)
-        library = LIBRARY.fullmatch(path)
-        if library is not None:
-            made = f"/{library['tail']}"
+        made = library_path(path) or ""
+        if made:
             self.passed.add(made)
         else:
             # Of another library it stays that it is one.
@@ -81,10 +82,10 @@ class Pseudonyms:
         return made
 
     def _is_public(self, file: str) -> bool:
-        if self.passes("function", file) or PUBLIC_FRAME.fullmatch(file) is None:
-            return passes("function", file)
-        self.passed.add(file)
-        return True
+        public = passes("function", file) or (PUBLIC_FRAME.fullmatch(file) is not None and is_public(file))
+        if public:
+            self.passed.add(file)
+        return public
 
     def place(self, place: str) -> str:
         """`file.py:line`, the line of which stays."""
@@ -92,8 +93,8 @@ class Pseudonyms:
         return f"{self.path(match['file'])}:{match['line']}" if match else self.path(place)
 
     def function(self, name: str, path: str) -> str:
-        """The function of a frame; of a library's it stays."""
-        if LIBRARY.fullmatch(path):
+        """The function of a frame; of a library's it stays, where its words are public."""
+        if library_path(path) is not None and is_public(name):
             self.passed.add(name)
             return name
         return self.text("function", name)
@@ -103,17 +104,24 @@ class Pseudonyms:
         if self.passes("op", name):
             return name
         if (frame := PYTHON_FRAME.fullmatch(name)) is not None:
-            if PUBLIC_FRAME.fullmatch(frame["file"]):
+            if PUBLIC_FRAME.fullmatch(frame["file"]) and is_public(name):
                 self.passed.add(name)
                 return name
             return f"{self.name('file', frame['file'])}.py({frame['line']}): {self.text('function', frame['function'])}"
-        if (kernel := KERNEL.fullmatch(name)) is not None:
-            made = kernel["head"] + (f"<{self.name('kernel', kernel['rest'])}>" if kernel["rest"] else "")
-            self.passed.add(made)
-            return made
+        if (kernel := KERNEL.fullmatch(name)) is not None and is_public(kernel["head"]):
+            return self._kernel(kernel["head"], kernel["rest"])
+        if communication_kernel(name) is not None:
+            for family in FAMILIES:
+                if (found := family.pattern.search(name)) and is_public(found[0]):
+                    return self._kernel(found[0], name.replace(found[0], "", 1))
         if (inner := RANGE_OF_MODULE.fullmatch(name)) is not None:
             return inner["before"] + self.name("module", inner["module"]) + inner["after"]
         return self.name("name", name)
+
+    def _kernel(self, head: str, rest: str) -> str:
+        made = head + (f"<{self.name('kernel', rest)}>" if rest else "")
+        self.passed.add(made)
+        return made
 
     def message(self, text: str) -> str:
         """What an exception says: the words that torch.distributed and its backends use stay, numbers become 0, and a
@@ -126,7 +134,7 @@ class Pseudonyms:
             if found in WORDS:
                 return found
             changed = True
-            return "0" if found.isdecimal() else "x"
+            return "0" if found.isascii() and found.isdecimal() else "x"
 
         kept = _TOKEN.sub(word, text)
         if not changed:

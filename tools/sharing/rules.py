@@ -17,13 +17,17 @@ import msgspec
 
 from crossrank.errors import BROKEN
 from crossrank.tools.sharing.pseudonyms import Pseudonyms
+from crossrank.tools.sharing.vocabulary import is_public
 
 LEFT_OUT: Any = object()
 """In the place of a value that is not written."""
 _MOST_DEPTH = 12
+_TENSOR = 6
+"""Values that an execution trace has of a tensor."""
 _OUR_WORDS = re.compile(r"[a-z]+(?:[_ ][a-z]+){0,8}|Kineto(?: [a-z]+){0,3}|")
-_EPOCH_US = 10**15
-"""Microseconds above which a time is one since 1970, and not since the machine started."""
+_EPOCH_US = 6 * 10**14
+_EPOCH_NS = 6 * 10**17
+"""Above these a time is one since 1970 (of 1989 and later), and not since the machine started."""
 
 
 class Scrubber:
@@ -33,6 +37,7 @@ class Scrubber:
         self.names = names
         self.coarse = coarse
         self.left_out: Counter[str] = Counter()
+        self.damage: list[str] = []
 
 
 Rule = Callable[[Any, Scrubber], Any]
@@ -44,14 +49,21 @@ def number(value: Any, scrubber: Scrubber) -> Any:
     return value if value is None or isinstance(value, float | Decimal) else LEFT_OUT
 
 
-def numbers(value: Any, scrubber: Scrubber, depth: int = 0) -> Any:
-    """Numbers in lists, however deep."""
-    if not isinstance(value, list):
-        return number(value, scrubber)
-    if depth > _MOST_DEPTH:
-        return LEFT_OUT
-    found = [numbers(one, scrubber, depth + 1) for one in value]
-    return LEFT_OUT if any(one is LEFT_OUT for one in found) else found
+def nested(rule: Rule) -> Rule:
+    """Values in lists, however deep. What has a value that is left out is left out as a whole."""
+
+    def of_list(value: Any, scrubber: Scrubber, depth: int = 0) -> Any:
+        if not isinstance(value, list | tuple):
+            return rule(value, scrubber)
+        if depth > _MOST_DEPTH:
+            return LEFT_OUT
+        found = [of_list(one, scrubber, depth + 1) for one in value]
+        return LEFT_OUT if any(one is LEFT_OUT for one in found) else found
+
+    return of_list
+
+
+numbers = nested(number)
 
 
 def power_of_two(count: int) -> int:
@@ -74,14 +86,18 @@ def size(value: Any, scrubber: Scrubber) -> Any:
     return power_of_two(value) if known and scrubber.coarse else number(value, scrubber)
 
 
-def sizes(value: Any, scrubber: Scrubber, depth: int = 0) -> Any:
-    """Extents of tensors in lists, however deep."""
-    if not isinstance(value, list):
-        return size(value, scrubber)
-    if depth > _MOST_DEPTH:
-        return LEFT_OUT
-    found = [sizes(one, scrubber, depth + 1) for one in value]
-    return LEFT_OUT if any(one is LEFT_OUT for one in found) else found
+sizes = nested(size)
+
+
+def counts(rule: Rule) -> Rule:
+    """Numbers in lists, or JSON of such as a text: torch writes ranks and splits either way."""
+
+    def of_either(value: Any, scrubber: Scrubber) -> Any:
+        if not isinstance(value, str) or not value:
+            return rule(value, scrubber)
+        return inner_json(rule)(value, scrubber)
+
+    return of_either
 
 
 def text(kind: str) -> Rule:
@@ -94,17 +110,20 @@ def text(kind: str) -> Rule:
 
 
 def name(kind: str) -> Rule:
-    """A name for any text."""
+    """A name for any text, and for any number, which may be an address or a serial number."""
 
     def rule(value: Any, scrubber: Scrubber) -> Any:
-        return scrubber.names.name(kind, value) if isinstance(value, str) else number(value, scrubber)
+        if value is None:
+            return None
+        return scrubber.names.name(kind, str(value)) if isinstance(value, str | int | float | Decimal) else LEFT_OUT
 
     return rule
 
 
 def our_word(value: Any, scrubber: Scrubber) -> Any:
     """A word of our own files: which of a few things something is."""
-    return value if isinstance(value, str) and _OUR_WORDS.fullmatch(value) else number(value, scrubber)
+    known = isinstance(value, str) and _OUR_WORDS.fullmatch(value) and is_public(value)
+    return value if known else number(value, scrubber)
 
 
 def path(value: Any, scrubber: Scrubber) -> Any:
@@ -123,15 +142,17 @@ def message(value: Any, scrubber: Scrubber) -> Any:
     return scrubber.names.message(value) if isinstance(value, str) else number(value, scrubber)
 
 
-def wall_ns(value: Any, scrubber: Scrubber) -> Any:
-    return scrubber.names.wall(value) if isinstance(value, int) else number(value, scrubber)
-
-
-def wall_us(value: Any, scrubber: Scrubber) -> Any:
-    """A time of Kineto, which older versions give since 1970."""
-    if isinstance(value, bool) or not isinstance(value, int | float | Decimal) or value < _EPOCH_US:
+def wall(value: Any, scrubber: Scrubber) -> Any:
+    """A time since 1970 in ns or us, as a number or its digits; what is too small for one stays."""
+    if isinstance(value, str):
+        moved = wall(int(value), scrubber) if value.isdecimal() and len(value) < 20 else LEFT_OUT
+        return LEFT_OUT if moved is LEFT_OUT else str(moved)
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
         return number(value, scrubber)
-    return Decimal(value) - scrubber.names.shift_ns // 1000
+    whole = int(value)
+    if whole > _EPOCH_NS:
+        return scrubber.names.wall(whole)
+    return value if whole < _EPOCH_US else Decimal(value) - scrubber.names.shift_ns // 1000
 
 
 def day(value: Any, scrubber: Scrubber) -> Any:
@@ -184,7 +205,9 @@ def fields(where: str, rules: dict[str, Rule]) -> Rule:
             rule = rules.get(key) if isinstance(key, str) else None
             found = rule(one, scrubber) if rule is not None else LEFT_OUT
             if found is LEFT_OUT:
-                scrubber.left_out[f"{where}.{key if rule is not None or str(key).isidentifier() else '…'}"] += 1
+                scrubber.left_out[
+                    f"{where}.{key if rule is not None or (isinstance(key, str) and is_public(key)) else '…'}"
+                ] += 1
             else:
                 made[key] = found
         return made
@@ -266,8 +289,8 @@ MARKER = fields(
         "outputs": SHAPES,
         "crossrank": text("version"),
         "host": name("host"),
-        "group": fields("group", GROUP_FIELDS | {"rank_runs": numbers, "left_out": keyed("reduction", number)}),
-        "left_out": keyed("reduction", number),
+        "group": fields("group", GROUP_FIELDS | {"rank_runs": numbers, "left_out": keyed("field", number)}),
+        "left_out": keyed("field", number),
         "name": text("api"),
         "source_line": place,
         "NCCL communicator ID": name("communicator"),
@@ -292,7 +315,7 @@ def frame(value: Any, scrubber: Scrubber) -> Any:
 
 FRAMES = each(frame)
 _RAISED = fields("exception", {"thread": text("thread"), "error": message, "causes": each(message), "frames": FRAMES})
-_CLOCK = fields("clock", {"t": number, "wall": wall_ns})
+_CLOCK = fields("clock", {"t": number, "wall": wall})
 _GPU = fields(
     "gpu",
     {
@@ -303,6 +326,9 @@ _GPU = fields(
         "serial": name("serial"),
         "pci": name("pci"),
         "pci_id": name("pci"),
+        "pci_bus_id": name("pci"),
+        "fabric_cluster": name("fabric"),
+        "fabric_clique": name("fabric"),
         "bus_id": name("pci"),
     },
 )
@@ -406,7 +432,7 @@ _ENTRY = fields(
                 "time_discovered_completed_ns",
                 "time_created_us",
             ),
-            wall_ns,
+            wall,
         ),
         "profiling_name": event_name,
         "process_group": pair(text("group"), text("group")),
@@ -428,7 +454,7 @@ FLIGHT = fields(
         "nccl_version": text("version"),
         "rank": text("literal"),
         "pg_config": keyed(
-            "group", fields("pg_config", {"name": text("group"), "desc": text("group"), "ranks": text("literal")})
+            "group", fields("pg_config", {"name": text("group"), "desc": text("group"), "ranks": counts(numbers)})
         ),
         "pg_status": keyed("group", _STATUS),
         "entries": each(_ENTRY),
@@ -441,7 +467,7 @@ FLIGHT = fields(
                 "reason": text("reason"),
                 "error": message,
                 "exceptions": each(_RAISED),
-                "time_ns": wall_ns,
+                "time_ns": wall,
                 "clock": _CLOCK,
                 "groups": each(GROUP),
                 "calls": each(RECORD),
@@ -457,12 +483,15 @@ _PG_CONFIG = fields(
         "pg_desc": text("group"),
         "backend_id": text("literal"),
         "backend_config": text("backend"),
-        "pg_size": number,
-        "group_count": number,
-        "group_size": number,
-        "ranks": numbers,
+        **dict.fromkeys(("pg_size", "group_count", "group_size"), text("literal")),
+        "ranks": counts(numbers),
     },
 )
+
+
+def _pg_configs(value: Any, scrubber: Scrubber) -> Any:
+    """A list, or an object by the names of the groups."""
+    return (keyed("group", _PG_CONFIG) if isinstance(value, dict) else each(_PG_CONFIG))(value, scrubber)
 
 
 def _value(given: Any, scrubber: Scrubber, depth: int = 0) -> Any:
@@ -471,14 +500,18 @@ def _value(given: Any, scrubber: Scrubber, depth: int = 0) -> Any:
         if depth > _MOST_DEPTH:
             return LEFT_OUT
         found = [_value(one, scrubber, depth + 1) for one in given]
-        return [one for one in found if one is not LEFT_OUT]
+        found = [one for one in found if one is not LEFT_OUT]
+        # A tensor: its id, storage, offset, elements, bytes of each, and device.
+        if scrubber.coarse and len(found) == _TENSOR and isinstance(found[3], int) and isinstance(found[-1], str):
+            found[3] = power_of_two(found[3])
+        return found
     if isinstance(given, str):
         for begin, rule in _INNER.items():
             if given.startswith(begin) and (made := rule(given, scrubber)) is not LEFT_OUT:
                 return made
         names = scrubber.names
         known = any(names.passes(kind, given) for kind in ("value", "op", "api", "group", "type"))
-        return given if known else names.name("value", given)
+        return given if known else names.text("group", given)
     return number(given, scrubber)
 
 
@@ -495,10 +528,8 @@ _IO = fields("io", {"values": _value, "shapes": SHAPES, "types": each(text("type
 
 
 def _schema(value: Any, scrubber: Scrubber) -> Any:
-    """The schema of an operation, where the operation is one that anyone can have."""
-    if not isinstance(value, str) or not value:
-        return value
-    return value if scrubber.names.passes("op", value.partition("(")[0]) else LEFT_OUT
+    """The schema of an operation, where all its words are public."""
+    return value if isinstance(value, str) and is_public(value) else LEFT_OUT
 
 
 _ATTRIBUTES: dict[str, Rule] = {
@@ -508,8 +539,12 @@ _ATTRIBUTES: dict[str, Rule] = {
     "kernel_file": path,
     "tensor_range": text("literal"),
     "pg_name": text("group"),
+    "pg_desc": text("group"),
     "collective_name": text("api"),
-    "comm_size": size,
+    "dtype": text("dtype"),
+    **dict.fromkeys(("pg_size", "global_rank_start", "global_rank_stride"), text("literal")),
+    **dict.fromkeys(("comm_size", "in_msg_nelems", "out_msg_nelems"), size),
+    **dict.fromkeys(("in_split_size", "out_split_size"), counts(sizes)),
 }
 
 
@@ -541,7 +576,7 @@ def _report(value: Any, scrubber: Scrubber, depth: int = 0) -> Any:
 
 
 def _sentence(text: str, scrubber: Scrubber) -> str:
-    return text if _OUR_WORDS.fullmatch(text) else scrubber.names.range(text)
+    return text if _OUR_WORDS.fullmatch(text) and is_public(text) else scrubber.names.range(text)
 
 
 PROVENANCE = fields(
@@ -550,7 +585,7 @@ PROVENANCE = fields(
         **dict.fromkeys(("rank", "world_size"), number),
         "version": text("version"),
         "et_schema": text("version"),
-        "base_time_ns": wall_ns,
+        "base_time_ns": wall,
         "inputs": lambda value, scrubber: (
             {
                 scrubber.names.name("file", str(name)): scrubber.names.name("sha256", str(digest))
@@ -643,9 +678,9 @@ _KINETO_ARGS: dict[str, Rule] = {
     "dtype": text("dtype"),
     "Process Group Name": text("group"),
     "Process Group Description": text("group"),
-    "Process Group Ranks": text("literal"),
-    "In split size": text("literal"),
-    "Out split size": text("literal"),
+    "Process Group Ranks": counts(numbers),
+    "In split size": counts(sizes),
+    "Out split size": counts(sizes),
     "cuda_sync_kind": text("sync"),
     "kind": text("memory"),
     "kernel": event_name,
@@ -660,7 +695,7 @@ KINETO_EVENT = fields(
         "name": event_name,
         "pid": text("label"),
         "tid": text("label"),
-        "ts": wall_us,
+        "ts": wall,
         "dur": number,
         "id": number,
         "bp": text("phase"),
@@ -687,7 +722,7 @@ KINETO_HEAD: dict[str, Rule] = {
         number,
     ),
     "displayTimeUnit": text("unit"),
-    "baseTimeNanoseconds": wall_ns,
+    "baseTimeNanoseconds": wall,
     "deviceProperties": each(
         fields(
             "deviceProperties",
@@ -721,7 +756,7 @@ KINETO_HEAD: dict[str, Rule] = {
             **dict.fromkeys(("rank", "world_size", "pg_count"), number),
             "backend": text("backend"),
             "nccl_version": text("version"),
-            "pg_config": each(_PG_CONFIG),
+            "pg_config": _pg_configs,
         },
     ),
 }
@@ -737,7 +772,7 @@ _LINKED: dict[str, Rule] = {
     **dict.fromkeys(
         ("inclusive_dur", "exclusive_dur", "blocked_dur", "correlation", "comm_host", "inter_thread_dep"), number
     ),
-    "ts": wall_us,
+    "ts": wall,
     "sync_dep": numbers,
     "cat": text("category"),
     "ph": text("phase"),

@@ -1,12 +1,50 @@
 """Which texts of a trace are PyTorch's, CUDA's and ours, and say nothing about their user. All others are replaced.
 
-A text passes only as a whole, by a pattern of its kind; what nobody thought of is replaced.
+A text passes only as a whole: it has the form of its kind, and every word in it is one that PyTorch itself has in its
+names (`public_words.txt`, which `python -m tests.public_words` writes) or one of `more_words.txt`. What nobody thought
+of is replaced.
 """
 
 from __future__ import annotations
 
 import builtins
 import re
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+PUBLIC_WORDS = Path(__file__).with_name("public_words.txt")
+_MORE_WORDS = Path(__file__).with_name("more_words.txt")
+"""Those of CUDA, ROCm, Kineto, Python's own modules, and ours."""
+_PART = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
+_NUMBER = re.compile(r"\d+")
+_LONGEST_NUMBER = 9
+"""Digits: longer ones may be a serial number, or a time."""
+
+
+def parts_of(text: str) -> list[str]:
+    """The words of a name, in small letters.
+
+    >>> parts_of("aten::_foreach_addMM"), parts_of("ncclDevKernel_AllReduce_Sum_f32_RING_LL")
+    (['aten', 'foreach', 'add', 'mm'], ['nccl', 'dev', 'kernel', 'all', 'reduce', 'sum', 'f', 'ring', 'll'])
+    """
+    return [part.lower() for part in _PART.findall(text)]
+
+
+@lru_cache(maxsize=1)
+def _words() -> frozenset[str]:
+    return frozenset(PUBLIC_WORDS.read_text().split()) | frozenset(_MORE_WORDS.read_text().split())
+
+
+@lru_cache(maxsize=1 << 16)
+def is_public(text: str) -> bool:
+    """Whether all words of a text are public ones, and no number in it is long."""
+    return (
+        text.isascii()
+        and all(len(number) <= _LONGEST_NUMBER for number in _NUMBER.findall(text))
+        and all(len(part) == 1 or part in _words() for part in parts_of(text))
+    )
+
 
 _OPS = (
     r"(?:aten|prim|prims|inductor|c10d|c10d_functional|_c10d_functional|c10d_functional_autograd|profiler|quantized|"
@@ -55,10 +93,10 @@ _RANGES = (
     r"hipMemcpyWithStream|Compute Kernel|Runtime Triggered Module Loading|INVALID"
 )
 _LITERAL = (
-    r"(?!.*\d\.\d+\.\d+\.\d)[\s\d.,\[\](){}:e+-]*|true|false|True|False|None|-?inf|nan|"
+    r"(?!(?:.|\n)*(?:\d\.\d+\.\d+\.\d|\d-\d\d?-\d|\d:\d\d:\d))[\s\d.,\[\](){}:e+-]*|true|false|True|False|None|-?inf|nan|"
     r"\[(?:(?:True|False|None)(?:, )?)*\]|trunc|floor|zeros|border|reflect|constant|replicate|'?(?:none|sum|mean)'?"
 )
-"""Numbers, however nested, but for addresses of the internet; and what operations take besides."""
+"""Numbers, however nested, but for addresses of the internet and times; and what operations take besides."""
 _DEVICE = r"(?:cpu|cuda|hip|xpu|mps|meta|privateuseone)(?::-?\d+)?"
 _DTYPE = (
     r"(?:torch\.)?(?:u?int(?:8|16|32|64)?|bool|float(?:16|32|64|8_\w+|4_\w+)?|double|half|bfloat16|"
@@ -67,25 +105,37 @@ _DTYPE = (
     r"ComplexFloat|Float8_\w+|UInt\d+|"
     r"c10::\w+|signed char|unsigned char|long int|short int|Scalar|ScalarList|TensorList)"
 )
-_TYPE_WORDS = (
-    r"Tensor|GenericList|GenericDict|Tuple|Int|Double|Bool|String|Device|None|Object|Stream|Generator|Symbol|Capsule|"
-    r"ComplexDouble|SymInt|SymFloat|SymBool|Storage|nullptr|uninitialized|Enum|Quantizer|Undefined|Await|Future|Blob|"
-    r"IntList|DoubleList|BoolList|TensorList|Any|unsigned|signed|long|int|char|float|double|bool|short|half|c10"
-)
-_TYPE = rf"(?:(?:{_TYPE_WORDS}|{_DTYPE})|[\[\](),<>?:* ])*"
+_TYPE_WORDS_TEXT = """
+Tensor GenericList GenericDict Tuple Int Double Bool String Device None Object Stream Generator Symbol Capsule
+ComplexDouble SymInt SymFloat SymBool Storage nullptr uninitialized Enum Quantizer Undefined Await Future Blob
+IntList DoubleList BoolList TensorList Any unsigned signed long int char float double bool short half c10 Scalar
+ScalarList Float Half Long Byte Char Short BFloat16 Complex ComplexFloat ComplexHalf Float8_e4m3fn Float8_e5m2
+Float8_e4m3fnuz Float8_e5m2fnuz Float8_e8m0fnu Float4_e2m1fn_x2 complex quint8 qint8 qint32 std string_view
+string void
+"""
+_TYPE_WORDS = frozenset(_TYPE_WORDS_TEXT.split())
+_TYPE_TOKEN = re.compile(r"\w+|[\[\](),<>?:* ]|(.)", re.DOTALL)
+
+
+def _is_type(text: str) -> bool:
+    return all(
+        match.lastindex is None and (not match[0][0].isalnum() or match[0] in _TYPE_WORDS)
+        for match in _TYPE_TOKEN.finditer(text)
+    )
+
+
 _REDUCTIONS = r"sum|avg|product|prod|min|max|band|bor|bxor|premul_sum|AVG|SUM|MIN|MAX|PRODUCT|REDUCE_SCATTER|unused"
 _GROUP = (
     r"\d*|default_pg|default|undefined|(?:(?:mesh|default|pg|group|dp|tp|pp|cp|ep|sp|mp|etp|edp|ddp|"
     r"fsdp|hsdp|zero|world|"
     r"replicate|shard|inter|intra|node|local|data|tensor|model|pipeline|expert|context|sequence|parallel|embedding|"
     r"position|with|and|or|of|all|instance|optimizer|distributed|intra|partial|cpu|gpu|nccl|gloo|"
-    r"outer|inner|cross|host|[A-Z]+_PARALLEL_GROUP\w*)(?:[_ -]|$)|\d+(?:[_ -]|$))+"
+    r"outer|inner|cross|host|mod)(?:[_ -]|$)|(?!(?:\d+[_ -]){2})\d{1,4}(?:[_ -]|$)){1,9}"
 )
 _BACKEND = r"(?:(?:cpu|cuda|hip|xpu|mps|gloo|nccl|ucc|mpi|fake|undefined|custom|xccl|hccl)(?:[:,]|$))*"
 
 PATTERNS = {
     "op": re.compile(rf"{_OPS}|{_AUTOGRAD}|{_RANGES}|{_CALLS}", re.DOTALL),
-    "type": re.compile(_TYPE),
     "value": re.compile(
         rf"|{_LITERAL}|{_DEVICE}|{_DTYPE}|<None>|<Object>|<Generator>|<Symbol>|{_REDUCTIONS}|Tensor\([^()]*\((?:uninitialized)\)\)|"
         r"nccl|gloo|ucc|mpi|strided|sparse_coo|contiguous_format|preserve_format|channels_last(?:_3d)?"
@@ -115,10 +165,11 @@ PATTERNS = {
     "schema": re.compile(r"crossrank-comms \d+"),
     "package": re.compile(r"crossrank|python|torch|cuda|nccl|rccl|driver|kernel|hip"),
     "version": re.compile(
-        r"|\d[\d.]{0,20}(?:(?:a|b|rc|\.dev|\.post)\d{1,8})?(?:\+(?:cpu|xpu|cu\d{2,3}|rocm[\d.]{1,8}))?|"
+        r"|\d{1,8}(?:\.\d{1,8}){0,2}(?:(?:a|b|rc|\.dev|\.post)\d{1,8})?(?:\+(?:cpu|xpu|cu\d{2,3}|rocm[\d.]{1,8}))?|"
         r"\d\.\d\.\d-chakra\.\d\.\d\.\d|compiled|python"
     ),
     "thread": re.compile(r"|MainThread|python\d?(?:\.\d+)?|pt_main_thread|pt_autograd_\d+|Dummy-\d+|Thread-\d+"),
+    "field": re.compile(r"ranks|in|out|in_split|out_split|inputs|outputs|members|shapes|rank_runs|split"),
     "fact": re.compile(r"Hostname|EXPORT_SCHEMA_VERSION\w*"),
     "event type": re.compile(r"Nvtx\w+"),
     "memory": re.compile(
@@ -126,8 +177,9 @@ PATTERNS = {
         r"Copy\w*|Barrier|Memset"
     ),
     "label": re.compile(
-        r"|python[\d.]*|pt_main_thread|Trace PyTorch Profiler|CPU|GPU \d+|(?:thread|"
-        r"stream) \d+(?: \(\w+\))?|stream \d+ *|PyTorch Profiler|Spans|Traces"
+        r"|python[\d.]{0,5}|pt_main_thread|Trace PyTorch Profiler|CPU|GPU \d+|stream \d+ *|PyTorch Profiler|Spans|"
+        r"Traces|"
+        r"\d{1,7}|(?:thread|stream) \d+(?: \((?:python\d?|pt_\w+|cuda\w*|nccl\w*)\))?"
     ),
     "device name": re.compile(r"(?:NVIDIA|AMD|Tesla|GeForce|Quadro|Intel)[\w -]*"),
     "phase": re.compile(r"[A-Za-z]"),
@@ -143,26 +195,46 @@ PATTERNS = {
 }
 """Kind of text -> what passes."""
 
-_PACKAGES = (
-    "torch|torchvision|torchaudio|torchtitan|deepspeed|megatron|transformers|accelerate|lightning|lightning_fabric|"
-    "pytorch_lightning|torchrec|fbgemm_gpu|triton|numpy|crossrank|datasets|peft|xformers|flash_attn|apex|"
-    "transformer_engine"
-)
-_FOLDERS_OF_TORCH = r"distributed|autograd|nn|optim|utils|profiler|multiprocessing|_\w+"
-LIBRARY = re.compile(
-    rf".*?[/\\](?P<tail>(?:site|dist)-packages[/\\](?:(?:{_PACKAGES})[/\\].*|typing_extensions\.py)|"
-    r"lib[/\\]python\d[.\d]*[/\\](?:(?!site-packages|dist-packages)\w+[/\\])*\w+\.py|"
-    rf"torch[/\\](?:{_FOLDERS_OF_TORCH})[/\\].*|torch[/\\]_tensor\.py|crossrank[/\\](?:instrument|replay|tools)[/\\].*)",
+_PACKAGES_TEXT = """
+torch torchvision torchaudio torchtitan deepspeed megatron transformers accelerate lightning lightning_fabric
+pytorch_lightning torchrec fbgemm_gpu triton numpy crossrank datasets peft xformers flash_attn apex
+transformer_engine typing_extensions.py
+"""
+_PACKAGES = frozenset(_PACKAGES_TEXT.split())
+_LIBRARY = re.compile(
+    r".*?[/\\](?:(?P<kept>(?:site|dist)-packages)[/\\](?P<package>[\w.]+)(?P<inner>(?:[/\\][\w.-]+)*)|"
+    r"lib[/\\](?P<python>python\d[.\d]{0,5})[/\\](?!site-|dist-)(?P<module>[\w.-]+)(?P<rest>(?:[/\\][\w.-]+)*)|"
+    r"(?P<own>torch|crossrank)(?P<below>(?:[/\\][\w.-]+)+))",
     re.DOTALL,
 )
-"""A path of a library that anyone can have: its `tail` stays."""
+
+
+def library_path(path: str) -> str | None:
+    """What of a path stays, where it is of a library that anyone can have; None of any other.
+
+    >>> library_path("/home/x/lib/python3.11/site-packages/torch/nn/modules/module.py")
+    '/site-packages/torch/nn/modules/module.py'
+    >>> library_path("/usr/lib/python3.11/threading.py"), library_path("/srv/torch/secret/model.py")
+    ('/lib/python3.11/threading.py', None)
+    """
+    match = _LIBRARY.fullmatch(path)
+    if match is None or ".." in path:
+        return None
+    if match["package"] is not None:
+        kept = f"/{match['kept']}/{match['package']}{match['inner']}"
+        return kept if match["package"] in _PACKAGES and is_public(match["inner"]) else None
+    if match["module"] is not None:
+        public = match["module"].removesuffix(".py") in sys.stdlib_module_names and is_public(match["rest"])
+        return f"/lib/{match['python']}/{match['module']}{match['rest']}" if public else None
+    return f"/{match['own']}{match['below']}" if is_public(match["below"]) else None
+
 
 PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
 PYTHON_FRAME = re.compile(r"(?P<file>[^()]+)\((?P<line>\d+)\): (?P<function>.+)", re.DOTALL)
 """How Kineto names a frame of Python."""
 RANGE_OF_MODULE = re.compile(
-    r"(?P<before>FSDP::\w+ \(|FSDP::\w+ for |nn\.Module: )(?P<module>.+?)(?P<after>\)?)", re.DOTALL
+    r"(?P<before>FSDP::[a-z_]{1,40} \(|FSDP::[a-z_]{1,40} for |nn\.Module: )(?P<module>.+?)(?P<after>\)?)", re.DOTALL
 )
 """Ranges of torch around the code of a module, with its name."""
 PUBLIC_FRAME = re.compile(
@@ -190,6 +262,20 @@ WORDS = frozenset(_MESSAGE_WORDS.split()) | {
 """Words of messages that stay: what torch.distributed and its backends say when communication fails."""
 
 
+_FREE = frozenset(("op", "value", "dtype", "category", "reason", "thread", "fact", "event type", "memory", "label"))
+_FREE |= {"device name", "function", "group"}
+"""Kinds whose patterns leave room for words."""
+
+
 def passes(kind: str, text: str) -> bool:
     """Whether a text of a kind says nothing about its user."""
-    return len(text) < 20_000 and PATTERNS[kind].fullmatch(text) is not None
+    if len(text) > _LONGEST_TEXT:
+        return False
+    if kind == "type":
+        return _is_type(text)
+    if kind == "group" and text.isascii() and text.isdecimal():
+        return True  # numbers, and addresses in old traces
+    return PATTERNS[kind].fullmatch(text) is not None and (kind not in _FREE or is_public(text))
+
+
+_LONGEST_TEXT = 4096
