@@ -229,6 +229,19 @@ def test_it_takes_as_long_as_our_simulation_on_the_same_network(
 
 
 @needs_traces
+def test_its_roofline_runs_what_has_a_count_and_plays_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--lower", "astra-sim", "--nodes", "gpu", "--jobs", "1"]
+    system = json.loads((EXAMPLES / "system.json").read_text()) | {"roofline-enabled": 1, "peak-perf": 15}
+    (tmp_path / "roofline.json").write_text(json.dumps(system))
+    for more, finished in ((), 0), (("--roofline",), 8):
+        folder = tmp_path / str(finished)
+        assert main(["convert", public("dlrm_8gpu"), "-o", str(folder), *words, *more]) == 0
+        assert simulate(folder / "chakra", str(tmp_path / "roofline.json")).finished == finished
+
+
+@needs_traces
 def test_what_is_no_astra_sim_ends_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for binary in (tmp_path / "gone", Path("/bin/false")):
         assert main(["simulate", public("dlrm_8gpu"), "--astra-sim", str(binary), "--jobs", "1"]) == 2

@@ -65,6 +65,11 @@ class ConvertCommand:
             "side, which it runs one after the other, not take longer than they did"
         )
         add("--lower", choices=("astra-sim",), help=meaning)
+        meaning = (
+            "with --lower: for its roofline, which needs num_ops of every computation on a GPU; what has none is "
+            "written as one of the host, which keeps its measured time"
+        )
+        add("--roofline", action="store_true", help=meaning)
         meaning = "write the process groups as a metadata node too, as Chakra's converter does: ASTRA-sim stops at it"
         add("--group-node", action="store_true", help=meaning)
         add("--strict", action="store_true", help="refuse dependencies that run in a cycle")
@@ -81,9 +86,12 @@ class ConvertCommand:
             nodes=arguments.nodes,
             pauses=not arguments.no_pauses,
             lower=arguments.lower == "astra-sim",
+            roofline=arguments.roofline,
             group_node=arguments.group_node,
             strict=arguments.strict,
         )
+        if options.roofline and not options.lower:
+            raise CrossrankError("--roofline is about what ASTRA-sim runs; give --lower astra-sim with it")
         fleet = fleet_of(arguments)
         grown = grow(inputs, arguments, options, fleet)
         if arguments.dedupe and grown is None:

@@ -12,7 +12,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import partial
 from typing import Any
@@ -28,10 +28,10 @@ from crossrank.recording import (
     FLIGHT,
     KINETO,
     LINKED,
+    VERDICT,
     ReadIssues,
     file_name,
     is_folder,
-    list_recording,
     rank_folder,
     read_chunks,
     read_lines,
@@ -40,6 +40,7 @@ from crossrank.tools.graph.rank_output import writing
 from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.sharing import rules
 from crossrank.tools.sharing.exports import texts_in, write_export
+from crossrank.tools.sharing.folders import exists, refuse_full
 from crossrank.tools.sharing.pseudonyms import Pseudonyms
 from crossrank.tools.sharing.rules import LEFT_OUT, Rule, Scrubber
 from crossrank.tools.sharing.vocabulary import is_public
@@ -55,6 +56,7 @@ _HEADS: dict[str, dict[str, Rule]] = {
 }
 """Kind of file -> its fields beside the rows."""
 _PICKLE = b"\x80"
+_MOST_RANKS = 1 << 16
 _encode = msgspec.json.Encoder(decimal_format="number").encode
 _exact = msgspec.json.Decoder(float_hook=Decimal).decode
 """Decodes so that numbers keep all their digits."""
@@ -66,6 +68,7 @@ class AnonymousFile:
 
     kind: str
     rank: int | None
+    window: int = 1
     output: str | None = None
     """None where it was left out."""
     why: str | None = None
@@ -105,11 +108,12 @@ def anonymize(
 ) -> Anonymous:
     """Write what is at `paths` to `folder`, which is new or empty. Raises `CrossrankError` where it is not, and where
     nothing can be written."""
-    if is_folder(folder):
-        there = list_recording(folder)
-        if any((there.files, there.partial, there.unrecognized, there.folders, there.special)):
-            raise CrossrankError(f"{folder}: is not empty; name a new folder with -o")
-    found = discover(paths)
+    refuse_full(folder)
+    # A larger number in a name is more likely that of a job.
+    found = [
+        replace(file, rank=None) if file.rank is not None and file.rank >= _MOST_RANKS else file
+        for file in discover(paths)
+    ]
     if not any(file.kind in (*_HANDLED, NSIGHT) and not file.problem for file in found):
         kinds = ", ".join(sorted({WHAT.get(file.kind, file.kind) for file in found})) or "nothing"
         raise CrossrankError(f"{paths[0]}: has nothing that can be anonymized, but {kinds}")
@@ -117,17 +121,49 @@ def anonymize(
     key = secrets.token_bytes(32)
     ranks = [file.rank for file in found if file.rank is not None]
     world = 1 + max(ranks, default=0)
-    whole = {(file.rank, file.window) for file in found if file.kind == KINETO}
-    whole &= {(file.rank, file.window) for file in found if file.kind == EXECUTION_TRACE}
-    work = partial(_one_file, whole=whole, key=key, folder=folder, world=world, coarse=coarse)
-    files = map_ranks(
+    work = partial(_one_file, key=key, folder=folder, world=world, coarse=coarse)
+    # A linked trace says what the two files of its window say; it is written where one of them was not.
+    linked = [item for item in _numbered(found) if item[0].kind == LINKED]
+    others = [item for item in _numbered(found) if item[0].kind != LINKED]
+    files = _all(work, others, fleet, done)
+    pairs = [
+        {(file.rank, file.window) for file in files if file.kind == kind and file.output}
+        for kind in (KINETO, EXECUTION_TRACE)
+    ]
+    needed = [item for item in linked if not all((item[0].rank, item[0].window) in pair for pair in pairs)]
+    files += [
+        AnonymousFile(
+            kind=LINKED,
+            rank=one.rank,
+            window=one.window,
+            why=f"{one.path}: `crossrank link` makes it anew",
+            is_loss=False,
+        )
+        for one, number in linked
+        if (one, number) not in needed
+    ]
+    files += _all(work, needed, fleet, done)
+    if any(is_folder(path) and exists(join(path, VERDICT)) for path in paths):
+        why = f"{VERDICT}: `crossrank diagnose` makes it anew"
+        files.append(AnonymousFile(kind="", rank=None, why=why, is_loss=False))
+    return Anonymous(files=files, shift_ns=Pseudonyms(key).shift_ns)
+
+
+def _all(
+    work: Callable[[tuple[FoundFile, int]], AnonymousFile],
+    items: Sequence[tuple[FoundFile, int]],
+    fleet: Fleet,
+    done: Callable[[], None],
+) -> list[AnonymousFile]:
+    return map_ranks(
         work,
-        list(_numbered(found)),
+        items,
         fleet,
-        failed=lambda item, error: AnonymousFile(kind=item[0].kind, rank=item[0].rank, why=str(error)),
+        failed=lambda item, error: AnonymousFile(
+            kind=item[0].kind, rank=item[0].rank, window=item[0].window, why=str(error)
+        ),
         done=done,
     )
-    return Anonymous(files=files, shift_ns=Pseudonyms(key).shift_ns)
 
 
 def _refuse_doubles(found: Iterable[FoundFile]) -> None:
@@ -148,25 +184,15 @@ def _numbered(found: Iterable[FoundFile]) -> Iterator[tuple[FoundFile, int]]:
         yield file, nameless[file.kind]
 
 
-def _one_file(
-    item: tuple[FoundFile, int],
-    whole: set[tuple[int | None, int]],
-    key: bytes,
-    folder: str,
-    world: int,
-    coarse: bool,
-) -> AnonymousFile:
+def _one_file(item: tuple[FoundFile, int], key: bytes, folder: str, world: int, coarse: bool) -> AnonymousFile:
     file, number = item
-    result = AnonymousFile(kind=file.kind, rank=file.rank)
+    result = AnonymousFile(kind=file.kind, rank=file.rank, window=file.window)
     make = _HANDLED.get(file.kind)
     if file.problem:
         result.why, result.is_loss = f"{file.path}: {file.problem}", not file.left_out
         return result
     if make is None and file.kind != NSIGHT:
         result.why, result.is_loss = f"{file.path}: is {WHAT.get(file.kind, WHAT[''])}", False
-        return result
-    if file.kind == LINKED and (file.rank, file.window) in whole:
-        result.why, result.is_loss = f"{file.path}: `crossrank link` makes it anew", False
         return result
     scrubber = Scrubber(Pseudonyms(key), coarse=coarse)
     place = folder
@@ -226,6 +252,8 @@ def _rows(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
     if issues.problems:
         raise CrossrankError(f"{file.path}: {issues.problems[0]}; it is left out")
     try:
+        if b"NaN" in data or b"Infinity" in data:  # which torch writes, and JSON does not know
+            data = _NO_NUMBER.sub(rb"\1null", data)
         head = msgspec.json.decode(data, type=dict[str, msgspec.Raw] | list[msgspec.Raw])
         listed = msgspec.json.decode(head[name], type=list[msgspec.Raw]) if isinstance(head, dict) else head
     except (*BROKEN, KeyError) as error:
@@ -307,6 +335,7 @@ _HANDLED: Mapping[str, Callable[[FoundFile, Scrubber], Iterator[bytes]]] = {
 }
 """Kind of file -> how it is made anew."""
 _TEXTS = re.compile(rb'"((?:[^"\\]|\\.)*)"')
+_NO_NUMBER = re.compile(rb"([\[:,]\s*)(?:NaN|-?Infinity)(?=\s*[,\]}])")
 _WORD = re.compile(r"\w+")
 
 

@@ -31,12 +31,12 @@ from crossrank.recording import (
     ReadIssues,
     file_name,
     is_folder,
-    list_recording,
     rank_folder,
     read_lines,
 )
 from crossrank.tools.graph.rank_output import writing
 from crossrank.tools.parallel import Fleet, map_ranks
+from crossrank.tools.sharing.folders import exists, refuse_full
 from crossrank.tools.traces.comms import WallClock
 from crossrank.tools.traces.discover import Files, FoundFile, discover, files_by_rank
 
@@ -133,7 +133,7 @@ def minimize(path: str, folder: str, steps: tuple[int, int], fleet: Fleet, done:
         raise CrossrankError(
             f"{path}: has no comms file, and nothing else says which call is of which iteration; name a TRACING_DIR"
         )
-    _refuse_full(folder)
+    refuse_full(folder)
     results = map_ranks(
         partial(_minimize_rank, folder=folder, steps=steps),
         ranks.items(),
@@ -162,7 +162,7 @@ def minimize(path: str, folder: str, steps: tuple[int, int], fleet: Fleet, done:
         rank.size += _copy(file, rank.folder)
     result.dumps = len(dumps)
     verdict = FoundFile(path=join(path, VERDICT), kind=VERDICT, rank=None)
-    if is_folder(path) and _exists(verdict.path):
+    if is_folder(path) and exists(verdict.path):
         _copy(verdict, folder)
     return result
 
@@ -170,16 +170,6 @@ def minimize(path: str, folder: str, steps: tuple[int, int], fleet: Fleet, done:
 def _remove(path: str) -> None:
     file_system, there = fsspec.core.url_to_fs(path)
     file_system.rm(there)
-
-
-def _refuse_full(folder: str) -> None:
-    """What is there already would become part of the recording."""
-    if is_folder(folder):
-        there = list_recording(folder)
-        if any((there.files, there.partial, there.unrecognized, there.folders, there.special)) or _exists(
-            join(folder, VERDICT)
-        ):
-            raise CrossrankError(f"{folder}: is not empty; name a new folder with -o")
 
 
 def _minimize_rank(item: tuple[int, Files], folder: str, steps: tuple[int, int]) -> MinimizedRank:
@@ -338,14 +328,6 @@ class _Part:
         """That of the recording with the part's numbers. A rank that went on has, to a reader, stopped recording."""
         end = (self._end or {}) | {"calls": self._result.calls, "records": self._result.calls}
         return end | {"reason": "disable", "exceptions": [], "step": self._stop} if self._ends is not None else end
-
-
-def _exists(path: str) -> bool:
-    try:
-        file_system, there = fsspec.core.url_to_fs(path)
-        return bool(file_system.exists(there))
-    except Exception:  # every kind of file system has errors of its own
-        return False
 
 
 def _copy(file: FoundFile, folder: str) -> int:

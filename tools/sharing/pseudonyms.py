@@ -11,6 +11,7 @@ import hmac
 import re
 from functools import lru_cache
 
+from crossrank.tools.graph.chakra.mesh import name_in
 from crossrank.tools.sharing.vocabulary import (
     KERNEL,
     PACKAGES,
@@ -58,7 +59,11 @@ class Pseudonyms:
 
     def text(self, kind: str, text: str) -> str:
         """A text that passes, or a name for it."""
-        return text if self.passes(kind, text) else self.name(kind.replace(" ", "-"), text)
+        if self.passes(kind, text):
+            return text
+        # What a group is for stays: the dimensions of a job are told by it.
+        dimension = name_in(text) if kind == "group" else None
+        return self.name(f"{dimension}-group" if dimension else kind.replace(" ", "-"), text)
 
     def passes(self, kind: str, text: str) -> bool:
         if not passes(kind, text):

@@ -14,6 +14,7 @@ import zstandard
 
 from crossrank.recording import ReadIssues, file_name, read_chunks
 from crossrank.tools.cli import main
+from crossrank.tools.graph.chakra.mesh import name_in
 from crossrank.tools.parallel import Fleet
 from crossrank.tools.sharing.anonymize import Anonymous, anonymize, verify
 from crossrank.tools.sharing.pseudonyms import Pseudonyms
@@ -519,3 +520,38 @@ def test_a_comms_file_that_is_cut_off_is_said(job: Path, capsys: pytest.CaptureF
     (job / "rank-0.comms.jsonl").write_bytes(whole[: len(whole) // 2])
     assert main(["anonymize", str(job), "-o", str(job.parent / "out")]) == 1
     assert "rank-0.comms.jsonl: the last zstd frame is cut off" in capsys.readouterr().err
+
+
+def test_the_dimension_of_a_group_stays_in_its_name() -> None:
+    names = Pseudonyms(b"key")
+    assert re.fullmatch(r"tp-group-\w{12}", names.text("group", "zetacorp_tensor_group"))
+    assert name_in(names.text("group", "zetacorp_ep_mod")) == "ep"
+    assert names.text("group", "mesh_dp_shard") == "mesh_dp_shard"
+
+
+def test_numbers_that_json_does_not_know_do_not_cost_the_file(job: Path) -> None:
+    path = job / "rank-0.kineto.json"
+    path.write_text(path.read_text().replace('"dur": 2', '"dur": NaN', 1))
+    result, files = made(job)
+    events = json.loads(files[file_name("kineto", 0)])["traceEvents"]
+    assert ([event["dur"] for event in events], result.lost) == ([None, 2, 2, 2, 2, 2], [])
+
+
+def test_a_linked_trace_is_kept_where_its_two_files_are_not_whole(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(SEEDS / "recording", source)
+    assert main(["link", str(source), "--jobs", "1"]) == 0
+    assert not any(
+        file.kind == "linked" and file.output for file in anonymize([str(source)], str(tmp_path / "a"), ALONE).files
+    )
+    kineto = source / file_name("kineto", 0)
+    kineto.write_bytes(kineto.read_bytes()[:400])
+    anonymize([str(source)], str(tmp_path / "b"), ALONE)
+    assert (tmp_path / "b" / file_name("linked", 0)).exists()
+    assert not (tmp_path / "b" / file_name("linked", 1)).exists()
+
+
+def test_a_large_number_in_a_name_is_no_rank(job: Path) -> None:
+    (job / "rank-0.kineto.json").rename(job / "alice_job-482131.pt.trace.json")
+    _, files = made(job)
+    assert not any("482131" in name for name in files)

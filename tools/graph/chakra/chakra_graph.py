@@ -75,6 +75,9 @@ class Options:
     """Write what a thread did between its operations as nodes."""
     lower: bool = False
     """Turn communications that ASTRA-sim cannot run into ones that it runs."""
+    roofline: bool = False
+    """With `lower`: what has no number of operations keeps its time in a simulator whose roofline needs one of every
+    computation on a GPU."""
     group_node: bool = False
     """Write the process groups as a metadata node too, at which ASTRA-sim stops."""
     strict: bool = False

@@ -8,6 +8,9 @@ all_gather of fewer bytes than the chunks that the system file asks for (`prefer
 
 Of one rank it runs one host node, one GPU computation and one communication at a time (`HardwareResource.cc`, which
 exempts receives). What ran at the same time on two threads or streams would so take its time twice.
+
+With `roofline-enabled` it stops at a computation on a GPU that has no `num_ops` or `tensor_size`; those of the host it
+plays for as long as they took (`Workload.cc`).
 """
 
 from __future__ import annotations
@@ -27,10 +30,14 @@ LEAST_BYTES = {"all_gather": 64, "send": 1, "recv": 1}
 """Operation -> bytes that one rank puts in at least; the first suffices for up to 64 chunks."""
 
 
-def lower(nodes: list[ChakraNode], rank: int | None) -> dict[str, int]:
-    """Change the `nodes` of `rank`, which are in order, to what ASTRA-sim runs. Returns what was changed, and how
-    often."""
+def lower(nodes: list[ChakraNode], rank: int | None, *, roofline: bool = False) -> dict[str, int]:
+    """Change the `nodes` of `rank`, which are in order, to what ASTRA-sim runs, with its `roofline` or without. Returns
+    what was changed, and how often."""
     changed = Counter({"shorter by what another thread or stream ran at the same time": _take_turns(nodes)})
+    for node in nodes if roofline else ():
+        if node.comm is None and not node.is_cpu and not (node.flop and node.tensor_bytes):
+            node.is_cpu = True
+            changed["computation on a GPU without a count, as one of the host, which keeps its time"] += 1
     for node in nodes:
         if node.comm is None:
             continue
