@@ -1,6 +1,6 @@
 """A recording, or other people's traces, without the names in them: hosts, paths, lines of source, functions, modules.
 
-Every file is read, its fields replaced by the rules for its kind (`rules.py`), and written under a name that says kind
+Every file is read, its fields replaced by the rules for its kind (`kinds.py`), and written under a name that says kind
 and rank alone. What has no rule is left out and counted: a file of an unknown kind, a field nobody thought of, a file
 that is damaged.
 """
@@ -38,21 +38,21 @@ from crossrank.recording import (
 )
 from crossrank.tools.graph.rank_output import writing
 from crossrank.tools.parallel import Fleet, map_ranks
-from crossrank.tools.sharing import rules
+from crossrank.tools.sharing import kinds
 from crossrank.tools.sharing.exports import texts_in, write_export
 from crossrank.tools.sharing.folders import exists, refuse_full
 from crossrank.tools.sharing.pseudonyms import Pseudonyms
-from crossrank.tools.sharing.rules import LEFT_OUT, Rule, Scrubber
+from crossrank.tools.sharing.rules import KEYS, LEFT_OUT, Rule, Scrubber
 from crossrank.tools.sharing.vocabulary import is_public
 from crossrank.tools.traces.discover import NSIGHT, WHAT, FoundFile, discover
 from crossrank.tools.traces.safe_pickle import RefusedPickleError, load_data
 
-_ROWS = {KINETO: ("traceEvents", rules.KINETO_EVENT), EXECUTION_TRACE: ("nodes", rules.TRACE_NODE)}
-_ROWS[LINKED] = "nodes", rules.TRACE_NODE
+_ROWS = {KINETO: ("traceEvents", kinds.KINETO_EVENT), EXECUTION_TRACE: ("nodes", kinds.TRACE_NODE)}
+_ROWS[LINKED] = "nodes", kinds.TRACE_NODE
 _HEADS: dict[str, dict[str, Rule]] = {
-    KINETO: rules.KINETO_HEAD,
-    EXECUTION_TRACE: rules.TRACE_HEAD,
-    LINKED: rules.TRACE_HEAD | {"crossrank": rules.PROVENANCE},
+    KINETO: kinds.KINETO_HEAD,
+    EXECUTION_TRACE: kinds.TRACE_HEAD,
+    LINKED: kinds.TRACE_HEAD | {"crossrank": kinds.PROVENANCE},
 }
 """Kind of file -> its fields beside the rows."""
 _PICKLE = b"\x80"
@@ -232,10 +232,10 @@ def _comms(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
             scrubber.left_out["lines that cannot be read"] += 1
             continue
         if "id" in content:
-            yield _encode(rules.RECORD(content, scrubber)) + b"\n"
+            yield _encode(kinds.RECORD(content, scrubber)) + b"\n"
             continue
         for kind, value in content.items():
-            rule = rules.COMMS_LINES.get(kind)
+            rule = kinds.COMMS_LINES.get(kind)
             made = rule(value, scrubber) if rule is not None else LEFT_OUT
             if made is LEFT_OUT:
                 scrubber.left_out[f"line {kind if is_public(kind) else '…'}"] += 1
@@ -320,7 +320,7 @@ def _flight(file: FoundFile, scrubber: Scrubber) -> Iterator[bytes]:
         content = load_data(data, issues.budget) if data[:1] == _PICKLE else msgspec.json.decode(data)
     except (*BROKEN, RefusedPickleError) as error:
         raise CrossrankError(f"{file.path}: is no dump ({one_line(error)}); it is left out") from error
-    made = rules.FLIGHT(content, scrubber)
+    made = kinds.FLIGHT(content, scrubber)
     if not isinstance(made, dict):
         raise CrossrankError(f"{file.path}: is no dump, but {type(content).__name__}; it is left out")
     yield _encode(made)
@@ -353,7 +353,7 @@ def verify(result: Anonymous) -> dict[str, str]:
         if file.output is None:
             continue
         for written in _texts_in(file.output):
-            stays = written in file.passed or written in rules.KEYS
+            stays = written in file.passed or written in KEYS
             for word in set(_WORD.findall(written)):
                 for text in wanted.get(word, ()):
                     if not (stays and _WORD.fullmatch(text)) and re.search(rf"(?<!\w){re.escape(text)}(?!\w)", written):

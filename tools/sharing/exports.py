@@ -8,9 +8,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from crossrank.tools.sharing.kinds import MARKER
 from crossrank.tools.sharing.rules import (
     LEFT_OUT,
-    MARKER,
     Rule,
     Scrubber,
     event_name,

@@ -78,12 +78,9 @@ def test_every_command_says_the_same_but_for_names(tmp_path: Path, name: str) ->
     "name",
     [
         "dlrm_8gpu",
-        "linear_1gpu",
-        "nccl_2gpu",
         "nsight_h100",
         "flight/missing_one",
         "flight/gloo_missing",
-        "flight/rank_died",
     ],
 )
 def test_every_command_says_the_same_of_public_traces(tmp_path: Path, name: str) -> None:
