@@ -97,6 +97,8 @@ class SimulateCommand:
             )
         if arguments.astra_sim is not None and isinstance(arguments.ranks, set):
             raise CrossrankError("--astra-sim plays the ranks of a whole job, from 0 on; leave out the list of --ranks")
+        if arguments.astra_sim is not None and arguments.compute != 1:
+            raise CrossrankError("--astra-sim plays computation as it was measured; leave out --compute")
         fleet = fleet_of(arguments)
         algorithm: Algorithm = arguments.algorithm or "ring"
         kinds = _measured(arguments.recording, fleet) if _needs_kinds(arguments) else []
@@ -264,9 +266,7 @@ def _simulate(
 def _astra_sim(
     arguments: argparse.Namespace, inputs: Inputs, grown: Grown | None, network: Network | None, fleet: Fleet
 ) -> list[AstraRun]:
-    """What ASTRA-sim makes of each window. `--compute` is no matter of its traces, so it is refused."""
-    if arguments.compute != 1:
-        raise CrossrankError("--astra-sim plays computation as it was measured; leave out --compute")
+    """What ASTRA-sim makes of each window."""
     with TemporaryDirectory(prefix="crossrank-") as folder:
         copies = copies_of(grown.recorded, grown.growth, folder) if grown is not None else None
         results = convert_ranks(inputs.pairs, folder, Options(lower=True), fleet, copies=copies)
