@@ -129,7 +129,7 @@ def convert(
         first = copies.growth.copies[source][0]
         for node in ordered:
             if node.comm is not None:
-                node.comm = copies.growth.comm(node.comm, source, first)
+                node.comm = copies.growth.comm(node.comm, first)
     if keep_graph:
         result.graph = rank_graph(ordered, first, result.begin_ns, result.length_ns)
     communicates = [node for node in ordered if node.comm is not None]
@@ -167,8 +167,7 @@ def _write_copies(
             own = [growth.group(group, rank) for group in groups]
             all_groups.update((group.number, group) for group in own)
             calls = [
-                msgspec.structs.replace(growth.comm(recorded, source, rank), runs_as=first.runs_as)
-                for recorded, first in comms
+                msgspec.structs.replace(growth.comm(recorded, rank), runs_as=first.runs_as) for recorded, first in comms
             ]
             yield RankCopy(rank=rank, path=join(folder, copies.name(rank)), groups=own, comms=calls)
 

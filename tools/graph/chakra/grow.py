@@ -55,6 +55,8 @@ class JobGrowth:
     shards: frozenset[int] = frozenset()
     """Bytes that a rank has of the reduce_scatters along the dimension that grows."""
     _groups: dict[tuple[str, frozenset[int], int], NumberedGroup] = field(default_factory=dict, repr=False)
+    _overs: dict[tuple[str, tuple[int, ...]], frozenset[int]] = field(default_factory=dict, repr=False)
+    """Description and members of a recorded group -> the dimensions it is over, which each call on it asks for."""
 
     def source(self, rank: int) -> int:
         """The recorded rank that does what `rank` of the written job does."""
@@ -89,11 +91,11 @@ class JobGrowth:
             found = self._groups[key] = number_group(grown, self.written.size)
         return found
 
-    def comm(self, comm: Comm, source: int, rank: int) -> Comm:
-        """What `comm` of the recorded rank `source` is on `rank`. `runs_as` stays."""
+    def comm(self, comm: Comm, rank: int) -> Comm:
+        """What `comm` of the recorded rank that is the source of `rank` is on `rank`. `runs_as` stays."""
         group, record = self.group(comm.group, rank), comm.record
         if is_p2p(record):
-            record = msgspec.structs.replace(record, peer=self._peer(record.peer, source, rank))
+            record = msgspec.structs.replace(record, peer=self._peer(record.peer, rank))
         else:
             root = record.root
             if root is not None and root in comm.group.ranks:
@@ -111,10 +113,8 @@ class JobGrowth:
         """S of a call on a recorded group, in the written job."""
         had, size = len(group.ranks), self.size(group)
         if self.is_shard(record, group):
-            whole = record.bytes * self.recorded.dimensions[self.place].size
-            return _rounded_up(whole, self.written.dimensions[self.place].size, record) // (
-                self.written.dimensions[self.place].size
-            )
+            shards = self.written.dimensions[self.place].size
+            return _rounded_up(record.bytes * self.recorded.dimensions[self.place].size, shards, record) // shards
         if size == had:
             return record.bytes
         if record.op in ("gather", "scatter") or (record.op == "all_gather" and not self.keeps_whole(record, group)):
@@ -139,9 +139,11 @@ class JobGrowth:
         for comm in chain.from_iterable(of_ranks):
             had, size, record = len(comm.group.ranks), self.size(comm.group), comm.record
             on = f"of {record.op} on groups of {size} instead of {had}"
+            if is_p2p(record):
+                continue
             if self.is_shard(record, comm.group):
                 found[f"of {record.op} over replicas are of shards, which become smaller"] += 1
-            elif is_p2p(record) or size == had or record.op == "barrier":
+            elif size == had or record.op == "barrier":
                 continue
             elif record.op == "reduce_scatter" or self.keeps_whole(record, comm.group):
                 found[f"{on} keep their size, of smaller shards; what does not divide is padded more in truth"] += 1
@@ -162,18 +164,22 @@ class JobGrowth:
         return prod(self.written.dimensions[place].size for place in self._over(group))
 
     def _over(self, group: NumberedGroup) -> frozenset[int]:
-        over = self.recorded.over(group.ranks, group.desc)
-        if over is None:
-            raise CrossrankError(
-                f"the group {list(group.ranks)} is not all ranks of some dimensions of {self.recorded}"
-            )
-        return over
+        key = (group.desc, tuple(group.ranks))
+        found = self._overs.get(key)
+        if found is None:
+            found = self.recorded.over(group.ranks, group.desc)
+            if found is None:
+                raise CrossrankError(
+                    f"the group {list(group.ranks)} is not all ranks of some dimensions of {self.recorded}"
+                )
+            self._overs[key] = found
+        return found
 
     def _counterpart(self, rank: int, group: NumberedGroup) -> int:
         """The first member of `group` that does what a recorded rank does."""
         return next((one for one in group.ranks if self.source(one) == rank), group.ranks[0])
 
-    def _peer(self, peer: int | None, source: int, rank: int) -> int | None:
+    def _peer(self, peer: int | None, rank: int) -> int | None:
         if peer is None:
             return None
         moved = list(self.recorded.coordinates(peer))

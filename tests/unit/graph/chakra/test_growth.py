@@ -113,14 +113,14 @@ def test_groups_along_the_dimension_grow_and_others_are_repeated() -> None:
 def test_shards_shrink_and_what_each_rank_has_of_its_own_adds_up(call: CommRecord, bytes: int) -> None:
     world = used((0, 1, 2, 3), "default_pg", record("reduce_scatter"), call)
     growth = grown([world], 16, world=4)
-    made = growth.comm(Comm(call, numbered((0, 1, 2, 3), "default_pg")), 3, 15)
+    made = growth.comm(Comm(call, numbered((0, 1, 2, 3), "default_pg")), 15)
     assert (made.record.bytes, len(made.group.ranks)) == (bytes, 16)
 
 
 def test_an_all_gather_without_reduce_scatter_has_no_shards() -> None:
     call = record("all_gather", c10d="_allgather_base_")
     growth = grown([used((0, 1, 2, 3), "default_pg", call)], 16, world=4)
-    assert growth.comm(Comm(call, numbered((0, 1, 2, 3))), 0, 0).record.bytes == 3840
+    assert growth.comm(Comm(call, numbered((0, 1, 2, 3))), 0).record.bytes == 3840
     assert growth.rules([[Comm(call, numbered((0, 1, 2, 3)))]]) == {
         "of all_gather have as much for each member: of 16 instead of 4": 1
     }
@@ -129,14 +129,14 @@ def test_an_all_gather_without_reduce_scatter_has_no_shards() -> None:
 def test_messages_stay_inside_their_pipeline() -> None:
     growth = grown([WORLD_OF_8, *TP, *PP], 16)  # pp=2,dp=2,tp=2 as pp=2,dp=4,tp=2
     send = Comm(record("send", peer=6), numbered((2, 6)))
-    assert growth.comm(send, 2, 4).record.peer == 12
-    assert growth.comm(send, 2, 4).group.ranks == (4, 12)
+    assert growth.comm(send, 4).record.peer == 12
+    assert growth.comm(send, 4).group.ranks == (4, 12)
 
 
 def test_uneven_splits_keep_their_rows() -> None:
     call = record("all_to_all", in_split=[5, 3], out_split=[1, 2])
     growth = grown([used((0, 1), "default_pg", call)], 4, world=2)
-    made = growth.comm(Comm(call, numbered((0, 1))), 1, 3).record
+    made = growth.comm(Comm(call, numbered((0, 1))), 3).record
     assert (made.in_split, made.out_split) == ([2, 3, 1, 2], [0, 1, 1, 1])
 
 
@@ -226,7 +226,7 @@ def test_the_replicas_of_smaller_shards_reduce_less() -> None:
     with pytest.raises(CrossrankError, match="choose with --grow dp_replicate or --grow dp_shard"):
         plan_growth(mesh, groups, 8, "dp")
     growth = plan_growth(mesh, groups, 8, "dp_shard")
-    assert growth.comm(Comm(record("all_reduce", 480, pg="2"), replicate), 0, 0).record.bytes == 240
-    assert growth.comm(Comm(record("all_reduce", 4, pg="2"), replicate), 0, 0).record.bytes == 4
+    assert growth.comm(Comm(record("all_reduce", 480, pg="2"), replicate), 0).record.bytes == 240
+    assert growth.comm(Comm(record("all_reduce", 4, pg="2"), replicate), 0).record.bytes == 4
     more = plan_growth(mesh, groups, 8, "dp_replicate")
-    assert more.comm(Comm(record("all_reduce", 480, pg="2"), replicate), 0, 0).record.bytes == 480
+    assert more.comm(Comm(record("all_reduce", 480, pg="2"), replicate), 0).record.bytes == 480
