@@ -105,6 +105,10 @@ def run_astra_sim(
         return AstraRun(window=window, ranks=ranks, finished=0, last_ns=0, network=given, why=f"ran for {_SECONDS} s")
     cycles = [int(found) for found in _FINISHED.findall((done.stdout + done.stderr).decode(errors="replace"))]
     last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    if done.returncode and not (done.stdout or done.stderr):
+        raise CrossrankError(
+            f"{binary}: ended with {done.returncode} and said nothing; name AstraSim_Analytical_Congestion_Unaware"
+        )
     return AstraRun(
         window=window,
         ranks=ranks,
