@@ -29,6 +29,8 @@ _LEAST_CALLS = 64
 _COMPARED = 64
 """Calls of each rank that are compared with those of the others."""
 _NS = 1e9
+_GOLDEN = 0x9E3779B1
+"""2**32 over the golden ratio: multiples of it, modulo 2**32, are spread evenly (Knuth, TAOCP 6.4)."""
 
 
 class LiveLine(msgspec.Struct):
@@ -367,10 +369,13 @@ class _Group:
                     made = self.collectives[call.seq] = _Collective(call)
                 made.add(rank, call.t + offset, took.get(call.id or 0))
         # Times come later, on a GPU by up to a second, and on each rank at another moment: some of all recent calls.
-        every = 1 << (len(calls) // _COMPARED).bit_length()
-        first = -(calls[0].seq or 0) % every
-        for call in calls[first::every] if took else ():
-            if call.seq is not None and call.seq % every == 0 and (ns := took.get(call.id or 0)):
+        # Which ones follows from the sequence number, so that ranks choose the same; not every 2nd, 4th, 8th, as a step
+        # may well have that many calls.
+        shift = 32 - (len(calls) // _COMPARED).bit_length()
+        for call in calls if took else ():
+            if call.seq is None or (call.seq * _GOLDEN & 0xFFFFFFFF) >> shift:
+                continue
+            if ns := took.get(call.id or 0):
                 timed = self.timed.setdefault(call.seq, _Collective(call))
                 timed.add(rank, call.t + offset, ns)
 

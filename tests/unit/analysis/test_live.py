@@ -76,6 +76,16 @@ def test_groups_have_totals_rates_and_who_comes_last() -> None:
     ]
 
 
+@pytest.mark.parametrize("number_of_calls", [64, 200, 3000])
+def test_the_bandwidth_is_told_whatever_the_order_of_operations_within_a_step(number_of_calls: int) -> None:
+    """Of many calls some are looked at; every second one would be barriers alone here."""
+    numbers = range(1, number_of_calls + 1)
+    lines = [call(number, number, op="all_reduce" if number % 2 else "barrier") for number in numbers]
+    took = [{"ran": {"id": number, "t": 0, "took": 2 * MS}} for number in numbers]
+    found = look(rank(0, *lines, *took), rank(1, *lines, *took), at_ms=number_of_calls)
+    assert found.groups[0].busbw_gb_per_s == 0.5
+
+
 def test_ranks_have_their_step_its_time_what_is_exposed_and_since_when_they_are_silent() -> None:
     steps = [{"step": {"step": number, "t": number * 100 * MS}} for number in (1, 2, 3, 4)]
     waits = [{"wait": {"t": t * MS, "took": 50 * MS, "thread": 1}} for t in (100, 200, 300, 320)]
