@@ -63,6 +63,8 @@ class Computed(msgspec.Struct, kw_only=True):
     """Name -> (how many ran in a pass, ns in all in a pass with a clock around each, ns in all under the profiler)."""
     host_ns: int
     """Idled in a pass for what the host did between operations."""
+    host_once_ns: int
+    """What single steps had more of it: left out."""
     failed: list[tuple[str, str, int, int]]
     """(operation, why it cannot run, how many, recorded ns in all)"""
     peak_bytes: int

@@ -44,11 +44,11 @@ def compare_step(plan: Plan, results: Sequence[RankResult]) -> StepComparison | 
         if result.computed is not None and not plan.ranks[result.rank].is_copy
         for row in result.computed.failed
     ]
-    host = [
-        one.computed.host_ns / len(computes[one.rank].steps)
-        for one in results
-        if one.computed is not None and computes[one.rank].steps
-    ]
+    host, once = [], []
+    for one in results:
+        if one.computed is not None and (count := len(computes[one.rank].steps)):
+            host.append(one.computed.host_ns / count)
+            once.append(one.computed.host_once_ns / count)
     return StepComparison(
         coverage=coverage_of(recorded, failed),
         steps=steps,
@@ -63,6 +63,7 @@ def compare_step(plan: Plan, results: Sequence[RankResult]) -> StepComparison | 
         exposed_ms=fmean(waited) / 1e6,
         recorded_exposed_ms=fmean(exposed) / 1e6 if exposed else None,
         host_ms=fmean(host) / 1e6,
+        host_once_ms=fmean(once) / 1e6,
         bytes_per_rank=max(one.bytes for one in computes.values()),
         peak_bytes=max((one.computed.peak_bytes for one in results if one.computed is not None), default=0),
         operations=_operations(computes, results)[:_SHOWN],

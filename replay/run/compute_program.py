@@ -57,6 +57,8 @@ class ComputeProgram:
         self.device = device
         self.host_ns = [0] * len(plan.operations)
         """Of the host, before each operation."""
+        self._once_ns = 0
+        """Of it, what single steps had more: left out."""
         self._scale = scale
         self._profiled: list[list[int | None]] = []
         """What each operation took in passes under the profiler."""
@@ -171,7 +173,9 @@ class ComputeProgram:
         self._profiled = [took[one] for one in each]
         waiting = self._after_waits()
         gaps = [[None if at in waiting else gap for at, gap in enumerate(before[one])] for one in each]
-        self.host_ns = [round(ns * self._scale) for ns in host_times(self.plan, gaps)]
+        host = host_times(self.plan, gaps)
+        self.host_ns = [round(ns * self._scale) for ns in host.before]
+        self._once_ns = round(host.once * self._scale)
         self._compile()
 
     def _event_names(self) -> list[str]:
@@ -216,6 +220,7 @@ class ComputeProgram:
             operations=totals,
             failed=[(*key, *row) for key, row in failed.items()],
             host_ns=sum(self.host_ns),
+            host_once_ns=self._once_ns,
             peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak_memory(),
         )
 

@@ -4,39 +4,86 @@ The gaps of a recording hold three things: what the host did (Python, mostly), w
 operation and the begin of the next, and what it did for the nodes between. A pass of the replay under the same profiler
 has gaps between the same operations, with the same arguments; there is nothing in them but the profiler and what the
 replay itself needs to get from one operation to the next. So the difference is how long the replay has to idle.
+
+Where ranks and the threads of their backend share cores, some gaps of a recording hold milliseconds in which another
+thread had the core. A replay shares its cores likewise, so these are not idled as well: a gap that is much longer than
+the same gap of a typical step of the window counts as long as that one.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from statistics import median
+from statistics import median, median_low
+from typing import NamedTuple
 
 from crossrank.replay.plan.compute.compute_plan import ComputePlan
 from crossrank.tools.traces.kineto import HostEvent
 
-_LONGEST_DEBT_NS = 50_000
+_NOISE_NS = 50_000
+"""What the same gap may be longer or shorter by for no reason that a replay has to care for."""
 
 
-def host_times(plan: ComputePlan, profiled: Sequence[Sequence[int | None]]) -> list[int]:
-    """ns of the host before each operation; `profiled` are the gaps before them in passes under the profiler, None
+class HostTimes(NamedTuple):
+    """In ns."""
+
+    before: list[int]
+    """Of the host before each operation."""
+    once: int
+    """By how much single steps had more, in all: it is left out."""
+
+
+def host_times(plan: ComputePlan, profiled: Sequence[Sequence[int | None]]) -> HostTimes:
+    """The host's time before each operation; `profiled` are the gaps before them in passes under the profiler, None
     where one is not known: that of a typical operation stands for it.
 
     A gap that is shorter than the replay's is made up for by the next ones, or the noise of both would add up.
     """
-    times = []
-    debt = 0.0
-    every = [gap for gaps in profiled for gap in gaps if gap is not None]
-    typical = median(every) if every else 0.0
-    for number, one in enumerate(plan.operations):
-        if not one.gap_ns:
-            times.append(0)
+    left = _beyond_profiler(plan, profiled)
+    typical = _of_typical_step(plan, left)
+    before = []
+    once, debt = 0.0, 0.0
+    for own, usual in zip(left, typical, strict=True):
+        if own is None or usual is None:
+            before.append(0)
             continue
+        more = own - usual if own - usual > _NOISE_NS else 0.0
+        once += more
+        due = own - more - debt
+        before.append(max(0, round(due)))
+        debt = min(max(0.0, -due), _NOISE_NS)
+    return HostTimes(before, round(once))
+
+
+def _beyond_profiler(plan: ComputePlan, profiled: Sequence[Sequence[int | None]]) -> list[float | None]:
+    """What each gap has beyond the same gap of the replay; None where it is not recorded."""
+    every = [gap for gaps in profiled for gap in gaps if gap is not None]
+    usual = median(every) if every else 0.0
+    left: list[float | None] = []
+    for number, one in enumerate(plan.operations):
         known = [gap for gaps in profiled if (gap := gaps[number]) is not None]
-        profiler = one.ranges * plan.range_ns + one.split * typical + (median(known) if known else typical)
-        left = one.gap_ns - profiler - debt
-        times.append(max(0, round(left)))
-        debt = min(max(0.0, -left), _LONGEST_DEBT_NS)
-    return times
+        profiler = one.ranges * plan.range_ns + one.split * usual + (median(known) if known else usual)
+        left.append(one.gap_ns - profiler if one.gap_ns else None)
+    return left
+
+
+def _of_typical_step(plan: ComputePlan, left: Sequence[float | None]) -> list[float | None]:
+    """By operation, the lower median of the gaps before the same one of each step: of the same name, of which as many
+    came before in its step."""
+    begins = set(plan.steps)
+    seen: Counter[str] = Counter()
+    same: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+    places = []
+    for number, (one, gap) in enumerate(zip(plan.operations, left, strict=True)):
+        if number in begins:
+            seen.clear()
+        place = one.name, seen[one.name]
+        seen[one.name] += 1
+        places.append(place)
+        if gap is not None:
+            same[place].append(gap)
+    medians = {place: median_low(gaps) for place, gaps in same.items()}
+    return [medians.get(place) for place in places]
 
 
 def gaps_of(names: Sequence[str], events: Sequence[HostEvent]) -> tuple[list[int | None], list[int | None]]:

@@ -128,7 +128,10 @@ def step_lines(step: StepComparison) -> list[str]:
     exposed = f"Exposed communication {milliseconds(step.exposed_ms)} per step"
     if step.recorded_exposed_ms is not None:
         exposed += f", {milliseconds(step.recorded_exposed_ms)} in the window as recorded"
-    lines.append(f"{exposed}; the host's own time {milliseconds(step.host_ms)}")
+    host = f"the host's own time {milliseconds(step.host_ms)}"
+    if step.host_once_ms >= 0.1:
+        host += f", without {milliseconds(step.host_once_ms)} that single steps had more than the others"
+    lines.append(f"{exposed}; {host}")
     lines.append(
         f"Memory: {amount(step.bytes_per_rank)} of tensors per rank as planned, {amount(step.peak_bytes)} at most in "
         "a process"

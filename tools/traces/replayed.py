@@ -174,6 +174,8 @@ class StepComparison(msgspec.Struct, kw_only=True):
     """The same in the window, as far as it is recorded."""
     host_ms: float
     """Time of a step in which the host did neither, as it is replayed."""
+    host_once_ms: float = 0.0
+    """What single steps of the window had more of it than the others, mean over the steps: it is not replayed."""
     bytes_per_rank: Int
     """Of tensors, at most, as planned."""
     peak_bytes: Int

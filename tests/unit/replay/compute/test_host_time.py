@@ -7,30 +7,53 @@ from crossrank.replay.run.host_time import gaps_of, host_times
 from crossrank.tools.traces.kineto import HostEvent
 
 
-def plan(*gaps: tuple[int, int, int], range_ns: int = 0) -> ComputePlan:
+def plan(*gaps: tuple[int, int, int], range_ns: int = 0, names: str = "", steps: tuple[int, ...] = (0,)) -> ComputePlan:
     """Operations with (gap, ranges in it, split operations in it)."""
-    operations = [ComputeOperation(gap_ns=gap, ranges=ranges, split=split) for gap, ranges, split in gaps]
-    return ComputePlan(operations=operations, schemas=[], slots=[], blocks=[], range_ns=range_ns)
+    operations = [
+        ComputeOperation(name=name, gap_ns=gap, ranges=ranges, split=split)
+        for (gap, ranges, split), name in zip(gaps, names.ljust(len(gaps)), strict=True)
+    ]
+    return ComputePlan(operations=operations, schemas=[], slots=[], blocks=[], range_ns=range_ns, steps=list(steps))
 
 
 def test_the_host_idles_for_what_the_replay_has_less_of() -> None:
     given = plan((50_000, 0, 0), (9_000, 0, 0), (0, 0, 0))
-    assert host_times(given, [[7_000, 7_000, 7_000]]) == [43_000, 2_000, 0]
+    assert host_times(given, [[7_000, 7_000, 7_000]]).before == [43_000, 2_000, 0]
 
 
 def test_a_gap_that_is_shorter_than_the_replays_is_made_up_for_by_the_next() -> None:
     given = plan((4_000, 0, 0), (9_000, 0, 0), (9_000, 0, 0))
-    assert host_times(given, [[7_000, 7_000, 7_000]]) == [0, 0, 1_000]
+    assert host_times(given, [[7_000, 7_000, 7_000]]).before == [0, 0, 1_000]
 
 
 def test_nodes_in_a_gap_cost_the_profiler_time_and_split_operations_as_much_as_one_that_runs() -> None:
     given = plan((30_000, 2, 1), range_ns=4_000)
-    assert host_times(given, [[6_000], [8_000], [7_000]]) == [30_000 - 7_000 - 2 * 4_000 - 7_000]
+    assert host_times(given, [[6_000], [8_000], [7_000]]).before == [30_000 - 7_000 - 2 * 4_000 - 7_000]
 
 
 def test_a_gap_that_the_replay_spent_waiting_is_taken_for_a_typical_one() -> None:
     given = plan((20_000, 0, 0), (20_000, 0, 0), (20_000, 0, 0))
-    assert host_times(given, [[6_000, None, 6_000]]) == [14_000, 14_000, 14_000]
+    assert host_times(given, [[6_000, None, 6_000]]).before == [14_000, 14_000, 14_000]
+
+
+def test_what_one_step_has_more_than_the_others_is_left_out_and_told() -> None:
+    """In the second of three steps another thread had the core for 3 ms before `b`, and 20 us before `a`."""
+    ms = 1_000_000
+    gaps = [400_000, 10_000, 420_000, 3 * ms, 410_000, 10_000]
+    given = plan(*((gap, 0, 0) for gap in gaps), names="ababab", steps=(0, 2, 4))
+    found = host_times(given, [[5_000] * 6])
+    assert found.before == [395_000, 5_000, 415_000, 5_000, 405_000, 5_000]
+    assert found.once == 3 * ms - 10_000
+
+
+def test_steps_of_different_operations_are_compared_where_they_are_alike() -> None:
+    given = plan(*((gap, 0, 0) for gap in (300_000, 10_000, 300_000, 200_000, 800_000)), names="abacb", steps=(0, 2))
+    assert host_times(given, [[0] * 5]) == ([300_000, 10_000, 300_000, 200_000, 10_000], 790_000)
+
+
+def test_a_pause_that_every_step_has_is_the_hosts() -> None:
+    given = plan((5_000_000, 0, 0), (5_100_000, 0, 0), names="aa", steps=(0, 1))
+    assert host_times(given, [[0, 0]]) == ([5_000_000, 5_000_000], 100_000)
 
 
 def event(name: str, start: int, end: int, tid: int = 1) -> HostEvent:
