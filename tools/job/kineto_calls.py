@@ -18,6 +18,7 @@ from crossrank.budget import Budget
 from crossrank.comm import Group, operation_of
 from crossrank.tools.graph.linking.communications import C10D, FUNCTIONAL, MARKERS
 from crossrank.tools.graph.linking.nesting import Nesting, nest
+from crossrank.tools.job.traced_windows import take_kineto
 from crossrank.tools.traces.kernels import communication_kernel
 from crossrank.tools.traces.kineto import DeviceEvent, HostEvent, KinetoTrace, read_kineto
 from crossrank.tools.traces.param_comms import ParamComms, from_kineto, shapes_from_elements, to_record
@@ -69,6 +70,7 @@ def read_kineto_trace(path: str, rank: int | None = None) -> RankTrace:
     if NOTHING in described_by:
         trace.unattributed[NOTHING] = described_by.pop(NOTHING)
     trace.attributed = described_by
+    take_kineto(trace, kineto)
     return trace
 
 

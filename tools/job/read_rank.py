@@ -23,6 +23,7 @@ from crossrank.tools.graph.linking.linked_file import read_linked
 from crossrank.tools.graph.linking.linked_trace import Communication, HostOp, LinkedTrace
 from crossrank.tools.graph.linking.window_files import RankInput
 from crossrank.tools.job.kineto_calls import HALF_HOUR, read_kineto_trace
+from crossrank.tools.job.traced_windows import take_linked
 from crossrank.tools.traces.comms import read_comms
 from crossrank.tools.traces.discover import BASIC, INSPECTOR
 from crossrank.tools.traces.flight_calls import read_flight
@@ -59,6 +60,7 @@ def read_comms_and_times(given: RankSources) -> RankTrace:
     in_windows = False
     for window in _windows(given, trace):
         _count_matched(window, trace)
+        take_linked(trace, window)
         ours = [one for one in window.communications if one.origin in OURS and one.record.id in row_of]
         in_windows |= _give_times(window, trace, ((row_of[one.record.id], one) for one in ours))
     if trace.timed_by == "work":  # of all calls, where a window knows those of some
@@ -155,6 +157,7 @@ def of_linked(window: LinkedTrace, given: RankSources) -> RankTrace:
         builder.add(record, called=record.t if began is None else began + window.base_ns)
     _give_times(window, trace, enumerate(window.communications))
     _count_matched(window, trace)
+    take_linked(trace, window)
     launches = sorted(trace.calls.called)
     waits = [
         (bisect_left(launches, op.start_ns + window.base_ns), wait)

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossrank.comm import CommRecord, Group, crosses_nodes, is_p2p
+from crossrank.tools.traces.busy import Busy
 from crossrank.tools.traces.ending import Ending
 from crossrank.tools.traces.flight_recorder import Frame, Progress
 
@@ -254,6 +255,7 @@ class RankTrace:
     """Index of a group -> place of this rank within it, where the file has no global ranks."""
     waits: Waits | None = None
     host_waits: HostWaits = field(default_factory=HostWaits)
+    busy: Busy = field(default_factory=Busy)
 
     world_size: int | None = None
     version: str = ""

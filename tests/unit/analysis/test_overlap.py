@@ -1,0 +1,152 @@
+"""What ranks did with their time, in windows that were traced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossrank.tools.analysis.overlap import overlap_frame
+from crossrank.tools.job.collectives import match_collectives
+from crossrank.tools.job.job import Job
+from crossrank.tools.job.kineto_calls import read_kineto_trace
+from crossrank.tools.traces.busy import Busy, covered, difference, spans_of, union
+from crossrank.tools.traces.rank_trace import RankTrace
+from tests.unit.graph.linking.public_traces import needs_traces, public
+from tests.unit.job.ranks import EPOCH, Rank
+
+Pairs = Sequence[tuple[int, int]]
+
+
+def frame(*traces: RankTrace) -> pl.DataFrame:
+    return overlap_frame(traces, match_collectives(Job.match(traces)))
+
+
+def rows(found: pl.DataFrame, *columns: str) -> list[tuple[Any, ...]]:
+    return found.select(*columns).rows()
+
+
+def busy(
+    where: Literal["device", "host"],
+    computation: Pairs,
+    communication: Pairs,
+    memory: Pairs = (),
+    *,
+    steps: Pairs = (),
+    launches: Pairs = (),
+    base: int = 0,
+) -> Busy:
+    found = Busy()
+    spans = spans_of(computation), spans_of(communication), spans_of(memory)
+    found.add(where, base, *spans, steps, spans_of(launches))
+    return found
+
+
+WHOLE = ("step", "duration_ns", "computation_ns", "communication_ns", "exposed_ns", "memory_ns", "idle_ns")
+
+
+def test_a_window_is_computation_exposed_communication_copies_and_idling() -> None:
+    trace = Rank(0).times
+    trace.busy = busy("device", [(0, 40), (30, 50), (90, 100)], [(45, 70), (95, 98)], memory=[(60, 80)])
+    assert rows(frame(trace), *WHOLE, "measured_on") == [(None, 100, 60, 28, 20, 10, 10, "device")]
+
+
+def test_an_iteration_of_a_gpu_begins_with_what_was_launched_first_in_it() -> None:
+    """The host began iteration 1 at 10 and 2 at 20, when the GPU was still busy with what it had launched before."""
+    kernels = [(100, 130), (140, 150), (200, 250)]
+    launches = [(12, 100), (15, 140), (21, 200)]
+    trace = Rank(0).times
+    trace.busy = busy("device", kernels, [], steps=[(0, 0), (1, 10), (2, 20), (3, 30), (4, 40)], launches=launches)
+    found = rows(frame(trace), "step", "began_ns", "duration_ns", "idle_ns")
+    assert found == [(1, 100, 100, 60), (2, 200, 50, 0)]
+
+
+def test_an_iteration_of_a_host_counts_where_most_of_it_was_traced() -> None:
+    steps = [(0, 0), (1, 100), (2, 200), (3, 300), (4, 400)]
+    trace = Rank(0).times
+    trace.busy = busy("host", [(110, 190), (210, 305)], [(150, 195)], steps=steps)
+    assert rows(frame(trace), *WHOLE) == [(1, 100, 80, 45, 5, 0, 15), (2, 100, 90, 0, 0, 0, 10)]
+
+
+def test_the_rank_that_was_waited_for_longest_is_named() -> None:
+    ranks = [
+        Rank(0).call(100, 400).call(600, 620, number=2),
+        Rank(1).call(300, 400).call(500, 620, number=2),
+    ]
+    us = 1000
+    traces = [one.times for one in ranks]
+    for one in traces:
+        one.busy = busy("device", [(0, 1000 * us)], [(100 * us, 400 * us), (500 * us, 620 * us)], base=EPOCH)
+    found = frame(*traces)
+    waited = rows(found, "rank", "waiting_ns", "waits_for", "waits_for_ns")
+    assert waited == [(0, 200 * us, 1, 200 * us), (1, 100 * us, 0, 100 * us)]
+
+
+def test_a_rank_without_others_has_no_waiting() -> None:
+    trace = Rank(0).call(100, 400).times
+    trace.busy = busy("device", [(0, 10)], [])
+    assert rows(frame(trace), "waiting_ns", "waits_for", "waits_for_ns") == [(None, None, None)]
+
+
+def test_windows_of_a_gpu_count_and_not_those_of_its_host() -> None:
+    found = busy("host", [(0, 10)], [])
+    found.add("device", 0, spans_of([(5, 7)]), spans_of(), spans_of(), [], spans_of())
+    found.add("host", 0, spans_of([(20, 30)]), spans_of(), spans_of(), [], spans_of())
+    assert (found.where, found.observed.tolist()) == ("device", [[5, 7]])
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=12)
+
+
+@given(SPANS, SPANS, st.integers(0, 60), st.integers(0, 60))
+def test_spans_cover_what_the_moments_in_them_count(some: Pairs, others: Pairs, begin: int, end: int) -> None:
+    window = spans_of([(min(begin, end), max(begin, end))])
+    inside, outside = ({at for a, b in spans for at in range(a, b)} for spans in (some, others))
+    within = set(range(*window[0]))
+    for spans, moments in (
+        (union(spans_of(some), spans_of(others)), inside | outside),
+        (difference(spans_of(some), spans_of(others)), inside - outside),
+    ):
+        assert covered(spans, window).tolist() == [len(moments & within)]
+        assert (np.diff(spans.ravel()) > 0).all()
+
+
+@needs_traces
+def test_times_of_dlrm_are_those_of_holistic_trace_analysis() -> None:
+    """Of its 0.5.0, `get_temporal_breakdown` and `get_comm_comp_overlap`: us of idling, computation and what else ran,
+    and the % of communication that computation hid."""
+    expected = [
+        (6419, 1034, 5556, 4.50),
+        (6428, 1246, 11075, 2.47),
+        (7046, 1068, 3236, 7.88),
+        (8145, 1240, 9468, 3.31),
+        (8887, 1126, 6576, 0.56),
+        (9121, 1041, 6230, 0.64),
+        (7051, 1051, 3308, 7.56),
+        (8308, 1059, 1600, 9.51),
+    ]
+    ranks = [read_kineto_trace(public(f"dlrm_8gpu/rank-{rank}.kineto.json.gz"), rank) for rank in range(8)]
+    for one in ranks:
+        one.busy.iterations = []  # it looks at whole traces
+    found = frame(*ranks)
+    us = [pl.col(f"{name}_ns") // 1000 for name in ("idle", "computation")]
+    other = (pl.col("exposed_ns") + pl.col("memory_ns")) // 1000
+    hidden = 100 * (1 - pl.col("exposed_ns") / pl.col("communication_ns"))
+    assert found.select(*us, other.alias("other"), hidden.round(2).alias("hidden")).rows() == [
+        (*whole, pytest.approx(share)) for *whole, share in expected
+    ]
+    assert found["waits_for"].mode().item() == 7
+
+
+@needs_traces
+def test_iterations_that_torchs_profiler_marked_are_told_apart() -> None:
+    found = frame(read_kineto_trace(public("kineto_mi300/rank-0.kineto.json.gz"), 0))
+    assert found["step"].to_list() == [15, 16, 17]
+    assert (found["duration_ns"] / 1e6).round(1).to_list() == [19.0, 19.0, 18.6]
+    parts = pl.sum_horizontal("computation_ns", "exposed_ns", "memory_ns", "idle_ns")
+    assert found.select((parts == pl.col("duration_ns")).all()).item()

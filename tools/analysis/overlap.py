@@ -1,0 +1,116 @@
+"""What ranks did with their time: computation, communication, that of it which nothing hid, and idling.
+
+In a window that was traced, of each iteration or, where none are known, of the whole window:
+
+* computation, communication: time in which a kernel of that kind ran, or on a backend without kernels an operation of
+  the host, or a Work. Several at a time count once.
+* exposed: communication while nothing was computed.
+* memory: copies and memsets while there was neither.
+* idle: the rest. So the duration is computation + exposed + memory + idle.
+
+`waiting` is the part of the communication in which a call waited for another rank, and `waits_for` the rank that came
+last in most of it. Computation, communication and idling are those of HolisticTraceAnalysis (`get_temporal_breakdown`,
+`get_comm_comp_overlap`), which looks at whole traces of GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from crossrank.tools.job.collectives import Collectives
+from crossrank.tools.traces.busy import Ints, Spans, covered, spans_of, union
+from crossrank.tools.traces.rank_trace import RankTrace
+
+SCHEMA: dict[str, Any] = {
+    "rank": pl.Int64,
+    "step": pl.Int64,
+    "began_ns": pl.Int64,
+    "duration_ns": pl.Int64,
+    "computation_ns": pl.Int64,
+    "communication_ns": pl.Int64,
+    "exposed_ns": pl.Int64,
+    "memory_ns": pl.Int64,
+    "idle_ns": pl.Int64,
+    "waiting_ns": pl.Int64,
+    "waits_for": pl.Int64,
+    "waits_for_ns": pl.Int64,
+    "measured_on": pl.String,
+}
+
+
+def overlap_frame(ranks: Sequence[RankTrace], found: Collectives) -> pl.DataFrame:
+    """One row per rank and iteration, or window where no iterations are known: see `SCHEMA`. Times are ns; `began_ns`
+    is on the rank's own clock, since 1970. What no other rank can be compared with is null."""
+    waits = _waits(found)
+    frames = [_of_rank(one, waits.get(one.rank or 0)) for one in ranks if one.busy.where]
+    return pl.concat([pl.DataFrame(schema=SCHEMA), *frames])
+
+
+def _of_rank(one: RankTrace, waits: dict[int, Spans] | None) -> pl.DataFrame:
+    busy = one.busy
+    steps: list[int | None] = [number for number, _, _ in busy.iterations]
+    steps = steps or [None] * len(busy.observed)
+    windows = spans_of((begin, end) for _, begin, end in busy.iterations) if busy.iterations else busy.observed
+    either = union(busy.computation, busy.communication)
+    computation, communication, both, every = (
+        covered(spans, windows) for spans in (busy.computation, busy.communication, either, union(either, busy.memory))
+    )
+    duration = windows[:, 1] - windows[:, 0]
+    waiting, waits_for, longest = _waited(waits, windows)
+    columns = {
+        "rank": [one.rank or 0] * len(windows),
+        "step": steps,
+        "began_ns": windows[:, 0],
+        "duration_ns": duration,
+        "computation_ns": computation,
+        "communication_ns": communication,
+        "exposed_ns": both - computation,
+        "memory_ns": every - both,
+        "idle_ns": duration - every,
+        "waiting_ns": waiting,
+        "waits_for": waits_for,
+        "waits_for_ns": longest,
+        "measured_on": [busy.where] * len(windows),
+    }
+    return pl.DataFrame(columns, schema=SCHEMA)
+
+
+def _waits(found: Collectives) -> dict[int, dict[int, Spans]]:
+    """Rank -> rank that came last -> when the first waited for it, on its own clock. A rank that was compared with
+    others and waited for nobody has none."""
+    rows = np.flatnonzero((found.waiting >= 0) & (found.began > 0))
+    rank, last = found.rank[rows], found.last_rank[found.collective[rows]]
+    shift = np.array([found.shift[one] for one in rank.tolist()], np.int64)
+    begins = found.began[rows] - shift
+    spans = np.stack([begins, begins + found.waiting[rows]], axis=1)
+    result: dict[int, dict[int, Spans]] = {one: {} for one in np.unique(rank).tolist()}
+    order = np.lexsort((last, rank))
+    edges = np.flatnonzero(np.diff(rank[order]) | np.diff(last[order])) + 1
+    for part in np.split(order, edges) if len(order) else ():
+        own = spans[part]
+        if (own[:, 1] > own[:, 0]).any():
+            result[int(rank[part[0]])][int(last[part[0]])] = union(own)
+    return result
+
+
+def _waited(waits: dict[int, Spans] | None, windows: Spans) -> tuple[Ints | None, list[int | None], list[int | None]]:
+    """Of each window: (how long a call waited, for which rank most, and how long for that one)."""
+    nobody: list[int | None] = [None] * len(windows)
+    if waits is None:
+        return None, nobody, nobody
+    waiting = covered(union(*waits.values()), windows)
+    known = [rank for rank in waits if rank >= 0]
+    if not known:
+        return waiting, nobody, nobody
+    for_each = np.stack([covered(waits[rank], windows) for rank in known])
+    longest = for_each.max(axis=0).tolist()
+    most = for_each.argmax(axis=0).tolist()
+    return (
+        waiting,
+        [known[place] if ns else None for place, ns in zip(most, longest, strict=True)],
+        [ns or None for ns in longest],
+    )

@@ -1,0 +1,105 @@
+"""What a traced window says of its rank beside the calls: iterations, and when it computed, communicated and copied.
+
+On a GPU kernels say it, each with the moment of its launch; without any, the operations of the host and the Works of
+its backend.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+
+from crossrank.tools.graph.linking.communications import COMMUNICATING
+from crossrank.tools.graph.linking.linked_trace import LinkedTrace
+from crossrank.tools.graph.linking.nesting import is_work
+from crossrank.tools.traces.busy import Spans, difference, spans_of, union
+from crossrank.tools.traces.kernels import communication_kernel
+from crossrank.tools.traces.kineto import DeviceEvent, KinetoTrace
+from crossrank.tools.traces.param_comms import from_kineto
+from crossrank.tools.traces.rank_trace import RankTrace
+
+_OPERATION = re.compile(r"[a-z_]\w*::\w+")
+"""An operation, `aten::mm`; not a range that a program put around some, `FSDP::pre_forward`."""
+_NO_OPERATIONS = ("autograd::", "torch::", *COMMUNICATING)
+"""How ranges around operations are called, which hold the time between them as well; and what communicates."""
+_STEP = "ProfilerStep#"
+
+_HostRange = tuple[str, int | str | None, int, int]
+"""(name, thread, begin, end)"""
+_Activity = tuple[str, bool, int | None, int, int]
+"""(category, communicates, launched, begin, end)"""
+
+
+def take_linked(trace: RankTrace, window: LinkedTrace) -> None:
+    """Take in a linked window."""
+    communicating = {number for one in window.communications for number in one.activities}
+    host_of = {op.id: op for op in window.host}
+    activities: list[_Activity] = []
+    for one in window.activities:
+        launcher = host_of.get(one.host) if one.host is not None else None
+        launched = launcher.start_ns if launcher is not None else None
+        span = one.start_ns, one.start_ns + one.duration_ns
+        activities.append((one.category, one.id in communicating, launched, *span))
+    hosts: list[_HostRange] = [
+        (op.node.name, op.node.tid, op.start_ns, op.end_ns) for op in window.host if op.start_ns is not None
+    ]
+    _take(trace, window.base_ns, activities, hosts)
+
+
+def take_kineto(trace: RankTrace, kineto: KinetoTrace) -> None:
+    """Take in a Kineto trace."""
+    launched = {call.correlation: call.start for call in kineto.calls}
+    activities: list[_Activity] = []
+    for one in kineto.device:
+        communicates = one.category == "kernel" and _communicates(one)
+        at = launched.get(one.correlation) if one.correlation is not None else None
+        activities.append((one.category, communicates, at, one.start, one.end))
+    _take(trace, kineto.base_ns, activities, [(one.name, one.tid, one.start, one.end) for one in kineto.host])
+
+
+def _communicates(kernel: DeviceEvent) -> bool:
+    return communication_kernel(kernel.name) is not None or from_kineto(kernel.args) is not None
+
+
+def _take(trace: RankTrace, base_ns: int, activities: list[_Activity], hosts: list[_HostRange]) -> None:
+    if not trace.steps:
+        trace.steps = _profiler_steps(base_ns, hosts)
+    if not activities:
+        computation, communication = _of_host(hosts)
+        trace.busy.add("host", base_ns, computation, communication, spans_of(), trace.steps, spans_of())
+        return
+    kinds: dict[str, list[tuple[int, int]]] = {"computation": [], "communication": [], "memory": []}
+    for category, communicates, _, begin, end in activities:
+        kind = "communication" if communicates else "computation" if category == "kernel" else "memory"
+        kinds[kind].append((begin, end))
+    launches = spans_of((at, begin) for _, _, at, begin, _ in activities if at is not None)
+    computation, communication, memory = map(spans_of, kinds.values())
+    trace.busy.add("device", base_ns, computation, communication, memory, trace.steps, launches)
+
+
+def _of_host(hosts: Iterable[_HostRange]) -> tuple[Spans, Spans]:
+    """(computation, communication): operations of all threads without the communication that they hold, and Works."""
+    operations: defaultdict[object, list[tuple[int, int]]] = defaultdict(list)
+    calls: defaultdict[object, list[tuple[int, int]]] = defaultdict(list)
+    works: list[tuple[int, int]] = []
+    for name, thread, begin, end in hosts:
+        if is_work(name):
+            works.append((begin, end))
+        elif name.startswith(COMMUNICATING):
+            calls[thread].append((begin, end))
+        elif _OPERATION.fullmatch(name) and not name.startswith(_NO_OPERATIONS):
+            operations[thread].append((begin, end))
+    computed = [difference(spans_of(own), spans_of(calls[thread])) for thread, own in operations.items()]
+    return union(*computed), union(spans_of(works))
+
+
+def _profiler_steps(base_ns: int, hosts: Iterable[_HostRange]) -> list[tuple[int, int]]:
+    """(iteration, when it began) as torch's profiler marks them on the host, and the end of the last one."""
+    marked = []
+    for name, _, begin, end in hosts:
+        number = name.removeprefix(_STEP)
+        if number != name and number.isdecimal() and len(number) < 10:
+            marked.append((begin + base_ns, end + base_ns, int(number)))
+    steps = [(number, begin) for begin, _, number in sorted(marked)]
+    return [*steps, (steps[-1][0] + 1, max(marked)[1])] if steps else []

@@ -1,0 +1,130 @@
+"""When a rank computed, communicated and copied, in the windows in which all it did was traced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Spans = NDArray[np.int64]
+"""Rows of (begin, end), in ns."""
+
+
+def spans_of(pairs: Iterable[tuple[int, int]] = ()) -> Spans:
+    return np.array(list(pairs), np.int64).reshape(-1, 2)
+
+
+def union(*parts: Spans) -> Spans:
+    """The same time as spans that do not overlap, in order.
+
+    >>> union(spans_of([(5, 9), (1, 3)]), spans_of([(2, 4)])).tolist()
+    [[1, 4], [5, 9]]
+    """
+    spans = np.concatenate([spans_of(), *parts])
+    spans = spans[spans[:, 1] > spans[:, 0]]
+    if not len(spans):
+        return spans
+    spans = spans[np.argsort(spans[:, 0], kind="stable")]
+    ends = np.maximum.accumulate(spans[:, 1])
+    first = np.append(True, spans[1:, 0] > ends[:-1])
+    last = np.append(first[1:], True)
+    return np.stack([spans[first, 0], ends[last]], axis=1)
+
+
+def difference(some: Spans, without: Spans) -> Spans:
+    """The time of `some` that is not in `without`.
+
+    >>> difference(spans_of([(0, 10), (12, 14)]), spans_of([(2, 3), (9, 13)])).tolist()
+    [[0, 2], [3, 9], [13, 14]]
+    """
+    some, without = union(some), union(without)
+    edges = np.unique(np.concatenate([some.ravel(), without.ravel()]))
+    pieces = np.stack([edges[:-1], edges[1:]], axis=1) if len(edges) else spans_of()
+    return union(pieces[_within(some, pieces[:, 0]) & ~_within(without, pieces[:, 0])])
+
+
+def _within(spans: Spans, moments: Ints) -> NDArray[np.bool_]:
+    """Whether each moment lies in one of `spans`, which do not overlap."""
+    place = np.searchsorted(spans[:, 0], moments, side="right") - 1
+    inside: NDArray[np.bool_] = place >= 0
+    inside[inside] = moments[inside] < spans[place[inside], 1]
+    return inside
+
+
+def covered(spans: Spans, windows: Spans) -> Ints:
+    """ns of each window that lie in `spans`, which do not overlap and are in order.
+
+    >>> covered(spans_of([(1, 4), (5, 9)]), spans_of([(0, 2), (3, 6), (9, 9)])).tolist()
+    [1, 2, 0]
+    """
+    before = np.append(0, np.cumsum(spans[:, 1] - spans[:, 0]))
+
+    def until(moments: Ints) -> Ints:
+        place = np.searchsorted(spans[:, 0], moments, side="right")
+        behind = np.maximum(0, spans[place - 1, 1] - moments) if len(spans) else 0
+        whole: Ints = before[place] - np.where(place > 0, behind, 0)
+        return whole
+
+    return until(windows[:, 1]) - until(windows[:, 0])
+
+
+def _on_device(moments: Sequence[int], launches: Spans, first: int, last: int) -> list[int]:
+    """When a GPU came to what was launched from each moment of the host on: it may run iterations behind."""
+    launches = launches[np.argsort(launches[:, 0], kind="stable")]
+    begins = np.append(np.minimum.accumulate(launches[::-1, 1])[::-1], last)
+    place = np.searchsorted(launches[:, 0], np.array(moments, np.int64))
+    return [max(first, begin) for begin in begins[place].tolist()]
+
+
+@dataclass
+class Busy:
+    """What one rank did, over its windows. Times are ns since 1970; spans of one kind do not overlap."""
+
+    where: Literal["device", "host", ""] = ""
+    """A GPU's kernels and copies, or the operations of the host and the Works of its backend; empty where nothing was
+    traced."""
+    observed: Spans = field(default_factory=spans_of)
+    """From the first to the last of each window."""
+    computation: Spans = field(default_factory=spans_of)
+    communication: Spans = field(default_factory=spans_of)
+    memory: Spans = field(default_factory=spans_of)
+    """Copies and memsets of a GPU."""
+    iterations: list[tuple[int, int, int]] = field(default_factory=list)
+    """(iteration, begin, end): of a GPU, from the begin of what was launched first in it to that of the next."""
+
+    def add(
+        self,
+        where: Literal["device", "host"],
+        base_ns: int,
+        computation: Spans,
+        communication: Spans,
+        memory: Spans,
+        steps: Sequence[tuple[int, int]],
+        launches: Spans,
+    ) -> None:
+        """Take in a window, whose times are ns since `base_ns`. `steps` are iterations and when they began on the host,
+        `launches` when each kernel was launched and when it began. A window on hosts says nothing beside one on a GPU.
+        """
+        every = np.concatenate([computation, communication, memory]) + base_ns
+        if not len(every) or (self.where == "device" and where == "host"):
+            return
+        if self.where != where:
+            self.observed = self.computation = self.communication = self.memory = spans_of()
+            self.iterations = []
+        self.where = where
+        first, last = int(every[:, 0].min()), int(every[:, 1].max())
+        self.observed = union(self.observed, spans_of([(first, last)]))
+        self.computation = union(self.computation, computation + base_ns)
+        self.communication = union(self.communication, communication + base_ns)
+        self.memory = union(self.memory, memory + base_ns)
+        begins = [begin for _, begin in steps]
+        if where == "device":
+            begins = _on_device(begins, launches + base_ns, first, last)
+        for (number, _), begin, end in zip(steps, begins, begins[1:], strict=False):
+            seen = min(end, last) - max(begin, first)
+            if seen > 0 and 2 * seen >= end - begin:
+                self.iterations.append((number, begin, end))
