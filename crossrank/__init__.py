@@ -7,7 +7,9 @@ From here on every collective and P2P call of this process is recorded, whoever 
 an iteration (otherwise the optimizers' steps are counted), `with crossrank.window():` records execution trace and
 Kineto of a block, `crossrank.disable()` finishes the files; leaving the process does so too.
 
-The names below import torch when they are first used, so the offline tools start without it.
+    job = crossrank.load("/data/run1")      # in a notebook: tables of calls, collectives, steps, and answers
+
+The names below import what they need when they are first used, torch or the offline tools: neither needs the other.
 """
 
 from __future__ import annotations
@@ -17,12 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from crossrank.instrument.api import disable, enable, enabled, step, window
+    from crossrank.tools.api import load
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "disable", "enable", "enabled", "step", "window"]
+__all__ = ["__version__", "disable", "enable", "enabled", "load", "step", "window"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "load":
+        try:
+            return import_module("crossrank.tools.api").load
+        except ModuleNotFoundError as error:
+            raise ImportError(f"{error.name} is not installed; run: pip install 'crossrank[tools]'") from error
     if name in __all__:
         return getattr(import_module("crossrank.instrument.api"), name)
     raise AttributeError(f"module 'crossrank' has no attribute {name!r}")

@@ -40,6 +40,7 @@ COMMANDS = {
     "bandwidth": ("tools.commands.bandwidth:BandwidthCommand", "time, algbw, busbw and waiting per collective"),
     "timeline": ("tools.commands.timeline:TimelineCommand", "all ranks on one Perfetto timeline, on one clock"),
     "report": ("tools.commands.report:ReportCommand", "one HTML page of all of it, to hand around"),
+    "export": ("tools.commands.export:ExportCommand", "the tables of a job as Parquet, CSV or Arrow files"),
     "diagnose": ("tools.commands.diagnose:DiagnoseCommand", "who is missing, mismatched or stuck; root cause first"),
     "minimize": ("tools.commands.minimize:MinimizeCommand", "a few iterations of a long recording, to hand on"),
     "anonymize": ("tools.commands.anonymize:AnonymizeCommand", "traces without the names in them, to hand on"),

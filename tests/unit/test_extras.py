@@ -46,6 +46,11 @@ def test_recording_works_where_only_its_own_requirements_are_installed(tmp_path:
     assert "crossrank" not in result.stderr
 
 
+def test_load_names_the_extra_that_it_lacks() -> None:
+    result = run("-c", without(("polars",), "import crossrank; crossrank.load('x')"))
+    assert result.stderr.splitlines()[-1] == "ImportError: polars is not installed; run: pip install 'crossrank[tools]'"
+
+
 @pytest.mark.parametrize(
     ("words", "lacking", "line"),
     [

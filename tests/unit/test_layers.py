@@ -20,7 +20,11 @@ FORBIDDEN = {
 LAYERS = ("traces", "graph", "job", "analysis", "predict", "output", "sharing", "commands")
 """Folders of `tools`, the lowest first: each stands on those before it."""
 # The package resolves enable() and the rest when they are first used, and `python -m crossrank` is the tools' command.
-LAZY = {("crossrank/__init__.py", "crossrank.instrument.api"), ("crossrank/__main__.py", "crossrank.tools.cli")}
+LAZY = {
+    ("crossrank/__init__.py", "crossrank.instrument.api"),
+    ("crossrank/__init__.py", "crossrank.tools.api"),
+    ("crossrank/__main__.py", "crossrank.tools.cli"),
+}
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -53,7 +57,7 @@ def test_imports_point_down_only() -> None:
 def test_each_folder_of_the_tools_stands_on_those_below_it() -> None:
     wrong = []
     for place, folder in enumerate(LAYERS):
-        above = tuple(f"crossrank.tools.{name}" for name in (*LAYERS[place + 1 :], "cli"))
+        above = tuple(f"crossrank.tools.{name}" for name in (*LAYERS[place + 1 :], "api", "cli"))
         for path in sources(f"tools/{folder}"):
             wrong += [f"{path.relative_to(ROOT)} imports {one}" for one in imports(path) if one.startswith(above)]
     assert wrong == []
@@ -92,7 +96,8 @@ def test_only_the_hooks_of_the_two_kernels_touch_the_dispatcher() -> None:
 
 
 def test_the_tools_start_without_torch() -> None:
-    program = "import sys, crossrank.tools.commands.inspect, crossrank.tools.cli; sys.exit('torch' in sys.modules)"
+    modules = "crossrank.tools.commands.inspect, crossrank.tools.cli, crossrank.tools.api"
+    program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

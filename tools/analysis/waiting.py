@@ -161,6 +161,35 @@ def _last(waits: pl.DataFrame, calls: pl.DataFrame) -> list[Last]:
     return [Last(rank=rank, last=times[rank], of=took_part.get(rank, 0), cost_ms=ms) for rank, ms in cost]
 
 
+def arrivals(found: Collectives) -> pl.DataFrame:
+    """Who arrives first and last, by rank: of how many `collectives` it was the `first` and the `last` rank, of those
+    that release all ranks together and of which all were seen; for how many ns one of its calls waited for another
+    rank, and for how many another waited for it (`waiting_ns`, `waited_for_ns`)."""
+    releases = pl.Series([kind.releases_all for kind in found.kinds], dtype=pl.Boolean).gather(found.kind)
+    wait, rank, last = pl.col("waiting"), pl.col("rank"), pl.col("last_rank")
+    calls = found.calls_frame().with_columns(releases=releases).drop_nulls("waiting")
+    of_all = (pl.len() == pl.col("expected").first()) & pl.col("releases").all()
+    whole = calls.filter(of_all.over("collective"))
+    earliest = rank.sort_by(wait, rank, descending=[True, False]).first().over("collective")
+    is_first = (rank == earliest) & (rank != last) & (wait > 0)
+    took_part = (
+        whole.with_columns(is_first=is_first)
+        .group_by("rank")
+        .agg(collectives=pl.len(), first=pl.col("is_first").sum(), last=(rank == last).sum())
+    )
+    late, begin = calls.filter((wait > 0) & (last >= 0)), pl.col("began")
+    waiting = covered(late, ["rank"], begin, begin + wait).rename({"ms": "waiting_ns"})
+    waited_for = covered(late, ["last_rank"], begin, begin + wait).rename({"last_rank": "rank", "ms": "waited_for_ns"})
+    table = pl.DataFrame({"rank": found.ranks}, schema={"rank": pl.Int64})
+    for part in (took_part, waiting, waited_for):
+        table = table.join(part, on="rank", how="left", maintain_order="left")
+    return table.select(
+        "rank",
+        *(pl.col(name).fill_null(0).cast(pl.Int64) for name in ("collectives", "first", "last")),
+        *((pl.col(name).fill_null(0) * 1e6).round().cast(pl.Int64) for name in ("waiting_ns", "waited_for_ns")),
+    )
+
+
 def covered(spans: pl.DataFrame, by: Sequence[str], begin: pl.Expr, end: pl.Expr) -> pl.DataFrame:
     """The ms that the spans of each `by` cover, as the column `ms`; what overlaps counts once."""
     # A span adds what lies behind the end of all that began before it.

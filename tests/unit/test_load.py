@@ -1,0 +1,168 @@
+"""A job in a notebook: what `crossrank.load` gives of every kind of input."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from pathlib import Path
+
+import plotly.graph_objects as go
+import polars as pl
+import pytest
+
+import crossrank
+from crossrank.errors import CrossrankError
+from crossrank.recording import CommsFile
+from crossrank.tools.api import LoadedJob
+from crossrank.tools.output.frames import rank_frames
+from crossrank.tools.output.frames.columns import TABLES
+from crossrank.tools.traces.rank_trace import HostWaits
+from tests.unit.graph.linking.public_traces import needs_traces, public
+from tests.unit.job.ranks import Rank
+from tests.unit.traces.nsight.exports import write_exports
+
+SEEDS = Path(__file__).parents[1] / "fuzz" / "seeds"
+ATTRIBUTES = ("calls", "collectives", "transfers", "steps", "groups", "ranks", "waits", "durations")
+
+
+@pytest.fixture(scope="module")
+def job() -> LoadedJob:
+    return crossrank.load(SEEDS / "recording")
+
+
+def test_every_table_has_the_columns_that_are_documented(job: LoadedJob) -> None:
+    for name in ATTRIBUTES:
+        assert getattr(job, name).schema == TABLES[name].schema, name
+    assert job.overlap().frame.schema == TABLES["overlap"].schema
+    assert job.stragglers().frame.schema == TABLES["stragglers"].schema
+
+
+def test_calls_are_those_of_the_comms_files(job: LoadedJob) -> None:
+    for rank in (0, 1):
+        records = list(CommsFile(str(SEEDS / f"recording/rank-{rank}.comms.jsonl.zst")).records())
+        own = job.calls.filter(rank=rank)
+        assert own["call"].to_list() == [one.id for one in records]
+        assert own["op"].to_list() == [one.op for one in records]
+        assert own["bytes"].to_list() == [one.bytes for one in records]
+        assert own["number"].to_list() == [one.seq or one.p2p_seq for one in records]
+        assert own["batch"].to_list() == [one.batch for one in records]
+        assert own["source"].to_list() == [one.source for one in records]
+        assert own["members"].unique().to_list() == ["0-1"]
+
+
+def test_each_collective_is_the_calls_of_its_number_on_its_group(job: LoadedJob) -> None:
+    key = ["pg", "members", "number", "op"]
+    calls = job.calls.filter(~pl.col("op").is_in(["send", "recv"]))
+    counted = calls.group_by(key).agg(calls=pl.len(), durations=pl.col("duration_ns").count(), size=pl.max("bytes"))
+    joined = job.collectives.join(counted, on=key, how="full", validate="1:1", coalesce=True)
+    assert joined.select((pl.col("calls") == pl.col("expected")).all()).item()
+    assert joined.select((pl.col("durations") == pl.col("ranks")).all()).item()
+    assert joined.select((pl.col("size") == pl.col("bytes")).all()).item()
+    timed = joined.drop_nulls("algbw_gb_per_s")
+    assert timed.select((pl.col("bytes") / pl.col("time_ns") == pl.col("algbw_gb_per_s")).all()).item()
+
+
+def test_durations_and_steps_end_after_they_began(job: LoadedJob) -> None:
+    for table in (job.durations, job.steps.drop_nulls()):
+        assert len(table) > 0
+        assert (table["ended_ns"] - table["began_ns"] == table["duration_ns"]).all()
+        assert (table["duration_ns"] >= 0).all()
+
+
+def test_waits_have_the_call_that_was_waited_for() -> None:
+    trace = Rank(0).call(100, 500, source="a.py:1").call(600, 700, "all_gather", source=None).times
+    times = array("q", [5, 6, 7]), array("q", [9, 9, 9])
+    trace.host_waits = HostWaits(array("q", [1, 0, -1]), *times, array("B", [0, 2, 1]))
+    columns = ("call", "op", "source", "stood", "began_ns", "duration_ns")
+    assert rank_frames.waits(trace).select(columns).rows() == [
+        (1, "all_gather", None, "wait", 5, 4),
+        (0, "all_reduce", "a.py:1", "launch", 6, 3),
+        (None, None, None, "wait_tensor", 7, 2),
+    ]
+
+
+def test_answers_are_those_of_the_commands_and_have_figures(job: LoadedJob) -> None:
+    bandwidth = job.bandwidth(by=["op"])
+    collectives = job.collectives.drop_nulls("time_ns").group_by("op").agg(pl.col("time_ns").sum() / 1000)
+    transfers = job.transfers.drop_nulls("time_ns")["time_ns"].sum() / 1000
+    totals = dict(bandwidth.frame.select("op", "time_us_total").iter_rows())
+    for op, us in collectives.iter_rows():
+        assert totals.pop(op) == pytest.approx(us, abs=0.01)
+    assert sum(totals.values()) == pytest.approx(transfers, abs=0.01)
+    overlap = job.overlap().frame
+    parts = pl.sum_horizontal("computation_ns", "exposed_ns", "memory_ns", "idle_ns")
+    assert overlap.select((parts == pl.col("duration_ns")).all()).item()
+    assert job.diagnose().text == "ok"
+    for answer in (bandwidth, job.overlap(), job.stragglers(), job.diagnose()):
+        figure = answer.plot()
+        assert isinstance(figure, go.Figure)
+        assert len(answer.to_pandas()) == len(answer)
+        assert answer._repr_html_()
+    assert {trace.name for trace in job.overlap().plot().data} == {
+        "computation",
+        "exposed communication",
+        "copies",
+        "idle",
+    }
+
+
+def test_a_graph_is_linked_where_nobody_has(job: LoadedJob) -> None:
+    graph = job.graph(1)
+    assert graph.rank == 1
+    assert {one.record.id for one in graph.communications} <= set(job.calls.filter(rank=1)["call"])
+    with pytest.raises(CrossrankError, match="of rank 1, window 7; record one with TRACING_WINDOW"):
+        job.graph(1, window=7)
+
+
+def test_files_are_read_when_the_first_table_is_asked_for() -> None:
+    job = crossrank.load(os.fspath(SEEDS / "recording"), ranks=range(1))
+    assert "not read yet" in repr(job)
+    assert job.ranks["rank"].to_list() == [0]
+    assert "read        1 rank," in repr(job)
+    assert "ranks       0\n" in repr(job)
+
+
+def test_frames_go_to_arrow_and_pandas(job: LoadedJob) -> None:
+    import pyarrow
+
+    table = pyarrow.table(job.bandwidth())
+    assert table.num_rows == len(job.bandwidth())
+    assert job.calls.to_pandas()["op"].tolist() == job.calls["op"].to_list()
+
+
+def test_dumps_and_exports_of_nsight_systems_give_the_same_tables(tmp_path: Path) -> None:
+    dumps = crossrank.load(SEEDS / "flight")
+    assert dumps.calls.schema == TABLES["calls"].schema
+    assert set(dumps.calls["timed_by"].drop_nulls()) <= {"flight"}
+    assert dumps.diagnose().text == "incomplete"  # a part of a larger job
+    write_exports(tmp_path, 3)
+    exports = crossrank.load([str(path) for path in sorted(tmp_path.glob("*.sqlite"))])
+    assert exports.durations["timed_by"].unique().to_list() == ["nsight"]
+    assert exports.collectives["busbw_gb_per_s"].max() is not None
+    with pytest.raises(CrossrankError, match="holds neither a dump nor a comms file"):
+        exports.diagnose()
+
+
+@needs_traces
+def test_kineto_traces_give_the_same_tables() -> None:
+    job = crossrank.load([public(f"dlrm_8gpu/rank-{rank}.kineto.json.gz") for rank in range(8)])
+    assert (len(job.calls), len(job.collectives)) == (64, 8)
+    assert job.overlap().frame["waits_for"].mode().item() == 7
+    assert job.stragglers().frame.sort("waited_for_ns")["rank"].to_list()[-1] == 7
+
+
+@pytest.mark.parametrize(
+    ("attempt", "said"),
+    [
+        (lambda: crossrank.load("nowhere"), "nowhere"),
+        (lambda: crossrank.load(SEEDS / "recording", ranks=[5]), "holds none of the ranks"),
+        (
+            lambda: crossrank.load(SEEDS / "recording").bandwidth(by=["colour"]),
+            "'colour' is not one of op, group",
+        ),
+    ],
+)
+def test_what_cannot_be_answered_is_one_line(attempt: object, said: str) -> None:
+    assert callable(attempt)
+    with pytest.raises(CrossrankError, match=said):
+        attempt()

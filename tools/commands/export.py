@@ -1,0 +1,179 @@
+"""`crossrank export`: the tables of a job as files."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import orjson
+
+import crossrank
+from crossrank.atomic_file import join, make_folder
+from crossrank.errors import CrossrankError
+from crossrank.text import plural, printable
+from crossrank.tools.commands.options import add_shared, complain, fleet_of, output_file, progress, write_output
+from crossrank.tools.job import sources
+from crossrank.tools.job.job import Job
+from crossrank.tools.job.read_rank import RankSources
+from crossrank.tools.output.console import print_json
+from crossrank.tools.output.frames.columns import FORMAT, TABLES
+from crossrank.tools.output.frames.job_frames import OF_JOB, match
+from crossrank.tools.output.frames.rank_frames import OF_RANK
+from crossrank.tools.parallel import map_ranks
+from crossrank.tools.sharing.folders import refuse_full
+from crossrank.tools.traces.busy import Busy
+from crossrank.tools.traces.discover import INSPECTOR
+from crossrank.tools.traces.rank_trace import HostWaits, RankTrace
+
+if TYPE_CHECKING:
+    import polars as pl
+
+_WRITERS: dict[str, tuple[str, Callable[[pl.DataFrame, str], object]]] = {
+    "parquet": ("parquet", lambda frame, path: frame.write_parquet(path)),
+    "csv": ("csv", lambda frame, path: frame.write_csv(path)),
+    "arrow": ("arrow", lambda frame, path: frame.write_ipc(path)),
+}
+"""Format -> (ending of its files, what writes one)."""
+SCHEMA = "schema.json"
+
+
+class ExportCommand:
+    """Write the tables of a job as Parquet, CSV or Arrow files: DIR/calls/rank-0.parquet, one file for each rank, and
+    DIR/collectives/job.parquet where ranks are matched; schema.json names columns, types and meanings. Each rank is
+    read and written by itself; tables of the job hold the calls of all ranks in memory. Exit code 1: a file could not
+    be used."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add("path", nargs="+", help="a recording, a folder of traces or exports, or the files")
+        add("-o", "--output", metavar="DIR", required=True, help="a new folder")
+        add("--format", choices=_WRITERS, default="parquet", help="(default parquet)")
+        meaning = f"only these, for example calls,steps (default: all): {', '.join(TABLES)}"
+        add("--tables", type=_tables, default=frozenset(TABLES), metavar="LIST", help=meaning)
+        add("--source", choices=sources.CHOICES, help="what to take times from (default: what says most)")
+        add_shared(parser, "ranks", "json")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        found = sources.find(arguments.path, arguments.ranks, arguments.source)
+        refuse_full(arguments.output)
+        export = _Export(arguments.output, arguments.format, arguments.tables, arguments.ranks)
+        export.make_folders()
+        fleet, tasks = fleet_of(arguments), found.tasks
+        results = progress(
+            "exporting",
+            len(tasks),
+            lambda done: map_ranks(export.read_and_write, tasks, fleet, failed=_failed, done=done),
+        )
+        written = [one for one in results if isinstance(one, _Written)]
+        traces = sources.settle((one.traces if isinstance(one, _Written) else one for one in results), found)
+        rows = sum((one.rows for one in written), Counter[str]())
+        for one in (trace for result in written for trace in result.unnamed):
+            rows += export.write_rank(one)
+        if export.of_job:
+            matched = match(Job.match(traces))
+            for table in export.of_job:
+                rows[table] = export.write(OF_JOB[table](matched), table, "job")
+        export.write_schema()
+        if arguments.json:
+            print_json({"schema": FORMAT, "rows": {name: rows[name] for name in TABLES if name in arguments.tables}})
+        else:
+            print(f"exported   {plural(len(traces), 'rank')} to {printable(arguments.output)}, as {arguments.format}")
+            for table in TABLES:
+                if table in arguments.tables:
+                    print(f"  {table:<12} {plural(rows[table], 'row')}")
+        complain(*found.skipped, most=8)
+        return 1 if found.skipped else 0
+
+
+def _failed(task: RankSources, error: CrossrankError) -> _Written | str:
+    return str(sources.failed(task, error))
+
+
+def _tables(text: str) -> frozenset[str]:
+    names = frozenset(part.strip() for part in text.split(","))
+    unknown = sorted(names - TABLES.keys())
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no table; there are {', '.join(TABLES)}")
+    return names
+
+
+@dataclass(frozen=True)
+class _Export:
+    """What is written, and where to. It goes to the workers."""
+
+    folder: str
+    format: str
+    tables: Collection[str]
+    ranks: Collection[int] | None
+
+    @property
+    def of_rank(self) -> list[str]:
+        return [name for name in OF_RANK if name in self.tables]
+
+    @property
+    def of_job(self) -> list[str]:
+        return [name for name in OF_JOB if name in self.tables]
+
+    def make_folders(self) -> None:
+        for table in self.tables:
+            make_folder(join(self.folder, table))
+
+    def read_and_write(self, task: RankSources) -> _Written | str:
+        """Runs in a worker: read a file, and write the tables of the ranks in it."""
+        traces = sources.read_task(task)
+        if isinstance(traces, str):
+            return traces
+        if self.ranks is not None:
+            traces = [one for one in traces if one.rank is None or one.rank in self.ranks]
+        if any(one.rank is None for one in traces) or task.kind == INSPECTOR:
+            return _Written(traces, Counter(), traces)
+        rows = sum(map(self.write_rank, traces), Counter[str]())
+        return _Written(traces if self.of_job else list(map(_ends_of, traces)), rows, [])
+
+    def write_rank(self, trace: RankTrace) -> Counter[str]:
+        """Write the tables of a rank; the rows of each."""
+        name = f"rank-{trace.rank or 0}"
+        return Counter({table: self.write(OF_RANK[table](trace), table, name) for table in self.of_rank})
+
+    def write(self, frame: pl.DataFrame, table: str, name: str) -> int:
+        """Write a file of a table; its rows."""
+        ending, write = _WRITERS[self.format]
+        with output_file(join(self.folder, f"{table}/{name}.{ending}")) as path:
+            write(frame, str(path))
+        return len(frame)
+
+    def write_schema(self) -> None:
+        tables = {
+            name: {
+                "meaning": TABLES[name].meaning,
+                "files": f"{name}/{'rank-N' if name in OF_RANK else 'job'}.{_WRITERS[self.format][0]}",
+                "columns": {
+                    column: {"type": str(one.dtype), "meaning": one.meaning}
+                    for column, one in TABLES[name].columns.items()
+                },
+            }
+            for name in TABLES
+            if name in self.tables
+        }
+        content = {"schema": FORMAT, "crossrank": crossrank.__version__, "tables": tables}
+        write_output(join(self.folder, SCHEMA), orjson.dumps(content, option=orjson.OPT_INDENT_2))
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What a worker hands in."""
+
+    traces: list[RankTrace]
+    rows: Counter[str]
+    unnamed: list[RankTrace]
+    """Those of which all files together tell the ranks: not written yet."""
+
+
+def _ends_of(trace: RankTrace) -> RankTrace:
+    """What tells that ranks are of one run."""
+    last = len(trace) - 1
+    calls = trace.calls.take(sorted({0, last}) if last >= 0 else [])
+    return replace(trace, calls=calls, waits=None, host_waits=HostWaits(), busy=Busy(), unawaited=set())

@@ -1,0 +1,1 @@
+"""A job as tables of columns, in memory and in files."""

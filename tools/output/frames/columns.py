@@ -1,0 +1,210 @@
+"""The tables and their columns: names, types and meanings, which do not change within a version of the format.
+
+Times are ns since 1970. In tables of one rank they are on its own clock, in those of the job on the clock that all
+ranks were put on. `pg` and `members` together name a process group: several may share the name. What is not known, or
+has no meaning, is null.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import polars as pl
+
+FORMAT = "crossrank-frames 1"
+
+_INT, _TEXT, _FLOAT, _BOOL = pl.Int64(), pl.String(), pl.Float64(), pl.Boolean()
+
+
+class Column(NamedTuple):
+    dtype: pl.DataType
+    meaning: str
+
+
+class TableSchema(NamedTuple):
+    meaning: str
+    of_rank: bool
+    """It has one part for each rank."""
+    columns: dict[str, Column]
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        return {name: one.dtype for name, one in self.columns.items()}
+
+    def select(self, frame: pl.DataFrame) -> pl.DataFrame:
+        """The columns of the table from a frame that has them, in their order, each of its type."""
+        return frame.select(pl.col(name).cast(one.dtype) for name, one in self.columns.items())
+
+
+_RANK = {"rank": Column(_INT, "global rank")}
+_CALL = {"call": Column(_INT, "number of the call on its rank, as in its file")}
+_GROUP = {
+    "pg": Column(_TEXT, "name of the process group"),
+    "members": Column(_TEXT, "its global ranks, as 0-3,8; empty where they are not known"),
+}
+_SIZE = {"bytes": Column(_INT, "S of nccl-tests: see crossrank/comm.py")}
+_PLACE = {
+    "locality": Column(_TEXT, "intra_node, nvlink_domain, cross_node or unknown"),
+    "source": Column(_TEXT, "file.py:line of the user's code; null where C++ called"),
+    "step": Column(_INT, "iteration"),
+}
+_SPAN = {
+    "began_ns": Column(_INT, "begin"),
+    "ended_ns": Column(_INT, "end"),
+    "duration_ns": Column(_INT, "how long it took"),
+}
+_TIMED_BY = {"timed_by": Column(_TEXT, "what measured it: kineto, nsight, flight, inspector, work, replay")}
+_MEASURED = {
+    "ranks": Column(_INT, "ranks of which times are known"),
+    "expected": Column(_INT, "ranks that take part"),
+    "called_ns": Column(_INT, "the first rank's host made the call"),
+    "arrived_ns": Column(_INT, "the last rank's communication began"),
+    "ended_ns": Column(_INT, "the last rank's communication ended"),
+    "time_ns": Column(_INT, "how long it took from the last arrival"),
+    "is_upper_bound": Column(_BOOL, "time_ns is an upper bound: not all ranks were seen, or clocks are too far apart"),
+    "algbw_gb_per_s": Column(_FLOAT, "bytes / time, GB/s of 1e9 bytes"),
+    "busbw_gb_per_s": Column(_FLOAT, "algbw x the factor of nccl-tests, GB/s of 1e9 bytes"),
+    "longest_wait_ns": Column(_INT, "how long the first rank waited for the last"),
+    "last_rank": Column(_INT, "who arrived last"),
+}
+
+TABLES = {
+    "calls": TableSchema(
+        "every call of every rank",
+        True,
+        {
+            **_RANK,
+            **_CALL,
+            "op": Column(_TEXT, "operation: all_reduce, send, …"),
+            "api": Column(_TEXT, "the public function called; null where C++ called"),
+            **_GROUP,
+            "desc": Column(_TEXT, "description of the group"),
+            "number": Column(
+                _INT, "n-th collective of its rank on the group, or n-th send (receive) to (from) that peer"
+            ),
+            "peer": Column(_INT, "the other end of a send or receive"),
+            "root": Column(_INT, "root of a broadcast, reduce, gather or scatter"),
+            **_SIZE,
+            "dtype": Column(_TEXT, "element type"),
+            "reduce": Column(_TEXT, "reduction"),
+            "inputs": Column(_TEXT, "shapes of the inputs, as JSON"),
+            "outputs": Column(_TEXT, "shapes of the outputs, as JSON"),
+            "batch": Column(_INT, "number of the first call of the launch that it went out with"),
+            **_PLACE,
+            "thread": Column(_INT, "the system's number of the thread that called"),
+            "state": Column(_TEXT, "scheduled, started, retired or completed"),
+            "called_ns": Column(_INT, "the host made the call"),
+            **_SPAN,
+            **_TIMED_BY,
+        },
+    ),
+    "durations": TableSchema(
+        "the calls of which a duration was measured",
+        True,
+        {**_RANK, **_CALL, "op": Column(_TEXT, "operation"), **_GROUP, **_SIZE, **_SPAN, **_TIMED_BY},
+    ),
+    "waits": TableSchema(
+        "when a host stood still for communication",
+        True,
+        {
+            **_RANK,
+            "call": Column(_INT, "number of the call that it waited for"),
+            "op": Column(_TEXT, "its operation"),
+            "source": Column(_TEXT, "where it was made"),
+            "stood": Column(_TEXT, "in what the host stood: wait, wait_tensor, or the launch itself"),
+            **_SPAN,
+        },
+    ),
+    "steps": TableSchema(
+        "iterations of every rank; the last one has no end",
+        True,
+        {**_RANK, "step": Column(_INT, "iteration"), **_SPAN},
+    ),
+    "overlap": TableSchema(
+        "what a rank did with its time in windows that were traced: duration = computation + exposed + memory + idle",
+        False,
+        {
+            **_RANK,
+            "step": Column(_INT, "iteration; null where none are known: the whole window"),
+            "began_ns": Column(_INT, "begin"),
+            "duration_ns": Column(_INT, "how long it took"),
+            "computation_ns": Column(_INT, "a kernel (operation of the host) computed"),
+            "communication_ns": Column(_INT, "a kernel (Work) communicated"),
+            "exposed_ns": Column(_INT, "communication while nothing computed"),
+            "memory_ns": Column(_INT, "copies and memsets while neither ran"),
+            "idle_ns": Column(_INT, "nothing ran"),
+            "waiting_ns": Column(_INT, "a call waited for another rank"),
+            "waits_for": Column(_INT, "the rank that was waited for longest"),
+            "waits_for_ns": Column(_INT, "how long"),
+            "measured_on": Column(_TEXT, "device or host"),
+        },
+    ),
+    "collectives": TableSchema(
+        "collectives, matched over all ranks",
+        False,
+        {
+            **_GROUP,
+            "number": Column(_INT, "n-th collective of the group"),
+            "op": Column(_TEXT, "operation"),
+            "root": Column(_INT, "its root"),
+            **_SIZE,
+            **_PLACE,
+            **_MEASURED,
+        },
+    ),
+    "transfers": TableSchema(
+        "sends matched with their receives",
+        False,
+        {
+            **_GROUP,
+            "source_rank": Column(_INT, "sender; null for a batch of several"),
+            "destination_rank": Column(_INT, "receiver; null for a batch of several"),
+            "number": Column(_INT, "n-th of the pair on the group"),
+            "calls": Column(_INT, "sends and receives of this rank that went out in the launch"),
+            **_SIZE,
+            **_PLACE,
+            **_MEASURED,
+        },
+    ),
+    "groups": TableSchema(
+        "process groups",
+        False,
+        {
+            **_GROUP,
+            "desc": Column(_TEXT, "description"),
+            "size": Column(_INT, "members"),
+            "backend": Column(_TEXT, "backend"),
+            "locality": Column(_TEXT, "intra_node, nvlink_domain, cross_node or unknown"),
+            "calls": Column(_INT, "calls on it, summed over ranks"),
+            "bytes": Column(_INT, "S of nccl-tests, summed over ranks"),
+        },
+    ),
+    "ranks": TableSchema(
+        "ranks and what was read of them",
+        False,
+        {
+            **_RANK,
+            "host": Column(_TEXT, "host name"),
+            "node": Column(_TEXT, "what ranks of one machine share"),
+            "path": Column(_TEXT, "the file"),
+            **_TIMED_BY,
+            "calls": Column(_INT, "calls read"),
+            "steps": Column(_INT, "iterations read"),
+            "clock_shift_ns": Column(_INT, "what is added to its times to have them on the clock of the job"),
+            "ended_by": Column(_TEXT, "what ended the process, or the dump was taken for; null where it is not known"),
+            "problems": Column(_INT, "parts of the file that could not be read"),
+        },
+    ),
+    "stragglers": TableSchema(
+        "who arrives first and last, of collectives that release all ranks together and of which all were seen",
+        False,
+        {
+            **_RANK,
+            "collectives": Column(_INT, "it took part in"),
+            "first": Column(_INT, "of them it arrived at first"),
+            "last": Column(_INT, "of them it arrived at last"),
+            "waiting_ns": Column(_INT, "time in which one of its calls waited for another rank"),
+            "waited_for_ns": Column(_INT, "time in which another rank waited for it"),
+        },
+    ),
+}

@@ -1,0 +1,122 @@
+"""The tables of one rank."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+import numpy as np
+import orjson
+import polars as pl
+
+from crossrank.recording import STOOD
+from crossrank.text import printable, rank_ranges
+from crossrank.tools.output.frames.columns import TABLES
+from crossrank.tools.traces.rank_trace import STATES, RankTrace
+
+_DTYPE = {"q": np.int64, "i": np.int32, "I": np.uint32, "B": np.uint8}
+
+
+def calls(trace: RankTrace) -> pl.DataFrame:
+    """The table `calls` of a rank."""
+    of = trace.calls
+    # Matched ranks share the signatures of them all.
+    used, kind = np.unique(_column(of.signature), return_inverse=True)
+    kinds = pl.DataFrame(
+        [
+            (
+                *(one.op, one.api, one.peer, one.root, one.bytes, one.dtype, one.reduce),
+                *(orjson.dumps(shapes).decode() if shapes else None for shapes in (one.inputs, one.outputs)),
+                *(one.locality, one.source),
+            )
+            for one in map(trace.signatures.__getitem__, used.tolist())
+        ],
+        schema=_part("calls", "op", "api", "peer", "root", "bytes", "dtype", "reduce")
+        | _part("calls", "inputs", "outputs", "locality", "source"),
+        orient="row",
+    ).with_columns(pl.selectors.string().map_elements(printable, return_dtype=pl.String))
+    groups = _groups(trace)
+    took = pl.Series(_column(of.took))
+    frame = pl.DataFrame(
+        {
+            "rank": np.full(len(trace), trace.rank or 0),
+            "call": _column(of.id),
+            "number": _column(of.number),
+            "batch": _column(of.batch),
+            "step": _column(of.step),
+            "thread": _column(of.thread),
+            "state": pl.Series(STATES).gather(_column(of.state)),
+            "called_ns": _column(of.called) * trace.timed,
+            "began_ns": _column(of.began),
+            "ended_ns": _column(of.ended),
+        }
+    )
+    began, ended = pl.col("began_ns"), pl.col("ended_ns")
+    measured = pl.when(took > 0).then(took).when((began > 0) & (ended > began)).then(ended - began)
+    return TABLES["calls"].select(
+        pl.concat([frame, kinds[kind], groups[_column(of.group)]], how="horizontal")
+        .with_columns(duration_ns=measured)
+        .with_columns(
+            *(pl.when(pl.col(name) > 0).then(name) for name in ("number", "thread", "called_ns", "began_ns")),
+            pl.when(ended > 0).then(ended),
+            pl.when(pl.col("batch") >= 0).then("batch"),
+            timed_by=pl.when(pl.col("duration_ns").is_not_null()).then(pl.lit(trace.timed_by)),
+        )
+    )
+
+
+def durations(trace: RankTrace) -> pl.DataFrame:
+    """The table `durations` of a rank."""
+    return TABLES["durations"].select(calls(trace).drop_nulls("duration_ns"))
+
+
+def waits(trace: RankTrace) -> pl.DataFrame:
+    """The table `waits` of a rank."""
+    host = trace.host_waits
+    made = calls(trace).select("call", "op", "source").with_row_index("row")
+    return TABLES["waits"].select(
+        pl.DataFrame(
+            {
+                "rank": np.full(len(host), trace.rank or 0),
+                "row": _column(host.row),
+                "stood": pl.Series(STOOD).gather(_column(host.stood)),
+                "began_ns": _column(host.began),
+                "ended_ns": _column(host.ended),
+            }
+        )
+        .join(made.with_columns(pl.col("row").cast(pl.Int64)), on="row", how="left", maintain_order="left")
+        .with_columns(duration_ns=pl.col("ended_ns") - pl.col("began_ns"))
+    )
+
+
+def steps(trace: RankTrace) -> pl.DataFrame:
+    """The table `steps` of a rank."""
+    return TABLES["steps"].select(
+        pl.DataFrame(trace.steps, schema={"step": pl.Int64, "began_ns": pl.Int64}, orient="row")
+        .with_columns(rank=pl.lit(trace.rank or 0), ended_ns=pl.col("began_ns").shift(-1))
+        .with_columns(duration_ns=pl.col("ended_ns") - pl.col("began_ns"))
+    )
+
+
+OF_RANK: dict[str, Callable[[RankTrace], pl.DataFrame]] = {
+    "calls": calls,
+    "durations": durations,
+    "waits": waits,
+    "steps": steps,
+}
+"""Table -> what makes the part of a rank."""
+
+
+def _part(table: str, *names: str) -> dict[str, pl.DataType]:
+    return {name: TABLES[table].columns[name].dtype for name in names}
+
+
+def _column(values: array[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.frombuffer(values, _DTYPE[values.typecode]).astype(np.int64)
+
+
+def _groups(trace: RankTrace) -> pl.DataFrame:
+    rows = [
+        (printable(one.group.pg), rank_ranges(one.group.ranks or ()), printable(one.group.desc)) for one in trace.groups
+    ]
+    return pl.DataFrame(rows, schema=_part("calls", "pg", "members", "desc"), orient="row")

@@ -1,0 +1,88 @@
+"""Figures of answers in a notebook, of plotly."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import polars as pl
+
+from crossrank.tools.analysis.bandwidth import BandwidthRow
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+_SPREADS = ("time_us", "kernel_us", "waiting_us", "algbw_gb_per_s", "busbw_gb_per_s", "line_rate_share")
+
+
+def bandwidth_frame(rows: Sequence[BandwidthRow]) -> pl.DataFrame:
+    """Rows of the table of bandwidths, each percentile as a column: `time_us_p50`."""
+    flat = []
+    for row in rows:
+        whole: dict[str, Any] = msgspec.to_builtins(row)
+        for name in _SPREADS:
+            spread = whole.pop(name) or {}
+            whole |= {f"{name}_{key}": value for key, value in spread.items()}
+        flat.append(whole)
+    frame = pl.DataFrame(flat, infer_schema_length=None)
+    return frame.select(one for one in frame.columns if frame[one].null_count() < len(frame))
+
+
+def bandwidth(frame: pl.DataFrame) -> go.Figure:
+    """Bus bandwidth by size, one line per operation."""
+    known = {"size_to", "busbw_gb_per_s_p50"} <= set(frame.columns)
+    shown = frame.drop_nulls(["size_to", "busbw_gb_per_s_p50"]).sort("size_to") if known else frame.clear()
+    names = [name for name in ("op", "pg", "locality") if name in shown.columns]
+    traces = [
+        {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "name": " ".join(map(str, key)),
+            "x": part["size_to"].to_list(),
+            "y": part["busbw_gb_per_s_p50"].to_list(),
+        }
+        for key, part in (shown.group_by(names, maintain_order=True) if names and len(shown) else ())
+    ]
+    return _figure(traces, "bytes", "busbw, GB/s", xaxis={"type": "log"})
+
+
+def stragglers(frame: pl.DataFrame) -> go.Figure:
+    """How long each rank waited, and was waited for."""
+    columns = {"waited for": "waited_for_ns", "waited": "waiting_ns"}
+    return _figure(_bars(frame, frame["rank"].to_list(), columns), "rank", "ms", barmode="group")
+
+
+def overlap(frame: pl.DataFrame) -> go.Figure:
+    """What each rank did with its time, means over iterations."""
+    columns = {
+        "computation": "computation_ns",
+        "exposed communication": "exposed_ns",
+        "copies": "memory_ns",
+        "idle": "idle_ns",
+    }
+    means = frame.group_by("rank", maintain_order=True).agg(pl.col(*columns.values()).mean()).sort("rank")
+    return _figure(_bars(means, means["rank"].to_list(), columns), "rank", "ms per iteration", barmode="stack")
+
+
+def findings(frame: pl.DataFrame) -> go.Figure:
+    """Findings by kind."""
+    traces = []
+    for (what,), part in frame.group_by("what", maintain_order=True):
+        count = Counter(part["kind"].to_list())
+        traces.append({"type": "bar", "name": str(what), "x": list(count), "y": list(count.values())})
+    return _figure(traces, "", "findings", barmode="stack")
+
+
+def _bars(frame: pl.DataFrame, x: list[Any], columns: dict[str, str]) -> list[dict[str, Any]]:
+    return [
+        {"type": "bar", "name": name, "x": x, "y": (frame[column] / 1e6).to_list()} for name, column in columns.items()
+    ]
+
+
+def _figure(traces: list[dict[str, Any]], x: str, y: str, **layout: Any) -> go.Figure:
+    import plotly.graph_objects as go
+
+    figure = go.Figure(traces, {**layout, "template": "plotly_white"})
+    return figure.update_xaxes(title=x).update_yaxes(title=y, rangemode="tozero")
