@@ -16,6 +16,7 @@ import msgspec
 import crossrank
 from crossrank.comm import Locality
 from crossrank.errors import CrossrankError
+from crossrank.tools.analysis.overlap import Overlap, overlap_of
 from crossrank.tools.job.clocks import Clocks
 from crossrank.tools.job.collectives import Collectives
 from crossrank.tools.traces.rank_trace import RankTrace
@@ -104,6 +105,8 @@ class Bandwidth(msgspec.Struct, kw_only=True):
     """Sum of the times of all collectives."""
     notes: list[str]
     skipped: list[str]
+    overlap: Overlap | None = None
+    """What the ranks did with their time; None where no window was traced."""
     schema: str = "crossrank-bandwidth 1"
     crossrank: str = crossrank.__version__
 
@@ -177,6 +180,7 @@ def bandwidth(
         total_ms=round(float(found.time[found.timed].sum()) / 1e6, 3),
         notes=[note for one in ranks for note in (*one.notes, *(f"{one.path}: {text}" for text in one.problems))],
         skipped=list(skipped),
+        overlap=overlap_of(ranks, found),
     )
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import polars as pl
 
@@ -40,6 +41,85 @@ SCHEMA: dict[str, Any] = {
     "waits_for_ns": pl.Int64,
     "measured_on": pl.String,
 }
+
+
+_MOST_RANKS = 128
+_MOST_STEPS = 2000
+
+
+class TimeShares(msgspec.Struct, kw_only=True):
+    """What time went to, in ms of an iteration; of a window where no iterations are known."""
+
+    computation_ms: float
+    exposed_ms: float
+    memory_ms: float
+    idle_ms: float
+
+
+class RankTime(TimeShares, kw_only=True):
+    """Means over the iterations of one rank."""
+
+    rank: int
+    iterations: int
+    duration_ms: float
+    communication_ms: float
+    waiting_ms: float | None
+    """None where no other rank can be compared with."""
+    waits_for: int | None
+    """The rank that came last in most of the waiting."""
+
+
+class StepTime(TimeShares, kw_only=True):
+    """Medians over the ranks of one iteration."""
+
+    step: int
+
+
+class Overlap(msgspec.Struct, kw_only=True):
+    """What all ranks did with their time, in windows that were traced."""
+
+    measured_on: list[str]
+    """`device`, `host`, or of some ranks each."""
+    windows: int
+    """Iterations that were looked at, or windows where none are known, over all ranks."""
+    computation: float
+    """Share of the time of all of them; so are the next four."""
+    communication: float
+    exposed: float
+    memory: float
+    idle: float
+    of_ranks: int
+    ranks: list[RankTime]
+    """Those with most exposed communication, in the order of ranks."""
+    steps: list[StepTime]
+
+
+def overlap_of(ranks: Sequence[RankTrace], found: Collectives) -> Overlap | None:
+    """What the ranks did with their time; None where no window was traced."""
+    rows = overlap_frame(ranks, found)
+    if not len(rows):
+        return None
+    shares = ("computation", "communication", "exposed", "memory", "idle")
+    sums = rows.select(pl.sum(f"{name}_ns") for name in (*shares, "duration")).row(0, named=True)
+    times = [f"{name}_ns" for name in (*shares, "duration", "waiting")]
+    mean = [(pl.col(name).mean() / 1e6).round(4).alias(name.replace("_ns", "_ms")) for name in times]
+    causes = rows.drop_nulls("waits_for").group_by("rank", "waits_for").agg(pl.sum("waits_for_ns"))
+    most = causes.sort("waits_for_ns", "waits_for", descending=[True, False]).unique("rank", keep="first")
+    of_rank = rows.group_by("rank").agg(pl.len().alias("iterations"), *mean)
+    of_rank = of_rank.join(most.select("rank", "waits_for"), on="rank", how="left")
+    shown = of_rank.sort("exposed_ms", "rank", descending=[True, False]).head(_MOST_RANKS).sort("rank")
+    parts = ("computation", "exposed", "memory", "idle")
+    medians = [(pl.col(f"{name}_ns").median() / 1e6).round(4).alias(f"{name}_ms") for name in parts]
+    of_step = rows.drop_nulls("step").group_by("step").agg(medians).sort("step")
+    of_step = of_step.gather_every(len(of_step) // _MOST_STEPS + 1)
+    return Overlap(
+        measured_on=sorted(set(rows["measured_on"])),
+        windows=len(rows),
+        **{name: round(sums[f"{name}_ns"] / sums["duration_ns"], 4) for name in shares},
+        of_ranks=len(of_rank),
+        ranks=[RankTime(**row) for row in shown.to_dicts()],
+        steps=[StepTime(**row) for row in of_step.to_dicts()],
+    )
 
 
 def overlap_frame(ranks: Sequence[RankTrace], found: Collectives) -> pl.DataFrame:

@@ -35,6 +35,10 @@ class Waiter(msgspec.Struct, kw_only=True):
     rank: int
     waiting_ms: float
     """Time during which one of its calls waited; calls that wait at the same time count once."""
+    first: int
+    """Collectives in which it came first, of those whose members are all known."""
+    of: int
+    """Those that it took part in."""
 
 
 class Waiting(msgspec.Struct, kw_only=True):
@@ -106,10 +110,7 @@ def waiting_of(found: Collectives, ranks: Sequence[RankTrace]) -> Waiting | None
         rows=[f"rank {first}" if width == 1 else f"rank {first}-{first + width - 1}" for first in blocks],
         mean_us=[[_tenths(mean_of.get((block, at))) for at in places] for block in range(len(blocks))],
         last=_last(waits, calls),
-        waiters=[
-            Waiter(rank=rank, waiting_ms=ms)
-            for rank, ms in most_covered(waits, "rank", pl.col("moment"), pl.col("moment") + pl.col("wait"))
-        ],
+        waiters=_waiters(waits, calls),
     )
 
 
@@ -145,10 +146,25 @@ def _bins(shown: pl.DataFrame) -> tuple[pl.DataFrame, list[float], str]:
     return shown.with_columns(bin=(moment - first) // width), begins, "ms since the begin"
 
 
+_KNOWN = (pl.col("last_rank") >= 0) & (pl.col("members") >= pl.col("expected"))
+"""Of calls: all members of the collective are known, and who came last."""
+
+
+def _waiters(waits: pl.DataFrame, calls: pl.DataFrame) -> list[Waiter]:
+    """How long each rank waited, and how often it came first, where all members are known."""
+    wait, rank = pl.col("wait"), pl.col("rank")
+    took_part = dict(calls.filter(_KNOWN).group_by("rank").len().iter_rows())
+    earliest = waits.filter(_KNOWN).sort("wait", "rank", descending=[True, False]).unique("collective", keep="first")
+    first = dict(earliest.filter(wait > 0, rank != pl.col("last_rank")).group_by("rank").len().iter_rows())
+    return [
+        Waiter(rank=number, waiting_ms=ms, first=first.get(number, 0), of=took_part.get(number, 0))
+        for number, ms in most_covered(waits, "rank", pl.col("moment"), pl.col("moment") + wait)
+    ]
+
+
 def _last(waits: pl.DataFrame, calls: pl.DataFrame) -> list[Last]:
     """How long others waited for each rank, and how often it came last, where all members are known."""
-    known = (pl.col("last_rank") >= 0) & (pl.col("members") >= pl.col("expected"))
-    calls, waits = calls.filter(known), waits.filter(known)
+    calls, waits = calls.filter(_KNOWN), waits.filter(_KNOWN)
     took_part = dict(calls.group_by("rank").len().iter_rows())
     collectives = calls.unique("collective").select("collective", "last_rank")
     times = dict(collectives.group_by("last_rank").len().iter_rows())

@@ -61,6 +61,13 @@ def print_bandwidth(result: Bandwidth) -> None:
         f"collectives or transfers, {result.total_ms:,.3f} ms"
     )
     print(f"clocks     {printable(clocks_text(result.clocks))}")
+    if (overlap := result.overlap) is not None:
+        print(
+            f"time       {percent(overlap.computation)} computation, {percent(overlap.exposed)} exposed communication, "
+            f"{percent(overlap.memory)} copies alone, {percent(overlap.idle)} idle: of "
+            f"{overlap.windows:,} traced iteration(s) or window(s) of {overlap.of_ranks:,} rank(s), by what the "
+            f"{' or the '.join(overlap.measured_on)} ran"
+        )
     print_counts("Kernels and other activities, by how they found their call", result.attributed.items())
     print_counts("Not attributed", result.unattributed.items())
     print_counts("Not compared across ranks", result.not_compared.items())

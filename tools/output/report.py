@@ -8,6 +8,7 @@ from math import log10
 from crossrank.text import amount, milliseconds, plural, printable
 from crossrank.tools.analysis.bandwidth import Bandwidth
 from crossrank.tools.analysis.figures import Figures, Matrix
+from crossrank.tools.analysis.overlap import Overlap
 from crossrank.tools.analysis.traffic import Traffic
 from crossrank.tools.analysis.waiting import Steps, Waiting
 from crossrank.tools.output import charts as draw
@@ -46,6 +47,8 @@ def _charts(figures: Figures) -> Iterator[Chart]:
         yield _bandwidth(figures.bandwidth)
     if figures.waiting is not None:
         yield from _waiting(figures.waiting)
+    if figures.bandwidth.overlap is not None:
+        yield _overlap(figures.bandwidth.overlap)
     if figures.exposed is not None and figures.exposed.steps is not None:
         yield _steps("exposed-chart", figures.exposed.steps, "least to most exposed rank")
     if figures.steps is not None:
@@ -119,6 +122,37 @@ def _waiting(waiting: Waiting) -> Iterator[Chart]:
     cells["colorbar"] = {"title": {"text": "mean, us"}}
     height = max(200, min(640, 130 + 16 * len(waiting.rows)))
     yield Chart(id="waiting-map", height=height, traces=[cells], layout=CATEGORIES | {"xaxis": bins})
+
+
+_PARTS = {
+    "computation": "computation_ms",
+    "exposed communication": "exposed_ms",
+    "copies": "memory_ms",
+    "idle": "idle_ms",
+}
+
+
+def _overlap(overlap: Overlap) -> Chart:
+    ranks = [f"rank {one.rank}" for one in overlap.ranks]
+    traces = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": name,
+            "y": ranks,
+            "x": [getattr(one, part) for one in overlap.ranks],
+            "hovertemplate": "%{y}: %{x:,.2f} ms<extra>" + name + "</extra>",
+            **({"marker": {"color": "rgba(128, 128, 128, 0.4)"}} if name == "idle" else {}),
+        }
+        for name, part in _PARTS.items()
+    ]
+    layout = {
+        "barmode": "stack",
+        "legend": {"traceorder": "normal"},
+        "xaxis": axis("ms"),
+        "yaxis": CATEGORIES["yaxis"],
+    }
+    return Chart(id="overlap-chart", height=max(200, min(640, 130 + 18 * len(ranks))), traces=traces, layout=layout)
 
 
 def _steps(id: str, steps: Steps, range: str) -> Chart:

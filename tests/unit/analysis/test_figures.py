@@ -70,7 +70,7 @@ def test_the_figures_of_a_job_with_a_late_rank() -> None:
     assert (waiting.p50_us, waiting.max_us) == ([150.0, 150.0], [300.0, 300.0])
     assert (waiting.rows, waiting.mean_us) == (["rank 0", "rank 1"], [[300.0, 300.0], [0.0, 0.0]])
     assert waiting.last == [Last(rank=1, last=4, of=4, cost_ms=1.2)]
-    assert waiting.waiters == [Waiter(rank=0, waiting_ms=1.2)]
+    assert waiting.waiters == [Waiter(rank=0, waiting_ms=1.2, first=4, of=4)]
     assert msgspec.to_builtins(found.steps) == {
         "step": [1, 2],
         "p50_ms": [2.0, 3.5],
@@ -159,6 +159,6 @@ def test_calls_that_wait_at_the_same_time_count_once() -> None:
     found = figures_of(first, second)
     assert found.waiting is not None
     assert len(found.waiting.bins) == 120
-    assert found.waiting.waiters == [Waiter(rank=0, waiting_ms=50.0)]
+    assert found.waiting.waiters == [Waiter(rank=0, waiting_ms=50.0, first=2, of=2)]
     assert found.waiting.last == [Last(rank=1, last=2, of=2, cost_ms=50.0)]
     assert found.matrix.waiting_ms == [[98.0]]
