@@ -6,7 +6,7 @@ STAMP := $(VENV)/installed
 DEMO := demo-recording
 WORKERS ?= 2
 
-.PHONY: mutate demo test lint bench proto clean
+.PHONY: mutate demo test lint docs bench proto clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "crossrank needs Python 3.10 or newer: make PYTHON=python3.x")'
@@ -49,6 +49,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The pages in site/; every link and every name in them has to be there.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 # Samples mutations of the offline code; says which of them no unit test notices.
 mutate: $(STAMP)
 	$(BIN)/python -m tests.mutation
@@ -75,4 +79,4 @@ proto:
 	rm -rf .proto-venv
 
 clean:
-	rm -rf $(VENV) $(DEMO) $(DEMO)-chakra $(DEMO)-replay $(DEMO)-hang
+	rm -rf $(VENV) site $(DEMO) $(DEMO)-chakra $(DEMO)-replay $(DEMO)-hang

@@ -1,6 +1,6 @@
 """Every variable that steers the recorder, parsed once into one frozen `Config`: a row of `SETTINGS` each.
 
-README's section "Variables" says what each one does. An argument of `enable()` wins over its variable. A value that
+docs/reference/variables.md says what each one does. An argument of `enable()` wins over its variable. A value that
 cannot be read raises `CrossrankError` with the variable, the value and the allowed set.
 """
 

@@ -232,10 +232,10 @@ def test_the_simulation_of_dlrm_is_close_to_what_was_measured(capsys: pytest.Cap
 
 
 @needs_traces
-def test_the_simulation_of_dlrm_is_the_one_that_the_readme_shows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_simulation_of_dlrm_is_the_one_that_the_documentation_shows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", public("dlrm_8gpu")]) == 0
-    readme = (Path(__file__).parents[4] / "README.md").read_text()
-    shown = "Simulation\n" + readme.partition("\nSimulation\n")[2].partition("  …\n")[0]
+    page = (Path(__file__).parents[4] / "docs" / "commands" / "simulate.md").read_text()
+    shown = "Simulation\n" + page.partition("\nSimulation\n")[2].partition("  …\n")[0]
     assert shown.count("\n") > 10
     assert shown in capsys.readouterr().out
 

@@ -1,0 +1,49 @@
+"""What the pages take from the code when they are built: options of commands, tables of columns, kinds of findings."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+from collections.abc import Callable, Iterator
+from unittest.mock import patch
+
+from crossrank.tools.analysis.diagnosis.findings import KINDS
+from crossrank.tools.cli import main
+from crossrank.tools.output.frames.columns import TABLES
+
+_WIDTH = "96"
+_PLACE = re.compile(r"^\{\{ (?P<what>\w+)(?: (?P<name>\w+))? \}\}$", re.MULTILINE)
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Fills in `{{ options COMMAND }}`, `{{ tables }}` and `{{ findings }}`."""
+    return _PLACE.sub(lambda match: _MAKERS[match["what"]](match["name"] or ""), markdown)
+
+
+def _options(command: str) -> str:
+    printed = io.StringIO()
+    with patch.dict(os.environ, COLUMNS=_WIDTH), contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        main([command, "--help"])
+    return f"```text\n{printed.getvalue().rstrip()}\n```"
+
+
+def _tables(_: str) -> str:
+    return "\n".join(_table_lines())
+
+
+def _table_lines() -> Iterator[str]:
+    for name, table in TABLES.items():
+        parts = "one part for each rank" if table.of_rank else "one for the job"
+        yield f"\n## {name}\n\n{table.meaning[0].upper()}{table.meaning[1:]}; {parts}.\n"
+        yield "| column | type | meaning |\n|---|---|---|"
+        yield from (f"| `{column}` | {one.dtype} | {one.meaning} |" for column, one in table.columns.items())
+
+
+def _findings(_: str) -> str:
+    rows = (f"| `{name}` | {kind.meaning} | {kind.next_step or '-'} |" for name, kind in KINDS.items())
+    return "\n".join(["| kind | meaning | what to do next |", "|---|---|---|", *rows])
+
+
+_MAKERS: dict[str, Callable[[str], str]] = {"options": _options, "tables": _tables, "findings": _findings}
