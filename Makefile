@@ -6,7 +6,7 @@ STAMP := $(VENV)/installed
 DEMO := demo-recording
 WORKERS ?= 2
 
-.PHONY: mutate demo test lint docs bench proto clean
+.PHONY: mutate demo examples test lint docs bench proto clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "crossrank needs Python 3.10 or newer: make PYTHON=python3.x")'
@@ -40,6 +40,11 @@ demo: $(STAMP)
 	@echo "  $(CURDIR)/$(DEMO)-replay/replay.html     the replay against the recording"
 	@echo "  $(CURDIR)/$(DEMO)-chakra                 Chakra traces for ASTRA-sim and others"
 	@echo "  $(CURDIR)/$(DEMO)                        the recording itself"
+
+# Every example with a framework, with and without recording.
+examples: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[examples]"
+	$(BIN)/python -m pytest tests/integration/test_examples.py
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS)
