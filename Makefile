@@ -44,7 +44,7 @@ demo: $(STAMP)
 # Every example with a framework, with and without recording.
 examples: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[examples]"
-	$(BIN)/python -m pytest tests/integration/test_examples.py
+	$(BIN)/python -m pytest tests/integration/test_framework_examples.py
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS)

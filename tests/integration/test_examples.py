@@ -1,81 +1,91 @@
-"""The examples, as their first lines say to run them: recorded as a whole, and training as it does without."""
+"""The examples for Nsight Systems start what they say; a script that notes its options stands in for nsys."""
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
+import os
+import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-import crossrank
-from tests.integration import jobs
+from tests.unit.traces.nsight.exports import write_exports
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+EXAMPLES = Path(__file__).parents[2] / "examples" / "nsys"
+
+# Runs the command after its own options, as `nsys profile` does, and writes the options where the report would be; what
+# it "exports" was made beforehand.
+NSYS = r"""#!/usr/bin/env bash
+if [[ $1 == export ]]; then  # … --output FILE REPORT
+  cp "$EXPORTS/$(basename "${@: -1}" .nsys-rep).sqlite" "${@: -2:1}"
+  exit
+fi
+shift
+options=()
+while [[ $1 == --* ]]; do options+=("$1"); shift; done
+for option in "${options[@]}"; do
+  [[ $option == --output=* ]] && report=${option#--output=}
+done
+report=${report//'%q{RANK}'/$RANK}
+printf '%s\n' "${options[@]}" > "$report.nsys-rep"
+exec "$@"
+"""
+SCRIPT = """
+import sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for _ in range(4):
+    dist.all_reduce(torch.ones(4))
+assert sys.argv[1:] == ["--name", "two words"], sys.argv
+print("trained")
+"""
 
 
-class Example(NamedTuple):
-    """What a recording of it has to hold."""
-
-    name: str
-    command: tuple[str, ...]
-    framework: str
-    ranks: int
-    iterations: int
-    operations: set[str]
-    groups: set[tuple[str, int]]
-    """(description, members)"""
-    result: str = "loss"
-    """First word of the line that it prints."""
+@pytest.mark.parametrize("example", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
+def test_every_example_is_valid_for_the_shell(example: Path) -> None:
+    assert subprocess.run(["bash", "-n", str(example)], check=False).returncode == 0
 
 
-DDP = {"all_reduce", "broadcast", "all_gather"}
-WORLD = {("default_pg", 2)}
-RUN = (
-    Example("with_accelerate", (*TORCHRUN, "2"), "accelerate", 2, 4, DDP | {"barrier"}, WORLD),
-    Example("with_lightning", (sys.executable,), "lightning", 2, 4, DDP | {"barrier"}, WORLD, "weights"),
-    Example("with_deepspeed", (*TORCHRUN, "2"), "deepspeed", 2, 4, DDP | {"barrier"}, {*WORLD, ("undefined", 2)}),
-    Example("with_ray", (sys.executable,), "ray", 2, 4, DDP, WORLD),
-    Example(
-        "three_dimensions",
-        (*TORCHRUN, "4"),
-        "torch",
-        4,
-        3,
-        {"all_reduce", "broadcast", "send", "recv", "scatter"},
-        {("default_pg", 4), ("mesh_pp", 2), ("mesh_dp_shard", 1), ("mesh_tp", 2)},
-    ),
+@pytest.mark.parametrize(
+    ("gpu", "capture"),
+    [
+        (True, {"--trace=cuda,nvtx", "--capture-range=cudaProfilerApi"}),
+        (False, {"--trace=nvtx", "--capture-range=nvtx", "--nvtx-capture=window@crossrank"}),
+    ],
+    ids=["with a GPU", "without a GPU"],
 )
-
-
-@pytest.mark.parametrize("example", RUN, ids=lambda one: one.name)
-def test_an_example_is_recorded_and_trains_as_it_does_without(example: Example, tmp_path: Path) -> None:
-    if importlib.util.find_spec(example.framework) is None:
-        pytest.skip(f"{example.framework} is not installed; `make examples` installs it")
-    # As a user's own file: Python would look for modules beside it, and find the checkout's.
-    script = shutil.copy(EXAMPLES / f"{example.name}.py", tmp_path)
-    results = []
-    for tracing in ("NONE", "ALL"):
-        done = jobs.run(
-            [*example.command, script],
-            tmp_path,
-            240,
-            TRACING=tracing,
-            TRACING_DIR=str(tmp_path / "recording"),
-            DS_ACCELERATOR="cpu",
-        )
-        assert done.returncode == 0, done.stderr
-        results.append([line for line in done.stdout.splitlines() if line.startswith(example.result)])
-    without, traced = results
-    assert without == traced
-    assert len(traced) == 1
-    job = crossrank.load(tmp_path / "recording")
-    assert job.ranks["rank"].to_list() == list(range(example.ranks))
-    assert set(job.ranks["ended_by"]) == {"disable"}
-    assert job.steps.group_by("rank").max()["step"].to_list() == [example.iterations] * example.ranks
-    assert set(job.calls["op"]) == example.operations
-    assert set(job.groups.select("desc", "size").rows()) == example.groups
-    assert job.diagnose().text == "ok"
+def test_one_report_per_rank_under_torchrun(tmp_path: Path, gpu: bool, capture: set[str]) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, source in (("nsys", NSYS), ("nvidia-smi", f"#!/bin/sh\nexit {int(not gpu)}\n")):
+        (programs / name).write_text(source)
+        (programs / name).chmod(0o755)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    exports = tmp_path / "exports"
+    exports.mkdir()
+    write_exports(exports)
+    path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    variables = {
+        "PATH": path,
+        "NPROC": "2",
+        "TORCHRUN_ARGS": "--standalone",
+        "OMP_NUM_THREADS": "1",
+        "EXPORTS": str(exports),
+    }
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / "per_rank.sh"), "train.py", "--name", "two words"],
+        cwd=tmp_path,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.count("trained")) == (0, 2), done.stderr
+    assert ("launched within our marker" in done.stdout) == gpu
+    for name in ("timeline.pftrace", "report.html"):
+        assert (tmp_path / "nsys-reports" / name).stat().st_size > 500
+    for rank in (0, 1):
+        options = (tmp_path / "nsys-reports" / f"rank_{rank}.nsys-rep").read_text().split("\n")
+        assert {*capture, "--capture-range-end=stop", "--kill=none"} <= set(options)
+        assert (tmp_path / "crossrank-recording" / f"rank-{rank}.comms.jsonl.zst").exists()

@@ -63,7 +63,8 @@ class Page:
 def test_it_renders_without_a_complaint_in_both_themes(browser: Any, report: Path, theme: str, tmp_path: Path) -> None:
     page = Page(browser, report, theme)
     drawn = page.value("[...document.querySelectorAll('.js-plotly-plot')].map((chart) => chart.id)")
-    assert drawn == ["matrix", "traffic-map", "sizes", "waiting-lines", "waiting-map", "exposed-chart", "steps-chart"]
+    waiting = ["waiting-lines", "waiting-map", "overlap-chart", "exposed-chart"]
+    assert drawn == ["matrix", "traffic-map", "sizes", *waiting, "steps-chart"]
     assert page.value("document.querySelector('h1').textContent").split() == [
         "2",
         "of",

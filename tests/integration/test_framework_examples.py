@@ -1,0 +1,81 @@
+"""The examples, as their first lines say to run them: recorded as a whole, and training as it does without."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import crossrank
+from tests.integration import jobs
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+
+class Example(NamedTuple):
+    """What a recording of it has to hold."""
+
+    name: str
+    command: tuple[str, ...]
+    framework: str
+    ranks: int
+    iterations: int
+    operations: set[str]
+    groups: set[tuple[str, int]]
+    """(description, members)"""
+    result: str = "loss"
+    """First word of the line that it prints."""
+
+
+DDP = {"all_reduce", "broadcast", "all_gather"}
+WORLD = {("default_pg", 2)}
+RUN = (
+    Example("with_accelerate", (*TORCHRUN, "2"), "accelerate", 2, 4, DDP | {"barrier"}, WORLD),
+    Example("with_lightning", (sys.executable,), "lightning", 2, 4, DDP | {"barrier"}, WORLD, "weights"),
+    Example("with_deepspeed", (*TORCHRUN, "2"), "deepspeed", 2, 4, DDP | {"barrier"}, {*WORLD, ("undefined", 2)}),
+    Example("with_ray", (sys.executable,), "ray", 2, 4, DDP, WORLD),
+    Example(
+        "three_dimensions",
+        (*TORCHRUN, "4"),
+        "torch",
+        4,
+        3,
+        {"all_reduce", "broadcast", "send", "recv", "scatter"},
+        {("default_pg", 4), ("mesh_pp", 2), ("mesh_dp_shard", 1), ("mesh_tp", 2)},
+    ),
+)
+
+
+@pytest.mark.parametrize("example", RUN, ids=lambda one: one.name)
+def test_an_example_is_recorded_and_trains_as_it_does_without(example: Example, tmp_path: Path) -> None:
+    if importlib.util.find_spec(example.framework) is None:
+        pytest.skip(f"{example.framework} is not installed; `make examples` installs it")
+    # As a user's own file: Python would look for modules beside it, and find the checkout's.
+    script = shutil.copy(EXAMPLES / f"{example.name}.py", tmp_path)
+    results = []
+    for tracing in ("NONE", "ALL"):
+        done = jobs.run(
+            [*example.command, script],
+            tmp_path,
+            240,
+            TRACING=tracing,
+            TRACING_DIR=str(tmp_path / "recording"),
+            DS_ACCELERATOR="cpu",
+        )
+        assert done.returncode == 0, done.stderr
+        results.append([line for line in done.stdout.splitlines() if line.startswith(example.result)])
+    without, traced = results
+    assert without == traced
+    assert len(traced) == 1
+    job = crossrank.load(tmp_path / "recording")
+    assert job.ranks["rank"].to_list() == list(range(example.ranks))
+    assert set(job.ranks["ended_by"]) == {"disable"}
+    assert job.steps.group_by("rank").max()["step"].to_list() == [example.iterations] * example.ranks
+    assert set(job.calls["op"]) == example.operations
+    assert set(job.groups.select("desc", "size").rows()) == example.groups
+    assert job.diagnose().text == "ok"
