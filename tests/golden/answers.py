@@ -47,6 +47,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "bandwidth by all": ("bandwidth", "TRACES", "--by", "op,group,size,locality,source", "--line-rate", "50GB/s"),
     "timeline": ("timeline", "TRACES", "-o", "OUT/timeline.pftrace"),
     "report": ("report", "TRACES", "-o", "OUT/report.html"),
+    "export": ("export", "TRACES", "-o", "OUT/tables", "--format", "csv"),
     "replay": ("replay", "TRACES", "--dry-run"),
     "replay of one trace": ("replay", "TRACES", "--dry-run", "--one-trace"),
     "replay as recorded": ("replay", "TRACES", "--dry-run", "--pace", "recorded", "--save-plan", "OUT/plan.json"),
