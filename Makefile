@@ -8,10 +8,11 @@ WORKERS ?= 2
 
 .PHONY: mutate demo examples test lint docs bench proto clean
 
+# Editable by a path, not a finder: else a script beside the checkout would import that folder as the package.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "crossrank needs Python 3.10 or newer: make PYTHON=python3.x")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt --config-settings editable_mode=compat -e ".[dev]"
 	@touch $(STAMP)
 
 # The whole story, on four gloo ranks that pose as two nodes: what was recorded, its traces linked, converted for
@@ -43,7 +44,7 @@ demo: $(STAMP)
 
 # Every example with a framework, with and without recording.
 examples: $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[examples]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt --config-settings editable_mode=compat -e ".[examples]"
 	$(BIN)/python -m pytest tests/integration/test_framework_examples.py
 
 test: $(STAMP)
@@ -57,6 +58,7 @@ lint: $(STAMP)
 # The pages in site/; every link and every name in them has to be there.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "Open $(CURDIR)/site/index.html"
 
 # Samples mutations of the offline code; says which of them no unit test notices.
 mutate: $(STAMP)

@@ -14,11 +14,11 @@ from crossrank.tools.cli import main
 from crossrank.tools.output.frames.columns import TABLES
 
 _WIDTH = "96"
-_PLACE = re.compile(r"^\{\{ (?P<what>\w+)(?: (?P<name>\w+))? \}\}$", re.MULTILINE)
+_PLACE = re.compile(r"^<!-- (?P<what>options|tables|findings)(?: (?P<name>\w+))? -->$", re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Fills in `{{ options COMMAND }}`, `{{ tables }}` and `{{ findings }}`."""
+    """Fills in `<!-- options COMMAND -->`, `<!-- tables -->` and `<!-- findings -->`."""
     return _PLACE.sub(lambda match: _MAKERS[match["what"]](match["name"] or ""), markdown)
 
 

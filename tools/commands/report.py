@@ -128,7 +128,8 @@ def _print(output: str, size: int, found: Figures) -> None:
     if (exposed := found.exposed) is not None:
         shown = plural(exposed.waits, "wait")
         if exposed.steps:
-            shown = f"{percent(exposed.share)} of the iterations, {milliseconds(exposed.per_step_ms)} of each"
+            median = milliseconds(exposed.per_step_ms)
+            shown = f"{percent(exposed.share)} of the iterations, {median} of each at the median"
         print(f"exposed    {shown}, on the hosts; {plural(exposed.calls_without, 'call')} without a wait that is seen")
     verdict = found.diagnosis.verdict if found.diagnosis else f"none: {found.diagnosis_problem}"
     print(f"diagnosis  {printable(verdict)}")

@@ -203,3 +203,8 @@ class LinkedTrace(Provenance, kw_only=True):
     """In ascending order of ids, and of starts."""
     communications: list[Communication]
     edges: list[Edge]
+
+    def __repr__(self) -> str:
+        counts = (len(self.host), "host operations"), (len(self.activities), "activities"), (len(self.edges), "edges")
+        things = ", ".join(f"{count:,} {what}" for count, what in counts)
+        return f"<LinkedTrace of rank {self.rank}: {things}, {len(self.communications):,} communications>"

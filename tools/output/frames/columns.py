@@ -153,7 +153,7 @@ TABLES = {
         },
     ),
     "transfers": TableSchema(
-        "sends matched with their receives",
+        "sends with their receives, joined pair by pair; a launch of several of them stands by itself",
         False,
         {
             **_GROUP,
