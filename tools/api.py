@@ -109,9 +109,14 @@ class LoadedJob:
     def _matched(self) -> Matched:
         return match(Job.match(self._traces))
 
+    @cached_property
+    def _calls(self) -> list[pl.DataFrame]:
+        """The calls of each rank, which other tables are made of."""
+        return list(map(rank_frames.calls, self._traces))
+
     def _of_ranks(self, table: str) -> pl.DataFrame:
-        make = rank_frames.OF_RANK[table]
-        return pl.concat([pl.DataFrame(schema=TABLES[table].schema), *map(make, self._traces)])
+        parts = map(rank_frames.OF_RANK[table], self._traces, self._calls)
+        return pl.concat([pl.DataFrame(schema=TABLES[table].schema), *parts])
 
     # --- tables -------------------------------------------------------------------------------------------------------
 

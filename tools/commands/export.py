@@ -21,7 +21,7 @@ from crossrank.tools.job.read_rank import RankSources
 from crossrank.tools.output.console import print_json
 from crossrank.tools.output.frames.columns import FORMAT, TABLES
 from crossrank.tools.output.frames.job_frames import OF_JOB, match
-from crossrank.tools.output.frames.rank_frames import OF_RANK
+from crossrank.tools.output.frames.rank_frames import OF_RANK, calls
 from crossrank.tools.parallel import map_ranks
 from crossrank.tools.sharing.folders import refuse_full
 from crossrank.tools.traces.busy import Busy
@@ -136,7 +136,10 @@ class _Export:
     def write_rank(self, trace: RankTrace) -> Counter[str]:
         """Write the tables of a rank; the rows of each."""
         name = f"rank-{trace.rank or 0}"
-        return Counter({table: self.write(OF_RANK[table](trace), table, name) for table in self.of_rank})
+        if not self.of_rank:
+            return Counter()
+        made = calls(trace)
+        return Counter({table: self.write(OF_RANK[table](trace, made), table, name) for table in self.of_rank})
 
     def write(self, frame: pl.DataFrame, table: str, name: str) -> int:
         """Write a file of a table; its rows."""

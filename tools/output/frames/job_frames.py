@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
 import polars as pl
 
 from crossrank.text import printable, rank_ranges
@@ -139,7 +138,7 @@ def _measured(matched: Matched, *, p2p: bool) -> pl.DataFrame:
             "ranks": found.seen,
             "expected": found.expected,
             "is_upper_bound": found.bound & found.timed,
-            "last_rank": np.where(found.last_rank >= 0, found.last_rank, -1),
+            "last_rank": found.last_rank,
         }
     ).with_columns(pl.when(pl.col("last_rank") >= 0).then("last_rank").alias("last_rank"))
     frame = pl.concat([kinds[found.of_kind], launches, known, whole], how="horizontal")

@@ -65,15 +65,15 @@ def calls(trace: RankTrace) -> pl.DataFrame:
     )
 
 
-def durations(trace: RankTrace) -> pl.DataFrame:
-    """The table `durations` of a rank."""
-    return TABLES["durations"].select(calls(trace).drop_nulls("duration_ns"))
+def durations(_: RankTrace, calls: pl.DataFrame) -> pl.DataFrame:
+    """The table `durations` of a rank, whose `calls` are given."""
+    return TABLES["durations"].select(calls.drop_nulls("duration_ns"))
 
 
-def waits(trace: RankTrace) -> pl.DataFrame:
-    """The table `waits` of a rank."""
+def waits(trace: RankTrace, calls: pl.DataFrame) -> pl.DataFrame:
+    """The table `waits` of a rank, whose `calls` are given."""
     host = trace.host_waits
-    made = calls(trace).select("call", "op", "source").with_row_index("row")
+    made = calls.select("call", "op", "source").with_row_index("row")
     return TABLES["waits"].select(
         pl.DataFrame(
             {
@@ -89,7 +89,7 @@ def waits(trace: RankTrace) -> pl.DataFrame:
     )
 
 
-def steps(trace: RankTrace) -> pl.DataFrame:
+def steps(trace: RankTrace, _: pl.DataFrame) -> pl.DataFrame:
     """The table `steps` of a rank."""
     return TABLES["steps"].select(
         pl.DataFrame(trace.steps, schema={"step": pl.Int64, "began_ns": pl.Int64}, orient="row")
@@ -98,13 +98,13 @@ def steps(trace: RankTrace) -> pl.DataFrame:
     )
 
 
-OF_RANK: dict[str, Callable[[RankTrace], pl.DataFrame]] = {
-    "calls": calls,
+OF_RANK: dict[str, Callable[[RankTrace, pl.DataFrame], pl.DataFrame]] = {
+    "calls": lambda _, calls: calls,
     "durations": durations,
     "waits": waits,
     "steps": steps,
 }
-"""Table -> what makes the part of a rank."""
+"""Table -> what makes the part of a rank, of its trace and its table `calls`, which is made once for all."""
 
 
 def _part(table: str, *names: str) -> dict[str, pl.DataType]:
