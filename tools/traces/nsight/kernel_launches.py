@@ -54,14 +54,22 @@ class Activities(Columns):
 _ACTIVITY = ("start", "end", "globalPid", "correlationId", "deviceId", "streamId", "graphNodeId")
 
 
+def communication_operations(export: Export) -> tuple[str | None, dict[int, str | None]]:
+    """The column that names kernels, None where there is none, and of those names that are of communication the
+    operation that they give."""
+    there = export.columns(KERNEL)
+    column = next((name for name in ("demangledName", "shortName", "mangledName") if name in there), None)
+    if column is None:
+        return None, {}
+    known = {number: communication_kernel(text) for number, text in export.strings(KERNEL, column).items()}
+    return column, {number: kernel[1] for number, kernel in known.items() if kernel is not None}
+
+
 def communication_kernels(export: Export) -> Activities:
     """The kernels that communicate, by their names."""
-    there = export.columns(KERNEL)
-    name = next((name for name in ("demangledName", "shortName", "mangledName") if name in there), None)
+    name, op_of = communication_operations(export)
     if name is None:
         return _activities(export, [np.empty(0, np.int64)] * 8, [])
-    known = {number: communication_kernel(text) for number, text in export.strings(KERNEL, name).items()}
-    op_of = {number: kernel[1] for number, kernel in known.items() if kernel is not None}
     ops = list(dict.fromkeys(op_of.values()))
     names = np.array(list(op_of), np.int64)
     columns = export.all(KERNEL, (*_ACTIVITY, name), keep=lambda part: lookup(names, part[-1]) != NONE)
@@ -85,12 +93,12 @@ def _activities(export: Export, columns: list[Column], ops: list[str | None]) ->
         export.notes.append(f"{lost} communication kernels end before they begin, or at impossible times")
     start, end, pid, correlation, device, stream, node, op = (column[possible] for column in columns)
     process = np.where(pid == NONE, NONE, pid >> 24)
-    thread, launched = _launches(export, process, correlation)
+    thread, launched = launches(export, process, correlation)
     return Activities(start, end, process, correlation, device, stream, np.maximum(node, 0), op, ops, thread, launched)
 
 
-def _launches(export: Export, process: Column, correlation: Column) -> tuple[Column, Column]:
-    """(thread, time) of the launch of each activity."""
+def launches(export: Export, process: Column, correlation: Column) -> tuple[Column, Column]:
+    """(globalTid, time) of the launch of each activity; `NONE` where none was recorded."""
     needed = ("globalTid", "correlationId", "start")
     if not len(process) or not {*needed} <= export.columns(RUNTIME):
         return np.full(len(process), NONE, np.int64), np.full(len(process), NONE, np.int64)

@@ -12,6 +12,8 @@ import numpy as np
 
 from crossrank.errors import CrossrankError
 from crossrank.recording import CommsFile
+from crossrank.tools.traces.busy import Spans, spans_of
+from crossrank.tools.traces.nsight.device_time import device_work, take_device_work
 from crossrank.tools.traces.nsight.export import (
     GRAPH_NODES,
     GRAPH_TRACE,
@@ -75,6 +77,11 @@ def read_export(path: str, rank: int | None, comms: Mapping[int, str]) -> list[R
         _give_ranks(path, processes, rank)
         found = [process.read(kernels.take(kernels.process == process.number), comms) for process in processes]
         _check_attributed(export, found, len(ranges.of(CALL, BATCH)), len(kernels))
+        work = device_work(export)
+        if work is not None:
+            for process in processes:
+                own = work.take(work.process == process.number)
+                take_device_work(export, process.times, own, process.copies, epoch)
         strangers = ~np.isin(kernels.process, [process.number for process in processes])
         if strangers.any():
             others = len(np.unique(kernels.process[strangers]))
@@ -160,6 +167,8 @@ class _Process:
         self._began: Column
         """By row, on the clock of the export; so is `_ended`, 0 = no kernel."""
         self._ended: Column
+        self.copies: Spans = spans_of()
+        """Copies between GPUs that calls launched, on the clock of the export."""
         for meaning in self._meanings:
             if meaning.rank is not None:
                 times.rank = meaning.rank
@@ -196,7 +205,9 @@ class _Process:
             copies = peer_copies(self._export)
             copies = copies.take(copies.process == self.number)
             row = at(row_of, innermost(calls, copies.thread, copies.launched))
-            self._give(np.where(at(self._ended, row) == 0, row, NONE), copies, COPIES)
+            row = np.where(at(self._ended, row) == 0, row, NONE)
+            self._give(row, copies, COPIES)
+            self.copies = np.stack([copies.start, copies.end], axis=1)[row >= 0]
             left = self._in_order(left)
         known = self._ended != 0
         times.calls.began = array("q", np.where(known, self._began + epoch, 0).tobytes())

@@ -1,0 +1,104 @@
+"""What GPUs did with their time, of exports of Nsight Systems."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import defaultdict
+from contextlib import closing
+from pathlib import Path
+
+from crossrank.tools.traces.nsight.read import read_export
+from crossrank.tools.traces.rank_trace import RankTrace
+from tests.unit.graph.linking.public_traces import needs_traces, public
+from tests.unit.traces.nsight.exports import EPOCH, ExportFile, Process, read
+from tests.unit.traces.nsight.test_read import two_calls, write_comms
+
+Pairs = list[tuple[int, int]]
+
+
+def spans(times: RankTrace) -> tuple[Pairs, Pairs, Pairs]:
+    """(computation, communication, memory) in ns of the report."""
+    busy = times.busy
+    parts = (busy.computation, busy.communication, busy.memory)
+    computation, communication, memory = ([(one - EPOCH, two - EPOCH) for one, two in part.tolist()] for part in parts)
+    return computation, communication, memory
+
+
+def computing(process: Process) -> None:
+    """Two calls, three kernels of a product, and copies."""
+    two_calls(process)
+    for launched, start, end in ((100, 300, 600), (1200, 1600, 2100), (2200, 2300, 2600)):
+        process.kernel(launched, start, end, name="sm90_gemm_bf16(Params)", stream=7)
+    process.copy(50, 100, 200, kind=1)
+
+
+def test_kernels_compute_or_communicate_and_copies_are_memory(tmp_path: Path, process: Process) -> None:
+    computing(process)
+    times = read(process, tmp_path)
+    assert times.busy.where == "device"
+    assert spans(times) == ([(300, 600), (1600, 2100), (2300, 2600)], [(1500, 1900), (2500, 2900)], [(100, 200)])
+    assert (times.busy.observed - EPOCH).tolist() == [[100, 2900]]
+
+
+def test_copies_between_gpus_that_a_call_launched_communicate(tmp_path: Path, process: Process) -> None:
+    process.marker(1000, 1100, 1, op="all_gather")
+    process.copy(1020, 2000, 2500)
+    process.copy(3000, 3100, 3200)
+    process.kernel(1200, 1300, 1400, name="gemm")
+    assert spans(read(process, tmp_path))[1:] == ([(2000, 2500)], [(2000, 2500), (3100, 3200)])
+
+
+def test_iterations_are_those_of_the_comms_file_and_begin_with_what_was_launched_in_them(
+    tmp_path: Path, process: Process
+) -> None:
+    process.identity(0)
+    computing(process)
+    records = [{"id": number, "op": "all_reduce", "seq": number, "step": number} for number in (1, 2)]
+    comms = write_comms(tmp_path / "rank-0.comms.jsonl", *records, clock={"t": 0, "wall": EPOCH + 1100 - 50})
+    lines = Path(comms).read_text().replace('"t": 60', '"step": 8, "t": 1100')
+    Path(comms).write_text(lines)
+    (times,) = read_export(str(process.export.write(tmp_path / "a.sqlite")), None, {0: comms})
+    assert times.steps == [(7, EPOCH + 1100), (8, EPOCH + 2150)]
+    # The product that the host launched at 1200 ran from 1600 on, that of 2200 from 2300 on.
+    assert [(step, one - EPOCH, two - EPOCH) for step, one, two in times.busy.iterations] == [(7, 1600, 2300)]
+
+
+def test_each_process_has_its_own_time(tmp_path: Path) -> None:
+    export = ExportFile()
+    for rank in range(2):
+        process = export.process(70 + rank)
+        process.identity(rank)
+        two_calls(process)
+        process.kernel(100, 200, 300 + rank, name="gemm")
+    found = read_export(str(export.write(tmp_path / "a.sqlite")), None, {})
+    assert [spans(times)[0] for times in found] == [[(200, 300)], [(200, 301)]]
+
+
+def test_graphs_that_were_traced_whole_leave_it_open_what_a_gpu_did(tmp_path: Path, process: Process) -> None:
+    computing(process)
+    process.export.row("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", start=5000, end=9000, deviceId=0, correlationId=1)
+    assert read(process, tmp_path).busy.where == ""
+
+
+def busy_ns(rows: Pairs) -> int:
+    """Time in which at least one runs: begins and ends counted up and down."""
+    total, running, since = 0, 0, 0
+    for moment, change in sorted([(begin, 1) for begin, _ in rows] + [(end, -1) for _, end in rows]):
+        total += (moment - since) * (running > 0)
+        running, since = running + change, moment
+    return total
+
+
+@needs_traces
+def test_two_h100s_compute_and_communicate_as_long_as_another_count_says() -> None:
+    path = public("nsight_h100/mfu_2gpu_before.sqlite")
+    query = """SELECT k.globalPid, s.value LIKE 'ncclDevKernel%', k.start, k.end
+        FROM CUPTI_ACTIVITY_KIND_KERNEL k JOIN StringIds s ON s.id = k.demangledName"""
+    kernels: defaultdict[int, tuple[Pairs, Pairs]] = defaultdict(lambda: ([], []))
+    with closing(sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True)) as connection:
+        for process, communicates, start, end in connection.execute(query):
+            kernels[process][communicates].append((start, end))
+    expected = [(busy_ns(computes), busy_ns(communicates)) for _, (computes, communicates) in sorted(kernels.items())]
+    found = [spans(times)[:2] for times in read_export(path, None, {})]
+    assert [(busy_ns(one), busy_ns(two)) for one, two in found] == expected
+    assert expected == [(253_690_832, 17_172_652), (256_095_624, 8_229_100)]

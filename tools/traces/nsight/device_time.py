@@ -1,0 +1,64 @@
+"""When the GPU of each process computed, communicated and copied: all kernels, copies and memsets of an export."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from crossrank.tools.traces.busy import Spans
+from crossrank.tools.traces.nsight.export import (
+    GRAPH_TRACE,
+    KERNEL,
+    LATEST,
+    MEMCPY,
+    MEMSET,
+    NONE,
+    Column,
+    Columns,
+    Export,
+)
+from crossrank.tools.traces.nsight.kernel_launches import communication_operations, launches
+from crossrank.tools.traces.rank_trace import RankTrace
+
+_COMPUTATION, _COMMUNICATION, _MEMORY = range(3)
+
+
+@dataclass
+class DeviceWork(Columns):
+    """Kernels, copies and memsets of all processes."""
+
+    process: Column
+    """globalPid >> 24."""
+    correlation: Column
+    kind: Column
+
+
+def device_work(export: Export) -> DeviceWork | None:
+    """What ran on GPUs; None where nothing tells kernels that communicate from those that compute: there are none, they
+    have no names, or graphs of them were traced whole, each as one."""
+    name, operations = communication_operations(export)
+    if name is None or len(export.all(GRAPH_TRACE, ("start",))[0]):
+        return None
+    columns = ("start", "end", "globalPid", "correlationId")
+    kernels = export.all(KERNEL, (*columns, name))
+    parts = [[*kernels[:4], np.where(np.isin(kernels[4], list(operations)), _COMMUNICATION, _COMPUTATION)]]
+    for table in (MEMCPY, MEMSET):
+        rows = export.all(table, columns)
+        parts.append([*rows, np.full(len(rows[0]), _MEMORY)])
+    start, end, pid, correlation, kind = (np.concatenate(column) for column in zip(*parts, strict=True))
+    work = DeviceWork(start, end, np.where(pid == NONE, NONE, pid >> 24), correlation, kind)
+    return work.take((start >= 0) & (end > start) & (end < LATEST))
+
+
+def take_device_work(export: Export, trace: RankTrace, work: DeviceWork, copies: Spans, epoch: int) -> None:
+    """Let a rank know when its GPU was busy. `work` is that of its process, `copies` those that its calls launched,
+    which communicate; iterations are those that the rank has already."""
+    spans = np.stack([work.start, work.end], axis=1)
+    computation, communication, memory = (spans[work.kind == kind] for kind in (_COMPUTATION, _COMMUNICATION, _MEMORY))
+    begins = np.empty((0, 2), np.int64)
+    if trace.steps:
+        _, launched = launches(export, work.process, work.correlation)
+        begins = np.stack([launched, work.start], axis=1)[launched != NONE]
+    communication = np.concatenate([communication, copies])
+    trace.busy.add("device", epoch, computation, communication, memory, trace.steps, begins)
