@@ -45,7 +45,7 @@ RUN = (
         "torch",
         4,
         3,
-        {"all_reduce", "broadcast", "send", "recv", "scatter"},
+        {"all_gather", "reduce_scatter", "broadcast", "send", "recv", "scatter"},
         {("default_pg", 4), ("mesh_pp", 2), ("mesh_dp_shard", 1), ("mesh_tp", 2)},
     ),
 )

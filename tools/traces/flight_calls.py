@@ -309,6 +309,8 @@ class _Reading:
         operation = operation_of(name)
         if operation is OPERATIONS["recv"]:
             inputs, outputs = [], outputs or inputs
+        if operation is OPERATIONS["all_gather"] and entry.profiling_name.startswith(_OF_GLOO):
+            outputs = _gathered(inputs, outputs, len(members or ()) or of_group.size)
         into, out = (next(map(_dtype, types), None) for types in (entry.input_dtypes, entry.output_dtypes))
         comms = ParamComms(name=name, pg=of_group.pg, inputs=inputs, outputs=outputs, dtype=into or out)
         record = to_record(comms, of_group, number=0, time=0, c10d=name)
@@ -393,6 +395,13 @@ def _root(op: str, entry: Entry, rank: int | None, members: Sequence[int] | None
         return None
     side = {"gather": entry.output_sizes, "scatter": entry.input_sizes}.get(op, ())
     return rank if len(side) == len(members) else None
+
+
+def _gathered(inputs: list[list[int]], noted: list[list[int]], size: int) -> list[list[int]]:
+    """Outputs of an all_gather of gloo. Of a coalesced one, as DTensor makes them of one tensor, the recorder notes how
+    many inputs there are, and the shape of the first, where the shapes of outputs belong."""
+    coalesced = inputs and noted == [[len(inputs), *inputs[0]]]
+    return [[size, *shape] for shape in inputs] if coalesced and size else noted
 
 
 # --- what our own dumps carry beside torch's entries ------------------------------------------------------------------

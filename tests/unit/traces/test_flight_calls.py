@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from crossrank.comm import Group
+from crossrank.tools.analysis.diagnosis.mismatches import contradiction
 from crossrank.tools.traces.flight_calls import GLOO_ALONE, SAME_TIME, read_flight
 from crossrank.tools.traces.flight_recorder import Frame, Progress
 from crossrank.tools.traces.rank_trace import COMPLETED, RETIRED, SCHEDULED, STARTED, RankTrace
@@ -317,6 +318,27 @@ def test_own_calls_take_the_place_of_entries_of_gloo_alone(tmp_path: Path) -> No
         assert trace.notes == ([GLOO_ALONE] if moments is None else [])
         assert trace.dump.has_status == (moments is not None and ops == ["all_reduce"])
     assert read(tmp_path, gloo, crossrank=moment(call)).signatures[0].op == "all_reduce"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "noted", "outputs"),
+    [
+        ([[3, 5]], [[2, 3, 5]], [[2, 3, 5]]),  # of a plain one, into a list or one tensor
+        ([[3, 5]], [[1, 3, 5]], [[2, 3, 5]]),
+        ([[3, 5], [2]], [[2, 3, 5]], [[2, 3, 5], [2, 2]]),
+        ([[3, 5], [2], [7]], [[3, 3, 5]], [[2, 3, 5], [2, 2], [2, 7]]),
+    ],
+)
+def test_gloo_notes_as_output_of_a_coalesced_all_gather_how_many_inputs_there_are(
+    tmp_path: Path, inputs: list[list[int]], noted: list[list[int]], outputs: list[list[int]]
+) -> None:
+    """As its dumps of torch 2.13 have them; DTensor's all_gathers are coalesced ones of one tensor."""
+    sizes: dict[str, Any] = {"input_sizes": inputs, "output_sizes": noted}
+    (found,) = read(tmp_path, entry(0, "gloo:all_gather", 1, **sizes)).signatures
+    assert found.outputs == outputs
+    assert contradiction(found, 2) == ""
+    (found,) = read(tmp_path, entry(0, "all_gather", 1, **sizes)).signatures
+    assert found.outputs == noted
 
 
 def test_gloo_beside_another_backend_is_counted_apart(tmp_path: Path) -> None:
