@@ -8,14 +8,15 @@ never of its texts.
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from crossrank.errors import one_line
+from crossrank.errors import CrossrankError, one_line
 from crossrank.machine import peak_memory
 from crossrank.replay.plan.compute.compute_plan import ComputeOperation, ComputePlan, flat_results, slots_in
 from crossrank.replay.plan.dtype_fallback import substitute
@@ -37,6 +38,25 @@ _LINES = 1000
 """Of one function: the compiler of Python takes longer than linear in them."""
 Launch = Callable[[int], None]
 Wait = Callable[[Sequence[int]], None]
+
+
+_Line = tuple[str, ComputeOperation | None]
+"""A line of code, and the operation that it runs."""
+
+
+class _Part(NamedTuple):
+    """Code of some operations."""
+
+    run: Callable[..., None]
+    operations: list[ComputeOperation | None]
+    """By line, after that of the `def`."""
+
+    def operation_of(self, error: Exception) -> ComputeOperation | None:
+        """That of the line which raised it; None where it is no operation of torch."""
+        frames = traceback.walk_tb(error.__traceback__)
+        line = next((number for frame, number in frames if frame.f_code is self.run.__code__), 0)
+        operation = self.operations[line - 2] if line >= 2 else None
+        return operation if operation is not None and operation.runs else None
 
 
 class ComputeProgram:
@@ -90,7 +110,8 @@ class ComputeProgram:
         if device.type == "cuda" and max(self._stream_at) > 0:
             self.streams = DeviceStreams(device, max(self._stream_at) + 1, self._awaited)
         self._names: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
-        self._parts: list[Callable[..., None]] = []
+        self._parts: list[_Part] = []
+        self._clocked: list[_Part] = []
 
     def own_tensors(self, calls: Sequence[PlannedCall], backend: str) -> dict[int, OwnTensors]:
         """By index: the calls that communicate what the operations around them work on, as they did when they were
@@ -192,9 +213,16 @@ class ComputeProgram:
     def _run(self, clock: list[int] | None) -> None:
         self.marks = []
         parts = self._parts if clock is None else self._clocked
+        given = (self.slots,) if clock is None else (self.slots, clock.append)
         with torch.no_grad():
             for part in parts:
-                part(self.slots) if clock is None else part(self.slots, clock.append)
+                try:
+                    part.run(*given)
+                except Exception as error:
+                    operation = part.operation_of(error)
+                    if operation is None:
+                        raise  # of a call
+                    raise CrossrankError(f"{operation.name} (node {operation.node}): {one_line(error)}") from error
             self._end()
 
     def result(self, clock: Sequence[int]) -> Computed:
@@ -268,21 +296,21 @@ class ComputeProgram:
         self._parts, self._clocked = [], []
         operations = list(enumerate(self.plan.operations))
         for begin in range(0, len(operations), _LINES):
-            lines: list[str] = []
-            clocked: list[str] = []
+            plain: list[_Line] = []
+            clocked: list[_Line] = []
             for number, operation in operations[begin : begin + _LINES]:
-                before, own = self._before(number, operation), self._own(number, operation)
-                after = self._after(number, operation)
-                lines += [*before, *own, *after]
-                clocked += [*before, "c(now())", *own, "c(now())", *after]
-            self._parts.append(self._function(lines, "s"))
-            self._clocked.append(self._function(clocked, "s, c"))
+                before = [(line, None) for line in self._before(number, operation)]
+                own = [(line, None if line[:7] == "launch(" else operation) for line in self._own(number, operation)]
+                after = [(line, None) for line in self._after(number, operation)]
+                plain += [*before, *own, *after]
+                clocked += [*before, ("c(now())", None), *own, ("c(now())", None), *after]
+            self._parts.append(self._part(plain, "s"))
+            self._clocked.append(self._part(clocked, "s, c"))
 
-    def _function(self, lines: list[str], arguments: str) -> Callable[..., None]:
-        body = "\n ".join(lines)
+    def _part(self, lines: list[_Line], arguments: str) -> _Part:
+        body = "\n ".join(line for line, _ in lines)
         exec(f"def part({arguments}):\n {body}\n pass", self._names)
-        part: Callable[..., None] = self._names["part"]
-        return part
+        return _Part(self._names["part"], [operation for _, operation in lines])
 
     def _before(self, number: int, operation: ComputeOperation) -> list[str]:
         """The code of what comes before an operation."""
@@ -309,7 +337,8 @@ class ComputeProgram:
         if operation.call >= 0:
             return launches
         if operation.runs and number not in self.failed:
-            return [*launches, *self._call(operation)]
+            within = [f"s[{slot}] = s[{slot}].remainder({rows})" for slot, rows in operation.beyond]
+            return [*launches, *within, *self._call(operation)]
         empty = [f"s[{slot}] = empty({slot})" for slot in flat_results(operation.results)]
         where = "device" if operation.on_device and self.device.type == "cuda" else "host"
         return [*launches, f"{where}({operation.took_ns})", *empty]

@@ -17,6 +17,7 @@ from crossrank.comm import Count, Int
 from crossrank.tools.traces.replayed import ComputeCoverage, LeftOutOperations
 
 _MOST_STREAMS = 1024
+_MOST_ROWS = 1 << 46
 NO_SCHEMA = "no operation of torch: a kernel of its own, launched without one"
 
 
@@ -62,6 +63,9 @@ class ComputeOperation(msgspec.Struct, gc=False, omit_defaults=True, kw_only=Tru
     arguments: list[Any] = []
     """In the order of the schema: numbers, texts, None, lists; `{"slot": n}` is a tensor, `{"device": "cpu"}` one of
     those, `{"number": "-inf"}` a float that JSON lacks."""
+    beyond: list[tuple[Int, Int]] = []
+    """(slot, rows) of indices that were computed with numbers which the trace does not have: they are brought into the
+    table of so many rows before they are read."""
     results: list[Any] = []
     """Slots that take what it returns, None where nobody uses it; a list where it returns one."""
     frees: list[int] = []
@@ -129,11 +133,15 @@ def contradictions(compute: ComputePlan) -> Iterator[str]:
     for position, one in enumerate(compute.operations):
         try:
             slots = [*slots_in(one.arguments), *one.inputs, *one.outputs, *one.frees, *flat_results(one.results)]
+            slots += [slot for slot, _ in one.beyond]
         except (TypeError, ValueError):
             yield f"operation {one.node} names a tensor that is no number"
             return
         if not all(0 <= slot < len(compute.slots) for slot in slots) or one.schema >= len(compute.schemas):
             yield f"operation {one.node} names a tensor or a schema that is not there"
+            return
+        if not all(0 < rows < _MOST_ROWS for _, rows in one.beyond):
+            yield f"operation {one.node} reads indices into a table of an impossible number of rows"
             return
         if not -1 <= one.stream < _MOST_STREAMS or not all(0 <= at < position for at in one.after):
             yield f"operation {one.node} is on a stream that is not there, or waits for an operation after it"

@@ -3,6 +3,9 @@
 The trace has the range of a tensor's integers where the observer was asked to save it
 (`ENABLE_PYTORCH_EXECUTION_TRACE_SAVE_INTEGRAL_TENSOR_RANGE`). Elsewhere those who read it as indices say how many rows
 there are; what was copied from another tensor tells the same of that one.
+
+A trace does not have the values of numbers that were made tensors (`tokens - first_token`, `masked[mask] = 0`). Indices
+that were computed with them are brought into the table before they are read.
 """
 
 from __future__ import annotations
@@ -53,6 +56,8 @@ _READS: dict[str, _Reads] = {
 _COPIES = frozenset(
     f"aten::{name}" for name in ("to", "_to_copy", "clone", "contiguous", "reshape", "copy_", "flatten")
 )
+_INTEGERS = ("int64", "int32")
+"""What tables are read with."""
 
 
 class IndexRanges:
@@ -61,26 +66,39 @@ class IndexRanges:
     def __init__(self) -> None:
         self._copies: list[tuple[Storage, Storage]] = []
         """(copy, what it was made of)"""
+        self._guessed: dict[int, Storage] = {}
+        """By id: integers that were computed with numbers which the trace does not have."""
 
-    def note(self, name: str, bound: BoundTensors, tensors: Tensors, ranges: str) -> None:
-        """Take what an operation says of the tensors that it takes."""
+    def note(self, name: str, bound: BoundTensors, tensors: Tensors, ranges: str) -> list[tuple[int, int]]:
+        """Take what an operation says of the tensors that it takes. Returns (slot, rows) of indices that may lie beyond
+        the table that they are read from."""
         if ranges:
             self._take_recorded(bound, tensors, ranges)
-        reads = _READS.get(name)
+        reads, beyond = _READS.get(name), []
         if reads is not None and max(reads[:2]) < len(bound.arguments):
-            self._take_reader(reads, bound, tensors)
+            beyond = self._take_reader(reads, bound, tensors)
+        self._spread_guesses(bound, tensors)
         if name in _COPIES:
             ends = [tensors.storage_of[slot] for slot in (*bound.used, *bound.made)]
             if name == "aten::copy_":
                 ends.reverse()
             if len(ends) > 1 and ends[0] is not ends[-1]:
                 self._copies.append((ends[-1], ends[0]))
+        return beyond
 
     def settle(self) -> None:
         """Give what is known of a copy to what it was made of."""
         for copy, of in reversed(self._copies):
             if copy.is_index and copy.high is not None:
                 _limit(of, copy.high)
+
+    def _spread_guesses(self, bound: BoundTensors, tensors: Tensors) -> None:
+        """What is given, or changed in place, by an operation that takes a guessed integer is one."""
+        taken = [tensors.storage_of[slot] for slot in bound.used]
+        if any(id(one) in self._guessed or _is_unknown_number(one) for one in taken):
+            for one in (*taken[:1], *(tensors.storage_of[slot] for slot in bound.made)):
+                if one.dtype in _INTEGERS:
+                    self._guessed[id(one)] = one
 
     def _take_recorded(self, bound: BoundTensors, tensors: Tensors, ranges: str) -> None:
         for place, limits in (parse(ranges, dict[int, tuple[int, int]]) or {}).items():
@@ -91,7 +109,8 @@ class IndexRanges:
                 storage.high = max(storage.high or 0, limits[1]) if known else limits[1]
                 storage.is_index = False
 
-    def _take_reader(self, reads: _Reads, bound: BoundTensors, tensors: Tensors) -> None:
+    def _take_reader(self, reads: _Reads, bound: BoundTensors, tensors: Tensors) -> list[tuple[int, int]]:
+        beyond = []
         table = bound.arguments[reads.table]
         slots = slots_in(table)
         shape = tensors.slots[slots[0]].shape if slots else []
@@ -106,8 +125,15 @@ class IndexRanges:
                     dimension = number  # a list has indices for each dimension
                 size = shape[dimension] if isinstance(dimension, int) and -len(shape) <= dimension < len(shape) else 1
             storage = tensors.storage_of[slot]
+            if id(storage) in self._guessed and storage.dtype in _INTEGERS and size > 0:
+                beyond.append((slot, size))
             if storage.high is None or storage.is_index:
                 _limit(storage, max(size - 1, 0))
+        return beyond
+
+
+def _is_unknown_number(one: Storage) -> bool:
+    return one.block >= 0 and one.is_number and one.high is None and one.dtype in _INTEGERS
 
 
 def _limit(storage: Storage, high: int) -> None:

@@ -181,7 +181,7 @@ class _Building:
             operation.arguments, operation.results = bound.arguments, bound.results
             if one.call < 0:
                 operation.schema = self.schemas.setdefault(one.schema, len(self.schemas))
-                self.ranges.note(node.name, bound, self.tensors, one.integers)
+                operation.beyond = self.ranges.note(node.name, bound, self.tensors, one.integers)
         if one.call >= 0:
             operation.call = one.call
             sides = [slots_in(value) for value in operation.arguments]

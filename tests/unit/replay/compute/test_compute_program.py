@@ -121,6 +121,40 @@ def test_indices_stay_within_the_table_whoever_made_them(tmp_path: Path) -> None
         assert 0 <= int(made.min()) <= int(made.max()) <= 4
 
 
+def test_indices_that_were_computed_with_numbers_the_trace_lacks_stay_within_the_table(tmp_path: Path) -> None:
+    """Of a part of a vocabulary, as tensor-parallel embeddings look it up: `tokens - first` is recorded with a tensor
+    of which nobody knows the value."""
+    first, table = 64, torch.randn(8, 3, requires_grad=True)
+
+    def function() -> None:
+        tokens = torch.randint(0, 128, (100,))
+        elsewhere = (tokens < first) | (tokens >= first + 8)
+        own = tokens.clone() - first
+        own[elsewhere] = 0
+        functional.embedding(own, table).sum().backward()
+        table.detach()[own, own % 3]
+
+    plan = compute_of(function, tmp_path)
+    program = program_of(plan)
+    for trial in (True, False, False, False):
+        program.run_pass(trial=trial)
+    assert program.failed == {}
+    beyond = {one.name: [rows for _, rows in one.beyond] for one in plan.operations if one.beyond}
+    assert beyond == {"aten::embedding": [8], "aten::embedding_backward": [8], "aten::index": [8, 3]}
+
+
+def test_an_operation_that_fails_after_the_trial_is_named(tmp_path: Path) -> None:
+    table, rows = torch.randn(5, 3), torch.tensor([4, 0])
+    plan = compute_of(lambda: functional.embedding(rows, table), tmp_path)
+    program = program_of(plan)
+    program.run_pass(trial=True)
+    program.slots[slot_of(plan, 2)].fill_(9)
+    (node,) = [one.node for one in plan.operations if one.name == "aten::embedding"]
+    for clock in (None, [0]):
+        with pytest.raises(CrossrankError, match=rf"^aten::embedding \(node {node}\): IndexError: index out of range"):
+            program.run_pass(clock=clock)
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_numbers_that_json_lacks_are_given_as_they_were(tmp_path: Path, value: float) -> None:
     x, mask = torch.zeros(3), torch.tensor([True, False, True])
