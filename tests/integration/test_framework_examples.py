@@ -36,6 +36,7 @@ DDP = {"all_reduce", "broadcast", "all_gather"}
 WORLD = {("default_pg", 2)}
 RUN = (
     Example("with_accelerate", (*TORCHRUN, "2"), "accelerate", 2, 4, DDP | {"barrier"}, WORLD),
+    Example("with_trainer", (*TORCHRUN, "2"), "transformers", 2, 4, DDP, WORLD),
     Example("with_lightning", (sys.executable,), "lightning", 2, 4, DDP | {"barrier"}, WORLD, "weights"),
     Example("with_deepspeed", (*TORCHRUN, "2"), "deepspeed", 2, 4, DDP | {"barrier"}, {*WORLD, ("undefined", 2)}),
     Example("with_ray", (sys.executable,), "ray", 2, 4, DDP, WORLD),

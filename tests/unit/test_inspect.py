@@ -104,6 +104,26 @@ complete   every rank is there and ended properly
     )
 
 
+def test_groups_are_those_that_communicate_most_and_the_silent_ones_are_counted(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = b'{"group":{"pg":"%d","size":2,"ranks":[0,1],"desc":"made and not used"}}\n'
+    header, _, rest = zstandard.decompress(comms(0, "alpha")).partition(b"\n")
+    calls = rest.replace(b'"op":"send","c10d":"send","pg":"0"', b'"op":"send","c10d":"send","pg":"7"')
+    groups = b"".join(line % number for number in range(1, 9))
+    (folder / "rank-0.comms.jsonl.zst").write_bytes(
+        zstandard.ZstdCompressor().compress(header + b"\n" + groups + calls)
+    )
+    _, out, _ = inspect(folder, capsys)
+    (table,) = [part for part in out.split("\n\n") if part.startswith("Process groups")]
+    first, second, silent = table.splitlines()[2:]
+    assert first.split() == ["0", "default_pg", "2", "0-1", "cross_node", "3", "7", "kB"]
+    assert second.split()[0] == "7"
+    assert silent == "  7 groups on which nothing was called: --json has them"
+    _, out, _ = inspect(folder, capsys, "--json")
+    assert len(json.loads(out)["groups"]) == 9
+
+
 def test_the_json_holds_the_same_numbers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = inspect(folder, capsys, "--json")
     summary = json.loads(out)

@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import Any
 
 from crossrank.recording import COMMS
-from crossrank.text import amount, printable, rank_ranges
+from crossrank.text import amount, plural, printable, rank_ranges
 from crossrank.tools.analysis.summary import Summary, summarise
 from crossrank.tools.commands.options import add_shared, complain, fleet_of, progress
 from crossrank.tools.output.console import print_json, table_of
@@ -28,7 +28,8 @@ class InspectCommand:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         meaning = "the folder given as TRACING_DIR, one comms file, an fsspec URL, or FILE.et"
         parser.add_argument("recording", help=meaning)
-        parser.add_argument("--top", type=_count, default=10, metavar="N", help="source lines to list (default 10)")
+        meaning = "source lines to list (default 10), and four times as many groups"
+        parser.add_argument("--top", type=_count, default=10, metavar="N", help=meaning)
         add_shared(parser, "json")
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -56,7 +57,10 @@ def _print(summary: Summary, top: int) -> None:
     if summary.by_op:
         table_of(summary.by_op, _OPERATIONS).print("Operations")
     if summary.groups:
-        table_of(summary.groups, _GROUPS).print("Process groups")
+        called = sorted((one for one in summary.groups if one["calls"]), key=lambda one: -one["bytes"])
+        table_of(called, _GROUPS, limit=4 * top, more="--top").print("Process groups")
+        if silent := len(summary.groups) - len(called):
+            print(f"  {plural(silent, 'group')} on which nothing was called: --json has them")
     if summary.sources:
         table_of(summary.sources, _SOURCES, limit=top, more="--top").print("Source lines that communicate most")
     table_of(list(summary.files.items()), _FILES).print("Files")
