@@ -9,16 +9,18 @@ import re
 from collections.abc import Callable, Iterator
 from unittest.mock import patch
 
+import griffe
+
 from crossrank.tools.analysis.diagnosis.findings import KINDS
 from crossrank.tools.cli import main
 from crossrank.tools.output.frames.columns import TABLES
 
 _WIDTH = "96"
-_PLACE = re.compile(r"^<!-- (?P<what>options|tables|findings)(?: (?P<name>\w+))? -->$", re.MULTILINE)
+_PLACE = re.compile(r"^<!-- (?P<what>options|tables|findings|records)(?: (?P<name>[\w. ]+))? -->$", re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Fills in `<!-- options COMMAND -->`, `<!-- tables -->` and `<!-- findings -->`."""
+    """Fills in what stands as `<!-- options COMMAND -->`, `<!-- records MODULE CLASS … -->` and so on."""
     return _PLACE.sub(lambda match: _MAKERS[match["what"]](match["name"] or ""), markdown)
 
 
@@ -46,4 +48,27 @@ def _findings(_: str) -> str:
     return "\n".join(["| kind | meaning | what to do next |", "|---|---|---|", *rows])
 
 
-_MAKERS: dict[str, Callable[[str], str]] = {"options": _options, "tables": _tables, "findings": _findings}
+def _records(words: str) -> str:
+    module, *classes = words.split()
+    return "\n".join(line for name in classes for line in _record_lines(griffe.load(f"{module}.{name}")))
+
+
+def _record_lines(record: griffe.Object | griffe.Alias) -> Iterator[str]:
+    yield f"\n### {record.name}\n\n{_sentence(record)}\n"
+    yield "| field | type | meaning |\n|---|---|---|"
+    for name, one in record.all_members.items():
+        if one.is_attribute and not name.startswith("_") and "property" not in one.labels:
+            kind = str(one.annotation).replace("|", "\\|")
+            yield f"| `{name}` | {kind} | {_sentence(one)} |"
+
+
+def _sentence(one: griffe.Object | griffe.Alias) -> str:
+    return " ".join(one.docstring.value.split()).replace("|", "\\|") if one.docstring is not None else ""
+
+
+_MAKERS: dict[str, Callable[[str], str]] = {
+    "options": _options,
+    "tables": _tables,
+    "findings": _findings,
+    "records": _records,
+}

@@ -91,6 +91,7 @@ class ComputeProgram:
         self._operations = find_operations(plan.schemas, imports)
         self._defaults = [_defaults(one) for one in self._operations]
         self._blocks = fill_blocks(plan.blocks, device, indices, seed)
+        self._generator = torch.Generator().manual_seed(seed)
         for number, slot in enumerate(plan.slots):
             if slot.block >= 0:
                 dtype = getattr(torch, slot.dtype)
@@ -260,6 +261,13 @@ class ComputeProgram:
             made = torch.empty_strided(one.shape, one.strides, dtype=getattr(torch, one.dtype), device=self.device)
             return made if made.is_floating_point() else made.zero_()
 
+        made_up: dict[int, torch.Tensor] = {}
+
+        def fill(slot: int, high: int) -> None:
+            if slot not in made_up:
+                made_up[slot] = torch.randint(high + 1, self.slots[slot].shape, generator=self._generator)
+            self.slots[slot].copy_(made_up[slot])
+
         on_gpu = self.device.type == "cuda"
 
         def mark() -> None:
@@ -273,6 +281,7 @@ class ComputeProgram:
             "host": idle,
             "device": make_busy(self.device) if on_gpu else idle,
             "empty": empty,
+            "fill": fill,
             "mark": mark,
             "p": progress,
             "now": time.monotonic_ns,
@@ -338,7 +347,8 @@ class ComputeProgram:
             return launches
         if operation.runs and number not in self.failed:
             within = [f"s[{slot}] = s[{slot}].remainder({rows})" for slot, rows in operation.beyond]
-            return [*launches, *within, *self._call(operation)]
+            filled = [f"fill({slot}, {high})" for slot, high in operation.filled]
+            return [*launches, *within, *self._call(operation), *filled]
         empty = [f"s[{slot}] = empty({slot})" for slot in flat_results(operation.results)]
         where = "device" if operation.on_device and self.device.type == "cuda" else "host"
         return [*launches, f"{where}({operation.took_ns})", *empty]

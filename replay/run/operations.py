@@ -12,7 +12,10 @@ from crossrank.errors import CrossrankError, one_line
 from crossrank.replay.plan.plan import Plan
 
 MISSING = "this torch has no such operation; --import names a module that makes it"
-_NEEDS = {"fsdp": "torch.distributed.fsdp"}
+_NEEDS = {
+    "_c10d_functional": "torch.distributed._functional_collectives",
+    "fsdp": "torch.distributed.fsdp",
+}
 """Namespace of operations -> the module of torch that makes them."""
 
 

@@ -66,6 +66,9 @@ class ComputeOperation(msgspec.Struct, gc=False, omit_defaults=True, kw_only=Tru
     beyond: list[tuple[Int, Int]] = []
     """(slot, rows) of indices that were computed with numbers which the trace does not have: they are brought into the
     table of so many rows before they are read."""
+    filled: list[tuple[Int, Int]] = []
+    """(slot, highest value) of integers that it gives without a value, and that the program then wrote by itself, as
+    what loads data does: they are filled after it."""
     results: list[Any] = []
     """Slots that take what it returns, None where nobody uses it; a list where it returns one."""
     frees: list[int] = []
@@ -133,15 +136,16 @@ def contradictions(compute: ComputePlan) -> Iterator[str]:
     for position, one in enumerate(compute.operations):
         try:
             slots = [*slots_in(one.arguments), *one.inputs, *one.outputs, *one.frees, *flat_results(one.results)]
-            slots += [slot for slot, _ in one.beyond]
+            slots += [slot for slot, _ in (*one.beyond, *one.filled)]
         except (TypeError, ValueError):
             yield f"operation {one.node} names a tensor that is no number"
             return
         if not all(0 <= slot < len(compute.slots) for slot in slots) or one.schema >= len(compute.schemas):
             yield f"operation {one.node} names a tensor or a schema that is not there"
             return
-        if not all(0 < rows < _MOST_ROWS for _, rows in one.beyond):
-            yield f"operation {one.node} reads indices into a table of an impossible number of rows"
+        rows = [*(rows for _, rows in one.beyond), *(high + 1 for _, high in one.filled)]
+        if not all(0 < one < _MOST_ROWS for one in rows):
+            yield f"operation {one.node} has indices into a table of an impossible number of rows"
             return
         if not -1 <= one.stream < _MOST_STREAMS or not all(0 <= at < position for at in one.after):
             yield f"operation {one.node} is on a stream that is not there, or waits for an operation after it"

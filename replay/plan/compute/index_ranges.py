@@ -56,6 +56,7 @@ _READS: dict[str, _Reads] = {
 _COPIES = frozenset(
     f"aten::{name}" for name in ("to", "_to_copy", "clone", "contiguous", "reshape", "copy_", "flatten")
 )
+_EMPTY = ("aten::empty", "aten::new_empty")
 _INTEGERS = ("int64", "int32")
 """What tables are read with."""
 
@@ -85,6 +86,12 @@ class IndexRanges:
             if len(ends) > 1 and ends[0] is not ends[-1]:
                 self._copies.append((ends[-1], ends[0]))
         return beyond
+
+    def gives_no_values(self, name: str, bound: BoundTensors, tensors: Tensors) -> list[int]:
+        """Slots of integers that an operation gives without a value."""
+        if not name.startswith(_EMPTY):
+            return []
+        return [slot for slot in bound.made if tensors.slots[slot].dtype in _INTEGERS]
 
     def settle(self) -> None:
         """Give what is known of a copy to what it was made of."""

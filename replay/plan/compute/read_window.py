@@ -133,6 +133,8 @@ class _Building:
         self._set_streams()
         self._free()
         self.ranges.settle()
+        for operation in self.operations:
+            operation.filled = [(slot, max(self.tensors.storage_of[slot].high or 0, 0)) for slot, _ in operation.filled]
         return ComputePlan(
             operations=self.operations,
             schemas=list(self.schemas),
@@ -182,6 +184,7 @@ class _Building:
             if one.call < 0:
                 operation.schema = self.schemas.setdefault(one.schema, len(self.schemas))
                 operation.beyond = self.ranges.note(node.name, bound, self.tensors, one.integers)
+                operation.filled = [(slot, 0) for slot in self.ranges.gives_no_values(node.name, bound, self.tensors)]
         if one.call >= 0:
             operation.call = one.call
             sides = [slots_in(value) for value in operation.arguments]

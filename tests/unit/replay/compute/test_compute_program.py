@@ -143,6 +143,22 @@ def test_indices_that_were_computed_with_numbers_the_trace_lacks_stay_within_the
     assert beyond == {"aten::embedding": [8], "aten::embedding_backward": [8], "aten::index": [8, 3]}
 
 
+def test_integers_that_the_program_wrote_by_itself_stay_within_the_table(tmp_path: Path) -> None:
+    """A list becomes a tensor, as where data is loaded: the trace has an empty one, and not who fills it."""
+    table, rows = torch.randn(500, 3), list(range(400, 500))
+
+    def function() -> None:
+        functional.embedding(torch.tensor(rows).clone(), table)
+
+    plan = compute_of(function, tmp_path)
+    ((slot, high),) = [filled for one in plan.operations for filled in one.filled]
+    assert (plan.slots[slot].shape, high) == ([100], 499)
+    program = program_of(plan)
+    for trial in (True, False):
+        program.run_pass(trial=trial)
+        assert program.failed == {}
+
+
 def test_an_operation_that_fails_after_the_trial_is_named(tmp_path: Path) -> None:
     table, rows = torch.randn(5, 3), torch.tensor([4, 0])
     plan = compute_of(lambda: functional.embedding(rows, table), tmp_path)
