@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 DEMO := demo-recording
-WORKERS ?= 2
+# More than cores: ranks of tests wait for each other, and for hangs.
+WORKERS ?= 3
 
 .PHONY: mutate demo examples test lint docs bench proto clean
 
