@@ -7,7 +7,7 @@ DEMO := demo-recording
 # More than cores: ranks of tests wait for each other, and for hangs.
 WORKERS ?= 3
 
-.PHONY: mutate demo examples test lint docs bench proto clean
+.PHONY: mutate demo examples test gpu gpu-cpu gpu-wheels lint docs bench proto clean
 
 # Editable by a path, not a finder: else a script beside the checkout would import that folder as the package.
 $(STAMP): pyproject.toml constraints.txt
@@ -50,6 +50,23 @@ examples: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+# With NCCL on a machine with one GPU, within ten minutes; the results are in gpu-results-cuda. On a machine without a
+# network: `make gpu-wheels` elsewhere first, and then `bash tests/gpu/without_network.sh`.
+gpu: $(STAMP)
+	CROSSRANK_GPU_TESTS=cuda $(BIN)/python -m pytest -c tests/gpu/pytest.ini --rootdir . tests/gpu
+
+# What of it runs without a GPU, with gloo; the results are in gpu-results-cpu.
+gpu-cpu: $(STAMP)
+	CROSSRANK_GPU_TESTS=cpu $(BIN)/python -m pytest -c tests/gpu/pytest.ini --rootdir . tests/gpu
+
+# What a machine with torch and pytest lacks, for its Python and no other: make gpu-wheels GPU_PYTHON=3.12
+GPU_PYTHON ?= 3.12
+gpu-wheels: $(STAMP)
+	rm -rf .gpu-wheels
+	$(BIN)/python -m pip download --quiet --only-binary=:all: --no-deps --dest .gpu-wheels --python-version $(GPU_PYTHON) \
+	  --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+	  --requirement tests/gpu/wheels.txt
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -26,6 +26,7 @@ from crossrank.tools.traces.nsight.export import (
     GRAPH_TRACE,
     KERNEL,
     MEMCPY,
+    MEMSET,
     NVTX,
     RUNTIME,
     STRINGS,
@@ -79,7 +80,7 @@ _ACTIVITY = _TIMES | _IDS | {"bytes": size}
 TABLES: dict[str, dict[str, Rule]] = {
     STRINGS: {"id": number, "value": _text},
     NVTX: _ACTIVITY | {"text": _text, "jsonText": _text},
-    **dict.fromkeys((RUNTIME, KERNEL, MEMCPY, GRAPH_TRACE, *GRAPH_NODES), _ACTIVITY),
+    **dict.fromkeys((RUNTIME, KERNEL, MEMCPY, MEMSET, GRAPH_TRACE, *GRAPH_NODES), _ACTIVITY),
     "TARGET_INFO_SESSION_START_TIME": {"utcEpochNs": wall, "systemClockNs": wall, "sessionStartCntVctNs": number},
     "TARGET_INFO_SYSTEM_ENV": {"name": text("fact"), "value": name("host")},
     "ENUM_NSYS_EVENT_TYPE": {"id": number, "name": text("event type")},

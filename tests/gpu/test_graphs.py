@@ -1,0 +1,37 @@
+"""CUDA graphs and torch.compile under recording."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import machine
+from tests.gpu.machine import CUDA, ONE_RANK, Way
+
+
+@pytest.mark.needs(seconds=40, cuda=True)
+def test_graphs_are_captured_whatever_is_recorded_meanwhile(tmp_path: Path) -> None:
+    where = str(tmp_path / "recording")
+    done = machine.run_job("graphs", tmp_path / "job", ONE_RANK, 80, TRACING="ALL", TRACING_DIR=where)
+    found = machine.facts(tmp_path / "job", "graphs").get(0)
+    assert found is not None, done.last
+    assert found == dict.fromkeys(found, True)
+
+
+@pytest.mark.needs(seconds=60, ranks=2, cuda=True)
+def test_two_ranks_capture_a_collective(way: Way, tmp_path: Path) -> None:
+    where = str(tmp_path / "recording")
+    done = machine.run_job("graphs", tmp_path / "job", way, 80, TRACING="ALL", TRACING_DIR=where, TRACING_FLIGHT="0")
+    found = machine.facts(tmp_path / "job", "graphs")
+    assert [one["plain"] for one in found.values()] == [True, True], done.last
+
+
+@pytest.mark.needs(seconds=40)
+def test_compiled_functions_compute_what_they_should(tmp_path: Path) -> None:
+    way = ONE_RANK if CUDA else machine.GLOO
+    where = str(tmp_path / "recording")
+    done = machine.run_job("compiled", tmp_path / "job", way, 110, ranks=1, TRACING="ALL", TRACING_DIR=where)
+    found = machine.facts(tmp_path / "job", "compiled").get(0)
+    assert found is not None, done.last
+    assert found == dict.fromkeys(found, True)

@@ -1,0 +1,118 @@
+"""A rank stays away: who is accused while the job hangs, and how its processes end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from tests.gpu import machine
+from tests.gpu.machine import CUDA, Way
+from tests.gpu.results import keep_recording
+
+_ACCUSED = re.compile(r"^suspects +rank 1$", re.MULTILINE)
+
+
+def wait_for(condition: Callable[[], object], seconds: float) -> bool:
+    """Whether it has come true before the time is over."""
+    until = time.monotonic() + min(seconds, machine.seconds_left())
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def dumps(recording: Path) -> list[Path]:
+    return sorted(recording.glob("rank-*.flight.json.zst"))
+
+
+@pytest.mark.needs(seconds=60, ranks=2)
+def test_the_rank_that_stays_away_is_accused_while_the_job_hangs(way: Way, tmp_path: Path, note: Any) -> None:
+    recording, theirs = tmp_path / "recording", tmp_path / "torch" / "torch_trace_"
+    theirs.parent.mkdir()
+    words = machine.torchrun(machine.job("hang", tmp_path / "job"), way)
+    with machine.started(
+        words,
+        tmp_path / "job",
+        **machine.of_job(way),
+        TRACING="ALL",
+        TRACING_DIR=str(recording),
+        JOB_TIMEOUT="25" if CUDA else "100",
+        TORCH_NCCL_DUMP_ON_TIMEOUT="1",
+        TORCH_FR_BUFFER_SIZE="2000",
+        TORCH_FR_DUMP_TEMP_FILE=str(theirs),
+        TORCH_NCCL_DEBUG_INFO_TEMP_FILE=str(theirs),
+    ) as process:
+        began = time.monotonic()
+        assert wait_for(lambda: len(dumps(recording)) == 2 or process.poll() is not None, 60)
+        note(seconds_to_the_dumps=round(time.monotonic() - began, 1))
+        snapshot = Path(shutil.copytree(recording, tmp_path / "snapshot"))
+        keep_recording("hang", snapshot)
+        found = machine.crossrank(tmp_path / "diagnosis", "diagnose", snapshot)
+        assert found.code == 1, found.last
+        assert _ACCUSED.search(found.text), found.last
+        if CUDA:
+            assert_nccls(dumps(snapshot)[0])
+            assert wait_for(lambda: process.poll() is not None, 60), "NCCL's watchdog did not end the job"
+    if CUDA:
+        written = sorted((tmp_path / "torch").glob("torch_trace_*"))
+        keep_recording("hang-torch", tmp_path / "torch")
+        words = ["diagnose", *map(str, written), "--world-size", "2", "--allow-missing"]
+        found = machine.crossrank(tmp_path / "theirs", *words)
+        assert found.code == 1, found.last
+        assert "missing_rank" in found.text
+    assert machine.crossrank(tmp_path / "inspect", "inspect", recording).code in (0, 1)
+
+
+def assert_nccls(dump: Path) -> None:
+    content = json.loads(zstandard.ZstdDecompressor().decompressobj().decompress(dump.read_bytes()))
+    assert content["entries"][-1]["state"] in ("scheduled", "started")
+    assert content["pg_status"]
+
+
+@pytest.mark.needs(seconds=40, ranks=2)
+def test_a_hang_of_gloo_beside_nccl_is_found(way: Way, tmp_path: Path) -> None:
+    recording = tmp_path / "recording"
+    words = machine.torchrun(machine.job("hang_beside_nccl", tmp_path / "job"), way)
+    variables = {"TRACING": "ALL", "TRACING_DIR": str(recording)}
+    with machine.started(words, tmp_path / "job", **machine.of_job(way), **variables) as process:
+        assert wait_for(lambda: len(dumps(recording)) == 2 or process.poll() is not None, 60)
+        snapshot = Path(shutil.copytree(recording, tmp_path / "snapshot"))
+    keep_recording("hang-beside", snapshot)
+    found = machine.crossrank(tmp_path / "diagnosis", "diagnose", snapshot)
+    assert found.code == 1, found.last
+    assert _ACCUSED.search(found.text), found.last
+    assert "checkpoint" in found.text
+
+
+@pytest.mark.needs(seconds=60, ranks=2, cuda=True)
+def test_sigterm_ends_a_rank_that_is_stuck_on_its_gpu_in_a_window(way: Way, tmp_path: Path, note: Any) -> None:
+    recording = tmp_path / "recording"
+    words = machine.torchrun(machine.job("stuck_in_window", tmp_path / "job"), way)
+    variables = {"TRACING": "ALL", "TRACING_DIR": str(recording)}
+    with machine.started(words, tmp_path / "job", **machine.of_job(way), **variables):
+        assert wait_for(lambda: 0 in machine.facts(tmp_path / "job", "stuck"), 60)
+        pid = machine.facts(tmp_path / "job", "stuck")[0]["pid"]
+        time.sleep(2)  # it has launched the call by then, and nothing says when it stands still
+        os.kill(pid, signal.SIGTERM)
+        began = time.monotonic()
+        assert wait_for(lambda: has_ended(pid), 12)
+        note(seconds_to_the_end=round(time.monotonic() - began, 1))
+    assert (recording / "rank-0.flight.json.zst").exists()
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True

@@ -1,0 +1,61 @@
+"""Windows: nothing is lost at their edges, and nothing is waited for that comes after them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu import machine
+from tests.gpu.machine import CUDA, Way
+from tests.gpu.raw_kineto import read_raw
+from tests.gpu.results import keep_recording
+
+
+@pytest.mark.needs(seconds=30)
+def test_every_window_has_all_of_its_calls_and_kernels(way: Way, tmp_path: Path) -> None:
+    recording = tmp_path / "recording"
+    done = machine.run_job("windows", tmp_path / "job", way, 80, TRACING="ALL", TRACING_DIR=str(recording))
+    assert done.code == 0, done.last
+    traces = {path.name: read_raw(path) for path in sorted(recording.glob("rank-*.kineto.json.zst"))}
+    assert len(traces) == 3 * way.ranks
+    for name, raw in traces.items():
+        assert len(raw.calls) == 5, name
+        kernels = sum(map(len, raw.kernels.values())), len(raw.alone)
+        assert kernels == ((5, 0) if CUDA else (0, 0)), name
+
+
+@pytest.mark.needs(seconds=30)
+def test_durations_are_those_of_events_and_of_nccls_own_timing(way: Way, tmp_path: Path, note: Any) -> None:
+    recording = tmp_path / "recording"
+    where = str(recording)
+    done = machine.run_job(
+        "timing", tmp_path / "job", way, 80, TRACING="ALL", TRACING_DIR=where, TORCH_NCCL_ENABLE_TIMING="1"
+    )
+    assert done.code == 0, done.last
+    keep_recording("timing", recording, *sorted((tmp_path / "job").glob("timing-*.json")))
+    events = {int(size): us for size, us in machine.facts(tmp_path / "job", "timing")[0]["p50_us"].items()}
+    for source in ("kineto", "flight") if CUDA else ("kineto",):
+        words = ("bandwidth", recording, "--source", source, "--by", "op,size", "--json", "-o", "bandwidth.json")
+        found = machine.crossrank(tmp_path / source, *words)
+        assert found.code == 0, found.last
+        rows = json.loads((tmp_path / source / "bandwidth.json").read_text())["rows"]
+        medians = {one["size_to"]: one["kernel_us"]["p50"] for one in rows if one["op"] == "all_reduce"}
+        note(**{source: medians}, events=events)
+        large = {size: medians[size] for size in events if size > 1 << 20}
+        assert large.keys() == {1 << 24}
+        if CUDA:
+            # NCCL's kernel lies within the events that its caller records around it.
+            assert all(0.85 * events[size] <= us <= 1.15 * events[size] for size, us in large.items())
+
+
+@pytest.mark.needs(seconds=25, ranks=2)
+@pytest.mark.parametrize("tracing", ["NONE", "ALL"])
+def test_the_end_of_a_window_waits_for_no_receive_whose_send_comes_after_it(
+    way: Way, tracing: str, tmp_path: Path
+) -> None:
+    where = str(tmp_path / "recording")
+    done = machine.run_job("receive_ahead", tmp_path / "job", way, 40, TRACING=tracing, TRACING_DIR=where)
+    assert machine.facts(tmp_path / "job", "receive_ahead") == {0: {"passed": True}, 1: {"passed": True}}, done.last
