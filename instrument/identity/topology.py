@@ -43,6 +43,8 @@ _STANDSTILL = 5.0
 """Seconds without a new rank after which the collector publishes those that it knows."""
 _PATIENCE = 10.0
 """Seconds without news of the collector after which another rank becomes it."""
+_STORE_ANSWERS = 3.0
+"""Seconds that an answer of the store is waited for when the recording ends."""
 _GIVE_UP_AFTER = 120.0
 """Seconds. A rank that has not published by then is not recording."""
 _NOTHING = "-"
@@ -76,6 +78,9 @@ class Topology:
         if world_size == 1:
             self.settled.set()
         self._stopped = False
+        self._at_store = threading.Lock()
+        """Held while the store is asked. A thread that comes back from C++ once the interpreter shuts down is ended
+        there, by an exception that nothing may catch, and the process with it (Python before 3.14)."""
         self._collects = False
         self._collectors = 0
         self._published = 0
@@ -104,10 +109,12 @@ class Topology:
         def with_store(work: Callable[[Store], None]) -> None:
             from torch.distributed import PrefixStore
 
-            if (store := find_store()) is not None:
+            with self._at_store:
+                store = find_store() if not self._stopped else None
+                if store is None:
+                    self._stopped = True
+                    return
                 work(PrefixStore(f"crossrank/topology/{epoch}", store))
-            else:
-                self.stop()
 
         try:
             if domain is not None:
@@ -135,7 +142,10 @@ class Topology:
         return [rank for rank in range(self.world_size) if rank not in self.places]
 
     def stop(self) -> None:
+        """Ask the store no more; an answer that is under way is waited for, a few seconds at most."""
         self._stopped = True
+        if self._at_store.acquire(timeout=_STORE_ANSWERS):
+            self._at_store.release()
 
     def locality(self, ranks: Iterable[int] | None) -> Locality:
         """How far apart these global ranks are; `unknown` while one of them is not known yet."""

@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import NamedTuple
 
 import pytest
@@ -52,6 +53,17 @@ RUN = (
 )
 
 
+ABORTED_AT_EXIT = "terminate called without an active exception"
+"""On a busy machine gloo's process group ends one process of a hundred so once training is over: of 60 with Accelerate
+that were not recorded one, of 60 that were none."""
+
+
+def run(command: list[str | Path], folder: Path, tracing: str) -> CompletedProcess[str]:
+    variables = {"TRACING": tracing, "TRACING_DIR": str(folder / "recording"), "DS_ACCELERATOR": "cpu"}
+    shutil.rmtree(folder / "recording", ignore_errors=True)
+    return jobs.run(command, folder, 240, **variables)
+
+
 @pytest.mark.parametrize("example", RUN, ids=lambda one: one.name)
 def test_an_example_is_recorded_and_trains_as_it_does_without(example: Example, tmp_path: Path) -> None:
     if importlib.util.find_spec(example.framework) is None:
@@ -60,14 +72,9 @@ def test_an_example_is_recorded_and_trains_as_it_does_without(example: Example, 
     script = shutil.copy(EXAMPLES / f"{example.name}.py", tmp_path)
     results = []
     for tracing in ("NONE", "ALL"):
-        done = jobs.run(
-            [*example.command, script],
-            tmp_path,
-            240,
-            TRACING=tracing,
-            TRACING_DIR=str(tmp_path / "recording"),
-            DS_ACCELERATOR="cpu",
-        )
+        done = run([*example.command, script], tmp_path, tracing)
+        if done.returncode and ABORTED_AT_EXIT in done.stderr:
+            done = run([*example.command, script], tmp_path, tracing)
         assert done.returncode == 0, done.stderr
         results.append([line for line in done.stdout.splitlines() if line.startswith(example.result)])
     without, traced = results

@@ -139,6 +139,34 @@ def test_a_collector_that_leaves_early_is_replaced_by_one_other(monkeypatch: pyt
     assert [topology._collects for topology in topologies] == [True, True, False, False]
 
 
+def test_who_ends_waits_for_the_answer_that_is_under_way_and_the_store_is_asked_no_more() -> None:
+    """A thread that comes back from C++ while the interpreter shuts down ends the process."""
+    store, (topology, _) = _on_a_store(2)
+    asked, answered = threading.Event(), threading.Event()
+    looks = 0
+
+    def find_store() -> dist.Store:
+        nonlocal looks
+        looks += 1
+        asked.set()
+        assert answered.wait(20)
+        return store
+
+    exchange = threading.Thread(target=topology.exchange, args=(find_store, 0))
+    ends = threading.Thread(target=topology.stop)
+    exchange.start()
+    assert asked.wait(20)
+    ends.start()
+    ends.join(0.1)
+    assert ends.is_alive()
+    answered.set()
+    for thread in (ends, exchange):
+        thread.join(20)
+        assert not thread.is_alive()
+    assert looks == 1
+    assert topology.settled.is_set()
+
+
 def test_what_everybody_reads_stays_small_in_a_job_of_thousands_of_ranks() -> None:
     store, topologies = _on_a_store(16_384)
     first = topologies[0]
