@@ -51,8 +51,8 @@ class TimelineCommand:
 def _print(output: str, size: int, written: Written, measured: Measured) -> None:
     print(f"timeline   {printable(output)}, {amount(size)}")
     print(
-        f"holds      {written.ranks} rank(s), {written.calls:,} calls, {written.activities:,} times on devices, "
-        f"{written.arrows:,} arrows, {written.steps:,} steps, {written.duration_ms:,.1f} ms"
+        f"holds      {written.calls:,} calls (a batch is one), {written.activities:,} times on devices, "
+        f"{written.steps:,} steps, of {written.ranks} rank(s); {written.arrows:,} arrows; {written.duration_ms:,.1f} ms"
     )
     print(f"clocks     {clocks_text(measured.together.clocks)}")
     print("open it in ui.perfetto.dev")

@@ -69,7 +69,7 @@ def test_a_timeline_goes_beside_its_input_and_says_what_it_holds(
     assert run("timeline", folder) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"timeline   {folder}/timeline.pftrace, ")
-    assert "holds      2 rank(s), 4 calls, 4 times on devices, 2 arrows, 0 steps, 1.2 ms\n" in out
+    assert "holds      4 calls (a batch is one), 4 times on devices, 0 steps, of 2 rank(s); 2 arrows; 1.2 ms\n" in out
     assert (folder / "timeline.pftrace").stat().st_size > 200
     packed = folder / "t.pftrace.gz"
     assert run("timeline", folder, "-o", packed, "--json") == 0

@@ -31,12 +31,13 @@ class Written(msgspec.Struct, kw_only=True):
 
     ranks: int
     calls: int
-    """Calls at the moment that the host made them."""
+    """Calls at the moment that the host made them; a batch is one."""
     activities: int
     """Communication on devices, with begin and end."""
     arrows: int
     """Collectives whose first and last arriver are connected."""
     steps: int
+    """Those of every rank, and what came before its first."""
     counters: list[str]
     duration_ms: float
     epoch_ns: int
