@@ -7,6 +7,7 @@ import io
 import os
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from unittest.mock import patch
 
 import griffe
@@ -50,7 +51,13 @@ def _findings(_: str) -> str:
 
 def _records(words: str) -> str:
     module, *classes = words.split()
-    return "\n".join(line for name in classes for line in _record_lines(griffe.load(f"{module}.{name}")))
+    found = _package()[module.removeprefix("crossrank.")]
+    return "\n".join(line for name in classes for line in _record_lines(found[name]))
+
+
+@cache
+def _package() -> griffe.Object | griffe.Alias:
+    return griffe.load("crossrank")
 
 
 def _record_lines(record: griffe.Object | griffe.Alias) -> Iterator[str]:

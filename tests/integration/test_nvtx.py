@@ -80,7 +80,7 @@ def captured(folder: Path) -> list[list[Marker]]:
     return sorted(found, key=lambda markers: int(next(m.json["rank"] for m in markers if m.kind == "mark")))
 
 
-def run_ranks(folder: Path, library: Path, body: str, **variables: str) -> str:
+def run_ranks(folder: Path, library: Path, body: str, ranks: int = 2, **variables: str) -> str:
     script = jobs.write_script(
         folder,
         "import torch, torch.distributed as dist\nimport crossrank\n"
@@ -94,7 +94,7 @@ def run_ranks(folder: Path, library: Path, body: str, **variables: str) -> str:
         NVTX_INJECTION64_PATH=str(library),
         NVTX_CAPTURE_OUT=str(folder / "markers"),
         TRACING_DIR=str(folder / "recording"),
-        ranks=2,
+        ranks=ranks,
         **variables,
     )
     assert result.returncode == 0, result.stderr
@@ -233,6 +233,7 @@ def test_messages_stay_bounded_when_lines_differ_at_every_call(tmp_path: Path, i
         "crossrank.enable()\n"
         f"for number in range({calls}):\n"
         "    exec(compile('dist.all_reduce(torch.ones(4))', f'/{number}.py', 'exec'))\n",
+        ranks=1,
     )
     for markers in captured(tmp_path):
         registered = [marker for marker in markers if marker.kind == "register" and "op" in marker.json]
@@ -250,6 +251,7 @@ def test_messages_stay_bounded_when_sizes_change_at_every_call(tmp_path: Path, i
         tmp_path,
         injection_library,
         f"crossrank.enable()\nfor size in range(1, {calls + 1}):\n    dist.all_reduce(torch.empty(size))\n",
+        ranks=1,
     )
     for markers in captured(tmp_path):
         registered = [marker for marker in markers if marker.kind == "register" and "op" in marker.json]
