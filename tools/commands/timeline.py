@@ -13,7 +13,7 @@ from crossrank.text import amount, printable
 from crossrank.tools.commands.measured import Measured, add_measured_arguments, read_measured
 from crossrank.tools.commands.options import folder_of, output_file
 from crossrank.tools.job.sources import CHOICES
-from crossrank.tools.output.bandwidth import clocks_text
+from crossrank.tools.output.bandwidth import alignment_text
 from crossrank.tools.output.console import print_json, print_notes
 from crossrank.tools.output.timeline.build import Flows, Written, write_timeline
 
@@ -54,6 +54,6 @@ def _print(output: str, size: int, written: Written, measured: Measured) -> None
         f"holds      {written.calls:,} calls (a batch is one), {written.activities:,} times on devices, "
         f"{written.steps:,} steps, of {written.ranks} rank(s); {written.arrows:,} arrows; {written.duration_ms:,.1f} ms"
     )
-    print(f"clocks     {clocks_text(measured.together.clocks)}")
+    print(f"clocks     {alignment_text(measured.together.clocks)}")
     print("open it in ui.perfetto.dev")
     print_notes(measured.notes)

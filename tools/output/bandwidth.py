@@ -41,13 +41,15 @@ def bandwidth_table(
     return table_of(result.rows, columns, limit=limit, more=more, id=id, choices=choices)
 
 
-def clocks_text(clocks: Clocks) -> str:
+def alignment_text(clocks: Clocks) -> str:
     """What the times of different ranks rest on."""
     residual = clocks.residual_us
     if residual is None:
         return clocks.note
-    ends = f"the ends of a collective differ by {residual['p50']:,.1f} us (p50), {residual['max']:,.1f} us at most"
-    return f"{clocks.note}; {ends}"
+    far = f"{microseconds(residual['p50'])} us (p50), {microseconds(residual['max'])} us at most"
+    if clocks.count > 1:
+        return f"{clocks.note}; then the ends of a collective still differ by {far}"
+    return f"{clocks.note}; all ranks end a collective within {far}"
 
 
 def print_bandwidth(result: Bandwidth) -> None:
@@ -60,7 +62,7 @@ def print_bandwidth(result: Bandwidth) -> None:
         f"calls      {result.timed_calls:,} of {result.calls:,} have times; they are {result.timed_collectives:,} "
         f"collectives or transfers, {result.total_ms:,.3f} ms"
     )
-    print(f"clocks     {printable(clocks_text(result.clocks))}")
+    print(f"clocks     {printable(alignment_text(result.clocks))}")
     if (overlap := result.overlap) is not None:
         print(
             f"time       {percent(overlap.computation)} computation, {percent(overlap.exposed)} exposed communication, "

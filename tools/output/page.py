@@ -17,12 +17,14 @@ import orjson
 
 from crossrank.text import amount, microseconds, milliseconds, percent, printable, rank_ranges
 from crossrank.tools.analysis.diagnosis.findings import group_text
+from crossrank.tools.output.bandwidth import alignment_text
 from crossrank.tools.output.charts import Chart
 from crossrank.tools.output.diagnosis.verdict import clocks_text, compared_text, facts, finding_call
 from crossrank.tools.output.replay import comparison_text
 
 _TEMPLATES = Path(__file__).with_name("pages")
 _FILTERS = {
+    "alignment": alignment_text,
     "amount": amount,
     "call": finding_call,
     "clocks": clocks_text,
