@@ -95,6 +95,12 @@ class Collectives(Launches):
         calls: Ints = self.by_kind(lambda one: one.calls, np.int64)[self.kind]
         return calls
 
+    @property
+    def together(self) -> Ints:
+        """Calls of its batch that have the times of each row."""
+        together: Ints = self.by_kind(lambda one: one.together, np.int64)[self.kind]
+        return together
+
     def algbw(self) -> Floats:
         """GB/s (1e9 bytes) by collective; NaN where none can be given."""
         whole = self.by_kind(lambda one: one.whole)[self.of_kind]
@@ -165,9 +171,13 @@ def _factor(op: str, size: int) -> float:
     return row.bus_factor(size)
 
 
-def match_collectives(job: Job) -> Collectives:
-    """Join the calls of all ranks into collectives and transfers, on one clock, and measure them."""
-    found = launches(job)
+def match_collectives(job: Job, *, batches_apart: bool = False) -> Collectives:
+    """Join the calls of all ranks into collectives and transfers, on one clock, and measure them.
+
+    With `batches_apart` each send of a batch is joined with its receive; the time of a launch of several is an upper
+    bound for each.
+    """
+    found = launches(job, batches_apart=batches_apart)
     unmatched: Counter[str] = Counter()
     impossible = found.measured & (found.ended <= found.began)
     if impossible.any():
@@ -256,7 +266,8 @@ def _measure(found: Collectives, joined: Joined, releasing: Bools) -> None:
     uncertain = ~released & (~placed | (several & (found.time < found.clocks.slack_ns)))
     late = found.by_kind(lambda one: one.is_p2p and found.groups[one.group].late_ends)
     vague = late | found.by_kind(lambda one: found.groups[one.group].guessed)
-    found.bound = known & ((found.seen < found.expected) | joined.own | uncertain | vague[found.of_kind])
+    shared = reduce_by(np.maximum, found.collective, found.together, count, 1) > 1
+    found.bound = known & ((found.seen < found.expected) | joined.own | uncertain | vague[found.of_kind] | shared)
     lateness = last_begin[collective] - began
     wait = np.where(released[collective], duration - shortest[collective], np.minimum(lateness, duration))
     compared = (several & (released | placed))[collective]

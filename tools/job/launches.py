@@ -69,6 +69,8 @@ class CallKind(msgspec.Struct, frozen=True):
     locality: Locality = "unknown"
     calls: int = 1
     """That went out in this one launch."""
+    together: int = 1
+    """Where batches are taken apart: the calls of its batch that have the same times, as those of one launch do."""
     whole: bool = True
     """All calls of the launch are known: some may not have been recorded."""
     sized: bool = True
@@ -140,16 +142,21 @@ def reduce_by(ufunc: np.ufunc, of: Ints, values: Ints, count: int, start: int) -
     return found
 
 
-def launches(job: Job) -> Launches:
-    """The launches of all ranks of a job, of which there is one."""
-    return _Found(job).launches()
+def launches(job: Job, *, batches_apart: bool = False) -> Launches:
+    """The launches of all ranks of a job, of which there is one.
+
+    With `batches_apart` sends and receives of a batch are a row each, with the times of their launch.
+    """
+    return _Found(job, batches_apart).launches()
 
 
 class _Found:
     """What is found while the calls of all ranks become launches."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, batches_apart: bool) -> None:
         self._job = job
+        self._apart = np.array([batches_apart and is_p2p(one) and not one.members for one in job.signatures], bool)
+        """Of each signature: calls of it stand by themselves, also in a batch."""
         self._kinds: dict[CallKind, int] = {}
         self._sent: dict[int, Counter[int]] = {rank: Counter() for rank in job.ranks}
         self._not_placed = 0
@@ -225,12 +232,15 @@ class _Found:
             .with_columns(ended=pl.when(took > 0).then(began + took).otherwise(ended * (began > 0)))
             .with_columns(began=pl.when(ended > 0).then(began))
         )
+        rows = rows.with_columns(apart=self._apart[rows["signature"].to_numpy()])
         first = ("row", "id", "number", "step", "called")
-        alone = rows.filter(batch < 0).select(
-            "rank", *first, "began", "ended", "took", "signature", "group", whole=True, calls=pl.lit(1, pl.UInt32)
-        )
+        one = pl.lit(1, pl.UInt32)
+        columns = ("rank", *first, "began", "ended", "took", "signature", "group")
+        alone = rows.filter(batch < 0).select(*columns, whole=True, calls=one, together=one)
+        alike = pl.len().over("rank", "batch", "began", "ended")
+        parted = rows.filter((batch >= 0) & pl.col("apart")).select(*columns, whole=True, calls=one, together=alike)
         batches = (
-            rows.filter(batch >= 0)
+            rows.filter((batch >= 0) & ~pl.col("apart"))
             .group_by("rank", "batch", maintain_order=True)
             .agg(
                 *(pl.col(name).first() for name in first),
@@ -241,17 +251,18 @@ class _Found:
                 # The first call gives the batch its id, and their ids follow each other.
                 whole=(pl.len() == 1) | ((id.first() == batch.first()) & (id.last() - id.first() == pl.len() - 1)),
                 calls=pl.len(),
+                together=one,
             )
             .drop("batch")
         )
-        made = pl.concat([self._with_kinds(alone), self._with_kinds(batches)])
+        made = pl.concat(map(self._with_kinds, (alone, parted, batches)))
         return made.sort("row").drop("row").with_columns(began.fill_null(0))
 
     def _with_kinds(self, made: pl.DataFrame) -> pl.DataFrame:
         """Launches with the number of their kind in the place of the signatures and groups of their calls."""
         import polars as pl
 
-        keys = ("rank", "signature", "group", "whole")
+        keys = ("rank", "signature", "group", "whole", "together")
         alike = made.with_row_index("place").group_by(keys, maintain_order=True).agg("place", times=pl.len())
         kinds = [self._kind_of(*row) for row in alike.select(*keys, "times").iter_rows()]
         of_kind = alike.select("place", kind=pl.Series(kinds, dtype=pl.Int64)).explode("place").sort("place")
@@ -284,7 +295,13 @@ class _Found:
                 self._unattributed[UNTIMED] += len(trace) - timed
 
     def _kind_of(
-        self, rank: int, signatures: int | Sequence[int], groups: int | Sequence[int], whole: bool, times: int
+        self,
+        rank: int,
+        signatures: int | Sequence[int],
+        groups: int | Sequence[int],
+        whole: bool,
+        together: int,
+        times: int,
     ) -> int:
         """Number of the kind of a launch that was made so many times; notes to whom it sends.
 
@@ -300,7 +317,7 @@ class _Found:
         group = self._job.groups[self._job.group_of[rank][local]]
         records = [self._possible(record, times) for record in records]
         self._count_sent(rank, records, group, times)
-        return self._kinds.setdefault(_kind(records, group, rank, whole), len(self._kinds))
+        return self._kinds.setdefault(_kind(records, group, rank, whole, together), len(self._kinds))
 
     def _possible(self, record: CommRecord, times: int) -> CommRecord:
         """The record without impossible sizes."""
@@ -331,7 +348,7 @@ class _Found:
         del sent[rank]
 
 
-def _kind(records: Sequence[CommRecord], group: ProcessGroup, rank: int, whole: bool) -> CallKind:
+def _kind(records: Sequence[CommRecord], group: ProcessGroup, rank: int, whole: bool, together: int) -> CallKind:
     first = records[0]
     size, exchanged, ends, op, locality = sum(record.bytes for record in records), -1, None, first.op, first.locality
     recorded = size
@@ -358,6 +375,7 @@ def _kind(records: Sequence[CommRecord], group: ProcessGroup, rank: int, whole: 
         source=first.source,
         locality=locality,
         calls=len(records),
+        together=together,
         whole=whole,
         sized=all(map(has_size, records)),
     )

@@ -127,6 +127,27 @@ def test_the_launch_of_a_batch_is_its_ranks_own_and_a_bound() -> None:
     assert (found.bound.tolist(), found.seen.tolist(), found.expected.tolist()) == ([True], [1], [1])
 
 
+@pytest.mark.parametrize(("shares", "time_ns"), [(True, 60_000), (False, 20_000)])
+def test_batches_are_taken_apart_on_request_and_a_time_that_calls_share_is_a_bound(shares: bool, time_ns: int) -> None:
+    """Both ranks exchange with the other; on NCCL the two calls of a rank are one kernel, on gloo each has its Work."""
+    traces = []
+    for rank in (0, 1):
+        times = RankTrace(rank=rank, path=str(rank), source="kineto", clock="a", world_size=2, numbered_pairs=True)
+        builder = TraceBuilder(times, [Group(pg="0", size=2, ranks=[0, 1])])
+        common: Any = {"c10d": "", "pg": "0", "t": 0, "batch": 1, "peer": 1 - rank, "p2p_seq": 1, "bytes": 60_000}
+        for number, op in enumerate(("send", "recv"), 1):
+            began = 1000 if shares or op == "send" else 41_000
+            builder.add(CommRecord(id=number, op=op, **common), called=500, began=began, ended=61_000)
+        traces.append(times)
+    job = Job.match(traces)
+    assert [one.label for one in match_collectives(job).kinds] == ["send/recv, batched"]
+    found = match_collectives(job, batches_apart=True)
+    assert [found.kinds[kind].ends for kind in found.of_kind] == [(0, 1), (1, 0)]
+    assert (found.seen.tolist(), found.expected.tolist(), found.time.tolist()) == ([2, 2], [2, 2], [time_ns] * 2)
+    assert found.bound.tolist() == [shares] * 2
+    assert found.together.tolist() == [2 if shares else 1] * 4
+
+
 def test_what_not_all_members_show_is_a_bound() -> None:
     found = together(Rank(0, 3).call(100, 500), Rank(2, 3).call(300, 500))
     assert found.time.tolist() == [200_000]

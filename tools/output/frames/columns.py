@@ -153,14 +153,17 @@ TABLES = {
         },
     ),
     "transfers": TableSchema(
-        "sends with their receives, joined pair by pair; a launch of several of them stands by itself",
+        "sends with their receives, joined pair by pair, also those of batches",
         False,
         {
             **_GROUP,
-            "source_rank": Column(_INT, "sender; null for a batch of several"),
-            "destination_rank": Column(_INT, "receiver; null for a batch of several"),
+            "source_rank": Column(_INT, "sender; null where the file does not tell the two ends"),
+            "destination_rank": Column(_INT, "receiver; null where the file does not tell the two ends"),
             "number": Column(_INT, "n-th of the pair on the group"),
-            "calls": Column(_INT, "sends and receives of this rank that went out in the launch"),
+            "calls": Column(
+                _INT,
+                "sends and receives of a rank that have one time together, as those of one launch; then an upper bound",
+            ),
             **_SIZE,
             **_PLACE,
             **_MEASURED,

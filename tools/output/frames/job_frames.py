@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import polars as pl
 
 from crossrank.text import printable, rank_ranges
@@ -14,6 +15,7 @@ from crossrank.tools.analysis.waiting import arrivals
 from crossrank.tools.job.collectives import Collectives, match_collectives
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.job.job import Job
+from crossrank.tools.job.launches import SEND_RECV
 from crossrank.tools.output.frames.columns import TABLES
 
 
@@ -64,6 +66,8 @@ def collectives(matched: Matched) -> pl.DataFrame:
 
 def transfers(matched: Matched) -> pl.DataFrame:
     """The table `transfers`."""
+    if any(one.op == SEND_RECV for one in matched.found.kinds):
+        matched = Matched(matched.job, match_collectives(matched.job, batches_apart=True))
     return TABLES["transfers"].select(_measured(matched, p2p=True))
 
 
@@ -99,7 +103,7 @@ def _measured(matched: Matched, *, p2p: bool) -> pl.DataFrame:
         [
             (
                 *_name(matched.job.groups[one.group]),
-                *(one.op, one.root, one.calls, one.is_p2p, one.locality),
+                *(one.op, one.root, one.is_p2p, one.locality),
                 None if one.source is None else printable(one.source),
                 *(one.ends or (None, None)),
             )
@@ -119,12 +123,14 @@ def _measured(matched: Matched, *, p2p: bool) -> pl.DataFrame:
                 "began": found.began,
                 "ended": found.ended,
                 "waiting": found.waiting,
+                "calls": np.maximum(found.calls, found.together),
             }
         )
         .with_columns(*positive, pl.when(pl.col("waiting") >= 0).then("waiting").alias("waiting"))
         .group_by("collective", maintain_order=True)
         .agg(
             pl.first("number", "step"),
+            pl.max("calls"),
             called_ns=pl.min("called"),
             arrived_ns=pl.max("began"),
             ended_ns=pl.max("ended"),
@@ -150,7 +156,6 @@ _KINDS = {
     "members": pl.String,
     "op": pl.String,
     "root": pl.Int64,
-    "calls": pl.Int64,
     "p2p": pl.Boolean,
     "locality": pl.String,
     "source": pl.String,
