@@ -14,7 +14,7 @@ import polars as pl
 
 from crossrank.recording import STOOD
 from crossrank.text import plural, printable
-from crossrank.tools.analysis.waiting import Steps, covered, most_covered, over_ranks
+from crossrank.tools.analysis.waiting import Steps, covered, in_ms, over_ranks, with_most
 from crossrank.tools.traces.rank_trace import RankTrace
 
 _MOST_LINES = 20
@@ -83,8 +83,8 @@ def exposed_of(ranks: Sequence[RankTrace]) -> Exposed | None:
         share=round(steps.select(share).item(), 4) if has_steps else None,
         steps=over_ranks(steps) if has_steps else None,
         ranks=[
-            ExposedRank(rank=rank, exposed_ms=ms, share=share_of.get(rank))
-            for rank, ms in most_covered(waits, "rank", pl.col("begin"), pl.col("end"))
+            ExposedRank(rank=one["rank"], exposed_ms=in_ms(one["ns"]), share=share_of.get(one["rank"]))
+            for one in with_most(covered(waits, ["rank"], pl.col("begin"), pl.col("end")), "ns")
         ],
         lines=_lines(waits),
         notes=list(_notes(ranks, recorded)),
@@ -128,7 +128,7 @@ def _by_step(waits: pl.DataFrame, iterations: pl.DataFrame) -> pl.DataFrame:
     )
     exposed = covered(of_step, ["rank", "from"], pl.col("begin"), pl.min_horizontal("end", "until"))
     return iterations.join(exposed, on=("rank", "from"), how="left").select(
-        *("rank", "step", pl.col("ms").fill_null(0)), of_ms=(pl.col("until") - pl.col("from")) / 1e6
+        *("rank", "step"), ms=pl.col("ns").fill_null(0) / 1e6, of_ms=(pl.col("until") - pl.col("from")) / 1e6
     )
 
 

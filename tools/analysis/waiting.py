@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 import polars as pl
@@ -75,16 +76,11 @@ class Steps(msgspec.Struct, kw_only=True):
 
 def waiting_of(found: Collectives, ranks: Sequence[RankTrace]) -> Waiting | None:
     """Who waits for whom; None where no rank can be compared with another."""
-    calls = found.calls_frame().select(
-        *("collective", "rank", "step", "last_rank", "expected"),
-        wait=pl.col("waiting").fill_null(-1),
-        moment="began",
-        members=pl.len().over("collective"),
-    )
+    calls = _calls(found)
     placed = all(one.placed for one in ranks)
     measured = "the begin and end of communication on the device" if placed else "how long it took on each rank"
-    if not (found.waiting >= 0).any():
-        calls, measured = _by_calls(calls, found), "the moments at which the hosts made their calls"
+    if not _has_times(found):
+        measured = "the moments at which the hosts made their calls"
     waits = calls.filter(pl.col("wait") >= 0)
     shown = waits.filter(pl.col("moment") > 0)
     if not len(shown):
@@ -98,6 +94,7 @@ def waiting_of(found: Collectives, ranks: Sequence[RankTrace]) -> Waiting | None
     spread = {place: values for place, *values in of_bin.iter_rows()}
     # A bin in which nobody waited has no values.
     p50, p95, most = ([_tenths(spread[at][n] if at in spread else None) for at in places] for n in range(3))
+    arrived = _arrivals(calls, found.ranks)
     means = shown.group_by(pl.col("rank") // width, "bin").agg(us.mean())
     mean_of = {(block, place): mean for block, place, mean in means.iter_rows()}
     return Waiting(
@@ -109,13 +106,35 @@ def waiting_of(found: Collectives, ranks: Sequence[RankTrace]) -> Waiting | None
         max_us=most,
         rows=[f"rank {first}" if width == 1 else f"rank {first}-{first + width - 1}" for first in blocks],
         mean_us=[[_tenths(mean_of.get((block, at))) for at in places] for block in range(len(blocks))],
-        last=_last(waits, calls),
-        waiters=_waiters(waits, calls),
+        last=[
+            Last(rank=one["rank"], last=one["last"], of=one["collectives"], cost_ms=in_ms(one["waited_for_ns"]))
+            for one in with_most(arrived, "waited_for_ns")
+        ],
+        waiters=[
+            Waiter(rank=one["rank"], waiting_ms=in_ms(one["waiting_ns"]), first=one["first"], of=one["collectives"])
+            for one in with_most(arrived, "waiting_ns")
+        ],
     )
 
 
 def _tenths(value: float | None) -> float | None:
     return None if value is None else round(value, 1)
+
+
+def _has_times(found: Collectives) -> bool:
+    return bool((found.waiting >= 0).any())
+
+
+def _calls(found: Collectives) -> pl.DataFrame:
+    """The launches with `wait`, in ns and -1 where it is not known, the `moment` at which it begins, and how many
+    `members` their collective has: by times of the communication, or where there are none by when hosts made calls."""
+    calls = found.calls_frame().select(
+        *("collective", "rank", "step", "last_rank", "expected"),
+        wait=pl.col("waiting").fill_null(-1),
+        moment="began",
+        members=pl.len().over("collective"),
+    )
+    return calls if _has_times(found) else _by_calls(calls, found)
 
 
 def _by_calls(calls: pl.DataFrame, found: Collectives) -> pl.DataFrame:
@@ -150,64 +169,33 @@ _KNOWN = (pl.col("last_rank") >= 0) & (pl.col("members") >= pl.col("expected"))
 """Of calls: all members of the collective are known, and who came last."""
 
 
-def _waiters(waits: pl.DataFrame, calls: pl.DataFrame) -> list[Waiter]:
-    """How long each rank waited, and how often it came first, where all members are known."""
-    wait, rank = pl.col("wait"), pl.col("rank")
-    took_part = dict(calls.filter(_KNOWN).group_by("rank").len().iter_rows())
-    earliest = waits.filter(_KNOWN).sort("wait", "rank", descending=[True, False]).unique("collective", keep="first")
-    first = dict(earliest.filter(wait > 0, rank != pl.col("last_rank")).group_by("rank").len().iter_rows())
-    return [
-        Waiter(rank=number, waiting_ms=ms, first=first.get(number, 0), of=took_part.get(number, 0))
-        for number, ms in most_covered(waits, "rank", pl.col("moment"), pl.col("moment") + wait)
-    ]
-
-
-def _last(waits: pl.DataFrame, calls: pl.DataFrame) -> list[Last]:
-    """How long others waited for each rank, and how often it came last, where all members are known."""
-    calls, waits = calls.filter(_KNOWN), waits.filter(_KNOWN)
-    took_part = dict(calls.group_by("rank").len().iter_rows())
-    collectives = calls.unique("collective").select("collective", "last_rank")
-    times = dict(collectives.group_by("last_rank").len().iter_rows())
-    spans = (
-        waits.group_by("collective")
-        .agg(longest=pl.max("wait"), arrival=pl.max("moment"))
-        .join(collectives, on="collective")
-    )
-    cost = most_covered(spans, "last_rank", pl.col("arrival") - pl.col("longest"), pl.col("arrival"))
-    return [Last(rank=rank, last=times[rank], of=took_part.get(rank, 0), cost_ms=ms) for rank, ms in cost]
-
-
 def arrivals(found: Collectives) -> pl.DataFrame:
-    """Who arrives first and last, by rank: of how many `collectives` it was the `first` and the `last` rank, of those
-    that release all ranks together and of which all were seen; for how many ns one of its calls waited for another
-    rank, and for how many another waited for it (`waiting_ns`, `waited_for_ns`)."""
-    releases = pl.Series([kind.releases_all for kind in found.kinds], dtype=pl.Boolean).gather(found.kind)
-    wait, rank, last = pl.col("waiting"), pl.col("rank"), pl.col("last_rank")
-    calls = found.calls_frame().with_columns(releases=releases).drop_nulls("waiting")
-    of_all = (pl.len() == pl.col("expected").first()) & pl.col("releases").all()
-    whole = calls.filter(of_all.over("collective"))
+    """Who arrives first and last, by rank: of how many `collectives` of which all members are known it was the `first`
+    and the `last` rank; for how many ns one of its calls waited for another rank, and for how many another waited for
+    it (`waiting_ns`, `waited_for_ns`; calls that wait at the same time count once)."""
+    return _arrivals(_calls(found), found.ranks)
+
+
+def _arrivals(calls: pl.DataFrame, ranks: Sequence[int]) -> pl.DataFrame:
+    wait, rank, last, moment = map(pl.col, ("wait", "rank", "last_rank", "moment"))
     earliest = rank.sort_by(wait, rank, descending=[True, False]).first().over("collective")
-    is_first = (rank == earliest) & (rank != last) & (wait > 0)
+    known = calls.filter(_KNOWN)
     took_part = (
-        whole.with_columns(is_first=is_first)
+        known.with_columns(is_first=(rank == earliest) & (rank != last) & (wait > 0))
         .group_by("rank")
         .agg(collectives=pl.len(), first=pl.col("is_first").sum(), last=(rank == last).sum())
     )
-    late, begin = calls.filter((wait > 0) & (last >= 0)), pl.col("began")
-    waiting = covered(late, ["rank"], begin, begin + wait).rename({"ms": "waiting_ns"})
-    waited_for = covered(late, ["last_rank"], begin, begin + wait).rename({"last_rank": "rank", "ms": "waited_for_ns"})
-    table = pl.DataFrame({"rank": found.ranks}, schema={"rank": pl.Int64})
-    for part in (took_part, waiting, waited_for):
+    waiting = covered(calls.filter(wait > 0), ["rank"], moment, moment + wait).rename({"ns": "waiting_ns"})
+    waited_for = covered(known.filter(wait > 0), ["last_rank"], moment, moment + wait)
+    table = pl.DataFrame({"rank": ranks}, schema={"rank": pl.Int64})
+    for part in (took_part, waiting, waited_for.rename({"last_rank": "rank", "ns": "waited_for_ns"})):
         table = table.join(part, on="rank", how="left", maintain_order="left")
-    return table.select(
-        "rank",
-        *(pl.col(name).fill_null(0).cast(pl.Int64) for name in ("collectives", "first", "last")),
-        *((pl.col(name).fill_null(0) * 1e6).round().cast(pl.Int64) for name in ("waiting_ns", "waited_for_ns")),
-    )
+    names = ("collectives", "first", "last", "waiting_ns", "waited_for_ns")
+    return table.select("rank", *(pl.col(name).fill_null(0).cast(pl.Int64) for name in names))
 
 
 def covered(spans: pl.DataFrame, by: Sequence[str], begin: pl.Expr, end: pl.Expr) -> pl.DataFrame:
-    """The ms that the spans of each `by` cover, as the column `ms`; what overlaps counts once."""
+    """The ns that the spans of each `by` cover, as the column `ns`; what overlaps counts once."""
     # A span adds what lies behind the end of all that began before it.
     behind = pl.max_horizontal("begin", pl.col("end").cum_max().shift(1).over(by))
     return (
@@ -215,15 +203,18 @@ def covered(spans: pl.DataFrame, by: Sequence[str], begin: pl.Expr, end: pl.Expr
         .sort(*by, "begin")
         .with_columns(ns=(pl.col("end") - behind).clip(0))
         .group_by(by)
-        .agg(ms=pl.sum("ns") / 1e6)
+        .agg(pl.sum("ns"))
     )
 
 
-def most_covered(spans: pl.DataFrame, rank: str, begin: pl.Expr, end: pl.Expr) -> list[tuple[int, float]]:
-    """(rank, ms that its spans cover), of those with the most."""
-    found = covered(spans, [rank], begin, end).filter(pl.col("ms") > 0)
-    shown = found.sort("ms", rank, descending=[True, False]).head(_MOST_RANKS)
-    return [(number, round(ms, 3)) for number, ms in shown.iter_rows()]
+def with_most(frame: pl.DataFrame, column: str) -> Iterator[dict[str, Any]]:
+    """The rows of the ranks with most ns of a column, by name."""
+    rows = frame.filter(pl.col(column) > 0).sort(column, "rank", descending=[True, False]).head(_MOST_RANKS)
+    return rows.iter_rows(named=True)
+
+
+def in_ms(ns: int) -> float:
+    return round(ns / 1e6, 3)
 
 
 def steps_of(ranks: Sequence[RankTrace]) -> Steps | None:

@@ -199,7 +199,7 @@ TABLES = {
         },
     ),
     "stragglers": TableSchema(
-        "who arrives first and last, of collectives that release all ranks together and of which all were seen",
+        "who arrives first and last, of collectives and transfers of which all members are known",
         False,
         {
             **_RANK,
