@@ -1,6 +1,6 @@
 """What ranks did with their time: computation, communication, that of it which nothing hid, and idling.
 
-In a window that was traced, of each iteration or, where none are known, of the whole window:
+In a window that was traced, of each iteration or, where none are known in it, of the whole window:
 
 * computation, communication: time in which a kernel of that kind ran, or on a backend without kernels an operation of
   the host, or a Work. Several at a time count once.
@@ -132,9 +132,10 @@ def overlap_frame(ranks: Sequence[RankTrace], found: Collectives) -> pl.DataFram
 
 def _of_rank(one: RankTrace, waits: dict[int, Spans] | None) -> pl.DataFrame:
     busy = one.busy
-    steps: list[int | None] = [number for number, _, _ in busy.iterations]
-    steps = steps or [None] * len(busy.observed)
-    windows = spans_of((begin, end) for _, begin, end in busy.iterations) if busy.iterations else busy.observed
+    iterations = spans_of((begin, end) for _, begin, end in busy.iterations)
+    others = busy.observed[covered(union(iterations), busy.observed) == 0]
+    windows = np.concatenate([iterations, others])
+    steps = [*(number for number, _, _ in busy.iterations), *[None] * len(others)]
     either = union(busy.computation, busy.communication)
     computation, communication, both, every = (
         covered(spans, windows) for spans in (busy.computation, busy.communication, either, union(either, busy.memory))

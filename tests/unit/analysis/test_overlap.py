@@ -73,6 +73,14 @@ def test_an_iteration_of_a_host_counts_where_most_of_it_was_traced() -> None:
     assert rows(frame(trace), *WHOLE) == [(1, 100, 80, 45, 5, 0, 15), (2, 100, 90, 0, 0, 0, 10)]
 
 
+def test_a_window_without_iterations_counts_as_a_whole_beside_those_that_have_some() -> None:
+    trace = Rank(0).times
+    trace.busy = busy("host", [(0, 10), (20, 30)], [(10, 20)], steps=[(1, 0), (2, 20), (3, 30)])
+    none = spans_of()
+    trace.busy.add("host", 0, spans_of([(100, 130)]), none, none, [], none)
+    assert rows(frame(trace), "step", "duration_ns", "computation_ns") == [(1, 20, 10), (2, 10, 10), (None, 30, 30)]
+
+
 def test_the_rank_that_was_waited_for_longest_is_named() -> None:
     ranks = [
         Rank(0).call(100, 400).call(600, 620, number=2),
