@@ -9,6 +9,7 @@ With `TRACING_ON_HANG=abort` every rank ends when the verdict says that a rank w
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
@@ -207,15 +208,23 @@ class _Silence:
             "crossrank: rank %d ends with exit code %d, for the job hangs (TRACING_ON_HANG=abort)",
             *(self._session.rank, EXIT_CODE),
         )
+        latest = max(_ENDS_AFTER, 2 * self._look)  # by then every rank has looked
+        # A script that goes on after all, and ends meanwhile, ends so as well: it is said, and the others end so.
+        atexit.register(_end_within, _LATEST_END + latest)
         # On a thread each: a disk may be stuck, and the lock of a stream be held by a thread that hangs.
         works = (lambda: self._session.close("abort"), sys.stdout.flush, sys.stderr.flush)
         ending = [thread for work in works if (thread := threads.start("abort", work)) is not None]
         until = time.monotonic() + _LATEST_END
         for thread in ending:
             thread.join(max(0.0, until - time.monotonic()))
-        latest = max(_ENDS_AFTER, 2 * self._look)  # by then every rank has looked
         time.sleep(max(0.0, min(latest, given / 1e9 + latest - time.time())))
         os._exit(EXIT_CODE)
+
+
+def _end_within(seconds: float) -> None:
+    """Keep the process from ending in another way."""
+    time.sleep(seconds)
+    os._exit(EXIT_CODE)
 
 
 def _changed(path: Path) -> int | None:

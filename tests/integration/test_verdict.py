@@ -127,6 +127,16 @@ def test_a_job_may_end_when_it_hangs_behind_the_verdict_for_its_launcher_to_rest
     assert (tmp_path / "recording" / "earlier-1" / "verdict.json").exists()
 
 
+def test_a_job_that_goes_on_after_it_was_said_to_end_ends_as_it_was_said(tmp_path: Path) -> None:
+    source = ABSENT.format(absent=1, instead="look_elsewhere()")
+    code, printed, said = run(tmp_path, source, TRACING_ON_HANG="abort")
+    assert code == 1, said
+    assert sorted(printed.splitlines()) == ["rank 0 trained", "rank 1 trained"]
+    for rank in (0, 1):
+        assert f"rank {rank} ends with exit code {EXIT_CODE}" in said
+    assert f"exitcode: {EXIT_CODE})" in said
+
+
 def test_silence_in_which_no_rank_waits_is_no_hang_and_ends_nothing(tmp_path: Path) -> None:
     source = "look_elsewhere()\ntrain_step()\nsys.stdout.write('trained\\n')\n"
     code, printed, said = run(tmp_path, source, TRACING_ON_HANG="abort")
