@@ -9,7 +9,6 @@ With `TRACING_ON_HANG=abort` every rank ends when the verdict says that a rank w
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import sys
@@ -22,6 +21,7 @@ from crossrank.instrument import threads
 from crossrank.instrument.hang import verdict
 from crossrank.instrument.hang.verdict import Verdict
 from crossrank.instrument.hang.watch import HangWatch
+from crossrank.instrument.hooks import exits
 from crossrank.instrument.log import ONE_RANK, log
 from crossrank.instrument.write.flight_dump import completed
 from crossrank.instrument.write.rank_files import take_lock
@@ -210,7 +210,7 @@ class _Silence:
         )
         latest = max(_ENDS_AFTER, 2 * self._look)  # by then every rank has looked
         # A script that goes on after all, and ends meanwhile, ends so as well: it is said, and the others end so.
-        atexit.register(_end_within, _LATEST_END + latest)
+        exits.end_with(EXIT_CODE, _LATEST_END + latest)
         # On a thread each: a disk may be stuck, and the lock of a stream be held by a thread that hangs.
         works = (lambda: self._session.close("abort"), sys.stdout.flush, sys.stderr.flush)
         ending = [thread for work in works if (thread := threads.start("abort", work)) is not None]
@@ -219,12 +219,6 @@ class _Silence:
             thread.join(max(0.0, until - time.monotonic()))
         time.sleep(max(0.0, min(latest, given / 1e9 + latest - time.time())))
         os._exit(EXIT_CODE)
-
-
-def _end_within(seconds: float) -> None:
-    """Keep the process from ending in another way."""
-    time.sleep(seconds)
-    os._exit(EXIT_CODE)
 
 
 def _changed(path: Path) -> int | None:

@@ -18,8 +18,10 @@ import ctypes
 import functools
 import itertools
 import multiprocessing
+import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from multiprocessing.util import Finalize
@@ -107,6 +109,18 @@ def uninstall() -> None:
         _finalizers.pop().cancel()
     _patches.undo()
     _restore_terminate()
+
+
+def end_with(code: int, seconds: float) -> None:
+    """From here on the process ends with this code also where the script ends by itself: by who decided it, within so
+    many seconds, or else here."""
+
+    def wait() -> None:
+        time.sleep(seconds)
+        os._exit(code)
+
+    atexit.register(wait)
+    Finalize(None, wait, exitpriority=0)
 
 
 def _at_exit() -> None:
