@@ -105,7 +105,6 @@ def figures(
     """All figures of a run. `diagnosis_problem` says why there is no diagnosis."""
     classes = _classes(found)
     kinds = _kinds(found, classes)
-    localities = kinds.group_by("locality", maintain_order=True).agg(pl.sum("bytes"))
     table = bandwidth(ranks, _by_class(found, classes), inputs=inputs, rates=rates, skipped=skipped)
     matched: dict[str, list[int]] = {}
     for what, counts in ((what, counts) for one in ranks for what, counts in one.matched.items()):
@@ -120,7 +119,7 @@ def figures(
         calls=table.calls,
         bytes=int(kinds["bytes"].sum()),
         unsized=int(kinds["unsized"].sum()),
-        by_locality=dict(localities.sort("bytes", descending=True, maintain_order=True).iter_rows()),
+        by_locality=_by_locality(found),
         matrix=_matrix(kinds),
         traffic=traffic(found, ranks),
         sources=_sources(found, kinds),
@@ -157,15 +156,23 @@ def _kinds(found: Collectives, classes: Sequence[str]) -> pl.DataFrame:
             "op": [one.label for one in kinds],
             "group": [classes[one.group] for one in kinds],
             "source": [one.source or "(C++)" for one in kinds],
-            "locality": [one.locality for one in kinds],
             "bytes": rows * np.array([one.recorded for one in kinds], np.int64),
             "calls": calls,
             "unsized": np.where([one.sized for one in kinds], 0, calls),
             "time_ms": np.bincount(found.of_kind[timed], found.time[timed], count) / 1e6,
             "waiting_ms": np.bincount(found.kind, np.maximum(found.waiting, 0), count) / 1e6,
         },
-        schema_overrides=dict.fromkeys(("op", "group", "source", "locality"), pl.String),
+        schema_overrides=dict.fromkeys(("op", "group", "source"), pl.String),
     )
+
+
+def _by_locality(found: Collectives) -> dict[str, int]:
+    """Bytes as they were recorded, by locality of each call; the most first."""
+    sums = Counter[str]()
+    for one, count in zip(found.kinds, np.bincount(found.kind, minlength=len(found.kinds)).tolist(), strict=True):
+        for locality, size in one.recorded_by_locality or ((one.locality, one.recorded),):
+            sums[locality] += size * count
+    return dict(sums.most_common())
 
 
 def _classes(found: Collectives) -> list[str]:

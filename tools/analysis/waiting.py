@@ -78,7 +78,7 @@ def waiting_of(found: Collectives, ranks: Sequence[RankTrace]) -> Waiting | None
     """Who waits for whom; None where no rank can be compared with another."""
     calls = _calls(found)
     placed = all(one.placed for one in ranks)
-    measured = "the begin and end of communication on the device" if placed else "how long it took on each rank"
+    measured = "when communication began and ended" if placed else "how long it took on each rank"
     if not _has_times(found):
         measured = "the moments at which the hosts made their calls"
     waits = calls.filter(pl.col("wait") >= 0)

@@ -130,6 +130,6 @@ def _print(output: str, size: int, found: Figures) -> None:
         if exposed.steps:
             median = milliseconds(exposed.per_step_ms)
             shown = f"{percent(exposed.share)} of the iterations, {median} of each at the median"
-        print(f"exposed    {shown}, on the hosts; {plural(exposed.calls_without, 'call')} without a wait that is seen")
+        print(f"exposed    {shown}, on the hosts; {plural(exposed.calls_without, 'call')} without a recorded wait")
     verdict = found.diagnosis.verdict if found.diagnosis else f"none: {found.diagnosis_problem}"
     print(f"diagnosis  {printable(verdict)}")

@@ -51,7 +51,7 @@ class TimelineCommand:
 def _print(output: str, size: int, written: Written, measured: Measured) -> None:
     print(f"timeline   {printable(output)}, {amount(size)}")
     print(
-        f"holds      {written.calls:,} calls (a batch is one), {written.activities:,} times on devices, "
+        f"holds      {written.calls:,} calls (a batch is one), {written.activities:,} measured times, "
         f"{written.steps:,} steps, of {written.ranks} rank(s); {written.arrows:,} arrows; {written.duration_ms:,.1f} ms"
     )
     print(f"clocks     {alignment_text(measured.together.clocks)}")

@@ -130,7 +130,9 @@ def _serve(arguments: argparse.Namespace, metrics: Metrics) -> None:
 
         server, _ = start_http_server(arguments.metrics, arguments.host, metrics.registry())
     except ImportError as error:
-        raise CrossrankError(f"--metrics needs prometheus-client ({error}); pip install crossrank[metrics]") from error
+        raise CrossrankError(
+            f"--metrics needs prometheus-client ({error}); pip install 'crossrank[metrics]'"
+        ) from error
     except OSError as error:
         where = f"{arguments.host}:{arguments.metrics}"
         raise CrossrankError(f"{where}: cannot be listened on ({one_line(error)}); name another port") from error
@@ -146,7 +148,9 @@ def _write(arguments: argparse.Namespace, metrics: Metrics) -> None:
 
         write_to_textfile(arguments.textfile, metrics.registry())
     except ImportError as error:
-        raise CrossrankError(f"--textfile needs prometheus-client ({error}); pip install crossrank[metrics]") from error
+        raise CrossrankError(
+            f"--textfile needs prometheus-client ({error}); pip install 'crossrank[metrics]'"
+        ) from error
 
 
 def _seconds(text: str) -> float:

@@ -67,6 +67,9 @@ class CallKind(msgspec.Struct, frozen=True):
     root: int | None = None
     source: str | None = None
     locality: Locality = "unknown"
+    """Of a launch of several calls that of the farthest."""
+    recorded_by_locality: tuple[tuple[Locality, int], ...] = ()
+    """`recorded` of a launch whose calls go differently far."""
     calls: int = 1
     """That went out in this one launch."""
     together: int = 1
@@ -351,14 +354,15 @@ class _Found:
 def _kind(records: Sequence[CommRecord], group: ProcessGroup, rank: int, whole: bool, together: int) -> CallKind:
     first = records[0]
     size, exchanged, ends, op, locality = sum(record.bytes for record in records), -1, None, first.op, first.locality
-    recorded = size
+    recorded, recorded_by_locality = size, Counter[Locality]()
     if len(records) == 1 and is_p2p(first):
         ends = None if first.peer is None else ends_of(first.op, rank, first.peer)
     elif len(records) == 1:
         size, exchanged = _exchanged(first, group, rank)
     elif any(map(is_p2p, records)):
-        far = {record.locality for record in records}
-        op, locality = SEND_RECV, next((name for name in _FARTHEST if name in far), locality)
+        for record in records:
+            recorded_by_locality[record.locality] += record.bytes
+        op, locality = SEND_RECV, next((name for name in _FARTHEST if name in recorded_by_locality), locality)
         # What a rank sends to itself leaves it as little as what it receives from itself comes to it.
         size = exchanged = max(
             sum(record.bytes for record in records if record.op == way and record.peer != rank)
@@ -374,6 +378,7 @@ def _kind(records: Sequence[CommRecord], group: ProcessGroup, rank: int, whole: 
         root=first.root if op != SEND_RECV else None,
         source=first.source,
         locality=locality,
+        recorded_by_locality=tuple(recorded_by_locality.items()) if len(recorded_by_locality) > 1 else (),
         calls=len(records),
         together=together,
         whole=whole,

@@ -60,7 +60,7 @@ def print_bandwidth(result: Bandwidth) -> None:
         print(f"measured   {TIMED_BY[source]} ({count} rank(s))")
     print(
         f"calls      {result.timed_calls:,} of {result.calls:,} have times; they are {result.timed_collectives:,} "
-        f"collectives or transfers, {result.total_ms:,.3f} ms"
+        f"collectives, transfers or batches, {result.total_ms:,.3f} ms"
     )
     print(f"clocks     {printable(alignment_text(result.clocks))}")
     if (overlap := result.overlap) is not None:

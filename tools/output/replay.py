@@ -117,7 +117,7 @@ def step_lines(step: StepComparison) -> list[str]:
             f"{plural(step.recorded_steps, 'step')} of ranks outside windows"
             + (f"; {step.other_steps:,} others made other calls)" if step.other_steps else ")")
             if step.ratio is not None and step.recorded_ms is not None
-            else "and none with its calls was recorded without a profiler to compare with"
+            else "and no step outside the windows made the same calls, to compare it with"
         )
     ]
     if step.operations_ratio is not None:
@@ -227,7 +227,7 @@ def print_report(report: ReplayReport, by: Sequence[str] = ()) -> None:
             print("  - where the recorded times do not give that of the collective: a root or a sender may end early")
         print(f"\n{comparison_text(report.comparison)}")
         if report.comparison.calls:
-            print(f"The recording was made under a profiler or torch's watch, the replay at pace {settings.pace}")
+            print(f"The calls were recorded under a profiler or timed by torch; the replay ran at pace {settings.pace}")
     if not (report.comparison and report.comparison.calls) and not report.what_if and report.rows:
         print(
             "TRACING_TIMING=1 records durations to compare with; `crossrank link` gives them to the calls of a window"

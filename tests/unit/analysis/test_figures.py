@@ -100,6 +100,17 @@ def test_calls_without_durations_tell_who_waits_by_when_hosts_made_them() -> Non
     assert figures_of(*other_clock).waiting is None
 
 
+def test_bytes_of_a_batch_are_those_of_each_call_where_they_go_differently_far() -> None:
+    times = RankTrace(rank=0, path="a", source="kineto", clock="a", world_size=3)
+    builder = TraceBuilder(times, [Group(pg="0", size=3, ranks=[0, 1, 2])])
+    send = CommRecord(id=1, op="send", c10d="", pg="0", t=0, batch=1, peer=1, bytes=100, locality="intra_node")
+    receive = msgspec.structs.replace(send, id=2, op="recv", peer=2, bytes=300, locality="cross_node")
+    for record in (send, receive):
+        builder.add(record, called=EPOCH, began=EPOCH, ended=EPOCH + 1000)
+    found = figures_of_times([times])
+    assert (found.bytes, found.by_locality) == (400, {"cross_node": 300, "intra_node": 100})
+
+
 def groups_job(descs: dict[str, list[list[int]]], world: int) -> list[RankTrace]:
     """Every rank makes one all_reduce on each of its groups."""
     ranks = []

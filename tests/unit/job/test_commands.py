@@ -38,7 +38,7 @@ def test_bandwidth_prints_what_was_measured_and_how_much_of_it(
         == """\
 ranks      2 of 2
 measured   Nsight Systems: kernels that were launched within our markers or NCCL's (2 rank(s))
-calls      4 of 4 have times; they are 2 collectives or transfers, 0.200 ms
+calls      4 of 4 have times; they are 2 collectives, transfers or batches, 0.200 ms
 clocks     2 clocks, brought together by the ends of collectives; then the ends of a collective still differ by 0.0 us (p50), 0.0 us at most
 time       0.0 % computation, 22.2 % exposed communication, 0.0 % copies alone, 77.7 % idle: of 2 traced iteration(s) or window(s) of 2 rank(s), by what the device ran
 
@@ -69,7 +69,7 @@ def test_a_timeline_goes_beside_its_input_and_says_what_it_holds(
     assert run("timeline", folder) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"timeline   {folder}/timeline.pftrace, ")
-    assert "holds      4 calls (a batch is one), 4 times on devices, 0 steps, of 2 rank(s); 2 arrows; 1.2 ms\n" in out
+    assert "holds      4 calls (a batch is one), 4 measured times, 0 steps, of 2 rank(s); 2 arrows; 1.2 ms\n" in out
     assert (folder / "timeline.pftrace").stat().st_size > 200
     packed = folder / "t.pftrace.gz"
     assert run("timeline", folder, "-o", packed, "--json") == 0

@@ -37,7 +37,7 @@ class Written(msgspec.Struct, kw_only=True):
     arrows: int
     """Collectives whose first and last arriver are connected."""
     steps: int
-    """Those of every rank, and what came before its first."""
+    """Those of every rank of which the begin is known."""
     counters: list[str]
     duration_ms: float
     epoch_ns: int
@@ -76,7 +76,7 @@ def write_timeline(
         calls=int((found.called > 0).sum()),
         activities=int(on_device.sum()),
         arrows=len(np.unique(flow[flow > 0])),
-        steps=0,
+        steps=sum(len(one.steps) for one in ranks),
         counters=[],
         duration_ms=(int(max(found.called.max(), found.ended.max())) - zero) / 1e6,
         epoch_ns=zero,
@@ -95,7 +95,6 @@ def write_timeline(
         one = by_rank[rank]
         parent = writer.track(f"rank {rank:0{width}d}{f' ({printable(one.node[:16])})' if one.node else ''}")
         for name, events in _of_rank(shown, one, rows):
-            written.steps += len(events.start) if name == "steps" else 0
             writer.events(writer.track(name, parent), events)
     return written
 
