@@ -220,7 +220,7 @@ class Session:
         if writer is not None:
             self.windows.warn_if_none_opened()
         if self.topology is not None:
-            self.topology.stop()
+            self.topology.stop(wait=self.closing)  # and not in a call of training, which has a new process group
 
     def _counts(self, writer: CommsWriter) -> dict[str, int]:
         """What became of the calls of the file that ends."""

@@ -141,10 +141,10 @@ class Topology:
         """The ranks that are not known yet."""
         return [rank for rank in range(self.world_size) if rank not in self.places]
 
-    def stop(self) -> None:
-        """Ask the store no more; an answer that is under way is waited for, a few seconds at most."""
+    def stop(self, *, wait: bool = False) -> None:
+        """Ask the store no more, and if so asked `wait` a few seconds at most for an answer that is under way."""
         self._stopped = True
-        if self._at_store.acquire(timeout=_STORE_ANSWERS):
+        if wait and self._at_store.acquire(timeout=_STORE_ANSWERS):
             self._at_store.release()
 
     def locality(self, ranks: Iterable[int] | None) -> Locality:

@@ -265,7 +265,10 @@ class ComputeProgram:
 
         def fill(slot: int, high: int) -> None:
             if slot not in made_up:
-                made_up[slot] = torch.randint(high + 1, self.slots[slot].shape, generator=self._generator)
+                shape = self.slots[slot].shape
+                made_up[slot] = (
+                    torch.ones(shape) if high < 0 else torch.randint(high + 1, shape, generator=self._generator)
+                )
             self.slots[slot].copy_(made_up[slot])
 
         on_gpu = self.device.type == "cuda"

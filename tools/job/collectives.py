@@ -242,8 +242,9 @@ def _largest(joined: Joined, by_kind: Ints) -> Ints:
 
 def _members(found: Launches, groups: Sequence[ProcessGroup]) -> Ints:
     """How many ranks take part, by kind."""
-    pairs = found.by_kind(lambda one: one.ends is not None and one.ends[0] != one.ends[1])
-    members: Ints = np.where(pairs, 2, found.by_kind(lambda one: groups[one.group].size, np.int64))
+    members: Ints = found.by_kind(
+        lambda one: groups[one.group].size if one.ends is None else len(set(one.ends)), np.int64
+    )
     return members
 
 
@@ -270,7 +271,8 @@ def _measure(found: Collectives, joined: Joined, releasing: Bools) -> None:
     found.bound = known & ((found.seen < found.expected) | joined.own | uncertain | vague[found.of_kind] | shared)
     lateness = last_begin[collective] - began
     wait = np.where(released[collective], duration - shortest[collective], np.minimum(lateness, duration))
-    compared = (several & (released | placed))[collective]
+    # A launch that is busy with one peer does not wait for the other.
+    compared = (several & (released | placed) & ~shared)[collective]
     found.waiting[rows] = np.where(compared, wait, -1)
     # Who arrived last: between clocks the shortest duration tells it better than begins that are only so well aligned.
     by_begin = placed & ((found.clocks.count == 1) | ~released)

@@ -148,7 +148,8 @@ def reduce_by(ufunc: np.ufunc, of: Ints, values: Ints, count: int, start: int) -
 def launches(job: Job, *, batches_apart: bool = False) -> Launches:
     """The launches of all ranks of a job, of which there is one.
 
-    With `batches_apart` sends and receives of a batch are a row each, with the times of their launch.
+    With `batches_apart` sends and receives of a batch are a row each, with the times of their launch, where the rank's
+    files number those of each pair: counted numbers may be shifted, and nothing of a batch would tell.
     """
     return _Found(job, batches_apart).launches()
 
@@ -235,13 +236,18 @@ class _Found:
             .with_columns(ended=pl.when(took > 0).then(began + took).otherwise(ended * (began > 0)))
             .with_columns(began=pl.when(ended > 0).then(began))
         )
-        rows = rows.with_columns(apart=self._apart[rows["signature"].to_numpy()])
+        numbered = np.array([trace.numbered_pairs for trace in self._job.ranks.values()], bool)
+        numbered = numbered[np.searchsorted(list(self._job.ranks), rows["rank"].to_numpy())]
+        rows = rows.with_columns(apart=self._apart[rows["signature"].to_numpy()] & numbered)
         first = ("row", "id", "number", "step", "called")
         one = pl.lit(1, pl.UInt32)
         columns = ("rank", *first, "began", "ended", "took", "signature", "group")
         alone = rows.filter(batch < 0).select(*columns, whole=True, calls=one, together=one)
         alike = pl.len().over("rank", "batch", "began", "ended")
-        parted = rows.filter((batch >= 0) & pl.col("apart")).select(*columns, whole=True, calls=one, together=alike)
+        # The first call gives the batch its id, and their ids follow each other.
+        is_whole = (id.first() == batch.first()) & (id.last() - id.first() == pl.len() - 1)
+        together = pl.when(is_whole.over("rank", "batch")).then(alike).otherwise(alike.clip(2))
+        parted = rows.filter((batch >= 0) & pl.col("apart")).select(*columns, whole=True, calls=one, together=together)
         batches = (
             rows.filter((batch >= 0) & ~pl.col("apart"))
             .group_by("rank", "batch", maintain_order=True)
@@ -251,8 +257,7 @@ class _Found:
                 ended.max(),
                 took.max(),
                 pl.col("signature", "group"),
-                # The first call gives the batch its id, and their ids follow each other.
-                whole=(pl.len() == 1) | ((id.first() == batch.first()) & (id.last() - id.first() == pl.len() - 1)),
+                whole=(pl.len() == 1) | is_whole,
                 calls=pl.len(),
                 together=one,
             )

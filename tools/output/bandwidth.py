@@ -44,7 +44,7 @@ def bandwidth_table(
 def alignment_text(clocks: Clocks) -> str:
     """What the times of different ranks rest on."""
     residual = clocks.residual_us
-    if residual is None:
+    if residual is None or (clocks.count > 1 and not clocks.collectives):
         return clocks.note
     far = f"{microseconds(residual['p50'])} us (p50), {microseconds(residual['max'])} us at most"
     if clocks.count > 1:

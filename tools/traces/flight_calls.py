@@ -56,6 +56,7 @@ _NUMBERS = (
     "time_discovered_completed_ns",
 )
 _CLOSING = "coalesced"
+_Shapes = list[list[int]]
 _OF_GLOO = f"{GLOO}:"
 UNRECORDED = ("monitored_barrier_",)
 """Collectives of gloo that torch's recorder neither notes nor counts."""
@@ -310,7 +311,7 @@ class _Reading:
         if operation is OPERATIONS["recv"]:
             inputs, outputs = [], outputs or inputs
         if operation is OPERATIONS["all_gather"] and entry.profiling_name.startswith(_OF_GLOO):
-            outputs = _gathered(inputs, outputs, len(members or ()) or of_group.size)
+            inputs, outputs = _gathered(inputs, outputs, len(members or ()) or of_group.size)
         into, out = (next(map(_dtype, types), None) for types in (entry.input_dtypes, entry.output_dtypes))
         comms = ParamComms(name=name, pg=of_group.pg, inputs=inputs, outputs=outputs, dtype=into or out)
         record = to_record(comms, of_group, number=0, time=0, c10d=name)
@@ -397,11 +398,13 @@ def _root(op: str, entry: Entry, rank: int | None, members: Sequence[int] | None
     return rank if len(side) == len(members) else None
 
 
-def _gathered(inputs: list[list[int]], noted: list[list[int]], size: int) -> list[list[int]]:
-    """Outputs of an all_gather of gloo. Of a coalesced one, as DTensor makes them of one tensor, the recorder notes how
-    many inputs there are, and the shape of the first, where the shapes of outputs belong."""
-    coalesced = inputs and noted == [[len(inputs), *inputs[0]]]
-    return [[size, *shape] for shape in inputs] if coalesced and size else noted
+def _gathered(inputs: _Shapes, noted: _Shapes, size: int) -> tuple[_Shapes, _Shapes]:
+    """Inputs and outputs of an all_gather of gloo. Of a coalesced one, as DTensor makes them of one tensor, the
+    recorder notes how many inputs there are, and the shape of the first, where the shapes of outputs belong. Where
+    nothing tells how many ranks gather there are none of either: half of them would look like a mismatch."""
+    if not inputs or noted != [[len(inputs), *inputs[0]]]:
+        return inputs, noted
+    return (inputs, [[size, *shape] for shape in inputs]) if size else ([], [])
 
 
 # --- what our own dumps carry beside torch's entries ------------------------------------------------------------------

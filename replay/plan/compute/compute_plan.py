@@ -68,7 +68,8 @@ class ComputeOperation(msgspec.Struct, gc=False, omit_defaults=True, kw_only=Tru
     table of so many rows before they are read."""
     filled: list[tuple[Int, Int]] = []
     """(slot, highest value) of integers that it gives without a value, and that the program then wrote by itself, as
-    what loads data does: they are filled after it."""
+    what loads data does: they are filled after it. -1: nothing reads them as indices, and each is 1, which changes
+    nothing as a factor."""
     results: list[Any] = []
     """Slots that take what it returns, None where nobody uses it; a list where it returns one."""
     frees: list[int] = []
@@ -143,7 +144,7 @@ def contradictions(compute: ComputePlan) -> Iterator[str]:
         if not all(0 <= slot < len(compute.slots) for slot in slots) or one.schema >= len(compute.schemas):
             yield f"operation {one.node} names a tensor or a schema that is not there"
             return
-        rows = [*(rows for _, rows in one.beyond), *(high + 1 for _, high in one.filled)]
+        rows = [*(rows for _, rows in one.beyond), *(max(high, 0) + 1 for _, high in one.filled)]
         if not all(0 < one < _MOST_ROWS for one in rows):
             yield f"operation {one.node} has indices into a table of an impossible number of rows"
             return

@@ -13,7 +13,13 @@ import msgspec
 
 from crossrank.comm import CommRecord
 from crossrank.errors import CrossrankError
-from crossrank.replay.plan.compute.compute_plan import NO_SCHEMA, ComputeOperation, ComputePlan, slots_in
+from crossrank.replay.plan.compute.compute_plan import (
+    NO_SCHEMA,
+    ComputeOperation,
+    ComputePlan,
+    flat_results,
+    slots_in,
+)
 from crossrank.replay.plan.compute.index_ranges import IndexRanges
 from crossrank.replay.plan.compute.outermost import Outermost, WindowOps, outermost
 from crossrank.replay.plan.compute.step_times import StepTimes, step_times
@@ -134,7 +140,9 @@ class _Building:
         self._free()
         self.ranges.settle()
         for operation in self.operations:
-            operation.filled = [(slot, max(self.tensors.storage_of[slot].high or 0, 0)) for slot, _ in operation.filled]
+            given = set(flat_results(operation.results)) if operation.filled else ()
+            highest = [(slot, self.tensors.storage_of[slot].high) for slot, _ in operation.filled if slot in given]
+            operation.filled = [(slot, -1 if high is None else max(high, 0)) for slot, high in highest]
         return ComputePlan(
             operations=self.operations,
             schemas=list(self.schemas),

@@ -153,7 +153,7 @@ def test_who_ends_waits_for_the_answer_that_is_under_way_and_the_store_is_asked_
         return store
 
     exchange = threading.Thread(target=topology.exchange, args=(find_store, 0))
-    ends = threading.Thread(target=topology.stop)
+    ends = threading.Thread(target=topology.stop, kwargs={"wait": True})
     exchange.start()
     assert asked.wait(20)
     ends.start()

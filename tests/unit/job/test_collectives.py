@@ -146,6 +146,11 @@ def test_batches_are_taken_apart_on_request_and_a_time_that_calls_share_is_a_bou
     assert (found.seen.tolist(), found.expected.tolist(), found.time.tolist()) == ([2, 2], [2, 2], [time_ns] * 2)
     assert found.bound.tolist() == [shares] * 2
     assert found.together.tolist() == [2 if shares else 1] * 4
+    assert (found.waiting >= 0).tolist() == [not shares] * 4
+    for one in traces:
+        one.numbered_pairs = False  # numbers that were counted may be shifted, and nothing of a batch would tell
+    found = match_collectives(Job.match(traces), batches_apart=True)
+    assert [one.label for one in found.kinds] == ["send/recv, batched"]
 
 
 def test_what_not_all_members_show_is_a_bound() -> None:

@@ -341,6 +341,12 @@ def test_gloo_notes_as_output_of_a_coalesced_all_gather_how_many_inputs_there_ar
     assert found.outputs == noted
 
 
+def test_shapes_of_a_coalesced_all_gather_of_a_group_of_unknown_size_are_not_known(tmp_path: Path) -> None:
+    one = entry(0, "gloo:all_gather", 1, input_sizes=[[3, 5]], output_sizes=[[1, 3, 5]])
+    (found,) = read(tmp_path, one, pg_config={}).signatures
+    assert (found.inputs, found.outputs) == ([], [])
+
+
 def test_gloo_beside_another_backend_is_counted_apart(tmp_path: Path) -> None:
     both = [entry(0, "gloo:all_reduce", 1, retired=True, pg_id=5), entry(1, "all_reduce", 1, retired=True)]
     trace = read(tmp_path, *both, crossrank=moment({"id": 0, "t": 1001, "seq": 1, "reduce": "sum"}))

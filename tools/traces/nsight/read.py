@@ -79,7 +79,11 @@ def read_export(path: str, rank: int | None, comms: Mapping[int, str]) -> list[R
         _check_attributed(export, found, len(ranges.of(CALL, BATCH)), len(kernels))
         work = device_work(export)
         if work is not None:
+            # What else communicated, as gloo does, is not in the export: its time would count as idling.
+            communicate = set(kernels.process.tolist())
             for process in processes:
+                if process.number not in communicate and not len(process.copies):
+                    continue
                 own = work.take(work.process == process.number)
                 take_device_work(export, process.times, own, process.copies, epoch)
         strangers = ~np.isin(kernels.process, [process.number for process in processes])
@@ -201,13 +205,12 @@ class _Process:
             times.attributed[NOT_EMITTED] += int(hidden.sum())
             kernels, row = kernels.take(~hidden), row[~hidden]
         left = self._give(row, kernels, IN_OLD if any(meaning.old for meaning in self._meanings) else IN_OURS)
+        copies = peer_copies(self._export)
+        copies = copies.take(copies.process == self.number)
+        row = at(row_of, innermost(calls, copies.thread, copies.launched))
+        self.copies = np.stack([copies.start, copies.end], axis=1)[row >= 0]
         if (self._ended == 0).any():
-            copies = peer_copies(self._export)
-            copies = copies.take(copies.process == self.number)
-            row = at(row_of, innermost(calls, copies.thread, copies.launched))
-            row = np.where(at(self._ended, row) == 0, row, NONE)
-            self._give(row, copies, COPIES)
-            self.copies = np.stack([copies.start, copies.end], axis=1)[row >= 0]
+            self._give(np.where(at(self._ended, row) == 0, row, NONE), copies, COPIES)
             left = self._in_order(left)
         known = self._ended != 0
         times.calls.began = array("q", np.where(known, self._began + epoch, 0).tobytes())

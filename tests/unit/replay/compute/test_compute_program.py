@@ -159,6 +159,21 @@ def test_integers_that_the_program_wrote_by_itself_stay_within_the_table(tmp_pat
         assert program.failed == {}
 
 
+def test_integers_that_nothing_reads_as_indices_are_one_and_those_that_nobody_takes_are_left(tmp_path: Path) -> None:
+    ids = torch.arange(8)
+
+    def function() -> None:
+        torch.empty(5, dtype=torch.int64)
+        torch.floor_divide(ids, torch.tensor([4] * 8))
+
+    plan = compute_of(function, tmp_path)
+    assert [filled for one in plan.operations for filled in one.filled if filled[1] != -1] == []
+    program = program_of(plan)
+    for trial in (True, False):
+        program.run_pass(trial=trial)
+        assert program.failed == {}
+
+
 def test_an_operation_that_fails_after_the_trial_is_named(tmp_path: Path) -> None:
     table, rows = torch.randn(5, 3), torch.tensor([4, 0])
     plan = compute_of(lambda: functional.embedding(rows, table), tmp_path)

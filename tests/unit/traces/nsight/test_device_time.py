@@ -80,6 +80,23 @@ def test_graphs_that_were_traced_whole_leave_it_open_what_a_gpu_did(tmp_path: Pa
     assert read(process, tmp_path).busy.where == ""
 
 
+def test_a_process_whose_communication_is_no_kernel_says_nothing(tmp_path: Path, process: Process) -> None:
+    process.marker(1000, 1100, 1)
+    process.kernel(100, 200, 300, name="gemm")
+    other = process.export.process(71)
+    other.identity(1)
+    two_calls(other)
+    found = read_export(str(process.export.write(tmp_path / "a.sqlite")), None, {})
+    assert [times.busy.where for times in found] == ["", "device"]
+
+
+def test_copies_of_a_call_that_has_a_kernel_too_communicate(tmp_path: Path, process: Process) -> None:
+    process.marker(1000, 1100, 1, op="all_gather")
+    process.kernel(1010, 1200, 1300)
+    process.copy(1020, 1300, 2500)
+    assert spans(read(process, tmp_path)) == ([], [(1200, 2500)], [(1300, 2500)])
+
+
 def busy_ns(rows: Pairs) -> int:
     """Time in which at least one runs: begins and ends counted up and down."""
     total, running, since = 0, 0, 0
