@@ -153,7 +153,7 @@ TABLES = {
         },
     ),
     "transfers": TableSchema(
-        "sends with their receives, joined pair by pair, also those of batches",
+        "sends with their receives, joined pair by pair; batches stand by themselves where files do not number pairs",
         False,
         {
             **_GROUP,
