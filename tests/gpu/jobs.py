@@ -180,11 +180,15 @@ def windows() -> None:
     """Windows over iterations 2, 4 and 6, of five calls each."""
     begin()
     crossrank.enable(window="2:3:2")
-    for _ in range(7):
-        for _ in range(5):
-            dist.all_reduce(torch.ones(1 << 14, device=DEVICE))
-        crossrank.step()
+    iterate(7, calls=5, elements=1 << 14)
     end()
+
+
+def iterate(iterations: int, *, calls: int, elements: int) -> None:
+    for _ in range(iterations):
+        for _ in range(calls):
+            dist.all_reduce(torch.ones(elements, device=DEVICE))
+        crossrank.step()
 
 
 def timing() -> None:
@@ -499,10 +503,7 @@ def identity() -> None:
         device=torch.cuda.get_device_name(0),
     )
     crossrank.enable(window="1:3")
-    for _ in range(4):
-        for _ in range(3):
-            dist.all_reduce(torch.ones(1 << 16, device=DEVICE))
-        crossrank.step()
+    iterate(4, calls=3, elements=1 << 16)
     end()
 
 

@@ -42,8 +42,12 @@ class RawTrace:
     """Ranges of gloo's Works."""
 
 
+def unpacked(path: Path) -> bytes:
+    return zstandard.ZstdDecompressor().decompressobj().decompress(path.read_bytes())
+
+
 def read_raw(path: Path) -> RawTrace:
-    events = json.loads(zstandard.ZstdDecompressor().decompressobj().decompress(path.read_bytes()))["traceEvents"]
+    events = json.loads(unpacked(path))["traceEvents"]
     whole = [one for one in events if one.get("ph") == "X"]
     trace = RawTrace()
     ranges: list[tuple[object, float, float, int]] = []

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zstandard
 
 from tests.gpu import machine
 from tests.gpu.machine import CUDA, Way
+from tests.gpu.raw_kineto import unpacked
 from tests.gpu.results import keep_recording
 
 _ACCUSED = re.compile(r"^suspects +rank 1$", re.MULTILINE)
@@ -75,7 +75,7 @@ def test_the_rank_that_stays_away_is_accused_while_the_job_hangs(way: Way, tmp_p
 
 
 def assert_nccls(dump: Path) -> None:
-    content = json.loads(zstandard.ZstdDecompressor().decompressobj().decompress(dump.read_bytes()))
+    content = json.loads(unpacked(dump))
     assert content["entries"][-1]["state"] in ("scheduled", "started")
     assert content["pg_status"]
 

@@ -75,7 +75,13 @@ def read_export(path: str, rank: int | None, comms: Mapping[int, str]) -> list[R
             for process in sorted(ours | with_nccl)
         ]
         _give_ranks(path, processes, rank)
-        found = [process.read(kernels.take(kernels.process == process.number), comms) for process in processes]
+        copies = peer_copies(export)
+        found = [
+            process.read(
+                kernels.take(kernels.process == process.number), copies.take(copies.process == process.number), comms
+            )
+            for process in processes
+        ]
         _check_attributed(export, found, len(ranges.of(CALL, BATCH)), len(kernels))
         work = device_work(export)
         if work is not None:
@@ -187,8 +193,10 @@ class _Process:
         nccl = self._nccl
         return max(((nccl.sizes[name], rank) for name, rank in nccl.ranks.items()), default=None) if nccl else None
 
-    def read(self, kernels: Activities, comms: Mapping[int, str]) -> RankTrace:
-        """The times of the process, whose rank is known by now."""
+    def read(self, kernels: Activities, copies: Activities, comms: Mapping[int, str]) -> RankTrace:
+        """The times of the process, whose rank is known by now, of what communicates: kernels, and copies from one GPU
+        to another.
+        """
         times, calls, epoch = self.times, self._calls, self._epoch
         unnamed = sum(meaning.what == GROUP and meaning.left_out for meaning in self._meanings)
         if unnamed:
@@ -205,8 +213,6 @@ class _Process:
             times.attributed[NOT_EMITTED] += int(hidden.sum())
             kernels, row = kernels.take(~hidden), row[~hidden]
         left = self._give(row, kernels, IN_OLD if any(meaning.old for meaning in self._meanings) else IN_OURS)
-        copies = peer_copies(self._export)
-        copies = copies.take(copies.process == self.number)
         row = at(row_of, innermost(calls, copies.thread, copies.launched))
         self.copies = np.stack([copies.start, copies.end], axis=1)[row >= 0]
         if (self._ended == 0).any():
