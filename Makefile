@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Compiled modules of tests and of crossrank are kept, whatever the shell says: every rank of every test imports them.
+unexport PYTHONDONTWRITEBYTECODE
 STAMP := $(VENV)/installed
 DEMO := demo-recording
 # More than cores: ranks of tests wait for each other, and for hangs.

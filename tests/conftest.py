@@ -22,13 +22,10 @@ def two_ranks() -> Iterator[World]:
 _OF_THE_RECORDER = (
     "exit",
     "flight",
-    "hangs",
     "interception",
     "iterations",
-    "live_faults",
     "nvtx",
     "record",
-    "runner",
     "session",
     "waits",
     "window",

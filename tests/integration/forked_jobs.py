@@ -1,4 +1,4 @@
-"""Starts gloo jobs in milliseconds: a server imports torch once and forks an agent with its ranks for every job.
+"""Starts gloo jobs in milliseconds: an agent, itself a fork of a process that has imported torch, forks the ranks.
 
 The agent does what torchrun's does: when a rank fails it terminates the others, and a signal to the agent reaches its
 ranks. Each rank is a process that ends as the interpreter ends, with its own traceback, exit code and atexit.
@@ -6,7 +6,6 @@ ranks. Each rank is a process that ends as the interpreter ends, with its own tr
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -15,14 +14,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 from crossrank.comm import CommRecord
 from crossrank.recording import CommsFile
 from crossrank.tools.traces.flight_recorder import read_flight_dump
-
-ROOT = Path(__file__).parents[2]
+from tests.integration import jobs
+from tests.integration.fork_server import ForkedProcess
 
 GO_ON = "go on"
 _STATE = "job.json"
@@ -33,29 +31,11 @@ RankMain = Callable[[str, Path, int], None]
 """What a rank runs: (name of the job, its folder, the rank)."""
 
 
-_LOADED_BY_TRAINING = (
-    "torch._dynamo",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.utils.data",
-)
-"""Modules that take seconds to import and that torch itself imports late: in every rank, would the server not do it."""
+def run_job(run_rank: RankMain, name: str, folder: Path, ranks: int, delay: float) -> None:
+    """Run a job in processes that are forked from this one, which becomes its agent."""
+    import crossrank.instrument.session  # noqa: F401  once, and not in every rank
 
-
-def serve(run_rank: RankMain) -> None:
-    """Start a job for every line of stdin until it ends: `[name, folder, number of ranks, delay]` as JSON."""
-    for module in _LOADED_BY_TRAINING:
-        import_module(module)
-    gc.freeze()  # else every rank that ends looks through all that was imported, which takes a second
-    for line in sys.stdin:
-        name, folder, ranks, delay = json.loads(line)
-        while _reap() is not None:
-            pass
-        if os.fork() == 0:
-            rank = _run_agent(Path(folder), ranks, delay)
-            run_rank(name, Path(folder), rank)
-            return
+    run_rank(name, folder, _run_agent(folder, ranks, delay))
 
 
 def _run_agent(folder: Path, ranks: int, delay: float) -> int:
@@ -99,7 +79,7 @@ def _look_after(folder: Path, pids: list[int], delay: float) -> None:
         if time.monotonic() >= terminate_at and kill_at == never:
             kill_at = time.monotonic() + _PATIENCE
             _send(signal.SIGTERM, alive)
-        if time.monotonic() >= kill_at:
+        if time.monotonic() >= kill_at or (kill_at < never and all(map(_is_stopped, alive))):
             _send(signal.SIGKILL, alive)
         time.sleep(0.02)
 
@@ -116,6 +96,11 @@ def _reap() -> tuple[int, int] | None:
 def _send(number: int, pids: list[int]) -> None:
     for pid in pids:
         os.kill(pid, number)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is held by SIGSTOP: it would not see that it is to end."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def _publish(folder: Path, codes: dict[int, int | None]) -> None:
@@ -183,30 +168,23 @@ class Job:
         return int(json.loads((self.folder / _STATE).read_text())["agent"])
 
 
-class JobServer:
-    """The server with the jobs of one module, which calls `serve` when it is run."""
+def start(module: str, name: str, folder: Path, ranks: int, *, delay: float = 0.0) -> Job:
+    """Start a job of a module that calls `run_job` when it is run.
 
-    def __init__(self, module: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module],
-            cwd=ROOT,
+    `delay` is how many seconds after the failure of a rank the others are terminated.
+    """
+    folder.mkdir(exist_ok=True)
+    jobs.STARTED.append(
+        ForkedProcess(
+            [sys.executable, "-m", module, name, str(folder), str(ranks), str(delay)],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             text=True,
         )
-
-    def start(self, name: str, folder: Path, ranks: int, *, delay: float = 0.0) -> Job:
-        """Start a job; `delay` is how many seconds after the failure of a rank the others are terminated."""
-        folder.mkdir(exist_ok=True)
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([name, str(folder), ranks, delay]) + "\n")
-        self._process.stdin.flush()
-        wait_until((folder / _STATE).exists, f"the job {name} does not start")
-        return Job(folder)
-
-    def close(self) -> None:
-        self._process.communicate(timeout=60)
+    )
+    wait_until((folder / _STATE).exists, f"the job {name} does not start")
+    return Job(folder)
 
 
 def wait_until(condition: Callable[[], bool], otherwise: str, seconds: float = 60.0) -> None:

@@ -74,7 +74,8 @@ def main(folder: str, ways: list[str]) -> None:
 def hang(directory: str, way: Callable[[int], None], rank: int) -> None:
     store = dist.FileStore(f"{directory}.store", WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
-    crossrank.enable(directory=directory, node=f"node-{rank}")
+    kernel = ("compiled", "python")[rank % 2]
+    crossrank.enable(directory=directory, node=f"node-{rank}", kernel=kernel)
     for _ in range(2):
         dist.all_reduce(torch.ones(8))
     way(rank)

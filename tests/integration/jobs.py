@@ -1,4 +1,4 @@
-"""Scripts as users start them: with python, or with torchrun on a free port."""
+"""Scripts as users start them, with python or torchrun, or as forks, which start in milliseconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import sys
 import textwrap
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
+
+from tests.integration.fork_server import ForkedProcess
 
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 
@@ -40,30 +44,81 @@ def environment(**variables: str) -> dict[str, str]:
 def run(
     command: Sequence[str | Path], folder: Path, seconds: float = 60, /, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [str(word) for word in command],
-        cwd=folder,
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
-    done.stdout, done.stderr = map(_GLOO_CONNECTS.sub, ("", ""), (done.stdout, done.stderr))
-    return done
+    """Run a command to its end, in a new process."""
+    return _end(_begin(subprocess.Popen, command, folder, variables), seconds)
+
+
+def fork(
+    command: Sequence[str | Path], folder: Path, seconds: float = 60, /, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script, or `-m module`, to its end in a process that has imported torch already."""
+    return _end(_begin(ForkedProcess, [sys.executable, *command], folder, variables), seconds)
 
 
 def python(folder: Path, source: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a script of one rank to its end."""
-    return run(
-        [sys.executable, write_script(folder, ONE_RANK + textwrap.dedent(source)), *arguments], folder, **variables
-    )
+    return fork([write_script(folder, ONE_RANK + textwrap.dedent(source)), *arguments], folder, **variables)
 
 
 def start(folder: Path, source: str, name: str = "train.py", **variables: str) -> subprocess.Popen[str]:
     """Start a script and leave it running; it is killed with the end of the test."""
-    process = subprocess.Popen(
-        [sys.executable, str(write_script(folder, source, name))],
+    return _begin(ForkedProcess, [sys.executable, write_script(folder, source, name)], folder, variables)
+
+
+@dataclass(frozen=True)
+class EndedRanks:
+    """What became of the ranks of a job."""
+
+    codes: list[int]
+    stdout: str
+    """What they printed, one rank after the other."""
+    stderr: str
+
+    @property
+    def returncode(self) -> int:
+        """That of torchrun."""
+        return int(any(self.codes))
+
+
+def ranks(folder: Path, script: Path, ranks: int = 2, /, *arguments: str, **variables: str) -> EndedRanks:
+    """Run a script on ranks that meet as under torchrun. As there, when one fails the others are terminated."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
+    processes = [
+        _begin(
+            ForkedProcess,
+            [sys.executable, script, *arguments],
+            folder,
+            shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | variables,
+        )
+        for rank in range(ranks)
+    ]
+    with ThreadPoolExecutor(ranks) as pool:
+        ended = [pool.submit(_end, process, 60) for process in processes]
+        for one in as_completed(ended):
+            if one.result().returncode:
+                for process in processes:
+                    process.terminate()
+        done = [one.result() for one in ended]
+    return EndedRanks(
+        [one.returncode for one in done], "".join(one.stdout for one in done), "".join(one.stderr for one in done)
+    )
+
+
+def _begin(
+    kind: type[subprocess.Popen[str]], command: Sequence[str | Path], folder: Path, variables: dict[str, str]
+) -> subprocess.Popen[str]:
+    process = kind(
+        [str(word) for word in command],
         cwd=folder,
         env=environment(**variables),
         stdout=subprocess.PIPE,
@@ -72,6 +127,12 @@ def start(folder: Path, source: str, name: str = "train.py", **variables: str) -
     )
     STARTED.append(process)
     return process
+
+
+def _end(process: subprocess.Popen[str], seconds: float) -> subprocess.CompletedProcess[str]:
+    printed, errors = process.communicate(timeout=seconds)
+    printed, errors = map(_GLOO_CONNECTS.sub, ("", ""), (printed, errors))
+    return subprocess.CompletedProcess(process.args, process.returncode, printed, errors)
 
 
 def end_started() -> None:

@@ -38,6 +38,9 @@ DELAYS = (0.0, 0.4, 3.0)
 when all of them have raised that their peer is gone."""
 UNANSWERED = ("p2p_unmatched", "p2p_wait_cycle")
 
+_KERNELS = ("compiled", "python")
+"""Of every job half of the ranks record with one kernel and half with the other."""
+
 _FOLDER = "LIVE_FAULTS_FOLDER"
 
 
@@ -719,6 +722,7 @@ BY_NAME = {fault.name: fault for fault in [*FAULTS, LATE, LONG_EVALUATION, SLOW_
 def run_rank(name: str, folder: Path, rank: int) -> None:
     fault = BY_NAME[name]
     os.environ[_FOLDER] = str(folder)
+    os.environ["TRACING_KERNEL"] = _KERNELS[rank % 2]
     store = dist.FileStore(str(folder / "store"), fault.ranks)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=fault.ranks, timeout=timedelta(seconds=fault.timeout)
@@ -734,7 +738,8 @@ def run_rank(name: str, folder: Path, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:  # torchrun's arguments: NAME FOLDER
-        run_rank(sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"]))
-    else:
-        forked_jobs.serve(run_rank)
+    _name, _folder, *_more = sys.argv[1:]
+    if _more:
+        forked_jobs.run_job(run_rank, _name, Path(_folder), int(_more[0]), float(_more[1]))
+    else:  # under torchrun
+        run_rank(_name, Path(_folder), int(os.environ["RANK"]))

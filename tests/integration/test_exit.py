@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from crossrank.recording import CommsFile, list_recording
-from tests.integration import jobs
+from tests.integration import fork_server, jobs
 from tests.integration.names import needs_gloo_recorder
 from tests.integration.traces import execution_trace_ids, kineto_ids, load
 
@@ -28,6 +27,12 @@ while True:
     time.sleep(0.001)
 """
 )
+
+
+@pytest.fixture(autouse=True)
+def _to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes are torn down as the interpreter does it."""
+    monkeypatch.setenv(fork_server.TEARDOWN, "1")
 
 
 def read(folder: Path, rank: int = 0) -> tuple[CommsFile, list[int]]:
@@ -96,7 +101,7 @@ def test_os_exit_loses_at_most_the_last_second_and_names_the_torn_trace(tmp_path
     assert comms.issues.problems == []
     assert comms.end is None
     assert list_recording(str(tmp_path / RECORDING)).partial == (".rank-0.et.json.part",)
-    inspected = jobs.run([sys.executable, "-m", "crossrank.tools.cli", "inspect", RECORDING], tmp_path)
+    inspected = jobs.fork(["-m", "crossrank.tools.cli", "inspect", RECORDING], tmp_path)
     assert "unfinished rank 0" in inspected.stdout
     assert "cut off    .rank-0.et.json.part" in inspected.stdout
     assert inspected.returncode == 1
@@ -237,9 +242,8 @@ def test_data_loader_workers_do_no_harm(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_may_record_on_its_own(tmp_path: Path) -> None:
-    result = jobs.run(
+    result = jobs.fork(
         [
-            sys.executable,
             jobs.write_script(
                 tmp_path,
                 """
@@ -295,7 +299,7 @@ def test_forked_workers_of_multiprocessing_finish_their_files(tmp_path: Path) ->
             assert worker.exitcode == 0
         """,
     )
-    result = jobs.run([sys.executable, script], tmp_path)
+    result = jobs.fork([script], tmp_path)
     assert result.returncode == 0, result.stderr
     for rank in (0, 1):
         comms, ids = read(tmp_path, rank)
@@ -685,7 +689,7 @@ def test_the_exception_of_a_worker_of_multiprocessing_is_noted(tmp_path: Path) -
                 pass
         """,
     )
-    result = jobs.run([sys.executable, script], tmp_path)
+    result = jobs.fork([script], tmp_path)
     assert result.returncode == 0, result.stderr
     for folder in ("own", "torchs"):
         comms = CommsFile(str(tmp_path / folder / "rank-0.comms.jsonl.zst"))

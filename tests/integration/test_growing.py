@@ -8,9 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.growing import convert, record
+from benchmarks.growing import JOB, convert
 from crossrank.tools.cli import main
+from tests.integration import jobs
 from tests.unit.graph.linking.public_traces import needs_traces, public
+
+
+def record(folder: Path, model: str, ranks: int) -> Path:
+    recording = folder / str(ranks)
+    ended = jobs.ranks(folder, jobs.write_script(folder, JOB), ranks, model, TRACING_DIR=str(recording))
+    assert ended.returncode == 0, ended.stderr
+    return recording
 
 
 @pytest.mark.parametrize("model", ["ddp", "fsdp2"])

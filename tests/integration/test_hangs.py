@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.integration import hanging_jobs, jobs, names
+from tests.integration.fork_server import ForkedProcess
 from tests.unit.analysis.diagnosis.verdicts import diagnosis_of, in_short, roots
 
-ROOT = Path(__file__).parents[2]
 EVERYONE = [0, 1, 2, 3]
 
 FOUND: dict[str, list[tuple[str, str, int | None, list[int], list[int]]]] = {
@@ -28,13 +28,13 @@ FOUND: dict[str, list[tuple[str, str, int | None, list[int], list[int]]]] = {
 @names.needs_gloo_recorder
 @pytest.mark.timeout(240)
 def test_jobs_that_hang_are_diagnosed_while_they_hang(tmp_path: Path) -> None:
-    process = subprocess.Popen(
+    process = ForkedProcess(
         [sys.executable, "-m", "tests.integration.hanging_jobs", str(tmp_path), *hanging_jobs.WAYS],
-        cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "TRACING": "CROSSNODE", "TRACING_HANG_SECONDS": "2"},
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        text=True,
     )
     try:
         for way in hanging_jobs.WAYS:
@@ -48,7 +48,7 @@ def test_jobs_that_hang_are_diagnosed_while_they_hang(tmp_path: Path) -> None:
         # The comms files alone: what a job leaves that is killed before it could dump anything.
         from_comms = {way: diagnosis_of(tmp_path / way) for way in hanging_jobs.WAYS if way != "killed"}
     finally:
-        process.communicate(b"", timeout=60)
+        process.communicate("", timeout=60)
 
     answers = {way: roots(found) for way, found in diagnoses.items()}
     # Whether the last call of the killed rank reached the disk is a matter of luck; if so, its comms file testifies.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
 from crossrank.recording import CommsFile
@@ -49,7 +48,7 @@ def test_what_all_ranks_have_to_say_one_of_them_says(tmp_path: Path) -> None:
         folder = tmp_path / early
         folder.mkdir()
         script = jobs.write_script(folder, THREE_RANKS)
-        result = jobs.torchrun(folder, script, ranks=3, EARLY=early, CXX="/nowhere/c++", XDG_CACHE_HOME=str(tmp_path))
+        result = jobs.ranks(folder, script, 3, EARLY=early, CXX="/nowhere/c++", XDG_CACHE_HOME=str(tmp_path))
         assert result.returncode == 0, result.stderr
         lines = [line for line in result.stderr.splitlines() if line.startswith("crossrank: ")]
         in_python = [line for line in lines if "calls are recorded in Python" in line]
@@ -62,7 +61,7 @@ def test_what_all_ranks_have_to_say_one_of_them_says(tmp_path: Path) -> None:
 
 
 def test_a_rank_of_a_large_job_writes_into_the_folder_of_a_few_and_is_read_from_there(tmp_path: Path) -> None:
-    result = jobs.run([sys.executable, jobs.write_script(tmp_path, ONE_OF_16_384)], tmp_path)
+    result = jobs.fork([jobs.write_script(tmp_path, ONE_OF_16_384)], tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     (folder,) = os.listdir(tmp_path / RECORDING)
     assert folder == "ranks-8192-8207"
@@ -73,6 +72,6 @@ def test_a_rank_of_a_large_job_writes_into_the_folder_of_a_few_and_is_read_from_
     comms = CommsFile(str(tmp_path / RECORDING / folder / "rank-8195.comms.jsonl.zst"))
     assert [record.seq for record in comms.records()] == [1, 2, 3]
     for command in (["inspect", "--json"], ["watch", "--once", "--json"], ["diagnose", "--json"]):
-        words = [sys.executable, "-m", "crossrank", command[0], str(tmp_path / RECORDING), *command[1:]]
-        told = jobs.run(words, tmp_path)
+        words = ["-m", "crossrank", command[0], str(tmp_path / RECORDING), *command[1:]]
+        told = jobs.fork(words, tmp_path)
         assert json.loads(told.stdout)["ranks"], told.stderr

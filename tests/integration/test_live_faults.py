@@ -12,23 +12,19 @@ from typing import Any
 import pytest
 
 from crossrank.tools.cli import main
-from tests.integration import jobs
-from tests.integration.forked_jobs import ROOT, Job, JobServer, wait_until
+from tests.integration import forked_jobs, jobs
+from tests.integration.fork_server import ROOT
+from tests.integration.forked_jobs import Job, wait_until
 from tests.integration.live_faults import BY_NAME, FAULTS, LATE, LONG_EVALUATION, SLOW_RANK, Fault
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[JobServer]:
-    server = JobServer("tests.integration.live_faults")
-    yield server
-    server.close()
+def start(fault: Fault, folder: Path, delay: float = 0.0) -> Job:
+    return forked_jobs.start("tests.integration.live_faults", fault.name, folder, fault.ranks, delay=delay)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_fault_is_diagnosed(
-    fault: Fault, server: JobServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    attempts = [server.start(fault.name, tmp_path / f"{delay}", fault.ranks, delay=delay) for delay in fault.delays]
+def test_a_fault_is_diagnosed(fault: Fault, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    attempts = [start(fault, tmp_path / f"{delay}", delay) for delay in fault.delays]
     wrong = {}
     try:
         for delay, job in zip(fault.delays, attempts, strict=True):
@@ -64,10 +60,8 @@ def test_a_fault_under_torchrun_itself_is_diagnosed(tmp_path: Path, capsys: pyte
     assert complaints(fault, Job(tmp_path), capsys) == []
 
 
-def test_a_rank_that_is_late_is_named_until_it_comes(
-    server: JobServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = server.start(LATE.name, tmp_path, LATE.ranks)
+def test_a_rank_that_is_late_is_named_until_it_comes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = start(LATE, tmp_path)
     try:
         wait_until(lambda: hangs(job, LATE), "the job does not notice that it hangs")
         assert complaints(LATE, job, capsys) == []
@@ -78,10 +72,8 @@ def test_a_rank_that_is_late_is_named_until_it_comes(
         job.kill()
 
 
-def test_ranks_that_compute_for_long_are_healthy(
-    server: JobServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = server.start(LONG_EVALUATION.name, tmp_path, LONG_EVALUATION.ranks)
+def test_ranks_that_compute_for_long_are_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = start(LONG_EVALUATION, tmp_path)
     try:
         wait_until(lambda: hangs(job, LONG_EVALUATION), "no rank notices that it does not communicate")
         assert main(["diagnose", str(job.recording)]) == 0, capsys.readouterr().out
@@ -92,10 +84,8 @@ def test_ranks_that_compute_for_long_are_healthy(
         job.kill()
 
 
-def test_a_job_with_a_slow_rank_is_healthy(
-    server: JobServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = server.start(SLOW_RANK.name, tmp_path, SLOW_RANK.ranks)
+def test_a_job_with_a_slow_rank_is_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = start(SLOW_RANK, tmp_path)
     try:
         wait_until(lambda: trains(job, SLOW_RANK), "the job records no calls")
         # Its comms files are all there is of a job that trains, and may end at different calls.
@@ -109,9 +99,9 @@ def test_a_job_with_a_slow_rank_is_healthy(
 
 
 def test_nobody_is_accused_of_a_healthy_job_that_is_cancelled(
-    server: JobServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = server.start(SLOW_RANK.name, tmp_path, SLOW_RANK.ranks, delay=3)
+    job = start(SLOW_RANK, tmp_path, 3)
     try:
         wait_until(lambda: trains(job, SLOW_RANK), "the job records no calls")
         job.terminate()

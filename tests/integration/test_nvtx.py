@@ -88,20 +88,20 @@ def run_ranks(folder: Path, library: Path, body: str, ranks: int = 2, **variable
         f"{body}\n"
         "crossrank.disable()\ndist.destroy_process_group()\n",
     )
-    result = jobs.torchrun(
+    result = jobs.ranks(
         folder,
         script,
+        ranks,
         NVTX_INJECTION64_PATH=str(library),
         NVTX_CAPTURE_OUT=str(folder / "markers"),
         TRACING_DIR=str(folder / "recording"),
-        ranks=ranks,
         **variables,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
-def test_two_torchrun_ranks_send_one_range_per_call(tmp_path: Path, injection_library: Path) -> None:
+def test_two_ranks_send_one_range_per_call(tmp_path: Path, injection_library: Path) -> None:
     run_ranks(
         tmp_path,
         injection_library,

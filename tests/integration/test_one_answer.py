@@ -12,7 +12,7 @@ import pytest
 
 from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, file_name
 from crossrank.tools.cli import main
-from tests.integration.jobs import torchrun, write_script
+from tests.integration import jobs
 
 GROUPS = [[0], [0, 1], [1]]
 COLLECTIVES = 4
@@ -49,7 +49,7 @@ NAMES: dict[str, Callable[[str, int], str]] = {
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recorded")
-    result = torchrun(folder, write_script(folder, TRAIN), TRACING_DIR=str(folder / "recording"))
+    result = jobs.ranks(folder, jobs.write_script(folder, TRAIN), TRACING_DIR=str(folder / "recording"))
     assert result.returncode == 0, result.stderr
     return folder / "recording"
 

@@ -20,6 +20,7 @@ from crossrank.replay.run.failure_report import Failed
 from crossrank.replay.run.processes import run_local
 from crossrank.tools.traces.replayed import Settings
 from tests.integration import callers
+from tests.integration.fork_server import ForkedProcess
 from tests.integration.test_replay import plan_of_recording, record_job
 from tests.integration.world import World
 
@@ -60,7 +61,7 @@ def _session(pid: int) -> list[int]:
 
 def _started(words: list[str]) -> tuple[subprocess.Popen[str], list[int]]:
     """A replay in a session of its own, when its two ranks are at work."""
-    process = subprocess.Popen(
+    process = ForkedProcess(
         [sys.executable, "-m", "crossrank", "replay", *words, "--repeat", "100000"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -220,7 +221,7 @@ def _launch(recorded: Path, variables: dict[str, str], *more: str) -> subprocess
 
 def launch(words: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
     """One rank of a replay, as a launcher starts it."""
-    return subprocess.Popen(
+    return ForkedProcess(
         [sys.executable, "-m", "crossrank.replay", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -84,8 +83,8 @@ def test_a_job_that_is_timed_has_bandwidths_without_a_window(tmp_path: Path) -> 
         """,
     )
     recording = str(tmp_path / "recording")
-    assert jobs.torchrun(tmp_path, script, TRACING_TIMING="1", TRACING_DIR=recording).returncode == 0
-    result = jobs.run([sys.executable, "-m", "crossrank", "bandwidth", recording], tmp_path)
+    assert jobs.ranks(tmp_path, script, TRACING_TIMING="1", TRACING_DIR=recording).returncode == 0
+    result = jobs.fork(["-m", "crossrank", "bandwidth", recording], tmp_path)
     assert (
         "measured   the recording (TRACING_TIMING=1): from the launch of a call to the end of its Work" in result.stdout
     )

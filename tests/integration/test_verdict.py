@@ -43,8 +43,8 @@ sys.stdout.write(f"rank {{rank}} trained\\n")
 """
 
 
-def run(folder: Path, source: str, **variables: str) -> tuple[int, str, str]:
-    """Exit code of the launcher and what two ranks print; those that hang are released once there is a verdict."""
+def run(folder: Path, source: str, **variables: str) -> jobs.EndedRanks:
+    """Run two ranks; those that hang are released once there is a verdict."""
     recording = folder / "recording"
 
     def release() -> None:
@@ -58,9 +58,9 @@ def run(folder: Path, source: str, **variables: str) -> tuple[int, str, str]:
     thread.start()
     script = jobs.write_script(folder, JOB + source)
     variables = {"TRACING_DIR": str(recording), "TRACING_HANG_SECONDS": "1.5", "NODES": "1"} | variables
-    result = jobs.torchrun(folder, script, ranks=2, **variables)
+    result = jobs.ranks(folder, script, **variables)
     thread.join()
-    return result.returncode, result.stdout, result.stderr
+    return result
 
 
 def verdict_of(folder: Path) -> tuple[str, list[int]]:
@@ -71,11 +71,11 @@ def verdict_of(folder: Path) -> tuple[str, list[int]]:
 @pytest.mark.parametrize("buffer", ["2000", "0"], ids=["", "without torch's recorder"])
 def test_the_log_says_who_is_missing_and_training_that_recovers_goes_on(buffer: str, tmp_path: Path) -> None:
     source = ABSENT.format(absent=1, instead="look_elsewhere()")
-    code, printed, said = run(tmp_path, source, TORCH_FR_BUFFER_SIZE=buffer)
-    assert code == 0, said
-    assert sorted(printed.splitlines()) == ["rank 0 trained", "rank 1 trained"]
-    assert said.count("crossrank: the job hangs") == 1
-    _, _, text = said.partition("crossrank: the job hangs: no communication for 1.5")
+    ended = run(tmp_path, source, TORCH_FR_BUFFER_SIZE=buffer)
+    assert ended.codes == [0, 0], ended.stderr
+    assert sorted(ended.stdout.splitlines()) == ["rank 0 trained", "rank 1 trained"]
+    assert ended.stderr.count("crossrank: the job hangs") == 1
+    _, _, text = ended.stderr.partition("crossrank: the job hangs: no communication for 1.5")
     assert text.splitlines()[0].endswith(f" s (rank 0); {tmp_path}/recording/verdict.json says:")
     assert "missing_rank: a rank has not made a collective that the others wait in" in text
     assert "culprit      rank 1\n" in text
@@ -98,11 +98,11 @@ if rank == 1:
 
 def test_where_rank_0_is_silent_another_one_says_it(tmp_path: Path) -> None:
     source = RESUME + ABSENT.format(absent=0, instead="os.kill(os.getpid(), signal.SIGSTOP)")
-    code, printed, said = run(tmp_path, source)
-    assert code == 0, said
-    assert sorted(printed.splitlines()) == ["rank 0 trained", "rank 1 trained"]
-    assert said.count("crossrank: the job hangs") == 1, said
-    assert f" s (rank 1); {tmp_path}/recording/verdict.json says:" in said
+    ended = run(tmp_path, source)
+    assert ended.codes == [0, 0], ended.stderr
+    assert sorted(ended.stdout.splitlines()) == ["rank 0 trained", "rank 1 trained"]
+    assert ended.stderr.count("crossrank: the job hangs") == 1, ended.stderr
+    assert f" s (rank 1); {tmp_path}/recording/verdict.json says:" in ended.stderr
     assert verdict_of(tmp_path) == ("error", [0])
 
 
@@ -129,20 +129,19 @@ def test_a_job_may_end_when_it_hangs_behind_the_verdict_for_its_launcher_to_rest
 
 def test_a_job_that_goes_on_after_it_was_said_to_end_ends_as_it_was_said(tmp_path: Path) -> None:
     source = ABSENT.format(absent=1, instead="look_elsewhere()")
-    code, printed, said = run(tmp_path, source, TRACING_ON_HANG="abort")
-    assert code == 1, said
-    assert sorted(printed.splitlines()) == ["rank 0 trained", "rank 1 trained"]
+    ended = run(tmp_path, source, TRACING_ON_HANG="abort")
+    assert ended.codes == [EXIT_CODE, EXIT_CODE], ended.stderr
+    assert sorted(ended.stdout.splitlines()) == ["rank 0 trained", "rank 1 trained"]
     for rank in (0, 1):
-        assert f"rank {rank} ends with exit code {EXIT_CODE}" in said
-    assert f"exitcode: {EXIT_CODE})" in said
+        assert f"rank {rank} ends with exit code {EXIT_CODE}" in ended.stderr
 
 
 def test_silence_in_which_no_rank_waits_is_no_hang_and_ends_nothing(tmp_path: Path) -> None:
     source = "look_elsewhere()\ntrain_step()\nsys.stdout.write('trained\\n')\n"
-    code, printed, said = run(tmp_path, source, TRACING_ON_HANG="abort")
-    assert (code, printed.count("trained\n")) == (0, 2), said
-    assert "the job hangs" not in said
-    lines = [line for line in said.splitlines() if line.startswith("crossrank: no communication")]
+    ended = run(tmp_path, source, TRACING_ON_HANG="abort")
+    assert (ended.codes, ended.stdout.count("trained\n")) == ([0, 0], 2), ended.stderr
+    assert "the job hangs" not in ended.stderr
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("crossrank: no communication")]
     assert len(lines) == 1
     assert lines[0].endswith("has what every rank did last (verdict: ok)")
 
@@ -151,7 +150,7 @@ def test_ranks_of_nodes_that_share_no_folder_are_not_accused(tmp_path: Path) -> 
     job = JOB.replace("crossrank.enable(", 'crossrank.enable(directory=f"recording/{rank}", ')
     script = jobs.write_script(tmp_path, job + ABSENT.format(absent=1, instead="time.sleep(5)"))
     variables = {"TRACING_HANG_SECONDS": "1", "TRACING_ON_HANG": "abort", "NODES": "2"}
-    result = jobs.torchrun(tmp_path, script, ranks=2, **variables)
+    result = jobs.ranks(tmp_path, script, **variables)
     assert result.returncode == 0, result.stderr
     (line,) = (line for line in result.stderr.splitlines() if line.startswith("crossrank: no communication"))
     assert f"{tmp_path}/recording/0 holds nothing of rank 1: gather what other nodes have" in line
@@ -161,7 +160,7 @@ def test_ranks_of_nodes_that_share_no_folder_are_not_accused(tmp_path: Path) -> 
 def test_a_diagnosis_that_fails_is_one_line_of_one_rank(tmp_path: Path) -> None:
     job = JOB + "sys.executable = '/nowhere/python'\n" + ABSENT.format(absent=1, instead="time.sleep(6)")
     script = jobs.write_script(tmp_path, job)
-    result = jobs.torchrun(tmp_path, script, ranks=2, TRACING_HANG_SECONDS="1", NODES="1")
+    result = jobs.ranks(tmp_path, script, TRACING_HANG_SECONDS="1", NODES="1")
     assert result.returncode == 0, result.stderr
     (line,) = (line for line in result.stderr.splitlines() if line.startswith("crossrank: no communication"))
     assert "it could not be diagnosed here (FileNotFoundError: " in line

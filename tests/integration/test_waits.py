@@ -168,7 +168,7 @@ def test_a_wait_that_raises_says_so_and_raises_the_same(tmp_path: Path) -> None:
         crossrank.disable()
         """,
     )
-    result = jobs.torchrun(tmp_path, script, TRACING_DIR=str(tmp_path / "recording"))
+    result = jobs.ranks(tmp_path, script, TRACING_DIR=str(tmp_path / "recording"))
     assert "Timed out waiting 100ms" in result.stdout, result.stderr
     (record,), waits = recorded(tmp_path, 0)
     (wait,) = (one for one in waits if one.stood == "wait")

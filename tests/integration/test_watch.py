@@ -29,11 +29,12 @@ while not os.path.exists("stop"):
     dist.barrier()
     crossrank.step()
 """
-WATCH = [sys.executable, "-m", "crossrank", "watch"]
+RECORDING = "crossrank-recording"
+WATCH = ["-m", "crossrank", "watch"]
 
 
 def look(folder: Path) -> tuple[int, dict[str, Any]]:
-    result = jobs.run([*WATCH, "recording", "--once", "--json"], folder)
+    result = jobs.fork([*WATCH, "recording", "--once", "--json"], folder)
     assert result.stdout, result.stderr
     found: dict[str, Any] = json.loads(result.stdout)
     return result.returncode, found
@@ -81,9 +82,19 @@ def test_a_job_is_shown_while_it_runs_when_a_rank_falls_silent_and_when_it_has_e
 
 def test_metrics_are_served_here_alone_and_written_to_a_file(tmp_path: Path) -> None:
     job = jobs.ONE_RANK + "crossrank.enable()\nfor _ in range(3):\n    dist.all_reduce(torch.ones(4))\n"
-    assert jobs.run([sys.executable, jobs.write_script(tmp_path, job)], tmp_path).returncode == 0
+    assert jobs.fork([jobs.write_script(tmp_path, job)], tmp_path).returncode == 0
     process = subprocess.Popen(
-        [*WATCH, "crossrank-recording", "--metrics", "0", "--textfile", "metrics.prom", "--interval", "0.2"],
+        [
+            sys.executable,
+            *WATCH,
+            RECORDING,
+            "--metrics",
+            "0",
+            "--textfile",
+            "metrics.prom",
+            "--interval",
+            "0.2",
+        ],
         cwd=tmp_path,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -114,6 +125,6 @@ def test_metrics_are_served_here_alone_and_written_to_a_file(tmp_path: Path) -> 
     ],
 )
 def test_what_cannot_be_watched_is_one_line(arguments: list[str], said: str, tmp_path: Path) -> None:
-    result = jobs.run([*WATCH, *arguments, "--once"], tmp_path)
+    result = jobs.fork([*WATCH, *arguments, "--once"], tmp_path)
     assert result.returncode == 2
     assert said in result.stderr
