@@ -12,9 +12,11 @@ import gc
 import json
 import os
 import runpy
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -95,9 +97,14 @@ def _connected() -> socket.socket:
     if _server is None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
         _server, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Its frames are below those of every script; a file of a library is not taken for the user's code.
+        program = Path(tempfile.mkdtemp(prefix="crossrank-tests-"), "lib", "python3", "fork_server.py")
+        atexit.register(shutil.rmtree, program.parents[2])
+        program.parent.mkdir(parents=True)
+        shutil.copy(__file__, program)
         with theirs:
             subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                [sys.executable, program, str(theirs.fileno())],
                 cwd=ROOT,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,

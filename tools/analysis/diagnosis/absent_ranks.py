@@ -36,7 +36,7 @@ def find_silent_ranks(search: Search) -> None:
                 f"#{op.seq - 1} and wait for nothing. If they should have made it, they are late"
             )
         else:
-            kind, stopped = MISSING, ranks_by({rank: _how_it_stopped(search, rank) for rank in absent})
+            kind, stopped = MISSING, ranks_by({rank: _how_it_stopped(search, op, rank) for rank in absent})
             text = "; ".join(f"{rank_text(those)} {how}" for how, those in stopped.items())
             if stale := {rank for rank in absent if missed_ends.get(rank, 0) >= CLEARLY_STALE}:
                 text += (
@@ -59,13 +59,13 @@ def _is_extra(search: Search, op: StuckOp, absent: set[int]) -> bool:
     return not any(is_usual(job, rank, search.graph.blocked[rank]) for rank in op.waiting)
 
 
-def _how_it_stopped(search: Search, rank: int) -> str:
-    """What is known of a rank that has not made a call and waits for nobody."""
+def _how_it_stopped(search: Search, op: StuckOp, rank: int) -> str:
+    """What is known of a rank that has not made a call, or left others in it, and waits for nobody."""
     trace, ranks = search.job.ranks[rank], search.job.ranks.values()
     ending = trace.ending
     if ending.reason in LEFT or ending.ended:
         why = ending.error or ending.reason or "its recording ended"
-        return f"left the job ({why}) without making this call"
+        return f"left the job ({why}) {'while others were in' if rank in op.passed else 'without making'} this call"
     if trace.source == "comms" and not trace.dump.has_no_entries and any(one.source == "flight" for one in ranks):
         return "left no dump, and its comms file ends before this call: it died, or does not notice that the job hangs"
     return "stopped making calls before it and waits for nobody"

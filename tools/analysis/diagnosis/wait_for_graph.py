@@ -29,7 +29,7 @@ _ENDS_LAST_ON_ROOT = ("gather", "reduce")
 """Operations that the other ranks may leave before the root has what it waits for."""
 
 _LONG = 1_000_000_000
-"""ns by which a member must be late, on a group whose calls do not keep others from going on, to count as stuck."""
+"""ns after which a call that has not ended is one that its rank waits in, where others need not wait for it."""
 
 
 @dataclass(eq=False)
@@ -45,7 +45,7 @@ class StuckOp:
     waiting: list[int] = field(default_factory=list)
     """Ranks whose blocked call it is."""
     absent: set[int] = field(default_factory=set)
-    """Ranks that have not made the call, those without evidence included."""
+    """Ranks that have not made the call, those without evidence included, and those that left while others were in it."""
     behind: set[int] = field(default_factory=set)
     """Ranks that have made it and are stuck in something before it."""
     passed: set[int] = field(default_factory=set)
@@ -119,13 +119,32 @@ def _first_open_row(job: JobState, rank: int, pairing: Pairing) -> tuple[int | N
     unawaited: int | None = None
     for row in job.open_rows[rank]:
         p2p = is_p2p(job.signature(rank, row))
-        if (rank, row) in pairing.done if p2p else calls.number[row] <= job.over[own[calls.group[row]]]:
+        over = (rank, row) in pairing.done if p2p else calls.number[row] <= job.over[own[calls.group[row]]]
+        if over and not _waits_although_over(job, rank, row):
             missed += 1
         elif row not in trace.unawaited:
             return row, missed
         elif unawaited is None:
             unawaited = row
     return unawaited, missed
+
+
+def _waits_although_over(job: JobState, rank: int, row: int) -> bool:
+    """Whether a rank waits in a gloo collective that is over on others: a member left when it had what it needed.
+
+    gloo notes the end of its own calls at once, so a last call that was open long after it was made was not over there.
+    """
+    trace = job.ranks[rank]
+    called, ending = trace.calls.called[row], trace.ending
+    return (
+        trace.source == "flight"
+        and row == len(trace.calls) - 1
+        and trace.is_gloo(trace.calls.group[row])
+        and job.releases_all[trace.calls.signature[row]]
+        and ending.is_final
+        and ending.taken_at is not None
+        and ending.taken_at - called > _LONG
+    )
 
 
 def _others_went_on(job: JobState, rank: int, row: int) -> bool:
@@ -246,7 +265,17 @@ def _place_members(job: JobState, graph: WaitForGraph, op: StuckOp) -> None:
             lane, blocked = op.group.lanes.get(rank), graph.blocked.get(rank)
             row = lane.row(op.seq) if lane is not None else None
             # A call that is no longer among the open ones of an active dump is over.
-            (op.passed if blocked is None or row is None or row < blocked else op.behind).add(rank)
+            passed = blocked is None or row is None or row < blocked
+            (op.passed if passed else op.behind).add(rank)
+            if passed and _left_others_behind(job, graph, op, rank):
+                op.absent.add(rank)
+
+
+def _left_others_behind(job: JobState, graph: WaitForGraph, op: StuckOp, rank: int) -> bool:
+    """Whether a rank that is through with an operation ended while the others still waited in it."""
+    ending = job.ranks[rank].ending
+    left = ending.is_gone and not ending.has_failed
+    return left and all(_waits_although_over(job, other, graph.blocked[other]) for other in op.waiting)
 
 
 def _place_peers(job: JobState, graph: WaitForGraph, rank: int, pairing: Pairing) -> None:

@@ -10,7 +10,8 @@ from crossrank.tools.analysis.diagnosis.diagnose import diagnose
 from crossrank.tools.analysis.diagnosis.evidence import Evidence
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
 from crossrank.tools.traces.flight_recorder import Progress
-from crossrank.tools.traces.rank_trace import COMPLETED, SCHEDULED, RankTrace
+from crossrank.tools.traces.rank_trace import COMPLETED, RETIRED, SCHEDULED, RankTrace
+from tests.unit.analysis.diagnosis.moments import CLOSED
 from tests.unit.analysis.diagnosis.ranks import Call, call, group, rank, world
 from tests.unit.analysis.diagnosis.verdicts import in_short, roots
 
@@ -60,6 +61,26 @@ def test_few_ranks_that_notice_no_ends_are_a_fault_of_their_own_beside_a_hang(
     assert sorted((one.kind, *one.culprit_ranks) for one in found.findings) == sorted(
         [("missing_rank", 3), *(("not_completed", one) for one in named)]
     )
+
+
+def test_a_rank_that_left_while_others_were_still_in_its_last_call_is_accused_and_none_of_them() -> None:
+    later = 6 * 10**9
+    endings: list[dict[str, Any]] = [
+        {"reason": "exit", "taken_at": later, "error": CLOSED},
+        {"reason": "SIGTERM", "taken_at": 5},
+        {"reason": "hang", "taken_at": later},
+        {"reason": "hang", "taken_at": later},
+    ]
+    states = [(RETIRED, RETIRED), (RETIRED,), (OPEN,), (OPEN,)]
+    ranks = [
+        of_four(one, *calls(*states[one]), backend="gloo", ending=ending, dump={"all_joined": True})
+        for one, ending in enumerate(endings)
+    ]
+
+    found = diagnosed(*ranks)
+
+    assert roots(found) == [("missing_rank", "default_pg", 1, [1], [2, 3])]
+    assert found.findings[0].text == "rank 1 left the job (SIGTERM) while others were in this call"
 
 
 def test_the_root_that_began_first_comes_first_and_what_follows_points_to_its_own() -> None:
