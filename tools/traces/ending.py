@@ -53,6 +53,8 @@ class Ending:
     """The rank ended its recording properly."""
     unseen: bool = False
     """Nothing but an unfinished comms file is left: its last calls may not have reached the disk."""
+    went_on: bool = False
+    """The rank left the job by itself after this dump of a hang: what it waited in has ended."""
     error: str | None = None
     """The exception that ended the process."""
     causes: tuple[str, ...] = ()

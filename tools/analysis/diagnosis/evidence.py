@@ -241,6 +241,7 @@ def _complete(dump: RankTrace, comms: RankTrace) -> None:
     if ending.error is None:
         ending.error, ending.traceback, ending.causes = other.error, other.traceback, other.causes
     ending.of_threads = ending.of_threads or other.of_threads
+    ending.went_on = ending.reason == "hang" and other.has_left
     has_p2p = any(map(is_p2p, dump.signatures))
     builder, before = TraceBuilder(dump), len(dump)
     counts: Counter[tuple[str, str]] = Counter()

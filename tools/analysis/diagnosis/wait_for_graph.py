@@ -45,7 +45,7 @@ class StuckOp:
     waiting: list[int] = field(default_factory=list)
     """Ranks whose blocked call it is."""
     absent: set[int] = field(default_factory=set)
-    """Ranks that have not made the call, those without evidence included, and those that left while others were in it."""
+    """Ranks that have not made the call or left while others were in it; those without evidence are included."""
     behind: set[int] = field(default_factory=set)
     """Ranks that have made it and are stuck in something before it."""
     passed: set[int] = field(default_factory=set)
@@ -142,6 +142,7 @@ def _waits_although_over(job: JobState, rank: int, row: int) -> bool:
         and trace.is_gloo(trace.calls.group[row])
         and job.releases_all[trace.calls.signature[row]]
         and ending.is_final
+        and not ending.went_on
         and ending.taken_at is not None
         and ending.taken_at - called > _LONG
     )

@@ -83,6 +83,15 @@ def test_a_rank_that_left_while_others_were_still_in_its_last_call_is_accused_an
     assert found.findings[0].text == "rank 1 left the job (SIGTERM) while others were in this call"
 
 
+def test_a_call_that_ranks_waited_in_until_the_last_one_came_is_no_fault_of_who_left_first() -> None:
+    hung = {"reason": "hang", "taken_at": 6 * 10**9, "went_on": True}
+    ranks = [of_four(one, *calls(OPEN), backend="gloo", ending=hung, dump={"all_joined": True}) for one in range(3)]
+
+    found = diagnosed(*ranks, of_four(3, *calls(RETIRED), backend="gloo", ending={"reason": "exit"}))
+
+    assert (found.verdict, roots(found)) == ("ok", [])
+
+
 def test_the_root_that_began_first_comes_first_and_what_follows_points_to_its_own() -> None:
     later: dict[str, Any] = {"ending": {"taken_at": 60 * 10**9}, "dump": {"has_status": True}}
     pairs = (world(6), group("1", 0, 1), group("2", 2, 3, 4), group("3", 4, 5))
