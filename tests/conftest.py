@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration import jobs
+from tests.integration import fork_server, jobs
 from tests.integration.world import World
 
 
@@ -34,11 +34,17 @@ _OF_THE_RECORDER = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Kernels are built beside the tests, once, and not within the time that one of them has."""
+    """Kernels are built beside the tests, once, and not within the time that one of them has.
+
+    So is the server that the processes of tests are forked from.
+    """
     cache = config.rootpath / ".pytest_cache" / "kernels"
     cache.mkdir(parents=True, exist_ok=True)
     os.environ["XDG_CACHE_HOME"] = str(cache)
-    if not hasattr(config, "workerinput") and not any(cache.rglob("*.so")):
+    if hasattr(config, "workerinput"):
+        return
+    fork_server.start_server()
+    if not any(cache.rglob("*.so")):
         program = "from crossrank.instrument.compiled import build; build.load()"
         subprocess.run([sys.executable, "-c", program], check=False)  # the tests say what is wrong with it
 

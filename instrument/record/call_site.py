@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
+from typing import ClassVar
 
 import torch
 import typing_extensions
@@ -73,12 +74,14 @@ MAX_SITES = 16_384
 MAX_PATH = 1000
 """Characters of a path in `Site.source`; a longer one is shortened from the left, behind `CUT`."""
 CUT = "..."
-_WORKING_FOLDER = os.getcwd() + os.sep
 
 
 @dataclass(eq=False, slots=True)
 class Site:
     """One place in the user's code that communicates, with the API it calls there."""
+
+    working_folder: ClassVar[str]
+    """That of the process when it began to record."""
 
     api: str | None
     _code: CodeType | None
@@ -87,13 +90,13 @@ class Site:
 
     @property
     def source(self) -> str | None:
-        """`file.py:line` of the user's frame, relative to the working folder where it lies in it.
+        """`file.py:line` of the user's frame, relative to `working_folder` where it lies in it.
 
         None when no Python frame outside torch called.
         """
         code = self._code  # another thread may let it go meanwhile
         if code is not None:
-            path, lasti = code.co_filename.removeprefix(_WORKING_FOLDER), self._lasti
+            path, lasti = code.co_filename.removeprefix(self.working_folder), self._lasti
             shown = path if len(path) <= MAX_PATH else CUT + path[len(CUT) - MAX_PATH :]
             lines = (line for start, end, line in code.co_lines() if start <= lasti < end and line is not None)
             self._source = f"{shown}:{next(lines, code.co_firstlineno)}"
@@ -118,6 +121,7 @@ class CallSites:
         self, on_forget: Callable[[int], object] | None = None, on_clear: Callable[[], object] | None = None
     ) -> None:
         """`on_forget` is called with the id of a code object that has died, `on_clear` when all are forgotten."""
+        Site.working_folder = os.getcwd() + os.sep
         self._on_forget, self._on_clear = on_forget, on_clear
         self._codes: dict[int, _Code] = {}
         self._native: dict[str | None, Site] = {}

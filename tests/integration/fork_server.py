@@ -12,13 +12,14 @@ import gc
 import json
 import os
 import runpy
+import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 import weakref
 from importlib import import_module
 from pathlib import Path
@@ -28,30 +29,36 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).parents[2]
 
 _PRELOADED = (
+    "crossrank.instrument.session",
+    "pytest",
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.utils.data",
 )
-"""What takes seconds to import and what torch imports late. Not crossrank, and not nvtx, which tests replace."""
+"""What takes long to import, and what torch imports late. Not nvtx, which tests replace."""
 
 TEARDOWN = "TESTS_TEAR_DOWN"
 """Variable with which a fork ends as the interpreter does to the last, which takes 0.2 s: all modules and C++ objects
 are destroyed. Without it a fork whose script has run waits for its threads, runs what is registered with atexit, and
 ends."""
 
-_LARGEST_REQUEST = 1 << 20
-_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+ADDRESS = "CROSSRANK_FORK_SERVER"
+"""Variable with the path of the socket at which the server of all processes of a test run is reached."""
 
-_server: socket.socket | None = None
+_LARGEST_REQUEST = 1 << 20
 
 
 class ForkedProcess(subprocess.Popen[str]):
     """A process as `subprocess.Popen([sys.executable, script, …])` starts it, or with `-m module`, but a fork.
 
-    It is a child of this process: the server forks twice, and this process takes over orphans.
+    It is no child of this process; its parent tells of its end.
     """
+
+    _ended: int
+    """Where its parent writes its exit status."""
+    _lock: threading.Lock
 
     def _execute_child(
         self,
@@ -83,39 +90,90 @@ class ForkedProcess(subprocess.Popen[str]):
             "new_session": bool(start_new_session),
         }
         streams = [given if given != -1 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
-        server = _connected()
-        socket.send_fds(server, [json.dumps(request).encode()], streams)
-        self.pid = int(server.recv(64))
+        self._lock = threading.Lock()
+        self._ended, write_end = os.pipe()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+            server.connect(os.environ[ADDRESS])
+            socket.send_fds(server, [json.dumps(request).encode()], [*streams, write_end])
+            self.pid = int(server.recv(64))
         self._child_created = True
-        for stream in {p2cread, c2pwrite, errwrite} - {-1}:
+        for stream in {p2cread, c2pwrite, errwrite, write_end} - {-1}:
             os.close(stream)
 
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
 
-def _connected() -> socket.socket:
-    """The connection to this process's server, which is started when it is first needed."""
-    global _server
-    if _server is None:
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        _server, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Its frames are below those of every script; a file of a library is not taken for the user's code.
-        program = Path(tempfile.mkdtemp(prefix="crossrank-tests-"), "lib", "python3", "fork_server.py")
-        atexit.register(shutil.rmtree, program.parents[2])
-        program.parent.mkdir(parents=True)
-        shutil.copy(__file__, program)
-        with theirs:
-            subprocess.Popen(
-                [sys.executable, program, str(theirs.fileno())],
-                cwd=ROOT,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
-    return _server
+    def wait(self, timeout: float | None = None) -> int:
+        with self._lock:
+            if self.returncode is None:
+                if not select.select([self._ended], [], [], timeout)[0]:
+                    raise subprocess.TimeoutExpired(self.args, timeout or 0)
+                self.returncode = os.waitstatus_to_exitcode(int(os.read(self._ended, 64)))
+                os.close(self._ended)
+        return self.returncode
 
 
-def serve(connection: socket.socket) -> None:
-    """Fork for every request until the other side closes. Returns there, and in the forks when their script has run."""
+def start_server() -> None:
+    """Start the server of this process and those that it starts; it ends with this process."""
+    folder = Path(tempfile.mkdtemp(prefix="crossrank-tests-"))
+    atexit.register(shutil.rmtree, folder)
+    # Its frames are below those of every script; a file of a library is not taken for the user's code.
+    program = folder / "lib" / "python3" / "fork_server.py"
+    program.parent.mkdir(parents=True)
+    shutil.copy(__file__, program)
+    os.environ[ADDRESS] = str(folder / "socket")
+    alive, _kept_open = os.pipe()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(os.environ[ADDRESS])
+        listener.listen(64)
+        subprocess.Popen(
+            [sys.executable, program, str(listener.fileno()), str(alive)],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[listener.fileno(), alive],
+        )
+    os.close(alive)
+
+
+def serve(listener: socket.socket, alive: int) -> None:
+    """Fork for every request until the process that started this one ends.
+
+    Returns there, and in a fork where the interpreter is to end it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
+    if _is_asked(listener, alive):
+        _preload()
+    while _is_asked(listener, alive):
+        with listener.accept()[0] as client:
+            message, streams, _, _ = socket.recv_fds(client, _LARGEST_REQUEST, 4)
+            if os.fork() == 0:
+                listener.close()
+                os.close(alive)
+                *streams, ended = streams
+                pid = os.fork()
+                if pid:
+                    _report(pid, client, streams, ended)
+                client.close()
+                os.close(ended)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                _become(streams=streams, **json.loads(message))
+                return
+        for stream in streams:
+            os.close(stream)
+        _reap()
+
+
+def _is_asked(listener: socket.socket, alive: int) -> bool:
+    """Wait for a request; False where none comes any more."""
+    return alive not in select.select([listener.fileno(), alive], [], [])[0]
+
+
+def _preload() -> None:
     for module in _PRELOADED:
         import_module(module)
     gc.collect()
@@ -124,25 +182,26 @@ def serve(connection: socket.socket) -> None:
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
     atexit.register(_leave_out, {name for name in sys.modules if name.partition(".")[0] not in sys.stdlib_module_names})
-    while True:
-        message, streams, _, _ = socket.recv_fds(connection, _LARGEST_REQUEST, 3)
-        if not message:
-            return
-        between = os.fork()
-        if between == 0:
-            between = os.getpid()
-            pid = os.fork()
-            if pid:
-                connection.send(str(pid).encode())
-                os._exit(0)
-            connection.close()
-            while os.getppid() == between:
-                time.sleep(0.0005)
-            _become(streams=streams, **json.loads(message))
-            return
-        os.waitpid(between, 0)
-        for stream in streams:
-            os.close(stream)
+
+
+def _report(pid: int, client: socket.socket, streams: list[int], ended: int) -> NoReturn:
+    """As the parent of a fork, tell its process number, and its exit status when it ends."""
+    client.send(str(pid).encode())
+    client.close()
+    for stream in streams:
+        os.close(stream)
+    _, status = os.waitpid(pid, 0)
+    os.write(ended, str(status).encode())
+    os._exit(0)
+
+
+def _reap() -> None:
+    """Forget parents of forks that have ended."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return
 
 
 def _leave_out(preloaded: set[str]) -> None:
@@ -225,4 +284,4 @@ def end(status: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))

@@ -88,11 +88,14 @@ def test_the_log_says_who_is_missing_and_training_that_recovers_goes_on(buffer: 
 RESUME = """
 def resume():
     look_elsewhere()
-    for child in open(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read().split():
-        os.kill(int(child), signal.SIGCONT)
+    with open("rank-0") as process:
+        os.kill(int(process.read()), signal.SIGCONT)
 
 if rank == 1:
     threading.Thread(target=resume).start()
+else:
+    with open("rank-0", "w") as process:
+        process.write(str(os.getpid()))
 """
 
 

@@ -1,19 +1,22 @@
 """Real gloo ranks for tests: processes that stay alive and run one function after the other.
 
-Starting a process with torch takes seconds, so the ranks are started once per test session. Each task gets a
+The ranks are started once per test session. Each task gets a
 fresh process group and, unless it asks not to, a recording of its own.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
+
+from tests.integration.fork_server import ForkedProcess
 
 Task = Callable[..., Any]
 
@@ -26,16 +29,13 @@ class World:
         self._start()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection] = []
+        self._pipes: list[Connection[Any, Any]] = []
         self._processes = []
-        for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, self.size), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        with Listener(family="AF_UNIX") as listener:
+            for rank in range(self.size):
+                words = [sys.executable, "-m", __name__, str(listener.address), str(rank), str(self.size)]
+                self._processes.append(ForkedProcess(words, text=True))
+                self._pipes.append(listener.accept())
 
     def run(self, task: Task, folder: Path, *arguments: Any, **options: Any) -> list[Any]:
         """`task(rank, *arguments)` on every rank, its results in the order of the ranks.
@@ -62,11 +62,13 @@ class World:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.join(seconds)
-            process.kill()
+            try:
+                process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
-def _serve(pipe: Connection, rank: int, size: int) -> None:
+def _serve(pipe: Connection[Any, Any], rank: int, size: int) -> None:
     import torch
     import torch.distributed as dist
 
@@ -110,3 +112,8 @@ def _run(task: Task, folder: str, rank: int, arguments: tuple[Any, ...], options
     with crossrank.enable(**options) as tracing:
         assert tracing.active
         return task(rank, *arguments)
+
+
+if __name__ == "__main__":
+    _address, _rank, _size = sys.argv[1:]
+    _serve(Client(_address), int(_rank), int(_size))
