@@ -1,7 +1,7 @@
 """Every way in which PyTorch programs communicate, each as a function of the rank.
 
 The expected records stand in `test_interception.py`. The names at the top are bound before tracing is enabled,
-as they are in people's modules.
+as they are in people's modules. What takes seconds to import is imported by the ranks.
 """
 
 from __future__ import annotations
@@ -21,9 +21,6 @@ from torch.distributed import distributed_c10d
 from torch.distributed import irecv as early_irecv
 from torch.distributed import isend as early_isend
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.integration import names
@@ -117,6 +114,8 @@ def ddp_comm_hook(rank: int) -> None:
 
 
 def fsdp1(rank: int) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
@@ -124,6 +123,8 @@ def fsdp1(rank: int) -> None:
 
 
 def fsdp2(rank: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     mesh = init_device_mesh("cpu", (2,))
     for layer in model:
@@ -133,6 +134,8 @@ def fsdp2(rank: int) -> None:
 
 
 def dtensor(rank: int) -> None:
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
     mesh = init_device_mesh("cpu", (2,))
     sharded = distribute_tensor(_tensor(), mesh, [Shard(0)], src_data_rank=None)
     sharded.redistribute(mesh, [Replicate()]).to_local()
@@ -221,6 +224,8 @@ def coalescing_manager(rank: int) -> None:
 
 
 def pipeline(rank: int) -> None:
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
     stage = PipelineStage(nn.Linear(4, 4), rank, 2, torch.device("cpu"))
     schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda output, target: (output - target).sum())
     if rank == 0:

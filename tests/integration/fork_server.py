@@ -125,11 +125,11 @@ def start_server() -> None:
     program.parent.mkdir(parents=True)
     shutil.copy(__file__, program)
     os.environ[ADDRESS] = str(folder / "socket")
-    alive, _kept_open = os.pipe()
+    alive, kept_open = os.pipe()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(os.environ[ADDRESS])
         listener.listen(64)
-        subprocess.Popen(
+        server = subprocess.Popen(
             [sys.executable, program, str(listener.fileno()), str(alive)],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -138,6 +138,11 @@ def start_server() -> None:
             pass_fds=[listener.fileno(), alive],
         )
     os.close(alive)
+
+    @atexit.register
+    def stop() -> None:
+        os.close(kept_open)
+        server.wait(10)
 
 
 def serve(listener: socket.socket, alive: int) -> None:

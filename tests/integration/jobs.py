@@ -103,7 +103,7 @@ def ranks(folder: Path, script: Path, ranks: int = 2, /, *arguments: str, **vari
         for rank in range(ranks)
     ]
     with ThreadPoolExecutor(ranks) as pool:
-        ended = [pool.submit(_end, process, 60) for process in processes]
+        ended = [pool.submit(_end, process, 120) for process in processes]
         for one in as_completed(ended):
             if one.result().returncode:
                 for process in processes:

@@ -41,11 +41,13 @@ def test_what_was_written_of_a_hang_stays_when_the_process_ends_in_it(tmp_path: 
     assert result.returncode == 1
     folder = tmp_path / RECORDING
     (line,) = (line for line in result.stderr.splitlines() if line.startswith("crossrank: "))
-    assert re.fullmatch(
-        r"crossrank: no communication for 0\.4\d* s \(rank 0\), and no rank waits for another: "
+    said = re.fullmatch(
+        r"crossrank: no communication for (\d+\.?\d*) s \(rank 0\), and no rank waits for another: "
         rf"{folder} has what every rank did last \(verdict: ok\)",
         line,
     )
+    assert said is not None
+    assert 0.4 <= float(said[1]) < 5
     dump, moment = dump_of(tmp_path)
     assert (moment.reason, moment.error, moment.rank, moment.world_size) == ("hang", None, 0, 1)
     assert dump.problems == []

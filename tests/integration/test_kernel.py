@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import msgspec
@@ -122,20 +121,34 @@ def test_what_another_user_may_have_written_is_refused(is_file: bool, tmp_path: 
     assert (kernel_of(tmp_path) or "").startswith("python (")
 
 
+COMPILER = r"""#!/bin/sh
+# Notes that it was called, takes a second, and makes the kernel that was compiled before.
+echo "$$" >> "$CALLS"
+sleep 1
+while [ $# -gt 1 ]; do [ "$1" = -o ] && out=$2; shift; done
+cp "$BUILT" "$out"
+"""
+
+
 def test_ranks_that_start_together_build_once(tmp_path: Path) -> None:
+    compiler, calls = tmp_path / "c++", tmp_path / "calls"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    variables = {"CXX": str(compiler), "CALLS": str(calls), "BUILT": str(build.load().__file__)}
     processes = []
     for rank in range(4):
         (tmp_path / str(rank)).mkdir()
         source = jobs.ONE_RANK + ONE_CALL
-        processes.append(jobs.start(tmp_path / str(rank), source, XDG_CACHE_HOME=str(tmp_path / "cache")))
+        processes.append(jobs.start(tmp_path / str(rank), source, XDG_CACHE_HOME=str(tmp_path / "cache"), **variables))
     said = [process.communicate(timeout=120)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0, 0]
     assert sum("building its kernel" in text for text in said) == 1
+    assert len(calls.read_text().splitlines()) == 1
     assert [kernel_of(tmp_path / str(rank)) for rank in range(4)] == ["compiled"] * 4
     assert len(list((tmp_path / "cache" / "crossrank").glob("*.so"))) == 1
 
 
 def test_inspect_says_which_kernel_recorded(tmp_path: Path) -> None:
     assert jobs.python(tmp_path, ONE_CALL).returncode == 0
-    result = jobs.run([sys.executable, "-m", "crossrank", "inspect", RECORDING], tmp_path)
+    result = jobs.fork(["-m", "crossrank", "inspect", RECORDING], tmp_path)
     assert "kernel compiled" in result.stdout

@@ -15,7 +15,6 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import crossrank
 from crossrank.recording import CommsFile, ReadIssues, read_chunks
@@ -225,6 +224,8 @@ def test_a_job_with_collectives_of_two_groups_on_two_threads_is_replayed_on_two_
 
 
 def _one_forward_one_backward(rank: int) -> None:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
     stage = PipelineStage(torch.nn.Linear(4, 4), rank, 2, torch.device("cpu"))
     schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=lambda output, target: (output - target).sum())
     if rank == 0:

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import crossrank
@@ -44,6 +43,8 @@ def train_ddp(rank: int) -> None:
 
 
 def train_fsdp2(rank: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+
     model = _model()
     for layer in model.layers:  # type: ignore[union-attr]
         fully_shard(layer)

@@ -2,48 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from crossrank.budget import BudgetError
 from crossrank.errors import CrossrankError
 from crossrank.tools import parallel
 from crossrank.tools.cli import main
 from crossrank.tools.parallel import Fleet, map_ranks
 from tests.unit.graph.linking.test_link_command import rank_trace
-
-
-@dataclass(frozen=True)
-class Work:
-    """One item; `folder` remembers who was here."""
-
-    folder: Path
-    number: int
-    deaths: int = 0
-    failures: int = 0
-
-
-def square(work: Work) -> int:
-    """Runs in a worker: dies or fails so often as its item says."""
-    visits = len(list(work.folder.glob(f"{work.number}-*")))
-    (work.folder / f"{work.number}-{visits}").touch()
-    if visits < work.deaths:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if visits < work.failures:
-        raise CrossrankError(f"item {work.number} was not there")
-    return work.number**2
-
-
-def squared_text(work: Work) -> str:
-    return str(square(work))
+from tests.unit.parallel_work import Work, large, refuse, square, squared_text
 
 
 def lost(work: Work, error: CrossrankError) -> str:
@@ -83,19 +56,9 @@ def test_one_killer_among_many_costs_a_few_pools_and_no_other_rank(tmp_path: Pat
     assert sum(len(list(tmp_path.glob(f"{number}-*"))) for number in range(64)) < 64 * 3
 
 
-def refuse(path: str) -> None:
-    """Runs in a worker: an error that `pickle` cannot make again from its text."""
-    raise BudgetError(path, "is refused")
-
-
 def test_an_error_of_any_class_comes_back_from_a_process_as_its_text() -> None:
     with pytest.raises(CrossrankError, match=r"^a: is refused$"):
         map_ranks(refuse, ["a", "b"], Fleet(jobs=2))
-
-
-def large(size: int) -> bytes:
-    """Runs in a worker."""
-    return bytes(size)
 
 
 def test_results_larger_than_a_pipe_come_whole_and_leave_nothing_behind(

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd import Variable
-from torch.distributed.pipelining._backward import stage_backward
 from torch.utils.checkpoint import checkpoint
 
 from crossrank.instrument import torch_private
@@ -60,6 +59,8 @@ def engine_itself() -> None:
 
 
 def pipeline_stage() -> None:
+    from torch.distributed.pipelining._backward import stage_backward
+
     inputs = torch.ones(3, requires_grad=True)
     stage_backward(inputs.sum(), None, [inputs])
 
