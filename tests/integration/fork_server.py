@@ -21,6 +21,8 @@ import sys
 import tempfile
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -151,31 +153,46 @@ def serve(listener: socket.socket, alive: int) -> None:
     Returns there, and in a fork where the interpreter is to end it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
-    if _is_asked(listener, alive):
-        _preload()
-    while _is_asked(listener, alive):
-        with listener.accept()[0] as client:
-            message, streams, _, _ = socket.recv_fds(client, _LARGEST_REQUEST, 4)
-            if os.fork() == 0:
-                listener.close()
-                os.close(alive)
-                *streams, ended = streams
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    woken, wakes = os.pipe()
+    for end in (woken, wakes):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(wakes)
+    asked, own = listener.fileno(), (listener.fileno(), alive, woken, wakes)
+    ends: dict[int, int] = {}
+    """Where the exit status of each fork is to be written."""
+    while alive not in (ready := select.select([asked, alive, woken], [], [])[0]):
+        if woken in ready:
+            os.read(woken, 1024)
+            for pid, status in _ended():
+                os.write(ends[pid], str(status).encode())
+                os.close(ends.pop(pid))
+        if asked in ready:
+            if "torch" not in sys.modules:
+                _preload()
+            with listener.accept()[0] as client:
+                message, (*streams, end), _, _ = socket.recv_fds(client, _LARGEST_REQUEST, 4)
                 pid = os.fork()
-                if pid:
-                    _report(pid, client, streams, ended)
-                client.close()
-                os.close(ended)
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-                _become(streams=streams, **json.loads(message))
-                return
-        for stream in streams:
-            os.close(stream)
-        _reap()
+                if pid == 0:
+                    listener.detach()
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    signal.signal(signal.SIGINT, signal.default_int_handler)
+                    for stream in (*own, client.detach(), end, *ends.values()):
+                        os.close(stream)
+                    _become(streams=streams, **json.loads(message))
+                    return
+                ends[pid] = end
+                client.send(str(pid).encode())
+            for stream in streams:
+                os.close(stream)
 
 
-def _is_asked(listener: socket.socket, alive: int) -> bool:
-    """Wait for a request; False where none comes any more."""
-    return alive not in select.select([listener.fileno(), alive], [], [])[0]
+def _ended() -> Iterator[tuple[int, int]]:
+    """Forks that have ended since they were last asked for, and their status."""
+    with suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            yield found
 
 
 def _preload() -> None:
@@ -187,26 +204,6 @@ def _preload() -> None:
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
     atexit.register(_leave_out, {name for name in sys.modules if name.partition(".")[0] not in sys.stdlib_module_names})
-
-
-def _report(pid: int, client: socket.socket, streams: list[int], ended: int) -> NoReturn:
-    """As the parent of a fork, tell its process number, and its exit status when it ends."""
-    client.send(str(pid).encode())
-    client.close()
-    for stream in streams:
-        os.close(stream)
-    _, status = os.waitpid(pid, 0)
-    os.write(ended, str(status).encode())
-    os._exit(0)
-
-
-def _reap() -> None:
-    """Forget parents of forks that have ended."""
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        return
 
 
 def _leave_out(preloaded: set[str]) -> None:

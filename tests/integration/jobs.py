@@ -80,7 +80,7 @@ class EndedRanks:
         return int(any(self.codes))
 
 
-def ranks(folder: Path, script: Path, ranks: int = 2, /, *arguments: str, **variables: str) -> EndedRanks:
+def ranks(folder: Path, script: Path | str, ranks: int = 2, /, *arguments: str, **variables: str) -> EndedRanks:
     """Run a script on ranks that meet as under torchrun. As there, when one fails the others are terminated."""
     from torch.distributed import TCPStore
 

@@ -59,12 +59,12 @@ that were not recorded one, of 60 that were none."""
 
 
 def run(example: Example, script: Path, tracing: str) -> tuple[int, str, str]:
-    """Exit code, and what was printed. Without recording, ranks are forks, which start in less time."""
+    """Exit code, and what was printed. Ranks of plain torch, and those that do not record, are forks: they start fast."""
     folder = script.parent
     variables = {"TRACING": tracing, "TRACING_DIR": str(folder / "recording"), "DS_ACCELERATOR": "cpu"}
     shutil.rmtree(folder / "recording", ignore_errors=True)
     done: CompletedProcess[str] | jobs.EndedRanks
-    if tracing == "NONE" and example.framework != "deepspeed" and len(example.command) > 1:
+    if example.framework == "torch" or (tracing == "NONE" and example.framework in ("accelerate", "transformers")):
         done = jobs.ranks(folder, script, example.ranks, **variables)
     else:
         done = jobs.run([*example.command, script], folder, 240, **variables)

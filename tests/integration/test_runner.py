@@ -294,7 +294,7 @@ def test_the_process_in_which_async_save_saves_records_beside_its_rank(tmp_path:
             dist.all_reduce(torch.ones(4))
         """,
     )
-    result = jobs.torchrun(tmp_path, script, "-m", "crossrank.instrument")
+    result = jobs.ranks(tmp_path, "-m", 2, "crossrank.instrument", str(script))
     assert result.returncode == 0, result.stderr
     folder = tmp_path / "crossrank-recording"
     for rank in (0, 1):
