@@ -59,7 +59,7 @@ that were not recorded one, of 60 that were none."""
 
 
 def run(example: Example, script: Path, tracing: str) -> tuple[int, str, str]:
-    """Exit code, and what was printed. Ranks of plain torch, and those that do not record, are forks: they start fast."""
+    """Exit code, and what was printed. Ranks of plain torch and those that do not record are forks."""
     folder = script.parent
     variables = {"TRACING": tracing, "TRACING_DIR": str(folder / "recording"), "DS_ACCELERATOR": "cpu"}
     shutil.rmtree(folder / "recording", ignore_errors=True)
