@@ -7,9 +7,9 @@ unexport PYTHONDONTWRITEBYTECODE
 STAMP := $(VENV)/installed
 DEMO := demo-recording
 # More than cores: ranks of tests wait for each other, and for hangs.
-WORKERS ?= 3
+WORKERS ?= 5
 
-.PHONY: mutate demo examples test gpu gpu-cpu gpu-wheels lint docs bench proto clean
+.PHONY: mutate demo examples quick test gpu gpu-cpu gpu-wheels lint docs bench proto clean
 
 # Editable by a path, not a finder: else a script beside the checkout would import that folder as the package.
 $(STAMP): pyproject.toml constraints.txt
@@ -50,8 +50,14 @@ examples: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt --config-settings editable_mode=compat -e ".[examples]"
 	$(BIN)/python -m pytest tests/integration/test_framework_examples.py
 
+# Style, types, and the tests that run what has changed since they ran last, those of most time left out.
+quick: lint
+	@test -e .testmondata || { echo "crossrank: run 'make test' once: it notes what each test runs, in .testmondata"; exit 2; }
+	$(BIN)/python -m pytest -q -n $(WORKERS) --testmon --at-most 55
+
+# All tests; but for CI, what each of them runs is noted for `make quick`.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --durations=10 $(if $(CI),,--testmon-noselect)
 
 # With NCCL on a machine with one GPU, within ten minutes; the results are in gpu-results-cuda. On a machine without a
 # network: `make gpu-wheels` elsewhere first, and then `bash tests/gpu/without_network.sh`.

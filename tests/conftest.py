@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import touched
 from tests.integration import fork_server, jobs
 from tests.integration.world import World
 
@@ -31,6 +32,10 @@ _OF_THE_RECORDER = (
     "window",
 )
 """Modules in tests/integration of which every test runs with both kernels."""
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    pluginmanager.register(touched)
 
 
 def pytest_configure(config: pytest.Config) -> None:

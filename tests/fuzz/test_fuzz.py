@@ -9,6 +9,8 @@ import pytest
 from tests.fuzz.run import Fuzzer
 from tests.fuzz.targets import workspace
 
+pytestmark = pytest.mark.touches("crossrank", "tools", "replay", traced=False)
+
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_every_reader_and_command_takes_whatever_is_in_a_file(tmp_path: Path, seed: int) -> None:

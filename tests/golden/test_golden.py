@@ -9,6 +9,8 @@ import pytest
 from tests.golden.answers import SMALL, TRACES, answers, answers_on_a_copy, as_text, golden_file
 from tests.unit.graph.linking.public_traces import needs_traces, public
 
+pytestmark = pytest.mark.touches("crossrank", "tools", "replay", traced=False)
+
 
 @needs_traces
 @pytest.mark.parametrize("trace", TRACES)

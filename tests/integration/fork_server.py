@@ -49,6 +49,9 @@ ends."""
 ADDRESS = "CROSSRANK_FORK_SERVER"
 """Variable with the path of the socket at which the server of all processes of a test run is reached."""
 
+forked = False
+"""Whether a process was forked since somebody set this to False."""
+
 _LARGEST_REQUEST = 1 << 20
 
 
@@ -92,6 +95,8 @@ class ForkedProcess(subprocess.Popen[str]):
             "new_session": bool(start_new_session),
         }
         streams = [given if given != -1 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
+        global forked
+        forked = True
         self._lock = threading.Lock()
         self._ended, write_end = os.pipe()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:

@@ -11,6 +11,8 @@ import pytest
 
 from tests.unit.traces.nsight.exports import write_exports
 
+pytestmark = pytest.mark.touches("tools")
+
 EXAMPLES = Path(__file__).parents[2] / "examples" / "nsys"
 
 # Runs the command after its own options, as `nsys profile` does, and writes the options where the report would be; what

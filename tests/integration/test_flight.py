@@ -13,6 +13,8 @@ from crossrank.tools.traces.flight_recorder import FlightDump, Moment, read_flig
 from tests.integration import jobs
 from tests.integration.names import needs_gloo_recorder
 
+pytestmark = pytest.mark.touches("tools/analysis/diagnosis")
+
 RECORDING = "crossrank-recording"
 
 SILENT = """

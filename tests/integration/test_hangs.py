@@ -13,6 +13,8 @@ from tests.integration import hanging_jobs, jobs, names
 from tests.integration.fork_server import ForkedProcess
 from tests.unit.analysis.diagnosis.verdicts import diagnosis_of, in_short, roots
 
+pytestmark = pytest.mark.touches("tools/analysis/diagnosis")
+
 EVERYONE = [0, 1, 2, 3]
 
 FOUND: dict[str, list[tuple[str, str, int | None, list[int], list[int]]]] = {

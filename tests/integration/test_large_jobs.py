@@ -6,8 +6,12 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+
 from crossrank.recording import CommsFile
 from tests.integration import jobs
+
+pytestmark = pytest.mark.touches("tools")
 
 RECORDING = "crossrank-recording"
 

@@ -17,6 +17,8 @@ from tests.integration.fork_server import ROOT
 from tests.integration.forked_jobs import Job, wait_until
 from tests.integration.live_faults import BY_NAME, FAULTS, LATE, LONG_EVALUATION, SLOW_RANK, Fault
 
+pytestmark = pytest.mark.touches("tools/analysis/diagnosis")
+
 
 def start(fault: Fault, folder: Path, delay: float = 0.0) -> Job:
     return forked_jobs.start("tests.integration.live_faults", fault.name, folder, fault.ranks, delay=delay)

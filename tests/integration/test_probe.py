@@ -21,6 +21,8 @@ from tests.integration.test_replay import record_job
 from tests.integration.test_replay_processes import free_port, launch
 from tests.integration.world import World
 
+pytestmark = pytest.mark.touches("replay")
+
 RANKS = 4
 
 

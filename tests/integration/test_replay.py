@@ -30,6 +30,8 @@ from tests.integration import callers
 from tests.integration.test_link import train as train_with_everything
 from tests.integration.world import World
 
+pytestmark = pytest.mark.touches("replay")
+
 _ALL = (
     callers.all_reduce,
     callers.asynchronous,

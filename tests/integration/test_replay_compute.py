@@ -21,6 +21,8 @@ from crossrank.tools.cli import main
 from crossrank.tools.parallel import Fleet
 from tests.integration.world import World
 
+pytestmark = pytest.mark.touches("replay")
+
 STEPS = range(2, 4)
 
 

@@ -24,6 +24,8 @@ from tests.integration import callers
 from tests.integration.test_replay import plan_of_recording, record_job
 from tests.integration.world import World
 
+pytestmark = pytest.mark.touches("replay")
+
 
 def _reductions(rank: int) -> None:
     for _ in range(3):

@@ -24,6 +24,8 @@ from tests.integration.fork_server import ForkedProcess
 from tests.integration.test_replay import plan_of_recording, record_job
 from tests.integration.world import World
 
+pytestmark = pytest.mark.touches("replay")
+
 
 @pytest.fixture
 def long_plan(tmp_path: Path) -> Path:

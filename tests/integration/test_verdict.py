@@ -14,6 +14,8 @@ from crossrank.instrument.hang.response import EXIT_CODE
 from crossrank.recording import CommsFile
 from tests.integration import jobs
 
+pytestmark = pytest.mark.touches("tools/analysis/diagnosis")
+
 JOB = """
 import os, signal, sys, threading, time
 import torch, torch.distributed as dist

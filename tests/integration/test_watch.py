@@ -16,6 +16,8 @@ import pytest
 
 from tests.integration import jobs
 
+pytestmark = pytest.mark.touches("tools")
+
 JOB = """
 import os, time
 import torch, torch.distributed as dist

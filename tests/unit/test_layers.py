@@ -9,6 +9,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.touches("crossrank", "instrument", "tools", "replay", traced=False)
+
 ROOT = Path(__file__).parents[2]
 GROUND = "crossrank"
 FORBIDDEN = {

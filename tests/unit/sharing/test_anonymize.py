@@ -73,6 +73,7 @@ def test_every_command_says_the_same_but_for_names(tmp_path: Path, name: str) ->
     compare(tmp_path / "source", tmp_path)
 
 
+@pytest.mark.touches("crossrank", "tools", "replay", traced=False)
 @needs_traces
 @pytest.mark.parametrize(
     "name",

@@ -1,0 +1,127 @@
+"""Which tests a change can touch, where pytest-testmon cannot see it: hooks for `make test` and `make quick`.
+
+testmon traces what a test runs in its own process, but not in the processes that the test starts. So a test in
+tests/integration depends on the whole recorder too. A test with `@pytest.mark.touches("tools", …)` depends on every
+file of those folders; with `traced=False` on nothing else: it runs all that is there, which takes long to trace.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter, defaultdict
+from collections.abc import Generator, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from coverage import Coverage
+
+ROOT = Path(__file__).parents[1]
+_STARTS_PROCESSES = ROOT / "tests" / "integration"
+_RECORDER = ("crossrank", "instrument")
+_LEFT_OUT = pytest.StashKey[Counter[str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--at-most", type=float, metavar="S", help="leave the longest tests out that would take longer")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "touches(*folders, traced=True): any change in them may touch the test")
+    config.stash[_LEFT_OUT] = Counter()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    untraced = any(mark.kwargs.get("traced") is False for mark in item.iter_markers("touches"))
+    tracer = Coverage.current() if untraced else None
+    if tracer is not None:
+        tracer.stop()
+    try:
+        yield
+    finally:
+        if tracer is not None:
+            tracer.start()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
+    yield
+    tracer = Coverage.current()
+    folders = {folder for mark in item.iter_markers("touches") for folder in mark.args}
+    if item.path.is_relative_to(_STARTS_PROCESSES):
+        folders.update(_RECORDER)
+    if tracer is not None and folders:
+        data = tracer.get_data()
+        data.set_context(item.nodeid)
+        data.add_lines({file: lines for folder in folders for file, lines in _lines_of(folder).items()})
+
+
+@cache
+def _lines_of(folder: str) -> dict[str, list[int]]:
+    """File -> a line of each of its functions and one outside of them, which stand for all of its lines."""
+    pattern = "*.py" if folder == "crossrank" else "**/*.py"  # the links in it lead to the other folders
+    return {str(path): list(_first_lines(path)) for path in sorted((ROOT / folder).glob(pattern))}
+
+
+def _first_lines(path: Path) -> Iterator[int]:
+    tree = ast.parse(path.read_bytes())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module) and node.body:
+            yield node.body[0].lineno
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
+    as_collected = list(items)
+    yield
+    seconds: float | None = config.getoption("--at-most")
+    if seconds is None:
+        # testmon sorts them by their time, and what takes longest would run alone at the end.
+        items[:] = sorted(items, key=as_collected.index) if len(items) < len(as_collected) else as_collected
+        return
+    known: dict[str, Any] = config.testmon_data.all_tests  # type: ignore[attr-defined]
+    took = {item: (known.get(item.nodeid) or {}).get("duration") or 0.0 for item in items}
+    processes = int(getattr(config, "workerinput", {}).get("workercount", 1))
+    left, kept = seconds * processes, set()
+    for item in sorted(items, key=lambda item: (took[item], item.nodeid)):
+        left -= took[item]
+        if left >= 0:
+            kept.add(item)
+    left_out = [item for item in items if item not in kept]
+    items[:] = [item for item in items if item in kept]
+    config.hook.pytest_deselected(items=left_out)
+    _note_left_out(config, Counter(item.nodeid.partition("::")[0] for item in left_out))
+
+
+def _note_left_out(config: pytest.Config, files: Counter[str]) -> None:
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left_out"] = dict(files)
+    config.stash[_LEFT_OUT] = files
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[_LEFT_OUT] = Counter(getattr(node, "workeroutput", {}).get("left_out", {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    terminalreporter.section("time of each folder")
+    for folder, seconds in _time_by_folder(terminalreporter.stats.values()).items():
+        terminalreporter.write_line(f"{seconds:8.1f}s {folder}")
+    files = config.stash[_LEFT_OUT]
+    if files:
+        names = ", ".join(f"{Path(file).stem} ({count})" for file, count in files.most_common(8))
+        rest = f" and {len(files) - 8} more files" if len(files) > 8 else ""
+        line = f"{files.total()} tests that the change may touch did not run; make test runs them: {names}{rest}"
+        terminalreporter.section("left out")
+        terminalreporter.write_line(line)
+
+
+def _time_by_folder(reports: Iterable[Iterable[Any]]) -> dict[str, float]:
+    """Seconds of the tests under each folder of `tests`, in all processes together, the longest first."""
+    took: dict[str, float] = defaultdict(float)
+    for report in (one for some in reports for one in some if isinstance(one, pytest.TestReport)):
+        took["/".join(Path(report.nodeid.partition("::")[0]).parts[:2])] += report.duration
+    return dict(sorted(took.items(), key=lambda folder: -folder[1]))
