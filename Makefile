@@ -53,7 +53,7 @@ examples: $(STAMP)
 # Style, types, and the tests that run what has changed since they ran last, those of most time left out.
 quick: lint
 	@test -e .testmondata || { echo "crossrank: run 'make test' once: it notes what each test runs, in .testmondata"; exit 2; }
-	$(BIN)/python -m pytest -q -n $(WORKERS) --testmon --at-most 55
+	$(BIN)/python -m pytest -q -n 3 --testmon --at-most 45
 
 # All tests; but for CI, what each of them runs is noted for `make quick`.
 test: $(STAMP)

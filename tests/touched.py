@@ -11,6 +11,7 @@ import ast
 from collections import Counter, defaultdict
 from collections.abc import Generator, Iterable, Iterator
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from coverage import Coverage
 ROOT = Path(__file__).parents[1]
 _STARTS_PROCESSES = ROOT / "tests" / "integration"
 _RECORDER = ("crossrank", "instrument")
+_BROAD_S = 8.0
+"""Of the seconds to take, those for tests that any change touches."""
 _LEFT_OUT = pytest.StashKey[Counter[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--at-most", type=float, metavar="S", help="leave the longest tests out that would take longer")
+    parser.addoption("--at-most", type=float, metavar="S", help="leave out the longest tests, to take S seconds")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,8 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    untraced = any(mark.kwargs.get("traced") is False for mark in item.iter_markers("touches"))
-    tracer = Coverage.current() if untraced else None
+    tracer = Coverage.current() if _is_untraced(item) else None
     if tracer is not None:
         tracer.stop()
     try:
@@ -84,15 +86,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     known: dict[str, Any] = config.testmon_data.all_tests  # type: ignore[attr-defined]
     took = {item: (known.get(item.nodeid) or {}).get("duration") or 0.0 for item in items}
     processes = int(getattr(config, "workerinput", {}).get("workercount", 1))
-    left, kept = seconds * processes, set()
-    for item in sorted(items, key=lambda item: (took[item], item.nodeid)):
-        left -= took[item]
-        if left >= 0:
-            kept.add(item)
+    kept = {item for item, total in _adding_up(items, took) if total <= seconds * processes}
+    kept -= {item for item, total in _adding_up(filter(_is_untraced, items), took) if total > _BROAD_S * processes}
     left_out = [item for item in items if item not in kept]
     items[:] = [item for item in items if item in kept]
     config.hook.pytest_deselected(items=left_out)
     _note_left_out(config, Counter(item.nodeid.partition("::")[0] for item in left_out))
+
+
+def _adding_up(items: Iterable[pytest.Item], took: dict[pytest.Item, float]) -> Iterator[tuple[pytest.Item, float]]:
+    """The items, those that take least time first, and the seconds up to the end of each."""
+    ordered = sorted(items, key=lambda item: (took[item], item.nodeid))
+    return zip(ordered, accumulate(took[item] for item in ordered), strict=True)
+
+
+def _is_untraced(item: pytest.Item) -> bool:
+    return any(mark.kwargs.get("traced") is False for mark in item.iter_markers("touches"))
 
 
 def _note_left_out(config: pytest.Config, files: Counter[str]) -> None:

@@ -11,13 +11,17 @@ from crossrank.tools.analysis.diagnosis.wait_for_graph import StuckOp
 from crossrank.tools.traces.ending import LEFT
 from crossrank.tools.traces.rank_trace import STATES
 
+_MOMENT = 1_000_000_000
+"""ns that a rank may be between two calls without standing out."""
+
 
 def find_silent_ranks(search: Search) -> None:
     """Ranks that wait for nobody and have not made the call that others wait in."""
     ranks, missed_ends = search.job.ranks, search.graph.missed_ends
     on_gloo = {one.backend for one in ranks.values() if one.source == "flight"} == {"gloo"}
-    # A communication that failed ends a rank because of others.
-    silent = {rank for rank in search.silent if not ranks[rank].ending.has_failed}
+    # A communication that failed ends a rank because of others, and so does the launcher.
+    ended_by_others = {rank for rank in search.silent if ranks[rank].ending.has_failed or _was_ended_next(search, rank)}
+    silent = search.silent - ended_by_others
     for op, absent in search.by_most_waited_for(silent):
         culprits, exception = absent, None
         if op.is_p2p:
@@ -46,6 +50,15 @@ def find_silent_ranks(search: Search) -> None:
             exception = next(filter(None, (_exception_of(search, rank) for rank in sorted(absent))), None)
         waiting = {"waiting_ranks": sorted(culprits)} if kind == EXTRA else {}
         search.add_root(finding_of(op, kind, culprits=culprits, text=text, exception=exception, **waiting), [op])
+
+
+def _was_ended_next(search: Search, rank: int) -> bool:
+    """Whether a rank was terminated between two calls just after another one had left: the launcher ends them all."""
+    trace, others = search.job.ranks[rank], search.job.ranks.values()
+    taken_at = trace.ending.taken_at
+    if taken_at is None or not trace.ending.was_terminated or taken_at - max(trace.calls.called, default=0) > _MOMENT:
+        return False
+    return any(one.ending.has_left and 0 < (one.ending.taken_at or 0) < taken_at for one in others)
 
 
 def _is_extra(search: Search, op: StuckOp, absent: set[int]) -> bool:

@@ -83,6 +83,25 @@ def test_a_rank_that_left_while_others_were_still_in_its_last_call_is_accused_an
     assert found.findings[0].text == "rank 1 left the job (SIGTERM) while others were in this call"
 
 
+@pytest.mark.parametrize(("idle", "accused"), [(10**8, [1]), (5 * 10**9, [0, 1])])
+def test_a_rank_that_the_launcher_ended_between_two_calls_is_not_accused_of_the_next(
+    idle: int, accused: list[int]
+) -> None:
+    endings: list[dict[str, Any]] = [
+        {"reason": "SIGTERM", "taken_at": idle},
+        {"reason": "exit", "taken_at": 5, "error": "ValueError: token id 50257"},
+        {"reason": "SIGTERM", "taken_at": idle},
+        {"reason": "SIGTERM", "taken_at": idle},
+    ]
+    states = [(RETIRED,), (RETIRED,), (RETIRED, OPEN), (RETIRED, OPEN)]
+    ranks = [
+        of_four(one, *calls(*states[one]), backend="gloo", ending=ending, dump={"all_joined": True})
+        for one, ending in enumerate(endings)
+    ]
+
+    assert roots(diagnosed(*ranks)) == [("missing_rank", "default_pg", 2, accused, [2, 3])]
+
+
 def test_a_call_that_ranks_waited_in_until_the_last_one_came_is_no_fault_of_who_left_first() -> None:
     hung = {"reason": "hang", "taken_at": 6 * 10**9, "went_on": True}
     ranks = [of_four(one, *calls(OPEN), backend="gloo", ending=hung, dump={"all_joined": True}) for one in range(3)]
