@@ -52,15 +52,15 @@ def test_a_recording_says_its_own_network(dlrm: str, capsys: pytest.CaptureFixtu
 
 @needs_traces
 def test_without_a_network_more_ranks_have_that_of_the_recording(dlrm: str, capsys: pytest.CaptureFixture[str]) -> None:
-    answer = simulated(capsys, dlrm, "--ranks", "64")
-    assert (answer["grown"]["recorded"]["dp"]["size"], answer["grown"]["written"]) == (8, {"dp": 64})
+    answer = simulated(capsys, dlrm, "--ranks", "16")
+    assert (answer["grown"]["recorded"]["dp"]["size"], answer["grown"]["written"]) == (8, {"dp": 16})
     assert answer["grown"]["sizes"] == {
-        "of all_to_all on groups of 64 instead of 8 keep their size": 8,
-        "of all_to_all on groups of 64 instead of 8 keep their rows; which of them go to whom is not known": 32,
-        "of all_reduce on groups of 64 instead of 8 keep their size": 24,
+        "of all_to_all on groups of 16 instead of 8 keep their size": 8,
+        "of all_to_all on groups of 16 instead of 8 keep their rows; which of them go to whom is not known": 32,
+        "of all_reduce on groups of 16 instead of 8 keep their size": 24,
     }
     assert answer["network"]["operations"] != []
-    kept = simulated(capsys, dlrm, "--ranks", "64", "--network", "measured")
+    kept = simulated(capsys, dlrm, "--ranks", "16", "--network", "measured")
     assert kept["simulations"] == simulated(capsys, dlrm)["simulations"]
 
 

@@ -85,7 +85,8 @@ def test_every_command_says_the_same_but_for_names(tmp_path: Path, name: str) ->
     ],
 )
 def test_every_command_says_the_same_of_public_traces(tmp_path: Path, name: str) -> None:
-    shutil.copytree(public(name), tmp_path / "source", ignore=shutil.ignore_patterns("expected.json"))
+    others = "rank-[2-7].*.gz"  # two of dlrm's eight ranks have names in common, and take a quarter of the time
+    shutil.copytree(public(name), tmp_path / "source", ignore=shutil.ignore_patterns("expected.json", others))
     compare(tmp_path / "source", tmp_path)
 
 
