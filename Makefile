@@ -53,11 +53,11 @@ examples: $(STAMP)
 # Style, types, and the tests that run what has changed since they ran last, those of most time left out.
 quick: lint
 	@test -e .testmondata || { echo "crossrank: run 'make test' once: it notes what each test runs, in .testmondata"; exit 2; }
-	$(BIN)/python -m pytest -q -n 3 --testmon --at-most 45
+	$(BIN)/python -m pytest -q -n 3 --testmon --at-most 60
 
 # All tests; but for CI, what each of them runs is noted for `make quick`.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --durations=10 $(if $(CI),,--testmon-noselect)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10 $(if $(CI),,--testmon-noselect)
 
 # With NCCL on a machine with one GPU, within ten minutes; the results are in gpu-results-cuda. On a machine without a
 # network: `make gpu-wheels` elsewhere first, and then `bash tests/gpu/without_network.sh`.

@@ -17,7 +17,7 @@ from tests.integration.fork_server import ROOT
 from tests.integration.forked_jobs import Job, wait_until
 from tests.integration.live_faults import BY_NAME, FAULTS, LATE, LONG_EVALUATION, SLOW_RANK, Fault
 
-pytestmark = pytest.mark.touches("tools/analysis/diagnosis")
+pytestmark = pytest.mark.touches("tools", traced=False)
 
 
 def start(fault: Fault, folder: Path, delay: float = 0.0) -> Job:

@@ -12,6 +12,8 @@ from crossrank.tools.cli import main
 from tests.unit.graph.chakra.test_convert import two_streams
 from tests.unit.graph.linking.public_traces import needs_traces, public
 
+pytestmark = pytest.mark.touches("crossrank", "tools", traced=False)
+
 
 @pytest.fixture
 def dlrm() -> str:
