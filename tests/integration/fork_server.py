@@ -49,9 +49,6 @@ ends."""
 ADDRESS = "CROSSRANK_FORK_SERVER"
 """Variable with the path of the socket at which the server of all processes of a test run is reached."""
 
-forked = False
-"""Whether a process was forked since somebody set this to False."""
-
 _LARGEST_REQUEST = 1 << 20
 
 
@@ -95,8 +92,6 @@ class ForkedProcess(subprocess.Popen[str]):
             "new_session": bool(start_new_session),
         }
         streams = [given if given != -1 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
-        global forked
-        forked = True
         self._lock = threading.Lock()
         self._ended, write_end = os.pipe()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
@@ -170,7 +165,8 @@ def serve(listener: socket.socket, alive: int) -> None:
         if woken in ready:
             os.read(woken, 1024)
             for pid, status in _ended():
-                os.write(ends[pid], str(status).encode())
+                with suppress(BrokenPipeError):  # who started it is gone
+                    os.write(ends[pid], str(status).encode())
                 os.close(ends.pop(pid))
         if asked in ready:
             if "torch" not in sys.modules:

@@ -13,6 +13,8 @@ from crossrank.tools.cli import main
 from tests.integration import jobs
 from tests.unit.graph.linking.public_traces import needs_traces, public
 
+pytestmark = pytest.mark.touches("tools", traced=False)
+
 
 def record(folder: Path, model: str, ranks: int) -> Path:
     recording = folder / str(ranks)

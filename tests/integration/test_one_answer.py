@@ -14,6 +14,8 @@ from crossrank.recording import COMMS, EXECUTION_TRACE, FLIGHT, KINETO, file_nam
 from crossrank.tools.cli import main
 from tests.integration import jobs
 
+pytestmark = pytest.mark.touches("tools", traced=False)
+
 GROUPS = [[0], [0, 1], [1]]
 COLLECTIVES = 4
 CALLS = 2 * (COLLECTIVES + 1 + 1)

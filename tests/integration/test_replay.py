@@ -30,7 +30,7 @@ from tests.integration import callers
 from tests.integration.test_link import train as train_with_everything
 from tests.integration.world import World
 
-pytestmark = pytest.mark.touches("replay")
+pytestmark = pytest.mark.touches("tools", "replay", traced=False)
 
 _ALL = (
     callers.all_reduce,

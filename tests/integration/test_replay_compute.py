@@ -21,7 +21,7 @@ from crossrank.tools.cli import main
 from crossrank.tools.parallel import Fleet
 from tests.integration.world import World
 
-pytestmark = pytest.mark.touches("replay")
+pytestmark = pytest.mark.touches("tools", "replay", traced=False)
 
 STEPS = range(2, 4)
 

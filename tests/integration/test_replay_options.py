@@ -24,7 +24,7 @@ from tests.integration import callers
 from tests.integration.test_replay import plan_of_recording, record_job
 from tests.integration.world import World
 
-pytestmark = pytest.mark.touches("replay")
+pytestmark = pytest.mark.touches("tools", "replay", traced=False)
 
 
 def _reductions(rank: int) -> None:
