@@ -268,14 +268,15 @@ def _place_members(job: JobState, graph: WaitForGraph, op: StuckOp) -> None:
             # A call that is no longer among the open ones of an active dump is over.
             passed = blocked is None or row is None or row < blocked
             (op.passed if passed else op.behind).add(rank)
-            if passed and _left_others_behind(job, graph, op, rank):
+            if passed and row is not None and _left_others_behind(job, graph, op, (rank, row)):
                 op.absent.add(rank)
 
 
-def _left_others_behind(job: JobState, graph: WaitForGraph, op: StuckOp, rank: int) -> bool:
-    """Whether a rank that is through with an operation ended while the others still waited in it."""
-    ending = job.ranks[rank].ending
-    left = ending.is_gone and not ending.has_failed
+def _left_others_behind(job: JobState, graph: WaitForGraph, op: StuckOp, end: tuple[int, int]) -> bool:
+    """Whether a rank, whose call is at `end`, saw an operation end and left while the others still waited in it."""
+    rank, row = end
+    trace = job.ranks[rank]
+    left = trace.ending.is_gone and not trace.ending.has_failed and trace.calls.state[row] >= RETIRED
     return left and all(_waits_although_over(job, other, graph.blocked[other]) for other in op.waiting)
 
 

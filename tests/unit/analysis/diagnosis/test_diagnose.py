@@ -83,6 +83,20 @@ def test_a_rank_that_left_while_others_were_still_in_its_last_call_is_accused_an
     assert found.findings[0].text == "rank 1 left the job (SIGTERM) while others were in this call"
 
 
+def test_a_rank_that_gloo_aborted_in_a_call_of_another_size_has_not_left_it() -> None:
+    aborted = {"reason": "SIGABRT", "taken_at": 5}
+    failed = {"reason": "exit", "taken_at": 10**8, "error": CLOSED}
+    ended = {"reason": "SIGTERM", "taken_at": 2 * 10**9}
+    ranks = [
+        of_four(number, call("all_reduce", 1, state, inputs=[[size]]), backend="gloo", ending=ending)
+        for number, (state, size, ending) in enumerate(
+            [(OPEN, 128, aborted), (RETIRED, 1024, failed), (OPEN, 128, ended), (RETIRED, 128, failed)]
+        )
+    ]
+
+    assert diagnosed(*ranks).suspect_ranks == [1]
+
+
 @pytest.mark.parametrize(("idle", "accused"), [(10**8, [1]), (5 * 10**9, [0, 1])])
 def test_a_rank_that_the_launcher_ended_between_two_calls_is_not_accused_of_the_next(
     idle: int, accused: list[int]
