@@ -81,7 +81,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     seconds: float | None = config.getoption("--at-most")
     if seconds is None:
         # testmon sorts them by their time, and what takes longest would run alone at the end.
-        items[:] = sorted(items, key=as_collected.index) if len(items) < len(as_collected) else as_collected
+        selected = set(items)
+        items[:] = [item for item in as_collected if item in selected]
         return
     known: dict[str, Any] = config.testmon_data.all_tests  # type: ignore[attr-defined]
     took = {item: (known.get(item.nodeid) or {}).get("duration") or 0.0 for item in items}

@@ -33,8 +33,6 @@ RankMain = Callable[[str, Path, int], None]
 
 def run_job(run_rank: RankMain, name: str, folder: Path, ranks: int, delay: float) -> None:
     """Run a job in processes that are forked from this one, which becomes its agent."""
-    import crossrank.instrument.session  # noqa: F401  once, and not in every rank
-
     run_rank(name, folder, _run_agent(folder, ranks, delay))
 
 

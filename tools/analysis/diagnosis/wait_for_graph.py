@@ -10,7 +10,8 @@ are stuck in something earlier. Ranks that wait for nobody are where the waiting
 
 Everything else is a consequence. A call that is over on some rank although it ends on none before all have begun it
 is over for everyone, whatever a rank's own dump says: dumps are taken at different moments, and the thread that
-notices completions may be the one that hangs.
+notices completions may be the one that hangs. gloo notes its ends at once, so a last call of it that stays open is one
+that its rank waits in.
 """
 
 from __future__ import annotations
