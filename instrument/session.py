@@ -50,7 +50,6 @@ class Session:
         self.topology: Topology | None = None
         self.files: RankFiles | None = None
         self.writer: CommsWriter | None = None
-        self.closing = False
         self.finished = False
         self.failures = Failures()
         self.groups = GroupTable(self._on_new_group, timing=config.timing)
@@ -67,12 +66,17 @@ class Session:
         self._begin_lock = threading.RLock()
         self._close_once = threading.Lock()  # taken for good by the first to close
 
+    @property
+    def closing(self) -> bool:
+        """Whether a thread has begun to close, or has done so. A signal handler may interrupt it at any moment."""
+        return self._close_once.locked()
+
     def start(self) -> None:
         """Install everything. Raises `CrossrankError`, with nothing installed, where torch cannot be recorded."""
         try:
             registry.install(self)
         except BaseException:
-            self.closing = self.finished = True
+            self._end_recording()
             raise
         if dist.is_initialized():
             with self.failures.reported("the recording begins at the first communication"):
@@ -126,7 +130,6 @@ class Session:
         """
         if not self._close_once.acquire(blocking=False):
             return
-        self.closing = True
         try:
             if dist.is_initialized() and self.writer is None:
                 with self.failures.reported("nothing was recorded"):
@@ -147,8 +150,7 @@ class Session:
 
     def abandon(self) -> None:
         """In a forked child: stop recording, and leave the parent's files and signals to the parent."""
-        self._close_once.acquire(blocking=False)
-        self.closing = self.finished = True
+        self._end_recording()
         self.recorder.active = False
         self.hangs.stop()
         once_per_job.forget()
@@ -157,6 +159,11 @@ class Session:
             if opened is not None:
                 opened.abandon()
         registry.leave_to_parent()
+
+    def _end_recording(self) -> None:
+        """Leave nothing to close."""
+        self._close_once.acquire(blocking=False)
+        self.finished = True
 
     def current_world(self) -> dist.ProcessGroup | None:
         """The process group that is recorded, where it is there and the default one."""

@@ -40,6 +40,28 @@ def read(folder: Path, rank: int = 0) -> tuple[CommsFile, list[int]]:
     return comms, [record.id for record in comms.records()]
 
 
+def test_a_signal_at_the_first_moment_of_the_end_leaves_whole_files(tmp_path: Path) -> None:
+    result = jobs.python(
+        tmp_path,
+        """
+        crossrank.enable()
+        dist.all_reduce(torch.ones(4))
+
+        def interrupt(frame, event, function):
+            if (event, frame.f_code.co_name) == ("c_return", "close") and function.__name__ == "acquire":
+                sys.setprofile(None)
+                print("interrupted", flush=True)
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        sys.setprofile(interrupt)
+        """,
+    )
+    assert (result.returncode, result.stdout) == (-signal.SIGTERM, "interrupted\n"), result.stderr
+    comms, ids = read(tmp_path)
+    assert (comms.end or {})["reason"] == "exit"
+    assert ids == [0]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_in_a_window_leaves_whole_files_and_kills_as_ever(number: signal.Signals, tmp_path: Path) -> None:
     process = jobs.start(tmp_path, IN_A_WINDOW)

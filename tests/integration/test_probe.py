@@ -37,18 +37,21 @@ def recorded(two_ranks: World, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @contextmanager
 def slowed(pid: int) -> Iterator[None]:
-    """The process runs about a sixth of the time."""
+    """The process may run a ninth of the time, however late this one gets its turns."""
     over = threading.Event()
 
     def slow() -> None:
+        ran = 0.0
         while not over.is_set():
             try:
                 os.kill(pid, signal.SIGSTOP)
-                time.sleep(0.01)
+                time.sleep(8 * ran)
                 os.kill(pid, signal.SIGCONT)
             except ProcessLookupError:
                 return
+            begun = time.monotonic()
             time.sleep(0.002)
+            ran = time.monotonic() - begun
 
     slower = threading.Thread(target=slow)
     slower.start()

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from crossrank.comm import CommRecord, Group
 from crossrank.replay.plan.plan import Plan, PlannedCall, RankPlan, save_plan
-from crossrank.replay.run.failure_report import Failed
+from crossrank.replay.run.failure_report import Failed, State
 from crossrank.replay.run.processes import run_local
+from crossrank.replay.run.rendezvous import Rendezvous
 from crossrank.tools.traces.replayed import Settings
 from tests.integration import callers
 from tests.integration.fork_server import ForkedProcess
@@ -25,6 +26,9 @@ from tests.integration.test_replay import plan_of_recording, record_job
 from tests.integration.world import World
 
 pytestmark = pytest.mark.touches("replay")
+
+CALLS = 2_000
+"""Of a pass, which is not over when a test has seen that its ranks are in it."""
 
 
 @pytest.fixture
@@ -34,7 +38,7 @@ def long_plan(tmp_path: Path) -> Path:
         id=0, op="all_reduce", c10d="allreduce_", pg="0", bytes=4, t=0, inputs=[[1]], outputs=[[1]], dtype="float32"
     )
     calls = [
-        PlannedCall(record=msgspec.structs.replace(record, id=i, seq=i + 1), wait_before=i + 1) for i in range(2_000)
+        PlannedCall(record=msgspec.structs.replace(record, id=i, seq=i + 1), wait_before=i + 1) for i in range(CALLS)
     ]
     plan = Plan(
         source="long",
@@ -64,7 +68,7 @@ def _session(pid: int) -> list[int]:
 def _started(words: list[str]) -> tuple[subprocess.Popen[str], list[int]]:
     """A replay in a session of its own, when its two ranks are at work."""
     process = ForkedProcess(
-        [sys.executable, "-m", "crossrank", "replay", *words, "--repeat", "100000"],
+        [sys.executable, "-m", "crossrank", "replay", *words, "--warmup", "0", "--repeat", "100000"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -73,12 +77,19 @@ def _started(words: list[str]) -> tuple[subprocess.Popen[str], list[int]]:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         workers = [pid for pid in _session(process.pid) if pid != process.pid and _is_gloo(pid)]
-        if len(workers) == 2:
-            time.sleep(1.0)
+        if len(workers) == 2 and all(state.phase == "in pass 1" and state.call >= 0 for state in _states(process.pid)):
             return process, workers
         time.sleep(0.1)
     process.kill()
     raise AssertionError("the ranks do not start")
+
+
+def _states(pid: int) -> list[State]:
+    """What the two ranks of the replay of a process have reported."""
+    (listening,) = _listens_at(pid)
+    port = int(listening.partition(":")[2], 16)
+    found = Rendezvous(dist.TCPStore("127.0.0.1", port, is_master=False), 2).states()
+    return [found.get(rank, State(phase="")) for rank in range(2)]
 
 
 _GLOO_THREADS = ("gloo_tcp_loop\n", "pt_gloo_runloop\n")
@@ -102,13 +113,13 @@ def _gone(pid: int) -> bool:
 
 
 def _listens_at(pid: int) -> list[str]:
-    """The addresses, in hexadecimal as the kernel has them, at which a process takes connections."""
+    """The `address:port`s, in hexadecimal as the kernel has them, at which a process takes connections."""
     sockets = {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
     rows = [
         line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()
     ]
     listening = "0A"
-    return [row[1].partition(":")[0] for row in rows if row[3] == listening and f"socket:[{row[9]}]" in sockets]
+    return [row[1] for row in rows if row[3] == listening and f"socket:[{row[9]}]" in sockets]
 
 
 def test_the_store_of_a_replay_on_one_machine_takes_connections_from_it_alone(long_plan: Path) -> None:
@@ -116,7 +127,7 @@ def test_the_store_of_a_replay_on_one_machine_takes_connections_from_it_alone(lo
     found = _listens_at(process.pid)
     process.kill()
     process.communicate()
-    assert found == ["0100007F"]  # 127.0.0.1
+    assert [address.partition(":")[0] for address in found] == ["0100007F"]  # 127.0.0.1
 
 
 def test_a_rank_that_dies_ends_all_and_it_is_reported_where_each_was(long_plan: Path) -> None:
@@ -126,7 +137,7 @@ def test_a_rank_that_dies_ends_all_and_it_is_reported_where_each_was(long_plan: 
     assert process.returncode == 1
     assert "killed by signal 9" in output
     assert "Where each rank was" in output
-    assert output.count("of 2000: all_reduce #") == 2
+    assert output.count(f"of {CALLS}: all_reduce #") == 2
     assert _gone(process.pid)
 
 

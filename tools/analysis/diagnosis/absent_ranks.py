@@ -12,7 +12,10 @@ from crossrank.tools.traces.ending import LEFT
 from crossrank.tools.traces.rank_trace import STATES
 
 _MOMENT = 1_000_000_000
-"""ns that a rank may be between two calls without standing out."""
+"""ns that a healthy rank may be between two calls."""
+
+_LAUNCHER_DELAY = 3_000_000_000
+"""ns within which a launcher terminates the other ranks after one has left."""
 
 
 def find_silent_ranks(search: Search) -> None:
@@ -53,12 +56,15 @@ def find_silent_ranks(search: Search) -> None:
 
 
 def _was_ended_next(search: Search, rank: int) -> bool:
-    """Whether a rank was terminated between two calls just after another one had left: the launcher ends them all."""
-    trace, others = search.job.ranks[rank], search.job.ranks.values()
-    taken_at = trace.ending.taken_at
-    if taken_at is None or not trace.ending.was_terminated or taken_at - max(trace.calls.called, default=0) > _MOMENT:
+    """Whether another rank left while this one was between two calls, and the launcher then terminated this one."""
+    ending, called = search.job.ranks[rank].ending, search.job.ranks[rank].calls.called
+    if ending.taken_at is None or not ending.was_terminated:
         return False
-    return any(one.ending.has_left and 0 < (one.ending.taken_at or 0) < taken_at for one in others)
+    others = (one.ending for one in search.job.ranks.values())
+    left_at = min((one.taken_at for one in others if one.has_left and one.taken_at), default=ending.taken_at)
+    # A rank that is still on the way to its first call has been in none for too long.
+    idle = left_at - max(called, default=left_at)
+    return idle <= _MOMENT and 0 < ending.taken_at - left_at <= _LAUNCHER_DELAY
 
 
 def _is_extra(search: Search, op: StuckOp, absent: set[int]) -> bool:

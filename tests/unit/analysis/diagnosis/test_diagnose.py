@@ -116,6 +116,21 @@ def test_a_rank_that_the_launcher_ended_between_two_calls_is_not_accused_of_the_
     assert roots(diagnosed(*ranks)) == [("missing_rank", "default_pg", 2, accused, [2, 3])]
 
 
+def test_ranks_that_the_launcher_ended_on_the_way_to_their_first_call_are_not_accused() -> None:
+    endings: list[dict[str, Any]] = [
+        {"reason": "exit", "taken_at": 8 * 10**8, "error": "RuntimeError: Connection closed by peer gloo/transport"},
+        {"reason": "exit", "taken_at": 5, "error": "FileNotFoundError: /data/train-00001.bin"},
+        {"reason": "SIGTERM", "taken_at": 8 * 10**8},
+        {"reason": "SIGTERM", "taken_at": 8 * 10**8},
+    ]
+    ranks = [
+        of_four(one, *calls(*([OPEN] if one == 0 else [])), backend="gloo", ending=ending, source="comms")
+        for one, ending in enumerate(endings)
+    ]
+
+    assert roots(diagnosed(*ranks)) == [("missing_rank", "default_pg", 1, [1], [0])]
+
+
 def test_a_call_that_ranks_waited_in_until_the_last_one_came_is_no_fault_of_who_left_first() -> None:
     hung = {"reason": "hang", "taken_at": 6 * 10**9, "went_on": True}
     ranks = [of_four(one, *calls(OPEN), backend="gloo", ending=hung, dump={"all_joined": True}) for one in range(3)]
