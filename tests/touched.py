@@ -76,7 +76,7 @@ def _not_traced() -> Iterator[None]:
     try:
         yield
     finally:
-        if tracer is not None:
+        if tracer is not None and Coverage.current() is not tracer:  # testmon starts it again where a batch ends
             tracer.start()
 
 
