@@ -15,9 +15,11 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from crossrank.comm import OPERATIONS, CommRecord, Group, is_p2p, operation_of
 from crossrank.dtypes import dtype_of
@@ -57,6 +59,7 @@ _NUMBERS = (
 )
 _CLOSING = "coalesced"
 _Shapes = list[list[int]]
+_Column = NDArray[Any]
 _OF_GLOO = f"{GLOO}:"
 UNRECORDED = ("monitored_barrier_",)
 """Collectives of gloo that torch's recorder neither notes nor counts."""
@@ -106,6 +109,7 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False, 
     reading.join_progress()
     if moment is not None:
         _add_roots(reading.builder, moment)
+        _add_unnoted(reading.builder, moment)
         if not any(map(is_p2p, trace.signatures)):
             _add_p2p(trace, moment)
         # Our dump without an entry is that of a rank that made no call: the recorder was asked.
@@ -215,8 +219,13 @@ class _Reading:
             keep[last] = launch is not None
             if launch is not None:
                 signature[last] = self.builder.signatures.of(launch)
+        is_retired = np.array(columns["retired"], bool)
+        seems_over = (state == COMPLETED) & ~is_retired & (on_gloo == 0) & (trace.backend != GLOO)
+        closes = np.isin(kind, [row for row, entry in entries.kinds.items() if is_closing(entry)])
+        launching = self._launching(pg_id, seq * ~(p2p == 1), p2p_seq * ((p2p == 1) | closes), seems_over)
+        state[launching], ended[launching] = SCHEDULED, 0
         state = state[closing]
-        retires = np.logical_or(self._retired_is_done(), on_gloo) & np.array(columns["retired"])[closing]
+        retires = np.logical_or(self._retired_is_done(), on_gloo) & is_retired[closing]
         state[retires & (state != COMPLETED)] = RETIRED
         if trace.dump.active_only:
             state[list(_over(self._dump, whole_entries, runs))] = COMPLETED
@@ -234,6 +243,22 @@ class _Reading:
             "id": record_id,
         }
         trace.calls.extend({name: values[keep] for name, values in found.items()})
+
+    def _launching(self, pg_id: _Column, seq: _Column, p2p_seq: _Column, seems_over: _Column) -> list[int]:
+        """Calls that their rank is still launching, of those that seem to be over.
+
+        NCCL may block there until its peers come. torch then asks an end event that was never recorded, whose answer is
+        "completed"; but such a call is not retired, and its group's status does not have its number yet. Collectives
+        and sends have numbers of their own, and share that place in the status: so only a group's last call can be one.
+        """
+        found = []
+        for group in set(pg_id[seems_over].tolist()):
+            progress = self._dump.status.get(group)
+            if progress is not None:
+                last = np.flatnonzero(pg_id == group)[-1]
+                if seems_over[last] and progress.last_enqueued_collective not in (seq[last], p2p_seq[last]):
+                    found.append(int(last))
+        return found
 
     def _kind(self, entry: Entry) -> tuple[int, int, bool, bool]:
         """What entries like this one have in common: group, signature, is P2P, is gloo's beside another backend."""
@@ -444,6 +469,31 @@ def _add_roots(builder: TraceBuilder, moment: Moment) -> None:
         calls.signature[row] = signatures.of(msgspec.structs.replace(known, root=record.root, reduce=record.reduce))
         if not calls.stack[row]:
             calls.stack[row] = builder.stacks.number(stack_of(record))
+
+
+def _add_unnoted(builder: TraceBuilder, moment: Moment) -> None:
+    """Add the last collective of a group where torch has not noted it: the rank is in it.
+
+    torch notes a call after it has made the communicator, which blocks until all members come. Before torch 2.9 it
+    notes no calls of gloo, so nothing follows for groups that have that backend as well.
+    """
+    trace, calls, clock = builder.trace, builder.trace.calls, WallClock([moment.clock])
+    notes_gloo = any(group.apart == GLOO for group in trace.groups)
+    backend_of = {group.pg: group.backend or "" for group in moment.groups}
+    noted: dict[str, int] = defaultdict(int)
+    for group, called in zip(calls.group, calls.called, strict=True):
+        name = trace.groups[group].group.pg
+        noted[name] = max(noted[name], called)
+    newest = {record.pg: record for record in moment.calls if record.seq is not None and record.c10d not in UNRECORDED}
+    for pg, record in newest.items():
+        backend, called = backend_of.get(pg, ""), clock.at(record.t)
+        is_of_nccl = "nccl" in backend and (notes_gloo or GLOO not in backend)
+        if is_of_nccl and called > noted[pg] + SAME_TIME:
+            number = (record.seq or 0) + trace.dump.recorded_from.get(pg, 0)
+            record = msgspec.structs.replace(record, seq=number)
+            builder.add(record, called=called, state=SCHEDULED, stack=stack_of(record))
+            if trace.backend == "":
+                trace.backend = "nccl"
 
 
 def _add_p2p(trace: RankTrace, moment: Moment) -> None:

@@ -42,6 +42,12 @@ def find_silent_ranks(search: Search) -> None:
                 f"{rank_text(culprits)} made this call alone; the {len(absent)} other members made none after "
                 f"#{op.seq - 1} and wait for nothing. If they should have made it, they are late"
             )
+        elif _may_wait_unseen(search, op, absent):
+            kind, culprits = "not_recorded", set()
+            text = (
+                f"{rank_text(absent)} has not made this call. It may wait for a communicator to be made: torch's own "
+                "dumps do not show that"
+            )
         else:
             kind, stopped = MISSING, ranks_by({rank: _how_it_stopped(search, op, rank) for rank in absent})
             text = "; ".join(f"{rank_text(those)} {how}" for how, those in stopped.items())
@@ -76,6 +82,14 @@ def _is_extra(search: Search, op: StuckOp, absent: set[int]) -> bool:
         return False
     # The turn of this call has come on a rank whose calls have led to it before: then the others are late.
     return not any(is_usual(job, rank, search.graph.blocked[rank]) for rank in op.waiting)
+
+
+def _may_wait_unseen(search: Search, op: StuckOp, absent: set[int]) -> bool:
+    """Whether the many that have not made a call may wait for the few that have: torch's own dumps of NCCL show neither
+    stacks nor a communicator that is being made."""
+    ranks = search.job.ranks
+    unseen = all(ranks[rank].ending.taken_at is None and "nccl" in ranks[rank].backend for rank in absent)
+    return unseen and len(absent) * 2 > len(op.group.ranks)
 
 
 def _how_it_stopped(search: Search, op: StuckOp, rank: int) -> str:

@@ -97,6 +97,11 @@ KINDS: dict[str, Kind] = {
         "a rank's dump holds neither calls nor progress",
         "rank {culprits} made no call, or its recorder was off (TORCH_FR_BUFFER_SIZE=0)",
     ),
+    "not_recorded": Kind(
+        "ranks wait in a call, and the dumps cannot show what the others do",
+        "take the stacks of the ranks that have not made the call (py-spy dump), or record the job with crossrank: "
+        "its dumps hold them",
+    ),
     "unreadable_dump": Kind("a rank's dump is not readable", "take the dump of rank {culprits} again, or read its log"),
     "refused_dump": Kind(
         "a rank's dump asks for more than data and was not opened",
@@ -107,7 +112,7 @@ KINDS: dict[str, Kind] = {
     "straggler": Kind("a rank that the others of a group often wait for"),
 }
 
-LACKS_EVIDENCE = ("dump_missing", "no_entries", "unreadable_dump", "refused_dump")
+LACKS_EVIDENCE = ("dump_missing", "no_entries", "not_recorded", "unreadable_dump", "refused_dump")
 """Kinds that mean missing evidence about a rank, not a fault of it."""
 
 

@@ -24,10 +24,12 @@ from crossrank.tools.output.console import Table, table_of
 _ROWS = 12
 _FRAMES = 16
 _AFTER_EXCEPTION = "look at the log of rank {culprits}: the exception there is the cause"
+_NAMES_NOBODY = ("raised", "not_recorded", "all_joined_not_completed", "p2p_size_mismatch", "p2p_wait_cycle")
+"""Kinds of findings that need no culprit."""
 _VERDICTS = {
     "ok": "no fault found",
     "error": "a fault was found",
-    "incomplete": "ranks without a usable dump; the others show no other fault",
+    "incomplete": "evidence is missing; the rest shows no other fault",
 }
 
 
@@ -62,7 +64,7 @@ def facts(finding: Finding) -> Iterator[tuple[str, str]]:
     yield "call", f"{finding_call(finding)} of group {finding_group(finding)}"
     if finding.culprit_ranks:
         yield "culprit", rank_text(finding.culprit_ranks)
-    elif finding.kind not in ("raised", "all_joined_not_completed", "p2p_size_mismatch", "p2p_wait_cycle"):
+    elif finding.kind not in _NAMES_NOBODY:
         yield "culprit", "nobody: there is no majority to say who is the odd one"
     if finding.waiting_ranks:
         yield "waiting", rank_text(finding.waiting_ranks)

@@ -116,6 +116,18 @@ def test_a_rank_that_the_launcher_ended_between_two_calls_is_not_accused_of_the_
     assert roots(diagnosed(*ranks)) == [("missing_rank", "default_pg", 2, accused, [2, 3])]
 
 
+def test_the_many_that_stopped_before_a_usual_call_are_named_where_their_dumps_would_show_a_call_they_wait_in() -> None:
+    hung: dict[str, Any] = {"reason": "hang", "taken_at": 9 * 10**9}
+    states = [(COMPLETED, COMPLETED, OPEN), *[(COMPLETED, COMPLETED)] * 3]
+    facts: dict[str, Any] = {"dump": {"has_status": True}}
+
+    def found(**ending: Any) -> Diagnosis:
+        return diagnosed(*[of_four(one, *calls(*made), **facts, **ending) for one, made in enumerate(states)])
+
+    assert roots(found(ending=hung)) == [("missing_rank", "default_pg", 3, [1, 2, 3], [0])]
+    assert roots(found()) == [("not_recorded", "default_pg", 3, [], [0])]
+
+
 def test_ranks_that_the_launcher_ended_on_the_way_to_their_first_call_are_not_accused() -> None:
     endings: list[dict[str, Any]] = [
         {"reason": "exit", "taken_at": 8 * 10**8, "error": "RuntimeError: Connection closed by peer gloo/transport"},

@@ -109,14 +109,17 @@ def test_one_stuck_gpu_in_a_pipeline_is_one_finding(stages: int, tmp_path: Path)
     assert {consequence.because_of for consequence in found.consequences} == {0}
 
 
-def test_the_many_that_hang_before_a_usual_call_are_late_and_the_few_in_it_made_none_too_many(tmp_path: Path) -> None:
+def test_the_many_that_have_not_made_a_usual_call_may_wait_unseen_and_the_few_in_it_made_none_too_many(
+    tmp_path: Path,
+) -> None:
     programs: Programs = [[Collective("0")] * 3 for _ in range(8)]
     for rank in range(2, 8):
         programs[rank] = [*programs[rank][:2], CpuStall()]
 
     found = diagnose_job(SimulatedJob(programs, {"0": ("default_pg", list(range(8)))}), tmp_path)
 
-    assert roots(found) == [("missing_rank", "default_pg", 3, [2, 3, 4, 5, 6, 7], [0, 1])]
+    assert roots(found) == [("not_recorded", "default_pg", 3, [], [0, 1])]
+    assert found.verdict == "incomplete"
 
 
 def test_a_finished_job_with_a_watchdog_that_notices_nothing_is_healthy(tmp_path: Path) -> None:
