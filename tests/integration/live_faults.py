@@ -38,6 +38,9 @@ DELAYS = (0.0, 0.4, 3.0)
 when all of them have raised that their peer is gone."""
 UNANSWERED = ("p2p_unmatched", "p2p_wait_cycle")
 
+DEVICE = os.environ.get("LIVE_FAULTS_DEVICE", "cpu")
+"""`cpu`, with gloo, or `cuda`, with NCCL."""
+
 _KERNELS = ("compiled", "python")
 """Of every job half of the ranks record with one kernel and half with the other."""
 
@@ -118,7 +121,7 @@ def sharded() -> tuple[Blocks, torch.optim.Optimizer]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     model = Blocks()
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -160,7 +163,7 @@ def raises_while_others_are_in_backward(rank: int) -> None:
 def raises_in_a_mesh(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(DEVICE, (2, 4), mesh_dim_names=("data", "tensor"))
     for step in range(4):
         for _ in range(3):
             dist.all_reduce(torch.ones(64), group=mesh.get_group("tensor"))
@@ -281,14 +284,14 @@ class _Files(torch.utils.data.Dataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == self._broken:
             time.sleep(600)
-        return torch.ones(16)
+        return torch.ones(16, device="cpu")
 
 
 def waits_for_its_data(rank: int) -> None:
     model, optimizer = replicated()
     loader = torch.utils.data.DataLoader(_Files(5 if rank == 2 else None), batch_size=2, num_workers=1)
     for batch in loader:  # rank 2
-        model(batch).sum().backward()
+        model(batch.to(DEVICE)).sum().backward()
         optimizer.step()
 
 
@@ -480,7 +483,7 @@ def reduces_more(rank: int) -> None:
 def runs_in_autocast(rank: int) -> None:
     head = nn.Linear(16, 16)
     for step, batch in enumerate(batches(4)):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=(rank, step) == (3, 2)):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=(rank, step) == (3, 2)):
             logits = head(batch).detach()
         dist.all_reduce(logits)  # rank 3
 
@@ -724,9 +727,12 @@ def run_rank(name: str, folder: Path, rank: int) -> None:
     os.environ[_FOLDER] = str(folder)
     os.environ["TRACING_KERNEL"] = _KERNELS[rank % 2]
     store = dist.FileStore(str(folder / "store"), fault.ranks)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=fault.ranks, timeout=timedelta(seconds=fault.timeout)
-    )
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+        torch.set_default_device(DEVICE)
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    timeout = timedelta(seconds=fault.timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=fault.ranks, timeout=timeout)
     crossrank.enable(
         tracing=fault.tracing,
         directory=folder / "recording",
