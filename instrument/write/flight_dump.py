@@ -57,7 +57,8 @@ class FlightDumps:
         # Two threads may dump at once. A fatal signal may interrupt its own thread in here, for good.
         self._once = threading.RLock()
         self._writing = False
-        self._calls_at_hang: int | None = None
+        self._at_hang: tuple[int, int] | None = None
+        """Calls, and how many of them were over, when a hang was noticed."""
 
     def write(self, reason: str) -> None:
         """Write torch's flight recorder as it stands now."""
@@ -71,16 +72,27 @@ class FlightDumps:
             if self._writing and reason == "SIGUSR1":  # this thread is writing already
                 return
             self._writing = True
-            calls = session.recorder.calls()
-            if reason not in ("hang", "SIGUSR1") and calls == self._calls_at_hang:
+            if reason not in ("hang", "SIGUSR1") and self._still_hangs(reason):
                 return
             with session.failures.reported("the flight recorder was not dumped"):
                 files.write(file_name(FLIGHT, session.rank), dump(self._moment(reason)))
                 if reason == "hang":
-                    self._calls_at_hang = calls
+                    self._at_hang = session.recorder.calls(), completed()
         finally:
             self._writing = False
             self._once.release()
+
+    def _still_hangs(self, reason: str) -> bool:
+        """Whether what was written of a hang says more than a dump would now.
+
+        The host may have made its last call when its GPU hung: then more calls are over at the end. But an aborted call
+        looks completed as well, so that counts only where the script came to its end.
+        """
+        if self._at_hang is None:
+            return False
+        calls, over = self._at_hang
+        went_on = reason in ("exit", "disable") and cuda_is_in_use() and not exits.exceptions(reason)
+        return self._session.recorder.calls() == calls and not (went_on and completed() > over)
 
     def _moment(self, reason: str) -> dict[str, Any]:
         """What a dump says about itself: `Moment` of the tools' reader."""

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,14 +142,13 @@ class Job:
 
     def terminate(self) -> None:
         """Send SIGTERM to the agent, as `scancel` and Ctrl-C of torchrun do."""
-        os.kill(self._agent(), signal.SIGTERM)
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(self._agent(), signal.SIGTERM)
 
     def kill(self) -> None:
         """End whatever is left of the job."""
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self._agent(), signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
     def wait_until_over(self) -> None:
         wait_until(self.is_over, "the job does not end")

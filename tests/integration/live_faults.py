@@ -73,6 +73,9 @@ class Fault:
     """Seconds after which the user ends the job without a look at it."""
     variant: str = ""
     """What is different from the other row of the same job."""
+    with_nccl: bool = True
+    """Whether it is a fault there, too. With NCCL the host does not wait for a group to be made, tags mean nothing, and
+    there is no monitored barrier. A stand-in for a GPU computes no loss."""
 
     @property
     def name(self) -> str:
@@ -338,7 +341,7 @@ def lost_its_thread(rank: int) -> None:
             step = asked.get()
             if (rank, step) == (1, 2):
                 raise ZeroDivisionError("no tokens in this step")  # rank 1
-            value = torch.ones(4)
+            value = torch.ones(4, device=DEVICE)  # a default device is one thread's
             dist.all_reduce(value, group=metrics)
             answered.put(value)
 
@@ -357,7 +360,7 @@ def waits_in_a_thread_beside_training(rank: int) -> None:
         for step in range(4):
             if (rank, step) == (1, 2):
                 time.sleep(600)  # rank 1
-            dist.all_reduce(torch.ones(4), group=metrics)
+            dist.all_reduce(torch.ones(4, device=DEVICE), group=metrics)
 
     threading.Thread(target=average, daemon=True, name="metrics").start()
     while True:
@@ -645,7 +648,9 @@ def has_a_slow_rank(rank: int) -> None:
 
 FAULTS: list[Fault] = [
     Fault(job=raises_between_collectives, culprits=(2,), kinds=RAISED, delays=DELAYS),
-    Fault(job=raises_while_others_are_in_backward, ranks=5, culprits=(1,), kinds=RAISED, delays=DELAYS),
+    Fault(
+        job=raises_while_others_are_in_backward, ranks=5, culprits=(1,), kinds=RAISED, delays=DELAYS, with_nccl=False
+    ),
     Fault(job=raises_in_a_mesh, ranks=8, culprits=(6,), kinds=RAISED, delays=DELAYS),
     Fault(job=raises_before_its_first_call, culprits=(1,), kinds=(*RAISED, "no_entries"), delays=DELAYS),
     Fault(job=raises_and_the_others_wrap_what_fails, culprits=(2,), kinds=RAISED, delays=DELAYS),
@@ -678,7 +683,9 @@ FAULTS: list[Fault] = [
         gives_up_after=3,
     ),
     Fault(job=lets_the_others_time_out, culprits=(1,), kinds=ABSENT, timeout=2, hang_seconds=300, delays=DELAYS),
-    Fault(job=misses_a_monitored_barrier, culprits=(2,), kinds=ABSENT, hang_seconds=300, delays=DELAYS),
+    Fault(
+        job=misses_a_monitored_barrier, culprits=(2,), kinds=ABSENT, hang_seconds=300, delays=DELAYS, with_nccl=False
+    ),
     Fault(job=lost_its_thread, culprits=(1,), kinds=ABSENT),
     Fault(
         job=waits_in_a_thread_beside_training,
@@ -702,8 +709,8 @@ FAULTS: list[Fault] = [
     Fault(job=exchanges_other_splits, culprits=(1,), kinds=("size_mismatch",), delays=DELAYS),
     Fault(job=saves_on_rank_0, culprits=(0,), kinds=ANOTHER_WAY),
     Fault(job=meets_alone_after_saving, culprits=(0,), kinds=ANOTHER_WAY),
-    Fault(job=makes_a_group_alone, culprits=(0,), kinds=ABSENT),
-    Fault(job=leaves_a_group_to_the_others, culprits=(2,), kinds=ABSENT),
+    Fault(job=makes_a_group_alone, culprits=(0,), kinds=ABSENT, with_nccl=False),
+    Fault(job=leaves_a_group_to_the_others, culprits=(2,), kinds=ABSENT, with_nccl=False),
     Fault(job=enters_groups_in_another_order, culprits=(2,), kinds=("opposite_order", "missing_rank")),
     Fault(job=evaluates_alone, culprits=(3,), kinds=ABORTED, delays=DELAYS),
     Fault(job=samples_alone_under_fsdp, culprits=(0,), kinds=ANOTHER_WAY),
@@ -712,13 +719,15 @@ FAULTS: list[Fault] = [
     Fault(job=receives_from_the_wrong_stage, culprits=(2,), kinds=UNANSWERED),
     Fault(job=sends_to_the_wrong_stage, culprits=(1,), kinds=UNANSWERED),
     Fault(job=has_a_microbatch_less, culprits=(0,), kinds=UNANSWERED),
-    Fault(job=uses_another_tag, involved=(0, 1), kinds=UNANSWERED),
+    Fault(job=uses_another_tag, involved=(0, 1), kinds=UNANSWERED, with_nccl=False),
 ]
 
 LATE = Fault(job=gets_its_data_late, culprits=(2,), kinds=ABSENT)
 LONG_EVALUATION = Fault(job=evaluates_for_long, hang_seconds=1)
 SLOW_RANK = Fault(job=has_a_slow_rank, hang_seconds=2)
 
+if DEVICE == "cuda":
+    FAULTS = [fault for fault in FAULTS if fault.with_nccl]
 BY_NAME = {fault.name: fault for fault in [*FAULTS, LATE, LONG_EVALUATION, SLOW_RANK]}
 
 

@@ -61,6 +61,8 @@ _CLOSING = "coalesced"
 _Shapes = list[list[int]]
 _Column = NDArray[Any]
 _OF_GLOO = f"{GLOO}:"
+_UNNOTED = ("c10d", "root", "reduce", "in_split", "out_split")
+"""Fields of a collective that torch's recorder does not note, or less exactly."""
 UNRECORDED = ("monitored_barrier_",)
 """Collectives of gloo that torch's recorder neither notes nor counts."""
 SAME_TIME = 50_000_000
@@ -436,7 +438,7 @@ def _gathered(inputs: _Shapes, noted: _Shapes, size: int) -> tuple[_Shapes, _Sha
 
 
 def _add_roots(builder: TraceBuilder, moment: Moment) -> None:
-    """Add what torch's recorder does not note of a collective to the calls of a dump: root, reduction, source line.
+    """Add what torch's recorder does not note of a collective: root, reduction, splits, source line.
 
     torch counts from the start of the process, the records from `enable()`: the last call of a group, which must be the
     same operation at the same time, shows by how many they differ.
@@ -466,7 +468,8 @@ def _add_roots(builder: TraceBuilder, moment: Moment) -> None:
             continue
         row = by_number[pg, seq + recorded_from[pg]]
         known = signatures.rows[calls.signature[row]]
-        calls.signature[row] = signatures.of(msgspec.structs.replace(known, root=record.root, reduce=record.reduce))
+        unnoted = {name: getattr(record, name) for name in _UNNOTED}
+        calls.signature[row] = signatures.of(msgspec.structs.replace(known, **unnoted))
         if not calls.stack[row]:
             calls.stack[row] = builder.stacks.number(stack_of(record))
 

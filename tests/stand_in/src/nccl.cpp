@@ -25,6 +25,9 @@ struct ncclComm {
   std::uint64_t collectives = 0;  // that the host has launched
   std::uint64_t splits = 0;
   bool connected = false;
+  std::uint64_t launches = 0;              // kernels of this communicator: each runs behind the one before,
+  std::atomic<std::uint64_t> finished{0};  // whatever streams they are in
+  Nanoseconds last_end = 0;
   std::map<int, std::uint64_t> sent_to, received_from;
   std::mutex lock;
   std::map<int, Reduction> reductions;  // made by ncclRedOpCreatePreMulSum
@@ -268,13 +271,18 @@ void launch(const std::vector<Request>& requests) {
   }
   activity.details = ",\"comm\":\"" + own.id + "\",\"rank\":" + std::to_string(own.rank) + ",\"ranks\":" +
                      std::to_string(own.size) + ",\"calls\":[" + members + "]";
-  stream_of(first.stream)->enqueue({activity, [requests](Nanoseconds begin) {
+  const std::uint64_t number = ++own.launches;
+  stream_of(first.stream)->enqueue({activity, [requests, &own, number](Nanoseconds begin) {
+    if (!wait_for([&] { return own.finished + 1 == number; }, [&] { return own.aborted.load(); })) return now();
+    begin = std::max(begin, own.last_end);
     std::vector<Request> transfers;
     for (const Request& request : requests) {
       if (request.is_p2p()) transfers.push_back(request);
       else begin = run_collective(request, begin);
     }
-    return transfers.empty() ? begin : run_transfers(transfers, begin);
+    own.last_end = transfers.empty() ? begin : run_transfers(transfers, begin);
+    own.finished = number;
+    return own.last_end;
   }});
 }
 

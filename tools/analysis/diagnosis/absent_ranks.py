@@ -173,9 +173,11 @@ def find_raised_exceptions(search: Search) -> None:
     endings = {rank: one.ending for rank, one in search.job.ranks.items()}
     raised = [rank for rank, one in endings.items() if one.has_raised]
     failed = [rank for rank, one in endings.items() if one.has_failed and not search.cancelled]
-    if not raised and not failed:
-        return
     unseen = [rank for rank, one in endings.items() if one.unseen]
+    if not raised and not failed:
+        if unseen and all(one.is_gone for rank, one in endings.items() if rank not in unseen):
+            _add_unended(search, unseen)
+        return
     # Who died first nothing says: a few are sooner the cause of what many raise than the other way round.
     unseen = unseen if len(unseen) < len(raised) or not raised else []
     texts = [f"{rank_text(unseen)} ended without a word"] if unseen else []
@@ -189,6 +191,13 @@ def find_raised_exceptions(search: Search) -> None:
         text="; ".join(texts),
     )
     search.add_root(finding)
+
+
+def _add_unended(search: Search, unseen: list[int]) -> None:
+    """Ranks without an end, of a job of which all others have ended: it may be complete, but nobody can tell."""
+    if len(unseen) < len(search.job.ranks):
+        text = f"{rank_text(unseen)} has no dump, and its comms file has no end: it was killed, or it still runs"
+        search.add_root(finding_on(search.world, "dump_missing", culprit_ranks=unseen, text=text))
 
 
 def find_unended_calls(search: Search) -> None:

@@ -2,7 +2,8 @@
 
 Two calls with one sequence number fit when they are the same operation on as many elements of the same type, from or
 to the same root; which tensors must be of one size stands in the table of operations (`Operation.agrees`). For
-all_to_all it is the group's sums of what is sent and received that must be equal.
+all_to_all, what each rank sends to each other one must be what that one expects; where the splits are not known, the
+group's sums must be equal.
 
 What goes in and what comes out must fit each other as well (`contradiction`): an all_reduce has as much of both.
 
@@ -34,6 +35,10 @@ TYPE, SIZE, DTYPE, ROOT, REDUCE = KINDS = (
 """What can be different, in the order of the fields of `MatchKey`."""
 MISSING, EXTRA = "missing_rank", "extra_collective"
 
+_DIVIDES = "alltoall_base_"
+"""The operation of c10d that divides one tensor among the ranks."""
+_PAIRS = 2
+"""Pairs of ranks that a mismatch of splits shows."""
 _FURTHER = 64
 """Calls after the first that does not fit at which it is seen whether one is too many or too few."""
 
@@ -263,7 +268,34 @@ class _Comparison:
     def _all_to_all(self, seq: int, calls: dict[int, MatchKey]) -> Mismatch | None:
         if len(calls) < len(self._group.ranks) or any(call.op != "all_to_all" for call in calls.values()):
             return None
-        signatures = [self._job.signature(*place) for place in self._job.rows_of(self._group, seq)]
+        signatures = {rank: self._job.signature(rank, row) for rank, row in self._job.rows_of(self._group, seq)}
+        size = len(self._group.ranks)
+        sent = {rank: _parts(one.inputs, one.in_split, one, size) for rank, one in signatures.items()}
+        expected = {rank: _parts(one.outputs, one.out_split, one, size) for rank, one in signatures.items()}
+        if not (all(sent.values()) and all(expected.values())):
+            return self._sums(seq, calls, list(signatures.values()))
+        pairs = [
+            (sender, receiver)
+            for index, sender in enumerate(self._group.ranks)
+            for other, receiver in enumerate(self._group.ranks)
+            if sent[sender][other] != expected[receiver][index]
+        ]
+        if not pairs:
+            return None
+        in_all = set.intersection(*map(set, pairs))
+        # Of one pair alone either end may be wrong.
+        culprits = in_all if len(in_all) == 1 else set()
+        place = {rank: index for index, rank in enumerate(self._group.ranks)}
+        texts = [
+            f"rank {one} sends {sent[one][place[other]]} elements to rank {other}, "
+            f"which expects {expected[other][place[one]]}"
+            for one, other in pairs[:_PAIRS]
+        ]
+        more = f"; … {len(pairs) - _PAIRS} more pairs" if len(pairs) > _PAIRS else ""
+        return self._mismatch(seq, SIZE, calls, "all_to_all", "; ".join(texts) + more, sorted(culprits))
+
+    def _sums(self, seq: int, calls: dict[int, MatchKey], signatures: list[CommRecord]) -> Mismatch | None:
+        """Where the parts for each rank are not known: a mismatch if the sums differ."""
         sent, expected = (
             sum(_elements(one.inputs) for one in signatures),
             sum(_elements(one.outputs) for one in signatures),
@@ -272,6 +304,20 @@ class _Comparison:
             return None
         text = f"the ranks send {sent} elements in all and expect {expected}"
         return self._mismatch(seq, SIZE, calls, "all_to_all", text)
+
+
+def _parts(shapes: list[list[int]], splits: list[int] | None, record: CommRecord, size: int) -> list[int]:
+    """Elements for, or of, each of `size` ranks; empty where that is not known: torch's recorder notes no splits.
+
+    A tensor is divided along its first dimension by its splits, in a record of ours without any into equal parts; or
+    there is a tensor for each rank.
+    """
+    elements = [_elements([shape]) for shape in shapes]
+    if len(shapes) == 1 and record.c10d == _DIVIDES:
+        splits = splits or [1] * size
+    if splits and len(splits) == size and len(shapes) == 1 and sum(splits):
+        return [elements[0] * split // sum(splits) for split in splits]
+    return elements if len(shapes) == size > 1 else []
 
 
 def _by_text(texts: dict[int, str]) -> str:

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from crossrank.tools.analysis.diagnosis.call_history import has_skipped, is_new, is_usual
-from crossrank.tools.analysis.diagnosis.findings import Finding, call_text, group_text, rank_text
+from crossrank.tools.analysis.diagnosis.findings import Finding, call_text, group_text, rank_text, ranks_by
 from crossrank.tools.analysis.diagnosis.job_state import CLEARLY_STALE, JobState
 from crossrank.tools.analysis.diagnosis.mismatches import MISSING, Mismatch
 from crossrank.tools.analysis.diagnosis.p2p import Pairing, content_text
@@ -273,6 +273,13 @@ def find_closed_ops(search: Search) -> None:
 
 def _why_closed(search: Search, op: StuckOp) -> tuple[str, set[int], str]:
     ranks, graph, waiting = search.job.ranks, search.graph, set(op.waiting)
+    if gone := _gone_before_its_end(search, op):
+        how = ranks_by({rank: ranks[rank].ending.error or ranks[rank].ending.reason for rank in gone})
+        texts = [
+            f"{rank_text(those)} left the job ({why})" if why else f"{rank_text(those)} ended without a word"
+            for why, those in how.items()
+        ]
+        return MISSING, gone, f"every member made the call; {'; '.join(texts)} before it was over on the others"
     if op.passed and len(waiting) * 2 < len(op.group.ranks):
         if all("nccl" in ranks[rank].backend for rank in waiting):
             return "not_completed", waiting, f"{rank_text(op.passed)} is through; the GPU of the others is stuck"
@@ -295,6 +302,17 @@ def _why_closed(search: Search, op: StuckOp) -> tuple[str, set[int], str]:
     elif any(rank not in ranks for rank in op.group.ranks):
         who = "every member with a dump made the call"
     return "all_joined_not_completed", set(), f"{who}; the dumps do not show who holds it up"
+
+
+def _gone_before_its_end(search: Search, op: StuckOp) -> set[int]:
+    """Ranks that made a call on NCCL and whose processes ended by themselves while others still waited in it.
+
+    What they had launched ended with them. On gloo the others' calls fail when a process ends.
+    """
+    ranks = search.job.ranks
+    gone = {rank for rank in {*op.waiting, *op.passed} if ranks[rank].ending.has_left or ranks[rank].ending.unseen}
+    left_behind = set(op.waiting) - gone
+    return gone if left_behind and all("nccl" in ranks[rank].backend for rank in left_behind) else set()
 
 
 def _has_started(search: Search, rank: int) -> bool:

@@ -12,6 +12,7 @@ from crossrank.tools.analysis.diagnosis.job_state import JobState
 from crossrank.tools.analysis.diagnosis.wait_for_graph import WaitForGraph
 from crossrank.tools.traces.ending import MAIN_THREAD, RECORDER, Ending
 from crossrank.tools.traces.flight_recorder import Frame, OwnStack
+from crossrank.tools.traces.rank_trace import GLOO
 
 _MOST_CULPRITS = 4
 """Places of culprits that are shown of one finding."""
@@ -39,25 +40,26 @@ def add_places(job: JobState, graph: WaitForGraph, findings: Sequence[Finding]) 
         ):
             shown: dict[tuple[str, ...], Place] = {}
             for rank in ranks:
-                place = None if len(shown) == most or rank in known else _place(job, graph, finding, rank, role)
-                if place is not None:
-                    shown.setdefault(tuple(place.frames), place)
+                if len(shown) < most and rank not in known:
+                    for place in _places(job, graph, finding, rank, role):
+                        shown.setdefault(tuple(place.frames), place)
             finding.places += shown.values()
             known.update(place.rank for place in shown.values())
 
 
-def _place(job: JobState, graph: WaitForGraph, finding: Finding, rank: int, role: str) -> Place | None:
+def _places(job: JobState, graph: WaitForGraph, finding: Finding, rank: int, role: str) -> list[Place]:
+    """Where a rank is; of one whose host has gone on, also where it made the call."""
     trace = job.ranks.get(rank)
     if trace is None:
-        return None
+        return []
     ending, is_culprit = trace.ending, role == "culprit"
     if ending.has_raised and ending.traceback:
         what = f"where it raised {ending.error}"
-        return Place(rank=rank, role=role, what=what, frames=frame_texts(ending.traceback))
+        return [Place(rank=rank, role=role, what=what, frames=frame_texts(ending.traceback))]
     if is_culprit and ending.of_threads:
         ended = ending.of_threads[0]
         what = f"where its thread {ended.thread} raised {ended.error}"
-        return Place(rank=rank, role=role, what=what, frames=frame_texts(ended.frames))
+        return [Place(rank=rank, role=role, what=what, frames=frame_texts(ended.frames))]
     blocked = graph.blocked.get(rank)
     row = blocked if blocked is not None else _row_of(job, finding, rank)
     what = "the call it is stuck in" if blocked is not None else "its call"
@@ -68,10 +70,20 @@ def _place(job: JobState, graph: WaitForGraph, finding: Finding, rank: int, role
     # At the end of a recording the main thread is where it ends, and not where the rank was.
     is_leaving = ending.reason in ("exit", "disable")
     lost = main is not None and bool(frames) and not any(map(_is_users, main.frames))  # reporting an exception
+    of_call = place_of_call(job, rank, row, role, what) if row is not None else None
     if main is not None and not is_leaving and not lost and (is_culprit or len(frames) < 2):
         name = "main thread" if main.thread == MAIN_THREAD else f"thread {main.thread}"
-        return Place(rank=rank, role=role, what=f"its {name} when it was dumped", frames=frame_texts(main.frames))
-    return place_of_call(job, rank, row, role, what) if row is not None else None
+        where = Place(rank=rank, role=role, what=f"its {name} when it was dumped", frames=frame_texts(main.frames))
+        # On a GPU the host goes on while a call waits.
+        has_gone_on = row is not None and trace.backend != GLOO and not _is_in(main.frames, job.stack(rank, row))
+        return [of_call, where] if of_call is not None and has_gone_on else [where]
+    return [of_call] if of_call is not None else []
+
+
+def _is_in(frames: Sequence[Frame], call: Sequence[Frame]) -> bool:
+    """Whether a thread is in a call, by the innermost line of the user that made it."""
+    lines = _lines([frame for frame in call if _is_users(frame)])
+    return not lines or lines[0] in _lines(frames)
 
 
 def place_of_call(job: JobState, rank: int, row: int, role: str, what: str) -> Place | None:
@@ -142,7 +154,11 @@ def waits_unrecorded(job: JobState, rank: int) -> bool:
     inner = list(takewhile(lambda frame: _WAITS.search(frame.filename), frames))
     if not inner or len(inner) == len(frames):
         return False
-    # A record has a path without its folders.
-    caller, *_ = [(PurePath(frame.filename).name, frame.line) for frame in frames[len(inner) :]]
+    caller, *_ = _lines(frames[len(inner) :])
     last_call = job.stack(rank, len(trace.calls) - 1) if len(trace.calls) else ()
-    return caller not in [(PurePath(frame.filename).name, frame.line) for frame in last_call]
+    return caller not in _lines(last_call)
+
+
+def _lines(frames: Sequence[Frame]) -> list[tuple[str, int]]:
+    """File and line of each frame. A record has a path without its folders."""
+    return [(PurePath(frame.filename).name, frame.line) for frame in frames]

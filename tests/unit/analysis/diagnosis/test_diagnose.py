@@ -128,6 +128,26 @@ def test_the_many_that_stopped_before_a_usual_call_are_named_where_their_dumps_w
     assert roots(found()) == [("not_recorded", "default_pg", 3, [], [0])]
 
 
+def test_a_rank_that_ended_by_itself_while_others_wait_on_their_gpus_in_its_call_is_accused() -> None:
+    hung: dict[str, Any] = {"reason": "hang", "taken_at": 9 * 10**9}
+    for gone in ({"reason": "exit", "taken_at": 10**9}, {"unseen": True}):
+        ranks = [of_four(one, *calls(COMPLETED, OPEN), ending=gone if one == 2 else hung) for one in range(4)]
+        assert roots(diagnosed(*ranks)) == [("missing_rank", "default_pg", 2, [2], [0, 1, 3])]
+    assert [row[0] for row in roots(diagnosed(*[of_four(one, *calls(OPEN), ending=hung) for one in range(4)]))] == [
+        "all_joined_not_completed"
+    ]
+
+
+def test_a_job_of_which_a_rank_has_no_end_is_not_ok_where_all_others_have_ended() -> None:
+    def found(**others: Any) -> Diagnosis:
+        endings = [others, others, {"unseen": True}, others]
+        return diagnosed(*[of_four(one, *calls(COMPLETED), ending=ending) for one, ending in enumerate(endings)])
+
+    ended = found(reason="SIGTERM", taken_at=5 * 10**9)
+    assert (ended.verdict, roots(ended)) == ("incomplete", [("dump_missing", "default_pg", None, [2], [])])
+    assert found(reason="window", taken_at=5 * 10**9).verdict == "ok"
+
+
 def test_ranks_that_the_launcher_ended_on_the_way_to_their_first_call_are_not_accused() -> None:
     endings: list[dict[str, Any]] = [
         {"reason": "exit", "taken_at": 8 * 10**8, "error": "RuntimeError: Connection closed by peer gloo/transport"},

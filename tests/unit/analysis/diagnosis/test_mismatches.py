@@ -103,6 +103,19 @@ def all_to_all(inputs: int, outputs: int) -> list[Call]:
     return [call("all_to_all", inputs=[[inputs]], outputs=[[outputs]])]
 
 
+def split_all_to_all(sends: list[int], expects: list[int]) -> list[Call]:
+    return [
+        call(
+            "all_to_all",
+            c10d="alltoall_base_",
+            inputs=[[sum(sends), 2]],
+            outputs=[[sum(expects), 2]],
+            in_split=sends,
+            out_split=expects,
+        )
+    ]
+
+
 @pytest.mark.parametrize(
     ("of_ranks", "expected"),
     [
@@ -202,6 +215,51 @@ def all_to_all(inputs: int, outputs: int) -> list[Call]:
         (
             (all_to_all(8, 8), all_to_all(9, 8), all_to_all(8, 8)),
             [("size_mismatch", 1, (), "all_to_all", "the ranks send 25 elements in all and expect 24", [0, 1, 2], 0)],
+        ),
+        (  # What one rank has too few another has too many: the sums are equal.
+            (
+                split_all_to_all([1, 2, 3], [1, 2, 3]),
+                split_all_to_all([2, 1, 1], [3, 1, 0]),
+                split_all_to_all([3, 1, 1], [3, 1, 1]),
+            ),
+            [
+                (
+                    "size_mismatch",
+                    1,
+                    (1,),
+                    "all_to_all",
+                    "rank 0 sends 4 elements to rank 1, which expects 6; "
+                    "rank 2 sends 2 elements to rank 1, which expects 0",
+                    [0, 1, 2],
+                    0,
+                )
+            ],
+        ),
+        (  # Of one pair either end may be wrong.
+            (
+                split_all_to_all([1, 2, 1], [1, 1, 1]),
+                split_all_to_all([1, 1, 1], [3, 1, 1]),
+                split_all_to_all([1, 1, 1], [1, 1, 1]),
+            ),
+            [
+                (
+                    "size_mismatch",
+                    1,
+                    (),
+                    "all_to_all",
+                    "rank 0 sends 4 elements to rank 1, which expects 6",
+                    [0, 1, 2],
+                    0,
+                )
+            ],
+        ),
+        (
+            (
+                split_all_to_all([1, 2, 1], [1, 1, 1]),
+                split_all_to_all([1, 1, 1], [2, 1, 1]),
+                split_all_to_all([1, 1, 1], [1, 1, 1]),
+            ),
+            [],
         ),
     ],
 )

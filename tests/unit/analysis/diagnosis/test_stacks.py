@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from crossrank.tools.analysis.diagnosis.diagnose import diagnose
+from crossrank.tools.analysis.diagnosis.evidence import Evidence
 from crossrank.tools.analysis.diagnosis.findings import Finding
 from crossrank.tools.analysis.diagnosis.stacks import frame_texts, waits_unrecorded
 from crossrank.tools.output.diagnosis.verdict import next_step
 from crossrank.tools.traces.flight_recorder import Frame, OwnStack
 from tests.unit.analysis.diagnosis.moments import CLOSED, Moment, write_moments
-from tests.unit.analysis.diagnosis.ranks import call, job, rank
+from tests.unit.analysis.diagnosis.ranks import call, job, rank, world
 from tests.unit.analysis.diagnosis.simulated_jobs import Collective, Groups, Programs, SimulatedJob
 from tests.unit.analysis.diagnosis.verdicts import diagnosis_of
 
@@ -168,3 +170,21 @@ def test_a_rank_hung_inside_torch_distributed_in_something_else_than_its_last_ca
     facts = {"reason": reason, "taken_at": SECOND + after, "stacks": [OwnStack(thread="MainThread", frames=own)]}
 
     assert waits_unrecorded(job(rank(0, *(calls if line else []), ending=facts | ending)), 0) == waits
+
+
+@pytest.mark.parametrize(("backend", "shown"), [("nccl", 2), ("gloo", 1)])
+def test_where_the_host_has_gone_on_the_line_of_the_call_is_shown_beside_that_of_the_thread(
+    backend: str, shown: int
+) -> None:
+    made = (Frame(name="all_reduce", filename="train.py", line=10),)
+    later = [Frame(name="main", filename="/home/me/train.py", line=12)]
+    hung = {"reason": "hang", "taken_at": 9 * 10**9, "stacks": [OwnStack(thread="MainThread", frames=later)]}
+    ranks = [
+        rank(one, call(inputs=[[size]], state=0, stack=made), groups=(world(3),), ending=dict(hung), backend=backend)
+        for one, size in enumerate((8, 9, 8))
+    ]
+
+    (finding,) = diagnose(Evidence(ranks))[0].findings
+
+    texts = [place.frames for place in finding.places if place.role == "culprit"]
+    assert texts == [["all_reduce (train.py:10)"], ["main (/home/me/train.py:12)"]][-shown:]
