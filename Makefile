@@ -9,7 +9,7 @@ DEMO := demo-recording
 # More than cores: ranks of tests wait for each other, and for hangs.
 WORKERS ?= 5
 
-.PHONY: mutate demo examples quick test gpu gpu-cpu gpu-wheels lint docs bench proto clean
+.PHONY: mutate demo examples quick test gpu gpu-cpu gpu-wheels stand-in lint docs bench proto clean
 
 # Editable by a path, not a finder: else a script beside the checkout would import that folder as the package.
 $(STAMP): pyproject.toml constraints.txt
@@ -67,6 +67,20 @@ gpu: $(STAMP)
 # What of it runs without a GPU, with gloo; the results are in gpu-results-cpu.
 gpu-cpu: $(STAMP)
 	CROSSRANK_GPU_TESTS=cpu $(BIN)/python -m pytest -c tests/gpu/pytest.ini --rootdir . tests/gpu
+
+# What needs CUDA and NCCL, on a stand-in for both: tests/stand_in/README.md. Its environment has PyTorch's CUDA build,
+# which takes 5 GB.
+STAND_IN := .stand-in/environment
+stand-in: $(STAND_IN)/installed
+	PATH="$(CURDIR)/$(STAND_IN)/bin:$$PATH" tests/stand_in/with_gpus 8 python -m pytest -n 3 tests/stand_in
+	PATH="$(CURDIR)/$(STAND_IN)/bin:$$PATH" LIVE_FAULTS_DEVICE=cuda tests/stand_in/with_gpus 8 \
+	  python -m pytest -n 3 --dist worksteal tests/integration/test_live_faults.py
+
+$(STAND_IN)/installed: pyproject.toml
+	$(PYTHON) -m venv $(STAND_IN)
+	$(STAND_IN)/bin/python -m pip install --quiet "torch===2.13.0" --config-settings editable_mode=compat -e ".[tools]" \
+	  pytest pytest-xdist pytest-timeout pytest-testmon pytest-cov
+	@touch $@
 
 # What a machine with torch and pytest lacks, for its Python and no other: make gpu-wheels GPU_PYTHON=3.12
 GPU_PYTHON ?= 3.12

@@ -21,6 +21,7 @@ import msgspec
 
 from crossrank.errors import one_line
 from crossrank.instrument import threads
+from crossrank.instrument.identity.gpu import cuda_is_in_use
 from crossrank.instrument.log import log
 from crossrank.instrument.record.recorder import Call
 from crossrank.measured_launches import RecordedLaunch, RecordedLaunches
@@ -105,8 +106,12 @@ class DeviceTimes:
         return entries
 
     def finish(self, waiting: int) -> None:
-        """Let torch notice the end of calls that are over by now, and read them: `take` gives them, if in time."""
-        if self._thread is None or not (self._new or self._open or waiting):
+        """Let torch notice the end of calls that are over by now, and read them: `take` gives them, if in time.
+
+        `waiting` calls are not noted yet: of a job that ends within the first moments that is all of them.
+        """
+        may_be_timed = self._thread is not None or cuda_is_in_use()
+        if not may_be_timed or not (self._new or self._open or waiting):
             self._stopped = True
             return
         until = time.monotonic() + _PATIENCE

@@ -77,6 +77,9 @@ class Fault:
     """Whether it is a fault there, too. With NCCL the host does not wait for a group to be made, tags mean nothing, and
     there is no monitored barrier. A stand-in for a GPU computes no loss."""
 
+    line_with_nccl: bool = True
+    """Whether its line can be shown there. A backward pass on a GPU makes its calls on a thread without Python."""
+
     @property
     def name(self) -> str:
         return "_".join(filter(None, (self.job.__name__, self.variant)))
@@ -657,11 +660,12 @@ FAULTS: list[Fault] = [
     Fault(job=waits_too_long_for_its_data, culprits=(1,), kinds=RAISED, delays=DELAYS),
     Fault(job=leaves_with_sys_exit, culprits=(3,), kinds=ABSENT, delays=DELAYS),
     Fault(job=returns_from_main, culprits=(1,), kinds=ABSENT, delays=DELAYS),
-    Fault(job=leaves_with_os_exit, culprits=(2,), kinds=DIED, delays=DELAYS),
-    Fault(job=is_killed, culprits=(2,), kinds=DIED, hang_seconds=300, delays=DELAYS),
+    Fault(job=leaves_with_os_exit, culprits=(2,), kinds=DIED, delays=DELAYS, line_with_nccl=False),
+    Fault(job=is_killed, culprits=(2,), kinds=DIED, hang_seconds=300, delays=DELAYS, line_with_nccl=False),
     Fault(
         job=is_killed,
         variant="as_recorded_by_default",
+        line_with_nccl=False,
         culprits=(2,),
         kinds=DIED,
         delays=DELAYS,
@@ -669,9 +673,17 @@ FAULTS: list[Fault] = [
         tracing="CROSSNODE",
         nodes=1,
     ),
-    Fault(job=is_killed_after_a_long_evaluation, culprits=(2,), kinds=DIED, hang_seconds=1, hangs=False, delays=DELAYS),
+    Fault(
+        job=is_killed_after_a_long_evaluation,
+        culprits=(2,),
+        kinds=DIED,
+        hang_seconds=1,
+        hangs=False,
+        delays=DELAYS,
+        line_with_nccl=False,
+    ),
     Fault(job=is_terminated, culprits=(1,), kinds=ABSENT, delays=(3.0,)),
-    Fault(job=is_stopped, culprits=(1,), kinds=DIED, cannot_dump=(1,)),
+    Fault(job=is_stopped, culprits=(1,), kinds=DIED, cannot_dump=(1,), line_with_nccl=False),
     Fault(job=waits_for_its_data, culprits=(2,), kinds=ABSENT),
     Fault(job=waits_for_a_lock, culprits=(3,), kinds=ABSENT),
     Fault(
@@ -698,7 +710,7 @@ FAULTS: list[Fault] = [
     Fault(job=averages_the_loss_on_rank_0, culprits=(0,), kinds=ABORTED, delays=DELAYS),
     Fault(job=gathers_metrics_on_rank_0, culprits=(0,), kinds=ANOTHER_WAY),
     Fault(job=has_a_batch_less, culprits=(3,), kinds=ANOTHER_WAY),
-    Fault(job=has_a_batch_less_and_ends, culprits=(3,), kinds=ABSENT, delays=DELAYS),
+    Fault(job=has_a_batch_less_and_ends, culprits=(3,), kinds=ABSENT, delays=DELAYS, line_with_nccl=False),
     Fault(job=skips_a_bad_batch, culprits=(1,), kinds=ANOTHER_WAY),
     Fault(job=broadcasts_from_itself, culprits=(2,), kinds=("root_mismatch",)),
     Fault(job=has_another_parameter_order, culprits=(1,), kinds=(*RAISED, "size_mismatch"), delays=DELAYS),
@@ -713,8 +725,8 @@ FAULTS: list[Fault] = [
     Fault(job=leaves_a_group_to_the_others, culprits=(2,), kinds=ABSENT, with_nccl=False),
     Fault(job=enters_groups_in_another_order, culprits=(2,), kinds=("opposite_order", "missing_rank")),
     Fault(job=evaluates_alone, culprits=(3,), kinds=ABORTED, delays=DELAYS),
-    Fault(job=samples_alone_under_fsdp, culprits=(0,), kinds=ANOTHER_WAY),
-    Fault(job=drops_a_layer_under_fsdp, culprits=(2,), kinds=ANOTHER_WAY),
+    Fault(job=samples_alone_under_fsdp, culprits=(0,), kinds=ANOTHER_WAY, line_with_nccl=False),
+    Fault(job=drops_a_layer_under_fsdp, culprits=(2,), kinds=ANOTHER_WAY, line_with_nccl=False),
     Fault(job=everyone_sends_first, involved=(0, 1, 2, 3), kinds=("p2p_wait_cycle",)),
     Fault(job=receives_from_the_wrong_stage, culprits=(2,), kinds=UNANSWERED),
     Fault(job=sends_to_the_wrong_stage, culprits=(1,), kinds=UNANSWERED),

@@ -15,7 +15,7 @@ from crossrank.tools.cli import main
 from tests.integration import forked_jobs, jobs
 from tests.integration.fork_server import ROOT
 from tests.integration.forked_jobs import Job, wait_until
-from tests.integration.live_faults import BY_NAME, FAULTS, LATE, LONG_EVALUATION, SLOW_RANK, Fault
+from tests.integration.live_faults import BY_NAME, DEVICE, FAULTS, LATE, LONG_EVALUATION, SLOW_RANK, Fault
 
 pytestmark = pytest.mark.touches("tools", traced=False)
 
@@ -160,6 +160,8 @@ def untrue(fault: Fault, diagnosis: dict[str, Any], without_dump: set[int]) -> I
 
 
 def not_shown(fault: Fault, diagnosis: dict[str, Any], text: str) -> Iterator[str]:
+    if DEVICE == "cuda" and not fault.line_with_nccl:
+        return
     places = json.dumps([diagnosis["findings"], diagnosis["notes"]])
     for lines in fault.lines():
         for where, shown in (("text", text), ("JSON", places)):

@@ -1,0 +1,141 @@
+"""The stand-in does what CUDA and NCCL do: data moves, times are those of its log, and nothing is left behind."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.integration import jobs
+from tests.stand_in.logs import log_to, rows
+
+RANK = """
+import os
+import torch, torch.distributed as dist
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl")
+
+def on_gpu(*values, dtype=torch.float32):
+    return torch.tensor(values).to(dtype).cuda()  # a kernel computes nothing, a copy copies
+"""
+
+
+def run(folder: Path, source: str, ranks: int = 2) -> jobs.EndedRanks:
+    ended = jobs.ranks(folder, jobs.write_script(folder, RANK + source), ranks, TRACING="NONE")
+    assert ended.codes == [0] * ranks, ended.stderr
+    return ended
+
+
+def test_collectives_move_and_reduce_what_they_are_given(tmp_path: Path) -> None:
+    run(
+        tmp_path,
+        """
+for name in ("float16", "bfloat16", "float32", "float64", "uint8", "int8", "int32", "int64"):
+    dtype = getattr(torch, name)
+    tensor = on_gpu(rank + 1, 2, dtype=dtype)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [6, 6], (dtype, tensor)
+for name, expected in {"MAX": 3, "MIN": 1, "PRODUCT": 6, "AVG": 2}.items():
+    tensor = on_gpu(rank + 1)
+    dist.all_reduce(tensor, op=getattr(dist.ReduceOp, name))
+    assert tensor.tolist() == [expected], (name, tensor)
+gathered = on_gpu(0, 0, 0)
+dist.all_gather_single(gathered, on_gpu(rank + 1))
+assert gathered.tolist() == [1, 2, 3]
+scattered = on_gpu(0)
+dist.reduce_scatter_single(scattered, on_gpu(rank, rank + 10, rank + 20))
+assert scattered.tolist() == [3 + 30 * rank]
+exchanged = on_gpu(0, 0, 0)
+dist.all_to_all_single(exchanged, on_gpu(*(10 * rank + other for other in range(3))))
+assert exchanged.tolist() == [rank, 10 + rank, 20 + rank]
+uneven = [[1, 0, 2], [0, 3, 1], [2, 1, 1]]
+received = [row[rank] for row in uneven]
+exchanged = on_gpu(*[0] * sum(received))
+dist.all_to_all_single(exchanged, on_gpu(*[rank] * sum(uneven[rank])), received, uneven[rank])
+assert exchanged.tolist() == [other for other, count in enumerate(received) for _ in range(count)]
+tensor = on_gpu(rank)
+dist.broadcast(tensor, 2)
+assert tensor.tolist() == [2]
+ring = on_gpu(0)
+ops = [dist.P2POp(dist.isend, on_gpu(rank), (rank + 1) % 3), dist.P2POp(dist.irecv, ring, (rank - 1) % 3)]
+for work in dist.batch_isend_irecv(ops):
+    work.wait()
+assert ring.tolist() == [(rank - 1) % 3]
+part = dist.new_group([0, 2])
+if rank != 1:
+    tensor = on_gpu(rank + 1)
+    dist.all_reduce(tensor, group=part)
+    assert tensor.tolist() == [4]
+""",
+        ranks=3,
+    )
+
+
+def test_a_collective_returns_at_once_and_ends_on_all_ranks_when_the_last_has_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = log_to(tmp_path / "log", monkeypatch)
+    run(
+        tmp_path,
+        """
+import time
+tensor = on_gpu(1)
+dist.all_reduce(tensor)  # the first one makes the connections
+dist.barrier()
+if rank == 1:
+    time.sleep(0.3)
+begun = time.monotonic()
+work = dist.all_reduce(tensor, async_op=True)
+took = time.monotonic() - begun
+assert took < 0.1, took
+assert rank == 1 or not work.is_completed()
+work.wait()
+torch.cuda.synchronize()
+assert rank == 1 or time.monotonic() - begun > 0.25
+""",
+    )
+    *_, one, other = [row for row in rows(log, "communication") if row["calls"][0]["op"] == "AllReduce"]
+    assert one["end"] == other["end"]
+    assert other["begin"] - one["begin"] > 2e8
+
+
+def test_events_measure_what_the_log_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = log_to(tmp_path / "log", monkeypatch)
+    monkeypatch.setenv("STAND_IN_KERNELS", "elementwise=700")
+    run(
+        tmp_path,
+        """
+tensor = on_gpu(1)
+torch.cuda.synchronize()
+events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+events[0].record()
+for _ in range(10):
+    tensor.add_(1)
+events[1].record()
+torch.cuda.synchronize()
+assert 7.0 <= events[0].elapsed_time(events[1]) < 50, events[0].elapsed_time(events[1])
+""",
+        ranks=1,
+    )
+    kernels = [row for row in rows(log, "kernel") if "elementwise" in row["name"]]
+    assert [row["end"] - row["begin"] for row in kernels[-10:]] == [700_000] * 10
+
+
+def test_what_is_not_implemented_says_so_and_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = log_to(tmp_path / "log", monkeypatch)
+    run(tmp_path, "import ctypes\nassert [ctypes.CDLL(None).cublasZtrsm_v2() for _ in range(2)] == [15, 15]\n", ranks=1)
+    assert ("cublasZtrsm_v2", 2) in [(row["name"], row["count"]) for row in rows(log, "missing")]
+
+
+def test_ranks_that_are_killed_leave_no_socket(tmp_path: Path) -> None:
+    source = RANK + "dist.all_reduce(on_gpu(1)); print('ready', flush=True)\nwhile True: pass\n"
+    script = jobs.write_script(tmp_path, source)
+    process = jobs.start(tmp_path, source, RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    assert script.exists()
+    jobs.wait_for_line(process, "ready")
+    process.send_signal(signal.SIGKILL)
+    process.wait(10)
+    own = [line for line in Path("/proc/net/unix").read_text().splitlines() if "@stand-in-" in line]
+    assert own == []

@@ -1,0 +1,94 @@
+"""What crossrank records on NCCL is what ran, by the stand-in's own log."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from crossrank.recording import CommsFile
+from crossrank.tools.cli import main
+from tests.integration import jobs
+from tests.integration.traces import load
+from tests.stand_in.logs import log_to, rows
+from tests.stand_in.test_machine import RANK
+
+TRAINING = (
+    RANK.replace("import os", "import os\nimport crossrank\ncrossrank.enable()", 1)
+    + """
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).cuda()
+model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[rank])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(6):
+    model(torch.ones(8, 64).cuda()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+torch.cuda.synchronize()
+torch.save([parameter.cpu() for parameter in model.parameters()], f"parameters-{rank}.pt")
+dist.destroy_process_group()
+"""
+)
+
+
+def train(folder: Path, **variables: str) -> None:
+    folder.mkdir(exist_ok=True)
+    ended = jobs.ranks(folder, jobs.write_script(folder, TRAINING), 2, TRACING_DIR="recording", **variables)
+    assert ended.codes == [0, 0], ended.stderr
+
+
+def test_every_collective_is_recorded_once_and_training_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path / "without", TRACING="NONE", TRACING_NVTX="0")
+    log = log_to(tmp_path / "log", monkeypatch)
+    train(tmp_path / "with")
+    ran = Counter(call["op"] for row in rows(log, "communication") for call in row["calls"])
+    recorded = Counter(
+        record.op
+        for rank in (0, 1)
+        for record in CommsFile(str(_file(tmp_path / "with", rank, "comms.jsonl"))).records()
+    )
+    named = {"all_reduce": "AllReduce", "broadcast": "Broadcast", "all_gather": "AllGather"}
+    assert {named[op]: count for op, count in recorded.items()} == ran
+    for rank in (0, 1):
+        one, other = ((tmp_path / folder / f"parameters-{rank}.pt").read_bytes() for folder in ("with", "without"))
+        assert one == other
+
+
+def test_a_window_has_every_kernel_with_its_times_and_link_finds_what_launched_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = log_to(tmp_path / "log", monkeypatch)
+    train(tmp_path, TRACING_WINDOW="2:4")
+    assert main(["link", str(tmp_path / "recording"), "--json"]) == 0
+    for rank in json.loads(capsys.readouterr().out)["ranks"]:
+        assert rank["activities"]["kernel"] > 0
+        assert (rank["activity_rate"], rank["activities_unlinked"]) == (1.0, {})
+        assert rank["host_rate"] > 0.99
+    for rank in (0, 1):
+        events = load(tmp_path / "recording", "kineto", rank)["traceEvents"]
+        kernels = [event for event in events if event.get("cat") == "kernel"]
+        assert sum("ncclDevKernel" in event["name"] for event in kernels) == 2  # of two iterations
+        lasted = Counter(row["end"] - row["begin"] for row in rows(log, "kernel", "communication"))
+        assert all(any(abs(event["dur"] * 1e3 - ns) <= 0.01 * ns + 5 for ns in lasted) for event in kernels)
+
+
+def test_timing_records_how_long_each_collective_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = log_to(tmp_path / "log", monkeypatch)
+    monkeypatch.setenv("STAND_IN_NCCL_LATENCY_US", "40000")
+    train(tmp_path, TRACING_TIMING="1")
+    ran = sorted(row["end"] - row["begin"] for row in rows(log, "communication"))
+    files = [CommsFile(str(_file(tmp_path, rank, "comms.jsonl"))) for rank in (0, 1)]
+    assert sum(len(list(file.records())) for file in files) == len(ran)
+    told = sorted(one.took for file in files for one in file.ran)
+    assert len(told) == len(ran)
+    # Events lie around the launch, so what the host takes for that counts; the first calls make connections in it.
+    close = [0 <= one - other <= 0.01 * other for one, other in zip(told, ran, strict=True)]
+    assert sum(close) >= len(close) - 2, [*zip(told, ran, strict=True)]
+
+
+def _file(folder: Path, rank: int, kind: str) -> Path:
+    return folder / "recording" / f"rank-{rank}.{kind}.zst"
