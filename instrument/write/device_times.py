@@ -174,7 +174,7 @@ class DeviceTimes:
             return []
         self._in_vain += 1
         if not entries:
-            if self._in_vain >= _MOST_IN_VAIN or self._stopped:
+            if self._any and (self._in_vain >= _MOST_IN_VAIN or self._stopped):
                 self._complain("torch's flight recorder holds none of them; %s=2000 makes it keep calls", _SIZES[0])
             return []
         first, last = entries[0].record_id, entries[-1].record_id

@@ -75,9 +75,10 @@ class FlightDumps:
             if reason not in ("hang", "SIGUSR1") and self._still_hangs(reason):
                 return
             with session.failures.reported("the flight recorder was not dumped"):
+                progress = session.recorder.calls(), completed()  # before the dump: what ends meanwhile is news
                 files.write(file_name(FLIGHT, session.rank), dump(self._moment(reason)))
                 if reason == "hang":
-                    self._at_hang = session.recorder.calls(), completed()
+                    self._at_hang = progress
         finally:
             self._writing = False
             self._once.release()

@@ -66,11 +66,12 @@ def _was_ended_next(search: Search, rank: int) -> bool:
     ending, called = search.job.ranks[rank].ending, search.job.ranks[rank].calls.called
     if ending.taken_at is None or not ending.was_terminated:
         return False
-    others = (one.ending for one in search.job.ranks.values())
-    left_at = min((one.taken_at for one in others if one.has_left and one.taken_at), default=ending.taken_at)
+    left = [one.ending.taken_at for one in search.job.ranks.values() if one.ending.has_left and one.ending.taken_at]
     # A rank that is still on the way to its first call has been in none for too long.
-    idle = left_at - max(called, default=left_at)
-    return idle <= _MOMENT and 0 < ending.taken_at - left_at <= _LAUNCHER_DELAY
+    return any(
+        left_at - max(called, default=left_at) <= _MOMENT and 0 < ending.taken_at - left_at <= _LAUNCHER_DELAY
+        for left_at in left
+    )
 
 
 def _is_extra(search: Search, op: StuckOp, absent: set[int]) -> bool:

@@ -309,10 +309,22 @@ def _gone_before_its_end(search: Search, op: StuckOp) -> set[int]:
 
     What they had launched ended with them. On gloo the others' calls fail when a process ends.
     """
-    ranks = search.job.ranks
-    gone = {rank for rank in {*op.waiting, *op.passed} if ranks[rank].ending.has_left or ranks[rank].ending.unseen}
+    ranks, blocked = search.job.ranks, search.graph.blocked
+    # Of a rank that seems to have gone past it, a comms file does not say whether it was over there.
+    gone = {
+        rank
+        for rank in {*op.waiting, *op.passed}
+        if ranks[rank].ending.unseen
+        or (ranks[rank].ending.has_left and (rank in blocked or _is_open(search, op, rank)))
+    }
     left_behind = set(op.waiting) - gone
     return gone if left_behind and all("nccl" in ranks[rank].backend for rank in left_behind) else set()
+
+
+def _is_open(search: Search, op: StuckOp, rank: int) -> bool:
+    """Whether a rank's own call of a collective is not over."""
+    lane = op.group.lanes.get(rank)
+    return lane is not None and not op.is_p2p and lane.row(op.seq) in search.job.open_rows[rank]
 
 
 def _has_started(search: Search, rank: int) -> bool:

@@ -136,6 +136,9 @@ def test_a_rank_that_ended_by_itself_while_others_wait_on_their_gpus_in_its_call
     assert [row[0] for row in roots(diagnosed(*[of_four(one, *calls(OPEN), ending=hung) for one in range(4)]))] == [
         "all_joined_not_completed"
     ]
+    through = [of_four(one, *calls(COMPLETED), ending={"reason": "exit", "taken_at": 10**9}) for one in range(3)]
+    (stuck,) = roots(diagnosed(*through, of_four(3, *calls(OPEN), ending=hung)))
+    assert (stuck[0], stuck[3]) == ("not_completed", [3])
 
 
 def test_a_job_of_which_a_rank_has_no_end_is_not_ok_where_all_others_have_ended() -> None:
