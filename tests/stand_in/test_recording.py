@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -85,9 +86,9 @@ def test_timing_records_how_long_each_collective_ran(tmp_path: Path, monkeypatch
     assert sum(len(list(file.records())) for file in files) == len(ran)
     told = sorted(one.took for file in files for one in file.ran)
     assert len(told) == len(ran)
-    # Events lie around the launch, so what the host takes for that counts; the first calls make connections in it.
-    close = [0 <= one - other <= 0.01 * other for one, other in zip(told, ran, strict=True)]
-    assert sum(close) >= len(close) - 2, [*zip(told, ran, strict=True)]
+    # Events lie around the launch: what the host takes for that counts, and where it makes connections that is long.
+    assert all(one >= other for one, other in zip(told, ran, strict=True))
+    assert median(one / other for one, other in zip(told, ran, strict=True)) < 1.01
 
 
 def _file(folder: Path, rank: int, kind: str) -> Path:

@@ -317,6 +317,10 @@ def _gone_before_its_end(search: Search, op: StuckOp) -> set[int]:
         if ranks[rank].ending.unseen
         or (ranks[rank].ending.has_left and (rank in blocked or _is_open(search, op, rank)))
     }
+    # One that was terminated alone, long before the others were seen to wait; a user who gives up ends all of them.
+    seen = [ranks[rank].ending.taken_at or 0 for rank in op.waiting if not ranks[rank].ending.was_terminated]
+    ended = {rank: ranks[rank].ending.taken_at or 0 for rank in op.waiting if ranks[rank].ending.was_terminated}
+    gone |= {rank for rank, at in ended.items() if seen and at + _SURE < min(seen)}
     left_behind = set(op.waiting) - gone
     return gone if left_behind and all("nccl" in ranks[rank].backend for rank in left_behind) else set()
 

@@ -130,12 +130,15 @@ def test_the_many_that_stopped_before_a_usual_call_are_named_where_their_dumps_w
 
 def test_a_rank_that_ended_by_itself_while_others_wait_on_their_gpus_in_its_call_is_accused() -> None:
     hung: dict[str, Any] = {"reason": "hang", "taken_at": 9 * 10**9}
-    for gone in ({"reason": "exit", "taken_at": 10**9}, {"unseen": True}):
+    for gone in ({"reason": "exit", "taken_at": 10**9}, {"reason": "SIGTERM", "taken_at": 10**9}, {"unseen": True}):
         ranks = [of_four(one, *calls(COMPLETED, OPEN), ending=gone if one == 2 else hung) for one in range(4)]
         assert roots(diagnosed(*ranks)) == [("missing_rank", "default_pg", 2, [2], [0, 1, 3])]
     assert [row[0] for row in roots(diagnosed(*[of_four(one, *calls(OPEN), ending=hung) for one in range(4)]))] == [
         "all_joined_not_completed"
     ]
+    given_up = {"reason": "SIGTERM", "taken_at": 10**10}
+    late = [of_four(one, *calls(OPEN), ending=given_up if one == 2 else hung) for one in range(4)]
+    assert [(row[0], row[3]) for row in roots(diagnosed(*late))] == [("all_joined_not_completed", [])]
     through = [of_four(one, *calls(COMPLETED), ending={"reason": "exit", "taken_at": 10**9}) for one in range(3)]
     (stuck,) = roots(diagnosed(*through, of_four(3, *calls(OPEN), ending=hung)))
     assert (stuck[0], stuck[3]) == ("not_completed", [3])
