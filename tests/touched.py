@@ -58,13 +58,18 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
 
 def _is_noted(test: str, config: pytest.Config) -> bool:
     """Whether what a test runs is noted, and has not changed since, and the test passed."""
-    data = getattr(config, "testmon_data", None)
+    data = _notes(config)
     return data is not None and test in data.stable_test_names and test not in data.failing_tests
+
+
+def _notes(config: pytest.Config) -> Any:
+    """testmon's notes, or None where it does not run; what else traces, such as `--cov`, goes on undisturbed."""
+    return getattr(config, "testmon_data", None)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    with _not_traced() if _is_untraced(item) else nullcontext():
+    with _not_traced() if _is_untraced(item) and _notes(item.config) else nullcontext():
         yield
 
 
@@ -87,7 +92,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
     folders = {folder for mark in item.iter_markers("touches") for folder in mark.args}
     if item.path.is_relative_to(_STARTS_PROCESSES):
         folders.update(_RECORDER)
-    if tracer is not None and folders:
+    if tracer is not None and folders and _notes(item.config):
         data = tracer.get_data()
         data.set_context(item.nodeid)
         data.add_lines({file: lines for folder in folders for file, lines in _lines_of(folder).items()})

@@ -77,7 +77,9 @@ def _started(words: list[str]) -> tuple[subprocess.Popen[str], list[int]]:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         workers = [pid for pid in _session(process.pid) if pid != process.pid and _is_gloo(pid)]
-        if len(workers) == 2 and all(state.phase.startswith("in pass ") and state.call >= 0 for state in _states(process.pid)):
+        if len(workers) == 2 and all(
+            state.phase.startswith("in pass ") and state.call >= 0 for state in _states(process.pid)
+        ):
             return process, workers
         time.sleep(0.1)
     process.kill()

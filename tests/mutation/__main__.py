@@ -66,7 +66,7 @@ def main() -> None:
     ]
     chosen = random.Random(arguments.seed).sample(every, min(arguments.samples, len(every)))
     with tempfile.TemporaryDirectory(prefix="crossrank-mutation-") as folder:
-        tests = _tests_by_line(Path(folder), arguments.tests)
+        tests = _tests_by_line(Path(folder), arguments.tests, arguments.jobs)
         with ThreadPoolExecutor(arguments.jobs) as pool:
             copies = [Path(folder) / str(number) for number in range(len(chosen))]
             noticed = []
@@ -83,12 +83,18 @@ def _text(site: Site) -> str:
     return f"{site.path}: {line} [{site.old}→{site.new}]"
 
 
-def _tests_by_line(folder: Path, tests: Sequence[str]) -> Tests:
+def _tests_by_line(folder: Path, tests: Sequence[str], jobs: int) -> Tests:
     """Run all of `tests` once, and note which lines each of them runs."""
     data = folder / "coverage"
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--cov=.", "--cov-context=test"]
+    words = [sys.executable, "-m", "pytest", "-q", "-n", str(jobs), "-p", "no:cacheprovider"]
     environment = _environment(ROOT) | {"COVERAGE_FILE": str(data)}
-    subprocess.run([*words, "--cov-report=", *tests], cwd=ROOT, env=environment, check=True, stdout=sys.stderr)
+    subprocess.run(
+        [*words, "--cov=.", "--cov-context=test", "--cov-report=", *tests],
+        cwd=ROOT,
+        env=environment,
+        check=True,
+        stdout=sys.stderr,
+    )
     found: Tests = {}
     with sqlite3.connect(data) as connection:
         rows = connection.execute(
