@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from crossrank.instrument.config import Config
+from crossrank.instrument.hang import torch_recorder
 from crossrank.instrument.hang.response import Hangs
 from crossrank.instrument.hooks import dispatcher, exits, registry
 from crossrank.instrument.identity.gpu import Gpu, RankGpu
@@ -60,6 +61,7 @@ class Session:
         self.windows = Windows(self)
         self.dumps = FlightDumps(self)
         self.hangs = Hangs(self)
+        self._recorder_check = torch_recorder.RecorderCheck(self.recorder)
         self._world: weakref.ref[dist.ProcessGroup] | None = None
         self._epoch = 0
         self._before = CallCounts()  # what was recorded in an earlier file of this session
@@ -73,6 +75,8 @@ class Session:
 
     def start(self) -> None:
         """Install everything. Raises `CrossrankError`, with nothing installed, where torch cannot be recorded."""
+        if self.config.flight:
+            torch_recorder.switch_on()
         try:
             registry.install(self)
         except BaseException:
@@ -85,7 +89,9 @@ class Session:
     def first_call(self, group: dist.ProcessGroup) -> GroupState:
         """The state of a group that communicates for the first time; begins the files where that is due."""
         self.begin()
-        return self.groups.add(group)
+        state = self.groups.add(group)
+        self._recorder_check.note_first_call(state.group.backend)
+        return state
 
     def begin(self) -> None:
         """Begin the files of the process group that exists now, unless they are begun."""
@@ -242,6 +248,8 @@ class Session:
     def _on_look(self) -> None:
         """What is checked a few times a second, outside training's threads."""
         self.gpu.read()
+        if self.config.flight:
+            self._recorder_check.look()
         exits.restore_terminate_under_cuda()
         if (world := self.current_world()) is not None:
             self.groups.add_all(world)

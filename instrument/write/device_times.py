@@ -21,6 +21,7 @@ import msgspec
 
 from crossrank.errors import one_line
 from crossrank.instrument import threads
+from crossrank.instrument.hang.torch_recorder import SIZE, calls_kept
 from crossrank.instrument.identity.gpu import cuda_is_in_use
 from crossrank.instrument.log import log
 from crossrank.instrument.record.recorder import Call
@@ -37,10 +38,7 @@ _PATIENCE = 1.0
 """Seconds that the end of a recording waits for the last durations."""
 _MOST_IN_VAIN = 5
 """Reads without news before it is left be until there are new calls: of a job that hangs nothing is asked for ever."""
-_DEFAULT_ENTRIES = 2000
-"""Calls that the flight recorder keeps unless it is told, since torch 2.9; before it has to be told."""
 _BACKEND = "nccl"
-_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _CACHE = "TORCH_NCCL_CUDA_EVENT_CACHE"
 """Where it is off torch's recorder may ask for events of calls that are gone."""
 
@@ -75,7 +73,7 @@ class DeviceTimes:
     def __init__(self, dump: Callable[[], bytes], entries: int | None = None) -> None:
         """`dump` gives NCCL's flight recorder as JSON, of so many `entries` at most."""
         self._dump = dump
-        self._most = _entries_kept() if entries is None else entries
+        self._most = calls_kept() if entries is None else entries
         self._launches = RecordedLaunches[int]()
         self._batches: dict[int, RecordedLaunch[int]] = {}
         self._open: dict[int, RecordedLaunch[int]] = {}  # launches that are not over, by the id of the entry
@@ -150,7 +148,7 @@ class DeviceTimes:
             if _BACKEND not in group.backend:
                 continue
             if not self._most:
-                self._complain("torch's flight recorder is off (%s=0)", _SIZES[0])
+                self._complain("torch's flight recorder is off (%s=0)", SIZE)
                 return
             if os.environ.get(_CACHE) == "0":
                 self._complain("torch's flight recorder cannot be read safely with %s=0", _CACHE)
@@ -175,7 +173,7 @@ class DeviceTimes:
         self._in_vain += 1
         if not entries:
             if self._any and (self._in_vain >= _MOST_IN_VAIN or self._stopped):
-                self._complain("torch's flight recorder holds none of them; %s=2000 makes it keep calls", _SIZES[0])
+                self._complain("torch's flight recorder holds none of them; %s=2000 makes it keep calls", SIZE)
             return []
         first, last = entries[0].record_id, entries[-1].record_id
         if self._next is not None and last < self._next - 1:  # torch has begun a new recorder
@@ -184,7 +182,7 @@ class DeviceTimes:
         if self._next is not None and first > self._next:
             self._complain(
                 "%d entries fell out of torch's flight recorder of %d first; %s=%d keeps more",
-                *(first - self._next, self._most, _SIZES[0], 10 * self._most),
+                *(first - self._next, self._most, SIZE, 10 * self._most),
             )
         if self._next is not None and self._noted:
             self._entries_per_call = max(1.0, (last + 1 - self._next) / self._noted)
@@ -212,12 +210,3 @@ class DeviceTimes:
         if not self._complained:
             self._complained = True
             log.warning("crossrank: how long NCCL's calls took is not recorded of all: " + why, *values)
-
-
-def _entries_kept() -> int:
-    """How many calls torch's flight recorder keeps."""
-    given = next((os.environ[name] for name in _SIZES if name in os.environ), "")
-    try:
-        return max(int(given), 0)
-    except ValueError:
-        return _DEFAULT_ENTRIES

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from typing import Any
 
 import orjson
@@ -12,6 +14,7 @@ import torch.autograd.profiler as autograd_profiler
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from crossrank.instrument import threads
 from crossrank.instrument.hooks import fork
 from crossrank.instrument.identity.gpu import cuda_is_in_use
 from crossrank.instrument.torch_private import has
@@ -19,6 +22,10 @@ from crossrank.instrument.torch_private import has
 _ALL_THREADS = "profile_all_threads"
 _OPTIONS = (_ALL_THREADS, "enable_cuda_sync_events", "trace_only")
 """Events of all threads and of synchronisation, no Python event objects; what this torch does not know is left out."""
+_PATIENCE_OWN_S = 60.0
+"""How long the end of a session waits for the GPU to do what this rank has given it."""
+PATIENCE_OTHERS_S = 5.0
+"""And then for kernels of communication that wait for other ranks."""
 
 
 class Kineto:
@@ -27,6 +34,8 @@ class Kineto:
     def __init__(self) -> None:
         self._profiler: autograd_profiler.profile | None = None
         self.runs = False
+        self.is_whole = True
+        """Whether the GPU had done all of its work when the last session ended."""
 
     def prepare(self) -> None:
         """Warm Kineto up, unless it is warm or not available: CUPTI takes its time at the first start."""
@@ -68,6 +77,11 @@ class Kineto:
         if profiler is None or not runs:
             return None
         try:
+            if profiler.use_device is not None:
+                # The profiler would wait for the GPU without a limit. A receive may be posted whose send a peer makes
+                # only after the end of its own window: two ranks would wait for each other.
+                self.is_whole = _wait_for_gpu()
+                profiler.use_device = None
             profiler.__exit__(None, None, None)
         except Exception:
             if profiler.kineto_results is None:  # it failed before the session was stopped (a CUDA error, say)
@@ -86,6 +100,34 @@ class Kineto:
         profiler, self._profiler = self._profiler, None
         torch.autograd._enable_profiler(profiler.config(), profiler.kineto_activities)
         torch.autograd._disable_profiler()
+
+
+def _wait_for_gpu() -> bool:
+    """Wait until the GPU has done what it was given, within limits; whether it has. Raises CUDA's errors."""
+    device = torch.cuda.current_device()
+    own = torch.cuda.Event()
+    own.record()
+    idle = threading.Event()
+    failures: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            torch.cuda.synchronize(device)
+        except Exception as error:
+            failures.append(error)
+        idle.set()
+
+    if threads.start("gpu", wait) is None:  # the interpreter shuts down
+        wait()
+    until, own_is_over = time.monotonic() + _PATIENCE_OWN_S, False
+    while not idle.wait(0.05):
+        if not own_is_over and own.query():
+            until, own_is_over = time.monotonic() + PATIENCE_OTHERS_S, True
+        if time.monotonic() > until:
+            return False
+    if failures:
+        raise failures[0]
+    return True
 
 
 def is_users_profiler_running() -> bool:

@@ -31,7 +31,12 @@ from crossrank.instrument.identity.gpu import cuda_is_in_use, is_capturing
 from crossrank.instrument.identity.process_groups import process_group_config
 from crossrank.instrument.log import log
 from crossrank.instrument.torch_private import has
-from crossrank.instrument.write.kineto_session import Kineto, ends_on_any_thread, is_users_profiler_running
+from crossrank.instrument.write.kineto_session import (
+    PATIENCE_OTHERS_S,
+    Kineto,
+    ends_on_any_thread,
+    is_users_profiler_running,
+)
 from crossrank.instrument.write.rank_files import RankFiles, create
 from crossrank.recording import EXECUTION_TRACE, KINETO, file_name
 
@@ -309,6 +314,13 @@ class Windows:
         profiler, files = self._kineto.end(), self._session.files
         if profiler is None or files is None:
             return
+        if not self._kineto.is_whole:
+            log.warning(
+                "crossrank: the GPU still waits for other ranks %g s after window %d ended; calls that are not over "
+                "have no kernel in its Kineto trace",
+                PATIENCE_OTHERS_S,
+                self._number,
+            )
         path = files.temporary(file_name(KINETO, self._session.rank, self._number))
         path.unlink(missing_ok=True)  # even a pipe, whose other end torch would wait for
         profiler.export_chrome_trace(str(path))

@@ -103,7 +103,9 @@ def _replay(rank: int, local_rank: int, rendezvous: Rendezvous, work: WorkItem, 
     if settings.backend == "nccl":
         gpu = getattr(torch.cuda.get_device_properties(device), "uuid", None)
         if gpu is not None:  # some builds for ROCm do not tell
-            claim_gpu(rendezvous, rank, f"{boot_id() or socket.gethostname()}/{gpu}")
+            # NCCL lets ranks share a GPU that NCCL_HOSTID says are on different hosts.
+            host = os.environ.get("NCCL_HOSTID") or boot_id() or socket.gethostname()
+            claim_gpu(rendezvous, rank, f"{host}/{gpu}")
     world = next((group for group in work.groups if group.ranks == list(range(work.world_size))), None)
     dist.init_process_group(
         settings.backend,

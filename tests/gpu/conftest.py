@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.gpu import machine
-from tests.gpu.machine import CUDA, DEVICE, Done, Way
+from tests.gpu.machine import CUDA, DEVICE, STAND_IN, Done, Way
 from tests.gpu.results import FOLDER, Summary, keep_log
 
 SUMMARY = Summary()
@@ -34,6 +34,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         return
     if needs.kwargs.get("cuda") and not CUDA:
         pytest.skip("needs CUDA")
+    if needs.kwargs.get("real") and STAND_IN:
+        pytest.skip("needs a GPU that computes, and the speed of one")
     seconds = needs.kwargs.get("seconds", 10)
     if machine.seconds_left() < seconds:
         pytest.skip(f"{machine.seconds_left():.0f} s are left of the deadline, it needs {seconds}")

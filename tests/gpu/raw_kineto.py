@@ -37,7 +37,9 @@ class RawTrace:
     kernels: dict[int, list[RawKernel]] = field(default_factory=lambda: defaultdict(list))
     """Id of a call -> NCCL's kernels that were launched within its range."""
     alone: list[RawKernel] = field(default_factory=list)
-    """Those that were launched in none."""
+    """Those that were launched in none, in the window."""
+    launched_before: list[RawKernel] = field(default_factory=list)
+    """Those that only ran in the window."""
     works: int = 0
     """Ranges of gloo's Works."""
 
@@ -66,7 +68,10 @@ def read_raw(path: Path) -> RawTrace:
             continue
         args = one.get("args") or {}
         kernel = RawKernel(one["name"], float(one["dur"]), args)
-        thread, moment = launches.get(args.get("correlation"), (None, 0.0))
+        if args.get("correlation") not in launches:
+            trace.launched_before.append(kernel)
+            continue
+        thread, moment = launches[args["correlation"]]
         around = [
             (end - begin, number) for tid, begin, end, number in ranges if tid == thread and begin <= moment <= end
         ]

@@ -15,7 +15,7 @@ from tests.gpu import machine
 from tests.gpu.machine import ONE_RANK
 
 
-@pytest.mark.needs(seconds=15, cuda=True)
+@pytest.mark.needs(seconds=15, cuda=True, real=True)
 def test_the_gpu_is_the_one_that_nvidia_smi_names(tmp_path: Path, note: Any) -> None:
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
     (uuid, *_) = re.findall(r"UUID: (GPU-[0-9a-f-]+)", listed)

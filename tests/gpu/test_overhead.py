@@ -11,7 +11,7 @@ from tests.gpu import machine
 from tests.gpu.machine import CUDA, GLOO, ONE_RANK
 
 
-@pytest.mark.needs(seconds=50)
+@pytest.mark.needs(seconds=50, real=True)
 @pytest.mark.parametrize("kernel", ["compiled", "python"])
 def test_a_call_and_a_step_cost_little_more(kernel: str, tmp_path: Path, note: Any) -> None:
     calls, rounds = ("2000", "7") if CUDA else ("300", "3")

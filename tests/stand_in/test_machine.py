@@ -42,10 +42,10 @@ for name, expected in {"MAX": 3, "MIN": 1, "PRODUCT": 6, "AVG": 2}.items():
     dist.all_reduce(tensor, op=getattr(dist.ReduceOp, name))
     assert tensor.tolist() == [expected], (name, tensor)
 gathered = on_gpu(0, 0, 0)
-dist.all_gather_single(gathered, on_gpu(rank + 1))
+dist.all_gather_into_tensor(gathered, on_gpu(rank + 1))
 assert gathered.tolist() == [1, 2, 3]
 scattered = on_gpu(0)
-dist.reduce_scatter_single(scattered, on_gpu(rank, rank + 10, rank + 20))
+dist.reduce_scatter_tensor(scattered, on_gpu(rank, rank + 10, rank + 20))
 assert scattered.tolist() == [3 + 30 * rank]
 exchanged = on_gpu(0, 0, 0)
 dist.all_to_all_single(exchanged, on_gpu(*(10 * rank + other for other in range(3))))

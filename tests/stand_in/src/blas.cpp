@@ -7,7 +7,7 @@
 
 namespace stand_in {
 void launch_kernel(const std::string& name, const dim3& grid, const dim3& block, std::size_t shared_bytes,
-                   Stream* stream, std::uint32_t correlation);
+                   Stream* stream, std::uint32_t correlation, void** arguments);
 }
 using namespace stand_in;
 
@@ -20,7 +20,7 @@ struct Handle {
 
 int product(Handle* handle, const char* name) {
   Call call(CUPTI_RUNTIME_TRACE_CBID_cudaLaunchKernel_v7000);
-  launch_kernel(name, dim3(16, 8, 1), dim3(128, 1, 1), 0, stream_of(handle->stream), call.correlation());
+  launch_kernel(name, dim3(16, 8, 1), dim3(128, 1, 1), 0, stream_of(handle->stream), call.correlation(), nullptr);
   return 0;
 }
 

@@ -2,7 +2,6 @@
 // over in the buffers of the one who asked when it flushes.
 #include <cupti.h>
 #include <unistd.h>
-#include <sys/syscall.h>
 
 #include <array>
 #include <atomic>
@@ -14,6 +13,12 @@
 #include "device.h"
 
 namespace stand_in {
+
+#if CUDA_VERSION >= 13000
+using KernelRecord = CUpti_ActivityKernel10;
+#else
+using KernelRecord = CUpti_ActivityKernel9;
+#endif
 
 namespace {
 
@@ -73,8 +78,6 @@ void keep(const Record& record) {
 
 bool wants(int kind) { return enabled.count(kind) > 0; }
 
-std::uint32_t thread_id() { return static_cast<std::uint32_t>(syscall(SYS_gettid)); }
-
 }  // namespace
 
 std::uint32_t next_correlation() { return ++last_correlation; }
@@ -110,10 +113,20 @@ Call::~Call() {
   keep(record);
 }
 
+bool is_traced(Kind kind) {
+  std::lock_guard guard(lock);
+  switch (kind) {
+    case Kind::copy: return wants(CUPTI_ACTIVITY_KIND_MEMCPY);
+    case Kind::set: return wants(CUPTI_ACTIVITY_KIND_MEMSET);
+    case Kind::host: return false;
+    default: return wants(CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL);
+  }
+}
+
 void trace_activity(const Activity& activity, const Stream& stream, Nanoseconds begin, Nanoseconds end) {
   std::lock_guard guard(lock);
   const auto device = static_cast<std::uint32_t>(stream.device);
-  if (activity.kind == Kind::copy && wants(CUPTI_ACTIVITY_KIND_MEMCPY)) {
+  if (activity.kind == Kind::copy) {
     CUpti_ActivityMemcpy6 record{};
     record.kind = CUPTI_ACTIVITY_KIND_MEMCPY;
     static const std::uint8_t kinds[] = {CUPTI_ACTIVITY_MEMCPY_KIND_HTOH, CUPTI_ACTIVITY_MEMCPY_KIND_HTOD,
@@ -126,7 +139,7 @@ void trace_activity(const Activity& activity, const Stream& stream, Nanoseconds 
     record.deviceId = device, record.contextId = 1, record.streamId = stream.id;
     record.correlationId = activity.correlation;
     keep(record);
-  } else if (activity.kind == Kind::set && wants(CUPTI_ACTIVITY_KIND_MEMSET)) {
+  } else if (activity.kind == Kind::set) {
     CUpti_ActivityMemset4 record{};
     record.kind = CUPTI_ACTIVITY_KIND_MEMSET;
     record.value = activity.value;
@@ -136,9 +149,8 @@ void trace_activity(const Activity& activity, const Stream& stream, Nanoseconds 
     record.correlationId = activity.correlation;
     record.memoryKind = activity.target_memory;
     keep(record);
-  } else if ((activity.kind == Kind::kernel || activity.kind == Kind::communication) &&
-             wants(CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL)) {
-    CUpti_ActivityKernel10 record{};
+  } else {
+    KernelRecord record{};
     record.kind = CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL;
     record.registersPerThread = 32;
     record.start = static_cast<std::uint64_t>(begin), record.end = static_cast<std::uint64_t>(end);
@@ -181,7 +193,7 @@ std::size_t size_of_record(const void* record) {
     case CUPTI_ACTIVITY_KIND_MEMSET: return sizeof(CUpti_ActivityMemset4);
     case CUPTI_ACTIVITY_KIND_EXTERNAL_CORRELATION: return sizeof(CUpti_ActivityExternalCorrelation);
     case CUPTI_ACTIVITY_KIND_SYNCHRONIZATION: return sizeof(CUpti_ActivitySynchronization2);
-    case CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL: return sizeof(CUpti_ActivityKernel10);
+    case CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL: return sizeof(KernelRecord);
     default: return sizeof(CUpti_ActivityAPI);
   }
 }
@@ -199,7 +211,7 @@ void translate(std::vector<char>& record, const Moment& last) {
     case CUPTI_ACTIVITY_KIND_MEMSET: return translate_times<CUpti_ActivityMemset4>(record.data(), last);
     case CUPTI_ACTIVITY_KIND_EXTERNAL_CORRELATION: return;
     case CUPTI_ACTIVITY_KIND_SYNCHRONIZATION: return translate_times<CUpti_ActivitySynchronization2>(record.data(), last);
-    case CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL: return translate_times<CUpti_ActivityKernel10>(record.data(), last);
+    case CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL: return translate_times<KernelRecord>(record.data(), last);
     default: return translate_times<CUpti_ActivityAPI>(record.data(), last);
   }
 }

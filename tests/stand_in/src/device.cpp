@@ -143,10 +143,33 @@ Nanoseconds copy_time(std::uint64_t bytes, int copy_kind) {
 
 // --- devices and streams ---------------------------------------------------------------------------------------------
 
-int device_count() {
+int all_devices() {
   static const int all = static_cast<int>(number_from_environment("STAND_IN_GPUS", 1));
   return all;
 }
+
+namespace {
+
+const std::vector<int>& visible() {
+  static const std::vector<int> found = [] {
+    std::vector<int> numbers;
+    const char* chosen = std::getenv("CUDA_VISIBLE_DEVICES");
+    std::istringstream text(chosen ? chosen : "");
+    for (std::string number; std::getline(text, number, ',');) {
+      const int device = number.empty() ? -1 : std::atoi(number.c_str());
+      if (device < 0 || device >= all_devices()) break;  // CUDA takes those before one that is not there
+      numbers.push_back(device);
+    }
+    for (int device = 0; !chosen && device < all_devices(); ++device) numbers.push_back(device);
+    return numbers;
+  }();
+  return found;
+}
+
+}  // namespace
+
+int device_count() { return static_cast<int>(visible().size()); }
+int number_of(int device) { return visible()[static_cast<std::size_t>(device)]; }
 
 namespace {
 
@@ -162,13 +185,13 @@ void run_stream(Stream* stream) {
     stream->changed.wait(hold, [&] { return !stream->queue.empty(); });
     Operation operation = std::move(stream->queue.front());
     stream->queue.pop_front();
-    const Nanoseconds begin = stream->time;
+    const Nanoseconds begin = std::max(stream->time, operation.enqueued);
     hold.unlock();
     const Nanoseconds end = operation.run ? operation.run(begin) : begin;
     if (end > now() + early) sleep_until(end);
     if (operation.activity) {
       log_activity(*operation.activity, *stream, begin, end);
-      trace_activity(*operation.activity, *stream, begin, end);
+      if (operation.activity->traced) trace_activity(*operation.activity, *stream, begin, end);
     }
     operation = {};
     hold.lock();
@@ -221,6 +244,7 @@ void Stream::enqueue(Operation operation) {
     capture->nodes.push_back(std::make_shared<GraphNode>(GraphNode{std::move(operation)}));
     return;
   }
+  if (operation.activity) operation.activity->traced = is_traced(operation.activity->kind);
   std::lock_guard guard(lock);
   if (!has_thread) {
     has_thread = true;
@@ -229,7 +253,7 @@ void Stream::enqueue(Operation operation) {
       run_stream(this);
     }).detach();
   }
-  if (finished == enqueued) time = std::max(time, now());  // it was idle until now
+  operation.enqueued = now();
   ++enqueued;
   queue.push_back(std::move(operation));
   changed.notify_all();

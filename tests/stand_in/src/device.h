@@ -35,6 +35,7 @@ struct Activity {
   std::uint32_t grid[3] = {1, 1, 1}, block[3] = {1, 1, 1};
   std::uint32_t shared_bytes = 0;
   std::uint32_t value = 0;
+  bool traced = false;            // CUPTI was asked for it when it was launched
   std::string details;            // more JSON, such as `,"peer":3`
 };
 
@@ -46,6 +47,8 @@ struct Stream;
 struct Operation {
   std::optional<Activity> activity;
   std::function<Nanoseconds(Nanoseconds)> run;
+  Nanoseconds enqueued = 0;  // it cannot begin before, however late the stream's thread is
+  std::function<Operation()> launch_again;  // of one in a graph: what each launch of the graph runs in its place
 };
 
 struct Event {
@@ -88,7 +91,9 @@ struct Graph {
   std::vector<Stream*> streams;  // that are captured into it
 };
 
-int device_count();
+int device_count();         // that the program sees, by CUDA_VISIBLE_DEVICES
+int all_devices();
+int number_of(int device);  // among all, of one that the program sees
 int current_device();
 void set_current_device(int device);
 
@@ -132,6 +137,7 @@ double number_from_environment(const char* name, double otherwise);
 std::string text_from_environment(const char* name);
 
 // cupti.cpp
+bool is_traced(Kind kind);
 void trace_activity(const Activity& activity, const Stream& stream, Nanoseconds begin, Nanoseconds end);
 std::uint32_t next_correlation();
 

@@ -23,7 +23,9 @@ struct Post {
 };
 
 struct Member {
-  std::atomic<std::int32_t> pid;
+  std::atomic<std::int32_t> pid;  // set when what follows it is
+  std::uint64_t host;             // as NCCL tells hosts apart
+  std::int32_t device;            // of all of the machine
   std::atomic<std::uint64_t> called;  // collectives that the host has launched
   Post post;
   std::atomic<std::uint64_t> split;  // how often this rank has called split or shrink

@@ -252,14 +252,26 @@ ncclResult_t connect(const std::vector<Request>& requests) {
   return ncclSuccess;
 }
 
-void launch(const std::vector<Request>& requests) {
-  Call call(CUPTI_DRIVER_TRACE_CBID_cuLaunchKernelEx, true);
+// The requests get their numbers: how many of their kind the communicator, or the pair of ranks, has seen.
+void number(std::vector<Request>& requests, bool counts) {
+  for (Request& request : requests) {
+    ncclComm& own = *request.communicator;
+    std::lock_guard guard(own.lock);
+    std::uint64_t& last = request.operation == Operation_::send      ? own.sent_to[request.peer]
+                          : request.operation == Operation_::receive ? own.received_from[request.peer]
+                                                                     : own.collectives;
+    request.number = last + 1;
+    if (counts) last = request.number;
+  }
+}
+
+Operation operation_of(const std::vector<Request>& requests, std::uint32_t correlation) {
   const Request& first = requests.front();
   ncclComm& own = *first.communicator;
   Activity activity;
   activity.kind = Kind::communication;
   activity.name = kernel_name(first);
-  activity.correlation = call.correlation();
+  activity.correlation = correlation;
   activity.grid[0] = 24, activity.block[0] = 544;
   std::string members;
   for (const Request& request : requests) {
@@ -271,9 +283,9 @@ void launch(const std::vector<Request>& requests) {
   }
   activity.details = ",\"comm\":\"" + own.id + "\",\"rank\":" + std::to_string(own.rank) + ",\"ranks\":" +
                      std::to_string(own.size) + ",\"calls\":[" + members + "]";
-  const std::uint64_t number = ++own.launches;
-  stream_of(first.stream)->enqueue({activity, [requests, &own, number](Nanoseconds begin) {
-    if (!wait_for([&] { return own.finished + 1 == number; }, [&] { return own.aborted.load(); })) return now();
+  const std::uint64_t place = ++own.launches;
+  return {activity, [requests, &own, place](Nanoseconds begin) {
+    if (!wait_for([&] { return own.finished + 1 == place; }, [&] { return own.aborted.load(); })) return now();
     begin = std::max(begin, own.last_end);
     std::vector<Request> transfers;
     for (const Request& request : requests) {
@@ -281,20 +293,30 @@ void launch(const std::vector<Request>& requests) {
       else begin = run_collective(request, begin);
     }
     own.last_end = transfers.empty() ? begin : run_transfers(transfers, begin);
-    own.finished = number;
+    own.finished = place;
     return own.last_end;
-  }});
+  }};
+}
+
+void launch(const std::vector<Request>& requests) {
+  Call call(CUPTI_DRIVER_TRACE_CBID_cuLaunchKernelEx, true);
+  Stream* stream = stream_of(requests.front().stream);
+  if (!stream->capture) return stream->enqueue(operation_of(requests, call.correlation()));
+  Operation captured;
+  captured.launch_again = [requests] {
+    std::vector<Request> now_run = requests;
+    number(now_run, true);
+    return operation_of(now_run, 0);
+  };
+  stream->enqueue(std::move(captured));
 }
 
 ncclResult_t submit(std::vector<Request> requests) {
-  for (Request& request : requests) {
-    ncclComm& own = *request.communicator;
-    if (own.aborted) return ncclInvalidUsage;
-    std::lock_guard guard(own.lock);
-    if (request.operation == Operation_::send) request.number = ++own.sent_to[request.peer];
-    else if (request.operation == Operation_::receive) request.number = ++own.received_from[request.peer];
-    else request.number = ++own.collectives;
+  for (const Request& request : requests) {
+    if (request.communicator->aborted) return ncclInvalidUsage;
   }
+  // What is captured runs when its graph is launched, but its connections are made now.
+  number(requests, !stream_of(requests.front().stream)->capture);
   if (const ncclResult_t failed = connect(requests)) return failed;
   std::map<std::pair<ncclComm*, void*>, std::vector<Request>> launches;
   for (const Request& request : requests) launches[{request.communicator, request.stream}].push_back(request);
@@ -315,13 +337,25 @@ ncclResult_t ask(Request request) {
   return submit({request});
 }
 
+// By this NCCL tells whether two ranks are on one host.
+std::uint64_t host() {
+  char name[256] = {};
+  gethostname(name, sizeof name - 1);
+  const std::string chosen = text_from_environment("NCCL_HOSTID");
+  return std::hash<std::string>()(chosen.empty() ? name : chosen);
+}
+
+std::string last_error;
+
 ncclResult_t begin_communicator(ncclComm_t* found, int ranks, const std::string& id, int rank) {
   auto* own = new ncclComm;  // never freed: its kernels may run
   own->id = id, own->rank = rank, own->size = ranks;
   cudaGetDevice(&own->device);
   own->region = join(id, ranks);
   if (!own->region.base) return ncclSystemError;
-  own->region.member(rank).pid = getpid();
+  Member& member = own->region.member(rank);
+  member.host = host(), member.device = number_of(own->device);
+  member.pid = getpid();
   const auto all_came = [&] {
     for (int other = 0; other < ranks; ++other) {
       if (!own->region.member(other).pid) return false;
@@ -329,7 +363,16 @@ ncclResult_t begin_communicator(ncclComm_t* found, int ranks, const std::string&
     return true;
   };
   *found = own;
-  return wait_for(all_came, [&] { return own->aborted.load(); }) ? ncclSuccess : ncclInternalError;
+  if (!wait_for(all_came, [&] { return own->aborted.load(); })) return ncclInternalError;
+  for (int other = 0; other < ranks; ++other) {
+    const Member& that = own->region.member(other);
+    if (other != rank && that.host == member.host && that.device == member.device) {
+      last_error = "Duplicate GPU detected : rank " + std::to_string(rank) + " and rank " + std::to_string(other) +
+                   " both on CUDA device " + std::to_string(member.device);
+      return ncclInvalidUsage;
+    }
+  }
+  return ncclSuccess;
 }
 
 }  // namespace
@@ -414,6 +457,7 @@ ncclResult_t ncclCommShrink(ncclComm_t parent, int* excluded, int count, ncclCom
 ncclResult_t ncclCommFinalize(ncclComm_t) { return ncclSuccess; }
 ncclResult_t ncclCommDestroy(ncclComm_t) { return ncclSuccess; }
 ncclResult_t ncclCommAbort(ncclComm_t communicator) {
+  if (!communicator) return ncclSuccess;
   communicator->aborted = true;
   return ncclSuccess;
 }
@@ -439,7 +483,7 @@ const char* ncclGetErrorString(ncclResult_t error) {
                                     "NCCL operation in progress"};
   return error >= 0 && error <= ncclInProgress ? all[error] : "unknown result code";
 }
-const char* ncclGetLastError(ncclComm_t) { return ""; }
+const char* ncclGetLastError(ncclComm_t) { return last_error.c_str(); }
 
 ncclResult_t ncclGroupStart() {
   ++group_depth;

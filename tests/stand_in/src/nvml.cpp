@@ -56,15 +56,15 @@ int nvmlInitWithFlags(unsigned) { return success; }
 int nvmlShutdown() { return success; }
 const char* nvmlErrorString(int error) { return error == success ? "Success" : "Not Supported"; }
 int nvmlDeviceGetCount_v2(unsigned* count) {
-  *count = static_cast<unsigned>(device_count());
+  *count = static_cast<unsigned>(all_devices());
   return success;
 }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void** device) {
   *device = reinterpret_cast<void*>(static_cast<std::uintptr_t>(index) + 1);
-  return static_cast<int>(index) < device_count() ? success : not_found;
+  return static_cast<int>(index) < all_devices() ? success : not_found;
 }
 int nvmlDeviceGetHandleByUUID(const char* uuid, void** device) {
-  for (int index = 0; index < device_count(); ++index) {
+  for (int index = 0; index < all_devices(); ++index) {
     if (uuid_of(index) == uuid) return nvmlDeviceGetHandleByIndex_v2(static_cast<unsigned>(index), device);
   }
   return not_found;

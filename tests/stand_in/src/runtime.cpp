@@ -98,12 +98,33 @@ void set(void* target, int value, size_t bytes, Stream* stream, std::uint32_t co
                    }});
 }
 
+// PyTorch's kernel that fills a tensor, the only one that does what it should: so that a test can tell what was
+// communicated. Its name is mangled; its arguments are the number of elements, the value, and where they are.
+std::function<void()> fill_of(const std::string& name, void** arguments) {
+  static const std::pair<const char*, size_t> types[] = {
+      {"FillFunctorIfE", 4}, {"FillFunctorIdE", 8}, {"FillFunctorIlE", 8}, {"FillFunctorIiE", 4},
+      {"FillFunctorIsE", 2}, {"FillFunctorIhE", 1}, {"FillFunctorIaE", 1}, {"FillFunctorIbE", 1},
+      {"FillFunctorIN3c108BFloat16EE", 2}, {"FillFunctorIN3c104HalfEE", 2}};
+  if (arguments && name.find("vectorized_elementwise_kernel") != std::string::npos) {
+    for (const auto& [type, size] : types) {
+      if (name.find(type) == std::string::npos) continue;
+      const auto count = static_cast<size_t>(*static_cast<int*>(arguments[0]));
+      const auto* value = static_cast<const char*>(arguments[1]);
+      char* target = *static_cast<char**>(arguments[2]);
+      return [count, target, pattern = std::string(value, size)] {
+        for (size_t index = 0; index < count; ++index) std::memcpy(target + index * pattern.size(), pattern.data(), pattern.size());
+      };
+    }
+  }
+  return [] {};
+}
+
 }  // namespace
 
 namespace stand_in {
 
 void launch_kernel(const std::string& name, const dim3& grid, const dim3& block, size_t shared_bytes, Stream* stream,
-                   std::uint32_t correlation) {
+                   std::uint32_t correlation, void** arguments) {
   Activity activity;
   activity.name = name;
   activity.correlation = correlation;
@@ -111,7 +132,8 @@ void launch_kernel(const std::string& name, const dim3& grid, const dim3& block,
   activity.block[0] = block.x, activity.block[1] = block.y, activity.block[2] = block.z;
   activity.shared_bytes = static_cast<std::uint32_t>(shared_bytes);
   const Nanoseconds time = kernel_time(name);
-  stream->enqueue({activity, [time](Nanoseconds begin) {
+  stream->enqueue({activity, [time, fill = fill_of(name, arguments)](Nanoseconds begin) {
+                     fill();
                      if (time >= 0) return begin + time;
                      while (true) sleep_until(now() + 1'000'000'000);  // one that never ends
                    }});
@@ -157,7 +179,7 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) {
   return cudaSuccess;
 }
 
-cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void**, size_t shared_bytes,
+cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void** arguments, size_t shared_bytes,
                              cudaStream_t stream) {
   RUNTIME(cudaLaunchKernel_v7000);
   std::string name = "unknown";
@@ -165,7 +187,7 @@ cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void**
     std::lock_guard guard(kernels_lock);
     if (const auto found = kernels().find(function); found != kernels().end()) name = found->second;
   }
-  launch_kernel(name, grid, block, shared_bytes, stream_of(stream), call.correlation());
+  launch_kernel(name, grid, block, shared_bytes, stream_of(stream), call.correlation(), arguments);
   return cudaSuccess;
 }
 
@@ -240,7 +262,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* found, int device) {
   if (device < 0 || device >= device_count()) return failed(cudaErrorInvalidDevice);
   *found = {};
   std::snprintf(found->name, sizeof found->name, "NVIDIA Stand-in H100");
-  for (int index = 0; index < 16; ++index) found->uuid.bytes[index] = static_cast<char>(0xA0 + device * 7 + index);
+  for (int index = 0; index < 16; ++index) found->uuid.bytes[index] = static_cast<char>(0xA0 + number_of(device) * 7 + index);
   found->totalGlobalMem = memory_of_device;
   found->sharedMemPerBlock = 48 * 1024;
   found->regsPerBlock = found->regsPerMultiprocessor = 65536;
@@ -252,7 +274,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* found, int device) {
   found->major = 9, found->minor = 0;
   found->multiProcessorCount = 132;
   found->concurrentKernels = 1;
-  found->pciBusID = 0x10 + device;
+  found->pciBusID = 0x10 + number_of(device);
   found->asyncEngineCount = 3;
   found->unifiedAddressing = 1;
   found->memoryBusWidth = 5120;
@@ -300,7 +322,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
 }
 
 cudaError_t cudaDeviceGetPCIBusId(char* text, int size, int device) {
-  std::snprintf(text, static_cast<size_t>(size), "00000000:%02X:00.0", 0x10 + device);
+  std::snprintf(text, static_cast<size_t>(size), "00000000:%02X:00.0", 0x10 + number_of(device));
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
@@ -609,7 +631,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t handle) {
   RUNTIME(cudaGraphLaunch_v10000);
   Stream* stream = stream_of(handle);
   for (const auto& node : (*reinterpret_cast<std::shared_ptr<Graph>*>(executable))->nodes) {
-    Operation operation = node->operation;
+    Operation operation = node->operation.launch_again ? node->operation.launch_again() : node->operation;
     if (operation.activity) operation.activity->correlation = call.correlation();
     stream->enqueue(std::move(operation));
   }
