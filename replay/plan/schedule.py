@@ -35,7 +35,7 @@ def returns_early(record: CommRecord) -> bool:
             if record.api is not None
             else bool(record.is_async) or record.batch is not None
         )
-    if record.op == "barrier" or not record.is_async:
+    if not record.is_async:
         return False
     # C++ asks for a Work in every call; DDP's reducer goes on only while it reduces gradients.
     return record.api is not None or record.op == "all_reduce"

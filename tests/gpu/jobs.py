@@ -291,14 +291,16 @@ def stuck_in_window() -> None:
 
 
 def ring() -> None:
-    """Large sends and receives one by one round a ring, over communicators that are made when they are needed."""
+    """Large sends and receives one by one round a ring, over communicators that are made when they are needed.
+
+    A pair's communicator does one after the other: every second rank receives first, or all would wait to send."""
     begin(60, eager=os.environ.get("JOB_EAGER") == "1")
     crossrank.enable()
     right, left = (RANK + 1) % WORLD, (RANK - 1) % WORLD
     a, b = torch.full((8 << 20,), float(RANK), device=DEVICE), torch.empty(8 << 20, device=DEVICE)
     for _ in range(3):
-        works = dist.isend(a, right), dist.irecv(b, left)
-        for work in works:
+        calls = [partial(dist.isend, a, right), partial(dist.irecv, b, left)]
+        for work in [call() for call in (calls if RANK % 2 == 0 else reversed(calls))]:
             assert work is not None
             work.wait()
         synchronize()

@@ -49,6 +49,7 @@ def test_the_rank_that_stays_away_is_accused_while_the_job_hangs(way: Way, tmp_p
         TRACING_DIR=str(recording),
         JOB_TIMEOUT="25" if CUDA else "100",
         TORCH_NCCL_DUMP_ON_TIMEOUT="1",
+        TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC="3000",  # after four times that the watchdog ends the job
         TORCH_FR_BUFFER_SIZE="2000",
         TORCH_FR_DUMP_TEMP_FILE=str(theirs),
         TORCH_NCCL_DEBUG_INFO_TEMP_FILE=str(theirs),

@@ -199,7 +199,7 @@ def read_execution_trace_alone(given: RankSources) -> RankTrace:
 
 def _place_recorded_waits(trace: RankTrace, recorded: Sequence[tuple[int, ParamComms]]) -> None:
     """`recorded`: (number of calls begun before it, what is waited for). In a trace that has any, a call without one
-    did not return before it was over."""
+    did not return before it was over; but torch writes no wait for a barrier."""
     calls, waits = trace.calls, waits_of(trace)
     for before, wait in recorded:
         # The last call of that number before the wait: numbers repeat between groups in old traces.
@@ -212,7 +212,14 @@ def _place_recorded_waits(trace: RankTrace, recorded: Sequence[tuple[int, ParamC
         else:
             waits.without_call += 1
     if recorded:
-        waits.blocking = array("b", [before == -1 for before in waits.before])
+        is_barrier = [signature.op == "barrier" for signature in trace.signatures]
+        waits.blocking = array(
+            "b",
+            [
+                -1 if before == -1 and is_barrier[signature] else before == -1
+                for before, signature in zip(waits.before, calls.signature, strict=True)
+            ],
+        )
 
 
 # --- durations of the flight recorder, beside a comms file ------------------------------------------------------------

@@ -73,7 +73,7 @@ def test_a_linked_window_gives_times_and_waits(tmp_path: Path) -> None:
         assert trace.numbered
         assert columns(trace) == [(100, 110, 130), (200, 210, 280), (400, 410, 430), (600, -1, -1)]
         assert trace.waits is not None
-        assert (trace.waits.before.tolist(), trace.waits.blocking.tolist()) == ([3, 2, -1, -1], [0, 0, 1, 1])
+        assert (trace.waits.before.tolist(), trace.waits.blocking.tolist()) == ([3, 2, -1, -1], [0, 0, -1, 1])
         assert [one and (one - BASE) / US for one in trace.waits.returned] == [0, 0, 450, 660]
         assert (trace.waits.recorded, trace.waits.without_call) == (2, 1)
         assert trace.matched == {"host operations": (17, 17), "GPU activities": (4, 4)}

@@ -78,7 +78,9 @@ def test_ranks_that_send_to_each_other_first_are_not_held_up_by_it() -> None:
         ("all_gather", {"is_async": True}, False),
         ("all_gather", {"is_async": True, "api": "all_gather"}, True),
         ("all_reduce", {"is_async": False, "api": "all_reduce"}, False),
-        ("barrier", {"is_async": True, "api": "barrier"}, False),
+        ("barrier", {"is_async": True, "api": "barrier"}, True),
+        ("barrier", {"is_async": True}, False),
+        ("barrier", {"is_async": False, "api": "barrier"}, False),
     ],
 )
 def test_whether_a_rank_went_on_before_its_call_was_over(op: str, fields: dict[str, Any], early: bool) -> None:

@@ -77,6 +77,10 @@ def convert_communications(
     several: dict[int, list[int]] = {}
     batch: list[Communication] = []  # sends and receives whose kernel is not launched yet
     unknown = 0
+    launched: dict[int, list[Communication]] = defaultdict(list)  # kernel -> the calls that it runs
+    for communication in trace.communications:
+        if communication.activities:
+            launched[communication.activities[0]].append(communication)
 
     def add(communication: Communication) -> None:
         op = ops.get(communication.work or 0)
@@ -88,7 +92,10 @@ def convert_communications(
         operation = operation_of(communication.record.op)
         if communication.activities:
             known = operation is not None and not (communication.host is None and communication.group is None)
-            calls = [communication] if known else []
+            calls = launched.pop(communication.activities[0], [])
+            if not calls:
+                continue  # the node of the first has become one for each
+            calls = calls if known else []
             if not known or (operation is not None and operation.p2p):
                 calls, batch = batch + calls, []
             unknown += not calls

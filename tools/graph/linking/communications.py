@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import re
 import sys
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count, takewhile
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
@@ -50,6 +52,8 @@ MARKERS = frozenset(
 )
 """Names under which `record_param_comms` notes what is no communication by itself."""
 
+_TOGETHER = "nccl:coalesced"
+"""Range of torch in which it launches calls that go out together."""
 _DEPTH = 16
 """More than the nodes between the outermost and the innermost node of one call."""
 _WORK_FOLLOWS = 16
@@ -125,6 +129,10 @@ class _Finder(Communications):
         """Position in `communications` -> root or peer as a rank within the group."""
         self._covered: set[int] = set()
         """Positions of the nodes above a communication."""
+        self._batched: dict[int, list[tuple[int, Communication]]] | None = None
+        """Thread -> calls that went out with others, with the number of their range, in its order."""
+        self._launched_in: dict[tuple[int, int], int] = {}
+        """Thread and batch -> position of the range in which it was launched."""
 
     def take_range(self, position: int) -> None:
         op = self.host[position]
@@ -287,6 +295,10 @@ class _Finder(Communications):
                 communication.group = communication.group or self._group(described)
                 communication.record = msgspec.structs.replace(communication.record, pg=described.pg)
             return
+        if batch := self._batch_launched_in(around):
+            for one in batch:
+                one.activities.append(activity.id)
+            return
         self.kernels_alone += 1
         source = "kernel name" if described is None else "kineto kernel"
         if described is None:
@@ -296,6 +308,29 @@ class _Finder(Communications):
         self.communications.append(
             Communication(record=record, group=group, origin=source, host=None, activities=[activity.id])
         )
+
+    def _batch_launched_in(self, around: Sequence[int]) -> list[Communication]:
+        """The calls that went out together: NCCL launches them in a range of its own, when the last of them was made.
+        Empty where none of the nodes `around` a kernel is such a range. Only our records say what went out together."""
+        end = next((at for at in around if self.host[at].node.name == _TOGETHER), None)
+        if end is None:
+            return []
+        if self._batched is None:
+            self._batched = {}
+            for position, one in sorted(self.at.items(), key=lambda item: self.host[item[0]].node.rf_id):
+                if one.record.batch is not None:
+                    node = self.host[position].node
+                    self._batched.setdefault(node.tid, []).append((node.rf_id, one))
+        node = self.host[end].node
+        calls = self._batched.get(node.tid, [])
+        last = bisect_left(calls, node.rf_id, key=itemgetter(0))
+        if not last:
+            return []
+        batch = calls[last - 1][1].record.batch
+        if self._launched_in.setdefault((node.tid, batch or 0), end) != end:
+            return []
+        same = takewhile(lambda one: one[1].record.batch == batch, (calls[at] for at in range(last - 1, -1, -1)))
+        return [one for _, one in same][::-1]
 
     def sort(self) -> None:
         """Put the communications in the order in which they began; a call without a time began after the one before
@@ -313,10 +348,12 @@ class _Finder(Communications):
             begun.append((time, communication))
         self.communications = [communication for _, communication in sorted(begun, key=itemgetter(0))]
         counts: Counter[tuple[object, ...]] = Counter()
-        for position, communication in enumerate(self.communications):
+        ours = (one.record.id for one in self.communications if one.origin in OURS)
+        next_id = count(max(ours, default=-1) + 1)
+        for communication in self.communications:
             record = communication.record
             counts[communication.order] += 1
-            changes = {} if communication.origin in OURS else {"id": position}
+            changes = {} if communication.origin in OURS else {"id": next(next_id)}
             number = "p2p_seq" if is_p2p(record) else "seq"
             if getattr(record, number) is None:
                 changes[number] = counts[communication.order]

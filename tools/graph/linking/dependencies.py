@@ -132,7 +132,7 @@ def group_order(communications: Sequence[Communication]) -> Iterator[Edge]:
     for communication in communications:
         node = runs_as(communication)
         before = last.get(communication.order)
-        if before is not None:
+        if before is not None and before != node:  # several of one launch have one kernel
             yield Edge(before, node, "group_order")
         last[communication.order] = node
 

@@ -22,6 +22,7 @@ from crossrank.tools.graph.chakra.write import COLLECTIVE_TYPES, comm_size
 from crossrank.tools.graph.linking import Communication, Edge, LinkedTrace, MatchReport, link
 from crossrank.tools.output.chakra import as_dict
 from tests.unit.graph.linking.small_traces import SmallTrace
+from tests.unit.graph.linking.test_communications import batched
 
 FLOATS = [5, 6, 0, 24, 4, "cuda:0"]
 
@@ -200,6 +201,18 @@ def test_a_batch_of_sends_and_receives_is_not_an_all_to_all(tmp_path: Path) -> N
     assert (receive["attr"]["comm_src"], receive["attr"]["comm_dst"], receive["attr"]["comm_tag"]) == (1, 0, 4)
     assert send["data_deps"] == receive["data_deps"] == [end]
     assert nodes[after]["data_deps"] == [kernel, 9]
+
+
+def test_calls_that_share_a_kernel_are_a_node_each(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    batched(trace)
+    trace.launch("after", 160, 400, 5, 600)
+    result = link(*trace.write(tmp_path))
+    for one in result.communications:
+        one.group = Group(pg="0", size=2, ranks=[0, 1])
+    nodes, _ = write(result, tmp_path)
+    found = [(node["type"], node["duration_micros"]) for node in nodes.values() if node["type"].startswith("COMM")]
+    assert sorted(found) == [("COMM_RECV_NODE", 30), ("COMM_SEND_NODE", 30)]
 
 
 @pytest.mark.parametrize(("times", "node"), [((7_000, 3_000), (7, 3)), ((None, 0), (10, 0))])

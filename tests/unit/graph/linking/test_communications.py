@@ -194,6 +194,42 @@ def test_what_a_node_does_not_say_is_taken_from_its_event(
     assert only.group == Group(pg=expected, size=3, ranks=[0, 1, 2])
 
 
+def batched(trace: SmallTrace, launches: int = 1) -> list[int]:
+    """A send and a receive that go out together, calls 3 and 4, and what NCCL launches for them."""
+    for number, op in ((3, "send"), (4, "recv")):
+        record = RANGE | {"op": op, "c10d": op, "peer": 1, "batch": 3}
+        trace.op(f"crossrank#{number}", 10 * number, 5, inputs=text(record))
+    for launch in range(launches):
+        trace.op("nccl:coalesced", 100 * (launch + 1), 50)
+        trace.launch("ncclDevKernel_SendRecv(x)", 100 * (launch + 1) + 10, 300 + 60 * launch, 30, 501 + launch)
+    return [501 + launch for launch in range(launches)]
+
+
+def test_calls_that_go_out_together_share_the_kernel_that_is_launched_after_the_last_of_them(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    batched(trace)
+    result = link(*trace.write(tmp_path))
+    kernel = result.activities[0].id
+    assert [(one.record.id, one.record.op, one.activities) for one in result.communications] == [
+        (3, "send", [kernel]),
+        (4, "recv", [kernel]),
+    ]
+    assert result.report.communication_kernels_alone == 0
+
+
+def test_a_launch_of_which_no_call_is_recorded_is_not_of_the_calls_before(tmp_path: Path) -> None:
+    trace = SmallTrace()
+    batched(trace, launches=2)
+    result = link(*trace.write(tmp_path))
+    first, second = (activity.id for activity in result.activities)
+    found = [(one.record.id, one.origin, one.activities) for one in result.communications]
+    assert found == [
+        (3, "crossrank range", [first]),
+        (4, "crossrank range", [first]),
+        (5, "kernel name", [second]),  # a number that no call has
+    ]
+
+
 def test_a_call_without_a_time_began_after_the_one_before_it(tmp_path: Path) -> None:
     trace = SmallTrace()
     nodes = [trace.op("record_param_comms", ts, 5, inputs=PARAMS) for ts in (10, 20, 40)]
