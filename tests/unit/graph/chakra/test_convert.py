@@ -206,7 +206,7 @@ def test_a_batch_of_sends_and_receives_is_not_an_all_to_all(tmp_path: Path) -> N
 def test_calls_that_share_a_kernel_are_a_node_each(tmp_path: Path) -> None:
     trace = SmallTrace()
     batched(trace)
-    trace.launch("after", 160, 400, 5, 600)
+    trace.launch("after", 130, 400, 5, 600)
     result = link(*trace.write(tmp_path))
     for one in result.communications:
         one.group = Group(pg="0", size=2, ranks=[0, 1])
