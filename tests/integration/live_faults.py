@@ -44,6 +44,12 @@ DEVICE = os.environ.get("LIVE_FAULTS_DEVICE", "cpu")
 _KERNELS = ("compiled", "python")
 """Of every job half of the ranks record with one kernel and half with the other."""
 
+
+def device_of(rank: int) -> torch.device:
+    """That of a rank; a new thread knows no default device, and begins on the first GPU."""
+    return torch.device(DEVICE, rank if DEVICE == "cuda" else 0)
+
+
 _FOLDER = "LIVE_FAULTS_FOLDER"
 
 
@@ -344,7 +350,7 @@ def lost_its_thread(rank: int) -> None:
             step = asked.get()
             if (rank, step) == (1, 2):
                 raise ZeroDivisionError("no tokens in this step")  # rank 1
-            value = torch.ones(4, device=DEVICE)  # a default device is one thread's
+            value = torch.ones(4, device=device_of(rank))
             dist.all_reduce(value, group=metrics)
             answered.put(value)
 
@@ -363,7 +369,7 @@ def waits_in_a_thread_beside_training(rank: int) -> None:
         for step in range(4):
             if (rank, step) == (1, 2):
                 time.sleep(600)  # rank 1
-            dist.all_reduce(torch.ones(4, device=DEVICE), group=metrics)
+            dist.all_reduce(torch.ones(4, device=device_of(rank)), group=metrics)
 
     threading.Thread(target=average, daemon=True, name="metrics").start()
     while True:

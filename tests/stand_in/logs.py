@@ -11,14 +11,15 @@ import pytest
 
 
 def rows(folder: Path, *kinds: str) -> list[dict[str, Any]]:
-    """What ran of these kinds, in the order in which it began; times are ns of time.monotonic_ns()."""
+    """What ran of these kinds, in the order in which it began, with its `pid`; times are ns of time.monotonic_ns()."""
     found = [row for row in _all(folder) if row["kind"] in kinds]
     return sorted(found, key=lambda row: row.get("begin", 0))
 
 
 def _all(folder: Path) -> Iterator[dict[str, Any]]:
     for path in folder.glob("*.jsonl"):
-        yield from map(json.loads, path.read_text().splitlines())
+        for line in path.read_text().splitlines():
+            yield json.loads(line) | {"pid": int(path.stem)}
 
 
 def log_to(folder: Path, patch: pytest.MonkeyPatch) -> Path:
