@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -366,10 +367,11 @@ def waits_in_a_thread_beside_training(rank: int) -> None:
     metrics = dist.new_group(group_desc="metrics")
 
     def average() -> None:
-        for step in range(4):
-            if (rank, step) == (1, 2):
-                time.sleep(600)  # rank 1
-            dist.all_reduce(torch.ones(4, device=device_of(rank)), group=metrics)
+        with torch.cuda.stream(torch.cuda.Stream(rank)) if DEVICE == "cuda" else nullcontext():
+            for step in range(4):
+                if (rank, step) == (1, 2):
+                    time.sleep(600)  # rank 1
+                dist.all_reduce(torch.ones(4, device=device_of(rank)), group=metrics)
 
     threading.Thread(target=average, daemon=True, name="metrics").start()
     while True:

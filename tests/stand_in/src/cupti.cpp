@@ -166,7 +166,21 @@ void trace_activity(const Activity& activity, const Stream& stream, Nanoseconds 
   }
 }
 
-void trace_synchronization(int kind, std::uint32_t correlation, std::uint32_t stream, std::uint32_t event,
+// Tells one record of an event from the next.
+static std::uint64_t record_of(const Event& event) { return std::uint64_t{event.id} << 32 | event.recorded; }
+
+void trace_event(const Event& event, const Stream& stream, std::uint32_t correlation) {
+  std::lock_guard guard(lock);
+  if (!wants(CUPTI_ACTIVITY_KIND_CUDA_EVENT)) return;
+  CUpti_ActivityCudaEvent2 record{};
+  record.kind = CUPTI_ACTIVITY_KIND_CUDA_EVENT;
+  record.correlationId = correlation, record.contextId = 1, record.streamId = stream.id;
+  record.eventId = event.id, record.deviceId = static_cast<std::uint32_t>(stream.device);
+  record.cudaEventSyncId = record_of(event);
+  keep(record);
+}
+
+void trace_synchronization(int kind, std::uint32_t correlation, std::uint32_t stream, const Event* event,
                            Nanoseconds begin, Nanoseconds end) {
   std::lock_guard guard(lock);
   if (!wants(CUPTI_ACTIVITY_KIND_SYNCHRONIZATION)) return;
@@ -176,7 +190,8 @@ void trace_synchronization(int kind, std::uint32_t correlation, std::uint32_t st
   record.start = static_cast<std::uint64_t>(begin), record.end = static_cast<std::uint64_t>(end);
   record.correlationId = correlation, record.contextId = 1;
   const auto none = static_cast<std::uint32_t>(CUPTI_SYNCHRONIZATION_INVALID_VALUE);
-  record.streamId = stream ? stream : none, record.cudaEventId = event ? event : none;
+  record.streamId = stream ? stream : none, record.cudaEventId = event ? event->id : none;
+  record.cudaEventSyncId = event ? record_of(*event) : 0;
   keep(record);
 }
 
@@ -193,6 +208,7 @@ std::size_t size_of_record(const void* record) {
     case CUPTI_ACTIVITY_KIND_MEMSET: return sizeof(CUpti_ActivityMemset4);
     case CUPTI_ACTIVITY_KIND_EXTERNAL_CORRELATION: return sizeof(CUpti_ActivityExternalCorrelation);
     case CUPTI_ACTIVITY_KIND_SYNCHRONIZATION: return sizeof(CUpti_ActivitySynchronization2);
+    case CUPTI_ACTIVITY_KIND_CUDA_EVENT: return sizeof(CUpti_ActivityCudaEvent2);
     case CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL: return sizeof(KernelRecord);
     default: return sizeof(CUpti_ActivityAPI);
   }
@@ -209,7 +225,7 @@ void translate(std::vector<char>& record, const Moment& last) {
   switch (*reinterpret_cast<CUpti_ActivityKind*>(record.data())) {
     case CUPTI_ACTIVITY_KIND_MEMCPY: return translate_times<CUpti_ActivityMemcpy6>(record.data(), last);
     case CUPTI_ACTIVITY_KIND_MEMSET: return translate_times<CUpti_ActivityMemset4>(record.data(), last);
-    case CUPTI_ACTIVITY_KIND_EXTERNAL_CORRELATION: return;
+    case CUPTI_ACTIVITY_KIND_EXTERNAL_CORRELATION: case CUPTI_ACTIVITY_KIND_CUDA_EVENT: return;
     case CUPTI_ACTIVITY_KIND_SYNCHRONIZATION: return translate_times<CUpti_ActivitySynchronization2>(record.data(), last);
     case CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL: return translate_times<KernelRecord>(record.data(), last);
     default: return translate_times<CUpti_ActivityAPI>(record.data(), last);

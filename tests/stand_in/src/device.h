@@ -156,8 +156,10 @@ class Call {
   Nanoseconds begin_;
 };
 
-// A wait of the host, for CUPTI: `kind` as CUpti_ActivitySynchronizationType has it.
-void trace_synchronization(int kind, std::uint32_t correlation, std::uint32_t stream, std::uint32_t event,
+// A wait, for CUPTI: `kind` as CUpti_ActivitySynchronizationType has it.
+void trace_synchronization(int kind, std::uint32_t correlation, std::uint32_t stream, const Event* event,
                            Nanoseconds begin, Nanoseconds end);
+// That an event was recorded, so that a wait for it can be traced to the call.
+void trace_event(const Event& event, const Stream& stream, std::uint32_t correlation);
 
 }  // namespace stand_in

@@ -137,6 +137,7 @@ Region join(const std::string& id, int ranks) {
 }
 
 bool wait_for(const std::function<bool()>& condition, const std::function<bool()>& stopped) {
+  const Nanoseconds begin = now();
   Nanoseconds pause = 10'000;
   for (int turn = 0;; ++turn) {
     if (condition()) return true;
@@ -145,7 +146,9 @@ bool wait_for(const std::function<bool()>& condition, const std::function<bool()
       sched_yield();
     } else {
       sleep_until(now() + pause);
-      pause = std::min<Nanoseconds>(pause * 5 / 4, 1'000'000);
+      // What was waited for this long is a hang, or a rank that is late: others need the cores.
+      const Nanoseconds longest = now() - begin > 200'000'000 ? 10'000'000 : 1'000'000;
+      pause = std::min(pause * 5 / 4, longest);
     }
   }
 }

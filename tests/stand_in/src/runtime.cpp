@@ -339,7 +339,7 @@ cudaError_t cudaDeviceSynchronize() {
   RUNTIME(cudaDeviceSynchronize_v3020);
   const Nanoseconds begin = now();
   wait_for_device(current_device());
-  trace_synchronization(CUPTI_ACTIVITY_SYNCHRONIZATION_TYPE_CONTEXT_SYNCHRONIZE, call.correlation(), 0, 0, begin, now());
+  trace_synchronization(CUPTI_ACTIVITY_SYNCHRONIZATION_TYPE_CONTEXT_SYNCHRONIZE, call.correlation(), 0, nullptr, begin, now());
   return cudaSuccess;
 }
 cudaError_t cudaGetLastError() {
@@ -494,8 +494,8 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   if (stream->capture) return failed(cudaErrorStreamCaptureUnsupported);
   const Nanoseconds begin = now();
   stream->wait_until_idle();
-  trace_synchronization(CUPTI_ACTIVITY_SYNCHRONIZATION_TYPE_STREAM_SYNCHRONIZE, call.correlation(), stream->id, 0, begin,
-                        now());
+  trace_synchronization(CUPTI_ACTIVITY_SYNCHRONIZATION_TYPE_STREAM_SYNCHRONIZE, call.correlation(), stream->id, nullptr,
+                        begin, now());
   return cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned) {
@@ -504,7 +504,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned
   const Nanoseconds begin = now();
   wait_in_stream(event_of(event), *stream);
   trace_synchronization(CUPTI_ACTIVITY_SYNCHRONIZATION_TYPE_STREAM_WAIT_EVENT, call.correlation(), stream->id,
-                        event_of(event)->id, begin, now());
+                        event_of(event).get(), begin, now());
   return cudaSuccess;
 }
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
@@ -541,6 +541,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   RUNTIME(cudaEventRecord_v3020);
   record(event_of(event), *stream_of(stream));
+  trace_event(*event_of(event), *stream_of(stream), call.correlation());
   return cudaSuccess;
 }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
@@ -554,7 +555,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   const Nanoseconds begin = now();
   wait_on_host(*event_of(event));
   trace_synchronization(CUPTI_ACTIVITY_SYNCHRONIZATION_TYPE_EVENT_SYNCHRONIZE, call.correlation(), 0,
-                        event_of(event)->id, begin, now());
+                        event_of(event).get(), begin, now());
   return cudaSuccess;
 }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
