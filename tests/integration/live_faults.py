@@ -78,11 +78,15 @@ class Fault:
     nodes: int = 2
     gives_up_after: float | None = None
     """Seconds after which the user ends the job without a look at it."""
+    timing: bool = False
     variant: str = ""
     """What is different from the other row of the same job."""
     with_nccl: bool = True
     """Whether it is a fault there, too. With NCCL the host does not wait for a group to be made, tags mean nothing, and
     there is no monitored barrier. A stand-in for a GPU computes no loss."""
+
+    with_gloo: bool = True
+    """Whether it is one without a GPU."""
 
     line_with_nccl: bool = True
     """Whether its line can be shown there. A backward pass on a GPU makes its calls on a thread without Python."""
@@ -377,6 +381,17 @@ def waits_in_a_thread_beside_training(rank: int) -> None:
     while True:
         dist.all_reduce(torch.ones(256))  # rank 1
         time.sleep(0.05)  # rank 1
+
+
+def runs_a_kernel_that_never_ends(rank: int) -> None:
+    """The GPU of rank 1 does not come to its call; its host has made it."""
+    os.environ["STAND_IN_KERNELS"] = "cos=-1" if rank == 1 else ""
+    for step in range(4):
+        value = torch.ones(256)
+        if step == 2:
+            value.cos_()
+        dist.all_reduce(value)  # rank 1
+    torch.cuda.synchronize()
 
 
 def two_at_once(rank: int) -> None:
@@ -714,6 +729,20 @@ FAULTS: list[Fault] = [
         hang_seconds=300,
         gives_up_after=6,
     ),
+    Fault(
+        job=runs_a_kernel_that_never_ends,
+        kinds=("all_joined_not_completed",),
+        with_gloo=False,
+        line_with_nccl=False,
+    ),
+    Fault(
+        job=runs_a_kernel_that_never_ends,
+        variant="timed",
+        culprits=(1,),
+        kinds=("not_started",),
+        timing=True,
+        with_gloo=False,
+    ),
     Fault(job=two_at_once, ranks=8, culprits=(1, 6), kinds=ANOTHER_WAY),
     Fault(job=averages_the_loss_on_rank_0, culprits=(0,), kinds=ABORTED, delays=DELAYS),
     Fault(job=gathers_metrics_on_rank_0, culprits=(0,), kinds=ANOTHER_WAY),
@@ -746,8 +775,7 @@ LATE = Fault(job=gets_its_data_late, culprits=(2,), kinds=ABSENT)
 LONG_EVALUATION = Fault(job=evaluates_for_long, hang_seconds=1)
 SLOW_RANK = Fault(job=has_a_slow_rank, hang_seconds=2)
 
-if DEVICE == "cuda":
-    FAULTS = [fault for fault in FAULTS if fault.with_nccl]
+FAULTS = [fault for fault in FAULTS if (fault.with_nccl if DEVICE == "cuda" else fault.with_gloo)]
 BY_NAME = {fault.name: fault for fault in [*FAULTS, LATE, LONG_EVALUATION, SLOW_RANK]}
 
 
@@ -767,6 +795,7 @@ def run_rank(name: str, folder: Path, rank: int) -> None:
         directory=folder / "recording",
         node=f"node-{rank * fault.nodes // fault.ranks}",
         hang_seconds=fault.hang_seconds,
+        timing=fault.timing,
     )
     fault.job(rank)
     dist.destroy_process_group()

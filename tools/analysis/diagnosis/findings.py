@@ -69,8 +69,8 @@ KINDS: dict[str, Kind] = {
     ),
     "all_joined_not_completed": Kind(
         "all ranks joined the call and it does not end",
-        "a fault of the fabric or the library: NCCL_DEBUG=INFO, link counters, switch logs. "
-        "TORCH_NCCL_ENABLE_TIMING=1 would show which rank began",
+        "either one rank's GPU is stuck in what it was given before, which TRACING_TIMING=1 would show, or the fabric "
+        "or the library has a fault: NCCL_DEBUG=INFO, link counters, switch logs",
         "look at the logs of these ranks, and at the network between them",
     ),
     "p2p_unmatched": Kind(
