@@ -74,7 +74,7 @@ def install(session: Session) -> None:
         try:
             if arguments.exc_value is not None and not isinstance(arguments.exc_value, SystemExit):
                 name = arguments.thread.name if arguments.thread is not None else "a thread"
-                _of_threads.append(_describe(name, arguments.exc_value))
+                _of_threads.append(describe(name, arguments.exc_value))
                 del _of_threads[_MOST_EXCEPTIONS:]
         except Exception as error:
             log.debug("crossrank: cannot record the exception of a thread: %r", error)
@@ -95,7 +95,7 @@ def _noting(original: Callable[..., Any], module: str, function: str) -> Callabl
         caller, error = sys._getframe(1), sys.exc_info()[1]
         if error is not None and (caller.f_globals.get("__name__"), caller.f_code.co_name) == (module, function):
             with contextlib.suppress(Exception):  # it is printed, whatever it is
-                _of_worker[:] = [_describe(threading.main_thread().name, error)]
+                _of_worker[:] = [describe(threading.main_thread().name, error)]
         return original(*args, **kwargs)
 
     return call
@@ -199,10 +199,11 @@ def exceptions(reason: str) -> list[dict[str, Any]]:
         error = last if last is not _earlier else None
     if error is None or isinstance(error, SystemExit | GeneratorExit):
         return [*_of_worker, *_of_threads]
-    return [_describe(threading.main_thread().name, error), *_of_threads]
+    return [describe(threading.main_thread().name, error), *_of_threads]
 
 
-def _describe(thread: str, error: BaseException) -> dict[str, Any]:
+def describe(thread: str, error: BaseException) -> dict[str, Any]:
+    """An exception of a thread as a dump has it: `Raised` of the tools' reader."""
     frames = list(traceback.walk_tb(error.__traceback__))
     causes: list[str] = []
     cause = error.__cause__ or error.__context__

@@ -184,7 +184,8 @@ def _identity_of(entry: dict[str, Any]) -> str:
 
 
 def stacks() -> list[dict[str, Any]]:
-    """The stack of every Python thread of this process, innermost frame first; crossrank's own threads are left out."""
+    """The stack of every Python thread of this process, innermost frame first, and the exception that it handles;
+    crossrank's own threads are left out."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
 
     def is_ours(placed: tuple[FrameType, int]) -> bool:  # the thread that dumps is in here
@@ -195,5 +196,14 @@ def stacks() -> list[dict[str, Any]]:
         name = names.get(ident, f"thread {ident}")
         if not name.startswith(threads.PREFIX):
             frames = itertools.dropwhile(is_ours, traceback.walk_stack(frame))
-            found.append({"thread": writable(name), "frames": exits.describe_frames(frames)})
+            stack: dict[str, Any] = {"thread": writable(name), "frames": exits.describe_frames(frames)}
+            if (error := _handled_by(ident)) is not None:
+                stack["handles"] = exits.describe(name, error)
+            found.append(stack)
     return found
+
+
+def _handled_by(thread: int) -> BaseException | None:
+    """The exception that a thread handles now: what hangs in a `finally` says with it why it is there."""
+    found = sys._current_exceptions().get(thread)
+    return found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12

@@ -167,6 +167,17 @@ def raises_between_collectives(rank: int) -> None:
         time.sleep(0.02)
 
 
+def hangs_in_the_finally_of_an_exception(rank: int) -> None:
+    try:
+        for step in range(4):
+            dist.all_reduce(torch.ones(64))
+            if (rank, step) == (1, 2):
+                raise ValueError("record 17 is damaged")  # rank 1
+    finally:
+        if rank == 1:
+            time.sleep(600)
+
+
 def raises_while_others_are_in_backward(rank: int) -> None:
     model, optimizer = replicated()
     for step, batch in enumerate(batches(6)):
@@ -674,6 +685,7 @@ def has_a_slow_rank(rank: int) -> None:
 
 FAULTS: list[Fault] = [
     Fault(job=raises_between_collectives, culprits=(2,), kinds=RAISED, delays=DELAYS),
+    Fault(job=hangs_in_the_finally_of_an_exception, culprits=(1,), kinds=ABSENT),
     Fault(
         job=raises_while_others_are_in_backward, ranks=5, culprits=(1,), kinds=RAISED, delays=DELAYS, with_nccl=False
     ),

@@ -134,21 +134,23 @@ class GroupConfig(msgspec.Struct, frozen=True):
 Frames = Annotated[list[Frame], msgspec.Meta(max_length=MOST_FRAMES)]
 
 
-class OwnStack(msgspec.Struct, frozen=True):
-    """Where a thread of the process was when our dump was taken, innermost frame first."""
-
-    thread: Text
-    frames: Frames
-
-
 class Raised(msgspec.Struct, frozen=True):
-    """An exception that ended a thread, innermost frame first."""
+    """An exception that ended a thread, or that it handles, innermost frame first."""
 
     thread: Text = ""
     error: Text = ""
     causes: Annotated[list[Text], _MANY] = []
     """Texts of the exceptions that it was raised from, or while handling them: the direct cause first."""
     frames: Frames = []
+
+
+class OwnStack(msgspec.Struct, frozen=True):
+    """Where a thread of the process was when our dump was taken, innermost frame first."""
+
+    thread: Text
+    frames: Frames
+    handles: Raised | None = None
+    """The exception that it handles at this moment, in an `except` or a `finally`."""
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):

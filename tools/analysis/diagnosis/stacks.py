@@ -76,7 +76,11 @@ def _places(job: JobState, graph: WaitForGraph, finding: Finding, rank: int, rol
         where = Place(rank=rank, role=role, what=f"its {name} when it was dumped", frames=frame_texts(main.frames))
         # On a GPU the host goes on while a call waits.
         has_gone_on = row is not None and trace.backend != GLOO and not _is_in(main.frames, job.stack(rank, row))
-        return [of_call, where] if of_call is not None and has_gone_on else [where]
+        places = [of_call, where] if of_call is not None and has_gone_on else [where]
+        if is_culprit and main.handles is not None:
+            what = f"where it raised {main.handles.error}, which its {name} handles"
+            places.append(Place(rank=rank, role=role, what=what, frames=frame_texts(main.handles.frames)))
+        return places
     return [of_call] if of_call is not None else []
 
 

@@ -11,7 +11,7 @@ from crossrank.tools.analysis.diagnosis.evidence import Evidence
 from crossrank.tools.analysis.diagnosis.findings import Finding
 from crossrank.tools.analysis.diagnosis.stacks import frame_texts, waits_unrecorded
 from crossrank.tools.output.diagnosis.verdict import next_step
-from crossrank.tools.traces.flight_recorder import Frame, OwnStack
+from crossrank.tools.traces.flight_recorder import Frame, OwnStack, Raised
 from tests.unit.analysis.diagnosis.moments import CLOSED, Moment, write_moments
 from tests.unit.analysis.diagnosis.ranks import call, job, rank, world
 from tests.unit.analysis.diagnosis.simulated_jobs import Collective, Groups, Programs, SimulatedJob
@@ -188,3 +188,22 @@ def test_where_the_host_has_gone_on_the_line_of_the_call_is_shown_beside_that_of
 
     texts = [place.frames for place in finding.places if place.role == "culprit"]
     assert texts == [["all_reduce (train.py:10)"], ["main (/home/me/train.py:12)"]][-shown:]
+
+
+def test_a_culprit_that_handles_an_exception_is_shown_where_it_raised_it() -> None:
+    raised = Raised(error="ValueError: bad", frames=[Frame(name="read", filename="/home/me/data.py", line=3)])
+    own = OwnStack(
+        thread="MainThread", frames=[Frame(name="main", filename="/home/me/train.py", line=9)], handles=raised
+    )
+    ranks = [
+        rank(0, call(), groups=(world(2),), ending={"reason": "hang", "taken_at": 9 * 10**9, "stacks": [own]}),
+        rank(1, call(), call(number=2, state=0), groups=(world(2),), ending={"reason": "hang", "taken_at": 9 * 10**9}),
+    ]
+
+    (finding,) = diagnose(Evidence(ranks))[0].findings
+
+    assert finding.culprit_ranks == [0]
+    assert [(place.what, place.frames) for place in finding.places if place.role == "culprit"][-1] == (
+        "where it raised ValueError: bad, which its main thread handles",
+        ["read (/home/me/data.py:3)"],
+    )
