@@ -41,6 +41,8 @@ LINKED = "linked"
 
 VERDICT = "verdict.json"
 """The diagnosis of a hang, as the job itself wrote it beside the dumps."""
+OVER = "over"
+"""The verdict in it of a job that went on: what was found is beside it."""
 
 RANGE = "crossrank#"
 """Name of the range around a recorded launch in both traces of a window; the record's id follows."""

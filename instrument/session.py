@@ -142,6 +142,8 @@ class Session:
                     self.begin()
             self.recorder.active = False
             dies = reason not in ("disable", "exit")
+            if not dies and not exits.exceptions(reason):
+                self.hangs.take_back()
             if dies:
                 self.windows.note_end()
             else:

@@ -56,13 +56,19 @@ class Hangs:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._watch: HangWatch | None = None
+        self._said: Path | None = None
+        """The verdict that this rank has said, until communication goes on."""
 
     def watch(self) -> None:
         """Watch from now on, where that is asked for."""
         config = self._session.config
         if self._watch is None and config.hang_seconds > 0 and config.flight:
             self._watch = HangWatch(
-                self._patience, calls=self._session.recorder.calls, completed=completed, on_hang=self._on_hang
+                self._patience,
+                calls=self._session.recorder.calls,
+                completed=completed,
+                on_hang=self._on_hang,
+                on_recovery=self.take_back,
             )
             self._watch.start()
 
@@ -85,7 +91,19 @@ class Hangs:
         if session.files is None or session.current_world() is None:
             return
         session.dumps.write("hang")
-        _Silence(session, session.files.recording, seconds).respond()
+        silence = _Silence(session, session.files.recording, seconds)
+        silence.respond()
+        self._said = session.files.recording / VERDICT if silence.has_said else None
+
+    def take_back(self) -> None:
+        """Communication goes on: the log, and the file, say that the verdict which this rank has said is over."""
+        said, self._said = self._said, None
+        if said is not None and verdict.take_back(said):
+            log.warning(
+                "crossrank: communication goes on after all; the verdict above is over, and %s says so",
+                said,
+                extra=ONE_RANK,
+            )
 
 
 class _Silence:
@@ -99,6 +117,8 @@ class _Silence:
         self._dumped = _changed(self._file(FLIGHT, session.rank)) or time.time_ns()
         self._since = self._dumped - round(seconds * 1e9)
         self._look = max(_LOOK, session.world_size * _LOOK_PER_RANK)
+        self.has_said = False
+        """Whether this rank has said that the job hangs."""
 
     def respond(self) -> None:
         """See that there is a verdict, and do what it asks for."""
@@ -159,6 +179,7 @@ class _Silence:
             return True
         if found.is_hang:
             state = "hung, and goes on" if is_over else "hangs"
+            self.has_said = not is_over
             log.warning("crossrank: the job %s: %s; %s says:\n%s", state, silence, path, text, extra=ONE_RANK)
         elif not is_over:
             log.warning(

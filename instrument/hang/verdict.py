@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from crossrank.errors import CrossrankError, one_line
+from crossrank.recording import OVER
 
 _PATIENCE = 300.0
 """Seconds that a diagnosis may take."""
@@ -59,6 +60,16 @@ def write_none(path: Path) -> None:
     """Leave word for the other ranks of this folder that there is no diagnosis: they need not try."""
     with contextlib.suppress(OSError):
         path.write_bytes(msgspec.json.encode(Verdict(verdict="none")))
+
+
+def take_back(path: Path) -> bool:
+    """Write into the file that its verdict is over; whether it was there."""
+    try:
+        document = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        path.write_bytes(msgspec.json.encode(document | {"verdict": OVER, "was": document.get("verdict")}))
+    except (OSError, msgspec.MsgspecError):
+        return False
+    return True
 
 
 def diagnose(folder: Path, output: Path, world_size: int) -> str:

@@ -86,7 +86,8 @@ def test_the_log_says_who_is_missing_and_training_that_recovers_goes_on(buffer: 
     assert "waiting      rank 0\n" in text
     assert "look_elsewhere (" in text
     assert "all_reduce #4 of group default_pg [0] (rank 0-1)" in text
-    assert verdict_of(tmp_path) == ("error", [1])
+    assert verdict_of(tmp_path) == ("over", [1])
+    assert ended.stderr.count("crossrank: communication goes on after all; the verdict above is over") == 1
 
 
 RESUME = """
@@ -110,7 +111,7 @@ def test_where_rank_0_is_silent_another_one_says_it(tmp_path: Path) -> None:
     assert sorted(ended.stdout.splitlines()) == ["rank 0 trained", "rank 1 trained"]
     assert ended.stderr.count("crossrank: the job hangs") == 1, ended.stderr
     assert f" s (rank 1); {tmp_path}/recording/verdict.json says:" in ended.stderr
-    assert verdict_of(tmp_path) == ("error", [0])
+    assert verdict_of(tmp_path) == ("over", [0])
 
 
 def test_a_job_may_end_when_it_hangs_behind_the_verdict_for_its_launcher_to_restart_it(tmp_path: Path) -> None:

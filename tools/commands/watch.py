@@ -12,7 +12,7 @@ import msgspec
 
 from crossrank.budget import BudgetError
 from crossrank.errors import BROKEN, CrossrankError, one_line
-from crossrank.recording import COMMS, RANK_FOLDER, VERDICT, is_url, list_recording
+from crossrank.recording import COMMS, OVER, RANK_FOLDER, VERDICT, is_url, list_recording
 from crossrank.tools.analysis.diagnosis.findings import Diagnosis
 from crossrank.tools.analysis.live import LiveFile, Snapshot, snapshot
 from crossrank.tools.commands.options import complain
@@ -103,7 +103,7 @@ class _Job:
             return ""
         calls = [(file, file.calls[-1]) for _, file in self._files.values() if file.calls]
         goes_on = any((file.wall(call.t) or 0) / 1e9 > written for file, call in calls)
-        return "" if goes_on else hang_text(found)
+        return "" if goes_on or found.verdict == OVER else hang_text(found)
 
 
 def _is_faulty(found: Snapshot) -> bool:
