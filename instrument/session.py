@@ -75,7 +75,7 @@ class Session:
 
     def start(self) -> None:
         """Install everything. Raises `CrossrankError`, with nothing installed, where torch cannot be recorded."""
-        if self.config.flight:
+        if self.config.flight or self.config.timing:
             torch_recorder.switch_on()
         try:
             registry.install(self)
@@ -142,8 +142,6 @@ class Session:
                     self.begin()
             self.recorder.active = False
             dies = reason not in ("disable", "exit")
-            if not dies and not exits.exceptions(reason):
-                self.hangs.take_back()
             if dies:
                 self.windows.note_end()
             else:

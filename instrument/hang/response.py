@@ -41,6 +41,8 @@ _AFTER_RANK_0 = 1.0
 _AFTER_NODE_0, _AFTER_NODE = 8.0, 1.0
 """Seconds by which its node comes before the next one, and that one before the one after it."""
 _MOST_NODES = 30
+_FEW_CALLS = 4
+"""Calls that are made and over after a verdict when the job is taken to go on."""
 _SETTLED = 1.5
 """Seconds without a new dump after which no more are expected: ranks do not look for hangs at the same moment."""
 _LATEST = 30.0
@@ -56,8 +58,8 @@ class Hangs:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._watch: HangWatch | None = None
-        self._said: Path | None = None
-        """The verdict that this rank has said, until communication goes on."""
+        self._said: tuple[Path, int, int] | None = None
+        """The verdict that this rank has said, and how many calls were made and over then."""
 
     def watch(self) -> None:
         """Watch from now on, where that is asked for."""
@@ -68,7 +70,7 @@ class Hangs:
                 calls=self._session.recorder.calls,
                 completed=completed,
                 on_hang=self._on_hang,
-                on_recovery=self.take_back,
+                on_look=self._take_back,
             )
             self._watch.start()
 
@@ -93,15 +95,24 @@ class Hangs:
         session.dumps.write("hang")
         silence = _Silence(session, session.files.recording, seconds)
         silence.respond()
-        self._said = session.files.recording / VERDICT if silence.has_said else None
+        if silence.has_said:
+            self._said = session.files.recording / VERDICT, session.recorder.calls(), completed()
 
-    def take_back(self) -> None:
-        """Communication goes on: the log, and the file, say that the verdict which this rank has said is over."""
-        said, self._said = self._said, None
-        if said is not None and verdict.take_back(said):
+    def _take_back(self) -> None:
+        """Say that the verdict which this rank has said is over, where calls since then are over too.
+
+        One that failed looks completed, and so may what the script does about it: a few have to be.
+        """
+        if self._said is None:
+            return
+        path, calls, over = self._said
+        if self._session.recorder.calls() - calls < _FEW_CALLS or completed() - over < _FEW_CALLS:
+            return
+        self._said = None
+        if verdict.take_back(path):
             log.warning(
                 "crossrank: communication goes on after all; the verdict above is over, and %s says so",
-                said,
+                path,
                 extra=ONE_RANK,
             )
 

@@ -1,7 +1,7 @@
 """torch's own flight recorder of NCCL's calls: switched on where that is still possible, and a line where it is off.
 
-torch reads how many calls it keeps when the first NCCL group is made. Before some version (2.10 does so) it keeps none
-unless it is told.
+torch reads how many calls it keeps when the first NCCL group is made. Some versions, 2.10 among them, keep none unless
+they are told.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import orjson
 import torch
 
-from crossrank.instrument import threads
 from crossrank.instrument.log import log
 from crossrank.instrument.record.recorder import Recorder
 
@@ -56,11 +55,9 @@ class RecorderCheck:
         if self._is_done or self._first is None or self._recorder.calls() < self._first + 2:
             return
         self._is_done = True
-        threads.start("recorder", self._say)  # torch may wait for the device in here
-
-    def _say(self) -> None:
-        content = self._recorder.nccl_recorder()
-        if content and not orjson.loads(content).get("entries"):
+        function = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+        # Without the calls no event is asked for, which a CUDA graph that is captured would not survive.
+        if function is not None and not orjson.loads(function(False, False)).get("pg_status"):
             log.warning(
                 "crossrank: torch's flight recorder keeps no calls, so a dump of a hang holds crossrank's alone; call "
                 "enable() before init_process_group, or set %s=%d",

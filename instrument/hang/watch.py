@@ -17,8 +17,8 @@ class HangWatch:
     """Calls `on_hang(seconds)` when nothing has been communicated for `patience()` seconds.
 
     A thread looks a few times per patience whether a call was begun. When none was for half of it it also asks torch
-    how many calls are over. When neither moves for all of it the hang is reported, once until the next call, at which
-    `on_recovery` is called.
+    how many calls are over. When neither moves for all of it the hang is reported, once until the next call. Where
+    calls were begun since the last look, `on_look` is called.
     Every rank of a hung job does so on its own, also the one that the others wait for, and one that never comes to its
     first call. The patience may change: a group with a shorter timeout may be made. The thread ends after `stop`.
     """
@@ -30,13 +30,13 @@ class HangWatch:
         calls: Callable[[], int],
         completed: Callable[[], int],
         on_hang: Callable[[float], None],
-        on_recovery: Callable[[], None] = lambda: None,
+        on_look: Callable[[], None] = lambda: None,
     ) -> None:
         self._patience = patience
         self._calls = calls
         self._completed = completed
         self._on_hang = on_hang
-        self._on_recovery = on_recovery
+        self._on_look = on_look
         self._stopped = False  # a plain flag: an Event's lock may be held by what a signal handler interrupts
 
     def start(self) -> None:
@@ -54,8 +54,7 @@ class HangWatch:
             time.sleep(min(patience / _LOOKS, _LONGEST_PAUSE))
             now = time.monotonic()
             if self._calls() != calls:
-                if reported:
-                    self._on_recovery()
+                self._on_look()
                 calls, since, completed, reported = self._calls(), now, None, False
                 continue
             if reported or now - since < patience / 2:

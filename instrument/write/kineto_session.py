@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -14,7 +14,6 @@ import torch.autograd.profiler as autograd_profiler
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from crossrank.instrument import threads
 from crossrank.instrument.hooks import fork
 from crossrank.instrument.identity.gpu import cuda_is_in_use
 from crossrank.instrument.torch_private import has
@@ -23,9 +22,9 @@ _ALL_THREADS = "profile_all_threads"
 _OPTIONS = (_ALL_THREADS, "enable_cuda_sync_events", "trace_only")
 """Events of all threads and of synchronisation, no Python event objects; what this torch does not know is left out."""
 _PATIENCE_OWN_S = 60.0
-"""How long the end of a session waits for the GPU to do what this rank has given it."""
-PATIENCE_OTHERS_S = 5.0
-"""And then for kernels of communication that wait for other ranks."""
+"""How long the end of a session waits for the stream of the thread that began it."""
+_PATIENCE_OTHERS_S = 5.0
+"""And then for calls in other streams, which may wait for other ranks."""
 
 
 class Kineto:
@@ -36,6 +35,8 @@ class Kineto:
         self.runs = False
         self.is_whole = True
         """Whether the GPU had done all of its work when the last session ended."""
+        self._stream: torch.cuda.Stream | None = None
+        """Of the thread that began the session: the one that ends it may be new, and on the first GPU."""
 
     def prepare(self) -> None:
         """Warm Kineto up, unless it is warm or not available: CUPTI takes its time at the first start."""
@@ -51,6 +52,8 @@ class Kineto:
         self.prepare()
         if self._profiler is None:
             return False
+        if self._profiler.use_device is not None:
+            self._stream = torch.cuda.current_stream()
         try:
             self._profiler._start_trace()
         except Exception:
@@ -77,10 +80,11 @@ class Kineto:
         if profiler is None or not runs:
             return None
         try:
-            if profiler.use_device is not None:
+            self.is_whole = True
+            if profiler.use_device is not None and self._stream is not None:
                 # The profiler would wait for the GPU without a limit. A receive may be posted whose send a peer makes
                 # only after the end of its own window: two ranks would wait for each other.
-                self.is_whole = _wait_for_gpu()
+                self.is_whole = _wait_for_gpu(self._stream)
                 profiler.use_device = None
             profiler.__exit__(None, None, None)
         except Exception:
@@ -102,32 +106,35 @@ class Kineto:
         torch.autograd._disable_profiler()
 
 
-def _wait_for_gpu() -> bool:
-    """Wait until the GPU has done what it was given, within limits; whether it has. Raises CUDA's errors."""
-    device = torch.cuda.current_device()
+def _wait_for_gpu(stream: torch.cuda.Stream) -> bool:
+    """Wait until the GPU has done what it was given, within limits; whether it has. Raises CUDA's errors.
+
+    On this thread alone: asking an event may wait for a thread that synchronises, and with the interpreter's lock.
+    """
     own = torch.cuda.Event()
-    own.record()
-    idle = threading.Event()
-    failures: list[Exception] = []
+    own.record(stream)
+    if not _holds_within(own.query, _PATIENCE_OWN_S) or not _holds_within(_no_call_is_open, _PATIENCE_OTHERS_S):
+        return False
+    stream.synchronize()
+    torch.cuda.synchronize(stream.device)
+    return True
 
-    def wait() -> None:
-        try:
-            torch.cuda.synchronize(device)
-        except Exception as error:
-            failures.append(error)
-        idle.set()
 
-    if threads.start("gpu", wait) is None:  # the interpreter shuts down
-        wait()
-    until, own_is_over = time.monotonic() + _PATIENCE_OWN_S, False
-    while not idle.wait(0.05):
-        if not own_is_over and own.query():
-            until, own_is_over = time.monotonic() + PATIENCE_OTHERS_S, True
+def _holds_within(condition: Callable[[], bool], seconds: float) -> bool:
+    until, pause = time.monotonic() + seconds, 1e-4
+    while not condition():
         if time.monotonic() > until:
             return False
-    if failures:
-        raise failures[0]
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)
     return True
+
+
+def _no_call_is_open() -> bool:
+    """Whether torch knows of no call with NCCL that is not over; True where it keeps none."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+    entries = orjson.loads(dump(True, True)).get("entries", []) if dump is not None else []
+    return all(entry.get("retired") for entry in entries)
 
 
 def is_users_profiler_running() -> bool:

@@ -31,12 +31,7 @@ from crossrank.instrument.identity.gpu import cuda_is_in_use, is_capturing
 from crossrank.instrument.identity.process_groups import process_group_config
 from crossrank.instrument.log import log
 from crossrank.instrument.torch_private import has
-from crossrank.instrument.write.kineto_session import (
-    PATIENCE_OTHERS_S,
-    Kineto,
-    ends_on_any_thread,
-    is_users_profiler_running,
-)
+from crossrank.instrument.write.kineto_session import Kineto, ends_on_any_thread, is_users_profiler_running
 from crossrank.instrument.write.rank_files import RankFiles, create
 from crossrank.recording import EXECUTION_TRACE, KINETO, file_name
 
@@ -316,9 +311,8 @@ class Windows:
             return
         if not self._kineto.is_whole:
             log.warning(
-                "crossrank: the GPU still waits for other ranks %g s after window %d ended; calls that are not over "
-                "have no kernel in its Kineto trace",
-                PATIENCE_OTHERS_S,
+                "crossrank: window %d ends while its GPU is still at work, maybe waiting for another rank: what is not "
+                "over has no kernel in the Kineto trace",
                 self._number,
             )
         path = files.temporary(file_name(KINETO, self._session.rank, self._number))

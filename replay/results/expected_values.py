@@ -9,7 +9,7 @@ tensor of its own. Outputs are spoilt before the call.
 An average is compared within four roundings of its type: of one over more members than elements, in a narrow type, a
 missing member may be less than that.
 
-Numbers are made and compared on the CPU: a GPU that is wrong may compare wrongly too.
+Numbers are made and compared on the device, or on the CPU where the device does not compute (a stand-in for a GPU).
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Checker:
             return
         self.checked += 1
         record = self.program.calls[index].record
-        piece = piece.cpu()
+        piece = piece.to(expected.device)
         wrong = piece != expected
         if record.op in REDUCING and self.program.substitutes[index].reduce == "avg":
             # Each backend divides in its own way.
@@ -170,7 +170,12 @@ def _prime(dtype: torch.dtype) -> int:
 
 
 def _places(piece: torch.Tensor) -> torch.Tensor:
-    return torch.arange(piece.numel())
+    return torch.arange(piece.numel(), device=piece.device if _computes(piece.device) else "cpu")
+
+
+@lru_cache(maxsize=8)
+def _computes(device: torch.device) -> bool:
+    return int(torch.arange(8, device=device).sum()) == 28
 
 
 def _moved(piece: torch.Tensor, shift: int, member: int) -> torch.Tensor:
@@ -208,7 +213,7 @@ def _reduced(piece: torch.Tensor, reduction: str, shift: int, n: int) -> torch.T
         return (2.0 ** deciding.to(torch.float64)).to(piece.dtype)
     if reduction == "bxor":
         return (deciding % 2).to(piece.dtype)
-    return torch.full(piece.shape, own, dtype=piece.dtype)
+    return torch.full_like(places, own, dtype=piece.dtype)
 
 
 _VALUES: dict[str, tuple[int, int]] = {

@@ -199,7 +199,7 @@ def claim_gpu(rendezvous: Rendezvous, rank: int, gpu: str) -> None:
     holder = int(rendezvous.store.compare_set(f"gpu/{gpu}", "", str(rank)))
     if holder != rank:
         raise CrossrankError(
-            f"shares a GPU with rank {holder}, and NCCL wants one for each; start fewer ranks there, or use "
+            f"shares a GPU with rank {holder}, and NCCL wants one each; start fewer ranks, set NCCL_HOSTID, or use "
             "--backend gloo"
         )
 

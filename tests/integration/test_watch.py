@@ -28,6 +28,7 @@ crossrank.enable(directory="recording", timing=True)
 while not os.path.exists("stop"):
     time.sleep(0.02 * rank)
     dist.all_reduce(torch.ones(1000))
+    time.sleep(0.02 * rank)
     dist.barrier()
     crossrank.step()
 """

@@ -6,9 +6,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 #include <map>
 #include <memory>
+#include <sstream>
 
 #include "device.h"
 #include "meeting.h"
@@ -84,6 +86,36 @@ Nanoseconds communication_time(double bytes) {
   return static_cast<Nanoseconds>(latency + bytes / bytes_per_ns);
 }
 
+// STAND_IN_SLOW_LINKS: `A-B=FACTOR` separated by semicolons: what goes between GPUs A and B, by their numbers on the
+// machine, takes so many times as long.
+double slowness(int one, int other) {
+  static const std::map<std::pair<int, int>, double> table = [] {
+    std::map<std::pair<int, int>, double> found;
+    std::istringstream text(text_from_environment("STAND_IN_SLOW_LINKS"));
+    for (std::string row; std::getline(text, row, ';');) {
+      int from = 0, to = 0;
+      double factor = 1;
+      if (std::sscanf(row.c_str(), "%d-%d=%lf", &from, &to, &factor) == 3) {
+        found[std::minmax(from, to)] = factor;
+      }
+    }
+    return found;
+  }();
+  const auto found = table.find(std::minmax(one, other));
+  return found == table.end() ? 1 : found->second;
+}
+
+// A collective goes round a ring: its slowest link counts.
+double slowest_link(const ncclComm& own) {
+  double found = 1;
+  for (int rank = 0; rank < own.size; ++rank) {
+    found = std::max(found, slowness(own.region.member(rank).device, own.region.member((rank + 1) % own.size).device));
+  }
+  return found;
+}
+
+Nanoseconds times(double factor, Nanoseconds time) { return static_cast<Nanoseconds>(factor * static_cast<double>(time)); }
+
 // --- what runs in a stream -------------------------------------------------------------------------------------------
 
 // The data that a rank needs of the others, and what becomes of it.
@@ -158,7 +190,7 @@ Nanoseconds run_collective(const Request& request, Nanoseconds begin) {
     last = std::max(last, other.ready);
   }
   if (!move_data(request)) return hang(own);
-  return last + communication_time(moved_bytes(request));
+  return last + times(slowest_link(own), communication_time(moved_bytes(request)));
 }
 
 Nanoseconds run_transfers(const std::vector<Request>& requests, Nanoseconds begin) {
@@ -168,6 +200,8 @@ Nanoseconds run_transfers(const std::vector<Request>& requests, Nanoseconds begi
   const auto advance = [&](std::size_t index) {
     const Request& request = requests[index];
     const bool sends = request.operation == Operation_::send;
+    const double factor = slowness(own.region.member(own.rank).device, own.region.member(request.peer).device);
+    const Nanoseconds takes = times(factor, communication_time(static_cast<double>(request.bytes())));
     Pair& pair = sends ? own.region.pair(own.rank, request.peer) : own.region.pair(request.peer, own.rank);
     if (sends && !posted[index]) {
       if (pair.copied + 1 != request.number) return;  // the message before it
@@ -177,13 +211,13 @@ Nanoseconds run_transfers(const std::vector<Request>& requests, Nanoseconds begi
       posted[index] = true;
     }
     if (sends && pair.copied >= request.number) {
-      ends[index] = std::max(begin, pair.receiver_ready) + communication_time(static_cast<double>(request.bytes()));
+      ends[index] = std::max(begin, pair.receiver_ready) + takes;
       done[index] = true;
     }
     if (!sends && pair.sent >= request.number && pair.copied + 1 == request.number) {
       if (pair.bytes != request.bytes()) return;  // hangs, as it does with NCCL
       if (!read_from(own.region.member(request.peer).pid, pair.address, request.receive, request.bytes())) return;
-      ends[index] = std::max(begin, pair.sender_ready) + communication_time(static_cast<double>(request.bytes()));
+      ends[index] = std::max(begin, pair.sender_ready) + takes;
       pair.receiver_ready = begin;
       pair.copied = request.number;
       done[index] = true;
