@@ -23,7 +23,7 @@ import msgspec
 from crossrank.budget import Budget
 from crossrank.comm import CommRecord, Group, is_p2p, operation_of
 from crossrank.recording import RANGE
-from crossrank.tools.graph.linking.linked_trace import Activity, Communication, HostOp
+from crossrank.tools.graph.linking.linked_trace import Activity, Communication, HostOp, by_begin
 from crossrank.tools.traces.execution_trace import HostNode, io
 from crossrank.tools.traces.json_document import parse
 from crossrank.tools.traces.kernels import communication_kernel
@@ -333,20 +333,14 @@ class _Finder(Communications):
         return [one for _, one in same][::-1]
 
     def sort(self) -> None:
-        """Put the communications in the order in which they began; a call without a time began after the one before
-        it, a kernel without a call by its own time. Number those that are not ours, and the calls of each group whose
-        source has no sequence number."""
+        """Put the communications in the order in which they began. Number those that are not ours, and the calls of
+        each group whose source has no sequence number."""
         calls: list[tuple[int, int | None, Communication]] = []
         for communication in self.communications:
             op = self.host[self._position[communication.host]] if communication.host is not None else None
             by_order = (op.node.rf_id, op.start_ns) if op is not None else (sys.maxsize, communication.record.t)
             calls.append((*by_order, communication))
-        begun = []
-        time = 0
-        for _, start, communication in sorted(calls, key=itemgetter(0)):
-            time = time if start is None else start
-            begun.append((time, communication))
-        self.communications = [communication for _, communication in sorted(begun, key=itemgetter(0))]
+        self.communications = by_begin((start, one) for _, start, one in sorted(calls, key=itemgetter(0)))
         counts: Counter[tuple[object, ...]] = Counter()
         ours = (one.record.id for one in self.communications if one.origin in OURS)
         next_id = count(max(ours, default=-1) + 1)

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from decimal import Decimal
 from itertools import islice
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -41,6 +40,7 @@ from crossrank.tools.graph.linking.linked_trace import (
     HostOp,
     LinkedTrace,
     Provenance,
+    by_begin,
 )
 from crossrank.tools.graph.linking.nesting import is_work
 from crossrank.tools.traces.execution_trace import (
@@ -250,12 +250,8 @@ def _in_order(graph: _Graph) -> list[Communication]:
     """The communications as they were linked: calls by their numbers, and a kernel without a call by its own time."""
     starts: dict[int | None, int | None] = {op.id: op.start_ns for op in graph.host}
     starts |= {activity.id: activity.start_ns for activity in graph.activities}
-    begun, time = [], 0
-    for one in sorted(graph.communications, key=lambda one: (one.host is None, one.record.id)):
-        start = starts.get(one.activities[0] if one.host is None else one.host)
-        time = time if start is None else start
-        begun.append((time, one))
-    return [one for _, one in sorted(begun, key=itemgetter(0))]
+    calls = sorted(graph.communications, key=lambda one: (one.host is None, one.record.id))
+    return by_begin((starts.get(one.activities[0] if one.host is None else one.host), one) for one in calls)
 
 
 class _Graph:

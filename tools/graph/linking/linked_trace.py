@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Literal
 
 import msgspec
@@ -208,3 +210,13 @@ class LinkedTrace(Provenance, kw_only=True):
         counts = (len(self.host), "host operations"), (len(self.activities), "activities"), (len(self.edges), "edges")
         things = ", ".join(f"{count:,} {what}" for count, what in counts)
         return f"<LinkedTrace of rank {self.rank}: {things}, {len(self.communications):,} communications>"
+
+
+def by_begin(calls: Iterable[tuple[int | None, Communication]]) -> list[Communication]:
+    """Communications with their times in ns, in the order in which they began. `calls` is in the order of the calls,
+    kernels without one last; one without a time began when the one before it did."""
+    begun, time = [], 0
+    for start, communication in calls:
+        time = time if start is None else start
+        begun.append((time, communication))
+    return [communication for _, communication in sorted(begun, key=itemgetter(0))]
