@@ -72,6 +72,8 @@ class FlightDumps:
             if self._writing and reason == "SIGUSR1":  # this thread is writing already
                 return
             self._writing = True
+            if reason == "hang" and session.closing:  # what the end writes, or has written, says more
+                return
             if reason not in ("hang", "SIGUSR1") and self._still_hangs(reason):
                 return
             with session.failures.reported("the flight recorder was not dumped"):

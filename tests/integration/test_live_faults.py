@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 
+from crossrank.recording import ReadIssues, read_chunks
 from crossrank.tools.cli import main
 from tests.integration import forked_jobs, jobs
 from tests.integration.fork_server import ROOT
@@ -32,6 +35,8 @@ def test_a_fault_is_diagnosed(fault: Fault, tmp_path: Path, capsys: pytest.Captu
         for delay, job in zip(fault.delays, attempts, strict=True):
             for moment in moments_to_look(job, fault):
                 wrong[moment, delay] = complaints(fault, job, capsys)
+                if DEVICE == "cuda":
+                    wrong[moment, delay] += complaints_about_parts(fault, job, tmp_path / f"{delay} {moment}", capsys)
     finally:
         for job in attempts:
             job.kill()
@@ -134,6 +139,52 @@ def complaints(fault: Fault, job: Job, capsys: pytest.CaptureFixture[str]) -> li
     found = [] if code == 1 else [f"exit code {code}, verdict {diagnosis['verdict']}"]
     without_dump = {rank for rank in range(fault.ranks) if not job.dump(rank).exists()}
     return found + list(untrue(fault, diagnosis, without_dump)) + list(not_shown(fault, diagnosis, text))
+
+
+def complaints_about_parts(fault: Fault, job: Job, folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What `crossrank diagnose` says that is not true where it has torch's dumps alone, our records alone, or nothing
+    of one rank. It may say less than it says of all files, but never that nothing is wrong."""
+    found = []
+    for name, part in parts_of(job.recording, fault, folder):
+        code = main(["diagnose", str(part), "--json"])
+        said = capsys.readouterr().out
+        if code == 2 and name == "torch's dumps":  # they hold nothing: nobody came to a first call
+            continue
+        diagnosis = json.loads(said)
+        accused = {rank for finding in diagnosis["findings"] for rank in finding["culprit_ranks"]}
+        named = {int(name.removeprefix("without rank "))} if name.startswith("without") else set()
+        if innocent := sorted((accused & fault.innocent) - named):
+            found.append(f"{name}: accuses rank {innocent}, who are innocent: {diagnosis['findings']}")
+        if code != 1 and not (name == "torch's dumps" and "communicator" in str(diagnosis["notes"])):
+            found.append(f"{name}: exit code {code}, verdict {diagnosis['verdict']}")
+    return found
+
+
+def parts_of(recording: Path, fault: Fault, folder: Path) -> Iterator[tuple[str, Path]]:
+    """Copies of a recording that lack something, and what they have."""
+    dumps = {path.name: read_json(path) for path in recording.glob("rank-*.flight.json.zst")}
+    if not fault.hosts_go_on:
+        for name, dump in dumps.items():
+            write_json(folder / "torch" / name, {key: value for key, value in dump.items() if key != "crossrank"})
+        yield "torch's dumps", folder / "torch"
+    shutil.copytree(recording, folder / "ours")
+    for name, dump in dumps.items():
+        write_json(folder / "ours" / name, {"version": dump["version"], "entries": [], "crossrank": dump["crossrank"]})
+    yield "our records", folder / "ours"
+    for rank in {*fault.culprits[:1], *sorted(fault.innocent)[-1:]}:
+        part = folder / f"without {rank}"
+        shutil.copytree(recording, part, ignore=shutil.ignore_patterns(f"rank-{rank}.*", "verdict.json"))
+        yield f"without rank {rank}", part
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(b"".join(read_chunks(str(path), ReadIssues(str(path)))))
+    return found
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(zstandard.compress(json.dumps(content).encode()))
 
 
 def untrue(fault: Fault, diagnosis: dict[str, Any], without_dump: set[int]) -> Iterator[str]:

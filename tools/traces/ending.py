@@ -55,6 +55,8 @@ class Ending:
     """Nothing but an unfinished comms file is left: its last calls may not have reached the disk."""
     went_on: bool = False
     """The rank left the job by itself after this dump of a hang: what it waited in has ended."""
+    was_ended: bool = False
+    """Somebody ended the process after this dump of a hang, as its comms file says."""
     error: str | None = None
     """The exception that ended the process."""
     causes: tuple[str, ...] = ()
@@ -78,7 +80,7 @@ class Ending:
     @property
     def is_gone(self) -> bool:
         """Whether its process ended: what it had not done by then it never did."""
-        return self.reason not in _GOES_ON or self.error is not None
+        return self.reason not in _GOES_ON or self.was_ended or self.error is not None
 
     @property
     def is_final(self) -> bool:

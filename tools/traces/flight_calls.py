@@ -103,7 +103,7 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False, 
         for record in moment.calls:
             builder.add(record, called=clock.at(record.t))
         return trace
-    if moment is not None and not len(dump.entries) and any(map(_is_noted, moment.calls)):
+    if moment is not None and not len(dump.entries) and _was_off(moment):
         _take_recorded(trace, dump, moment)
         return trace
     reading = _Reading(dump, trace)
@@ -117,6 +117,12 @@ def read_flight(path: str, rank: int | None = None, *, own_calls: bool = False, 
         # Our dump without an entry is that of a rank that made no call: the recorder was asked.
         trace.dump.has_status = True
     return trace
+
+
+def _was_off(moment: Moment) -> bool:
+    """Whether a recorder without an entry was off: calls were made that it notes, with NCCL sends and receives too."""
+    backend_of = {group.pg: group.backend for group in moment.groups}
+    return any(_is_noted(record) or "nccl" in backend_of.get(record.pg, "") for record in moment.calls)
 
 
 def _is_noted(record: CommRecord) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from crossrank.tools.analysis.diagnosis.call_history import is_usual
+from crossrank.tools.analysis.diagnosis.call_history import is_new, is_usual
 from crossrank.tools.analysis.diagnosis.findings import rank_text, ranks_by
-from crossrank.tools.analysis.diagnosis.job_state import CLEARLY_STALE
+from crossrank.tools.analysis.diagnosis.job_state import CLEARLY_STALE, ends_unknown
 from crossrank.tools.analysis.diagnosis.mismatches import EXTRA, MISSING
 from crossrank.tools.analysis.diagnosis.root_causes import Search, finding_at, finding_of, finding_on
 from crossrank.tools.analysis.diagnosis.wait_for_graph import StuckOp
@@ -30,6 +30,12 @@ def find_silent_ranks(search: Search) -> None:
         if op.is_p2p:
             kind = "p2p_unmatched"
             text = f"{rank_text(absent)} made no call that answers it and waits for nothing itself"
+            if _went_astray(search, op):
+                culprits = set(op.waiting)
+                text = (
+                    f"{rank_text(culprits)} never made such a call before, and {rank_text(absent)} does not answer it; "
+                    f"others wait for {rank_text(culprits)} as always"
+                )
         elif on_gloo and len(absent) > 1 and all(ranks[rank].ending.unseen for rank in absent):
             kind = "dump_missing"
             text = (
@@ -57,8 +63,19 @@ def find_silent_ranks(search: Search) -> None:
                     "its GPU or its watchdog is stuck"
                 )
             exception = next(filter(None, (_exception_of(search, rank) for rank in sorted(absent))), None)
-        waiting = {"waiting_ranks": sorted(culprits)} if kind == EXTRA else {}
+        waiting = {"waiting_ranks": sorted(culprits)} if culprits == set(op.waiting) else {}
         search.add_root(finding_of(op, kind, culprits=culprits, text=text, exception=exception, **waiting), [op])
+
+
+def _went_astray(search: Search, op: StuckOp) -> bool:
+    """Whether those who wait made a call that they never made, while others wait for them in calls that they know."""
+    job, graph = search.job, search.graph
+    waited_for = {
+        rank
+        for rank, one in graph.op_of.items()
+        if one is not op and one.awaited >= set(op.waiting) and is_usual(job, rank, graph.blocked[rank])
+    }
+    return bool(waited_for) and all(is_new(job, rank, graph.blocked[rank]) for rank in op.waiting)
 
 
 def _was_ended_next(search: Search, rank: int) -> bool:
@@ -66,7 +83,11 @@ def _was_ended_next(search: Search, rank: int) -> bool:
     ending, called = search.job.ranks[rank].ending, search.job.ranks[rank].calls.called
     if ending.taken_at is None or not ending.was_terminated:
         return False
-    left = [one.ending.taken_at for one in search.job.ranks.values() if one.ending.has_left and one.ending.taken_at]
+    left = [
+        one.ending.taken_at
+        for one in search.job.ranks.values()
+        if one.ending.taken_at and (one.ending.has_left or (one.ending.unseen and ends_unknown(one)))
+    ]
     # A rank that is still on the way to its first call has been in none for too long.
     return any(
         left_at - max(called, default=left_at) <= _MOMENT and 0 < ending.taken_at - left_at <= _LAUNCHER_DELAY
@@ -224,3 +245,16 @@ def find_unended_calls(search: Search) -> None:
             text += ": it hangs there, or the dump was taken just before"
             finding = finding_at(job, rank, row, "all_joined_not_completed", waiting_ranks=[rank], text=text)
         search.add_root(finding)
+
+
+def find_unknown_ends(search: Search) -> None:
+    """A silent job in which every call was made by all of its ranks, and nothing says which calls are over."""
+    ranks = search.job.ranks
+    if search.roots or search.graph.blocked or not ranks:
+        return
+    hung = [rank for rank, one in ranks.items() if one.ending.reason == "hang" and not one.ending.went_on]
+    if hung and all(ends_unknown(ranks[rank]) for rank in hung):
+        text = (
+            "every recorded call was made by all of its ranks; torch's flight recorder was off, so nothing says which "
+        )
+        search.add_root(finding_on(search.world, "not_recorded", waiting_ranks=hung, text=f"{text}of them are over"))

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from crossrank.tools.analysis.diagnosis import absent_ranks, root_causes
 from crossrank.tools.analysis.diagnosis.evidence import Evidence
 from crossrank.tools.analysis.diagnosis.findings import LACKS_EVIDENCE, Diagnosis, Finding, rank_text
-from crossrank.tools.analysis.diagnosis.job_state import JobState
+from crossrank.tools.analysis.diagnosis.job_state import JobState, is_torchs_own
 from crossrank.tools.analysis.diagnosis.mismatches import find_mismatches
 from crossrank.tools.analysis.diagnosis.p2p import pair_up
 from crossrank.tools.analysis.diagnosis.root_causes import Search
@@ -60,7 +60,7 @@ def diagnose(
         stragglers=stragglers,
         clocks=clocks,
         skipped=evidence.skipped,
-        notes=evidence.notes + job.outside + list(_notes(job, short, lacking if allow_missing else ())),
+        notes=evidence.notes + job.outside + list(_notes(job, found, short, lacking if allow_missing else ())),
         counts={
             "ranks": len(job.ranks),
             "groups": len(job.groups),
@@ -85,6 +85,7 @@ def _find_causes(search: Search) -> None:
     root_causes.explain_the_rest(search)
     absent_ranks.find_raised_exceptions(search)
     absent_ranks.find_unended_calls(search)
+    absent_ranks.find_unknown_ends(search)
     # The root that showed first comes first: a fault is sooner the cause of a later one than the other way round.
     order = sorted(range(len(search.roots)), key=search.began.__getitem__)
     search.roots = [search.roots[index] for index in order]
@@ -100,7 +101,9 @@ def _backend(job: JobState, finding: Finding) -> str:
     return backends.pop() if len(backends) == 1 else ""
 
 
-def _notes(job: JobState, short: Collection[int], missing: Collection[int]) -> Iterator[str]:
+def _notes(
+    job: JobState, found: Collection[Finding], short: Collection[int], missing: Collection[int]
+) -> Iterator[str]:
     """What the verdict rests on that is not in the dumps, and what of them could not be read."""
     if inferred := sum(group.inferred and len(group.ranks) > 0 for group in job.groups):
         yield (
@@ -116,6 +119,11 @@ def _notes(job: JobState, short: Collection[int], missing: Collection[int]) -> I
         yield (
             f"the dumps of {rank_text(blind)} are torch's own, of gloo: they hold no sends and receives, and a "
             "rank that waits in one seems to wait for nobody. crossrank records them"
+        )
+    if not found and (blind := [rank for rank, one in job.ranks.items() if is_torchs_own(one)]):
+        yield (
+            f"the dumps of {rank_text(blind)} are torch's own: they hold no call that waits for its communicator to be "
+            "made, and a rank in one seems to wait for nobody. crossrank records it"
         )
     if missing:
         yield (f"{rank_text(missing)} has no usable dump and is taken to have made every call (--allow-missing)")

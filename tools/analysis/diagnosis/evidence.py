@@ -23,6 +23,7 @@ from crossrank.tools.parallel import Fleet, map_ranks
 from crossrank.tools.paused_gc import paused_gc
 from crossrank.tools.traces.comms import read_comms, stack_of
 from crossrank.tools.traces.discover import WHAT, FoundFile, discover
+from crossrank.tools.traces.ending import CUT_SHORT
 from crossrank.tools.traces.flight_calls import SAME_TIME, UNRECORDED, read_flight
 from crossrank.tools.traces.flight_recorder import NoDumpError
 from crossrank.tools.traces.rank_trace import GLOO, RankTrace, TraceBuilder, sort_by_time
@@ -110,6 +111,8 @@ def put_together(
         elif best is not None:
             if comms is not None and best is not comms and best.backend == GLOO:
                 _complete(best, comms)
+            elif comms is not None and best is not comms:
+                best.ending.was_ended = comms.ending.reason in CUT_SHORT
             evidence.ranks.append(best)
             evidence.skipped += [
                 f"{other.path}: is older than {best.path}, of the same rank {rank}, and was left out" for other in kept

@@ -98,9 +98,9 @@ KINDS: dict[str, Kind] = {
         "rank {culprits} made no call, or its recorder was off (TORCH_FR_BUFFER_SIZE=0)",
     ),
     "not_recorded": Kind(
-        "ranks wait in a call, and the dumps cannot show what the others do",
-        "take the stacks of the ranks that have not made the call (py-spy dump), or record the job with crossrank: "
-        "its dumps hold them",
+        "ranks may wait for others, and the dumps cannot show it",
+        "take the stacks of all ranks (py-spy dump), or record the job with crossrank and torch's flight recorder: "
+        "then the dumps hold them, and which calls are over",
     ),
     "unreadable_dump": Kind("a rank's dump is not readable", "take the dump of rank {culprits} again, or read its log"),
     "refused_dump": Kind(

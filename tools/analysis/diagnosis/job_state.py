@@ -13,7 +13,7 @@ import msgspec
 from crossrank.comm import OPERATIONS, is_p2p
 from crossrank.tools.job.groups import ProcessGroup
 from crossrank.tools.job.job import Job
-from crossrank.tools.traces.rank_trace import COMPLETED, GLOO, RETIRED, RankTrace
+from crossrank.tools.traces.rank_trace import COMPLETED, GLOO, RETIRED, SCHEDULED, RankTrace
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,6 +36,17 @@ def reports_ends(trace: RankTrace) -> bool:
     return trace.source == "flight" and trace.backend != GLOO
 
 
+def ends_unknown(trace: RankTrace) -> bool:
+    """Whether nothing says which calls of a rank are over: with NCCL they return before, and torch keeps none."""
+    return trace.source == "comms" and "nccl" in trace.backend
+
+
+def is_torchs_own(trace: RankTrace) -> bool:
+    """Whether it is a dump of NCCL's recorder that torch wrote itself: without stacks and the moment when it was taken,
+    and without a call that waits for its communicator to be made."""
+    return trace.source == "flight" and "nccl" in trace.backend and trace.ending.taken_at is None
+
+
 @dataclass
 class JobState(Job):
     """A job, and where each of its ranks stood when it was last seen."""
@@ -48,6 +59,7 @@ class JobState(Job):
         """As `Job.match`, after ranks have shared what the dumps of some of them do not show."""
         _share_what_dumps_leave_out(traces)
         _keep_backends_apart(traces)
+        _doubt_returns(traces)
         return super().match(traces, world_size)
 
     @cached_property
@@ -169,6 +181,24 @@ def _keep_backends_apart(traces: Sequence[RankTrace]) -> None:
     for one in traces:
         if one.backend == GLOO:
             one.groups = [group if group.apart else msgspec.structs.replace(group, apart=GLOO) for group in one.groups]
+
+
+def _doubt_returns(traces: Sequence[RankTrace]) -> None:
+    """Open the calls with NCCL of which a record says only that they returned: there they return before they are over.
+
+    Whether they are over shows in the calls of the other ranks, so all of those must be known.
+    """
+    known = {one.rank for one in traces}
+    for one in traces:
+        if not ends_unknown(one):
+            continue
+        members = [group.group.ranks if "nccl" in group.group.backend else None for group in one.groups]
+        in_group = [ranks is not None and known.issuperset(ranks) for ranks in members]
+        is_open = [not is_p2p(signature) or signature.peer in known for signature in one.signatures]
+        calls = one.calls
+        for row, state in enumerate(calls.state):
+            if state == RETIRED and in_group[calls.group[row]] and is_open[calls.signature[row]]:
+                calls.state[row] = SCHEDULED
 
 
 def _share_what_dumps_leave_out(traces: Sequence[RankTrace]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from crossrank.tools.analysis.diagnosis.call_history import has_skipped, is_new, is_usual
 from crossrank.tools.analysis.diagnosis.findings import Finding, call_text, group_text, rank_text, ranks_by
-from crossrank.tools.analysis.diagnosis.job_state import CLEARLY_STALE, JobState
+from crossrank.tools.analysis.diagnosis.job_state import CLEARLY_STALE, JobState, ends_unknown, is_torchs_own
 from crossrank.tools.analysis.diagnosis.mismatches import MISSING, Mismatch
 from crossrank.tools.analysis.diagnosis.p2p import Pairing, content_text
 from crossrank.tools.analysis.diagnosis.stacks import place_of_call, waits_unrecorded
@@ -191,7 +191,8 @@ def find_misfits(search: Search, mismatches: list[Mismatch]) -> None:
         # What a rank that never made the call holds up would hang without the mismatch, too.
         on_gloo = all(job.ranks[rank].is_gloo(group.local_index.get(rank)) for rank in mismatch.ranks)
         gone = aborted.intersection(group.ranks).difference(mismatch.ranks) if on_gloo else set()
-        behind_it = [op for op in behind_it if not op.absent & search.silent - gone]
+        runs_ahead = all(ends_unknown(job.ranks[rank]) for rank in mismatch.ranks)
+        behind_it = [op for op in behind_it if runs_ahead or not op.absent & search.silent - gone]
         about = {"collective_seq_id": mismatch.seq, "op": mismatch.op}
         culprits, text = list(mismatch.culprits or _raised_in(job, mismatch)), mismatch.text
         finding = finding_on(
@@ -301,7 +302,10 @@ def _why_closed(search: Search, op: StuckOp) -> tuple[str, set[int], str]:
         who = "every rank that ever called on this group made the call; whether it has other members is not known"
     elif any(rank not in ranks for rank in op.group.ranks):
         who = "every member with a dump made the call"
-    return "all_joined_not_completed", set(), f"{who}; the dumps do not show who holds it up"
+    shows = "the dumps do not show who holds it up"
+    if all(is_torchs_own(ranks[rank]) for rank in waiting):
+        shows = "who holds it up torch's own dumps cannot tell: they hold neither roots nor which process has ended"
+    return "all_joined_not_completed", set(), f"{who}; {shows}"
 
 
 def _gone_before_its_end(search: Search, op: StuckOp) -> set[int]:

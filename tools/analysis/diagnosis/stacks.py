@@ -8,7 +8,7 @@ from itertools import takewhile
 from pathlib import PurePath
 
 from crossrank.tools.analysis.diagnosis.findings import Finding, Place, call_text, group_text
-from crossrank.tools.analysis.diagnosis.job_state import JobState
+from crossrank.tools.analysis.diagnosis.job_state import JobState, ends_unknown
 from crossrank.tools.analysis.diagnosis.wait_for_graph import WaitForGraph
 from crossrank.tools.traces.ending import MAIN_THREAD, RECORDER, Ending
 from crossrank.tools.traces.flight_recorder import Frame, OwnStack
@@ -157,6 +157,8 @@ def waits_unrecorded(job: JobState, rank: int) -> bool:
     frames = [frame for frame in main.frames if RECORDER not in frame.filename]
     inner = list(takewhile(lambda frame: _WAITS.search(frame.filename), frames))
     if not inner or len(inner) == len(frames):
+        return False
+    if ends_unknown(trace) and inner[-1].name == "destroy_process_group":  # it waits for the end of calls
         return False
     caller, *_ = _lines(frames[len(inner) :])
     last_call = job.stack(rank, len(trace.calls) - 1) if len(trace.calls) else ()

@@ -38,6 +38,7 @@ def write_comms(
     groups: Groups = GROUPS,
     until: float | None = None,
     reason: str = "exit",
+    backend: str = "gloo",
 ) -> None:
     """A comms file of `rank`, of a job of the ranks in group "0"; record n is made n seconds after the start.
 
@@ -55,7 +56,7 @@ def write_comms(
     lines: list[Any] = [{"header": header | {"clock": {"t": 0, "wall": START}}}]
     for name, (desc, ranks) in groups.items():
         if rank in ranks:
-            lines.append({"group": {"pg": name, "size": len(ranks), "ranks": ranks, "desc": desc, "backend": "gloo"}})
+            lines.append({"group": {"pg": name, "size": len(ranks), "ranks": ranks, "desc": desc, "backend": backend}})
             lines[-1]["group"]["locality"] = "intra_node" if name == "7" else "cross_node"
     for number, fields in enumerate(records):
         whole = {"id": number, "c10d": fields["op"], "bytes": 32, "t": number * 10**9, "in": [[8]], "dtype": "float32"}

@@ -202,7 +202,7 @@ def test_a_missing_dump_can_be_allowed(healthy: Path, capsys: pytest.CaptureFixt
     code, out, _ = diagnose(capsys, healthy, "--json", "--allow-missing")
     found = json.loads(out)
     assert (code, found["verdict"], found["findings"]) == (0, "ok", [])
-    assert found["notes"] == ["rank 3 has no usable dump and is taken to have made every call (--allow-missing)"]
+    assert "rank 3 has no usable dump and is taken to have made every call (--allow-missing)" in found["notes"]
 
 
 def test_the_diagnosis_is_written_to_a_file(stuck: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -331,7 +331,7 @@ def test_a_rank_outside_the_world_is_left_out(healthy: Path, capsys: pytest.Capt
 
     found = json.loads(out)
     assert (code, found["world_size"], found["ranks"]) == (0, 4, [0, 1, 2, 3])
-    assert found["notes"] == [f"{healthy}/rank_7: rank 7 is outside the world of 4 ranks; the file was left out"]
+    assert f"{healthy}/rank_7: rank 7 is outside the world of 4 ranks; the file was left out" in found["notes"]
 
 
 def test_a_world_larger_than_the_dumps_lacks_some(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
